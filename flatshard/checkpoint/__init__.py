@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
+from flatshard.checkpoint._barrier import MeetingError
 from flatshard.checkpoint._changed_params import (
     ChangedParams,
     SentParams,
@@ -9,7 +10,6 @@ from flatshard.checkpoint._changed_params import (
     iter_changed_params,
 )
 from flatshard.checkpoint._job import load_checkpoint, save_checkpoint
-from flatshard.checkpoint._meeting import MeetingError
 from flatshard.checkpoint._optim_params import rekey
 from flatshard.checkpoint._optim_state_dict import optim_state_dict
 from flatshard.checkpoint._optim_state_load import load_optim_state_dict, optim_state_dict_to_load

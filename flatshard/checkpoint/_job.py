@@ -20,15 +20,15 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from flatshard._comm.monitor.messages import default_group
+from flatshard._comm.monitor.messages import default_group, membership
 from flatshard._composable.find import units_below
 from flatshard._errors import name_list
 from flatshard._trace import logger
 from flatshard.checkpoint import _disk as disk
+from flatshard.checkpoint._barrier import Barrier, MeetingError
 from flatshard.checkpoint._byte_count import ByteCount, Report
 from flatshard.checkpoint._entries import Entry, Undo, copied, entries
 from flatshard.checkpoint._gathering import check_one_value
-from flatshard.checkpoint._meeting import Meeting, MeetingError
 
 _MINUTE = timedelta(seconds=60)
 
@@ -83,23 +83,23 @@ def save_checkpoint(
     """
     at = _place(path, state, process_group, "save_checkpoint")
     before = _ended()
-    meeting = Meeting(process_group, f"save_checkpoint({str(at)!r})", timeout)
-    count = ByteCount("saving", at, progress, meeting.is_first)
-    saving, save = _Saving(at, meeting.is_first, overwrite, count), Save(count)
+    job = _all_ranks(process_group, f"save_checkpoint({str(at)!r})", timeout)
+    count = ByteCount("saving", at, progress, job.is_first)
+    saving, save = _Saving(at, job.is_first, overwrite, count), Save(count)
     with contextlib.ExitStack() as stack:
-        stack.enter_context(meeting)
+        stack.enter_context(job)
         stack.callback(saving.discard)
-        own = meeting.round(lambda: saving.plan(state, before, wait), saving.plan_for_all)
+        own = job.exchange(lambda: saving.plan(state, before, wait), saving.plan_for_all)
 
         def write() -> None:
-            meeting.round(lambda: saving.write(*own), saving.finish)
+            job.exchange(lambda: saving.write(*own), saving.finish)
 
         if wait:
             write()
             save.set_result(None)
         else:
             _background.append(save)
-            arguments = (stack.pop_all(), write, meeting.is_first)  # the thread leaves the meeting
+            arguments = (stack.pop_all(), write, job.is_first)  # the thread leaves the barrier
             threading.Thread(target=save.follow, args=arguments, name="flatshard-save").start()
     return save
 
@@ -147,17 +147,17 @@ def load_checkpoint(
     """
     at = _place(path, state, process_group, "load_checkpoint")
     before = _ended()
-    meeting = Meeting(process_group, f"load_checkpoint({str(at)!r})", timeout)
-    loading = _Loading(at, meeting.is_first, strict, verify, progress)
-    with meeting:
-        meeting.round(lambda: before, _known_by_some)
-        meeting.round(lambda: loading.check(state), _are_alike)
+    job = _all_ranks(process_group, f"load_checkpoint({str(at)!r})", timeout)
+    loading = _Loading(at, job.is_first, strict, verify, progress)
+    with job:
+        job.exchange(lambda: before, _known_by_some)
+        job.exchange(lambda: loading.check(state), _are_alike)
         try:
-            meeting.round(loading.install)
+            job.exchange(loading.install)
         except BaseException:
             loading.undo()
             raise
-        meeting.round(loading.read)
+        job.exchange(loading.read)
     return loading.results()
 
 
@@ -181,6 +181,12 @@ def _place(path: Any, state: Any, group: dist.ProcessGroup | None, verb: str) ->
                 "before torch.distributed.destroy_process_group(), or give it the group, process_group="
             )
     return Path(path).absolute()
+
+
+def _all_ranks(group: dist.ProcessGroup | None, what: str, timeout: timedelta) -> Barrier:
+    """Those of ``group``, for the call ``what``. None: all, or this process alone."""
+    rank, size, store = membership(default_group() if group is None else group)
+    return Barrier(store, rank, range(size), what, timeout.total_seconds())
 
 
 # -- saving ------------------------------------------------------------------------------------------------------------
@@ -256,10 +262,10 @@ class Save(Future[None]):
         self.is_known = True
         return found
 
-    def follow(self, meeting: contextlib.ExitStack, write: Callable[[], None], is_first: bool) -> None:
-        """End as ``write`` does, in ``meeting``, which is left then."""
+    def follow(self, around: contextlib.ExitStack, write: Callable[[], None], is_first: bool) -> None:
+        """End as ``write`` does, and leave what is ``around`` it."""
         try:
-            with meeting:
+            with around:
                 write()
         except BaseException as e:
             if is_first:

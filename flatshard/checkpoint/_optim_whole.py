@@ -12,9 +12,9 @@ from flatshard._composable.features.whole_parameters import Gathering, joined
 from flatshard._handle.flat_param import FlatParam
 from flatshard._handle.tensors.sharded_parameter import shard_info
 from flatshard._runtime import on_any_rank
+from flatshard.checkpoint._barrier import barrier
 from flatshard.checkpoint._gathering import exchange, from_parts, unwrapped_whole
 from flatshard.checkpoint._optim_params import Row, State
-from flatshard.checkpoint._roll_call import roll_call
 from flatshard.checkpoint._sharded_value import ShardedValue
 from flatshard.checkpoint._state_dict import Flat, dtype_named, export
 
@@ -36,7 +36,7 @@ def whole_state(flats: list[Flat], rows: list[Row], device: torch.device | None,
     Raises:
         ValueError: on all ranks: the optimizers step different parameters, or have different states of one.
     """
-    roll_call([flat.placement.runtime for _, flat in flats], "optim_state_dict(full=True)")
+    barrier([flat.placement.runtime for _, flat in flats], "optim_state_dict(full=True)")
     by_param = {id(row.named.param): row for row in rows}
     entries = [(flat, [by_param.get(id(p)) for p in flat.params]) for _, flat in flats]
     kinds = _agreed(entries)

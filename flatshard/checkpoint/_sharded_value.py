@@ -41,9 +41,9 @@ from flatshard._handle.tensors.sharded_parameter import (
     shard_info,
 )
 from flatshard._runtime import Runtime
+from flatshard.checkpoint._barrier import barrier
 from flatshard.checkpoint._boxes import Box, Part
 from flatshard.checkpoint._gathering import from_parts, unwrapped_whole
-from flatshard.checkpoint._roll_call import roll_call
 from flatshard.checkpoint._standard_helpers import check_writer
 
 aten = torch.ops.aten
@@ -124,7 +124,7 @@ class ShardedValue(torch.Tensor):
         if origin is None:
             raise RuntimeError(f"{_name(self)}.full_tensor(): it was unpickled, and {_CURE}")
         if not origin.info.is_whole:
-            roll_call([origin.runtime], f"full_tensor of {origin.info.fqn!r}")
+            barrier([origin.runtime], f"full_tensor of {origin.info.fqn!r}")
             numel = math.prod(part.block_shape)
             flat = from_parts(origin.runtime, self._local, part.start, numel, self.dtype)
         else:  # with tensor parallelism only

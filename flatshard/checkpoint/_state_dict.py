@@ -26,8 +26,8 @@ from flatshard._handle.tensors.experts import ExpertRanks
 from flatshard._handle.tensors.sharded_parameter import ShardedParameter, shard_info
 from flatshard._names import plain_name
 from flatshard._runtime import Runtime
+from flatshard.checkpoint._barrier import barrier
 from flatshard.checkpoint._gathering import check_one_value, exchange_over, unwrapped_whole
-from flatshard.checkpoint._roll_call import roll_call
 
 _FORMAT = 1  # of local_state_dict
 
@@ -91,7 +91,7 @@ def whole_parameters(
 ) -> dict[int, torch.Tensor]:
     """Plain tensors of their own, by the ids of the parameters, of which ``wanted`` are asked for. All ranks together.
 
-    ``call``: see ``roll_call``. ``receives``: False: tensors without memory, as only other ranks get the values. ``device``:
+    ``call``: see ``barrier``. ``receives``: False: tensors without memory, as only other ranks get the values. ``device``:
     None: where the parameters compute.
     """
     found: dict[int, torch.Tensor] = {}
@@ -110,7 +110,7 @@ def gathered(
 
     A value is a view of what is gathered, which is freed with the last one: let go of it before the next.
     """
-    roll_call([flat.placement.runtime for _, flat in flats], call)
+    barrier([flat.placement.runtime for _, flat in flats], call)
     _check_experts(flats)
     for bucket in _buckets([f for f in flats if any(id(p) in wanted for p in f[1].params)], bucket_bytes):
         gatherings = [Gathering(flat) for _, flat in reversed(bucket)]

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 import flatshard
 from flatshard import fully_shard, load_checkpoint, save_checkpoint
-from flatshard.checkpoint import MeetingError, Reader, _byte_count, _disk, _job, _meeting, _spans
+from flatshard.checkpoint import MeetingError, Reader, _barrier, _byte_count, _disk, _job, _spans
 from flatshard.checkpoint._container import memory_of
 from flatshard.checkpoint._disk import METADATA
 
@@ -231,7 +231,7 @@ def test_ranks_meet_again_after_one_has_skipped_a_save(ctx, path: str) -> None:
     dist.barrier(ctx.group)
     keys = store.num_keys()
     if ctx.rank != 1:
-        with expect("rank 1' did not come within 2 s"):
+        with expect("rank 1: did not come within 2 s"):
             save_checkpoint(f"{path}/1", state, process_group=ctx.group, timeout=SHORT)
     dist.barrier(ctx.group)
     for i in range(2, 5):
@@ -247,7 +247,7 @@ def test_a_rank_that_dies_is_named(ctx, path: str) -> None:
     """A rank that comes, and gives no sign of life then; and one that is interrupted."""
     what = f"save_checkpoint({path!r})"
     if ctx.rank == 1:
-        with _meeting.Meeting(ctx.group, what, SHORT):
+        with _job._all_ranks(ctx.group, what, SHORT):
             pass  # its thread ends, as it would with the process
     else:
         with expect("rank 1: no sign of life for 2 s, so it died, or its machine did"):
@@ -270,11 +270,11 @@ def interrupt(*_: Any) -> None:
 @ranks(3)
 def test_the_first_rank_leaves_last(ctx, path: str) -> None:
     """Rank 0, whose process may have the store, leaves last: also where it fails."""
-    receive = _meeting.Meeting._receive
+    take = _barrier.Barrier._take
 
-    def late(self: _meeting.Meeting, key: str, sender: int) -> Any:
+    def late(self: _barrier.Barrier, key: str) -> Any:
         time.sleep(0.2)
-        return receive(self, key, sender)
+        return take(self, key)
 
     store, waiting = ctx.group.get_group_store(), {"x": {str(i): torch.ones(3) for i in range(9)}}
     dist.barrier(ctx.group)
@@ -282,7 +282,7 @@ def test_the_first_rank_leaves_last(ctx, path: str) -> None:
     dist.barrier(ctx.group)
     with pytest.MonkeyPatch.context() as patch:
         if ctx.rank:
-            patch.setattr(_meeting.Meeting, "_receive", late)
+            patch.setattr(_barrier.Barrier, "_take", late)
         save_checkpoint(path, waiting, process_group=ctx.group)
         assert ctx.rank or store.num_keys() <= keys
         dist.barrier(ctx.group)
@@ -313,10 +313,10 @@ def test_a_write_may_take_long(ctx, path: str) -> None:
 
 def test_long_waits_cost_little(monkeypatch):
     now = [0.0]
-    monkeypatch.setattr(_meeting.time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(_meeting.time, "sleep", lambda seconds: now.__setitem__(0, now[0] + seconds))
+    monkeypatch.setattr(_barrier.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(_barrier.time, "sleep", lambda seconds: now.__setitem__(0, now[0] + seconds))
     count = 0
-    for waited in _meeting._waits():
+    for waited in _barrier._waits():
         count += 1
         if waited > 3600:
             break

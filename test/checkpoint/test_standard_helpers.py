@@ -29,8 +29,7 @@ import flatshard
 from flatshard import ShardingStrategy, fully_shard
 from flatshard.checkpoint import (
     ShardedValue,
-    _meeting,
-    _roll_call,
+    _barrier,
     full_state_dict,
     load_optim_state_dict,
     optim_state_dict,
@@ -215,13 +214,13 @@ def test_one_rank_alone(ctx) -> None:
         r"full_tensor of 'up.weight'": value.full_tensor,
     }
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_roll_call, "GIVE_UP_AFTER", 0.05)
-        patch.setattr(_meeting, "_GRACE", 0.05)
+        patch.setattr(_barrier, "GIVE_UP_AFTER", 0.05)
+        patch.setattr(_barrier, "_GRACE", 0.05)
         for text, call in calls.items():
             if ctx.rank == 1:
                 with pytest.raises(
                     RuntimeError,
-                    match=rf"^{text}: 'rank 0', 'rank 2' did not come within 0.05 s. All ranks must make this call",
+                    match=rf"^{text}: rank 0, rank 2: did not come within 0.05 s. All ranks must make this call",
                 ):
                     call()
         dist.barrier(ctx.group)

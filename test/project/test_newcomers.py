@@ -327,7 +327,7 @@ ON_RANKS: dict[Callable[..., None], tuple[str, ...]] = {  # what rank 0 reads
         "rank 0 has '1.weight' of shape (2, 4) where rank 1 has '1.weight' of shape (6, 4)",
         "Build the same model on all ranks",
     ),
-    save_on_rank_0_only: ("MeetingError", "'rank 1' did not come within 2 s", "All ranks must make this call"),
+    save_on_rank_0_only: ("MeetingError", "rank 1: did not come within 2 s", "All ranks must make this call"),
     work_in_a_fork: ("RuntimeError: unit '<root>' runs a forward in process", "forked from rank 0", "not sharded"),
 }
 
