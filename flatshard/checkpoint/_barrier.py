@@ -97,7 +97,7 @@ def _wait_as_for_a_collective(runtime: Runtime, store: Any, call: str) -> None:
 class Barrier:
     """One call that all ranks of a process group make together. With one rank nothing is sent.
 
-    ``wait`` lasts until all have come. As a context it also lets them ``exchange`` objects.
+    ``wait`` lasts until all have come. As a context it also lets them ``share`` what they have.
 
     Args:
         store: of the group. None: there is one rank.
@@ -144,11 +144,9 @@ class Barrier:
         Raises:
             MeetingError: some did not come, or came for something else.
         """
-        self._exchange((None, self.what), self._check_same)
+        self._share((None, self.what), self._check_same)
 
-    def exchange(
-        self, produce: Callable[[], T], decide: Callable[[list[T]], Sequence[Any] | None] | None = None
-    ) -> Any:
+    def share(self, produce: Callable[[], T], decide: Callable[[list[T]], Sequence[Any] | None] | None = None) -> Any:
         """Call ``produce`` on every rank, then ``decide`` on rank 0 with what all produced, by rank.
 
         Returns:
@@ -168,9 +166,9 @@ class Barrier:
                 self._hand_in((type(e).__name__, None))
             raise
         with self._explained():
-            return self._exchange(mine, decide)
+            return self._share(mine, decide)
 
-    def _exchange(self, mine: Outcome, decide: Callable[[list[Any]], Sequence[Any] | None] | None) -> Any:
+    def _share(self, mine: Outcome, decide: Callable[[list[Any]], Sequence[Any] | None] | None) -> Any:
         self._number += 1
         error, item = self._lead(mine, decide) if self.is_first else self._follow(mine)
         if error is not None:

@@ -89,10 +89,10 @@ def save_checkpoint(
     with contextlib.ExitStack() as stack:
         stack.enter_context(job)
         stack.callback(saving.discard)
-        own = job.exchange(lambda: saving.plan(state, before, wait), saving.plan_for_all)
+        own = job.share(lambda: saving.plan(state, before, wait), saving.plan_for_all)
 
         def write() -> None:
-            job.exchange(lambda: saving.write(*own), saving.finish)
+            job.share(lambda: saving.write(*own), saving.finish)
 
         if wait:
             write()
@@ -150,14 +150,14 @@ def load_checkpoint(
     job = _all_ranks(process_group, f"load_checkpoint({str(at)!r})", timeout)
     loading = _Loading(at, job.is_first, strict, verify, progress)
     with job:
-        job.exchange(lambda: before, _known_by_some)
-        job.exchange(lambda: loading.check(state), _are_alike)
+        job.share(lambda: before, _known_by_some)
+        job.share(lambda: loading.check(state), _are_alike)
         try:
-            job.exchange(loading.install)
+            job.share(loading.install)
         except BaseException:
             loading.undo()
             raise
-        job.exchange(loading.read)
+        job.share(loading.read)
     return loading.results()
 
 
