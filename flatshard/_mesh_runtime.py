@@ -23,14 +23,19 @@ class MeshRuntime(Runtime):
 
     def __init__(self, every: Runtime, inner: Runtime, outer: Runtime) -> None:
         """``every``: of all ranks, in the order of the note."""
-        super().__init__(every.peers, inner.collectives, every.streams)
+        super().__init__(every.peers, inner.collectives)
         self.monitor = None  # each axis has one of its own
-        self.inner, self.outer = inner.beside(every), outer.beside(every)
+        self.inner, self.outer = inner, outer
         assert self.rank == inner.rank * outer.world_size + outer.rank
 
     def using(self, factory: CollectivesFactory | None) -> Runtime:
         """The same ranks with the collectives that ``factory`` makes for each axis."""
         return self if factory is None else MeshRuntime(self, self.inner.using(factory), self.outer.using(factory))
+
+    @property
+    def axes(self) -> tuple[Runtime, ...]:
+        """See ``Runtime``."""
+        return self.inner, self.outer
 
     @property
     def exact(self) -> Runtime:

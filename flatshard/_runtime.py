@@ -183,7 +183,9 @@ def _has(module: Any, name: str) -> bool:
 
 
 class Streams:
-    """The side streams of one accelerator. [Note: Memory follows the streams]"""
+    """The side streams of one accelerator, for all process groups. [Note: Memory follows the streams]"""
+
+    _made: ClassVar[weakref.WeakValueDictionary[torch.device, Streams]] = weakref.WeakValueDictionary()
 
     def __init__(self, module: Any, device: torch.device) -> None:
         """``module``: the device module, such as ``torch.cuda`` or ``torch.xpu``."""
@@ -211,7 +213,9 @@ class Streams:
                 f"fully_shard: parameters are on {str(device)!r}, and torch.{device.type} has no streams to run collectives "
                 f"on: it lacks {', '.join(missing)}. Move the module to the CPU or to another accelerator first"
             )
-        return cls(module, device)
+        if (found := cls._made.get(device)) is None:
+            found = cls._made[device] = cls(module, device)
+        return found
 
     @property
     def current(self) -> Any:
@@ -345,24 +349,20 @@ class Peers:
 
 
 class Runtime(RankGroup):
-    """The collectives of some :class:`Peers`, and the streams that they run on.
-
-    With other collectives than the backend's, or the streams of another runtime, it is another object, equal to the first.
-    """
+    """The collectives of some :class:`Peers`. With others than the backend's it is another object, equal to the first."""
 
     _plain: ClassVar[weakref.WeakValueDictionary[int, Runtime]] = weakref.WeakValueDictionary()
 
-    def __init__(self, peers: Peers, collectives: Collectives | None = None, streams: Streams | None = None) -> None:
-        """``collectives``: None: the backend's. ``streams``: None: those of ``peers``."""
+    def __init__(self, peers: Peers, collectives: Collectives | None = None) -> None:
+        """``collectives``: None: the backend's."""
         self.peers, self._builtin = peers, peers.builtin
         super().__init__(peers.device, self._builtin.rank, self._builtin.size, peers.number)
-        self.host, self.progress, self.monitor = peers.host, peers.progress, peers.monitor
+        self.host, self.progress, self.monitor, self.streams = peers.host, peers.progress, peers.monitor, peers.streams
         self.collectives: Collectives = collectives or self._builtin
-        self.streams = streams or peers.streams
 
     @classmethod
     def of(cls, group: dist.ProcessGroup, device: torch.device) -> Runtime:
-        """The runtime of ``group`` on ``device`` with the backend's collectives. All units share it, and so its streams."""
+        """The runtime of ``group`` on ``device`` with the backend's collectives. All units share it."""
         peers = Peers.of(group, device)
         found = cls._plain.get(peers.number)
         if found is None:
@@ -385,16 +385,17 @@ class Runtime(RankGroup):
                 f"collectives={factory!r} made a {type(made).__name__}, which lacks one of all_gather, reduce_scatter, "
                 "all_reduce and exact: see flatshard.comm.Collectives"
             )
-        return Runtime(self.peers, made, self.streams)
+        return Runtime(self.peers, made)
 
-    def beside(self, other: Runtime) -> Runtime:
-        """The same with the streams of ``other``: their collectives run in one order."""
-        return self if self.streams is other.streams else Runtime(self.peers, self.collectives, other.streams)
+    @property
+    def axes(self) -> tuple[Runtime, ...]:
+        """The runtimes that it issues collectives by: itself, unless its ranks are those of a mesh."""
+        return (self,)
 
     @property
     def exact(self) -> Runtime:
         """The runtime for values that must arrive bit for bit: this one, unless its collectives approximate."""
-        return self if self.collectives.exact else Runtime(self.peers, None, self.streams)
+        return self if self.collectives.exact else Runtime(self.peers)
 
     @property
     def group(self) -> dist.ProcessGroup:

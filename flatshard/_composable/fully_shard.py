@@ -184,22 +184,23 @@ def fully_shard(
     for warning in choice.check_layouts(world_size):
         warnings.warn(warning, stacklevel=2)
 
-    context, runtimes = _runtimes(planned, (group, replica_group), axes, device)
+    runtime, runtimes = _runtimes(planned, (group, replica_group), axes, device)
+    context = Context.of(runtime, *runtimes.values())
     for unit in planned:
         if (factory := unit.config.collectives) is not None:
             for groups in unit.groups:
                 runtimes[groups][0].using(factory)  # raises for what is none, before anything is changed
     for extension in extensions():
-        extension.prepare(root, choice.configs, context.runtime)
+        extension.prepare(root, choice.configs, runtime)
     values.agree(runtimes)
     with _changing(root):
-        made = build(choice, context, runtimes, values.prepare)
+        made = build(choice, context, runtime, runtimes, values.prepare)
         install(root, choice, made, extensions())
     validate.warn_of_old_parameters(planned)
     below = [unit for unit in units_below(root) if unit.module not in made]
     for unit_below in below:  # units of earlier calls have FQNs that start further in
         unit_below.rename(names)
-    validate.warn_of_experts(below, context.runtime.group)
+    validate.warn_of_experts(below, runtime.group)
     return module
 
 
@@ -254,35 +255,36 @@ def choose(
 
 def _runtimes(
     planned: Sequence[PlannedUnit], groups: Groups, axes: Iterable[dist.ProcessGroup] | None, device: torch.device
-) -> tuple[Context, Runtimes]:
-    """``axes``: over both of which all units are sharded, the inner first. None: units are sharded over ``groups[0]``."""
+) -> tuple[Runtime, Runtimes]:
+    """The runtime of all ranks that units are sharded over, and those of the groups that units use.
+
+    ``axes``: over both of which all units are sharded, the inner first. None: units are sharded over ``groups[0]``.
+    """
     if axes is not None:
         inner, outer = [Runtime.of(axis, device) for axis in axes]
-        context = Context.of(Runtime.of(joined(inner.group, outer.group, device), device))
-        context.follow(inner)
-        context.follow(outer)
-        return context, {None: (MeshRuntime(context.runtime, inner, outer), None)}
-    context = Context.of(Runtime.of(groups[0], device))
+        every = Runtime.of(joined(inner.group, outer.group, device), device)
+        return every, {None: (MeshRuntime(every, inner, outer), None)}
+    every = Runtime.of(groups[0], device)
     found: dict[Groups | None, tuple[Runtime, Runtime | None]] = {}
     for chosen in dict.fromkeys(each for unit in planned for each in unit.groups):
         shards, replicas = groups if chosen is None else chosen
-        runtime = Runtime.of(shards, context.runtime.device).beside(context.runtime)
-        found[chosen] = runtime, None if replicas is None else Runtime.of(replicas, runtime.device)
-        for each in found[chosen]:
-            if each is not None:
-                context.follow(each)
-    return context, found
+        found[chosen] = Runtime.of(shards, device), None if replicas is None else Runtime.of(replicas, device)
+    return every, found
 
 
 def build(
-    choice: Choice, context: Context, runtimes: Runtimes, prepare: Callable[[PlannedUnit], None]
+    choice: Choice,
+    context: Context,
+    runtime: Runtime,
+    runtimes: Runtimes,
+    prepare: Callable[[PlannedUnit], None],
 ) -> dict[nn.Module, Unit]:
     """Shard the parameters of every unit, and call ``prepare`` with each before. ``install`` must follow."""
     made: dict[nn.Module, Unit] = {}
     loads: Loads = {}
     for unit in choice.planned:  # one by one, so that at most one unit is whole on the device
         prepare(unit)
-        made[unit.module] = _make_unit(unit, context, runtimes, loads)
+        made[unit.module] = _make_unit(unit, context, runtime, runtimes, loads)
     for unit in choice.planned:
         _link(made[unit.module], unit, made)
     return made
@@ -308,13 +310,13 @@ def _changing(module: nn.Module) -> Iterator[None]:
         raise
 
 
-def _make_unit(planned: PlannedUnit, context: Context, runtimes: Runtimes, loads: Loads) -> Unit:
+def _make_unit(planned: PlannedUnit, context: Context, every: Runtime, runtimes: Runtimes, loads: Loads) -> Unit:
     config = planned.config
     for owned in planned.owned:
         if (wrapping := wrapping_of(owned.param)) is not None:
             owned.was = weakref.ref(owned.param)
             owned.replace(wrapping.take_apart(owned.param))
-    flats = plan_flats(planned, context.runtime.world_size, loads)
+    flats = plan_flats(planned, every.world_size, loads)
     placements: dict[Groups | None, Placement] = {}
     for groups in planned.groups:
         shards, replicas = (runtime and runtime.using(config.collectives) for runtime in runtimes[groups])
@@ -325,7 +327,7 @@ def _make_unit(planned: PlannedUnit, context: Context, runtimes: Runtimes, loads
         on_these = [flat for flat in flats if flat.groups == groups]
         placements[groups] = Placement.of(planned.fqn, on_these, shards, replicas, pool, placements.get(None))
     handle = FlatParamHandle.shard(flats, placements)
-    unit = Unit(planned.module, handle, context, config)
+    unit = Unit(planned.module, handle, context, every, config)
     set_unit(planned.module, unit)
     return unit
 

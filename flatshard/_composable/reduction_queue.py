@@ -13,8 +13,9 @@ last reduction. A complete unit waits for the units that ran forward after it
 After a reduction a unit keeps its turn. A backward of another graph that has it (two forwards, then two backwards) puts it
 back there, although it reaches units in an order that may depend on the data.
 
-Each process group has an order of its own. So units on several groups must take the same branches on all ranks, or ranks may
-wait for each other, which the watch reports. One order for all groups would make a group whose rank has died hold up others.
+Process groups that units connect have one order: state.py, [Note: One context for groups that are connected]. Others have
+orders of their own. So units on several of those must take the same branches on all ranks, or ranks may wait for each other,
+which the watch reports. One order for all groups would make a group whose rank has died hold up others.
 
 [Note: Reductions in flight]
 A reduction holds the gradients of a whole unit. So only one is in flight at a time. It ends at the latest when the next
@@ -73,6 +74,14 @@ class ReductionQueue(Generic[Unit]):
         self.drops = 0  # how often gradients of deferred units have been dropped
         self.every.add(self)
 
+    def take_over(self, other: ReductionQueue[Unit], units: Iterable[Unit]) -> None:
+        """The units of ``other`` are in this queue from now on. ``units``: all that have had a turn in it, and others."""
+        for unit in units:
+            unit.turn += self._turns
+        self._open.update(other._open)
+        self._turns += other._turns
+        self.drops += other.drops
+
     def expect(self, unit: Unit) -> None:
         """Called in the forward of ``unit``: a backward may reach it."""
         if (ref := weakref.ref(unit)) not in self._open:
@@ -99,6 +108,11 @@ class ReductionQueue(Generic[Unit]):
     def withholding(self) -> Iterable[Unit]:
         """The units whose gradients of earlier backwards are not in ``.grad`` yet."""
         return (u for u in dict.fromkeys([*self._deferred, *self.units()]) if u.handle.gradients.withholds)
+
+    @property
+    def is_deferring(self) -> bool:
+        """Whether reductions are in flight that the user is to wait for."""
+        return bool(self._deferred)
 
     @property
     def is_holding(self) -> bool:

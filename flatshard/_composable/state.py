@@ -1,8 +1,13 @@
 """Units, their forwards and backwards under way, and what all units on one process group and device share.
 
-A unit is stored on its module. What is shared (``Context``) is the runtime, the running forwards, and the backward.
-It is shared per group, not per root. So several models issue their collectives in one order, prefetching works across units
-that were sharded by separate calls, and no unit needs to know which one is the root.
+A unit is stored on its module. What is shared (``Context``) is the running forwards, the backward, and the order of
+reductions. It is shared per process group, not per root. So several models issue their collectives in one order, prefetching
+works across units that were sharded by separate calls, and no unit needs to know which one is the root.
+
+[Note: One context for groups that are connected]
+A unit may reduce over two groups: over its shards, and over its replicas. Another may share only one of them (experts that
+are sharded over fewer ranks, and replicated over the same). Collectives of a group match by order, so both need one order of
+reductions. All groups that units connect are one context. ``fully_shard`` joins contexts when it connects their groups.
 
 [Note: Gathered before it changes]
 A module may change parameters of units inside it, in its own forward: a momentum encoder (MoCo, BYOL) does. A unit that was
@@ -86,10 +91,13 @@ class ModuleGroup(nn.ModuleList):
 class Unit:
     """One module, or several, whose parameters are gathered together. Which one is outermost is found anew in each call."""
 
-    def __init__(self, module: nn.Module, handle: FlatParamHandle, context: Context, config: UnitConfig) -> None:
+    def __init__(
+        self, module: nn.Module, handle: FlatParamHandle, context: Context, runtime: Runtime, config: UnitConfig
+    ) -> None:
         self.module = module  # or a `ModuleGroup`
         self.handle = handle
         self.context = context
+        self.runtime = runtime  # of the ranks that the call of `fully_shard` has sharded over
         self.config = config
         # What is unsharded for its forward: itself, and the owners of parameters that are registered here, too (tied ones).
         self.needs: tuple[Unit, ...] = (self,)
@@ -107,17 +115,22 @@ class Unit:
         made_units[id(self)] = self
         for flat in self.handle.flats:
             _owners.update((id(p), self) for p in (*flat.params, *flat.unsharded.params))
-        self.handle.make_room = functools.partial(self.context.make_room, self)
+        self.handle.make_room = self._make_room
         for placement in self.handle.placements:
             placement.label.handle = weakref.ref(self.handle)
+
+    def _make_room(self) -> None:
+        """Free the memory that it needs and another unit is using. [Note: Static buffers]"""
+        self.context.free_unused()
+        if not self.live_forwards:
+            self.handle.unblock()
 
     def _reset(self) -> None:
         self.features: Sequence[object] = ()  # that take part in its forwards; `UnitHooks` sets them
         # Forward.
         self.claims = Claims(self.config.claims)  # claims.py, [Note: Claims]
-        self.live_forwards: weakref.WeakSet[ForwardRecord] | None = (
-            None  # with a live graph; None without static buffers
-        )
+        # With a live graph; None without static buffers.
+        self.live_forwards: weakref.WeakSet[ForwardRecord] | None = None
         # Steps whose outputs were the unsharded parameters or views of them. Autograd nodes outside of the unit have saved
         # these, so the memory must stay until backward has reached these steps.
         self.leaks: weakref.WeakSet[ForwardRecord] | None = None
@@ -279,7 +292,7 @@ class RunningBackward(Protocol):
 
 
 class Context:
-    """The shared state of the units on one runtime. There is one per runtime: see ``of``."""
+    """What units on connected process groups share. [Note: One context for groups that are connected]"""
 
     _instances: ClassVar[weakref.WeakValueDictionary[int, Context]] = weakref.WeakValueDictionary()
 
@@ -298,14 +311,40 @@ class Context:
         self.order = ForwardOrder()  # of the current pass
         self._prefetched: dict[Unit, None] = {}  # gathered ahead, and not used yet
         self._pools: dict[Collectives, Pool] = {}  # where there are static buffers
-        self.follow(runtime)
 
     @classmethod
-    def of(cls, runtime: Runtime) -> Context:
-        found = cls._instances.get(runtime.number)
-        if found is None:
-            found = cls._instances[runtime.number] = cls(runtime)
-        return found
+    def of(cls, runtime: Runtime, *others: tuple[Runtime, Runtime | None]) -> Context:
+        """The context of units over these runtimes. Raises a ``RuntimeError`` if it joins contexts, of which one is in a step."""
+        given = [runtime, *(axis for pair in others for each in pair if each is not None for axis in each.axes)]
+        known = dict.fromkeys(context for each in given if (context := cls._instances.get(each.number)) is not None)
+        first, *rest = known or (cls(runtime),)
+        for context in rest:
+            first._take_over(context)
+        for each in given:
+            cls._instances[each.number] = first
+            if each.progress is not None:
+                each.progress.place = functools.partial(cls._place, each.number)
+        return first
+
+    def _take_over(self, other: Context) -> None:
+        """The units of ``other`` are units of this context from now on."""
+        for context in (self, other):
+            context.settle()
+            if context.forwards or context.backward is not None or context.reductions.is_deferring:
+                text = "in a forward or a backward, or have deferred gradients. Call it between two steps"
+                raise RuntimeError(
+                    f"fully_shard connects process groups, and sharded modules on one of them are {text}"
+                )
+        units = [unit for unit in made_units.values() if unit.context is other]
+        self.reductions.take_over(other.reductions, units)
+        for unit in units:
+            unit.context = self
+        self.pass_id, self.kept_unsharded = (
+            max(self.pass_id, other.pass_id),
+            self.kept_unsharded or other.kept_unsharded,
+        )
+        self._pools = {**other._pools, **self._pools}
+        self._instances.update({number: self for number, context in self._instances.items() if context is other})
 
     @classmethod
     def only_check(cls, check: Callable[[Unit], bool]) -> None:
@@ -318,16 +357,13 @@ class Context:
             return None
         return self._pools.setdefault(runtime.collectives, Pool(runtime))
 
-    def follow(self, runtime: Runtime) -> None:
-        """Make errors and the watch on ``runtime`` report how far this rank has come."""
-        if runtime.progress is not None:
-            to_self = weakref.ref(self)
-            runtime.progress.place = lambda: None if (context := to_self()) is None else context._place()
-
-    def _place(self) -> Place:
-        backward = self.backward
-        inside = "" if backward is None or backward.has_failed else "backward"
-        return self.pass_id, self.backwards, inside or ("forward" if self.forwards else "")
+    @classmethod
+    def _place(cls, number: int) -> Place | None:
+        """How far this rank has come, for errors and the watch on the runtime of this number."""
+        if (context := cls._instances.get(number)) is None:
+            return None
+        inside = "" if context.backward is None or context.backward.has_failed else "backward"
+        return context.pass_id, context.backwards, inside or ("forward" if context.forwards else "")
 
     # -- forwards ----------------------------------------------------------------------------------------------------
 
@@ -377,10 +413,6 @@ class Context:
         if not in_backward:
             self._latest = step
         return step
-
-    def is_outermost(self, unit: Unit) -> bool:
-        """Whether the running forward of ``unit`` is not inside another unit's forward."""
-        return self.forwards[0].unit is unit and len(self.forwards) == 1
 
     @property
     def is_running(self) -> bool:
@@ -436,12 +468,6 @@ class Context:
         ahead = {u for u in self._prefetched if not u.handle.is_sharded}
         ahead.update(needed for needed in unit.needs if needed.handle.is_sharded)
         return sum(u.handle.unsharded_nbytes for u in ahead)
-
-    def make_room(self, unit: Unit) -> None:
-        """Free the memory that ``unit`` needs and another unit is using. [Note: Static buffers]"""
-        self.free_unused()
-        if not unit.live_forwards:
-            unit.handle.unblock()
 
     def keep_for_next(self, unit: Unit) -> None:
         """Called when another module of ``unit`` is to run: it stays unsharded, as if it had been prefetched for it."""

@@ -175,7 +175,7 @@ def _place(path: Any, state: Any, group: dist.ProcessGroup | None, verb: str) ->
         raise TypeError(f"{verb}(path, state): path must be a str or a Path, got a {type(path).__name__}{swapped}")
     if group is None and default_group() is None and isinstance(state, Mapping):
         units = [u for value in state.values() if isinstance(value, nn.Module) for u in units_below(value)]
-        if ranks := max((u.context.runtime.world_size for u in units), default=1) - 1:
+        if ranks := max((u.runtime.world_size for u in units), default=1) - 1:
             raise RuntimeError(
                 f"{verb}: the model is sharded over {ranks + 1} ranks, and there is no process group any more: call it "
                 "before torch.distributed.destroy_process_group(), or give it the group, process_group="

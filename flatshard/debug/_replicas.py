@@ -65,17 +65,17 @@ def check_replicas(module: nn.Module, *, buffers: bool = False) -> None:
             compare(flat.placement.replicas, _parameters(flat))
     for unit, fqn, param in added:
         for runtime in (
-            unit.context.runtime,
+            unit.runtime,
             unit.handle.placement.replicas if unit.config.strategy.is_hybrid else None,
         ):
             compare(runtime, [(fqn, param.data)])
     if buffers:
         for unit, values in buffers_of_units(module, units):
-            compare(unit.context.runtime, values)
+            compare(unit.runtime, values)
             if unit.config.strategy.is_hybrid:
                 compare(unit.handle.placement.replicas, values)
     problems = [p for number in sorted(compared) if (p := _compare(*compared[number]))]
-    shards = [u.context.runtime for u in units if u.config.strategy.is_hybrid]
+    shards = [u.runtime for u in units if u.config.strategy.is_hybrid]
     differ_elsewhere = on_any_rank(shards, bool(problems))
     if problems or differ_elsewhere:
         start = "Start from the same values (fully_shard(..., sync_module_states=True))"

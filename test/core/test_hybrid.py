@@ -61,6 +61,46 @@ def backward(ctx, plain: nn.Module | None, model: nn.Module | None, skip: int | 
             m(part).square().mean().backward()
 
 
+class Optional(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.is_left_out = nn.Linear(5, 5), False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x if self.is_left_out else x + self.inner(x)
+
+
+@pytest.mark.parametrize("shared_later", [False, True])
+@ranks(2)
+def test_units_that_share_a_process_group_are_reduced_in_one_order(ctx, shared_later: bool):
+    """All-reduces of a group match by order, also of units from several calls: the replicas of one are all ranks of another.
+    A rank that leaves a unit out completes it late. ``shared_later``: another call tells that the groups have to do with it.
+    """
+
+    def shard(model: nn.Module) -> nn.Module:
+        groups = (ctx.alone, ctx.group)
+        if shared_later:
+            model[2] = fully_shard(model[2], strategy="FULL_SHARD", process_group=ctx.alone)
+        fully_shard(model[1], strategy="NO_SHARD", process_group=ctx.group)
+        return fully_shard(model, policy={nn.Linear}, strategy="HYBRID_SHARD", process_group=groups)
+
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(5, 5), Optional(), nn.Linear(5, 5), nn.Linear(5, 5)).double()
+    model = shard(copy.deepcopy(plain))
+    assert len({unit.context for unit in units_below(model)}) == 1
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (plain, model)]
+    x = torch.randn(4, 5, dtype=torch.double)
+    for of in (0, 1):
+        for rank, part in enumerate(x.chunk(2)):
+            plain[1].is_left_out = rank == of
+            (plain(part).square().mean() / 2).backward()
+        model[1].is_left_out = ctx.rank == of
+        model(x.chunk(2)[ctx.rank]).square().mean().backward()
+        if not shared_later:
+            check_same_gradients(model, plain)
+            step_all(optimizers)
+
+
 @pytest.mark.parametrize("strategy", HYBRID, ids=lambda s: s.name)
 @ranks(1, 3, 4)
 def test_parity(ctx, strategy: ShardingStrategy):

@@ -587,6 +587,22 @@ def test_added_losses_of_partly_frozen_units(ctx, frozen: str, passes: tuple[int
     check_same_gradients(model, plain)
 
 
+@ranks(2, timeout=20)
+def test_added_losses_of_a_unit_that_was_partly_frozen_between_their_forwards(ctx):
+    """Each rank leaves it out in another pass. Backward does not tell when it leaves a forward in which all was trainable."""
+    plain, model = twins(ctx, lambda: nn.Sequential(nn.Linear(4, 4), Fork(), nn.Linear(4, 2)), {Fork})
+    inputs = torch.randn(2, 2, 3, 4, dtype=torch.double)
+    for net, of in ((plain, range(2)), (model, [ctx.rank])):
+        losses = []
+        for of_pass in range(2):
+            for rank in of:
+                net[1].skip = "both" if rank == of_pass else None
+                losses.append(net(inputs[rank][of_pass]).square().mean())
+            net[1].b.requires_grad_(False)
+        (sum(losses) / len(of)).backward()
+    check_same_gradients(model, plain)
+
+
 def test_a_unit_without_gradients_is_reduced_in_its_turn(world):
     """Not at the end of backward: other ranks may have gradients of it, and wait for this one."""
     world(8)

@@ -266,4 +266,3 @@ def test_runtimes_that_are_added_up_together(ctx):
     among = ExpertRanks.within(runtime, everyone)
     assert among == ExpertRanks.within(runtime, everyone)
     assert among != runtime
-    assert runtime == runtime.beside(everyone)

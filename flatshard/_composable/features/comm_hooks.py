@@ -95,7 +95,7 @@ def _hooked(hook: Callable[..., Any], state: object, placement: Placement) -> Ru
     """The runtime of ``placement``, by which the gradients are reduced through ``hook``."""
     runtime = placement.runtime
     state = CommHookState(runtime, placement.label) if state is None else state
-    return Runtime(runtime.peers, _Hooked(runtime.collectives, functools.partial(hook, state)), runtime.streams)
+    return Runtime(runtime.peers, _Hooked(runtime.collectives, functools.partial(hook, state)))
 
 
 def _pending(returned: Any) -> Pending:
@@ -204,7 +204,7 @@ def register_comm_hook(
         )
     reduced = [unit for unit in units if _is_reduced(unit) and not _is_only_replicated(unit)]
     if not reduced:
-        world_size = units[0].context.runtime.world_size
+        world_size = units[0].runtime.world_size
         why = "they are sharded over a single rank" if world_size == 1 else "they have no floating-point parameters"
         raise ValueError(
             f"register_comm_hook: units {name_list(unit.fqn for unit in units)} have no gradients to reduce ({why}), so the "

@@ -127,7 +127,7 @@ def configure(
         kept_shards.split(runtime, size)
     for unit in units:
         if reshard_after_forward is not UNCHANGED:
-            to = as_reshard_after_forward(reshard_after_forward, unit.context.runtime.world_size)
+            to = as_reshard_after_forward(reshard_after_forward, unit.runtime.world_size)
             unit.config = replace(unit.config, reshard_after_forward=to)
             kept_shards.set_source(unit)
         if gradient_sync is not UNCHANGED:
@@ -154,12 +154,12 @@ def _check_reshard_after_forward(units: list[Unit], value: bool | int | None) ->
     for unit in units:
         try:
             check_reshard_after_forward(value, unit.config.strategy)
-            size = as_reshard_after_forward(value, unit.context.runtime.world_size)
+            size = as_reshard_after_forward(value, unit.runtime.world_size)
             kept_shards.check_one_mesh(size, unit.handle.flats)
         except ValueError as e:
             raise ValueError(f"configure: unit {unit.fqn or '<root>'!r}: {e}") from None
         if size is not None and not isinstance(size, bool):
-            split.setdefault(unit.context.runtime, size)
+            split.setdefault(unit.runtime, size)
     return split
 
 

@@ -178,13 +178,13 @@ def _check(made: weakref.WeakSet[Unit], outermost: Unit) -> bool:
     if left:
         raise RuntimeError(f"{name_list(left)} are on the meta device. {FILL}")
     filled = [flat for unit in todo for flat in unit.handle.flats if flat.filling is not None]
-    if left := _left_on_any_rank(filled, outermost.context.runtime):
+    if left := _left_on_any_rank(filled, outermost.runtime):
         raise RuntimeError(
             f"{name_list(left)} got memory by to_empty, and nothing has filled them. Initialise them before the first "
             "forward: by init_weights() or reset_parameters() of their modules, inside "
             "`with flatshard.summon_full_params(model):`, by load_state_dict() or flatshard.load_checkpoint()"
         )
-    if left := _unequal_copies(filled, outermost.context.runtime):
+    if left := _unequal_copies(filled, outermost.runtime):
         raise RuntimeError(
             f"{name_list(left)} are replicated over a tensor-parallel mesh, and its ranks have filled them with different "
             "values: call torch.manual_seed with the same number on all ranks before init_weights(), and again now"

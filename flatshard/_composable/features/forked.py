@@ -44,7 +44,7 @@ def _note() -> None:
 
 def _refuse(unit: Unit) -> bool:
     """Called when a pass of ``unit`` starts. Returns whether to check again in the next pass."""
-    runtime = unit.context.runtime
+    runtime = unit.runtime
     if unit in _inherited and runtime.world_size > 1:
         raise RuntimeError(
             f"unit {unit.fqn or '<root>'!r} runs a forward in process {os.getpid()}, which was forked from rank "

@@ -137,9 +137,7 @@ def split(runtime: Runtime, size: int) -> None:
 
 def add_subgroup(runtime: Runtime, inner: Runtime) -> None:
     """Use ``inner``, of consecutive ranks of ``runtime`` that include this rank, for units that reshard to as many."""
-    known = _subgroups.setdefault(runtime, {})
-    if inner.world_size not in known:
-        known[inner.world_size] = inner.beside(runtime)
+    _subgroups.setdefault(runtime, {}).setdefault(inner.world_size, inner)
 
 
 def check_one_mesh(size: bool | int | None, flats: Iterable[FlatParam]) -> None:
@@ -157,7 +155,7 @@ def set_source(unit: Unit) -> None:
     if unit.config.strategy.joins_axes:
         unit.handle.source = GatheredOutside()
     for size in sizes([unit.config]):
-        inner = _subgroups[unit.context.runtime][size]
+        inner = _subgroups[unit.runtime][size]
         unit.handle.source = FromInnerShards(_exact(inner, unit.config.collectives))
 
 

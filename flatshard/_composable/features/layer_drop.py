@@ -39,7 +39,7 @@ class LayerDrop(Extension):
     """Has models pass by the layers that they leave out, if these are units."""
 
     def finish(self, module: nn.Module, made: Collection[Unit]) -> None:
-        world_size = max([unit.context.runtime.world_size for unit in made], default=1)
+        world_size = max([unit.runtime.world_size for unit in made], default=1)
         if world_size > 1 and (told := join_dropped(module)) is not None:
             warnings.warn(told, stacklevel=3)
 

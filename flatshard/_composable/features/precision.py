@@ -101,7 +101,8 @@ class MixedForward(ForwardFeature):
                 needed.show()
 
     def before(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
-        outermost = self.unit.context.is_outermost(self.unit)
+        running = self.unit.context.forwards
+        outermost = len(running) == 1 and running[0].unit is self.unit
         if summoned_units and not outermost and (dtype := self._differs(forward, args, kwargs)) is not None:
             return cast_floats(args, dtype), cast_floats(kwargs, dtype)
         if forward.claim.shows is not UNSHARDED:
