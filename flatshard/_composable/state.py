@@ -314,7 +314,7 @@ class Context:
 
     @classmethod
     def of(cls, runtime: Runtime, *others: tuple[Runtime, Runtime | None]) -> Context:
-        """The context of units over these runtimes. Raises a ``RuntimeError`` if it joins contexts, of which one is in a step."""
+        """The context of units over these runtimes. Joins contexts if need be; raises ``RuntimeError`` within a step."""
         given = [runtime, *(axis for pair in others for each in pair if each is not None for axis in each.axes)]
         known = dict.fromkeys(context for each in given if (context := cls._instances.get(each.number)) is not None)
         first, *rest = known or (cls(runtime),)
