@@ -1,4 +1,6 @@
-"""Mixed precision against one process that does the same by hand: cast, compute, average in the reduce dtype, cast back."""
+"""Mixed precision: which dtype what has, and where. Numbers: ``together/test_parity_with_fsdp2``, and the fuzzer's, whose
+oracle casts, computes, averages in the reduce dtype and casts back by hand.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +14,7 @@ from typing import Any
 import pytest
 import torch
 from on_ranks import ranks
-from pairs import some
-from parity import step_all
+from parity import whole_gradients
 from torch import nn
 from torch.distributed import fsdp
 
@@ -23,8 +24,7 @@ from flatshard import CPUOffload, CustomPolicy, MixedPrecision, ShardingStrategy
 from flatshard._composable.find import units_below
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
-FULL, GRAD_OP, NO_SHARD = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD
-OPTIM = ShardingStrategy.SHARD_OPTIM
+FULL, NO_SHARD = ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD
 
 
 class Block(nn.Module):
@@ -58,74 +58,6 @@ class Net(nn.Module):
         return self.head(x)
 
 
-def reference_gradients(
-    master: nn.Module, slices: list[tuple[torch.Tensor, ...]], policy: MixedPrecision
-) -> dict[str, torch.Tensor]:
-    """What every rank computes, averaged in the reduce dtype."""
-    sums: dict[str, torch.Tensor] = {}
-    for ids, scale in slices:
-        model = copy.deepcopy(master)
-        model.zero_grad()
-        if policy.param_dtype is not None:
-            for p in model.parameters():
-                p.data = p.data.to(policy.param_dtype)
-        if policy.buffer_dtype is not None:
-            model.offset = model.offset.to(policy.buffer_dtype)
-        output = model(ids, scale.to(policy.param_dtype or scale.dtype))
-        output.double().square().mean().backward()
-        for name, p in model.named_parameters():
-            grad = p.grad.to(policy.reduce_dtype or p.dtype).double()  # what travels; over gloo it is summed in float32
-            sums[name] = sums[name] + grad if name in sums else grad
-    reduce_dtype = policy.reduce_dtype or policy.param_dtype or FP32
-    return {name: (g / len(slices)).to(reduce_dtype).to(FP32) for name, g in sums.items()}
-
-
-POLICIES = {
-    "bf16, fp32 reduce": MixedPrecision(param_dtype=BF16, reduce_dtype=FP32),
-    "bf16": MixedPrecision(param_dtype=BF16, buffer_dtype=BF16),
-    "fp16, fp32 reduce": MixedPrecision(param_dtype=FP16, reduce_dtype=FP32, buffer_dtype=FP16),
-    "fp32, bf16 reduce": MixedPrecision(reduce_dtype=BF16),
-    "fp64": MixedPrecision(param_dtype=FP64),
-    "kept cast": MixedPrecision(param_dtype=BF16, reduce_dtype=FP32, keep_cast_shard=True),
-}
-
-
-def training(ctx, policy: MixedPrecision, strategy: ShardingStrategy) -> None:
-    """Three AdamW steps; gradients compared in each from the same master weights."""
-    for units in ({Block}, None):
-        torch.manual_seed(0)
-        reference = Net()
-        model = copy.deepcopy(reference)
-        fully_shard(model, policy=units, process_group=ctx.group, strategy=strategy, mixed_precision=policy)
-        optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2, eps=1e-4) for m in (reference, model)]
-        for step in range(3):
-            ids = torch.randint(0, 11, (2 * ctx.world_size, 4))
-            slices = [(part, torch.tensor(1.25)) for part in ids.chunk(ctx.world_size)]
-            expected = reference_gradients(reference, slices, policy)
-            loss = model(*slices[ctx.rank]).double().square().mean()
-            loss.backward()
-            coarse = policy.reduce_dtype is BF16 or (policy.reduce_dtype is None and policy.param_dtype is BF16)
-            tolerance = {"rtol": 2**-8, "atol": 1e-6} if coarse else {"rtol": 1e-5, "atol": 1e-7}  # an ulp of bf16
-            for p in model.parameters():
-                assert p.dtype is FP32
-                assert p.grad is not None
-                assert p.grad.dtype is FP32
-            with flatshard.summon_full_params(model, writeback=False, with_grads=True):
-                for (name, p), q in zip(model.named_parameters(), reference.parameters(), strict=True):
-                    assert p.dtype is FP32
-                    torch.testing.assert_close(p, q, rtol=0, atol=0, msg=f"{name} before step {step}")
-                    torch.testing.assert_close(p.grad, expected[name], **tolerance)
-                    q.grad = p.grad.clone()  # so that both stay bitwise equal
-            step_all(optimizers)
-
-
-@pytest.mark.parametrize(
-    ("policy", "strategy"), some(itertools.product(POLICIES, (FULL, GRAD_OP, NO_SHARD, OPTIM)), 13), ids=str
-)
-def test_training(pool, policy: str, strategy: ShardingStrategy):
-    pool.run(training, POLICIES[policy], strategy, world_size=3 if strategy is FULL else 2)
-
-
 @dataclasses.dataclass
 class Point:
     x: torch.Tensor
@@ -137,18 +69,14 @@ def test_inputs_and_outputs_are_cast(ctx):
     everywhere = MixedPrecision(BF16, cast_forward_inputs=True, output_dtype=FP32)
     inner = dataclasses.replace(everywhere, output_dtype=None)
     units = CustomPolicy(lambda m: {"mixed_precision": inner} if isinstance(m, Block) else False)
-    for policy, block_sees in [
-        (everywhere, BF16),
-        (dataclasses.replace(everywhere, buffer_dtype=FP32), BF16),
-    ]:
+    for policy in (everywhere, dataclasses.replace(everywhere, buffer_dtype=FP32)):
         model = fully_shard(Net(), policy=units, process_group=ctx.group, mixed_precision=policy)
         out = model(ids, scale)
         assert out.dtype is FP32
         assert model.ids_seen is torch.long
-        assert [b.seen for b in model.blocks] == [[block_sees, BF16]] * 2
+        assert [b.seen for b in model.blocks] == [[BF16, BF16]] * 2
         out.sum().backward()
         assert model.blocks[0](torch.ones(1, 6)).dtype is BF16  # alone it is the outermost one
-        assert model.blocks[0].seen == [BF16, BF16]
     uncast = MixedPrecision(BF16, cast_root_forward_inputs=False)
     model = fully_shard(Block(), process_group=ctx.group, mixed_precision=uncast)
     with pytest.raises(RuntimeError, match="dtype"):
@@ -208,43 +136,6 @@ def test_ignored_classes_keep_their_precision(ctx):
     assert model.norm.running_mean.dtype is BF16
 
 
-@ranks(2)
-def test_low_precision_gradients_are_kept(ctx):
-    policy = MixedPrecision(BF16, keep_low_precision_grads=True)
-    for world in (1, ctx.world_size):
-        group = ctx.alone if world == 1 else ctx.group
-        for strategy in (FULL, NO_SHARD):
-            model = fully_shard(Net(), policy={Block}, process_group=group, mixed_precision=policy, strategy=strategy)
-            for _ in range(2):
-                model(torch.ones(2, 3, dtype=torch.long), torch.ones(())).sum().backward()
-            assert {p.grad.dtype for p in model.parameters()} == {BF16}
-            with flatshard.summon_full_params(model, writeback=False, with_grads=True):
-                assert {(p.dtype, p.grad.dtype) for p in model.parameters()} == {(FP32, BF16)}
-
-
-@ranks(1, 2)
-def test_full_precision_in_eval(ctx):
-    policy = MixedPrecision(BF16, full_precision_in_eval=True)
-    torch.manual_seed(0)
-    reference = Net()
-    model = fully_shard(copy.deepcopy(reference), policy={Block}, process_group=ctx.group, mixed_precision=policy)
-    ids, scale = torch.ones(2, 3, dtype=torch.long), torch.full((), 0.3)
-    for mode in (torch.no_grad, torch.inference_mode):
-        model.eval()
-        with mode():
-            out = model(ids, scale)
-            torch.testing.assert_close(out, reference(ids, scale), rtol=0, atol=0)
-            assert model.blocks[1].seen == [FP32, FP32]
-            model.train()
-            assert model(ids, scale).dtype is BF16
-    model.eval()
-    assert model(ids, scale).dtype is BF16  # with gradients: as in training
-    model.train()
-    model(ids, scale).sum().backward()
-    assert all(not u.claims and u.handle.is_sharded for u in units_below(model))
-    assert all(type(p) is flatshard.tensors.ShardedParameter for p in model.parameters())
-
-
 class Partly(nn.Module):
     """A unit of which some parameters are not cast: of a normalisation that is ignored, and integers."""
 
@@ -290,14 +181,13 @@ def test_an_exception_in_full_precision(ctx):
     model.train()(torch.ones(2, 3, dtype=torch.long), torch.ones(())).sum().backward()
 
 
-@pytest.mark.parametrize("strategy", [FULL, NO_SHARD], ids=lambda s: s.name)
 @ranks(1, 3)
-def test_summon_full_params(ctx, strategy: ShardingStrategy):
+def test_summon_full_params(ctx):
     """The user's own dtype, bit for bit; changes written back without rounding; nested; forwards in full precision inside."""
     torch.manual_seed(0)
     reference = Net()
     policy = MixedPrecision(BF16, reduce_dtype=FP32)
-    for offload in (False, True):
+    for strategy, offload in itertools.product((FULL, NO_SHARD), (False, True)):
         model = copy.deepcopy(reference)
         fully_shard(model, policy={Block}, process_group=ctx.group, mixed_precision=policy, strategy=strategy)
         ids, scale = torch.ones(2, 3, dtype=torch.long), torch.ones(())
@@ -310,18 +200,24 @@ def test_summon_full_params(ctx, strategy: ShardingStrategy):
             assert model(ids, scale).dtype is FP32
             with torch.enable_grad(), pytest.raises(RuntimeError, match="runs forward with gradients inside summon"):
                 model(ids, scale)
-        with flatshard.summon_full_params(model, writeback=False):
-            for (name, p), q in zip(model.named_parameters(), reference.parameters(), strict=True):
-                expected = torch.full_like(q, 1 / 3) if name == "blocks.0.inner.bias" else q + 1e-6
-                assert torch.equal(p, expected), name
+        for _ in range(2):
+            with torch.no_grad(), flatshard.summon_full_params(model, writeback=False):
+                for (name, p), q in zip(model.named_parameters(), reference.parameters(), strict=True):
+                    expected = torch.full_like(q, 1 / 3) if name == "blocks.0.inner.bias" else q + 1e-6
+                    assert torch.equal(p, expected), name
+                    p.zero_()  # which is not written back
         model(ids, scale).sum().backward()
         assert all(type(p) is flatshard.tensors.ShardedParameter for p in model.parameters())
 
 
-@pytest.mark.parametrize("output_dtype", [None, FP32])
 @ranks(2)
-def test_summon_full_params_of_some_units(ctx, output_dtype: torch.dtype | None):
+def test_summon_full_params_of_some_units(ctx):
     """A unit in full precision inside one that is not, or around one. Tensors are cast on the way from one to the other."""
+    for output_dtype in (None, FP32):
+        check_some_units(ctx, output_dtype)
+
+
+def check_some_units(ctx, output_dtype: torch.dtype | None) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3))
     x, dtype = torch.randn(2, 3), output_dtype or BF16
@@ -386,35 +282,14 @@ def test_override_by_policy(ctx):
     assert {p.grad.dtype for p in model.parameters()} == {FP32}
 
 
-@ranks(2)
-def test_frozen_and_integer_parameters(ctx):
-    model = Net()
-    model.blocks[0].requires_grad_(False)
-    model.table = nn.Parameter(torch.arange(4), requires_grad=False)
-    model.wide = nn.Parameter(torch.ones(3, dtype=FP64))
-    fully_shard(model, policy={Block}, process_group=ctx.group, mixed_precision=MixedPrecision(BF16, FP32))
-    model(torch.ones(2, 3, dtype=torch.long), torch.ones(())).sum().backward()
-    flats = {f.fqns[0]: (f.dtype, f.compute_dtype) for u in flatshard.describe(model).units for f in u.flats}
-    assert flats["table"] == (torch.int64, torch.int64)
-    assert flats["wide"] == (FP64, BF16)
-    assert model.blocks[0].inner.weight.grad is None
-    assert model.blocks[1].inner.weight.grad.dtype is FP32
-
-
-def descriptions(ctx) -> str:
+def test_describe_names_all_dtypes(fake_group):
     policy = MixedPrecision(BF16, FP32, FP16, keep_low_precision_grads=True)
-    model = fully_shard(Net(), policy={Block}, process_group=ctx.group, mixed_precision=policy)
-    flat = flatshard.describe(model).units[0].flats[0]
+    described = flatshard.describe(fully_shard(Net(), policy={Block}, mixed_precision=policy))
+    flat = described.units[0].flats[0]
     assert (flat.dtype, flat.compute_dtype, flat.reduce_dtype, flat.grad_dtype) == (FP32, BF16, FP32, FP32)
-    assert flatshard.describe(model).units[0].buffer_dtypes == (FP16,)
-    return str(flatshard.describe(model))
-
-
-def test_describe_names_all_dtypes(pool):
-    text = pool.run(descriptions)[0]
-    assert "dtypes: master/compute/gradient/reduce" in text
-    assert "fp32/bf16/fp32/fp32" in text
-    assert "fp16" in text
+    assert described.units[0].buffer_dtypes == (FP16,)
+    for told in ("dtypes: master/compute/gradient/reduce", "fp32/bf16/fp32/fp32", "fp16"):
+        assert told in str(described)
 
 
 # -- a dtype for each parameter ----------------------------------------------------------------------------------------
@@ -438,17 +313,12 @@ def norms_in_their_own(p: nn.Parameter) -> torch.dtype | None:
 
 @ranks(2, 3)
 def test_a_dtype_for_each_parameter(ctx):
-    """As in one process that casts by hand; and on two ranks bit for bit as FSDP2, where it has such a policy."""
+    """As in one process that casts by hand. Bit for bit as FSDP2: ``together/test_parity_with_fsdp2``."""
     torch.manual_seed(0)
     reference = nn.Sequential(NormedBlock(), nn.Sequential(NormedBlock(), NormedBlock()))
-    model, theirs = copy.deepcopy(reference), copy.deepcopy(reference)
+    model = copy.deepcopy(reference)
     policy = MixedPrecision(BF16, FP32, param_dtype_override_fn=norms_in_their_own)
     fully_shard(model, policy={NormedBlock}, process_group=ctx.group, mixed_precision=policy)
-    fsdp2 = fsdp.MixedPrecisionPolicy(BF16, FP32, cast_forward_inputs=False)
-    if not _torch.FSDP2_REDUCES_IN_PARAM_DTYPE:  # it has such a policy then
-        fsdp2 = dataclasses.replace(fsdp2, param_dtype_override_fn=norms_in_their_own)
-        for module in (*[m for m in theirs.modules() if isinstance(m, NormedBlock)], theirs):
-            fsdp.fully_shard(module, mesh=ctx.mesh, mp_policy=fsdp2)
     slices = torch.randn(ctx.world_size, 4, 6).to(BF16)
     sums: dict[str, torch.Tensor] = {}
     for x in slices:
@@ -458,21 +328,14 @@ def test_a_dtype_for_each_parameter(ctx):
         plain(x).float().square().mean().backward()
         for name, p in plain.named_parameters():
             sums[name] = sums.get(name, 0) + p.grad.float()
-    for each in (model, theirs) if fsdp2.__dict__.get("param_dtype_override_fn") else (model,):
-        each(slices[ctx.rank]).float().square().mean().backward()
+    model(slices[ctx.rank]).float().square().mean().backward()
     assert model[0].seen == model[1][1].seen == [FP32, BF16]
-    with flatshard.summon_full_params(model, with_grads=True):
-        for (name, p), q in zip(model.named_parameters(), theirs.parameters(), strict=True):
-            assert p.grad.dtype is FP32
-            torch.testing.assert_close(p.grad, sums[name] / ctx.world_size, rtol=1e-6, atol=1e-7, msg=name)
-            if q.grad is not None:
-                exact = 0 if ctx.world_size == 2 else 1e-6  # three ranks are summed in another order
-                torch.testing.assert_close(p.grad, q.grad.full_tensor(), rtol=exact, atol=exact / 10, msg=name)
+    for name, grad in whole_gradients(model).items():
+        assert grad.dtype is FP32
+        torch.testing.assert_close(grad, sums[name] / ctx.world_size, rtol=1e-6, atol=1e-7, msg=name)
     flats = {f.fqns: (f.dtype, f.compute_dtype) for f in flatshard.describe(model).units[1].flats}
-    own = {fqns: dtypes for fqns, dtypes in flats.items() if "0.norm.weight" in fqns}
-    assert list(own.values()) == [(FP32, FP32)]
-    assert len(flats) == 2
-    assert {dtypes for fqns, dtypes in flats.items() if fqns not in own} == {(FP32, BF16)}
+    assert sorted(flats.values(), key=str) == [(FP32, BF16), (FP32, FP32)]
+    assert next(dtypes for fqns, dtypes in flats.items() if "0.norm.weight" in fqns) == (FP32, FP32)
 
 
 # [Note: One gather for several dtypes]
@@ -601,63 +464,32 @@ def test_what_is_no_dtype(field: str, value: object):
         MixedPrecision(**{field: value})
 
 
-def low_precision_masters(ctx) -> list[str]:
-    messages = []
-    for dtype, make in [
-        (BF16, lambda p: torch.optim.AdamW(p)),
-        (BF16, lambda p: torch.optim.SGD(p, lr=0.1)),  # no state: nothing to lose but the update itself
-        (FP32, lambda p: torch.optim.AdamW(p)),
-    ]:
-        model = fully_shard(nn.Linear(4, 4).to(dtype), process_group=ctx.group)
-        optimizer = make(model.parameters())
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            for _ in range(2):
-                model(torch.ones(2, 4, dtype=dtype)).sum().backward()
-                optimizer.step()
-        messages.append("; ".join(str(w.message) for w in caught))
-    model = fully_shard(nn.Linear(4, 4).to(BF16), process_group=ctx.group)
-    for late in (optimizer, make(nn.Linear(1, 1).parameters())):
-        late.step()
-        late.add_param_group({"params": model.parameters()})
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            for _ in range(2):
-                model(torch.ones(2, 4, dtype=BF16)).sum().backward()
-                late.step()
-        messages.append("; ".join(str(w.message) for w in caught))
-    return messages
-
-
-def test_low_precision_masters_with_a_stateful_optimizer_are_warned_about(pool):
-    for messages in pool.run(low_precision_masters):
-        assert "AdamW keeps its state for 'weight', 'bias' in 16 bits" in messages[0]
-        assert messages[0].count("keeps its state") == 1
-        assert messages[1:3] == ["", ""]
-        for late in messages[3:]:
-            assert late.count("AdamW keeps its state for 'weight', 'bias' in 16 bits") == 1
-
-
 @ranks(2)
-def test_offload_without_an_accelerator_changes_nothing(ctx):
-    """On CPU nothing moves, and everything works: accumulation included."""
-    torch.manual_seed(0)
-    reference = Net()
-    models = [
-        fully_shard(copy.deepcopy(reference), policy={Block}, process_group=ctx.group, cpu_offload=offload)
-        for offload in (None, CPUOffload())
-    ]
-    for model in models:
-        torch.manual_seed(ctx.rank)
-        optimizer = torch.optim.AdamW(model.parameters())
-        for _ in range(2):
-            for _ in range(3):
-                model(torch.randint(0, 11, (2, 4)), torch.ones(())).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        assert {p.device.type for p in model.parameters()} == {"cpu"}
-    for p, q in zip(models[0].parameters(), models[1].parameters(), strict=True):
-        assert torch.equal(p, q)
+def test_low_precision_masters_with_a_stateful_optimizer_are_warned_about(ctx):
+    """Once; also where the parameters come into a group of an optimizer that has stepped already."""
+
+    def warned(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for _ in range(2):
+                model(torch.ones(2, 4, dtype=model.weight.dtype)).sum().backward()
+                optimizer.step()
+        found = "; ".join(str(w.message) for w in caught)
+        expected = "AdamW keeps its state for 'weight', 'bias' in 16 bits"
+        assert found.count("keeps its state") == found.count(expected), found
+        return found.count(expected)
+
+    def sharded(dtype: torch.dtype) -> nn.Module:
+        return fully_shard(nn.Linear(4, 4).to(dtype), process_group=ctx.group)
+
+    assert warned(low := sharded(BF16), torch.optim.AdamW(low.parameters())) == 1
+    assert warned(low := sharded(BF16), torch.optim.SGD(low.parameters(), lr=0.1)) == 0  # it has no state to lose
+    optimizer = torch.optim.AdamW((high := sharded(FP32)).parameters())
+    assert warned(high, optimizer) == 0
+    for late in (optimizer, torch.optim.AdamW(nn.Linear(1, 1).parameters())):
+        late.step()
+        late.add_param_group({"params": (low := sharded(BF16)).parameters()})
+        assert warned(low, late) == 1
 
 
 @ranks(2)
