@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import copy
 
+import models
 import pytest
 import torch
 from clean import storage_nbytes
-from models import Mlp
+from models import Block
 from on_ranks import ranks
 from parity import check_same_gradients, parts, step_all, twins
 from torch import nn
@@ -21,26 +22,22 @@ from flatshard._trace import record_events
 FULL, GRAD_OP, NO_SHARD = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD
 
 
-class Block(Mlp):
-    def __init__(self, width: int) -> None:
-        super().__init__(width, width + 3)
-
-
-class Net(nn.Module):
-    """``width`` 200: flat parameters too large for their gradients to be copied together. ``skip``: leaves a block out."""
+class Net(models.Net):
+    """``width`` 200: flat parameters too large for their gradients to be copied together."""
 
     def __init__(self, width: int) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Block(width) for _ in range(3))
-        self.head, self.sometimes, self.never = (nn.Linear(width, 2) for _ in range(3))
+        super().__init__(width=width, inputs=width)
+        self.sometimes, self.never = (nn.Linear(width, 2) for _ in range(2))
         self.head.bias.requires_grad_(False)
-        self.skip, self.use_sometimes = -1, False
+        self.use_sometimes = False
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for i, block in enumerate(self.blocks):
-            if i != self.skip:
-                x = block(x)
-        return self.head(x) + (self.sometimes(x) if self.use_sometimes else 0)
+        return super().forward(x) + (self.sometimes(x) if self.use_sometimes else 0)
+
+
+def leave_out(block: int | None, *nets: nn.Module) -> None:
+    for net in nets:
+        net.order = [i for i in range(3) if i != block]
 
 
 @ranks(1, 3)
@@ -53,9 +50,10 @@ def test_parameters_used_in_some_microbatches_only(ctx):
             for _ in range(2):
                 for i, sync in enumerate((False, True, False, True)):
                     flatshard.configure(model, gradient_sync=sync)
+                    leave_out(1 if i == 3 else None, plain, model)
                     x = torch.randn(2 * ctx.world_size, width, dtype=torch.double)
                     for m, part in zip((plain, model), parts(ctx, x), strict=True):
-                        m.skip, m.use_sometimes = (1 if i == 3 else -1), i == 0
+                        m.use_sometimes = i == 0
                         m(part).square().mean().backward()
                 check_same_gradients(model, plain)
                 step_all(optimizers)
@@ -156,8 +154,8 @@ def test_autograd_grad_adds_nothing_to_what_is_held(ctx):
         model(x).square().mean().backward()
     torch.autograd.grad(model(x).sum(), x)
     plain(x).square().mean().backward()
+    leave_out(1, plain, model)
     for m in (plain, model):
-        m.skip = 1
         m(x).square().mean().backward()
     check_same_gradients(model, plain)
 
@@ -171,9 +169,9 @@ def test_reduce_gradients(ctx, strategy: ShardingStrategy):
     for skips in (False, True):
         for number in range(2):
             x = torch.randn(2 * ctx.world_size, width, dtype=torch.double)
+            leave_out(number if skips else None, plain, model)
             with flatshard.no_sync(model):
                 for m, part in zip((plain, model), parts(ctx, x), strict=True):
-                    m.skip = number if skips else -1
                     m(part).square().mean().backward()
         with record_events() as events:
             flatshard.reduce_gradients(model)
@@ -190,7 +188,7 @@ def test_reduce_gradients(ctx, strategy: ShardingStrategy):
 @ranks(2)
 def test_reduce_gradients_inside_a_forward(ctx):
     model = fully_shard(Block(4), process_group=ctx.group)
-    model.up.register_forward_hook(lambda *_: flatshard.reduce_gradients(model))
+    model.linear.register_forward_hook(lambda *_: flatshard.reduce_gradients(model))
     with pytest.raises(RuntimeError, match="reduce_gradients: called inside a forward or a backward"):
         model(torch.ones(2, 4))
     with pytest.raises(ValueError, match="reduce_gradients: nothing in this Linear is sharded"):

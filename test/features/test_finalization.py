@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from clean import check_clean
-from models import Mlp
+from models import Block, Net
 from on_ranks import ranks
 from pairs import all_pairs, some
 from parity import check_same_gradients, parts, step_all, twins
@@ -20,30 +20,14 @@ from flatshard import ShardingStrategy as S
 from flatshard._trace import record_events
 
 
-class Block(Mlp):
-    def __init__(self, width: int) -> None:
-        super().__init__(width, width + 3)
-
-
-class Net(nn.Module):
-    """``skip``: leaves a block out."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Block(width) for _ in range(3))
-        self.head = nn.Linear(width, 2)
-        self.never = nn.Linear(width, 2)
-        self.skip = -1
-
-    def forward(self, x: Tensor) -> Tensor:
-        for i, block in enumerate(self.blocks):
-            if i != self.skip:
-                x = block(x)
-        return self.head(x)
+def net(width: int) -> nn.Module:
+    model = Net(width=width, inputs=width)
+    model.never = nn.Linear(width, 2)
+    return model
 
 
 def make(ctx, width: int = 5, **options: Any) -> tuple[nn.Module, nn.Module]:
-    return twins(ctx, lambda: Net(width), {Block}, **options)
+    return twins(ctx, lambda: net(width), {Block}, **options)
 
 
 def backward(ctx, plain: nn.Module | None, model: nn.Module) -> None:
@@ -77,7 +61,7 @@ def train(ctx, cases: list[Any]) -> None:
         flatshard.configure(model, manual_finalization=True)
         for _ in range(2):
             for i, sync in enumerate(syncs):
-                plain.skip = model.skip = 1 if i else -1
+                plain.order = model.order = [0, 2] if i else [0, 1, 2]  # leaves a block out
                 flatshard.configure(model, gradient_sync=sync)
                 before = given(params)
                 backward(ctx, plain, model)
@@ -116,9 +100,6 @@ def test_training(pool, world_size):
     pool.run(train, some(all_pairs(*CHOICES[world_size]), 12 if world_size == 2 else 4), world_size=world_size)
 
 
-SYNCS = ((True,), (False, True), (False, False), (True, True), (True, False))
-
-
 # -- options -----------------------------------------------------------------------------------------------------------
 
 
@@ -130,7 +111,7 @@ def test_mixed_precision(ctx):
         models = []
         for _ in range(2):
             torch.manual_seed(0)
-            models.append(fully_shard(Net(width), policy={Block}, process_group=ctx.group, mixed_precision=policy))
+            models.append(fully_shard(net(width), policy={Block}, process_group=ctx.group, mixed_precision=policy))
         flatshard.configure(models[0], manual_finalization=True)
         for held in (False, True):
             x = torch.randn(2, width)
@@ -169,9 +150,9 @@ def test_hooks_on_gradients(ctx):
     """Hooks on gradients run in the finalization, on the user's thread, and an optimizer in backward steps there."""
     plain, model = make(ctx)
     flatshard.configure(model, manual_finalization=True)
-    seen: list[str] = []
-    for name, p in model.named_parameters():
-        p.register_post_accumulate_grad_hook(lambda p, name=name: seen.append(name))
+    seen: list[Tensor] = []
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(seen.append)
     backward(ctx, plain, model)
     assert seen == []
     flatshard.reduce_gradients(model)

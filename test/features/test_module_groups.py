@@ -1,37 +1,35 @@
-"""Units of several modules: ``fully_shard([norm, head])``, or a tuple of modules in a policy."""
+"""Units of several modules: ``fully_shard([norm, head])``, or a tuple of modules in a policy.
+
+What they compute, and verbs on them: the fuzzer's policies ``groups`` and ``lists``, ``together/test_programs.py``.
+"""
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 import itertools
 import warnings
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from checkpointed import CALLS
 from clean import check_clean
 from event_lines import as_text, same_everywhere, train
 from expecttest import assert_expected_inline
 from models import Block
 from on_ranks import ranks
-from pairs import some
-from parity import check_parity, check_same_gradients, check_same_params
+from parity import check_parity, check_same_gradients
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.utils.checkpoint import checkpoint
 
 import flatshard
 import flatshard.fsdp2
-from flatshard import BackwardPrefetch, MixedPrecision, ShardingStrategy, _torch, fully_shard
+from flatshard import BackwardPrefetch, MixedPrecision, ShardingStrategy, fully_shard
 from flatshard._composable.state import unit_of
 from flatshard._trace import record_events
 
-FULL, GRAD_OP, NO_SHARD = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD
+GRAD_OP = ShardingStrategy.SHARD_GRAD_OP
 WIDTH = 12
 
 
@@ -95,42 +93,7 @@ def outermost(model: Model, group: Any, **options: Any) -> Model:
     return model
 
 
-HOW = [by_list, by_policy, around, across, outermost]
-
-
 # -- Numbers -----------------------------------------------------------------------------------------------------------
-
-
-CASES: list[tuple[Any, dict[str, Any], dict[str, Any]]] = [(how, {}, {}) for how in HOW]
-CASES += [(how, {"tied": True}, {}) for how in (by_list, around, across)]
-CASES += [(how, {}, {"strategy": s}) for how, s in ((by_policy, GRAD_OP), (around, NO_SHARD), (by_list, GRAD_OP))]
-CASES += [(by_policy, {"call": call}, {}) for call in ("reentrant", "non-reentrant")]
-CASES += [(around, {"call": "non-reentrant", "tied": True}, {"reshard_after_forward": False})]
-CASES += [(how, {}, {"static_buffers": True}) for how in (by_policy, around)]
-CASES += [
-    (by_policy, {}, {"backward_prefetch": None}),
-    (around, {}, {"backward_prefetch": BackwardPrefetch.BACKWARD_POST}),
-]
-
-
-def train_some(ctx, numbers: list[int]) -> None:
-    for how, model, options in [CASES[number] for number in numbers]:
-        ctx.note(f"{how.__name__} {model} {options}")
-        run = check_parity(
-            ctx,
-            lambda model=model: Model(**model),
-            make_input,
-            steps=3,
-            shard=lambda m, group, how=how, options=options: how(m, group, **options),
-            replicated=options.get("strategy") is NO_SHARD,
-        )
-        if not options.get("static_buffers"):
-            check_clean(run.sharded)
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_trains_as_one_process(pool, world_size):
-    pool.run(train_some, some(range(len(CASES)), 6, turn=world_size), world_size=world_size)
 
 
 class Halves(nn.Module):
@@ -211,36 +174,6 @@ def test_ranks_use_different_parameters_of_the_members(ctx):
         check_clean(model)
 
 
-@ranks(2)
-def test_a_member_that_is_frozen_or_does_not_run(ctx):
-    def freeze_head(model: Model, step: int) -> None:
-        model.head.requires_grad_(step % 2 == 0)
-
-    def leave_out_head(model: Model, step: int) -> None:
-        model.runs_head = step % 2 == 0
-
-    for how in (by_policy, around, across):
-        for change in (freeze_head, leave_out_head):
-            ctx.note(f"{how.__name__} {change.__name__}")
-            run = check_parity(ctx, Model, make_input, steps=4, shard=how, before_step=change)
-            check_clean(run.sharded)
-
-
-@ranks(2)
-def test_an_exception_between_the_members(ctx):
-    def fail_first(model: Model, step: int) -> None:
-        if step == 1:
-            model.fails = True
-            with pytest.raises(ValueError, match="on purpose"):
-                model(torch.ones(2, WIDTH, dtype=torch.float64))
-            model.fails = False
-            for unit in {unit_of(m) for m in model.modules()} - {None}:
-                assert unit.handle.is_sharded
-
-    for how in (by_policy, around, across):
-        check_parity(ctx, Model, make_input, steps=3, shard=how, before_step=fail_first)
-
-
 def chunks_in_one_backward(model: Model, x: Tensor) -> None:
     sum(model.head(chunk).square().sum() for chunk in model(x).chunk(2)).backward()
 
@@ -272,7 +205,7 @@ def chunks_checkpointed(model: Model, x: Tensor) -> None:
     sum(checkpoint(loss, chunk, use_reentrant=False) for chunk in model(x).chunk(2)).backward()
 
 
-@ranks(1, 2, 3)
+@ranks(1, 2)
 def test_chunked_loss(ctx):
     """The head is called per chunk, after the model's forward: what FSDP2 has this for."""
     for run, pair in (
@@ -325,21 +258,15 @@ def test_skipped_on_one_rank(ctx):
 # -- Order, and FSDP2's ------------------------------------------------------------------------------------------------
 
 
-def events(ctx, how: Any, no_grad: bool = False) -> list[list[str]]:
-    model = how(Model(), ctx.group)
-    x = torch.ones(2, WIDTH)
+def events(ctx, how: Any) -> list[str]:
+    model, x = how(Model(), ctx.group), torch.ones(2, WIDTH)
     train(model, x)
-    if no_grad:
-        with torch.no_grad(), flatshard._trace.record_events() as found:
-            model(x)
-        return [found]
-    return [train(model, x)]
+    return train(model, x)
 
 
 def test_one_gather_for_all_members(pool):
-    (adjacent,) = same_everywhere(pool.run(events, by_policy))
-    (apart,) = same_everywhere(pool.run(events, around))
-    assert (adjacent,) == tuple(same_everywhere(pool.run(events, by_list)))
+    adjacent, apart, listed = (same_everywhere(pool.run(events, how)) for how in (by_policy, around, by_list))
+    assert adjacent == listed
     assert_expected_inline(
         as_text([adjacent, apart]),
         """\
@@ -363,110 +290,6 @@ reduce-scatter blocks.0     reshard embed, head
 reshard <root>              reduce-scatter embed, head
 reduce-scatter <root>       reduce-scatter <root>""",
     )
-    (inference,) = same_everywhere(pool.run(events, around, True))
-    assert_expected_inline(
-        as_text([inference]),
-        """\
-all-gather <root>
-all-gather embed, head
-all-gather blocks.0
-all-gather blocks.1
-reshard blocks.0
-reshard blocks.1
-reshard embed, head
-reshard <root>""",
-    )
-
-
-def unused(ctx) -> list[list[str]]:
-    model = by_policy(Model(), ctx.group)
-    model.runs_head = False
-    return [train(model, torch.ones(2, WIDTH)) for _ in range(2)]
-
-
-def test_freed_at_the_end_of_the_pass_if_some_do_not_run(pool):
-    assert_expected_inline(
-        as_text(same_everywhere(pool.run(unused))),
-        """\
-all-gather <root>          all-gather <root>
-all-gather blocks.0        all-gather blocks.0
-reshard blocks.0           all-gather blocks.1
-all-gather blocks.1        reshard blocks.0
-reshard blocks.1           all-gather norm, head
-all-gather norm, head      reshard blocks.1
-reshard norm, head         reshard norm, head
--- backward                -- backward
-all-gather norm, head      all-gather norm, head
-all-gather blocks.1        all-gather blocks.1
-reduce-scatter norm, head  reduce-scatter norm, head
-all-gather blocks.0        reshard norm, head
-reshard blocks.1           all-gather blocks.0
-reduce-scatter blocks.1    reshard blocks.1
-reshard blocks.0           reduce-scatter blocks.1
-reduce-scatter blocks.0    reshard blocks.0
-reshard <root>             reduce-scatter blocks.0
-reduce-scatter <root>      reshard <root>
-reshard norm, head         reduce-scatter <root>""",
-    )
-
-
-@contextlib.contextmanager
-def torch_collectives() -> Iterator[list[tuple[str, int]]]:
-    """The collectives that FSDP2 issues, with the number of elements of the whole."""
-    found: list[tuple[str, int]] = []
-    names = (_torch.ALL_GATHER, _torch.REDUCE_SCATTER)
-    originals = [getattr(dist, name) for name in names]
-
-    def noted(name: str, original: Any, output: Tensor, input: Tensor, *args: Any, **kwargs: Any) -> Any:
-        found.append((name.split("_")[0], max(output.numel(), input.numel())))
-        return original(output, input, *args, **kwargs)
-
-    for name, original in zip(names, originals, strict=True):
-        setattr(dist, name, lambda *a, _n=name, _o=original, **k: noted(_n, _o, *a, **k))
-    try:
-        yield found
-    finally:
-        for name, original in zip(names, originals, strict=True):
-            setattr(dist, name, original)
-
-
-def as_fsdp2(ctx, pair: str) -> None:
-    mesh = ctx.device_mesh((ctx.world_size,), ("dp",))
-    theirs = Model()
-    members = [theirs.norm if pair == "norm" else theirs.embed, theirs.head]
-    for block in theirs.blocks:
-        torch_fully_shard(block, mesh=mesh)
-    torch_fully_shard(members, mesh=mesh)
-    torch_fully_shard(theirs, mesh=mesh)
-    ours = Model()
-    for block in ours.blocks:
-        flatshard.fsdp2.fully_shard(block, mesh=mesh)
-    flatshard.fsdp2.fully_shard([ours.norm if pair == "norm" else ours.embed, ours.head], mesh=mesh)
-    flatshard.fsdp2.fully_shard(ours, mesh=mesh)
-    x = torch.ones(2, WIDTH)
-    with torch_collectives() as expected:
-        theirs(x).sum().backward()
-        del expected[:]
-        theirs(x).sum().backward()
-    train(ours, x)
-    sizes = {
-        unit.fqn or "<root>": sum(flat.layout.numel for flat in unit.handle.flats)
-        for unit in {unit_of(m): None for m in ours.modules() if unit_of(m) is not None}
-    }
-    lines = [line.split(maxsplit=1) for line in train(ours, x)]
-    for kind, verb in (("all", "all-gather"), ("reduce", "reduce-scatter")):
-        mine = [sizes[unit] for first, unit in lines if first == verb]
-        other = [numel for each, numel in expected if each == kind]
-        if kind == "reduce":  # units whose inputs have no gradient: FSDP2 reduces them last, in module order
-            mine, other = sorted(mine), sorted(other)
-        assert mine == other, (kind, lines, expected)
-    ours.head.set_requires_gradient_sync(False)
-    assert not unit_of(ours.head).handle.gradients.reduces
-
-
-def test_the_same_collectives_as_fsdp2(pool):
-    for pair in ("norm", "embed"):
-        pool.run(as_fsdp2, pair, world_size=4)
 
 
 # -- Names, verbs, copies ----------------------------------------------------------------------------------------------
@@ -482,65 +305,39 @@ def test_names(world):
     assert unit.fqn == ""
     assert [i.fqn for f in unit.handle.flats for i in f.layout.params] == ["0.weight", "0.bias", "1.weight"]
     fully_shard(model, policy={Block})
-    assert [u.fqn for u in flatshard.describe(model).units] == ["", "blocks.0", "blocks.1", "norm, head"]
-    assert flatshard.describe(model).units[-1].module == "LayerNorm, Linear"
-    assert [i.fqn for f in unit.handle.flats for i in f.layout.params] == ["norm.weight", "norm.bias", "head.weight"]
+    other = Model()
+    fully_shard(other, policy={Block, (other.norm, other.head)})
+    for each in (model, other):
+        units = flatshard.describe(each).units
+        assert [u.fqn for u in units] == ["", "blocks.0", "blocks.1", "norm, head"]
+        assert units[-1].module == "LayerNorm, Linear"
+        assert [f for flat in units[-1].flats for f in flat.fqns] == ["norm.weight", "norm.bias", "head.weight"]
     assert list(model.state_dict()) == list(Model().state_dict())
-    outer = nn.Sequential(model, nn.Linear(2, 2))
-    fully_shard(outer)
+    fully_shard(nn.Sequential(model, nn.Linear(2, 2)))
     assert unit.fqn == "0.norm, 0.head"
     assert flatshard.tensors.shard_info(model.head.weight).fqn == "0.head.weight"
     assert "'0.norm, 0.head', LayerNorm, Linear" in repr(unit)
-    other = Model()
-    fully_shard(other, policy={Block, (other.norm, other.head)})
-    assert [u.fqn for u in flatshard.describe(other).units] == ["", "blocks.0", "blocks.1", "norm, head"]
-    assert [f for flat in flatshard.describe(other).units[3].flats for f in flat.fqns] == [
-        "norm.weight",
-        "norm.bias",
-        "head.weight",
-    ]
     one = Model()
     fully_shard([one.norm])
     assert unit_of(one.norm).module is one.norm
 
 
 @ranks(2)
-def test_verbs(ctx):
-    torch.manual_seed(0)
+def test_hooks_and_copies(ctx):
     plain = Model()
     model = by_policy(copy.deepcopy(plain), ctx.group)
-    with flatshard.summon_full_params(model.norm):
-        torch.testing.assert_close(model.head.weight, plain.head.weight)
-    flatshard.unshard(model.head)
-    assert model.norm.weight.shape == (WIDTH,)
-    flatshard.reshard(model.norm)
-    copied = copy.deepcopy(model)
+    copied, alone = copy.deepcopy(model), copy.deepcopy(model.norm)
     assert unit_of(copied.norm) is unit_of(copied.head) is not unit_of(model.norm)
-    alone = copy.deepcopy(model.norm)
     x = torch.randn(2, WIDTH)
     with torch.no_grad():
         torch.testing.assert_close(alone(x), plain.norm(x))
     called: list[nn.Module] = []
     for each in (model, copied):
         seen = flatshard.optim.register_gradients_reduced_hook(each.head, called.append)
-        optimizer = torch.optim.SGD(each.parameters(), lr=0.1)
         each(x).sum().backward()
-        optimizer.step()
         assert called == [each.head]
         called.clear()
         seen.remove()
-    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
-    plain(x).sum().backward()
-    optimizer.step()
-    for each in (model, copied):
-        check_same_params(each, plain, rtol=1e-5)
-    with torch.no_grad(), flatshard.keep_unsharded(model):
-        torch.testing.assert_close(model(x), plain(x))
-    check_clean(model)
-    whole = flatshard.checkpoint.full_state_dict(model)
-    fresh = around(Model(), ctx.group)
-    fresh.load_state_dict(whole)
-    torch.testing.assert_close(fresh(x), plain(x))
 
 
 @ranks(2)

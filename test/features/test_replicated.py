@@ -48,11 +48,6 @@ def plain_around() -> Around:
     return Around(Net(2)).double()
 
 
-def shard_inside(model: Around, **arguments: Any) -> Around:
-    fully_shard(model.net, policy={Block}, **arguments)
-    return model
-
-
 def shard_but_some(model: Around, **arguments: Any) -> Around:
     return fully_shard(model, policy={Block}, ignored_states=[model.net.head, model.scale], **arguments)
 
@@ -69,7 +64,7 @@ def shard_tied(model: Around, **arguments: Any) -> Around:
     return fully_shard(model, ignored_states=[model.out], **arguments)
 
 
-@pytest.mark.parametrize("shard", [shard_inside, shard_but_some, shard_blocks, shard_tied])
+@pytest.mark.parametrize("shard", [shard_but_some, shard_blocks, shard_tied])
 @ranks(2)
 def test_layers_beside_units_train_as_in_one_process(ctx, shard):
     plain = plain_around()

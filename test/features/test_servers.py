@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import threading
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
@@ -51,30 +54,34 @@ def test_threads_and_coroutines(ctx):
     model(REQUESTS[0]).sum().backward()  # the main thread trains on
 
 
-@ranks(2)
-def test_two_threads_at_a_time(ctx):
-    """A second thread is told what to do."""
-    model, entered, leave = Net(), threading.Event(), threading.Event()
-    fully_shard(model, policy={Block}, process_group=ctx.group)
+@contextlib.contextmanager
+def inside(model: nn.Module, call: Callable[[], Any]) -> Iterator[None]:
+    """Meanwhile another thread is in ``call``, at a module of ``model``; it goes on at the end."""
+    entered, leave = threading.Event(), threading.Event()
 
     def stay(*_: object) -> None:
         entered.set()
-        leave.wait()
+        leave.wait(30)
 
+    with model.head.register_forward_pre_hook(stay), ThreadPoolExecutor(max_workers=1) as one:
+        under_way = one.submit(call)
+        entered.wait(30)
+        try:
+            yield
+        finally:
+            leave.set()
+        under_way.result()
+
+
+@ranks(2)
+def test_two_threads_at_a_time(ctx):
+    """A second thread is told what to do."""
+    model = fully_shard(Net(), policy={Block}, process_group=ctx.group)
     with flatshard.keep_unsharded(model):
         answer(model, REQUESTS[0])
-        handle = model.head.register_forward_pre_hook(stay)
-        with ThreadPoolExecutor(max_workers=1) as one:
-            first = one.submit(answer, model, REQUESTS[0])
-            entered.wait()
-            try:
-                message = r"on another thread.*ThreadPoolExecutor\(max_workers=1\).*threads=True"
-                with pytest.raises(RuntimeError, match=message):
-                    answer(model, REQUESTS[1])
-            finally:
-                leave.set()
-            first.result()
-        handle.remove()
+        message = r"on another thread.*ThreadPoolExecutor\(max_workers=1\).*threads=True"
+        with inside(model, lambda: answer(model, REQUESTS[0])), pytest.raises(RuntimeError, match=message):
+            answer(model, REQUESTS[1])
         answer(model, REQUESTS[1])
 
 
@@ -164,15 +171,19 @@ def test_what_needs_a_record_is_refused(ctx):
     assert torch.equal(answer(model, x), after)
     with flatshard.summon_full_params(model), pytest.raises(RuntimeError, match="is in a forward or in summon_full"):
         flatshard.keep_unsharded(model, threads=True).__enter__()
-    for options, cure in (
-        ({"mixed_precision": MixedPrecision(torch.bfloat16, full_precision_in_eval=True)}, {}),
-        ({"static_buffers": True}, {"static_buffers": False}),
+    low = functools.partial(MixedPrecision, torch.bfloat16)
+    for refused, cure, message in (
+        (
+            {"mixed_precision": low(full_precision_in_eval=True)},
+            {"mixed_precision": low()},
+            "full_precision_in_eval=False",
+        ),
+        ({"static_buffers": True}, {}, "Shard with .*static_buffers"),
     ):
-        cure = cure or {"mixed_precision": MixedPrecision(torch.bfloat16, full_precision_in_eval=False)}
-        refused = fully_shard(Net(), policy={Block}, process_group=ctx.group, **options)
-        with pytest.raises(ValueError, match=f"Shard with .*{next(reversed(cure))}|full_precision_in_eval=False"):
-            flatshard.keep_unsharded(refused, threads=True).__enter__()
-        answer(refused.eval(), x)
+        model = fully_shard(Net(), policy={Block}, process_group=ctx.group, **refused)
+        with pytest.raises(ValueError, match=message):
+            flatshard.keep_unsharded(model, threads=True).__enter__()
+        answer(model.eval(), x)
         cured = fully_shard(Net(), policy={Block}, process_group=ctx.group, **cure)
         with flatshard.keep_unsharded(cured, threads=True):
             answer(cured, x)
@@ -181,24 +192,10 @@ def test_what_needs_a_record_is_refused(ctx):
 @ranks(2)
 def test_not_while_another_thread_trains(ctx):
     """While another thread is in a forward that trains, threads are refused, and the one that trains goes on."""
-    model, entered, leave = Net(), threading.Event(), threading.Event()
-    fully_shard(model, policy={Block}, process_group=ctx.group)
-
-    def stay(*_: object) -> None:
-        entered.set()
-        leave.wait(30)
-
-    handle = model.head.register_forward_pre_hook(stay)
-    with ThreadPoolExecutor(max_workers=1) as one:
-        trained = one.submit(lambda: model(REQUESTS[1]).sum().backward())
-        entered.wait(30)
-        try:
-            with pytest.raises(RuntimeError, match="in a forward on another thread"):
-                flatshard.keep_unsharded(model, threads=True).__enter__()
-        finally:
-            leave.set()
-        trained.result()
-    handle.remove()
+    model = fully_shard(Net(), policy={Block}, process_group=ctx.group)
+    message = "in a forward on another thread"
+    with inside(model, lambda: model(REQUESTS[1]).sum().backward()), pytest.raises(RuntimeError, match=message):
+        flatshard.keep_unsharded(model, threads=True).__enter__()
     assert all(p.grad is not None for p in model.parameters())
     with flatshard.keep_unsharded(model, threads=True), ThreadPoolExecutor(max_workers=2) as two:
         list(two.map(functools.partial(answer, model), REQUESTS))

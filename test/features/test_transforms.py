@@ -19,7 +19,7 @@ from torch.nn.utils.stateless import _reparametrize_module
 import flatshard
 from flatshard import fully_shard
 from flatshard._composable.find import units_below
-from flatshard._handle.tensors.sharded_parameter import ShardedParameter
+from flatshard.tensors import ShardedParameter
 
 WIDTH = 6
 

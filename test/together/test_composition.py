@@ -91,8 +91,8 @@ def run_cells(ctx, sequence: bool, options: dict[str, Any], cells: list[tuple[st
                 assert torch.equal(a, b), name
 
 
-# Every two choices come together in one of 24, of which half are run, by the first three.
-CELLS = some(all_pairs((False, True), ("fp64", "bf16"), (FULL, GRAD_OP, HYBRID), KINDS, PLACES), 12)
+# Every two choices come together in one of 24, of which a third are run, by the first three.
+CELLS = some(all_pairs((False, True), ("fp64", "bf16"), (FULL, GRAD_OP, HYBRID), KINDS, PLACES), 8)
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,6 @@ import flatshard
 from flatshard import ShardingStrategy, no_sync
 from flatshard._composable.features.escapes import EscapeWatch
 from flatshard._composable.find import units_below
-from flatshard._handle.lifetime import GradState
 from flatshard._runtime import Runtime
 
 FULL, GRAD_OP, NO_SHARD = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD
@@ -151,20 +150,3 @@ def test_a_hook_inside_a_checkpoint_keeps_nothing_alive(ctx):
             m(x).square().mean().backward()
         assert not caught_in(model)
         check_same_gradients(model, plain)
-
-
-@ranks(1, 2)
-def test_frozen_and_copied_between_forward_and_backward(ctx):
-    """The copy has the unit follow what was frozen, before the backward comes to it. Nothing is left at its end."""
-    for strategy in (FULL, NO_SHARD):
-        for frozen in ("1", "1.0", ""):
-            make = lambda: nn.Sequential(*[nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(3)])  # noqa: E731
-            plain, model = twins(ctx, make, {nn.Sequential}, strategy=strategy)
-            losses = [m(x).square().mean() for m, x in each(ctx, plain, model)]
-            for m in (plain, model):
-                m.get_submodule(frozen).requires_grad_(False)
-            copy.deepcopy(model)
-            for loss in losses:
-                loss.backward()
-            assert {unit.handle.lifetime.grads for unit in units_below(model)} == {GradState.NONE}
-            check_same_gradients(model, plain)

@@ -20,7 +20,6 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import flatshard
 from flatshard import ShardingStrategy, fully_shard
-from flatshard._composable.find import units_below
 from flatshard._handle.tensors.experts import ExpertRanks
 from flatshard._runtime import Runtime
 
@@ -118,9 +117,7 @@ def test_experts_in_the_unit_of_the_rest(ctx, strategy: ShardingStrategy, as_dte
     mesh = meshes(ctx, strategy)
     plain, model = build(mesh, as_dtensor)
     shard(ctx, mesh, model, strategy)
-    assert len(units_below(model)) == 3
-    assert [len(unit.handle.flats) for unit in units_below(model)] == [1, 2, 2]
-    assert len({unit.context for unit in units_below(model)}) == 1
+    assert [len(unit.flats) for unit in flatshard.describe(model).units] == [1, 2, 2]
     optimizers = [torch.optim.Adam(m.parameters(), lr=1e-2) for m in (plain, model)]
     for step in range(2):
         for micro in range(2 if held else 1):
@@ -194,6 +191,10 @@ def test_features_over_two_meshes(ctx, tmp_path: Path):
 @ranks(4)
 def test_what_is_refused(ctx, tmp_path: Path):
     mesh = meshes(ctx, FULL)
+    _, model = build(mesh, True)
+    message = r"'blocks\.0\.experts' is a DTensor over ranks .* first call fully_shard\(experts"
+    with pytest.raises(ValueError, match=message):
+        fully_shard(model, policy={Moe}, process_group=ctx.group)
     _, model = build(mesh, False)
     for options, message in (
         ({"reshard_after_forward": 2}, r"'blocks\.0\.experts' .* reshard_after_forward=2 .* pass True or False"),
@@ -206,7 +207,7 @@ def test_what_is_refused(ctx, tmp_path: Path):
         options = {"shard_mesh_fn": lambda fqn, param: mesh["dp"] if is_expert(fqn) else None} | options
         with pytest.raises((TypeError, ValueError), match=message):
             fully_shard(model, policy={Moe}, process_group=ctx.group, **options)
-        assert not units_below(model)
+        assert all(type(p) is nn.Parameter for p in model.parameters())
     shard(ctx, mesh, model, FULL)
     with pytest.raises(ValueError, match=r"reshard_after_forward=2 is for one group of ranks"):
         flatshard.configure(model.blocks[0], reshard_after_forward=2)

@@ -1,9 +1,8 @@
-"""Sharded units beside other kinds of parallelism: pipelines, experts, DistributedDataParallel; and adapters."""
+"""Sharded units beside other kinds of parallelism: pipelines, experts, DistributedDataParallel."""
 
 from __future__ import annotations
 
 import copy
-import warnings
 from typing import Any
 
 import pytest
@@ -13,12 +12,10 @@ from on_ranks import ranks
 from parity import full_params, step_all
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import flatshard
 from flatshard import fully_shard
-from flatshard._composable.find import units_below
 from flatshard._composable.state import unit_of
 from flatshard._trace import record_events
 
@@ -99,7 +96,7 @@ def test_pipelines(ctx, name: str, holds: bool):
                 flatshard.reduce_gradients(holder)
             else:
                 schedule.step(*args, **kwargs)
-        units = [u for u in units_below(holder) if u.handle.flats]
+        units = [u for u in flatshard.describe(holder).units if u.flats]
         reductions = len([e for e in events if e.startswith("reduce-scatter")])
         assert reductions == len(units) * (1 if holds else MICROBATCHES)
         step_all(optimizers)
@@ -161,60 +158,6 @@ def test_experts_on_other_groups(ctx):
     )
 
 
-class Stacked(nn.Module):
-    """One matrix per expert, stacked. It computes with those that this rank has."""
-
-    def __init__(self, experts: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(experts, WIDTH, WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        local = self.weight.to_local() if isinstance(self.weight, DTensor) else self.weight
-        return torch.einsum("bi,eij->bj", x, local)
-
-
-class WithStacked(nn.Module):
-    def __init__(self, group: Any = None) -> None:
-        super().__init__()
-        self.front, self.experts = nn.Linear(WIDTH, WIDTH), Stacked(4)
-        self.group = group
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.front(x)
-        if self.group is None:
-            return torch.tanh(self.experts(x))
-        mine = self.experts(Gather.apply(x, self.group).flatten(0, 1)).view(2, -1, WIDTH)
-        return torch.tanh(Gather.apply(mine, self.group).sum(0)[self.group.rank()])
-
-
-@ranks(4)
-def test_experts_in_a_dtensor(ctx):
-    """Experts are a DTensor over two ranks of the four that the rest is sharded over."""
-    mesh = ctx.device_mesh((2, 2), ("dp", "ep"))
-    torch.manual_seed(0)
-    plain = WithStacked().double()
-    model = copy.deepcopy(plain)
-    model.group = mesh.get_group("ep")
-    model.experts.weight = nn.Parameter(distribute_tensor(model.experts.weight.detach(), mesh["ep"], [Shard(0)]))
-    message = r"'experts.weight' is a DTensor over ranks .* first call fully_shard\(experts"
-    with pytest.raises(ValueError, match=message):
-        fully_shard(model, process_group=ctx.group)
-    fully_shard(model.experts, device_mesh=mesh["dp"])
-    flatshard.configure(model.experts, divide_factor=4)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")  # DTensors say what the other ranks have
-        fully_shard(model, process_group=ctx.group)
-    optimizers = [torch.optim.Adam(m.parameters(), lr=1e-2) for m in (plain, model)]
-    for step in range(3):
-        x = torch.randn(4, 3, WIDTH, generator=torch.Generator().manual_seed(step)).double()
-        plain(x.flatten(0, 1)).square().mean().backward()
-        model(x[ctx.rank]).square().mean().backward()
-        step_all(optimizers)
-    with flatshard.summon_full_params(model):
-        got = {n: p.full_tensor() if isinstance(p, DTensor) else p for n, p in model.named_parameters()}
-        assert_equal({name: p.detach().clone() for name, p in got.items()}, plain)
-
-
 # -- DistributedDataParallel -------------------------------------------------------------------------------------------
 
 
@@ -235,45 +178,3 @@ def test_beside_distributed_data_parallel(ctx):
         torch.testing.assert_close(norms[1], norms[0])
         step_all(optimizers)
     assert_equal({name.replace("1.module.", "1."): p for name, p in full_params(model).items()}, plain)
-
-
-# -- adapters ----------------------------------------------------------------------------------------------------------
-
-
-class LoRA(nn.Module):
-    """A frozen bfloat16 weight and trainable adapters of a wide dtype, in one unit.
-
-    Not float32: rounding of an activation to bfloat16 would make differences of 1e-7 some of 1e-3.
-    """
-
-    def __init__(self, width: int = 32, rank: int = 2) -> None:
-        super().__init__()
-        self.base = nn.Linear(width, width, bias=False, dtype=torch.bfloat16).requires_grad_(False)
-        self.a, self.b = nn.Linear(width, rank, bias=False).double(), nn.Linear(rank, width, bias=False).double()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.base(x.bfloat16()).double() + self.b(self.a(x))
-
-
-@ranks(2, 4)  # by these dividing is exact, in the gradients that pass the bfloat16 base too
-def test_adapters_on_a_frozen_base(ctx):
-    torch.manual_seed(0)
-    plain = nn.Sequential(LoRA(), nn.Tanh(), LoRA())
-    model = copy.deepcopy(plain)
-    fully_shard(model, policy={LoRA}, process_group=ctx.group)
-    for unit in units_below(model)[1:]:
-        frozen, trained = unit.handle.flats
-        assert (frozen.kind.dtype, trained.kind.dtype) == (torch.bfloat16, torch.float64)
-        assert [f.gradients.is_reduced and True in f.requires_grad for f in unit.handle.flats] == [False, True]
-        assert trained.layout.padded_numel <= 2 * 32 * 2 + 64 * ctx.world_size
-    trainable = [[p for p in m.parameters() if p.requires_grad] for m in (plain, model)]
-    optimizers = [torch.optim.SGD(params, lr=0.1) for params in trainable]
-    for step in range(4):
-        x = torch.randn(ctx.world_size, 3, 32, generator=torch.Generator().manual_seed(step)).double()
-        for part in x:
-            (plain(part).square().mean() / ctx.world_size).backward()
-        model(x[ctx.rank]).square().mean().backward()
-        assert all(p.grad is None for p in model.parameters() if not p.requires_grad)
-        step_all(optimizers)
-    for name, param in plain.named_parameters():
-        torch.testing.assert_close(full_params(model)[name], param.detach(), rtol=1e-9, atol=1e-12)

@@ -99,6 +99,19 @@ def microbatches(model: nn.Module, rank: int, step: int, sync: str = "each") -> 
     return torch.stack(losses)
 
 
+def finalized(model: nn.Module, rank: int, step: int, syncs: tuple[bool, ...], async_op: bool) -> Tensor:
+    """The end of the last backward is a call, in torch 2.15."""
+    losses = []
+    for micro, sync in enumerate(syncs):
+        model.set_requires_gradient_sync(sync)
+        losses.append(one_backward(model, rank, 10 * step + micro))
+    model.set_requires_gradient_sync(True)
+    handle = model.finalize_backward(async_op=async_op)
+    if async_op:
+        handle.wait()
+    return torch.stack(losses)
+
+
 @dataclass(frozen=True)
 class Case:
     """A script of one model. What is left out is the simplest."""
@@ -272,28 +285,25 @@ def prefetch_by_hand(model: nn.Module) -> None:
 
 
 SGD = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+LAST = functools.partial(microbatches, sync="last")
+UNSAID: dict[str, Any] = {"param_dtype": BF16}
+WIDE, LOW = UNSAID | {"reduce_dtype": FP32}, UNSAID | {"reduce_dtype": BF16}
+OWN = {"before": mark_norms, "needs": IS_NEW}
+"""Norms compute in their own dtype."""
 
 PRECISIONS = {
-    "bf16, reduced in fp32": Case(precision={"param_dtype": BF16, "reduce_dtype": FP32}),
-    "bf16, reduced in bf16": Case(precision={"param_dtype": BF16, "reduce_dtype": BF16}),
-    "bf16, reduced in None": Case(precision={"param_dtype": BF16}),
+    "bf16, reduced in fp32": Case(precision=WIDE),
+    "bf16, reduced in bf16": Case(precision=LOW),
+    "bf16, reduced in None": Case(precision=UNSAID),
     "fp32, reduced in bf16": Case(precision={"reduce_dtype": BF16}),
-    "bf16, outputs in fp32": Case(
-        precision={"param_dtype": BF16, "reduce_dtype": FP32, "output_dtype": FP32}, units=lambda model: [model]
-    ),
+    "bf16, outputs in fp32": Case(precision=WIDE | {"output_dtype": FP32}, units=lambda model: [model]),
     "bf16, inputs not cast": Case(precision={"param_dtype": BF16, "cast_forward_inputs": False}),
-    "bf16, norms in fp32": Case(
-        before=mark_norms,
-        precision={"param_dtype": BF16, "reduce_dtype": FP32, "param_dtype_override_fn": norms_in_their_own},
-        needs=IS_NEW,
-    ),
+    "bf16, norms in fp32": Case(precision=WIDE | {"param_dtype_override_fn": norms_in_their_own}, **OWN),
     "bf16, norms in fp32, reduced in None": Case(
-        before=mark_norms,
-        precision={"param_dtype": BF16, "param_dtype_override_fn": norms_in_their_own},
-        needs=IS_NEW,
+        precision=UNSAID | {"param_dtype_override_fn": norms_in_their_own}, **OWN
     ),
     "frozen in bf16": Case(before=freeze_in_bf16),
-    "bf16, tied": Case(make=functools.partial(Net, tied=True), precision={"param_dtype": BF16, "reduce_dtype": FP32}),
+    "bf16, tied": Case(make=functools.partial(Net, tied=True), precision=WIDE),
     "all in bf16": Case(before=lambda model, mesh: model.to(BF16)),
 }
 
@@ -317,7 +327,7 @@ STEPPED = {
     "two forwards in bf16, of repeated blocks": Case(
         make=functools.partial(Net, order=(0, 0, 1, 0)),
         step=two_forwards,
-        precision={"param_dtype": BF16, "reduce_dtype": FP32},
+        precision=WIDE,
     ),
     "SGD": Case(optimizer=SGD),
     "AdamW, foreach": Case(optimizer=functools.partial(torch.optim.AdamW, foreach=True)),
@@ -325,39 +335,35 @@ STEPPED = {
     "offload": Case(offload=True),
     "divided by four": Case(after=functools.partial(divide, factor=4.0)),
     "accumulated, each reduced": Case(step=microbatches),
-    "accumulated, the last reduced": Case(step=functools.partial(microbatches, sync="last")),
-    "accumulated in bf16": Case(
-        step=functools.partial(microbatches, sync="last"), precision={"param_dtype": BF16, "reduce_dtype": FP32}
-    ),
-    "accumulated in bf16, reduced in bf16": Case(
-        step=functools.partial(microbatches, sync="last"), precision={"param_dtype": BF16, "reduce_dtype": BF16}
-    ),
-    "accumulated in bf16, reduced in None": Case(
-        step=functools.partial(microbatches, sync="last"), precision={"param_dtype": BF16}
-    ),
+    "accumulated, the last reduced": Case(step=LAST),
+    "accumulated in bf16": Case(step=LAST, precision=WIDE),
+    "accumulated in bf16, reduced in bf16": Case(step=LAST, precision=LOW),
+    "accumulated in bf16, reduced in None": Case(step=LAST, precision=UNSAID),
+    **{
+        f"finalized by a call, {len(syncs)} backwards": Case(
+            step=functools.partial(finalized, syncs=syncs, async_op=len(syncs) > 1),
+            after=lambda model: model.set_manual_backward_finalization(True),
+            needs=IS_NEW,
+        )
+        for syncs in ((True,), (False, True), (False, False, False))
+    },
     "clipped": Case(clip=0.05, bound=1e-6),
 }
 
 
 HYBRID = {
     "fp32, offload": Case(offload=True),
-    "bf16, reduced in bf16": Case(precision={"param_dtype": BF16, "reduce_dtype": BF16}),
-    "bf16, norms in fp32": Case(
-        before=mark_norms,
-        precision={"param_dtype": BF16, "reduce_dtype": FP32, "param_dtype_override_fn": norms_in_their_own},
-        needs=IS_NEW,
-    ),
-    "accumulated in bf16, each reduced": Case(
-        step=microbatches, precision={"param_dtype": BF16, "reduce_dtype": FP32}, steps=1
-    ),
-    "accumulated, the last reduced": Case(step=functools.partial(microbatches, sync="last"), steps=1),
+    "bf16, reduced in bf16": Case(precision=LOW),
+    "bf16, norms in fp32": Case(precision=WIDE | {"param_dtype_override_fn": norms_in_their_own}, **OWN),
+    "accumulated in bf16, each reduced": Case(step=microbatches, precision=WIDE, steps=1),
+    "accumulated, the last reduced": Case(step=LAST, steps=1),
     "accumulated over the replicas": Case(step=functools.partial(microbatches, sync="replicas"), steps=1),
 }
 
 ParallelCase = functools.partial(Case, make=functools.partial(Net, hidden=(8, 10)), before=parallelize)
 TENSOR_PARALLEL = {
-    "fp32, accumulated": ParallelCase(step=functools.partial(microbatches, sync="last")),
-    "bf16, reduced in fp32": ParallelCase(precision={"param_dtype": BF16, "reduce_dtype": FP32}),
+    "fp32, accumulated": ParallelCase(step=LAST),
+    "bf16, reduced in fp32": ParallelCase(precision=WIDE),
     "bf16, norms and columns in fp32": ParallelCase(
         before=parallelize_two_dtypes,
         precision={"param_dtype": BF16, "param_dtype_override_fn": norms_in_their_own},
@@ -366,11 +372,9 @@ TENSOR_PARALLEL = {
 }
 
 SEVERAL = {
-    "bf16, reduced in fp32": Case(optimizer=SGD, precision={"param_dtype": BF16, "reduce_dtype": FP32}, bound=1e-6),
-    "bf16, reduced in bf16": Case(
-        optimizer=SGD, precision={"param_dtype": BF16, "reduce_dtype": BF16}, bound=2**-6, steps=1
-    ),
-    "accumulated, the last reduced": Case(optimizer=SGD, step=functools.partial(microbatches, sync="last"), bound=1e-6),
+    "bf16, reduced in fp32": Case(optimizer=SGD, precision=WIDE, bound=1e-6),
+    "bf16, reduced in bf16": Case(optimizer=SGD, precision=LOW, bound=2**-6, steps=1),
+    "accumulated, the last reduced": Case(optimizer=SGD, step=LAST, bound=1e-6),
 }
 RESHARDED = {"to two ranks": Case(optimizer=SGD, options=lambda model: {"reshard_after_forward": 2}, bound=1e-6)}
 
