@@ -98,6 +98,23 @@ class MemoryWatch(LiveBytes):
         return result
 
 
+def same_tensors(found: dict[str, Any], expected: dict[str, Tensor], strides: bool = False) -> None:
+    """Plain tensors, bit for bit; in any order."""
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert type(found[name]) is Tensor, name
+        assert (found[name].dtype, found[name].shape) == (value.dtype, value.shape), name
+        assert torch.equal(found[name], value), name
+        assert not strides or found[name].stride() == value.stride(), name
+
+
+def by_name(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """The state of an optimizer of a plain model."""
+    ids = {id(p): n for n, p in model.named_parameters()}
+    order = [ids[id(p)] for group in optimizer.param_groups for p in group["params"]]
+    return flatshard.checkpoint.rekey(optimizer.state_dict(), order)
+
+
 def same(found: dict[str, Any], expected: dict[str, Any]) -> None:
     """Bit for bit; groups may come in another order of parameters."""
     assert found["state"].keys() == expected["state"].keys()
@@ -183,6 +200,7 @@ def read_safetensors(path: Path) -> dict[str, Tensor]:
     data = path.read_bytes()
     size = int.from_bytes(data[:8], "little")
     header = json.loads(data[8 : 8 + size])
+    assert size % 8 == 0  # so that all of it can be mapped to tensors
     assert header.pop("__metadata__") == {"format": "pt"}
     ends, found = 0, {}
     for name, each in header.items():

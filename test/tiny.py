@@ -89,6 +89,13 @@ def be_alone() -> None:
         os.environ.pop(name, None)
 
 
+def check_equal(state: dict[str, Tensor], expected: dict[str, Tensor], near: float = 1e-9) -> None:
+    """State of a run on ranks, and of one process."""
+    assert state.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(state[name], value, rtol=near, atol=near, msg=lambda m, name=name: f"{name}: {m}")
+
+
 def copied(model: nn.Module) -> dict[str, Tensor]:
     """Copies of a plain model's parameters."""
     return {n: p.detach().clone() for n, p in model.named_parameters()}

@@ -6,9 +6,9 @@ import pickle
 
 import pytest
 import torch
-import torch.distributed as dist
 from on_ranks import ranks
-from saving import CommunicationWatch, layers, make, on_four, shard
+from parity import in_texts
+from saving import CommunicationWatch, layers, make, on_four, shard, train
 from torch import Tensor, nn
 
 import flatshard
@@ -32,76 +32,53 @@ def weights(model: nn.Module) -> dict[str, Tensor]:
     return {n: v for n, v in model.state_dict().items() if n in names}
 
 
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> None:
-    torch.manual_seed(seed)
+def follow(ctx, model: nn.Module, server: nn.Module, dtype: torch.dtype | None, lr: float) -> SentParams:
+    """Train twice, and have the server follow: every rank has one, to which all ranks' changes go."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
+    with CommunicationWatch() as watch:
+        since = SentParams(model, dtype=dtype)
+        assert list(iter_changed_params(since)) == []
+    plans = everybody(ctx, since.plan)
     for _ in range(2):
-        model(torch.randn(3, 5)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        train(model, optimizer)
+        with watch:
+            mine = list(iter_changed_params(since))
+            assert list(iter_changed_params(since)) == []
+        for plan, changes in zip(plans, everybody(ctx, mine), strict=True):
+            for changed in changes:
+                apply_changed_params(weights(server), plan, changed)
+        expected = full_state_dict(model, dtype=dtype)
+        for name, value in weights(server).items():
+            assert torch.equal(value, expected[name]), name
+            assert value.dtype is expected[name].dtype
+    assert watch.seen == []
+    return since
 
 
 @ranks(1, 2, 3)
 def test_a_receiver_that_follows(ctx) -> None:
-    """Every kind of parameter, in all strategies; every rank has a receiver, to which all ranks' changes go."""
+    """Every kind of parameter, in all strategies."""
     for strategy, dtype in (
         (ShardingStrategy.FULL_SHARD, torch.bfloat16),
         (ShardingStrategy.SHARD_GRAD_OP, None),
         (ShardingStrategy.NO_SHARD, torch.bfloat16),
     ):
         ctx.note(f"{strategy.name}, {dtype}")
-        model = shard(ctx, make(), strategy, {nn.Linear})
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
-        server = make()
-        if dtype is not None:
-            server = server.to(dtype)
-        with CommunicationWatch() as watch:
-            since = SentParams(model, dtype=dtype)
-            assert list(iter_changed_params(since)) == []
-        assert watch.seen == []
-        plans = everybody(ctx, since.plan)
-        for seed in range(2):
-            train(model, optimizer, seed)
-            with watch:
-                mine = list(iter_changed_params(since))
-                assert list(iter_changed_params(since)) == []
-            assert watch.seen == []
-            for plan, changes in zip(plans, everybody(ctx, mine), strict=True):
-                for changed in changes:
-                    apply_changed_params(weights(server), plan, changed)
-            check(server, model, dtype)
-
-
-def check(server: nn.Module, model: nn.Module, dtype: torch.dtype | None) -> None:
-    expected = full_state_dict(model, dtype=dtype)
-    for name, value in weights(server).items():
-        assert torch.equal(value, expected[name]), name
-        assert value.dtype is expected[name].dtype
+        server = make() if dtype is None else make().to(dtype)
+        follow(ctx, shard(ctx, make(), strategy, {nn.Linear}), server, dtype, lr=1e-5)
 
 
 def everybody(ctx, value: object) -> list:
-    """Each rank's, by files that pickle: without numpy ``all_gather_object`` has no way."""
-    data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(ctx.world_size)]
-    dist.all_gather(sizes, torch.tensor([len(data)]), group=ctx.group)
-    found = [torch.zeros(max(map(int, sizes)), dtype=torch.uint8) for _ in sizes]
-    dist.all_gather(found, torch.cat([data, data.new_zeros(len(found[0]) - len(data))]), group=ctx.group)
-    return [pickle.loads(bytes(each[: int(size)].tolist())) for each, size in zip(found, sizes, strict=True)]
+    """Each rank's."""
+    return [pickle.loads(bytes.fromhex(text)) for text in in_texts(ctx, pickle.dumps(value).hex())]
 
 
 @ranks(4)
 def test_tensor_parallel_modules_and_replicas(ctx) -> None:
     """With tensor parallelism, and in replicas, of which one sends."""
     for how in ("tp", "replicas"):
-        server, model = layers(), on_four(ctx, how)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        since = SentParams(model)
+        since = follow(ctx, on_four(ctx, how), layers(), None, lr=1e-2)
         assert how == "tp" or bool(since.plan) == (ctx.rank < 2)
-        plans = everybody(ctx, since.plan)
-        train(model, optimizer, 0)
-        for plan, changes in zip(plans, everybody(ctx, list(iter_changed_params(since))), strict=True):
-            for changed in changes:
-                apply_changed_params(weights(server), plan, changed)
-        check(server, model, None)
 
 
 def test_what_does_not_fit(world):

@@ -2,51 +2,60 @@
 
 from __future__ import annotations
 
+import copy
 import io
+import itertools
+from collections import deque
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from on_ranks import ranks
-from saving import MemoryWatch, check_equal, layers, make, on_four, shard
+from saving import MemoryWatch, check_equal, layers, make, on_four, same_tensors, shard
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 import flatshard
 from flatshard import ShardingStrategy, fully_shard
-from flatshard.checkpoint import full_state_dict, iter_full_params, load_local_state_dict
+from flatshard.checkpoint import (
+    export_safetensors,
+    full_state_dict,
+    iter_full_params,
+    load_local_state_dict,
+    local_state_dict,
+)
 
 STRATEGIES = [ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD, ShardingStrategy.SHARD_OPTIM]
 
-
+WHOLE_ON_FIRST = StateDictOptions(full_state_dict=True, cpu_offload=True)
 CHECK = 1024  # bytes by which ranks compare their order at first
 
 
 def same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    """In the same order and memory layout, too."""
     assert list(found) == list(expected)
-    for name, value in expected.items():
-        assert type(found[name]) is Tensor
-        assert (found[name].dtype, found[name].stride()) == (value.dtype, value.stride()), name
-        assert torch.equal(found[name], value), name
+    same_tensors(found, expected, strides=True)
 
 
 @ranks(1, 2, 3)
 def test_full_state_dict(ctx) -> None:
     source = make().state_dict()
-    for strategy in STRATEGIES:
-        for policy in (None, {nn.Linear}):
-            model = shard(ctx, make(), strategy, policy)
-            state = full_state_dict(model)
-            same(state, source)
-            assert state["head.weight"] is state["down.weight"]
-            assert type(state) is type(source), "an OrderedDict, by which accelerate knows a model's state"
-            assert state._metadata == source._metadata
-            addresses = {t.data_ptr() for t in (*model.parameters(), *model.buffers()) if t.numel()}
-            assert not addresses & {t.data_ptr() for t in state.values() if t.numel()}
-            same(full_state_dict(model, offload_to_cpu=False, rank0_only=True), source if ctx.rank == 0 else {})
-            cast = full_state_dict(model, dtype=torch.float64)
-            same(cast, {n: v.double() if v.is_floating_point() else v for n, v in source.items()})
-            make(1).load_state_dict(state)
-            same(full_state_dict(model.up) if policy else state, model_part(source, "up.") if policy else source)
+    up = {n.removeprefix("up."): v for n, v in source.items() if n.startswith("up.")}
+    for strategy, policy in itertools.product(STRATEGIES, (None, {nn.Linear})):
+        model = shard(ctx, make(), strategy, policy)
+        state = full_state_dict(model)
+        same(state, source)
+        assert state["head.weight"] is state["down.weight"]
+        assert type(state) is type(source), "an OrderedDict, by which accelerate knows a model's state"
+        assert state._metadata == source._metadata
+        addresses = {t.data_ptr() for t in (*model.parameters(), *model.buffers()) if t.numel()}
+        assert not addresses & {t.data_ptr() for t in state.values() if t.numel()}
+        same(full_state_dict(model, offload_to_cpu=False, rank0_only=True), source if ctx.rank == 0 else {})
+        cast = full_state_dict(model, dtype=torch.float64)
+        same(cast, {n: v.double() if v.is_floating_point() else v for n, v in source.items()})
+        make(1).load_state_dict(state)
+        if policy:
+            same(full_state_dict(model.up), up)
     with flatshard.summon_full_params(model), pytest.raises(RuntimeError, match=r"full_state_dict: .*Call it outside"):
         full_state_dict(model)
     with pytest.raises(ValueError, match=r"floating-point dtype or None, got torch.int8"):
@@ -55,52 +64,54 @@ def test_full_state_dict(ctx) -> None:
         full_state_dict(nn.Linear(2, 2))
 
 
-def model_part(state: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    return {n.removeprefix(prefix): v for n, v in state.items() if n.startswith(prefix)}
-
-
 @ranks(2)
-def test_peak_memory_of_exports(ctx) -> None:
-    """At most one unit over the result; a stream holds one bucket."""
+def test_peak_memory_of_exports(ctx, path: str) -> None:
+    """At most one unit over the result; a stream holds one bucket, and what writes files no more."""
     model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(6)])
     fully_shard(model, policy={nn.Linear}, process_group=ctx.group)
-    unit = flatshard.describe(model).units[1].flats[0].padded_numel * 4
-    for rank0_only in (False, True):
+    unit, two = flatshard.describe(model).units[1].flats[0].padded_numel * 4, 2 * 64 * 64 * 4
+    sizes = {True: 6 * 65 * 64 * 4, False: 0}  # of the result, which is on rank 0
+    for export, least, most in (
+        (lambda: full_state_dict(model), sizes[True], sizes[True] + unit),
+        (lambda: full_state_dict(model, rank0_only=True), sizes[ctx.rank == 0], sizes[ctx.rank == 0] + unit),
+        (
+            lambda: get_model_state_dict(model, options=WHOLE_ON_FIRST),
+            sizes[ctx.rank == 0],
+            sizes[ctx.rank == 0] + unit,
+        ),
+        # Two parameters beside: the caller's last, and the next.
+        (lambda: deque(iter_full_params(model, bucket_bytes=1), 0), unit / 2, unit + two),
+        (lambda: deque(iter_full_params(model, bucket_bytes=3 * unit), 0), 3 * unit, 3 * unit + two),
+        (lambda: export_safetensors(model, path, bucket_bytes=1), unit / 2, unit + two),
+    ):
         with MemoryWatch() as watch:
-            state = full_state_dict(model, rank0_only=rank0_only)
-        size = sum(v.nbytes for v in state.values())
-        assert size <= watch.peak <= size + unit + CHECK
+            found = export()
+        assert least <= watch.peak <= most + CHECK
         assert watch.peak > unit / 2  # it sees the gathered one
-    with MemoryWatch() as watch:
-        for _ in iter_full_params(model, bucket_bytes=1):
-            pass
-    assert watch.peak <= unit + 2 * 64 * 64 * 4 + CHECK  # and two parameters: the caller's last, and the next
-    with MemoryWatch() as watch:
-        for _ in iter_full_params(model, bucket_bytes=3 * unit):
-            pass
-    assert 3 * unit <= watch.peak <= 3 * unit + 2 * 64 * 64 * 4 + CHECK
+        assert sum(v.nbytes for v in found.values()) == least if isinstance(found, dict) else not found
 
 
 def stream(ctx) -> list[str]:
     source = make()
-    whole = {n: p.detach() for n, p in source.named_parameters()}
+    params = {n: p.detach() for n, p in source.named_parameters()}
     for strategy in STRATEGIES:
         model = shard(ctx, make(), strategy, {nn.Linear})
         for bucket_bytes in (1, 10**9):
             found = dict(iter_full_params(model, bucket_bytes=bucket_bytes))
-            same({n: found[n] for n in whole}, whole)
-            assert len(found) == len(whole)
+            same({n: found.pop(n) for n in params}, params)
+            assert not found
         names = ["head.weight", "ignored", "down.weight", "up.bias"]
         found = list(iter_full_params(model, names=names, dtype=torch.bfloat16))
         assert sorted(n for n, _ in found) == sorted(names)
-        for name, value in found:
-            assert torch.equal(value, source.get_parameter(name).bfloat16())
+        assert all(torch.equal(value, source.get_parameter(name).bfloat16()) for name, value in found)
         trainable = {n for n, p in model.named_parameters() if p.requires_grad}
         assert {n for n, _ in iter_full_params(model, names=trainable.__contains__)} == trainable
-    with pytest.raises(ValueError, match=r"Model has no parameters 'nothing'"):
-        iter_full_params(model, names=["nothing"])
-    with pytest.raises(ValueError, match="bucket_bytes must be a positive number of bytes, got 0"):
-        iter_full_params(model, bucket_bytes=0)
+    for options, match in (
+        ({"names": ["nothing"]}, r"Model has no parameters 'nothing'"),
+        ({"bucket_bytes": 0}, "bucket_bytes must be a positive number of bytes, got 0"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            iter_full_params(model, **options)
     return [n for n, _ in iter_full_params(shard(ctx, make(), policy={nn.Linear}))]
 
 
@@ -114,12 +125,11 @@ def test_iter_full_params(pool, world_size):
 def test_local_state_dict(ctx) -> None:
     source = make(1).state_dict()
     for strategy in STRATEGIES:
-        model = shard(ctx, make(1), strategy, {nn.Linear})
+        model, other = shard(ctx, make(1), strategy, {nn.Linear}), shard(ctx, make(), strategy)
         model(torch.ones(3, 5))  # left unsharded
         source = {**source, **{n: b.clone() for n, b in model.named_buffers() if n in source}}
-        state = flatshard.checkpoint.local_state_dict(model)
         file = io.BytesIO()
-        torch.save(state, file)
+        torch.save(local_state_dict(model), file)
         with torch.no_grad():
             for tensor in (*model.parameters(), *model.buffers()):
                 tensor.zero_()
@@ -127,16 +137,16 @@ def test_local_state_dict(ctx) -> None:
         loaded = torch.load(file, weights_only=True)
         load_local_state_dict(model, loaded)
         check_equal(model, source)
-        other = shard(ctx, make(), strategy)
-        with pytest.raises(ValueError, match=r"load_local_state_dict: .* flat parameters? .*Save by torch.distributed"):
-            load_local_state_dict(other, loaded)
-        loaded["flats"][0]["fqns"][0] = "x"
-        with pytest.raises(ValueError, match=r"another layout \(fqns: \['x'"):
-            load_local_state_dict(model, loaded)
-        del loaded["rest"]["steps"]
-        loaded["flats"][0]["fqns"][0] = state["flats"][0]["fqns"][0]
-        with pytest.raises(ValueError, match="'steps' differ in name, shape or kind"):
-            load_local_state_dict(model, loaded)
+        renamed, lacking = copy.deepcopy(loaded), copy.deepcopy(loaded)
+        renamed["flats"][0]["fqns"][0] = "x"
+        del lacking["rest"]["steps"]
+        for module, state, match in (
+            (other, loaded, r"load_local_state_dict: .* flat parameters? .*Save by torch.distributed"),
+            (model, renamed, r"another layout \(fqns: \['x'"),
+            (model, lacking, "'steps' differ in name, shape or kind"),
+        ):
+            with pytest.raises(ValueError, match=match):
+                load_local_state_dict(module, state)
         check_equal(model, source)
 
 

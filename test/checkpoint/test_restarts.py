@@ -1,5 +1,6 @@
 """torch's optimizers, stopped midway and gone on with by another number of ranks: as if nothing had been."""
 
+import itertools
 from functools import partial
 
 import pytest
@@ -71,11 +72,14 @@ def test_torchs_optimizers(pool, tmp_path):
 
 # -- options of groups ---------------------------------------------------------------------------------------------------
 
-LOADS = [restarts.load_job, restarts.load_job_leniently, restarts.load_dcp_as_it_is, restarts.load_whole]
+LOADS = [
+    (kind, load)
+    for kind, load in restarts.LOADS
+    if load in (restarts.load_job, restarts.load_job_leniently, restarts.load_dcp_as_it_is, restarts.load_whole)
+]
 
 
-def schedule(optimizer: Optimizer) -> optim.lr_scheduler.LRScheduler:
-    return optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+schedule = partial(optim.lr_scheduler.ExponentialLR, gamma=0.5)
 
 
 @pytest.mark.parametrize("saved_with", [True, False])
@@ -90,19 +94,16 @@ def test_a_scheduler_may_be_made_before_or_after_loading(ctx, path: str, saved_w
     optimizer.param_groups[0]["lr"] = 0.05
     for kind, write in restarts.SAVES.items():
         write(ctx, f"{path}-{kind}", model, optimizer)
-    for kind, load in restarts.LOADS:
-        if load not in LOADS:
-            continue
-        for made_before in (True, False):
-            other, its_optimizer = restarts.sharded(ctx, make, 1, is_whole=False)
-            if made_before:
-                schedule(its_optimizer)
-            load(ctx, f"{path}-{kind}", other, its_optimizer)
-            (group,) = its_optimizer.param_groups
-            assert group["lr"] == 0.05, (load, made_before)
-            assert ("initial_lr" in group) == (saved_with or made_before), (load, made_before)
-            schedule(its_optimizer).step()
-            restarts.train(other, its_optimizer, 1, ctx, 1)
+    for (kind, load), made_before in itertools.product(LOADS, (True, False)):
+        other, its_optimizer = restarts.sharded(ctx, make, 1, is_whole=False)
+        if made_before:
+            schedule(its_optimizer)
+        load(ctx, f"{path}-{kind}", other, its_optimizer)
+        (group,) = its_optimizer.param_groups
+        assert group["lr"] == 0.05, (load, made_before)
+        assert ("initial_lr" in group) == (saved_with or made_before), (load, made_before)
+        schedule(its_optimizer).step()
+        restarts.train(other, its_optimizer, 1, ctx, 1)
 
 
 @ranks(2)
@@ -133,15 +134,13 @@ def accumulator(fill: float) -> Make:
 
 
 def save_unstepped(ctx, path: str) -> None:
-    model, optimizer = restarts.sharded(ctx, accumulator(0.1), 0, is_whole=False)
     sizes = {name: value.size() for name, value in restarts.network(0).state_dict().items()}
     for options in (None, StateDictOptions(full_state_dict=True)):
         model, optimizer = restarts.sharded(ctx, accumulator(0.1), 0, is_whole=False)
         state = get_optimizer_state_dict(model, optimizer, options=options)["state"]
         assert {name: values["sum"].size() for name, values in state.items()} == sizes
         assert all((values["sum"] == 0.1).all() for values in state.values() if options)
-    model, optimizer = restarts.sharded(ctx, accumulator(0.1), 0, is_whole=False)
-    restarts.save_helper(ctx, path, model, optimizer)
+    restarts.save_helper(ctx, path, *restarts.sharded(ctx, accumulator(0.1), 0, is_whole=False))
 
 
 def load_unstepped(ctx, path: str) -> None:

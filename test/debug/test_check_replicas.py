@@ -6,9 +6,8 @@ import re
 
 import pytest
 import torch
-from pool import Pool
+from on_ranks import ranks
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 
 from flatshard import ShardingStrategy, fully_shard
 from flatshard.debug import check_replicas
@@ -27,8 +26,12 @@ class Net(nn.Module):
 
 def shard(ctx, strategy: ShardingStrategy) -> nn.Module:
     torch.manual_seed(0)
-    hybrid = {"device_mesh": init_device_mesh("cpu", (2, 2))} if strategy.is_hybrid else {"process_group": ctx.group}
-    return fully_shard(Net(), policy={nn.Linear}, strategy=strategy, **hybrid)
+    where = (
+        {"device_mesh": ctx.device_mesh((2, 2), ("replicate", "shard"))}
+        if strategy.is_hybrid
+        else {"process_group": ctx.group}
+    )
+    return fully_shard(Net(), policy={nn.Linear}, strategy=strategy, **where)
 
 
 def message(model: nn.Module, **arguments: bool) -> str:
@@ -39,7 +42,8 @@ def message(model: nn.Module, **arguments: bool) -> str:
     return ""
 
 
-def no_shard(ctx) -> None:
+@ranks(3)
+def test_no_shard(ctx) -> None:
     model = shard(ctx, ShardingStrategy.NO_SHARD)
     assert message(model) == message(model, buffers=True) == ""
     if ctx.rank == 2:
@@ -50,32 +54,23 @@ def no_shard(ctx) -> None:
     if ctx.rank == 0:
         model.norm.running_mean += 1
     found = message(model, buffers=True)
-    assert re.search(r"2 of 9 values", found), found
-    assert "'norm.running_mean' (ranks 1, 2 against rank 0)" in found
+    assert re.search(r"2 of 9 values.*'norm.running_mean' \(ranks 1, 2 against rank 0\)", found), found
 
 
-def test_no_shard(pool: Pool):
-    pool.run(no_shard, world_size=3)
-
-
-def hybrid(ctx) -> None:
+@ranks(4)
+def test_hybrid(ctx) -> None:
     model = shard(ctx, ShardingStrategy.HYBRID_SHARD)
     assert message(model) == message(model, buffers=True) == ""
     if ctx.rank == 3:
         with torch.no_grad():
             model.first.bias.add_(1)
-    found = message(model)
-    if ctx.rank in (1, 3):
-        assert re.search(r"1 of 6 values: 'first\.bias' \(rank 3 against rank 1\)", found), found
-    else:
-        assert "not on this rank, but on others in its shard group; see their messages" in found
+    here = r"1 of 6 values: 'first\.bias' \(rank 3 against rank 1\)"
+    elsewhere = "not on this rank, but on others in its shard group; see their messages"
+    assert re.search(here if ctx.rank in (1, 3) else elsewhere, message(model)), message(model)
 
 
-def test_hybrid(pool: Pool):
-    pool.run(hybrid, world_size=4)
-
-
-def nothing_to_compare(ctx) -> None:
+@ranks(2)
+def test_what_is_sharded_has_no_replicas(ctx) -> None:
     model = shard(ctx, ShardingStrategy.FULL_SHARD)
     with pytest.raises(ValueError, match="each rank has a different part of every parameter"):
         check_replicas(model)
@@ -85,7 +80,3 @@ def nothing_to_compare(ctx) -> None:
     assert "'norm.num_batches_tracked' (rank 1 against rank 0)" in message(model, buffers=True)
     with pytest.raises(ValueError, match="nothing in this Linear is sharded; call fully_shard first"):
         check_replicas(nn.Linear(1, 1))
-
-
-def test_what_is_sharded_has_no_replicas(pool: Pool):
-    pool.run(nothing_to_compare)

@@ -9,7 +9,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from models import Block
+from tiny import check_equal
 from torch import nn
+
+import flatshard
+from flatshard.checkpoint import full_state_dict
 
 pytestmark = [pytest.mark.clients("lightning"), pytest.mark.slow, pytest.mark.time_limit(600)]
 
@@ -18,8 +22,7 @@ WIDTH = 8
 
 def data() -> torch.utils.data.TensorDataset:
     g = torch.Generator().manual_seed(1)
-    make = lambda *shape: torch.randn(*shape, generator=g, dtype=torch.float64)  # noqa: E731
-    return torch.utils.data.TensorDataset(make(48, WIDTH), make(48, 1))
+    return torch.utils.data.TensorDataset(*(torch.randn(48, n, generator=g, dtype=torch.float64) for n in (WIDTH, 1)))
 
 
 def network() -> nn.Module:
@@ -67,22 +70,25 @@ def task(seed: int = 0, optimizer: type[torch.optim.Optimizer] = torch.optim.Ada
     return Task()
 
 
-def trainer(ctx: Any, strategy: Any, epochs: int = 2, **options: Any) -> Any:
+QUIET = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False)
+CLIPPED = {"gradient_clip_val": 0.3, "accumulate_grad_batches": 2}
+
+
+def trainer(ctx: Any, strategy: Any = None, epochs: int = 2, **options: Any) -> Any:
+    """``strategy``: flatshard's, by policy, if it is left out."""
     import lightning
 
+    from flatshard.integrations.lightning import FlatshardStrategy
+
     os.environ |= {"LOCAL_RANK": str(ctx.rank), "NODE_RANK": "0"}  # as a launcher does
-    quiet = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False)
-    return lightning.Trainer(
-        **{**quiet, "accelerator": "cpu", "devices": 2, "strategy": strategy, "max_epochs": epochs, **options}
-    )
+    where = {"accelerator": "cpu", "devices": 2, "strategy": strategy or FlatshardStrategy(policy={Block})}
+    return lightning.Trainer(**{**QUIET, **where, "max_epochs": epochs, **options})
 
 
 def counted(ctx: Any) -> None:
     """The summary that is printed when fitting begins, and the one of each layer."""
     from lightning.pytorch.callbacks import ModelSummary
     from lightning.pytorch.utilities.model_summary import get_human_readable_count
-
-    from flatshard.integrations.lightning import FlatshardStrategy
 
     class Seen(ModelSummary):
         def summarize(self, data: Any, *numbers: Any, **options: Any) -> None:
@@ -91,36 +97,24 @@ def counted(ctx: Any) -> None:
     seen: list[Any] = []
     module = task()
     module.scale.requires_grad_(False)
-    expected = sum(p.numel() for p in module.parameters())
-    layers = [sum(p.numel() for p in m.parameters()) for m in (module.net, module.head)]
-    fit = trainer(ctx, FlatshardStrategy(policy={Block}), epochs=1, callbacks=[Seen()], enable_model_summary=True)
-    fit.fit(module, loader(4, ctx.rank))
+    expected, *layers = (sum(p.numel() for p in m.parameters()) for m in (module, module.net, module.head))
+    run = trainer(ctx, epochs=1, callbacks=[Seen()], enable_model_summary=True)
+    run.fit(module, loader(4, ctx.rank))
     assert sum(p.numel() for p in module.parameters()) < expected
     if ctx.rank == 0:
         assert seen[1:] == [expected, expected - 1]
         assert [text.strip() for text in seen[0][:2]] == [get_human_readable_count(n).strip() for n in layers]
 
 
-def test_the_summary_counts_whole_parameters(pair):
-    pair.run(counted, world_size=2)
-
-
 def validate_by_ddp(ctx: Any) -> None:
     """Lightning's "ddp" broadcasts rank 0's parameters before it validates: not the parts of other ranks."""
-    from flatshard.integrations.lightning import FlatshardStrategy
-
     module = task()
-    quiet = {"limit_val_batches": 0}
-    trainer(ctx, FlatshardStrategy(policy={Block}), epochs=1, **quiet).fit(module, loader(4, ctx.rank))
+    trainer(ctx, epochs=1, limit_val_batches=0).fit(module, loader(4, ctx.rank))
     before = [p.detach().clone() for p in module.parameters()]
-    trainer(ctx, FlatshardStrategy(policy={Block})).validate(module, loader(4, ctx.rank), verbose=False)
-    trainer(ctx, "ddp").validate(module, loader(4, ctx.rank), verbose=False)
+    for strategy in (None, "ddp"):
+        trainer(ctx, strategy).validate(module, loader(4, ctx.rank), verbose=False)
     assert module.validated[0] == pytest.approx(module.validated[1], rel=1e-12)
-    assert all(torch.equal(p, q) for p, q in zip(before, module.parameters(), strict=True))
-
-
-def test_validating_by_another_strategy(pair):
-    pair.run(validate_by_ddp, world_size=2)
+    assert all(map(torch.equal, before, module.parameters()))
 
 
 def average(ctx: Any) -> None:
@@ -128,20 +122,15 @@ def average(ctx: Any) -> None:
     import lightning
     from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging
 
-    import flatshard
-    from flatshard.integrations.lightning import FlatshardStrategy
-
-    whole_of = flatshard.checkpoint.full_state_dict
-
     class Averages(lightning.Callback):
         def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
             self.averages = [p.detach().clone() for p in pl_module.parameters()]
-            self.whole = whole_of(pl_module)
+            self.whole = full_state_dict(pl_module)
 
         def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
             for average, p in zip(self.averages, pl_module.parameters(), strict=True):
                 average.lerp_(p.detach(), 0.1)
-            now = whole_of(pl_module)
+            now = full_state_dict(pl_module)
             self.whole = {name: value.lerp(now[name], 0.1) for name, value in self.whole.items()}
 
         def on_train_end(self, trainer: Any, pl_module: Any) -> None:
@@ -150,15 +139,15 @@ def average(ctx: Any) -> None:
 
     for callback in StochasticWeightAveraging(swa_lrs=1e-2), EMAWeightAveraging(decay=0.9):
         with pytest.raises(TypeError, match=f"{type(callback).__name__} copies the model .*in a callback of your own"):
-            trainer(ctx, FlatshardStrategy(policy={Block}), callbacks=[callback]).fit(task(), loader(4, ctx.rank))
+            trainer(ctx, callbacks=[callback]).fit(task(), loader(4, ctx.rank))
     module, callback = task(), Averages()
-    quiet = {"limit_val_batches": 0, "callbacks": [callback]}
-    trainer(ctx, FlatshardStrategy(policy={Block}), epochs=1, **quiet).fit(module, loader(4, ctx.rank))
-    torch.testing.assert_close(whole_of(module), callback.whole, rtol=1e-12, atol=1e-12)
+    trainer(ctx, epochs=1, limit_val_batches=0, callbacks=[callback]).fit(module, loader(4, ctx.rank))
+    check_equal(full_state_dict(module), callback.whole)
 
 
-def test_averages_of_weights(pair):
-    pair.run(average, world_size=2)
+@pytest.mark.parametrize("body", [counted, validate_by_ddp, average])
+def test_counts_other_strategies_and_averages(pair, body):
+    pair.run(body, world_size=2)
 
 
 def loader(batch: int, rank: int | None = None) -> torch.utils.data.DataLoader:
@@ -186,15 +175,7 @@ def plain(epochs: int = 2, clip: float = 0.3, accumulate: int = 2, seed: int = 0
     return model.state_dict(), validated
 
 
-def check_equal(state: dict[str, Any], expected: dict[str, Any]) -> None:
-    assert state.keys() == expected.keys()
-    for name, value in expected.items():
-        torch.testing.assert_close(state[name], value, rtol=1e-9, atol=1e-9, msg=lambda m, name=name: f"{name}: {m}")
-
-
 def shard_blocks(module: nn.Module) -> None:
-    import flatshard
-
     if not module.configured:  # Lightning calls configure_model for each fit and validate
         for block in module.net:
             flatshard.fully_shard(block)
@@ -202,18 +183,13 @@ def shard_blocks(module: nn.Module) -> None:
 
 
 def fit(ctx: Any, how: str) -> None:
-    import flatshard
-    from flatshard.integrations.lightning import FlatshardStrategy
-
-    strategy = "flatshard" if how == "by name" else FlatshardStrategy(policy={Block})
     # other initial values on rank 1: the strategy sends rank 0's
     model = task(seed=ctx.rank, sharded=shard_blocks if how == "by name" else None)
-    options = {"gradient_clip_val": 0.3, "accumulate_grad_batches": 2, "num_sanity_val_steps": 1}
-    run = trainer(ctx, strategy, **options)
+    run = trainer(ctx, "flatshard" if how == "by name" else None, **CLIPPED, num_sanity_val_steps=1)
     run.fit(model, loader(4, ctx.rank), loader(4))
     assert len(flatshard.describe(model).units) == 4
     expected, validated = plain()
-    check_equal(flatshard.checkpoint.full_state_dict(model), expected)
+    check_equal(full_state_dict(model), expected)
     assert model.validated[1:] == pytest.approx(validated, rel=1e-9)
     [again] = run.validate(model, loader(4), verbose=False)
     assert again["val_loss"] == pytest.approx(validated[-1], rel=1e-9)
@@ -227,28 +203,26 @@ def test_fit_is_one_process(pair, how):
 def resume(ctx: Any, kind: str, directory: str) -> None:
     from lightning.pytorch.callbacks import ModelCheckpoint
 
-    import flatshard
     from flatshard.integrations.lightning import FlatshardStrategy
 
-    make = lambda: FlatshardStrategy(policy={Block}, state_dict_type=kind)  # noqa: E731
-    options = {"gradient_clip_val": 0.3, "accumulate_grad_batches": 2, "enable_checkpointing": True}
+    def run(epochs: int, model: Any, path: str | None = None) -> None:
+        strategy = FlatshardStrategy(policy={Block}, state_dict_type=kind)
+        options = {**CLIPPED, "enable_checkpointing": True, "callbacks": [keep]}
+        trainer(ctx, strategy, epochs, **options).fit(model, loader(4, ctx.rank), loader(4), ckpt_path=path)
+
     keep = ModelCheckpoint(directory, save_last=True, monitor="val_loss", save_top_k=1)
-    trainer(ctx, make(), epochs=1, callbacks=[keep], **options).fit(task(), loader(4, ctx.rank), loader(4))
+    run(1, task())
     last = os.path.join(directory, "last.ckpt")
     assert os.path.isdir(last) == (kind == "sharded"), os.listdir(directory)
-
     model = task(seed=5)
-    trainer(ctx, make(), epochs=2, callbacks=[keep], **options).fit(
-        model, loader(4, ctx.rank), loader(4), ckpt_path=last
-    )
+    run(2, model, last)
     expected, validated = plain()
-    check_equal(flatshard.checkpoint.full_state_dict(model), expected)
+    check_equal(full_state_dict(model), expected)
     assert model.validated[-1] == pytest.approx(validated[-1], rel=1e-9)
 
     other = "sharded" if kind == "full" else "full"  # a strategy loads what the other kind has saved
-    fresh = task(seed=7)
     reader = trainer(ctx, FlatshardStrategy(policy={nn.Linear}, state_dict_type=other))
-    [found] = reader.validate(fresh, loader(4), ckpt_path=last, verbose=False)
+    [found] = reader.validate(task(seed=7), loader(4), ckpt_path=last, verbose=False)
     assert found["val_loss"] == pytest.approx(validated[-1], rel=1e-9)
 
 
@@ -265,16 +239,12 @@ def check_plain_lightning_resumes(path: str) -> None:
 
     os.environ.pop("LOCAL_RANK", None)
     model = task(seed=5)
-    quiet = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False)
-    options = {"gradient_clip_val": 0.3, "accumulate_grad_batches": 2, "accelerator": "cpu", "devices": 1}
-    lightning.Trainer(max_epochs=3, **options, **quiet).fit(model, loader(8), ckpt_path=path)
+    run = lightning.Trainer(max_epochs=3, accelerator="cpu", devices=1, **CLIPPED, **QUIET)
+    run.fit(model, loader(8), ckpt_path=path)
     check_equal(model.state_dict(), plain(epochs=3)[0])
 
 
 def manual(ctx: Any) -> None:
-    import flatshard
-    from flatshard.integrations.lightning import FlatshardStrategy
-
     def step(self: Any, batch: Any, index: int) -> None:
         optimizer = self.optimizers()
         loss = F.mse_loss(self(batch[0]), batch[1])
@@ -289,8 +259,8 @@ def manual(ctx: Any) -> None:
     model = task()
     type(model).training_step, type(model).forward = step, forward
     model.automatic_optimization = False
-    trainer(ctx, FlatshardStrategy(policy={Block}), epochs=1, limit_val_batches=0).fit(model, loader(4, ctx.rank))
-    check_equal(flatshard.checkpoint.full_state_dict(model), plain(epochs=1, accumulate=1)[0])
+    trainer(ctx, epochs=1, limit_val_batches=0).fit(model, loader(4, ctx.rank))
+    check_equal(full_state_dict(model), plain(epochs=1, accumulate=1)[0])
 
 
 def test_manual_optimization(pair):
@@ -301,17 +271,19 @@ def fabric(ctx: Any, directory: str) -> None:
     from lightning.fabric import Fabric
     from lightning.fabric.strategies import ModelParallelStrategy
 
-    import flatshard
     from flatshard.integrations.lightning import parallelize_fn
 
     os.environ |= {"LOCAL_RANK": str(ctx.rank), "NODE_RANK": "0"}
+
+    def with_head() -> nn.Module:
+        return nn.Sequential(network(), nn.Linear(WIDTH, 1).double())
 
     def start(seed: int) -> tuple[Any, Any, Any]:
         strategy = ModelParallelStrategy(parallelize_fn({Block}), data_parallel_size=2, tensor_parallel_size=1)
         fabric = Fabric(accelerator="cpu", devices=2, strategy=strategy)
         fabric.launch()
         torch.manual_seed(seed)
-        model = fabric.setup(nn.Sequential(network(), nn.Linear(WIDTH, 1).double()))
+        model = fabric.setup(with_head())
         return fabric, model, fabric.setup_optimizers(torch.optim.AdamW(model.parameters(), lr=1e-2))
 
     def train(fabric: Any, model: Any, optimizer: Any, batches: list[Any]) -> None:
@@ -330,10 +302,10 @@ def fabric(ctx: Any, directory: str) -> None:
     path = os.path.join(directory, "step-4")
     flatshard.save_checkpoint(path, {"model": model.module, "optimizer": optimizer.optimizer})
     train(fab, model, optimizer, batches[4:])
-    straight = flatshard.checkpoint.full_state_dict(model.module)
+    straight = full_state_dict(model.module)
 
     torch.manual_seed(0)
-    alone = nn.Sequential(network(), nn.Linear(WIDTH, 1).double())
+    alone = with_head()
     steps = torch.optim.AdamW(alone.parameters(), lr=1e-2)
     for index, (x, y) in enumerate(loader(8)):
         (F.mse_loss(alone(x), y) / 2).backward()
@@ -346,7 +318,7 @@ def fabric(ctx: Any, directory: str) -> None:
     fab, model, optimizer = start(3)
     flatshard.load_checkpoint(path, {"model": model.module, "optimizer": optimizer.optimizer})
     train(fab, model, optimizer, batches[4:])
-    check_equal(flatshard.checkpoint.full_state_dict(model.module), straight)
+    check_equal(full_state_dict(model.module), straight)
 
 
 def test_fabric_is_one_process(pair, tmp_path):

@@ -13,12 +13,8 @@ from restarts import Make
 pytestmark = [pytest.mark.clients("timm", "torchvision", "transformers"), pytest.mark.slow]
 pytestmark += [pytest.mark.time_limit(1800)]
 
-F64, NO_CLIP, MOMENTUM, NO_DECAY = (
-    {"momentum_dtype": torch.float64},
-    {"max_grad_norm": None},
-    {"momentum": 0.9},
-    {"weight_decay": 0.0},
-)
+F64, NO_CLIP, MOMENTUM = {"momentum_dtype": torch.float64}, {"max_grad_norm": None}, {"momentum": 0.9}
+NO_DECAY = {"weight_decay": 0.0}
 SETTINGS: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("adafactorbv", "adafactorbvc", "cadafactorbv", "cadafactorbvc"), F64),
     **dict.fromkeys(("lamb", "lambc", "lambcd", "lambcw", "lambw", "clamb", "clambw"), NO_CLIP),

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from models import Mlp
+from parity import check_same_gradients, check_same_params, step_all
 from torch import Tensor, nn
 from torch.distributed.pipelining import (
     PipelineStage,
@@ -41,91 +42,82 @@ def loss(output: Tensor, target: Tensor) -> Tensor:
     return (output - target).square().mean()
 
 
-def make_stages(parts: list[nn.Module], indices: list[int], group: Any) -> list[PipelineStage]:
-    # A microbatch between two stages. Told, not asked: stages that ask each other for shapes do so with numpy.
-    like = torch.empty(2, WIDTH, dtype=torch.double, requires_grad=True)
-    return [
-        PipelineStage(
-            *(part, index, DEPTH, torch.device("cpu")),
-            input_args=(like if index else like.detach(),),
-            output_args=(like,),
-            group=group,
-        )
-        for part, index in zip(parts, indices, strict=True)
-    ]
+class Pipeline:
+    """Two ranks deep, two wide: a schedule of a model, and beside it the model in one process."""
+
+    def __init__(self, ctx, schedule_class: Any, stages_of: Any) -> None:
+        mesh = ctx.device_mesh((2, 2), ("pp", "dp"))
+        pp, self.dp = mesh["pp"].get_local_rank(), mesh["dp"].get_local_rank()
+        self.group = mesh.get_group("dp")
+        self.indices = stages_of(pp)
+        torch.manual_seed(0)
+        self.plain = nn.Sequential(*[nn.Sequential(Block(), nn.Linear(WIDTH, WIDTH)) for _ in range(DEPTH)]).double()
+        self.parts = nn.ModuleList(copy.deepcopy(self.plain[i]) for i in self.indices)
+        for part in self.parts:
+            fully_shard(part, policy={Block}, device_mesh=mesh["dp"])
+        # A microbatch between two stages. Told, not asked: stages that ask each other for shapes do so with numpy.
+        like, cpu = torch.empty(2, WIDTH, dtype=torch.double, requires_grad=True), torch.device("cpu")
+        stages = []
+        for part, index in zip(self.parts, self.indices, strict=True):
+            given = {"input_args": (like if index else like.detach(),), "output_args": (like,)}
+            stages.append(PipelineStage(part, index, DEPTH, cpu, **given, group=mesh.get_group("pp")))
+        self.schedule = schedule_class(stages, MICROBATCHES, loss_fn=loss)
+        prepare(self.schedule, stages)
+
+    def step(self, number: int, notes: Any = ()) -> tuple[Tensor, list[Tensor], list[str]]:
+        """The loss of one process, of this rank's microbatches, if it has the last stage, and what was recorded.
+
+        ``notes``: modules whose backwards are noted, too.
+        """
+        x, y = torch.randn(2, 2, 2 * MICROBATCHES, WIDTH, generator=torch.Generator().manual_seed(number)).double()
+        expected = loss(self.plain(x.flatten(0, 1)), y.flatten(0, 1))
+        expected.backward()
+        losses: list[Tensor] = []
+        given: dict[str, Any] = {"target": y[self.dp], "losses": losses} if DEPTH - 1 in self.indices else {}
+        with record_events() as events:
+            hooks = [p.register_full_backward_hook(lambda *_, to=events: to.append("backward")) for p in notes]
+            self.schedule.step(*((x[self.dp],) if 0 in self.indices else ()), **given)
+        for hook in hooks:
+            hook.remove()
+        return expected.detach(), losses, events
+
+    def each(self) -> Any:
+        return zip(self.parts, (self.plain[i] for i in self.indices), strict=True)
 
 
 def run(ctx, name: str) -> None:
-    """Two ranks deep, two wide: three steps of Adam."""
-    schedule_class, stages_of = SCHEDULES[name]
-    mesh = ctx.device_mesh((2, 2), ("pp", "dp"))
-    pp, dp = mesh["pp"].get_local_rank(), mesh["dp"].get_local_rank()
-    torch.manual_seed(0)
-    plain = nn.Sequential(*[nn.Sequential(Block(), nn.Linear(WIDTH, WIDTH)) for _ in range(DEPTH)]).double()
-    indices = stages_of(pp)
-    parts = [copy.deepcopy(plain[i]) for i in indices]
-    for part in parts:
-        fully_shard(part, policy={Block}, device_mesh=mesh["dp"])
-    stages = make_stages(parts, indices, mesh.get_group("pp"))
-    schedule = schedule_class(stages, MICROBATCHES, loss_fn=loss)
-    prepare(schedule, stages)
-    holder = nn.ModuleList(parts)
-    optimizers = [torch.optim.Adam(m.parameters(), lr=1e-2) for m in (plain, holder)]
+    """Three steps of Adam."""
+    pipeline = Pipeline(ctx, *SCHEDULES[name])
+    optimizers = [torch.optim.Adam(m.parameters(), lr=1e-2) for m in (pipeline.plain, pipeline.parts)]
     for step in range(3):
         ctx.note(f"step {step}")
-        x, y = torch.randn(2, 2, 2 * MICROBATCHES, WIDTH, generator=torch.Generator().manual_seed(step)).double()
-        expected = loss(plain(x.flatten(0, 1)), y.flatten(0, 1))
-        expected.backward()
-        losses: list[Tensor] = []
-        given: dict[str, Any] = {"target": y[dp], "losses": losses} if DEPTH - 1 in indices else {}
-        with record_events() as events:
-            schedule.step(*((x[dp],) if 0 in indices else ()), **given)
+        expected, losses, events = pipeline.step(step)
         assert sum(e.startswith("reduce-scatter") for e in events) == 4, events  # two units a stage
         assert sum(e.startswith("all-gather") for e in events) == 4, events
         if losses:
             mean = torch.stack(losses).mean().detach()
-            torch.distributed.all_reduce(mean, group=mesh.get_group("dp"))
-            torch.testing.assert_close(mean / 2, expected.detach())
-        assert all(unit.state == "sharded" for unit in flatshard.describe(holder).units)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-    for part, index in zip(parts, indices, strict=True):
-        with flatshard.summon_full_params(part, writeback=False):
-            for (n, p), q in zip(part.named_parameters(), plain[index].parameters(), strict=True):
-                torch.testing.assert_close(p, q, rtol=1e-9, atol=1e-12, msg=lambda m, n=n: f"{n}: {m}")
+            torch.distributed.all_reduce(mean, group=pipeline.group)
+            torch.testing.assert_close(mean / 2, expected)
+        assert all(unit.state == "sharded" for unit in flatshard.describe(pipeline.parts).units)
+        step_all(optimizers)
+    for part, plain in pipeline.each():
+        check_same_params(part, plain)
 
 
 def run_placed(ctx) -> list[str]:
     """The first reduction is placed before the last backward of the other stage."""
-    mesh = ctx.device_mesh((2, 2), ("pp", "dp"))
-    pp, dp = mesh["pp"].get_local_rank(), mesh["dp"].get_local_rank()
-    torch.manual_seed(0)
-    plain = nn.Sequential(*[nn.Sequential(Block(), nn.Linear(WIDTH, WIDTH)) for _ in range(DEPTH)]).double()
-    indices = [pp, pp + 2]
-    parts = [fully_shard(copy.deepcopy(plain[i]), policy={Block}, device_mesh=mesh["dp"]) for i in indices]
-    stages = make_stages(parts, indices, mesh.get_group("pp"))
-    schedule = ScheduleInterleaved1F1B(stages, MICROBATCHES, loss_fn=loss)
-    prepare(schedule, stages)
-    for actions in schedule.pipeline_order_with_comms.values():
+    pipeline = Pipeline(ctx, *SCHEDULES["interleaved"])
+    for actions in pipeline.schedule.pipeline_order_with_comms.values():
         reductions = [a for a in actions if a.computation_type == REDUCE_GRAD]
         actions.remove(reductions[0])
         backwards = [i for i, a in enumerate(actions) if a.computation_type == FULL_BACKWARD]
         actions.insert(backwards[-1], reductions[0])
     for step in range(2):
-        x, y = torch.randn(2, 2, 2 * MICROBATCHES, WIDTH, generator=torch.Generator().manual_seed(step)).double()
-        plain.zero_grad()
-        loss(plain(x.flatten(0, 1)), y.flatten(0, 1)).backward()
-        for part in parts:
-            part.zero_grad()
-        with record_events() as events:
-            hooks = [part.register_full_backward_hook(lambda *_, to=events: to.append("backward")) for part in parts]
-            schedule.step(*((x[dp],) if pp == 0 else ()), **({"target": y[dp]} if pp == 1 else {}))
-        for part, index, hook in zip(parts, indices, hooks, strict=True):
-            hook.remove()
-            with flatshard.summon_full_params(part, writeback=False, with_grads=True):
-                for p, q in zip(part.parameters(), plain[index].parameters(), strict=True):
-                    torch.testing.assert_close(p.grad, q.grad, rtol=1e-9, atol=1e-12)
+        for model in (pipeline.plain, pipeline.parts):
+            model.zero_grad()
+        _, _, events = pipeline.step(step, pipeline.parts)
+        for part, plain in pipeline.each():
+            check_same_gradients(part, plain)
     return [e for e in events if e.startswith(("backward", "reduce-scatter"))]
 
 

@@ -75,11 +75,10 @@ def lightning_names(ctx: Any) -> dict[str, Any]:
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
-    os.environ |= {"LOCAL_RANK": str(ctx.rank), "NODE_RANK": "0"}
-    options: dict[str, Any] = {"accelerator": "cpu", "devices": 2}
-    options |= dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False)
+    quiet = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False)
     loader = torch.utils.data.DataLoader(torch.randn(8, 8), batch_size=2)
-    return {"lightning": lightning, "Block": Block, "model": Task(), "loader": loader, "options": options}
+    names = fabric_names(ctx)
+    return names | {"model": Task(), "loader": loader, "options": names["options"] | quiet}
 
 
 def fabric_names(ctx: Any) -> dict[str, Any]:
@@ -119,27 +118,19 @@ OTHERS = {"lightning": lightning_names, "fabric": fabric_names, "timm": timm_nam
 """What recipes with other models than transformers' need."""
 
 
-def run_other_recipe(ctx: Any, name: str, folder: str) -> None:
-    names = {"torch": torch, "flatshard": flatshard, "folder": folder, **OTHERS[name](ctx)}
-    exec(compile(RECIPES[name], "README.md", "exec"), names)
-    assert flatshard.describe(names["model"]).units
-
-
-def run_recipe(ctx, name: str, folder: str) -> None:
+def transformers_names(ctx: Any, name: str, folder: str) -> dict[str, Any]:
     from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
     be_a_rank(ctx)
     data = Tokens(8)
-    names: dict[str, Any] = {
-        "torch": torch,
-        "flatshard": flatshard,
-        "LlamaDecoderLayer": LlamaDecoderLayer,
-        "model": tiny_llama(),
-        "dataset": data,
-        "loader": torch.utils.data.DataLoader(data, batch_size=2),
-        "folder": folder,
-        **NAMES.get(name, lambda folder: {})(folder),
-    }
+    loader = torch.utils.data.DataLoader(data, batch_size=2)
+    names = {"LlamaDecoderLayer": LlamaDecoderLayer, "model": tiny_llama(), "dataset": data, "loader": loader}
+    return names | NAMES.get(name, lambda folder: {})(folder)
+
+
+def run_recipe(ctx, name: str, folder: str) -> None:
+    own = OTHERS[name](ctx) if name in OTHERS else transformers_names(ctx, name, folder)
+    names: dict[str, Any] = {"torch": torch, "flatshard": flatshard, "folder": folder, **own}
     exec(compile(RECIPES[name], "README.md", "exec"), names)
     assert flatshard.describe(names["model"]).units
     if name == "weight sync":
@@ -150,6 +141,6 @@ def run_recipe(ctx, name: str, folder: str) -> None:
     "name", [pytest.param(name, marks=pytest.mark.clients(*needs.split()), id=name) for name, needs, _ in FOUND]
 )
 def test_recipe(pair, tmp_path: Path, name: str):
-    pair.run(run_other_recipe if name in OTHERS else run_recipe, name, str(tmp_path), world_size=2)
+    pair.run(run_recipe, name, str(tmp_path), world_size=2)
     if name in WRITES:
         assert (tmp_path / WRITES[name]).exists()

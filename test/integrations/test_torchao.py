@@ -8,7 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from parity import whole_gradients
 from torch import nn
+
+import flatshard
 
 pytestmark = [pytest.mark.clients("torchao"), pytest.mark.slow]
 
@@ -32,8 +35,6 @@ def train(model: nn.Module) -> list[float]:
 
 
 def trained_alike(sharded: nn.Module, plain: nn.Module) -> None:
-    import flatshard
-
     assert train(sharded) == pytest.approx(train(plain), rel=1e-6)
     whole = flatshard.checkpoint.full_state_dict(sharded)
     for name, value in plain.state_dict().items():
@@ -58,34 +59,33 @@ def float8(gathered: bool) -> nn.Module:
 def fit(ctx: Any, gathered: bool) -> None:
     from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
 
-    import flatshard
+    def shard(model: nn.Module, **options: Any) -> nn.Module:
+        return flatshard.fully_shard(model, policy={type(model[0])}, process_group=ctx.group, **options)
 
     plain = float8(gathered)
-    kind = type(plain[0])
-    assert kind.__name__ == "Float8Linear"
+    assert type(plain[0]).__name__ == "Float8Linear"
     assert (type(plain[0].weight).__name__ == "WeightWithDynamicFloat8CastTensor") is gathered
-    sharded = flatshard.fully_shard(copy.deepcopy(plain), policy={kind}, process_group=ctx.group)
-    flats = [flat for unit in flatshard.describe(sharded).units for flat in unit.flats]
-    assert {flat.compute_dtype for flat in flats} == {torch.float32, *([torch.float8_e4m3fn] if gathered else [])}
+    sharded = shard(copy.deepcopy(plain))
+    assert {compute for _, compute in dtypes(sharded)} == {torch.float32, *([torch.float8_e4m3fn] if gathered else [])}
     precompute_float8_dynamic_scale_for_fsdp(sharded)  # does nothing: flatshard shares the scales
     trained_alike(sharded, plain)
-    bytes_sent = flatshard.comm.QuantizedCollectives(reduce=False)
-    sharded = flatshard.fully_shard(float8(gathered), policy={kind}, process_group=ctx.group, collectives=bytes_sent)
+    sharded = shard(float8(gathered), collectives=flatshard.comm.QuantizedCollectives(reduce=False))
     assert train(sharded) == pytest.approx(train(float8(gathered)), rel=0.02)
     if not gathered:
         return
     # Encoded from float32, not from bfloat16: of the same weights, computed in bfloat16.
-    sharded = flatshard.fully_shard(
-        copy.deepcopy(plain),
-        policy={kind},
-        process_group=ctx.group,
-        mixed_precision=flatshard.MixedPrecision(torch.bfloat16),
-    )
+    sharded = shard(copy.deepcopy(plain), mixed_precision=flatshard.MixedPrecision(torch.bfloat16))
     made = sharded(data(0, torch.bfloat16))
     assert made.dtype is torch.bfloat16
     torch.testing.assert_close(made.float(), plain(data(0)), rtol=0.05, atol=0.05)
     made.sum().backward()
     assert all(p.grad is not None and p.grad.dtype is torch.float32 for p in sharded.parameters())
+
+
+def dtypes(model: nn.Module) -> set[tuple[torch.dtype, torch.dtype]]:
+    """Of shards, and of what computes."""
+    flats = [flat for unit in flatshard.describe(model).units for flat in unit.flats]
+    return {(flat.dtype, flat.compute_dtype) for flat in flats}
 
 
 @pytest.mark.parametrize("gathered", [False, True])
@@ -99,20 +99,21 @@ def weights(name: str) -> Callable[[torch.Tensor], torch.Tensor]:
     from torchao.prototype.moe_training import tensor as experts
     from torchao.prototype.quantized_training import bitnet, int8_mixed_precision
 
-    if name == "BitNetTrainingLinearWeight":
-        return bitnet.BitNetTrainingLinearWeight
-    if name == "Int8MixedPrecisionTrainingLinearWeight":
-        chosen: Any = int8_mixed_precision.Int8MixedPrecisionTrainingConfig()
-        return lambda weight: int8_mixed_precision.Int8MixedPrecisionTrainingLinearWeight(weight, chosen)
     emulated = config.MXFP8TrainingOpConfig.from_recipe(config.MXFP8TrainingRecipe.MXFP8_EMULATED_RCEIL)
-    chosen = emulated if "MX" in name else config.Float8TrainingOpConfig()
-    return lambda weight: getattr(experts, name)(weight, chosen)
+    module, *options = {
+        "BitNetTrainingLinearWeight": (bitnet,),
+        "Int8MixedPrecisionTrainingLinearWeight": (
+            int8_mixed_precision,
+            int8_mixed_precision.Int8MixedPrecisionTrainingConfig(),
+        ),
+        "MXFP8TrainingWeightWrapperTensor": (experts, emulated),
+        "Float8TrainingWeightWrapperTensor": (experts, config.Float8TrainingOpConfig()),
+    }[name]
+    return lambda weight: getattr(module, name)(weight, *options)
 
 
 def quantised(ctx: Any) -> None:
     from torchao.prototype.quantized_training.int8 import Int8QuantizedTrainingLinearWeight
-
-    import flatshard
 
     plain = nn.Linear(WIDTH, WIDTH, bias=False)
     plain.weight = nn.Parameter(Int8QuantizedTrainingLinearWeight.from_float(plain.weight.detach()))
@@ -137,8 +138,6 @@ def model_of(name: str, dtype: torch.dtype = torch.float32) -> nn.Module:
 
 
 def fit_weights(ctx: Any, name: str) -> None:
-    import flatshard
-
     plain, sharded = model_of(name), model_of(name)
     assert type(plain[0].weight).__name__ == name
     flatshard.fully_shard(sharded, policy={nn.Linear}, process_group=ctx.group)
@@ -147,27 +146,19 @@ def fit_weights(ctx: Any, name: str) -> None:
     plain, sharded = model_of(name, torch.bfloat16), model_of(name)
     policy = flatshard.MixedPrecision(torch.bfloat16, reduce_dtype=torch.float32)
     flatshard.fully_shard(sharded, policy={nn.Linear}, process_group=ctx.group, mixed_precision=policy)
-    flats = [flat for unit in flatshard.describe(sharded).units for flat in unit.flats]
-    assert {(flat.dtype, flat.compute_dtype) for flat in flats} == {(torch.float32, torch.bfloat16)}
-    x = data(0, torch.bfloat16)
-    mine, expected = sharded(x), plain(x)
+    assert dtypes(sharded) == {(torch.float32, torch.bfloat16)}
+    mine, expected = (model(data(0, torch.bfloat16)) for model in (sharded, plain))
     assert torch.equal(mine, expected)
-    mine.square().mean().backward()
-    expected.square().mean().backward()
-    with flatshard.summon_full_params(sharded, with_grads=True):
-        for param, other in zip(sharded.parameters(), plain.parameters(), strict=True):
-            assert param.grad.dtype is torch.float32
-            assert torch.equal(param.grad, other.grad.float())
+    for made in (mine, expected):
+        made.square().mean().backward()
+    for grad, other in zip(whole_gradients(sharded).values(), plain.parameters(), strict=True):
+        assert grad.dtype is torch.float32
+        assert torch.equal(grad, other.grad.float())
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
-        "BitNetTrainingLinearWeight",
-        "Int8MixedPrecisionTrainingLinearWeight",
-        "MXFP8TrainingWeightWrapperTensor",
-        "Float8TrainingWeightWrapperTensor",
-    ],
+    "name", ["BitNetTrainingLinear", "Int8MixedPrecisionTrainingLinear", "MXFP8Training", "Float8Training"]
 )
 def test_weights_of_other_classes(pair, name):
-    pair.run(fit_weights, name, world_size=2)
+    ending = "Weight" if name.endswith("Linear") else "WeightWrapperTensor"
+    pair.run(fit_weights, f"{name}{ending}", world_size=2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
@@ -44,39 +45,28 @@ class Engine:
                 own[name].copy_(value)
             self.loaded.add(name)
 
-    def check(self, reference: nn.Module) -> None:
-        expected = dict(reference.named_parameters())
-        assert expected.keys() <= self.loaded
-        for name, value in self.model.named_parameters():
-            assert torch.equal(value, expected[name]), name
 
-
-def by_trl(model: nn.Module, engine: Engine) -> None:
-    """The loop of TRL's and verl's FSDP2 branches."""
-    for name, value in model.state_dict().items():
-        if hasattr(value, "full_tensor"):
-            value = value.full_tensor()
-        engine.load_weights([(name, value)])
-
-
-def by_verl(model: nn.Module, engine: Engine) -> None:
-    """verl's generator of tensors."""
-    engine.load_weights((n, v.full_tensor() if hasattr(v, "full_tensor") else v) for n, v in model.state_dict().items())
-
-
-def by_us(model: nn.Module, engine: Engine) -> None:
-    from flatshard.integrations.weight_sync import sync_weights
-
-    sync_weights(model, engine.load_weights)
+def whole(value: Any) -> Any:
+    """As TRL's and verl's FSDP2 branches do."""
+    return value.full_tensor() if hasattr(value, "full_tensor") else value
 
 
 def sync(ctx, kind: str) -> None:
+    from flatshard.integrations.weight_sync import sync_weights
+
     model, reference = trained(kind, ctx.rank)
-    for way in (by_trl, by_verl, by_us):
-        ctx.note(f"{kind}: {way.__name__}")
+    expected = dict(reference.named_parameters())
+    for way, load in {
+        "TRL's loop": lambda to: [to([(name, whole(value))]) for name, value in model.state_dict().items()],
+        "verl's generator": lambda to: to((name, whole(value)) for name, value in model.state_dict().items()),
+        "ours": lambda to: sync_weights(model, to),
+    }.items():
+        ctx.note(f"{kind}: {way}")
         engine = Engine(MODELS[kind]())
-        way(model, engine)
-        engine.check(reference)
+        load(engine.load_weights)
+        assert expected.keys() <= engine.loaded
+        for name, value in engine.model.named_parameters():
+            assert torch.equal(value, expected[name]), name
 
 
 @pytest.mark.parametrize("kind", MODELS)
@@ -97,10 +87,7 @@ def one_rank(ctx) -> int:
             if len(found) == 3:
                 raise ValueError("engine")
 
-    if ctx.rank == 0:
-        with pytest.raises(ValueError, match="engine"):
-            sync_weights(model, receive, dtype=torch.bfloat16, on_ranks=[0])
-    else:
+    with pytest.raises(ValueError, match="engine") if ctx.rank == 0 else contextlib.nullcontext():
         sync_weights(model, receive, dtype=torch.bfloat16, on_ranks=[0])
     assert set(found) <= {torch.bfloat16}
     tokens = Tokens(2).tokens

@@ -17,78 +17,57 @@ from flatshard import ShardingStrategy, fully_shard
 from flatshard.layouts import Rows
 
 
-def by_ndim(model: nn.Module) -> Any:
-    """As ``timm.optim.param_groups_weight_decay``: ``ndim`` is that of the whole."""
-    return _groups(model, lambda p: p.ndim > 1)
-
-
-def by_shape(model: nn.Module) -> Any:
-    return _groups(model, lambda p: len(p.shape) > 1)
-
-
-def _groups(model: nn.Module, decays: Callable[[torch.Tensor], bool]) -> Any:
+def groups(model: nn.Module, decays: Callable[[torch.Tensor], bool]) -> list[dict[str, Any]]:
     no_decay = [p for p in model.parameters() if not decays(p)]
     decay = [p for p in model.parameters() if decays(p)]
     return [{"params": no_decay, "weight_decay": 0.0}, {"params": decay, "weight_decay": 0.1}]
 
 
-def by_dim(model: nn.Module) -> Any:
-    """As nanoGPT, which has the other order."""
-    return _groups(model, lambda p: p.dim() > 1)[::-1]
-
-
-def without_empty_groups(model: nn.Module) -> Any:
-    return [each for each in by_shape(model) if each["params"]]
-
-
-def by_full_shape(model: nn.Module) -> Any:
-    matrices = [p for p in model.parameters() if len(flatshard.full_shape(p)) > 1]
-    vectors = [p for p in model.parameters() if len(flatshard.full_shape(p)) < 2]
-    return [{"params": vectors, "weight_decay": 0.0}, {"params": matrices, "weight_decay": 0.1}]
-
-
-def one_group(model: nn.Module) -> Any:
-    return model.parameters()
+RULES: dict[str, Callable[[nn.Module], Any]] = {
+    "ndim": lambda model: groups(model, lambda p: p.ndim > 1),  # that of the whole; timm's param_groups_weight_decay
+    "shape": lambda model: groups(model, lambda p: len(p.shape) > 1),
+    "dim": lambda model: groups(model, lambda p: p.dim() > 1)[::-1],  # nanoGPT, which has the other order
+    "no empty groups": lambda model: [each for each in RULES["shape"](model) if each["params"]],
+    "full_shape": lambda model: groups(model, lambda p: len(flatshard.full_shape(p)) > 1),
+    "one group": lambda model: model.parameters(),
+}
 
 
 @ranks(2)
 def test_rules_by_dimension(ctx) -> None:
-    for rule, layout, strategy, before, told in (
-        (by_ndim, None, "FULL_SHARD", False, None),
-        (by_shape, None, "FULL_SHARD", False, RuntimeError),
-        (by_dim, None, "SHARD_GRAD_OP", False, RuntimeError),
-        (without_empty_groups, None, "FULL_SHARD", False, UserWarning),
-        (by_full_shape, None, "FULL_SHARD", False, None),
-        (one_group, None, "FULL_SHARD", False, None),
-        (by_shape, Rows(max_padding=1.0), "FULL_SHARD", False, None),
-        (by_shape, None, "NO_SHARD", False, None),
-        (by_shape, None, "FULL_SHARD", True, None),
+    for rule, layout, strategy, made_before, told in (
+        ("ndim", None, "FULL_SHARD", False, None),
+        ("shape", None, "FULL_SHARD", False, RuntimeError),
+        ("dim", None, "SHARD_GRAD_OP", False, RuntimeError),
+        ("no empty groups", None, "FULL_SHARD", False, UserWarning),
+        ("full_shape", None, "FULL_SHARD", False, None),
+        ("one group", None, "FULL_SHARD", False, None),
+        ("shape", Rows(max_padding=1.0), "FULL_SHARD", False, None),
+        ("shape", None, "NO_SHARD", False, None),
+        ("shape", None, "FULL_SHARD", True, None),
     ):
-        ctx.note(f"{rule.__name__} {layout} {strategy} {before}")
+        ctx.note(f"{rule} {layout} {strategy} {made_before}")
         model = Net()
-        groups = rule(model) if before else None
-        fully_shard(
-            model, policy={Block}, process_group=ctx.group, layout=layout, strategy=getattr(ShardingStrategy, strategy)
-        )
-        optimizer = torch.optim.AdamW(groups or rule(model))
+        made = RULES[rule](model) if made_before else None
+        where = {"process_group": ctx.group, "layout": layout, "strategy": ShardingStrategy[strategy]}
+        fully_shard(model, policy={Block}, **where)
+        optimizer = torch.optim.AdamW(made or RULES[rule](model))
         model(torch.ones(2, 4)).sum().backward()
         if told is RuntimeError:
             before = [p.detach().clone() for p in model.parameters()]
+            match = r"in one group, with weight_decay=0.0: .*full_shape.*leave the empty"
             for _ in range(2):
-                with pytest.raises(
-                    RuntimeError, match=r"in one group, with weight_decay=0.0: .*full_shape.*leave the empty"
-                ):
+                with pytest.raises(RuntimeError, match=match):
                     optimizer.step()
-            assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
-            optimizer = torch.optim.AdamW(by_full_shape(model))  # as the message says
-        if rule is by_ndim:
-            vectors, matrices = (group["params"] for group in optimizer.param_groups)
-            assert {len(flatshard.full_shape(p)) for p in vectors} == {1}
-            assert {len(flatshard.full_shape(p)) for p in matrices} == {2}
+            assert all(map(torch.equal, before, model.parameters()))
+            optimizer = torch.optim.AdamW(RULES["full_shape"](model))  # as the message says
+        if rule == "ndim":
+            dims = [{len(flatshard.full_shape(p)) for p in group["params"]} for group in optimizer.param_groups]
+            assert dims == [{1}, {2}]
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            optimizer.step()
-            optimizer.step()
+            for _ in range(2):
+                optimizer.step()
         found = [str(w.message) for w in caught if "full_shape" in str(w.message)]
         assert len(found) == (told is UserWarning), found
         if found:

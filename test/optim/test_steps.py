@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
+import warnings
 from typing import Any
 
 import pytest
 import torch
 from models import Block, Net
 from on_ranks import ranks
-from parity import full_params
+from parity import check_same_params, full_params, twins
 from torch import nn
 
 import flatshard
@@ -34,7 +36,7 @@ def refused(model: nn.Module, match: str):
     before = values(model)
     with pytest.raises(RuntimeError, match=match):
         yield
-    assert all(torch.equal(a, b) for a, b in zip(before, values(model), strict=True))
+    assert all(map(torch.equal, before, values(model)))
 
 
 def sharded(ctx, **arguments: Any) -> Net:
@@ -48,10 +50,8 @@ def sharded(ctx, **arguments: Any) -> Net:
 @pytest.mark.parametrize("kind", list(MAKE))
 @ranks(2)
 def test_inside_no_sync(ctx, kind: str) -> None:
-    model = sharded(ctx)
-    optimizer = MAKE[kind](model)
-    beside = nn.Linear(2, 2)
-    other = torch.optim.SGD(beside.parameters())
+    model, beside = sharded(ctx), nn.Linear(2, 2)
+    optimizer, other = MAKE[kind](model), torch.optim.SGD(beside.parameters())
     beside(torch.ones(2)).sum().backward()
     with flatshard.no_sync(model):
         optimizer.step()  # there is nothing that it would miss
@@ -79,16 +79,17 @@ def test_inside_no_sync(ctx, kind: str) -> None:
 
 
 def held_refused(model: nn.Module, optimizer: torch.optim.Optimizer, where: str) -> None:
-    text = (
+    held = (
         rf"{where}: units .*'blocks.0'.* hold gradients .* not in .grad. .*reduce_gradients\(module\) after it; then "
     )
-    with refused(model, r"\.step" + text + "step"):
-        optimizer.step()
-    for verb in (flatshard.optim.get_total_norm, flatshard.optim.gradient_statistics):
-        with refused(model, verb.__name__ + text + verb.__name__):
-            verb(model)
-    with refused(model, "clip_grad_norm_" + text + "clip_grad_norm_"):
-        flatshard.clip_grad_norm_(model, 1.0)
+    for name, verb in (
+        ("step", optimizer.step),
+        ("get_total_norm", lambda: flatshard.optim.get_total_norm(model)),
+        ("gradient_statistics", lambda: flatshard.optim.gradient_statistics(model)),
+        ("clip_grad_norm_", lambda: flatshard.clip_grad_norm_(model, 1.0)),
+    ):
+        with refused(model, name + held + name):
+            verb()
 
 
 def trained(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -103,31 +104,25 @@ def trained(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 @ranks(2)
 def test_after_values_were_replaced(ctx, kind: str) -> None:
     """Flat and whole parameters have memory of their own, in which the new values are not."""
-    torch.manual_seed(0)
-    plain = Net()
-    model = sharded(ctx)
-    optimizers = MAKE[kind](model), torch.optim.SGD(plain.parameters(), lr=0.1)
-    for each, optimizer in zip((model, plain), optimizers, strict=True):
-        each(X).sum().backward()
+    plain, model = twins(ctx, Net, {Block})
+    for each, optimizer in ((model, MAKE[kind](model)), (plain, MAKE["parameters"](plain))):
+        each(X.double()).sum().backward()
         for param in each.parameters():
             param.data = 0.5 * param.data + 0.25
         optimizer.step()
-    for name, whole in flatshard.checkpoint.full_state_dict(model).items():
-        torch.testing.assert_close(whole, plain.get_parameter(name).detach(), msg=name)
+    check_same_params(model, plain)
 
 
 @ranks(4)
 def test_replicas_to_come(ctx) -> None:
     """Reduced within the shard group, and not yet over the replicas."""
     mesh = ctx.device_mesh((2, 2), ("replicas", "shards"))
-    torch.manual_seed(0)
     model = fully_shard(Net(), policy={Block}, device_mesh=mesh, strategy=ShardingStrategy.HYBRID_SHARD)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     flatshard.configure(model, all_reduce=False)
     model(X).sum().backward()
-    with refused(
-        model, r"call flatshard.configure\(module, all_reduce=True\), then flatshard.reduce_gradients\(module\)"
-    ):
+    cure = r"call flatshard.configure\(module, all_reduce=True\), then flatshard.reduce_gradients\(module\)"
+    with refused(model, cure):
         optimizer.step()
     flatshard.configure(model, all_reduce=True)
     flatshard.reduce_gradients(model)
@@ -144,9 +139,12 @@ def test_alone(ctx) -> None:
         trained(model, optimizer)
 
 
+ARGUMENTS = ({}, {"strategy": ShardingStrategy.NO_SHARD}, {"mixed_precision": MixedPrecision(torch.bfloat16)})
+
+
 @ranks(2)
 def test_inside_summon_full_params(ctx) -> None:
-    for arguments in ({}, {"strategy": ShardingStrategy.NO_SHARD}, {"mixed_precision": MixedPrecision(torch.bfloat16)}):
+    for arguments in ARGUMENTS:
         model = sharded(ctx, **arguments)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         model(X).sum().backward()
@@ -160,41 +158,42 @@ def test_inside_summon_full_params(ctx) -> None:
 # -- of parameters that are not the user's own -------------------------------------------------------------------------
 
 
+@contextlib.contextmanager
+def unsharded(model: nn.Module):
+    flatshard.unshard(model, recurse=True)
+    yield
+    flatshard.reshard(model)
+
+
 @ranks(2)
 def test_built_inside_summon_full_params(ctx) -> None:
-    for arguments, options in (
-        ({}, {}),
-        ({"strategy": ShardingStrategy.NO_SHARD}, {}),
-        ({"mixed_precision": MixedPrecision(torch.bfloat16)}, {}),
-        ({}, {"offload_to_cpu": True}),
-    ):
-        ctx.note(f"{arguments} {options}")
+    """Or between unshard and reshard."""
+    summon = flatshard.summon_full_params
+    ways = [
+        *((each, summon) for each in ARGUMENTS),
+        ({}, functools.partial(summon, offload_to_cpu=True)),
+        ({}, unsharded),
+    ]
+    for arguments, around in ways:
+        ctx.note(f"{arguments} {around}")
         model = sharded(ctx, **arguments)
-        with flatshard.summon_full_params(model, **options):
+        with around(model):
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for _ in range(2):
             model(X).sum().backward()
             with refused(model, r"built inside summon_full_params or unshard: it steps 'front.weight', .*model.param"):
                 optimizer.step()
-    model = sharded(ctx)
-    flatshard.unshard(model, recurse=True)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    flatshard.reshard(model)
-    model(X).sum().backward()
-    with refused(model, "'front.weight'.* unsharded parameters"):
-        optimizer.step()
 
 
 @ranks(2)
 def test_built_and_stepped_inside(ctx) -> None:
-    for arguments in ({}, {"mixed_precision": MixedPrecision(torch.bfloat16)}):
+    for arguments in ARGUMENTS[::2]:
         model = sharded(ctx, **arguments)
         model(X).sum().backward()
         with flatshard.summon_full_params(model, with_grads=True):
             expected = [p.detach() - 0.5 * p.grad for p in model.parameters()]
             torch.optim.SGD(model.parameters(), lr=0.5).step()
-        for a, b in zip(full_params(model).values(), expected, strict=True):
-            torch.testing.assert_close(a, b)
+        torch.testing.assert_close(list(full_params(model).values()), expected)
 
 
 class Lookahead(torch.optim.Optimizer):
@@ -214,14 +213,15 @@ class Lookahead(torch.optim.Optimizer):
 
 @ranks(2)
 def test_wrapper_without_the_init_of_torch(ctx) -> None:
+    """It is not tried itself: the one inside is known."""
     model = sharded(ctx)
     optimizer = Lookahead(torch.optim.AdamW(model.parameters(), lr=0.1))
     before = values(model)
     model(torch.randn(2, 4)).sum().backward()
-    optimizer.step()
+    with warnings.catch_warnings(action="error"):
+        optimizer.step()
     assert not all(map(torch.equal, values(model), before))
-    moments = optimizer.state_dict()["state"][0]["exp_avg"]
-    assert isinstance(moments, flatshard.checkpoint.ShardedValue)
+    assert isinstance(optimizer.state_dict()["state"][0]["exp_avg"], flatshard.checkpoint.ShardedValue)
 
 
 def test_between_a_forward_and_its_backward(world):
