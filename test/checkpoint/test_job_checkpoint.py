@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from on_ranks import ranks
-from saving import CommunicationWatch, MemoryWatch
+from saving import CommunicationWatch, MemoryWatch, by_name, make
 from torch import Tensor, nn
 
 import flatshard
@@ -22,31 +22,12 @@ from flatshard import ShardingStrategy, fully_shard, load_checkpoint, save_check
 from flatshard.checkpoint import MeetingError, Writer, full_state_dict
 from flatshard.checkpoint._disk import METADATA
 
-WIDTH = 7
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.Sequential(*[nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)) for _ in range(2)])
-        self.head = nn.Linear(WIDTH, 3)
-        self.scale = nn.Parameter(torch.tensor(2.0))  # 0-dim
-        self.nothing = nn.Parameter(torch.empty(0, 4))
-        self.frozen = nn.Parameter(torch.randn(3, 5).to(torch.bfloat16), requires_grad=False)
-        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.count += 1
-        return self.head(self.blocks(x) * self.scale)
-
 
 class Job:
     """A model with what trains it."""
 
     def __init__(self, group: Any, sharded: bool = True, seed: int = 0, **options: Any) -> None:
-        torch.manual_seed(seed)
-        self.group = group
-        self.model: nn.Module = Net().double()
+        self.group, self.sharded, self.model = group, sharded, make(seed).double()
         self.model.frozen.data = self.model.frozen.data.bfloat16()
         if sharded:
             fully_shard(self.model, policy={nn.Linear}, process_group=group, **options)
@@ -59,7 +40,7 @@ class Job:
 
     def train(self, steps: int) -> None:
         for _ in range(steps):
-            x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(self.step)).double()
+            x = torch.randn(4, 5, generator=torch.Generator().manual_seed(self.step)).double()
             self.model(x).square().mean().backward()  # the same rows on all ranks
             self.optimizer.step()
             self.optimizer.zero_grad()
@@ -77,13 +58,12 @@ class Job:
 
     def values(self) -> dict[str, Tensor]:
         """Everything in whole."""
-        if not flatshard._composable.find.units_below(self.model):
-            model, state = self.model.state_dict(), self.optimizer.state_dict()["state"]
-            names = [n for n, _ in self.model.named_parameters()]
-            return copy.deepcopy({**model, **{f"{names[i]}.{k}": v for i, s in state.items() for k, v in s.items()}})
-        state = flatshard.checkpoint.optim_state_dict(self.model, self.optimizer, full=True)["state"]
-        model = full_state_dict(self.model)
-        return {**model, **{f"{n}.{k}": v for n, s in state.items() for k, v in s.items()}}
+        if self.sharded:
+            model = full_state_dict(self.model)
+            optim = flatshard.checkpoint.optim_state_dict(self.model, self.optimizer, full=True)
+        else:
+            model, optim = copy.deepcopy((self.model.state_dict(), by_name(self.model, self.optimizer)))
+        return {**model, **{f"{n}.{k}": v for n, s in optim["state"].items() for k, v in s.items()}}
 
 
 def assert_same(got: dict[str, Tensor], expected: dict[str, Tensor], rtol: float = 0.0) -> None:
@@ -96,12 +76,12 @@ def assert_same(got: dict[str, Tensor], expected: dict[str, Tensor], rtol: float
 
 def test_calls_that_make_no_sense(world, tmp_path):
     world(2)
-    model = fully_shard(Net())
+    model = fully_shard(make())
     no_path = r"path must be a str or a Path, got a"
     for call in (save_checkpoint, load_checkpoint):
         with pytest.raises(TypeError, match=rf"path, state\): {no_path} dict, and state a str: the other way round"):
             call({"model": model}, str(tmp_path / "x"))  # type: ignore[arg-type]
-        with pytest.raises(TypeError, match=rf"{no_path} Net$"):
+        with pytest.raises(TypeError, match=rf"{no_path} Model$"):
             call(model, {})  # type: ignore[arg-type]
     dist.destroy_process_group()
     for call in (save_checkpoint, load_checkpoint):
@@ -222,7 +202,7 @@ def test_stateful_objects_and_plain_values(ctx, path: str) -> None:
 @ranks(3)
 def test_of_what_is_not_sharded_rank_0s_is_saved(ctx: Any, path: str) -> None:
     """Not one tensor of one rank, the next of another."""
-    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.BatchNorm1d(WIDTH))
+    model = nn.Sequential(nn.Linear(5, 5), nn.BatchNorm1d(5), nn.BatchNorm1d(5))
     fully_shard(model, process_group=ctx.group)
     for buffer in model.buffers():
         buffer.fill_(ctx.rank)
@@ -356,8 +336,8 @@ def test_every_element_is_accounted_for(ctx, path: str) -> None:
     job = Job(ctx.group)
     state = job.model.state_dict()
     if ctx.rank == 1:
-        state = {n: v for n, v in state.items() if n != "blocks.0.0.weight"}
-    with expect(r"elements that the ranks would write, and of the tensor: 'model.blocks.0.0.weight' \(\d+ of 49\)"):
+        state = {n: v for n, v in state.items() if n != "up.weight"}
+    with expect(r"elements that the ranks would write, and of the tensor: 'model.up.weight' \(\d+ of 35\)"):
         save_checkpoint(Path(path) / "x", {"model": state}, process_group=ctx.group)
     dist.barrier(ctx.group)
     assert list(Path(path).parent.glob("*/*")) == []  # nothing is left of the attempt
@@ -395,12 +375,11 @@ def test_damaged_checkpoints(ctx, path: str) -> None:
     job.save(at)
     metadata, largest = (at / METADATA).read_bytes(), max(at.glob("*.distcp"), key=lambda f: f.stat().st_size)
     data = largest.read_bytes()
-    other = Net().double()
-    other.head = nn.Linear(WIDTH + 1, 4).double()
-    other.added = nn.Linear(2, 2)
+    other = make().double()
+    other.up, other.added = nn.Linear(6, 7).double(), nn.Linear(2, 2)
     fully_shard(other, process_group=ctx.group)
     lacks, extra = r"not in the checkpoint: ", {"extra": torch.ones(2)}
-    changed = rf"{lacks}'model.added.weight', 'model.added.bias'.*'model.head.weight' has shape \(3, 7\) in the"
+    changed = rf"{lacks}'model.added.weight', 'model.added.bias'.*'model.up.weight' has shape \(7, 5\) in the"
     for state, change, pattern in (
         (job.state() | extra, bool, rf"{lacks}'extra'; it was saved with 'model'"),
         ({"net": job.model}, bool, rf"{lacks}'net'; it was saved with 'model', 'optimizer', 'scheduler', 'step'"),

@@ -30,7 +30,7 @@ def network() -> nn.Module:
     return nn.Sequential(*[Block(WIDTH) for _ in range(3)]).double()
 
 
-def task(seed: int = 0, optimizer: type[torch.optim.Optimizer] = torch.optim.AdamW, sharded: Any = None) -> Any:
+def task(seed: int = 0, sharded: Any = None) -> Any:
     """A LightningModule with parameters of its own, which its steps use outside of ``forward``."""
     import lightning
 
@@ -64,7 +64,7 @@ def task(seed: int = 0, optimizer: type[torch.optim.Optimizer] = torch.optim.Ada
             self.validated.append(self.trainer.callback_metrics["val_loss"].item())
 
         def configure_optimizers(self) -> Any:
-            built = optimizer(self.parameters(), lr=1e-2)
+            built = torch.optim.AdamW(self.parameters(), lr=1e-2)
             return [built], [torch.optim.lr_scheduler.StepLR(built, 1, gamma=0.5)]
 
     return Task()
