@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import gc
 import json
 import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -46,41 +47,40 @@ def benchmarks() -> Iterator[Any]:
 # -- counts ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.fixture(scope="module")
+def copied(benchmarks: Any) -> Callable[[str, str], tuple[float, list[tuple[str, int]]]]:
+    """``copied(name, column)``: bytes over the plain model's and over P, and what is sent."""
+    module = benchmarks.copied_bytes
+
+    @functools.cache
+    def counted(name: str, column: str) -> tuple[float, list[tuple[str, int]]]:
+        with benchmarks.suite.fake_world(8):
+            count, sent = module.counted(name, module.COLUMNS[column])
+        return count if name == "plain" else count - counted("plain", column)[0], sent
+
+    return counted
+
+
 @pytest.mark.parametrize(
-    ("column", "most"),
-    [
-        ("fp32", 2.3),
-        ("bf16", 1.9),
-        ("fp32, 4 x no_sync", 4.0),  # target: 8.3
-        ("fp32, 4 x reduced", 2.1),
-    ],
+    ("column", "most"), [("fp32", 2.3), ("bf16", 1.9), ("fp32, 4 x no_sync", 4.0), ("fp32, 4 x reduced", 2.1)]
 )
-def test_bytes_copied_in_a_step(benchmarks, column: str, most: float):
-    ratio, _ = copied(benchmarks, "flatshard", column)
+def test_bytes_copied_in_a_step(benchmarks, copied, column: str, most: float):
+    ratio, _ = copied("flatshard", column)
     assert benchmarks.copied_bytes.floor()[column].value <= ratio <= most
 
 
-def copied(benchmarks: Any, name: str, column: str) -> tuple[float, list[tuple[str, int]]]:
-    """Bytes over the plain model's and over P, and what is sent."""
-    module = benchmarks.copied_bytes
-    with benchmarks.suite.fake_world(8):
-        plain, _ = module.counted("plain", module.COLUMNS[column])
-        count, sent = module.counted(name, module.COLUMNS[column])
-    return count - plain, sent
-
-
-def test_the_convention_gives_the_peers_what_their_code_copies(benchmarks):
+def test_the_convention_gives_the_peers_what_their_code_copies(benchmarks, copied):
     """Per element of float32, over N ranks: FSDP1 2 + 2 + 2 / N, by its ``cat`` and two divisions; FSDP2 two passes of each
     all-gather, one of the gradients, and the copies of the shards.
     """
-    assert copied(benchmarks, "FSDP1", "fp32")[0] == pytest.approx(2 + 2 + 2 / 8, abs=0.01)
+    assert copied("FSDP1", "fp32")[0] == pytest.approx(2 + 2 + 2 / 8, abs=0.01)
     gathered = benchmarks.copied_bytes.payload_floor()["fp32 payload / P"].value - 1
-    assert copied(benchmarks, "FSDP2", "fp32")[0] == pytest.approx(2 * gathered + 2 + 2 * gathered / 8, abs=0.01)
+    assert copied("FSDP2", "fp32")[0] == pytest.approx(2 * gathered + 2 + 2 * gathered / 8, abs=0.01)
 
 
-def test_collectives_and_payload(benchmarks):
+def test_collectives_and_payload(benchmarks, copied):
     figures, peer = (
-        benchmarks.copied_bytes.payload(*(copied(benchmarks, name, column)[1] for column in ("fp32", "bf16")))
+        benchmarks.copied_bytes.payload(*(copied(name, column)[1] for column in ("fp32", "bf16")))
         for name in ("flatshard", "FSDP2")
     )
     counts = ("all-gathers", "reduce-scatters", "others")
@@ -99,7 +99,7 @@ MEMORY = [
 ]
 
 
-@pytest.mark.parametrize(("column", "most", "on_an_accelerator"), pairs.some(MEMORY, 3))
+@pytest.mark.parametrize(("column", "most", "on_an_accelerator"), pairs.some(MEMORY, 2))
 def test_memory_of_a_step(benchmarks, column: str, most: float, on_an_accelerator: float | None):
     memory = benchmarks.memory
     case = memory.CASES[column]
@@ -175,13 +175,6 @@ def test_a_table_as_text(benchmarks):
     ]
 
 
-def test_tables_survive_json(benchmarks):
-    table = a_table(benchmarks)
-    again = benchmarks.suite.Table.from_json(json.loads(json.dumps(dataclasses.asdict(table))))
-    assert again.as_text() == table.as_text()
-    assert dataclasses.asdict(again) == dataclasses.asdict(table)
-
-
 def test_results_are_written_and_hold_no_paths(benchmarks, tmp_path: Path):
     table = a_table(benchmarks)
     about = benchmarks.run.describe("python benchmarks/run.py")
@@ -193,7 +186,9 @@ def test_results_are_written_and_hold_no_paths(benchmarks, tmp_path: Path):
     assert {p.name for p in folder.iterdir()} == {"quick.txt", "quick.json"}
     data = json.loads((folder / "quick.json").read_text())
     assert data["torch"] == torch.__version__
-    assert benchmarks.suite.Table.from_json(data["tables"][0]).as_text() == table.as_text()
+    again = benchmarks.suite.Table.from_json(data["tables"][0])
+    assert dataclasses.asdict(again) == dataclasses.asdict(table)
+    assert again.as_text() == table.as_text()
     for path in folder.iterdir():
         assert str(BENCHMARKS.parent) not in path.read_text()
 
@@ -273,11 +268,6 @@ def test_launches_and_waits_are_read_from_a_trace(benchmarks):
         event("cudaDeviceSynchronize", 160, "cuda_runtime"),  # after it
     ]
     assert benchmarks.devices.Counts.read(events) == benchmarks.devices.Counts(kernels=2, copies=1, waits=3)
-
-
-def test_the_part_of_a_trace_that_counts_is_found(benchmarks):
-    counts = benchmarks.devices.Device().count(lambda: torch.ones(2).add(1))
-    assert counts == benchmarks.devices.Counts(0, 0, 0)
 
 
 # -- on all GPUs -------------------------------------------------------------------------------------------------------

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -36,10 +36,6 @@ def how_it_shares_cores(ctx):
     names = {int(task.name): (task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()}
     nice, of_gloo = os.nice(0), [os.getpriority(os.PRIO_PROCESS, i) for i, n in names.items() if n == "gloo_tcp_loop"]
     return os.sched_getscheduler(0), [of_one == min(nice + 10, 19) for of_one in of_gloo]
-
-
-def mesh_size(ctx):
-    return ctx.mesh.size(), ctx.mesh.get_group() is not None
 
 
 def mesh_of_a_result(ctx, groups_before):
@@ -77,13 +73,9 @@ def fail_out_of_step(ctx):
 
 
 def hang_on(ctx, ranks):
+    """In C++."""
     if ctx.rank in ranks:
         ctx.note("about to wait for ever")
-        threading.Event().wait()
-
-
-def hang_in_collective(ctx):
-    if ctx.rank == 0:
         dist.barrier(group=ctx.group)
 
 
@@ -133,14 +125,6 @@ def test_a_body_that_is_a_test_runs_on_the_ranks(pool):
     fails_on(pool=pool, world_size=1, rank=1)
 
 
-def test_ranks_start_once(pool):
-    pool.run(rank_sum)
-    pids = pool.pids
-    pool.run(rank_sum, world_size=3)
-    assert pool.pids == pids
-    assert len(set(pids)) == 4
-
-
 def test_bodies_start_from_the_same_state(pool):
     first, second = pool.run(one_thread_and_random), pool.run(one_thread_and_random)
     for threads, numbers, interface in first + second:
@@ -156,10 +140,6 @@ def test_gloos_one_thread_keeps_no_rank_from_its_core(pool):
     assert pool.run(how_it_shares_cores) == [(os.SCHED_BATCH, [True])] * 2
 
 
-def test_mesh(pool):
-    assert pool.run(mesh_size, world_size=3) == [(3, True)] * 3
-
-
 def test_an_error_on_all_ranks_names_them_and_keeps_the_processes(pool):
     pool.run(rank_sum)
     pids = pool.pids
@@ -171,6 +151,7 @@ def test_an_error_on_all_ranks_names_them_and_keeps_the_processes(pool):
     assert 'raise KeyError(f"key of rank {ctx.rank}")' in str(e.value)  # the remote traceback, with its source line
     assert_usable(pool)
     assert pool.pids == pids
+    assert len(set(pids)) == 4
 
 
 def test_an_error_on_one_rank_does_not_wait_for_the_blocked_ones(pool, monkeypatch):
@@ -214,14 +195,6 @@ def test_a_hang_names_the_ranks_and_shows_their_stacks(pool):
         pool.run(hang_on, (0, 2), world_size=3, timeout=0.3)
     assert e.value.of("hung") == [0, 2]
     assert all("in hang_on" in f.text and f.note == "about to wait for ever" for f in e.value.failures)
-    assert_usable(pool)
-
-
-def test_a_hang_in_a_collective_shows_the_stack(pool):
-    pool.run(rank_sum)
-    with pytest.raises(RankFailure, match=r"no answer from rank 0 within 0.3 s") as e:
-        pool.run(hang_in_collective, timeout=0.3)
-    assert "in hang_in_collective" in e.value.failures[0].text
     assert_usable(pool)
 
 
@@ -279,33 +252,26 @@ if __name__ == "__main__":
     p = Pool()
     p.run(test_pool.rank_sum)
     print(*p.pids, flush=True)
-    if sys.argv[1] == "killed":
-        os.kill(os.getpid(), 9)
+    os.kill(os.getpid(), 9)
 """
 
 
 @pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="needs pidfd_open to wait for processes that are no children")
-@pytest.mark.parametrize("how", ["exits", "killed"])
-def test_ranks_do_not_outlive_their_parent(tmp_path, how):
+def test_ranks_do_not_outlive_their_parent(tmp_path):
     script = tmp_path / "parent.py"
     script.write_text(PARENT.format(paths=[str(TESTS), str(Path(__file__).parent)]))
-    with subprocess.Popen([sys.executable, str(script), how], stdout=subprocess.PIPE, text=True) as parent:
+    with subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None
         fds = []
         try:
             pids = [int(pid) for pid in parent.stdout.readline().split()]
             assert len(pids) == 4
             for pid in pids:
-                try:
+                with contextlib.suppress(ProcessLookupError):  # gone already
                     fds.append(os.pidfd_open(pid))
-                except ProcessLookupError:
-                    continue  # gone already
             parent.wait(60)
-            waiting = list(fds)
-            while waiting:
-                ended = wait(waiting, 30)
-                assert ended, "ranks outlive their parent"
-                waiting = [fd for fd in waiting if fd not in ended]
+            for fd in fds:
+                assert wait([fd], 30), "a rank outlives its parent"
         finally:
             parent.kill()
             for fd in fds:
