@@ -33,6 +33,7 @@ TABLE = Path(__file__).with_name("table.txt")
 TIMEOUT = 400.0
 """Seconds after which the tests of a mutant hang. The limits of the tests themselves end most of them before."""
 PRELOAD = "torch torch.distributed torch._dynamo torch.distributed.checkpoint torch.distributed.fsdp pytest expecttest"
+_TEST = re.compile(r"[^\s\[]+(?:\[[^]]*\])?\*?")  # the name of a case may have spaces
 COPIED = ("flatshard", "test", "benchmarks", "pyproject.toml")
 
 
@@ -64,13 +65,13 @@ def read_table(text: str) -> list[Mutant]:
     for line in text.splitlines():
         if line.startswith("== "):
             file, _, tests = line[3:].partition(": ")
-            usual = tests.split()
+            usual = _TEST.findall(tests)
         elif line.strip() and not line.startswith("# "):
             change, _, tests = line.partition("  @@ ")
             old, arrow, new = (each.replace("\\n", "\n") for each in change.partition("  ==>  "))
             if not arrow:
                 raise ValueError(f"table.txt: no arrow in {line!r}")
-            mutants.append(Mutant(f"flatshard/{file}", old, new, tuple(tests.split() or usual)))
+            mutants.append(Mutant(f"flatshard/{file}", old, new, tuple(_TEST.findall(tests) or usual)))
     return mutants
 
 

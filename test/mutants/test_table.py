@@ -1,6 +1,8 @@
-"""Every mutant of ``table.txt`` still changes the package. ``run.py`` tells which are noticed; it takes long."""
+"""Every mutant of ``table.txt`` still changes the package, and its tests are there. ``run.py`` tells which are noticed."""
 
 from __future__ import annotations
+
+import re
 
 from mutants import run
 
@@ -13,3 +15,14 @@ def test_every_mutant_applies():
         mutant.apply((run.ROOT / mutant.file).read_text())  # raises
     places = [(mutant.file, mutant.old, mutant.new) for mutant in mutants]
     assert len(set(places)) == len(places)
+
+
+def test_every_named_test_is_there():
+    """Of one that is gone: name the test that notices its mutants now. ``run.py --only FILE`` tells."""
+    gone = set()
+    for name in {test for mutant in run.read_table(run.TABLE.read_text()) for test in mutant.tests}:
+        file, _, test = re.sub(r"\[.*|\*", "", name).partition(":")
+        path = run.ROOT / "test" / f"{file}.py"
+        if not path.exists() or (test and f"def test_{test}(" not in path.read_text()):
+            gone.add(name)
+    assert not gone
