@@ -447,6 +447,11 @@ def twins(
     return plain, fully_shard(copy.deepcopy(plain), policy=policy, **(where | options))
 
 
+def by_pointer(param: Tensor) -> Tensor:
+    """The memory of ``param``. No version tells of what is written to it, as of what an optimizer in C++ writes."""
+    return torch.from_dlpack(param.detach()) if param.numel() else param.detach().clone()
+
+
 def step_all(optimizers: Iterable[Optimizer]) -> None:
     for optimizer in optimizers:
         optimizer.step()

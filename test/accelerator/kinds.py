@@ -273,6 +273,8 @@ def copied_offloaded(env: Env, pin: bool) -> Any:
     model = env.shard(env.make(), cpu_offload=CPUOffload(True, pin_memory=pin))
     _forward(env, model)
     other = copy.deepcopy(model)
+    for dtype in (torch.float64, torch.float32):
+        _evaluate(env, other.to(dtype))  # which adopts what it was converted to
     assert [p.is_pinned() for p in other.parameters() if p.numel()] == [
         p.is_pinned() for p in model.parameters() if p.numel()
     ]

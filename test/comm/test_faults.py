@@ -12,7 +12,7 @@ import pickle
 import re
 import signal
 import weakref
-from typing import Any
+from typing import Any, NamedTuple
 
 import pool as pool_module
 import pytest
@@ -26,8 +26,8 @@ from recording import FULL, GRAD_OP, NO_SHARD, Net, Recording, collectives_of, m
 from torch import Tensor, nn
 
 import flatshard
-from flatshard import CollectiveError, _config, fully_shard, summon_full_params
-from flatshard._comm.collectives import Works
+from flatshard import CollectiveError, OutOfStepError, _config, fully_shard, summon_full_params
+from flatshard._comm.collectives import Done, Works, settle
 from flatshard._composable.find import units_below
 from flatshard._handle.lifetime import GradState
 from flatshard.comm import QuantizedCollectives
@@ -200,6 +200,21 @@ def test_failures_outside_a_step(ctx) -> None:
     collectives.method = ""
     flatshard.reshard(model.blocks[0])
     check_let_go(model)
+
+
+class Fails(NamedTuple):
+    error: Exception
+
+    def wait(self) -> None:
+        raise self.error
+
+
+def test_what_may_never_end_is_told():
+    """Of other failures the memory may be freed."""
+    pending = [Done(), Fails(ValueError()), Done()]
+    assert settle(pending)
+    assert not pending
+    assert not settle([Fails(OutOfStepError("all-gather", "unit", 0, 2, "")), Done()])
 
 
 def test_failed_works_let_go_of_the_others():

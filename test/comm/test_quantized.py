@@ -13,7 +13,7 @@ from pairs import some
 from recording import FULL, NO_SHARD, Net, make_input, same_everywhere, sent_bytes
 from torch import Tensor, nn
 
-from flatshard import ShardingStrategy, describe, fully_shard
+from flatshard import ShardingStrategy, describe, fully_shard, summon_full_params, unshard
 from flatshard.comm import DefaultCollectives, QuantizedCollectives
 
 
@@ -116,6 +116,17 @@ def test_what_quantisation_keeps(ctx) -> None:
     reduced = torch.empty(6, dtype=torch.complex64)
     collectives.reduce_scatter(reduced, numbers.clone()).wait()
     torch.testing.assert_close(reduced, numbers.view(size, -1)[rank], atol=numbers.abs().max() / 127, rtol=0)
+
+
+@ranks(2)
+def test_whole_parameters_are_exact(ctx) -> None:
+    model = nn.Linear(8, 8)
+    whole = model.weight.detach().clone()
+    fully_shard(model, process_group=ctx.group, collectives=QuantizedCollectives())
+    unshard(model)
+    assert not torch.equal(model.weight, whole)
+    with summon_full_params(model):
+        assert torch.equal(model.weight, whole)
 
 
 class TwoWays(nn.Module):

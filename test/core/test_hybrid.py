@@ -70,6 +70,13 @@ class Optional(nn.Module):
         return x if self.is_left_out else x + self.inner(x)
 
 
+@ranks(2)
+def test_a_later_unit_over_the_replicas_is_of_one_order_with_them(ctx):
+    hybrid = fully_shard(nn.Linear(5, 5), strategy="HYBRID_SHARD", process_group=(ctx.alone, ctx.group))
+    later = fully_shard(nn.Linear(5, 5), process_group=ctx.group)
+    assert len({unit.context for each in (hybrid, later) for unit in units_below(each)}) == 1
+
+
 @pytest.mark.parametrize("shared_later", [False, True])
 @ranks(2)
 def test_units_that_share_a_process_group_are_reduced_in_one_order(ctx, shared_later: bool):
@@ -214,6 +221,9 @@ def test_all_reduce_at_the_last_microbatch(ctx):
                 backward(ctx, plain, model)
                 if step == 0 and microbatch < 2:
                     assert all(p.grad is None for p in model.parameters())
+                    with record_events() as events:
+                        flatshard.reduce_gradients(model)
+                    assert not events
             check_same_gradients(model, plain)
 
 

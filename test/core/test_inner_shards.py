@@ -16,7 +16,7 @@ from models import Block, Net
 from no_communication import NoCommunication
 from on_ranks import ranks
 from pairs import some
-from parity import adamw, check_parity, full_params
+from parity import adamw, by_pointer, check_parity, full_params
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
@@ -272,7 +272,7 @@ def test_values(ctx):
             p.data.copy_(whole[name])
         first = model(torch.ones(2, 4)).square().sum()
         for p in model.parameters():
-            p.data.mul_(1.5)
+            by_pointer(p).mul_(1.5)
         if loop:
             with torch.no_grad():
                 model(torch.ones(2, 4))
@@ -306,6 +306,7 @@ def test_collectives(ctx):
         out.sum().backward()
     assert "blocks.1" in gathers_over_2(events)
     assert torch.equal(seen[0], seen[-1])
+    assert units_below(model)[1].handle.source.runtime.collectives.exact
     with pytest.warns(RuntimeWarning, match="are left out"):
         model = fully_shard(Net(), policy={Block}, reshard_after_forward=2, collectives=NoCommunication())
     assert type(units_below(model)[0].handle.source.runtime.collectives).__name__ == "_NoCommunication"

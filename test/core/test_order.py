@@ -25,7 +25,7 @@ from parity import check_same_gradients, check_same_params, twins
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from flatshard import BackwardPrefetch, ShardingStrategy, fully_shard, optim
+from flatshard import BackwardPrefetch, ShardingStrategy, fully_shard, optim, reshard
 from flatshard._composable.find import units_below
 from flatshard._trace import record_events
 
@@ -652,6 +652,48 @@ def test_training_on_different_paths(ctx):
             optimizer.step()
             optimizer.zero_grad()
     check_same_params(model, reference)
+
+
+def test_what_comes_back_keeps_its_turn(world):
+    """A backward of another graph may reach units in an order of its own."""
+    world(2)
+    model = fully_shard(nn.Sequential(*(nn.Linear(4, 4) for _ in range(3))), policy={nn.Linear})
+    model(torch.ones(2, 4)).sum().backward()
+    root, *units = units_below(model)
+    for unit in (units[1], units[0], units[2]):
+        root.context.reductions.add_back(unit)
+    assert [*root.context.reductions.units()] == units[::-1]
+
+
+def test_what_was_frozen_since_its_forward_does_not_count(world):
+    """Autograd calls its hook, and there is no gradient. The unit is complete with the last one that there is."""
+    world(2)
+    model = fully_shard(nn.Sequential(*(nn.Linear(4, 4) for _ in range(4))))
+    loss = model(torch.ones(2, 4)).sum()
+    for param in [*model.parameters()][::2]:
+        param.requires_grad_(False)
+    with torch.no_grad():
+        model(torch.ones(2, 4))
+    with record_events() as events:
+        loss.backward()
+    assert events.count("reduce-scatter <root>") == 1
+
+
+class Bypassed(nn.Linear):
+    def forward(self, x: Tensor, bypassed: bool = False) -> Tensor:
+        return x * 2 if bypassed else super().forward(x)
+
+
+def test_what_no_value_is_needed_for_is_not_gathered_again(world):
+    """Backward comes to an earlier forward of the unit, of which no parameter is in the graph."""
+    world(2)
+    model = fully_shard(Bypassed(4, 4))
+    x = torch.ones(2, 4, requires_grad=True)
+    loss = model(model(x, bypassed=True)).sum()
+    reshard(model)
+    with record_events() as events:
+        loss.backward()
+    assert [e.split()[0] for e in events] == ["all-gather", "reshard", "reduce-scatter"]
 
 
 class Skipping(nn.Sequential):

@@ -12,7 +12,7 @@ from event_lines import as_text, same_everywhere, sharded, train
 from expecttest import assert_expected_inline
 from models import Block, Net
 from on_ranks import ranks
-from parity import adamw, check_same_params, twins
+from parity import adamw, by_pointer, check_same_params, twins
 from torch import Tensor, nn
 
 import flatshard
@@ -282,13 +282,17 @@ def test_on_entry_and_exit(ctx):
         model = sharded(ctx, Net(), strategy=strategy)
         model(x)  # the outermost unit stays unsharded for a backward
         for p in model.parameters():
-            p.data.mul_(2)  # which no version counts
+            by_pointer(p).mul_(2)
         with torch.no_grad():
             expected = model(x)
             model.train()
         out = model(x)
+        for p in model.parameters():
+            by_pointer(p).mul_(0.5)
         with torch.no_grad(), keep_unsharded(model):
-            assert torch.equal(model(x), expected)
+            assert not torch.equal(model(x), expected)
+        for p in model.parameters():
+            by_pointer(p).mul_(2)
         assert not unsharded(model)
         out.sum().backward()  # gathers again
         assert not unsharded(model)

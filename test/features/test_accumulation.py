@@ -75,6 +75,15 @@ def test_accumulation_in_the_reduce_dtype(ctx):
         (model(x) * 0).sum().backward()
         expected = torch.full_like(model.weight.grad, 1 + 100 * 2**-9)  # in bf16 it would still be 1
         torch.testing.assert_close(model.weight.grad, expected, rtol=1e-6, atol=0)
+        model.zero_grad()
+        with flatshard.no_sync(model):  # what is held after a reduction in it, by one rank only
+            (model(x) * 0).sum().backward()
+            flatshard.reduce_gradients(model)
+            loss = model(x).sum()
+            if ctx.rank:
+                loss.backward()
+        (model(x) * 0).sum().backward()
+        assert torch.equal(model.weight.grad, torch.full_like(model.weight.grad, 0.5))
 
 
 def collectives(ctx) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -12,6 +12,7 @@ from models import Block, Net
 from on_ranks import ranks
 from pairs import all_pairs, some
 from parity import check_same_gradients, parts, step_all, twins
+from recording import Recording, collectives_of
 from torch import Tensor, nn
 
 import flatshard
@@ -277,6 +278,31 @@ def events_of(ctx) -> list[list[str]]:
             handle.wait()
         found.append([e for e in events if not e.startswith(("all-gather", "reshard"))])
     return found
+
+
+class Waited(Recording):
+    """Notes when a reduction is waited for."""
+
+    class Noting(NamedTuple):
+        pending: Any
+        calls: list[str]
+
+        def wait(self) -> None:
+            self.calls.append("wait")
+            self.pending.wait()
+
+    def reduce_scatter(self, output: Tensor, input: Tensor) -> Any:
+        return self.Noting(super().reduce_scatter(output, input), self.calls)
+
+
+@ranks(2)
+def test_the_last_reduction_is_in_flight_when_backward_ends(ctx):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    fully_shard(model, policy={nn.Linear}, process_group=ctx.group, collectives=Waited)
+    flatshard.configure(model, manual_finalization=True)
+    model(torch.ones(1, 4)).sum().backward()
+    calls = [call for call in collectives_of(model[0]).calls if call != "all_gather"]
+    assert calls == ["reduce_scatter", "wait", "reduce_scatter"]
 
 
 def test_order(pool):

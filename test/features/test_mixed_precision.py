@@ -63,6 +63,11 @@ class Point:
     x: torch.Tensor
 
 
+class Widening(nn.Sequential):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.float())
+
+
 @ranks(2)
 def test_inputs_and_outputs_are_cast(ctx):
     ids, scale = torch.zeros(2, 3, dtype=torch.long), torch.ones(())
@@ -82,6 +87,11 @@ def test_inputs_and_outputs_are_cast(ctx):
     with pytest.raises(RuntimeError, match="dtype"):
         model(torch.ones(1, 6))
     assert model(torch.ones(1, 6, dtype=BF16)).dtype is BF16
+    widening = fully_shard(
+        Widening(Block()), policy={Block}, process_group=ctx.group, mixed_precision=MixedPrecision(BF16)
+    )
+    with pytest.raises(RuntimeError, match="dtype"):
+        widening(torch.ones(1, 6))  # inputs of inner units are not cast
     # Inputs of any structure.
     seen: list[Any] = []
 

@@ -225,12 +225,20 @@ def test_parameters_registered_anew(ctx):
         plain.rnn.weight_ih_l0.data.mul_(3)
         plain.rnn.weight_ih_l0.requires_grad_(False)
         train_both(ctx, model, plain, optimizer)
+        model.scale = nn.Parameter(params["scale"].detach() * 2)  # and nothing else
+        plain.scale.data.mul_(2)
+        train_both(ctx, model, plain)
         assert all(p is params[n] for n, p in model.named_parameters())
         if ctx.world_size > 1 and strategy is not NO_SHARD:
             model.scale = nn.Parameter(torch.ones(WIDTH + 1))  # never a rank's part
             with pytest.raises(RuntimeError, match="'scale' was replaced by a tensor of shape"):
                 model(vectors(0, 2))
     _, model = twins(ctx, Model)
+    own = model.scale
+    flatshard.unshard(model)
+    model.scale = nn.Parameter(torch.ones(WIDTH))
+    flatshard.reshard(model)
+    assert model.scale is own
     with pytest.raises(RuntimeError, match=r"up.weight' is sharded, .*'weight' would be taken out of its module"):
         del model.blocks[0].up.weight
     with pytest.raises(RuntimeError, match=r"functional_call would replace parameter 'scale', which is sharded"):

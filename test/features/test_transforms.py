@@ -176,4 +176,12 @@ def test_second_derivatives(ctx):
         torch.testing.assert_close(of.jacobian(model, x, vectorize=vectorize), of.jacobian(plain, x))
     got = of.hessian(lambda x: total(model(x)), x)  # one graph of a backward, through which backward runs 12 times
     torch.testing.assert_close(got, of.hessian(lambda x: total(plain(x)), x))
+    for each in (model, plain):  # gradients of a penalty, twice
+        (grad,) = torch.autograd.grad(total(each(x := inputs().requires_grad_())), x, create_graph=True)
+        penalty = grad.square().sum()
+        penalty.backward(retain_graph=True)
+        penalty.backward()
+    check_same_gradients(model, plain)
+    model.zero_grad()
+    plain.zero_grad()
     is_as_before(model, plain)

@@ -115,6 +115,14 @@ def test_changes(ctx: Any) -> None:
     model(x).sum().backward()
     torch.set_grad_enabled(False)
     before = model(x)
+    model[0](x)  # has shared the scales of all, but they are outdated when the others are gathered
+    for unit in units_below(model)[1:]:
+        for p in unit.module.parameters():
+            p.mul_(2)
+    assert torch.equal(model[4](x), model[4](x))
+    for p in model.parameters():
+        p.mul_(0.5)
+    assert torch.equal(model(x), before)
     with flatshard.summon_full_params(model):
         model[0].weight.inner.mul_(2)
         model[2].weight.inner.zero_()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import math
 from typing import Any, ClassVar
 
 import pytest
@@ -279,6 +280,24 @@ def test_summoned_copied_and_evaluated(ctx) -> None:
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
     optimizer.step()
     assert all(p.grad is None for p in model.parameters() if not p.requires_grad)
+
+
+def test_bytes_are_cut_whatever_the_layout(world) -> None:
+    world(2)
+    model = fully_shard(adapted(), policy={Adapted}, layout=flatshard.layouts.Whole(math.inf))
+    for block in model:
+        assert 0 < block.base.weight.numel() < block.base.weight._flatshard_info.numel
+
+
+@ranks(2)
+def test_gradients_from_before_sharding_are_kept(ctx) -> None:
+    model = wrapped()
+    model(vectors(0, 2)).sum().backward()
+    expected = [param.grad.clone() for param in model.parameters()]
+    made(ctx, model, policy={nn.Linear})
+    with flatshard.summon_full_params(model, with_grads=True):
+        for param, grad in zip(model.parameters(), expected, strict=True):
+            assert torch.equal(param.grad, grad)
 
 
 @ranks(2)

@@ -116,6 +116,18 @@ def test_all_ranks_agree_what_was_used(ctx: Context, strategy: str) -> None:
         train(ctx, strategy, "adamw", "replicas")
 
 
+@ranks(2)
+def test_a_gradient_of_negative_zero_is_a_gradient(ctx: Context) -> None:
+    """For the rank that did not use the parameter, too. In small flat parameters, and in large ones."""
+    for numel in (64, 2**16):
+        model = Scales(0)
+        model.scales = nn.ParameterList(torch.ones(numel) for _ in range(3))  # the second is on both ranks
+        fully_shard(model, process_group=ctx.group)
+        flatshard.unshard(model)
+        sum((w * -0.0).sum() for i, w in enumerate(model.scales) if i != 1 or ctx.rank).backward()
+        assert all(p.grad is not None for p in model.parameters())
+
+
 @ranks(3)
 def test_more_parameters_than_a_counter_holds(ctx: Context) -> None:
     """More than one counter holds."""

@@ -646,7 +646,12 @@ def test_a_different_question_gives_nan_where_the_host_does_not_wait():
         tensor[-2:] += torch.tensor([1.0, -1.0])
         return tensor
 
+    def with_same_sum(tensor: Tensor) -> Tensor:
+        """Of questions whose tags add up to the same."""
+        tensor[-1] += 1.0
+        return tensor
+
     values = torch.tensor([1.0, 2.0], dtype=torch.float64)
     assert checked_all_reduce(values, "sum", Answers(lambda t: t), "what?").tolist() == [2.0, 4.0]
-    for other in (different, lambda t: t * 0 + 7):
+    for other in (different, with_same_sum, lambda t: t * 0 + 7):
         assert checked_all_reduce(values, "sum", Answers(other), "what?").isnan().all()

@@ -226,12 +226,16 @@ def test_wrapper_without_the_init_of_torch(ctx) -> None:
 
 def test_between_a_forward_and_its_backward(world):
     """torch refuses this backward, whose gradients would be those of other weights."""
-    for flat, strategy, size in itertools.product((False, True), list(ShardingStrategy)[:3], (1, 2)):
+    for how, strategy, size in itertools.product(("", "flat", "data"), list(ShardingStrategy)[:3], (1, 2)):
         world(size)
         model = fully_shard(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)), strategy=strategy)
-        optimizer = torch.optim.SGD(flatshard.flat_parameters(model) if flat else model.parameters(), lr=0.1)
+        optimizer = torch.optim.SGD(flatshard.flat_parameters(model) if how == "flat" else model.parameters(), lr=0.1)
         earlier, loss = (model(torch.ones(2, 4)).sum() for _ in range(2))
         loss.backward()
-        optimizer.step()
+        if how == "data":
+            for p in model.parameters():
+                p.data = 2 * p.data
+        else:
+            optimizer.step()
         with pytest.raises(RuntimeError, match=r"changed in place|modified by an inplace operation"):
             earlier.backward()

@@ -140,3 +140,32 @@ def test_two_forwards_of_a_unit_around_a_reentrant_checkpoint(ctx):
         check_same_gradients(model, plain)
         for module in (plain, model):
             module.zero_grad()
+
+
+class Partly(nn.Module):
+    """Some of its parameters are used inside a reentrant checkpoint only."""
+
+    def __init__(self, uses_before: bool) -> None:
+        super().__init__()
+        self.uses_before = uses_before
+        self.before, self.inside, self.after = (nn.Parameter(torch.rand(5)) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * self.before if self.uses_before else x
+        return checkpoint(lambda y: torch.tanh(y * self.inside), x, use_reentrant=True) * self.after
+
+
+@pytest.mark.parametrize("uses_before", [True, False])
+@ranks(2)
+def test_a_unit_partly_inside_a_reentrant_checkpoint(ctx, uses_before: bool):
+    """It stays whole for what is recomputed, and is complete with its last gradient, before the next unit is gathered."""
+    plain, model = twins(
+        ctx, lambda: nn.Sequential(nn.Linear(5, 5), Partly(uses_before)), {nn.Linear, Partly}, backward_prefetch=None
+    )
+    for _ in range(2):
+        x = torch.randn(2 * ctx.world_size, 5, generator=torch.Generator().manual_seed(0)).double()
+        for m, part in zip((plain, model), parts(ctx, x), strict=True):
+            with record_events() as events:
+                m(part).square().mean().backward()
+        check_same_gradients(model, plain)
+        assert events.index("reduce-scatter 1") < events.index("all-gather 0", events.index("all-gather 1"))

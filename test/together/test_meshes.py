@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import flatshard
 from flatshard import ShardingStrategy, fully_shard
+from flatshard._handle.adapters.tensor_parallel import common_runtime
 from flatshard._handle.tensors.experts import ExpertRanks
 from flatshard._runtime import Runtime
 
@@ -267,3 +268,7 @@ def test_runtimes_that_are_added_up_together(ctx):
     among = ExpertRanks.within(runtime, everyone)
     assert among == ExpertRanks.within(runtime, everyone)
     assert among != runtime
+    assert runtime == runtime.using(lambda *place: flatshard.comm.builtin_collectives(*place))
+    other = Runtime.of(ctx.device_mesh((2, 2), ("dp", "ep"))["ep"].get_group(), torch.device("cpu"))
+    _, counts = common_runtime([runtime, other, None])
+    assert counts == [other.rank == 0, runtime.rank == 0, runtime.rank == other.rank == 0]
