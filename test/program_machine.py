@@ -592,7 +592,10 @@ class Machine:
         if found == "held":
             assert twin, text
             dying = any(u.context.backward is not None for u in twin.units)  # until a failed backward is cleaned up
-            assert twin.synced_outside or twin.held or dying, f"nothing is held: {text}"
+            # A unit that no rank has used: none knows of the others.
+            holding = [i for i, u in enumerate(twin.units) if u.handle.gradients.withholds]
+            unused = any(i not in map(twin.owner.get, twin.held) for i in holding)
+            assert twin.synced_outside or twin.held or dying or unused, f"nothing is held: {text}"
         if found == "no unit":
             assert module is not None, text
             assert unit_of(module) is None, f"it is a unit: {text}"
@@ -807,6 +810,7 @@ class Machine:
                 self.losses.pop(name, None)
         if failed:
             reached = any(unit.context.backward is not None for twin in self._alive for unit in twin.units)
+            reached |= fuse is not None and fuse.blown  # the backward is over when its last reductions end
             self._fail_backward(involved, reached)
             return True
         try:

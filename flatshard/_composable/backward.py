@@ -21,7 +21,7 @@ import torch
 from torch.autograd import Variable
 
 from flatshard._composable.completion import AWAITING, IDLE, UNTOUCHED, current_graph_task
-from flatshard._composable.find import units_below
+from flatshard._composable.find import contexts_of, units_below
 from flatshard._composable.reduction_queue import ReductionQueue
 from flatshard._composable.state import ForwardRecord, Unit
 from flatshard._config import BackwardPrefetch
@@ -208,8 +208,8 @@ class Backward:
         if not others:
             return
         inside = dict.fromkeys(below for unit in self._reached for below in units_below(unit.module))
-        contexts = {u.context for u in inside if u.context.reductions in others and u.context.backward is None}
-        for context in sorted(contexts, key=lambda context: context.runtime.number):
+        idle = (u for u in inside if u.context.reductions in others and u.context.backward is None)
+        for context in contexts_of(idle):
             context.reductions.reduce_held({u for u in inside if u.context is context and u.handle.gradients.reduces})
 
     def _forget_reached(self) -> None:

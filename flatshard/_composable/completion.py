@@ -134,10 +134,6 @@ class Completion:
         task = current_graph_task()
         return any(_is_ahead(leave, task) and how_many_run((leave,)) for leave in self.exits)
 
-    def has_exit(self, record: object) -> bool:
-        """Whether backward leaves the forward of ``record`` through inputs that tell it."""
-        return any(leave.record is record for leave in self.exits)
-
     # -- what happens --------------------------------------------------------------------------------------------------
 
     def gather(self) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 
 from torch import nn
 
-from flatshard._composable.state import Unit, made_units, owner_of, unit_of
+from flatshard._composable.state import Context, Unit, made_units, owner_of, unit_of
 from flatshard._errors import name_list
 from flatshard._handle.flat_param import FlatParam
 from flatshard._names import HIDDEN
@@ -115,5 +115,10 @@ def _nothing_sharded(module: nn.Module, verb: str) -> ValueError:
 
 def settle(units: Iterable[Unit]) -> None:
     """Drop what an exception has left of an earlier forward or backward, so that a verb finds the same on all ranks."""
-    for context in {unit.context for unit in units}:
+    for context in contexts_of(units):
         context.settle()
+
+
+def contexts_of(units: Iterable[Unit]) -> list[Context]:
+    """The contexts of ``units``, in an order that is the same on all ranks."""
+    return sorted({unit.context for unit in units}, key=lambda context: context.runtime.number)

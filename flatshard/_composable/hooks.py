@@ -22,8 +22,8 @@ the graph may be inside a reentrant checkpoint. With such a parameter a unit is 
 inputs (``_Leave``), or at the end of backward. Backward may then come to an earlier forward of the unit in the same pass (a
 module called twice, or another module of a group). Whether all gradients have come before depends on a rank's data. So a unit
 with trainable parameters is freed when its first forward of a pass is left, and gathered again for an earlier pass. A unit
-without is gathered again for each forward, on all ranks. Forwards that backward does not leave through inputs (all parameters
-were trainable at that time, or no input required a gradient) need the values until all gradients have come, and not after.
+without is gathered again for each forward, on all ranks. A unit whose parameters are all trainable is gathered once, also on
+a rank whose graph lacks some of them, where it could be freed before backward comes to an earlier pass.
 """
 
 from __future__ import annotations
@@ -346,8 +346,7 @@ class UnitHooks:
                 needed.handle.wait()  # another output of it, perhaps on another stream
             return
         # Otherwise a forward that used only frozen parameters may come after all gradients, and needs their values.
-        is_over = unit.completion.state is COMPLETE and is_finished(unit)
-        if is_over and (unit.is_done_with_gradients or not unit.completion.has_exit(step)):
+        if unit.completion.state is COMPLETE and is_finished(unit) and unit.is_done_with_gradients:
             return
         context, backward = unit.context, Backward.of(unit)
         backward.pre_backward(step)
@@ -406,10 +405,8 @@ class UnitHooks:
     def post_backward(self) -> None:
         """Called when backward leaves one forward of the unit through its inputs. [Note: Freeing in backward]"""
         unit, completion = self.unit, self.unit.completion
-        is_partly_frozen = not unit.handle.gradients.accumulators.are_all
-        if Backward.post_backward(unit) and (
-            completion.pending == 0 or (is_partly_frozen and completion.comes_again())
-        ):
+        is_over = not (completion.pending or completion.comes_again())
+        if Backward.post_backward(unit) and (is_over or not unit.handle.gradients.accumulators.are_all):
             backward = unit.context.backward
             if backward is None or not backward.keeps_unsharded:
                 unit.free_if_unused()

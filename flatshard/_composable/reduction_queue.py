@@ -257,7 +257,8 @@ class ReductionQueue(Generic[Unit]):
             reduced += self._deferred
             self._deferred = {}
             self.drops += 1
-        for unit in {*others, *self.units(), *(unit for unit in reduced if unit is not None)}:
+        # First what is in flight, in one order on all ranks: what waits for it may issue its second part.
+        for unit in dict.fromkeys(unit for unit in [*reduced, *others, *self.units()] if unit is not None):
             gradients = unit.handle.gradients
             if not (keeps_held and (gradients.is_held or gradients.is_deferred)):
                 gradients.discard()

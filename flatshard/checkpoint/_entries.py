@@ -23,7 +23,7 @@ from torch import nn
 from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
-from flatshard._composable.find import units_of_parameters
+from flatshard._composable.find import contexts_of, units_of_parameters
 from flatshard._handle.adapters.tensor_parallel import is_dtensor
 from flatshard._handle.adapters.tensor_subclass import TensorSubclass
 from flatshard._handle.handle import check_has_memory
@@ -238,7 +238,7 @@ def entries(state: Mapping[str, Any], strict: bool = True) -> list[Entry]:
 def _settled_state(module: nn.Module) -> dict[str, Any]:
     """Its state dict, with sharded parameters also after ``unshard()``, and after a forward that was interrupted."""
     units = units_of_parameters(module)
-    for context in {unit.context for unit in units}:
+    for context in contexts_of(units):
         if context.forwards and not context.is_running:
             context.recover()
     check_has_memory([unit.handle for unit in units], "checkpoint")

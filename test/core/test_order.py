@@ -587,20 +587,29 @@ def test_added_losses_of_partly_frozen_units(ctx, frozen: str, passes: tuple[int
     check_same_gradients(model, plain)
 
 
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
 @ranks(2, timeout=20)
-def test_added_losses_of_a_unit_that_was_partly_frozen_between_their_forwards(ctx):
-    """Each rank leaves it out in another pass. Backward does not tell when it leaves a forward in which all was trainable."""
-    plain, model = twins(ctx, lambda: nn.Sequential(nn.Linear(4, 4), Fork(), nn.Linear(4, 2)), {Fork})
-    inputs = torch.randn(2, 2, 3, 4, dtype=torch.double)
-    for net, of in ((plain, range(2)), (model, [ctx.rank])):
-        losses = []
-        for of_pass in range(2):
-            for rank in of:
-                net[1].skip = "both" if rank == of_pass else None
-                losses.append(net(inputs[rank][of_pass]).square().mean())
-            net[1].b.requires_grad_(False)
+def test_added_losses_of_units_that_ranks_leave_out(ctx, strategy: str):
+    """They are gathered equally often on all ranks, whatever each has left out before."""
+
+    def run(net: nn.Module, passes: list[int], left_out: set[tuple[int, int]]) -> None:
+        of, losses = range(2) if net is plain else [ctx.rank], []
+        for number, rank in itertools.product(passes, of):
+            net[1].skip = "both" if (rank, number) in left_out else None
+            losses.append(net(inputs[number][rank]).square().mean())
         (sum(losses) / len(of)).backward()
-    check_same_gradients(model, plain)
+
+    inputs = torch.randn(3, 2, 3, 4, dtype=torch.double)
+    for before in (set(), {(0, 2)}):
+        for left_out in ({(0, 0)}, {(0, 1)}, {(0, 0), (0, 1)}, {(0, 0), (1, 1)}):
+            ctx.note(f"{left_out}, {before} before")
+            layers = [nn.Linear(4, 4), Fork(), nn.Linear(4, 2)]
+            plain, model = twins(ctx, lambda layers=layers: nn.Sequential(*layers), {Fork}, strategy=strategy)
+            for net in (plain, model):
+                run(net, [2], before)
+                net.zero_grad()
+                run(net, [0, 1], left_out)
+            check_same_gradients(model, plain)
 
 
 def test_a_unit_without_gradients_is_reduced_in_its_turn(world):

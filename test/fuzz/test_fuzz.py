@@ -46,8 +46,9 @@ MAX_FAILURES = 3
 MINIMISING = 120.0
 """Seconds that a failing program is made shorter for."""
 
-OPEN: set[int] = set()
-"""Draws that are left out of longer runs; ``--fuzz 1 --fuzz-seed N`` shows one."""
+OPEN = {43307}
+"""Draws that are left out of longer runs; ``--fuzz 1 --fuzz-seed N`` shows one. A parameter is frozen between two forwards of
+one backward, and each rank leaves the unit out in another one: an OutOfStepError, as some gather it once more."""
 
 ran: Counter[str] = Counter()
 """What the machine did, in this process."""

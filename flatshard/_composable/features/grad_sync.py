@@ -14,7 +14,7 @@ from typing import Literal, overload
 from torch import nn
 
 from flatshard._composable.features.summon import shows_gradients
-from flatshard._composable.find import units_of
+from flatshard._composable.find import contexts_of, units_of
 from flatshard._composable.reduction_queue import ReductionQueue
 from flatshard._composable.state import Unit
 from flatshard._errors import name_list
@@ -163,7 +163,7 @@ def reduce_gradients(module: nn.Module, recurse: bool = True, *, async_op: bool 
 
 def finalize(units: Sequence[Unit], held: Sequence[Unit], async_op: bool) -> ReductionHandle | None:
     """End the backwards of ``units``: see ``reduce_gradients``. ``held``: those that also reduce what they hold."""
-    contexts = sorted({unit.context for unit in units}, key=lambda context: context.runtime.number)
+    contexts = contexts_of(units)
     if any(context.is_running for context in contexts):
         raise RuntimeError("reduce_gradients: called inside a forward or a backward. Call it after them")
     if shown := [unit.fqn or "<root>" for unit in units if shows_gradients(unit)]:

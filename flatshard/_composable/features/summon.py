@@ -11,7 +11,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from flatshard._composable.claims import Claim
 from flatshard._composable.features.whole_parameters import WholeParameters
-from flatshard._composable.find import settle, units_of, units_of_parameters
+from flatshard._composable.find import contexts_of, settle, units_of, units_of_parameters
 from flatshard._composable.state import Unit, own_copies
 from flatshard._errors import RESTRUCTURE_BEFORE, cannot_trace
 from flatshard._handle.lifetime import BY_USER
@@ -84,7 +84,7 @@ def summon_full_params(
             shown.append(_Summoned(unit, arguments))
             if rank0_only and not unit.handle.placement.is_rank0:
                 shown[-1].hide()
-        for context in {unit.context for unit in units}:
+        for context in contexts_of(units):
             context.runtime.wait_for_host_reads()
         yield
         while shown:
@@ -454,7 +454,7 @@ def recover(module: nn.Module) -> None:
         RuntimeError: called inside a forward or a backward, where nothing can be freed.
     """
     units = units_of_parameters(module)
-    contexts = {unit.context for unit in units}
+    contexts = contexts_of(units)
     if any(context.is_running for context in contexts):
         raise RuntimeError("recover: called inside a forward or a backward. Call it where the exception is caught")
     for context in contexts:
