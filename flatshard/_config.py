@@ -164,7 +164,7 @@ class MixedPrecision:
         flatshard.fully_shard(model, policy={Block}, mixed_precision=bf16)
 
     Raises:
-        ValueError: a dtype is not a floating-point ``torch.dtype``, or ``param_dtype_override_fn`` cannot be called.
+        ValueError: a dtype is not a floating-point ``torch.dtype``.
     """
 
     param_dtype: torch.dtype | None = None
@@ -216,11 +216,6 @@ class MixedPrecision:
             if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
                 raise ValueError(f"MixedPrecision({name}={dtype!r}): must be a floating-point torch.dtype or None")
         object.__setattr__(self, "module_classes_to_ignore", tuple(self.module_classes_to_ignore))
-        if self.param_dtype_override_fn is not None and not callable(self.param_dtype_override_fn):
-            raise ValueError(
-                f"MixedPrecision(param_dtype_override_fn={self.param_dtype_override_fn!r}): must be a function that takes a "
-                "parameter and returns a dtype or None: lambda p: p.dtype if p.ndim < 2 else None"
-            )
 
     @classmethod
     def of(cls, value: Any) -> MixedPrecision:

@@ -6,7 +6,9 @@ A user's mistake is a ``ValueError``, ``TypeError`` or ``RuntimeError`` whose me
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable
+from typing import Any
 
 from flatshard import _frames
 
@@ -95,6 +97,17 @@ def name_list(names: Iterable[str], limit: int = 8) -> str:
     names = list(names)
     shown = ", ".join(repr(name) if name else "the root module" for name in names[:limit])
     return shown if len(names) <= limit else f"{shown}, ... ({len(names) - limit} more)"
+
+
+def why_not_called(function: Any, *args: Any, **kwargs: Any) -> str | None:
+    """Why ``function`` cannot be called with these arguments, as far as it has a signature. None: it can."""
+    try:
+        inspect.signature(function).bind(*args, **kwargs)
+    except TypeError as e:
+        return str(e)
+    except ValueError:  # written in C
+        pass
+    return None
 
 
 def cannot_trace(what: str, who: str) -> RuntimeError:

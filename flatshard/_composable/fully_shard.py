@@ -45,7 +45,7 @@ M = TypeVar("M", bound=nn.Module | Sequence[nn.Module])
 
 def fully_shard(
     module: M,
-    *misplaced: Any,
+    *,
     policy: Policy = None,
     process_group: dist.ProcessGroup | tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None,
     device_mesh: DeviceMesh | None = None,
@@ -141,13 +141,8 @@ def fully_shard(
         ValueError: ``limit_all_gathers=False``. In FSDP1 it removes a wait of the host that bounds memory. This wait does
             not exist here: the order of streams bounds memory, and the host never waits.
     """
-    if misplaced:
-        raise TypeError(
-            f"fully_shard takes the module alone without a name, got a {type(misplaced[0]).__name__} beside it: name "
-            "each other argument, as in fully_shard(module, process_group=group, policy={Block})"
-        )
     if fsdp_names:
-        ours = {name: value for name, value in locals().items() if name not in ("module", "misplaced", "fsdp_names")}
+        ours = {name: value for name, value in locals().items() if name not in ("module", "fsdp_names")}
         return fully_shard(module, **renamed(fsdp_names, ours, fully_shard.__kwdefaults__ or {}))
     config = unit_config(
         strategy=strategy,

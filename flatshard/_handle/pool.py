@@ -101,8 +101,6 @@ class Pool:
             return torch.empty(numel, dtype=dtype, device=device)
         made = allocate(numel, dtype, device)
         who = f"{type(self._runtime.collectives).__name__}.allocate({numel}, {dtype}, {str(device)!r})"
-        if not isinstance(made, torch.Tensor):
-            raise TypeError(f"{who} returned a {type(made).__name__}: it must return a tensor")
         if made.shape != (numel,) or made.dtype is not dtype or made.device != device or not made.is_contiguous():
             raise TypeError(
                 f"{who} returned a tensor of shape {tuple(made.shape)}, {made.dtype} on {made.device}: it must be 1-D and "

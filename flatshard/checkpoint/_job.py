@@ -75,7 +75,6 @@ def save_checkpoint(
         and the next call raises it.
 
     Raises:
-        TypeError: ``path`` is none.
         RuntimeError: ``destroy_process_group`` was called before.
         MeetingError: on all ranks, if one did not come or could not do its part: the path exists, a disk is full, elements
             are missing, a value is of a class that loading refuses, another job is saving to ``path``; or the save before
@@ -139,7 +138,7 @@ def load_checkpoint(
         ``state``, with what was read in the place of tensors and plain values.
 
     Raises:
-        TypeError, RuntimeError: as for saving.
+        RuntimeError: as for saving.
         MeetingError: on all ranks, and nothing is changed on any: a rank did not come; names are missing or unexpected,
             shapes differ, files are missing, cut off or damaged, all of them in one message; an object refused its state;
             another save has replaced the checkpoint, or ranks see different ones. If the disk fails after all that, the
@@ -165,14 +164,8 @@ def _place(path: Any, state: Any, group: dist.ProcessGroup | None, verb: str) ->
     """Where the checkpoint is, once the call makes sense.
 
     Raises:
-        TypeError: ``path`` is none.
         RuntimeError: the ranks that have parts of ``state`` cannot be asked any more.
     """
-    if not isinstance(path, str | os.PathLike):
-        swapped = (
-            f", and state a {type(state).__name__}: the other way round" if isinstance(state, str | os.PathLike) else ""
-        )
-        raise TypeError(f"{verb}(path, state): path must be a str or a Path, got a {type(path).__name__}{swapped}")
     if group is None and default_group() is None and isinstance(state, Mapping):
         units = [u for value in state.values() if isinstance(value, nn.Module) for u in units_below(value)]
         if ranks := max((u.runtime.world_size for u in units), default=1) - 1:

@@ -151,15 +151,12 @@ def iter_full_params(
         dtype: cast floating-point parameters. None: each in its own dtype.
 
     Raises:
-        ValueError: nothing in ``module`` is sharded, a name is unknown, ``bucket_bytes`` is not positive, or ``dtype`` is no
-            floating-point dtype.
+        ValueError: nothing in ``module`` is sharded, a name is unknown, or ``dtype`` is no floating-point dtype.
         RuntimeError: called inside a forward or ``summon_full_params``, where parameters are whole already; or ranks
             that do not call it, when the first is asked for.
     """
     flats = idle_flats(module, "iter_full_params")
     check_dtype(dtype, "iter_full_params")
-    if not isinstance(bucket_bytes, int) or bucket_bytes <= 0:
-        raise ValueError(f"iter_full_params: bucket_bytes must be a positive number of bytes, got {bucket_bytes!r}")
     every = [(plain_name(n), p) for n, p in module.named_parameters(remove_duplicate=names is None)]
     chosen: dict[int, list[str]] = {}
     for name, param in every:

@@ -187,8 +187,6 @@ def describe(module: nn.Module, *, verbose: bool = False) -> Description:
         TypeError: ``module`` is no module.
         ValueError: nothing in ``module`` is sharded.
     """
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"describe takes the model, an nn.Module, got a {type(module).__name__}")
     units = units_of(module, "describe")
     runtime = units[0].runtime
     return Description(tuple(_describe(u) for u in units), runtime.world_size, runtime.device, verbose)

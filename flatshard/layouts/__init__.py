@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from torch import nn
 
@@ -35,20 +34,7 @@ class Elements:
 
 
 @dataclass(frozen=True, slots=True)
-class _Aligned:
-    """The base of the other layouts."""
-
-    def _check(self, max_padding: Any, strict: Any) -> None:
-        if isinstance(max_padding, bool) or not isinstance(max_padding, int | float) or not max_padding >= 0:
-            raise ValueError(
-                f"{self}: max_padding must be a fraction of at least 0 (0.1: a tenth), got {max_padding!r}"
-            )
-        if not isinstance(strict, bool):
-            raise ValueError(f"{self}: strict must be True or False, got {strict!r}")
-
-
-@dataclass(frozen=True, slots=True)
-class Rows(_Aligned):
+class Rows:
     """Cut between rows, the slices along dimension 0. A rank's part has the shape ``(rows on this rank, *rest)``.
 
     Use it for rules by ``p.ndim``, row-wise quantisation, and statistics of rows. For stacked experts ``(E, m, n)`` it keeps
@@ -59,7 +45,7 @@ class Rows(_Aligned):
         flatshard.fully_shard(model, policy={Block}, layout=flatshard.layouts.Rows(strict=True, max_padding=0.5))
 
     Raises:
-        ValueError: ``multiple`` is not an int of at least 1, ``max_padding`` is negative, or ``strict`` is no bool.
+        ValueError: ``multiple`` is less than 1, or ``max_padding`` is negative.
     """
 
     multiple: int = 1
@@ -71,8 +57,7 @@ class Rows(_Aligned):
     """Raise an error instead of this warning."""
 
     def __post_init__(self) -> None:
-        self._check(self.max_padding, self.strict)
-        _check_count(self, "multiple", self.multiple)
+        _check(self, self.multiple)
 
     def block(self, shape: Sequence[int]) -> int:
         """Internal: parameters are cut between blocks of so many elements."""
@@ -80,7 +65,7 @@ class Rows(_Aligned):
 
 
 @dataclass(frozen=True, slots=True)
-class Blocks(_Aligned):
+class Blocks:
     """Cut between blocks of ``numel`` elements, counted in memory order from the parameter's start. A rank's part is 1-D.
 
     Use it for optimizers and formats that quantise in blocks: each block, with its scale, is on one rank.
@@ -90,7 +75,7 @@ class Blocks(_Aligned):
         flatshard.fully_shard(model, policy={Block}, layout=flatshard.layouts.Blocks(64))
 
     Raises:
-        ValueError: ``numel`` is not an int of at least 1, ``max_padding`` is negative, or ``strict`` is no bool.
+        ValueError: ``numel`` is less than 1, or ``max_padding`` is negative.
     """
 
     numel: int
@@ -101,8 +86,7 @@ class Blocks(_Aligned):
     """As in :class:`Rows`."""
 
     def __post_init__(self) -> None:
-        self._check(self.max_padding, self.strict)
-        _check_count(self, "numel", self.numel)
+        _check(self, self.numel)
 
     def block(self, shape: Sequence[int]) -> int:
         """Internal: parameters are cut between blocks of so many elements."""
@@ -110,7 +94,7 @@ class Blocks(_Aligned):
 
 
 @dataclass(frozen=True, slots=True)
-class Whole(_Aligned):
+class Whole:
     """Cut between parameters: each lies on one rank in its own shape. The parts of other ranks are empty: ``(0, *rest)``.
 
     All ranks have memory for as many elements as the fullest, so a unit of few matrices takes padding. If that is more than
@@ -127,7 +111,7 @@ class Whole(_Aligned):
         flatshard.fully_shard(model, policy={Block}, layout=flatshard.layouts.Whole(max_padding=math.inf))
 
     Raises:
-        ValueError: ``max_padding`` is negative, or ``strict`` is no bool.
+        ValueError: ``max_padding`` is negative.
     """
 
     max_padding: float = 0.5
@@ -136,7 +120,7 @@ class Whole(_Aligned):
     """As in :class:`Rows`."""
 
     def __post_init__(self) -> None:
-        self._check(self.max_padding, self.strict)
+        _check(self, 1)
 
     def block(self, shape: Sequence[int]) -> int:
         """Internal: parameters are cut between blocks of so many elements."""
@@ -150,34 +134,19 @@ LayoutChoice = Layout | Callable[[str, nn.Parameter], Layout | None] | None
 """A layout for all parameters, or a callable ``(fqn, parameter) -> layout`` (None: ``Elements``)."""
 
 
-def check_layout(choice: Any) -> None:
-    """Check the argument ``layout=``.
-
-    Raises:
-        TypeError: ``choice`` is not a layout, a callable or None.
-    """
-    if choice is None or isinstance(choice, Layout) or (callable(choice) and not isinstance(choice, type)):
-        return
-    hint = f": write {choice.__name__}(...)" if isinstance(choice, type) else ""
-    raise TypeError(
-        "layout must be flatshard.layouts.Elements(), Rows(), Blocks(n), Whole(), or a callable (fqn, parameter) that "
-        f"returns one of them, got {choice!r}{hint}"
-    )
-
-
 def layout_for(choice: LayoutChoice, fqn: str, param: nn.Parameter) -> Layout:
     """The layout of one parameter, by the argument ``layout=choice``.
 
     Raises:
-        TypeError: a callable returned something else.
+        TypeError: it is none.
     """
     found = choice(fqn, param) if callable(choice) else choice
     if found is None:
         return Elements()
     if not isinstance(found, Layout):
         raise TypeError(
-            f"layout: the callable returned {found!r} for {fqn!r}; it must return flatshard.layouts.Elements(), Rows(), "
-            "Blocks(n), Whole() or None"
+            f"layout of {fqn!r}: {found!r}. It must be flatshard.layouts.Elements(), Rows(), Blocks(n), Whole() or None, or "
+            "a callable (fqn, parameter) that returns one of them"
         )
     return found
 
@@ -215,6 +184,8 @@ def excess_padding(unit: str, fqns: Sequence[str], layouts: Sequence[Layout], pa
     return f"{message}, so they are cut anywhere, as by Elements(). To keep the layout, {cure}"
 
 
-def _check_count(layout: Any, name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{layout}: {name} must be an int of at least 1")
+def _check(layout: Rows | Blocks | Whole, count: int) -> None:
+    if count < 1 or not layout.max_padding >= 0:
+        raise ValueError(
+            f"{layout}: cuts are between at least 1, and max_padding is a fraction of at least 0 (0.1: a tenth)"
+        )

@@ -69,8 +69,6 @@ class WholeParameterOptimizer(Optimizer):
         limit_bytes: int = LIMIT_BYTES,
         **defaults: Any,
     ) -> None:
-        if isinstance(limit_bytes, bool) or not isinstance(limit_bytes, int) or limit_bytes < 1:
-            raise ValueError(f"limit_bytes must be a positive number of bytes, got {limit_bytes!r}")
         self.limit_bytes = limit_bytes
         self._owned: dict[nn.Parameter, Stepped] = {}
         self._loads: dict[Runtime, list[int]] = {}  # the work of each rank

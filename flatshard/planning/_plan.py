@@ -104,8 +104,6 @@ def plan(
         TypeError, ValueError: an argument is wrong, as the message says; or a part of ``module`` is sharded already.
         NotImplementedError: not supported here: tensor subclasses (DTensors), and collectives of single units.
     """
-    if isinstance(ranks_per_node, bool) or not isinstance(ranks_per_node, int) or ranks_per_node < 1:
-        raise ValueError(f"plan: ranks_per_node must be an int of at least 1, got {ranks_per_node!r}")
     given = locals()
     options = StepOptions(**{field.name: given[field.name] for field in dataclasses.fields(StepOptions)})
     of_unit = [field.name for field in dataclasses.fields(UnitConfig) if field.name in given]
@@ -129,7 +127,7 @@ def plan(
 def _ranks(world_size: Any, strategy: ShardingStrategy, per_node: int) -> Ranks:
     """The argument ``world_size`` as replicas and ranks to shard over."""
     sizes = world_size if isinstance(world_size, tuple) else (world_size,)
-    if len(sizes) not in (1, 2) or any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in sizes):
+    if len(sizes) not in (1, 2) or min(sizes) < 1:
         raise ValueError(
             "plan: world_size must be a number of ranks of at least 1, or for hybrid strategies (replicas, ranks to shard "
             f"over), got {world_size!r}"

@@ -106,12 +106,8 @@ def stream(ctx) -> list[str]:
         assert all(torch.equal(value, source.get_parameter(name).bfloat16()) for name, value in found)
         trainable = {n for n, p in model.named_parameters() if p.requires_grad}
         assert {n for n, _ in iter_full_params(model, names=trainable.__contains__)} == trainable
-    for options, match in (
-        ({"names": ["nothing"]}, r"Model has no parameters 'nothing'"),
-        ({"bucket_bytes": 0}, "bucket_bytes must be a positive number of bytes, got 0"),
-    ):
-        with pytest.raises(ValueError, match=match):
-            iter_full_params(model, **options)
+    with pytest.raises(ValueError, match=r"Model has no parameters 'nothing'"):
+        iter_full_params(model, names=["nothing"])
     return [n for n, _ in iter_full_params(shard(ctx, make(), policy={nn.Linear}))]
 
 

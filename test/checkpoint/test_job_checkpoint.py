@@ -77,12 +77,6 @@ def assert_same(got: dict[str, Tensor], expected: dict[str, Tensor], rtol: float
 def test_calls_that_make_no_sense(world, tmp_path):
     world(2)
     model = fully_shard(make())
-    no_path = r"path must be a str or a Path, got a"
-    for call in (save_checkpoint, load_checkpoint):
-        with pytest.raises(TypeError, match=rf"path, state\): {no_path} dict, and state a str: the other way round"):
-            call({"model": model}, str(tmp_path / "x"))  # type: ignore[arg-type]
-        with pytest.raises(TypeError, match=rf"{no_path} Model$"):
-            call(model, {})  # type: ignore[arg-type]
     dist.destroy_process_group()
     for call in (save_checkpoint, load_checkpoint):
         with pytest.raises(

@@ -209,8 +209,6 @@ WRONG: list[tuple[Callable[[Net], dict[str, Any]], type[Exception], str]] = [
         f"device_mesh has 2 dimensions {PAIR}: pass the one to",
     ),
     (lambda m: {"device_mesh": mesh(2, 2)}, ValueError, "device_mesh has 2 dimensions None: pass the one to shard"),
-    (lambda m: {"process_group": "dp"}, TypeError, "process_group must be a ProcessGroup, got a str"),
-    (lambda m: {"process_group": [0, 1]}, TypeError, "process_group must be a ProcessGroup, got a list"),
     (lambda m: {"device_mesh": 4}, TypeError, "device_mesh must be a DeviceMesh, got a int"),
     (lambda m: {"strategy": HYBRID}, ValueError, "LOCAL_WORLD_SIZE=None does not divide the 4 ranks: launch with"),
     (lambda m: {"strategy": TorchStrategy._HYBRID_SHARD_ZERO2}, ValueError, "without device_mesh shards within a"),
@@ -220,8 +218,6 @@ WRONG: list[tuple[Callable[[Net], dict[str, Any]], type[Exception], str]] = [
     (lambda m: {"device_id": "cud"}, ValueError, "device_id='cud' is no device: pass a torch.device, its name or"),
     (lambda m: {"backward_prefetch": True}, ValueError, "backward_prefetch=True is not one of"),
     (lambda m: {"backward_prefetch": HYBRID}, ValueError, "is not one of BackwardPrefetch.BACKWARD_PRE"),
-    (lambda m: {"forward_prefetch": None}, ValueError, "forward_prefetch must be True or False, got None"),
-    (lambda m: {"forward_prefetch": 1}, ValueError, "forward_prefetch must be True or False, got 1"),
     (lambda m: {"limit_all_gathers": False}, ValueError, "limit_all_gathers=False has no meaning here: the host"),
     (lambda m: {"limit_all_gathers": 2}, ValueError, "limit_all_gathers"),
     (lambda m: {"mixed_precision": BF16}, TypeError, "mixed_precision must be a flatshard.MixedPrecision or one"),
@@ -233,10 +229,7 @@ WRONG: list[tuple[Callable[[Net], dict[str, Any]], type[Exception], str]] = [
     (lambda m: {"policy": chosen({"sharding_strategy": TorchStrategy.HYBRID_SHARD})}, ValueError, "the policy chose"),
     (lambda m: {"policy": chosen({"process_group": None})}, ValueError, "overrides 'process_group' for a Block; it"),
     (lambda m: {"policy": chosen({"ignored_states": []})}, ValueError, "the policy overrides 'ignored_states' for a"),
-    (lambda m: {"ignored_states": m.head}, TypeError, "ignored_states takes a list of modules or parameters, e.g."),
-    (lambda m: {"ignored_states": m.blocks}, TypeError, "e.g. ignored_states=[model.embed], got a ModuleList"),
-    (lambda m: {"ignored_states": m.head.weight}, TypeError, "e.g. ignored_states=[model.embed], got a Parameter"),
-    (lambda m: {"ignored_states": 3}, TypeError, "ignored_states takes a list of modules or parameters"),
+    (lambda m: {"ignored_states": m.head.weight}, TypeError, "ignored_states contains a Tensor"),
     (lambda m: {"ignored_states": ["head"]}, TypeError, "ignored_states contains a str; it takes modules and"),
     (lambda m: {"ignored_states": "head"}, TypeError, "ignored_states contains a str; it takes modules and"),
     (lambda m: {"ignored_states": [m.blocks[0].seen]}, TypeError, "ignored_states contains a Tensor"),
@@ -257,16 +250,9 @@ def test_wrong_or_missing_choices(arguments, kind, message: str):
 
 def test_arguments_of_other_kinds_and_names():
     model = Net()
-    with refused(model, TypeError, "fully_shard takes the module alone without a name, got a ProcessGroup beside it"):
-        fully_shard(model, dist.group.WORLD)
-    fully_shard(model, process_group=dist.group.WORLD, policy={Block})  # as the message says
-    with pytest.raises(TypeError, match="configure has no argument 'reshard': did you mean 'reshard_after_forward'"):
-        flatshard.configure(model, reshard=True)
-    flatshard.configure(model, reshard_after_forward=True)
-    with pytest.raises(TypeError, match=r"full_shape takes a parameter, got 'head.weight'.*get_parameter\(name\)"):
-        flatshard.full_shape("head.weight")
+    fully_shard(model, process_group=dist.group.WORLD, policy={Block})
     assert flatshard.full_shape(model.get_parameter("head.weight")) == Net().head.weight.shape
-    with pytest.raises(TypeError, match=r"describe takes the model, an nn\.Module, got a SGD"):
+    with pytest.raises(TypeError, match=r"describe takes an nn\.Module, got a SGD"):
         describe(torch.optim.SGD(model.parameters()))
     with pytest.raises(ValueError, match="Net has no method 'generate'; it has none of its own"):
         flatshard.register_forward_method(model, "generate")

@@ -256,7 +256,9 @@ def test_what_was_not_initialised_is_named(ctx):
                 )
     for bad in (42, nn.Linear, lambda: None):
         for model in (on_meta(lambda: nn.Linear(3, 3)), nn.Linear(3, 3)):
-            with pytest.raises(TypeError, match=r"param_init_fn=.*must be None or a function that takes a module") as e:
+            with pytest.raises(
+                TypeError, match=r"param_init_fn=.*it must be None or a function that takes a module"
+            ) as e:
                 fully_shard(model, process_group=ctx.group, param_init_fn=bad)
             assert not hasattr(e.value, "__notes__")  # nothing has been changed
             fully_shard(model, process_group=ctx.group)

@@ -183,5 +183,3 @@ def test_what_allocate_gives_is_looked_at(world):
         match=r"TypeError: Wrong.allocate\(\d+, torch.float32, 'cpu'\) returned a tensor of shape",
     ):
         model(torch.randn(2, 10))
-    with pytest.raises(ValueError, match="static_buffers must be True or False"):
-        fully_shard(Net(2), static_buffers=1)

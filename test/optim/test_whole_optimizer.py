@@ -328,12 +328,8 @@ def test_what_would_train_something_else_raises(ctx) -> None:
     params = list(model.parameters())
     with flatshard.summon_full_params(model), pytest.raises(ValueError, match="outside of a forward, unshard"):
         WholeParameterOptimizer(list(model.parameters()), torch.optim.Adafactor)
-    for options, match in (
-        ({"limit_bytes": 0}, "limit_bytes must be a positive number"),
-        ({"lr": -1.0}, r"[Ll]earning rate"),
-    ):
-        with pytest.raises(ValueError, match=match):
-            WholeParameterOptimizer(params, torch.optim.Adafactor, **options)
+    with pytest.raises(ValueError, match=r"[Ll]earning rate"):
+        WholeParameterOptimizer(params, torch.optim.Adafactor, lr=-1.0)
     late = torch.optim.Adafactor([nn.Parameter(torch.ones(2))])
     late.step()
     late.add_param_group({"params": params})

@@ -12,7 +12,6 @@ If rank 0 has values already (``sync_module_states``), the other ranks need not 
 
 from __future__ import annotations
 
-import inspect
 import itertools
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, NoReturn
@@ -21,7 +20,7 @@ import torch
 from torch import nn
 
 from flatshard._composable.construct.partition import PlannedUnit
-from flatshard._errors import name_list
+from flatshard._errors import name_list, why_not_called
 from flatshard._handle.adapters.tensor_parallel import TensorParallel, local_tensor
 from flatshard._handle.adapters.tensor_subclass import is_wrapper, plain_tensors, wrapping_of
 from flatshard._handle.placement import Runtimes
@@ -169,17 +168,11 @@ class Materialization:
 
 
 def _check_callable(param_init_fn: Any) -> None:
-    wanted = (
-        "it must be None or a function that takes a module, and gives values to the module's own parameters and buffers"
-    )
-    if not callable(param_init_fn) or isinstance(param_init_fn, type):
-        raise TypeError(f"param_init_fn={param_init_fn!r} is not a function: {wanted}")
-    try:
-        inspect.signature(param_init_fn).bind("module")
-    except TypeError as e:
-        raise TypeError(f"param_init_fn={param_init_fn!r} cannot be called with a module ({e}): {wanted}") from None
-    except ValueError:  # a callable without a signature
-        pass
+    if (why := why_not_called(param_init_fn, "module")) is not None:
+        raise TypeError(
+            f"param_init_fn={param_init_fn!r} cannot be called with a module ({why}): it must be None or a function that "
+            "takes a module, and gives values to the module's own parameters and buffers"
+        )
 
 
 _CURE = (

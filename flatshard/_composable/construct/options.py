@@ -21,7 +21,6 @@ from flatshard._config import (
     check_reshard_after_forward,
 )
 from flatshard._errors import name_list
-from flatshard.layouts import check_layout
 
 
 def unit_config(
@@ -46,22 +45,7 @@ def unit_config(
     strategy = as_enum(ShardingStrategy, strategy, "strategy")
     if backward_prefetch is not None:
         backward_prefetch = as_enum(BackwardPrefetch, backward_prefetch, "backward_prefetch")
-    for name, value in (("forward_prefetch", forward_prefetch), ("static_buffers", static_buffers)):
-        if not isinstance(value, bool):
-            raise ValueError(f"{name} must be True or False, got {value!r}")
-    if prefetch_limit_bytes is not None and not (
-        isinstance(prefetch_limit_bytes, int)
-        and not isinstance(prefetch_limit_bytes, bool)
-        and prefetch_limit_bytes >= 0
-    ):
-        raise ValueError(f"prefetch_limit_bytes must be a number of bytes or None, got {prefetch_limit_bytes!r}")
     check_reshard_after_forward(reshard_after_forward, strategy)
-    check_layout(layout)
-    if shard_mesh_fn is not None and not callable(shard_mesh_fn):
-        raise TypeError(
-            f"shard_mesh_fn must be a callable (fqn, parameter) -> mesh or None, got a {type(shard_mesh_fn).__name__}: to "
-            "shard everything over one mesh, pass device_mesh=mesh"
-        )
     if strategy.is_whole and getattr(collectives, "reduce", None) is False:
         raise ValueError(
             f"collectives={collectives!r} would do nothing for a unit under {strategy.name}, which gathers no parameters: "

@@ -14,7 +14,6 @@ The policies of ``torch.distributed.fsdp.wrap`` are accepted, too. They are reco
 
 from __future__ import annotations
 
-import inspect
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias
@@ -24,7 +23,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from flatshard._composable.find import units_below
 from flatshard._composable.state import ModuleGroup
-from flatshard._errors import name_list
+from flatshard._errors import name_list, why_not_called
 from flatshard._handle.tensors.sharded_parameter import shard_info
 
 Overrides = dict[str, Any]
@@ -157,25 +156,12 @@ def _function_of(policy: Any) -> Callable[[nn.Module], bool | Overrides] | None:
 
 
 def _checked_callable(policy: Any) -> Callable[..., bool]:
-    expected = "a module class, a set of classes, ModuleWrapPolicy, CustomPolicy, or a callable"
-    if isinstance(policy, nn.Module):
-        kind = type(policy).__name__
-        raise ValueError(
-            f"policy is an instance of {kind}: pass the class, policy={{{kind}}}, for every {kind} to be a unit"
-        )
-    if not callable(policy):
-        raise ValueError(
-            f"policy={policy!r} is not a policy: pass {expected} (module, recurse, nonwrapped_numel) -> bool"
-        )
-    try:
-        inspect.signature(policy).bind(module=None, recurse=True, nonwrapped_numel=0)
-    except TypeError as e:
+    if (why := why_not_called(policy, module=None, recurse=True, nonwrapped_numel=0)) is not None:
         raise ValueError(
             f"policy={getattr(policy, '__name__', policy)} cannot be called as policy(module=..., recurse=..., "
-            f"nonwrapped_numel=...): {e}. For a function of the module alone use policy=flatshard.CustomPolicy(function)"
-        ) from None
-    except ValueError:  # a callable without a signature, such as one written in C
-        pass
+            f"nonwrapped_numel=...): {why}. For a function of the module alone use policy=flatshard.CustomPolicy(function); "
+            "for the modules of some classes policy={Block}"
+        )
     checked: Callable[..., bool] = policy
     return checked
 

@@ -207,10 +207,7 @@ def _node_mesh() -> DeviceMesh:
 
 
 def _checked_group(group: Any) -> dist.ProcessGroup:
-    outside = group is dist.GroupMember.NON_GROUP_MEMBER
-    if not outside and not isinstance(group, dist.ProcessGroup):
-        raise TypeError(f"process_group must be a ProcessGroup, got a {type(group).__name__}")
-    if outside or dist.get_rank(group) < 0:
+    if group is dist.GroupMember.NON_GROUP_MEMBER or dist.get_rank(group) < 0:
         raise ValueError(f"rank {dist.get_rank()} is not a member of the given process group: skip the call there")
     checked: dist.ProcessGroup = group
     return checked
@@ -220,11 +217,6 @@ def resolve_ignored(root: nn.Module, ignored_states: Iterable[Any] | None) -> tu
     """The modules (with all submodules) and the parameters in ``ignored_states``."""
     modules: set[nn.Module] = set()
     params: set[nn.Parameter] = set()
-    if isinstance(ignored_states, nn.Module | torch.Tensor) or not isinstance(ignored_states, Iterable | None):
-        raise TypeError(
-            "ignored_states takes a list of modules or parameters, e.g. ignored_states=[model.embed], got a "
-            f"{type(ignored_states).__name__}"
-        )
     in_root, in_root_params = set(root.modules()), set(root.parameters())
     for state in ignored_states or ():
         if isinstance(state, nn.Module):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +15,7 @@ from flatshard._comm.collectives import Collectives, Done, Pending, Works, as_re
 from flatshard._comm.progress import Label
 from flatshard._composable.find import units_in
 from flatshard._composable.state import Unit
-from flatshard._errors import name_list
+from flatshard._errors import name_list, why_not_called
 from flatshard._handle.placement import Placement
 from flatshard._runtime import Runtime
 
@@ -98,15 +97,8 @@ def _hooked(hook: Callable[..., Any], state: object, placement: Placement) -> Ru
     return Runtime(runtime.peers, _Hooked(runtime.collectives, functools.partial(hook, state)))
 
 
-def _pending(returned: Any) -> Pending:
-    if returned is None:
-        return Done()
-    if not callable(getattr(returned, "wait", None)):
-        raise TypeError(
-            f"the communication hook returned a {type(returned).__name__}: it must return None, or something with a wait()"
-        )
-    pending: Pending = returned
-    return pending
+def _pending(returned: Pending | None) -> Pending:
+    return Done() if returned is None else returned
 
 
 def _take(tensor: torch.Tensor, result: torch.Tensor) -> None:
@@ -211,7 +203,7 @@ def register_comm_hook(
             "hook would never run: do not register it here"
         )
     for unit in reduced:
-        _check_hook(hook, state, unit)
+        _check_hook(hook, unit)
     for unit in reduced:
         for flat in unit.handle.flats:
             flat.gradients.reduce_by(functools.partial(_hooked, hook, state))
@@ -228,26 +220,14 @@ def _is_only_replicated(unit: Unit) -> bool:
     return unit.config.strategy.is_hybrid and unit.handle.placement.is_whole
 
 
-def _check_hook(hook: Any, state: object, unit: Unit) -> None:
+def _check_hook(hook: Any, unit: Unit) -> None:
     arguments = ["state", "gradient"]
     if not unit.config.strategy.is_whole:
         arguments.append("output")
-    wanted = f"hook({', '.join(arguments)})"
-    if not callable(hook):
-        raise TypeError(f"register_comm_hook: {hook!r} is not callable: pass a function {wanted}")
-    try:
-        inspect.signature(hook).bind(*arguments)
-    except TypeError as e:
+    if (why := why_not_called(hook, *arguments)) is not None:
         raise TypeError(
-            f"register_comm_hook: unit {unit.fqn or '<root>'!r} is {unit.config.strategy.name} and calls {wanted}, but "
-            f"{hook!r} does not take these arguments: {e}"
-        ) from None
-    except ValueError:  # a callable without a signature
-        pass
-    if hook in (bf16_compress_hook, fp16_compress_hook) and not isinstance(state, CommHookState | None):
-        raise TypeError(
-            f"register_comm_hook: flatshard.comm.{hook.__name__} takes state=None (it reduces by the unit's own "
-            f"collectives), got a {type(state).__name__}"
+            f"register_comm_hook: unit {unit.fqn or '<root>'!r} is {unit.config.strategy.name} and calls "
+            f"hook({', '.join(arguments)}), but {hook!r} does not take these arguments: {why}"
         )
 
 

@@ -10,11 +10,10 @@ from typing import Any, Final
 
 from torch import nn
 
-from flatshard._composable.construct.renamed import did_you_mean
 from flatshard._composable.features import kept_shards
 from flatshard._composable.features.kept_storage import check_may_keep, set_kept
 from flatshard._composable.find import unit_for, units_in
-from flatshard._composable.state import Unit, copies_in, unit_of
+from flatshard._composable.state import Unit, copies_in
 from flatshard._config import BackwardPrefetch, as_enum, as_reshard_after_forward, check_reshard_after_forward
 from flatshard._runtime import Runtime
 
@@ -41,7 +40,6 @@ def configure(
     divide_factor: float | _Unchanged | None = UNCHANGED,
     forward_prefetch: bool | Iterable[nn.Module] | _Unchanged = UNCHANGED,
     backward_prefetch: BackwardPrefetch | str | Iterable[nn.Module] | _Unchanged | None = UNCHANGED,
-    **unknown: Any,
 ) -> None:
     """Change options of ``module``'s units. Options that are not given stay as they are. All ranks must make the same calls.
 
@@ -87,8 +85,6 @@ def configure(
         RuntimeError: ``manual_finalization`` inside a backward, or between it and ``reduce_gradients``. Nothing has been
             changed.
     """
-    for name in unknown:
-        raise TypeError(f"configure has no argument {name!r}{did_you_mean(name, configure.__kwdefaults__ or {})}")
     units = units_in(module, recurse, "configure")
     changes: list[tuple[Unit, dict[str, Any]]] = []
     split: dict[Runtime, int] = {}
@@ -98,11 +94,6 @@ def configure(
         _check_all_reduce(units)
     if divide_factor is not UNCHANGED and divide_factor is not None and not divide_factor > 0:
         raise ValueError(f"configure: divide_factor must be positive or None, got {divide_factor}")
-    switches = {"gradient_sync": gradient_sync, "all_reduce": all_reduce, "manual_finalization": manual_finalization}
-    switches["keep_unsharded_storage"] = keep_unsharded_storage
-    for name, value in switches.items():
-        if value is not UNCHANGED and not isinstance(value, bool):
-            raise TypeError(f"configure: {name} must be True or False, got {value!r}")
     if keep_unsharded_storage is True:
         check_may_keep(units)
     if manual_finalization is not UNCHANGED:
@@ -184,10 +175,6 @@ def _chosen(module: nn.Module, modules: Iterable[nn.Module], name: str) -> tuple
     """``module``'s unit, and the units to gather while it computes."""
     verb = f"configure({name}=...)"
     unit = unit_for(module, verb)
-    if isinstance(modules, nn.Module) and unit_of(modules) is not None:
-        raise TypeError(f"{verb} takes a list of modules, got a {type(modules).__name__}")
-    if not isinstance(modules, Iterable):
-        raise TypeError(f"{verb} takes a list of modules, or a value that fully_shard takes, got {modules!r}")
     chosen = [unit_for(each, verb) for each in modules]
     for other in chosen:
         fqn = repr(other.fqn or "<root>")

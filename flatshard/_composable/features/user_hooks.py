@@ -99,11 +99,8 @@ def register_gradients_reduced_hook(module: nn.Module, hook: Callable[[nn.Module
 
     Raises:
         ValueError: ``module`` is not a unit.
-        TypeError: ``hook`` is not callable.
     """
     unit = unit_for(module, "register_gradients_reduced_hook")
-    if not callable(hook):
-        raise TypeError(f"register_gradients_reduced_hook takes a callable, got {hook!r}")
     hooks = unit.feature(UserHooksOfUnit)
     assert hooks is not None
     for flat in unit.handle.flats:

@@ -472,14 +472,7 @@ def full_shape(param: torch.Tensor) -> torch.Size:
     Rules that look at the shape keep working after sharding::
 
         decay = [p for p in model.parameters() if len(flatshard.full_shape(p)) >= 2]
-
-    Raises:
-        TypeError: ``param`` is not a tensor.
     """
-    if not isinstance(param, torch.Tensor):
-        raise TypeError(
-            f"full_shape takes a parameter, got {param!r}: to look one up by its name, full_shape(model.get_parameter(name))"
-        )
     info = shard_info(param)
     if info is None:
         return param.shape
