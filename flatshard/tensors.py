@@ -5,8 +5,9 @@
 
 from torch import nn
 
+from flatshard._handle.tensors.shard_info import ShardInfo
 from flatshard._handle.tensors.sharded_gradient import ShardedGradient
-from flatshard._handle.tensors.sharded_parameter import ShardedParameter, ShardInfo, full_shape, shard_info
+from flatshard._handle.tensors.sharded_parameter import ShardedParameter, full_shape, shard_info
 
 __all__ = ["ShardInfo", "ShardedGradient", "ShardedParameter", "full_shape", "num_parameters", "shard_info"]
 

@@ -86,7 +86,7 @@ def unit_for(module: nn.Module, verb: str) -> Unit:
             f"{verb}: this {kind} is part of unit {name_list(u.fqn for u in owners)}, and not a unit itself: pass that unit, "
             "or make the module a unit by the policy"
         )
-    raise _nothing_sharded(module, verb)
+    raise ValueError(f"{verb}: nothing in this {kind} is sharded; call fully_shard first")
 
 
 def units_in(module: nn.Module, recurse: bool, verb: str) -> list[Unit]:
@@ -107,10 +107,6 @@ def units_of(module: nn.Module, verb: str, recurse: bool = True) -> list[Unit]:
 def _check_module(module: object, verb: str) -> None:
     if not isinstance(module, nn.Module):
         raise TypeError(f"{verb} takes an nn.Module, got a {type(module).__name__}")
-
-
-def _nothing_sharded(module: nn.Module, verb: str) -> ValueError:
-    return ValueError(f"{verb}: nothing in this {type(module).__name__} is sharded; call fully_shard first")
 
 
 def settle(units: Iterable[Unit]) -> None:

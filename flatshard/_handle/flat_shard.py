@@ -37,7 +37,8 @@ from flatshard._handle.layout import FlatLayout
 from flatshard._handle.placement import Placement
 from flatshard._handle.planned import FlatOptions, Kind
 from flatshard._handle.tensors.changes import changes
-from flatshard._handle.tensors.sharded_parameter import Filling, ShardedParameter, ShardInfo, in_memory_order
+from flatshard._handle.tensors.shard_info import ShardInfo, in_memory_order
+from flatshard._handle.tensors.sharded_parameter import Filling, ShardedParameter
 from flatshard._handle.unsharded import UnshardedBuffer, as_sent
 
 _requires_grad = operator.attrgetter("requires_grad")  # read for every parameter in every step, so the loop runs in C

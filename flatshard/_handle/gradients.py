@@ -52,8 +52,9 @@ from flatshard._handle.placement import Placement
 from flatshard._handle.reduction import Partial, Reduction, ReductionInput
 from flatshard._handle.tensors.aggregate import plainly
 from flatshard._handle.tensors.grad_dtype import choose, has_chosen, promoted
+from flatshard._handle.tensors.shard_info import ShardInfo
 from flatshard._handle.tensors.sharded_gradient import mark, mark_all, plain_grad, set_gradients_as_they_are
-from flatshard._handle.tensors.sharded_parameter import ShardedParameter, ShardInfo
+from flatshard._handle.tensors.sharded_parameter import ShardedParameter
 from flatshard._handle.unused import Unused
 from flatshard._runtime import Runtime
 

@@ -28,7 +28,8 @@ from flatshard._handle.registrations import SHARDED, Registrations
 from flatshard._handle.tensors.aggregate import plainly
 from flatshard._handle.tensors.changes import changes
 from flatshard._handle.tensors.grad_dtype import hand_on
-from flatshard._handle.tensors.sharded_parameter import ShardInfo, shard_info
+from flatshard._handle.tensors.shard_info import ShardInfo
+from flatshard._handle.tensors.sharded_parameter import shard_info
 from flatshard._handle.unit_gradients import UnitGradients
 from flatshard._runtime import Users
 

@@ -22,6 +22,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
 
 from flatshard._composable.find import contexts_of, units_of_parameters
 from flatshard._handle.adapters.tensor_parallel import is_dtensor
@@ -76,11 +77,8 @@ class Stateful(Entry):
     def install(self, loaded: Any, undos: list[Undo]) -> None:
         before = copied(self.value.state_dict())
         undos.append(lambda: self.value.load_state_dict(before))
-        self.value.load_state_dict(loaded, **({} if self.strict else self._lenient))
-
-    @property
-    def _lenient(self) -> dict[str, Any]:
-        return {"strict": False} if isinstance(self.value, nn.Module) else {}
+        lenient = not self.strict and isinstance(self.value, nn.Module)
+        self.value.load_state_dict(loaded, **({"strict": False} if lenient else {}))
 
     def result(self, loaded: Any) -> Any:
         return self.value
@@ -268,8 +266,4 @@ def _has_a_say(module: nn.Module) -> bool:
 
 def copied(value: Any, device: str | None = None) -> Any:
     """The same, of tensors that nobody else changes."""
-    if isinstance(value, torch.Tensor):
-        return value.detach().clone() if device is None else value.detach().to(device, copy=True)
-    if isinstance(value, dict):
-        return {k: copied(v, device) for k, v in value.items()}
-    return type(value)(copied(v, device) for v in value) if type(value) in (list, tuple) else value
+    return tree_map_only(torch.Tensor, lambda t: t.detach().to(device or t.device, copy=True), value)

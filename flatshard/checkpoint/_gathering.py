@@ -9,7 +9,7 @@ import torch
 from flatshard._comm.progress import Label
 from flatshard._errors import name_list
 from flatshard._handle.flat_param import FlatParam
-from flatshard._handle.tensors.sharded_parameter import ShardInfo
+from flatshard._handle.tensors.shard_info import ShardInfo
 from flatshard._runtime import Runtime
 
 

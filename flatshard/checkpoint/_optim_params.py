@@ -20,7 +20,8 @@ from torch.optim import Optimizer
 
 from flatshard._composable.find import units_below
 from flatshard._errors import name_list
-from flatshard._handle.tensors.sharded_parameter import ShardedParameter, ShardInfo, shard_info
+from flatshard._handle.tensors.shard_info import ShardInfo
+from flatshard._handle.tensors.sharded_parameter import ShardedParameter, shard_info
 from flatshard.checkpoint._sharded_value import ShardedValue, check_source, local_source, sharded_value
 from flatshard.checkpoint._state_dict import Flat
 

@@ -137,7 +137,8 @@ def rows_of(names: Names, optim: Optimizers, for_load: bool | Iterable[str] = Fa
                 memory = optimizer.state.get(stepped, {})
                 if not memory and for_load is not False:
                     wanted = (n.param.requires_grad if asked is None else n.fqn in asked.params for n in held)
-                    memory = _first_state(optimizer, group, stepped) if any(wanted) else {}
+                    is_elsewhere = steps_whole(optimizer) and not optimizer.steps_here(stepped)  # type: ignore[attr-defined]
+                    memory = _first_step(optimizer, group, stepped)[0] if any(wanted) and not is_elsewhere else {}
                 rows += [Row(n, memory, _values(n, memory, steps_whole(optimizer), asked)) for n in held]
     return rows, groups if asked is None or not asked.groups else asked.as_groups(groups)
 
@@ -206,12 +207,6 @@ def _values(named: Named, memory: dict[str, Any], is_whole: bool, asked: _Asked 
 
 
 # -- the state that a first step would make -----------------------------------------------------------------------------
-
-
-def _first_state(optimizer: Optimizer, group: Group, stepped: nn.Parameter) -> dict[str, Any]:
-    if steps_whole(optimizer) and not optimizer.steps_here(stepped):  # type: ignore[attr-defined]
-        return {}
-    return _first_step(optimizer, group, stepped)[0]
 
 
 def _first_options(optimizer: Optimizer, group: Group) -> Group:

@@ -33,13 +33,8 @@ from flatshard._handle.adapters.tensor_parallel import is_dtensor, local_tensor
 from flatshard._handle.adapters.tensor_subclass import TensorSubclass
 from flatshard._handle.flat_param import FlatParam
 from flatshard._handle.tensors.experts import ExpertRanks
-from flatshard._handle.tensors.sharded_parameter import (
-    ShardedParameter,
-    ShardInfo,
-    home_of,
-    in_memory_order,
-    shard_info,
-)
+from flatshard._handle.tensors.shard_info import ShardInfo, in_memory_order
+from flatshard._handle.tensors.sharded_parameter import ShardedParameter, home_of, shard_info
 from flatshard._runtime import Runtime
 from flatshard.checkpoint._barrier import barrier
 from flatshard.checkpoint._boxes import Box, Part

@@ -10,7 +10,7 @@ from flatshard._errors import name_list
 from flatshard._handle.adapters.tensor_parallel import common_runtime
 from flatshard._handle.flat_param import FlatParam
 from flatshard._handle.handle import check_has_memory
-from flatshard._handle.tensors.sharded_parameter import ShardInfo
+from flatshard._handle.tensors.shard_info import ShardInfo
 
 
 def flat_parameters(module: nn.Module) -> list[nn.Parameter]:

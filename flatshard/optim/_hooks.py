@@ -42,7 +42,8 @@ from flatshard._config import Until
 from flatshard._errors import name_list
 from flatshard._handle.registrations import UNSHARDED
 from flatshard._handle.tensors.changes import changes
-from flatshard._handle.tensors.sharded_parameter import ShardedParameter, ShardInfo, full_shape, shard_info
+from flatshard._handle.tensors.shard_info import ShardInfo
+from flatshard._handle.tensors.sharded_parameter import ShardedParameter, full_shape, shard_info
 from flatshard._runtime import Runtime
 from flatshard.checkpoint._optim_params import params_of, take_loaded
 from flatshard.checkpoint._optim_state_dict import hook_optimizer
@@ -149,10 +150,8 @@ def _look_at(optimizer: Optimizer) -> None:
             return
         _refuse_added(optimizer, {id(p) for p in plain if p.requires_grad})
     if any(isinstance(p, ShardedParameter) for p in params):
-        try:
-            _check_shapes(optimizer, params)
-        except _NeedsWhole as e:
-            raise RuntimeError(*e.args) from None
+        if (why := _why_not_parts(optimizer, params)) is not None:
+            raise RuntimeError(why)
         hook_optimizer(optimizer)
         take_loaded(optimizer)
         _check_lost_rule(optimizer)
@@ -265,10 +264,6 @@ _KEEP_WHOLE = (
 )
 
 
-class _NeedsWhole(RuntimeError):
-    """The optimizer cannot step parts of parameters: ``WholeParameterOptimizer`` can."""
-
-
 def steps_parts(optimizer: Optimizer) -> bool:
     """Whether ``optimizer`` may step its parameters as they lie here. If not: :class:`WholeParameterOptimizer` does.
 
@@ -287,22 +282,26 @@ def steps_parts(optimizer: Optimizer) -> bool:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the first step warns
         try:
-            _check_shapes(optimizer, params_of(optimizer))
-        except _NeedsWhole:
-            return False
+            return _why_not_parts(optimizer, params_of(optimizer)) is None
         except RuntimeError:  # has another cure
             return True
-    return True
 
 
-def _check_shapes(optimizer: Optimizer, params: Iterable[torch.Tensor]) -> None:
-    """Raise if the optimizer cannot step parts of parameters. [Note: Optimizers that look at shapes]"""
+def _why_not_parts(optimizer: Optimizer, params: Iterable[torch.Tensor]) -> str | None:
+    """Why the optimizer cannot step parts of parameters, where ``WholeParameterOptimizer`` can. None: it can.
+
+    [Note: Optimizers that look at shapes]
+
+    Raises:
+        RuntimeError: it cannot step them, and ``WholeParameterOptimizer`` could not either.
+    """
     kind, name, steps_empty = type(optimizer), type(optimizer).__name__, steps_empty_parts(optimizer)
     if steps_empty is not None:
-        _check_whole(params, name, steps_empty)
+        if (why := _why_not_whole(params, name, steps_empty)) is not None:
+            return why
         scattered = [i for p in params if (i := shard_info(p)) is not None and not i.is_whole]
         if not steps_empty and scattered:
-            raise _NeedsWhole(
+            return (
                 f"{name} cannot step parameters without elements, such as {scattered[0].fqn!r} on some ranks: use "
                 f"flatshard.optim.WholeParameterOptimizer(params, {name}, ...)"
             )
@@ -311,11 +310,15 @@ def _check_shapes(optimizer: Optimizer, params: Iterable[torch.Tensor]) -> None:
         or getattr(optimizer, "steps_whole_parameters", False)
         or any(isinstance(value, Optimizer) for value in vars(optimizer).values())  # that one is checked when it steps
     ):
-        _try_it(optimizer)
+        return _try_it(optimizer)
+    return None
 
 
-def _try_it(optimizer: Optimizer) -> None:
-    """Try each param group with each way in which its parameters are cut. [Note: Trials of optimizers]"""
+def _try_it(optimizer: Optimizer) -> str | None:
+    """Try each param group with each way in which its parameters are cut. Returns why it cannot step parts, or None.
+
+    [Note: Trials of optimizers]
+    """
     name = type(optimizer).__name__
     allow = "If that is meant, set `works_on_shards = True` on the optimizer"
     tried = set()
@@ -342,14 +345,15 @@ def _try_it(optimizer: Optimizer) -> None:
                     f"flatshard.optim.WholeParameterOptimizer(params, {name}, ...)",
                     stacklevel=6,
                 )
-                return
+                return None
             if looks:
-                raise _NeedsWhole(
+                return (
                     f"{name} looks at more than single elements: in a trial it stepped a whole matrix differently from "
                     f"its parts, and ranks have parts of {info.fqn!r}. Use "
                     f"flatshard.optim.WholeParameterOptimizer(params, {name}, ...), which works in any layout, "
                     f"{_KEEP_WHOLE}. {allow}"
                 )
+    return None
 
 
 def _block_of(param: nn.Parameter) -> int:
@@ -405,14 +409,15 @@ def check_whole_parameters(params: Iterable[torch.Tensor], optimizer: str = "thi
         RuntimeError: a parameter is cut between ranks, or is a 1-D part although the whole has more dimensions, or is sharded
             by tensor parallelism.
     """
-    try:
-        _check_whole(params, optimizer, steps_empty=True)
-    except _NeedsWhole as e:
-        raise RuntimeError(*e.args) from None
+    if (why := _why_not_whole(params, optimizer, steps_empty=True)) is not None:
+        raise RuntimeError(why)
 
 
-def _check_whole(params: Iterable[torch.Tensor], optimizer: str, steps_empty: bool) -> None:
-    """``steps_empty``: the optimizer can step parameters without elements, which other ranks have where one has the whole."""
+def _why_not_whole(params: Iterable[torch.Tensor], optimizer: str, steps_empty: bool) -> str | None:
+    """Why an optimizer of whole parameters cannot step these: ranks have parts. None: it can.
+
+    ``steps_empty``: it can step parameters without elements, which other ranks have where one has the whole.
+    """
     infos = [i for p in params if (i := shard_info(p)) is not None]
     parallel = [i.fqn for i in infos if i.parallel is not None and any(p.is_shard() for p in i.parallel.placements)]
     if parallel:
@@ -421,11 +426,12 @@ def _check_whole(params: Iterable[torch.Tensor], optimizer: str, steps_empty: bo
             "sharded by tensor parallelism: use an optimizer that treats every element alone, such as AdamW"
         )
     if cut := [i.fqn for i in infos if _is_cut(i)]:
-        raise _NeedsWhole(
+        return (
             f"{optimizer} looks at whole parameters, but ranks have parts of {name_list(cut, 3)}: on parts it would compute "
             f"wrong updates. Use flatshard.optim.WholeParameterOptimizer(params, {optimizer}, ...), which works in any layout"
             + (f", {_KEEP_WHOLE}" if steps_empty else "")
         )
+    return None
 
 
 def _is_cut(info: ShardInfo) -> bool:

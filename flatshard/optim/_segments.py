@@ -8,7 +8,8 @@ from typing import Literal, get_args
 import torch
 
 from flatshard._handle.tensors.aggregate import Aggregate, plainly
-from flatshard._handle.tensors.sharded_parameter import ShardInfo, full_shape, shard_info
+from flatshard._handle.tensors.shard_info import ShardInfo
+from flatshard._handle.tensors.sharded_parameter import full_shape, shard_info
 
 Op = Literal["norm", "sum", "mean", "max", "min"]
 

@@ -269,13 +269,9 @@ def _broadcast(unit: PlannedUnit, groups: Groups | None, runtime: Runtime) -> No
 
 def fill_with_pattern(tensor: torch.Tensor) -> None:
     """Mark the whole storage of ``tensor`` as never initialised."""
-    _bytes(tensor).fill_(PATTERN)
+    torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage()).fill_(PATTERN)
 
 
 def shows_pattern(tensor: torch.Tensor) -> bool:
     """Whether ``tensor``, plain and not empty, is as ``fill_with_pattern`` left it."""
     return bool((tensor.detach().reshape(-1).view(torch.uint8) == PATTERN).all())
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())

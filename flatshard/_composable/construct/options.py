@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from flatshard._comm.collectives import CollectivesFactory
 from flatshard._composable.construct.validate import default_device
 from flatshard._composable.unit_config import UnitConfig
 from flatshard._config import (
@@ -24,46 +23,29 @@ from flatshard._errors import name_list
 
 
 def unit_config(
-    *,
-    strategy: Any,
-    backward_prefetch: Any,
-    forward_prefetch: Any,
-    mixed_precision: Any,
-    cpu_offload: Any,
-    collectives: CollectivesFactory | None,
-    prefetch_limit_bytes: Any,
-    reshard_after_forward: Any,
-    layout: Any,
-    static_buffers: Any = False,
-    shard_mesh_fn: Any = None,
+    *, strategy: Any, backward_prefetch: Any, mixed_precision: Any, cpu_offload: Any, **others: Any
 ) -> UnitConfig:
-    """Turn arguments of ``fully_shard`` into the options of a unit.
+    """Turn arguments of ``fully_shard`` into the options of a unit. ``others`` are taken as they are.
 
     Raises:
         TypeError, ValueError: one of them is wrong.
     """
-    strategy = as_enum(ShardingStrategy, strategy, "strategy")
     if backward_prefetch is not None:
         backward_prefetch = as_enum(BackwardPrefetch, backward_prefetch, "backward_prefetch")
-    check_reshard_after_forward(reshard_after_forward, strategy)
-    if strategy.is_whole and getattr(collectives, "reduce", None) is False:
-        raise ValueError(
-            f"collectives={collectives!r} would do nothing for a unit under {strategy.name}, which gathers no parameters: "
-            "pass reduce=True, or omit `collectives`"
-        )
-    return UnitConfig(
-        strategy,
-        backward_prefetch,
-        forward_prefetch,
-        MixedPrecision.of(mixed_precision),
-        CPUOffload.of(cpu_offload),
-        collectives,
-        reshard_after_forward,
-        prefetch_limit_bytes,
-        layout,
-        static_buffers,
-        shard_mesh_fn,
+    config = UnitConfig(
+        strategy=as_enum(ShardingStrategy, strategy, "strategy"),
+        backward_prefetch=backward_prefetch,
+        mixed_precision=MixedPrecision.of(mixed_precision),
+        cpu_offload=CPUOffload.of(cpu_offload),
+        **others,
     )
+    check_reshard_after_forward(config.reshard_after_forward, config.strategy)
+    if config.strategy.is_whole and getattr(config.collectives, "reduce", None) is False:
+        raise ValueError(
+            f"collectives={config.collectives!r} would do nothing for a unit under {config.strategy.name}, which gathers no "
+            "parameters: pass reduce=True, or omit `collectives`"
+        )
+    return config
 
 
 def check_limit_all_gathers(limit_all_gathers: bool) -> None:

@@ -93,7 +93,7 @@ def choose_units(
     elif (classes := _classes_of(policy)) is not None:
         chosen = _by_function(root, lambda module: isinstance(module, classes), ignored)
         sought = f"the policy's classes {name_list([c.__qualname__ for c in classes])}"
-    elif (function := _function_of(policy)) is not None:
+    elif function := policy.function if isinstance(policy, CustomPolicy) else getattr(policy, "_lambda_fn", None):
         chosen = _by_function(root, function, ignored)
         sought = "the policy's function"
     else:
@@ -145,14 +145,6 @@ def _classes_of(policy: Any) -> tuple[type[nn.Module], ...] | None:
         return _as_classes(policy)
     torch_classes = getattr(policy, "_module_classes", None)  # torch.distributed.fsdp.wrap.ModuleWrapPolicy
     return None if torch_classes is None else _as_classes(torch_classes)
-
-
-def _function_of(policy: Any) -> Callable[[nn.Module], bool | Overrides] | None:
-    """The function of a CustomPolicy, flatshard's or torch's. None for other policies."""
-    if isinstance(policy, CustomPolicy):
-        return policy.function
-    torch_function: Callable[[nn.Module], bool | Overrides] | None = getattr(policy, "_lambda_fn", None)
-    return torch_function
 
 
 def _checked_callable(policy: Any) -> Callable[..., bool]:

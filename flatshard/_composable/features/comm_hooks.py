@@ -194,7 +194,14 @@ def register_comm_hook(
             f"register_comm_hook: units {name_list(found)} reduce over two axes of a mesh, one after the other, and a hook "
             "is for one process group: use HYBRID_SHARD, or MixedPrecision(reduce_dtype=...) for 16 bits"
         )
-    reduced = [unit for unit in units if _is_reduced(unit) and not _is_only_replicated(unit)]
+    reduced = [
+        unit
+        for unit in units
+        if any(flat.gradients.is_reduced for flat in unit.handle.flats)
+        and not (
+            unit.config.strategy.is_hybrid and unit.handle.placement.is_whole
+        )  # no reduction within a group of one
+    ]
     if not reduced:
         world_size = units[0].runtime.world_size
         why = "they are sharded over a single rank" if world_size == 1 else "they have no floating-point parameters"
@@ -208,16 +215,6 @@ def register_comm_hook(
         for flat in unit.handle.flats:
             flat.gradients.reduce_by(functools.partial(_hooked, hook, state))
     return CommHookHandle(reduced)
-
-
-def _is_reduced(unit: Unit) -> bool:
-    """Whether the unit has reductions when a parameter requires grad."""
-    return any(flat.gradients.is_reduced for flat in unit.handle.flats)
-
-
-def _is_only_replicated(unit: Unit) -> bool:
-    """Whether the unit is hybrid with a shard group of one rank, so that it has no reduction within that group."""
-    return unit.config.strategy.is_hybrid and unit.handle.placement.is_whole
 
 
 def _check_hook(hook: Any, unit: Unit) -> None:

@@ -33,7 +33,8 @@ from flatshard._handle.flat_param import FlatParam
 from flatshard._handle.handle import FILL
 from flatshard._handle.tensors.changes import changes
 from flatshard._handle.tensors.grad_dtype import hand_on
-from flatshard._handle.tensors.sharded_parameter import fillings, in_memory_order
+from flatshard._handle.tensors.shard_info import in_memory_order
+from flatshard._handle.tensors.sharded_parameter import fillings
 from flatshard._names import plain_name
 from flatshard._runtime import Runtime
 

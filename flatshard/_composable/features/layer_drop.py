@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch
@@ -48,7 +48,8 @@ def join_dropped(root: nn.Module) -> str | None:
     """Have each module in ``root`` that drops layers pass by them. Returns a warning about those with several lists."""
     unclear = []
     for fqn, module in root.named_modules():
-        stacks = [layers for layers in _stacks(module) if _has_units(layers)] if _drops(module) else []
+        lists = [child for child in module.children() if isinstance(child, nn.ModuleList)] if _drops(module) else []
+        stacks = [layers for layers in lists if _has_units(layers)]
         if len(stacks) > 1:
             unclear.append(plain_name(fqn))
         elif stacks:
@@ -161,10 +162,6 @@ def _drops(module: nn.Module) -> bool:
         if isinstance(rate, int | float):  # the first one found is the one that the model uses
             return rate > 0
     return False
-
-
-def _stacks(module: nn.Module) -> Iterator[nn.ModuleList]:
-    return (child for child in module.children() if isinstance(child, nn.ModuleList))
 
 
 def _has_units(module: nn.Module) -> bool:

@@ -201,11 +201,14 @@ class _Summoned(Claim):
             handle.reshard()
 
     def _note_values(self) -> None:
+        self.before = [values.clone() for values in self._values()]
+
+    def _values(self) -> list[torch.Tensor]:
+        """What the body sees."""
         copies = self.copies
         if copies is None:
-            self.before = WholeParameters(self.unit.handle).copy_unsharded()
-        else:
-            self.before = [p.detach().clone() for p in copies.values()]
+            return [flat.unsharded.flat for flat in self.unit.handle.flats]
+        return [copy.data for copy in copies.values()]
 
     def hide(self) -> None:
         """With ``rank0_only``, on the other ranks: free what was gathered, and show the sharded parameters."""
@@ -250,16 +253,13 @@ class _Summoned(Claim):
         unit, handle, copies = self.unit, self.unit.handle, self.copies
         whole = WholeParameters(handle)
         changed = any([b.unsharded.take_back_moved() for b in handle.flats])  # `p.data = ...` in the body
-        if copies is not None:
-            if writeback:
-                whole.write_back_copies(copies, shows_gradients(unit))
-            elif self.before is not None:
-                with torch.no_grad():
-                    torch._foreach_copy_([p.data for p in copies.values()], self.before)
+        if writeback and copies is not None:
+            whole.write_back_copies(copies, shows_gradients(unit))
         elif writeback:
             whole.write_back(shows_gradients(unit))
         elif self.before is not None:
-            whole.restore_unsharded(self.before)
+            with torch.no_grad():
+                torch._foreach_copy_(self._values(), self.before)
         if writeback and (changed or any(each.version != each._version_shown() for each in _summons(unit))):
             handle.note_written_back()
         if writeback:  # outer contexts must not undo it

@@ -62,15 +62,11 @@ class UserHooksOfUnit(ForwardFeature):
 def _refuse_unreachable(flat: FlatParam) -> None:
     if flat.is_watched:
         named = zip(flat.params, flat.layout.params, strict=True)
-        if found := [info.fqn for param, info in named if _is_hooked(param)]:
+        if found := [info.fqn for param, info in named if param._post_accumulate_grad_hooks]:
             raise RuntimeError(
                 f"{name_list(found)} have hooks that would never run: since flat_parameters() was called, only the flat "
                 "parameter receives gradients. Register the hooks on the flat parameter"
             )
-
-
-def _is_hooked(param: nn.Parameter) -> bool:
-    return bool(param._post_accumulate_grad_hooks)
 
 
 def register_gradients_reduced_hook(module: nn.Module, hook: Callable[[nn.Module], object]) -> RemovableHandle:

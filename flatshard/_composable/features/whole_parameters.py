@@ -19,7 +19,7 @@ from flatshard._handle.flat_param import FlatParam
 from flatshard._handle.handle import FlatParamHandle
 from flatshard._handle.reduction import views_of
 from flatshard._handle.tensors.aggregate import plainly
-from flatshard._handle.tensors.sharded_parameter import in_memory_order
+from flatshard._handle.tensors.shard_info import in_memory_order
 
 
 class Gathering:
@@ -93,15 +93,6 @@ class WholeParameters:
             for param, value, wrapping in zip(flat.params, whole, flat.wrappings, strict=True):
                 copies[id(param)] = value if device in (None, value.device) else _copy(value, wrapping, device)
         return copies
-
-    def copy_unsharded(self) -> list[torch.Tensor]:
-        """Copies of the unsharded buffers, for ``restore_unsharded``."""
-        return [b.unsharded.flat.clone() for b in self._handle.flats]
-
-    def restore_unsharded(self, before: Sequence[torch.Tensor]) -> None:
-        """Undo changes of the unsharded parameters."""
-        for flat, values in zip(self._handle.flats, before, strict=True):
-            flat.unsharded.flat.copy_(values)
 
     def write_back(self, with_grads: bool) -> None:
         """Write this rank's part of the unsharded parameters, and of their gradients, to the shards."""
@@ -202,10 +193,8 @@ def _write_back_gradients(flat: FlatParam, whole: list[torch.Tensor | None]) -> 
 
 def _copy(param: nn.Parameter, wrapping: Wrapping | None, device: torch.device | None = None) -> nn.Parameter:
     """A copy of a whole parameter, without its gradient. ``device``: None: the same device."""
-    value = _dense_copy(param.detach() if wrapping is None else wrapping.unwrap(param), device)
+    plain = param.detach() if wrapping is None else wrapping.unwrap(param)
+    value = torch.empty_strided(plain.shape, plain.stride(), dtype=plain.dtype, device=device or plain.device).copy_(
+        plain
+    )
     return nn.Parameter(value if wrapping is None else wrapping.wrap(value), param.requires_grad)
-
-
-def _dense_copy(plain: torch.Tensor, device: torch.device | None) -> torch.Tensor:
-    new = torch.empty_strided(plain.shape, plain.stride(), dtype=plain.dtype, device=device or plain.device)
-    return new.copy_(plain)

@@ -20,55 +20,19 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator
-from typing import Any, ClassVar, NoReturn, Protocol
+from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch import nn
 
-from flatshard._comm.rank_group import RankGroup
 from flatshard._errors import refuse_other_sharding
 from flatshard._handle.tensors.aggregate import Aggregate, device_for, local_norms, plainly
 from flatshard._handle.tensors.operations import OperationKind, is_in_place, is_of_many, kind_of
 from flatshard._handle.tensors.partial import METADATA, NORMS, UNSCALE, make_whole, norm_arguments, retype
+from flatshard._handle.tensors.shard_info import ShardInfo
 
 Function = Callable[..., Any]
 Handler = Callable[[Function, tuple[Any, ...], dict[str, Any]], Any]
-
-
-class PartInfo(Protocol):
-    """The parameter that a part belongs to (``ShardInfo``)."""
-
-    @property
-    def fqn(self) -> str: ...
-
-    @property
-    def shape(self) -> tuple[int, ...]: ...  # of the whole
-
-    @property
-    def full_shape(self) -> tuple[int, ...]: ...  # the same, of a tensor subclass as its user sees it
-
-    @property
-    def by_rows(self) -> bool: ...  # the parts are whole rows
-
-    @property
-    def never_cut(self) -> bool: ...  # [Note: Parameters that are never cut]
-
-    @property
-    def runtime(self) -> RankGroup | None: ...  # of the ranks that hold the parts; None: there are no others
-
-    @property
-    def elsewhere(self) -> tuple[tuple[int, int], ...]: ...  # ranges of elements that another rank counts in norms
-
-    @property
-    def start(self) -> int: ...  # this rank's elements, half-open, in memory order
-
-    @property
-    def stop(self) -> int: ...
-
-    @property
-    def stride(self) -> tuple[int, ...]: ...  # of the whole, dense
-
-    def describe(self) -> str: ...  # which elements of what this rank has
 
 
 class PartTensor(torch.Tensor):
@@ -77,7 +41,7 @@ class PartTensor(torch.Tensor):
     Reductions of it communicate: every rank must take them, and in the same order.
     """
 
-    _flatshard_info: PartInfo
+    _flatshard_info: ShardInfo
     _whose: ClassVar[str] = ""  # of what a number is, before the FQN
 
     is_sparse = False  # every optimizer reads this of each gradient: a constant avoids the dispatch
@@ -118,7 +82,7 @@ class OwnedTensor(PartTensor):
     """What is computed from a parameter that is never cut, and not from its elements alone: it is the owner's."""
 
 
-def mark_part(tensor: torch.Tensor, info: PartInfo) -> torch.Tensor:
+def mark_part(tensor: torch.Tensor, info: ShardInfo) -> torch.Tensor:
     """Turn a plain ``tensor`` into a :class:`PartTensor`, in place."""
     retype([tensor], PartTensor, "_flatshard_info", [info])
     return tensor
@@ -170,7 +134,7 @@ def _replaced(argument: Any, by: dict[int, torch.Tensor]) -> Any:
     return by.get(id(argument), argument)
 
 
-def refuse(info: PartInfo, name: str) -> NoReturn:
+def refuse(info: ShardInfo, name: str) -> NoReturn:
     """Raise: ``name`` needs more than the elements that this rank has."""
     refuse_other_sharding(info.fqn)
     raise RuntimeError(
@@ -287,7 +251,7 @@ def _select(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     return _by_rows(func, args, kwargs)
 
 
-def _rows_only(info: PartInfo, name: str) -> None:
+def _rows_only(info: ShardInfo, name: str) -> None:
     """Raise, unless this rank has whole rows."""
     if not info.by_rows:
         refuse(info, name)
@@ -340,14 +304,14 @@ def local_norm(part: torch.Tensor, ord: float, dtype: torch.dtype | None) -> tor
     return stacked.sum() if ord == 0 else torch.linalg.vector_norm(stacked, ord)
 
 
-def _no_dims(info: PartInfo, name: str, rest: Any) -> NoReturn:
+def _no_dims(info: ShardInfo, name: str, rest: Any) -> NoReturn:
     raise NotImplementedError(
         f"{info.describe()}: {name} with {rest} is not supported. Without them it is that of the whole; or compute it inside "
         "`with flatshard.summon_full_params(module, with_grads=True):`, where changes of gradients in place are kept"
     )
 
 
-def _of_rows(info: PartInfo, dims: Any) -> bool:
+def _of_rows(info: ShardInfo, dims: Any) -> bool:
     """Whether ``dims`` are within rows, and this rank's are whole."""
     ndim = len(info.shape)
     dims = (dims,) if isinstance(dims, int) else dims
@@ -485,7 +449,7 @@ def _reduce(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
         return reduced(part, info, kwargs.get("dtype"))
 
 
-def _sum(part: torch.Tensor, info: PartInfo, dtype: torch.dtype | None, *, over: int = 1) -> torch.Tensor:
+def _sum(part: torch.Tensor, info: ShardInfo, dtype: torch.dtype | None, *, over: int = 1) -> torch.Tensor:
     dtype = dtype or (part.dtype if part.is_floating_point() else torch.int64)
     # Added up in double, because the parts of a bfloat16 sum would be rounded.
     own = torch.stack([piece.sum(dtype=torch.float64) for piece in counted(part)]).sum()
@@ -494,7 +458,7 @@ def _sum(part: torch.Tensor, info: PartInfo, dtype: torch.dtype | None, *, over:
     )
 
 
-def _mean(part: torch.Tensor, info: PartInfo, dtype: torch.dtype | None) -> torch.Tensor:
+def _mean(part: torch.Tensor, info: ShardInfo, dtype: torch.dtype | None) -> torch.Tensor:
     if not (dtype or part.dtype).is_floating_point:
         raise RuntimeError(f"mean() of {info.fqn!r}: needs floating point, got {part.dtype}")
     if part.dim() != (len(info.shape) if info.by_rows else 1):  # view_as_real
@@ -502,21 +466,21 @@ def _mean(part: torch.Tensor, info: PartInfo, dtype: torch.dtype | None) -> torc
     return _sum(part, info, dtype or part.dtype, over=math.prod(info.full_shape))
 
 
-def _extreme(part: torch.Tensor, info: PartInfo, dtype: torch.dtype | None, *, op: Any) -> torch.Tensor:
+def _extreme(part: torch.Tensor, info: ShardInfo, dtype: torch.dtype | None, *, op: Any) -> torch.Tensor:
     own = Aggregate(op)._of_part(part)
     whole = over_ranks(own, Aggregate(op), part, f"the {op}imum")
     return _with_graph(part, own, whole, lambda a, b: (a == b).double()).to(part.dtype)
 
 
-def _any(part: torch.Tensor, info: PartInfo, dtype: torch.dtype | None) -> torch.Tensor:
+def _any(part: torch.Tensor, info: ShardInfo, dtype: torch.dtype | None) -> torch.Tensor:
     return over_ranks(part.any().double(), Aggregate("max"), part, "any").bool()
 
 
-def _all(part: torch.Tensor, info: PartInfo, dtype: torch.dtype | None) -> torch.Tensor:
+def _all(part: torch.Tensor, info: ShardInfo, dtype: torch.dtype | None) -> torch.Tensor:
     return over_ranks(part.all().double(), Aggregate("min"), part, "all").bool()
 
 
-def _count(part: torch.Tensor, info: PartInfo, dtype: torch.dtype | None) -> torch.Tensor:
+def _count(part: torch.Tensor, info: ShardInfo, dtype: torch.dtype | None) -> torch.Tensor:
     own = torch.stack([piece.count_nonzero() for piece in counted(part)]).sum()
     return over_ranks(own.double(), Aggregate("sum"), part, "the count of nonzero elements").long()
 

@@ -23,8 +23,9 @@ from torch.utils import _foreach_utils
 
 from flatshard._comm.rank_group import RankGroup
 from flatshard._handle.tensors.aggregate import local_norms, plainly
-from flatshard._handle.tensors.part import HANDLERS, PartInfo, PartTensor, local_norm
+from flatshard._handle.tensors.part import HANDLERS, PartTensor, local_norm
 from flatshard._handle.tensors.partial import UNSCALE, PartialFlag, PartialNorm, consume, retype
+from flatshard._handle.tensors.shard_info import ShardInfo
 
 
 class ShardedGradient(PartTensor):
@@ -60,13 +61,13 @@ def set_gradients_as_they_are(params: Iterable[nn.Parameter], grads: Iterable[to
     consume(map(plain_grad.__set__, params, grads))
 
 
-def mark(grad: torch.Tensor, info: PartInfo) -> None:
+def mark(grad: torch.Tensor, info: ShardInfo) -> None:
     """Turn ``grad`` into a sharded gradient in place, unless it is a subclass or sparse."""
     if type(grad) in (torch.Tensor, PartTensor) and grad.layout is torch.strided:
         mark_all([grad], [info])
 
 
-def mark_all(grads: Iterable[torch.Tensor], infos: Iterable[PartInfo]) -> None:
+def mark_all(grads: Iterable[torch.Tensor], infos: Iterable[ShardInfo]) -> None:
     """The same for plain dense gradients, with loops in C."""
     retype(list(grads), ShardedGradient, "_flatshard_info", infos)
 

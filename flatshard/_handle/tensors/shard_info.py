@@ -1,0 +1,118 @@
+"""Which part of which parameter a tensor holds."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from flatshard._comm.rank_group import RankGroup
+from flatshard._handle.adapters.tensor_parallel import TensorParallel
+from flatshard._handle.adapters.wrapping import Wrapping
+from flatshard._handle.layout import part_shape
+from flatshard._handle.tensors.aggregate import plainly
+
+
+@dataclass(frozen=True, slots=True)
+class ShardInfo:
+    """Which part of which parameter a sharded parameter holds. See ``flatshard.tensors.shard_info(p)``.
+
+    Example::
+
+        info = flatshard.tensors.shard_info(model[0].up.weight)
+        print(f"{info.fqn} of shape {info.shape}: elements {info.start} to {info.stop} are here")
+    """
+
+    fqn: str  # the parameter's
+    shape: tuple[int, ...]  # of the whole parameter
+    stride: tuple[int, ...]  # of the whole parameter, dense: defines the memory order for ``start`` and ``stop``
+    start: int  # this rank's elements, half-open, in memory order
+    stop: int  # the element behind the last of this rank's
+    shard_world_size: int  # ranks that the parameter is sharded over
+    by_rows: bool = False  # this rank's part consists of whole rows, and has the parameter's dimensions
+    owner: int | None = None  # the rank that holds all of it, if one does; None also in an unpickled copy
+    # The ranks that hold the parts. None if the shard group has a single rank, unless its `around` has others; and in an
+    # unpickled copy.
+    runtime: RankGroup | None = field(default=None, repr=False, compare=False)
+    # For a tensor subclass. All fields above except `runtime` then describe the plain tensor that is sharded of it.
+    wrapping: Wrapping | None = field(default=None, repr=False, compare=False)
+    # Another tensor-parallel rank holds the same values (perhaps cut differently), and writes them into checkpoints.
+    is_copy: bool = field(default=False, repr=False, compare=False)
+    # Ranges of this rank's elements, from ``start``, that another rank of ``runtime`` also has and counts in norms. Sorted.
+    elsewhere: tuple[tuple[int, int], ...] = field(default=(), repr=False, compare=False)
+    # Its layout cuts between parameters only: ``owner`` has all of it, and others have nothing.
+    never_cut: bool = field(default=False, repr=False, compare=False)
+
+    @property
+    def parallel(self) -> TensorParallel | None:
+        """Internal: the tensor parallelism of a DTensor parameter, or None."""
+        return self.wrapping if isinstance(self.wrapping, TensorParallel) else None
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether this rank has all of the parameter: ``NO_SHARD``, or a single rank to shard over."""
+        return self.shard_world_size == 1
+
+    @property
+    def part_shape(self) -> tuple[int, ...]:
+        """The shape of this rank's part: 1-D; ``(rows, *rest)`` if cut by rows; the whole shape on a single rank."""
+        if self.is_whole:
+            return self.shape
+        return part_shape(self.shape, self.stop - self.start, self.by_rows)
+
+    @property
+    def rows(self) -> tuple[int, int] | None:
+        """The rows of the parameter that this rank has, half-open. None if it was not cut by rows."""
+        if not self.shape or not (self.by_rows or self.is_whole):
+            return None
+        row = max(1, math.prod(self.shape[1:]))
+        return self.start // row, self.stop // row
+
+    @property
+    def full_shape(self) -> tuple[int, ...]:
+        """Internal: the shape of the whole parameter, as its user sees it."""
+        return self.shape if self.wrapping is None else tuple(self.wrapping.shape)
+
+    def describe(self) -> str:
+        """Internal: which elements this rank has, for an error."""
+        return (
+            f"parameter {self.fqn!r} is sharded: this rank has elements {self.start}:{self.stop} of shape "
+            f"{self.full_shape} {'in whole rows' if self.by_rows else 'as a 1-D part'}"
+        )
+
+    @property
+    def numel(self) -> int:
+        """Elements of the whole parameter."""
+        return math.prod(self.shape)
+
+    def in_memory_order(self, part: torch.Tensor) -> torch.Tensor:
+        """Internal: ``part``, in the shape of this rank's part, as 1-D in memory order. A view if its stride allows that."""
+        return part if len(part.shape) == 1 else in_memory_order(part, self.stride)
+
+    def shaped(self, part: torch.Tensor) -> torch.Tensor:
+        """Internal: the inverse: 1-D ``part``, in memory order, in the shape of this rank's part."""
+        shape = self.part_shape
+        with plainly():
+            return part if shape == part.shape else part.as_strided(shape, self.stride)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ShardInfo, (
+            self.fqn,
+            self.shape,
+            self.stride,
+            self.start,
+            self.stop,
+            self.shard_world_size,
+            self.by_rows,
+        )
+
+
+def in_memory_order(tensor: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
+    """``tensor``'s elements as 1-D, in the order of a dense ``stride``. A view if ``tensor`` has that stride."""
+    with plainly():
+        if any(a != b and n > 1 for a, b, n in zip(tensor.stride(), stride, tensor.shape, strict=True)):
+            dense = torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device)
+            tensor = dense.copy_(tensor)
+        return tensor.as_strided((tensor.numel(),), (1,))
