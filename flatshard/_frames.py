@@ -6,9 +6,10 @@ does), and when several threads run forwards. Errors of the watch say in which c
 
 from __future__ import annotations
 
+import itertools
 import sys
 import threading
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from types import FrameType
 from typing import Any
 
@@ -35,6 +36,13 @@ def of_module_call(depth: int, outer: FrameType | None) -> tuple[FrameType, bool
     return frame, at is not None
 
 
+def outward(frame: FrameType | None) -> Iterator[FrameType]:
+    """``frame``, and those that it was called from."""
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
 def is_inside(frame: FrameType, outer: FrameType) -> bool:
     """Whether ``frame`` was called, directly or indirectly, from ``outer``."""
     at: FrameType | None = frame
@@ -58,19 +66,15 @@ def threads() -> set[int]:
 
 def main_thread_in(names: Collection[str], file: str) -> tuple[str, dict[str, Any]] | None:
     """The innermost call, on the main thread, of one of the functions ``names`` of ``file``: its name, and its variables."""
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    while frame is not None:
+    for frame in outward(sys._current_frames().get(threading.main_thread().ident or 0)):
         if frame.f_code.co_name in names and frame.f_code.co_filename == file:
             return frame.f_code.co_name, frame.f_locals
-        frame = frame.f_back
     return None
 
 
 def called_by(modules: tuple[str, ...]) -> bool:
     """Whether code of a module whose name starts with one of ``modules`` is among the nearest callers."""
-    frame: FrameType | None = sys._getframe(1)
-    for _ in range(8):  # nn.Module's __setattr__ or __delattr__, and what noticed it, may be in between
-        if frame is not None and frame.f_globals.get("__name__", "").startswith(modules):
-            return True
-        frame = None if frame is None else frame.f_back
-    return False
+    nearest = itertools.islice(
+        outward(sys._getframe(1)), 8
+    )  # nn.Module's __setattr__, and what noticed it, are in between
+    return any(frame.f_globals.get("__name__", "").startswith(modules) for frame in nearest)

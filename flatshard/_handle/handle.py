@@ -10,7 +10,7 @@ import copy
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -36,7 +36,7 @@ from flatshard._runtime import Users
 _version = operator.attrgetter("_version")  # read for every parameter in every step, so the loop runs in C
 
 
-class Source(Protocol):
+class Source:
     """Where a feature has a unit gathered from, instead of the shards of all ranks: it has kept the gathered values somewhere
     nearer. A deep copy is for the copied unit.
     """
@@ -45,6 +45,7 @@ class Source(Protocol):
         """Called before each all-gather of ``flats``. Returns None, or what to do instead: an iterator that starts the
         all-gather of each. ``again``: see ``FlatParamHandle.unshard``.
         """
+        raise NotImplementedError
 
     def keep(self, flats: Sequence[FlatParam], until: object) -> None:
         """Called before the gathered ``flats`` are freed, on the stream that they belong to. As long as ``until`` lives,

@@ -22,15 +22,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from flatshard._frames import outward
+
 _HELPERS = "torch.distributed.checkpoint.state_dict"
 
 
 def callers() -> Iterator[FrameType]:
     """The frames of those who have called the caller, from the innermost."""
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
+    return outward(sys._getframe(2))
 
 
 class Request(NamedTuple):

@@ -29,13 +29,14 @@ from flatshard._composable.extensions import Extension
 from flatshard._composable.state import Unit
 from flatshard._composable.unit_config import UnitConfig
 from flatshard._handle.flat_param import FlatParam
+from flatshard._handle.handle import Source
 from flatshard._handle.tensors.aggregate import plainly
 from flatshard._mesh_runtime import MeshRuntime
 from flatshard._runtime import Runtime
 
 
-class KeptShards:
-    """The kept shards of one unit: a ``Source`` that its handle gathers from again. A subclass says what is kept."""
+class KeptShards(Source):
+    """The kept shards of one unit, which its handle gathers from again. A subclass says what is kept."""
 
     def __init__(self) -> None:
         # The shards, by the steps that may need them: the same dict for all steps.
@@ -71,12 +72,6 @@ class KeptShards:
         if _trace.sinks:
             _trace.event(self.verb(flats[0]), flats[0].placement.label.unit)
         return (self.gather(flat, taken.get(flat)) for flat in flats)
-
-    def follow(self, flat: FlatParam) -> None:
-        """What is kept is copied after the forward."""
-
-    def drop(self) -> None:
-        """What is kept is of the last forward, as its backward needs it."""
 
     def part(self, flat: FlatParam) -> torch.Tensor | None:
         """The part of the unsharded buffer to keep; None: nothing."""
@@ -168,7 +163,7 @@ def _exact(inner: Runtime, factory: CollectivesFactory | None) -> Runtime:
     return made if getattr(made.collectives, "everywhere", False) else made.exact
 
 
-class GatheredOutside:
+class GatheredOutside(Source):
     """``HYBRID_FULL_SHARD``: what a rank has of a unit once the outer axis is gathered, until the parts change."""
 
     def __init__(self) -> None:
@@ -190,9 +185,6 @@ class GatheredOutside:
     def drop(self) -> None:
         """Forget them."""
         self._kept.clear()
-
-    def keep(self, flats: Sequence[FlatParam], until: object) -> None:
-        """They are kept from the gather on."""
 
     def gathers(self, flats: Sequence[FlatParam], again: bool) -> Iterator[Pending] | None:
         """Gather over the inner axis, and over the outer one where the parts have changed."""

@@ -25,6 +25,7 @@ from torch.nn.utils._named_member_accessor import swap_tensor  # private: to rec
 from torch.utils.checkpoint import CheckpointFunction
 
 from flatshard._errors import RESTRUCTURE_BEFORE, cannot_trace, refuse_other_sharding
+from flatshard._frames import outward
 from flatshard._handle.tensors.changes import changes
 from flatshard._handle.tensors.sharded_parameter import ShardedParameter, fillings, handle_to_empty, show_whole
 from flatshard._names import UNIT_KEY
@@ -109,12 +110,11 @@ class GuardedParameters(Parameters):
         return show_whole(param)
 
     def _check_reader(self, param: ShardedParameter, reader: FrameType) -> None:
-        frame = reader.f_back
-        # Up to nn.Module.__call__, which runs the hooks.
-        while frame is not None and frame.f_code.co_filename != _GETATTR.co_filename:
+        for frame in outward(reader.f_back):
+            if frame.f_code.co_filename == _GETATTR.co_filename:  # nn.Module.__call__, which runs the hooks
+                break
             if frame.f_code.co_name == "forward" and getattr(_self_of(frame), "__dict__", None) is self.attributes:
                 raise RuntimeError(_explain(param, frame))
-            frame = frame.f_back
 
     # `Registrations` writes to the plain dict. So a write here is by the user, and forwards must see the new value.
 
@@ -246,9 +246,9 @@ def _self_of(frame: FrameType) -> Any:
 
 def _explain(param: ShardedParameter, forward: FrameType) -> str:
     info, kind = param._flatshard_info, type(_self_of(forward)).__name__
-    if _is_of_fx(forward):
+    if any(frame.f_globals.get("__name__", "").startswith("torch.fx.") for frame in outward(forward)):
         return str(cannot_trace("torch.fx", f"parameter {info.fqn!r}"))
-    if _is_recomputed(forward):
+    if any(frame.f_code is _RECOMPUTE for frame in outward(forward)):
         return (
             f"parameter {info.fqn!r} is sharded, and {kind}.forward is recomputed in backward after its unit was resharded: "
             "another forward in this backward skipped the unit (flatshard.skip), and with a reentrant checkpoint flatshard "
@@ -256,15 +256,16 @@ def _explain(param: ShardedParameter, forward: FrameType) -> str:
             "Otherwise this forward was not called by its unit's forward: call the module that is the unit, as module(...)"
         )
     # The innermost public method: `generate`, and not the helper that it calls.
-    method, owner, frame = None, "", forward.f_back
-    while frame is not None and (method is None or method.startswith("_")):
+    method, owner = None, ""
+    for frame in outward(forward.f_back):
         caller = _self_of(frame)
         from_torch = frame.f_code.co_filename == _GETATTR.co_filename
         if isinstance(caller, nn.Module) and not from_torch and _all_gathers(caller, param):
             found = _method_name(type(caller), frame.f_code)
             if found is not None and (method is None or not found.startswith("_")):
                 method, owner = found, type(caller).__name__
-        frame = frame.f_back
+        if method is not None and not method.startswith("_"):
+            break
     if method is not None:
         what = f"{owner}.{method}"
         cure = f"after flatshard.register_forward_method(module, {method!r}), {what} gathers what it uses"
@@ -284,22 +285,6 @@ def _all_gathers(module: nn.Module, param: ShardedParameter) -> bool:
     unit: Any = vars(module).get(UNIT_KEY)
     flats = () if unit is None else [flat for needed in unit.needs for flat in needed.handle.flats]
     return any(flat.index_of(param) is not None for flat in flats)
-
-
-def _is_of_fx(forward: FrameType) -> bool:
-    """Whether ``forward`` is traced by ``torch.fx``, or called by what it has traced."""
-    frame: FrameType | None = forward
-    while frame is not None and not frame.f_globals.get("__name__", "").startswith("torch.fx."):
-        frame = frame.f_back
-    return frame is not None
-
-
-def _is_recomputed(forward: FrameType) -> bool:
-    """Whether ``forward`` runs in the backward of a reentrant checkpoint."""
-    frame: FrameType | None = forward
-    while frame is not None and frame.f_code is not _RECOMPUTE:
-        frame = frame.f_back
-    return frame is not None
 
 
 def _method_name(kind: type, code: CodeType) -> str | None:

@@ -41,6 +41,7 @@ from torch.overrides import has_torch_function
 from torch.utils.hooks import RemovableHandle
 
 from flatshard._errors import RESTRUCTURE_BEFORE
+from flatshard._frames import outward
 from flatshard._handle.tensors.changes import changes
 from flatshard._handle.tensors.grad_dtype import hand_on, plain_grad_dtype
 from flatshard._handle.tensors.operations import OperationKind, kind_of
@@ -316,9 +317,7 @@ def handle_to_empty(param: ShardedParameter, writer: FrameType, new: torch.Tenso
     Raises:
         RuntimeError: ``param`` has its values, which would be lost.
     """
-    frame: FrameType | None = writer
-    while frame is not None and frame.f_code.co_name == "_apply":
-        frame = frame.f_back
+    frame = next((each for each in outward(writer) if each.f_code.co_name != "_apply"), None)
     if frame is None or frame.f_code is not _TO_EMPTY:
         return False
     home = home_of(param)
