@@ -94,7 +94,7 @@ class Backward:
     def touch(self, unit: Unit) -> None:
         """Called when ``unit`` is unsharded in backward: it is cleaned up at the end of the backward."""
         if unit.completion.state is UNTOUCHED:
-            unit.handle.sync_thawed()
+            unit.handle.sync_unfrozen()
             unit.completion.gather()
             self._reached.append(unit)
 

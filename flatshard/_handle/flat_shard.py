@@ -192,15 +192,15 @@ class FlatShard:
 
     # -- what the user may have changed ------------------------------------------------------------------------------
 
-    def sync_requires_grad(self, thawed_only: bool) -> bool:
-        """Copy ``requires_grad`` from the user's parameters to the unsharded parameters; ``thawed_only``: only True.
+    def sync_requires_grad(self, unfrozen_only: bool) -> bool:
+        """Copy ``requires_grad`` from the user's parameters to the unsharded parameters; ``unfrozen_only``: only True.
 
         Returns whether any has changed.
         """
         if self._synced_at == changes.count:
             return False
         now = list(map(_requires_grad, self.params))
-        if thawed_only:
+        if unfrozen_only:
             now = list(map(operator.or_, now, self.requires_grad))
         else:
             self._synced_at = changes.count

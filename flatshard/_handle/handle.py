@@ -378,7 +378,7 @@ class FlatParamHandle:
                     flat.readopt(moved)
         if self._kinds != [b.kind for b in self.flats]:
             self._index()
-        self._sync_requires_grad(thawed_only=False)
+        self._sync_requires_grad(unfrozen_only=False)
         self._checked_at = changes.count
 
     def version(self) -> int:
@@ -398,21 +398,21 @@ class FlatParamHandle:
         if self.stamp is not None:
             self.stamp = self.stamp._replace(version=self.version())
 
-    def sync_thawed(self) -> None:
+    def sync_unfrozen(self) -> None:
         """Before a backward: follow what the user unfroze, and the dtypes that the user chose for gradients.
 
         Not what the user froze, whose gradient is dropped: a recomputation under activation checkpointing must save what its
         forward saved.
         """
         if self._checked_at != changes.count:
-            self._sync_requires_grad(thawed_only=True)
+            self._sync_requires_grad(unfrozen_only=True)
 
-    def _sync_requires_grad(self, thawed_only: bool) -> None:
+    def _sync_requires_grad(self, unfrozen_only: bool) -> None:
         for flat in self.flats:
             if flat.gradients.is_chosen_anew:
                 self.gradients.check_not_deferred("p.grad_dtype was set")
                 flat.gradients.follow_parameters()
-        synced = [flat.sync_requires_grad(thawed_only) for flat in self.flats]
+        synced = [flat.sync_requires_grad(unfrozen_only) for flat in self.flats]
         # A wrapped parameter may have become another leaf: see `swap_inside`.
         if any(synced) or any([any(flat.wrappings) for flat in self.flats]):
             self.gradients.find_accumulators()
