@@ -232,8 +232,11 @@ class Barrier:
             )
 
     def _await(self, key: str, sender: int, began: float) -> str | None:
-        """Wait for what ``sender`` puts under ``key``. Returns what is wrong if that does not come."""
-        sign, heard = b"", began
+        """Wait for what ``sender`` puts under ``key``. Returns what is wrong if that does not come.
+
+        ``began``: when this rank came to the first exchange.
+        """
+        sign, heard = b"", time.monotonic() if self._number else began
         for waited in _waits():
             if self._store.check([key]):
                 break

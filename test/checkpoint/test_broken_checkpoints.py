@@ -290,19 +290,19 @@ def test_the_first_rank_leaves_last(ctx, path: str) -> None:
             assert ctx.rank or store.num_keys() <= keys
 
 
-@ranks(2)
+@ranks(3)
 def test_a_write_may_take_long(ctx, path: str) -> None:
     """Longer than ranks wait for each other: it takes as long as it needs, on any rank."""
     flush = _disk.flush
 
     def late(file: int) -> None:
-        time.sleep(1.25 * SHORT.total_seconds())
+        time.sleep((1.25 + 0.2 * ctx.rank) * SHORT.total_seconds())
         flush(file)
 
-    state = {"x": {str(i): torch.ones(3) for i in range(9)}}
-    for slow in range(2):
-        with patched(_disk, "flush", late, when=ctx.rank == slow):
-            save_checkpoint(f"{path}/{slow}", state, process_group=ctx.group, timeout=SHORT)
+    state = {"model": fully_shard(nn.Linear(30, 30), process_group=ctx.group)}  # each rank writes its part
+    for slow in (0,), (1, 2):
+        with patched(_disk, "flush", late, when=ctx.rank in slow):
+            save_checkpoint(f"{path}/{slow[0]}", state, process_group=ctx.group, timeout=SHORT)
 
 
 def test_long_waits_cost_little(monkeypatch):
