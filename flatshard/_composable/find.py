@@ -33,10 +33,9 @@ def flat_of(param: nn.Parameter) -> FlatParam | None:
     return None if unit is None else next((f for f in unit.handle.flats if f.index_of(param) is not None), None)
 
 
-def units_below(module: nn.Module, recurse: bool = True) -> list[Unit]:
-    """The units of ``module`` and, with ``recurse``, of its submodules, in module order."""
-    modules = module.modules() if recurse else iter([module])
-    return list(dict.fromkeys([unit for m in modules if (unit := unit_of(m)) is not None]))
+def units_below(module: nn.Module) -> list[Unit]:
+    """The units of ``module`` and of its submodules, in module order."""
+    return list(dict.fromkeys([unit for m in module.modules() if (unit := unit_of(m)) is not None]))
 
 
 def units_of_parameters(module: nn.Module, recurse: bool = True) -> list[Unit]:

@@ -53,9 +53,9 @@ class Part:
     is_copy: bool = False  # others write it
 
     @classmethod
-    def of_whole(cls, shape: _Ints, stride: _Ints, start: int, stop: int, is_copy: bool = False) -> Self:
+    def of_whole(cls, shape: _Ints, stride: _Ints, start: int, stop: int) -> Self:
         """Of a tensor that is a single block."""
-        return cls(shape, shape, (0,) * len(shape), stride, start, stop, is_copy)
+        return cls(shape, shape, (0,) * len(shape), stride, start, stop)
 
     @property
     def numel(self) -> int:

@@ -44,23 +44,18 @@ class PlannedUnit:
         return list(dict.fromkeys([*self.modules, *(m for o in self.owned for m, _ in o.registrations)]))
 
 
-def walk(
-    root: nn.Module, ignored: set[nn.Module], into_units: bool = False
-) -> Iterator[tuple[str, nn.Module, tuple[nn.Module, ...]]]:
+def walk(root: nn.Module, ignored: set[nn.Module]) -> Iterator[tuple[str, nn.Module, tuple[nn.Module, ...]]]:
     """Yield (plain FQN, module, modules from ``root`` down to it) for each path, without ignored modules.
 
-    Modules that are already units, and everything below them, are left out, unless ``into_units`` is True.
+    Modules that are already units, and everything below them, are left out.
     """
     stack: list[tuple[str, nn.Module, tuple[nn.Module, ...]]] = [("", root, (root,))]
     while stack:
         fqn, module, path = stack.pop()
         yield fqn, module, path
         for name, child in reversed(list(module._modules.items())):
-            if child is None or child in ignored or child in path:
-                continue
-            if not into_units and unit_of(child) is not None:
-                continue
-            stack.append((plain_name(f"{fqn}.{name}" if fqn else name), child, (*path, child)))
+            if child is not None and child not in ignored and child not in path and unit_of(child) is None:
+                stack.append((plain_name(f"{fqn}.{name}" if fqn else name), child, (*path, child)))
 
 
 def plan_units(

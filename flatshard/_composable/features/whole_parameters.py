@@ -49,11 +49,6 @@ class Gathering:
             self._flat.placement.runtime.fail("all-gather", self._flat.placement.label.unit, e)
         return views_of(self.flat, self._layout)[0]
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the buffer."""
-        return self.flat.nbytes
-
 
 def gather_exactly(flat: FlatParam, output: torch.Tensor, own: torch.Tensor) -> Pending:
     """Start gathering ``own``, this rank's part of ``output``, bit for bit, from the ranks that ``flat`` is sharded over."""

@@ -82,12 +82,6 @@ class OwnedTensor(PartTensor):
     """What is computed from a parameter that is never cut, and not from its elements alone: it is the owner's."""
 
 
-def mark_part(tensor: torch.Tensor, info: ShardInfo) -> torch.Tensor:
-    """Turn a plain ``tensor`` into a :class:`PartTensor`, in place."""
-    retype([tensor], PartTensor, "_flatshard_info", [info])
-    return tensor
-
-
 # -- handlers ----------------------------------------------------------------------------------------------------------
 
 
@@ -179,7 +173,7 @@ def _elementwise(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         owned = info.never_cut and not _are_parts(args, kwargs)
         if result.shape != part.shape and not owned:  # broadcast along rows or columns that this rank has not
             refuse(info, name_of(func))
-    result.__class__ = OwnedTensor if owned else PartTensor  # as `mark_part`, in fewer calls: optimizers come here
+    result.__class__ = OwnedTensor if owned else PartTensor  # not by `retype`, which calls more: optimizers come here
     result._flatshard_info = info  # type: ignore[attr-defined]
     return result
 
