@@ -43,14 +43,14 @@ class Entry:
 
     def __init__(self, key: str, value: Any, strict: bool = True) -> None:
         self.key, self.value, self.strict = key, value, strict
-        self.elsewhere: tuple[str, ...] = ()  # how names begin that other ranks load
+        self.elsewhere: tuple[str, ...] = ()  # what other ranks load: the beginnings of its names
 
     def saved(self) -> Any:
         """What is written."""
         return self.value
 
     def template(self, names: Mapping[str, Any]) -> Any:
-        """What is to be read, of what the checkpoint has by its ``names``, and where to."""
+        """What is to be filled with what is read. ``names``: what the checkpoint has, by name."""
         return copied(self.saved())
 
     def is_in_place(self, way: tuple[Any, ...]) -> bool:

@@ -14,9 +14,9 @@ from flatshard._runtime import Runtime
 
 
 def check_one_value(ranks: Iterable[Mapping[str, list[int] | None]]) -> None:
-    """Raise if a name is of one value on some ranks, and of another on others: of experts, for one.
+    """Raise if ranks have different parameters under one name, as experts may be.
 
-    ``ranks``: of each rank, for the names that it has, see ``ExpertRanks.ranks_around``.
+    ``ranks``: of each rank, by name: the ranks that have the same parameter (``ExpertRanks.ranks_around``); None: all have.
     """
     found: dict[str, set[tuple[int, ...]]] = {}
     for of_rank in ranks:

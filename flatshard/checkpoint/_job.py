@@ -57,9 +57,9 @@ def save_checkpoint(
         saved.result()
 
     Args:
-        path: a directory that does not exist. Of a link: what it leads to.
+        path: a directory that does not exist. If it is a link: the directory that the link leads to.
         state: modules, optimizers over their parameters, objects with ``state_dict()`` and ``load_state_dict()``, tensors,
-            and plain values (numbers, strings, lists and dicts of such). Of what is not sharded rank 0's is saved.
+            and plain values (numbers, strings, lists and dicts of such). Where a value is not sharded, rank 0's is saved.
         process_group: the ranks that have ``state`` together. Default: all.
         overwrite: replace a checkpoint at ``path``: it is removed when the new one is in its place.
         wait: False: copy ``state`` to CPU memory and write it in a thread while training goes on. The checkpoint is the state
@@ -197,7 +197,10 @@ class _Saving:
         self._metadata: Any = None  # on rank 0
 
     def plan(self, state: Mapping[str, Any], before: str | None, wait: bool) -> Any:
-        """What failed before; what this rank could write; all names. Unless ``wait``, the state may change from here on."""
+        """Returns what failed before, what this rank could write, and the names of all values.
+
+        Without ``wait`` the state is copied here, and may change afterwards.
+        """
         found = {entry.key: entry.saved() for entry in entries(state)}
         self._planner.set_up_planner(found if wait else copied(found, "cpu"), None, self._is_first)
         names = {n: getattr(value, "ranks_around", None) for n, value in self._planner.state_dict.items()}

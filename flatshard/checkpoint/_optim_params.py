@@ -1,10 +1,10 @@
 """The parameters that an optimizer steps: their names, and each value of their state, here and in state dicts.
 
 [Note: Values of an optimizer's state]
-A value that has the shape of its parameter here (an average, a momentum) lies as the parameter does: this rank has its part
-of it. A state dict has a sharded value in its place, or a whole tensor. A value of no dimension (a step count) is the same
-on all ranks and stays what it is. What another shape means only the optimizer knows. Of a flat parameter's value each
-parameter has a piece.
+There are three kinds of values. One that has the shape of its parameter here (an average, a momentum) is sharded as the
+parameter is: this rank has a part of it, and a state dict has a sharded value or a whole tensor in its place. One without
+dimensions (a step count) is the same on all ranks, and is saved as it is. How one of another shape is sharded, only the
+optimizer knows. A value of a flat parameter has one piece for each parameter in it.
 """
 
 from __future__ import annotations
@@ -85,8 +85,9 @@ class Row(NamedTuple):
 class Names:
     """The names of ``module``'s parameters, and the flat parameters that they are in.
 
-    Those of ``module.state_dict()``, as ``checkpoint_wrapper`` and the like add to those of ``named_parameters()``. These are
-    used for what is in no state dict. Of several names of a parameter the first is used, and the others are ``aliases``.
+    They are those of ``module.state_dict()``: ``checkpoint_wrapper`` and the like add something to the names that
+    ``named_parameters()`` has. A parameter that is in no state dict has its name there. If a parameter has several names, the
+    first is used, and the others are ``aliases``.
     """
 
     def __init__(self, module: nn.Module, verb: str, flats: list[Flat]) -> None:

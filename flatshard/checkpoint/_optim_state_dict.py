@@ -9,10 +9,11 @@ The form is that of ``torch.distributed.checkpoint.state_dict``: ``{"state": {fq
 all of it. So it has sharded values, as the model's. What is loaded may be sharded values of this rank, whole tensors, or
 parts.
 
-torch has no seam for optimizers that are made, only one for all steps. So an optimizer gets its hooks before its first step
-on sharded parameters, by ``load_optim_state_dict``, or when its state is asked for: Adagrad makes its own when it is built.
-For the last of these ``Optimizer.state_dict`` itself is wrapped, from the first ``fully_shard`` on. What plain
-``load_state_dict`` put there before is looked at then: each rank takes its part, or refuses what isn't its own.
+torch tells when an optimizer steps, and not when one is made. So an optimizer gets its hooks at the first of three moments:
+before its first step on sharded parameters, in ``load_optim_state_dict``, or when its state is asked for (Adagrad has state
+as soon as it is built). To see the third, the first ``fully_shard`` wraps ``Optimizer.state_dict`` itself. State that plain
+``load_state_dict`` put there earlier is checked at that moment: each rank keeps its part of it, and raises if it is another
+rank's part.
 
 [Note: Options of groups]
 All that a group has besides its parameters is an option. Some are given, by the user or a scheduler (``initial_lr``). Others

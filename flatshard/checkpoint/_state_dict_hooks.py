@@ -83,7 +83,8 @@ class StateDictHooks:
     def settle(self) -> None:
         """Take over what the user replaced, so that what is registered is what the shards hold.
 
-        After ``unshard()`` the sharded parameters are registered again: whole ones are memory that is freed some time.
+        After ``unshard()`` the sharded parameters are registered again. A state dict must not hold the unsharded ones, whose
+        memory is freed later.
         """
         own = self._unit
         for unit in () if own is None else own.needs:
