@@ -2,11 +2,12 @@
 
 [Note: Summed where it lies]
 To verify bytes, all are read and none is kept. So the sum is taken where the system has them already, in its cache of the
-file: some MiB of it at a time are mapped into memory. That takes half the time of copying them out. First the system is asked
-to read these MiB into its cache (``MADV_POPULATE_READ``). That raises where it is not possible: the file system maps no files,
-the system is another or older (Linux before 5.14), a disk fails. Then the bytes are read instead. If a file was cut off
-between that call and the sum, a millisecond, the system would end the process (SIGBUS). Nobody cuts one off: a checkpoint is
-renamed whole and never written again. One that is replaced is removed, and a removed file stays for those who have it open.
+file: some MiB of it at a time are mapped into memory. That takes half the time of copying them out. First the system is
+asked to read these MiB into its cache (``MADV_POPULATE_READ``). That raises where it is not possible: the file system maps
+no files, the system is another or older (Linux before 5.14), a disk fails. Then the bytes are read instead. If a file was
+cut off between that call and the sum, a millisecond, the system would end the process (SIGBUS). Nobody cuts one off: a
+checkpoint is renamed whole and never written again. One that is replaced is removed, and a removed file stays for those who
+have it open.
 
 What is loaded is copied by the system, to its place: copying from a mapping is no faster, and a disk that fails is an error.
 """
