@@ -8,7 +8,6 @@ memory (and numpy), isn't needed to write.
 
 from __future__ import annotations
 
-import ctypes
 import json
 import math
 import os
@@ -24,8 +23,9 @@ from flatshard._handle.adapters.tensor_parallel import is_dtensor
 from flatshard._handle.adapters.tensor_subclass import TensorSubclass
 from flatshard._handle.tensors.sharded_parameter import ShardedParameter, full_shape, shard_info
 from flatshard._runtime import on_any_rank
+from flatshard.checkpoint._container import memory_of
 from flatshard.checkpoint._gathering import exchange
-from flatshard.checkpoint._state_dict import Flat, check_dtype, gathered, has_first_copy, idle_flats
+from flatshard.checkpoint._state_dict import Flat, batches, check_dtype, gathered, has_first_copy, idle_flats
 
 _DTYPES = {
     torch.float64: "F64",
@@ -179,16 +179,9 @@ def _nbytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
 
 def _cut(described: _Described, limit: int) -> list[tuple[str, _Described]]:
     """Files in order: their names, and what each has."""
-    files: list[_Described] = [{}]
-    size = 0
-    for name, each in described.items():
-        if files[-1] and size + _nbytes(*each) > limit:
-            files.append({})
-            size = 0
-        files[-1][name] = each
-        size += _nbytes(*each)
-    if len(files) == 1:
-        return [("model.safetensors", files[0])]
+    files = [dict(batch) for batch in batches(described.items(), lambda item: _nbytes(*item[1]), limit)]
+    if len(files) < 2:
+        return [("model.safetensors", described)]
     return [(f"model-{i:05d}-of-{len(files):05d}.safetensors", each) for i, each in enumerate(files, 1)]
 
 
@@ -233,10 +226,8 @@ class _File:
 
     def put(self, name: str, value: torch.Tensor) -> None:
         assert self._file is not None
-        data = value.detach().to("cpu").contiguous()
         self._file.seek(self._starts[name])
-        if data.numel():
-            self._file.write((ctypes.c_char * data.nbytes).from_address(data.data_ptr()))
+        self._file.write(memory_of(value.detach().to("cpu").contiguous()))
 
     def close(self) -> None:
         """All of it is on disk."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Container, Iterable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -32,6 +32,7 @@ from flatshard.checkpoint._gathering import check_one_value, exchange_over, unwr
 _FORMAT = 1  # of local_state_dict
 
 Flat = tuple[Unit, FlatParam]
+T = TypeVar("T")
 
 
 def full_state_dict(
@@ -112,7 +113,8 @@ def gathered(
     """
     barrier([flat.placement.runtime for _, flat in flats], call)
     _check_experts(flats)
-    for bucket in _buckets([f for f in flats if any(id(p) in wanted for p in f[1].params)], bucket_bytes):
+    asked = [(unit, flat) for unit, flat in flats if any(id(p) in wanted for p in flat.params)]
+    for bucket in batches(asked, lambda each: each[1].layout.padded_numel * each[1].kind.dtype.itemsize, bucket_bytes):
         gatherings = [Gathering(flat) for _, flat in reversed(bucket)]
         for _, flat in bucket:
             whole = gatherings.pop().wait()
@@ -185,18 +187,18 @@ def _stream(
                 yield name, export(param, None, dtype)
 
 
-def _buckets(flats: list[Flat], limit: int) -> Iterator[list[Flat]]:
-    bucket: list[Flat] = []
+def batches(items: Iterable[T], nbytes: Callable[[T], int], limit: int) -> Iterator[list[T]]:
+    """``items`` in order, so many at a time as have no more bytes than ``limit``, but at least one."""
+    batch: list[T] = []
     size = 0
-    for flat in flats:
-        nbytes = flat[1].layout.padded_numel * flat[1].kind.dtype.itemsize
-        if bucket and size + nbytes > limit:
-            yield bucket
-            bucket, size = [], 0
-        bucket.append(flat)
-        size += nbytes
-    if bucket:
-        yield bucket
+    for item in items:
+        if batch and size + nbytes(item) > limit:
+            yield batch
+            batch, size = [], 0
+        batch.append(item)
+        size += nbytes(item)
+    if batch:
+        yield batch
 
 
 # -- this rank's own ---------------------------------------------------------------------------------------------------

@@ -259,7 +259,8 @@ class _Summoned(Claim):
             whole.write_back(shows_gradients(unit))
         elif self.before is not None:
             with torch.no_grad():
-                torch._foreach_copy_(self._values(), self.before)
+                for values, before in zip(self._values(), self.before, strict=True):
+                    values.copy_(before)
         if writeback and (changed or any(each.version != each._version_shown() for each in _summons(unit))):
             handle.note_written_back()
         if writeback:  # outer contexts must not undo it
