@@ -6,7 +6,7 @@ import itertools
 import sys
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -426,11 +426,9 @@ def _check_mesh(fqn: str, param: Any, groups: Sequence[dist.ProcessGroup]) -> No
 
 
 def _is_plain(param: nn.Parameter) -> bool:
-    kind = type(param)
-    disabled: Callable[..., Any] = torch._C._disabled_torch_function_impl
-    has_function = getattr(kind, "__torch_function__", disabled) is not disabled
-    has_dispatch = getattr(kind, "__torch_dispatch__", disabled) is not torch.Tensor.__torch_dispatch__
-    return (isinstance(param, nn.Parameter) and kind.__mro__[0] is nn.Parameter) or not (has_function or has_dispatch)
+    kind: Any = type(param)
+    has_function = kind.__torch_function__ is not torch._C._disabled_torch_function_impl
+    return not has_function and kind.__torch_dispatch__ is torch.Tensor.__torch_dispatch__
 
 
 def _check_overlap(ranges: list[tuple[torch.device, int, int, str]]) -> None:
