@@ -49,15 +49,11 @@ class Threads:
     def leave(self) -> None:
         """Wait until the forwards on other threads have ended, and record forwards again."""
         with self._ended:
-            while self._runs_elsewhere():
+            while (self._running.keys() - {threading.get_ident()}) & _frames.threads():
                 self._ended.wait(1.0)
             for each in reversed(self._units):
                 each.leave()
             self._units.clear()
-
-    def _runs_elsewhere(self) -> bool:
-        alive = _frames.threads()
-        return any(thread != threading.get_ident() and thread in alive for thread in self._running)
 
     def begin(self, module: nn.Module) -> bool:
         """A forward begins on this thread. Returns whether it is the outermost one."""
