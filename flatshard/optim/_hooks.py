@@ -290,7 +290,7 @@ def steps_parts(optimizer: Optimizer) -> bool:
 def _why_not_parts(optimizer: Optimizer, params: Iterable[torch.Tensor]) -> str | None:
     """Why the optimizer cannot step parts of parameters, where ``WholeParameterOptimizer`` can. None: it can.
 
-    [Note: Optimizers that look at shapes]
+    See [Note: Optimizers that look at shapes].
 
     Raises:
         RuntimeError: it cannot step them, and ``WholeParameterOptimizer`` could not either.
@@ -317,7 +317,7 @@ def _why_not_parts(optimizer: Optimizer, params: Iterable[torch.Tensor]) -> str 
 def _try_it(optimizer: Optimizer) -> str | None:
     """Try each param group with each way in which its parameters are cut. Returns why it cannot step parts, or None.
 
-    [Note: Trials of optimizers]
+    See [Note: Trials of optimizers].
     """
     name = type(optimizer).__name__
     allow = "If that is meant, set `works_on_shards = True` on the optimizer"

@@ -499,6 +499,7 @@ _handle.tensors.sharded_parameter: nn.init._calculate_fan_in_and_fan_out.__code_
 _handle.tensors.sharded_parameter: torch._C._is_torch_function_enabled
 _trace: torch.autograd._profiler_enabled
 checkpoint._container: torch._utils._rebuild_tensor_v3
+checkpoint._entries: torch.utils._pytree.tree_map_only
 checkpoint._reader: torch.distributed.checkpoint._nested_dict.flatten_state_dict
 checkpoint._sharded_value: torch.Tensor._make_wrapper_subclass
 checkpoint._sharded_value: torch.distributed.tensor._utils.compute_local_shape_and_global_offset
