@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import flatshard
-from flatshard import MixedPrecision, ShardingStrategy, fully_shard, register_forward_method
+from flatshard import ShardingStrategy, fully_shard, register_forward_method
 from flatshard._trace import record_events
 
 STRATEGIES = tuple(strategy for strategy in ShardingStrategy if not strategy.is_hybrid)
@@ -183,21 +183,6 @@ def test_the_unit_is_gathered_once_around_a_nested_forward(ctx):
         model.loss(torch.arange(4)).backward()
     for event, count in (("all-gather <root>", 1), ("reduce-scatter <root>", 1), ("all-gather blocks.1", 2)):
         assert events.count(event) == count, event
-
-
-@ranks(2)
-def test_mixed_precision(ctx):
-    """Mixed precision treats arguments and results of a method as those of a forward."""
-    model = make(torch.float32)
-    policy = MixedPrecision(param_dtype=torch.bfloat16, output_dtype=torch.float64)
-    fully_shard(model, process_group=ctx.group, mixed_precision=policy)
-    register_forward_method(model, "decode")
-    seen = []
-    model.norm.register_forward_hook(lambda module, args, output: seen.append(args[0].dtype))
-    out = model.decode(torch.rand(2, WIDTH))
-    assert seen == [torch.bfloat16]
-    assert out.dtype is torch.float64
-    out.sum().backward()
 
 
 # -- Generators --------------------------------------------------------------------------------------------------------

@@ -177,20 +177,6 @@ def test_units_that_are_cast_in_part(ctx):
         model.norm.reset_running_stats()
 
 
-@ranks(2)
-def test_an_exception_in_full_precision(ctx):
-    policy = MixedPrecision(BF16, full_precision_in_eval=True)
-    model = fully_shard(Net(), policy={Block}, process_group=ctx.group, mixed_precision=policy).eval()
-    handle = model.blocks[1].inner.register_forward_hook(lambda *a: 1 / 0)
-    with torch.no_grad(), pytest.raises(ZeroDivisionError):
-        model(torch.ones(2, 3, dtype=torch.long), torch.ones(()))
-    handle.remove()
-    assert all(type(p) is flatshard.tensors.ShardedParameter for p in model.parameters())
-    with torch.no_grad():
-        assert model(torch.ones(2, 3, dtype=torch.long), torch.ones(())).dtype is FP32
-    model.train()(torch.ones(2, 3, dtype=torch.long), torch.ones(())).sum().backward()
-
-
 @ranks(1, 3)
 def test_summon_full_params(ctx):
     """The user's own dtype, bit for bit; changes written back without rounding; nested; forwards in full precision inside."""
@@ -379,6 +365,8 @@ def test_dtypes_that_a_parameter_cannot_have(wrong: Any, shown: str):
     with pytest.raises(ValueError, match=message):
         flatshard.plan(model, world_size=2, mixed_precision=policy)
     assert type(model.up.bias) is nn.Parameter
+    with pytest.raises(ValueError, match="must be a function that takes a parameter"):
+        MixedPrecision(BF16, param_dtype_override_fn=FP32)
 
 
 # -- the policy objects ------------------------------------------------------------------------------------------------

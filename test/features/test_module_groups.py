@@ -292,6 +292,38 @@ reduce-scatter <root>       reduce-scatter <root>""",
     )
 
 
+def unused(ctx) -> list[list[str]]:
+    model = by_policy(Model(), ctx.group)
+    model.runs_head = False
+    return [train(model, torch.ones(2, WIDTH)) for _ in range(2)]
+
+
+def test_freed_at_the_end_of_the_pass_if_some_do_not_run(pool):
+    assert_expected_inline(
+        as_text(same_everywhere(pool.run(unused))),
+        """\
+all-gather <root>          all-gather <root>
+all-gather blocks.0        all-gather blocks.0
+reshard blocks.0           all-gather blocks.1
+all-gather blocks.1        reshard blocks.0
+reshard blocks.1           all-gather norm, head
+all-gather norm, head      reshard blocks.1
+reshard norm, head         reshard norm, head
+-- backward                -- backward
+all-gather norm, head      all-gather norm, head
+all-gather blocks.1        all-gather blocks.1
+reduce-scatter norm, head  reduce-scatter norm, head
+all-gather blocks.0        reshard norm, head
+reshard blocks.1           all-gather blocks.0
+reduce-scatter blocks.1    reshard blocks.1
+reshard blocks.0           reduce-scatter blocks.1
+reduce-scatter blocks.0    reshard blocks.0
+reshard <root>             reduce-scatter blocks.0
+reduce-scatter <root>      reshard <root>
+reshard norm, head         reduce-scatter <root>""",
+    )
+
+
 # -- Names, verbs, copies ----------------------------------------------------------------------------------------------
 
 
