@@ -1,7 +1,8 @@
 """Activation checkpointing: every kind of it, in every place, under every strategy and precision, with dropout.
 
-The oracle is the plain model without checkpoints in one process, which runs each rank's slice after the other from that
-rank's random state. In bfloat16 it is the sharded model without checkpoints, bit for bit.
+Also with tensor parallelism, all at once. The oracle is the plain model without checkpoints in one process, which runs each
+rank's slice after the other from that rank's random state. In bfloat16 it is the sharded model without checkpoints, bit for
+bit.
 """
 
 from __future__ import annotations
@@ -13,11 +14,14 @@ from typing import Any
 
 import pytest
 import torch
-from checkpointed import BF16, FULL, GRAD_OP, HYBRID, KINDS, PLACES, WIDTH, Block, Net, loss_of
+from checkpointed import BF16, FULL, GRAD_OP, HYBRID, KINDS, PLACES, WIDTH, Block, Inner, Net, loss_of
 from on_ranks import ranks
 from pairs import all_pairs, some
 from parity import check_same_gradients, parts, step_all, twins
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 
 import flatshard
@@ -25,42 +29,79 @@ from flatshard import CPUOffload, fully_shard
 from flatshard._trace import record_events
 
 
-def make(kind: str, place: str) -> Net:
+def parallelize(model: Net, mesh: DeviceMesh, sequence: bool) -> None:
+    """With ``sequence`` all activations between ``front`` and ``head`` are sharded along the sequence."""
+    between = {"input_layouts": Shard(1)} if sequence else {}
+    for inner in [m for m in model.modules() if isinstance(m, Inner)]:
+        after = {"output_layouts": Shard(1)} if sequence else {}
+        plan = {"up": ColwiseParallel(use_local_output=False, **between), "down": RowwiseParallel(**after)}
+        parallelize_module(inner, mesh, plan)
+    if sequence:
+        for block in model.blocks:
+            parallelize_module(block, mesh, {"norm": SequenceParallel()})
+        front = RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1))
+        head = ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate())
+        parallelize_module(model, mesh, {"front": front, "head": head})
+
+
+def make(kind: str, place: str, drops: bool) -> Net:
     torch.manual_seed(0)
-    return Net(kind, place).double()
+    model = Net(kind, place).double()
+    for module in model.modules():
+        if isinstance(module, nn.Dropout) and not drops:
+            module.p = 0.0  # of a part of the sequence it would draw other numbers than of the whole
+    return model
+
+
+def where(ctx, tensor_parallel: bool, hybrid: bool) -> tuple[dict[str, Any], Any, int, int]:
+    """Where to shard, the mesh of tensor parallelism, how many ranks have data of their own, and this one's number."""
+    if not tensor_parallel:
+        group = (ctx.group, ctx.alone) if hybrid else ctx.group
+        return {"process_group": group}, None, ctx.world_size, ctx.rank
+    if hybrid:
+        mesh = ctx.device_mesh((2, 1, 2), ("replicate", "shard", "tp"))
+        return {"device_mesh": mesh["replicate", "shard"]}, mesh["tp"], 2, ctx.rank // 2
+    mesh = ctx.device_mesh((2, 2), ("dp", "tp"))
+    return {"device_mesh": mesh["dp"]}, mesh["tp"], 2, ctx.rank // 2
 
 
 def train(ctx, kind: str, place: str, options: dict[str, Any], steps: int = 2) -> dict[str, Tensor]:
     """Train sharded and plain, and compare. Returns the sharded model's parameters."""
     options = dict(options)
-    accumulates = options.pop("accumulates", False)
+    accumulates, parallel = options.pop("accumulates", False), options.pop("parallel", None)
     low_precision = "mixed_precision" in options
-    hybrid = options.get("strategy") is HYBRID
-    plain, model = make("none", place), make(kind, place)
+    plain, model = (make(each, place, parallel != "sequence") for each in ("none", kind))
     if options.pop("frozen", False):
         for m in (plain, model):
             for name, param in m.named_parameters():
                 param.requires_grad_("norm" not in name and "up" not in name)
-    group = (ctx.group, ctx.alone) if hybrid else ctx.group
-    fully_shard(model, policy={Block}, process_group=group, **options)
+    over, tp, size, mine = where(ctx, parallel is not None, options.get("strategy") is HYBRID)
+    if parallel:
+        parallelize(model, tp, parallel == "sequence")
+    fully_shard(model, policy={Block}, **over, **options)
     optimizers = [torch.optim.SGD([p for p in m.parameters() if p.requires_grad], lr=0.1) for m in (plain, model)]
     for step, micro in itertools.product(range(steps), range(2)):
-        x = torch.randn(ctx.world_size, 3, WIDTH, generator=torch.Generator().manual_seed(step)).double()
+        x = torch.randn(size, 3, 4, WIDTH, generator=torch.Generator().manual_seed(step)).double()
         if not accumulates and micro:
             continue
-        for rank in range(ctx.world_size):
-            (loss_of(plain, x[rank], rank, step + micro) / ctx.world_size).backward()
+        for rank in range(size):
+            (loss_of(plain, x[rank], rank, step + micro) / size).backward()
         holds = flatshard.no_sync(model) if accumulates and not micro else contextlib.nullcontext()
         with holds, record_events() as events:
-            loss_of(model, x[ctx.rank], ctx.rank, step + micro).backward()
+            loss_of(model, x[mine], mine, step + micro).backward()
         # A reentrant checkpoint runs forward without gradients, so a unit in it does not stay unsharded for backward.
         stays = options.get("strategy") is GRAD_OP and (kind != "reentrant" or place == "inside")
-        check_collectives(events, 1 if stays else 2, int(not accumulates or micro))
+        if not (parallel and options["strategy"] is HYBRID):  # where each is on one rank of two
+            check_collectives(events, 1 if stays else 2, int(not accumulates or micro))
         if accumulates and not micro:
             continue
+        if parallel and not low_precision:
+            expected = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
+            torch.testing.assert_close(flatshard.clip_grad_norm_(model, 0.5), expected, rtol=1e-9, atol=0)
         step_all(optimizers)
     with flatshard.summon_full_params(model, writeback=False):
-        got = {name: p.detach().clone() for name, p in model.named_parameters()}
+        shown = {n: p.full_tensor() if isinstance(p, DTensor) else p for n, p in model.named_parameters()}
+        got = {name: p.detach().clone() for name, p in shown.items()}
     if not low_precision:
         for (name, a), b in zip(plain.named_parameters(), got.values(), strict=True):
             torch.testing.assert_close(b, a.detach(), rtol=1e-9, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}")
@@ -93,11 +134,15 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "offload": {"cpu_offload": CPUOffload()},
     "no_sync": {"accumulates": True},
     "frozen": {"frozen": True},
+    **{f"tensor parallel, {s.name}": {"parallel": "tensor", "strategy": s} for s in (FULL, HYBRID)},
+    **{f"sequence parallel, {s.name}": {"parallel": "sequence", "strategy": s} for s in (GRAD_OP, HYBRID)},
+    "tensor parallel, bf16": {"parallel": "tensor", "strategy": GRAD_OP, "mixed_precision": BF16},
+    "sequence parallel, bf16": {"parallel": "sequence", "strategy": FULL, "mixed_precision": BF16},
 }
 
 
-# Every two choices come together in 48 cases, of which half are run: the fuzzer has checkpoints everywhere, too.
-CASES = some(all_pairs(list(OPTIONS), PLACES, KINDS), 24)
+# Every two choices come together in 84 cases, of which a part is run: the fuzzer has checkpoints everywhere, too.
+CASES = some(all_pairs(list(OPTIONS), PLACES, KINDS), 34)
 
 
 @pytest.mark.parametrize(("name", "place"), sorted({case[:2] for case in CASES}))
@@ -105,7 +150,8 @@ def test_every_kind(pool, name: str, place: str):
     kinds = [kind for other, where, kind in CASES if (other, where) == (name, place)]
     if "mixed_precision" in OPTIONS[name]:
         kinds = [KINDS[0], *(kind for kind in kinds if kind != KINDS[0])]  # to compare bits with
-    pool.run(run_place, kinds, place, OPTIONS[name], world_size=3 if name == "FULL_SHARD" else 2)
+    world_size = 4 if "parallel" in OPTIONS[name] else 3 if name == "FULL_SHARD" else 2
+    pool.run(run_place, kinds, place, OPTIONS[name], world_size=world_size)
 
 
 class Around(nn.Module):
