@@ -258,15 +258,21 @@ def test_skipped_on_one_rank(ctx):
 # -- Order, and FSDP2's ------------------------------------------------------------------------------------------------
 
 
-def events(ctx, how: Any) -> list[str]:
-    model, x = how(Model(), ctx.group), torch.ones(2, WIDTH)
+def events(ctx, how: Any, no_grad: bool = False) -> list[list[str]]:
+    model = how(Model(), ctx.group)
+    x = torch.ones(2, WIDTH)
     train(model, x)
-    return train(model, x)
+    if no_grad:
+        with torch.no_grad(), flatshard._trace.record_events() as found:
+            model(x)
+        return [found]
+    return [train(model, x)]
 
 
 def test_one_gather_for_all_members(pool):
-    adjacent, apart, listed = (same_everywhere(pool.run(events, how)) for how in (by_policy, around, by_list))
-    assert adjacent == listed
+    (adjacent,) = same_everywhere(pool.run(events, by_policy))
+    (apart,) = same_everywhere(pool.run(events, around))
+    assert (adjacent,) == tuple(same_everywhere(pool.run(events, by_list)))
     assert_expected_inline(
         as_text([adjacent, apart]),
         """\
@@ -289,6 +295,19 @@ reshard blocks.0            reduce-scatter blocks.0
 reduce-scatter blocks.0     reshard embed, head
 reshard <root>              reduce-scatter embed, head
 reduce-scatter <root>       reduce-scatter <root>""",
+    )
+    (inference,) = same_everywhere(pool.run(events, around, True))
+    assert_expected_inline(
+        as_text([inference]),
+        """\
+all-gather <root>
+all-gather embed, head
+all-gather blocks.0
+all-gather blocks.1
+reshard blocks.0
+reshard blocks.1
+reshard embed, head
+reshard <root>""",
     )
 
 
