@@ -343,6 +343,16 @@ reshard norm, head         reduce-scatter <root>""",
     )
 
 
+def test_members_are_freed_when_all_have_run(world):
+    world(2)
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
+    fully_shard([model[0], model[1]])
+    fully_shard(model, policy={nn.Linear})
+    with torch.no_grad(), record_events() as events:
+        model(torch.ones(2, 4))
+    assert events.index("reshard 0, 1") < events.index("reshard 2")
+
+
 # -- Names, verbs, copies ----------------------------------------------------------------------------------------------
 
 
