@@ -8,7 +8,7 @@ Here is what a training script calls. More is in ``checkpoint``, ``comm``, ``deb
 ``policies`` and ``tensors``.
 """
 
-from flatshard import _extensions, checkpoint, comm, debug, layouts, optim, planning, policies, tensors
+from flatshard import _extensions, checkpoint, comm, debug, elastic, layouts, optim, planning, policies, tensors
 from flatshard._composable.construct.policy import CustomPolicy
 from flatshard._composable.features.buffers import sync_buffers
 from flatshard._composable.features.configure import configure
@@ -44,6 +44,7 @@ __all__ = [
     "configure",
     "debug",
     "describe",
+    "elastic",
     "flat_parameters",
     "full_shape",
     "fully_shard",

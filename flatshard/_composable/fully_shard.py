@@ -34,7 +34,7 @@ from flatshard._errors import InternalError
 from flatshard._handle.adapters.tensor_subclass import wrapping_of
 from flatshard._handle.handle import FlatParamHandle
 from flatshard._handle.placement import Placement, Runtimes
-from flatshard._handle.planned import Groups
+from flatshard._handle.planned import Groups, PlannedFlat
 from flatshard._mesh_runtime import MeshRuntime
 from flatshard._names import plain_name
 from flatshard._runtime import Runtime
@@ -179,7 +179,8 @@ def fully_shard(
     for warning in choice.check_layouts(world_size):
         warnings.warn(warning, stacklevel=2)
 
-    runtime, runtimes = _runtimes(planned, (group, replica_group), axes, device)
+    chosen = [each for unit in planned for each in unit.groups]
+    runtime, runtimes = runtimes_over(chosen, (group, replica_group), axes, device)
     context = Context.of(runtime, *runtimes.values())
     for unit in planned:
         if (factory := unit.config.collectives) is not None:
@@ -248,10 +249,10 @@ def choose(
     return Choice(planned, config.strategy, ignored, ignored_params)
 
 
-def _runtimes(
-    planned: Sequence[PlannedUnit], groups: Groups, axes: Iterable[dist.ProcessGroup] | None, device: torch.device
+def runtimes_over(
+    chosen: Iterable[Groups | None], groups: Groups, axes: Iterable[dist.ProcessGroup] | None, device: torch.device
 ) -> tuple[Runtime, Runtimes]:
-    """The runtime of all ranks that units are sharded over, and those of the groups that units use.
+    """The runtime of all ranks that units are sharded over, and those of ``chosen``, of which None stands for ``groups``.
 
     ``axes``: over both of which all units are sharded, the inner first. None: units are sharded over ``groups[0]``.
     """
@@ -261,9 +262,9 @@ def _runtimes(
         return every, {None: (MeshRuntime(every, inner, outer), None)}
     every = Runtime.of(groups[0], device)
     found: dict[Groups | None, tuple[Runtime, Runtime | None]] = {}
-    for chosen in dict.fromkeys(each for unit in planned for each in unit.groups):
-        shards, replicas = groups if chosen is None else chosen
-        found[chosen] = Runtime.of(shards, device), None if replicas is None else Runtime.of(replicas, device)
+    for own in dict.fromkeys(chosen):
+        shards, replicas = groups if own is None else own
+        found[own] = Runtime.of(shards, device), None if replicas is None else Runtime.of(replicas, device)
     return every, found
 
 
@@ -314,17 +315,29 @@ def _make_unit(planned: PlannedUnit, context: Context, every: Runtime, runtimes:
     flats = plan_flats(planned, every.world_size, loads)
     placements: dict[Groups | None, Placement] = {}
     for groups in planned.groups:
-        shards, replicas = (runtime and runtime.using(config.collectives) for runtime in runtimes[groups])
-        assert shards is not None
-        pool = context.pool_of(shards, config.static_buffers)
-        if config.strategy.is_whole:
-            shards, replicas = None, shards
         on_these = [flat for flat in flats if flat.groups == groups]
-        placements[groups] = Placement.of(planned.fqn, on_these, shards, replicas, pool, placements.get(None))
+        placements[groups] = place(planned.fqn, config, on_these, context, runtimes[groups], placements.get(None))
     handle = FlatParamHandle.shard(flats, placements)
     unit = Unit(planned.module, handle, context, every, config)
     set_unit(planned.module, unit)
     return unit
+
+
+def place(
+    fqn: str,
+    config: UnitConfig,
+    flats: Sequence[PlannedFlat],
+    context: Context,
+    runtimes: tuple[Runtime, Runtime | None],
+    unit: Placement | None = None,
+) -> Placement:
+    """The placement of ``flats``, of the unit ``fqn``, over these ranks. ``unit``: see ``Placement.of``."""
+    shards, replicas = (runtime and runtime.using(config.collectives) for runtime in runtimes)
+    assert shards is not None
+    pool = context.pool_of(shards, config.static_buffers)
+    if config.strategy.is_whole:
+        shards, replicas = None, shards
+    return Placement.of(fqn, flats, shards, replicas, pool, unit)
 
 
 def _link(unit: Unit, planned: PlannedUnit, made: dict[nn.Module, Unit]) -> None:

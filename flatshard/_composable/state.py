@@ -29,6 +29,7 @@ from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequenc
 from types import FrameType
 from typing import Any, ClassVar, NoReturn, Protocol, TypeVar
 
+import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -41,7 +42,9 @@ from flatshard._composable.exec_order import ForwardOrder
 from flatshard._composable.reduction_queue import ReductionQueue
 from flatshard._composable.unit_config import UnitConfig
 from flatshard._handle.handle import FlatParamHandle
+from flatshard._handle.layout import FlatLayout
 from flatshard._handle.lifetime import BY_USER
+from flatshard._handle.placement import Placement
 from flatshard._handle.pool import Pool
 from flatshard._handle.registrations import SHARDED, Shown
 from flatshard._names import UNIT_KEY
@@ -105,8 +108,6 @@ class Unit:
         # Units to gather while this unit computes: see `configure`. None: according to the recorded order.
         self.forward_targets: Iterable[Unit] | None = None
         self.backward_targets: Iterable[Unit] | None = None
-        # Its shards have changed between an all-gather and a use in one pass. [Note: Gathered before it changes]
-        self.changes_in_passes = False
         self._reset()
         self._own_parameters()
 
@@ -125,8 +126,10 @@ class Unit:
         if not self.live_forwards:
             self.handle.unblock()
 
-    def _reset(self) -> None:
-        self.features: Sequence[object] = ()  # that take part in its forwards; `UnitHooks` sets them
+    def _reset(self, features: Sequence[object] = ()) -> None:
+        self.features = features  # that take part in its forwards; `UnitHooks` sets them
+        # Its shards have changed between an all-gather and a use in one pass. [Note: Gathered before it changes]
+        self.changes_in_passes = False
         # Forward.
         self.claims = Claims(self.config.claims)  # claims.py, [Note: Claims]
         # With a live graph; None without static buffers.
@@ -139,6 +142,24 @@ class Unit:
         # Steps that it has reached and not left yet; only counted if some parameters are frozen. -1: none was reached.
         self.open_forwards = -1
         self.turn = 0  # its place in the order of reductions, which `ReductionQueue` gives
+
+    def move(
+        self,
+        context: Context,
+        runtime: Runtime,
+        placement: Placement,
+        layouts: Sequence[FlatLayout],
+        shards: Sequence[torch.Tensor],
+    ) -> None:
+        """Be sharded over the ranks of ``placement`` from now on: see ``FlatParamHandle.move``.
+
+        What it has learned of earlier passes is forgotten, as the other ranks may be new.
+        """
+        self.handle.move(placement, layouts, shards)
+        self.context, self.runtime = context, runtime
+        self._reset(self.features)
+        self.order = ForwardOrder()
+        self._own_parameters()
 
     def feature(self, kind: type[T]) -> T | None:
         """Its feature of this class, or None."""

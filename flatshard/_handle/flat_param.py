@@ -53,6 +53,11 @@ class FlatParam(FlatShard):
         super().rename(fqns)
         self.gradients.follow_names()
 
+    def move(self, layout: FlatLayout, placement: Placement, shard: torch.Tensor) -> None:
+        """See ``FlatShard``."""
+        super().move(layout, placement, shard)
+        self.gradients.follow_placement()
+
     def convert(self, dtype: torch.dtype, device: torch.device) -> None:
         """See ``FlatShard``. Gradients that are held follow."""
         super().convert(dtype, device)

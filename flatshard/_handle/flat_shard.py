@@ -96,8 +96,7 @@ class FlatShard:
         return UnshardedBuffer(self.layout, self.kind, self.placement, self.shard, params, self.wrappings)
 
     def _new_shard(self) -> torch.Tensor:
-        kind, pinned = self.kind, self.options.pin_memory and self.kind.is_offloaded
-        return torch.zeros(self.layout.shard_numel, dtype=kind.dtype, device=kind.device, pin_memory=pinned)
+        return self.shard_for(self.layout)
 
     def cut(self, whole: Sequence[torch.Tensor]) -> torch.Tensor:
         """This rank's part of whole parameters, on any device: a new tensor like the shard."""
@@ -276,6 +275,23 @@ class FlatShard:
         self.kind = self.kind.converted(dtype, device, self.options)
         self.shard = self._new_shard()
         self.unsharded.place(self.kind, self.shard)
+
+    def shard_for(self, layout: FlatLayout) -> torch.Tensor:
+        """New memory for this rank's shard by another ``layout``: zeros."""
+        kind, pinned = self.kind, self.options.pin_memory and self.kind.is_offloaded
+        return torch.zeros(layout.shard_numel, dtype=kind.dtype, device=kind.device, pin_memory=pinned)
+
+    def move(self, layout: FlatLayout, placement: Placement, shard: torch.Tensor) -> None:
+        """Be cut by ``layout`` over the ranks of ``placement`` from now on, with the values of ``shard``, its part here.
+
+        The parameters stay the same objects, sharded and unsharded. They must have no gradients, and no graph may be alive.
+        """
+        self.layout, self.placement, self.is_whole = layout, placement, placement.is_whole
+        self.slices = layout.shard_slices(placement.rank)
+        self.shard = shard
+        self.unsharded.move(layout, placement, self.kind, shard)
+        for index, param in enumerate(self.params):
+            self._adopt(index, param)
 
     def watch(self) -> None:
         """See ``Home``."""

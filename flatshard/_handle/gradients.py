@@ -157,6 +157,12 @@ class FlatGradients:
             if filled[index]:
                 self._put(index, grad.to(self.flat.kind.compute_device))
 
+    def follow_placement(self) -> None:
+        """Adopt other ranks, and another layout. No gradients are held or under way."""
+        self.reduce_by(self.choose_runtime)
+        self.unused = Unused(self.flat.layout)
+        self._begin()
+
     def use_shard_param(self, info: ShardInfo) -> nn.Parameter:
         """From now on a single 1-D parameter over the local shard, ``info``, gets the gradient; the parameters get none."""
         if self.shard_param is None:

@@ -21,6 +21,7 @@ from flatshard._comm.collectives import Pending, settle
 from flatshard._errors import CollectiveError, InternalError, OutOfStepError, name_list
 from flatshard._handle.adapters.tensor_subclass import plain_tensors
 from flatshard._handle.flat_param import FlatParam
+from flatshard._handle.layout import FlatLayout
 from flatshard._handle.lifetime import BY_USER, GradState, Lifetime, ParamState, UnshardedStamp
 from flatshard._handle.placement import Placement
 from flatshard._handle.planned import Groups, Kind, PlannedFlat
@@ -141,6 +142,22 @@ class FlatParamHandle:
         # Whether other ranks hold the same part of some parameters.
         self.has_replicas = any(p.replicas is not None for p in self.placements)
         self.gradients.find_accumulators()  # here, to save the time in the first step
+
+    def move(self, placement: Placement, layouts: Sequence[FlatLayout], shards: Sequence[torch.Tensor]) -> None:
+        """Be sharded over the ranks of ``placement`` from now on: see ``FlatShard.move``. Nothing is communicated.
+
+        ``layouts``, ``shards``: of each flat parameter, which must all be on the unit's own ranks.
+        """
+        self.reshard()
+        self.drop_kept()
+        self.placements, self.placement, self.runtime = [placement], placement, placement.runtime
+        self.lifetime.follow(placement.label)
+        self.gradients.follow(placement)
+        with torch.inference_mode(False), torch.no_grad():
+            for flat, layout, shard in zip(self.flats, layouts, shards, strict=True):
+                flat.move(layout, placement, shard)
+        self._index()
+        self._checked_at = -1
 
     def __repr__(self) -> str:
         return (

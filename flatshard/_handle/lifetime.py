@@ -97,6 +97,10 @@ class Lifetime:
         self.params = ParamState.SHARDED
         self.grads = GradState.NONE
 
+    def follow(self, label: Label) -> None:
+        """``label`` names the unit from now on."""
+        self._label = label
+
     def move_params(self, verb: str) -> None:
         state = PARAM_TRANSITIONS.get((self.params, verb))
         if state is None:

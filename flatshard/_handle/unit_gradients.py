@@ -66,6 +66,10 @@ class UnitGradients:
         # for them belongs to it. None: there are no gradients; and on CPU.
         self.home: Any = None
 
+    def follow(self, placement: Placement) -> None:
+        """The unit is on other ranks from now on."""
+        self._placement = placement
+
     # -- what the user has said ----------------------------------------------------------------------------------------
 
     def set_sync(self, reduces: bool) -> None:

@@ -82,6 +82,11 @@ class UnshardedBuffer:
         """``layout`` has the parameters' new FQNs."""
         self._layout = layout
 
+    def move(self, layout: FlatLayout, placement: Placement, kind: Kind, shard: torch.Tensor) -> None:
+        """``place``, for other ranks: see ``FlatShard.move``."""
+        self._layout, self._placement, self._pool = layout, placement, placement.pool
+        self.place(kind, shard)
+
     def place(self, kind: Kind, shard: torch.Tensor) -> None:
         """Build every view, for the flat parameter's dtype and device, then free the storage."""
         numel = self._layout.padded_numel

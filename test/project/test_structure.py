@@ -28,7 +28,7 @@ PACKAGES = [
     ["_composable.features", "_comm.monitor"],
     ["_quantized"],
     ["optim", "checkpoint", "debug", "comm", "policies", "tensors"],
-    ["planning"],
+    ["planning", "elastic"],
     ["_extensions"],
     [""],
     ["integrations"],  # on the public names
@@ -285,6 +285,8 @@ def test_only_handles_start_collectives_and_construction_broadcasts():
         ("_comm.monitor.order_check", "all_gather"),
         ("debug._replicas", "all_gather"),
         ("optim._owned", "exchange"),
+        ("elastic._exchange", "exchange"),  # between ranks that share no handle yet
+        ("elastic._exchange", "all_gather"),
     }
 
 

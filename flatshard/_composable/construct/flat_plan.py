@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from flatshard._composable.construct.partition import PlannedUnit
 from flatshard._config import CPUOffload, MixedPrecision
@@ -15,7 +16,7 @@ from flatshard._handle.adapters.wrapping import Wrapping
 from flatshard._handle.flat_param import FlatParam
 from flatshard._handle.layout import Cut, balanced, plan_layout
 from flatshard._handle.planned import FlatOptions, Groups, PlannedFlat, PlannedParam
-from flatshard.layouts import Elements, Layout, Rows, Whole, excess_padding, layout_for, work_of
+from flatshard.layouts import Elements, Layout, LayoutChoice, Rows, Whole, excess_padding, layout_for, work_of
 
 _Member = tuple[PlannedParam, torch.Tensor, Layout]
 """A parameter, its tensor that is sharded (for a tensor subclass the plain tensor inside), and its layout."""
@@ -71,8 +72,25 @@ def plan_flats(unit: PlannedUnit, world_size: int, loads: Loads) -> list[Planned
     flats = []
     for (groups, dtype, _, options), members in found.items():
         of_ranks = loads.setdefault(groups, [0] * _ranks(groups, world_size))
-        flats.append(_lay_out(unit, members, dtype, options, _shards(unit, groups, world_size), of_ranks))
+        flats.append(_lay_out(unit.fqn, members, dtype, options, _shards(unit, groups, world_size), of_ranks))
     return flats
+
+
+def plan_again(
+    flat: FlatParam, unit: str, choice: LayoutChoice, world_size: int, loads: dict[int, list[int]]
+) -> PlannedFlat:
+    """``flat``, of the unit ``unit`` and sharded already, over ``world_size`` ranks. Planned parameters stand for its own.
+
+    ``loads``: as for ``plan_flats``, by the number of ranks.
+    """
+    members: list[_Member] = []
+    for param, info in zip(flat.params, flat.layout.params, strict=True):
+        whole = torch.empty_strided(info.shape, info.stride, dtype=flat.kind.dtype, device="meta")
+        stand_in = nn.Parameter(whole, param.requires_grad and flat.is_trainable)
+        stand_in.__dict__.update({k: v for k, v in vars(param).items() if k != "_flatshard_info"})  # a callable may look
+        members.append((PlannedParam(info.fqn, stand_in), stand_in, layout_for(choice, info.fqn, stand_in)))
+    of_ranks = loads.setdefault(world_size, [0] * world_size)
+    return _lay_out(unit, members, flat.kind.dtype, flat.options, world_size, of_ranks)
 
 
 def _ranks(groups: Groups | None, world_size: int) -> int:
@@ -85,7 +103,7 @@ def _shards(unit: PlannedUnit, groups: Groups | None, world_size: int) -> int:
 
 
 def _lay_out(
-    unit: PlannedUnit,
+    unit: str,
     members: list[_Member],
     dtype: torch.dtype,
     options: FlatOptions,
@@ -100,7 +118,7 @@ def _lay_out(
         densest = layout
         layout = plan_layout(sizes, itemsize, world_size, [_cut(plain, each) for _, plain, each in members])
         padding = layout.padded_numel / max(1, densest.padded_numel) - 1
-        warning = excess_padding(unit.fqn, [o.fqn for o in owned], layouts, padding)
+        warning = excess_padding(unit, [o.fqn for o in owned], layouts, padding)
         if warning is not None:
             layout = densest
         elif any(isinstance(each, Whole) for each in layouts):

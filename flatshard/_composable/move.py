@@ -1,0 +1,164 @@
+"""Moves units in training to other ranks: the same modules, parameters, hooks and options, cut for another number of ranks.
+
+[Note: Units that move]
+What a unit is does not depend on the ranks: its modules, hooks, features, and which parameters lie in which flat parameter.
+What depends on them is its placement, the layouts, the shards, and the context. A move plans the layouts as
+``fully_shard`` does, and puts them, new placements and new shards in the place of the old. Who fills the new shards is not
+known here. Nothing is communicated, so a unit whose old group is gone can be moved. All ranks of the new group move the same
+units in the same order, wherever they were before: labels of collectives are counted.
+
+A rank that joins has sharded its module over itself alone, on meta. Its units move as the others do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from flatshard._composable.claims import KEPT
+from flatshard._composable.construct import validate
+from flatshard._composable.construct.flat_plan import plan_again
+from flatshard._composable.fully_shard import place, runtimes_over
+from flatshard._composable.state import Context, Unit
+from flatshard._errors import name_list
+from flatshard._handle.lifetime import GradState
+from flatshard._handle.planned import PlannedFlat
+from flatshard._handle.registrations import SHARDED
+from flatshard._runtime import Runtime
+
+
+@dataclass(frozen=True)
+class Home:
+    """Where units may move: ``size`` shards of each, of which this rank has number ``rank``."""
+
+    context: Context
+    runtimes: tuple[Runtime, Runtime | None]
+    rank: int
+    size: int
+
+
+def home_over(units: Sequence[Unit], process_group: Any, device_mesh: DeviceMesh | None) -> Home:
+    """The home of ``units`` over other ranks, given as to ``fully_shard``. All of these ranks call it.
+
+    Raises:
+        TypeError, ValueError: they are given in a way that is none for the units' strategy.
+    """
+    config, device = units[0].config, units[0].context.runtime.device
+    groups = validate.resolve_groups(process_group, device_mesh, config.strategy)
+    axes = (groups[0], groups[1]) if config.strategy.joins_axes and groups[1] is not None else None
+    context, runtimes = runtimes_over([None], groups, axes, device)
+    shards, _ = runtimes[None]
+    return Home(context, runtimes[None], shards.rank, shards.world_size)
+
+
+def place_of(units: Sequence[Unit]) -> tuple[int, int]:
+    """(number of this rank's shard, number of shards) of units that share their ranks."""
+    for unit in units:
+        if not unit.config.strategy.is_whole:
+            return unit.handle.placement.rank, _shards(unit)
+    return 0, 1
+
+
+def _shards(unit: Unit) -> int:
+    shards = unit.handle.placement.shards
+    return 1 if shards is None else shards.world_size
+
+
+def cuts(units: Iterable[Unit], size: int) -> list[list[PlannedFlat]]:
+    """The flat parameters of each unit, cut into ``size`` shards: the same wherever it is planned.
+
+    Raises:
+        ValueError: a strict layout would exceed its limit on padding.
+    """
+    loads: dict[int, list[int]] = {}
+    found = []
+    for unit in units:
+        number = 1 if unit.config.strategy.is_whole else size
+        handle, choice = unit.handle, unit.config.layout
+        found.append([plan_again(flat, handle.fqn, choice, number, loads) for flat in handle.flats])
+    return found
+
+
+def check_movable(units: Sequence[Unit], verb: str) -> None:
+    """Raise if some of ``units`` are in use, or cannot move.
+
+    Raises:
+        RuntimeError: they are in use.
+        NotImplementedError: they are sharded in a way that does not move.
+        ValueError: they are on several process groups.
+    """
+    for context in {unit.context for unit in units}:
+        context.settle()
+        if context.is_running:
+            raise RuntimeError(f"{verb}: a forward or backward of the module is running: call it between two steps")
+    for unit in units:
+        unit.handle.check_parameters()
+    claimed = [
+        u.fqn for u in units if any(c is not KEPT for c in u.claims) or u.handle.registrations.shows is not SHARDED
+    ]
+    if claimed:
+        raise RuntimeError(
+            f"{verb}: units {name_list(claimed)} are kept unsharded, or their whole parameters are shown: leave the "
+            "context first (keep_unsharded, summon_full_params), or call flatshard.reshard(module)"
+        )
+    if held := [unit.fqn for unit in units if unit.handle.lifetime.grads is not GradState.NONE]:
+        raise RuntimeError(
+            f"{verb}: units {name_list(held)} hold gradients that are not reduced: call flatshard.reduce_gradients(module) "
+            "first. What has become .grad moves"
+        )
+    if len({unit.context for unit in units}) > 1 or any(len(unit.handle.placements) > 1 for unit in units):
+        raise ValueError(f"{verb}: the units of the module are on several process groups, and move one group at a time")
+    if inner := [u.fqn for u in units if type(u.config.reshard_after_forward) is int]:
+        raise NotImplementedError(
+            f"{verb}: units {name_list(inner)} have reshard_after_forward=<number of ranks>, whose groups are made by "
+            "fully_shard alone: use True or False"
+        )
+    for unit in units:
+        for flat in unit.handle.flats:
+            if wrapped := [i.fqn for i, w in zip(flat.layout.params, flat.wrappings, strict=True) if w is not None]:
+                raise NotImplementedError(
+                    f"{verb}: {name_list(wrapped)} are DTensors or other tensor subclasses, whose parts do not move: go "
+                    "through flatshard.save_checkpoint and load_checkpoint"
+                )
+            if flat.gradients.shard_param is not None:
+                raise NotImplementedError(
+                    f"{verb}: unit {unit.fqn or '<root>'!r} is stepped by flat_parameters, which do not move: build the "
+                    "optimizer on model.parameters()"
+                )
+
+
+def move(unit: Unit, home: Home, planned: Sequence[PlannedFlat], shards: Sequence[torch.Tensor]) -> None:
+    """Shard ``unit`` as ``planned``, with the values of ``shards``, of each flat parameter. There must be no gradients."""
+    old = unit.handle.placement
+    placement = place(unit.handle.fqn, unit.config, planned, home.context, home.runtimes)
+    placement = replace(placement, averaging=replace(old.averaging, ranks=placement.averaging.ranks))
+    unit.move(home.context, placement, [flat.layout for flat in planned], shards)
+
+
+def allocate(unit: Unit) -> None:
+    """Give the parameters of a unit on meta memory, whose values will be overwritten."""
+    for flat in unit.handle.on_meta:
+        assert flat.filling is not None
+        flat.filling.allocate(flat.kind.home)
+    for flat in unit.handle.flats:
+        flat.fill_by(None)
+    unit.handle.check_parameters()
+
+
+def leave(units: Iterable[Unit], verb: str) -> None:
+    """``units`` are used no more: their ranks have moved on without this one. A forward raises."""
+    gone = frozenset(units)
+
+    def refuse(outermost: Unit) -> bool:
+        if outermost in gone:
+            raise RuntimeError(
+                f"unit {outermost.fqn or '<root>'!r} has moved to other ranks, of which this one is none ({verb}): its "
+                "parameters here are those of before. Drop the module and its optimizer"
+            )
+        return True
+
+    Context.checks.append(refuse)

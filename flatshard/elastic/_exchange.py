@@ -1,0 +1,114 @@
+"""Ranges of elements on their way from one cut to another, between any ranks of a process group.
+
+[Note: As few bytes as the two cuts allow]
+A rank that needs elements of a parameter takes those that it holds already from itself. Each of the others it gets once, from
+one of the ranks that hold them. Padding is not sent. Every rank finds by the two cuts what it sends and receives, so no
+message says what it contains: between two ranks there is one message for each unit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import pickle
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from flatshard._comm.backends import builtin_collectives
+from flatshard._errors import CollectiveError
+
+Span = tuple[int, int]
+
+
+class Range(NamedTuple):
+    """Elements ``start:stop`` of a parameter, which ``rank`` has in shard ``shard``."""
+
+    rank: int
+    shard: int
+    start: int
+    stop: int
+
+
+def sources(need: Span, rank: int, cut: Sequence[Span], holders: Sequence[Sequence[int]]) -> Iterator[Range]:
+    """Where ``rank`` gets the elements ``need`` from: itself where it can.
+
+    Args:
+        need: half-open.
+        rank: that needs them.
+        cut: the elements in each shard.
+        holders: the ranks that hold each shard.
+    """
+    for shard, (start, stop) in enumerate(cut):
+        start, stop = max(start, need[0]), min(stop, need[1])
+        if start < stop:
+            held = holders[shard]
+            yield Range(rank if rank in held else held[rank % len(held)], shard, start, stop)
+
+
+class Channel:
+    """Objects and tensors between the ranks of a process group."""
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self._collectives, self._device = builtin_collectives(group, device), device
+        self.rank, self.size = self._collectives.rank, self._collectives.size
+        self.sent = 0  # bytes of tensors that this rank has sent
+
+    def objects(self, value: Any) -> list[Any]:
+        """What each rank has given, by rank. Anything that pickles."""
+        if self.size == 1:
+            return [value]
+        data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        sizes = self._gather(torch.tensor([data.numel()])).tolist()
+        padded = torch.zeros(max(sizes), dtype=torch.uint8)
+        padded[: data.numel()] = data
+        rows = self._gather(padded).view(self.size, -1)
+        return [pickle.loads(ctypes.string_at(row.data_ptr(), n)) for row, n in zip(rows, sizes, strict=True)]
+
+    def _gather(self, row: torch.Tensor) -> torch.Tensor:
+        with self.failing("exchange", ""):
+            row = row.to(self._device)
+            output = row.new_empty(self.size * row.numel())
+            self._collectives.all_gather(output, row).wait()
+            return output.cpu()
+
+    def exchange(
+        self, sent: dict[int, list[torch.Tensor]], received: dict[int, list[torch.Tensor]], unit: str = ""
+    ) -> None:
+        """Send tensors (1-D) to ranks, and fill others from ranks, of ``unit``: one message to each.
+
+        Raises:
+            CollectiveError: a rank has died, or left.
+        """
+        with self.failing("exchange", unit), torch.no_grad():
+            out = [(self._packed(tensors), rank) for rank, tensors in sorted(sent.items())]
+            into = [(self._empty(tensors), rank) for rank, tensors in sorted(received.items())]
+            self.sent += sum(message.nbytes for message, _ in out)
+            self._collectives.exchange(out, into).wait()
+            for message, rank in into:
+                parts = torch.split(message, [t.nbytes for t in received[rank]])
+                for part, target in zip(parts, received[rank], strict=True):
+                    as_bytes(target).copy_(part)
+
+    @contextlib.contextmanager
+    def failing(self, phase: str, unit: str) -> Iterator[None]:
+        """Context in which errors of the backend become a :class:`CollectiveError`."""
+        try:
+            yield
+        except CollectiveError:
+            raise
+        except RuntimeError as e:
+            raise CollectiveError(phase, unit, self.rank, self.size, str(e)) from e
+
+    def _packed(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        return torch.cat([as_bytes(t).to(self._device) for t in tensors])
+
+    def _empty(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        return torch.empty(sum(t.nbytes for t in tensors), dtype=torch.uint8, device=self._device)
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """A 1-D, contiguous tensor as bytes: a view."""
+    return tensor.view(torch.uint8)

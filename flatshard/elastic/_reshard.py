@@ -1,0 +1,347 @@
+"""``reshard_over``: a model in training goes from some ranks to others, in memory."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
+
+from flatshard._comm.monitor.messages import default_group
+from flatshard._composable import move as core
+from flatshard._composable.find import units_of
+from flatshard._composable.move import Home
+from flatshard._errors import name_list
+from flatshard._handle.planned import PlannedFlat
+from flatshard.elastic._exchange import Channel, sources
+from flatshard.elastic._values import GRAD, PARAM, At, Job, Live, Manifest, Small, Value, set_small
+
+_VERB = "reshard_over"
+
+
+class LostError(RuntimeError):
+    """No rank that is left has some parts of the model: too many died at once.
+
+    Example::
+
+        try:
+            flatshard.elastic.reshard_over(model, optimizer, process_group=dist.group.WORLD)
+        except flatshard.elastic.LostError as e:
+            print(e)  # which parts nobody has
+    """
+
+
+class Holder(Protocol):
+    """Parts of one generation that this rank has: of what is live, or copies."""
+
+    numbers: tuple[int, ...]
+
+    def part(self, number: int, value: Value) -> torch.Tensor:
+        """The part of ``value`` in shard ``number``: 1-D, in memory order."""
+
+
+def reshard_over(
+    model: nn.Module,
+    optimizers: Optimizer | Iterable[Optimizer] = (),
+    *,
+    process_group: Any = None,
+    device_mesh: DeviceMesh | None = None,
+    over: dist.ProcessGroup | None = None,
+) -> int:
+    """Move a sharded model in training to other ranks, in memory: fewer, more, or others. Call it between two steps.
+
+    All ranks of ``over`` call it: those that have the model now, and those that are to have it. Parameters, ``.grad`` and
+    the optimizers' state move as they are, bit for bit. The model, its parameters and the optimizers stay the same objects.
+
+    A rank that joins builds its model on meta, calls ``fully_shard`` with a group of itself alone, and builds optimizers. It
+    gets buffers, parameters that are not sharded, and the optimizers' options from the first rank that has the model. Other
+    ranks keep their own buffers. A rank that leaves passes no ``process_group``, and drops the model afterwards.
+
+    Units are moved one at a time, and no rank has more than one unit whole. Each element goes to each rank that needs it and
+    lacks it once, and nothing else is sent.
+
+    Example::
+
+        half = dist.new_group([0, 1])
+        mine = half if dist.get_rank() < 2 else None
+        flatshard.elastic.reshard_over(model, optimizer, process_group=mine)
+
+    Args:
+        model: sharded by ``fully_shard`` over one process group, or on meta.
+        optimizers: those that step it, in the same order on all ranks.
+        process_group: the ranks to shard over from now on, as for ``fully_shard``; two groups for a hybrid strategy. None:
+            this rank leaves.
+        device_mesh: the same as a mesh.
+        over: the ranks that call this. Default: all.
+
+    Returns:
+        The bytes that this rank has sent.
+
+    Raises:
+        TypeError, ValueError, RuntimeError, NotImplementedError: on all ranks, if one of them cannot move: the model is in
+            use, or ranks have different ones; parameters are DTensors or other tensor subclasses, or are stepped whole or
+            flat. Nothing has been changed.
+        LostError: no rank has some part of the model. Nothing has been changed.
+        CollectiveError: a rank died meanwhile. Units that have moved cannot go back: build the model anew.
+    """
+    everyone = default_group() if over is None else over
+    if everyone is None:
+        raise RuntimeError(f"{_VERB} needs a process group: call torch.distributed.init_process_group(...) first")
+    channel = Channel(everyone, units_of(model, _VERB)[0].context.runtime.device)
+
+    def prepare() -> tuple[Job, Live | None, Home | None]:
+        core.check_movable(units_of(model, _VERB), _VERB)
+        job = Job(model, optimizers, _VERB)
+        on_meta = {bool(unit.handle.on_meta) for unit in job.units if unit.handle.flats}
+        if any(flat.filling is not None and not flat.is_on_meta for unit in job.units for flat in unit.handle.flats):
+            raise RuntimeError(
+                f"{_VERB}: parameters got memory by to_empty, and have not been used yet: run a forward first"
+            )
+        if len(on_meta) > 1:
+            raise RuntimeError(f"{_VERB}: some units are on the meta device and others not: all or none")
+        if left := [name for name, param in job.others.items() if param.is_meta]:
+            raise RuntimeError(
+                f"{_VERB}: {name_list(left)}, which are not sharded, are on meta: give them memory first"
+            )
+        live = None if on_meta == {True} else Live(job)
+        is_here = process_group is not None or device_mesh is not None
+        return job, live, core.home_over(job.units, process_group, device_mesh) if is_here else None
+
+    job, live, home = agreed(channel, prepare)
+    small = None if live is None else live.small()
+    holders: list[Holder] = [] if live is None else [live]
+    manifest = None if live is None else live.manifest
+    Move(job, channel, home, manifest, holders, small, joins=live is None).run()
+    return channel.sent
+
+
+def agreed(channel: Channel, do: Any) -> Any:
+    """What ``do`` returns. If it raises on a rank, all raise."""
+    try:
+        result, error = do(), None
+    except Exception as e:
+        result, error = None, e
+    every = channel.objects(None if error is None else f"{type(error).__name__}: {error}")
+    if error is not None:
+        raise error
+    if told := {f"rank {rank}: {text}" for rank, text in enumerate(every) if text is not None}:
+        raise RuntimeError("; ".join(sorted(told)))
+    return result
+
+
+class Move:
+    """One move of a job, from a generation that ranks hold to a new cut."""
+
+    def __init__(
+        self,
+        job: Job,
+        channel: Channel,
+        home: Home | None,
+        manifest: Manifest | None,
+        holders: Sequence[Holder],
+        small: Small | None,
+        joins: bool,
+    ) -> None:
+        """
+        Args:
+            job: on this rank.
+            channel: between the ranks that hold it, and those that will.
+            home: where it goes. None: this rank will have none of it.
+            manifest: of what this rank holds. None: it holds nothing.
+            holders: the parts that it holds.
+            small: what it keeps whole, to be set again. None: it gets that of the first rank that has one.
+            joins: its own model has no values yet.
+        """
+        self._job, self._channel, self._home = job, channel, home
+        self._small, self._joins = small, joins
+        self._holders = {number: holder for holder in holders for number in holder.numbers}
+        place = None if home is None else (home.rank, home.size)
+        told = channel.objects((job.digest(), place, tuple(self._holders), small is not None))
+        if odd := [rank for rank, (digest, *_) in enumerate(told) if digest != told[0][0]]:
+            raise ValueError(
+                f"{job.verb}: ranks {odd} have another model, other options of fully_shard or other optimizers than rank 0: "
+                "names, shapes, dtypes and param groups must be the same on all"
+            )
+        self._places: list[tuple[int, int] | None] = [place for _, place, *_ in told]
+        self._held: list[tuple[int, ...]] = [held for _, _, held, _ in told]
+        self._first = next((rank for rank, (*_, has) in enumerate(told) if has), None)
+        given = channel.objects(manifest if channel.rank == self._first else None)
+        if self._first is None:
+            raise LostError(f"{job.verb}: no rank has any part of the model: on all of them it is on the meta device")
+        self._manifest: Manifest = given[self._first]
+        self._check_complete()
+        sizes = {place[1] for place in self._places if place is not None}
+        if len(sizes) > 1:
+            raise ValueError(f"{job.verb}: ranks are to shard over groups of different sizes, {sorted(sizes)}")
+        (size,) = sizes or {1}
+        self._planned: list[list[PlannedFlat]] = agreed(channel, functools.partial(self._plan, size))
+
+    def _plan(self, size: int) -> list[list[PlannedFlat]]:
+        planned = core.cuts(self._job.units, size)
+        for old, new in zip(self._manifest.layouts, planned, strict=True):
+            for layout, flat in zip(old, new, strict=True):
+                for before, after in zip(layout.params, flat.layout.params, strict=True):
+                    if before.stride != after.stride:
+                        raise NotImplementedError(
+                            f"{self._job.verb}: {after.fqn!r} is transposed, and lies in another order over {size} ranks "
+                            "with layout=Rows(): use another layout for it"
+                        )
+        return planned
+
+    def _check_complete(self) -> None:
+        held = {number for numbers in self._held for number in numbers}
+        missing = sorted(set(range(self._manifest.size)) - held)
+        if missing and any(self._manifest.shard_of(u, missing[0]) for u in range(len(self._manifest.layouts))):
+            size = self._manifest.size
+            raise LostError(
+                f"{self._job.verb}: nobody has shards {missing} of {size}, which are parts of "
+                f"{name_list(self._names(missing), 4)}: their ranks died, and those that held copies of them"
+            )
+
+    def _names(self, numbers: Sequence[int]) -> list[str]:
+        found: dict[str, None] = {}
+        for u, layouts in enumerate(self._manifest.layouts):
+            for layout in layouts:
+                for number in numbers:
+                    parts = layout.shard_slices(self._manifest.shard_of(u, number))
+                    found.update((i.fqn, None) for i, p in zip(layout.params, parts, strict=True) if p.numel)
+        return list(found)
+
+    def run(self) -> None:
+        """Move all, and set what is kept whole. What has moved has no gradients but those that moved with it."""
+        self._plain = small = self._given_small()
+        for number in range(len(self._job.units)):
+            self._move_unit(number)
+        if self._home is None:
+            core.leave(self._job.units, self._job.verb)
+            return
+        set_small(self._job, small, self._manifest)
+
+    def _given_small(self) -> Small:
+        """What is kept whole: this rank's own, or of the first rank that has it."""
+        channel, job = self._channel, self._job
+        lacking = [rank for rank, lacks in enumerate(channel.objects(self._small is None)) if lacks]
+        is_first, first = channel.rank == self._first, self._first
+        assert first is not None
+        told = channel.objects(
+            (self._small.plain, self._small.options, [(t.shape, t.dtype) for t in self._small.rest])
+            if is_first and self._small is not None
+            else None
+        )[first]
+        sent: dict[int, list[torch.Tensor]] = {}
+        received: dict[int, list[torch.Tensor]] = {}
+        small = self._small
+        if small is None:
+            device = job.units[0].context.runtime.device
+            small = Small(
+                told[0], told[1], [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in told[2]]
+            )
+            received = {first: [t.view(-1) for t in small.rest if t.numel()]}
+        elif is_first:
+            flat = [t.contiguous().view(-1) for t in small.rest if t.numel()]
+            sent = dict.fromkeys(lacking, flat)
+        channel.exchange({r: t for r, t in sent.items() if t}, {r: t for r, t in received.items() if t})
+        return small
+
+    # -- one unit ------------------------------------------------------------------------------------------------------
+
+    def _move_unit(self, number: int) -> None:
+        job, home, planned = self._job, self._home, self._planned[number]
+        unit = job.units[number]
+        if home is not None and self._joins:
+            core.allocate(unit)
+        targets: dict[tuple[At, Any], torch.Tensor] = {}
+        shards: list[torch.Tensor] = []
+        if home is not None:
+            shards = [flat.shard_for(plan.layout) for flat, plan in zip(unit.handle.flats, planned, strict=True)]
+            for value in self._manifest.values[number]:
+                targets[value.at, value.name] = self._target(value, shards, self._shard(number, self._channel.rank))
+        self._fill(number, targets)
+        if home is None:
+            return
+        for flat in unit.handle.flats:
+            for param in flat.params:
+                param.grad = None
+        core.move(unit, home, planned, shards)
+        self._set_states(number, targets)
+
+    def _shard(self, unit: int, rank: int) -> int:
+        """The number of the shard of a unit that a rank is to have."""
+        place = self._places[rank]
+        assert place is not None
+        return 0 if self._job.units[unit].config.strategy.is_whole else place[0]
+
+    def _span(self, at: At, shard: int) -> tuple[int, int]:
+        part = self._planned[at.unit][at.flat].layout.shard_slices(shard)[at.param]
+        return part.offset, part.offset + part.numel
+
+    def _target(self, value: Value, shards: Sequence[torch.Tensor], shard: int) -> torch.Tensor:
+        """Memory for this rank's new part of ``value``: 1-D."""
+        at = value.at
+        part = self._planned[at.unit][at.flat].layout.shard_slices(shard)[at.param]
+        if value.name == PARAM:
+            return shards[at.flat][part.start : part.stop]
+        return torch.empty(part.numel, dtype=value.dtype, device=self._job.flat(at).kind.device)
+
+    def _fill(self, number: int, targets: dict[tuple[At, Any], torch.Tensor]) -> None:
+        """Fill ``targets`` from all ranks. Called on all. [Note: As few bytes as the two cuts allow]"""
+        manifest, me = self._manifest, self._channel.rank
+        holders: list[list[int]] = []
+        count = max((layout.world_size for layout in manifest.layouts[number]), default=1)
+        for shard in range(count):
+            holders.append(
+                [r for r, held in enumerate(self._held) if any(manifest.shard_of(number, s) == shard for s in held)]
+            )
+        sent: dict[int, list[torch.Tensor]] = {}
+        received: dict[int, list[torch.Tensor]] = {}
+        with torch.no_grad():
+            for value in manifest.values[number]:
+                cut = [manifest.span(value.at, shard) for shard in range(count)]
+                for rank, place in enumerate(self._places):
+                    if place is None:
+                        continue
+                    need = self._span(value.at, self._shard(number, rank))
+                    for source, shard, start, stop in sources(need, rank, cut, holders):
+                        if rank == me:
+                            target = targets[value.at, value.name][start - need[0] : stop - need[0]]
+                            if source == me:
+                                target.copy_(
+                                    self._held_part(number, shard, value)[start - cut[shard][0] : stop - cut[shard][0]]
+                                )
+                            else:
+                                received.setdefault(source, []).append(target)
+                        elif source == me:
+                            part = self._held_part(number, shard, value)
+                            sent.setdefault(rank, []).append(part[start - cut[shard][0] : stop - cut[shard][0]])
+        self._channel.exchange(sent, received, self._job.units[number].fqn)
+
+    def _held_part(self, unit: int, shard: int, value: Value) -> torch.Tensor:
+        for number, holder in self._holders.items():
+            if self._manifest.shard_of(unit, number) == shard:
+                return holder.part(number, value)
+        raise AssertionError("a rank holds what it is said to hold")
+
+    def _set_states(self, number: int, targets: dict[tuple[At, Any], torch.Tensor]) -> None:
+        """Set gradients, and the optimizers' state, of a unit that has moved."""
+        job, small = self._job, self._plain
+        for at, param in job.params.items():
+            if at.unit != number:
+                continue
+            flat = job.flat(at)
+            if (grad := targets.get((at, GRAD))) is not None:
+                param.grad = flat.shaped(at.param, grad)
+            for n, optimizer in enumerate(job.optimizers):
+                keys = self._manifest.states[n].get(at)
+                if keys is None:
+                    optimizer.state.pop(param, None)
+                    continue
+                found = dict(small.plain[n].get(at, {}))
+                for key in keys:
+                    if (value := targets.get((at, (n, key)))) is not None:
+                        found[key] = flat.shaped(at.param, value)
+                optimizer.state[param] = {key: found[key] for key in keys}

@@ -1,0 +1,319 @@
+"""What training keeps of a sharded model: values that lie as parameters do, and what is the same on all ranks.
+
+[Note: Values that lie as their parameters]
+A parameter, its ``.grad``, and each value of its optimizers' state that has its shape here are cut alike: a rank's part is
+the same range of elements, in memory order. So one table of ranges says where every value is, for any number of ranks. A
+value of another kind (a step count, a number) is the same on all ranks. How a tensor of another shape is cut only the
+optimizer knows: it is refused.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from flatshard._composable.find import units_of
+from flatshard._composable.move import place_of
+from flatshard._composable.state import Unit, owner_of
+from flatshard._handle.flat_param import FlatParam
+from flatshard._handle.layout import FlatLayout
+from flatshard._handle.tensors.aggregate import plainly
+
+PARAM, GRAD = "", "grad"
+
+
+class At(NamedTuple):
+    """A parameter, by its place in the model: the same on all ranks."""
+
+    unit: int
+    flat: int
+    param: int
+
+
+class Value(NamedTuple):
+    """A value that lies as parameter ``at`` does: ``PARAM``, ``GRAD``, or of an optimizer's state ``(its number, key)``."""
+
+    at: At
+    name: Any
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What all ranks keep, and how it is cut: the same on all of them. Picklable."""
+
+    size: int  # shards of each unit, but of one that is replicated
+    layouts: list[list[FlatLayout]]  # of each unit, of each flat parameter
+    values: list[list[Value]]  # of each unit
+    states: list[dict[At | str, list[Any]]]  # of each optimizer: the keys of each parameter's state, in order
+    options: list[list[dict[str, Any]]]  # of each optimizer's groups
+    rest: list[Any]  # names of the tensors that are no units': (what, FQN, ...)
+
+    def shard_of(self, unit: int, number: int) -> int:
+        """The number of the shard of ``unit`` that a rank with shard ``number`` has."""
+        return 0 if all(layout.world_size == 1 for layout in self.layouts[unit]) else number
+
+    def span(self, at: At, number: int) -> tuple[int, int]:
+        """The elements of a parameter that are in shard ``number`` of its unit, half-open."""
+        part = self.layouts[at.unit][at.flat].shard_slices(number)[at.param]
+        return part.offset, part.offset + part.numel
+
+
+class Small(NamedTuple):
+    """What each rank keeps whole: copies."""
+
+    plain: list[dict[At | str, dict[str, Any]]]  # of each optimizer: values of no shape
+    options: list[list[dict[str, Any]]]
+    rest: list[torch.Tensor]  # buffers, parameters that are not sharded, and their optimizers' state
+
+
+class Job:
+    """A model and the optimizers that step it, by numbers that are the same on all ranks."""
+
+    def __init__(self, module: nn.Module, optimizers: Optimizer | Iterable[Optimizer], verb: str) -> None:
+        """
+        Raises:
+            TypeError, ValueError: they are no sharded module and its optimizers.
+            NotImplementedError: an optimizer steps whole parameters, whose state lies otherwise.
+        """
+        self.module, self.verb = module, verb
+        self.units: list[Unit] = units_of(module, verb)
+        self.optimizers = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
+        for optimizer in self.optimizers:
+            if not isinstance(optimizer, Optimizer):
+                raise TypeError(f"{verb} takes optimizers of torch.optim, got a {type(optimizer).__name__}")
+            if getattr(optimizer, "steps_whole_parameters", False):
+                raise NotImplementedError(
+                    f"{verb}: the state of a WholeParameterOptimizer is on the ranks that own parameters, and does not move: "
+                    "go through flatshard.save_checkpoint and load_checkpoint"
+                )
+        self.params = {
+            At(u, f, i): param
+            for u, unit in enumerate(self.units)
+            for f, flat in enumerate(unit.handle.flats)
+            for i, param in enumerate(flat.params)
+        }
+        self.others = {n: p for n, p in module.named_parameters() if owner_of(p) is None}  # not sharded
+        self.places: dict[int, At | str] = {id(p): at for at, p in self.params.items()}
+        self.places.update((id(p), name) for name, p in self.others.items())
+        for number, optimizer in enumerate(self.optimizers):
+            for group in optimizer.param_groups:
+                for param in group["params"]:
+                    if id(param) not in self.places:
+                        raise ValueError(
+                            f"{verb}: optimizer {number}, {type(optimizer).__name__}, steps a parameter of shape "
+                            f"{tuple(param.shape)} that this {type(module).__name__} has not: pass the module that it is of"
+                        )
+
+    def flat(self, at: At) -> FlatParam:
+        return self.units[at.unit].handle.flats[at.flat]
+
+    def param(self, at: At | str) -> nn.Parameter:
+        return self.others[at] if isinstance(at, str) else self.params[at]
+
+    def buffers(self) -> dict[str, torch.Tensor]:
+        return dict(self.module.named_buffers())
+
+    def digest(self) -> str:
+        """Of what must be the same on all ranks."""
+        found: list[Any] = []
+        for unit in self.units:
+            flats = [
+                ([(i.fqn, i.shape) for i in f.layout.params], str(f.kind.dtype), str(f.options))
+                for f in unit.handle.flats
+            ]
+            found.append((unit.fqn, unit.config.strategy.name, str(unit.config.layout), flats))
+        found.append([(n, tuple(b.shape), str(b.dtype)) for n, b in self.buffers().items()])
+        found.append([(n, tuple(p.shape), str(p.dtype)) for n, p in self.others.items()])
+        for optimizer in self.optimizers:
+            groups = [[self.places[id(p)] for p in group["params"]] for group in optimizer.param_groups]
+            found.append((type(optimizer).__name__, groups))
+        return hashlib.blake2b(repr(found).encode(), digest_size=12).hexdigest()
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    with plainly():
+        return tensor.detach().as_subclass(torch.Tensor)
+
+
+class Live:
+    """What a job keeps now, on this rank."""
+
+    def __init__(self, job: Job, grads: bool = True) -> None:
+        """
+        Args:
+            job: the model and its optimizers.
+            grads: also ``.grad``.
+
+        Raises:
+            NotImplementedError: an optimizer's state has another shape than its parameter.
+        """
+        self.job = job
+        rank, size = place_of(job.units)
+        self.numbers = (rank,)
+        layouts = [[flat.layout for flat in unit.handle.flats] for unit in job.units]
+        values: list[list[Value]] = [[] for _ in job.units]
+        states: list[dict[At | str, list[Any]]] = [{} for _ in job.optimizers]
+        for own, param in job.params.items():
+            values[own.unit].append(Value(own, PARAM, param.dtype))
+            if grads and param.grad is not None:
+                values[own.unit].append(Value(own, GRAD, param.grad.dtype))
+        for number, optimizer in enumerate(job.optimizers):
+            for stepped, state in optimizer.state.items():
+                place = job.places[id(stepped)]
+                states[number][place] = list(state)
+                for key, held in state.items():
+                    if isinstance(place, At) and self._lies(place, key, held, number):
+                        values[place.unit].append(Value(place, (number, key), held.dtype))
+        rest: list[Any] = [("buffer", name) for name in job.buffers()]
+        rest += [("parameter", name) for name in job.others]
+        rest += [
+            ("state", at, n, key)
+            for n, optimizer in enumerate(job.optimizers)
+            for param, state in optimizer.state.items()
+            if isinstance(at := job.places[id(param)], str)
+            for key, value in state.items()
+            if isinstance(value, torch.Tensor) and value.dim()
+        ]
+        options = [[_options(group) for group in o.param_groups] for o in job.optimizers]
+        self.manifest = Manifest(size, layouts, values, states, options, rest)
+
+    def _lies(self, at: At, key: str, value: Any, number: int) -> bool:
+        """Whether a value of an optimizer's state lies as its parameter does. [Note: Values that lie as their parameters]"""
+        if not isinstance(value, torch.Tensor):
+            return False
+        param, info = self.job.params[at], self.job.flat(at).layout.params[at.param]
+        if value.shape == param.shape:
+            return bool(info.shape) or key != "step"  # of a scalar on one rank, both have no dimension
+        if value.dim():
+            name = type(self.job.optimizers[number]).__name__
+            raise NotImplementedError(
+                f"{self.job.verb}: the state {key!r} that {name} has of {info.fqn!r} has shape {tuple(value.shape)}, and the "
+                f"parameter {tuple(param.shape)} here: how it is cut is known to the optimizer alone"
+            )
+        return False
+
+    def part(self, number: int, value: Value) -> torch.Tensor:
+        """This rank's part of a value: 1-D, in memory order."""
+        at, name = value.at, value.name
+        param, flat = self.job.params[at], self.job.flat(at)
+        if name == PARAM:
+            part = flat.slices[at.param]
+            return _plain(flat.shard[part.start : part.stop])
+        held = param.grad if name == GRAD else self.job.optimizers[name[0]].state[param][name[1]]
+        assert held is not None
+        return param._flatshard_info.in_memory_order(_plain(held))
+
+    def small(self) -> Small:
+        """Copies of what each rank keeps whole."""
+        lying = {
+            (v.name[0], v.at, v.name[1]) for unit in self.manifest.values for v in unit if isinstance(v.name, tuple)
+        }
+        lying |= {(n, at, key) for what, at, *more in self.manifest.rest if what == "state" for n, key in [more]}
+        plain: list[dict[At | str, dict[str, Any]]] = []
+        for number, optimizer in enumerate(self.job.optimizers):
+            found: dict[At | str, dict[str, Any]] = {}
+            for param, state in optimizer.state.items():
+                at = self.job.places[id(param)]
+                found[at] = {k: copy.deepcopy(v) for k, v in state.items() if (number, at, k) not in lying}
+            plain.append(found)
+        rest = [_plain(tensor).clone() for tensor in self.rest()]
+        return Small(plain, copy.deepcopy(self.manifest.options), rest)
+
+    def rest(self) -> Iterator[torch.Tensor]:
+        """The tensors of ``manifest.rest``."""
+        buffers = self.job.buffers()
+        for what, name, *key in self.manifest.rest:
+            if what == "buffer":
+                yield buffers[name]
+            elif what == "parameter":
+                yield self.job.others[name]
+            else:
+                yield self.job.optimizers[key[0]].state[self.job.others[name]][key[1]]
+
+
+def _options(group: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
+
+
+class Image:
+    """A copy of one rank's parts, in one buffer in host memory."""
+
+    _ALIGNMENT = 16  # bytes
+
+    def __init__(self, manifest: Manifest, number: int) -> None:
+        """``number``: of the shard."""
+        self.manifest, self.numbers = manifest, (number,)
+        self._at: dict[tuple[At, Any], tuple[int, int]] = {}
+        self._dtypes: dict[tuple[At, Any], torch.dtype] = {}
+        end = 0
+        for unit, values in enumerate(manifest.values):
+            own = manifest.shard_of(unit, number)
+            for value in values:
+                start, stop = manifest.span(value.at, own)
+                nbytes = (stop - start) * value.dtype.itemsize
+                self._at[value.at, value.name] = end, end + nbytes
+                self._dtypes[value.at, value.name] = value.dtype
+                end += -(-nbytes // self._ALIGNMENT) * self._ALIGNMENT
+        self.buffer = torch.empty(end, dtype=torch.uint8)
+
+    @property
+    def number(self) -> int:
+        return self.numbers[0]
+
+    @property
+    def nbytes(self) -> int:
+        return self.buffer.nbytes
+
+    def part(self, number: int, value: Value) -> torch.Tensor:
+        """See ``Live``."""
+        start, stop = self._at[value.at, value.name]
+        return self.buffer[start:stop].view(value.dtype)
+
+    def parts(self) -> list[torch.Tensor]:
+        """All, in the order of the manifest, without those that are empty."""
+        return [part for values in self.manifest.values for v in values if (part := self.part(self.number, v)).numel()]
+
+
+def parts_of(live: Live) -> list[torch.Tensor]:
+    """As ``Image.parts``, of what is live."""
+    number, values = live.numbers[0], (v for unit in live.manifest.values for v in unit)
+    return [part for value in values if (part := live.part(number, value)).numel()]
+
+
+def set_small(job: Job, small: Small, manifest: Manifest) -> None:
+    """Set what each rank keeps whole. The objects that there are stay the same."""
+    for module in job.module.modules():
+        for key, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_meta:  # of a rank that joins
+                module._buffers[key] = torch.empty_like(buffer, device=job.units[0].context.runtime.device)
+    buffers = job.buffers()
+    state: dict[tuple[int, str], dict[str, torch.Tensor]] = {}
+    with torch.no_grad():
+        for (what, name, *key), tensor in zip(manifest.rest, small.rest, strict=True):
+            if what == "state":
+                state.setdefault((key[0], name), {})[key[1]] = tensor.to(job.others[name].device, copy=True)
+            else:
+                target = buffers[name] if what == "buffer" else job.others[name]
+                target.copy_(tensor)
+    for number, optimizer in enumerate(job.optimizers):
+        for group, options in zip(optimizer.param_groups, small.options[number], strict=True):
+            for key, value in options.items():
+                if isinstance(value, torch.Tensor) and isinstance(group.get(key), torch.Tensor):
+                    group[key].copy_(value)
+                else:
+                    group[key] = copy.deepcopy(value)
+        for name, param in job.others.items():
+            keys = manifest.states[number].get(name)
+            if keys is None:
+                optimizer.state.pop(param, None)
+                continue
+            found = {**small.plain[number][name], **state.get((number, name), {})}
+            optimizer.state[param] = {key: found[key] for key in keys}

@@ -1,0 +1,284 @@
+"""``reshard_over``: a model in training on other ranks is the same model, bit for bit, and what it sends is counted."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import NormNet
+from on_ranks import ranks
+from pairs import all_pairs
+from torch import Tensor, nn
+
+import flatshard
+from flatshard import MixedPrecision, ShardingStrategy, fully_shard, layouts
+from flatshard.elastic import LostError, reshard_over
+from flatshard.tensors import shard_info
+
+S = ShardingStrategy
+Optimizer = torch.optim.Optimizer
+WORLDS = (1, 2, 3, 4, 3, 2)
+
+
+class Net(NormNet):
+    """With buffers, and a parameter that is frozen."""
+
+    def __init__(self) -> None:
+        super().__init__(blocks=2, width=24)
+        self.mean = nn.BatchNorm1d(3)
+        self.scale = nn.Parameter(torch.tensor(0.5))  # no dimension: one rank has it
+        self.front.weight.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.scale + 0 * self.mean(x)
+
+
+def network(dtype: torch.dtype = torch.float64) -> Net:
+    torch.manual_seed(0)
+    return Net().to(dtype)
+
+
+def adamw(model: nn.Module) -> Optimizer:
+    matrices = [p for p in model.parameters() if len(flatshard.full_shape(p)) > 1]
+    vectors = [p for p in model.parameters() if len(flatshard.full_shape(p)) < 2]
+    return torch.optim.AdamW([{"params": matrices}, {"params": vectors, "lr": 1e-2}], lr=1e-3, amsgrad=True)
+
+
+def momentum(model: nn.Module) -> Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
+
+
+def step(model: nn.Module, optimizer: Optimizer, number: int, rank: int = 0, size: int = 1) -> None:
+    x = torch.randn(12, 3, generator=torch.Generator().manual_seed(number), dtype=torch.float64)
+    optimizer.zero_grad()
+    mean = x.mean(0)
+    x = x.chunk(size)[rank].to(next(model.parameters()).dtype)
+    (model(x) - mean.to(x.dtype)).square().mean().backward()
+    optimizer.param_groups[0]["lr"] = 1e-3 * (1 + number % 3)
+    optimizer.step()
+
+
+def parts(model: nn.Module, optimizers: Iterable[Optimizer]) -> dict[Any, tuple[int, int, Tensor]]:
+    """Of each value that lies as a parameter: first and last element here, and the elements. Others as they are."""
+    found: dict[Any, tuple[int, int, Tensor]] = {}
+    for name, p in model.named_parameters():
+        values: dict[Any, Any] = {"": p, "grad": p.grad}
+        for number, optimizer in enumerate(optimizers):
+            values.update(((number, key), value) for key, value in optimizer.state.get(p, {}).items())
+        info = shard_info(p)
+        for key, value in values.items():
+            if value is None:
+                continue
+            flat = value.detach().as_subclass(torch.Tensor).clone().reshape(-1)
+            is_part = info is not None and (value.shape == p.shape) and key != (0, "step")
+            found[name, key] = (info.start, info.stop, flat) if is_part else (0, flat.numel(), flat)
+    for name, b in model.named_buffers():
+        found[name, "buffer"] = (0, b.numel(), b.clone().reshape(-1))
+    return found
+
+
+def whole(model: nn.Module, optimizers: Iterable[Optimizer], group: Any) -> dict[Any, Tensor]:
+    """All values of all ranks, put together by the test."""
+    every: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(every, parts(model, optimizers), group=group)
+    result: dict[Any, Tensor] = {}
+    for key in every[0]:
+        pieces = sorted(((start, stop, v) for start, stop, v in (each[key] for each in every)), key=lambda p: p[:2])
+        end, row = 0, list[Tensor]()
+        for start, stop, value in pieces:
+            if stop > end:
+                assert start == end, key
+                row.append(value)
+                end = stop
+            elif value.numel() and key[1] != "buffer":  # a replica
+                assert torch.equal(torch.cat(row)[start:stop], value), key
+        result[key] = torch.cat(row) if row else torch.empty(0)
+    return result
+
+
+def same(a: dict[Any, Tensor], b: dict[Any, Tensor]) -> None:
+    assert a.keys() == b.keys(), a.keys() ^ b.keys()
+    for key, value in a.items():
+        assert value.dtype is b[key].dtype, key
+        assert torch.equal(value, b[key]), key
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "bf16": {"mixed_precision": MixedPrecision(torch.bfloat16, torch.float32), "dtype": torch.float32},
+    "bf16 sums": {"mixed_precision": MixedPrecision(torch.bfloat16), "dtype": torch.float32},
+    "static": {"static_buffers": True, "backward_prefetch": None},
+}
+LAYOUTS = {
+    "elements": None,
+    "rows": layouts.Rows(max_padding=9.0),
+    "whole": layouts.Whole(max_padding=99.0),
+    "blocks": layouts.Blocks(8, max_padding=9.0),
+}
+STRATEGIES = (S.FULL_SHARD, S.SHARD_GRAD_OP, S.SHARD_OPTIM, S.NO_SHARD)
+CASES = all_pairs(STRATEGIES, tuple(OPTIONS), tuple(LAYOUTS), (adamw, momentum))
+
+
+class OfRank:
+    """The model on one rank, as long as it takes part."""
+
+    def __init__(self, group: Any, make: Callable[[nn.Module], Optimizer], on_meta: bool, **options: Any) -> None:
+        dtype = options.pop("dtype", torch.float64)
+        self.model: nn.Module = network(dtype)
+        if on_meta:
+            self.model.to("meta")
+        at = {"device_mesh": group} if options.get("strategy", S.FULL_SHARD).is_hybrid else {"process_group": group}
+        fully_shard(self.model, policy={type(self.model.blocks[0])}, **at, **options)
+        self.optimizer = make(self.model)
+        self.objects = [*self.model.parameters(), self.model, self.optimizer]
+
+    def check_objects(self) -> None:
+        now = [*self.model.parameters(), self.model, self.optimizer]
+        assert all(a is b for a, b in zip(now, self.objects, strict=True))
+        assert self.optimizer.state.keys() <= set(self.model.parameters())
+
+
+@ranks(4, timeout=100)
+@pytest.mark.time_limit(110)
+def test_worlds(ctx):
+    """1, 2, 3, 4, 3, 2 ranks in one run, each change compared bit for bit, with steps in between; all as one process."""
+    groups = {size: dist.new_group(list(range(size))) for size in (1, 2, 3)} | {4: ctx.group}
+    for strategy, option, layout, make in CASES:
+        ctx.note(f"{strategy} {option} {layout} {make.__name__}")
+        options = {"strategy": strategy, "layout": LAYOUTS[layout], **OPTIONS[option]}
+        mine = OfRank(ctx.alone, make, False, **options) if ctx.rank == 0 else None
+        alone, number = network(options.get("dtype", torch.float64)), 0
+        twin = make(alone)
+        for before, now in zip((1, *WORLDS), WORLDS, strict=False):
+            if ctx.rank < max(before, now):
+                old, new, over = groups[before], groups[now], groups[max(before, now)]
+                if mine is None:
+                    mine = OfRank(ctx.alone, make, True, **options)
+                expected = whole(mine.model, [mine.optimizer], old) if ctx.rank < before else None
+                group = new if ctx.rank < now else None
+                if before != now:
+                    reshard_over(mine.model, [mine.optimizer], process_group=group, over=over)
+                if ctx.rank < now:
+                    found = whole(mine.model, [mine.optimizer], new)
+                    if expected is not None:
+                        same(found, expected)
+                    mine.check_objects()
+                    for i in range(2):
+                        step(mine.model, mine.optimizer, number + i, ctx.rank, now)
+                else:
+                    with pytest.raises(RuntimeError, match="has moved to other ranks"):
+                        mine.model(torch.zeros(2, 3, dtype=options.get("dtype", torch.float64)))
+                    mine = None
+            for i in range(2):
+                step(alone, twin, number + i)
+            number += 2
+        if mine is not None and option in ("plain", "static"):
+            values = flatshard.checkpoint.full_state_dict(mine.model)
+            for name, value in alone.state_dict().items():
+                if not name.startswith("mean."):
+                    torch.testing.assert_close(
+                        values[name], value, rtol=1e-9, atol=1e-9, msg=f"{name} {strategy} {layout}"
+                    )
+
+
+def mesh_of(ctx: Any, shape: tuple[int, int]) -> Any:
+    return ctx.device_mesh(shape, ("replicate", "shard"))
+
+
+@pytest.mark.parametrize("strategy", [S.HYBRID_SHARD, S.HYBRID_SHARD_ZERO2, S.HYBRID_SHARD_OPTIM, S.HYBRID_FULL_SHARD])
+@ranks(4)
+def test_meshes(ctx, strategy):
+    """From two replicas of two shards to one of four, and to four of one: what a replica has is not sent."""
+    mine = OfRank(mesh_of(ctx, (2, 2)), adamw, False, strategy=strategy)
+    alone = network()
+    twin = adamw(alone)
+    for number, shape in enumerate(((2, 2), (1, 4), (4, 1), (2, 2))):
+        step(mine.model, mine.optimizer, number, ctx.rank, 4)
+        step(alone, twin, number)
+        expected = whole(mine.model, [mine.optimizer], ctx.group)
+        sent = reshard_over(mine.model, mine.optimizer, device_mesh=mesh_of(ctx, shape))
+        assert sent == 0 or number
+        same(whole(mine.model, [mine.optimizer], ctx.group), expected)
+        mine.check_objects()
+    values = flatshard.checkpoint.full_state_dict(mine.model)
+    torch.testing.assert_close(values["head.weight"], alone.head.weight.detach(), rtol=1e-9, atol=1e-9)
+
+
+@ranks(3)
+def test_bytes(ctx):
+    """What all ranks send is what they need and lack: parameters and one momentum, in double precision."""
+    two = dist.new_group([0, 1])
+    mine = OfRank(ctx.group, momentum, False)
+    step(mine.model, mine.optimizer, 0, ctx.rank, 3)
+    mine.optimizer.zero_grad()
+    every: list[Any] = [None] * 3
+
+    def here(there: bool = True) -> list[dict[str, range]]:
+        infos = {n: shard_info(p) for n, p in mine.model.named_parameters()} if there else {}
+        dist.all_gather_object(every, {n: (i.start, i.stop) for n, i in infos.items()}, group=ctx.group)
+        return [{n: range(*span) for n, span in row.items()} for row in every]
+
+    before = here()
+    sent = reshard_over(mine.model, mine.optimizer, process_group=two if ctx.rank < 2 else None, over=ctx.group)
+    after = here(ctx.rank < 2)
+    dist.all_gather_object(every, sent, group=ctx.group)
+    lacked = [{n: len(set(r) - set(before[rank][n])) for n, r in after[rank].items()} for rank in range(3)]
+    frozen = {n for n, p in mine.model.named_parameters() if not p.requires_grad}
+    assert sum(every) == sum(8 * n * (1 if name in frozen else 2) for row in lacked for name, n in row.items()) > 0
+
+
+@ranks(2)
+def test_refusals(ctx):
+    """Whatever cannot move raises on all ranks, and nothing is changed."""
+
+    def refused(error: type[Exception], text: str, model: nn.Module, optimizer: Any = (), **given: Any) -> None:
+        before = whole(model, [], ctx.group)
+        with pytest.raises(error, match=text):
+            reshard_over(model, optimizer, **{"process_group": ctx.alone, "over": ctx.group, **given})
+        same(whole(model, [], ctx.group), before)
+
+    def sharded(**options: Any) -> nn.Module:
+        return fully_shard(network(), policy={nn.Linear}, process_group=ctx.group, **options)
+
+    model = sharded()
+    refused(ValueError, "steps a parameter of shape", model, momentum(network()))
+    with flatshard.no_sync(model):
+        model(torch.zeros(2, 3, dtype=torch.float64)).sum().backward()
+    refused(RuntimeError, "hold gradients", model)
+    model = sharded()
+    with flatshard.summon_full_params(model), pytest.raises(RuntimeError, match="shown"):
+        reshard_over(model, process_group=ctx.alone, over=ctx.group)
+    flat = sharded()
+    refused(NotImplementedError, "flat_parameters", flat, torch.optim.SGD(flatshard.flat_parameters(flat), 0.1))
+    whole_matrices = flatshard.optim.WholeParameterOptimizer(model.parameters(), torch.optim.Adafactor)
+    refused(NotImplementedError, "WholeParameterOptimizer", model, whole_matrices)
+    odd = fully_shard(network(), policy={(nn.Linear, NormNet)[ctx.rank]}, process_group=ctx.alone)
+    with pytest.raises(ValueError, match="another model"):
+        reshard_over(odd, process_group=ctx.group, over=ctx.group)
+    if ctx.rank:
+        model.register_buffer("own", torch.zeros(2, 3))
+        adam = torch.optim.Adam(model.parameters())
+        adam.state[next(model.parameters())]["rows"] = torch.zeros(3, 3)
+    with pytest.raises((NotImplementedError, RuntimeError), match="'rows'"):
+        reshard_over(model, adam if ctx.rank else torch.optim.Adam(model.parameters()), process_group=ctx.group)
+    meta = fully_shard(network().to("meta"), policy={nn.Linear}, process_group=ctx.alone)
+    with pytest.raises(LostError, match="no rank has any part"):
+        reshard_over(meta, process_group=ctx.group, over=ctx.group)
+
+
+@ranks(2)
+def test_lets_go(ctx):
+    """Of the old cut nothing is left: neither shards nor gradients, nor the old group's runtime."""
+    mine = OfRank(ctx.group, adamw, False)
+    step(mine.model, mine.optimizer, 0, ctx.rank, 2)
+    shards = [weakref.ref(f.shard) for u in flatshard._composable.find.units_below(mine.model) for f in u.handle.flats]
+    runtime = weakref.ref(flatshard._composable.find.units_below(mine.model)[0].context)
+    again = dist.new_group([0, 1])
+    reshard_over(mine.model, mine.optimizer, process_group=again, over=ctx.group)
+    assert not any(ref() for ref in shards)
+    assert runtime() is None
+    step(mine.model, mine.optimizer, 1, ctx.rank, 2)
