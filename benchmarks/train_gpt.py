@@ -13,6 +13,8 @@ examples, in an activated environment:
   Checkpoints, and going on from one with another number of ranks, here on the same rows:
       python benchmarks/train_gpt.py --ranks 2 --steps 100 --batch 8 --save run --save-every 50
       python benchmarks/train_gpt.py --ranks 4 --steps 100 --batch 4 --resume run/step-50
+  Kill a rank at random every 20 steps, start another, and see the loss go on:
+      python benchmarks/train_gpt.py --ranks 4 --kill-every 20
 
 To read the code, begin with ``main``. All that flatshard asks of a training script is in ``build_sharded_model``.
 """
@@ -40,8 +42,9 @@ import torch.nn.functional as F
 from corpus import VOCABULARY, Corpus, even_windows, load_corpus, random_windows
 from counting import storages
 from gpt import GPT, Block, GPTConfig
+from killing import start_and_kill
 from progress import Progress, clock, loss_curve
-from ranks import Ranks, are_started, leave, process_group, start
+from ranks import Ranks, are_started, leave, process_group, set_environment, start
 from torch import Tensor, nn
 
 import flatshard
@@ -67,6 +70,11 @@ TOLERANCE = 1e-5
 
 def main() -> None:
     options = parse_options(sys.argv[1:])
+    if options.store:
+        train_elastic(options, load_corpus())
+        leave(0)
+    if options.kill_every:
+        leave(start_and_kill(options.ranks or 4, __file__, sys.argv[1:], options.kill_every))
     if options.ranks and not are_started():
         print(f"starting {options.ranks} process{'es' * (options.ranks > 1)}: each imports torch ...", flush=True)
         start(options.ranks, __file__, sys.argv[1:])
@@ -112,6 +120,26 @@ def train(options: Options, corpus: Corpus, ranks: Ranks) -> bool:
     if options.plot:
         ranks.say(f"  loss curve       {options.plot}")
     return fell
+
+
+def train_elastic(options: Options, corpus: Corpus) -> None:
+    """Trains while ranks are killed and others come, in one of the processes of ``start_and_kill``."""
+    set_environment()
+    assert options.store is not None
+    store = dist.TCPStore("localhost", options.store, is_master=False)  # type: ignore[attr-defined]
+    world = flatshard.elastic.World(store, options.ranks or 4)
+    trainer = Trainer(build_sharded_model(options, Ranks(0, 1, torch.device("cpu"))), options)
+    job = flatshard.elastic.Job(
+        world, trainer.model, trainer.optimizer, [trainer.schedule], say=lambda text: print(text, flush=True)
+    )
+    for step in job.steps(range(1, options.steps + 1)):
+        with job.attempt():
+            ranks = Ranks(job.rank, job.world_size, torch.device("cpu"))
+            loss = ranks.mean(trainer.step(ranks.own_rows(global_batch(options, corpus, ranks, step))))
+            if step % 5 == 0 or step == options.steps:
+                ranks.say(f"step {step:>4}/{options.steps}  loss {loss:.3f}  {ranks}")
+            if ranks.rank == 0:
+                store.set("step", f"{step} {ranks.size}")
 
 
 def train_steps(
@@ -422,6 +450,9 @@ class Options:
         None, "compare the first N steps (20) with one-process training, then exit", nargs="?", const=20
     )
 
+    kill_every: int | None = number(None, "kill one of --ranks (4) at random every N steps, and start another")
+    store: int | None = option(None, argparse.SUPPRESS, positive_int)
+
     def config(self) -> GPTConfig:
         return GPTConfig(VOCABULARY, self.context, self.layers, self.width, self.heads)
 
@@ -436,6 +467,8 @@ def parse_options(arguments: Sequence[str]) -> Options:
     for field in dataclasses.fields(Options):
         default = "" if field.default is None else f" (default: {field.default})"
         more = {**field.metadata, "help": field.metadata["help"] + default}
+        if more["help"].startswith(argparse.SUPPRESS):
+            more["help"] = argparse.SUPPRESS
         parser.add_argument(f"--{field.name.replace('_', '-')}", default=field.default, **more)
     options = Options(**vars(parser.parse_args(arguments)))
     if options.verify and options.precision != "fp32":

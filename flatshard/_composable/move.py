@@ -32,27 +32,29 @@ from flatshard._runtime import Runtime
 
 
 @dataclass(frozen=True)
-class Home:
+class Destination:
     """Where units may move: ``size`` shards of each, of which this rank has number ``rank``."""
 
     context: Context
+    runtime: Runtime  # of all ranks
     runtimes: tuple[Runtime, Runtime | None]
     rank: int
     size: int
 
 
-def home_over(units: Sequence[Unit], process_group: Any, device_mesh: DeviceMesh | None) -> Home:
+def home_over(units: Sequence[Unit], process_group: Any, device_mesh: DeviceMesh | None) -> Destination:
     """The home of ``units`` over other ranks, given as to ``fully_shard``. All of these ranks call it.
 
     Raises:
         TypeError, ValueError: they are given in a way that is none for the units' strategy.
     """
-    config, device = units[0].config, units[0].context.runtime.device
+    config, device = units[0].config, units[0].runtime.device
     groups = validate.resolve_groups(process_group, device_mesh, config.strategy)
     axes = (groups[0], groups[1]) if config.strategy.joins_axes and groups[1] is not None else None
-    context, runtimes = runtimes_over([None], groups, axes, device)
+    runtime, runtimes = runtimes_over([None], groups, axes, device)
+    context = Context.of(runtime, *runtimes.values())
     shards, _ = runtimes[None]
-    return Home(context, runtimes[None], shards.rank, shards.world_size)
+    return Destination(context, runtime, runtimes[None], shards.rank, shards.world_size)
 
 
 def place_of(units: Sequence[Unit]) -> tuple[int, int]:
@@ -110,7 +112,7 @@ def check_movable(units: Sequence[Unit], verb: str) -> None:
             f"{verb}: units {name_list(held)} hold gradients that are not reduced: call flatshard.reduce_gradients(module) "
             "first. What has become .grad moves"
         )
-    if len({unit.context for unit in units}) > 1 or any(len(unit.handle.placements) > 1 for unit in units):
+    if len({unit.runtime for unit in units}) > 1 or any(len(unit.handle.placements) > 1 for unit in units):
         raise ValueError(f"{verb}: the units of the module are on several process groups, and move one group at a time")
     if inner := [u.fqn for u in units if type(u.config.reshard_after_forward) is int]:
         raise NotImplementedError(
@@ -131,12 +133,12 @@ def check_movable(units: Sequence[Unit], verb: str) -> None:
                 )
 
 
-def move(unit: Unit, home: Home, planned: Sequence[PlannedFlat], shards: Sequence[torch.Tensor]) -> None:
+def move(unit: Unit, home: Destination, planned: Sequence[PlannedFlat], shards: Sequence[torch.Tensor]) -> None:
     """Shard ``unit`` as ``planned``, with the values of ``shards``, of each flat parameter. There must be no gradients."""
     old = unit.handle.placement
     placement = place(unit.handle.fqn, unit.config, planned, home.context, home.runtimes)
     placement = replace(placement, averaging=replace(old.averaging, ranks=placement.averaging.ranks))
-    unit.move(home.context, placement, [flat.layout for flat in planned], shards)
+    unit.move(home.context, home.runtime, placement, [flat.layout for flat in planned], shards)
 
 
 def allocate(unit: Unit) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
@@ -15,11 +16,11 @@ from torch.optim import Optimizer
 from flatshard._comm.monitor.messages import default_group
 from flatshard._composable import move as core
 from flatshard._composable.find import units_of
-from flatshard._composable.move import Home
+from flatshard._composable.move import Destination
 from flatshard._errors import name_list
 from flatshard._handle.planned import PlannedFlat
 from flatshard.elastic._exchange import Channel, sources
-from flatshard.elastic._values import GRAD, PARAM, At, Job, Live, Manifest, Small, Value, set_small
+from flatshard.elastic._values import GRAD, PARAM, At, Live, Manifest, Small, Trained, Value, set_small
 
 _VERB = "reshard_over"
 
@@ -92,11 +93,11 @@ def reshard_over(
     everyone = default_group() if over is None else over
     if everyone is None:
         raise RuntimeError(f"{_VERB} needs a process group: call torch.distributed.init_process_group(...) first")
-    channel = Channel(everyone, units_of(model, _VERB)[0].context.runtime.device)
+    channel = Channel(everyone, units_of(model, _VERB)[0].runtime.device)
 
-    def prepare() -> tuple[Job, Live | None, Home | None]:
+    def prepare() -> tuple[Trained, Live | None, Destination | None]:
         core.check_movable(units_of(model, _VERB), _VERB)
-        job = Job(model, optimizers, _VERB)
+        job = Trained(model, optimizers, _VERB)
         on_meta = {bool(unit.handle.on_meta) for unit in job.units if unit.handle.flats}
         if any(flat.filling is not None and not flat.is_on_meta for unit in job.units for flat in unit.handle.flats):
             raise RuntimeError(
@@ -139,9 +140,9 @@ class Move:
 
     def __init__(
         self,
-        job: Job,
+        job: Trained,
         channel: Channel,
-        home: Home | None,
+        home: Destination | None,
         manifest: Manifest | None,
         holders: Sequence[Holder],
         small: Small | None,
@@ -172,7 +173,7 @@ class Move:
         self._first = next((rank for rank, (*_, has) in enumerate(told) if has), None)
         given = channel.objects(manifest if channel.rank == self._first else None)
         if self._first is None:
-            raise LostError(f"{job.verb}: no rank has any part of the model: on all of them it is on the meta device")
+            raise LostError(f"{job.verb}: no rank has any part of the model that could move")
         self._manifest: Manifest = given[self._first]
         self._check_complete()
         sizes = {place[1] for place in self._places if place is not None}
@@ -196,7 +197,7 @@ class Move:
     def _check_complete(self) -> None:
         held = {number for numbers in self._held for number in numbers}
         missing = sorted(set(range(self._manifest.size)) - held)
-        if missing and any(self._manifest.shard_of(u, missing[0]) for u in range(len(self._manifest.layouts))):
+        if missing and not all(map(self._manifest.is_replicated, range(len(self._manifest.layouts)))):
             size = self._manifest.size
             raise LostError(
                 f"{self._job.verb}: nobody has shards {missing} of {size}, which are parts of "
@@ -237,7 +238,7 @@ class Move:
         received: dict[int, list[torch.Tensor]] = {}
         small = self._small
         if small is None:
-            device = job.units[0].context.runtime.device
+            device = job.units[0].runtime.device
             small = Small(
                 told[0], told[1], [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in told[2]]
             )
@@ -340,7 +341,7 @@ class Move:
                 if keys is None:
                     optimizer.state.pop(param, None)
                     continue
-                found = dict(small.plain[n].get(at, {}))
+                found = copy.deepcopy(small.plain[n].get(at, {}))
                 for key in keys:
                     if (value := targets.get((at, (n, key)))) is not None:
                         found[key] = flat.shaped(at.param, value)

@@ -56,9 +56,13 @@ class Manifest:
     options: list[list[dict[str, Any]]]  # of each optimizer's groups
     rest: list[Any]  # names of the tensors that are no units': (what, FQN, ...)
 
+    def is_replicated(self, unit: int) -> bool:
+        """Whether each rank has all of the unit."""
+        return all(layout.world_size == 1 for layout in self.layouts[unit])
+
     def shard_of(self, unit: int, number: int) -> int:
         """The number of the shard of ``unit`` that a rank with shard ``number`` has."""
-        return 0 if all(layout.world_size == 1 for layout in self.layouts[unit]) else number
+        return 0 if self.is_replicated(unit) else number
 
     def span(self, at: At, number: int) -> tuple[int, int]:
         """The elements of a parameter that are in shard ``number`` of its unit, half-open."""
@@ -74,7 +78,7 @@ class Small(NamedTuple):
     rest: list[torch.Tensor]  # buffers, parameters that are not sharded, and their optimizers' state
 
 
-class Job:
+class Trained:
     """A model and the optimizers that step it, by numbers that are the same on all ranks."""
 
     def __init__(self, module: nn.Module, optimizers: Optimizer | Iterable[Optimizer], verb: str) -> None:
@@ -146,7 +150,7 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor:
 class Live:
     """What a job keeps now, on this rank."""
 
-    def __init__(self, job: Job, grads: bool = True) -> None:
+    def __init__(self, job: Trained, grads: bool = True) -> None:
         """
         Args:
             job: the model and its optimizers.
@@ -157,7 +161,7 @@ class Live:
         """
         self.job = job
         rank, size = place_of(job.units)
-        self.numbers = (rank,)
+        self.numbers: tuple[int, ...] = (rank,)
         layouts = [[flat.layout for flat in unit.handle.flats] for unit in job.units]
         values: list[list[Value]] = [[] for _ in job.units]
         states: list[dict[At | str, list[Any]]] = [{} for _ in job.optimizers]
@@ -239,8 +243,8 @@ class Live:
                 yield self.job.optimizers[key[0]].state[self.job.others[name]][key[1]]
 
 
-def _options(group: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
+def _options(given: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in given.items() if key not in ("params", "param_names")}
 
 
 class Image:
@@ -248,24 +252,24 @@ class Image:
 
     _ALIGNMENT = 16  # bytes
 
-    def __init__(self, manifest: Manifest, number: int) -> None:
-        """``number``: of the shard."""
-        self.manifest, self.numbers = manifest, (number,)
+    def __init__(self, manifest: Manifest, number: int, with_replicated: bool = True) -> None:
+        """``number``: of the shard. ``with_replicated``: also units that each rank has all of."""
+        self.manifest = manifest
+        self.numbers: tuple[int, ...] = (number,)
         self._at: dict[tuple[At, Any], tuple[int, int]] = {}
-        self._dtypes: dict[tuple[At, Any], torch.dtype] = {}
         end = 0
         for unit, values in enumerate(manifest.values):
             own = manifest.shard_of(unit, number)
-            for value in values:
+            for value in values if with_replicated or not manifest.is_replicated(unit) else ():
                 start, stop = manifest.span(value.at, own)
                 nbytes = (stop - start) * value.dtype.itemsize
                 self._at[value.at, value.name] = end, end + nbytes
-                self._dtypes[value.at, value.name] = value.dtype
                 end += -(-nbytes // self._ALIGNMENT) * self._ALIGNMENT
         self.buffer = torch.empty(end, dtype=torch.uint8)
 
     @property
     def number(self) -> int:
+        """Of the shard."""
         return self.numbers[0]
 
     @property
@@ -278,22 +282,23 @@ class Image:
         return self.buffer[start:stop].view(value.dtype)
 
     def parts(self) -> list[torch.Tensor]:
-        """All, in the order of the manifest, without those that are empty."""
-        return [part for values in self.manifest.values for v in values if (part := self.part(self.number, v)).numel()]
+        """All that it has, in the order of the manifest, without those that are empty."""
+        values = [value for unit in self.manifest.values for value in unit if (value.at, value.name) in self._at]
+        return [part for value in values if (part := self.part(self.number, value)).numel()]
+
+    def fill(self, live: Live) -> None:
+        """Copy what is live."""
+        for values in self.manifest.values:
+            for value in values:
+                self.part(self.number, value).copy_(live.part(self.number, value))
 
 
-def parts_of(live: Live) -> list[torch.Tensor]:
-    """As ``Image.parts``, of what is live."""
-    number, values = live.numbers[0], (v for unit in live.manifest.values for v in unit)
-    return [part for value in values if (part := live.part(number, value)).numel()]
-
-
-def set_small(job: Job, small: Small, manifest: Manifest) -> None:
+def set_small(job: Trained, small: Small, manifest: Manifest) -> None:
     """Set what each rank keeps whole. The objects that there are stay the same."""
     for module in job.module.modules():
         for key, buffer in module._buffers.items():
             if buffer is not None and buffer.is_meta:  # of a rank that joins
-                module._buffers[key] = torch.empty_like(buffer, device=job.units[0].context.runtime.device)
+                module._buffers[key] = torch.empty_like(buffer, device=job.units[0].runtime.device)
     buffers = job.buffers()
     state: dict[tuple[int, str], dict[str, torch.Tensor]] = {}
     with torch.no_grad():
@@ -304,16 +309,16 @@ def set_small(job: Job, small: Small, manifest: Manifest) -> None:
                 target = buffers[name] if what == "buffer" else job.others[name]
                 target.copy_(tensor)
     for number, optimizer in enumerate(job.optimizers):
-        for group, options in zip(optimizer.param_groups, small.options[number], strict=True):
+        for given, options in zip(optimizer.param_groups, small.options[number], strict=True):
             for key, value in options.items():
-                if isinstance(value, torch.Tensor) and isinstance(group.get(key), torch.Tensor):
-                    group[key].copy_(value)
+                if isinstance(value, torch.Tensor) and isinstance(given.get(key), torch.Tensor):
+                    given[key].copy_(value)
                 else:
-                    group[key] = copy.deepcopy(value)
+                    given[key] = copy.deepcopy(value)
         for name, param in job.others.items():
             keys = manifest.states[number].get(name)
             if keys is None:
                 optimizer.state.pop(param, None)
                 continue
-            found = {**small.plain[number][name], **state.get((number, name), {})}
+            found = {**copy.deepcopy(small.plain[number][name]), **state.get((number, name), {})}
             optimizer.state[param] = {key: found[key] for key in keys}

@@ -264,7 +264,7 @@ def test_refusals(ctx):
         adam = torch.optim.Adam(model.parameters())
         adam.state[next(model.parameters())]["rows"] = torch.zeros(3, 3)
     with pytest.raises((NotImplementedError, RuntimeError), match="'rows'"):
-        reshard_over(model, adam if ctx.rank else torch.optim.Adam(model.parameters()), process_group=ctx.group)
+        reshard_over(model, adam if ctx.rank else (), process_group=ctx.group, over=ctx.group)
     meta = fully_shard(network().to("meta"), policy={nn.Linear}, process_group=ctx.alone)
     with pytest.raises(LostError, match="no rank has any part"):
         reshard_over(meta, process_group=ctx.group, over=ctx.group)

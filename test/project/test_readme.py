@@ -112,6 +112,9 @@ def run_recipe(ctx, name: str, directory: str) -> None:
     names = the_quick_starts_model()
     before = {n: p.detach().clone() for n, p in names["model"].named_parameters()}
     exec(compile(RECIPES[name], "README.md", "exec"), names)
+    if name == "A rank dies":
+        assert callable(names["main"])  # elastic/test_job.py runs it
+        return
     model = names["model"]
     plain = {n: before[n] for n, _ in model.named_parameters() if n in before}
     if name == "Plan":

@@ -242,7 +242,7 @@ DISTRIBUTED_MODULES = ("device_mesh", "tensor", "checkpoint", "pipelining.schedu
 
 
 def test_only_backends_communicates():
-    for name, node in outside("_comm.backends", "_comm.monitor.messages", "_comm.groups"):
+    for name, node in outside("_comm.backends", "_comm.monitor.messages", "_comm.groups", "elastic._world"):
         if isinstance(node, ast.Attribute):
             for prefix in ("dist.", "torch.distributed."):
                 if dotted(node).startswith(prefix):
@@ -286,6 +286,8 @@ def test_only_handles_start_collectives_and_construction_broadcasts():
         ("debug._replicas", "all_gather"),
         ("optim._owned", "exchange"),
         ("elastic._exchange", "exchange"),  # between ranks that share no handle yet
+        ("elastic._reshard", "exchange"),
+        ("elastic._copies", "exchange"),
         ("elastic._exchange", "all_gather"),
     }
 
@@ -294,6 +296,7 @@ def test_only_hooks_registers_hooks():
     features = {n for n in TREES if n.startswith(("_composable.features.", "integrations."))}
     # Those of a copy on meta; and hooks of no forward.
     others = ("planning._program", "checkpoint._state_dict_hooks", "checkpoint._optim_state_dict", "optim._hooks")
+    others = (*others, "elastic._job")
     for name, node in outside("_composable.hooks", *features, *others):
         if name == "_handle.tensors.sharded_parameter" and (
             dotted(getattr(node, "value", node)) == "" or getattr(node, "attr", "") == "_backward_hooks"

@@ -87,7 +87,7 @@ def plan_again(
     for param, info in zip(flat.params, flat.layout.params, strict=True):
         whole = torch.empty_strided(info.shape, info.stride, dtype=flat.kind.dtype, device="meta")
         stand_in = nn.Parameter(whole, param.requires_grad and flat.is_trainable)
-        stand_in.__dict__.update({k: v for k, v in vars(param).items() if k != "_flatshard_info"})  # a callable may look
+        stand_in.__dict__.update({k: v for k, v in vars(param).items() if k != "_flatshard_info"})
         members.append((PlannedParam(info.fqn, stand_in), stand_in, layout_for(choice, info.fqn, stand_in)))
     of_ranks = loads.setdefault(world_size, [0] * world_size)
     return _lay_out(unit, members, flat.kind.dtype, flat.options, world_size, of_ranks)

@@ -1,0 +1,291 @@
+"""Jobs of processes that are killed, stopped or added while they train, and the run that they must equal."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import itertools
+import multiprocessing
+import os
+import random
+import signal
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from multiprocessing.connection import wait
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from models import NormBlock, NormNet
+from torch import nn
+
+import flatshard
+from flatshard._runtime import Runtime
+from flatshard.elastic import Job, World, _copies, _reshard, reshard_over
+
+STEPS = 6
+ROWS = 12
+
+POINTS: dict[str, list[tuple[Any, str]]] = {
+    "step": [(Runtime, "all_gather"), (Runtime, "reduce_scatter"), (torch.optim.AdamW, "step")],
+    "copies": [(_copies.Copies, "take"), (_copies.Copies, "commit"), (_copies.Copies, "_keep")],
+    "recovery": [
+        (World, "meet"),
+        (World, "form"),
+        (World, "_propose"),
+        (_reshard.Move, "_move_unit"),
+        (_reshard.Move, "_set_states"),
+        (_copies.Copies, "go_back"),
+    ],
+}
+"""Where a rank may die: before and after a call of one of these."""
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return NormNet(blocks=2, width=8).double()
+
+
+def train(model: nn.Module, optimizer: Any, scheduler: Any, step: int, rank: int, size: int) -> None:
+    x = torch.randn(ROWS, 3, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+    optimizer.zero_grad()
+    (model(x.chunk(size)[rank]) - x.mean()).square().mean().backward()
+    optimizer.step()
+    scheduler.step()
+
+
+def parts_of_job(model: nn.Module) -> tuple[Any, Any]:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    return optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+
+
+def digest(model: nn.Module, scheduler: Any) -> str:
+    """Of all values of the model, whole, and of the learning rate."""
+    values = flatshard.checkpoint.full_state_dict(model)
+    told = [(name, value.flatten().tolist()) for name, value in values.items()]
+    return hashlib.blake2b(repr((told, scheduler.get_last_lr())).encode(), digest_size=12).hexdigest()
+
+
+@dataclass(frozen=True)
+class Death:
+    """A process that kills itself at the ``number``-th point of a phase."""
+
+    phase: str
+    number: int
+
+    def install(self) -> None:
+        left = [self.number]
+
+        def count() -> None:
+            left[0] -= 1
+            if left[0] == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        def counted(method: Callable[..., Any]) -> Callable[..., Any]:
+            def run(*args: Any, **kwargs: Any) -> Any:
+                count()
+                result = method(*args, **kwargs)
+                count()
+                return result
+
+            return run
+
+        for owner, name in POINTS[self.phase]:
+            setattr(owner, name, counted(getattr(owner, name)))
+
+
+@dataclass
+class Plan:
+    """One job."""
+
+    ranks: int
+    deaths: dict[int, Death] = field(default_factory=dict)  # by the rank that they begin as
+    options: dict[str, Any] = field(default_factory=dict)  # of Job
+    strategy: str = "FULL_SHARD"
+    steps: int = STEPS
+    patience: float = 20.0
+    raises: int | None = None  # the process that raises an error of its own in step 2
+    pause: float = 0.0  # seconds in each step
+    recipe: str | None = None  # the code of a ``main(port, build, train)``, to run in place of the job here
+
+
+def run_rank(plan: Plan, process: int, port: int, pipe: Any) -> None:
+    """One process of a job. It sends the steps that it begins, with who is there, and at the end the model's digest."""
+    torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    try:
+        if plan.recipe is not None:
+            names: dict[str, Any] = {"torch": torch, "flatshard": flatshard, "Block": NormBlock}
+            exec(compile(plan.recipe, "README.md", "exec"), names)
+            made: list[int] = []
+            names["main"](port, network, functools.partial(_recipe_step, made))
+            pipe.send(("end", made, 0, 0, 0))
+            os._exit(0)
+        world = World(dist.TCPStore("127.0.0.1", port, is_master=False), plan.ranks, patience=plan.patience)
+        model = network()
+        if world.joins:
+            model.to("meta")
+        strategy = flatshard.ShardingStrategy[plan.strategy]
+        flatshard.fully_shard(model, policy={NormBlock}, strategy=strategy)
+        optimizer, scheduler = parts_of_job(model)
+        job = Job(world, model, optimizer, [scheduler], say=lambda text: pipe.send(("said", text)), **plan.options)
+        death = plan.deaths.get(job.rank) if process < plan.ranks else None
+        for step in job.steps(range(plan.steps)):
+            if death is not None:  # the first copies are there
+                death.install()
+                death = None
+            with job.attempt():
+                pipe.send(("step", step, [member.number for member in world.members], world.me.number))
+                if plan.raises == process and step == 2:
+                    raise ValueError("my own mistake")
+                time.sleep(plan.pause)
+                train(model, optimizer, scheduler, step, job.rank, job.world_size)
+        state = sum(p.numel() * p.element_size() for p in model.parameters()) * 3
+        pipe.send(("end", digest(model, scheduler), job.copied_nbytes, state, job.sent_nbytes))
+    except BaseException as e:
+        pipe.send(("raised", type(e).__name__, str(e)))
+    pipe.close()
+    os._exit(0)  # the others wait for nothing
+
+
+def _recipe_step(made: list[int], model: nn.Module, optimizer: Any, step: int, rank: int, size: int) -> None:
+    if size == 4 and rank == 0 and step == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    train(model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 99), step, rank, size)
+    made.append(step)
+
+
+@dataclass
+class Outcome:
+    """What one process has sent."""
+
+    steps: list[tuple[int, list[int]]] = field(default_factory=list)
+    said: list[str] = field(default_factory=list)
+    end: tuple[Any, ...] | None = None
+    raised: tuple[str, str] | None = None
+    number: int = 0  # of the process in its world; those that begin are numbered by rank, from 1
+
+    def take(self, kind: str, *values: Any) -> None:
+        if kind == "step":
+            self.steps.append((values[0], values[1]))
+            self.number = values[2]
+        elif kind == "said":
+            self.said.append(values[0])
+        elif kind == "end":
+            self.end = values
+        else:
+            self.raised = values[0], values[1]
+
+
+class Processes:
+    """The processes of a job, with the store. None of them outlives the context."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self.started: list[Any] = []
+        self.outcomes: list[Outcome] = []
+        self._pipes: dict[Any, Outcome] = {}
+
+    def start(self) -> int:
+        """Start one more. Returns its process id."""
+        context = multiprocessing.get_context("forkserver")
+        ours, theirs = context.Pipe(duplex=False)
+        arguments = (self.plan, len(self.started), self.store.port, theirs)
+        process = context.Process(target=run_rank, args=arguments, daemon=True)
+        process.start()
+        theirs.close()
+        self.started.append(process)
+        self.outcomes.append(Outcome())
+        self._pipes[ours] = self.outcomes[-1]
+        assert process.pid is not None
+        return process.pid
+
+    def kill(self, *numbers: int) -> None:
+        """At once."""
+        for process, outcome in zip(self.started, self.outcomes, strict=True):
+            if outcome.number in numbers:
+                os.kill(process.pid, signal.SIGKILL)
+
+    def read(self, seconds: float, until: Callable[[], bool] = lambda: False) -> bool:
+        """Take what comes until all have ended, or ``until``. Returns whether that was in time."""
+        end = time.monotonic() + seconds
+        while self._pipes and not until():
+            if time.monotonic() > end:
+                return False
+            for pipe in wait(list(self._pipes), timeout=0.1):
+                try:
+                    self._pipes[pipe].take(*pipe.recv())  # type: ignore[index, union-attr]
+                except EOFError:
+                    del self._pipes[pipe]  # type: ignore[arg-type]
+        return True
+
+
+@contextlib.contextmanager
+def processes(plan: Plan) -> Iterator[Processes]:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "torch.distributed", "flatshard"])
+    result = Processes(plan)
+    try:
+        for _ in range(plan.ranks):
+            result.start()
+        yield result
+    finally:
+        for process in result.started:
+            process.kill()
+            process.join(10)
+
+
+def history(outcome: Outcome) -> list[tuple[int, ...]]:
+    """Who made each step in the end."""
+    made: dict[int, tuple[int, ...]] = {}
+    for step, members in outcome.steps:
+        made[step] = tuple(members)
+    return [made[step] for step in sorted(made)]
+
+
+def twin(ctx: Any, ranks: int, made: list[tuple[int, ...]], strategy: str = "FULL_SHARD") -> str | None:
+    """The digest of the run without deaths: sharded over other ranks, by ``reshard_over``, where the job was. ``made``: who
+    made each step; numbers up to ``ranks`` began the job.
+    """
+    first = tuple(range(1, ranks + 1))
+    run = [first, *made]
+    every = dict.fromkeys([*run, *(tuple(sorted({*a, *b})) for a, b in itertools.pairwise(run))])
+    groups = {members: dist.new_group([m - 1 for m in members], sort_ranks=False) for members in every}
+    here, model, result = ctx.rank + 1, network(), None
+    if here > ranks:
+        model.to("meta")
+    group = ctx.alone if here > ranks else groups[first]
+    flatshard.fully_shard(model, policy={NormBlock}, process_group=group, strategy=flatshard.ShardingStrategy[strategy])
+    optimizer, scheduler = parts_of_job(model)
+    before = first
+    for step, members in enumerate(made):
+        if members != before:
+            if here in before or here in members:
+                together = groups[tuple(sorted({*before, *members}))]
+                scheduled = torch.tensor([float(scheduler.last_epoch)])
+                dist.all_reduce(scheduled, dist.ReduceOp.MAX, group=together)
+                reshard_over(
+                    model, optimizer, process_group=groups[members] if here in members else None, over=together
+                )
+                if here not in before:
+                    scheduler.last_epoch = int(scheduled.item())
+            before = members
+        if here in members:
+            train(model, optimizer, scheduler, step, members.index(here), len(members))
+            result = digest(model, scheduler) if step == len(made) - 1 else None
+    return result
+
+
+def drawn(seed: int) -> Plan:
+    """A job that loses a rank, or two that are no neighbours; any rank, at any point."""
+    random_ = random.Random(seed)
+    ranks = random_.choice((2, 3, 4))
+    victim = random_.randrange(ranks)
+    phase = random_.choice(("step", "step", "copies"))
+    deaths = {victim: Death(phase, random_.randrange(1, 60 if phase == "step" else 30))}
+    if ranks == 4 and random_.random() < 0.6:
+        deaths[(victim + 2) % 4] = Death("recovery", random_.randrange(1, 14))
+    return Plan(ranks, deaths)

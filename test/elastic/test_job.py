@@ -1,0 +1,138 @@
+"""Ranks die, stop, fail and join, at any point: those that are left go on as a run that lost them without a death."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+from pathlib import Path
+
+import pytest
+from drill import Outcome, Plan, drawn, history, processes, twin
+
+from flatshard.elastic._copies import shifts
+
+DRAWS = int(os.environ.get("ELASTIC_DRAWS", "12"))
+SECONDS = 60
+
+
+def check(pool, plan: Plan, outcomes: list[Outcome]) -> list[Outcome]:
+    """Those that are left have the bits of the twin, and no more than one completed step was made again."""
+    left = [each for each in outcomes if each.end is not None]
+    assert left, [each.raised for each in outcomes]
+    assert not [each.raised for each in outcomes if each.raised is not None]
+    assert len({tuple(history(each)[-3:]) for each in left}) == 1
+    longest = max(left, key=lambda each: len(history(each)))
+    full = history(longest)
+    assert len(full) == plan.steps, full
+    for each in left:
+        for (step, _), (again, _) in itertools.pairwise(each.steps):
+            assert again in (step - 1, step, step + 1), each.steps
+    expected = [d for d in pool.run(twin, plan.ranks, full, plan.strategy, world_size=4) if d is not None]
+    assert {each.end[0] for each in left if each.end} == set(expected), (full, [each.said for each in left])
+    return left
+
+
+@pytest.mark.parametrize("seed", range(DRAWS))
+@pytest.mark.time_limit(110)
+def test_drawn_deaths(pool, seed: int):
+    plan = drawn(seed)
+    with processes(plan) as job:
+        assert job.read(SECONDS), (plan, [(o.steps[-2:], o.said) for o in job.outcomes])
+    left = check(pool, plan, job.outcomes)
+    assert len(left) >= plan.ranks - len(plan.deaths)
+    if len(left) < plan.ranks:
+        assert any("lost process" in text for each in left for text in each.said)
+
+
+@pytest.mark.time_limit(110)
+def test_two_deaths_at_once(pool):
+    """Neighbours: with two copies of each part nothing is lost."""
+    plan = Plan(4, options={"copies": 2}, pause=0.3)
+    with processes(plan) as job:
+        assert job.read(SECONDS, lambda: all(len(o.steps) > 1 for o in job.outcomes))
+        job.kill(2, 3)
+        assert job.read(SECONDS), [(o.steps[-2:], o.said) for o in job.outcomes]
+    assert len(check(pool, plan, job.outcomes)) == 2
+
+
+@pytest.mark.time_limit(110)
+def test_too_many_deaths():
+    """An error on all that are left says which parts nobody has."""
+    with processes(Plan(4, pause=0.3)) as job:
+        assert job.read(SECONDS, lambda: all(len(o.steps) > 1 for o in job.outcomes))
+        job.kill(2, 3)
+        assert job.read(SECONDS), [(o.steps[-2:], o.said) for o in job.outcomes]
+    raised = [o.raised for o in job.outcomes if o.raised is not None]
+    assert [name for name, _ in raised] == ["LostError"] * 2, raised
+    assert "nobody has shards [1] of 4" in raised[0][1]
+    assert "weight'" in raised[0][1]
+
+
+@pytest.mark.time_limit(110)
+def test_an_error_of_ones_own_is_no_death():
+    plan = Plan(3, raises=1)
+    with processes(plan) as job:
+        assert job.read(SECONDS), [(o.steps[-2:], o.said) for o in job.outcomes]
+    assert job.outcomes[1].raised == ("ValueError", "my own mistake")
+    for each in (job.outcomes[0], job.outcomes[2]):
+        assert each.raised is not None
+        assert each.raised[0] == "RuntimeError"
+        assert "ValueError: my own mistake" in each.raised[1]
+
+
+@pytest.mark.time_limit(110)
+def test_a_rank_joins(pool):
+    """In between two steps, with the values of the others. What it keeps and sends is counted."""
+    plan = Plan(2, steps=30, pause=0.1)
+    with processes(plan) as job:
+        assert job.read(SECONDS, lambda: any(o.steps for o in job.outcomes))
+        job.start()
+        assert job.read(SECONDS), [(o.steps[-2:], o.said) for o in job.outcomes]
+    left = check(pool, plan, job.outcomes)
+    assert len(left) == 3
+    assert {len(members) for members in history(job.outcomes[0])} == {2, 3}
+    for each in left:
+        assert each.end is not None
+        _, kept, state, sent = each.end
+        assert 0 < kept <= 3.3 * state  # each part begins at a multiple of 16 bytes, and parts are small here
+        assert sent > 0
+
+
+@pytest.mark.time_limit(110)
+def test_the_recipe():
+    """README's, on four processes of which the first is killed."""
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    code = readme.partition("<!-- recipe: A rank dies -->\n```python\n")[2].partition("```")[0]
+    with processes(Plan(4, recipe=code.replace("range(1000)", "range(5)"))) as job:
+        assert job.read(SECONDS)
+    ends = [each.end[0] for each in job.outcomes if each.end is not None]
+    assert len(ends) == 3, [each.raised for each in job.outcomes]
+    assert all(sorted(set(made)) == [0, 1, 2, 3, 4] for made in ends)
+
+
+@pytest.mark.slow
+@pytest.mark.time_limit(170)
+def test_a_rank_that_is_stopped_finds_itself_out(pool):
+    plan = Plan(3, steps=12, pause=0.2, patience=6.0)
+    with processes(plan) as job:
+        assert job.read(SECONDS, lambda: all(len(o.steps) > 2 for o in job.outcomes))
+        pid = job.started[1].pid
+        os.kill(pid, signal.SIGSTOP)
+        alive = [job.outcomes[0], job.outcomes[2]]
+        assert job.read(SECONDS, lambda: all(o.end for o in alive))
+        os.kill(pid, signal.SIGCONT)
+        assert job.read(SECONDS)
+    stopped = job.outcomes[1]
+    assert stopped.raised is not None
+    assert stopped.raised[0] == "OutError"
+    assert "have gone on without" in stopped.raised[1]
+    stopped.raised = None
+    assert len(check(pool, plan, job.outcomes)) == 2
+
+
+def test_copies_go_to_another_host():
+    assert shifts(["a"] * 4)[:2] == [1, 2]
+    assert shifts(["a", "a", "b", "b"])[0] == 2
+    assert shifts(["a", "b", "a", "b"])[0] == 1
+    assert shifts(["a", "a", "b"])[0] == 1  # two to another host, of three
