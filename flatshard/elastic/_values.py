@@ -133,7 +133,8 @@ class Trained:
                 ([(i.fqn, i.shape) for i in f.layout.params], str(f.kind.dtype), str(f.options))
                 for f in unit.handle.flats
             ]
-            found.append((unit.fqn, unit.config.strategy.name, str(unit.config.layout), flats))
+            layout = unit.config.layout
+            found.append((unit.fqn, unit.config.strategy.name, "" if callable(layout) else str(layout), flats))
         found.append([(n, tuple(b.shape), str(b.dtype)) for n, b in self.buffers().items()])
         found.append([(n, tuple(p.shape), str(p.dtype)) for n, p in self.others.items()])
         for optimizer in self.optimizers:
