@@ -138,7 +138,8 @@ def move(unit: Unit, home: Destination, planned: Sequence[PlannedFlat], shards: 
     old = unit.handle.placement
     placement = place(unit.handle.fqn, unit.config, planned, home.context, home.runtimes)
     placement = replace(placement, averaging=replace(old.averaging, ranks=placement.averaging.ranks))
-    unit.move(home.context, home.runtime, placement, [flat.layout for flat in planned], shards)
+    unit.handle.move(placement, [flat.layout for flat in planned], shards)
+    unit.move(home.context, home.runtime)
 
 
 def allocate(unit: Unit) -> None:

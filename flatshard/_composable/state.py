@@ -29,7 +29,6 @@ from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequenc
 from types import FrameType
 from typing import Any, ClassVar, NoReturn, Protocol, TypeVar
 
-import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -42,9 +41,7 @@ from flatshard._composable.exec_order import ForwardOrder
 from flatshard._composable.reduction_queue import ReductionQueue
 from flatshard._composable.unit_config import UnitConfig
 from flatshard._handle.handle import FlatParamHandle
-from flatshard._handle.layout import FlatLayout
 from flatshard._handle.lifetime import BY_USER
-from flatshard._handle.placement import Placement
 from flatshard._handle.pool import Pool
 from flatshard._handle.registrations import SHARDED, Shown
 from flatshard._names import UNIT_KEY
@@ -104,7 +101,6 @@ class Unit:
         self.config = config
         # What is unsharded for its forward: itself, and the owners of parameters that are registered here, too (tied ones).
         self.needs: tuple[Unit, ...] = (self,)
-        self.order = ForwardOrder()  # for passes in which this unit is outermost
         # Units to gather while this unit computes: see `configure`. None: according to the recorded order.
         self.forward_targets: Iterable[Unit] | None = None
         self.backward_targets: Iterable[Unit] | None = None
@@ -128,8 +124,8 @@ class Unit:
 
     def _reset(self, features: Sequence[object] = ()) -> None:
         self.features = features  # that take part in its forwards; `UnitHooks` sets them
-        # Its shards have changed between an all-gather and a use in one pass. [Note: Gathered before it changes]
-        self.changes_in_passes = False
+        self.order = ForwardOrder()  # for passes in which this unit is outermost
+        self.changes_in_passes = False  # between a gather and a use in one: [Note: Gathered before it changes]
         # Forward.
         self.claims = Claims(self.config.claims)  # claims.py, [Note: Claims]
         # With a live graph; None without static buffers.
@@ -137,28 +133,15 @@ class Unit:
         # Steps whose outputs were the unsharded parameters or views of them. Autograd nodes outside of the unit have saved
         # these, so the memory must stay until backward has reached these steps.
         self.leaks: weakref.WeakSet[ForwardRecord] | None = None
-        # Backward: what `Backward` knows about the running one.
-        self.last_forward: ForwardRecord | None = None  # that it has reached
+        self.last_forward: ForwardRecord | None = None  # that the running `Backward` has reached
         # Steps that it has reached and not left yet; only counted if some parameters are frozen. -1: none was reached.
         self.open_forwards = -1
         self.turn = 0  # its place in the order of reductions, which `ReductionQueue` gives
 
-    def move(
-        self,
-        context: Context,
-        runtime: Runtime,
-        placement: Placement,
-        layouts: Sequence[FlatLayout],
-        shards: Sequence[torch.Tensor],
-    ) -> None:
-        """Be sharded over the ranks of ``placement`` from now on: see ``FlatParamHandle.move``.
-
-        What it has learned of earlier passes is forgotten, as the other ranks may be new.
-        """
-        self.handle.move(placement, layouts, shards)
+    def move(self, context: Context, runtime: Runtime) -> None:
+        """Its handle has moved to these ranks. What it has learned of earlier passes is forgotten, as ranks may be new."""
         self.context, self.runtime = context, runtime
         self._reset(self.features)
-        self.order = ForwardOrder()
         self._own_parameters()
 
     def feature(self, kind: type[T]) -> T | None:
@@ -249,7 +232,6 @@ class Unit:
         copies_in(memo)[weakref.ref(self)] = result
         result.__dict__.update(self.__dict__)
         result._reset()
-        result.order = ForwardOrder()
         result.forward_targets = copy.deepcopy(self.forward_targets, memo)
         result.backward_targets = copy.deepcopy(self.backward_targets, memo)
         result.module = module
