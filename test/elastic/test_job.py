@@ -12,7 +12,7 @@ from drill import Outcome, Plan, drawn, history, processes, twin
 
 from flatshard.elastic._copies import shifts
 
-DRAWS = int(os.environ.get("ELASTIC_DRAWS", "12"))
+DRAWS = int(os.environ.get("ELASTIC_DRAWS", "20"))
 SECONDS = 60
 
 
