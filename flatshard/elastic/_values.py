@@ -122,6 +122,13 @@ class Trained:
     def param(self, at: At | str) -> nn.Parameter:
         return self.others[at] if isinstance(at, str) else self.params[at]
 
+    def states(self, number: int) -> Iterator[tuple[At | str, dict[str, Any]]]:
+        """The state that an optimizer has, of each parameter: in one order on all ranks, whatever it has stepped first."""
+        state = self.optimizers[number].state
+        for at, param in [*self.params.items(), *self.others.items()]:
+            if param in state:
+                yield at, state[param]
+
     def buffers(self) -> dict[str, torch.Tensor]:
         return dict(self.module.named_buffers())
 
@@ -170,9 +177,8 @@ class Live:
             values[own.unit].append(Value(own, PARAM, param.dtype))
             if grads and param.grad is not None:
                 values[own.unit].append(Value(own, GRAD, param.grad.dtype))
-        for number, optimizer in enumerate(job.optimizers):
-            for stepped, state in optimizer.state.items():
-                place = job.places[id(stepped)]
+        for number in range(len(job.optimizers)):
+            for place, state in job.states(number):
                 states[number][place] = list(state)
                 for key, held in state.items():
                     if isinstance(place, At) and self._lies(place, key, held, number):
@@ -181,9 +187,9 @@ class Live:
         rest += [("parameter", name) for name in job.others]
         rest += [
             ("state", at, n, key)
-            for n, optimizer in enumerate(job.optimizers)
-            for param, state in optimizer.state.items()
-            if isinstance(at := job.places[id(param)], str)
+            for n in range(len(job.optimizers))
+            for at, state in job.states(n)
+            if isinstance(at, str)
             for key, value in state.items()
             if isinstance(value, torch.Tensor) and value.dim()
         ]
@@ -223,10 +229,9 @@ class Live:
         }
         lying |= {(n, at, key) for what, at, *more in self.manifest.rest if what == "state" for n, key in [more]}
         plain: list[dict[At | str, dict[str, Any]]] = []
-        for number, optimizer in enumerate(self.job.optimizers):
+        for number in range(len(self.job.optimizers)):
             found: dict[At | str, dict[str, Any]] = {}
-            for param, state in optimizer.state.items():
-                at = self.job.places[id(param)]
+            for at, state in self.job.states(number):
                 found[at] = {k: copy.deepcopy(v) for k, v in state.items() if (number, at, k) not in lying}
             plain.append(found)
         rest = [_plain(tensor).clone() for tensor in self.rest()]

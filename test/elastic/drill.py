@@ -57,7 +57,9 @@ def train(model: nn.Module, optimizer: Any, scheduler: Any, step: int, rank: int
 
 
 def parts_of_job(model: nn.Module) -> tuple[Any, Any]:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    matrices = [p for p in model.parameters() if len(flatshard.full_shape(p)) > 1]
+    vectors = [p for p in model.parameters() if len(flatshard.full_shape(p)) < 2]  # so it steps in another order
+    optimizer = torch.optim.AdamW([{"params": matrices}, {"params": vectors, "weight_decay": 0.0}], lr=1e-2)
     return optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
 
 
