@@ -125,9 +125,8 @@ class Trained:
     def states(self, number: int) -> Iterator[tuple[At | str, dict[str, Any]]]:
         """The state that an optimizer has, of each parameter: in one order on all ranks, whatever it has stepped first."""
         state = self.optimizers[number].state
-        for at, param in [*self.params.items(), *self.others.items()]:
-            if param in state:
-                yield at, state[param]
+        every: list[tuple[At | str, nn.Parameter]] = [*self.params.items(), *self.others.items()]
+        yield from ((at, state[param]) for at, param in every if param in state)
 
     def buffers(self) -> dict[str, torch.Tensor]:
         return dict(self.module.named_buffers())
