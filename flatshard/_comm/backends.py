@@ -32,9 +32,13 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from flatshard import _torch
+from flatshard import _config, _torch
 from flatshard._comm.collectives import Collectives, Done, Pending, Works, as_real
-from flatshard._comm.progress import EXCHANGE, GATHER, REDUCE, Label, here, mixed_all_reduce
+from flatshard._comm.progress import EXCHANGE, GATHER, REDUCE, RESERVED, Label, here, mixed_all_reduce
+from flatshard._comm.shared_memory import SharedMemory
+
+_INTRODUCTION_TAG, _ALL_REDUCE_TAG = RESERVED + 1, RESERVED + 2
+_FEW = 8  # ranks whose all-reduce in shared memory is quicker than gloo's: each rank reads the tensors of all
 
 Addressed = Sequence[tuple[torch.Tensor, int]]
 """Tensors, each with its destination or source: a rank of the group."""
@@ -161,53 +165,74 @@ class GlooCollectives(BuiltinCollectives):
 
     out_of_place = widens = True
 
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        super().__init__(group)
+        shares = self.size > 1 and _config.SHARED_MEMORY > 0
+        self._memory = SharedMemory.of(group, self.rank, self.size) if shares else None
+
     def all_gather(self, output: torch.Tensor, shard: torch.Tensor, label: Label | None = None) -> Pending:
         rows = output.view(self.size, -1).unbind()
         if rows[self.rank].data_ptr() != shard.data_ptr():
             rows[self.rank].copy_(shard)  # and sent from there: the shard may change before the send has ended
-        return self._exchange(rows, [rows[self.rank]] * self.size, label, GATHER)
+        return self._exchange(
+            [rows[self.rank]] * self.size, rows.__getitem__, label, GATHER, functools.partial(self._place, rows)
+        )
 
     def reduce_scatter(self, output: torch.Tensor, input: torch.Tensor, label: Label | None = None) -> Pending:
         """See :class:`Collectives`. 16-bit inputs are summed in float32."""
         output, input = as_real(output), as_real(input)
         rows = input.view(self.size, -1).unbind()
-        # Row k holds the part from rank k, so the sum below is in rank order, whichever message arrives first.
-        others = torch.empty(self.size - 1, output.numel(), dtype=input.dtype, device=input.device)
-        received = [others[peer - (peer > self.rank)] if peer != self.rank else rows[peer] for peer in range(self.size)]
 
-        return self._exchange(received, rows, label, REDUCE, lambda: _average(output, received))
+        def receive(rank: int) -> torch.Tensor:
+            return torch.empty(output.numel(), dtype=input.dtype, device=input.device)
+
+        # The sum is in rank order, whichever message arrives first.
+        return self._exchange(rows, receive, label, REDUCE, lambda parts, _: _average(output, parts))
 
     def all_to_all(self, output: torch.Tensor, input: torch.Tensor) -> Pending:
         received, sent = output.view(self.size, -1).unbind(), input.view(self.size, -1).unbind()
         received[self.rank].copy_(sent[self.rank])
-        return self._exchange(received, sent, None, REDUCE)
+        return self._exchange(sent, received.__getitem__, None, REDUCE, functools.partial(self._place, received))
+
+    def _place(self, rows: Sequence[torch.Tensor], parts: Sequence[torch.Tensor], marks: set[int]) -> None:
+        """Copy what other ranks have sent to its place, where it was not received there."""
+        for rank, (row, part) in enumerate(zip(rows, parts, strict=True)):
+            if part is not row and rank != self.rank:
+                row.copy_(part)
 
     def _exchange(
         self,
-        received: Sequence[torch.Tensor],
         sent: Sequence[torch.Tensor],
+        receive: Callable[[int], torch.Tensor],
         label: Label | None,
         kind: int,
-        then: Callable[[], object] | None = None,
+        then: Callable[[list[torch.Tensor], set[int]], object],
     ) -> Pending:
-        """Receive ``received[k]`` from each other rank ``k``, send ``sent[k]`` to it, and call ``then`` at the end."""
+        """Send ``sent[k]`` to each other rank ``k``, and call ``then`` with what all ranks have sent to this one.
+
+        ``receive(k)``: memory for what comes from rank ``k``, unless it is read in shared memory.
+        """
+        tag, memory = (label or here.label).tag + kind, self._memory
+        if memory is not None and sent[0].nbytes >= _config.SHARED_MEMORY and tag < RESERVED:
+            messages = functools.partial(self._messages, tag=tag)
+            return memory.when_met(self._introductions, lambda: memory.exchange(messages, sent, receive, then))
         sources = [(self.rank - step) % self.size for step in range(1, self.size)]
-        to, from_ = [(sent[k], k) for k in reversed(sources)], [(received[k], k) for k in sources]
-        return self._messages(to, from_, label, kind, then)
+        parts = [sent[self.rank] if rank == self.rank else receive(rank) for rank in range(self.size)]
+        to, from_ = [(sent[k], k) for k in reversed(sources)], [(parts[k], k) for k in sources]
+        return self._messages(to, from_, tag, lambda: then(parts, set()))
+
+    def _introductions(self, sent: Addressed, received: Addressed) -> Pending:
+        """Messages by which ranks find each other's memory."""
+        return self._messages(sent, received, _INTRODUCTION_TAG)
 
     def exchange(self, sent: Addressed, received: Addressed, label: Label | None = None) -> Pending:
         as_bytes = [[(tensor.view(torch.uint8), rank) for tensor, rank in messages] for messages in (sent, received)]
-        return self._messages(as_bytes[0], as_bytes[1], label, EXCHANGE)
+        return self._messages(as_bytes[0], as_bytes[1], (label or here.label).tag + EXCHANGE)
 
     def _messages(
-        self,
-        sent: Addressed,
-        received: Addressed,
-        label: Label | None,
-        kind: int,
-        then: Callable[[], object] | None = None,
+        self, sent: Addressed, received: Addressed, tag: int, then: Callable[[], object] | None = None
     ) -> Pending:
-        group, tag = self.group, (label or here.label).tag + kind
+        group = self.group
         works = [group.recv([tensor], rank, tag) for tensor, rank in received]
         works += [group.send([tensor], rank, tag) for tensor, rank in sent]
 
@@ -220,6 +245,25 @@ class GlooCollectives(BuiltinCollectives):
 
     def all_reduce(self, tensor: torch.Tensor, label: Label | None = None) -> Pending:
         tensor, tag = as_real(tensor), (label or here.label).tag
+        memory = self._memory
+        if memory is None or self.size > _FEW or tensor.nbytes < _config.SHARED_MEMORY or not tensor.nbytes:
+            return self._all_reduce(tensor, tag)
+
+        def average(parts: list[torch.Tensor], tags: set[int]) -> None:
+            if len(tags) > 1:
+                raise mixed_all_reduce(tag, (min(tags), max(tags)), self.rank, self.size)
+            _average(tensor, parts)
+
+        def start() -> Pending:
+            if not memory.is_everyones:
+                return self._all_reduce(tensor, tag)
+            messages = functools.partial(self._messages, tag=_ALL_REDUCE_TAG)
+            return memory.exchange(messages, [tensor] * self.size, lambda rank: tensor, average, tag)
+
+        return memory.when_met(self._introductions, start)
+
+    def _all_reduce(self, tensor: torch.Tensor, tag: int) -> Pending:
+        """By gloo's own."""
         tags = torch.tensor([tag, -tag])  # the maxima over the ranks are the largest tag, and minus the smallest
 
         def average() -> None:
