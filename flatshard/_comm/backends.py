@@ -165,11 +165,6 @@ class GlooCollectives(BuiltinCollectives):
 
     out_of_place = widens = True
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        super().__init__(group)
-        shares = self.size > 1 and _config.SHARED_MEMORY > 0
-        self._memory = SharedMemory.of(group, self.rank, self.size) if shares else None
-
     def all_gather(self, output: torch.Tensor, shard: torch.Tensor, label: Label | None = None) -> Pending:
         rows = output.view(self.size, -1).unbind()
         if rows[self.rank].data_ptr() != shard.data_ptr():
@@ -212,14 +207,21 @@ class GlooCollectives(BuiltinCollectives):
 
         ``receive(k)``: memory for what comes from rank ``k``, unless it is read in shared memory.
         """
-        tag, memory = (label or here.label).tag + kind, self._memory
-        if memory is not None and sent[0].nbytes >= _config.SHARED_MEMORY and tag < RESERVED:
+        tag = (label or here.label).tag + kind
+        memory = self._memory_for(sent[0]) if tag < RESERVED else None
+        if memory is not None:
             messages = functools.partial(self._messages, tag=tag)
             return memory.when_met(self._introductions, lambda: memory.exchange(messages, sent, receive, then))
         sources = [(self.rank - step) % self.size for step in range(1, self.size)]
         parts = [sent[self.rank] if rank == self.rank else receive(rank) for rank in range(self.size)]
         to, from_ = [(sent[k], k) for k in reversed(sources)], [(parts[k], k) for k in sources]
         return self._messages(to, from_, tag, lambda: then(parts, set()))
+
+    def _memory_for(self, payload: torch.Tensor) -> SharedMemory | None:
+        """The memory that ranks share, if a payload such as ``payload`` is to be read there."""
+        if self.size > 1 and 0 < _config.SHARED_MEMORY <= payload.nbytes:
+            return SharedMemory.of(self.group, self.rank, self.size)
+        return None
 
     def _introductions(self, sent: Addressed, received: Addressed) -> Pending:
         """Messages by which ranks find each other's memory."""
@@ -245,8 +247,8 @@ class GlooCollectives(BuiltinCollectives):
 
     def all_reduce(self, tensor: torch.Tensor, label: Label | None = None) -> Pending:
         tensor, tag = as_real(tensor), (label or here.label).tag
-        memory = self._memory
-        if memory is None or self.size > _FEW or tensor.nbytes < _config.SHARED_MEMORY or not tensor.nbytes:
+        memory = self._memory_for(tensor) if self.size <= _FEW else None
+        if memory is None:
             return self._all_reduce(tensor, tag)
 
         def average(parts: list[torch.Tensor], tags: set[int]) -> None:

@@ -1,0 +1,329 @@
+"""Payloads in shared memory: the bits of gloo, whoever shares memory with whom; nothing is left over, however ranks end.
+
+What follows from messages alone (the order check, the watch, interrupts, the fence) is tested in the other files of this
+folder, which ``FLATSHARD_SHARED_MEMORY=1`` runs with every payload in shared memory, 0 with none.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import gc
+import os
+import random
+import re
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pool as pool_module
+import pytest
+import torch
+import torch.distributed as dist
+from models import Block
+from on_ranks import ranks
+from pool import RankFailure
+from recording import FULL, GRAD_OP, NO_SHARD, Net, make_input, sent_bytes
+from torch import Tensor
+
+from flatshard import CollectiveError, OutOfStepError, ShardingStrategy, _config, fully_shard
+from flatshard._comm import shared_memory
+from flatshard._comm.backends import GlooCollectives
+from flatshard._comm.shared_memory import _SLOTS, SharedMemory
+
+NUMEL = 1037
+FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64)
+HEADER = 32  # bytes
+
+
+@contextlib.contextmanager
+def sharing(least: int = 1) -> Iterator[None]:
+    """Payloads of at least ``least`` bytes are in shared memory; 0: none are."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_config, "SHARED_MEMORY", least)
+        yield
+
+
+def in_memory(group: Any) -> tuple[GlooCollectives, SharedMemory]:
+    return GlooCollectives(group), SharedMemory.of(group, dist.get_rank(group), dist.get_world_size(group))
+
+
+def new_group(size: int) -> Any:
+    return dist.new_group(list(range(size)), timeout=datetime.timedelta(seconds=20))
+
+
+def issue(collectives: GlooCollectives, size: int, rank: int, seed: int) -> list[tuple[str, Tensor, Any]]:
+    """Every collective on every dtype, all under way at a time: what it is, its result, and what is waited for."""
+    found = []
+    for dtype in (*FLOATS, torch.uint8, torch.int64):
+        torch.manual_seed(seed * size + rank)
+        values = (torch.randn(size, NUMEL) * 100).to(dtype)
+        shard = values[rank].clone()
+        if dtype.is_complex:
+            shard = shard.view(torch.uint8)  # as flatshard sends it
+        output = shard.new_empty(size * shard.numel())
+        found.append((f"gather {dtype}", output, collectives.all_gather(output, shard)))
+        shard.zero_()  # it is the caller's again
+        output = torch.empty(size * NUMEL, dtype=dtype)
+        found.append((f"all-to-all {dtype}", output, collectives.all_to_all(output, values.flatten())))
+        if dtype in FLOATS:
+            for wide in {dtype, torch.float32 if dtype.itemsize == 2 else dtype}:
+                output = torch.empty(NUMEL, dtype=wide)
+                pending = collectives.reduce_scatter(output, values.flatten())
+                found.append((f"reduce-scatter {dtype} in {wide}", output, pending))
+            whole = values.flatten()
+            found.append((f"all-reduce {dtype}", whole, collectives.all_reduce(whole)))
+    return found
+
+
+def results(collectives: GlooCollectives, size: int, rank: int, seed: int) -> dict[str, Tensor]:
+    issued = issue(collectives, size, rank, seed)
+    random.Random(f"{seed}, {rank}").shuffle(issued)  # ranks wait in any order
+    for _, _, pending in issued:
+        pending.wait()
+    return {what: torch.view_as_real(result) if result.is_complex() else result for what, result, _ in issued}
+
+
+def averages_in_rank_order(size: int, seed: int, dtype: torch.dtype) -> Tensor:
+    every = []
+    for rank in range(size):
+        torch.manual_seed(seed * size + rank)
+        every.append((torch.randn(size, NUMEL) * 100).to(dtype).flatten())
+    wide = [each.float() if dtype.itemsize == 2 else each for each in every]
+    total = sum(wide[1:], start=wide[0])
+    return (torch.view_as_real(total) / size).view(-1, 2) if dtype.is_complex else (total / size).to(dtype)
+
+
+def check_bits(ctx, group: Any, reduces: bool = True) -> None:
+    collectives = GlooCollectives(group)
+    for seed in range(3):
+        with sharing(0):
+            expected = results(collectives, ctx.world_size, ctx.rank, seed)
+        for what, result in results(collectives, ctx.world_size, ctx.rank, seed).items():
+            if what.startswith("all-reduce") and ctx.world_size > 2 and reduces:
+                # gloo adds each part in another order.
+                dtype = next(dtype for dtype in FLOATS if what.endswith(str(dtype)))
+                torch.testing.assert_close(result, expected[what], rtol=0.02, atol=0.5)
+                assert torch.equal(result, averages_in_rank_order(ctx.world_size, seed, dtype)), what
+            else:
+                assert torch.equal(result, expected[what]), what
+
+
+@ranks(2, 3, 4)
+def test_the_bits_are_those_of_gloo(ctx) -> None:
+    with sharing():
+        group = new_group(ctx.world_size) if ctx.world_size == dist.get_world_size() else ctx.group
+        check_bits(ctx, group)
+        _, memory = in_memory(group)
+        assert memory.is_everyones
+        nbytes = memory._own.nbytes
+        check_bits(ctx, group)
+        assert memory._own.nbytes <= 2 * nbytes  # it is used again
+
+
+@ranks(3)
+def test_gloo_carries_headers_alone(ctx) -> None:
+    output, shard = torch.empty(ctx.world_size * NUMEL), torch.ones(NUMEL)
+    with sharing(4 * NUMEL):
+        collectives = GlooCollectives(ctx.group)
+        collectives.all_gather(output, shard).wait()  # ranks meet
+        with sent_bytes() as sent:
+            collectives.all_gather(output, shard).wait()
+            collectives.reduce_scatter(shard, output).wait()
+            collectives.all_reduce(output).wait()
+        assert sent == 3 * (ctx.world_size - 1) * [HEADER]
+        with sent_bytes() as sent:  # what is too small is sent as it is
+            collectives.all_gather(output[: 3 * (NUMEL - 1)], shard[1:]).wait()
+        assert sent == (ctx.world_size - 1) * [4 * (NUMEL - 1)]
+
+
+# -- ranks that cannot share memory ----------------------------------------------------------------------------------
+
+
+def refuse(rank: int, refused: set[tuple[int, int]], addresses: dict[int, int]) -> Callable[..., Any]:
+    """A ``_Peer`` that this rank cannot map, for pairs of a reader and a sender."""
+    real = shared_memory._Peer.__init__
+
+    def init(self: Any, address: Any, size: int) -> None:
+        if (rank, addresses[address[1]]) in refused:
+            raise PermissionError("another host")
+        real(self, address, size)
+
+    return init
+
+
+@pytest.mark.parametrize("refused", ["one pair", "one rank", "two hosts", "all", "no memory"])
+@ranks(4)
+def test_ranks_that_share_no_memory_get_the_same_bits(ctx, refused: str) -> None:
+    every = {(reader, sender) for reader in range(4) for sender in range(4) if reader != sender}
+    pairs = {
+        "one pair": {(1, 2)},
+        "one rank": {pair for pair in every if 3 in pair},
+        "two hosts": {(a, b) for a, b in every if a // 2 != b // 2},
+        "all": every,
+        "no memory": set(),
+    }[refused]
+    pids = torch.zeros(4, dtype=torch.int64)
+    dist.all_gather_into_tensor(pids, torch.tensor([os.getpid()]))
+    with sharing(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            shared_memory._Peer, "__init__", refuse(ctx.rank, pairs, {p: r for r, p in enumerate(pids.tolist())})
+        )
+        if refused == "no memory" and ctx.rank == 2:
+            patch.delattr(os, "memfd_create")
+        group = new_group(4)
+        check_bits(ctx, group, reduces=False)
+        _, memory = in_memory(group)
+        assert not memory.is_everyones
+        expected = {sender for reader, sender in every - pairs if reader == ctx.rank}
+        assert {*memory._peers} == expected - ({2} if refused == "no memory" else set())
+    dist.barrier()
+
+
+@ranks(2)
+def test_another_file_in_its_place_is_not_read(ctx) -> None:
+    """As on another host, where a process of that number has a file of that number."""
+    with sharing():
+        segment = shared_memory._Segment(2)
+        token, pid, fd, inode = segment.address
+        assert shared_memory._Peer(segment.address, 2).mapping.token == segment.token
+        reader, writer = os.pipe()
+        for wrong in (
+            [token + 1, pid, fd, inode],  # another segment
+            [token, pid, fd, inode + 1],  # another file
+            [token, pid, reader, os.fstat(reader).st_ino],  # it would block
+            [token, pid, 10**6, inode],
+            [0, 0, 0, 0],
+        ):
+            with pytest.raises(OSError):
+                shared_memory._Peer(wrong, 2)
+        os.close(reader)
+        os.close(writer)
+
+
+# -- what stays ------------------------------------------------------------------------------------------------------
+
+
+def mapped_segments() -> int:
+    return len(set(re.findall(r"\S+ \S+ (\S+ \S+) +/memfd:flatshard", Path("/proc/self/maps").read_text())))
+
+
+@ranks(2)
+def test_memory_is_used_again_and_freed_with_the_group(ctx) -> None:
+    gc.collect()
+    before = mapped_segments()
+    shard, output = torch.full((4096,), float(ctx.rank)), torch.empty(2 * 4096)
+    with sharing():
+        group = new_group(2)
+        collectives, memory = in_memory(group)
+        collectives.all_gather(output, shard).wait()
+        segment = memory._own
+        assert segment is not None
+        for _ in range(2 * _SLOTS):
+            collectives.all_gather(output.zero_(), shard).wait()
+            assert output.view(2, -1)[:, 0].tolist() == [0, 1]
+        dist.barrier(group)
+        assert segment.nbytes <= segment._begin + 4 * shard.nbytes
+        # As many as there is room for; then whoever sends hears it.
+        pending = [collectives.all_gather(torch.empty(2 * 4096), shard) for _ in range(_SLOTS - 2)]
+        dist.barrier(group)
+        for each in pending:
+            each.wait()
+        dist.barrier(group)
+        segment.take(1, [])
+        assert len(segment._used) == 1
+        assert mapped_segments() == before + 2
+        pending.clear()
+        dist.destroy_process_group(group)
+        del group, collectives, memory, segment, each
+        gc.collect()
+        assert mapped_segments() == before
+
+
+def lose_a_rank(ctx, where: str) -> None:
+    with sharing():
+        group = new_group(ctx.world_size)
+        model = fully_shard(Net(blocks=3), policy={Block}, process_group=group)
+        model(make_input(0, 2)).sum().backward()
+        assert in_memory(group)[1].is_everyones
+    if ctx.rank == 2 and where == "gather":
+        model.blocks[1].register_forward_pre_hook(lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+    elif ctx.rank == 2:
+        kill = lambda grad: os.kill(os.getpid(), signal.SIGKILL)  # noqa: E731
+        model.blocks[1].linear.register_forward_hook(lambda m, a, out: out.register_hook(kill) and None)
+    with sharing():
+        for _ in range(2):
+            model(make_input(0, 2)).sum().backward()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("where", ["gather", "reduction"])
+def test_a_killed_rank_ends_the_others_and_leaves_nothing(pool, monkeypatch, where):
+    monkeypatch.setattr(pool_module, "GRACE", 30.0)
+    before = os.listdir("/dev/shm")
+    with pytest.raises(RankFailure) as e:
+        pool.run(lose_a_rank, where, world_size=3, timeout=40)
+    assert e.value.of("died") == [2]
+    others = [f for f in e.value.failures if f.rank != 2]
+    assert [(f.kind, f.type_name) for f in others] == [("raised", CollectiveError.__name__)] * 2
+    assert os.listdir("/dev/shm") == before
+
+
+# -- training --------------------------------------------------------------------------------------------------------
+
+
+def train(steps: int, **options: Any) -> list[Tensor]:
+    """Two models, one beside the other: all their parameters."""
+    torch.manual_seed(0)
+    models = [fully_shard(Net(blocks), policy={Block}, **options) for blocks in (2, 3)]
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=0.1) for model in models]
+    torch.manual_seed(dist.get_rank())
+    for step in range(steps):
+        losses = [model(make_input(step, 3)).square().mean() for model in models]
+        for loss in reversed(losses):
+            loss.backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    return [p.detach().clone() for model in models for p in model.parameters()]
+
+
+def train_both_ways(steps: int, **options: Any) -> None:
+    with sharing(0):
+        expected = train(steps, **options)
+    with sharing():
+        found = train(steps, **options)
+    for value, other in zip(found, expected, strict=True):
+        assert torch.equal(value, other)
+
+
+@pytest.mark.parametrize("strategy", [FULL, GRAD_OP, NO_SHARD])
+@ranks(2)
+def test_two_models_train_as_over_gloo(ctx, strategy: ShardingStrategy) -> None:
+    train_both_ways(3, process_group=ctx.group, strategy=strategy)
+
+
+@pytest.mark.parametrize("strategy", [ShardingStrategy.HYBRID_SHARD, ShardingStrategy.HYBRID_FULL_SHARD])
+@ranks(4)
+def test_two_models_on_a_mesh_train_as_over_gloo(ctx, strategy: ShardingStrategy) -> None:
+    mesh = ctx.device_mesh((2, 2), ("replicate", "shard"))
+    train_both_ways(3, device_mesh=mesh, strategy=strategy)
+
+
+@ranks(2)
+def test_all_reduces_of_different_units_raise(ctx) -> None:
+    from flatshard._comm.progress import Label
+
+    with sharing():
+        collectives, memory = in_memory(ctx.group)
+        collectives.all_reduce(torch.ones(4)).wait()
+        for numel in (4, 4 + ctx.rank):  # of one size, and of two
+            tensor = torch.full((numel,), 3.0)
+            with pytest.raises(OutOfStepError, match="gradients of different units together"):
+                collectives.all_reduce(tensor, Label(f"unit {ctx.rank}", 8 * ctx.rank)).wait()
+            assert tensor.unique().tolist() == [3.0]
+        tensor = torch.full((4,), float(ctx.rank))
+        collectives.all_reduce(tensor).wait()
+        assert tensor.tolist() == [0.5] * 4
+        assert memory.is_everyones
