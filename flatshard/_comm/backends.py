@@ -37,6 +37,7 @@ from flatshard._comm.collectives import Collectives, Done, Pending, Works, as_re
 from flatshard._comm.progress import EXCHANGE, GATHER, REDUCE, RESERVED, Label, here, mixed_all_reduce
 from flatshard._comm.shared_memory import SharedMemory
 
+_PIECE = 2**17  # elements that a thread adds at a time
 _INTRODUCTION_TAG, _ALL_REDUCE_TAG = RESERVED + 1, RESERVED + 2
 _FEW = 8  # ranks whose all-reduce in shared memory is quicker than gloo's: each rank reads the tensors of all
 
@@ -128,20 +129,26 @@ def alive(reference: weakref.ref[dist.ProcessGroup]) -> dist.ProcessGroup:
 
 
 def _average(output: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
-    """Write the average of ``parts``, one from each rank, to ``output``. Sums are in rank order; of 16 bits in float32."""
-    first, *others = parts
-    narrow = output.dtype.itemsize < 4
-    if narrow:
-        total = first.float()
-    elif first.dtype is output.dtype:
-        total = torch.add(first, others.pop(0), out=output)
-    else:
-        total = output.copy_(first)
-    for part in others:
-        total.add_(part)
-    total.div_(len(parts))
-    if narrow:
-        output.copy_(total)
+    """Write the average of ``parts``, one from each rank, to ``output``. Sums are in rank order; of 16 bits in float32.
+
+    Piece by piece, so that a sum stays in the processor's caches until it is complete.
+    """
+    numel = _PIECE * torch.get_num_threads() if output.device.type == "cpu" else max(output.numel(), 1)
+    for piece, (first, *others) in zip(
+        output.split(numel), zip(*(part.split(numel) for part in parts), strict=True), strict=True
+    ):
+        narrow = output.dtype.itemsize < 4
+        if narrow:
+            total = first.float()
+        elif first.dtype is output.dtype:
+            total = torch.add(first, others.pop(0), out=piece)
+        else:
+            total = piece.copy_(first)
+        for part in others:
+            total.add_(part)
+        total.div_(len(parts))
+        if narrow:
+            piece.copy_(total)
 
 
 class GlooCollectives(BuiltinCollectives):
@@ -151,6 +158,10 @@ class GlooCollectives(BuiltinCollectives):
     Measured on 2 CPU cores at 32 MB: this all-gather takes 0.2-0.5 of the built-in's time, the reduce-scatter 0.4-0.5.
     Sends and receives between two ranks match in the order of issue, so any number may be in flight. Each kind of
     collective and each unit has a tag, so data of different units never mix.
+
+    Ranks of one host read what is large in each other's memory (``FLATSHARD_SHARED_MEMORY``), and gloo carries a header for
+    it. An all-reduce of more than two ranks, up to eight, then adds in rank order, which is not gloo's order, and 16 bits in
+    float32. Other results have the same bits.
 
     Example::
 

@@ -214,7 +214,7 @@ class SharedMemory:
     def of(cls, group: Hashable, rank: int, size: int) -> SharedMemory:
         """That of a process group. It lives as long as the group."""
         found = cls._known.get(group)
-        if found is None:
+        if found is None or (found._rank, found._size) != (rank, size):  # it may have been given other ranks
             found = cls._known[group] = cls(rank, size)
         return found
 

@@ -30,6 +30,7 @@ from torch import Tensor
 from flatshard import CollectiveError, OutOfStepError, ShardingStrategy, _config, fully_shard
 from flatshard._comm import shared_memory
 from flatshard._comm.backends import GlooCollectives
+from flatshard._comm.progress import Progress
 from flatshard._comm.shared_memory import _SLOTS, SharedMemory
 
 NUMEL = 1037
@@ -72,7 +73,7 @@ def issue(collectives: GlooCollectives, size: int, rank: int, seed: int) -> list
                 output = torch.empty(NUMEL, dtype=wide)
                 pending = collectives.reduce_scatter(output, values.flatten())
                 found.append((f"reduce-scatter {dtype} in {wide}", output, pending))
-            whole = values.flatten()
+            whole = values.flatten().clone()
             found.append((f"all-reduce {dtype}", whole, collectives.all_reduce(whole)))
     return found
 
@@ -313,17 +314,20 @@ def test_two_models_on_a_mesh_train_as_over_gloo(ctx, strategy: ShardingStrategy
 
 @ranks(2)
 def test_all_reduces_of_different_units_raise(ctx) -> None:
-    from flatshard._comm.progress import Label
-
+    progress = Progress()
+    labels = [progress.make_label(f"blocks.{number}", "") for number in range(2)]
     with sharing():
         collectives, memory = in_memory(ctx.group)
-        collectives.all_reduce(torch.ones(4)).wait()
         for numel in (4, 4 + ctx.rank):  # of one size, and of two
             tensor = torch.full((numel,), 3.0)
-            with pytest.raises(OutOfStepError, match="gradients of different units together"):
-                collectives.all_reduce(tensor, Label(f"unit {ctx.rank}", 8 * ctx.rank)).wait()
+            with pytest.raises(OutOfStepError, match="gradients of different units together: 'blocks"):
+                collectives.all_reduce(tensor, labels[ctx.rank]).wait()
             assert tensor.unique().tolist() == [3.0]
         tensor = torch.full((4,), float(ctx.rank))
-        collectives.all_reduce(tensor).wait()
+        collectives.all_reduce(tensor, labels[0]).wait()
         assert tensor.tolist() == [0.5] * 4
         assert memory.is_everyones
+        with pytest.raises(
+            RuntimeError, match=rf"rank {1 - ctx.rank} of the group sent {16 + 4 * (1 - ctx.rank)} bytes"
+        ):
+            collectives.all_gather(torch.empty(2 * (4 + ctx.rank)), torch.ones(4 + ctx.rank)).wait()
