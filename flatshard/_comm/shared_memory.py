@@ -88,6 +88,8 @@ class _Mapping:
 class _Segment:
     """The memory that this rank sends from."""
 
+    _fd = -1
+
     def __init__(self, size: int) -> None:
         """``size``: the number of ranks.
 
@@ -104,7 +106,8 @@ class _Segment:
         self.mapping.map[:_TOKEN_BYTES] = self.token
 
     def __del__(self) -> None:
-        os.close(self._fd)
+        if self._fd >= 0:
+            os.close(self._fd)
 
     @property
     def address(self) -> list[int]:
