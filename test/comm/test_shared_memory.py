@@ -147,7 +147,7 @@ def refuse(rank: int, refused: set[tuple[int, int]], addresses: dict[int, int]) 
     real = shared_memory._Peer.__init__
 
     def init(self: Any, address: Any, size: int) -> None:
-        if (rank, addresses[address[1]]) in refused:
+        if (rank, addresses.get(address[1])) in refused:
             raise PermissionError("another host")
         real(self, address, size)
 
