@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from flatshard import ShardingStrategy
+from flatshard import ShardingStrategy, _config
 from flatshard._composable.state import unit_of
 from flatshard.comm import builtin_collectives
 
@@ -69,8 +69,9 @@ def collectives_of(module: nn.Module) -> Any:
 
 @contextlib.contextmanager
 def sent_bytes() -> Iterator[list[int]]:
-    """Bytes of the messages that this rank gives to gloo."""
+    """Bytes of the messages that this rank gives to gloo, by which all payloads go meanwhile: all ranks must be here."""
     sent: list[int] = []
+    before, _config.SHARED_MEMORY = _config.SHARED_MEMORY, 0
     send = vars(dist.ProcessGroup)["send"]  # what binds, for later
 
     def counted(group: Any, tensors: list[Tensor], to: int, tag: int) -> Any:
@@ -82,6 +83,7 @@ def sent_bytes() -> Iterator[list[int]]:
         yield sent
     finally:
         dist.ProcessGroup.send = send
+        _config.SHARED_MEMORY = before
 
 
 def same_everywhere(group: Any, tensor: Tensor) -> bool:

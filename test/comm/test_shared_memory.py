@@ -129,12 +129,12 @@ def test_gloo_carries_headers_alone(ctx) -> None:
     with sharing(4 * NUMEL):
         collectives = GlooCollectives(ctx.group)
         collectives.all_gather(output, shard).wait()  # ranks meet
-        with sent_bytes() as sent:
+        with sent_bytes() as sent, sharing(4 * NUMEL):
             collectives.all_gather(output, shard).wait()
             collectives.reduce_scatter(shard, output).wait()
             collectives.all_reduce(output).wait()
         assert sent == 3 * (ctx.world_size - 1) * [HEADER]
-        with sent_bytes() as sent:  # what is too small is sent as it is
+        with sent_bytes() as sent, sharing(4 * NUMEL):  # what is too small is sent as it is
             collectives.all_gather(output[: 3 * (NUMEL - 1)], shard[1:]).wait()
         assert sent == (ctx.world_size - 1) * [4 * (NUMEL - 1)]
 
