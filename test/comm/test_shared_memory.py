@@ -267,7 +267,9 @@ def test_a_killed_rank_ends_the_others_and_leaves_nothing(pool, monkeypatch, whe
         pool.run(lose_a_rank, where, world_size=3, timeout=40)
     assert e.value.of("died") == [2]
     others = [f for f in e.value.failures if f.rank != 2]
-    assert [(f.kind, f.type_name) for f in others] == [("raised", CollectiveError.__name__)] * 2
+    # A rank may wait for one that has left, as it saw the death first: the watch ends that.
+    assert [f.kind for f in others] == ["raised"] * 2
+    assert {f.type_name for f in others} <= {CollectiveError.__name__, OutOfStepError.__name__}
     assert os.listdir("/dev/shm") == before
 
 
