@@ -38,8 +38,7 @@ from flatshard._comm.progress import EXCHANGE, GATHER, REDUCE, RESERVED, Label, 
 from flatshard._comm.shared_memory import SharedMemory
 
 _PIECE = 2**17  # elements that a thread adds at a time
-_INTRODUCTION_TAG, _ALL_REDUCE_TAG = RESERVED + 1, RESERVED + 2
-_FEW = 8  # ranks whose all-reduce in shared memory is quicker than gloo's: each rank reads the tensors of all
+_INTRODUCTION_TAG = RESERVED + 1
 
 Addressed = Sequence[tuple[torch.Tensor, int]]
 """Tensors, each with its destination or source: a rank of the group."""
@@ -134,9 +133,8 @@ def _average(output: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
     Piece by piece, so that a sum stays in the processor's caches until it is complete.
     """
     numel = _PIECE * torch.get_num_threads() if output.device.type == "cpu" else max(output.numel(), 1)
-    for piece, (first, *others) in zip(
-        output.split(numel), zip(*(part.split(numel) for part in parts), strict=True), strict=True
-    ):
+    for start in range(0, output.numel(), numel):
+        piece, first, *others = (each[start : start + numel] for each in (output, *parts))
         narrow = output.dtype.itemsize < 4
         if narrow:
             total = first.float()
@@ -159,9 +157,8 @@ class GlooCollectives(BuiltinCollectives):
     Sends and receives between two ranks match in the order of issue, so any number may be in flight. Each kind of
     collective and each unit has a tag, so data of different units never mix.
 
-    Ranks of one host read what is large in each other's memory (``FLATSHARD_SHARED_MEMORY``), and gloo carries a header for
-    it. An all-reduce of more than two ranks, up to eight, then adds in rank order, which is not gloo's order, and 16 bits in
-    float32. Other results have the same bits.
+    With ``FLATSHARD_SHARED_MEMORY`` ranks of one host read what is large in each other's memory, and gloo carries a header
+    for it: the bits are the same.
 
     Example::
 
@@ -193,14 +190,14 @@ class GlooCollectives(BuiltinCollectives):
             return torch.empty(output.numel(), dtype=input.dtype, device=input.device)
 
         # The sum is in rank order, whichever message arrives first.
-        return self._exchange(rows, receive, label, REDUCE, lambda parts, _: _average(output, parts))
+        return self._exchange(rows, receive, label, REDUCE, functools.partial(_average, output))
 
     def all_to_all(self, output: torch.Tensor, input: torch.Tensor) -> Pending:
         received, sent = output.view(self.size, -1).unbind(), input.view(self.size, -1).unbind()
         received[self.rank].copy_(sent[self.rank])
         return self._exchange(sent, received.__getitem__, None, REDUCE, functools.partial(self._place, received))
 
-    def _place(self, rows: Sequence[torch.Tensor], parts: Sequence[torch.Tensor], marks: set[int]) -> None:
+    def _place(self, rows: Sequence[torch.Tensor], parts: Sequence[torch.Tensor]) -> None:
         """Copy what other ranks have sent to its place, where it was not received there."""
         for rank, (row, part) in enumerate(zip(rows, parts, strict=True)):
             if part is not row and rank != self.rank:
@@ -212,7 +209,7 @@ class GlooCollectives(BuiltinCollectives):
         receive: Callable[[int], torch.Tensor],
         label: Label | None,
         kind: int,
-        then: Callable[[list[torch.Tensor], set[int]], object],
+        then: Callable[[list[torch.Tensor]], object],
     ) -> Pending:
         """Send ``sent[k]`` to each other rank ``k``, and call ``then`` with what all ranks have sent to this one.
 
@@ -226,7 +223,7 @@ class GlooCollectives(BuiltinCollectives):
         sources = [(self.rank - step) % self.size for step in range(1, self.size)]
         parts = [sent[self.rank] if rank == self.rank else receive(rank) for rank in range(self.size)]
         to, from_ = [(sent[k], k) for k in reversed(sources)], [(parts[k], k) for k in sources]
-        return self._messages(to, from_, tag, lambda: then(parts, set()))
+        return self._messages(to, from_, tag, lambda: then(parts))
 
     def _memory_for(self, payload: torch.Tensor) -> SharedMemory | None:
         """The memory that ranks share, if a payload such as ``payload`` is to be read there."""
@@ -258,25 +255,6 @@ class GlooCollectives(BuiltinCollectives):
 
     def all_reduce(self, tensor: torch.Tensor, label: Label | None = None) -> Pending:
         tensor, tag = as_real(tensor), (label or here.label).tag
-        memory = self._memory_for(tensor) if self.size <= _FEW else None
-        if memory is None:
-            return self._all_reduce(tensor, tag)
-
-        def average(parts: list[torch.Tensor], tags: set[int]) -> None:
-            if len(tags) > 1:
-                raise mixed_all_reduce(tag, (min(tags), max(tags)), self.rank, self.size)
-            _average(tensor, parts)
-
-        def start() -> Pending:
-            if not memory.is_everyones:
-                return self._all_reduce(tensor, tag)
-            messages = functools.partial(self._messages, tag=_ALL_REDUCE_TAG)
-            return memory.exchange(messages, [tensor] * self.size, lambda rank: tensor, average, tag)
-
-        return memory.when_met(self._introductions, start)
-
-    def _all_reduce(self, tensor: torch.Tensor, tag: int) -> Pending:
-        """By gloo's own."""
         tags = torch.tensor([tag, -tag])  # the maxima over the ranks are the largest tag, and minus the smallest
 
         def average() -> None:

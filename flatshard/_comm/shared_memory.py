@@ -22,7 +22,7 @@ segment proves that a rank has mapped the right one.
 
 [Note: The size of a segment]
 It grows to what is under way at a time, and is freed with its group. A gather stages this rank's shard, a reduce-scatter the
-parts of its input for other ranks, and an all-reduce all of it. In training that is two shards of the largest unit, and
+parts of its input for other ranks. An all-reduce is gloo's own. In training that is two shards of the largest unit, and
 the inputs of two reductions. In turn, no memory is needed to receive the parts of a reduction.
 """
 
@@ -52,7 +52,7 @@ class Messages(Protocol):
 _TOKEN_BYTES = 8
 _SLOTS = 256  # payloads in a segment at a time
 _ALIGNMENT = 64
-_HEADER = 4  # numbers in a header: slot, start and bytes of a payload, and a mark
+_HEADER = 3  # numbers in a header: slot, start and bytes of a payload
 _CURE = "FLATSHARD_SHARED_MEMORY=0 on all ranks sends everything by gloo"
 
 
@@ -205,8 +205,6 @@ class SharedMemory:
         self._own: _Segment | None = None
         self._peers: dict[int, _Peer] = {}  # those whose segments this rank has mapped
         self._readers: set[int] = set()  # those that have mapped this rank's
-        self.is_everyones = False
-        """Whether every rank has mapped every other rank's segment. It is the same on all ranks."""
         # How they meet: addresses, then what each has mapped.
         self._addresses, self._mapped = (torch.zeros(size, n, dtype=torch.int64) for n in (4, size))
         self._telling: list[Pending] = []
@@ -259,7 +257,6 @@ class SharedMemory:
             self._telling.append(self._tell(messages, self._mapped))
         self._telling[1].wait()
         self._readers = {*self._mapped[:, self._rank].nonzero().flatten().tolist()} - {self._rank}
-        self.is_everyones = bool(self._mapped.all())
         while self._deferred:
             self._deferred[0].start()
             del self._deferred[0]
@@ -272,8 +269,7 @@ class SharedMemory:
         messages: Messages,
         sent: Sequence[torch.Tensor],
         receive: Callable[[int], torch.Tensor],
-        then: Callable[[list[torch.Tensor], set[int]], object],
-        mark: int = 0,
+        then: Callable[[list[torch.Tensor]], object],
     ) -> Pending:
         """Send payloads of one size to all other ranks, and receive theirs. The ranks have met.
 
@@ -281,18 +277,16 @@ class SharedMemory:
             messages: sends headers, and payloads between ranks that share no memory.
             sent: by rank: one for each, or one for all.
             receive: memory for the payload of a rank that shares none.
-            then: called by whoever waits, and again after an interrupt: with all ranks' payloads, and all marks. If these
-                differ, it must raise.
-            mark: a number that goes with the headers.
+            then: called by whoever waits, and again after an interrupt: with all ranks' payloads.
         """
         others = [(self._rank - step) % self._size for step in range(1, self._size)]
-        own = self._stage(sent, mark) if self._readers else _Staged(sent[self._rank], {}, None)
+        own = self._stage(sent) if self._readers else _Staged(sent[self._rank], {}, None)
         received = {k: torch.empty(_HEADER, dtype=torch.int64) if k in self._peers else receive(k) for k in others}
         outgoing = [(own.headers.get(k, sent[k]), k) for k in reversed(others)]
         works = messages(outgoing, [(received[k], k) for k in others])
-        return _Reading(works, own, received, self._peers, then, (self._rank, mark))
+        return _Reading(works, own, received, self._peers, then, self._rank)
 
-    def _stage(self, sent: Sequence[torch.Tensor], mark: int) -> _Staged:
+    def _stage(self, sent: Sequence[torch.Tensor]) -> _Staged:
         """Copy to the segment what others read there."""
         own, payload, readers = self._own, sent[self._rank], sorted(self._readers)
         assert own is not None
@@ -304,13 +298,13 @@ class SharedMemory:
             raise RuntimeError(f"no shared memory of {nbytes} bytes to send from ({e}): {_CURE}") from e
         mapping = own.mapping
         if is_one:
-            header = torch.tensor([slot, start, nbytes, mark])
+            header = torch.tensor([slot, start, nbytes])
             copied = mapping.view(start, nbytes, dtype).copy_(payload)
             return _Staged(copied, dict.fromkeys(readers, header), (mapping, slot))
         starts = {k: start + index * step for index, k in enumerate(readers)}
         for k in readers:
             mapping.view(starts[k], nbytes, dtype).copy_(sent[k])
-        headers = {k: torch.tensor([slot, starts[k], nbytes, mark]) for k in readers}
+        headers = {k: torch.tensor([slot, starts[k], nbytes]) for k in readers}
         return _Staged(payload, headers, (mapping, slot))
 
 
@@ -334,29 +328,27 @@ class _Reading:
         own: _Staged,
         received: dict[int, torch.Tensor],
         peers: dict[int, _Peer],
-        then: Callable[[list[torch.Tensor], set[int]], object],
-        own_mark: tuple[int, int],
+        then: Callable[[list[torch.Tensor]], object],
+        rank: int,
     ) -> None:
         self._works, self._own, self._received, self._peers = works, own, received, peers
-        self._then: Callable[[list[torch.Tensor], set[int]], object] | None = then
-        self._rank, self._mark = own_mark
+        self._then: Callable[[list[torch.Tensor]], object] | None = then
+        self._rank = rank
 
     def wait(self) -> None:
         self._works.wait()
         if self._then is None:
             return
         read = [] if self._own.place is None else [self._own.place]
-        parts, marks = {**self._received, self._rank: self._own.own}, {self._mark}
+        parts = {**self._received, self._rank: self._own.own}
         for rank, header in self._received.items():
             if (peer := self._peers.get(rank)) is not None:
-                slot, start, nbytes, mark = header.tolist()
-                if mark == self._mark:
-                    parts[rank] = self._view(rank, peer, start, nbytes)
+                slot, start, nbytes = header.tolist()
+                parts[rank] = self._view(rank, peer, start, nbytes)
                 read.append((peer.mapping, slot))
-                marks.add(mark)
         then, self._then = self._then, None
         try:
-            then([parts[rank] for rank in range(len(parts))], marks)
+            then([parts[rank] for rank in range(len(parts))])
         except Exception:
             self._free(read)
             raise

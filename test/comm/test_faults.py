@@ -96,8 +96,7 @@ def lose_a_rank(ctx, how: str, where: str, options: dict[str, Any]) -> str:
             # Which of the two is waited for first depends on what rank 2 had sent before it left.
             r"^the (reduce-scatter of unit 'blocks\.1'|all-gather of unit 'blocks\.0') .*from rank 2 of the group",
         ),
-        # In shared memory the first collective of a group begins when all ranks wait.
-        ("leaves", "backward", {"strategy": NO_SHARD}, r"^the all-reduce of unit 'blocks\.[12]' "),
+        ("leaves", "backward", {"strategy": NO_SHARD}, r"^the all-reduce of unit 'blocks\.1' "),
         ("leaves", "backward", {"collectives": QuantizedCollectives()}, r"^the reduce-scatter of unit 'blocks\.1' "),
         # What the dead rank had sent may or may not have arrived.
         ("dies", "forward", {}, r"^the all-gather of unit 'blocks\.[01]' "),
