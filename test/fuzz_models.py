@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import random
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -131,11 +133,15 @@ class Recurrent(nn.Module):
         return self.gru(torch.stack([x, 0.5 * x], 1))[0][:, -1]
 
 
-class Residual(nn.Module):
+class Around(nn.Module):
+    """Has one module inside."""
+
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
         self.inner = inner
 
+
+class Residual(Around):
     def forward(self, x: Tensor) -> Tensor:
         return x + self.inner(x)
 
@@ -174,11 +180,7 @@ class Join(nn.Module):
         return out[0] if self.fork.form == "drop" else sum(out)
 
 
-class Twice(nn.Module):
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
+class Twice(Around):
     def forward(self, x: Tensor) -> Tensor:
         return self.inner(torch.tanh(self.inner(x)))
 
@@ -194,22 +196,15 @@ class TwoNames(nn.Module):
         return self.one(x) + torch.tanh(self.other(x))
 
 
-class Unused(nn.Module):
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
+class Unused(Around):
     def forward(self, x: Tensor) -> Tensor:
         return x
 
 
-class Stash(nn.Module):
+class Stash(Around):
     """Lets a tensor out past its output: the root adds it to its own."""
 
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-        self.seen: Tensor | None = None
+    seen: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.inner(x)
@@ -231,37 +226,32 @@ class Modify(nn.Module):
         return y
 
 
-class Island(nn.Module):
+class Island(Around):
     """Computes in another dtype than its surroundings."""
 
     def __init__(self, inner: nn.Module, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.inner = inner
+        super().__init__(inner)
         self.dtype = dtype
 
     def forward(self, x: Tensor) -> Tensor:
         return self.inner(x.to(self.dtype)).to(x.dtype)
 
 
-class Skip(nn.Module):
+class Skip(Around):
     """Leaves its inner block out in mode 1, on all ranks alike."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
 
     def forward(self, x: Tensor) -> Tensor:
         return self.inner(x) if NOW.mode == 0 else x
 
 
-class Drop(nn.Module):
+class Drop(Around):
     """Left out by some ranks, as the data say. If its output would need a gradient on the others only, no rank leaves it out:
     a unit must be reached by backward on all ranks, or be skipped.
     """
 
     def __init__(self, inner: nn.Module, number: int) -> None:
-        super().__init__()
-        self.inner, self.number = inner, number
+        super().__init__(inner)
+        self.number = number
 
     def forward(self, x: Tensor) -> Tensor:
         if self.number not in NOW.left_out or not x.requires_grad:
@@ -269,12 +259,8 @@ class Drop(nn.Module):
         return flatshard.skip(self.inner, x) if units_below(self.inner) else x
 
 
-class Chunked(nn.Module):
+class Chunked(Around):
     """Runs its inner block on one part of the batch after the other, as losses of large vocabularies do."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.cat([self.inner(part) for part in x.chunk(2)])
@@ -302,12 +288,11 @@ class Change(nn.Module):
         return x + torch.tanh(x @ self.query) * (x @ self.key)
 
 
-class Checkpoint(nn.Module):
+class Checkpoint(Around):
     """Forgets its inner activations and computes them again in backward."""
 
     def __init__(self, inner: nn.Module, reentrant: bool) -> None:
-        super().__init__()
-        self.inner = inner
+        super().__init__(inner)
         self.reentrant = reentrant
 
     def forward(self, x: Tensor) -> Tensor:
@@ -380,69 +365,51 @@ def build(spec: Spec, width: int, other: torch.dtype) -> nn.Module:
     return module
 
 
+OF_A_WIDTH: dict[str, Callable[..., nn.Module]] = {
+    "mlp": Mlp,
+    "transposed": Transposed,
+    "frozen": Frozen,
+    "int": Integer,
+    "list": Listed,
+    "gru": Recurrent,
+    "modify": Modify,
+    "change": Change,
+    "linear": lambda width, bias: nn.Linear(width, width, bias=bias),
+    "norm": functools.partial(nn.LayerNorm, eps=0.1),  # at width 1 it amplifies rounding by 1 / sqrt(eps)
+    "batchnorm": functools.partial(nn.BatchNorm1d, eps=0.1),
+}
+OF_MODULES: dict[str, Callable[..., nn.Module]] = {
+    "seq": nn.Sequential,
+    "residual": Residual,
+    "twice": Twice,
+    "two_names": TwoNames,
+    "unused": Unused,
+    "stash": Stash,
+    "skip": Skip,
+    "drop": Drop,
+    "chunked": Chunked,
+    "checkpoint": Checkpoint,
+    "scale": Scale,
+    "empty": Empty,
+    "tanh": nn.Tanh,
+    "relu": nn.ReLU,  # of none
+}
+
+
 def _build(spec: Spec, width: int, other: torch.dtype) -> nn.Module:
     name, *rest = spec
     children = [build(child, width, other) for child in rest if isinstance(child, tuple)]
+    choices = [choice for choice in rest if not isinstance(choice, tuple)]
     match name:
-        case "linear":
-            return nn.Linear(width, width, bias=rest[0])
-        case "mlp":
-            return Mlp(width, *rest)
-        case "norm":
-            return nn.LayerNorm(width, eps=0.1)  # at width 1 it amplifies rounding by 1 / sqrt(eps)
-        case "scale":
-            return Scale()
-        case "empty":
-            return Empty()
-        case "transposed":
-            return Transposed(width)
-        case "frozen":
-            return Frozen(width, *rest)
-        case "int":
-            return Integer(width)
-        case "list":
-            return Listed(width, *rest)
-        case "gru":
-            return Recurrent(width)
-        case "modify":
-            return Modify(width, *rest)
-        case "tanh":
-            return nn.Tanh()
-        case "relu":
-            return nn.ReLU(inplace=False)
-        case "seq":
-            return nn.Sequential(*children)
-        case "residual":
-            return Residual(*children)
         case "branch":
-            return Join(Fork(rest[0], children))
-        case "twice":
-            return Twice(*children)
-        case "two_names":
-            return TwoNames(*children)
-        case "unused":
-            return Unused(*children)
+            return Join(Fork(choices[0], children))
         case "island":
             return Island(*children, other)
-        case "checkpoint":
-            return Checkpoint(*children, rest[0])
-        case "stash":
-            return Stash(*children)
-        case "skip":
-            return Skip(*children)
-        case "drop":
-            return Drop(*children, rest[0])
-        case "chunked":
-            return Chunked(*children)
         case "compiled":  # its forwards run eagerly, as the machine says: it is the wrapper that counts
             if hasattr(children[0], "_orig_mod"):  # torch 2.15 makes a function of one that is compiled
                 return children[0]
             return torch.compile(children[0], backend="eager")  # type: ignore[return-value]
-        case "change":
-            return Change(width, rest[0])
-        case "batchnorm":
-            return nn.BatchNorm1d(width, eps=0.1)
-    raise AssertionError(name)
+    return OF_A_WIDTH[name](width, *choices) if name in OF_A_WIDTH else OF_MODULES[name](*children, *choices)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -496,24 +463,21 @@ class Model:
         return [spec[1] for spec in self.tree[1:] if spec[0] == "drop"]
 
 
+def _registrations(module: nn.Module) -> Counter[nn.Parameter]:
+    """How often each parameter is registered."""
+    return Counter(p for m in module.modules() for p in m._parameters.values() if p is not None)
+
+
 def nestable(model: nn.Module) -> list[nn.Module]:
     """Submodules that can be sharded before the root is: no shared parameter is both inside and outside of them."""
-    holders: dict[nn.Parameter, int] = {}
-    for module in model.modules():
-        for param in module._parameters.values():
-            if param is not None:
-                holders[param] = holders.get(param, 0) + 1
-    result = []
-    for module in model.modules():
-        inside: dict[nn.Parameter, int] = {}
-        for sub in module.modules():
-            for param in sub._parameters.values():
-                if param is not None:
-                    inside[param] = inside.get(param, 0) + 1
-        closed = all(count == holders[param] for param, count in inside.items())
-        if closed and module is not model and not isinstance(module, nn.ParameterList):
-            result.append(module)
-    return result
+    everywhere = _registrations(model)
+    return [
+        module
+        for module in model.modules()
+        if module is not model
+        and not isinstance(module, nn.ParameterList)
+        and all(count == everywhere[param] for param, count in _registrations(module).items())
+    ]
 
 
 def make_tree(rng: random.Random, depth: int, among: tuple[str, ...] = CONTAINERS + ("seq", "seq")) -> Spec:
@@ -543,9 +507,8 @@ def draw_model(rng: random.Random) -> Model:
     if rng.random() < 0.1:
         parts.insert(rng.randint(0, len(parts)), ("batchnorm",))
     for number in range(rng.choice([0, 0, 0, 1, 2])):
-        inner = make_tree(
-            rng, rng.randint(0, 1), ("seq", "residual")
-        )  # what one rank leaves out runs once on the others
+        # What one rank leaves out runs once on the others.
+        inner = make_tree(rng, rng.randint(0, 1), ("seq", "residual"))
         parts.insert(rng.randint(0, len(parts)), ("drop", number, inner))
     return Model(
         tree=("seq", *parts),

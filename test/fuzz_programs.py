@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import random
 from collections.abc import Callable, Iterator
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, dataclass_transform
 
 from fuzz_models import Model, draw_model
 from fuzz_options import Sharding, draw_rounding, draw_sharding
@@ -54,12 +54,15 @@ class Bomb:
         return f"{self.error} in {self.when} {self.where} module {self.module}"
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass_transform(frozen_default=True)
 class Statement:
-    """One statement. ``model``: its number; none of that number: nothing to do."""
+    """One statement, a frozen dataclass. ``model``: its number; none of that number: nothing to do."""
 
     text: ClassVar[str]
     """Of the line: ``{m}`` is the model or the module, other names are fields."""
+
+    def __init_subclass__(cls) -> None:
+        dataclasses.dataclass(frozen=True)(cls)
 
     def __str__(self) -> str:
         model, place = getattr(self, "model", 0), getattr(self, "place", ROOT)
@@ -73,7 +76,6 @@ class Statement:
         yield str(self)
 
 
-@dataclasses.dataclass(frozen=True)
 class Block(Statement):
     """A ``with`` statement. ``raises``: the body ends in this exception, which is caught outside."""
 
@@ -91,7 +93,6 @@ class Block(Statement):
             yield f"    {line}"
 
 
-@dataclasses.dataclass(frozen=True)
 class Forward(Statement):
     loss: str
     model: int
@@ -116,7 +117,6 @@ class Forward(Statement):
         return f"  # {', '.join(notes)}" if notes else ""
 
 
-@dataclasses.dataclass(frozen=True)
 class Evaluate(Statement):
     model: int
     place: Place
@@ -134,7 +134,6 @@ class Evaluate(Statement):
         return f"  # {self.bomb}" if self.bomb else ""
 
 
-@dataclasses.dataclass(frozen=True)
 class Backward(Statement):
     losses: tuple[str, ...]
     retain: bool = False
@@ -150,26 +149,22 @@ class Backward(Statement):
         return f"  # {self.hook[2]} in a reduced hook of {self.hook[1].of(self.hook[0])}" if self.hook else ""
 
 
-@dataclasses.dataclass(frozen=True)
 class Forget(Statement):
     loss: str
     text = "del {s.loss}"
 
 
-@dataclasses.dataclass(frozen=True)
 class Step(Statement):
     model: int
     text = "opt{s.model}.step(); scheduler{s.model} and scheduler{s.model}.step()"
 
 
-@dataclasses.dataclass(frozen=True)
 class Scaled(Statement):
     """A step by a GradScaler. ``inf``: on the way one element of a gradient becomes infinite."""
 
     loss: str
     model: int
     inf: bool
-    text = "scale {s.loss}, backward, unscale_(opt{s.model}), step, update  # {s.inf=}"
 
     def __str__(self) -> str:
         return (
@@ -178,24 +173,20 @@ class Scaled(Statement):
         )
 
 
-@dataclasses.dataclass(frozen=True)
 class ZeroGrad(Statement):
     model: int
     to_none: bool = True
     text = "opt{s.model}.zero_grad(set_to_none={s.to_none})"
 
 
-@dataclasses.dataclass(frozen=True)
 class NoSync(Block):
     text = "no_sync({m})"
 
 
-@dataclasses.dataclass(frozen=True)
 class Keep(Block):
     text = "keep_unsharded({m})"
 
 
-@dataclasses.dataclass(frozen=True)
 class Summon(Block):
     options: tuple[tuple[str, bool], ...]
     """What differs from the defaults."""
@@ -204,7 +195,6 @@ class Summon(Block):
         return f"summon_full_params({self.place.of(self.model)}{''.join(f', {k}={v}' for k, v in self.options)})"
 
 
-@dataclasses.dataclass(frozen=True)
 class Configure(Statement):
     """``value``: plain. In place of a list of modules: how many, which follow the module's own unit."""
 
@@ -226,7 +216,6 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
 class Unshard(Statement):
     model: int
     place: Place
@@ -235,14 +224,12 @@ class Unshard(Statement):
     text = "unshard({m}, recurse={s.recurse}, async_op=not {s.wait})"
 
 
-@dataclasses.dataclass(frozen=True)
 class Reshard(Statement):
     model: int
     place: Place
     text = "reshard({m})"
 
 
-@dataclasses.dataclass(frozen=True)
 class Toggle(Statement):
     """``param``: counts a model's parameters, round and round."""
 
@@ -252,7 +239,6 @@ class Toggle(Statement):
     text = "params(m{s.model})[{s.param}].requires_grad_({s.value})"
 
 
-@dataclasses.dataclass(frozen=True)
 class Freeze(Statement):
     model: int
     place: Place
@@ -260,7 +246,6 @@ class Freeze(Statement):
     text = "{m}.requires_grad_({s.value})"
 
 
-@dataclasses.dataclass(frozen=True)
 class Change(Statement):
     """Change a parameter's values; see ``CHANGES``. Inside summon_full_params: what it shows."""
 
@@ -283,34 +268,29 @@ CHANGES = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
 class Convert(Statement):
     model: int
     dtype: str
     text = "m{s.model}.to(torch.{s.dtype})"
 
 
-@dataclasses.dataclass(frozen=True)
 class Copy(Statement):
     model: int
     to: int
     text = "m{s.to} = copy.deepcopy(m{s.model}); opt{s.to} = optimizer(m{s.to})"
 
 
-@dataclasses.dataclass(frozen=True)
 class Ema(Statement):
     model: int
     to: int
     text = "params(m{s.to}).lerp_(params(m{s.model}), 0.1)"
 
 
-@dataclasses.dataclass(frozen=True)
 class Schedule(Statement):
     model: int
     text = "scheduler{s.model} = LambdaLR(opt{s.model}, lambda step: 0.8**step)"
 
 
-@dataclasses.dataclass(frozen=True)
 class Restart(Statement):
     """Save all, build the model again, shard it in another way over other ranks, load all."""
 
@@ -322,7 +302,6 @@ class Restart(Statement):
     text = "m{s.model}, opt{s.model} = restarted, by {s.how!r}, scheduler first: {s.scheduled}"
 
 
-@dataclasses.dataclass(frozen=True)
 class Save(Statement):
     model: int
     place: Place
@@ -342,7 +321,6 @@ SAVES = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
 class Load(Statement):
     """What was saved of that kind and place last."""
 
@@ -352,7 +330,6 @@ class Load(Statement):
     text = "{m}: load the last {s.kind!r}"
 
 
-@dataclasses.dataclass(frozen=True)
 class Clip(Statement):
     """``whose``: torch's ``clip_grad_norm_`` or flatshard's."""
 
@@ -363,7 +340,6 @@ class Clip(Statement):
     text = "{s.whose}.clip_grad_norm_({m}, 0.1, {s.norm})"
 
 
-@dataclasses.dataclass(frozen=True)
 class Ask(Statement):
     """A verb that changes nothing: see ``ASKED``."""
 
@@ -380,20 +356,17 @@ ASKED = (
 )
 
 
-@dataclasses.dataclass(frozen=True)
 class Recover(Statement):
     model: int
     text = "recover(m{s.model})"
 
 
-@dataclasses.dataclass(frozen=True)
 class Reduce(Statement):
     model: int
     place: Place
     text = "reduce_gradients({m})"
 
 
-@dataclasses.dataclass(frozen=True)
 class Collect(Statement):
     text = "gc.collect()"
 

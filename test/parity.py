@@ -23,7 +23,7 @@ import contextlib
 import copy
 import dataclasses
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -33,6 +33,7 @@ from torch.utils import _pytree as pytree
 from flatshard import ShardingStrategy, fully_shard, summon_full_params
 
 FLOOR = 1e-2
+BATCH_PER_RANK = 2
 
 Optimizer = torch.optim.Optimizer
 
@@ -64,19 +65,6 @@ def mean_square(output: Any, inputs: Any) -> Tensor:
     return torch.stack(terms).mean()
 
 
-class RoundedOracle(Protocol):
-    """What a model must do that is trained in low precision, or whose gradients are rounded on the way."""
-
-    rtol: float
-    """Relative tolerance of the gradients."""
-    loss_rtol: float
-    scales: dict[str, float]
-    """Of the last step: the largest magnitude of each gradient on any rank, which is what rounding is relative to."""
-
-    def train(self, model: nn.Module, parts: list[Any], factor: float) -> list[Tensor]:
-        """Add to ``.grad`` what the ranks must get that train on ``parts``; return their losses."""
-
-
 def check_parity(
     ctx: Any,
     make_model: Callable[[], nn.Module],
@@ -89,19 +77,12 @@ def check_parity(
     rtol: float | None = None,
     dtype: torch.dtype | None = torch.float64,
     oracle: str = "batch",
-    batch_per_rank: int = 2,
     optimizer_first: bool = False,
-    seed: int = 0,
     before_step: Callable[[nn.Module, int], None] | None = None,
     train: Callable[[nn.Module, Any, float], Tensor] | None = None,
     set_to_none: bool = True,
     replicated: bool | None = None,
-    copies: Iterable[int] | None = None,
-    divide_factor: float | None = None,
-    rounded: RoundedOracle | None = None,
     clip: Callable[[nn.Module], Tensor] | None = None,
-    check_step: Callable[[nn.Module, nn.Module, int], None] | None = None,
-    same_strides: bool = True,
 ) -> ParityRun:
     """Train a model twice, plain and sharded, and assert that losses, gradients, parameters and buffers agree.
 
@@ -120,17 +101,10 @@ def check_parity(
         loss, for steps that are more than ``loss_fn(model(inputs), inputs).backward()``.
     :param set_to_none: passed to ``zero_grad``.
     :param replicated: whether every rank must hold whole parameters (NO_SHARD); None accepts either.
-    :param copies: how many ranks may hold an element of a parameter, in place of what ``replicated`` says.
-    :param divide_factor: what the sum over the ranks is divided by; None: their number. With ``oracle="slices"`` only.
-    :param rounded: the oracle of a sharded model that rounds on the way (mixed precision, compression), in place of
-        ``train``. Rounding grows from step to step, so each step starts from the sharded model's parameters and gradients.
     :param clip: clips the gradients of either model, and returns their norm.
-    :param check_step: ``check_step(reference, sharded, step)`` after each step, for what a test wants beyond this.
-    :param same_strides: whether whole parameters keep their strides.
     :returns: both models and optimizers, for further assertions.
     """
     assert oracle in ("batch", "slices")
-    assert oracle == "slices" or not (rounded or divide_factor)
 
     def train_simply(model: nn.Module, inputs: Any, scale: float) -> Tensor:
         loss = loss_fn(model(inputs), inputs)
@@ -138,7 +112,7 @@ def check_parity(
         return loss.detach()
 
     train = train or train_simply
-    reference, sharded = (_build(make_model, seed, dtype) for _ in range(2))
+    reference, sharded = (_build(make_model, dtype) for _ in range(2))
     _assert_same_start(reference, sharded)
     if rtol is None:
         rtol = 1e-9 if {p.dtype for p in reference.parameters() if _is_float(p)} <= {torch.float64} else 1e-6
@@ -150,59 +124,46 @@ def check_parity(
     result = shard(sharded, ctx.group)
     assert result is None or result is sharded, "sharding must return the same object"
     opt_sharded = opt_sharded or optimizer(sharded.parameters())
-    if copies is None:
-        copies = [1, ctx.world_size] if replicated is None else [ctx.world_size if replicated else 1]
-    run = ParityRun(ctx, reference, sharded, opt_reference, opt_sharded, rtol, tuple(copies), same_strides)
+    copies = (1, ctx.world_size) if replicated is None else (ctx.world_size if replicated else 1,)
+    run = ParityRun(ctx, reference, sharded, opt_reference, opt_sharded, rtol, copies)
     run.check_registration(originals)
 
     stepped: set[str] = set()
-    losses_of_steps: list[tuple[Tensor, Tensor, float]] = []
+    losses_of_steps: list[tuple[Tensor, Tensor]] = []
     for step in range(steps):
-        torch.manual_seed(seed + 1000 + step)
-        batch = make_input(step, batch_per_rank * ctx.world_size)
+        torch.manual_seed(1000 + step)
+        batch = make_input(step, BATCH_PER_RANK * ctx.world_size)
         if dtype is not None:
             batch = pytree.tree_map(lambda t: t.to(dtype) if _is_float(t) else t, batch)
-        slices = [_slice(batch, batch_per_rank, rank) for rank in range(ctx.world_size)]
+        slices = [_slice(batch, rank) for rank in range(ctx.world_size)]
 
         if before_step:
             before_step(reference, step)
         opt_reference.zero_grad(set_to_none)
         parts = [batch] if oracle == "batch" else slices
-        factor = divide_factor or len(parts)
-        if rounded is None:
-            losses = [train(reference, part, 1 / factor).double() for part in parts]
-        else:
-            losses = rounded.train(reference, parts, factor)
-        reference_loss = torch.stack(losses).mean()
+        losses = [train(reference, part, 1 / len(parts)).double() for part in parts]
 
         if before_step:
             before_step(sharded, step)
         opt_sharded.zero_grad(set_to_none)
         sharded_loss = train(sharded, slices[ctx.rank], 1.0).double()
-        loss_rtol = rtol if rounded is None else max(rtol, rounded.loss_rtol)
-        losses_of_steps.append((sharded_loss, reference_loss, loss_rtol))
+        losses_of_steps.append((sharded_loss, torch.stack(losses).mean()))
 
         with run.explain(f"step {step}"):
             run.check_missing_grads()
-            if rounded is not None:
-                run.check_grads(rounded, adopt=True)
-            elif step == 0:
+            if step == 0:
                 run.check_grads()
             stepped |= {name for name, p in reference.named_parameters() if p.grad is not None}
             if clip:
                 _assert_close({"norm": clip(sharded).double()}, {"norm": clip(reference).double()}, rtol, "norm")
             opt_reference.step()
             opt_sharded.step()
-            if rounded is not None:
-                run.check_params(adopt=True)
-        if check_step:
-            check_step(reference, sharded, step)
 
-    means = torch.stack([loss for loss, _, _ in losses_of_steps]) / ctx.world_size
+    means = torch.stack([loss for loss, _ in losses_of_steps]) / ctx.world_size
     dist.all_reduce(means, group=ctx.group)  # once, as small collectives are what takes most of the time
-    for step, (_, expected, loss_rtol) in enumerate(losses_of_steps):
+    for step, (_, expected) in enumerate(losses_of_steps):
         with run.explain(f"step {step}"):
-            _assert_close({"loss": means[step]}, {"loss": expected}, loss_rtol, "loss")
+            _assert_close({"loss": means[step]}, {"loss": expected}, rtol, "loss")
 
     with run.explain(f"after {steps} steps"):
         run.check_registration(originals)
@@ -223,7 +184,6 @@ class ParityRun:
     rtol: float
     copies: tuple[int, ...]
     """How many ranks may hold an element of a parameter."""
-    same_strides: bool = True
 
     @contextlib.contextmanager
     def explain(self, when: str):
@@ -265,28 +225,18 @@ class ParityRun:
         wrong = [name for name in got if reference[name].grad is None]
         assert not wrong, f"gradients where the reference has None: {wrong}"
 
-    def check_grads(self, rounded: RoundedOracle | None = None, adopt: bool = False) -> None:
-        """Full gradients agree. ``adopt``: then give the reference those of the sharded model."""
+    def check_grads(self) -> None:
+        """Full gradients agree."""
         expected = {name: p.grad for name, p in self.reference.named_parameters()}
-        with summon_full_params(self.sharded, writeback=False, with_grads=True):
-            got = {name: None if p.grad is None else p.grad.clone() for name, p in self.sharded.named_parameters()}
+        got = whole_gradients(self.sharded)
         none = [name for name in expected if (got[name] is None) != (expected[name] is None)]
         assert not none, f"gradients that are None in one model only: {none}"
-        if rounded is None:
-            _assert_close(got, expected, self.rtol, "gradient")
-        else:
-            _assert_close(got, expected, max(self.rtol, rounded.rtol), "gradient", scales=rounded.scales)
-        for name, grad in expected.items() if adopt else ():
-            if grad is not None:
-                grad.copy_(got[name])
+        _assert_close(got, expected, self.rtol, "gradient")
 
-    def check_params(self, adopt: bool = False) -> None:
-        """Full parameters agree, in shape, dtype, strides and values. ``adopt`` as in ``check_grads``."""
+    def check_params(self) -> None:
+        """Full parameters agree, in shape, dtype, strides and values."""
         expected = {name: _clone(p) if _is_subclass(p) else p.detach() for name, p in self.reference.named_parameters()}
-        got = full_params(self.sharded)
-        _assert_close(got, expected, self.rtol, "parameter", strides=self.same_strides)
-        for name, param in expected.items() if adopt else ():
-            param.copy_(got[name])
+        _assert_close(full_params(self.sharded), expected, self.rtol, "parameter", strides=True)
 
     def check_unchanged(self, start: _State, stepped: set[str]) -> None:
         """Parameters without a gradient, and buffers that the reference did not change, are bitwise as before."""
@@ -330,8 +280,8 @@ def _clone(t: Tensor) -> Tensor:
     return t.detach() * 1 if _is_subclass(t) else t.detach().clone()  # plain; the latter keeps the strides
 
 
-def _build(make_model: Callable[[], nn.Module], seed: int, dtype: torch.dtype | None) -> nn.Module:
-    torch.manual_seed(seed)
+def _build(make_model: Callable[[], nn.Module], dtype: torch.dtype | None) -> nn.Module:
+    torch.manual_seed(0)
     model = make_model()
     return model if dtype is None else model.to(dtype)
 
@@ -344,7 +294,8 @@ def _assert_same_start(a: nn.Module, b: nn.Module) -> None:
     assert same, "make_model must build the same model every time: from torch's global RNG only"
 
 
-def _slice(batch: Any, size: int, rank: int) -> Any:
+def _slice(batch: Any, rank: int) -> Any:
+    size = BATCH_PER_RANK
     return pytree.tree_map(lambda t: t[rank * size : (rank + 1) * size] if isinstance(t, Tensor) else t, batch)
 
 
@@ -366,12 +317,8 @@ def _assert_close(
     rtol: float,
     what: str,
     strides: bool = False,
-    scales: dict[str, float] | None = None,
 ) -> None:
-    """All tensors of two models agree, relative to the largest magnitudes; lists all that don't, not only the first.
-
-    ``scales``: magnitudes that a tensor may be measured by where they are larger than its own.
-    """
+    """All tensors of two models agree, relative to the largest magnitudes; lists all that don't, not only the first."""
     assert list(got) == list(expected)
     largest = max((_max(t) for t in expected.values() if _is_float(t)), default=0.0)
     wrong = []
@@ -387,7 +334,7 @@ def _assert_close(
             if not torch.equal(g, e):
                 wrong.append(f"{name}: {g.flatten()[:4].tolist()}..., expected {e.flatten()[:4].tolist()}...")
         elif e.numel():
-            scale = max(_max(e), FLOOR * largest, scales.get(name, 0.0) if scales else 0.0)
+            scale = max(_max(e), FLOOR * largest)
             error = _max(g.double() - e.double()) / (scale or 1.0)
             if not error <= rtol:  # also catches NaN
                 index = (g.double() - e.double()).abs().flatten().nan_to_num(torch.inf).argmax().item()
@@ -418,23 +365,23 @@ def whole_gradients(sharded: nn.Module) -> dict[str, Tensor | None]:
         return {name: None if p.grad is None else p.grad.clone() for name, p in sharded.named_parameters()}
 
 
+def _check_same(got: Tensor, expected: Tensor, rtol: float, name: str) -> None:
+    torch.testing.assert_close(got, expected, rtol=rtol, atol=rtol / 1e3, msg=lambda m: f"{name}: {m}")
+
+
 def check_same_gradients(sharded: nn.Module, plain: nn.Module, rtol: float = 1e-9) -> None:
     """Those of the sharded model are those of the plain one, and None where those are."""
     expected = {name: p.grad for name, p in plain.named_parameters()}
     for name, grad in whole_gradients(sharded).items():
         assert (grad is None) == (expected[name] is None), name
         if grad is not None:
-            torch.testing.assert_close(
-                grad, expected[name], rtol=rtol, atol=rtol / 1e3, msg=lambda m, n=name: f"{n}: {m}"
-            )
+            _check_same(grad, expected[name], rtol, name)
 
 
 def check_same_params(sharded: nn.Module, plain: nn.Module, rtol: float = 1e-9) -> None:
     expected = dict(plain.named_parameters())
     for name, value in full_params(sharded).items():
-        torch.testing.assert_close(
-            value, expected[name].detach(), rtol=rtol, atol=rtol / 1e3, msg=lambda m, n=name: f"{n}: {m}"
-        )
+        _check_same(value, expected[name].detach(), rtol, name)
 
 
 def twins(

@@ -22,7 +22,6 @@ import contextlib
 import copy
 import dataclasses
 import gc
-import json
 import os
 import pickle
 import re
@@ -32,51 +31,19 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import fuzz_programs as programs
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from clean import check_clean
 from fuzz_models import Env, Island, Stash, during
 from fuzz_options import Ranks, Rounding, Sharding
-from fuzz_programs import (
-    KINDS,
-    ROOT,
-    Ask,
-    Backward,
-    Bomb,
-    Change,
-    Clip,
-    Collect,
-    Configure,
-    Convert,
-    Copy,
-    Ema,
-    Evaluate,
-    Forget,
-    Forward,
-    Freeze,
-    Keep,
-    Load,
-    NoSync,
-    Place,
-    Program,
-    Recover,
-    Reduce,
-    Reshard,
-    Restart,
-    Save,
-    Scaled,
-    Schedule,
-    Statement,
-    Step,
-    Summon,
-    Toggle,
-    Unshard,
-    ZeroGrad,
-)
+from fuzz_programs import KINDS, ROOT, Bomb, Place, Program, Statement
 from parity import FLOOR, in_texts, mean_square
+from saving import read_safetensors
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils import _pytree as pytree
@@ -511,13 +478,13 @@ class Machine:
             for unit in twin.partial:
                 twin.units[unit].handle.placement.averaging.reduces_replicas = True
             twin.partial.clear()
-            self.do(Configure(twin.number, ROOT, "gradient_sync", True))
-            self.do(ZeroGrad(twin.number, True))
-            self.do(Forward("last", twin.number, ROOT, 1000))
-            self.do(Backward(("last",)))
-            self.do(Step(twin.number))
-            self.do(Evaluate(twin.number, ROOT, 1001, "no_grad"))
-            self.do(Save(twin.number, ROOT, "full"))
+            self.do(programs.Configure(twin.number, ROOT, "gradient_sync", True))
+            self.do(programs.ZeroGrad(twin.number, True))
+            self.do(programs.Forward("last", twin.number, ROOT, 1000))
+            self.do(programs.Backward(("last",)))
+            self.do(programs.Step(twin.number))
+            self.do(programs.Evaluate(twin.number, ROOT, 1001, "no_grad"))
+            self.do(programs.Save(twin.number, ROOT, "full"))
         texts = in_texts(self.ctx, "; ".join(self.outcomes))
         assert len(set(texts)) == 1, f"ranks were refused different things: {texts}"
         return self.outcomes, self.counts
@@ -535,7 +502,7 @@ class Machine:
         twin = None
         if hasattr(statement, "model"):
             twin = self.twins[statement.model]
-            if twin is None and not isinstance(statement, Copy):
+            if twin is None and not isinstance(statement, programs.Copy):
                 return
         if twin is not None and self.rank0_only(twin):
             return
@@ -580,36 +547,26 @@ class Machine:
         if found is None or isinstance(error, Bang):
             raise error
         self.outcomes.append(found)
-        if found in ("state inside", "reshard busy", "gradients inside"):
-            assert any(t.shown for t in self._alive) or self.interrupted, f"not inside summon_full_params: {text}"
-        if found == "changed inside":
-            assert twin, text
-            assert any(t.shown for t in self._alive), f"not inside summon_full_params: {text}"
-            assert twin.changes, f"nothing was changed: {text}"
-        if found == "state whole":
-            assert twin, text
-            assert not twin.shows_own, f"nothing is shown whole: {text}"
-        if found == "held":
-            assert twin, text
-            dying = any(u.context.backward is not None for u in twin.units)  # until a failed backward is cleaned up
-            # A unit that no rank has used: none knows of the others.
-            holding = [i for i, u in enumerate(twin.units) if u.handle.gradients.withholds]
-            unused = any(i not in map(twin.owner.get, twin.held) for i in holding)
-            assert twin.synced_outside or twin.held or dying or unused, f"nothing is held: {text}"
-        if found == "no unit":
-            assert module is not None, text
-            assert unit_of(module) is None, f"it is a unit: {text}"
-        if found == "other arguments":
-            assert twin, text
-            assert twin.shown, f"not nested: {text}"
-        if found == "static":
-            assert self._uses("static_buffers"), text
-        if found == "replaced inside":
-            assert any(t.kept for t in self._alive), f"not inside keep_unsharded: {text}"
-        if found == "copied unsharded":
-            assert twin, text
-            busy = twin.shown or twin.kept or self.interrupted or any(u.is_unsharded_by_user for u in twin.units)
-            assert busy, f"nothing of the user's is unsharded: {text}"
+        shown = any(t.shown for t in self._alive)
+        by_user = twin is not None and any(u.is_unsharded_by_user for u in twin.units)
+        # Held until it is cleaned up: of a failed backward; of a unit that no rank has used, as none knows of the others.
+        dying = twin is not None and any(u.context.backward is not None for u in twin.units)
+        holding = [] if twin is None else [i for i, u in enumerate(twin.units) if u.handle.gradients.withholds]
+        unused = any(i not in map(twin.owner.get, twin.held) for i in holding)
+        true: dict[str, Callable[[], object]] = {  # of what has more than its text
+            "state inside": lambda: shown or self.interrupted,
+            "reshard busy": lambda: shown or self.interrupted,
+            "gradients inside": lambda: shown or self.interrupted,
+            "changed inside": lambda: twin and shown and twin.changes,
+            "state whole": lambda: twin and not twin.shows_own,
+            "held": lambda: twin and (twin.synced_outside or twin.held or dying or unused),
+            "no unit": lambda: module is not None and unit_of(module) is None,
+            "other arguments": lambda: twin and twin.shown,
+            "static": lambda: self._uses("static_buffers"),
+            "replaced inside": lambda: any(t.kept for t in self._alive),
+            "copied unsharded": lambda: twin and (twin.shown or twin.kept or self.interrupted or by_user),
+        }
+        assert true.get(found, lambda: True)(), f"this is not so: {text}"
         return found
 
     def _uses(self, option: str) -> bool:
@@ -667,7 +624,7 @@ class Machine:
         return list(batch.split(rows // twin.ranks.size))
 
     def _run_forward(
-        self, statement: Forward | Evaluate, twin: Twin, module: nn.Module
+        self, statement: programs.Forward | programs.Evaluate, twin: Twin, module: nn.Module
     ) -> tuple[Any, list[Any], list[nn.Module]] | None:
         """The outputs of this rank's slice and of all slices, and what these ran in. None: it ended in an exception."""
         model, bomb = self.program.model, statement.bomb
@@ -678,7 +635,7 @@ class Machine:
         changes = model.has("change") and (not path or "'change'" in repr(model.tree))
         if twin.shown and twin.sharding.mixed:
             return None  # what is shown has the parameters' own dtype
-        if changes and twin.shown and isinstance(statement, Forward):
+        if changes and twin.shown and isinstance(statement, programs.Forward):
             return None  # it may be refused at a later unit, when some have changed already
         if bomb and model.has("change") and bomb.error == "KeyboardInterrupt":
             bomb = None  # what the forward changed before it is lost, or not
@@ -756,7 +713,7 @@ class Machine:
             for shown in twin.shown:
                 shown.changed = True
 
-    def _forward(self, s: Forward, twin: Twin, module: nn.Module) -> bool:
+    def _forward(self, s: programs.Forward, twin: Twin, module: nn.Module) -> bool:
         self.losses.pop(s.loss, None)
         found = self._run_forward(s, twin, module)
         if found is None:
@@ -768,13 +725,13 @@ class Machine:
             self.losses[s.loss] = Loss(twin, losses[0], losses[1:], copies, twin.changes, bool(s.left_out))
         return True
 
-    def _evaluate(self, s: Evaluate, twin: Twin, module: nn.Module) -> bool:
+    def _evaluate(self, s: programs.Evaluate, twin: Twin, module: nn.Module) -> bool:
         with getattr(torch, s.guard)():
             return self._run_forward(s, twin, module) is not None
 
     # -- backwards
 
-    def _backward(self, s: Backward, twin: None, module: None, scale: float = 1.0) -> bool:
+    def _backward(self, s: programs.Backward, twin: None, module: None, scale: float = 1.0) -> bool:
         losses = [self.losses[name] for name in dict.fromkeys(s.losses) if name in self.losses]
         if not losses or any(self.rank0_only(loss.twin) for loss in losses) or self._mixes_gradients():
             return False
@@ -894,7 +851,7 @@ class Machine:
                     every[rank] = new if every[rank] is None else every[rank] + new
             runs.zero_grad()
 
-    def _forget(self, s: Forget, twin: None, module: None) -> None:
+    def _forget(self, s: programs.Forget, twin: None, module: None) -> None:
         self.losses.pop(s.loss, None)
 
     def _discard_losses(self, twin: Twin) -> None:
@@ -906,7 +863,7 @@ class Machine:
     def _may_step(self, twin: Twin) -> bool:
         return not (twin.undefined or twin.shown)
 
-    def _step(self, s: Step, twin: Twin, module: None) -> bool:
+    def _step(self, s: programs.Step, twin: Twin, module: None) -> bool:
         if not self._may_step(twin):
             return False
         if self.attempt(twin.opt.step, twin):
@@ -921,11 +878,11 @@ class Machine:
             self._adopt(twin)
         return True
 
-    def _scaled(self, s: Scaled, twin: Twin, module: None) -> bool:
+    def _scaled(self, s: programs.Scaled, twin: Twin, module: None) -> bool:
         loss = self.losses.get(s.loss)
         if loss is None or loss.twin is not twin or not self._may_step(twin) or self.program.optimizer == "flat":
             return False
-        if not self._backward(Backward((s.loss,)), None, None, scale=8.0) or twin.undefined or twin.held:
+        if not self._backward(programs.Backward((s.loss,)), None, None, scale=8.0) or twin.undefined or twin.held:
             return False
         grads = {name: p.grad for name, p in twin.plain.named_parameters() if p.grad is not None}
         if not grads or not twin.shows_own:
@@ -949,7 +906,7 @@ class Machine:
         self._adopt(twin)
         return True
 
-    def _zerograd(self, s: ZeroGrad, twin: Twin, module: None) -> bool:
+    def _zerograd(self, s: programs.ZeroGrad, twin: Twin, module: None) -> bool:
         if any(shown.options.get("with_grads") for shown in twin.shown):
             return False
         for optimizer in (twin.opt, twin.plain_opt):
@@ -957,7 +914,7 @@ class Machine:
         twin.undefined = False
         return True
 
-    def _clip(self, s: Clip, twin: Twin, module: nn.Module) -> bool:
+    def _clip(self, s: programs.Clip, twin: Twin, module: nn.Module) -> bool:
         if twin.undefined or not twin.shows_own or self.program.optimizer == "flat":
             return False
         plain = twin.plain.get_submodule(twin.path(s.place))
@@ -972,7 +929,7 @@ class Machine:
             close(norms[0].double(), expected.double(), twin.rtol, "the norm")
         return True
 
-    def _schedule(self, s: Schedule, twin: Twin, module: None) -> bool:
+    def _schedule(self, s: programs.Schedule, twin: Twin, module: None) -> bool:
         if twin.schedulers is None:
             twin.schedulers = self._scheduler(twin.opt), self._scheduler(twin.plain_opt)
         return True
@@ -1006,7 +963,7 @@ class Machine:
             context.__exit__(None, None, None)
         leave(error is None)
 
-    def _nosync(self, s: NoSync, twin: Twin, module: nn.Module) -> None:
+    def _nosync(self, s: programs.NoSync, twin: Twin, module: nn.Module) -> None:
         units = twin.units_of(module)
         before = {u: twin.synced[u] for u in units}
         outside = dict(twin.synced_outside)
@@ -1022,14 +979,14 @@ class Machine:
 
         self._within(s, module, _late(flatshard.no_sync, module), enter, leave)
 
-    def _keep(self, s: Keep, twin: Twin, module: nn.Module) -> None:
+    def _keep(self, s: programs.Keep, twin: Twin, module: nn.Module) -> None:
         def count(by: int) -> None:
             twin.kept += by
 
         context = _late(flatshard.keep_unsharded, module)
         self._within(s, module, context, lambda: count(1), lambda well: count(-1))
 
-    def _summon(self, s: Summon, twin: Twin, module: nn.Module) -> bool:
+    def _summon(self, s: programs.Summon, twin: Twin, module: nn.Module) -> bool:
         options = dict(s.options)
         shown = Shown(set(), options)
         units: set[int] = set()
@@ -1070,7 +1027,7 @@ class Machine:
 
     # -- parameters
 
-    def _unshard(self, s: Unshard, twin: Twin, module: nn.Module) -> bool:
+    def _unshard(self, s: programs.Unshard, twin: Twin, module: nn.Module) -> bool:
         if self.interrupted:
             return False
         fresh = (
@@ -1080,10 +1037,10 @@ class Machine:
             twin.unsharded_at = twin.changes if fresh else -1
         return True
 
-    def _reshard(self, s: Reshard, twin: Twin, module: nn.Module) -> None:
+    def _reshard(self, s: programs.Reshard, twin: Twin, module: nn.Module) -> None:
         self.attempt(lambda: flatshard.reshard(module), twin, module)
 
-    def _configure(self, s: Configure, twin: Twin, module: nn.Module) -> bool:
+    def _configure(self, s: programs.Configure, twin: Twin, module: nn.Module) -> bool:
         value = s.value
         if (
             s.option == "reshard_after_forward"
@@ -1114,7 +1071,7 @@ class Machine:
             twin.factors.update(dict.fromkeys(units, value))
         return True
 
-    def _toggle(self, s: Toggle, twin: Twin, module: None) -> bool:
+    def _toggle(self, s: programs.Toggle, twin: Twin, module: None) -> bool:
         name = twin.names[s.param % len(twin.names)]
         own = twin.own[name]
         if self.program.optimizer == "flat" or twin.owner[name] < 0 or not own.is_floating_point():
@@ -1123,7 +1080,7 @@ class Machine:
         twin.plain.get_parameter(name).requires_grad_(s.value)
         return True
 
-    def _freeze(self, s: Freeze, twin: Twin, module: nn.Module) -> bool:
+    def _freeze(self, s: programs.Freeze, twin: Twin, module: nn.Module) -> bool:
         floats = all(p.is_floating_point() and owner_of(p) for p in module.parameters())
         if not twin.shows_own or not floats or self.program.optimizer == "flat":
             return False
@@ -1131,7 +1088,7 @@ class Machine:
         twin.plain.get_submodule(twin.path(s.place)).requires_grad_(s.value)
         return True
 
-    def _change(self, s: Change, twin: Twin, module: None) -> bool:
+    def _change(self, s: programs.Change, twin: Twin, module: None) -> bool:
         name = twin.names[s.param % len(twin.names)]
         own, seen, shown = twin.own[name], twin.seen(name), twin.scope(name)
         plain = twin.plain.get_parameter(name)
@@ -1174,7 +1131,7 @@ class Machine:
             shown.changed = True
         return True
 
-    def _convert(self, s: Convert, twin: Twin, module: None) -> bool:
+    def _convert(self, s: programs.Convert, twin: Twin, module: None) -> bool:
         model, optimizer = self.program.model, self.program.optimizer
         if not twin.shows_own or twin.kept or model.has("island") or optimizer not in ("sgd", "adamw"):
             return False
@@ -1193,7 +1150,7 @@ class Machine:
 
     # -- copies and files
 
-    def _copy(self, s: Copy, twin: Twin | None, module: None) -> bool:
+    def _copy(self, s: programs.Copy, twin: Twin | None, module: None) -> bool:
         if twin is None or self.twins[s.to] is not None or self.program.optimizer == "flat":
             return False
         for each in (*twin.model.modules(), *twin.plain.modules()):
@@ -1211,7 +1168,7 @@ class Machine:
         self.twins[s.to] = new
         return True
 
-    def _ema(self, s: Ema, twin: Twin, module: None) -> bool:
+    def _ema(self, s: programs.Ema, twin: Twin, module: None) -> bool:
         to = self.twins[s.to]
         if to is None or not (twin.is_idle and to.is_idle) or self.interrupted or to.dtype is not twin.dtype:
             return False
@@ -1238,7 +1195,7 @@ class Machine:
         if self.ctx.rank == 0:
             shutil.rmtree(path, ignore_errors=True)
 
-    def _restart(self, s: Restart, twin: Twin, module: None) -> bool:
+    def _restart(self, s: programs.Restart, twin: Twin, module: None) -> bool:
         if not twin.is_idle or self.interrupted or twin.partial or not all(twin.synced.values()):
             return False
         if any(u.is_unsharded_by_user for u in twin.units) or twin.converted:
@@ -1307,7 +1264,7 @@ class Machine:
         """The number, in the pool, of the first rank of those that this model is sharded over here."""
         return dist.get_global_rank(twin.ranks.group, 0)
 
-    def _save(self, s: Save, twin: Twin, module: nn.Module) -> bool:
+    def _save(self, s: programs.Save, twin: Twin, module: nn.Module) -> bool:
         if (self.interrupted and s.kind == "sharded") or (twin.shown and s.kind == "sharded"):
             return False
         if s.kind == "optim":
@@ -1327,16 +1284,13 @@ class Machine:
         plain_module = twin.plain.get_submodule(path)
         plain: Any = {name: value.detach().clone() for name, value in plain_module.state_dict().items()}
         if s.kind in ("full", "stream", "files"):
-            expected = dict(plain if s.kind == "full" else _each_once(plain_module))
-            if s.kind == "files":
-                buffers = dict(plain_module.named_buffers())
-                expected |= {n: b for n, b in buffers.items() if n in state}
-            got = dict(state)
-            assert set(got) == set(expected), f"{sorted(got)}, expected {sorted(expected)}"
-            for name, value in got.items():
+            expected = plain if s.kind == "full" else {n: p.detach() for n, p in plain_module.named_parameters()}
+            buffers = dict(plain_module.named_buffers()) if s.kind == "files" else {}
+            expected = {**expected, **{n: b for n, b in buffers.items() if n in state}}
+            assert set(state) == set(expected), f"{sorted(state)}, expected {sorted(expected)}"
+            for name, value in state.items():
                 assert value.shape == expected[name].shape, f"{name}: {value.shape}, expected {expected[name].shape}"
-                is_buffer = s.kind == "files" and name in buffers
-                if not is_buffer:
+                if name not in buffers:
                     close(value, expected[name], twin.rtol, f"{name} of what was saved")
         if s.kind == "optim":
             plain = copy.deepcopy(twin.plain_opt.state_dict())
@@ -1352,15 +1306,7 @@ class Machine:
             saving.export_safetensors(module, folder / str(first))
             dist.barrier(self.ctx.group)
             for file in sorted((folder / str(first)).glob("*.safetensors")):
-                data = file.read_bytes()
-                size = int.from_bytes(data[:8], "little")
-                for name, entry in json.loads(data[8 : 8 + size]).items():
-                    if name != "__metadata__":
-                        begin, end = entry["data_offsets"]
-                        dtype = {"F64": torch.float64, "F32": torch.float32, "I64": torch.int64}[entry["dtype"]]
-                        raw = bytearray(data[8 + size + begin : 8 + size + end])
-                        value = torch.frombuffer(raw, dtype=dtype) if raw else torch.empty(0, dtype=dtype)
-                        state[name] = value.view(entry["shape"])
+                state |= read_safetensors(file)
         return state
 
     def _group_of(self, module: nn.Module) -> Any:
@@ -1377,7 +1323,7 @@ class Machine:
                 if isinstance(value, Tensor):
                     close(got[key], value, twin.rtol, f"{key} of {name}", largest(value))
 
-    def _load(self, s: Load, twin: Twin, module: nn.Module) -> bool:
+    def _load(self, s: programs.Load, twin: Twin, module: nn.Module) -> bool:
         path = twin.path(s.place) if s.kind != "optim" else ""
         if (s.kind, path) not in self.saved or twin.shown or self.interrupted:
             return False
@@ -1401,7 +1347,7 @@ class Machine:
 
     # -- questions
 
-    def _ask(self, s: Ask, twin: Twin, module: nn.Module) -> bool:
+    def _ask(self, s: programs.Ask, twin: Twin, module: nn.Module) -> bool:
         if self.interrupted or (not twin.is_idle and s.what not in ("describe", "num_parameters", "full_shape")):
             return False
         if self.program.optimizer == "flat" and s.what in ("get_total_norm", "gradient_statistics"):
@@ -1474,7 +1420,8 @@ class Machine:
         if twin.sent is not None and twin.sent[0]._module is twin.model:
             sent, weights = twin.sent
             mine = base64.b64encode(pickle.dumps((sent.plan, list(saving.iter_changed_params(sent))))).decode()
-            for text in in_texts(_Talk(twin.ranks), mine):
+            there = SimpleNamespace(group=twin.ranks.group, world_size=twin.ranks.size)
+            for text in in_texts(there, mine):
                 plan, changes = pickle.loads(base64.b64decode(text))
                 for change in changes:
                     saving.apply_changed_params(weights, plan, change)
@@ -1515,13 +1462,13 @@ class Machine:
 
     # -- the rest
 
-    def _recover(self, s: Recover, twin: Twin, module: None) -> None:
+    def _recover(self, s: programs.Recover, twin: Twin, module: None) -> None:
         flatshard.recover(twin.model)
         self.interrupted = False
         for each in self._alive:
             each.held.clear()
 
-    def _reduce(self, s: Reduce, twin: Twin, module: nn.Module) -> bool:
+    def _reduce(self, s: programs.Reduce, twin: Twin, module: nn.Module) -> bool:
         if self._mixes_gradients():
             return False
         if self.attempt(lambda: flatshard.reduce_gradients(module), twin, module):
@@ -1529,23 +1476,8 @@ class Machine:
             self._adopt(twin)
         return True
 
-    def _collect(self, s: Collect, twin: None, module: None) -> None:
+    def _collect(self, s: programs.Collect, twin: None, module: None) -> None:
         gc.collect()
-
-
-@dataclasses.dataclass
-class _Talk:
-    """For ``in_texts``."""
-
-    ranks: Ranks
-
-    @property
-    def group(self) -> Any:
-        return self.ranks.group
-
-    @property
-    def world_size(self) -> int:
-        return self.ranks.size
 
 
 @contextlib.contextmanager
@@ -1553,10 +1485,6 @@ def _late(verb: Callable[..., Any], *args: Any, **kwargs: Any) -> Iterator[None]
     """The verb is called when it is entered: it may refuse then, or when its context is."""
     with verb(*args, **kwargs):
         yield
-
-
-def _each_once(module: nn.Module) -> dict[str, Tensor]:
-    return {name: p.detach() for name, p in module.named_parameters()}
 
 
 def run_program(ctx: Any, program: Program, halves: Any = None) -> tuple[list[str], Counter[str]]:

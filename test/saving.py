@@ -192,7 +192,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 2) ->
         optimizer.zero_grad()
 
 
-_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "I64": torch.int64}
+_DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "I64": torch.int64}
 
 
 def read_safetensors(path: Path) -> dict[str, Tensor]:

@@ -77,7 +77,7 @@ def step_alone(env: Env, **options: Any) -> Any:
 
 @cases.add({"hybrid": {"strategy": S.HYBRID_SHARD}}, ranks=4)
 def step_replicated(env: Env, **options: Any) -> Any:
-    return step(env, device_mesh=env.mesh((2, env.size // 2), "replicate", "shard"), **options)
+    return step(env, device_mesh=env.replicas, **options)
 
 
 @cases.add({"inner": {"reshard_after_forward": 2}}, ranks=4)

@@ -91,7 +91,7 @@ class Env:
 
     device: torch.device
     group: Any
-    meshes: dict[Any, Any] = dataclasses.field(default_factory=dict)
+    meshes: dict[Any, Any]
     problems: list[str] = dataclasses.field(default_factory=list)
     _streams: list[Any] = dataclasses.field(default_factory=list)
 
@@ -132,6 +132,11 @@ class Env:
         if key not in self.meshes:
             self.meshes[key] = init_device_mesh(self.device.type, shape, mesh_dim_names=names)
         return self.meshes[key]
+
+    @property
+    def replicas(self) -> DeviceMesh:
+        """Two replicas, each of half of the ranks."""
+        return self.mesh((2, self.size // 2), "replicate", "shard")
 
     @contextlib.contextmanager
     def side_streams(self, count: int) -> Iterator[list[contextlib.AbstractContextManager[Any]]]:
@@ -215,7 +220,6 @@ class Env:
         steps: int = 2,
         micro: int = 1,
         optimizer: Callable[[Iterable[Tensor]], torch.optim.Optimizer] = sgd,
-        loss: Callable[[Tensor], Tensor] = mean_square,
         before: Callable[[int, int], object] = lambda step, micro: None,
         clip: Callable[[], Tensor] | None = None,
         waits: bool = False,
@@ -234,7 +238,7 @@ class Env:
                 stepper.zero_grad()
                 for i, batch in enumerate(batches):
                     before(step, i)
-                    value = loss(model(batch))
+                    value = mean_square(model(batch))
                     value.backward()
                     losses.append(value.detach())
                 if clip is not None:
@@ -321,11 +325,11 @@ class Cases(dict[str, Case]):
 
     @property
     def on_the_fake_group(self) -> list[str]:
-        """What is not on ranks; of many variants of a function a half. All in a thorough run."""
+        """Of what is not on ranks a third of each function's variants, two at least. All in a thorough run."""
         chosen, on_ranks = [], () if pairs.thorough else self.on_ranks
         for names in self._functions():
             rest = [name for name in names if name not in on_ranks]
-            chosen += some(rest, max(3, len(rest) // 2)) if self[names[0]].fake else []
+            chosen += some(rest, max(2, len(rest) // 3)) if self[names[0]].fake else []
         return chosen
 
 
@@ -383,17 +387,9 @@ def compare(got: Any, expected: Any, rtol: float, atol: float) -> list[str]:
 
 
 def run_case(
-    ctx: Context,
-    module: str,
-    name: str,
-    policies: tuple[str, ...],
-    backend: str | None = None,
-    around: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
+    ctx: Context, module: str, name: str, policies: tuple[str, ...], backend: str | None = None
 ) -> list[tuple[str, list[str], list[Any]]]:
-    """The body of all tests: policy, problems and order of collectives of each run on the simulated device.
-
-    ``around`` surrounds each of these runs.
-    """
+    """The body of all tests: policy, problems and order of collectives of each run on the simulated device."""
     case: Case = importlib.import_module(module).cases[name]
     answers = []
     if ctx.group is None:
@@ -402,14 +398,14 @@ def run_case(
         group = ctx.group if backend is None else dist.new_group(list(range(ctx.world_size)), backend=backend)
         make_group = functools.partial(contextlib.nullcontext, group)
     with make_group() if backend is None else contextlib.nullcontext(ctx.group) as group:
-        expected = _run(case, Env(torch.device("cpu"), group, {} if ctx.group is None else ctx._meshes))
+        meshes = {} if ctx.group is None else ctx._meshes
+        expected = _run(case, Env(torch.device("cpu"), group, meshes))
     for policy in policies:
         ctx.note(f"{name} under {policy}")
         with make_group() as group:
             env = Env(torch.device("simdev", 0), group, {} if ctx.group is None else ctx._meshes)
             try:
-                with around():
-                    got, order = simulate(case, env, policy)
+                got, order = simulate(case, env, policy)
             except Exception as e:
                 if ctx.world_size > 1:  # the others may wait
                     raise
@@ -437,10 +433,9 @@ def policies_of(case: Case, on_ranks: bool) -> tuple[str, ...]:
     return (POLICIES[own % len(POLICIES)],)
 
 
-def check(pool: Pool, case: Case, policies: tuple[str, ...] | None = None, backend: str | None = None) -> None:
+def check(pool: Pool, case: Case, policies: tuple[str, ...] = (), backend: str | None = None) -> None:
     """Fail with all that is wrong with the case, if anything is. ``pool``: of the fixtures in ``conftest.py``."""
-    if policies is None:
-        policies = policies_of(case, pool.size > 1)
+    policies = policies or policies_of(case, pool.size > 1)
     ranks = pool.size if pool.size == 1 or backend is not None else case.ranks  # all of them make a group
     answers = pool.run(run_case, case.module, case.name, policies, backend, world_size=ranks, timeout=60)
     problems: dict[str, list[str]] = {}  # where each was seen

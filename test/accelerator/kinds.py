@@ -75,10 +75,7 @@ def odd(env: Env, **options: Any) -> Any:
 
 @cases.add(ranks=4)
 def replicated_odd(env: Env) -> Any:
-    mesh = env.mesh((2, env.size // 2), "replicate", "shard")
-    model = env.shard(env.make(Odds), policy={Odd, Block}, device_mesh=mesh, strategy=S.HYBRID_SHARD)
-    mean_square(model(env.batch(0))).backward()
-    return numbers(model)
+    return odd(env, device_mesh=env.replicas, strategy=S.HYBRID_SHARD)
 
 
 @cases.add({"full": {}, "none": {"strategy": S.NO_SHARD}, "offload": {"cpu_offload": CPUOffload(True)}})
@@ -99,24 +96,16 @@ def wide_gradients(env: Env, **options: Any) -> Any:
 def toggled(env: Env) -> Any:
     """``requires_grad`` changes between steps."""
     model = env.shard(env.make())
-    optimizer = sgd(model.parameters())
-    results = []
-    for step, frozen in enumerate([(), (0,), (0, 1), (1,), ()]):
+    frozen = [(), (0,), (0, 1), (1,), ()]
+    grads = []
+
+    def run(step: int) -> None:
         for i, block in enumerate(model.blocks):
-            block.requires_grad_(i not in frozen)
-        optimizer.zero_grad()
+            block.requires_grad_(i not in frozen[step])
         mean_square(model(env.batch(step))).backward()
-        results.append({n: p.grad for n, p in model.named_parameters()})
-        optimizer.step()
-    return results, numbers(model)
+        grads.append({n: p.grad for n, p in model.named_parameters()})
 
-
-@cases.add({"all": {}, "adapters": {"trains": "bias"}})
-def partly_frozen(env: Env, trains: str = "up") -> Any:
-    model = env.make()
-    for name, p in model.named_parameters():
-        p.requires_grad_(trains in name)
-    return env.train(env.shard(model))
+    return env.steps(model, run, steps=len(frozen), steady=False), grads
 
 
 class Unused(Net):
@@ -261,24 +250,20 @@ def changed(env: Env, change: Callable[[nn.Module], None], dtype: Any = None) ->
 
 
 @cases.add()
-def copied(env: Env) -> Any:
-    model = env.shard(env.make())
+def copied(env: Env, **options: Any) -> Any:
+    model = env.shard(env.make(), **options)
     _forward(env, model)
     other = copy.deepcopy(model)
-    return env.train(model), env.train(other)
+    for dtype in (torch.float64, torch.float32) if options else ():
+        _evaluate(env, other.to(dtype))  # which adopts what it was converted to
+    pinned = [[p.is_pinned() for p in m.parameters() if p.numel()] for m in (model, other)]
+    assert pinned[0] == pinned[1]
+    return env.train(model, waits=bool(options)), env.train(other, waits=bool(options))
 
 
 @cases.add({"pinned": {"pin": True}, "not_pinned": {"pin": False}}, watch_host=True)
 def copied_offloaded(env: Env, pin: bool) -> Any:
-    model = env.shard(env.make(), cpu_offload=CPUOffload(True, pin_memory=pin))
-    _forward(env, model)
-    other = copy.deepcopy(model)
-    for dtype in (torch.float64, torch.float32):
-        _evaluate(env, other.to(dtype))  # which adopts what it was converted to
-    assert [p.is_pinned() for p in other.parameters() if p.numel()] == [
-        p.is_pinned() for p in model.parameters() if p.numel()
-    ]
-    return env.train(model, waits=True), env.train(other, waits=True)
+    return copied(env, cpu_offload=CPUOffload(True, pin_memory=pin))
 
 
 @cases.add()

@@ -16,6 +16,7 @@ from flatshard import MixedPrecision, ShardingStrategy
 
 S = ShardingStrategy
 BF16 = MixedPrecision(torch.bfloat16, torch.float32)
+KEPT = MixedPrecision(torch.bfloat16, torch.float32, keep_cast_shard=True)
 cases = Cases()
 
 
@@ -86,6 +87,7 @@ def issued(order: list[tuple[str, int, str]]) -> list[tuple[str, int, int]]:
         "offloaded": {"cpu_offload": True},
         "offloaded_mixed": {"cpu_offload": True, "mixed_precision": BF16},
         "microbatches": {"micro": 2, "holds": True},
+        "cast_shards_kept": {"micro": 2, "mixed_precision": KEPT},
     },
     ranks=2,
     fake=False,
@@ -93,7 +95,7 @@ def issued(order: list[tuple[str, int, str]]) -> list[tuple[str, int, int]]:
 def a_step(env: Env, micro: int = 1, holds: bool = False, **options: Any) -> Any:
     asked = dict(options)
     if "strategy" in options and options["strategy"].is_hybrid:
-        options["device_mesh"] = env.mesh((2, 2), "replicate", "shard")
+        options["device_mesh"] = env.replicas
     model = env.shard(env.make(Wide), **options)
     optimizer = sgd(model.parameters())
 
@@ -118,9 +120,7 @@ def a_step(env: Env, micro: int = 1, holds: bool = False, **options: Any) -> Any
         before = held(sim)
         step()
         peak = max(counts) - before
-    if (
-        env.rank == 0
-    ):  # a plan takes a second; that all ranks issue the same collectives, `check` asserts for every case
+    if env.rank == 0:  # a plan takes a second, and `check` asserts for every case that all ranks issue the same
         env.problems += differences(planned_step(env, micro, holds, asked), issued(order), peak)
     return numbers(model)
 

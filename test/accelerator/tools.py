@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import tempfile
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from accelerator.harness import WIDTH, Block, Cases, Env, Net, mean_square, numbers, sgd
-from no_communication import NoCommunication
+from accelerator.harness import WIDTH, Block, Cases, Env, mean_square, numbers, sgd
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import flatshard
-from flatshard import MixedPrecision, register_forward_method
+from flatshard import MixedPrecision
 from flatshard import ShardingStrategy as S
-from flatshard.checkpoint import ShardedValue, iter_full_params, optim_state_dict
-from flatshard.comm import DefaultCollectives, QuantizedCollectives, register_comm_hook
+from flatshard.checkpoint import ShardedValue, full_state_dict, iter_full_params, optim_state_dict
+from flatshard.comm import DefaultCollectives, register_comm_hook
 
 cases = Cases()
 BF16 = {"rtol": 2e-2, "atol": 2e-3}
@@ -83,53 +84,18 @@ def unsharded_by_hand(env: Env, **options: Any) -> Any:
 @cases.add()
 def kept_unsharded(env: Env) -> Any:
     model = env.shard(env.make())
-    optimizer = sgd(model.parameters())
     outputs = []
-    for step in range(3):
+
+    def run(step: int) -> None:
         batches = [env.batch(10 * step + i) for i in range(3)]
-        with env.steady(step == 2):
-            with torch.no_grad(), flatshard.keep_unsharded(model):
-                outputs += [model(b) for b in batches]
-            optimizer.zero_grad()
-            _step(env, model, step) if step < 2 else mean_square(model(batches[0])).backward()
-            optimizer.step()
-    return outputs, numbers(model)
+        with torch.no_grad(), flatshard.keep_unsharded(model):
+            outputs.extend(model(b) for b in batches)
+        mean_square(model(batches[0])).backward()
 
-
-class Encoder(Net):
-    def encode(self, x: Tensor) -> Tensor:
-        return self.head(x) * self.scale
-
-
-@cases.add()
-def forward_method(env: Env) -> Any:
-    model = env.shard(env.make(Encoder))
-    register_forward_method(model, "encode")
-    return env.steps(model, lambda step: mean_square(model.encode(env.batch(step))).backward(), steady=False)
+    return env.steps(model, run), outputs
 
 
 # -- gradients -------------------------------------------------------------------------------------------------------
-
-
-@cases.add(
-    {"ours": {}, "torchs": {"ours": False}, "infinity": {"p": float("inf")}, "bf16": {"dtype": torch.bfloat16}}, **BF16
-)
-def clipped(env: Env, ours: bool = True, p: float = 2.0, dtype: Any = None) -> Any:
-    model = env.shard(env.make(), mixed_precision=MixedPrecision(dtype, torch.float32))
-
-    def clip() -> Tensor:
-        if ours:
-            return flatshard.clip_grad_norm_(model, 0.1, p)
-        return torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1, p)
-
-    return env.train(model, clip=clip)
-
-
-@cases.add(ranks=4)
-def clipped_replicas(env: Env) -> Any:
-    mesh = env.mesh((2, env.size // 2), "replicate", "shard")
-    model = env.shard(env.make(), device_mesh=mesh, strategy=S.HYBRID_SHARD)
-    return env.train(model, clip=lambda: flatshard.clip_grad_norm_(model, 0.1))
 
 
 @cases.add()
@@ -137,7 +103,10 @@ def statistics(env: Env) -> Any:
     model = env.shard(env.make())
     _step(env, model)
     found = flatshard.optim.gradient_statistics(model)
-    return {n: [float(s.norm), float(s.max_abs), float(s.mean)] for n, s in found.items()}
+    params = [*model.parameters()]
+    grads = [p.grad for p in params]
+    segments = [flatshard.optim.segment_reduce(grads, params, op) for op in ("norm", "sum", "mean", "max")]
+    return segments, {n: [float(s.norm), float(s.max_abs), float(s.mean)] for n, s in found.items()}
 
 
 @cases.add()
@@ -157,76 +126,32 @@ def scaled(env: Env) -> Any:
     return numbers(model), scaler.get_scale()
 
 
-@cases.add()
-def flat(env: Env) -> Any:
-    model = env.shard(env.make())
-    return env.train(model, optimizer=lambda params: sgd(flatshard.flat_parameters(model)))
-
-
-@cases.add()
-def adamw(env: Env) -> Any:
-    model = env.shard(env.make())
-    return env.train(model, optimizer=lambda params: torch.optim.AdamW(params, lr=0.01, eps=1e-3, foreach=True))
-
-
-@cases.add()
-def segments(env: Env) -> Any:
-    model = env.shard(env.make())
-    _step(env, model)
-    params = [*model.parameters()]
-    return [
-        flatshard.optim.segment_reduce([p.grad for p in params], params, op) for op in ("norm", "sum", "mean", "max")
-    ]
-
-
 # -- hooks -----------------------------------------------------------------------------------------------------------
+
+
+def _step_at_once(params: Iterable[Tensor]) -> Callable[[Any], None]:
+    """A hook that steps an optimizer of its own."""
+    optimizer = sgd(params)
+
+    def step(_: Any) -> None:
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
 
 
 @cases.add({"of_units": {"of_units": True}, "of_parameters": {"of_units": False}})
 def optimizer_in_backward(env: Env, of_units: bool) -> Any:
     model = env.shard(env.make())
-    if of_units:
-        for module in [model, *model.blocks]:
-            optimizer = sgd(p for p in flatshard.flat_parameters(module))
-
-            def step_unit(_: Any, optimizer: Any = optimizer) -> None:
-                optimizer.step()
-                optimizer.zero_grad()
-
-            flatshard.optim.register_gradients_reduced_hook(module, step_unit)
-    else:
-        for p in model.parameters():
-            optimizer = sgd([p])
-
-            def step_one(_: Any, optimizer: Any = optimizer) -> None:
-                optimizer.step()
-                optimizer.zero_grad()
-
-            p.register_post_accumulate_grad_hook(step_one)
+    for module in [model, *model.blocks] if of_units else ():
+        step = _step_at_once(flatshard.flat_parameters(module))
+        flatshard.optim.register_gradients_reduced_hook(module, step)
+    for p in [] if of_units else model.parameters():
+        p.register_post_accumulate_grad_hook(_step_at_once([p]))
     for step in range(4):
-        batch = env.batch(step)
         with env.steady(step == 3):
-            mean_square(model(batch)).backward()
+            mean_square(model(env.batch(step))).backward()
     return numbers(model)
-
-
-@cases.add()
-def gradient_hook(env: Env) -> Any:
-    model = env.make()
-    model.blocks[1].up.weight.register_hook(lambda g: g * 2)
-    model = env.shard(model)
-    model.head.weight.register_hook(lambda g: g.clamp(-0.1, 0.1))
-    return env.train(model)
-
-
-@cases.add(
-    {"bf16": {"hook": flatshard.comm.bf16_compress_hook}, "fp16": {"hook": flatshard.comm.fp16_compress_hook}}, **BF16
-)
-def comm_hook(env: Env, hook: Any) -> Any:
-
-    model = env.shard(env.make())
-    register_comm_hook(model, None, hook)
-    return env.train(model)
 
 
 def _default_hook(state: Any, grad: Tensor, output: Tensor) -> None:
@@ -242,26 +167,31 @@ def own_comm_hook(env: Env) -> Any:
     return env.train(model)
 
 
-@cases.add(
-    {
-        "quantized": {"collectives": QuantizedCollectives()},
-        "quantized_gathers": {"collectives": QuantizedCollectives(reduce=False)},
-        "none": {"collectives": NoCommunication()},
-        "quantized_inner": {"collectives": flatshard.comm.QuantizedCollectives(), "reshard_after_forward": 2},
-    },
-    rtol=0.1,
-    atol=0.03,
-)
-def collectives(env: Env, **options: Any) -> Any:
-    return env.train(env.shard(env.make(), **options))
-
-
 def _wide(group: Any, device: torch.device) -> Any:
     return (
         flatshard.comm.builtin_collectives(group, device)
         if device.type == "cpu"
         else DefaultCollectives(group, widens=True)
     )
+
+
+class Asynchronous(DefaultCollectives):
+    """Collectives on the backend's own stream."""
+
+    def all_gather(self, output: Tensor, shard: Tensor) -> Any:
+        return dist.all_gather_into_tensor(output, shard, group=self.group, async_op=True)
+
+    def reduce_scatter(self, output: Tensor, input: Tensor) -> Any:
+        return dist.reduce_scatter_tensor(output, input, op=dist.ReduceOp.AVG, group=self.group, async_op=True)
+
+
+def _asynchronous(group: Any, device: torch.device) -> Any:
+    return flatshard.comm.builtin_collectives(group, device) if device.type == "cpu" else Asynchronous(group)
+
+
+@cases.add(fake=False)
+def asynchronous(env: Env) -> Any:
+    return env.train(env.shard(env.make(), collectives=_asynchronous))
 
 
 MIXED = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -281,56 +211,7 @@ def widened(env: Env, **options: Any) -> Any:
     return found
 
 
-@cases.add({"three": {}, "replicated": {"strategy": S.NO_SHARD}}, fake=False, ranks=3)
-def averaged(env: Env, **options: Any) -> Any:
-    return env.train(env.shard(env.make(), **options))
-
-
-class Wide(nn.Module):
-    """Parameters that are most of what there is."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Block(48) for _ in range(5))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-
-@cases.add(ranks=0)
-def memory_of_static_buffers(env: Env) -> Any:
-    """As much at the peak as without them. Sizes of the simulated allocator's blocks make some percent of difference."""
-    if not env.is_simulated:
-        return None
-    from accelerator.sim import sim
-
-    peaks = []
-    for static in (False, True):
-        model = env.shard(env.make(Wide), static_buffers=static)
-        optimizer = sgd(model.parameters())
-        before = sim.allocated
-        for step in range(3):
-            sim.peak = sim.allocated
-            mean_square(model(env.tensor(2, 48, seed=step))).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            sim.drain()
-        peaks.append(sim.peak - before)
-        del model, optimizer
-    if peaks[1] > 1.05 * peaks[0]:
-        env.problems.append(f"the peak is {peaks[1]} bytes with static buffers, {peaks[0]} without")
-    return None
-
-
-@cases.add(
-    {
-        "elements": {"layout": None},
-        "rows": {"layout": flatshard.layouts.Rows()},
-        "whole": {"layout": flatshard.layouts.Whole()},
-    }
-)
+@cases.add({"elements": {"layout": None}, "whole": {"layout": flatshard.layouts.Whole()}})
 def whole_optimizer(env: Env, layout: Any) -> Any:
     model = env.shard(env.make(), layout=layout)
     matrices = [p for p in model.parameters() if len(flatshard.full_shape(p)) == 2]
@@ -349,22 +230,41 @@ def whole_optimizer(env: Env, layout: Any) -> Any:
 
 @cases.add({"fp32": {}, "bf16": {"dtype": torch.bfloat16}, "replicated": {"strategy": S.NO_SHARD}}, **BF16)
 def state(env: Env, dtype: Any = None, **options: Any) -> Any:
+    """By our verbs and by torch's helpers."""
     model = env.shard(env.make(), mixed_precision=MixedPrecision(dtype, torch.float32), **options)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-3)
-    results = []
+    results: list[Any] = []
     for step in range(2):
         optimizer.zero_grad()
         _step(env, model, step)
         optimizer.step()
-        results.append(flatshard.checkpoint.full_state_dict(model, offload_to_cpu=step == 0))
+        results.append(full_state_dict(model, offload_to_cpu=step == 0))
         results.append({n: t.clone() for n, t in iter_full_params(model, bucket_bytes=1000)})
         results.append([flat["shard"].clone() for flat in flatshard.checkpoint.local_state_dict(model)["flats"]])
-        whole = optim_state_dict(model, optimizer, full=True)
-        results.append(whole["state"])
+        results.append(optim_state_dict(model, optimizer, full=True)["state"])
+        whole = StateDictOptions(full_state_dict=True, cpu_offload=step == 0)
+        results.append({n: t.clone() for n, t in get_model_state_dict(model, options=whole).items()})
+        of_optimizer = get_optimizer_state_dict(model, optimizer, options=whole)
+        results.append(of_optimizer.get("state"))  # of rank 0 only, if on CPU
+        for value in model.state_dict().values():
+            results.append(value.full_tensor() if isinstance(value, ShardedValue) else value.clone())
         flatshard.checkpoint.load_optim_state_dict(model, optimizer, optim_state_dict(model, optimizer))
         model.load_state_dict(model.state_dict())
         flatshard.debug.check_replicas(model, buffers=True)
     return results, numbers(model)
+
+
+@contextlib.contextmanager
+def _folder(env: Env) -> Iterator[Path]:
+    """The same on all ranks."""
+    where: list[Any] = [tempfile.mkdtemp() if env.rank == 0 else None]
+    dist.broadcast_object_list(where, src=0, group=env.group, device=torch.device("cpu"))
+    try:
+        yield Path(where[0])
+    finally:
+        dist.barrier(group=env.group)
+        if env.rank == 0:
+            shutil.rmtree(where[0])
 
 
 @cases.add({"waits": {"wait": True}, "background": {"wait": False}}, fake=False)
@@ -373,40 +273,15 @@ def checkpoint(env: Env, wait: bool) -> Any:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-3)
     _step(env, model)
     optimizer.step()
-    where: list[Any] = [tempfile.mkdtemp() if env.rank == 0 else None]
-    dist.broadcast_object_list(where, src=0, group=env.group, device=torch.device("cpu"))
-    try:
-        saved = flatshard.save_checkpoint(
-            f"{where[0]}/job", {"model": model, "optimizer": optimizer}, process_group=env.group, wait=wait
-        )
+    job = {"model": model, "optimizer": optimizer}
+    with _folder(env) as folder:
+        saved = flatshard.save_checkpoint(str(folder / "job"), job, process_group=env.group, wait=wait)
         _step(env, model, 1)  # goes on at once
         optimizer.step()
         saved.result()
         trained = numbers(model)
-        flatshard.load_checkpoint(f"{where[0]}/job", {"model": model, "optimizer": optimizer}, process_group=env.group)
+        flatshard.load_checkpoint(str(folder / "job"), job, process_group=env.group)
         return trained, numbers(model), env.train(model, optimizer=lambda _: optimizer)
-    finally:
-        if env.rank == 0:
-            shutil.rmtree(where[0])
-
-
-@cases.add({"fp32": {}, "bf16": {"dtype": torch.bfloat16}, "replicated": {"strategy": S.NO_SHARD}}, **BF16)
-def torchs_helpers(env: Env, dtype: Any = None, **options: Any) -> Any:
-    model = env.shard(env.make(), mixed_precision=MixedPrecision(dtype, torch.float32), **options)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-3)
-    results = []
-    for step in range(2):
-        optimizer.zero_grad()
-        _step(env, model, step)
-        optimizer.step()
-        whole = StateDictOptions(full_state_dict=True, cpu_offload=step == 0)
-        results.append({n: t.clone() for n, t in get_model_state_dict(model, options=whole).items()})
-        results.append(
-            get_optimizer_state_dict(model, optimizer, options=whole).get("state")
-        )  # of rank 0 only, if on CPU
-        for value in model.state_dict().values():
-            results.append(value.full_tensor() if isinstance(value, ShardedValue) else value.clone())
-    return results, numbers(model)
 
 
 @cases.add({"fp32": {}, "bf16": {"dtype": torch.bfloat16}}, **BF16)
@@ -437,17 +312,10 @@ def exported(env: Env) -> Any:
     optimizer = sgd(model.parameters())
     _step(env, model)
     optimizer.step()
-    where: list[Any] = [tempfile.mkdtemp() if env.rank == 0 else None]
-    dist.broadcast_object_list(where, src=0, group=env.group, device=torch.device("cpu"))
-    try:
-        flatshard.checkpoint.export_safetensors(model, where[0], max_file_bytes=2000)
-        files = sorted(Path(where[0]).iterdir())
-        written = [torch.frombuffer(bytearray(f.read_bytes()), dtype=torch.uint8) for f in files]
+    with _folder(env) as folder:
+        flatshard.checkpoint.export_safetensors(model, str(folder), max_file_bytes=2000)
+        written = [torch.frombuffer(bytearray(f.read_bytes()), dtype=torch.uint8) for f in sorted(folder.iterdir())]
         return written, env.train(model, optimizer=lambda _: optimizer)
-    finally:
-        dist.barrier(group=env.group)
-        if env.rank == 0:
-            shutil.rmtree(where[0])
 
 
 # -- with tensor parallelism -----------------------------------------------------------------------------------------

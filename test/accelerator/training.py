@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from accelerator.harness import WIDTH, Block, Cases, Env, Net, mean_square, numbers, sgd
 from encoded import Linear8
+from no_communication import NoCommunication
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import flatshard
 from flatshard import BackwardPrefetch, CPUOffload, MixedPrecision
 from flatshard import ShardingStrategy as S
+from flatshard.comm import QuantizedCollectives
 
 cases = Cases()
 BF16 = {"rtol": 2e-2, "atol": 2e-3}
@@ -24,12 +27,49 @@ KEPT = {"mixed_precision": MixedPrecision(torch.bfloat16, torch.float32, keep_ca
 OFFLOAD = {"cpu_offload": CPUOffload(True)}
 
 
-# -- strategies, policies, precision ---------------------------------------------------------------------------------
+def train(
+    env: Env,
+    micro: int = 1,
+    holds: bool = False,
+    all_reduce: bool = True,
+    clip: Callable[[nn.Module], Tensor] | None = None,
+    make_optimizer: Callable[[nn.Module], torch.optim.Optimizer] = lambda model: sgd(model.parameters()),
+    hook: Any = None,
+    divide_factor: float | None = None,
+    **options: Any,
+) -> Any:
+    """A model that is sharded with ``options``. The last of ``micro`` backwards reduces what the others hold."""
+    model = env.shard(env.make(), **options)
+    flatshard.configure(model, divide_factor=divide_factor)
+    if hook is not None:
+        flatshard.comm.register_comm_hook(model, None, hook)
+
+    def before(step: int, i: int) -> None:
+        if holds:
+            flatshard.configure(model, gradient_sync=i == micro - 1)
+        if not all_reduce:
+            flatshard.configure(model, all_reduce=i == micro - 1)
+
+    return env.train(
+        model,
+        micro=micro,
+        optimizer=lambda params: make_optimizer(model),
+        before=before,
+        clip=clip and functools.partial(clip, model),
+        waits="cpu_offload" in options,
+    )
+
+
+def clip(model: nn.Module, p: float = 2.0) -> Tensor:
+    return flatshard.clip_grad_norm_(model, 0.1, p)
+
+
+# -- strategies, policies, precision, accumulation, norms -------------------------------------------------------------
 
 
 @cases.add(
     {
-        "full": {"strategy": S.FULL_SHARD},
+        "full": {},
         "grad_op": {"strategy": S.SHARD_GRAD_OP},
         "none": {"strategy": S.NO_SHARD},
         "optim": {"strategy": S.SHARD_OPTIM},
@@ -38,7 +78,6 @@ OFFLOAD = {"cpu_offload": CPUOffload(True)}
         "each_linear": {"policy": {nn.Linear}},
         "all_resharded": {"reshard_after_forward": True},
         "none_resharded": {"reshard_after_forward": False},
-        "size_policy": {"policy": flatshard.policies.size_based_auto_wrap_policy},
         "no_prefetch": {"backward_prefetch": None, "forward_prefetch": False},
         "backward_post": {"backward_prefetch": BackwardPrefetch.BACKWARD_POST},
         "prefetch_limit": {"prefetch_limit_bytes": 1500},
@@ -46,10 +85,58 @@ OFFLOAD = {"cpu_offload": CPUOffload(True)}
         "rows": {"layout": flatshard.layouts.Rows()},
         "blocks": {"layout": flatshard.layouts.Blocks(4)},
         "whole": {"layout": flatshard.layouts.Whole(), "policy": {Net}},
+        "each_reduced": {"micro": 3},
+        "no_sync": {"micro": 3, "holds": True},
+        "no_sync_grad_op": {"micro": 3, "holds": True, "strategy": S.SHARD_GRAD_OP},
+        "no_sync_not_sharded": {"micro": 3, "holds": True, "strategy": S.NO_SHARD},
+        "no_sync_optim": {"micro": 3, "holds": True, "strategy": S.SHARD_OPTIM},
+        "divide_factor": {"divide_factor": 3.0},
+        "clips": {"clip": clip},
+        "clips_maximum": {"clip": functools.partial(clip, p=float("inf"))},
+        "clips_by_torch": {"clip": lambda model: nn.utils.clip_grad_norm_(model.parameters(), 0.1)},
+        "adamw": {"make_optimizer": lambda m: torch.optim.AdamW(m.parameters(), lr=0.01, eps=1e-3, foreach=True)},
+        "flat": {"make_optimizer": lambda model: sgd(flatshard.flat_parameters(model))},
+        "nothing_sent": {"collectives": NoCommunication()},
     }
 )
 def sharded(env: Env, **options: Any) -> Any:
-    return env.train(env.shard(env.make(), **options))
+    return train(env, **options)
+
+
+@cases.add(
+    {
+        "bf16": LOW,
+        "bf16_sums": {"mixed_precision": MixedPrecision(torch.bfloat16)},
+        "bf16_gradients": {  # an optimizer cannot add them
+            "mixed_precision": MixedPrecision(torch.bfloat16, keep_low_precision_grads=True),
+            "make_optimizer": lambda model: torch.optim.SGD(model.parameters(), lr=0.0),
+        },
+        "keep_cast_shard": KEPT,
+        "fp64_sums": {"mixed_precision": MixedPrecision(None, torch.float64)},
+        "not_sharded": {**LOW, "strategy": S.NO_SHARD},
+        "accumulates": {**LOW, "micro": 2},
+        "no_sync": {**LOW, "micro": 3, "holds": True},
+        "clips": {**LOW, "clip": clip},
+        "bf16_hook": {"hook": flatshard.comm.bf16_compress_hook},
+        "fp16_hook": {"hook": flatshard.comm.fp16_compress_hook},
+    },
+    **BF16,
+)
+def precision(env: Env, **options: Any) -> Any:
+    return train(env, **options)
+
+
+@cases.add(
+    {
+        "int8": {"collectives": QuantizedCollectives()},
+        "int8_gathers": {"collectives": QuantizedCollectives(reduce=False)},
+        "int8_inner": {"collectives": QuantizedCollectives(), "reshard_after_forward": 2},
+    },
+    rtol=0.1,
+    atol=0.03,
+)
+def quantized(env: Env, **options: Any) -> Any:
+    return train(env, **options)
 
 
 @cases.add(
@@ -59,24 +146,15 @@ def sharded(env: Env, **options: Any) -> Any:
         "hybrid_accumulates": {"strategy": S.HYBRID_SHARD, "micro": 2},
         "hybrid_all_reduces_later": {"strategy": S.HYBRID_SHARD, "micro": 3, "all_reduce": False},
         "hybrid_full": {"strategy": S.HYBRID_FULL_SHARD, "micro": 2},
-        "hybrid_full_bf16": {
-            "strategy": S.HYBRID_FULL_SHARD,
-            **LOW,
-        },
+        "hybrid_full_bf16": {"strategy": S.HYBRID_FULL_SHARD, **LOW},
         "hybrid_bf16": {"strategy": S.HYBRID_SHARD, **LOW},
+        "clips": {"strategy": S.HYBRID_SHARD, "clip": clip},
     },
     ranks=4,
     **BF16,
 )
-def replicated(env: Env, micro: int = 1, all_reduce: bool = True, **options: Any) -> Any:
-    shape = (2, env.size // 2)
-    model = env.shard(env.make(), device_mesh=env.mesh(shape, "replicate", "shard"), **options)
-
-    def before(step: int, i: int) -> None:
-        if not all_reduce:
-            flatshard.configure(model, all_reduce=i == micro - 1)
-
-    return env.train(model, micro=micro, before=before)
+def replicated(env: Env, **options: Any) -> Any:
+    return train(env, device_mesh=env.replicas, **options)
 
 
 @cases.add(
@@ -90,47 +168,34 @@ def replicated(env: Env, micro: int = 1, all_reduce: bool = True, **options: Any
     ranks=4,
     **BF16,
 )
-def two_meshes(env: Env, micro: int = 1, **options: Any) -> Any:
+def two_meshes(env: Env, **options: Any) -> Any:
     """A part of each unit is sharded over two of the four ranks."""
-    mesh = env.mesh((2, env.size // 2), "replicate", "shard")
-    model = env.shard(
-        env.make(), shard_mesh_fn=lambda fqn, param: mesh["replicate"] if "down" in fqn else None, **options
-    )
-    return env.train(model, micro=micro, waits="cpu_offload" in options)
+    mesh = env.replicas["replicate"]
+    return train(env, shard_mesh_fn=lambda fqn, param: mesh if "down" in fqn else None, **options)
 
 
-@cases.add({"two": {"value": 2}, "two_bf16": {"value": 2, "dtype": torch.bfloat16}}, ranks=4, **BF16)
-def inner_shards(env: Env, value: int, dtype: Any = None) -> Any:
-    precision = MixedPrecision(dtype, torch.float32) if dtype else None
-    model = env.shard(env.make(), reshard_after_forward=value, mixed_precision=precision)
+@cases.add({"two": {}, "two_bf16": LOW}, ranks=4, **BF16)
+def inner_shards(env: Env, **options: Any) -> Any:
+    model = env.shard(env.make(), reshard_after_forward=2, **options)
     results = env.train(model)
     flatshard.configure(model, reshard_after_forward=True)
     return results, env.train(model, steps=2)
 
 
-@cases.add(
-    {
-        "bf16": LOW,
-        "bf16_sums": {"mixed_precision": MixedPrecision(torch.bfloat16)},
-        "bf16_gradients": {"mixed_precision": MixedPrecision(torch.bfloat16, keep_low_precision_grads=True)},
-        "keep_cast_shard": KEPT,
-        "fp64_sums": {"mixed_precision": MixedPrecision(None, torch.float64)},
-        "not_sharded": {**LOW, "strategy": S.NO_SHARD},
-        "accumulates": {**LOW, "micro": 2},
-    },
-    **BF16,
-)
-def precision(env: Env, micro: int = 1, **options: Any) -> Any:
-    model = env.shard(env.make(), **options)
-    keeps = options["mixed_precision"].keep_low_precision_grads
-    make = (lambda params: torch.optim.SGD(params, lr=0.0)) if keeps else sgd  # which cannot add them
-    if not keeps:
-        return env.train(model, micro=micro, optimizer=make)
-    for step in range(3):
-        with env.steady(False):
-            model.zero_grad()
-            mean_square(model(env.batch(step))).backward()
-    return {n: p.grad.float() for n, p in model.named_parameters()}
+@cases.add(ranks=1, fake=False)
+def alone(env: Env) -> Any:
+    return train(env)
+
+
+@cases.add({"three": {}, "replicated": {"strategy": S.NO_SHARD}}, fake=False, ranks=3)
+def averaged(env: Env, **options: Any) -> Any:
+    return train(env, **options)
+
+
+@cases.add({"full": {}, "inner_shards": {"reshard_after_forward": 2}, "micro": {"micro": 2}}, ranks=4, fake=False)
+def many_steps(env: Env, micro: int = 1, **options: Any) -> Any:
+    """Until the order of collectives is no longer compared, which over the device makes the host wait."""
+    return env.train(env.shard(env.make(), **options), micro=micro, steps=6, steady_from=5)
 
 
 @cases.add(**BF16)
@@ -146,31 +211,7 @@ def full_precision_in_eval(env: Env) -> Any:
     return outputs, numbers(model)
 
 
-# -- accumulation ----------------------------------------------------------------------------------------------------
-
-
-@cases.add(
-    {
-        "each_reduced": {},
-        "no_sync": {"holds": True},
-        "no_sync_grad_op": {"holds": True, "strategy": S.SHARD_GRAD_OP},
-        "no_sync_bf16": {"holds": True, **LOW},
-        "no_sync_not_sharded": {"holds": True, "strategy": S.NO_SHARD},
-        "no_sync_optim": {"holds": True, "strategy": S.SHARD_OPTIM},
-    },
-    **BF16,
-)
-def accumulation(env: Env, holds: bool = False, **options: Any) -> Any:
-    model = env.shard(env.make(), **options)
-    before = (lambda step, i: flatshard.configure(model, gradient_sync=i == 2)) if holds else lambda step, i: None
-    return env.train(model, micro=3, before=before)
-
-
-@cases.add()
-def divide_factor(env: Env) -> Any:
-    model = env.shard(env.make())
-    flatshard.configure(model, divide_factor=3.0)
-    return env.train(model)
+# -- the end of a backward as a call ----------------------------------------------------------------------------------
 
 
 @cases.add()
@@ -229,7 +270,7 @@ def finalized_later(
 
 @cases.add({"hybrid": {}, "all_reduced_later": {"all_reduce": False}}, ranks=4)
 def finalized_over_replicas(env: Env, all_reduce: bool = True) -> Any:
-    mesh = env.mesh((2, env.size // 2), "replicate", "shard")
+    mesh = env.replicas
     model = env.shard(env.make(), device_mesh=mesh, strategy=S.HYBRID_SHARD)
     flatshard.configure(model, manual_finalization=True)
 
@@ -253,26 +294,20 @@ def finalized_over_replicas(env: Env, all_reduce: bool = True) -> Any:
         "accumulates": {**OFFLOAD, "micro": 2},
         "holds": {**OFFLOAD, "micro": 2, "holds": True},
         "bf16": {**OFFLOAD, **LOW},
-        "keep_cast_shard": {
-            **OFFLOAD,
-            **KEPT,
-        },
+        "keep_cast_shard": {**OFFLOAD, **KEPT},
         "not_sharded": {**OFFLOAD, "strategy": S.NO_SHARD},
-        "clips": {**OFFLOAD, "clips": True},
+        "clips": {**OFFLOAD, "clip": clip},
     },
     watch_host=True,
     **BF16,
 )
-def offload(env: Env, micro: int = 1, holds: bool = False, clips: bool = False, **options: Any) -> Any:
-    model = env.shard(env.make(), **options)
-    before = (lambda step, i: flatshard.configure(model, gradient_sync=i == 1)) if holds else lambda step, i: None
-    clip = (lambda: flatshard.clip_grad_norm_(model, 0.1)) if clips else None
-    return env.train(model, micro=micro, before=before, clip=clip, waits=True)
+def offload(env: Env, **options: Any) -> Any:
+    return train(env, **options)
 
 
 @cases.add({"pinned": {"pin": True}, "not_pinned": {"pin": False}}, ranks=1, fake=False, watch_host=True)
 def offload_alone(env: Env, pin: bool) -> Any:
-    return env.train(env.shard(env.make(), cpu_offload=CPUOffload(True, pin_memory=pin)), waits=True)
+    return train(env, cpu_offload=CPUOffload(True, pin_memory=pin))
 
 
 @cases.add({"load": {"then": "load"}, "step": {"then": "step"}, "write": {"then": "write"}}, watch_host=True)
@@ -298,9 +333,27 @@ def offload_evaluates(env: Env, then: str) -> Any:
     return outputs, numbers(model)
 
 
-@cases.add(ranks=1, fake=False)
-def alone(env: Env) -> Any:
-    return env.train(env.shard(env.make()))
+@cases.add({how: {"how": how} for how in ("unshard", "summon", "held")}, watch_host=True)
+def offload_reads(env: Env, how: str) -> Any:
+    """What has read the shards, or a backward that brings no gradients to the host; and their change right after it."""
+    model = env.shard(env.make(), cpu_offload=CPUOffload(True), reshard_after_forward=True)
+    seen = []
+    for step in range(2):
+        if how == "held":
+            with flatshard.no_sync(model):
+                mean_square(model(env.batch(step))).backward()
+        elif how == "summon":
+            with flatshard.summon_full_params(model, writeback=False), torch.no_grad():
+                seen += [p.clone() for p in model.parameters()]
+        else:
+            flatshard.unshard(model, recurse=True)
+            seen += [p.detach().clone() for p in model.parameters()]
+            flatshard.reshard(model)
+        with torch.no_grad():
+            for p in model.parameters():
+                p.mul_(0.9).add_(step + 1)
+    mean_square(model(env.batch(2))).backward()
+    return seen, numbers(model)
 
 
 # -- parameters that travel encoded --------------------------------------------------------------------------------------
@@ -337,7 +390,7 @@ def encoded(env: Env, micro: int = 1, **options: Any) -> Any:
 
 @cases.add({"": {}, "offload": OFFLOAD}, ranks=4, **BF16)
 def encoded_replicated(env: Env, **options: Any) -> Any:
-    return encoded(env, device_mesh=env.mesh((2, 2), "replicas", "shards"), strategy=S.HYBRID_SHARD, **options)
+    return encoded(env, device_mesh=env.replicas, strategy=S.HYBRID_SHARD, **options)
 
 
 @cases.add(**BF16)
@@ -571,7 +624,7 @@ class Towers(nn.Module):
         "checkpointed": {"checkpointed": True, "reshard_after_forward": True},
         "kept": {"kept": True},
         "hook": {"in_turn": True, "hook": True},
-        "quantized": {"collectives": flatshard.comm.QuantizedCollectives(reduce=False)},
+        "quantized": {"collectives": QuantizedCollectives(reduce=False)},
     },
     **BF16,
 )
@@ -590,7 +643,7 @@ def towers(env: Env, **options: Any) -> Any:
 )
 def towers_on_four(env: Env, **options: Any) -> Any:
     if "strategy" in options:
-        options["device_mesh"] = env.mesh((2, env.size // 2), "replicate", "shard")
+        options["device_mesh"] = env.replicas
     return _train_towers(env, **options)
 
 
@@ -656,20 +709,17 @@ def halves(env: Env, **options: Any) -> Any:
     model = env.make(lambda: nn.ModuleList([Halves(), Halves()]))
     for half in model:
         env.shard(half, policy={Halves}, **options)
-    optimizer = sgd(model.parameters())
-    batches = [env.batch(step) for step in range(3)]
-    for step, batch in enumerate(batches):
-        with env.steady(step == 2):
-            optimizer.zero_grad()
-            values = [batch, batch]
-            for half in model:
-                given = values[0] * values[1]
-                with env.side_streams(2) as sides:
-                    half.sides = functools.partial(tuple, sides)  # an attribute's value would be searched for tensors
-                    values = half(given)
-            mean_square(values[0] + values[1]).backward()
-            optimizer.step()
-    return numbers(model)
+
+    def run(step: int) -> None:
+        values = [env.batch(step)] * 2
+        for half in model:
+            given = values[0] * values[1]
+            with env.side_streams(2) as sides:
+                half.sides = functools.partial(tuple, sides)  # an attribute's value would be searched for tensors
+                values = half(given)
+        mean_square(values[0] + values[1]).backward()
+
+    return env.steps(model, run)
 
 
 class Either(nn.Module):
@@ -687,21 +737,19 @@ class Either(nn.Module):
 def gradients_of_one_unit(env: Env, holds: bool = False, **options: Any) -> Any:
     """Autograd accumulates the gradients of one unit on two streams."""
     model = env.shard(env.make(Either), policy={Either}, **options)
-    optimizer = sgd(model.parameters())
-    batches = [env.tensor(2, 2**15, seed=step) for step in range(3)]
-    for step, batch in enumerate(batches):
-        with env.steady(step == 2):
-            optimizer.zero_grad()
-            for micro in range(2):
-                values = []
-                with env.side_streams(2) as sides:
-                    for i, side in enumerate(sides):
-                        with side:
-                            values.append(model(batch, i).tanh())
-                with flatshard.no_sync(model) if holds and not micro else contextlib.nullcontext():
-                    (mean_square(values[0]) + mean_square(values[1])).backward()
-            optimizer.step()
-    return numbers(model)
+
+    def run(step: int) -> None:
+        batch = env.tensor(2, 2**15, seed=step)
+        for micro in range(2):
+            values = []
+            with env.side_streams(2) as sides:
+                for i, side in enumerate(sides):
+                    with side:
+                        values.append(model(batch, i).tanh())
+            with flatshard.no_sync(model) if holds and not micro else contextlib.nullcontext():
+                (mean_square(values[0]) + mean_square(values[1])).backward()
+
+    return env.steps(model, run)
 
 
 @cases.add(
@@ -716,21 +764,18 @@ def gradients_of_one_unit(env: Env, holds: bool = False, **options: Any) -> Any:
 def microbatches_on_streams(env: Env, holds: bool = False, **options: Any) -> Any:
     """The graphs of two microbatches at once, each on a stream of its own, and then two backwards."""
     model = env.shard(env.make(), **options)
-    optimizer = sgd(model.parameters())
-    batches = [[env.batch(10 * step + i) for i in range(2)] for step in range(3)]
-    for step in range(3):
-        with env.steady(step == 2):
-            optimizer.zero_grad()
-            losses = []
-            with env.side_streams(2) as sides:
-                for side, batch in zip(sides, batches[step], strict=True):
-                    with side:
-                        losses.append(mean_square(model(batch)))
-            for i, loss in enumerate(losses):
-                with flatshard.no_sync(model) if holds and not i else contextlib.nullcontext():
-                    loss.backward()
-            optimizer.step()
-    return numbers(model)
+
+    def run(step: int) -> None:
+        batches, losses = [env.batch(10 * step + i) for i in range(2)], []
+        with env.side_streams(2) as sides:
+            for side, batch in zip(sides, batches, strict=True):
+                with side:
+                    losses.append(mean_square(model(batch)))
+        for i, loss in enumerate(losses):
+            with flatshard.no_sync(model) if holds and not i else contextlib.nullcontext():
+                loss.backward()
+
+    return env.steps(model, run)
 
 
 @cases.add()
@@ -822,9 +867,3 @@ def changed_inside_its_forward(env: Env, frozen: bool) -> Any:
     model = env.make(lambda: nn.Sequential(Clamping(8, 8), nn.Tanh(), nn.Linear(8, 8)))
     model[0].requires_grad_(not frozen)
     return env.train(env.shard(model, policy={nn.Linear, Clamping}))
-
-
-@cases.add({"full": {}, "inner_shards": {"reshard_after_forward": 2}, "micro": {"micro": 2}}, ranks=4, fake=False)
-def many_steps(env: Env, micro: int = 1, **options: Any) -> Any:
-    """Until the order of collectives is no longer compared, which over the device makes the host wait."""
-    return env.train(env.shard(env.make(), **options), micro=micro, steps=6, steady_from=5)
