@@ -6,6 +6,7 @@ What ``fully_shard`` refuses is refused by looking, never by trying, so one proc
 from __future__ import annotations
 
 import contextlib
+import inspect
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -15,12 +16,18 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from models import Block, Net
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, MixedPrecisionPolicy
 from torch.distributed.fsdp import ShardingStrategy as TorchStrategy
+from torch.distributed.fsdp import fully_shard as fsdp2
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.tensor import Replicate, distribute_tensor
 
 import flatshard
 from flatshard import BackwardPrefetch, CustomPolicy, ShardingStrategy, describe, fully_shard
+from flatshard._composable.construct.renamed import OTHER_VALUES, SAME_VALUES
 from flatshard._composable.find import units_below
 from flatshard._composable.state import unit_of
 
@@ -31,120 +38,46 @@ def _four_ranks(world) -> None:
     world(4)
 
 
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-        self.register_buffer("seen", torch.zeros(()))
-
-    def forward(self, x):
-        return torch.relu(self.linear(x))
-
-
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embed = nn.Embedding(7, 4)
-        self.blocks = nn.ModuleList([Block(), Block()])
-        self.head = nn.Linear(4, 7)
-
-    def forward(self, i):
-        x = self.embed(i)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
-
-
 # What a module keeps besides its parameters and buffers, and what of it an object can be compared by.
 HOOKS = [key for key in nn.Module().__dict__ if key.endswith("_hooks")]
 
 
-class Snapshot:
+def seen_of(root: nn.Module) -> list[Any]:
     """All that can be seen of a module tree: classes, objects, values, attributes, hooks."""
-
-    def __init__(self, root: nn.Module) -> None:
-        self.modules = [(n, m, type(m)) for n, m in root.named_modules()]
-        self.keys = {n: list(m.__dict__) for n, m, _ in self.modules}
-        self.hooks = {(n, key): list(m.__dict__[key].items()) for n, m, _ in self.modules for key in HOOKS}
-        self.tensors = [
-            (name, t, type(t), t.data_ptr() if _has_memory(t) else None, _copy(t), dict(t.__dict__))
-            for name, t in [*root.named_parameters(remove_duplicate=False), *root.named_buffers(remove_duplicate=False)]
-        ]
-
-    def assert_same(self, other: Snapshot) -> None:
-        assert [n for n, _, _ in self.modules] == [n for n, _, _ in other.modules]
-        for (n, m, kind), (_, m2, kind2) in zip(self.modules, other.modules, strict=True):
-            assert m is m2, n
-            assert kind is kind2, n
-        assert self.keys == other.keys
-        assert self.hooks == other.hooks
-        assert [t[0] for t in self.tensors] == [t[0] for t in other.tensors]
-        for (name, t, *look, value, _), (_, t2, *look2, value2, _) in zip(self.tensors, other.tensors, strict=True):
-            assert t is t2, name
-            assert look == look2, name
-            assert _same(value, value2), name
-        assert [t[-1] for t in self.tensors] == [t[-1] for t in other.tensors]
-
-
-def _has_memory(t: torch.Tensor) -> bool:
-    return t.layout is torch.strided and not t.is_meta and type(t) in (nn.Parameter, torch.Tensor)
-
-
-def _copy(t: torch.Tensor) -> Any:
-    if isinstance(t, nn.UninitializedParameter):
-        return None
-    return t.detach().clone()
-
-
-def _same(a: Any, b: Any) -> bool:
-    if a is None or a.is_meta:
-        return (a is None) == (b is None) and (a is None or a.shape == b.shape)
-    if type(a) is not torch.Tensor or a.layout is not torch.strided:
-        return str(a) == str(b)
-    return torch.equal(a, b)
+    modules = [
+        (name, id(m), type(m), list(m.__dict__), [list(m.__dict__[key].items()) for key in HOOKS])
+        for name, m in root.named_modules()
+    ]
+    tensors = []
+    for name, t in [*root.named_parameters(remove_duplicate=False), *root.named_buffers(remove_duplicate=False)]:
+        is_plain = t.layout is torch.strided and not t.is_meta and type(t) in (nn.Parameter, torch.Tensor)
+        tensors.append((name, id(t), type(t), dict(t.__dict__), is_plain and (t.data_ptr(), t.tolist())))
+    return [modules, tensors]
 
 
 @contextlib.contextmanager
 def refused(root: nn.Module, kind: type[Exception], message: str) -> Iterator[None]:
     """The body raises ``kind`` with ``message`` (plain text, not a pattern), and has changed nothing in ``root``."""
-    before = Snapshot(root)
+    before = seen_of(root)
     with pytest.raises(kind, match=re.escape(message)) as caught:
         yield
     assert caught.type is kind, f"a {caught.type.__name__} is not the error to raise here"
-    before.assert_same(Snapshot(root))
+    assert seen_of(root) == before
     assert not hasattr(caught.value, "__notes__")  # no "build it anew"
 
 
-# -- the module --------------------------------------------------------------------------------------------------------
+# -- the module and its process group ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("module", "kind", "message"),
-    [
-        (None, TypeError, "fully_shard takes an nn.Module as module, got a NoneType"),
-        (torch.ones(2), TypeError, "fully_shard takes an nn.Module as module, got a Tensor"),
-        (nn.Linear, TypeError, "fully_shard takes an nn.Module as module, got a type"),
-        ([Block(), "head"], TypeError, "an item of the list, got a str"),
-        (
-            nn.ModuleList([Block()]),
-            ValueError,
-            "has no forward, so its hooks would never run. Shard its items, `for m in",
-        ),
-        (
-            nn.ModuleDict({"a": Block()}),
-            ValueError,
-            "has no forward, so its hooks would never run. Shard its items, `for m",
-        ),
-    ],
-    ids=["None", "tensor", "class", "item", "list", "dict"],
-)
-def test_what_is_no_module(module, kind, message: str):
-    with (
-        refused(module, kind, message)
-        if isinstance(module, nn.Module)
-        else pytest.raises(kind, match=re.escape(message))
-    ):
-        fully_shard(module)
+def test_what_is_no_module():
+    for module, what in ((None, "NoneType"), (torch.ones(2), "Tensor"), (nn.Linear, "type")):
+        with pytest.raises(TypeError, match=f"fully_shard takes an nn.Module as module, got a {what}"):
+            fully_shard(module)
+    with pytest.raises(TypeError, match=r"an item of the list, got a str"):
+        fully_shard([Block(), "head"])
+    for module in (nn.ModuleList([Block()]), nn.ModuleDict({"a": Block()})):
+        with refused(module, ValueError, "has no forward, so its hooks would never run. Shard its items, `for m in"):
+            fully_shard(module)
 
 
 def test_sharded_twice():
@@ -155,7 +88,7 @@ def test_sharded_twice():
         fully_shard(model.blocks[1])
     model = fully_shard(Net())
     message = (
-        "'weight' in this Linear is sharded already, as 'head.weight' of the unit around it, a Net: shard inner modu"
+        "'weight' in this Linear is sharded already, as 'head.weight' of the unit around it, a Net: shard inner mod"
     )
     with refused(model, ValueError, message):
         fully_shard(model.head)
@@ -174,9 +107,6 @@ def test_a_scripted_module():
     fully_shard(model, policy={Block})  # as the message says
     model(torch.ones(2, 4)).sum().backward()
     assert [p.grad is not None for p in model.parameters()] == [True] * 4
-
-
-# -- process groups ----------------------------------------------------------------------------------------------------
 
 
 def test_no_process_group():
@@ -199,53 +129,47 @@ def mesh(*shape: int, names: Any = None) -> DeviceMesh:
 
 
 HYBRID, PAIR, BF16 = ShardingStrategy.HYBRID_SHARD, ("replicate", "shard"), torch.bfloat16
-WRONG: list[tuple[Callable[[Net], dict[str, Any]], type[Exception], str]] = [
-    (lambda m: {"process_group": dist.new_group([1, 2])}, ValueError, "rank 0 is not a member of the given process"),
-    (lambda m: {"device_mesh": DeviceMesh("cpu", [1, 2])}, ValueError, "rank 0 is not a member of the given"),
-    (lambda m: {"process_group": dist.group.WORLD, "device_mesh": mesh(4)}, ValueError, "pass process_group or"),
-    (
-        lambda m: {"device_mesh": mesh(2, 2, names=PAIR)},
-        ValueError,
-        f"device_mesh has 2 dimensions {PAIR}: pass the one to",
-    ),
-    (lambda m: {"device_mesh": mesh(2, 2)}, ValueError, "device_mesh has 2 dimensions None: pass the one to shard"),
-    (lambda m: {"device_mesh": 4}, TypeError, "device_mesh must be a DeviceMesh, got a int"),
-    (lambda m: {"strategy": HYBRID}, ValueError, "LOCAL_WORLD_SIZE=None does not divide the 4 ranks: launch with"),
-    (lambda m: {"strategy": TorchStrategy._HYBRID_SHARD_ZERO2}, ValueError, "without device_mesh shards within a"),
-    (lambda m: {"strategy": "fully_shard"}, ValueError, "strategy='fully_shard' is not one of"),
-    (lambda m: {"strategy": None}, ValueError, "strategy=None is not one of ShardingStrategy.FULL_SHARD"),
-    (lambda m: {"strategy": BackwardPrefetch.BACKWARD_PRE}, ValueError, "is not one of"),
-    (lambda m: {"device_id": "cud"}, ValueError, "device_id='cud' is no device: pass a torch.device, its name or"),
-    (lambda m: {"backward_prefetch": True}, ValueError, "backward_prefetch=True is not one of"),
-    (lambda m: {"backward_prefetch": HYBRID}, ValueError, "is not one of BackwardPrefetch.BACKWARD_PRE"),
-    (lambda m: {"limit_all_gathers": False}, ValueError, "limit_all_gathers=False has no meaning here: the host"),
-    (lambda m: {"limit_all_gathers": 2}, ValueError, "limit_all_gathers"),
-    (lambda m: {"mixed_precision": BF16}, TypeError, "mixed_precision must be a flatshard.MixedPrecision or one"),
-    (lambda m: {"cpu_offload": "params"}, TypeError, "cpu_offload must be a flatshard.CPUOffload, a bool, or one of"),
-    (lambda m: {"policy": {nn.ModuleList}}, ValueError, "the policy chose 'blocks', a ModuleList, which has no"),
-    (lambda m: {"policy": CustomPolicy(lambda m: isinstance(m, nn.ModuleList))}, ValueError, "the policy chose"),
-    (lambda m: {"policy": chosen({"mixed_precision": 16})}, TypeError, "the policy's mixed_precision must be"),
-    (lambda m: {"policy": chosen({"cpu_offload": 1})}, TypeError, "cpu_offload must be"),
-    (lambda m: {"policy": chosen({"sharding_strategy": TorchStrategy.HYBRID_SHARD})}, ValueError, "the policy chose"),
-    (lambda m: {"policy": chosen({"process_group": None})}, ValueError, "overrides 'process_group' for a Block; it"),
-    (lambda m: {"policy": chosen({"ignored_states": []})}, ValueError, "the policy overrides 'ignored_states' for a"),
-    (lambda m: {"ignored_states": m.head.weight}, TypeError, "ignored_states contains a Tensor"),
-    (lambda m: {"ignored_states": ["head"]}, TypeError, "ignored_states contains a str; it takes modules and"),
-    (lambda m: {"ignored_states": "head"}, TypeError, "ignored_states contains a str; it takes modules and"),
-    (lambda m: {"ignored_states": [m.blocks[0].seen]}, TypeError, "ignored_states contains a Tensor"),
-    (lambda m: {"ignored_states": [Block]}, TypeError, "ignored_states contains a type"),
-    (lambda m: {"ignored_states": [None]}, TypeError, "ignored_states contains a NoneType"),
-    (lambda m: {"ignored_states": [m.head, Block()]}, ValueError, "ignored_states: a Block is not a submodule of Net"),
-    (lambda m: {"ignored_states": [nn.Parameter(torch.ones(3, 2))]}, ValueError, "a parameter of shape (3, 2) is"),
-    (lambda m: {"ignored_states": [m]}, ValueError, "ignored_states contains the module that is to be sharded"),
+WRONG_VALUES: list[tuple[Callable[[Net], dict[str, Any]], str]] = [
+    (lambda m: {"process_group": dist.new_group([1, 2])}, "rank 0 is not a member of the given process"),
+    (lambda m: {"device_mesh": DeviceMesh("cpu", [1, 2])}, "rank 0 is not a member of the given"),
+    (lambda m: {"process_group": dist.group.WORLD, "device_mesh": mesh(4)}, "pass process_group or"),
+    (lambda m: {"device_mesh": mesh(2, 2, names=PAIR)}, f"device_mesh has 2 dimensions {PAIR}: pass the one to"),
+    (lambda m: {"device_mesh": mesh(2, 2)}, "device_mesh has 2 dimensions None: pass the one to shard"),
+    (lambda m: {"strategy": HYBRID}, "LOCAL_WORLD_SIZE=None does not divide the 4 ranks: launch with"),
+    (lambda m: {"strategy": TorchStrategy._HYBRID_SHARD_ZERO2}, "without device_mesh shards within a"),
+    (lambda m: {"strategy": "fully_shard"}, "strategy='fully_shard' is not one of"),
+    (lambda m: {"strategy": None}, "strategy=None is not one of ShardingStrategy.FULL_SHARD"),
+    (lambda m: {"strategy": BackwardPrefetch.BACKWARD_PRE}, "is not one of"),
+    (lambda m: {"device_id": "cud"}, "device_id='cud' is no device: pass a torch.device, its name or"),
+    (lambda m: {"backward_prefetch": True}, "backward_prefetch=True is not one of"),
+    (lambda m: {"backward_prefetch": HYBRID}, "is not one of BackwardPrefetch.BACKWARD_PRE"),
+    (lambda m: {"limit_all_gathers": False}, "limit_all_gathers=False has no meaning here: the host"),
+    (lambda m: {"policy": {nn.ModuleList}}, "the policy chose 'blocks', a ModuleList, which has no"),
+    (lambda m: {"policy": chosen({"sharding_strategy": TorchStrategy.HYBRID_SHARD})}, "the policy chose"),
+    (lambda m: {"policy": chosen({"process_group": None})}, "overrides 'process_group' for a Block; it"),
+    (lambda m: {"ignored_states": [m.head, Block()]}, "ignored_states: a Block is not a submodule of Net"),
+    (lambda m: {"ignored_states": [nn.Parameter(torch.ones(3, 2))]}, "a parameter of shape (3, 2) is"),
+    (lambda m: {"ignored_states": [m]}, "ignored_states contains the module that is to be sharded"),
+]
+WRONG_TYPES: list[tuple[Callable[[Net], dict[str, Any]], str]] = [
+    (lambda m: {"device_mesh": 4}, "device_mesh must be a DeviceMesh, got a int"),
+    (lambda m: {"mixed_precision": BF16}, "mixed_precision must be a flatshard.MixedPrecision or one"),
+    (lambda m: {"cpu_offload": "params"}, "cpu_offload must be a flatshard.CPUOffload, a bool, or one of"),
+    (lambda m: {"policy": chosen({"mixed_precision": 16})}, "the policy's mixed_precision must be"),
+    (lambda m: {"policy": chosen({"cpu_offload": 1})}, "cpu_offload must be"),
+    (lambda m: {"ignored_states": m.head.weight}, "ignored_states contains a Tensor"),
+    (lambda m: {"ignored_states": "head"}, "ignored_states contains a str; it takes modules and"),
+    (lambda m: {"ignored_states": [torch.ones(3)]}, "ignored_states contains a Tensor"),
+    (lambda m: {"ignored_states": [Block]}, "ignored_states contains a type"),
 ]
 
 
-@pytest.mark.parametrize(("arguments", "kind", "message"), WRONG)
-def test_wrong_or_missing_choices(arguments, kind, message: str):
-    model = Net()
-    with refused(model, kind, message):
-        fully_shard(model, **arguments(model))
+def test_wrong_or_missing_choices():
+    for kind, table in ((ValueError, WRONG_VALUES), (TypeError, WRONG_TYPES)):
+        for arguments, message in table:
+            model = Net()
+            with refused(model, kind, message):
+                fully_shard(model, **arguments(model))
 
 
 def test_arguments_of_other_kinds_and_names():
@@ -266,127 +190,133 @@ def test_an_accelerator_that_is_not_there():
     fully_shard(model, device_id="cpu")
 
 
-@pytest.mark.parametrize("ignored", ["blocks.1", "blocks", "blocks.1.linear"])
-def test_a_unit_inside_an_ignored_module(ignored: str):
+def test_a_unit_inside_an_ignored_module():
+    for ignored in ("blocks.1", "blocks", "blocks.1.linear"):
+        model = Net()
+        fully_shard(model.blocks[1].linear)
+        message = "'blocks.1.linear' is sharded already, but is in an ignored module: do not shard it, or do not ignore"
+        with refused(model, ValueError, message):
+            fully_shard(model, ignored_states=[model.get_submodule(ignored)])
+
+
+# -- FSDP1's and FSDP2's names of the arguments ------------------------------------------------------------------------
+
+
+def test_every_name_of_fsdp_is_known():
+    ours = set(inspect.signature(fully_shard).parameters)
+    for function in (FullyShardedDataParallel.__init__, fsdp2):
+        theirs = list(inspect.signature(function).parameters)[1:]
+        assert {*theirs} <= {*ours, *SAME_VALUES, *OTHER_VALUES, "module", "dp_mesh_dims"}
+    assert set(SAME_VALUES.values()) <= ours
+    assert not ours & {*SAME_VALUES, *OTHER_VALUES}
+
+
+def test_names_are_accepted():
     model = Net()
-    fully_shard(model.blocks[1].linear)
-    message = "'blocks.1.linear' is sharded already, but is in an ignored module: do not shard it, or do not ignore"
-    with refused(model, ValueError, message):
-        fully_shard(model, ignored_states=[model.get_submodule(ignored)])
+    ignored = model.head.weight
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    fully_shard(model.blocks[0], mesh=mesh(4), mp_policy=policy, offload_policy=CPUOffloadPolicy(pin_memory=False))
+    fully_shard(
+        model,
+        auto_wrap_policy=ModuleWrapPolicy({Block}),
+        sharding_strategy=TorchStrategy.SHARD_GRAD_OP,
+        ignored_params={ignored},
+        forward_prefetch=False,
+    )
+    config = unit_of(model.blocks[0]).config
+    assert config.mixed_precision.param_dtype is torch.bfloat16
+    assert config.cpu_offload.offload_params
+    outer = unit_of(model).config
+    assert outer.strategy is ShardingStrategy.SHARD_GRAD_OP
+    assert not outer.forward_prefetch
+    assert unit_of(model.blocks[1]) is not None
+    assert model.head.weight is ignored
+    assert type(ignored) is nn.Parameter
+
+
+WRONG_NAMES: list[tuple[dict[str, Any], str]] = [
+    ({"polcy": {Block}}, r"no argument 'polcy': did you mean 'policy'\?"),
+    ({"mesh_": None}, r"no argument 'mesh_': did you mean 'mesh'\?"),
+    ({"zzz": 1}, r"no argument 'zzz'$"),
+    ({"auto_wrap_policy": {Block}, "policy": {Block}}, "'policy' and 'auto_wrap_policy' are two names of 'policy'"),
+    ({"ignored_modules": [], "ignored_params": []}, "'ignored_modules' and 'ignored_params' are two names of"),
+    ({"shard_placement_fn": None}, r"no argument 'shard_placement_fn': .*layouts\.Rows\(\)"),
+    ({"dp_mesh_dims": 1}, r"dp_mesh_dims must be a torch\.distributed\.fsdp\.DataParallelMeshDims, got 1"),
+    ({"use_orig_params": True}, "no argument 'use_orig_params': omit it"),
+]
+
+
+def test_names_are_refused():
+    model = Net()
+    for arguments, error in WRONG_NAMES:
+        with pytest.raises(TypeError, match=error):
+            fully_shard(model, **arguments)
+        assert unit_of(model) is None
+        assert not any(m._forward_pre_hooks for m in model.modules())
 
 
 # -- parameters --------------------------------------------------------------------------------------------------------
 
 
-class Labelled(torch.Tensor):
-    """A tensor subclass with its own dispatch, such as a quantised weight."""
-
-    @staticmethod
-    def __new__(cls, inner: torch.Tensor) -> Labelled:
-        result = torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
-        result.inner = inner
-        return result
-
-    @classmethod
-    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
-        if func in (torch.ops.aten.detach.default, torch.ops.aten.clone.default):
-            return cls(args[0].inner)
-        raise NotImplementedError(str(func))
-
-    def __repr__(self, *, tensor_contents=None) -> str:
-        return f"Labelled({self.inner})"
-
-
-class Watched(nn.Parameter):
-    """A parameter subclass with its own ``__torch_function__``."""
-
-    @classmethod
-    def __torch_function__(cls, func, types, args=(), kwargs=None):
-        return super().__torch_function__(func, types, args, kwargs or {})
-
-
-def _dtensor() -> nn.Parameter:
-    from torch.distributed.tensor import Replicate, distribute_tensor
-
-    return nn.Parameter(distribute_tensor(torch.ones(4, 4), init_device_mesh("cpu", (4,)), [Replicate()]))
-
-
-def _annotated() -> nn.Parameter:
+def annotated() -> nn.Parameter:
     """As the package spmd_types does it, of which the test has a stand-in."""
     made = nn.Parameter(torch.ones(4, 4))
     made._local_type = {"tp": "R"}
     return made
 
 
-@pytest.mark.parametrize(
-    ("make", "kind", "message"),
-    [
-        (
-            _annotated,
-            NotImplementedError,
-            "parameter 'blocks.1.linear.weight' is annotated by spmd_types with {'tp': 'R'}, which flatshard does not read",
-        ),
-        (
-            _dtensor,
-            ValueError,
-            "parameter 'blocks.1.linear.weight' is a DTensor over ranks [0, 1, 2, 3], and would be sharded over ranks [0, ",
-        ),
-        (
-            lambda: nn.Parameter(Labelled(torch.ones(4, 4))),
-            ValueError,
-            "parameter 'blocks.1.linear.weight' is a Labelled, a tensor subclass that does not say which tensors are inside: "
-            "give it __tensor_flatten__ and __tensor_unflatten__, or pass it in ignored_states",
-        ),
-        (lambda: Watched(torch.ones(4, 4)), ValueError, "parameter 'blocks.1.linear.weight' is a Watched"),
-        (
-            lambda: nn.Parameter(torch.eye(4).to_sparse()),
-            ValueError,
-            "parameter 'blocks.1.linear.weight' has layout torch.sparse_coo: only dense parameters can be sharded",
-        ),
-        (
-            nn.UninitializedParameter,
-            ValueError,
-            "parameter 'blocks.1.linear.weight' is lazy and has no shape yet: run one",
-        ),
-    ],
-    ids=["spmd_types", "DTensor", "dispatch", "function", "sparse", "lazy"],
-)
+ODD: list[tuple[Callable[[], nn.Parameter], type[Exception], str]] = [
+    (annotated, NotImplementedError, "is annotated by spmd_types with {'tp': 'R'}, which flatshard does not read"),
+    (
+        lambda: nn.Parameter(distribute_tensor(torch.ones(4, 4), mesh(4), [Replicate()])),
+        ValueError,
+        "is a DTensor over ranks [0, 1, 2, 3], and would be sharded over ranks [0, ",
+    ),
+    (
+        lambda: nn.Parameter(torch.eye(4).to_sparse()),
+        ValueError,
+        "has layout torch.sparse_coo: only dense parameters can be sharded",
+    ),
+    (nn.UninitializedParameter, ValueError, "is lazy and has no shape yet: run one forward before fully_shard"),
+]
+
+
 @pytest.mark.parametrize("policy", [None, {Block}], ids=["root", "blocks"])
-def test_a_parameter_that_cannot_be_flattened(monkeypatch, make, kind, message: str, policy):
+def test_a_parameter_that_cannot_be_flattened(monkeypatch, policy):
+    """Of tensor subclasses see ``handle/test_tensor_subclass``."""
     spmd_types = SimpleNamespace(get_local_type=lambda param: param.__dict__.get("_local_type", {}))
     monkeypatch.setitem(sys.modules, "spmd_types", spmd_types)
-    model = Net()
-    model.blocks[1].linear.weight = make()
-    with refused(model, kind, message):
-        fully_shard(model, policy=policy)
-    weight = model.blocks[1].linear.weight
-    fully_shard(model, policy=policy, ignored_states=[weight])  # the cure, where there is no better one
-    assert model.blocks[1].linear.weight is weight
+    for make, kind, message in ODD:
+        model = Net()
+        model.blocks[1].linear.weight = weight = make()
+        with refused(model, kind, f"parameter 'blocks.1.linear.weight' {message}"):
+            fully_shard(model, policy=policy)
+        fully_shard(model, policy=policy, ignored_states=[weight])  # the cure, where there is no better one
+        assert model.blocks[1].linear.weight is weight
 
 
-def test_lazy_modules():
-    model = nn.Sequential(nn.LazyLinear(4), Block())
-    message = "parameter '0.weight' is lazy and has no shape yet: run one forward before fully_shard"
-    with refused(model, ValueError, message):
-        fully_shard(model)
-    model(torch.ones(2, 3))
-    assert describe(fully_shard(model)).numel == 3 * 4 + 4 + 4 * 4 + 4
-
-
-def test_a_parameter_subclass_without_its_own_dispatch_is_a_parameter():
+def test_parameters_that_only_look_odd():
     class Mine(nn.Parameter):
-        pass
+        """A subclass without its own dispatch."""
 
-    model = Net()
-    model.head.weight = Mine(torch.ones(7, 4))
-    assert "head.weight" in describe(fully_shard(model)).units[0].flats[0].fqns
+    class DDP(nn.Linear):
+        """Not torch's."""
+
+    model = nn.Sequential(nn.LazyLinear(4), DDP(4, 4))
+    model(torch.ones(2, 3))  # as the message says of lazy ones
+    model[0].weight = Mine(torch.ones(4, 3))
+    model.num_replicates = 2
+    model[1]._replicate = True
+    fully_shard(model, policy={DDP})
+    assert [f.fqns for u in describe(model).units for f in u.flats] == [
+        ("0.weight", "0.bias"),
+        ("1.weight", "1.bias"),
+    ]
 
 
 @pytest.mark.parametrize("policy", [None, {nn.Linear}], ids=["one unit", "two units"])
 def test_two_parameters_in_the_same_memory(policy):
-    message = (
-        "parameters 'blocks.0.linear.weight' and 'blocks.1.linear.weight' are different Parameter objects in the same"
-    )
+    names = "'blocks.0.linear.weight' and 'blocks.1.linear.weight'"
     for views in (
         lambda base: (base, base),  # the same elements under two objects
         lambda base: (base, base.t()),
@@ -396,7 +326,7 @@ def test_two_parameters_in_the_same_memory(policy):
         model = Net()
         first, second = views(torch.ones(4, 4))
         model.blocks[0].linear.weight, model.blocks[1].linear.weight = nn.Parameter(first), nn.Parameter(second)
-        with refused(model, ValueError, message):
+        with refused(model, ValueError, f"parameters {names} are different Parameter objects in the same"):
             fully_shard(model, policy=policy)
     base = torch.ones(8, 4)  # side by side they are two
     model.blocks[0].linear.weight, model.blocks[1].linear.weight = nn.Parameter(base[:4]), nn.Parameter(base[4:])
@@ -407,9 +337,7 @@ def test_two_parameters_in_the_same_memory(policy):
 def test_parameters_on_different_devices():
     model = Net()
     model.head.cuda()
-    message = (
-        "parameters are on different devices: 'embed.weight', 'blocks.0.linear.weight', 'blocks.0.linear.bias', ... ("
-    )
+    message = "parameters are on different devices: 'front.weight', 'front.bias', 'blocks.0.linear.weight', ... ("
     with refused(model, ValueError, message):
         fully_shard(model)
     fully_shard(model, device_id="cuda")  # the cure that the message names
@@ -419,39 +347,20 @@ def test_parameters_on_different_devices():
 # -- other wrappers ----------------------------------------------------------------------------------------------------
 
 
-def _ddp(module: nn.Module) -> nn.Module:
-    return nn.parallel.DistributedDataParallel(module)
+def replicate(module: nn.Module, newest: bool) -> nn.Module:
+    name = "replicate_with_fsdp" if newest else "replicate"
+    replicating = pytest.importorskip(f"torch.distributed._composable.{name}")
+    return replicating.replicate(module, **({"mesh": mesh(4, names=("replicate",))} if newest else {}))
 
 
-def _fsdp1(module: nn.Module) -> nn.Module:
-    from torch.distributed.fsdp import FullyShardedDataParallel
-
-    return FullyShardedDataParallel(module, use_orig_params=True, device_id=torch.device("cpu"))
-
-
-def _fsdp2(module: nn.Module) -> nn.Module:
-    from torch.distributed.fsdp import fully_shard as theirs
-
-    return theirs(module, mesh=init_device_mesh("cpu", (4,)))
-
-
-def _replicate(module: nn.Module) -> nn.Module:
-    from torch.distributed._composable.replicate import replicate
-
-    return replicate(module)
-
-
-def _replicate_with_fsdp(module: nn.Module) -> nn.Module:
-    replicating = pytest.importorskip("torch.distributed._composable.replicate_with_fsdp")
-    return replicating.replicate(module, mesh=init_device_mesh("cpu", (4,), mesh_dim_names=("replicate",)))
-
-
-WRAPPERS = {
-    "DistributedDataParallel": _ddp,
-    "FullyShardedDataParallel": _fsdp1,
-    "FSDPModule": _fsdp2,
-    "DDP": _replicate,
-    "ReplicateModule": _replicate_with_fsdp,
+WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "DistributedDataParallel": nn.parallel.DistributedDataParallel,
+    "FullyShardedDataParallel": lambda m: FullyShardedDataParallel(
+        m, use_orig_params=True, device_id=torch.device("cpu")
+    ),
+    "FSDPModule": lambda m: fsdp2(m, mesh=mesh(4)),
+    "DDP": lambda m: replicate(m, False),
+    "ReplicateModule": lambda m: replicate(m, True),
 }
 
 
@@ -472,18 +381,7 @@ def test_what_another_wrapper_manages(name: str):
     assert all(a is b for a, b in zip(before[1], model.parameters(), strict=True))
     assert not units_below(model)
     fully_shard(model, ignored_states=[model.blocks[1]])
-    assert describe(model).numel == sum(p.numel() for m in (Net().embed, Block(), Net().head) for p in m.parameters())
-
-
-def test_a_users_names_are_not_mistaken_for_another_wrapper():
-    class DDP(nn.Linear):
-        """The user's own class of that name."""
-
-    model = nn.Sequential(DDP(4, 4))
-    model.num_replicates = 2
-    model[0]._replicate = True
-    fully_shard(model, policy={DDP})
-    assert len(units_below(model)) == 2
+    assert describe(model).numel == sum(p.numel() for p in Net(2).parameters())
 
 
 # -- meta modules ------------------------------------------------------------------------------------------------------
@@ -513,14 +411,14 @@ class Broken(Bare):
         raise ZeroDivisionError("mine")
 
 
-def _on_meta(*makes: Callable[[], nn.Module]) -> nn.Sequential:
+def on_meta(make: Callable[[], nn.Module]) -> nn.Sequential:
     with torch.device("meta"):
-        return nn.Sequential(nn.Linear(4, 4), *(make() for make in makes))
+        return nn.Sequential(nn.Linear(4, 4), make())
 
 
 @pytest.mark.parametrize("policy", [None, {Bare}], ids=["one unit", "two units"])
 def test_a_meta_module_without_reset_parameters(policy):
-    model = _on_meta(Bare)
+    model = on_meta(Bare)
     message = (
         "'1.scale', '1.table' are on the meta device and their modules cannot initialise them. Give their modules a "
         "reset_parameters() that sets every parameter and buffer (non-persistent ones too), or pass param_init_fn=..."
@@ -531,7 +429,7 @@ def test_a_meta_module_without_reset_parameters(policy):
 
 def test_a_failure_after_the_change_has_begun_says_so():
     """What an initialiser leaves out can only show when it has run, unit by unit, with earlier units sharded by then."""
-    model = _on_meta(Forgetful)
+    model = on_meta(Forgetful)
     message = r"'1\.table' were on the meta device and have not been initialised\. Gi"
     with pytest.raises(RuntimeError, match=message) as e:
         fully_shard(model, policy={Forgetful}, device_id="cpu")
@@ -544,18 +442,9 @@ def test_a_failure_after_the_change_has_begun_says_so():
         fully_shard(model)
 
 
-@pytest.mark.parametrize("in_function", [False, True])
-def test_an_error_of_the_users_own_initialiser_comes_through(in_function: bool):
-    model = _on_meta(Broken)
-    init = (lambda m: m.reset_parameters()) if in_function else None
-    with pytest.raises(ZeroDivisionError, match="mine") as e:
-        fully_shard(model, policy={Broken}, param_init_fn=init, device_id="cpu")
-    assert "build it anew" in e.value.__notes__[0]
-    assert not torch.__future__.get_swap_module_params_on_conversion()
-
-
-def test_a_param_init_fn_that_leaves_something_out():
-    model = _on_meta(Bare)
-    message = r"'1\.table' were on the meta device and have not been initialised \(param_init_fn was called for their "
-    with pytest.raises(RuntimeError, match=message):
-        fully_shard(model, param_init_fn=lambda m: None)
+def test_an_error_of_the_users_own_initialiser_comes_through():
+    for init in (None, lambda m: m.reset_parameters()):
+        with pytest.raises(ZeroDivisionError, match="mine") as e:
+            fully_shard(on_meta(Broken), policy={Broken}, param_init_fn=init, device_id="cpu")
+        assert "build it anew" in e.value.__notes__[0]
+        assert not torch.__future__.get_swap_module_params_on_conversion()

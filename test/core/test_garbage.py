@@ -15,21 +15,23 @@ import flatshard
 from flatshard._composable.state import unit_of
 
 
-def make_and_train(group: Any, copied: bool) -> list[weakref.ref]:
+def make_and_train(group: Any, copied: bool, last: str) -> list[weakref.ref]:
     model = nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 8)), nn.Linear(8, 8))
     flatshard.fully_shard(model, policy={nn.Linear}, process_group=group)
     model(torch.randn(2, 8)).sum().backward()
     if copied:
         model = copy.deepcopy(model)
         model(torch.randn(2, 8)).sum().backward()
+    if last == "forward":
+        model(torch.randn(2, 8))  # which leaves records of what a backward would need
     unit = unit_of(model[0])
     return [weakref.ref(x) for x in (model, model[0], unit, unit.handle, unit.handle.flats[0])]
 
 
 @ranks(2)
 def test_dropped_models_are_freed(ctx):
-    for copied in (False, True):
-        references = make_and_train(ctx.group, copied)
+    for copied, last in ((False, "backward"), (True, "backward"), (False, "forward")):
+        references = make_and_train(ctx.group, copied, last)
         gc.collect()
         assert [r() for r in references] == [None] * len(references)
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import collections
 import copy
 import math
+import os
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from models import Block, Mlp, Net
 from on_ranks import ranks
 from parity import check_same_gradients, check_same_params, full_params, parts, step_all, twins
 from torch import nn
@@ -28,36 +30,16 @@ from flatshard._trace import record_events
 HYBRID = [strategy for strategy in ShardingStrategy if strategy.is_hybrid]
 
 
-class Block(nn.Module):
-    def __init__(self, width: int = 5) -> None:
-        super().__init__()
-        self.inner = nn.Linear(width, 7)
-        self.outer = nn.Linear(7, width, bias=False)
-        self.scale = nn.Parameter(torch.ones(()))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.outer(torch.tanh(self.inner(x))) * self.scale
+def make() -> nn.Module:
+    return Net(width=5, inputs=5, outputs=3)
 
 
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(3))
-        self.head, self.unused = nn.Linear(5, 3), nn.Linear(5, 3)
-        self.skip: int | None = None
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for i, block in enumerate(self.blocks):
-            x = x if i == self.skip else block(x)
-        return self.head(x)
-
-
-def backward(ctx, plain: nn.Module | None, model: nn.Module | None, skip: int | None = None) -> None:
+def backward(ctx, plain: nn.Module | None, model: nn.Module | None, order: tuple[int, ...] = (0, 1, 2)) -> None:
     """Of a batch, and of this rank's part of it."""
     x = torch.randn(2 * ctx.world_size, 5, generator=torch.Generator().manual_seed(0)).double()
     for m, part in zip((plain, model), parts(ctx, x), strict=True):
         if m is not None:
-            m.skip = skip
+            m.order = order
             m(part).square().mean().backward()
 
 
@@ -123,11 +105,10 @@ def test_parity(ctx, strategy: ShardingStrategy):
             mesh = ctx.device_mesh(shape, ("replicate", "shard"))
             where = {"device_mesh": mesh} if as_mesh else {"process_group": (mesh.get_group(1), mesh.get_group(0))}
         ctx.note(f"mesh {shape} as {list(where)}")
-        plain, model = twins(ctx, Net, {Block}, strategy=strategy, **where)
+        plain, model = twins(ctx, make, {Block}, strategy=strategy, **where)
         optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (plain, model)]
         for _ in range(3):
             backward(ctx, plain, model)
-            assert model.unused.weight.grad is None
             step_all(optimizers)
         if strategy.joins_axes:
             units = units_below(model)
@@ -142,66 +123,16 @@ def test_parity(ctx, strategy: ShardingStrategy):
         check_same_params(model, plain)
 
 
-def collectives(ctx) -> dict[str, int]:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    model = fully_shard(Net(), policy={Block}, device_mesh=mesh, strategy=ShardingStrategy.HYBRID_SHARD)
-    calls: dict[str, int] = {}
-    for unit in units_below(model):
-        assert unit.handle.placement.replicas is not None
-        for runtime, kind in ((unit.handle.runtime, "shard"), (unit.handle.placement.replicas, "replicate")):
-            for verb in ("all_gather", "reduce_scatter", "all_reduce"):
-                count(runtime.collectives, verb, f"{verb} over {kind}", calls)
-    x = torch.randn(2, 5)
-    for _ in range(2):
-        model(x).sum().backward()
-    calls.clear()
-    with record_events() as events:
-        model(x).sum().backward()
-    assert [e for e in events if e.startswith("reduce")][-1] == "reduce-scatter <root>"
-    return calls
-
-
-def count(collectives, verb: str, name: str, calls: dict[str, int]) -> None:
-    original = getattr(collectives, verb)
-    if getattr(original, "counted", False):
-        return
-
-    def counted(*args):
-        calls[name] = calls.get(name, 0) + 1
-        return original(*args)
-
-    counted.counted = True  # type: ignore[attr-defined]
-    setattr(collectives, verb, counted)
-
-
-def test_collectives_per_step(pool):
-    """Blocks gather twice, the root once; every unit reduces once over either group."""
-    for calls in pool.run(collectives, world_size=4):
-        assert calls == {"all_gather over shard": 7, "reduce_scatter over shard": 4, "all_reduce over replicate": 4}
-
-
-@pytest.mark.filterwarnings("ignore:.*matched no submodule")
 @ranks(4)
 def test_every_replica_starts_from_rank_0(ctx):
     mesh = init_device_mesh("cpu", (2, 2))
     for meta in (False, True):
         torch.manual_seed(ctx.rank)
         with torch.device("meta" if meta else "cpu"):
-            model = Net()
-        if meta:
-            model.blocks = nn.ModuleList(nn.Linear(5, 5) for _ in range(2))  # Block's own parameter has no initialiser
-            model.head, model.unused = nn.Linear(5, 5, device="meta"), nn.Linear(5, 3, device="meta")
-            model.blocks.to("meta")
-        fully_shard(
-            model,
-            policy=None if meta else {Block},
-            device_mesh=mesh,
-            strategy=HYBRID[0],
-            sync_module_states=not meta,
-            device_id="cpu",
-        )
-        with flatshard.summon_full_params(model, writeback=False):
-            mine = torch.cat([p.detach().clone().flatten() for p in model.parameters()])
+            model = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 3))
+        options = {"sync_module_states": not meta, "device_id": "cpu"}
+        fully_shard(model, policy={nn.Linear}, device_mesh=mesh, strategy=HYBRID[0], **options)
+        mine = torch.cat([p.flatten() for p in full_params(model).values()])
         everyone = [torch.empty_like(mine) for _ in range(ctx.world_size)]
         dist.all_gather(everyone, mine)
         assert all(torch.equal(e, everyone[0]) for e in everyone)
@@ -212,7 +143,7 @@ def test_all_reduce_at_the_last_microbatch(ctx):
     """Reduce-scatter every microbatch, all-reduce the last: same gradients, fewer all-reduces."""
     mesh = init_device_mesh("cpu", (2, 2))
     for strategy, policy in [(HYBRID[0], {Block}), (HYBRID[1], None)]:
-        plain, model = twins(ctx, Net, policy, device_mesh=mesh, strategy=strategy)
+        plain, model = twins(ctx, make, policy, device_mesh=mesh, strategy=strategy)
         for step in range(2):
             plain.zero_grad()
             model.zero_grad()
@@ -229,18 +160,10 @@ def test_all_reduce_at_the_last_microbatch(ctx):
 
 @ranks(4)
 def test_groups_are_built_from_the_local_world_size(ctx):
-    import os
-
-    os.environ["LOCAL_WORLD_SIZE"] = "2"
-    try:
-        model = fully_shard(Net(), policy={Block}, strategy=HYBRID[0])
-        other = fully_shard(Net(), policy={Block}, strategy=HYBRID[1])
-    finally:
-        del os.environ["LOCAL_WORLD_SIZE"]
+    with mock.patch.dict(os.environ, LOCAL_WORLD_SIZE="2"):
+        model, other = (fully_shard(Net(), policy={Block}, strategy=strategy) for strategy in HYBRID[:2])
     (unit, *_), (same, *_) = units_below(model), units_below(other)
-    assert unit.handle.runtime.world_size == 2
-    assert unit.handle.placement.replicas is not None
-    assert unit.handle.placement.replicas.world_size == 2
+    assert unit.handle.runtime.world_size == unit.handle.placement.replicas.world_size == 2
     assert unit.context is same.context  # one mesh for all calls
     assert unit.handle.placement.is_rank0 == (ctx.rank == 0)
 
@@ -248,19 +171,18 @@ def test_groups_are_built_from_the_local_world_size(ctx):
 @ranks(4)
 def test_refusals(ctx):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    cases = [
-        ({"device_mesh": mesh["shard"]}, "needs 2 dimensions, \\(replicate, shard\\), and has 1"),
-        ({"process_group": mesh.get_group(1)}, "pass process_group=\\(group to shard over, group of replicas\\)"),
-        ({"process_group": (mesh.get_group(1), mesh.get_group(1))}, "must have only this rank in common"),
-        ({"process_group": (mesh.get_group(1), ctx.group)}, "must have only this rank in common"),
-    ]
-    for arguments, message in cases:
+    shards, replicas = mesh.get_group(1), mesh.get_group(0)
+    hybrid = {"strategy": HYBRID[0]}
+    for arguments, message in (
+        (hybrid | {"device_mesh": mesh["shard"]}, "needs 2 dimensions, \\(replicate, shard\\), and has 1"),
+        (hybrid | {"process_group": shards}, "pass process_group=\\(group to shard over, group of replicas\\)"),
+        (hybrid | {"process_group": (shards, shards)}, "must have only this rank in common"),
+        (hybrid | {"process_group": (shards, ctx.group)}, "must have only this rank in common"),
+        ({"process_group": (shards, replicas)}, "process_group is a tuple, which is for hybrid strategies"),
+        ({"device_mesh": mesh}, r"or strategy=ShardingStrategy\.HYBRID_SHARD, which replicates"),
+    ):
         with pytest.raises(ValueError, match=message):
-            fully_shard(Net(), strategy=HYBRID[0], **arguments)
-    with pytest.raises(ValueError, match="process_group is a tuple, which is for hybrid strategies"):
-        fully_shard(Net(), process_group=(mesh.get_group(1), mesh.get_group(0)))
-    with pytest.raises(ValueError, match=r"or strategy=ShardingStrategy\.HYBRID_SHARD, which replicates"):
-        fully_shard(Net(), device_mesh=mesh)
+            fully_shard(Net(), **arguments)
     model = fully_shard(Net(), process_group=ctx.group)
     with pytest.raises(ValueError, match="unit '<root>' has strategy FULL_SHARD and no replicas"):
         flatshard.configure(model, all_reduce=False)
@@ -276,7 +198,7 @@ def test_what_no_later_backward_adds_to(ctx):
     where: dict[str, Any] = {"process_group": (ctx.alone, ctx.group)}
     if ctx.world_size == 4:
         where = {"device_mesh": init_device_mesh("cpu", (2, 2))}
-    plain, model = twins(ctx, Net, {Block}, strategy=HYBRID[0], **where)
+    plain, model = twins(ctx, make, {Block}, strategy=HYBRID[0], **where)
 
     def partially() -> None:
         flatshard.configure(model, all_reduce=False)
@@ -289,7 +211,7 @@ def test_what_no_later_backward_adds_to(ctx):
             m.zero_grad()
 
     partially()  # then a block is left out
-    backward(ctx, plain, model, skip=1)
+    backward(ctx, plain, model, order=(0, 2))
     backward(ctx, plain, None)
     check()
 
@@ -319,28 +241,19 @@ def test_what_no_later_backward_adds_to(ctx):
 # -- dimensions of size 1 --------------------------------------------------------------------------------------------
 
 
-class Pair(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner, self.outer = nn.Linear(8, 8), nn.Linear(8, 8)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.outer(torch.tanh(self.inner(x)))
-
-
 def count_collectives(ctx, shape: tuple[int, int, int]) -> list[tuple[tuple[str, int], int]]:
     """What a step issues on a mesh (replicate, shard, tp). Its gradients are those of one process."""
     mesh = ctx.device_mesh(shape, ("replicate", "shard", "tp"))
     torch.manual_seed(0)
-    plain = nn.Sequential(Pair(), Pair())
+    plain = nn.Sequential(Mlp(8), Mlp(8))
     batch = torch.randn(8, 8)
     plain(batch).square().mean().backward()
     model = copy.deepcopy(plain)
     model.zero_grad()
     for block in model:
-        parallelize_module(block, mesh["tp"], {"inner": ColwiseParallel(), "outer": RowwiseParallel()})
+        parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
     flatshard.fully_shard(
-        model, policy={Pair}, device_mesh=mesh["replicate", "shard"], strategy=ShardingStrategy.HYBRID_SHARD
+        model, policy={Mlp}, device_mesh=mesh["replicate", "shard"], strategy=ShardingStrategy.HYBRID_SHARD
     )
     issued: collections.Counter[tuple[str, int]] = collections.Counter()
     issue = Runtime._issue

@@ -1,9 +1,11 @@
-"""From a module without values to a sharded one: the meta device, ``sync_module_states``, ``device_id``, device meshes."""
+"""From a module without values to a sharded one: the meta device, ``to_empty`` after it, ``sync_module_states``, meshes."""
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,69 +14,86 @@ import torch.distributed as dist
 from clean import resident_nbytes
 from models import NormBlock
 from on_ranks import ranks
-from parity import adamw, check_same_params, full_params, step_all
+from parity import adamw, check_same_gradients, full_params, parts
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import flatshard
-from flatshard import ShardingStrategy, fully_shard
+from flatshard import CPUOffload, MixedPrecision, ShardingStrategy, fully_shard, layouts
 from flatshard._composable.construct.materialize import shows_pattern
 from flatshard._composable.find import units_below
+from flatshard.tensors import shard_info
 
 WIDTH = 13
 
 
 class Rotary(nn.Module):
-    """A buffer that is in no state dict."""
+    """A buffer that is in no state dict, an integer, and a parameter without dimensions. ``resets``: all of them."""
 
     def __init__(self, resets: bool = True) -> None:
         super().__init__()
         self.register_buffer("inv_freq", torch.empty(WIDTH), persistent=False)
         self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+        self.scale = nn.Parameter(torch.empty(()))
         self.resets = resets
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         self.calls.zero_()
-        if self.resets or (not self.inv_freq.is_meta and not _is_pattern(self.inv_freq)):
+        nn.init.constant_(self.scale, 0.75)
+        if self.resets or (not self.inv_freq.is_meta and not shows_pattern(self.inv_freq)):
             self.inv_freq.copy_(torch.arange(1.0, WIDTH + 1).reciprocal())
 
     def forward(self, x: Tensor) -> Tensor:
-        return x * self.inv_freq
-
-
-def _is_pattern(t: Tensor) -> bool:
-    return shows_pattern(t)
+        return x * self.inv_freq * self.scale
 
 
 class Block(NormBlock):
     def __init__(self) -> None:
         super().__init__(WIDTH, 29, bias=False)
 
+    def init_weights(self) -> None:
+        self.norm.reset_parameters()
+        self.up.reset_parameters()
+        nn.init.trunc_normal_(self.down.weight, std=0.02)
+        self.down.weight.data.mul_(0.5)
+
 
 class Lm(nn.Module):
-    """Embedding and head are tied; BatchNorm has an int64 buffer."""
+    """Embedding and head are tied. ``init_weights`` comes to the root before and after the blocks, as torchtitan's does."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.embed = nn.Embedding(11, WIDTH)
+        self.embed = nn.Embedding(11, WIDTH, padding_idx=0)
         self.rotary = Rotary()
         self.blocks = nn.Sequential(Block(), Block(), Block())
-        self.norm = nn.BatchNorm1d(WIDTH)
+        self.norm = nn.LayerNorm(WIDTH)
         self.head = nn.Linear(WIDTH, 11, bias=False)
         self.head.weight = self.embed.weight
+
+    def init_weights(self) -> None:
+        self.rotary.reset_parameters()
+        self.embed.reset_parameters()
+        for block in self.blocks:
+            block.init_weights()
+        self.norm.reset_parameters()
+        nn.init.orthogonal_(self.head.weight)
+        with torch.no_grad():
+            self.embed.weight.mul_(2.0)
 
     def forward(self, ids: Tensor) -> Tensor:
         return self.head(self.norm(self.blocks(self.rotary(self.embed(ids)))))
 
 
-def tokens(n: int) -> Tensor:
-    return torch.randint(11, (n,))
-
-
-def on_meta(make: Callable[[], nn.Module]) -> nn.Module:
+def on_meta(make: Callable[[], nn.Module] = Lm) -> nn.Module:
     with torch.device("meta"):
         return make()
+
+
+def tensors_of(model: nn.Module) -> dict[str, Tensor]:
+    """Whole parameters, and buffers."""
+    return {**full_params(model), **dict(model.named_buffers())}
 
 
 def same_everywhere(ctx: Any, tensors: dict[str, Tensor]) -> None:
@@ -86,7 +105,18 @@ def same_everywhere(ctx: Any, tensors: dict[str, Tensor]) -> None:
         assert torch.equal(mine, theirs), name
 
 
-# -- The meta device ---------------------------------------------------------------------------------------------------
+def same_as(ctx: Any, model: nn.Module, expected: nn.Module) -> None:
+    """Values, and gradients of the batch."""
+    wanted = {**dict(expected.named_parameters()), **dict(expected.named_buffers())}
+    for name, value in tensors_of(model).items():
+        assert torch.equal(value, wanted[name].detach()), name
+    for each, ids in zip((expected, model), parts(ctx, torch.arange(2 * ctx.world_size) % 11), strict=True):
+        each.zero_grad()
+        each(ids).square().mean().backward()
+    check_same_gradients(model, expected, rtol=1e-3)
+
+
+# -- Initialised by fully_shard ----------------------------------------------------------------------------------------
 
 
 def init_by_to_empty(module: nn.Module) -> None:
@@ -113,6 +143,7 @@ def init_by_data(module: nn.Module) -> None:
 @pytest.mark.parametrize("init", [None, init_by_to_empty, init_only, init_by_data], ids=lambda f: f and f.__name__)
 @ranks(1, 3)
 def test_materialises(ctx, init: Callable[[nn.Module], None] | None):
+    one = Lm()
     for strategy, policy in (
         (ShardingStrategy.FULL_SHARD, None),
         (ShardingStrategy.NO_SHARD, {Block, Rotary}),
@@ -120,7 +151,7 @@ def test_materialises(ctx, init: Callable[[nn.Module], None] | None):
     ):
         ctx.note(f"{strategy.name}, policy {policy}")
         torch.manual_seed(100 + ctx.rank)  # ranks whose generators differ end equal all the same
-        model = on_meta(Lm)
+        model = on_meta()
         model.embed.weight.lr_scale = 0.5
         params, buffers = dict(model.named_parameters()), dict(model.named_buffers())
         optimizer = adamw(model.parameters())
@@ -132,22 +163,19 @@ def test_materialises(ctx, init: Callable[[nn.Module], None] | None):
         assert model.embed.weight.lr_scale == 0.5
         assert not any(t.is_meta for t in [*model.parameters(), *model.buffers()])
         whole = full_params(model)
-        same_everywhere(ctx, whole)
-        same_everywhere(ctx, dict(model.named_buffers()))
-        plain = Lm()
-        assert {n: (p.shape, p.dtype) for n, p in whole.items()} == {
-            n: (p.shape, p.dtype) for n, p in plain.named_parameters()
-        }
+        same_everywhere(ctx, tensors_of(model))
+        shapes, expected = ([(n, p.shape, p.dtype) for n, p in d] for d in (whole.items(), one.named_parameters()))
+        assert shapes == expected
         if init is None or init is init_by_to_empty:
             assert torch.equal(whole["blocks.0.norm.weight"], torch.ones(WIDTH))
-            assert torch.equal(model.rotary.inv_freq, plain.rotary.inv_freq)
+            assert torch.equal(model.rotary.inv_freq, one.rotary.inv_freq)
             assert whole["blocks.0.up.weight"].std() > 0.05
             assert not torch.equal(whole["blocks.0.up.weight"], whole["blocks.1.up.weight"])
         elif init is init_only:
             assert 0 < whole["embed.weight"].std() < 0.04
         else:
             assert all((p == 0.125).all() for p in whole.values())
-        model(tokens(3)).square().mean().backward()
+        model(torch.arange(3)).square().mean().backward()
         optimizer.step()  # built before the parameters had values
         after = full_params(model)
         assert not any(torch.equal(after[name], whole[name]) for name in whole)
@@ -164,14 +192,13 @@ def test_one_unit_is_whole_at_a_time(ctx):
 
     def init(module: nn.Module) -> None:
         nonlocal peak
-        whole = [p for p in params if not p.is_meta and not isinstance(p, flatshard.tensors.ShardedParameter)]
+        whole = [p for p in params if not p.is_meta and shard_info(p) is None]
         peak = max(peak, sum(p.untyped_storage().nbytes() // p.itemsize for p in whole))
         module.reset_parameters()
 
     fully_shard(model, policy={Block}, process_group=ctx.group, param_init_fn=init)
     assert 0 < peak <= one_block
-    handles = [u.handle for u in units_below(model)]
-    shards = sum(resident_nbytes(b) for h in handles for b in h.flats)
+    shards = sum(resident_nbytes(flat) for unit in units_below(model) for flat in unit.handle.flats)
     assert shards <= 4 * (blocks * one_block / ctx.world_size + blocks * (32 + 16))
 
 
@@ -180,14 +207,10 @@ class Forgets(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(WIDTH))
-        self.bias = nn.Parameter(torch.empty(WIDTH))
+        self.weight, self.bias = nn.Parameter(torch.empty(WIDTH)), nn.Parameter(torch.empty(WIDTH))
 
     def reset_parameters(self) -> None:
         nn.init.ones_(self.weight)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.weight + self.bias
 
 
 class NoReset(nn.Module):
@@ -195,17 +218,11 @@ class NoReset(nn.Module):
         super().__init__()
         self.scale = nn.Parameter(torch.ones(()))
 
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.scale
-
 
 class Mask(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("mask", torch.ones(WIDTH, dtype=torch.bool), persistent=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.mask
 
 
 def only_allocate(module: nn.Module) -> None:
@@ -213,69 +230,39 @@ def only_allocate(module: nn.Module) -> None:
 
 
 @ranks(2)
-def test_rank_0_has_nothing_to_send(ctx):
-    model = on_meta(lambda: nn.Sequential(nn.Linear(3, 3), NoReset()))
-    with pytest.raises(RuntimeError, match=r"'1.scale' are on the meta device and their modules cannot") as e:
-        fully_shard(model, process_group=ctx.group, sync_module_states=True)
-    assert not hasattr(e.value, "__notes__")  # nothing has been changed
-
-
-@pytest.mark.parametrize("allocates", [True, False])  # what rank 0 sends needs no initialiser
-@ranks(3)
-def test_meta_on_all_ranks_but_0(ctx, allocates: bool):
-    """FSDP1's way to load a large model once a node: values on rank 0, memory on the others, then a broadcast."""
-    torch.manual_seed(0)
-    real = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), NoReset())
-    expected = {n: t.clone() for n, t in real.state_dict().items()}
-    model = real if ctx.rank == 0 else on_meta(lambda: nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), NoReset()))
-    init = None if ctx.rank == 0 or not allocates else only_allocate
-    fully_shard(model, process_group=ctx.group, policy={nn.Linear}, param_init_fn=init, sync_module_states=True)
-    for name, value in full_params(model).items():
-        torch.testing.assert_close(value, expected[name], rtol=0, atol=0)
-    for name, buffer in model.named_buffers():
-        torch.testing.assert_close(buffer, expected[name], rtol=0, atol=0)
-
-
-@ranks(1, 2)
 def test_what_was_not_initialised_is_named(ctx):
-    cases: list[tuple[Callable[[], nn.Module], str]] = [
-        (Forgets, "'1.bias' (were|are) on the meta device"),
-        (NoReset, "'1.scale' (were|are) on the meta device"),
-        (Mask, "'1.mask' (were|are) on the meta device"),
-        (functools.partial(Rotary, False), "'1.inv_freq' (were|are) on the meta device"),
-    ]
-    for make, message in cases:
-        for policy in (None, {make if isinstance(make, type) else Rotary}):
-            ctx.note(f"{message}, policy {policy}")
-            with pytest.raises(RuntimeError, match=message):
-                fully_shard(
-                    on_meta(lambda make=make: nn.Sequential(nn.Linear(3, 3), make())),
-                    policy=policy,
-                    process_group=ctx.group,
-                    device_id="cpu",
-                )
+    linear = functools.partial(nn.Linear, 3, 3)
+    for make, kind, name in (
+        (Forgets, nn.Linear, "bias"),
+        (NoReset, nn.Linear, "scale"),
+        (Mask, nn.Linear, "mask"),
+        (functools.partial(Rotary, False), Rotary, "inv_freq"),
+    ):
+        for policy in (None, {kind}):
+            model = on_meta(lambda make=make: nn.Sequential(linear(), make()))
+            with pytest.raises(RuntimeError, match=f"'1.{name}' (were|are) on the meta device"):
+                fully_shard(model, policy=policy, process_group=ctx.group, device_id="cpu")
     for bad in (42, nn.Linear, lambda: None):
-        for model in (on_meta(lambda: nn.Linear(3, 3)), nn.Linear(3, 3)):
-            with pytest.raises(
-                TypeError, match=r"param_init_fn=.*it must be None or a function that takes a module"
-            ) as e:
+        for model in (on_meta(linear), linear()):
+            with pytest.raises(TypeError, match=r"param_init_fn=.*it must be None or a function that takes") as e:
                 fully_shard(model, process_group=ctx.group, param_init_fn=bad)
             assert not hasattr(e.value, "__notes__")  # nothing has been changed
             fully_shard(model, process_group=ctx.group)
-    with pytest.raises(RuntimeError, match=r"'weight', 'bias' were .*param_init_fn was called"):
-        fully_shard(on_meta(lambda: nn.Linear(3, 3)), process_group=ctx.group, param_init_fn=lambda module: None)
-    with pytest.raises(RuntimeError, match=r"'weight', 'bias' were .*param_init_fn was called"):
-        fully_shard(on_meta(lambda: nn.Linear(3, 3)), process_group=ctx.group, param_init_fn=only_allocate)
+    for init in (lambda module: None, only_allocate):
+        with pytest.raises(RuntimeError, match=r"'weight', 'bias' were .*param_init_fn was called"):
+            fully_shard(on_meta(linear), process_group=ctx.group, param_init_fn=init)
     assert not torch.are_deterministic_algorithms_enabled()  # a mode that is on for the call only
 
 
 @ranks(2)
 def test_partly_on_meta(ctx):
+    """Only what is on meta is initialised: not what has values, nor what an earlier call has sharded."""
     for policy in (None, {Block}):
         torch.manual_seed(0)
-        model = nn.Sequential(Block(), on_meta(Block), Block())
+        model = nn.Sequential(Block(), on_meta(Block), Block(), on_meta(Block))
         model[2].up.weight = nn.Parameter(torch.empty_like(model[2].up.weight, device="meta"))
         before = {n: p.detach().clone() for n, p in model.named_parameters() if not p.is_meta}
+        fully_shard(model[3], process_group=ctx.group, device_id="cpu")
         calls = []
 
         def init(module: nn.Module, model: nn.Module = model, calls: list[str] = calls) -> None:
@@ -294,30 +281,7 @@ def test_partly_on_meta(ctx):
         same_everywhere(ctx, after)
 
 
-@ranks(2)
-def test_manual_nesting_on_meta(ctx):
-    """Inner modules first, each on meta until its own call."""
-    torch.manual_seed(ctx.rank)
-    model = on_meta(Lm)
-    params = dict(model.named_parameters())
-    for block in model.blocks:
-        fully_shard(block, process_group=ctx.group, device_id="cpu")
-        assert not any(p.is_meta for p in block.parameters())
-        assert model.embed.weight.is_meta
-    seen = []
-
-    def init(module: nn.Module) -> None:
-        seen.append(type(module).__name__)
-        module.reset_parameters()
-
-    fully_shard(model, process_group=ctx.group, param_init_fn=init)
-    assert seen == ["Embedding", "Rotary", "BatchNorm1d", "Linear"]  # C12: not the blocks
-    assert all(p is params[name] for name, p in model.named_parameters())
-    same_everywhere(ctx, full_params(model))
-    model(tokens(3)).sum().backward()
-
-
-# -- sync_module_states and device_id ----------------------------------------------------------------------------------
+# -- Values of rank 0 --------------------------------------------------------------------------------------------------
 
 
 class Assorted(nn.Module):
@@ -333,55 +297,45 @@ class Assorted(nn.Module):
         self.phase = nn.Parameter(torch.randn(3, dtype=torch.complex64))
         self.scalar = nn.Parameter(torch.randn(()))
         self.nothing = nn.Parameter(torch.randn(0))
-        for name, buffer in {
-            "b_float": torch.randn(4),
-            "b_bool": torch.rand(3, 3) > 0.5,
-            "b_flag": torch.rand(()) > 0.5,
-            "b_int": torch.randint(9, (5,)),
-            "b_short": torch.randint(9, (5,), dtype=torch.int16),
-            "b_byte": torch.randint(9, (5,), dtype=torch.uint8),
-            "b_half": torch.randn(5, dtype=torch.float16),
-            "b_complex": torch.randn(4, dtype=torch.complex128),
-            "b_transposed": torch.randn(4, 3).t(),
-            "b_sliced": torch.randn(9)[::2],
-            "b_empty": torch.randn(0, 3),
-        }.items():
-            self.register_buffer(name, buffer, persistent="b_i" not in name)
-        self.register_buffer("b_shared", self.b_float)
-        self.register_buffer("b_none", None)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x @ self.weight * self.scalar
+        buffers = {
+            "shared": torch.randn(4),
+            "bool": torch.rand(3, 3) > 0.5,
+            "flag": torch.rand(()) > 0.5,
+            "long": torch.randint(9, (5,)),
+            "short": torch.randint(9, (5,), dtype=torch.int16),
+            "byte": torch.randint(9, (5,), dtype=torch.uint8),
+            "half": torch.randn(5, dtype=torch.float16),
+            "complex": torch.randn(4, dtype=torch.complex128),
+            "transposed": torch.randn(4, 3).t(),
+            "sliced": torch.randn(9)[::2],
+            "empty": torch.randn(0, 3),
+            "none": None,
+        }
+        for name, buffer in buffers.items():
+            self.register_buffer(f"b_{name}", buffer, persistent=name != "long")
+        self.register_buffer("b_again", self.b_shared)
 
 
 @ranks(1, 2, 3)
 def test_sync_module_states(ctx):
+    torch.manual_seed(5)
+    reference = nn.Sequential(Assorted())
+    expected = {**dict(reference.named_parameters()), **dict(reference.named_buffers())}
     for strategy in (ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD):
         for policy in (None, {nn.Conv2d}):
-            torch.manual_seed(5)
-            expected = {n: t.detach().clone() for n, t in [*Assorted().named_parameters(), *Assorted().named_buffers()]}
             torch.manual_seed(5 + ctx.rank)
             model = nn.Sequential(Assorted())
-            strides = {n: t.stride() for n, t in [*model.named_parameters(), *model.named_buffers()]}
-            buffers = dict(model.named_buffers(remove_duplicate=False))
+            buffers = list(model.named_buffers(remove_duplicate=False))
             fully_shard(model, policy=policy, process_group=ctx.group, strategy=strategy, sync_module_states=True)
-            torch.manual_seed(5)
-            reference = nn.Sequential(Assorted())
-            assert dict(model.named_buffers(remove_duplicate=False)).keys() == buffers.keys()
-            assert all(b is buffers[n] for n, b in model.named_buffers(remove_duplicate=False))
-            got = full_params(model)
-            for name, value in reference.named_parameters():
-                assert torch.equal(got[name], value), name
-                assert got[name].stride() == strides[name]
-            for name, value in reference.named_buffers():
-                assert torch.equal(buffers[name], value), name
-                assert buffers[name].stride() == strides[name]
-            assert expected.keys() == {n.removeprefix("0.") for n in strides}
+            now = list(model.named_buffers(remove_duplicate=False))
+            assert [(n, id(b)) for n, b in now] == [(n, id(b)) for n, b in buffers]
+            for name, value in tensors_of(model).items():
+                assert torch.equal(value, expected[name]), name
+                assert value.stride() == expected[name].stride(), name
 
 
 @ranks(2)
 def test_each_rank_keeps_its_own_values_otherwise(ctx):
-    torch.manual_seed(ctx.rank)
     model = nn.BatchNorm1d(50)
     model.weight.data.fill_(ctx.rank)
     model.running_mean.fill_(ctx.rank)
@@ -389,27 +343,31 @@ def test_each_rank_keeps_its_own_values_otherwise(ctx):
     assert (model.weight == ctx.rank).all()
     assert (model.running_mean == ctx.rank).all()
     ignored = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
-    with torch.no_grad():
-        for param in ignored.parameters():
-            param.fill_(ctx.rank)
+    for param in ignored.parameters():
+        nn.init.constant_(param, ctx.rank)
     fully_shard(ignored, process_group=ctx.group, ignored_states=[ignored[1]], sync_module_states=True)
     assert (ignored[1].weight == ctx.rank).all()
     assert all((p == 0).all() for p in ignored[0].parameters())
 
 
-@ranks(2)
-def test_device_id(ctx):
-    for device in ("cpu", torch.device("cpu")):
+@ranks(3)
+def test_meta_on_all_ranks_but_0(ctx):
+    """FSDP1's way to load a large model once a node: values on rank 0, memory on the others, then a broadcast."""
+
+    def make() -> nn.Module:
+        return nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), NoReset())
+
+    for allocates in (True, False):  # what rank 0 sends needs no initialiser
         torch.manual_seed(0)
-        model = Lm()
-        before = {n: p.detach().clone() for n, p in model.named_parameters()}
-        params, buffers = dict(model.named_parameters()), dict(model.named_buffers())
-        fully_shard(model, policy={Block}, process_group=ctx.group, device_id=device)
-        assert all(p is params[n] for n, p in model.named_parameters())
-        assert all(b is buffers[n] for n, b in model.named_buffers())
-        assert all(torch.equal(p, before[n]) for n, p in full_params(model).items())
-    model = fully_shard(on_meta(Lm), policy={Block}, process_group=ctx.group, device_id="cpu")
-    assert {t.device.type for t in [*model.parameters(), *model.buffers()]} == {"cpu"}
+        real = make()
+        expected = copy.deepcopy(real.state_dict())
+        model = real if ctx.rank == 0 else on_meta(make)
+        init = None if ctx.rank == 0 or not allocates else only_allocate
+        fully_shard(model, process_group=ctx.group, policy={nn.Linear}, param_init_fn=init, sync_module_states=True)
+        assert all(torch.equal(value, expected[name]) for name, value in tensors_of(model).items())
+    with pytest.raises(RuntimeError, match=r"'2.scale' are on the meta device and their modules cannot") as e:
+        fully_shard(on_meta(make), process_group=ctx.group, sync_module_states=True)
+    assert not hasattr(e.value, "__notes__")  # nothing has been changed
 
 
 # -- Device meshes -----------------------------------------------------------------------------------------------------
@@ -417,47 +375,302 @@ def test_device_id(ctx):
 
 @ranks(4)
 def test_device_meshes(ctx):
-    def make(seed: int) -> nn.Module:
-        torch.manual_seed(seed)
-        return nn.Sequential(Block(), Block()).double()
-
-    one = init_device_mesh("cpu", (4,))
+    """Each group has the values of its first rank, and gradients of its own: groups that mixed would show."""
     two = init_device_mesh("cpu", (2, 2), mesh_dim_names=("tp", "dp"))
     transposed = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     meshes: list[tuple[DeviceMesh, list[int]]] = [
-        (one, [0, 1, 2, 3]),
+        (init_device_mesh("cpu", (4,)), [0, 1, 2, 3]),
         (two["dp"], [0, 1] if ctx.rank < 2 else [2, 3]),
         (transposed["dp"], [ctx.rank % 2, ctx.rank % 2 + 2]),
         (ctx.mesh, [0, 1, 2, 3]),
     ]
     for mesh, members in meshes:
-        # Each group trains a model of its own: groups that mixed would show.
-        model, plain = make(members[0]), make(members[0])
+        models = []
+        for rank in (ctx.rank, members[0]):
+            torch.manual_seed(rank)
+            models.append(nn.Sequential(Block(), Block()).double())
+        model, plain = models
         fully_shard(model, policy={Block}, device_mesh=mesh, sync_module_states=True)
         assert flatshard.describe(model).world_size == len(members)
         held = torch.tensor([p.numel() for p in model.parameters()])
         dist.all_reduce(held, group=mesh.get_group())
         assert held.tolist() == [p.numel() for p in plain.parameters()]
-        optimizers = [adamw(m.parameters()) for m in (model, plain)]
-        for step in range(2):
-            torch.manual_seed(step + 10 * members[0])
-            x = torch.randn(2 * len(members), WIDTH, dtype=torch.float64)
-            at = members.index(ctx.rank)
-            model(x[2 * at : 2 * at + 2]).square().mean().backward()
-            plain(x).square().mean().backward()
-            step_all(optimizers)
-        check_same_params(model, plain)
-    with pytest.raises(ValueError, match=r"2 dimensions .*mesh\['dp'\]"):
-        fully_shard(make(0), device_mesh=two)
+        torch.manual_seed(10 * members[0])
+        x = torch.randn(2 * len(members), WIDTH, dtype=torch.float64)
+        model(x.chunk(len(members))[members.index(ctx.rank)]).square().mean().backward()
+        plain(x).square().mean().backward()
+        check_same_gradients(model, plain)
+        model = on_meta(lambda: nn.Linear(WIDTH, WIDTH))
+        fully_shard(
+            model, device_mesh=mesh, param_init_fn=lambda m: [nn.init.constant_(p, ctx.rank) for p in m.parameters()]
+        )
+        assert all((p == members[0]).all() for p in full_params(model).values())
+
+
+# -- Filled later: the order of FSDP2 ----------------------------------------------------------------------------------
+
+CASES: dict[str, dict[str, Any]] = {
+    "default": {},
+    "one unit": {"policy": None},
+    "no shard": {"strategy": ShardingStrategy.NO_SHARD},
+    "rows": {"layout": layouts.Rows()},
+    "whole": {"layout": layouts.Whole()},
+    "precision": {"mixed_precision": MixedPrecision(reduce_dtype=torch.float64)},
+    "offload": {"cpu_offload": CPUOffload()},
+    "static": {"static_buffers": True},
+}
+
+
+def sharded_on_meta(ctx: Any, **options: Any) -> nn.Module:
+    return fully_shard(on_meta(), **{"policy": {Block}, "process_group": ctx.group} | options)
+
+
+def plain(seed: int = 3) -> Lm:
+    model = Lm()
+    torch.manual_seed(seed)
+    model.init_weights()
+    return model
+
+
+@ranks(1, 3)
+def test_initialises(ctx):
+    for case, options in CASES.items():
+        ctx.note(case)
+        expected, model = plain(), on_meta()
+        params = dict(model.named_parameters())
+        fully_shard(model, **({"policy": {Block}, "process_group": ctx.group} | options))
+        assert all(t.is_meta for t in (*model.parameters(), *model.buffers()))
+        with pytest.raises(RuntimeError, match=r"'embed.weight'.*are on the meta device.*to_empty.*device_id"):
+            model(torch.zeros(2, dtype=torch.int64))
+        early = adamw(model.parameters())
+        assert model.to_empty(device="cpu") is model
+        assert all(p is params[name] and not p.is_meta for name, p in model.named_parameters())
+        torch.manual_seed(3)
+        model.init_weights()
+        assert [p for g in early.param_groups for p in g["params"]] == list(model.parameters())
+        same_as(ctx, model, expected)
+        early.step()
+        assert all(p.shape == shard_info(p).part_shape for p in model.parameters())
+
+
+def draw_over_all(model: nn.Module) -> None:
+    """Code that goes over all parameters of the model draws the same numbers as in one process."""
+    for name, param in model.named_parameters():
+        if name.endswith(("bias", "scale")):
+            nn.init.uniform_(param)
+        elif "norm" in name:
+            nn.init.trunc_normal_(param)
+        else:
+            nn.init.normal_(param, std=0.02)
+
+
+def apply(model: nn.Module) -> None:
+    """``model.apply(init)``, with a second visit of the parents by ``named_parameters``, as GPT-2's does."""
+
+    def init(module: nn.Module) -> None:
+        if isinstance(module, nn.Linear | nn.Embedding):
+            module.weight.data.normal_(std=0.02)
+            if getattr(module, "bias", None) is not None:
+                module.bias.data.zero_()
+        elif isinstance(module, nn.LayerNorm):
+            module.reset_parameters()
+        for name, p in module.named_parameters():
+            if name == "down.weight":
+                p.data.normal_(std=0.01)
+
+    model.apply(init)
+    nn.init.ones_(model.rotary.scale)
+
+
+def each_its_own(model: nn.Module) -> None:
+    """As torchtitan's modules: each lists its own parameters. Who lists those of a whole model finds parts."""
+    for module in model.modules():
+        for _, p in module.named_parameters(recurse=False):
+            nn.init.kaiming_uniform_(p) if p.ndim > 1 else nn.init.normal_(p)
+    assert all((info := shard_info(p)) is None or p.shape == info.part_shape for p in model.blocks.parameters())
+
+
+@pytest.mark.parametrize("fill", [draw_over_all, apply, each_its_own], ids=lambda f: f.__name__)
+@ranks(1, 3)
+def test_other_ways_to_initialise(ctx, fill: Callable[[nn.Module], None]):
+    for case in ("default", "rows", "precision"):
+        expected, model = Lm(), sharded_on_meta(ctx, **CASES[case]).to_empty(device="cpu")
+        for each in (expected, model):
+            torch.manual_seed(5)
+            each.rotary.reset_parameters()
+            fill(each)
+        same_as(ctx, model, expected)
+
+
+class Rnn(nn.Module):
+    """An RNN has weak references to its parameters. It and ``Own`` have a ``__setattr__`` of their own."""
+
+    class Own(nn.Linear):
+        def __setattr__(self, name: str, value: object) -> None:
+            super().__setattr__(name, value)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn = nn.GRU(3, 5, num_layers=2)
+        self.head = Rnn.Own(5, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.rnn(x)[0])
+
+    def reset(self) -> None:
+        torch.manual_seed(4)
+        for each in (self.rnn, self.head):
+            each.reset_parameters()
+
+
+@pytest.mark.parametrize("policy", [None, {nn.GRU, Rnn.Own}])
+@ranks(1, 3)
+def test_modules_that_set_attributes_their_own_way(ctx, policy: set[type] | None):
+    expected = Rnn()
+    expected.reset()
+
+    def reset(model: nn.Module) -> None:
+        if not policy:
+            model.rnn.reset_parameters()
+        with flatshard.summon_full_params(model):
+            model.reset()
+
+    def init(module: nn.Module) -> None:
+        """Draws what ``expected`` has, whichever module comes first."""
+        found = next(e for n, e in expected.named_modules() if type(e) is type(module))
+        for name, p in module.named_parameters(recurse=False):
+            nn.init.constant_(p, 0)
+            p.data.copy_(found.get_parameter(name).detach())
+
+    for param_init_fn, fill in (
+        (None, reset),
+        (None, lambda m: m.load_state_dict(expected.state_dict())),
+        (init, lambda m: None),
+    ):
+        model = on_meta(Rnn)
+        params = list(model.parameters())
+        fully_shard(model, policy=policy, process_group=ctx.group, param_init_fn=param_init_fn)
+        if param_init_fn is None:
+            model.to_empty(device="cpu")
+        assert all(a is b for a, b in zip(model.parameters(), params, strict=True))
+        fill(model)
+        x = torch.randn(4, 2, 3, generator=torch.Generator().manual_seed(0))
+        assert torch.equal(model(x), expected(x))
+        one = copy.deepcopy(expected)
+        for each in (model, one):
+            each(x).square().sum().backward()
+        check_same_gradients(model, one, rtol=1e-5)
+        with pytest.raises(RuntimeError, match="has its values, which to_empty"):
+            model.to_empty(device="cpu")
+        model.to("cpu")  # the cure; torch's RNN needs it after an error in to_empty
+        again = copy.deepcopy(model)
+        assert torch.equal(again(x), expected(x))
 
 
 @ranks(4)
-def test_meta_within_a_mesh_dimension(ctx):
-    """Values are those of each group's first rank, not of rank 0."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("tp", "dp"))["dp"]
-    model = on_meta(lambda: nn.Linear(WIDTH, WIDTH))
-    fully_shard(
-        model, device_mesh=mesh, param_init_fn=lambda m: [nn.init.constant_(p, ctx.rank) for p in m.parameters()]
-    )
-    first = ctx.rank // 2 * 2
-    assert all((p == first).all() for p in full_params(model).values())
+def test_loads(ctx, tmp_path: Path):
+    expected = plain()
+    saved = fully_shard(copy.deepcopy(expected), process_group=ctx.group)
+    flatshard.save_checkpoint(tmp_path / "saved", {"model": saved})
+    whole = expected.state_dict()
+
+    def by_checkpoint(model: nn.Module) -> None:
+        flatshard.load_checkpoint(tmp_path / "saved", {"model": model})
+
+    def by_torch(model: nn.Module) -> None:
+        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+        set_model_state_dict(model, whole if ctx.rank == 0 else {}, options=options)
+
+    def by_hand(model: nn.Module) -> None:
+        model.rotary.calls.zero_()
+        for p in model.parameters():
+            info = shard_info(p)
+            p.data.copy_(info.shaped(whole[info.fqn].reshape(-1)[info.start : info.stop]))
+
+    def inside_summon(model: nn.Module) -> None:
+        torch.manual_seed(3)
+        with flatshard.summon_full_params(model):
+            model.init_weights()
+
+    with pytest.raises(RuntimeError, match=r"'embed.weight'.*on the meta device.*to_empty"):
+        by_checkpoint(sharded_on_meta(ctx))
+    for fill in (by_checkpoint, lambda m: m.load_state_dict(whole), by_torch, by_hand, inside_summon):
+        for reads in (False, True) if fill is by_torch else (True,):
+            ctx.note(f"{fill}, {reads}")
+            model = sharded_on_meta(ctx).to_empty(device="cpu")
+            if reads and fill is not by_hand:  # what shows whole parameters is no obstacle
+                assert model.norm.weight.shape == (WIDTH,)
+            fill(model)
+            model.rotary.inv_freq.copy_(expected.rotary.inv_freq)
+            for name, value in expected.named_parameters():  # who reads one that has its values finds a part
+                module, _, attribute = name.rpartition(".")
+                param = getattr(model.get_submodule(module), attribute)
+                assert param.shape == shard_info(param).part_shape, name
+                torch.testing.assert_close(param.norm(), value.norm())
+            same_as(ctx, model, expected)
+    model = sharded_on_meta(ctx)
+    model.load_state_dict(whole, assign=True)  # without to_empty
+    with pytest.raises(RuntimeError, match=r"'rotary.inv_freq' are on the meta device"):
+        model(torch.zeros(2, dtype=torch.int64))
+    model.rotary.inv_freq = expected.rotary.inv_freq.clone()
+    same_as(ctx, model, expected)
+
+
+@ranks(4)
+def test_what_needs_values_says_so(ctx, tmp_path: Path):
+    model = sharded_on_meta(ctx)
+    for verb in (
+        flatshard.unshard,
+        lambda m: flatshard.summon_full_params(m).__enter__(),
+        flatshard.flat_parameters,
+        flatshard.checkpoint.full_state_dict,
+        lambda m: flatshard.save_checkpoint(tmp_path / "saved", {"model": m}),
+    ):
+        with pytest.raises(RuntimeError, match=r"'embed.weight'.*on the meta device.*to_empty"):
+            verb(model)
+    assert model.state_dict()["norm.weight"].is_meta
+    flatshard.describe(model)
+    with pytest.raises(RuntimeError, match=r"'blocks.1.norm.weight'.*are on the meta device"):
+        model.blocks[1](torch.zeros(2, WIDTH))
+    model.to_empty(device="cpu")
+    model.embed.reset_parameters()
+    model.blocks[0].init_weights()
+    x = torch.zeros(2, dtype=torch.int64)
+    message = r"'rotary.scale', 'norm.weight', .*'blocks.1.norm.weight'.*nothing has filled"
+    with pytest.raises(RuntimeError, match=message) as e:
+        model(x)
+    assert "embed" not in str(e.value)
+    assert "blocks.0" not in str(e.value)
+    torch.manual_seed(3)
+    model.init_weights()
+    model(x).sum().backward()
+    with pytest.raises(RuntimeError, match="has its values, which to_empty"):
+        model.to_empty(device="cpu")
+
+
+@ranks(4)
+def test_replicas(ctx):
+    """Replicas end equal, whatever their random generators do."""
+    mesh = ctx.device_mesh((2, 2), ("replicate", "shard"))
+    model = fully_shard(on_meta(), policy={Block}, device_mesh=mesh, strategy=ShardingStrategy.HYBRID_SHARD)
+    model.to_empty(device="cpu")
+    torch.manual_seed(ctx.rank)
+    model.init_weights()
+    model(torch.zeros(2, dtype=torch.int64))
+    parts = torch.cat([p.detach().clone().reshape(-1) for p in model.parameters()])
+    others = [torch.empty_like(parts) for _ in range(2)]
+    dist.all_gather(others, parts, group=mesh.get_group("replicate"))
+    assert torch.equal(*others)
+
+
+def test_converted_on_meta(world):
+    """``module.half()`` between ``fully_shard`` and ``to_empty``: as in one process, the values come in the new dtype."""
+    for size in (1, 2):
+        world(size)
+        model = on_meta(lambda: nn.Sequential(nn.Linear(3, WIDTH), nn.Linear(WIDTH, 2)))
+        fully_shard(model, policy={nn.Linear}).bfloat16()
+        model.to_empty(device="cpu")
+        for layer in model:
+            layer.reset_parameters()
+        model(torch.ones(2, 3, dtype=torch.bfloat16)).sum().backward()
+        assert {p.dtype for p in model.parameters()} == {torch.bfloat16} == {p.grad.dtype for p in model.parameters()}

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import copy
 import gc
+import itertools
 import weakref
-from typing import Any
 
 import pytest
 import torch
@@ -17,7 +17,6 @@ from event_lines import as_text, same_everywhere, sharded, train
 from expecttest import assert_expected_inline
 from models import Block, Net
 from on_ranks import ranks
-from parity import adamw, check_same_params, twins
 from torch import nn
 
 from flatshard import BackwardPrefetch, CustomPolicy, configure, fully_shard, keep_unsharded
@@ -33,8 +32,8 @@ def steps(model: nn.Module, count: int = 2) -> list[list[str]]:
     return [train(model) for _ in range(count)]
 
 
-def only_last(columns: list[list[str]]) -> list[str]:
-    return columns[-1]
+def last_step(model: nn.Module) -> list[str]:
+    return steps(model)[-1]
 
 
 # -- Units that change inside a pass -----------------------------------------------------------------------------------
@@ -56,22 +55,14 @@ class Follower(nn.Module):
         return y - target
 
 
-def changes_in_forward(ctx) -> list[list[str]]:
-    columns = steps(sharded(ctx, Follower()), 3)
-    return [c[: c.index("-- backward")] for c in columns]
-
-
-def test_what_changes_in_a_forward_is_not_gathered_before(pool):
-    assert_expected_inline(
-        as_text(same_everywhere(pool.run(changes_in_forward))),
-        """\
-all-gather student  all-gather student  all-gather student
-reshard student     all-gather teacher  reshard student
-all-gather teacher  reshard student     all-gather teacher
-reshard teacher     reshard teacher     reshard teacher
-                    all-gather teacher
-                    reshard teacher""",
-    )
+@ranks(2)
+def test_what_changes_in_a_forward_is_not_gathered_before(ctx):
+    """Once a step has shown that it changes."""
+    first, *later = steps(sharded(ctx, Follower()), 3)
+    gathers = [[e for e in c[: c.index("-- backward")] if "gather" in e] for c in (first, *later)]
+    once = ["all-gather student", "all-gather teacher"]
+    assert gathers == [once, [*once, "all-gather teacher"], once]
+    assert later[1].index("reshard student") < later[1].index("all-gather teacher")
 
 
 # -- Chosen modules ----------------------------------------------------------------------------------------------------
@@ -79,14 +70,14 @@ reshard teacher     reshard teacher     reshard teacher
 
 def chosen_forward(ctx) -> list[list[str]]:
     model = sharded(ctx, Net())
-    plain = only_last(steps(model))
+    plain = last_step(model)
     configure(model, forward_prefetch=[model.blocks[0], model.blocks[1]])
     configure(model.blocks[0], forward_prefetch=[model.blocks[2]])
     configure(model.blocks[1], forward_prefetch=[])
-    far = only_last(steps(model))
+    far = last_step(model)
     for module in (model, *model.blocks):
         configure(module, forward_prefetch=True)
-    assert only_last(steps(model)) == plain
+    assert last_step(model) == plain
     model = sharded(ctx, Net(), forward_prefetch=False)
     configure(model.blocks[0], forward_prefetch=[model.blocks[1]])
     one = train(model)  # nothing is recorded yet
@@ -115,7 +106,7 @@ def chosen_backward(ctx) -> list[list[str]]:
         model = sharded(ctx, Net(), backward_prefetch=prefetch)
         configure(model.blocks[2], backward_prefetch=[model.blocks[1], model.blocks[0]])
         configure(model.blocks[1], backward_prefetch=[])
-        column = only_last(steps(model))
+        column = last_step(model)
         columns.append(column[column.index("-- backward") :])
     return columns
 
@@ -141,42 +132,7 @@ reduce-scatter <root>    reduce-scatter <root>    reduce-scatter <root>""",
     )
 
 
-@ranks(2)
-def test_wrong_hints(ctx):
-    """A unit that does not run is gathered in vain and freed; one that ran already is left alone. Numbers do not change."""
-    plain, model = twins(ctx, Net, Block)
-    model.order = plain.order = [0, 2]
-    configure(model.blocks[2], forward_prefetch=[model.blocks[1], model.blocks[0]])
-    configure(model.blocks[0], backward_prefetch=[model.blocks[1], model.blocks[2]])
-    optimizers = [adamw(m.parameters()) for m in (model, plain)]
-    for _ in range(3):
-        for m, optimizer in zip((model, plain), optimizers, strict=True):
-            m(torch.ones(2, 4).double()).square().sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        assert all(unit.handle.is_sharded for unit in units_below(model))
-    check_same_params(model, plain)
-
-
 # -- A limit in bytes --------------------------------------------------------------------------------------------------
-
-
-class Ahead(nn.Module):
-    """Counts the most bytes that were gathered without being in use, at every gather."""
-
-    def __init__(self, model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
-        super().__init__()
-        self.most = 0
-        units = units_below(model)
-        for unit in units:
-            before = unit.handle.unshard
-
-            def unshard(*args: Any, before: Any = before, **options: Any) -> None:
-                before(*args, **options)
-                ahead = [u for u in units if not u.claims and not u.completion.expected and not u.handle.is_sharded]
-                self.most = max(self.most, sum(u.handle.unsharded_nbytes for u in ahead))
-
-            monkeypatch.setattr(unit.handle, "unshard", unshard)
 
 
 def limited(ctx) -> list[list[str]]:
@@ -189,10 +145,7 @@ def limited(ctx) -> list[list[str]]:
         for module in (model, *model.blocks):
             configure(module, forward_prefetch=[b for b in model.blocks if b is not module])
             configure(module, backward_prefetch=[b for b in reversed(model.blocks) if b is not module])
-        with pytest.MonkeyPatch.context() as patch:
-            ahead = Ahead(model, patch)
-            columns.append([f"-- limit: {blocks} blocks", *only_last(steps(model))])
-        assert ahead.most == (3 if blocks is None else blocks) * size
+        columns.append([f"-- limit: {blocks} blocks", *last_step(model)])
     return columns
 
 
@@ -218,75 +171,58 @@ all-gather blocks.0    all-gather blocks.0""",
 @ranks(2)
 def test_limit_of_one_unit(ctx):
     """The limit is what may be ahead, not what must stay below it; and the policy may give each unit one of its own."""
-    size = 2 * BLOCK_BYTES if ctx.world_size == 2 else None
+    size = 2 * BLOCK_BYTES
     policy = CustomPolicy(lambda m: isinstance(m, Block) and {"prefetch_limit_bytes": size})
     model = sharded(ctx, Net(), policy)
     assert unit_of(model).config.prefetch_limit_bytes is None
     assert unit_of(model.blocks[0]).handle.unsharded_nbytes == size
-    assert only_last(steps(model)) == only_last(steps(sharded(ctx, Net())))
+    assert last_step(model) == last_step(sharded(ctx, Net()))
     policy = CustomPolicy(lambda m: isinstance(m, Block) and {"prefetch_limit_bytes": size - 1})
     model = sharded(ctx, Net(), policy, forward_prefetch=True)
     none = sharded(ctx, Net(), forward_prefetch=False, backward_prefetch=None)
     configure(none, backward_prefetch=[none.blocks[2]])  # only the root, which has no limit, still gathers ahead
     steps(model)
-    got, expected = only_last(steps(model)), only_last(steps(none))
+    got, expected = last_step(model), last_step(none)
     assert [e for e in got if "all-gather" in e] == [e for e in expected if "all-gather" in e]
 
 
 # -- Misuse, copies, lifetime ------------------------------------------------------------------------------------------
 
-both = pytest.mark.parametrize("name", ["forward_prefetch", "backward_prefetch"])
 
-
-@both
+@pytest.mark.parametrize("name", ["forward_prefetch", "backward_prefetch"])
 def test_misuse(fake_group, name):
     model, plain = fully_shard(Net(), policy=Block), Net()
+    elsewhere = fully_shard(Net(), process_group=dist.new_group([0]))
     configure(model, **{name: [model.blocks[0]]})
+    linear, blocks = model.blocks[0].linear, model.blocks
     for module, chosen, kind, message in (
-        (
-            model,
-            [model.blocks[0].linear],
-            ValueError,
-            r"this Linear is part of unit 'blocks\.0', and not a unit itself",
-        ),
-        (
-            model.front,
-            [model.blocks[0]],
-            ValueError,
-            r"this Linear is part of unit the root module, and not a unit itself",
-        ),
-        (model, [plain], ValueError, r"nothing in this Net is sharded; call fully_shard first"),
-        (
-            model,
-            [model.blocks],
-            ValueError,
-            r"this ModuleList is not a unit, but contains units: 'blocks\.0', 'blocks\.1'",
-        ),
-        (model, [model.blocks[1], model], ValueError, "unit '<root>' cannot be prefetched for itself"),
+        (model, [linear], ValueError, r"this Linear is part of unit 'blocks\.0', and not a unit itself"),
+        (model.front, [blocks[0]], ValueError, "this Linear is part of unit the root module, and not a unit itself"),
+        (model, [plain], ValueError, "nothing in this Net is sharded; call fully_shard first"),
+        (model, [blocks], ValueError, r"this ModuleList is not a unit, but contains units: 'blocks\.0', 'blocks\.1'"),
+        (model, [blocks[1], model], ValueError, "unit '<root>' cannot be prefetched for itself"),
+        (model, [elsewhere], ValueError, "'<root>' is on another process group or device than '<root>'"),
         (model, ["blocks.1"], TypeError, "takes an nn.Module, got a str"),
     ):
-        with pytest.raises(kind, match=f"configure.*{message}"):
+        with pytest.raises(kind, match=f"configure.*{message}" if chosen != [elsewhere] else message):
             configure(module, **{name: chosen})
     unit = unit_of(model)
-    assert [u for c in (unit.forward_targets, unit.backward_targets) if c for u in c] == [unit_of(model.blocks[0])]
-
-
-@both
-def test_another_group(fake_group, name):
-    other = dist.new_group([0])
-    a, b = fully_shard(Net()), fully_shard(Net(), process_group=other)
-    with pytest.raises(ValueError, match="'<root>' is on another process group or device than '<root>'"):
-        configure(a, **{name: [b]})
+    assert [u for c in (unit.forward_targets, unit.backward_targets) if c for u in c] == [unit_of(blocks[0])]
 
 
 def test_deepcopy(fake_group):
-    model, outside = fully_shard(Net(), policy=Block), fully_shard(Net())
+    """Also of a long chain: a copy that followed it would exceed Python's recursion limit."""
+    model, outside = fully_shard(Net(120), policy=Block), fully_shard(Net())
+    for block, following in itertools.pairwise(model.blocks):
+        configure(block, forward_prefetch=[following])
+        configure(following, backward_prefetch=[block])
     configure(model, forward_prefetch=[model.blocks[1], outside, model.blocks[0]])
-    configure(model.blocks[2], backward_prefetch=[model.blocks[0]])
     copied = copy.deepcopy(copy.deepcopy(model))
-    assert [u.module for u in unit_of(copied).forward_targets] == [copied.blocks[1], outside, copied.blocks[0]]
-    assert [u.module for u in unit_of(copied.blocks[2]).backward_targets] == [copied.blocks[0]]
-    assert [u.module for u in unit_of(model).forward_targets] == [model.blocks[1], outside, model.blocks[0]]
+    for each in (model, copied):
+        assert [u.module for u in unit_of(each).forward_targets] == [each.blocks[1], outside, each.blocks[0]]
+        for block, following in itertools.pairwise(each.blocks):
+            assert [u.module for u in unit_of(block).forward_targets] == [following]
+            assert [u.module for u in unit_of(following).backward_targets] == [block]
     gone = weakref.ref(outside)
     del outside
     gc.collect()
@@ -295,38 +231,20 @@ def test_deepcopy(fake_group):
     train(copied)
 
 
-def test_deepcopy_of_a_long_chain(fake_group):
-    """A copy that followed the chain would exceed Python's recursion limit."""
-    model = fully_shard(Net(120), policy=Block)
-    for block, following in zip(model.blocks, model.blocks[1:], strict=False):
-        configure(block, forward_prefetch=[following])
-        configure(following, backward_prefetch=[block])
-    copied = copy.deepcopy(model)
-    units = [unit_of(b) for b in copied.blocks]
-    assert [[*u.forward_targets] for u in units[:-1]] == [[u] for u in units[1:]]
-    assert [[*u.backward_targets] for u in units[1:]] == [[u] for u in units[:-1]]
-
-
-def kept_and_chosen(ctx) -> list[str]:
-    """What is kept unsharded is gathered ahead once."""
+@ranks(2)
+def test_what_is_kept_unsharded_is_gathered_ahead_once(ctx):
     model = sharded(ctx, Net())
     configure(model, forward_prefetch=list(model.blocks))
     train(model)
+    events = []
     with keep_unsharded(model):
-        with torch.no_grad():
-            for p in model.parameters():
-                p.mul_(2)
-        events = train(model)
-        with torch.no_grad():
-            for p in model.parameters():
-                p.mul_(2)
-        events += train(model)
-    return [e for e in events if e.startswith("all-gather")]
-
-
-def test_while_kept_unsharded(pool):
-    events = same_everywhere(pool.run(kept_and_chosen))
-    assert sorted(events) == sorted(2 * ["all-gather <root>", *[f"all-gather blocks.{i}" for i in range(3)]])
+        for _ in range(2):
+            with torch.no_grad():
+                for p in model.parameters():
+                    p.mul_(2)
+            events += train(model)
+    gathers = [e for e in events if e.startswith("all-gather")]
+    assert sorted(gathers) == sorted(2 * ["all-gather <root>", *[f"all-gather blocks.{i}" for i in range(3)]])
 
 
 def test_configured_for_all_units(fake_group):
@@ -342,10 +260,8 @@ def test_configured_for_all_units(fake_group):
         again = [i for i, e in enumerate(events) if e == "all-gather blocks.0"][1]
         ahead.append((first < second, again < events.index("reduce-scatter blocks.1")))
     assert ahead == [(False, False), (True, True)]
-    for wrong in (
-        {"divide_factor": 0},
-        {"backward_prefetch": "later"},
-    ):
-        with pytest.raises((TypeError, ValueError), match=next(iter(wrong))):
-            configure(model, reshard_after_forward=False, **wrong)
+    wrong = {"divide_factor": 0, "backward_prefetch": "later"}
+    for name, value in wrong.items():
+        with pytest.raises((TypeError, ValueError), match=name):
+            configure(model, reshard_after_forward=False, **{name: value})
     assert all(unit.config.reshard_after_forward is None for unit in units_below(model))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from typing import Any
 from unittest import mock
 
@@ -12,7 +13,7 @@ from event_lines import as_text, same_everywhere, sharded, train
 from expecttest import assert_expected_inline
 from models import Block, Net
 from on_ranks import ranks
-from parity import adamw, by_pointer, check_same_params, twins
+from parity import adamw, by_pointer, check_same_gradients, check_same_params, twins
 from torch import Tensor, nn
 
 import flatshard
@@ -25,10 +26,12 @@ from flatshard import (
     fully_shard,
     keep_unsharded,
     register_forward_method,
+    summon_full_params,
 )
 from flatshard._composable.features import whole_parameters
 from flatshard._composable.find import units_below
 from flatshard._composable.state import unit_of
+from flatshard._handle.registrations import SHARDED
 from flatshard._trace import record_events
 from flatshard.tensors import ShardedParameter
 
@@ -72,29 +75,17 @@ def each_value(ctx) -> list[list[str]]:
 def test_reshard_after_forward(pool):
     columns = same_everywhere(pool.run(each_value))
     assert_expected_inline(
-        as_text(columns),
+        as_text(columns, "all-gather"),
         """\
-all-gather <root>        all-gather <root>
-all-gather blocks.0      all-gather blocks.0
-all-gather blocks.1      all-gather blocks.1
-reshard blocks.0         all-gather blocks.2
-all-gather blocks.2      -- backward
-reshard blocks.1         reshard blocks.2
-reshard blocks.2         reduce-scatter blocks.2
-reshard <root>           reshard blocks.1
--- backward              reduce-scatter blocks.1
-all-gather <root>        reshard blocks.0
-all-gather blocks.2      reduce-scatter blocks.0
-all-gather blocks.1      reshard <root>
-reshard blocks.2         reduce-scatter <root>
-reduce-scatter blocks.2
-all-gather blocks.0
-reshard blocks.1
-reduce-scatter blocks.1
-reshard blocks.0
-reduce-scatter blocks.0
-reshard <root>
-reduce-scatter <root>""",
+all-gather <root>    all-gather <root>
+all-gather blocks.0  all-gather blocks.0
+all-gather blocks.1  all-gather blocks.1
+all-gather blocks.2  all-gather blocks.2
+-- backward          -- backward
+all-gather <root>
+all-gather blocks.2
+all-gather blocks.1
+all-gather blocks.0""",
     )
 
 
@@ -104,6 +95,8 @@ def one_unit(ctx) -> list[str]:
     configure(model.blocks[1], reshard_after_forward=False)
     configure(model, reshard_after_forward=True, recurse=False)
     events = last_of_two(model)
+    assert [u.reshard_after_forward for u in describe(model).units] == [True, None, False, None]
+    assert "FULL_SHARD, reshard_after_forward=True" in str(describe(model))
     policy = CustomPolicy(lambda m: isinstance(m, Block) and {"reshard_after_forward": m is not by_policy.blocks[1]})
     by_policy = Net()
     sharded(ctx, by_policy, policy, reshard_after_forward=True)
@@ -118,71 +111,36 @@ def one_unit(ctx) -> list[str]:
         configure(model, reshard_after_forward=False)
         model(torch.ones(2, 4))
         assert not unsharded(model)  # for no backward
-    return [e for e in events if not e.startswith("reduce")]
+    return [e for e in events if "gather" in e or "backward" in e]
 
 
 def test_one_unit(pool):
-    assert_expected_inline(
-        as_text([same_everywhere(pool.run(one_unit))]),
-        """\
-all-gather <root>
-all-gather blocks.0
-all-gather blocks.1
-reshard blocks.0
-all-gather blocks.2
-reshard blocks.2
-reshard <root>
--- backward
-all-gather <root>
-all-gather blocks.2
-reshard blocks.2
-all-gather blocks.0
-reshard blocks.1
-reshard blocks.0
-reshard <root>""",
-    )
+    forward = ["<root>", "blocks.0", "blocks.1", "blocks.2"]
+    expected = [f"all-gather {unit}" for unit in forward]
+    expected += ["-- backward", *(f"all-gather {unit}" for unit in ("<root>", "blocks.2", "blocks.0"))]
+    assert same_everywhere(pool.run(one_unit)) == expected
 
 
-def test_what_describe_says(fake_group):
-    model = fully_shard(Net(), policy=Block, reshard_after_forward=True)
-    configure(model.blocks[2], reshard_after_forward=None)
-    assert [u.reshard_after_forward for u in describe(model).units] == [True, True, True, None]
-    lines = [line.split("  ") for line in str(describe(model)).splitlines()[2:6]]
-    assert [[c.strip() for c in line if c][2] for line in lines] == [
-        *["FULL_SHARD, reshard_after_forward=True"] * 3,
-        "FULL_SHARD",
-    ]
-
-
-@pytest.mark.parametrize(
-    ("value", "kind", "message"),
-    [
-        (8, ValueError, r"reshard_after_forward=8 does not divide the 2 ranks .*: pass one of \[1, 2\], True or False"),
-        (
-            "yes",
-            ValueError,
-            "reshard_after_forward must be True, False, None .as the strategy says. or a number of ranks",
-        ),
-    ],
-)
-def test_what_is_no_value(fake_group, value, kind, message):
+def test_what_is_no_value(fake_group):
     model = Net()
-    with pytest.raises(kind, match=message):
-        fully_shard(model, reshard_after_forward=value)
-    assert not units_below(model)
-    fully_shard(model, policy=Block)
-    with pytest.raises(kind, match=message):
-        configure(model, reshard_after_forward=value)
+    for value, message in (
+        (8, r"=8 does not divide the 2 ranks .*: pass one of \[1, 2\], True or False"),
+        (0, "=0 does not divide"),
+        ("yes", " must be True, False, None .as the strategy says. or a number of ranks"),
+    ):
+        with pytest.raises(ValueError, match=f"reshard_after_forward{message}"):
+            fully_shard(model, reshard_after_forward=value)
+        assert not units_below(model)
+        other = fully_shard(Net(), policy=Block)
+        with pytest.raises(ValueError, match=f"reshard_after_forward{message}"):
+            configure(other, reshard_after_forward=value)
     with pytest.raises(ValueError, match=r"this Linear is part of unit 'blocks\.0', and not a unit itself"):
-        configure(model.blocks[0].linear, reshard_after_forward=True)
-
-
-def test_no_shard_has_nothing_to_reshard(fake_group):
+        configure(other.blocks[0].linear, reshard_after_forward=True)
     no_shard = ShardingStrategy.NO_SHARD
     with pytest.raises(ValueError, match="reshard_after_forward=True has no meaning with NO_SHARD"):
-        fully_shard(Net(), strategy=no_shard, reshard_after_forward=True)
+        fully_shard(model, strategy=no_shard, reshard_after_forward=True)
     policy = CustomPolicy(lambda m: isinstance(m, Block) and {"strategy": no_shard})
-    model = fully_shard(Net(), policy=policy, strategy=ShardingStrategy.SHARD_GRAD_OP)
+    fully_shard(model, policy=policy, strategy=ShardingStrategy.SHARD_GRAD_OP)
     with pytest.raises(ValueError, match=r"unit 'blocks\.0': reshard_after_forward=True has no meaning with NO_SHARD"):
         configure(model, reshard_after_forward=True)
     assert unit_of(model).config.reshard_after_forward is None
@@ -214,20 +172,9 @@ def forwards(ctx) -> list[list[str]]:
 def test_ten_forwards_are_one_gather(pool):
     columns = same_everywhere(pool.run(forwards))
     assert columns[0] == columns[1] == columns[2]
-    assert_expected_inline(
-        as_text(columns[:1]),
-        """\
-reshard <root>
-all-gather <root>
-all-gather blocks.0
-all-gather blocks.1
-all-gather blocks.2
--- exit
-reshard <root>
-reshard blocks.0
-reshard blocks.1
-reshard blocks.2""",
-    )
+    units = ["<root>", "blocks.0", "blocks.1", "blocks.2"]
+    expected = ["reshard <root>", *(f"all-gather {u}" for u in units), "-- exit", *(f"reshard {u}" for u in units)]
+    assert columns[0] == expected
 
 
 @ranks(2, 3)
@@ -241,8 +188,7 @@ def test_ranks_that_call_it_unequally_often(ctx):
         assert events.count("all-gather blocks.1") == 1
         assert not unsharded(model)
         model(torch.ones(2, 4)).sum().backward()
-        for grad in (p.grad for p in model.parameters()):
-            assert grad is not None
+        assert all(p.grad is not None for p in model.parameters())
 
 
 @ranks(1, 2, 3)
@@ -252,23 +198,21 @@ def test_a_step_inside_is_noticed(ctx):
         plain, model = twins(ctx, Net, Block, strategy=strategy)
         optimizers = [adamw(m.parameters()) for m in (model, plain)]
 
-        def step(model: nn.Module = model, plain: nn.Module = plain, optimizers: Any = optimizers) -> None:
-            for m, optimizer in zip((model, plain), optimizers, strict=True):
-                for _ in range(2):
-                    m(torch.ones(2, 4).double()).square().sum().backward()
-                optimizer.step()
-                optimizer.zero_grad()
+        def step(model: nn.Module = model, plain: nn.Module = plain, optimizers: Any = optimizers) -> int:
+            with record_events() as events:
+                for m, optimizer in zip((model, plain), optimizers, strict=True):
+                    for _ in range(2):
+                        m(torch.ones(2, 4).double()).square().sum().backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+            return events.count("all-gather blocks.1")
 
         step()
-        with keep_unsharded(model), record_events() as events:
-            step()
-            first = events.count("all-gather blocks.1")
-            step()
+        with keep_unsharded(model):
+            gathers = [step(), step()]
             with keep_unsharded(model.blocks[1]):
-                step()
-        gathers = 0 if strategy is ShardingStrategy.NO_SHARD or ctx.world_size == 1 else 1
-        assert first == gathers
-        assert events.count("all-gather blocks.1") == 3 * gathers
+                gathers.append(step())
+        assert gathers == [0 if strategy is ShardingStrategy.NO_SHARD or ctx.world_size == 1 else 1] * 3
         step()
         check_same_params(model, plain)
         assert strategy is ShardingStrategy.NO_SHARD or not unsharded(model)
@@ -330,15 +274,6 @@ def test_parts_of_a_model(ctx):
         with pytest.raises(ZeroDivisionError), keep_unsharded(model):
             model(x).new_zeros(()).fill_(1 / 0)
         assert not unsharded(model)
-        with keep_unsharded(model):
-            expected = model(x)
-            with flatshard.summon_full_params(model, writeback=False):
-                model.head.weight.zero_()
-            assert torch.equal(model(x), expected)
-            with flatshard.summon_full_params(model):
-                model.head.weight.zero_()
-                model.head.bias.fill_(3)
-            assert torch.equal(model(x), torch.full((2, 2), 3.0))
 
 
 class Tied(nn.Module):
@@ -352,13 +287,14 @@ class Tied(nn.Module):
         return self.inner(self.front(x))
 
     def generate(self, x: Tensor) -> Tensor:
-        with keep_unsharded(self):  # inside a forward of the unit
+        with keep_unsharded(self):
             for _ in range(5):
                 x = self(x)
         return x
 
 
-def inside(ctx) -> list[str]:
+@ranks(2)
+def test_inside_a_forward_of_the_unit(ctx):
     model = sharded(ctx, Tied())
     register_forward_method(model, "generate")
     with torch.no_grad(), keep_unsharded(model.inner):  # with the owner of its tied parameter
@@ -367,17 +303,7 @@ def inside(ctx) -> list[str]:
     with record_events() as events:
         model.generate(torch.ones(2, 4))
     assert unsharded(model) == [""]  # for backward
-    return events
-
-
-def test_inside_a_forward(pool):
-    assert_expected_inline(
-        as_text([same_everywhere(pool.run(inside))]),
-        """\
-all-gather <root>
-all-gather inner
-reshard inner""",
-    )
+    assert events == ["all-gather <root>", "all-gather inner", "reshard inner"]
 
 
 @ranks(2)
@@ -441,3 +367,98 @@ def test_misuse(fake_group):
         keep_unsharded(nn.Linear(2, 2)).__enter__()
     with pytest.raises(ValueError, match="keep_unsharded: this ModuleList is not a unit, but contains units"):
         keep_unsharded(model.blocks, recurse=False).__enter__()
+
+
+# -- Who needs a unit's parameters, in orders that exceptions and nesting bring about ----------------------------------
+
+X = torch.linspace(-1, 1, 8, dtype=torch.double).view(2, 4)
+
+
+def check(model: nn.Module, plain: nn.Module) -> None:
+    """That the model is as between two steps, and trains like the plain one."""
+    for m in (model, plain):
+        m.zero_grad()
+        m(X).square().sum().backward()
+    check_same_gradients(model, plain)
+    for unit in units_below(model):
+        assert not unit.claims
+        assert unit.handle.registrations.shows is SHARDED
+
+
+class Evaluating(nn.Module):
+    """The inner unit uses the outer one's weight, and runs with gradients inside an evaluation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(4))
+        self.inner = nn.Linear(4, 4, bias=False)
+        self.inner.weight = self.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            y = self.inner(x.requires_grad_())
+            (grad,) = torch.autograd.grad(y.sum(), x)
+        return (x @ self.weight) + grad.to(x)
+
+
+@ranks(2)
+def test_a_forward_with_gradients_inside_one_in_full_precision(ctx):
+    policy = MixedPrecision(param_dtype=torch.bfloat16, full_precision_in_eval=True, cast_forward_inputs=True)
+    model = fully_shard(Evaluating(), policy={nn.Linear}, process_group=ctx.group, mixed_precision=policy).eval()
+    with torch.no_grad():
+        assert torch.equal(model(X.float()), X.float() + 1)
+        assert torch.equal(model(X.float()), X.float() + 1)
+    for unit in units_below(model):
+        assert not unit.claims
+        assert unit.handle.registrations.shows is SHARDED
+
+
+@ranks(2)
+def test_two_threads(ctx):
+    plain, model = twins(ctx, Net, {nn.Linear})
+    _, other = twins(ctx, Net, {nn.Linear})
+    started, go_on, found = threading.Event(), threading.Event(), []
+
+    def stop(module: nn.Module, args: Any) -> None:
+        started.set()
+        assert go_on.wait(30)
+
+    hook = model.head.register_forward_pre_hook(stop)
+    thread = threading.Thread(target=lambda: found.append(model(X)))
+    thread.start()
+    try:
+        assert started.wait(30)
+        for each in (model, other):
+            with pytest.raises(RuntimeError, match=r"unit 'head' is in a forward on another thread"):
+                each(X)
+    finally:
+        go_on.set()
+        thread.join(30)
+    hook.remove()
+    torch.testing.assert_close(found[0], plain(X))
+    check(model, plain)
+    check(other, plain)
+
+
+@ranks(2)
+def test_summon_inside_a_step(ctx):
+    """It is refused in forward and in backward, and nothing has happened. The cure reads another layer in a forward."""
+    plain, model = twins(ctx, Net, {nn.Linear})
+    seen: list[Tensor] = []
+
+    def refused(*_: Any) -> None:
+        with pytest.raises(RuntimeError, match="of unit 'head' inside a forward, a backward"):
+            summon_full_params(model.head).__enter__()
+
+    def cured(*_: Any) -> None:
+        flatshard.unshard(model.head)
+        seen.append(model.head.weight.detach().clone())
+        flatshard.reshard(model.head)
+
+    hooks = [model.blocks[0].register_forward_pre_hook(hook) for hook in (refused, cured)]
+    hooks.append(model.front.register_full_backward_hook(refused))
+    model(X).sum().backward()
+    assert torch.equal(seen[0], plain.head.weight)
+    for hook in hooks:
+        hook.remove()
+    check(model, plain)

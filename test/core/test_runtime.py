@@ -1,32 +1,26 @@
-"""What people do in a training step beyond ``model(x).sum().backward()``: each at parity with one process, or refused.
+"""What people do in a training step beyond ``model(x).sum().backward()``: with the gradients of one process, or refused.
 
-A :class:`Case` is a model, what it does in a step, and how the step is made. Every case trains under each strategy and
-must leave every unit settled: sharded, with no gradient buffer and nothing waited for.
+Several forwards and backwards, units left out, accumulation, and checkpoints in every place are the fuzzer's and those of
+``together/test_programs`` and ``test_checkpointing``. Here is what these don't draw.
 """
 
 from __future__ import annotations
 
 import collections
-import contextlib
 import dataclasses
 import functools
-import gc
-import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+from clean import check_clean
 from on_ranks import ranks
-from pairs import some
-from parity import check_parity, mean_square, twins
+from parity import check_same_gradients, mean_square, parts, twins
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from flatshard import ShardingStrategy, fully_shard, unshard
-from flatshard._composable.find import units_below
-from flatshard._handle.lifetime import GradState
-from flatshard._handle.registrations import SHARDED
+from flatshard import ShardingStrategy, recover, unshard
 from flatshard._trace import record_events
 
 STRATEGIES = (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD)
@@ -59,156 +53,41 @@ class Net(nn.Module):
         return self.head(torch.tanh(self.take(self.middle(self.front(x)))))
 
 
-def make_input(step: int, n: int) -> Tensor:
-    return torch.randn(n, WIDTH)
-
-
-@dataclasses.dataclass
-class Case:
-    make: Callable[[], nn.Module]
-    train: Callable[[nn.Module, Any, float], Tensor] | None = None
-    before_step: Callable[[nn.Module, int], None] | None = None
-    shard: Callable[[nn.Module, Any, ShardingStrategy], None] | None = None
-    steps: int = 2
-    strategies: tuple[ShardingStrategy, ...] = STRATEGIES
-    set_to_none: bool = True
-
-
-CASES: dict[str, Case] = {}
-
-
-def shard(model: nn.Module, group: Any, strategy: ShardingStrategy = ShardingStrategy.FULL_SHARD) -> nn.Module:
-    return fully_shard(model, policy=Block, process_group=group, strategy=strategy)
-
-
-def check_settled(model: nn.Module) -> None:
-    """No unit of ``model`` has anything left from a step."""
-    for unit in units_below(model):
-        assert unit.handle.is_sharded, unit
-        assert unit.handle.lifetime.grads is GradState.NONE, unit
-        assert (unit.claims, unit.is_in_backward, unit.completion.pending) == ([], False, 0), unit
-        assert unit.handle.registrations.shows is SHARDED, unit
-        assert all(c.grad is None for f in unit.handle.flats for c in f.unsharded.params), unit
-        assert all(f.gradients._filled is f.gradients.reduction is None for f in unit.handle.flats), unit
-        assert not unit.context.forwards
-        assert unit.context.backward is None
-        assert unit.context.reductions._reducing is None
-
-
-def run_case(ctx, name: str, strategies: list[ShardingStrategy]) -> None:
-    case = CASES[name]
-    for strategy in strategies:
-        ctx.note(f"{name}: {strategy.name}")
-        run = check_parity(
-            ctx,
-            case.make,
-            make_input,
-            steps=case.steps,
-            shard=lambda model, group, strategy=strategy: (case.shard or shard)(model, group, strategy) and None,
-            train=case.train,
-            before_step=case.before_step,
-            set_to_none=case.set_to_none,
-        )
-        check_settled(run.sharded)
-
-
-# -- Forwards and backwards in every combination -----------------------------------------------------------------------
-
-
-def three_forwards(model: nn.Module, x: Tensor, scale: float) -> Tensor:
-    loss = sum(mean_square(model(x * k), x) for k in (1.0, 0.5, -1.0))
-    (loss * scale).backward()
-    return loss.detach()
-
-
-def two_of_each(model: nn.Module, x: Tensor, scale: float) -> Tensor:
-    first, second = mean_square(model(x), x), mean_square(model(x * 0.5), x)
-    (first * scale).backward()
-    (second * scale).backward()
-    return (first + second).detach()
-
-
-def two_of_each_last_first(model: nn.Module, x: Tensor, scale: float) -> Tensor:
-    first, second = mean_square(model(x), x), mean_square(model(x * 0.5), x)
-    (second * scale).backward()
-    (first * scale).backward()
-    return (first + second).detach()
-
-
-def backward_three_times(model: nn.Module, x: Tensor, scale: float) -> Tensor:
-    loss = mean_square(model(x), x)
-    for k in (1.0, 0.5, 0.25):
-        (loss * scale * k).backward(retain_graph=k > 0.25)
-    return loss.detach()
-
-
-def accumulate(model: nn.Module, x: Tensor, scale: float) -> Tensor:
-    total = torch.zeros((), dtype=torch.double)
-    for k in (1.0, 0.5):
-        loss = mean_square(model(x * k), x)
-        (loss * scale).backward()
-        total += loss.detach()
-    return total
-
-
-def discard_a_forward(model: nn.Module, x: Tensor, scale: float) -> Tensor:
-    model(x * 2)
-    loss = mean_square(model(x), x)
-    model(x * 3)
-    (loss * scale).backward()
-    return loss.detach()
-
-
-def two_losses_of_parts(model: nn.Module, x: Tensor, scale: float) -> Tensor:
-    """Two backwards through a common trunk, each through some units of its own."""
-    hidden = model.front(x)
-    first, second = mean_square(model.middle(hidden), x), mean_square(model.head(hidden), x)
-    (first * scale).backward(retain_graph=True)
-    (second * scale).backward()
-    return (first + second).detach()
-
-
-def zero_grad_in_between(model: nn.Module, x: Tensor, scale: float) -> Tensor:
-    loss = mean_square(model(x), x)
-    model.zero_grad()
-    (loss * scale).backward()
-    return loss.detach()
-
-
-def zero_to_zeros_in_between(model: nn.Module, x: Tensor, scale: float) -> Tensor:
-    if scale == 1.0:  # the reference runs one slice after the other: it must not drop the first one's gradients
-        loss = mean_square(model(x), x)
-        model.zero_grad(set_to_none=False)
-        (loss * scale).backward()
-        return loss.detach()
-    return zero_grad_in_between(model, x, scale)
-
-
 def plain() -> nn.Module:
     return Net(Block())
 
 
-for train in (
-    three_forwards,
-    two_of_each,
-    two_of_each_last_first,
-    backward_three_times,
-    accumulate,
-    discard_a_forward,
-    zero_grad_in_between,
-    zero_to_zeros_in_between,
-):
-    CASES[train.__name__] = Case(plain, train)
-CASES["zero_grad to zeros"] = Case(plain, set_to_none=False, steps=5)
-CASES["zero_grad to None"] = Case(plain, steps=5)
+def usual(model: nn.Module, x: Tensor) -> None:
+    mean_square(model(x), x).backward()
 
 
-def shard_all(model: nn.Module, group: Any, strategy: ShardingStrategy) -> None:
-    for child in model.children():
-        fully_shard(child, process_group=group, strategy=strategy)
+class Case(NamedTuple):
+    make: Callable[[], nn.Module] = plain
+    step: Callable[[nn.Module, Tensor], None] = usual
+    policy: Any = Block
+    uses_output: bool = True
 
 
-CASES["two losses of parts"] = Case(plain, two_losses_of_parts, shard=shard_all)
+# -- Forwards and backwards --------------------------------------------------------------------------------------------
+
+
+def backward_three_times(model: nn.Module, x: Tensor) -> None:
+    loss = mean_square(model(x), x)
+    for k in (1.0, 0.5, 0.25):
+        (loss * k).backward(retain_graph=k > 0.25)
+
+
+def last_forward_first(model: nn.Module, x: Tensor) -> None:
+    first, second = mean_square(model(x), x), mean_square(model(x * 0.5), x)
+    second.backward()
+    first.backward()
+
+
+def two_losses_of_parts(model: nn.Module, x: Tensor) -> None:
+    """Two backwards through a common trunk, each through some units of its own."""
+    hidden = model.front(x)
+    mean_square(model.middle(hidden), x).backward(retain_graph=True)
+    mean_square(model.head(hidden), x).backward()
 
 
 class Repeats(nn.Module):
@@ -230,66 +109,76 @@ class Recursive(Block):
         return self.linear(self(x, depth - 1)) + x if depth else x
 
 
-CASES["called three times"] = Case(lambda: Net(Repeats()))
-CASES["recursive"] = Case(lambda: Net(Recursive()))
+class NoGradient(torch.autograd.Function):
+    """Multiplies by a weight, and withholds the weight's gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(weight)
+        return x @ weight
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (weight,) = ctx.saved_tensors
+        return grad @ weight.t(), None
 
 
-class Optional(nn.Module):
-    """Calls one of two units, by the step."""
+class WithheldGradient(Block):
+    """``only``: it has no other parameter."""
 
-    step = 0
-
-    def __init__(self) -> None:
+    def __init__(self, only: bool) -> None:
         super().__init__()
-        self.even, self.third = Block(), Block()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
+        if only:
+            self.linear = nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.step % 2 == 0:
-            x = self.even(x)
-        return self.third(x) if self.step % 3 == 2 else x
+        return self.linear(NoGradient.apply(x, self.weight))
 
 
-def tell_step(model: nn.Module, step: int) -> None:
-    model.middle.step = step
+class Recomputes(Block):
+    """Computes a layer again in backward: by a function that uses its parameters, past its own forward."""
 
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__("before", "inner", "after")
+        self.reentrant = reentrant
 
-# AdamW's weight decay would move a parameter with a gradient of zero in place of None: check_parity looks.
-CASES["units left out"] = Case(lambda: Net(Optional()), before_step=tell_step, steps=6)
-CASES["units left out, zeroed gradients"] = dataclasses.replace(CASES["units left out"], set_to_none=False)
-
-
-class Ignored(nn.Module):
-    """A unit whose output is dropped: backward does not come to it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.dropped, self.used = Block(), Block()
+    def compute_inner(self, x: Tensor) -> Tensor:
+        return torch.tanh(nn.functional.linear(x, self.inner.weight, self.inner.bias))
 
     def forward(self, x: Tensor) -> Tensor:
-        self.dropped(x)
-        return self.used(x)
+        x = torch.tanh(self.before(x))
+        return self.after(checkpoint(self.compute_inner, x, use_reentrant=self.reentrant))
 
 
-CASES["output dropped"] = Case(lambda: Net(Ignored()))
+class RecomputesUnits(nn.Module):
+    """One checkpoint over several units and something of the root's own."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.first, self.second = Block(), Block()
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+        self.reentrant = reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(lambda x: self.second(self.first(x) * self.scale), x, use_reentrant=self.reentrant)
 
 
-def evaluate_under(context: Callable[[], Any], mode: bool = False) -> Callable[[nn.Module, int], None]:
-    """Run forward before each step, twice: nothing of it may be left."""
-
-    def before_step(model: nn.Module, step: int) -> None:
-        model.train(mode)
-        with context():
-            for _ in range(2):
-                model(torch.ones(2, WIDTH, dtype=torch.double))
-        model.train()
-
-    return before_step
-
-
-CASES["no_grad first"] = Case(plain, before_step=evaluate_under(torch.no_grad))
-CASES["inference_mode first"] = Case(plain, before_step=evaluate_under(torch.inference_mode))
-CASES["eval with gradients first"] = Case(plain, before_step=evaluate_under(contextlib.nullcontext))
-CASES["a discarded forward first"] = Case(plain, before_step=evaluate_under(contextlib.nullcontext, True))
+PASSES = {
+    "backward three times": Case(step=backward_three_times),
+    "the last forward's backward first": Case(step=last_forward_first),
+    "two losses of parts": Case(step=two_losses_of_parts, policy={nn.Linear}),
+    "called three times": Case(lambda: Net(Repeats())),
+    "recursive": Case(lambda: Net(Recursive())),
+    "a withheld gradient": Case(lambda: Net(WithheldGradient(False))),
+    "the only gradient withheld": Case(lambda: Net(WithheldGradient(True))),
+}
+for reentrant in (False, True):
+    for make in (Recomputes, RecomputesUnits):
+        name, net = f"{make.__name__}, reentrant: {reentrant}", lambda make=make, r=reentrant: Net(make(r))
+        PASSES[name] = Case(net)
+        PASSES[f"{name}, in one unit"] = Case(net, policy=None)
+        PASSES[f"{name}, three times backward"] = Case(net, backward_three_times)
 
 
 # -- What a unit may return --------------------------------------------------------------------------------------------
@@ -343,7 +232,18 @@ class Returns(Block):
         return self.pack(torch.tanh(self.one(x)), self.two(x))
 
 
-OUTPUTS: dict[str, tuple[Callable[[Tensor, Tensor], Any], Callable[[Any], Tensor]]] = {
+class ReturnsOwn(Block):
+    """Returns what ``pack`` makes of its input and its parameters."""
+
+    def __init__(self, pack: Callable[[Tensor, nn.Linear], Any]) -> None:
+        super().__init__()
+        self.pack = pack
+
+    def forward(self, x: Tensor) -> Any:
+        return self.pack(x, self.linear)
+
+
+FORMS: dict[str, tuple[Callable[[Tensor, Tensor], Any], Callable[[Any], Tensor]]] = {
     "tuple": (lambda a, b: (a, b), lambda out: out[0] * out[1]),
     "list with others": (lambda a, b: [a, None, "text", 3, b], lambda out: out[0] * out[4]),
     "dict": (lambda a, b: {"a": a, "b": b}, lambda out: out["a"] * out["b"]),
@@ -362,34 +262,19 @@ OUTPUTS: dict[str, tuple[Callable[[Tensor, Tensor], Any], Callable[[Any], Tensor
     "changed through a view": (lambda a, b: a + b, lambda out: out.t().mul_(0.5).t()),
     "detached part": (lambda a, b: (a, b.detach()), lambda out: out[0] * out[1]),
 }
-for form, (pack, take) in OUTPUTS.items():
-    CASES[f"returns: {form}"] = Case(lambda pack=pack, take=take: Net(Returns(pack), take), steps=2)
-
-
-class ReturnsInput(Block):
-    """One output is the input itself, and the other is computed."""
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        return x, self.linear(x)
-
-
-class Identity(Block):
-    def forward(self, x: Tensor) -> Tensor:
-        return x
-
-
-class ReturnsParameter(Block):
-    """Outputs that are the parameters, or views of them."""
-
-    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        return torch.tanh(x), self.linear.weight, self.linear.weight.t(), self.linear.bias
-
-
-CASES["returns its input"] = Case(lambda: Net(ReturnsInput(), lambda out: out[0] * out[1]))
-CASES["returns its input only"] = Case(lambda: Net(Identity()))
-CASES["returns parameters"] = Case(
-    lambda: Net(ReturnsParameter(), lambda out: out[0] @ out[1] + out[0] @ out[2] + out[3])
-)
+OWN: dict[str, tuple[Callable[[Tensor, nn.Linear], Any], Callable[[Any], Tensor]]] = {
+    "its input, and more": (lambda x, own: (x, own(x)), lambda out: out[0] * out[1]),
+    "its input": (lambda x, own: x, lambda out: out),
+    "its parameters": (
+        lambda x, own: (torch.tanh(x), own.weight, own.weight.t(), own.bias),
+        lambda out: out[0] @ out[1] + out[0] @ out[2] + out[3],
+    ),
+}
+OUTPUTS = {
+    name: Case(lambda kind=kind, pack=pack, take=take: Net(kind(pack), take))
+    for kind, table in ((Returns, FORMS), (ReturnsOwn, OWN))
+    for name, (pack, take) in table.items()
+}
 
 
 # -- What leaves a unit past its output --------------------------------------------------------------------------------
@@ -439,90 +324,64 @@ class DropsOutput(Stash):
         return x.detach() * 0.5
 
 
-def with_stash(model: nn.Module, x: Tensor, scale: float) -> Tensor:
+def with_stash(model: nn.Module, x: Tensor) -> None:
     loss = mean_square(model(x), x)
-    loss = loss + model.middle.kept_value()
-    (loss * scale).backward()
-    return loss.detach()
+    (loss + model.middle.kept_value()).backward()
 
 
-def stash_only(model: nn.Module, x: Tensor, scale: float) -> Tensor:
+def stash_only(model: nn.Module, x: Tensor) -> None:
     model(x)
-    loss = model.middle.kept_value()
-    (loss * scale).backward()
-    return loss.detach()
+    model.middle.kept_value().backward()
 
 
-for where in STASHES:
-    CASES[f"stash: {where}"] = Case(lambda where=where: Net(Stash(where, False)), with_stash)
-    CASES[f"stash: {where}, late"] = Case(lambda where=where: Net(Stash(where, True)), with_stash)
-    CASES[f"stash: {where}, loss of its own"] = Case(lambda where=where: Net(Stash(where, True)), stash_only)
-CASES["stash, output without a graph"] = Case(lambda: Net(DropsOutput("attribute", True)), with_stash)
-
-
-def catch_inner(model: nn.Module, x: Tensor, scale: float) -> Tensor:
+def catch_inner(model: nn.Module, x: Tensor, only: bool) -> None:
     """A user's forward hook on a layer inside of a unit: a feature loss, as in distillation."""
     caught: list[Tensor] = []
     handle = model.middle.linear.register_forward_hook(lambda module, args, out: caught.append(out))
     y = model(x)
     handle.remove()
-    loss = mean_square(y, x) + caught[0].square().mean()
-    (loss * scale).backward()
-    return loss.detach()
+    feature = caught[0].square().mean()
+    (feature if only else feature + mean_square(y, x)).backward()
 
 
-def catch_inner_only(model: nn.Module, x: Tensor, scale: float) -> Tensor:
-    caught: list[Tensor] = []
-    handle = model.middle.linear.register_forward_hook(lambda module, args, out: caught.append(out))
-    model(x)
-    handle.remove()
-    loss = caught[0].square().mean()
-    (loss * scale).backward()
-    return loss.detach()
-
-
-CASES["caught by a hook"] = Case(plain, catch_inner)
-CASES["caught by a hook, loss of its own"] = Case(plain, catch_inner_only)
+ESCAPES = {
+    "output without a graph": Case(lambda: Net(DropsOutput("attribute", True)), with_stash),
+    "caught by a hook": Case(step=functools.partial(catch_inner, only=False)),
+    "caught by a hook, loss of its own": Case(step=functools.partial(catch_inner, only=True), uses_output=False),
+}
+for where in STASHES:
+    ESCAPES[where] = Case(lambda where=where: Net(Stash(where, False)), with_stash)
+    ESCAPES[f"{where}, late"] = Case(lambda where=where: Net(Stash(where, True)), with_stash)
+    ESCAPES[f"{where}, loss of its own"] = Case(
+        lambda where=where: Net(Stash(where, True)), stash_only, uses_output=False
+    )
 
 
 # -- Gradients of other things than parameters, and of gradients -------------------------------------------------------
 
 
-def input_gradient(model: nn.Module, x: Tensor, scale: float) -> Tensor:
+def input_gradient(model: nn.Module, x: Tensor) -> None:
     """``torch.autograd.grad`` with respect to inputs is no step: it leaves no ``.grad``, and the training after is right."""
     x = x.clone().requires_grad_()
     (grad,) = torch.autograd.grad(model(x).square().sum(), x)
-    loss = mean_square(model(x.detach() + grad), x)
-    (loss * scale).backward()
-    return loss.detach()
+    mean_square(model(x.detach() + grad), x).backward()
 
 
-def input_gradient_then_backward(model: nn.Module, x: Tensor, scale: float) -> Tensor:
+def input_gradient_then_backward(model: nn.Module, x: Tensor) -> None:
     x = x.clone().requires_grad_()
     loss = mean_square(model(x), x)
-    (grad,) = torch.autograd.grad(loss, x, retain_graph=True)
-    (loss * scale).backward()
-    return (loss + grad.sum() * 0).detach()
+    torch.autograd.grad(loss, x, retain_graph=True)
+    loss.backward()
 
 
-def gradient_penalty(model: nn.Module, x: Tensor, scale: float) -> Tensor:
+def gradient_penalty(model: nn.Module, x: Tensor, only: bool) -> None:
     x = x.clone().requires_grad_()
     y = model(x)
     (grad,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
-    loss = mean_square(y, x) + grad.square().mean()
-    (loss * scale).backward()
-    return loss.detach()
+    (grad.square().mean() + (0 if only else mean_square(y, x))).backward()
 
 
-def penalty_only(model: nn.Module, x: Tensor, scale: float) -> Tensor:
-    x = x.clone().requires_grad_()
-    (grad,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
-    loss = grad.square().mean()
-    (loss * scale).backward()
-    return loss.detach()
-
-
-def input_gradient_in_backward(model: nn.Module, x: Tensor, scale: float) -> Tensor:
+def input_gradient_in_backward(model: nn.Module, x: Tensor) -> None:
     """Of a unit that is complete, and waits for its turn to be reduced: units keep the order of their first forwards."""
 
     def ask(grad: Tensor) -> None:
@@ -533,22 +392,42 @@ def input_gradient_in_backward(model: nn.Module, x: Tensor, scale: float) -> Ten
     model.middle(model.front(x))
     hidden = model.middle(x)
     hidden.register_hook(ask)
-    loss = mean_square(model.front(hidden), x)
-    (loss * scale).backward()
-    return loss.detach()
+    mean_square(model.front(hidden), x).backward()
 
 
-for train in (
-    input_gradient,
-    input_gradient_then_backward,
-    gradient_penalty,
-    penalty_only,
-    input_gradient_in_backward,
-):
-    CASES[train.__name__] = Case(plain, train)
+GRADIENTS = {
+    "of inputs, then a step": Case(step=input_gradient),
+    "of inputs, through a unit called three times": Case(lambda: Net(Repeats()), input_gradient),
+    "of inputs, then backward": Case(step=input_gradient_then_backward),
+    "penalty": Case(step=functools.partial(gradient_penalty, only=False)),
+    "penalty only": Case(step=functools.partial(gradient_penalty, only=True)),
+    "of inputs in backward": Case(step=input_gradient_in_backward),
+}
+
+CASES = {"passes": PASSES, "outputs": OUTPUTS, "escapes": ESCAPES, "gradients": GRADIENTS}
 
 
-# -- Frozen parameters -------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("table", CASES)
+@ranks(2, timeout=30)
+def test_gradients_are_those_of_one_process(ctx, table: str):
+    """Each case by the first strategy and by one of the others, for two steps; nothing is left of either."""
+    for turn, (name, case) in enumerate(CASES[table].items()):
+        for strategy in (STRATEGIES[0], STRATEGIES[1 + turn % 2]):
+            ctx.note(f"{name}: {strategy.name}")
+            one, model = twins(ctx, case.make, case.policy, strategy=strategy)
+            for number in range(2):
+                torch.manual_seed(number)
+                batch = torch.randn(3 * ctx.world_size, WIDTH, dtype=torch.double)
+                for m, x in zip((one, model), parts(ctx, batch), strict=True):
+                    m.zero_grad()
+                    case.step(m, x)
+                check_same_gradients(model, one)
+            if not case.uses_output:  # a forward that no backward has come back to is forgotten at the next pass
+                recover(model)
+            check_clean(model)
+
+
+# -- What is freed when, what is refused -------------------------------------------------------------------------------
 
 
 class Adapter(Block):
@@ -556,50 +435,30 @@ class Adapter(Block):
 
     def __init__(self) -> None:
         super().__init__()
-        self.down = nn.Linear(WIDTH, 2, bias=False)
-        self.up = nn.Linear(2, WIDTH, bias=False)
+        self.down, self.up = nn.Linear(WIDTH, 2, bias=False), nn.Linear(2, WIDTH, bias=False)
         self.linear.requires_grad_(False)
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.tanh(self.linear(x) + self.up(self.down(x)))
 
 
-def frozen(module: nn.Module) -> nn.Module:
-    return module.requires_grad_(False)
+@ranks(2)
+def test_frozen_units_are_freed_in_backward(ctx):
+    """Not only at its end: at most two units are whole at a time, the current one and the one gathered ahead."""
 
+    def make() -> nn.Module:
+        return Net(nn.Sequential(Block().requires_grad_(False), Adapter(), Block().requires_grad_(False)))
 
-CASES["frozen units between"] = Case(lambda: Net(nn.Sequential(frozen(Block()), Block(), frozen(Block()))))
-CASES["frozen front"] = Case(lambda: Net(nn.Sequential(frozen(Block()), Block())))
-CASES["adapters"] = Case(lambda: Net(nn.Sequential(Adapter(), Adapter(), Adapter())))
-
-
-def freeze_by_step(model: nn.Module, step: int) -> None:
-    model.middle.linear.weight.requires_grad_(step % 2 == 0)
-    model.front.requires_grad_(step % 3 != 2)
-
-
-CASES["frozen and thawed"] = Case(plain, before_step=freeze_by_step, steps=6)
-
-
-def frozen_events(ctx) -> list[str]:
-    model = shard(Net(nn.Sequential(frozen(Block()), Adapter(), frozen(Block()))), ctx.group)
-    model(torch.ones(2, WIDTH)).sum().backward()
-    with record_events() as events:
-        loss = model(torch.ones(2, WIDTH)).sum()
-        del events[:]
-        loss.backward()
-    check_settled(model)
-    return events
-
-
-def test_frozen_units_are_freed_in_backward(pool):
-    events = pool.run(frozen_events)[0]
-    assert [e for e in events if e.startswith("reduce")] == [
-        "reduce-scatter middle.1",
-        "reduce-scatter front",
-        "reduce-scatter <root>",
-    ]
-    # Not only at its end: at most two units are whole at a time, the current one and the one gathered ahead.
+    one, model = twins(ctx, make, Block)
+    for _ in range(2):
+        for m, x in zip((one, model), parts(ctx, torch.ones(4, WIDTH).double()), strict=True):
+            m.zero_grad()
+            loss = m(x).square().mean()
+            with record_events() as events:
+                loss.backward()
+        check_same_gradients(model, one)
+        check_clean(model)
+    assert [e.split()[1] for e in events if e.startswith("reduce")] == ["middle.1", "front", "<root>"]
     whole: set[str] = set()
     for what, unit in (e.split() for e in events):
         if what == "all-gather":
@@ -609,177 +468,38 @@ def test_frozen_units_are_freed_in_backward(pool):
         assert len(whole) <= 2, events
 
 
-# -- Activation checkpointing ------------------------------------------------------------------------------------------
-
-
-class Checkpointed(nn.Module):
-    """Computes its inner module again in backward. Not a unit itself."""
-
-    def __init__(self, inner: nn.Module, reentrant: bool) -> None:
-        super().__init__()
-        self.inner = inner
-        self.reentrant = reentrant
-
-    def forward(self, x: Tensor) -> Tensor:
-        return checkpoint(self.inner, x, use_reentrant=self.reentrant)
-
-
-class CheckpointInside(Block):
-    """A unit that checkpoints part of itself."""
-
-    def __init__(self, reentrant: bool, by_function: bool = False) -> None:
-        super().__init__("before", "inner", "after")
-        self.reentrant = reentrant
-        self.by_function = by_function
-
-    def compute_inner(self, x: Tensor) -> Tensor:
-        return torch.tanh(nn.functional.linear(x, self.inner.weight, self.inner.bias))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = torch.tanh(self.before(x))
-        inner = self.compute_inner if self.by_function else self.inner
-        x = checkpoint(inner, x, use_reentrant=self.reentrant)
-        return self.after(torch.tanh(x))
-
-
-class CheckpointedUnits(nn.Module):
-    """One checkpoint over several units and something of the root's own."""
-
-    def __init__(self, reentrant: bool) -> None:
-        super().__init__()
-        self.first, self.second = Block(), Block()
-        self.scale = nn.Parameter(torch.ones(WIDTH))
-        self.reentrant = reentrant
-
-    def several(self, x: Tensor) -> Tensor:
-        return self.second(self.first(x) * self.scale)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return checkpoint(self.several, x, use_reentrant=self.reentrant)
-
-
-for reentrant in (False, True):
-    kind = "reentrant" if reentrant else "non-reentrant"
-    CASES[f"{kind} checkpoint: around a unit"] = Case(lambda r=reentrant: Net(Checkpointed(Block(), r)))
-    CASES[f"{kind} checkpoint: inside a unit"] = Case(lambda r=reentrant: Net(CheckpointInside(r)))
-    CASES[f"{kind} checkpoint: inside a unit, of a function"] = Case(lambda r=reentrant: Net(CheckpointInside(r, True)))
-    CASES[f"{kind} checkpoint: across units"] = Case(lambda r=reentrant: Net(CheckpointedUnits(r)))
-    CASES[f"{kind} checkpoint: of every unit"] = Case(
-        lambda r=reentrant: Net(nn.Sequential(*(Checkpointed(Block(), r) for _ in range(3))))
-    )
-    CASES[f"{kind} checkpoint: nested"] = Case(
-        lambda r=reentrant: Net(Checkpointed(nn.Sequential(Block(), Checkpointed(Block(), r)), r))
-    )
-    CASES[f"{kind} checkpoint: one unit for all"] = Case(
-        lambda r=reentrant: Net(CheckpointInside(r)),
-        shard=lambda model, group, strategy: fully_shard(model, process_group=group, strategy=strategy) and None,
-    )
-    CASES[f"{kind} checkpoint: twice backward"] = Case(
-        lambda r=reentrant: Net(Checkpointed(Block(), r)), backward_three_times
-    )
-
-
-# -- Others ------------------------------------------------------------------------------------------------------------
-
-
-class NoGradient(torch.autograd.Function):
-    """Multiplies by a weight, and withholds the weight's gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(weight)
-        return x @ weight
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        (weight,) = ctx.saved_tensors
-        return grad @ weight.t(), None
-
-
-class WithheldGradient(Block):
-    def __init__(self, *names: str) -> None:
-        super().__init__(*names)
-        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = NoGradient.apply(x, self.weight)
-        return self.linear(x) if hasattr(self, "linear") else x
-
-
-def only_withheld() -> nn.Module:
-    block = WithheldGradient()
-    del block.linear
-    return block
-
-
-CASES["a withheld gradient"] = Case(lambda: Net(WithheldGradient()))
-CASES["the only gradient withheld"] = Case(lambda: Net(only_withheld()))
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_parity(pool, name):
-    """By the first strategy, and every third case by another one too."""
-    first, *others = CASES[name].strategies
-    turn = list(CASES).index(name)
-    pool.run(run_case, name, [first, *some(others, 0 if turn % 3 else 1, turn // 3)], timeout=20)
-
-
-# -- What is refused, and what follows the newest values ---------------------------------------------------------------
-
-
 @ranks(2)
 def test_refusals(ctx):
     for strategy in STRATEGIES:
-        model = shard(Net(Block()), ctx.group, strategy)
+        _, model = twins(ctx, plain, Block, torch.float32, strategy=strategy)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         x = torch.ones(2, WIDTH)
         with pytest.raises(RuntimeError, match=r"gradient of '[\w.]+' has a graph of its own.*create_graph"):
             model(x).sum().backward(create_graph=True)
         optimizer.zero_grad()
         model(x).sum().backward()
-        loss = model(x).sum()
-        optimizer.step()
-        with pytest.raises(RuntimeError, match="parameters of unit '<root>' were changed in place between"):
-            loss.backward()
-        hidden = model.middle(x)
-        optimizer.step()
-        with pytest.raises(RuntimeError, match="parameters of unit 'middle' were changed in place between"):
-            hidden.sum().backward()
+        for unit, module in (("<root>", model), ("middle", model.middle)):
+            loss = module(x).sum()
+            optimizer.step()
+            with pytest.raises(RuntimeError, match=f"parameters of unit '{unit}' were changed in place between"):
+                loss.backward()
         optimizer.zero_grad()
         model(x).sum().backward()
-        check_settled(model)
-
-
-def drop_after(ctx, act: str) -> weakref.ref[nn.Module]:
-    model = shard(Net(Block()), ctx.group)
-    if act != "forward":
-        model(torch.ones(2, WIDTH)).sum().backward()
-    if act != "backward":
-        model(torch.ones(2, WIDTH))
-    return weakref.ref(model)
-
-
-@ranks(2)
-def test_a_forward_without_backward_keeps_no_model_alive(ctx):
-    """It leaves records of what backward would need."""
-    for act in ("backward", "forward", "backward and forward"):
-        model = drop_after(ctx, act)
-        gc.collect()
-        assert model() is None, act
+        check_clean(model)
 
 
 @ranks(2)
 def test_autograd_grad_of_unsharded_parameters(ctx):
     """``autograd.grad`` takes the gradients for itself: as they are on this rank, and none is reduced."""
-    plain, model = twins(ctx, lambda: Net(Block()), Block)
-    x = make_input(0, 3).double()
+    one, model = twins(ctx, plain, Block)
+    x = torch.randn(3, WIDTH, dtype=torch.double)
     for _ in range(2):
         unshard(model, recurse=True)
         params = list(model.parameters())
         with record_events() as events:
             found = torch.autograd.grad(model(x).sum(), params)
         assert not [e for e in events if e.startswith("reduce-scatter")]
-        torch.testing.assert_close(found, torch.autograd.grad(plain(x).sum(), list(plain.parameters())))
+        torch.testing.assert_close(found, torch.autograd.grad(one(x).sum(), list(one.parameters())))
         assert all(p.grad is None for p in (*params, *model.parameters()))
     model(x).sum().backward()
     assert all(p.grad is not None for p in model.parameters())

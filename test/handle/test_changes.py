@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import itertools
 from collections.abc import Callable
@@ -10,15 +9,15 @@ from typing import Any
 
 import pytest
 import torch
+from models import Block, Net
 from on_ranks import ranks
 from pairs import all_pairs
 from torch import Tensor, nn
 
 import flatshard
-from flatshard import CPUOffload, MixedPrecision, ShardingStrategy, fully_shard, summon_full_params
+from flatshard import MixedPrecision, ShardingStrategy, fully_shard, summon_full_params
 from flatshard._composable.find import units_below
 from flatshard.checkpoint import full_state_dict
-from flatshard.layouts import Rows, Whole
 
 FULL, GRAD_OP, NO_SHARD = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD
 BF16 = MixedPrecision(param_dtype=torch.bfloat16)
@@ -131,39 +130,6 @@ def test_a_forward_that_changes_its_own_unit_and_its_backward(ctx: Any) -> None:
         train_both(ctx, plain, model, (plain.student.parameters(), params), steps=3)
 
 
-class Twins(nn.Module):
-    """A network, and a target that is updated between steps; both may be trained."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.online = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3))
-        self.target = copy.deepcopy(self.online)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (self.online(x) - self.target(x.flip(1)).detach()).square().mean()
-
-
-@ranks(2, 3)
-def test_targets_updated_between_steps(ctx: Any) -> None:
-    """The parts of two networks with units of their own are cut alike; in one unit the parameters must be whole."""
-    for update, policy in itertools.product(UPDATES, ({nn.Sequential}, {nn.Linear}, None)):
-        torch.manual_seed(0)
-        plain = Twins().double()
-        model = fully_shard(copy.deepcopy(plain), policy=policy, process_group=ctx.group)
-        for m in (plain, model):
-            optimizer = torch.optim.SGD(m.online.parameters(), lr=0.5)
-            for step in range(3):
-                torch.manual_seed(step)
-                m(torch.randn(3, 5, dtype=torch.double)).backward()
-                optimizer.step()
-                m.zero_grad()
-                whole = policy is None and m is model
-                with summon_full_params(m) if whole else contextlib.nullcontext():
-                    for target, online in zip(m.target.parameters(), m.online.parameters(), strict=True):
-                        update(target, online)
-        check(model, plain)
-
-
 def net() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
@@ -224,27 +190,30 @@ def test_parameters_assigned_in_summon_full_params(ctx: Any) -> None:
 
 
 @ranks(3)
-def test_copies_have_what_was_assigned_before(ctx: Any) -> None:
+def test_conversions(ctx: Any) -> None:
+    """Also where parameters stayed unsharded, or were gathered ahead; to what a module is; after an evaluation."""
+    for strategy in STRATEGIES:
+        model = fully_shard(net(), policy={nn.Linear}, process_group=ctx.group, strategy=strategy)
+        loss = model(X).sum()
+        model.to(torch.float32).to("cpu")
+        loss.backward()
+        model.zero_grad()
+        model(X)
+        model.double()
+        with torch.inference_mode():
+            assert torch.equal(model(X.double()), net().double()(X.double()))
+        model(X.double()).sum().backward()
+        flatshard.unshard(model[0])
+        with pytest.raises(RuntimeError, match=r"since unshard\(\): call flatshard.reshard\(module\) first"):
+            full_state_dict(model)
+        model.float()
+        assert torch.equal(model(X), net()(X))
     model = fully_shard(net(), policy={nn.Linear}, process_group=ctx.group)
-    for p in model.parameters():
+    for p in model.parameters():  # a copy has what was assigned before
         p.data = torch.full_like(p.data, 0.5)
     other = copy.deepcopy(model)
     assert all((v == 0.5).all() for v in full_state_dict(other).values())
     assert torch.equal(other(X), model(X))
-
-
-@ranks(3)
-def test_conversions(ctx: Any) -> None:
-    """Also where parameters stayed unsharded, or were gathered ahead."""
-    for strategy in STRATEGIES:
-        model = fully_shard(net(), policy={nn.Linear}, process_group=ctx.group, strategy=strategy)
-        model(X)
-        model.double()
-        assert torch.equal(model(X.double()), net().double()(X.double()))
-        model(X.double()).sum().backward()
-        flatshard.unshard(model[0])
-        model.float()
-        assert torch.equal(model(X), net()(X))
 
 
 @ranks(2)
@@ -262,9 +231,7 @@ def test_what_summon_full_params_cannot_keep(ctx: Any) -> None:
         if ctx.rank == 0:
             assert torch.equal(model(X), net()(X))
         else:
-            with pytest.raises(
-                RuntimeError, match=r"a forward of unit '0' inside summon_full_params\(rank0_only=True\)"
-            ):
+            with pytest.raises(RuntimeError, match=r"a forward of unit '0' inside summon_full_params\(rank0_only=True"):
                 model[0](X)
         with pytest.raises(RuntimeError, match=r"unshard of unit '.*' inside summon_full_params\(rank0_only=True\)"):
             flatshard.unshard(model[0])
@@ -273,42 +240,15 @@ def test_what_summon_full_params_cannot_keep(ctx: Any) -> None:
     with summon_full_params(model, with_grads=True):
         with pytest.raises(RuntimeError, match=r"runs backward inside summon_full_params\(with_grads=True\)"):
             loss.backward()
-        with pytest.raises(
-            RuntimeError, match=r"reduce_gradients: called inside summon_full_params\(with_grads=True\)"
-        ):
+        with pytest.raises(RuntimeError, match=r"reduce_gradients: called inside summon_full_params\(with_grads=True"):
             flatshard.reduce_gradients(model)
-
-
-@ranks(3)
-def test_conversions_to_what_it_is(ctx: Any) -> None:
-    """Conversions to what a module is, and conversions that ``inference_mode`` or held gradients come upon."""
-    model = fully_shard(net(), policy={nn.Linear}, process_group=ctx.group)
-    loss = model(X).sum()
-    model.to(torch.float32).to("cpu")
-    loss.backward()
-    model.double()
-    with torch.inference_mode():
-        expected = model(X.double())
-    assert torch.equal(model(X.double()), expected)
-    model.float()
-    model.zero_grad()
-    with flatshard.no_sync(model):
-        model(X).sum().backward()
-    model.double()
-    flatshard.reduce_gradients(model)
-    assert all(p.grad is None or p.grad.dtype is torch.double for p in model.parameters())
-    flatshard.unshard(model[0])
-    with pytest.raises(
-        RuntimeError, match=r"are shown whole since unshard\(\): call flatshard.reshard\(module\) first"
-    ):
-        full_state_dict(model)
 
 
 @ranks(1, 2)
 def test_converted_to_another_precision(ctx) -> None:
     """The compute dtype stays the policy's, whatever the parameters' own dtype was when they were sharded."""
-    bf16 = flatshard.MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    for strategy in ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD:
+    bf16 = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for strategy in (FULL, NO_SHARD):
         for before, after in (torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16):
             ctx.note(f"{strategy.name}, {before} to {after}")
             torch.manual_seed(0)
@@ -323,21 +263,26 @@ def test_converted_to_another_precision(ctx) -> None:
             assert all(p.dtype is after and p.grad.dtype is after for p in model.parameters())
 
 
-def draw(model: nn.Module) -> Tensor:
-    torch.manual_seed(7)  # on all ranks
-    for number, p in enumerate(model.parameters()):
-        (nn.init.normal_, nn.init.uniform_)[number % 2](p)
-    return torch.rand(())
-
-
-@ranks(2, 3)
-def test_ranks_seeded_alike_draw_what_one_process_draws(ctx) -> None:
-    """Not each the same numbers for its part: also of parameters that have been sharded, on the host."""
-    plain = nn.Sequential(nn.Linear(5, 7), nn.Conv2d(3, 2, 2).to(memory_format=torch.channels_last), nn.Linear(1, 1))
-    start = copy.deepcopy(plain)
-    afterwards = draw(plain)
-    for options in ({}, {"cpu_offload": CPUOffload()}, {"layout": Rows(max_padding=9.0)}, {"layout": Whole(9.0)}):
-        model = fully_shard(copy.deepcopy(start), policy={nn.Linear}, process_group=ctx.group, **options)
-        assert torch.equal(draw(model), afterwards), options  # the generators go on alike
-        for name, value in full_state_dict(model).items():
-            assert torch.equal(value, plain.state_dict()[name]), (options, name)
+@ranks(2)
+def test_to_empty_would_throw_the_values_away(ctx) -> None:
+    model = fully_shard(Net(), policy={Block}, process_group=ctx.group)
+    around = nn.Sequential(nn.Linear(4, 4), model)
+    before = [(p.data_ptr(), p.detach().clone()) for p in model.parameters()]
+    message = r"'.*weight' is sharded and has its values, which to_empty.*module.to\(device\)"
+    for module in (model, model.blocks[0].linear, around):
+        with pytest.raises(RuntimeError, match=message):
+            module.to_empty(device="cpu")
+    assert all(
+        p.data_ptr() == ptr and p.equal(value) for p, (ptr, value) in zip(model.parameters(), before, strict=True)
+    )
+    model(torch.ones(2, 4)).sum().backward()
+    model.double().to("cpu")  # others that move all parameters
+    torch.__future__.set_overwrite_module_params_on_conversion(True)  # by assignments of new parameters
+    try:
+        with pytest.raises(RuntimeError, match="which to_empty"):
+            model.to_empty(device="cpu")
+    finally:
+        torch.__future__.set_overwrite_module_params_on_conversion(False)
+    model.float().to("meta")
+    with pytest.raises(RuntimeError, match=r"parameter '.*weight' was moved to the meta device after fully_shard"):
+        model(torch.ones(2, 4))

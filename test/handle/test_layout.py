@@ -1,19 +1,33 @@
-"""The plan of a flat parameter: pure integers, checked over thousands of random shapes and by small examples."""
+"""The plan of a flat parameter: pure integers, checked over thousands of random shapes and by small examples.
+
+And layouts whose cuts fall between blocks only, against the exact optimum.
+"""
 
 from __future__ import annotations
 
 import itertools
 import math
 import random
-from collections.abc import Iterator
 
 import pytest
+import torch
 from expecttest import assert_expected_inline
 
-from flatshard._handle.layout import PARAM_ALIGNMENT, SHARD_ALIGNMENT, FlatLayout, ShardSlice, dense_stride, plan_layout
+from flatshard._handle.layout import (
+    PARAM_ALIGNMENT,
+    SHARD_ALIGNMENT,
+    Cut,
+    FlatLayout,
+    ShardSlice,
+    balanced,
+    dense_stride,
+    plan_layout,
+)
+from flatshard.layouts.packing import Piece, pack, round_up
 
-CASES = 2000
+CASES = 3000
 ITEMSIZES = (1, 2, 4, 8, 16)  # bool to complex128
+KINDS = ("elements", "rows", "rows", "pairs", "blocks", "whole")
 
 
 def row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -21,8 +35,9 @@ def row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(math.prod(max(n, 1) for n in shape[i + 1 :]) for i in range(len(shape)))
 
 
-def plan(shapes: list[tuple[int, ...]], itemsize: int, world_size: int) -> FlatLayout:
-    return plan_layout([(f"p{i}", s, row_major(s)) for i, s in enumerate(shapes)], itemsize, world_size)
+def plan(shapes: list[tuple[int, ...]], itemsize: int, world_size: int, cuts: list[Cut] | None = None) -> FlatLayout:
+    params = [(f"p{i}", shape, row_major(shape)) for i, shape in enumerate(shapes)]
+    return plan_layout(params, itemsize, world_size, cuts)
 
 
 def random_shape(rng: random.Random) -> tuple[int, ...]:
@@ -31,36 +46,35 @@ def random_shape(rng: random.Random) -> tuple[int, ...]:
     return tuple(rng.choice(sizes) for _ in range(rng.randint(0, 3)))
 
 
-def random_plans() -> Iterator[tuple[int, list[tuple[int, ...]], int, FlatLayout]]:
-    """(seed, shapes, itemsize, layout)."""
+def random_cut(rng: random.Random, shape: tuple[int, ...]) -> Cut:
+    numel, row, kind = math.prod(shape), math.prod(shape[1:]), rng.choice(KINDS)
+    block = {"elements": 1, "rows": row, "pairs": 2 * row, "blocks": rng.randint(2, 70), "whole": numel}[kind]
+    by_rows = bool(shape) and kind in ("rows", "pairs", "whole")
+    return Cut(max(1, min(block, numel)) if shape or kind == "blocks" else 1, by_rows)
+
+
+@pytest.mark.parametrize("cuts_anywhere", [True, False])
+def test_random_plans(cuts_anywhere: bool):
+    """Parameters lie aligned in the buffer, which they and gaps tile; slices tile them, and cut no block.
+
+    Where they may be cut anywhere, they lie in order, in little padding.
+    """
+    assert (PARAM_ALIGNMENT, SHARD_ALIGNMENT) == (16, 128)
     for seed in range(CASES):
         rng = random.Random(seed)
         shapes = [random_shape(rng) for _ in range(rng.randint(0, 9))]
-        itemsize, world_size = rng.choice(ITEMSIZES), rng.randint(1, 97)
-        yield seed, shapes, itemsize, plan(shapes, itemsize, world_size)
-
-
-def test_random_plans():
-    """Parameters lie in order, aligned, in little padding; with gaps they tile the buffer, and slices tile them."""
-    assert (PARAM_ALIGNMENT, SHARD_ALIGNMENT) == (16, 128)
-    for seed, shapes, itemsize, layout in random_plans():
+        itemsize, world_size = rng.choice(ITEMSIZES), rng.choice([1, 2, 3, 4, 5, 7, 8, 16, 61, 97])
+        cuts = None if cuts_anywhere else [random_cut(rng, shape) for shape in shapes]
+        layout = plan(shapes, itemsize, world_size, cuts)
         assert [info.shape for info in layout.params] == shapes, seed
         assert [info.numel for info in layout.params] == [math.prod(s) for s in shapes], seed
         assert layout.numel == sum(math.prod(s) for s in shapes), seed
-        assert all(a.stop <= b.start for a, b in itertools.pairwise(layout.params)), seed
-        assert all(info.start * itemsize % PARAM_ALIGNMENT == 0 for info in layout.params), seed
-        nbytes = layout.shard_numel * itemsize
-        assert nbytes % (SHARD_ALIGNMENT if nbytes > 8 * SHARD_ALIGNMENT else PARAM_ALIGNMENT) == 0, seed
         assert layout.padded_numel == layout.shard_numel * layout.world_size, seed
-        # What [Note: Alignment] promises: 16 bytes a parameter, and an eighth of the shard or 16 a rank.
-        padding = (layout.padded_numel - layout.numel) * itemsize
-        of_rank = max(PARAM_ALIGNMENT, layout.shard_numel * itemsize // 8)
-        assert 0 <= padding <= PARAM_ALIGNMENT * len(shapes) + of_rank * layout.world_size, seed
         ranges = sorted([(i.start, i.stop) for i in layout.params if i.numel] + list(layout.gaps()))
         assert all(start < stop for start, stop in ranges), seed
         ends = [0] + [stop for _, stop in ranges]
         assert [start for start, _ in ranges] + [layout.padded_numel] == ends, seed
-        by_rank = [layout.shard_slices(rank) for rank in range(layout.world_size)]
+        by_rank = [layout.shard_slices(rank) for rank in range(world_size)]
         assert all(len(slices) == len(shapes) for slices in by_rank), seed
         for index, info in enumerate(layout.params):
             end = 0
@@ -73,11 +87,21 @@ def test_random_plans():
                 assert part.offset == end, seed
                 # The same element, seen from the shard and from the parameter.
                 assert rank * layout.shard_numel + part.start == info.start + part.offset, seed
+                assert part.offset % info.block == 0, seed
+                assert world_size == 1 or not info.by_rows or math.prod(info.shape_of(part)) == part.numel, seed
                 end += part.numel
             assert end == info.numel, seed
-        for slices in by_rank:  # so a gradient shard can be cut into the parameters' parts with one split
-            held = [part for part in slices if part.numel]
-            assert all(a.stop <= b.start for a, b in itertools.pairwise(held)), seed
+            assert list(layout.holders(index)) == [r for r, s in enumerate(by_rank) if s[index].numel], seed
+        if cuts_anywhere:
+            assert all(a.stop <= b.start for a, b in itertools.pairwise(layout.params)), seed
+            assert all(info.start * itemsize % PARAM_ALIGNMENT == 0 for info in layout.params), seed
+            nbytes = layout.shard_numel * itemsize
+            assert nbytes % (SHARD_ALIGNMENT if nbytes > 8 * SHARD_ALIGNMENT else PARAM_ALIGNMENT) == 0, seed
+            # What [Note: Alignment] promises: 16 bytes a parameter, and an eighth of the shard or 16 a rank.
+            padding, of_rank = (layout.padded_numel - layout.numel) * itemsize, max(PARAM_ALIGNMENT, nbytes // 8)
+            assert 0 <= padding <= PARAM_ALIGNMENT * len(shapes) + of_rank * world_size, seed
+            for slices in by_rank:  # so a gradient shard can be cut into the parameters' parts with one split
+                assert all(a.stop <= b.start for a, b in itertools.pairwise([p for p in slices if p.numel])), seed
 
 
 def test_every_world_size():
@@ -131,41 +155,35 @@ gaps ((35, 36), (41, 44), (79, 84)), shard 28""",
     )
 
 
-@pytest.mark.parametrize(
-    ("shape", "stride"),
-    [
-        ((), ()),
-        ((5,), (1,)),
-        ((2, 3), (3, 1)),  # row-major
-        ((2, 3), (1, 2)),  # transposed
-        ((2, 3, 4), (1, 8, 2)),  # permuted
-        ((2, 3, 4, 5), (60, 1, 15, 3)),  # channels-last
-        ((1, 3), (3, 1)),
-        ((1, 3), (99, 1)),  # the stride of a dimension of size 1 means nothing, and is kept
-        ((3, 1), (1, 0)),
-        ((1, 1), (0, 0)),
-    ],
-)
-def test_a_dense_stride_is_kept(shape, stride):
-    assert dense_stride(shape, stride) == stride
+DENSE = [
+    ((), ()),
+    ((5,), (1,)),
+    ((2, 3), (3, 1)),  # row-major
+    ((2, 3), (1, 2)),  # transposed
+    ((2, 3, 4), (1, 8, 2)),  # permuted
+    ((2, 3, 4, 5), (60, 1, 15, 3)),  # channels-last
+    ((1, 3), (3, 1)),
+    ((1, 3), (99, 1)),  # the stride of a dimension of size 1 means nothing, and is kept
+    ((3, 1), (1, 0)),
+    ((1, 1), (0, 0)),
+]
+OTHERS = [
+    ((3,), (0,)),  # expanded
+    ((2, 3), (0, 1)),  # expanded rows
+    ((3,), (2,)),  # every other element
+    ((2, 3), (4, 1)),  # a slice of columns
+    ((2, 3), (6, 2)),
+    ((2, 2), (1, 1)),  # overlapping, as of unfold
+    ((0,), (5,)),
+    ((2, 0, 3), (1, 7, 9)),  # empty
+]
 
 
-@pytest.mark.parametrize(
-    ("shape", "stride", "expected"),
-    [
-        ((3,), (0,), (1,)),  # expanded
-        ((2, 3), (0, 1), (3, 1)),  # expanded rows
-        ((3,), (2,), (1,)),  # every other element
-        ((2, 3), (4, 1), (3, 1)),  # a slice of columns
-        ((2, 3), (6, 2), (3, 1)),
-        ((2, 2), (1, 1), (2, 1)),  # overlapping, as of unfold
-        ((0,), (1,), (1,)),
-        ((2, 0, 3), (1, 7, 9), (3, 3, 1)),  # empty: torch's own rule, sizes of 0 count as 1
-    ],
-)
-def test_any_other_stride_becomes_row_major(shape, stride, expected):
-    assert dense_stride(shape, stride) == expected
-    assert row_major(shape) == expected
+def test_a_dense_stride_is_kept_and_any_other_becomes_row_major():
+    for shape, stride in DENSE:
+        assert dense_stride(shape, stride) == stride
+    for shape, stride in OTHERS:
+        assert dense_stride(shape, stride) == row_major(shape) == torch.empty(shape).stride()
 
 
 def test_random_permutations_are_dense_and_their_slices_are_not():
@@ -182,3 +200,89 @@ def test_random_permutations_are_dense_and_their_slices_are_not():
             cut = [n - (dim == inner) for dim, n in enumerate(sizes)]
             if cut[inner] > 1:
                 assert dense_stride(cut, stride) == row_major(tuple(cut)), seed
+
+
+# -- Packing ----------------------------------------------------------------------------------------------------------
+
+
+def exact(pieces: list[Piece], world_size: int, align: int, shard_align: int) -> int:
+    """The smallest size there is: every order, each piece as early as it can be."""
+    total = sum(p.numel for p in pieces)
+    size = round_up(max([-(-total // world_size), *(min(p.block, p.numel) for p in pieces)]), shard_align)
+    while not any(fits(order, world_size, align, size) for order in itertools.permutations(pieces)):
+        size += shard_align
+    return size
+
+
+def fits(order: tuple[Piece, ...], world_size: int, align: int, size: int) -> bool:
+    end = 0
+    for piece in order:
+        start = round_up(end, align)
+        while any(
+            (cut - start) % piece.block
+            for cut in range(size, size * world_size, size)
+            if start < cut < start + piece.numel
+        ):
+            start += align
+        end = start + piece.numel
+        if end > size * world_size:
+            return False
+    return True
+
+
+def test_shards_are_near_the_smallest_possible():
+    """97 % of small random cases are packed optimally, none is over one and a half times the optimum."""
+    ratios = []
+    for seed in range(800):
+        rng = random.Random(seed)
+        align, shard_align = rng.choice([(1, 1), (2, 4), (4, 8)])
+        pieces = []
+        for _ in range(rng.randint(1, 4)):
+            block, count = rng.choice([1, 2, 3, 4, 5, 6, 8]), rng.randint(1, 12)
+            pieces.append(Piece(block * count, rng.choice([1, block, block, block * count])))
+        world_size = rng.randint(2, 6)
+        _, size = pack(pieces, world_size, align, shard_align)
+        ratios.append(size / exact(pieces, world_size, align, shard_align))
+    assert min(ratios) == 1
+    assert max(ratios) <= 1.5
+    assert sum(r == 1 for r in ratios) >= 0.97 * len(ratios)
+
+
+LLAMA_8B = [(4096, 4096), (1024, 4096), (1024, 4096), (4096, 4096), (14336, 4096), (14336, 4096), (4096, 14336)]
+GPT2_XL = [(4800, 1600), (4800,), (1600, 1600), (1600,), (6400, 1600), (6400,), (1600, 6400), (1600,), (1600,), (1600,)]
+
+
+def padding(shapes: list[tuple[int, ...]], world_size: int, whole: bool) -> float:
+    pieces = [Piece(math.prod(s), math.prod(s if whole else s[1:])) for s in shapes]
+    _, size = pack(pieces, world_size, 8, 64)
+    return size * world_size / sum(p.numel for p in pieces) - 1
+
+
+def test_padding_of_real_models():
+    lines = [
+        f"{name:9}{'whole' if whole else 'rows':6}" + "".join(f"{padding(s, w, whole):10.2%}" for w in (2, 8, 64, 256))
+        for name, s in (("Llama 8B", LLAMA_8B), ("GPT-2 XL", GPT2_XL))
+        for whole in (False, True)
+    ]
+    assert_expected_inline(
+        "\n".join(lines),
+        """\
+Llama 8B rows       0.00%     0.02%     0.12%     0.96%
+Llama 8B whole      7.69%   115.38%  1623.08%  6792.31%
+GPT-2 XL rows       0.01%     0.11%     1.28%     1.28%
+GPT-2 XL whole     16.60%   166.51%  2032.11%  8428.45%""",
+    )
+
+
+def test_work_is_balanced_over_many_layouts():
+    loads = [0] * 4
+    for _ in range(8):  # one matrix each: without balance all would lie on the first rank
+        layout = plan_layout([("w", (8, 8), (8, 1))], 4, 4, [Cut(64, True)])
+        moved = balanced(layout, [512], loads)
+        assert moved.shard_numel == layout.shard_numel
+    assert loads == [1024] * 4
+    layout = plan_layout([("w", (9, 8), (8, 1)), ("v", (2, 8), (8, 1))], 4, 3, [Cut(8, True), Cut(16, True)])
+    loads = [5, 0, 9]
+    moved = balanced(layout, [0, 7], loads)
+    assert [list(moved.holders(i)) for i in range(2)] == [[0, 1, 2], [2]]  # a cut parameter's shards stay
+    assert loads == [5, 0, 16]

@@ -1,6 +1,6 @@
 """Layouts on real ranks: shapes of the parts, what they are good for, and everything else as before.
 
-Training and checkpoints in all layouts are in the fuzzers (test_fuzz.py, test_resharding.py); plans in test_packing.py.
+Training and checkpoints in all layouts are in the fuzzers (test_fuzz.py, test_resharding.py); plans in test_layout.py.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import torch
 from expecttest import assert_expected_inline
 from on_ranks import ranks
 from pairs import some
-from parity import check_parity
 from pool import RankFailure
 from torch import Tensor, nn
 
@@ -49,72 +48,6 @@ def net() -> Net:
     return Net()
 
 
-def parts(ctx, layout: Any) -> str:
-    model = fully_shard(net(), process_group=ctx.group, layout=layout)
-    lines = []
-    for name, param in model.named_parameters():
-        info = shard_info(param)
-        assert info is not None
-        assert tuple(param.shape) == info.part_shape
-        assert tuple(flatshard.full_shape(param)) == info.shape
-        lines.append(f"{name:12} {tuple(param.shape)!s:14} rows {info.rows} owner {info.owner}")
-    return "\n".join(lines)
-
-
-def test_parts_by_rows_keep_their_dimensions(pool):
-    found = pool.run(parts, Rows(max_padding=FREE), world_size=2)
-    assert_expected_inline(
-        "\n\n".join(found),
-        """\
-scale        (1,)           rows None owner 0
-conv.weight  (5, 3, 3, 3)   rows (0, 5) owner 0
-conv.bias    (5,)           rows (0, 5) owner 0
-up.weight    (7, 20)        rows (0, 7) owner None
-up.bias      (0,)           rows (0, 0) owner 1
-norm.weight  (0,)           rows (0, 0) owner 1
-norm.bias    (0,)           rows (0, 0) owner 1
-down.weight  (0, 13)        rows (0, 0) owner 1
-down.bias    (0,)           rows (0, 0) owner 1
-
-scale        (0,)           rows None owner 0
-conv.weight  (0, 3, 3, 3)   rows (0, 0) owner 0
-conv.bias    (0,)           rows (0, 0) owner 0
-up.weight    (6, 20)        rows (7, 13) owner None
-up.bias      (13,)          rows (0, 13) owner 1
-norm.weight  (13,)          rows (0, 13) owner 1
-norm.bias    (13,)          rows (0, 13) owner 1
-down.weight  (7, 13)        rows (0, 7) owner 1
-down.bias    (7,)           rows (0, 7) owner 1""",
-    )
-
-
-def test_whole_parameters_lie_on_one_rank(pool):
-    found = pool.run(parts, Whole(max_padding=FREE), world_size=2)
-    assert_expected_inline(
-        "\n\n".join(found),
-        """\
-scale        (0,)           rows None owner 1
-conv.weight  (0, 3, 3, 3)   rows (0, 0) owner 1
-conv.bias    (0,)           rows (0, 0) owner 1
-up.weight    (13, 20)       rows (0, 13) owner 0
-up.bias      (0,)           rows (0, 0) owner 1
-norm.weight  (0,)           rows (0, 0) owner 1
-norm.bias    (0,)           rows (0, 0) owner 1
-down.weight  (0, 13)        rows (0, 0) owner 1
-down.bias    (7,)           rows (0, 7) owner 0
-
-scale        (1,)           rows None owner 1
-conv.weight  (5, 3, 3, 3)   rows (0, 5) owner 1
-conv.bias    (5,)           rows (0, 5) owner 1
-up.weight    (0, 20)        rows (0, 0) owner 0
-up.bias      (13,)          rows (0, 13) owner 1
-norm.weight  (13,)          rows (0, 13) owner 1
-norm.bias    (13,)          rows (0, 13) owner 1
-down.weight  (7, 13)        rows (0, 7) owner 1
-down.bias    (0,)           rows (0, 0) owner 0""",
-    )
-
-
 def mixed(fqn: str, param: nn.Parameter) -> flatshard.layouts.Layout | None:
     return {
         "conv.weight": Rows(max_padding=FREE),
@@ -123,40 +56,67 @@ def mixed(fqn: str, param: nn.Parameter) -> flatshard.layouts.Layout | None:
     }.get(fqn)
 
 
-def test_a_layout_for_each_parameter(pool):
-    found = pool.run(parts, mixed, world_size=3)
+def parts(ctx, layout: Any) -> list[list[str]]:
+    """Of each parameter: its name, its owner, its rows on this rank, and the shape of what this rank has."""
+    model = fully_shard(net(), process_group=ctx.group, layout=layout)
+    found = []
+    for name, param in model.named_parameters():
+        info = shard_info(param)
+        assert info is not None
+        assert tuple(param.shape) == info.part_shape
+        assert tuple(flatshard.full_shape(param)) == info.shape
+        assert info.rows is None or info.rows[1] - info.rows[0] == param.shape[0]
+        first = "" if info.rows is None or not param.numel() else f" from {info.rows[0]}"
+        found.append([name, str(info.owner), f"{'x'.join(map(str, param.shape)) if param.numel() else '-'}{first}"])
+    return found
+
+
+def test_parts(pool):
+    """By rows they keep their dimensions, whole ones lie on one rank; a layout for each parameter."""
+    lines = []
+    for head, layout, world_size in (
+        ("Rows", Rows(max_padding=FREE), 2),
+        ("Whole", Whole(max_padding=FREE), 2),
+        ("mixed", mixed, 3),
+    ):
+        first, *others = pool.run(parts, layout, world_size=world_size)
+        lines.append(f"{head + ', ' + str(world_size) + ' ranks':18}owner")
+        for i, (name, owner, shape) in enumerate(first):
+            columns = "".join(f"{text:17}" for text in (shape, *(rank[i][2] for rank in others)))
+            lines.append(f"  {name:16}{owner:6}{columns}".rstrip())
     assert_expected_inline(
-        "\n\n".join(found),
+        "\n".join(lines),
         """\
-scale        (0,)           rows None owner 1
-conv.weight  (0, 3, 3, 3)   rows (0, 0) owner 1
-conv.bias    (0,)           rows None owner 1
-up.weight    (13, 20)       rows (0, 13) owner 0
-up.bias      (0,)           rows None owner 1
-norm.weight  (0,)           rows None owner 1
-norm.bias    (0,)           rows None owner 1
-down.weight  (0,)           rows None owner 2
-down.bias    (0,)           rows None owner 1
-
-scale        (1,)           rows None owner 1
-conv.weight  (5, 3, 3, 3)   rows (0, 5) owner 1
-conv.bias    (5,)           rows None owner 1
-up.weight    (0, 20)        rows (0, 0) owner 0
-up.bias      (13,)          rows None owner 1
-norm.weight  (13,)          rows None owner 1
-norm.bias    (13,)          rows None owner 1
-down.weight  (0,)           rows None owner 2
-down.bias    (7,)           rows None owner 1
-
-scale        (0,)           rows None owner 1
-conv.weight  (0, 3, 3, 3)   rows (0, 0) owner 1
-conv.bias    (0,)           rows None owner 1
-up.weight    (0, 20)        rows (0, 0) owner 0
-up.bias      (0,)           rows None owner 1
-norm.weight  (0,)           rows None owner 1
-norm.bias    (0,)           rows None owner 1
-down.weight  (91,)          rows None owner 2
-down.bias    (0,)           rows None owner 1""",
+Rows, 2 ranks     owner
+  scale           0     1                -
+  conv.weight     0     5x3x3x3 from 0   -
+  conv.bias       0     5 from 0         -
+  up.weight       None  7x20 from 0      6x20 from 7
+  up.bias         1     -                13 from 0
+  norm.weight     1     -                13 from 0
+  norm.bias       1     -                13 from 0
+  down.weight     1     -                7x13 from 0
+  down.bias       1     -                7 from 0
+Whole, 2 ranks    owner
+  scale           1     -                1
+  conv.weight     1     -                5x3x3x3 from 0
+  conv.bias       1     -                5 from 0
+  up.weight       0     13x20 from 0     -
+  up.bias         1     -                13 from 0
+  norm.weight     1     -                13 from 0
+  norm.bias       1     -                13 from 0
+  down.weight     1     -                7x13 from 0
+  down.bias       0     7 from 0         -
+mixed, 3 ranks    owner
+  scale           1     -                1                -
+  conv.weight     1     -                5x3x3x3 from 0   -
+  conv.bias       1     -                5                -
+  up.weight       0     13x20 from 0     -                -
+  up.bias         1     -                13               -
+  norm.weight     1     -                13               -
+  norm.bias       1     -                13               -
+  down.weight     2     -                -                91
+  down.bias       1     -                7                -""",
     )
 
 
@@ -167,19 +127,6 @@ LAYOUTS = {
     "whole": Whole(FREE),
     "mixed": mixed,
 }
-
-
-@pytest.mark.parametrize("name", LAYOUTS)
-@ranks(1, 2, 3, 4)
-def test_parity(ctx, name: str) -> None:
-    check_parity(
-        ctx,
-        net,
-        lambda step, n: torch.randn(n, 3, 2, 2),
-        steps=3,
-        shard=lambda m, g: fully_shard(m, policy={nn.Linear}, process_group=g, layout=LAYOUTS[name]),
-        oracle="slices",
-    )
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -328,17 +275,15 @@ def fall_back(ctx) -> str:
     (warning,) = [str(w.message) for w in caught]
     model = copy.deepcopy(odd)
     before = copy.deepcopy(model.state_dict())
-    with pytest.raises(
-        ValueError, match=r"unit '<root>': the layout of .* would take \d+% padding, over the limit of 1%"
-    ):
+    message = r"unit '<root>': the layout of .* would take \d+% padding, over the limit of 1%"
+    with pytest.raises(ValueError, match=message):
         fully_shard(model, process_group=ctx.group, layout=Whole(max_padding=0.01, strict=True))
     assert type(model[0].weight) is nn.Parameter  # nothing has been changed
     torch.testing.assert_close(model.state_dict(), before)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        fully_shard(
-            copy.deepcopy(odd), process_group=ctx.group, strategy=flatshard.ShardingStrategy.NO_SHARD, layout=Whole(0.0)
-        )
+        whole = {"strategy": flatshard.ShardingStrategy.NO_SHARD, "layout": Whole(0.0)}
+        fully_shard(copy.deepcopy(odd), process_group=ctx.group, **whole)
     return warning
 
 
@@ -359,8 +304,7 @@ def test_a_policy_overrides_it_for_a_unit(ctx) -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     policy = CustomPolicy(lambda m: {"layout": Whole(FREE)} if m is model[1] else isinstance(m, nn.Linear))
     fully_shard(model, policy=policy, process_group=ctx.group)
-    assert model[0].weight.dim() == 1
-    assert model[1].weight.dim() == 2
+    assert (model[0].weight.dim(), model[1].weight.dim()) == (1, 2)
     text = str(flatshard.describe(model, verbose=True))
     assert "1.weight  8x8         whole" in text, text
 
@@ -377,7 +321,7 @@ def test_ranks_that_lay_out_differently_are_told(pool):
     assert {f.type_name for f in e.value.failures} == {"OutOfStepError"}
 
 
-def test_choices_that_cannot_be():
+def test_choices_that_cannot_be(fake_group):
     for made, match in (
         (lambda: Rows(0), "Rows.multiple=0.*: cuts are between at least 1"),
         (lambda: Blocks(0), "Blocks.numel=0.*: cuts are between at least 1"),
@@ -385,12 +329,6 @@ def test_choices_that_cannot_be():
     ):
         with pytest.raises(ValueError, match=match):
             made()
-
-
-@ranks(2)
-def test_a_callable_that_returns_no_layout(ctx) -> None:
     for layout, given in ((lambda fqn, p: 3, "3"), ("rows", "'rows'")):
         with pytest.raises(TypeError, match=rf"layout of 'weight': {given}\. It must be flatshard\.layouts\.Elements"):
-            fully_shard(nn.Linear(2, 2), process_group=ctx.group, layout=layout)
-    model = fully_shard(nn.Linear(2, 2), process_group=ctx.group, layout=lambda fqn, p: Elements())
-    assert model.weight.dim() == 1
+            fully_shard(nn.Linear(2, 2), layout=layout)

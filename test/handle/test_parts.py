@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -10,10 +11,12 @@ from typing import Any
 import pytest
 import torch
 from on_ranks import ranks
+from parity import full_params, whole_gradients
 from torch import Tensor, nn
 
-from flatshard import ShardingStrategy, fully_shard, summon_full_params
+from flatshard import CPUOffload, ShardingStrategy, fully_shard, summon_full_params
 from flatshard._handle.tensors.operations import NAMED, OperationKind, is_pointwise, kind_of
+from flatshard.checkpoint import full_state_dict
 from flatshard.layouts import Rows, Whole
 
 REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -58,6 +61,12 @@ REFUSED: dict[str, Callable[[Tensor], object]] = {
 }
 
 
+def grads_of(part: nn.Parameter, whole: nn.Parameter) -> tuple[Tensor, Tensor]:
+    """This rank's gradient, and what it must be."""
+    info = part._flatshard_info
+    return part.grad.as_subclass(Tensor), info.shaped(whole.grad.flatten()[info.start : info.stop])
+
+
 @pytest.mark.parametrize("layout", [None, Whole(max_padding=math.inf)], ids=["elements", "whole"])
 @ranks(2, 3)
 def test_kinds_of_operations(ctx, layout) -> None:
@@ -78,29 +87,17 @@ def test_kinds_of_operations(ctx, layout) -> None:
         for part in (model.weight, model.weight.grad, model.weight.detach(), model.weight.data):
             with pytest.raises((RuntimeError, NotImplementedError), match=r"'weight' is sharded: .*summon_full_params"):
                 use(part)
-    assert all(
-        torch.equal(t, b) for t, b in zip((t for p in model.parameters() for t in (p, p.grad)), before, strict=True)
-    )
+    now = [t.detach() for p in model.parameters() for t in (p, p.grad)]
+    assert all(torch.equal(a, b) for a, b in zip(now, before, strict=True))
     assert [p.ndim for p in model.parameters()] == [p.grad.ndim for p in model.parameters()] == [2, 1]
     # Gradients of numbers of the whole are this rank's parts of the whole gradients.
-    for number in (
-        lambda t: t.square().sum(),
-        lambda t: t.norm(),
-        lambda t: t.norm(3),
-        lambda t: t.mean(),
-        lambda t: t.max(),
-    ):
-        ctx.note(str(number))
+    for name in ("sum", "norm", "norm 3", "mean", "max", "power"):
+        ctx.note(name)
+        number = REDUCTIONS[name]
         for each in (plain, model):
             each.zero_grad()
             number(each.weight).backward()
-        info = model.weight._flatshard_info
-        torch.testing.assert_close(
-            model.weight.grad.as_subclass(Tensor),
-            info.shaped(plain.weight.grad.flatten()[info.start : info.stop]),
-            rtol=1e-12,
-            atol=1e-12,
-        )
+        torch.testing.assert_close(*grads_of(model.weight, plain.weight), rtol=1e-12, atol=1e-12)
 
 
 @ranks(2)
@@ -121,31 +118,37 @@ def test_where_rows_are_whole_a_part_is_a_matrix(ctx) -> None:
         assert model.weight.any(1).tolist() == [True, True, True, False]
 
 
-DRAWS: dict[str, Callable[[Tensor], Any]] = {
-    "normal": lambda t: t.normal_(),
-    "uniform": lambda t: t.uniform_(-1, 1),
-    "rand_like": lambda t: t.copy_(torch.rand_like(t)),
+DRAWS: dict[str, Callable[[nn.Parameter], object]] = {
+    "data": lambda p: p.data.normal_(),
+    "detached": lambda p: p.detach().uniform_(-1, 1),
+    "gradient": lambda p: p.grad.normal_(),
+    "normal": nn.init.normal_,
+    "uniform": nn.init.uniform_,
+    "like data": lambda p: p.data.copy_(torch.rand_like(p.data)),
+    "like a gradient": lambda p: p.grad.copy_(torch.randn_like(p.grad)),
 }
 
 
-@pytest.mark.parametrize("layout", [None, Whole(max_padding=math.inf)], ids=["elements", "whole"])
-@ranks(3)
-def test_draws_are_those_of_the_whole(ctx, layout) -> None:
-    """Ranks that are seeded alike draw what one process draws, wherever the part is taken from."""
-    plain = nn.Linear(5, 3).double()
-    model = fully_shard(copy.deepcopy(plain), process_group=ctx.group, layout=layout)
-    for name, use in DRAWS.items():
-        for shown in (lambda p: p.data, lambda p: p.detach(), lambda p: p.grad):
-            ctx.note(name)
+@ranks(2, 3)
+def test_draws_are_those_of_the_whole(ctx) -> None:
+    """Ranks that are seeded alike draw what one process draws, wherever the part is taken from; and go on alike."""
+    plain = nn.Sequential(nn.Linear(5, 3), nn.Conv2d(3, 2, 2).to(memory_format=torch.channels_last)).double()
+    for options in ({}, {"cpu_offload": CPUOffload()}, {"layout": Rows(max_padding=9.0)}, {"layout": Whole(9.0)}):
+        model = fully_shard(copy.deepcopy(plain), policy={nn.Linear}, process_group=ctx.group, **options)
+        for name, draw in DRAWS.items():
+            ctx.note(f"{name} {options}")
+            after = []
             for each in (plain, model):
                 torch.manual_seed(3)
                 for p in each.parameters():
                     p.grad = torch.zeros_like(p)
-                    use(shown(p))
-            for p, q in zip(model.parameters(), plain.parameters(), strict=True):
-                info = p._flatshard_info
-                for part, whole in ((p, q), (p.grad, q.grad)):
-                    assert info.in_memory_order(part.detach()).equal(whole.detach().flatten()[info.start : info.stop])
+                    draw(p)
+                after.append(torch.rand(()))
+            assert torch.equal(*after)
+            for fqn, value in full_params(model).items():
+                assert value.equal(plain.get_parameter(fqn).detach())
+            for fqn, grad in whole_gradients(model).items():
+                assert grad.equal(plain.get_parameter(fqn).grad)
 
 
 OWNERS: dict[str, Callable[[Tensor], Any]] = {
@@ -208,18 +211,68 @@ def test_adaptive_clipping_needs_whole_gradients(ctx) -> None:
     for each in (plain, model):
         each(torch.arange(10.0).view(2, 5).double()).square().sum().backward()
     before = [p.grad.clone() for p in model.parameters()]
-    with pytest.raises(
-        NotImplementedError, match=r"'0.weight' is sharded: .*a norm with \['dim', 'keepdim'\].*with_grads"
-    ):
+    message = r"'0.weight' is sharded: .*a norm with \['dim', 'keepdim'\].*with_grads"
+    with pytest.raises(NotImplementedError, match=message):
         clip_adaptively(model.parameters())
     assert all(torch.equal(p.grad, b) for p, b in zip(model.parameters(), before, strict=True))
     with summon_full_params(model, with_grads=True):  # as the message says
         clip_adaptively(model.parameters())
     clip_adaptively(plain.parameters())
     for p, q in zip(model.parameters(), plain.parameters(), strict=True):
-        info = p._flatshard_info
-        expected = q.grad.flatten()[info.start : info.stop]
-        torch.testing.assert_close(p.grad.as_subclass(Tensor), expected, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(*grads_of(p, q), rtol=1e-12, atol=1e-12)
+
+
+# -- A part used as the matrix that it is ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", [None, Rows(), Whole(math.inf)], ids=["elements", "rows", "whole"])
+@ranks(2)
+def test_parameters_from_a_vector(ctx, layout: Any) -> None:
+    """A vector of whole parameters has other elements at the places of this rank's."""
+    model = fully_shard(nn.Linear(4, 4), process_group=ctx.group, layout=layout)
+    with summon_full_params(model):
+        whole = nn.utils.parameters_to_vector(model.parameters()).detach() + 1
+    before = [p.detach().clone() for p in model.parameters()]
+    with pytest.raises(RuntimeError, match=r"'weight' is sharded: .*'cat' needs the whole"):
+        nn.utils.parameters_to_vector(model.parameters())
+    for vector in (whole, torch.ones(sum(p.numel() for p in model.parameters()))):
+        with pytest.raises(RuntimeError, match=r"'weight' is sharded: .*'vector_to_parameters' needs the whole"):
+            nn.utils.vector_to_parameters(vector, model.parameters())
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
+    with summon_full_params(model):
+        nn.utils.vector_to_parameters(whole, model.parameters())
+    with summon_full_params(model):
+        assert torch.equal(nn.utils.parameters_to_vector(model.parameters()), whole)
+
+
+INITIALISERS: list[Callable[[Tensor], object]] = [
+    *(nn.init.kaiming_uniform_, nn.init.kaiming_normal_, nn.init.xavier_uniform_, nn.init.xavier_normal_),
+    *(nn.init.orthogonal_, nn.init.eye_, lambda p: nn.init.sparse_(p, 0.5)),
+]
+
+
+@ranks(2)
+def test_initialisers_of_a_part(ctx) -> None:
+    """Those that compute from the shape are refused, before they change anything; on whole parameters all work."""
+    message = r"'weight' is sharded: .* of shape \(4, 6\).*needs the whole.*summon_full_params"
+    for layout, initialiser in itertools.product((None, Rows()), INITIALISERS):
+        ctx.note(str(initialiser))
+        plain = nn.Linear(6, 4)
+        model = fully_shard(copy.deepcopy(plain), process_group=ctx.group, layout=layout)
+        before = model.weight.detach().clone()
+        with pytest.raises(RuntimeError, match=message):
+            initialiser(model.weight)
+        assert model.weight.equal(before)
+        torch.manual_seed(1)
+        initialiser(plain.weight)
+        with summon_full_params(model):
+            torch.manual_seed(1)
+            initialiser(model.weight)
+        assert full_state_dict(model)["weight"].equal(plain.weight)
+        nn.init.constant_(model.weight, 2.0)
+        nn.init.normal_(model.weight)
+        assert model.weight.ndim == 2
+        assert model.weight.dim() == len(model.weight.shape)
 
 
 def test_the_table_names_only_what_torch_does_not_tag():

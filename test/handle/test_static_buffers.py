@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from models import Mlp as Block
+from models import Block, Net
 from pairs import some
 from recording import Recording
 from torch import Tensor, nn
@@ -20,18 +20,8 @@ from flatshard._composable.find import units_below
 BF16 = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 
-class Net(nn.Module):
-    def __init__(self, blocks: int = 6, width: int = 10) -> None:
-        super().__init__()
-        self.first = nn.Linear(width, width)
-        self.blocks = nn.ModuleList(Block(width) for _ in range(blocks))
-        self.order = list(range(blocks))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        for k in self.order:
-            x = self.blocks[k](x)
-        return x
+def net(blocks: int = 6) -> nn.Module:
+    return Net(blocks, width=10, inputs=10, outputs=10)
 
 
 class Allocating(Recording):
@@ -56,7 +46,7 @@ class Allocating(Recording):
 
 def trained(ctx: Any, steps: int = 4, **options: Any) -> tuple[list[Tensor], nn.Module]:
     torch.manual_seed(0)
-    model = fully_shard(Net(), policy={Block}, process_group=ctx.group, **options)
+    model = fully_shard(net(), policy={Block}, process_group=ctx.group, **options)
     collectives = units_below(model)[0].handle.runtime.collectives
     if isinstance(collectives, Allocating):
         collectives.elsewhere.clear()  # of an earlier model's summon_full_params
@@ -106,14 +96,14 @@ def test_trains_alike(pool, world_size: int):
 
 def test_addresses_stay_and_are_few(world):
     world(4)
-    model = fully_shard(Net(8), policy={Block}, static_buffers=True)
+    model = fully_shard(net(8), policy={Block}, static_buffers=True)
     units = units_below(model)
     seen: list[list[int]] = []
     for _ in range(4):
         addresses: list[int] = []
         for unit in units[1:]:
             unit.module.register_forward_pre_hook(
-                lambda m, args, a=addresses: a.append(m.up.weight.untyped_storage().data_ptr())
+                lambda m, args, a=addresses: a.append(m.linear.weight.untyped_storage().data_ptr())
             )
         model(torch.randn(2, 10)).sum().backward()
         seen.append(addresses[:8])
@@ -123,24 +113,23 @@ def test_addresses_stay_and_are_few(world):
     pool = units[0].handle.flats[0].placement.pool
     block, root = (u.handle.flats[0].layout.padded_numel * 4 for u in (units[1], units[0]))
     assert pool is not None
-    assert pool.nbytes == root + 2 * block + block  # gathered: as many as are in use at a time anyway; and one input
+    assert pool.nbytes == (root + 2 * block) + (root + block)  # gathered: as many as are in use at a time; and inputs
 
 
 def test_a_unit_whose_memory_is_taken_gets_other_memory_unless_its_graph_has_views_of_it(world):
     world(4)
-    model = fully_shard(Net(6), policy={Block}, static_buffers=True)
+    model = fully_shard(net(6), policy={Block}, static_buffers=True)
     loss = model(torch.randn(2, 10)).sum()
     flatshard.unshard(model.blocks[0])
-    with pytest.raises(
-        RuntimeError, match=r"unit 'blocks.2' needs the static buffer that another unit is using, and that"
-    ):
+    message = r"unit 'blocks.2' needs the static buffer that another unit is using, and that"
+    with pytest.raises(RuntimeError, match=message):
         flatshard.unshard(model.blocks[2])
     flatshard.reshard(model.blocks[0])
     loss.backward()
     del loss
     for block in model.blocks:
         flatshard.unshard(block)
-    assert len({block.up.weight.data_ptr() for block in model.blocks}) == 6
+    assert len({block.linear.weight.data_ptr() for block in model.blocks}) == 6
     flatshard.reshard(model)
     model(torch.randn(2, 10)).sum().backward()
 
@@ -177,9 +166,7 @@ class Wrong(Allocating):
 
 def test_what_allocate_gives_is_looked_at(world):
     world(4)
-    model = fully_shard(Net(2), policy={Block}, collectives=Wrong)
-    with pytest.raises(
-        flatshard.CollectiveError,
-        match=r"TypeError: Wrong.allocate\(\d+, torch.float32, 'cpu'\) returned a tensor of shape",
-    ):
+    model = fully_shard(net(2), policy={Block}, collectives=Wrong)
+    message = r"TypeError: Wrong.allocate\(\d+, torch.float32, 'cpu'\) returned a tensor of shape"
+    with pytest.raises(flatshard.CollectiveError, match=message):
         model(torch.randn(2, 10))

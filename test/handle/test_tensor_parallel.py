@@ -6,7 +6,6 @@ plain model in one process, on the whole batch.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 import itertools
@@ -18,6 +17,7 @@ import pytest
 import torch
 from on_ranks import ranks
 from pairs import all_pairs, some
+from parity import step_all
 from pool import Pool
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -96,33 +96,24 @@ def parallelize(model: Net, mesh: DeviceMesh, sequence: bool) -> None:
 
 
 def whole_of(value: Any) -> Tensor:
-    return (value.full_tensor() if isinstance(value, DTensor) else value).detach().clone()
+    return (value.full_tensor() if isinstance(value, DTensor) else value).detach()
 
 
 def whole(model: nn.Module) -> dict[str, Tensor]:
     """The parameters in whole, over both meshes."""
     with flatshard.summon_full_params(model, writeback=False):
-        return {name: whole_of(p) for name, p in model.named_parameters()}
+        return {name: whole_of(p).clone() for name, p in model.named_parameters()}
 
 
-def gradients(model: nn.Module) -> dict[str, Tensor | None]:
+def check_same(model: nn.Module, plain: nn.Module, rtol: float = 1e-9) -> None:
+    """In parameters and gradients, in whole."""
+    close = functools.partial(torch.testing.assert_close, rtol=rtol, atol=rtol / 1e3)
     with flatshard.summon_full_params(model, writeback=False, with_grads=True):
-        return {name: None if p.grad is None else whole_of(p.grad) for name, p in model.named_parameters()}
-
-
-def grads_of(plain: nn.Module) -> dict[str, Tensor | None]:
-    return {name: None if p.grad is None else p.grad.clone() for name, p in plain.named_parameters()}
-
-
-def assert_same(got: dict[str, Any], expected: dict[str, Any], what: str = "", **tolerance: float) -> None:
-    assert got.keys() == expected.keys()
-    tolerance = tolerance or {"rtol": 1e-9, "atol": 1e-12}
-    for name, value in expected.items():
-        if value is None:
-            assert got[name] is None, f"{what} {name}"
-        else:
-            close = functools.partial(torch.testing.assert_close, msg=lambda m, n=name: f"{what} {n}: {m}", **tolerance)
-            close(got[name], value.detach())
+        for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
+            close(whole_of(p), q.detach(), msg=lambda m, n=name: f"{n}: {m}")
+            assert (p.grad is None) is (q.grad is None), name
+            if p.grad is not None:
+                close(whole_of(p.grad), q.grad, msg=lambda m, n=name: f"gradient of {n}: {m}")
 
 
 def batch(step: int, ranks: int = 2) -> Tensor:
@@ -134,12 +125,6 @@ def backward(plain: nn.Module, model: nn.Module, x: Tensor, mine: int) -> None:
     plain(x.flatten(0, 1)).square().mean().backward()
     output = model(x[mine])
     (output.full_tensor() if isinstance(output, DTensor) else output).square().mean().backward()
-
-
-def step_all(optimizers: list[torch.optim.Optimizer]) -> None:
-    for optimizer in optimizers:
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 def assert_same_statistics(model: nn.Module, plain: nn.Module) -> None:
@@ -177,14 +162,20 @@ def test_parity(ctx, block: type[nn.Module], hidden: int, strategy: ShardingStra
     assert all(type(p) is ShardedParameter for p in model.parameters())
     optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (plain, model)]
     for step in range(4):
+        for m in (plain, model):
+            m.blocks[0].up.requires_grad_(step != 2)
+        if step == 3:
+            with flatshard.no_sync(model):
+                backward(plain, model, batch(5), mine)
         backward(plain, model, batch(step), mine)
         assert_same_statistics(model, plain)
         expected = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.3)
         clip = torch.nn.utils.clip_grad_norm_ if step % 2 else flatshard.clip_grad_norm_
         norm = clip(model.parameters() if step % 2 else model, 0.3)
         torch.testing.assert_close(norm, expected, rtol=1e-9, atol=0)
+        check_same(model, plain)
         step_all(optimizers)
-    assert_same(whole(model), dict(plain.named_parameters()))
+    check_same(model, plain)
     with flatshard.summon_full_params(model):
         assert placements == {n: p.placements for n, p in model.named_parameters() if isinstance(p, DTensor)}
 
@@ -192,47 +183,24 @@ def test_parity(ctx, block: type[nn.Module], hidden: int, strategy: ShardingStra
 # -- what else a sharded model can do ----------------------------------------------------------------------------------
 
 
-def accumulate(ctx) -> None:
-    plain, model, mine, _ = two_dimensions(ctx)
-    for step in range(3):
-        with flatshard.no_sync(model) if step < 2 else contextlib.nullcontext():
-            backward(plain, model, batch(step), mine)
-    assert_same(gradients(model), grads_of(plain))
-
-
-def freeze(ctx) -> None:
-    plain, model, mine, _ = two_dimensions(ctx)
-    for m in (plain, model):
-        for name, param in m.named_parameters():
-            param.requires_grad_("up" not in name)
-    backward(plain, model, batch(0), mine)
-    assert_same(gradients(model), grads_of(plain))
-
-
-def copy_deeply(ctx) -> None:
+def change(ctx) -> None:
+    """Copied, converted, written back."""
     plain, model, mine, _ = two_dimensions(ctx)
     copied = copy.deepcopy(model)
     with torch.no_grad():
         for param in model.parameters():
             param.zero_()
     backward(plain, copied, batch(0), mine)
-    assert_same(whole(copied), dict(plain.named_parameters()))
-    assert_same(gradients(copied), grads_of(plain))
-
-
-def write_back(ctx) -> None:
-    plain, model, _, _ = two_dimensions(ctx)
+    check_same(copied, plain)
+    for m in (plain, copied):
+        m.zero_grad()
+    backward(plain.float(), copied.float(), batch(0).float(), mine)
+    check_same(copied, plain, rtol=1e-4)
     for offload in (False, True):
-        with torch.no_grad(), flatshard.summon_full_params(model, offload_to_cpu=offload):
-            for param in (*plain.parameters(), *model.parameters()):
+        with torch.no_grad(), flatshard.summon_full_params(copied, offload_to_cpu=offload):
+            for param in (*plain.parameters(), *copied.parameters()):
                 param.mul_(2).add_(0.5)
-        assert_same(whole(model), dict(plain.named_parameters()))
-
-
-def convert(ctx) -> None:
-    plain, model, mine, _ = two_dimensions(ctx)
-    backward(plain.float(), model.float(), batch(0).float(), mine)
-    assert_same(gradients(model), grads_of(plain), rtol=1e-4, atol=1e-6)
+        check_same(copied, plain, rtol=1e-4)
 
 
 def replicate(ctx) -> None:
@@ -253,7 +221,7 @@ def replicate(ctx) -> None:
     expected = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
     torch.testing.assert_close(torch.nn.utils.get_total_norm([p.grad for p in model.parameters()]), expected)
     torch.testing.assert_close(flatshard.clip_grad_norm_(model, 0.1), expected)
-    assert_same(gradients(model), grads_of(plain))
+    check_same(model, plain)
 
 
 def train_flat(ctx) -> None:
@@ -275,21 +243,7 @@ def train_flat(ctx) -> None:
         assert sum(int(g.norm(0)) for g in grads) == nonzero
         torch.testing.assert_close(clip(flats, 0.1), clip(plain.parameters(), 0.1))
         step_all(optimizers)
-    assert_same(whole(model), dict(plain.named_parameters()))
-
-
-def in_bfloat16(ctx) -> None:
-    """Against the same model that computes in float64."""
-    policy = flatshard.MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float64)
-    plain, model, mine, _ = two_dimensions(ctx, mixed_precision=policy)
-    output = model(batch(0)[mine])
-    assert output.dtype is torch.bfloat16
-    output.double().square().mean().backward()
-    plain(batch(0).flatten(0, 1)).square().mean().backward()
-    for name, grad in gradients(model).items():
-        assert grad.dtype is torch.float64
-        expected = plain.get_parameter(name).grad
-        assert (grad - expected).norm() < 0.05 * expected.norm() + 1e-3, name
+    check_same(model, plain)
 
 
 class Scale(nn.Module):
@@ -320,31 +274,48 @@ def add_in_the_reduce_dtype(ctx) -> None:
             assert set(model.plain.grad.tolist()) <= {256.0}  # computed in bfloat16
 
 
+def reset(model: nn.Module) -> None:
+    for module in (model[0], model[2]):
+        module.reset_parameters()
+
+
 def initialise_on_meta(ctx) -> None:
+    """By ``fully_shard``: ranks of one coordinate get the first one's values. Later: they must have drawn alike."""
     mesh = ctx.device_mesh((2, 2), ("dp", "tp"))
-    with torch.device("meta"):
-        model = nn.Sequential(nn.Linear(WIDTH, 8), nn.Tanh(), nn.Linear(8, WIDTH))
-    parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
-    torch.manual_seed(ctx.rank)  # ranks of one tensor-parallel coordinate get the first one's values all the same
-    fully_shard(model, device_mesh=mesh["dp"], policy={nn.Linear}, device_id="cpu")
-    values = whole(model)
-    assert values["0.weight"].shape == (8, WIDTH)
-    for value in values.values():
-        assert value.isfinite().all()
-        same = value.clone()
-        torch.distributed.broadcast(same, 0, group=ctx.group)
-        assert torch.equal(same, value)
-    model(torch.randn(2, WIDTH)).sum().backward()
-    assert all(p.grad is not None for p in model.parameters())
+    for options in ({"device_id": "cpu"}, {}, {"strategy": NO_SHARD}):
+        with torch.device("meta"):
+            model = nn.Sequential(nn.Linear(WIDTH, 8), nn.Tanh(), nn.Linear(8, WIDTH))
+        parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+        torch.manual_seed(ctx.rank)
+        fully_shard(model, device_mesh=mesh["dp"], policy={nn.Linear}, **options)
+        if "device_id" not in options:
+            model.to_empty(device="cpu")
+            reset(model)
+            with pytest.raises(
+                RuntimeError, match=r"^'2.bias' are replicated.*different values: call torch.manual_seed"
+            ):
+                model(torch.ones(2, WIDTH))
+            torch.manual_seed(0)
+            reset(model)
+        for name, value in whole(model).items():
+            assert value.shape == {"0.weight": (8, WIDTH), "2.weight": (WIDTH, 8)}.get(name, value.shape)
+            same = value.clone()
+            torch.distributed.broadcast(same, 0, group=ctx.group)
+            assert torch.equal(same, value)
+        model(torch.randn(2, WIDTH)).sum().backward()
+        assert all(p.grad is not None for p in model.parameters())
 
 
 def fill_later(ctx) -> None:
     """On meta: tensor parallelism, sharding, memory, values. Initialisers see DTensors."""
     mesh = ctx.device_mesh((2, 2), ("dp", "tp"))
-    ways = [(8, {}), (7, {}), (7, {"strategy": NO_SHARD})]
-    ways += [
-        (h, {"layout": layout}) for h, layout in ((8, Rows(max_padding=9.0)), (7, Whole(9.0)), (8, Blocks(6, 9.0)))
+    ways: list[tuple[int, dict[str, Any]]] = [
+        (8, {}),
+        (7, {}),
+        (7, {"strategy": NO_SHARD}),
+        (7, {"layout": Whole(9.0)}),
     ]
+    ways += [(8, {"layout": Rows(max_padding=9.0)}), (8, {"layout": Blocks(6, 9.0)})]
     for hidden, options in ways:
         plain = make(hidden=hidden)
         with torch.device("meta"):
@@ -357,40 +328,17 @@ def fill_later(ctx) -> None:
         model.to_empty(device="cpu")
         model.blocks[0].up.reset_parameters()  # then over again
         with torch.no_grad():
-            for prefix, module in model.named_modules():
-                for name, _ in plain.get_submodule(prefix).named_parameters(recurse=False):
-                    fqn, value = f"{prefix}.{name}".lstrip("."), plain.get_submodule(prefix).get_parameter(name)
-                    mine = getattr(module, name)
-                    if fqn in placements:
-                        assert isinstance(mine, DTensor)
-                        assert mine.placements == placements[fqn]
-                        value = distribute_tensor(value, mine.device_mesh, mine.placements)
-                    mine.copy_(value)
-        for name, value in whole(model).items():
-            assert torch.equal(value, plain.get_parameter(name)), name
+            for fqn, value in plain.named_parameters():
+                prefix, _, name = fqn.rpartition(".")
+                mine = getattr(model.get_submodule(prefix), name)
+                assert (mine.placements if isinstance(mine, DTensor) else None) == placements.get(fqn)
+                mine.copy_(distribute_tensor(value, mine.device_mesh, mine.placements) if fqn in placements else value)
+        check_same(model, plain)
         own = torch.optim.AdamW(plain.parameters(), lr=1e-2)
         for step in range(2):
             backward(plain, model, batch(step), mesh["dp"].get_local_rank())
             step_all([own, optimizer])
-        assert_same(whole(model), dict(plain.named_parameters()))
-
-
-def fill_copies_differently(ctx) -> None:
-    mesh = ctx.device_mesh((2, 2), ("dp", "tp"))
-    for options in ({}, {"strategy": NO_SHARD}):
-        with torch.device("meta"):
-            model = nn.Sequential(nn.Linear(WIDTH, 8), nn.Tanh(), nn.Linear(8, WIDTH))
-        parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
-        fully_shard(model, device_mesh=mesh["dp"], policy={nn.Linear}, **options).to_empty(device="cpu")
-        torch.manual_seed(ctx.rank)
-        for module in (model[0], model[2]):
-            module.reset_parameters()
-        with pytest.raises(RuntimeError, match=r"^'2.bias' are replicated.*different values: call torch.manual_seed"):
-            model(torch.ones(2, WIDTH))
-        torch.manual_seed(0)
-        for module in (model[0], model[2]):
-            module.reset_parameters()
-        model(torch.ones(2, WIDTH)).sum().backward()
+        check_same(model, plain)
 
 
 def scale_gradients(ctx) -> None:
@@ -420,9 +368,8 @@ def refuse(ctx) -> None:
         fully_shard(model, device_mesh=mesh["tp"])
     local = torch.ones(2, 2)
     model.blocks[1].extra = nn.Parameter(DTensor.from_local(local, mesh["tp"], [Partial()], run_check=False))
-    with pytest.raises(
-        ValueError, match=r"'blocks.1.extra' is a DTensor placed as .*only Shard\(dim\) and Replicate\(\)"
-    ):
+    message = r"'blocks.1.extra' is a DTensor placed as .*only Shard\(dim\) and Replicate\(\)"
+    with pytest.raises(ValueError, match=message):
         fully_shard(model, device_mesh=mesh["dp"])
     del model.blocks[1].extra
     fully_shard(model, device_mesh=mesh["dp"])
@@ -456,7 +403,7 @@ def other_shapes(ctx) -> None:
         expected = torch.nn.utils.get_total_norm([p.grad for p in plain.parameters()])
         torch.testing.assert_close(get_total_norm(model), expected)
         torch.testing.assert_close(torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9), expected)
-        assert_same(gradients(model), grads_of(plain), str(shape))
+        check_same(model, plain)
         assert_same_statistics(model, plain)
         if ctx.rank == 2:
             part = next(p.grad for n, p in model.named_parameters() if ".up." in n and p.grad is not None and p.numel())
@@ -468,9 +415,14 @@ def other_shapes(ctx) -> None:
         torch.testing.assert_close(torch.nn.utils.clip_grad_norm_(flats, 1e9), expected)
 
 
-FEATURES: list[Callable[[Any], None]] = [accumulate, freeze, copy_deeply, write_back, convert, replicate, train_flat]
-FEATURES += [in_bfloat16, add_in_the_reduce_dtype, initialise_on_meta, fill_later, fill_copies_differently]
-FEATURES += [scale_gradients, refuse, warn_about_optimizers, other_shapes]
+FEATURES: list[Callable[[Any], None]] = [
+    change,
+    replicate,
+    train_flat,
+    add_in_the_reduce_dtype,
+    fill_later,
+]
+FEATURES += [initialise_on_meta, scale_gradients, refuse, warn_about_optimizers, other_shapes]
 
 
 @pytest.mark.parametrize("feature", FEATURES, ids=lambda f: f.__name__)
@@ -494,7 +446,7 @@ def train_in_three_dimensions(ctx, block: type[nn.Module]) -> None:
         expected = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.3)
         torch.testing.assert_close(flatshard.clip_grad_norm_(model, 0.3), expected, rtol=1e-9, atol=0)
         step_all(optimizers)
-    assert_same(whole(model), dict(plain.named_parameters()))
+    check_same(model, plain)
     flatshard.debug.check_replicas(model)
 
 

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from expecttest import assert_expected_inline
+from encoded import Product
 from on_ranks import ranks
 from pairs import some
 from parity import check_parity
@@ -30,9 +30,6 @@ STRATEGIES = list(ShardingStrategy)[:3]
 class Quantised(Tensor):
     """int8 values with a scale and a zero point for each row, as libraries for quantisation have them."""
 
-    values: Tensor
-    scale: Tensor
-    zero: Tensor
     fields: ClassVar[list[str]] = ["stored", "scale", "zero"]
 
     @staticmethod
@@ -45,9 +42,8 @@ class Quantised(Tensor):
     def of(cls, weight: Tensor) -> Quantised:
         weight = weight.detach()
         scale = weight.abs().amax(1, keepdim=True) / 127
-        return cls(
-            (weight / scale + 1).round().to(torch.int8), scale, torch.ones(len(weight), dtype=torch.int32), weight.dtype
-        )
+        zero = torch.ones(len(weight), dtype=torch.int32)
+        return cls((weight / scale + 1).round().to(torch.int8), scale, zero, weight.dtype)
 
     def dequantise(self) -> Tensor:
         return ((self.stored - self.zero[:, None]) * self.scale).to(self.dtype)
@@ -57,7 +53,7 @@ class Quantised(Tensor):
 
     @classmethod
     def __tensor_unflatten__(cls, inner: dict[str, Tensor], dtype: Any, size: Any, stride: Any) -> Quantised:
-        return cls(inner["stored"], inner["scale"], inner["zero"], dtype)
+        return cls(*(inner[name] for name in cls.fields), dtype)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -80,33 +76,24 @@ class Copying(Quantised):
 
 
 class Wrapped(Tensor):
-    """One tensor of the same shape and dtype inside, which may be another subclass; counts what runs on it."""
-
-    calls: ClassVar[list[str]] = []
+    """One tensor of the same shape and dtype inside, which may be another subclass."""
 
     @staticmethod
     def __new__(cls, inner: Tensor) -> Wrapped:
-        result = Tensor._make_wrapper_subclass(
-            cls,
-            inner.shape,
-            strides=inner.stride(),
-            dtype=inner.dtype,
-            device=inner.device,
-            requires_grad=inner.requires_grad,
-        )
+        kept = {"strides": inner.stride(), "dtype": inner.dtype, "requires_grad": inner.requires_grad}
+        result = Tensor._make_wrapper_subclass(cls, inner.shape, device=inner.device, **kept)
         result.inner = inner
         return result
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         return ["inner"], None
 
-    @staticmethod
-    def __tensor_unflatten__(inner: dict[str, Tensor], context: Any, size: Any, stride: Any) -> Wrapped:
-        return Wrapped(inner["inner"])
+    @classmethod
+    def __tensor_unflatten__(cls, inner: dict[str, Tensor], context: Any, size: Any, stride: Any) -> Wrapped:
+        return cls(inner["inner"])
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        cls.calls.append(func.__name__)
         plain = pytree.tree_map_only(Wrapped, lambda t: t.inner, (args, kwargs or {}))
         out = func(*plain[0], **plain[1])
         return cls(out) if func in (torch.ops.aten.detach.default, torch.ops.aten.clone.default) else out
@@ -170,32 +157,27 @@ def vectors(step: int, n: int) -> Tensor:
     return torch.randn(n, WIDTH)
 
 
+def clip(model: nn.Module) -> Tensor:
+    return torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+
+
+def check(ctx: Any, make: Any, **options: Any) -> None:
+    def shard(model: nn.Module, group: Any) -> None:
+        fully_shard(model, process_group=group, **options)
+
+    torch.set_default_dtype(torch.float64)
+    replicated = options.get("strategy") is ShardingStrategy.NO_SHARD or ctx.world_size == 1
+    check_parity(ctx, make, vectors, steps=3, dtype=None, shard=shard, replicated=replicated, clip=clip)
+
+
 @pytest.mark.parametrize(("name", "world_size"), some(itertools.product(MODELS, (3, 2, 1)), 2 * len(MODELS)))
 @ranks()
 def test_trains_as_in_one_process(ctx, name: str) -> None:
-    torch.set_default_dtype(torch.float64)
+    units = {Adapted, nn.Linear} if name in ("wrapped", "nested") else {Adapted}
     for strategy in STRATEGIES if ctx.world_size == 2 else STRATEGIES[:1]:
-        units = {Adapted, nn.Linear} if name in ("wrapped", "nested") else {Adapted}
         for options in ({}, {"policy": units}, {"policy": units, "static_buffers": True}):
             ctx.note(f"{strategy.name}, {options}")
-
-            def shard(model: nn.Module, group: Any, options: Any = options, strategy: Any = strategy) -> None:
-                fully_shard(model, strategy=strategy, process_group=group, **options)
-
-            check_parity(
-                ctx,
-                MODELS[name],
-                vectors,
-                steps=3,
-                dtype=None,
-                shard=shard,
-                replicated=strategy is ShardingStrategy.NO_SHARD or ctx.world_size == 1,
-                clip=clip,
-            )
-
-
-def clip(model: nn.Module) -> Tensor:
-    return torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            check(ctx, MODELS[name], strategy=strategy, **options)
 
 
 # -- What is sharded --------------------------------------------------------------------------------------------------
@@ -205,37 +187,28 @@ def made(ctx: Any, model: nn.Module, **options: Any) -> nn.Module:
     return fully_shard(model, process_group=ctx.group, **options)
 
 
-def bytes_of(ctx) -> list[Any]:
-    torch.manual_seed(0)
-    plain = adapted().to(torch.bfloat16)
-    for block in plain:
+def in_bfloat16() -> nn.Module:
+    """Whose quantised weights say that they are, too."""
+    model = adapted()
+    for block in model:
         block.base.weight = frozen(Quantised.of(block.base.weight.dequantise().bfloat16()))
-        block.a.float(), block.b.float()
-    model = made(ctx, copy.deepcopy(plain), policy={Adapted})
-    unit = units_below(model)[1]
-    found = [[(b.kind.dtype, b.layout.numel, any(b.requires_grad)) for b in unit.handle.flats]]
-    found.append(
-        [
-            b.layout.padded_numel * b.gradients.reduce_dtype.itemsize if any(b.requires_grad) else 0
-            for b in unit.handle.flats
-        ]
-    )
+    return model
+
+
+@ranks(2)
+def test_bytes_travel_and_only_adapters_have_gradients(ctx) -> None:
+    """49 int8 + pad, 7 bf16 scales + pad, 7 int32; the bias; the adapters."""
+    plain = in_bfloat16()
+    for block in plain:
+        block.base.bias.data = block.base.bias.data.bfloat16()
+    model = made(ctx, plain, policy={Adapted})
+    flats = units_below(model)[1].handle.flats
+    found = [(b.kind.dtype, b.layout.numel, any(b.requires_grad)) for b in flats]
+    assert found == [(torch.uint8, 108, False), (torch.bfloat16, 7, True), (torch.float32, 28, True)]
     weight = model[0].base.weight
     assert type(weight) is ShardedParameter
     assert not weight.requires_grad
     assert full_shape(weight) == (WIDTH, WIDTH)
-    return found
-
-
-def test_bytes_travel_and_only_adapters_have_gradients(pool):
-    """49 int8 + pad, 7 bf16 scales + pad, 7 int32; the bias; the adapters."""
-    for found in pool.run(bytes_of, world_size=2):
-        assert_expected_inline(
-            "\n".join(map(str, found)),
-            """\
-[(torch.uint8, 108, False), (torch.bfloat16, 7, True), (torch.float32, 28, True)]
-[0, 32, 128]""",
-        )
 
 
 @ranks(1, 2, 3)
@@ -331,34 +304,34 @@ def test_sync_module_states(ctx) -> None:
             assert torch.equal(got * 1, expected * 1)
 
 
+def kinds(model: nn.Module) -> set[tuple[torch.dtype, torch.dtype]]:
+    return {(b.kind.dtype, b.kind.compute_dtype) for u in units_below(model) for b in u.handle.flats}
+
+
 @ranks(2)
 def test_mixed_precision(ctx) -> None:
     """What a dtype means to the class only it knows: it keeps its own. Everything else is cast."""
-    torch.manual_seed(0)
-    model = made(ctx, wrapped(), policy={nn.Linear}, mixed_precision=MixedPrecision(param_dtype=torch.bfloat16))
-    kinds = {(b.kind.dtype, b.kind.compute_dtype) for u in units_below(model) for b in u.handle.flats}
-    assert kinds == {(torch.float32, torch.float32), (torch.float32, torch.bfloat16)}
-    torch.manual_seed(0)
-    model = made(ctx, adapted(), policy={Adapted}, mixed_precision=MixedPrecision(param_dtype=torch.bfloat16))
-    model[0].base.register_forward_hook(lambda m, a, y: dtypes.append((m.weight.dtype, m.weight.scale.dtype, y.dtype)))
-    dtypes: list[Any] = []
+    bf16 = {"mixed_precision": MixedPrecision(param_dtype=torch.bfloat16)}
+    model = made(ctx, wrapped(), policy={nn.Linear}, **bf16)
+    assert kinds(model) == {(torch.float32, torch.float32), (torch.float32, torch.bfloat16)}
+    model = made(ctx, adapted(), policy={Adapted}, **bf16)
     with pytest.raises(RuntimeError, match="dtype"):  # a base that says it is float32, and inputs in bfloat16
         model(vectors(0, 2))
-    for block in (plain := adapted()):
-        block.base.weight = frozen(Quantised.of(block.base.weight.dequantise().bfloat16()))
-    model = made(ctx, plain, policy={Adapted}, mixed_precision=MixedPrecision(param_dtype=torch.bfloat16))
-    model[0].base.register_forward_hook(lambda m, a, y: dtypes.append((m.weight.dtype, m.weight.scale.dtype, y.dtype)))
+    dtypes: list[Any] = []
+    model = made(ctx, in_bfloat16(), policy={Adapted}, **bf16)
+    model[0].base.register_forward_hook(lambda m, a, y: dtypes.extend((m.weight.dtype, m.weight.scale.dtype, y.dtype)))
     model(vectors(0, 2)).sum().backward()
-    assert dtypes[-1] == (torch.bfloat16, torch.bfloat16, torch.bfloat16)
+    assert dtypes == [torch.bfloat16] * 3
     assert {p.grad.dtype for p in model.parameters() if p.requires_grad} == {torch.float32}
 
 
 class Rounding(Wrapped):
     """Its products are of rounded weights, with one scale for all of a weight. FSDP2 asks it what to gather."""
 
-    @staticmethod
-    def __tensor_unflatten__(inner: dict[str, Tensor], context: Any, size: Any, stride: Any) -> Rounding:
-        return Rounding(inner["inner"])
+    @property
+    def decoded(self) -> Tensor:
+        scale = self.inner.abs().max() / 7
+        return (self.inner / scale).round() * scale
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -374,23 +347,6 @@ class Rounding(Wrapped):
         raise AssertionError
 
 
-class Product(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Rounding) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        return x @ Product.rounded(weight).t()
-
-    @staticmethod
-    def rounded(weight: Rounding) -> Tensor:
-        scale = weight.inner.abs().max() / 7
-        return (weight.inner / scale).round() * scale
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        x, weight = ctx.saved_tensors
-        return grad @ Product.rounded(weight), grad.t() @ x
-
-
 def rounding() -> nn.Module:
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
     for linear in (model[0], model[2]):
@@ -402,13 +358,10 @@ def rounding() -> nn.Module:
 def test_a_class_that_is_asked_what_to_gather(ctx) -> None:
     torch.manual_seed(0)
     plain = rounding()
-    for policy, kinds in (
-        (MixedPrecision(torch.bfloat16), {(torch.float32, torch.bfloat16)}),
-        (MixedPrecision(), {(torch.float32, torch.float32)}),
-    ):
+    for dtype in (torch.bfloat16, torch.float32):
+        policy = MixedPrecision(None if dtype is torch.float32 else dtype)
         model = made(ctx, copy.deepcopy(plain), policy={nn.Linear}, mixed_precision=policy)
-        assert {(b.kind.dtype, b.kind.compute_dtype) for u in units_below(model) for b in u.handle.flats} == kinds
-        dtype = policy.param_dtype or torch.float32
+        assert kinds(model) == {(torch.float32, dtype)}
         x = vectors(0, 2).to(dtype)
         low = copy.deepcopy(plain)
         for linear in (low[0], low[2]):
@@ -424,33 +377,29 @@ def test_a_class_that_is_asked_what_to_gather(ctx) -> None:
                 assert mine.dtype is mine.grad.dtype is torch.float32
                 # All ranks have the same data.
                 torch.testing.assert_close(mine.grad, expected.grad.float(), rtol=2e-2 * (ctx.world_size > 2), atol=0)
-    torch.set_default_dtype(torch.float64)
-
-    def shard(model: nn.Module, group: Any) -> None:
-        fully_shard(model, policy={nn.Linear}, process_group=group)
-
-    check_parity(ctx, rounding, vectors, steps=3, dtype=None, shard=shard, replicated=ctx.world_size == 1)
+    check(ctx, rounding, policy={nn.Linear})
 
 
 @ranks(1, 2, 3)
 def test_checkpoints(ctx, path: str) -> None:
+    make = nested if ctx.world_size == 3 else adapted
     torch.manual_seed(0)
-    plain = nested() if ctx.world_size == 3 else adapted()
+    plain, x = make(), vectors(0, 2)
     model = made(ctx, copy.deepcopy(plain), policy={Adapted})
     flatshard.save_checkpoint(path, {"model": model}, process_group=ctx.group)
-    x = vectors(0, 2)
     full = flatshard.checkpoint.full_state_dict(model)
     assert type(full["0.base.weight"]) is type(plain[0].base.weight)
-    fresh = adapted() if ctx.world_size != 3 else nested()
+    fresh = make()
     fresh.load_state_dict(full, assign=True)
     assert torch.equal(fresh(x), plain(x))
-    other = made(ctx, adapted() if ctx.world_size != 3 else nested())
-    assert not torch.equal(other(x), plain(x))
-    other.load_state_dict(plain.state_dict())  # each rank its part of a whole subclass
-    assert torch.equal(other(x), plain(x))
-    other = made(ctx, adapted() if ctx.world_size != 3 else nested())
-    flatshard.load_checkpoint(path, {"model": other}, process_group=ctx.group)
-    assert torch.equal(other(x), plain(x))
+    for load in (
+        lambda other: other.load_state_dict(plain.state_dict()),  # each rank its part of a whole subclass
+        lambda other: flatshard.load_checkpoint(path, {"model": other}, process_group=ctx.group),
+    ):
+        other = made(ctx, make())
+        assert not torch.equal(other(x), plain(x))
+        load(other)
+        assert torch.equal(other(x), plain(x))
     with pytest.raises(RuntimeError, match=r"0\.base\.weight"):
         other.load_state_dict({**full, "0.base.weight": torch.randn(WIDTH, WIDTH)})
 
@@ -466,10 +415,6 @@ class Opaque(Tensor):
 
 class Packed(Quantised):
     """As torchao's NF4Tensor: what FSDP2 gathers of it are the tensors inside, as they are."""
-
-    @classmethod
-    def __tensor_unflatten__(cls, inner: dict[str, Tensor], dtype: Any, size: Any, stride: Any) -> Packed:
-        return cls(inner["stored"], inner["scale"], inner["zero"], dtype)
 
     def fsdp_pre_all_gather(self, mesh: Any) -> Any:
         return (self.stored, self.scale, self.zero), None
@@ -487,14 +432,13 @@ def test_refused(ctx) -> None:
     quantised = Quantised.of(weight)
     mesh = ctx.device_mesh((ctx.world_size,), ("tp",))
     distributed = DTensor.from_local(weight, mesh, [Replicate()])
+    opaque = weight.as_subclass(Opaque)
     cases = {
-        r"is a Quantised, which requires grad, but has 3 tensors inside.*Freeze it": linear(quantised, True),
-        r"is a Copying, which copies the tensors that its __tensor_unflatten__ is given": linear(Copying.of(weight)),
-        r"is a Opaque, a tensor subclass that does not say which tensors are inside": linear(
-            weight.as_subclass(Opaque)
-        ),
-        r"is a Wrapped, which has a DTensor inside": linear(Wrapped(distributed)),
-        r"is a Wrapped on the meta device": linear(Wrapped(weight.to("meta"))),
+        "is a Quantised, which requires grad, but has 3 tensors inside.*Freeze it": linear(quantised, True),
+        "is a Copying, which copies the tensors that its __tensor_unflatten__ is": linear(Copying.of(weight)),
+        "is a Opaque, a tensor subclass that does not say which tensors are inside: give it": linear(opaque),
+        "is a Wrapped, which has a DTensor inside": linear(Wrapped(distributed)),
+        "is a Wrapped on the meta device": linear(Wrapped(weight.to("meta"))),
     }
     for error, module in cases.items():
         before = dict(module.named_parameters())

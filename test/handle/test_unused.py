@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from on_ranks import ranks
-from parity import in_texts
+from parity import check_same_params, in_texts, step_all, twins
 from pool import Context
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -52,51 +52,38 @@ def used_by(rank: int, step: int) -> list[int]:
 
 
 def train(ctx: Context, strategy: str, optimizer: str, accumulate: str = "") -> None:
-    torch.manual_seed(0)
-    plain, model = Net().double(), Net().double()
-    model.load_state_dict(plain.state_dict())
-    where: dict[str, Any] = {"process_group": ctx.group}
+    where: dict[str, Any] = {"strategy": ShardingStrategy[strategy]}
     if strategy.startswith("HYBRID"):
-        where = {"device_mesh": init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))}
-    fully_shard(model, policy={Scales}, strategy=ShardingStrategy[strategy], **where)
+        where["device_mesh"] = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    plain, model = twins(ctx, Net, {Scales}, **where)
     if optimizer == "whole":
-        optimizers = [
-            flatshard.optim.WholeParameterOptimizer(model.parameters(), torch.optim.Adam, lr=0.1),
-            torch.optim.Adam(plain.parameters(), lr=0.1),
-        ]
+        made = flatshard.optim.WholeParameterOptimizer(model.parameters(), torch.optim.Adam, lr=0.1)
+        optimizers = [made, torch.optim.Adam(plain.parameters(), lr=0.1)]
     else:
         optimizers = [torch.optim.AdamW(m.parameters(), lr=0.1, weight_decay=0.1) for m in (model, plain)]
     for step in range(3):
         ctx.note(f"{strategy} {optimizer} {accumulate} step {step}")
         for backward in range(2 if accumulate else 1):
-            xs = torch.randn(
-                ctx.world_size, WIDTH, generator=torch.Generator().manual_seed(10 * step + backward)
-            ).double()
+            torch.manual_seed(10 * step + backward)
+            xs = torch.randn(ctx.world_size, WIDTH, dtype=torch.double)
             for rank, x in enumerate(xs):
                 (plain(x, used_by(rank, step + backward)).square().mean() / ctx.world_size).backward()
-            waits = contextlib.nullcontext()
-            if accumulate == "no_sync" and not backward:
-                waits = flatshard.no_sync(model)
             if accumulate == "replicas":
                 flatshard.configure(model, all_reduce=bool(backward))
             flatshard.unshard(model, recurse=True)
-            with waits:
+            holds = accumulate == "no_sync" and not backward
+            with flatshard.no_sync(model) if holds else contextlib.nullcontext():
                 model(xs[ctx.rank], used_by(ctx.rank, step + backward)).square().mean().backward()
         expected = [n for n, p in plain.named_parameters() if p.grad is not None]
         found = [n for n, p in model.named_parameters() if p.grad is not None]
         assert found == expected, f"gradients of {found}, expected {expected}"
-        for name, p in model.named_parameters():  # communicates, so all ranks must have it
-            whole = plain.get_parameter(name).grad
-            if p.grad is not None:
-                torch.testing.assert_close(p.grad.norm(), whole.norm(), rtol=1e-9, atol=0)
+        for name in found:  # communicates, so all ranks must have it
+            whole, part = plain.get_parameter(name).grad, model.get_parameter(name).grad
+            torch.testing.assert_close(part.norm(), whole.norm(), rtol=1e-9, atol=0)
         flatshard.unshard(model, recurse=True)  # what is gathered here is outdated after the step, on all ranks
-        for each in optimizers:
-            each.step()
-            each.zero_grad()
+        step_all(optimizers)
     flatshard.reshard(model)
-    whole = flatshard.checkpoint.full_state_dict(model, offload_to_cpu=True)
-    for name, value in plain.state_dict().items():
-        torch.testing.assert_close(whole[name], value, rtol=1e-9, atol=1e-12)
+    check_same_params(model, plain)
     if optimizer == "adamw":
         ours, theirs = (
             {n: int(o.state[p]["step"]) for n, p in m.named_parameters() if p in o.state}
