@@ -9,6 +9,7 @@ Accept a wanted change with ``EXPECTTEST_ACCEPT=1 python -m pytest test/core/tes
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable
 from typing import Any
 
