@@ -218,7 +218,7 @@ def resolve_ignored(root: nn.Module, ignored_states: Iterable[Any] | None) -> tu
     modules: set[nn.Module] = set()
     params: set[nn.Parameter] = set()
     in_root, in_root_params = set(root.modules()), set(root.parameters())
-    for state in ignored_states or ():
+    for state in () if ignored_states is None else ignored_states:
         if isinstance(state, nn.Module):
             if state not in in_root:
                 raise ValueError(
