@@ -449,15 +449,16 @@ def test_frozen_units_are_freed_in_backward(ctx):
     def make() -> nn.Module:
         return Net(nn.Sequential(Block().requires_grad_(False), Adapter(), Block().requires_grad_(False)))
 
-    one, model = twins(ctx, make, Block)
-    for _ in range(2):
-        for m, x in zip((one, model), parts(ctx, torch.ones(4, WIDTH).double()), strict=True):
-            m.zero_grad()
-            loss = m(x).square().mean()
-            with record_events() as events:
-                loss.backward()
-        check_clean(model)
-        check_same_gradients(model, one)
+    for strategy in (ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.FULL_SHARD):
+        one, model = twins(ctx, make, Block, strategy=strategy)
+        for _ in range(2):
+            for m, x in zip((one, model), parts(ctx, torch.ones(4, WIDTH).double()), strict=True):
+                m.zero_grad()
+                loss = m(x).square().mean()
+                with record_events() as events:
+                    loss.backward()
+            check_clean(model)
+            check_same_gradients(model, one)
     assert [e.split()[1] for e in events if e.startswith("reduce")] == ["middle.1", "front", "<root>"]
     whole: set[str] = set()
     for what, unit in (e.split() for e in events):
