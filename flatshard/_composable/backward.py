@@ -125,8 +125,7 @@ class Backward:
         unit.last_forward = step
         if not self._idle:
             return
-        over = [u for u in self._idle if u is not unit and u not in step.outer and u.completion.task == task]
-        over = [u for u in over if not u.completion.pending and not u.completion.comes_again()]
+        over = [u for u in self._idle if u is not unit and u not in step.outer and u.completion.is_over_in(task)]
         if over:
             to_come = any(map(_expected, self._queue.units()))
             self._complete_all(over, to_come or not self._bringing.isdisjoint(self._tasks), early=True)
@@ -257,7 +256,12 @@ def is_finished(unit: Unit) -> bool:
 
 def has_left_first(unit: Unit) -> bool:
     """Whether backward has reached forwards of ``unit``, and left all of them, the first one in its pass too."""
-    return unit.open_forwards == 0 and (unit.last_forward is None or unit.last_forward.is_first)
+    if unit.open_forwards:
+        return False
+    before = None if unit.last_forward is None else unit.last_forward.previous
+    while before is not None and before.unit is not unit:
+        before = before.previous
+    return before is None
 
 
 def gather(unit: Unit) -> None:

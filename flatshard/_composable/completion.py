@@ -134,6 +134,10 @@ class Completion:
         task = current_graph_task()
         return any(_is_ahead(leave, task) and how_many_run((leave,)) for leave in self.exits)
 
+    def is_over_in(self, task: int) -> bool:
+        """Whether an idle unit, which graph task ``task`` completes, has all its gradients, and is not reached again."""
+        return self.task == task and not self.pending and not self.comes_again()
+
     # -- what happens --------------------------------------------------------------------------------------------------
 
     def gather(self) -> None:

@@ -66,16 +66,6 @@ class ForwardRecord:
         self.version = gathered.version  # of the parameters in this forward
         self.opened_in = -1  # the last graph task (run of the autograd engine) that reached this step
 
-    @property
-    def is_first(self) -> bool:
-        """Whether it is the first one of its unit in its pass."""
-        before = self.previous
-        while before is not None:
-            if before.unit is self.unit:
-                return False
-            before = before.previous
-        return True
-
 
 # The unit that owns a sharded or unsharded parameter, by the parameter's id. The unit keeps both alive, so ids are unique.
 _owners: weakref.WeakValueDictionary[int, Unit] = weakref.WeakValueDictionary()
@@ -299,6 +289,9 @@ class Context:
 
     _instances: ClassVar[weakref.WeakValueDictionary[int, Context]] = weakref.WeakValueDictionary()
 
+    passes: ClassVar[list[Context]] = []
+    """The contexts in a pass, outermost first. More than one: units on other process groups run inside a unit."""
+
     checks: ClassVar[list[Callable[[Unit], bool]]] = []
     """Called with the outermost unit before a pass starts. A check is removed when it returns False."""
 
@@ -426,6 +419,7 @@ class Context:
     def _start_pass(self, unit: Unit, frame: FrameType) -> None:
         for busy in list(filter(_forwards, self._instances.values())):
             busy._check_thread(frame)
+        self.passes[:] = [*(context for context in self.passes if context.forwards), self]
         self.check(unit)
         self.pass_id += 1
         self._latest = None
@@ -439,6 +433,7 @@ class Context:
 
     def end_pass(self) -> None:
         """End the outermost unit's forward. Drops all references to the model, so that it can be freed."""
+        self.passes[:] = [context for context in self.passes if context is not self]
         self.free_unused()
         self._latest = None
         self.order = ForwardOrder()

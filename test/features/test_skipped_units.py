@@ -8,6 +8,7 @@ In every case the ranks must also issue the same collectives in the same order, 
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import itertools
 import json
@@ -418,3 +419,56 @@ def test_unshard_after_a_backward_that_raised(ctx):
     assert layer.experts[0].weight.shape == (WIDTH, WIDTH)
     reshard(model)
     layer(x).sum().backward()
+
+
+class Around(nn.Module):
+    """A unit with a unit on other process groups in it, which has one on the first group in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.inner, self.last = Linear(), nn.Sequential(Linear(), Linear()), Linear()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.inner(self.first(x)))
+
+
+class Outermost(nn.Module):
+    sharded = skips = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.front, self.around, self.head = Linear(), Around(), Linear()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.front(x)
+        if not self.skips:
+            y = self.around(y)
+        elif self.sharded:
+            y = skip(self.around, y)
+        return self.head(y)
+
+
+@pytest.mark.parametrize("before", [0, 2])
+@ranks(4)
+def test_units_on_other_process_groups_inside(ctx, before: int):
+    """They are skipped with the unit around them. ``before``: in so many steps the rank has run it."""
+    torch.manual_seed(0)
+    plain = Outermost().double()
+    model = copy.deepcopy(plain)
+    model.sharded = True
+    elsewhere = torch.distributed.new_group()
+    assert elsewhere is not ctx.group
+    for module, group in (
+        *((model.around.inner[1], ctx.group), (model.around.inner, elsewhere), (model.around.first, ctx.group)),
+        *((model.around, ctx.group), (model, ctx.group)),
+    ):
+        fully_shard(module, process_group=group)
+    x = torch.randn(4, 3, WIDTH, dtype=torch.double)
+    for step in range(before + 2):
+        skips = step >= before
+        for rank in range(4):
+            plain.skips = skips and rank == 1
+            (plain(x[rank]).square().mean() / 4).backward()
+        model.skips = skips and ctx.rank == 1
+        model(x[ctx.rank]).square().mean().backward()
+    check_same_gradients(model, plain)

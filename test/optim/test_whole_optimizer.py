@@ -430,3 +430,17 @@ def test_segment_reduce(ctx) -> None:
     ):
         with pytest.raises(ValueError, match=match):
             segment_reduce(tensors, of, op)
+
+
+@ranks(3)
+def test_units_that_are_whole_beside_others(ctx) -> None:
+    """On one process group: the work of its ranks is balanced over all of them."""
+    torch.manual_seed(0)
+    reference = nn.Sequential(nn.Linear(9, 14, bias=False), nn.Linear(14, 3, bias=False)).double()
+    model = copy.deepcopy(reference)
+    fully_shard(model[0], strategy="NO_SHARD", process_group=ctx.group)
+    fully_shard(model, process_group=ctx.group)
+    ours = WholeParameterOptimizer(model.parameters(), torch.optim.Adafactor, lr=0.05)
+    theirs = torch.optim.Adafactor(reference.parameters(), lr=0.05)
+    for step in range(2):
+        train(ctx, (model, ours), (reference, theirs), step)

@@ -25,11 +25,10 @@ from torch.autograd.graph import get_gradient_edge
 
 from flatshard import _frames
 from flatshard._composable.backward import Backward
-from flatshard._composable.completion import current_graph_task
 from flatshard._composable.extensions import Extension, ForwardFeature
 from flatshard._composable.find import unit_for, units_below, units_of
 from flatshard._composable.hooks import UnitHooks
-from flatshard._composable.state import Forward, Unit, unit_of
+from flatshard._composable.state import Context, Forward, Unit, unit_of
 
 Tensors = tuple[torch.Tensor, ...]
 
@@ -49,14 +48,50 @@ class RanInside(ForwardFeature):
 
     def __init__(self) -> None:
         self.modules: dict[nn.Module, list[nn.Module]] = {}
+        # On process groups that have nothing to do with the unit's: after how many modules of its pass they ran.
+        self._elsewhere: list[tuple[int, nn.Module]] = []
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RanInside:
         return RanInside()
 
     def after(self, forward: Forward, output: Any) -> None:
-        if not forward.in_backward and (output is not None or sys.exc_info()[1] is None):
-            order = forward.unit.context.order.current
-            self.modules[forward.module] = [] if order[-1] is forward.module else _since(forward.module, order)
+        context, elsewhere, self._elsewhere = forward.unit.context, self._elsewhere, []
+        if forward.in_backward or (output is None and sys.exc_info()[1] is not None):
+            return
+        order = context.order.current
+        inside = [] if order[-1] is forward.module else _since(forward.module, order)
+        self.modules[forward.module] = _merged(inside, len(order) - len(inside), elsewhere) if elsewhere else inside
+        if len(Context.passes) > 1:
+            for around in Context.passes:
+                if around is not context and around.forwards:
+                    ran = around.forwards[-1].unit.feature(RanInside)
+                    assert ran is not None
+                    ran._elsewhere.append((len(around.order.current), forward.module))
+
+
+def _merged(inside: list[nn.Module], start: int, elsewhere: list[tuple[int, nn.Module]]) -> list[nn.Module]:
+    """``inside`` and ``elsewhere`` in the order in which they began. ``start``: how many of the pass ran before them."""
+    found: list[nn.Module] = []
+    for at in range(len(inside) + 1):
+        for module in [module for number, module in elsewhere if max(0, number - start) == at]:
+            within = _all_inside(module)  # these have ended just before it
+            while found and found[-1] in within:
+                found.pop()
+            found.append(module)
+        found += inside[at : at + 1]
+    return found
+
+
+def _all_inside(module: nn.Module) -> set[nn.Module]:
+    """The modules that ran inside its last forward, and inside theirs."""
+    found: set[nn.Module] = set()
+    todo = [module]
+    while todo:
+        unit = unit_of(inner := todo.pop())
+        ran = None if unit is None else unit.feature(RanInside)
+        todo += [m for m in (() if ran is None else ran.modules.get(inner, ())) if m not in found]
+        found.update(todo)
+    return found
 
 
 def _since(module: nn.Module, order: list[nn.Module]) -> list[nn.Module]:
@@ -90,8 +125,6 @@ def _pass_by(unit: Unit, module: nn.Module, tensors: Tensors, inside: Callable[[
             tensors = marked = _mark(unit, inside(tensors))
         else:
             tensors = inside(tensors)
-        if (ran := unit.feature(RanInside)) is not None and current_graph_task() == -1:
-            ran.modules[module] = _since(module, unit.context.order.current)
     finally:
         if (forward := unit.context.exit_forward(module)) is not None:
             hooks.end_forward(forward, hooks.register_pre_backward(marked, forward), False)
