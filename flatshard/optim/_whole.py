@@ -273,7 +273,9 @@ def _find_owned(params: Sequence[nn.Parameter], loads: dict[Runtime, list[int]])
             )
         places.append((info.owner is None, param, flat))
     for _, param, flat in sorted(places, key=lambda each: each[0]):
-        found[param] = Owned(param, flat, loads.setdefault(flat.placement.runtime, [0] * flat.placement.runtime.world_size))
+        found[param] = Owned(
+            param, flat, loads.setdefault(flat.placement.runtime, [0] * flat.placement.runtime.world_size)
+        )
     return found
 
 
