@@ -29,6 +29,7 @@ import flatshard.fsdp2
 from flatshard import ShardingStrategy
 from flatshard._composable.construct.renamed import OTHER_VALUES
 from flatshard._config import Until
+from flatshard._handle.tensors.operations import OperationKind
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
@@ -53,8 +54,8 @@ def test_every_python_block_is_run():
 
 def test_the_table_of_strategies_is_that_of_the_code():
     stays = {
-        Until.FORWARD: "a forward, a backward",
-        Until.BACKWARD: "the backward",
+        Until.FORWARD: "forward, backward",
+        Until.BACKWARD: "backward",
         Until.CHANGE: "(until the parts change)",
     }
     rows = []
@@ -64,6 +65,12 @@ def test_the_table_of_strategies_is_that_of_the_code():
         outer = "" if row.over_replicas is None else f" {row.over_replicas.value}"
         rows.append(f"| `{strategy.name}` | {row.parts.value} | {until} |{outer} |")
     assert "\n".join(["|---|---|---|---|", *rows]) in (ROOT / "flatshard" / "README.md").read_text()
+
+
+def test_the_table_of_what_may_be_done_with_a_part_is_that_of_the_code():
+    text = (ROOT / "flatshard" / "README.md").read_text()
+    shown = re.findall(r"^\| ([A-Z_]+) \| `[^|]+` \| (.+) \|$", text, re.MULTILINE)
+    assert shown == [(kind.name, kind.value) for kind in OperationKind]
 
 
 def test_the_picture_is_what_its_script_draws():
