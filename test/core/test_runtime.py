@@ -444,12 +444,15 @@ class Adapter(Block):
 
 @ranks(2)
 def test_frozen_units_are_freed_in_backward(ctx):
-    """Not only at its end: at most two units are whole at a time, the current one and the one gathered ahead."""
+    """Not only at its end: at most two units are whole at a time, the current one and the one gathered ahead.
+
+    Of other strategies nothing is left, either: a replicated unit shows its sharded parameters again.
+    """
 
     def make() -> nn.Module:
         return Net(nn.Sequential(Block().requires_grad_(False), Adapter(), Block().requires_grad_(False)))
 
-    for strategy in (ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.FULL_SHARD):
+    for strategy in reversed(STRATEGIES):
         one, model = twins(ctx, make, Block, strategy=strategy)
         for _ in range(2):
             for m, x in zip((one, model), parts(ctx, torch.ones(4, WIDTH).double()), strict=True):
