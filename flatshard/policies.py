@@ -9,11 +9,12 @@ from collections.abc import Callable
 
 from torch import nn
 
-from flatshard._composable.construct.policy import CustomPolicy, ModuleWrapPolicy
+from flatshard._composable.construct.policy import CustomPolicy, ModuleWrapPolicy, SplitRoot
 
 __all__ = [
     "CustomPolicy",
     "ModuleWrapPolicy",
+    "SplitRoot",
     "lambda_auto_wrap_policy",
     "size_based_auto_wrap_policy",
     "transformer_auto_wrap_policy",

@@ -22,7 +22,7 @@ from flatshard._composable.construct.flat_plan import Loads, plan_flats
 from flatshard._composable.construct.materialize import Materialization
 from flatshard._composable.construct.options import as_device, check_limit_all_gathers, over, override, unit_config
 from flatshard._composable.construct.partition import PlannedUnit, plan_units
-from flatshard._composable.construct.policy import Policy, choose_units
+from flatshard._composable.construct.policy import Policy, SplitRoot, choose_ends, choose_units
 from flatshard._composable.construct.renamed import renamed
 from flatshard._composable.extensions import Extension, extensions
 from flatshard._composable.find import units_below
@@ -241,10 +241,12 @@ def choose(
     ignored, ignored_params = validate.resolve_ignored(module, ignored_states)
     validate.check_tree(module, ignored)
     overrides = choose_units(module, policy, ignored, ignored_params)
+    ends = choose_ends(module, overrides, ignored, ignored_params) if isinstance(policy, SplitRoot) else []
+    overrides |= dict.fromkeys(ends, overrides.get(module, {}))
     validate.check_chosen(module, overrides, ignored)
     configs = {m: over(world_size, override(config, given, m)) for m, given in overrides.items()}
     configs.setdefault(module, over(world_size, config))
-    planned = plan_units(module, configs, ignored, ignored_params)
+    planned = plan_units(module, configs, ignored, ignored_params, ends)
     validate.check_order(module, planned)
     return Choice(planned, config.strategy, ignored, ignored_params)
 

@@ -261,6 +261,7 @@ class UnitHooks:
         """Release the parameters. ``comes_back``: backward may need them. ``leaks``: the output is a view of them."""
         context, in_backward = self.unit.context, forward.in_backward
         outermost = not context.forwards
+        is_group = isinstance(self.unit.module, ModuleGroup)
         for needed, claim in forward.claims:
             needed.claims.remove(claim)
             if needed.claims and needed.claims.use:
@@ -273,8 +274,7 @@ class UnitHooks:
             stays = comes_back and needed.config.stays_for_backward(outermost)
             if stays or leaks or in_backward or (needed.claims and needed.claims.pin):
                 continue
-            is_group = isinstance(needed.module, ModuleGroup) and needed is self.unit
-            if is_group and context.order.are_awaited(called_modules(needed.module)):
+            if is_group and context.order.are_awaited(called_modules(self.unit.module)):
                 context.keep_for_next(needed)
             else:
                 needed.free_unless_kept(forward.step)

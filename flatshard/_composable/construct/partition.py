@@ -5,11 +5,12 @@ A parameter that is registered in several units belongs to one of them, their lo
 unit that is on every path from the root to the parameter. (So a unit that is shared by two others keeps its own parameters.)
 The other units in which it is registered *use* that owner: the owner is unsharded for their forward and backward, too, so
 that each of them works standalone. A parameter that an earlier call sharded keeps its owner and is used in the same way.
+A parameter that ``SplitRoot`` takes out of the root's unit belongs to the first of the units in which it is registered.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from torch import nn
@@ -59,9 +60,15 @@ def walk(root: nn.Module, ignored: set[nn.Module]) -> Iterator[tuple[str, nn.Mod
 
 
 def plan_units(
-    root: nn.Module, chosen: Mapping[nn.Module, UnitConfig], ignored: set[nn.Module], ignored_params: set[nn.Parameter]
+    root: nn.Module,
+    chosen: Mapping[nn.Module, UnitConfig],
+    ignored: set[nn.Module],
+    ignored_params: set[nn.Parameter],
+    ends: Collection[nn.Module] = (),
 ) -> list[PlannedUnit]:
     """Plan the ``chosen`` submodules (or groups of them), and ``root``, as units with these options, in module order.
+
+    ``ends``: those that ``SplitRoot`` chose.
 
     Units without registered parameters are dropped, except ``root``, where a pass begins. Their modules (which may have
     buffers) go to the enclosing unit.
@@ -97,6 +104,8 @@ def plan_units(
                 record.registrations.append((module, name))
     for param, record in owned.items():
         owner = _lowest_common(chains[param])
+        if owner is root and all(chain[-1] in ends for chain in chains[param]):
+            owner = chains[param][0][-1]
         units[owner].owned.append(record)
         for chain in chains[param]:
             user = units[chain[-1]]

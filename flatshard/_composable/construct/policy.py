@@ -7,7 +7,8 @@ A policy may be
 - :class:`ModuleWrapPolicy` (classes, spelled out) or :class:`CustomPolicy` (a function of the module, which may return
   keyword arguments that override those of the call for this unit);
 - a callable ``(module, recurse, nonwrapped_numel) -> bool``, such as :func:`size_based_auto_wrap_policy`,
-  :func:`transformer_auto_wrap_policy` or :func:`lambda_auto_wrap_policy` with ``functools.partial``.
+  :func:`transformer_auto_wrap_policy` or :func:`lambda_auto_wrap_policy` with ``functools.partial``;
+- :class:`SplitRoot` of one of these, which makes units of what it leaves, too.
 
 The policies of ``torch.distributed.fsdp.wrap`` are accepted, too. They are recognised by their attributes, without an import.
 """
@@ -15,21 +16,23 @@ The policies of ``torch.distributed.fsdp.wrap`` are accepted, too. They are reco
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias
 
+import torch
 from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from flatshard._composable.find import units_below
-from flatshard._composable.state import ModuleGroup
+from flatshard._composable.state import ModuleGroup, called_modules
 from flatshard._errors import name_list, why_not_called
 from flatshard._handle.tensors.sharded_parameter import shard_info
 
 Overrides = dict[str, Any]
 Policy: TypeAlias = (
     "type[nn.Module] | Iterable[type[nn.Module] | Sequence[nn.Module]] | ModuleWrapPolicy | CustomPolicy | "
-    "Callable[..., bool] | None"
+    "SplitRoot | Callable[..., bool] | None"
 )
 
 
@@ -74,6 +77,32 @@ class CustomPolicy:
         self.function = function
 
 
+class SplitRoot:
+    """The units of ``policy``, and units of what it leaves over: what only the beginning needs, what only the end needs.
+
+    Without it, embeddings, final norm and head are one unit, the outermost, which stays gathered from its forward to the end
+    of backward. Here they are gathered when they run, and freed afterwards, as blocks are. The peak of memory is lower, and each
+    of them is gathered twice in a step, in place of once. Numbers and checkpoints are the same.
+
+    Modules beside the units become units as a whole; those that no unit comes between, in the order in which they are
+    registered, are one unit: ``norm`` and ``head``. What stays in the outermost unit: parameters of the model itself and of
+    modules around units; modules that are also inside a unit, or in two of these. A parameter that is tied between two of them
+    belongs to the first, and the other gathers it, too. Where ``policy`` chooses no unit, nothing is split.
+
+    Units are gathered by calling them. **A module whose weight is used without calling it** (``F.linear(x,
+    self.embedding.weight)``) has parts there, which mostly raises an error of shapes. Then don't split: name the modules that
+    are called, as in ``policy={Block, (model.norm, model.head)}``.
+
+    >>> flatshard.fully_shard(model, policy=flatshard.policies.SplitRoot({Block}))
+
+    Args:
+        policy: whatever ``fully_shard(policy=...)`` takes. None: the units of earlier calls are those in the middle.
+    """
+
+    def __init__(self, policy: Policy) -> None:
+        self.policy = policy
+
+
 def choose_units(
     root: nn.Module, policy: Policy, ignored: set[nn.Module], ignored_params: set[nn.Parameter]
 ) -> dict[nn.Module, Overrides]:
@@ -85,7 +114,7 @@ def choose_units(
     Raises:
         ValueError: ``policy`` is none of the above.
     """
-    policy, groups = _without_groups(policy)
+    policy, groups = _without_groups(policy.policy if isinstance(policy, SplitRoot) else policy)
     chosen: dict[nn.Module, Overrides] = {}
     ignored = ignored.union(*(unit.module.modules() for unit in units_below(root)))
     if policy is None:
@@ -112,6 +141,40 @@ def choose_units(
             chosen.pop(module, None)
         chosen[group] = {}
     return chosen
+
+
+def choose_ends(
+    root: nn.Module, units: Iterable[nn.Module], ignored: set[nn.Module], ignored_params: set[nn.Parameter]
+) -> list[nn.Module]:
+    """What :class:`SplitRoot` makes units, beside ``units`` and those of earlier calls: modules, or groups of them."""
+    earlier = [unit.module for unit in units_below(root)]
+    called = {m for unit in (*units, *earlier) if unit is not root for m in called_modules(unit)}
+    inside = {m for unit in called for m in unit.modules()}
+    runs: list[list[nn.Module]] = [[]]  # a new one after each unit
+    seen: set[nn.Module] = set()
+
+    def visit(module: nn.Module) -> None:
+        for child in module.children():
+            if child in called:
+                runs.append([])
+            elif child not in ignored | inside | seen:
+                seen.add(child)
+                if not has_forward(child) or not inside.isdisjoint(child.modules()):
+                    visit(child)
+                elif not isinstance(child, torch.jit.ScriptModule) and not ignored_params.issuperset(child.parameters()):
+                    runs[-1].append(child)
+
+    for module in called_modules(root) if called else ():
+        visit(module)
+    times = Counter(m for run in runs for each in run for m in each.modules())
+    alone = [[each for each in run if all(times[m] == 1 for m in each.modules())] for run in runs]
+    return [run[0] if len(run) == 1 else ModuleGroup(run) for run in alone if run]
+
+
+def has_forward(module: nn.Module) -> bool:
+    """Whether it can be called."""
+    # torch.compile(module) is a module whose forward is an attribute of the instance.
+    return type(module).forward is not nn.Module.forward or "forward" in module.__dict__
 
 
 def is_never_called(module: nn.Module) -> bool:

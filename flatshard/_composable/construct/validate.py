@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parameter import UninitializedParameter
 
 from flatshard._composable.construct.partition import PlannedUnit, walk
-from flatshard._composable.construct.policy import is_never_called
+from flatshard._composable.construct.policy import has_forward, is_never_called
 from flatshard._composable.find import units_below
 from flatshard._composable.state import ModuleGroup, Unit, owner_of, unit_of
 from flatshard._config import ShardingStrategy, local_world_size
@@ -53,7 +53,7 @@ def check_module(module: Any, what: str = "module") -> None:
             "this is the out_proj of an nn.MultiheadAttention, which reads its weight but never calls it, so its hooks would "
             "never run. Shard the MultiheadAttention instead"
         )
-    if not _has_forward(module):
+    if not has_forward(module):
         raise ValueError(
             f"{type(module).__name__} has no forward, so its hooks would never run. Shard its items, "
             "`for m in container: fully_shard(m)`, or the module that calls them"
@@ -72,11 +72,6 @@ def check_group(modules: Sequence[Any], what: str = "fully_shard of a list") -> 
             if other is not module:
                 found = f"a {type(other).__name__} in it is inside a {type(module).__name__} in it"
             raise ValueError(f"{what}: {found}. List modules that are beside each other, each once")
-
-
-def _has_forward(module: nn.Module) -> bool:
-    # torch.compile(module) is a module whose forward is an attribute of the instance.
-    return type(module).forward is not nn.Module.forward or "forward" in module.__dict__
 
 
 def choose_groups(unit: PlannedUnit, groups: Groups) -> None:
@@ -266,7 +261,7 @@ def check_chosen(root: nn.Module, chosen: Iterable[nn.Module], ignored: set[nn.M
         what = f"the policy chose {names[module]!r}, a {type(module).__name__}"
         if isinstance(module, torch.jit.ScriptModule):
             raise TypeError(f"{what}, which fully_shard cannot hook: {_SCRIPTED_CURE}")
-        if not _has_forward(module):
+        if not has_forward(module):
             raise ValueError(f"{what}, which has no forward: choose its items instead")
 
 
