@@ -246,7 +246,7 @@ def split(model: nn.Module, group: Any, **options: Any) -> nn.Module:
 
 
 def test_collectives_and_what_is_unsharded(world):
-    """Every unit but the outermost is gathered twice; a tied one once more, for the head. All of a block's time they are free."""
+    """Units but the outermost are gathered twice; a tied one once more, for the head. They are free while a block runs."""
     world(2)
     for tied in (False, True):
         model = split(Lm(tied), None)

@@ -81,13 +81,15 @@ class SplitRoot:
     """The units of ``policy``, and units of what it leaves over: what only the beginning needs, what only the end needs.
 
     Without it, embeddings, final norm and head are one unit, the outermost, which stays gathered from its forward to the end
-    of backward. Here they are gathered when they run, and freed afterwards, as blocks are. The peak of memory is lower, and each
-    of them is gathered twice in a step, in place of once. Numbers and checkpoints are the same.
+    of backward. Here they are gathered when they run, and freed afterwards, as blocks are. So the peak of memory is lower,
+    and each is gathered twice in a step, in place of once. Numbers and checkpoints are the same. The unit at the end is the
+    first that backward needs: ``configure(model.head, reshard_after_forward=False)`` saves its second gather.
 
     Modules beside the units become units as a whole; those that no unit comes between, in the order in which they are
     registered, are one unit: ``norm`` and ``head``. What stays in the outermost unit: parameters of the model itself and of
-    modules around units; modules that are also inside a unit, or in two of these. A parameter that is tied between two of them
-    belongs to the first, and the other gathers it, too. Where ``policy`` chooses no unit, nothing is split.
+    modules around units; modules that are also inside a unit, or in two of these. A parameter that is tied between two
+    of them belongs to the first, and the other gathers it, too: it is freed in between in forward, not in backward. Where
+    ``policy`` chooses no unit, nothing is split.
 
     Units are gathered by calling them. **A module whose weight is used without calling it** (``F.linear(x,
     self.embedding.weight)``) has parts there, which mostly raises an error of shapes. Then don't split: name the modules that
@@ -161,7 +163,9 @@ def choose_ends(
                 seen.add(child)
                 if not has_forward(child) or not inside.isdisjoint(child.modules()):
                     visit(child)
-                elif not isinstance(child, torch.jit.ScriptModule) and not ignored_params.issuperset(child.parameters()):
+                elif not isinstance(child, torch.jit.ScriptModule) and not ignored_params.issuperset(
+                    child.parameters()
+                ):
                     runs[-1].append(child)
 
     for module in called_modules(root) if called else ():
