@@ -47,12 +47,12 @@ def plain(model: nn.Module, setting: Setting) -> nn.Module:
 
 
 def ours(model: nn.Module, setting: Setting) -> nn.Module:
-    options: dict[str, Any] = {"collectives": setting.collectives, **setting.options}
+    options: dict[str, Any] = {"policy": {setting.unit}, "collectives": setting.collectives, **setting.options}
     if setting.bf16:
         options["mixed_precision"] = flatshard.MixedPrecision(torch.bfloat16, reduce_dtype=torch.float32)
     if not setting.prefetch:
         options |= {"backward_prefetch": None, "forward_prefetch": False}
-    return flatshard.fully_shard(model, policy={setting.unit}, **options)
+    return flatshard.fully_shard(model, **options)
 
 
 def fsdp2(model: nn.Module, setting: Setting) -> nn.Module:

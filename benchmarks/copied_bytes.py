@@ -45,10 +45,10 @@ TARGETS = {"fp32": 2.3, "bf16": 1.9, "fp32, 4 x no_sync": 8.3}
 PAYLOAD_TARGETS = {"fp32 payload / P": 2.96, "all-gathers": 25, "reduce-scatters": 13}
 
 
-def unit_bytes() -> list[int]:
+def unit_bytes(config: GPTConfig = CONFIG) -> list[int]:
     """Of the float32 parameters: each block, and the rest last."""
     with torch.device("meta"):
-        model = GPT(CONFIG)
+        model = GPT(config)
     blocks = [sum(4 * p.numel() for p in block.parameters()) for block in model.blocks]
     return [*blocks, sum(4 * p.numel() for p in model.parameters()) - sum(blocks)]
 

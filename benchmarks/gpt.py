@@ -17,6 +17,7 @@ class GPTConfig:
     layers: int
     width: int
     heads: int
+    tied: bool = True  # the head's weight is the embedding's
 
     def __post_init__(self) -> None:
         if self.width % self.heads:
@@ -83,7 +84,8 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.norm = nn.LayerNorm(config.width)
         self.head = nn.Linear(config.width, config.vocabulary, bias=False)
-        self.head.weight = self.embedding.weight  # tied
+        if config.tied:
+            self.head.weight = self.embedding.weight
         self._initialize()
 
     def forward(self, tokens: Tensor) -> Tensor:

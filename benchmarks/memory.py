@@ -17,6 +17,9 @@ On CPU flatshard ends a reduction when a sixth of the next unit's gradients are 
 idle, when all of them are (``_composable/backward.py``). And over gloo it sends bfloat16 gradients as they are, to be added
 in float32 (``_handle/reduction.py``); NCCL adds in what it sends. The accelerator's way is a row of its own, counted under
 the same fake group.
+
+The last table: the embedding, and norm and head, in units of their own (``policies.SplitRoot``), with the head tied to the
+embedding and not, and with more words. Over the floors above.
 """
 
 from __future__ import annotations
@@ -31,11 +34,12 @@ import torch.distributed as dist
 from contenders import Job, Setting, mean_logit
 from copied_bytes import CONFIG, RANKS, TOKENS, P, unit_bytes
 from counting import LiveBytes
-from gpt import GPT, Block
+from gpt import GPT, Block, GPTConfig
 from suite import OURS, Benchmark, Figure, Table, by_column, fake_world, progress
 
 from flatshard._composable.find import units_below
 from flatshard.comm import Collectives, builtin_collectives
+from flatshard.policies import SplitRoot
 
 CASES = {
     "fp32": Setting(Block),
@@ -48,6 +52,12 @@ CASES = {
 TARGETS = {"fp32": 1.10, "bf16": 1.06, "fp32, no prefetch": 1.02, "bf16, no prefetch": 1.02, "fp32, 4 x reduced": 1.12}
 LATER = "flatshard, on an accelerator"
 NAMES = [OURS, LATER, "FSDP2", "FSDP1"]
+SPLIT = "flatshard, SplitRoot"
+ROOTS = {
+    "tied": CONFIG,
+    "not tied": replace(CONFIG, tied=False),
+    "4,096 words": replace(CONFIG, vocabulary=4_096, tied=False),
+}
 STATE = 4 * P / RANKS
 """Bytes of the shards of parameters, gradients and AdamW's moments."""
 
@@ -71,7 +81,7 @@ class Held:
     """The step, with its gradients."""
 
 
-def held(name: str, setting: Setting) -> Held:
+def held(name: str, setting: Setting, config: GPTConfig = CONFIG) -> Held:
     """What a step of a contender holds. Within a fake group."""
     with LiveBytes() as live:
         adamw = functools.partial(torch.optim.AdamW, foreach=True)
@@ -83,11 +93,13 @@ def held(name: str, setting: Setting) -> Held:
             return mean_logit(logits)
 
         if name == LATER:
-            job = Job(OURS, CONFIG, replace(setting, collectives=as_nccl), TOKENS, adamw, loss)
+            job = Job(OURS, config, replace(setting, collectives=as_nccl), TOKENS, adamw, loss)
             for unit in units_below(job.model):
                 unit.context.reductions.waits_early = False
+        elif name == SPLIT:
+            job = Job(OURS, config, replace(setting, options={"policy": SplitRoot({Block})}), TOKENS, adamw, loss)
         else:
-            job = Job(name, CONFIG, setting, TOKENS, adamw, loss)
+            job = Job(name, config, setting, TOKENS, adamw, loss)
         live.add(job.model.parameters())
         for _ in range(2):
             job.step()
@@ -97,9 +109,9 @@ def held(name: str, setting: Setting) -> Held:
         return Held(live.peak, forward, live.now())
 
 
-def activations(bf16: bool) -> int:
+def activations(bf16: bool, config: GPTConfig) -> int:
     """Bytes that a plain model's forward keeps for its backward."""
-    model = GPT(CONFIG).to(torch.bfloat16 if bf16 else torch.float32)
+    model = GPT(config).to(torch.bfloat16 if bf16 else torch.float32)
     with LiveBytes() as live:
         live.add(model.parameters())
         before = live.now()
@@ -110,9 +122,33 @@ def activations(bf16: bool) -> int:
     return kept
 
 
-def floor(bf16: bool, state: float = STATE) -> float:
-    """Of the peak."""
-    return state + sum(sorted(unit_bytes())[-2:]) / (2 if bf16 else 1) + activations(bf16)
+def floor(bf16: bool, of_state: float = 1.0, config: GPTConfig = CONFIG) -> float:
+    """Of the peak. ``of_state``: how much there is of shards, gradients and moments."""
+    units = unit_bytes(config)
+    state = of_state * 4 * sum(units) / RANKS
+    return state + sum(sorted(units)[-2:]) / (2 if bf16 else 1) + activations(bf16, config)
+
+
+def split_roots() -> Table:
+    columns: dict[str, dict[str, Figure]] = {}
+    for root, config in ROOTS.items():
+        for case in ("fp32", "bf16", "fp32, 4 x no_sync"):
+            setting = CASES[case]
+            counted = {name: held(name, setting, config) for name in (OURS, SPLIT)}
+            least = floor(setting.bf16, config=config)
+            columns[f"{root}, {case}"] = {name: Figure(found.peak / least) for name, found in counted.items()}
+            if setting.microbatches == 1:
+                least = floor(setting.bf16, 0.75, config)
+                columns[f"{root}, {case}, forward"] = {
+                    name: Figure(found.forward / least) for name, found in counted.items()
+                }
+    return Table(
+        "memory_of_split_roots",
+        f"peak of live bytes in a training step, and until its forward ends, over the floor (fake group of {RANKS})",
+        "as above; its two largest units are those of the policy {Block}",
+        by_column(columns),
+        digits=3,
+    )
 
 
 def measure(args: argparse.Namespace) -> list[Table]:
@@ -120,7 +156,7 @@ def measure(args: argparse.Namespace) -> list[Table]:
     forwards: dict[str, dict[str, Figure]] = {}
     between: dict[str, dict[str, Figure]] = {}
     floors = {bf16: floor(bf16) for bf16 in (False, True)}
-    ends = {bf16: floor(bf16, STATE * 3 / 4) for bf16 in (False, True)}
+    ends = {bf16: floor(bf16, 0.75) for bf16 in (False, True)}
     with fake_world(RANKS):
         for column, setting in CASES.items():
             progress(f"memory, {column}")
@@ -130,6 +166,8 @@ def measure(args: argparse.Namespace) -> list[Table]:
                 forwards[column] = {name: Figure(found.forward / ends[setting.bf16]) for name, found in counted.items()}
             if column in ("fp32", "bf16"):
                 between[column] = {name: Figure(found.after / STATE) for name, found in counted.items()}
+        progress("memory, split roots")
+        roots = split_roots()
     what = f"GPT of 12 blocks, fake group of {RANKS}"
     return [
         Table(
@@ -156,6 +194,7 @@ def measure(args: argparse.Namespace) -> list[Table]:
             by_column(between),
             {OURS: {"fp32": 1.0, "bf16": 1.0}},
         ),
+        roots,
     ]
 
 
