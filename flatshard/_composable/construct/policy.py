@@ -215,8 +215,7 @@ def _classes_of(policy: Any) -> tuple[type[nn.Module], ...] | None:
 
 
 def _checked_callable(policy: Any) -> Callable[..., bool]:
-    called = policy.forward if isinstance(policy, nn.Module) else policy  # torch 2.15: __call__ takes anything
-    if (why := why_not_called(called, module=None, recurse=True, nonwrapped_numel=0)) is not None:
+    if (why := why_not_called(policy, module=None, recurse=True, nonwrapped_numel=0)) is not None:
         raise ValueError(
             f"policy={getattr(policy, '__name__', policy)} cannot be called as policy(module=..., recurse=..., "
             f"nonwrapped_numel=...): {why}. For a function of the module alone use policy=flatshard.CustomPolicy(function); "
