@@ -159,7 +159,7 @@ def choose_ends(
         for child in module.children():
             if child in called:
                 runs.append([])
-            elif child not in ignored | inside | seen:
+            elif child not in ignored | seen:
                 seen.add(child)
                 if not has_forward(child) or not inside.isdisjoint(child.modules()):
                     visit(child)
