@@ -18,7 +18,8 @@ holds a sharded parameter.
 For a 1-D part of a matrix, ``w.T`` is the part, ``w[3] = 0`` sets one element (another one on each rank), and ``b @ a`` may
 even fit. Code that means the whole parameter uses these on the parameter itself. So they are Python methods of this class,
 which check first; optimizers use none of them. ``p.detach()`` and ``p.data`` are a :class:`PartTensor`, which checks every
-function. Functions such as ``torch.matmul`` of the parameter itself are not checked.
+function. Functions such as ``torch.matmul`` of the parameter itself are not checked, and ``torch.rand_like`` draws for the
+part alone: ranks no longer draw alike. ``torch.rand_like(p.data)`` draws for the whole.
 Initialisers that compute from the shape (``kaiming_uniform_``, ``orthogonal_``) ask for the number of dimensions first. They
 are refused for any part, as whole rows have another fan-out, too. Those that treat each element alike are left alone.
 """
