@@ -280,6 +280,7 @@ NO_POLICIES: list[tuple[Any, str]] = [
     (CustomPolicy(lambda m: 1), "the CustomPolicy function returned 1 for a Net; it must return True, False, or a"),
     (CustomPolicy(lambda m: None), "returned None for a Net"),
     (torch_wrap.CustomPolicy(lambda m: "yes"), "returned 'yes' for a Net"),
+    (Block(), "policy is a Block: pass the class, policy={Block}"),
     (lambda m: True, r"cannot be called as policy\(module=..., recurse=..., non.* use policy=flatshard\.CustomPolicy"),
     (functools.partial(OURS.transformer_auto_wrap_policy), "missing a required argument: 'transformer_layer_cl"),
     (overriding(device_id=3), r"the policy overrides 'device_id' for a Block; it can override \['backward_prefetch', "),

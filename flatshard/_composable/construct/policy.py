@@ -215,6 +215,8 @@ def _classes_of(policy: Any) -> tuple[type[nn.Module], ...] | None:
 
 
 def _checked_callable(policy: Any) -> Callable[..., bool]:
+    if isinstance(policy, nn.Module):  # its `__call__` takes anything
+        raise ValueError(f"policy is a {type(policy).__name__}: pass the class, policy={{{type(policy).__name__}}}")
     if (why := why_not_called(policy, module=None, recurse=True, nonwrapped_numel=0)) is not None:
         raise ValueError(
             f"policy={getattr(policy, '__name__', policy)} cannot be called as policy(module=..., recurse=..., "
