@@ -82,7 +82,7 @@ IN_FULLY_SHARD: dict[str, tuple[Callable[[], object], tuple[str, ...]]] = {
     ),
     "a module in the place of its class": (
         shard(policy=Block()),
-        ("ValueError", "cannot be called as policy(module=", "for the modules of some classes policy={Block}"),
+        ("ValueError", "policy is a Block", "pass the class, policy={Block}"),
     ),
     "a name in the place of a class": (
         shard(policy={"Block"}),
