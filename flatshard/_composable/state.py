@@ -289,7 +289,7 @@ class Context:
 
     _instances: ClassVar[weakref.WeakValueDictionary[int, Context]] = weakref.WeakValueDictionary()
 
-    passes: ClassVar[list[Context]] = []
+    passes: ClassVar[list[weakref.ref[Context]]] = []
     """The contexts in a pass, outermost first. More than one: units on other process groups run inside a unit."""
 
     checks: ClassVar[list[Callable[[Unit], bool]]] = []
@@ -419,7 +419,7 @@ class Context:
     def _start_pass(self, unit: Unit, frame: FrameType) -> None:
         for busy in list(filter(_forwards, self._instances.values())):
             busy._check_thread(frame)
-        self.passes[:] = [*(context for context in self.passes if context.forwards), self]
+        self.passes[:] = [*(ref for ref in self.passes if (busy := ref()) and busy.forwards), weakref.ref(self)]
         self.check(unit)
         self.pass_id += 1
         self._latest = None
@@ -433,7 +433,7 @@ class Context:
 
     def end_pass(self) -> None:
         """End the outermost unit's forward. Drops all references to the model, so that it can be freed."""
-        self.passes[:] = [context for context in self.passes if context is not self]
+        self.passes[:] = [ref for ref in self.passes if ref() is not self]
         self.free_unused()
         self._latest = None
         self.order = ForwardOrder()

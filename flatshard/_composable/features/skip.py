@@ -62,8 +62,8 @@ class RanInside(ForwardFeature):
         inside = [] if order[-1] is forward.module else _since(forward.module, order)
         self.modules[forward.module] = _merged(inside, len(order) - len(inside), elsewhere) if elsewhere else inside
         if len(Context.passes) > 1:
-            for around in Context.passes:
-                if around is not context and around.forwards:
+            for around in [ref() for ref in Context.passes]:
+                if around is not None and around is not context and around.forwards:
                     ran = around.forwards[-1].unit.feature(RanInside)
                     assert ran is not None
                     ran._elsewhere.append((len(around.order.current), forward.module))
