@@ -419,7 +419,7 @@ class Context:
     def _start_pass(self, unit: Unit, frame: FrameType) -> None:
         for busy in list(filter(_forwards, self._instances.values())):
             busy._check_thread(frame)
-        self.passes[:] = [*(ref for ref in self.passes if (busy := ref()) and busy.forwards), weakref.ref(self)]
+        self.passes[:] = [*(ref for ref in self.passes if (c := ref()) and c.forwards), weakref.ref(self)]
         self.check(unit)
         self.pass_id += 1
         self._latest = None
