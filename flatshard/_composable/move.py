@@ -12,6 +12,7 @@ A rank that joins has sharded its module over itself alone, on meta. Its units m
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -22,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from flatshard._composable.claims import KEPT
 from flatshard._composable.construct import validate
 from flatshard._composable.construct.flat_plan import plan_again
+from flatshard._composable.find import contexts_of
 from flatshard._composable.fully_shard import place, runtimes_over
 from flatshard._composable.state import Context, Unit
 from flatshard._errors import name_list
@@ -93,7 +95,7 @@ def check_movable(units: Sequence[Unit], verb: str) -> None:
         NotImplementedError: they are sharded in a way that does not move.
         ValueError: they are on several process groups.
     """
-    for context in {unit.context for unit in units}:
+    for context in contexts_of(units):
         context.settle()
         if context.is_running:
             raise RuntimeError(f"{verb}: a forward or backward of the module is running: call it between two steps")
@@ -154,7 +156,7 @@ def allocate(unit: Unit) -> None:
 
 def leave(units: Iterable[Unit], verb: str) -> None:
     """``units`` are used no more: their ranks have moved on without this one. A forward raises."""
-    gone = frozenset(units)
+    gone = weakref.WeakSet(units)  # dropped with their module
 
     def refuse(outermost: Unit) -> bool:
         if outermost in gone:
@@ -162,6 +164,6 @@ def leave(units: Iterable[Unit], verb: str) -> None:
                 f"unit {outermost.fqn or '<root>'!r} has moved to other ranks, of which this one is none ({verb}): its "
                 "parameters here are those of before. Drop the module and its optimizer"
             )
-        return True
+        return len(gone) > 0
 
     Context.checks.append(refuse)
