@@ -17,7 +17,7 @@ from flatshard import _torch
 from flatshard._errors import name_list
 
 
-class Placed(enum.Enum):
+class Placement(enum.Enum):
     """How the ranks of one axis of a mesh have a tensor."""
 
     SHARDED = "sharded"  # each has another part
@@ -43,22 +43,22 @@ class Placements(NamedTuple):
     hybrid strategies have, are those that replicate a shard. A strategy is a row of one table, and what depends on the
     strategy asks the row:
 
-    - ``parts``: the user's parameters, their ``.grad`` and the optimizer's state are all cut alike. So what steps, saves or
-      measures them asks the parameter, and needs no strategy.
+    - ``over_inner``, ``over_outer``: how the user's parameters, their ``.grad`` and the optimizer's state, which are all cut
+      alike, lie over either axis: the parts. So what steps, saves or measures them asks the parameter, and needs no strategy.
     - ``until``: the parameters that modules compute with are gathered from the parts, and this says how long they stay.
     - Each rank computes the gradient for its own data, a summand of what is wanted: gradients are *partial* over both axes.
       A reduction makes them placed as the parts are: by a reduce-scatter where these are sharded, by an all-reduce where they
       are replicated. It comes with each backward; under ``no_sync`` gradients stay partial, whatever the strategy.
     """
 
-    parts: Placed
+    over_inner: Placement
     until: Until
-    over_replicas: Placed | None = None  # how ``parts`` are placed over the outer axis; None: there is none
+    over_outer: Placement | None = None  # the same over the outer axis; None: there is none
 
     @property
-    def parameters(self) -> Placed:
+    def parameters(self) -> Placement:
         """How the parameters that modules compute with are placed between steps."""
-        return Placed.REPLICATED if self.until is Until.CHANGE else self.parts
+        return Placement.REPLICATED if self.until is Until.CHANGE else self.over_inner
 
 
 class ShardingStrategy(enum.Enum):
@@ -81,11 +81,11 @@ class ShardingStrategy(enum.Enum):
         member._value_, member.placements = value, placements
         return member
 
-    FULL_SHARD = "full_shard", Placements(Placed.SHARDED, Until.FORWARD)
+    FULL_SHARD = "full_shard", Placements(Placement.SHARDED, Until.FORWARD)
     """ZeRO-3: parameters, gradients and optimizer state sharded; parameters freed after forward and after backward."""
-    SHARD_GRAD_OP = "shard_grad_op", Placements(Placed.SHARDED, Until.BACKWARD)
+    SHARD_GRAD_OP = "shard_grad_op", Placements(Placement.SHARDED, Until.BACKWARD)
     """ZeRO-2: as FULL_SHARD, but parameters stay unsharded from forward to backward: one all-gather instead of two."""
-    SHARD_OPTIM = "shard_optim", Placements(Placed.SHARDED, Until.CHANGE)
+    SHARD_OPTIM = "shard_optim", Placements(Placement.SHARDED, Until.CHANGE)
     """ZeRO-1, as DDP with ZeroRedundancyOptimizer: each rank has whole parameters, and a part of the optimizer's state.
     One all-gather of each unit in a step of the optimizer, whatever the number of microbatches and evaluations.
 
@@ -97,15 +97,15 @@ class ShardingStrategy(enum.Enum):
 
     Where a change of parameters leaves autograd's version counters as they are (``dist.all_reduce(p)``; C++ that writes
     through a pointer, outside of a ``torch.optim.Optimizer``), call ``flatshard.reshard(module)`` after it."""
-    NO_SHARD = "no_shard", Placements(Placed.REPLICATED, Until.BACKWARD)
+    NO_SHARD = "no_shard", Placements(Placement.REPLICATED, Until.BACKWARD)
     """Every rank keeps everything; gradients are all-reduced, one collective a unit."""
-    HYBRID_SHARD = "hybrid_shard", Placements(Placed.SHARDED, Until.FORWARD, Placed.REPLICATED)
+    HYBRID_SHARD = "hybrid_shard", Placements(Placement.SHARDED, Until.FORWARD, Placement.REPLICATED)
     """FULL_SHARD within a group, usually a node; replicated across groups, which average gradients shard by shard."""
-    HYBRID_SHARD_ZERO2 = "hybrid_shard_zero2", Placements(Placed.SHARDED, Until.BACKWARD, Placed.REPLICATED)
+    HYBRID_SHARD_ZERO2 = "hybrid_shard_zero2", Placements(Placement.SHARDED, Until.BACKWARD, Placement.REPLICATED)
     """SHARD_GRAD_OP within a group, replicated across groups."""
-    HYBRID_SHARD_OPTIM = "hybrid_shard_optim", Placements(Placed.SHARDED, Until.CHANGE, Placed.REPLICATED)
+    HYBRID_SHARD_OPTIM = "hybrid_shard_optim", Placements(Placement.SHARDED, Until.CHANGE, Placement.REPLICATED)
     """SHARD_OPTIM within a group, replicated across groups."""
-    HYBRID_FULL_SHARD = "hybrid_full_shard", Placements(Placed.SHARDED, Until.FORWARD, Placed.SHARDED)
+    HYBRID_FULL_SHARD = "hybrid_full_shard", Placements(Placement.SHARDED, Until.FORWARD, Placement.SHARDED)
     """HYBRID_SHARD, with the optimizer's state, ``.grad`` and the user's parameters over all ranks of both axes.
 
     Parameters are gathered across groups once in a step of the optimizer: each rank then has what it has under HYBRID_SHARD,
@@ -114,26 +114,26 @@ class ShardingStrategy(enum.Enum):
 
     @property
     def is_hybrid(self) -> bool:
-        return self.placements.over_replicas is not None
+        return self.placements.over_outer is not None
 
     @property
     def is_whole(self) -> bool:
         """Internal: whether nothing is sharded."""
-        return self.placements.parts is Placed.REPLICATED
+        return self.placements.over_inner is Placement.REPLICATED
 
     @property
     def has_replicas(self) -> bool:
         """Internal: whether other ranks have the same part of the optimizer's state."""
-        return Placed.REPLICATED in (self.placements.parts, self.placements.over_replicas)
+        return Placement.REPLICATED in (self.placements.over_inner, self.placements.over_outer)
 
     @property
     def joins_axes(self) -> bool:
         """Internal: whether the parts are over the ranks of both axes."""
-        return self.placements.over_replicas is Placed.SHARDED
+        return self.placements.over_outer is Placement.SHARDED
 
     def across_replicas(self) -> ShardingStrategy:
         """Internal: the strategy that does within a group what this one does, and replicates across groups. Or this one."""
-        wanted = self.placements._replace(over_replicas=Placed.REPLICATED)
+        wanted = self.placements._replace(over_outer=Placement.REPLICATED)
         return next((each for each in ShardingStrategy if each.placements == wanted), self)
 
 
@@ -367,7 +367,7 @@ def check_reshard_after_forward(value: Any, strategy: ShardingStrategy) -> None:
             "reshard_after_forward must be True, False, None (as the strategy says) or a number of ranks to reshard to, got "
             f"{value!r}"
         )
-    if value and strategy.placements.parameters is Placed.REPLICATED:
+    if value and strategy.placements.parameters is Placement.REPLICATED:
         raise ValueError(
             f"reshard_after_forward={value} has no meaning with {strategy.name}, whose parameters are always whole: use "
             "FULL_SHARD"

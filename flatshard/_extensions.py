@@ -10,7 +10,7 @@ from flatshard._composable.features.encoded_gathers import EncodedFlatParam, Enc
 from flatshard._composable.features.escapes import Escapes
 from flatshard._composable.features.filled_later import FilledLater
 from flatshard._composable.features.forked import Forked
-from flatshard._composable.features.kept_shards import InnerShards
+from flatshard._composable.features.kept_shards import GatherSources
 from flatshard._composable.features.layer_drop import LayerDrop
 from flatshard._composable.features.not_sharded import LateTies, NotSharded, ResizedEmbeddings
 from flatshard._composable.features.precision import Precision
@@ -31,7 +31,7 @@ def plug_in() -> None:
         Compile(),
         Optimizers(),
         Transforms(),  # before what must not run inside a transform
-        InnerShards(),
+        GatherSources(),
         Precision(),
         Escapes(),
         Skip(),

@@ -39,7 +39,7 @@ def check_clean(model: nn.Module) -> None:
         for flat in handle.flats:
             if kept:
                 pass
-            elif flat.placement.pool is None:
+            elif flat.ranks.pool is None:
                 assert flat.unsharded.is_alias or flat.unsharded.flat.untyped_storage().nbytes() == 0, unit
             else:  # which keeps the memory, for its next user
                 assert flat.unsharded.nbytes == 0, unit

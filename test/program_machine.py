@@ -476,7 +476,7 @@ class Machine:
             check_clean(twin.model)
         for twin in self._alive:
             for unit in twin.partial:
-                twin.units[unit].handle.placement.averaging.reduces_replicas = True
+                twin.units[unit].handle.ranks.averaging.reduces_replicas = True
             twin.partial.clear()
             self.do(programs.Configure(twin.number, ROOT, "gradient_sync", True))
             self.do(programs.ZeroGrad(twin.number, True))

@@ -115,17 +115,17 @@ class Backward:
         elif completion.state is IDLE:
             self._idle[unit] = None
 
-    def pre_backward(self, step: ForwardRecord) -> None:
+    def pre_backward(self, record: ForwardRecord) -> None:
         """Called when backward reaches a forward of a unit. Completes idle units before it. [Note: What completes a unit]"""
-        task, unit = current_graph_task(), step.unit
-        step.opened_in = task
+        task, unit = current_graph_task(), record.unit
+        record.opened_in = task
         if unit.completion.finished_in != task:
             self.begin(unit)
         unit.open_forwards = max(0, unit.open_forwards) + 1
-        unit.last_forward = step
+        unit.last_forward = record
         if not self._idle:
             return
-        over = [u for u in self._idle if u is not unit and u not in step.outer and u.completion.is_over_in(task)]
+        over = [u for u in self._idle if u is not unit and u not in record.outer and u.completion.is_over_in(task)]
         if over:
             to_come = any(map(_expected, self._queue.units()))
             self._complete_all(over, to_come or not self._bringing.isdisjoint(self._tasks), early=True)
@@ -146,7 +146,7 @@ class Backward:
         """
         if not unit.completion.comes_again():
             return False
-        unit.completion.wait()
+        unit.completion.postpone()
         self._idle[unit] = None
         return True
 
@@ -279,13 +279,13 @@ def gather_ahead(unit: Unit) -> None:
         gather(unit)
 
 
-def gather_last_inside(step: ForwardRecord) -> None:
-    """Called when a unit that backward reached by ``step`` is about to be recomputed."""
-    last = step
+def gather_last_inside(record: ForwardRecord) -> None:
+    """Called when a unit that backward reached by ``record`` is about to be recomputed."""
+    last = record
     while last.previous is not None and last.unit in last.previous.outer:
         last = last.previous
         gather_ahead(last.unit)
-    if last is not step and prefetches_before(last.unit):
+    if last is not record and prefetches_before(last.unit):
         for unit in _next(last):
             gather_ahead(unit)
 
@@ -302,24 +302,24 @@ def prefetch_after(unit: Unit) -> None:
         prefetch(unit.last_forward)
 
 
-def prefetch(step: ForwardRecord) -> None:
-    """Gather the unit that comes after this step in backward, or the units that the user chose instead."""
+def prefetch(record: ForwardRecord) -> None:
+    """Gather the unit that comes after that of ``record`` in backward, or the units that the user chose instead."""
     task = current_graph_task()
-    for unit in _next(step):
+    for unit in _next(record):
         if unit.completion.finished_in != task:
             for needed in unit.needs:
                 Backward.of(unit).touch(needed)
-            unit.context.prefetch(unit, step.unit.config.prefetch_limit_bytes)
+            unit.context.prefetch(unit, record.unit.config.prefetch_limit_bytes)
 
 
-def _next(step: ForwardRecord) -> Iterable[Unit]:
-    if step.unit.backward_targets is not None:
-        return step.unit.backward_targets
-    before = step.previous
-    while before is not None and before.unit is step.unit:  # an earlier forward of the same unit needs no gather
+def _next(record: ForwardRecord) -> Iterable[Unit]:
+    if record.unit.backward_targets is not None:
+        return record.unit.backward_targets
+    before = record.previous
+    while before is not None and before.unit is record.unit:  # an earlier forward of the same unit needs no gather
         before = before.previous
-    backward = step.unit.context.backward
-    # Backward has reached `before` already if `step` is of an enclosing unit.
+    backward = record.unit.context.backward
+    # Backward has reached `before` already if `record` is of an enclosing unit.
     if before is None or (backward is not None and before.opened_in >= backward.task):
         return ()
     return (before.unit,)

@@ -3,7 +3,7 @@
 [Note: Claims]
 A claim is one reason: a running forward, ``summon_full_params``, ``keep_unsharded``, a strategy that replicates parameters. A
 unit lists its claims, the outermost first. The last claim that shows anything decides which parameters are registered in the
-modules, and the storage stays while any claim pins it. The code that made a claim removes exactly this claim; the remaining
+modules, and the storage stays while any claim needs it. The code that made a claim removes exactly this claim; the remaining
 ones decide what happens then. After an exception that skipped hooks, only the claims of forwards that have ended are dropped:
 a ``summon_full_params`` around them keeps its own claim.
 
@@ -23,11 +23,11 @@ class Claim:
     by_user = False  # the user works with the parameters that it shows
 
     shows: Shown | None = None  # the parameters to register; None: as the previous claim says
-    pins = True  # the unsharded storage must stay
+    needs_storage = True  # the unsharded storage must stay
 
-    def show(self, shown: Shown, pins: bool = True) -> None:
-        """Have the modules show ``shown``. ``pins``: whether the unsharded storage must stay."""
-        self.shows, self.pins = shown, pins
+    def show(self, shown: Shown, needs_storage: bool = True) -> None:
+        """Have the modules show ``shown``. ``needs_storage``: whether the unsharded storage must stay."""
+        self.shows, self.needs_storage = shown, needs_storage
 
     def check_forward(self, grad: bool) -> None:
         """Raise if the unit must not run a forward under this claim. ``grad``: it makes a graph, for a backward to come."""
@@ -42,7 +42,7 @@ class Kept(Claim):
     """
 
     uses = False
-    pins = False
+    needs_storage = False
 
 
 KEPT = Kept()
@@ -54,9 +54,9 @@ class Claims(list[Claim]):
     __slots__ = ()
 
     @property
-    def pin(self) -> bool:
+    def need_storage(self) -> bool:
         """Whether one requires the unsharded parameters to stay in memory."""
-        return bool(self) and any([claim.pins for claim in self])
+        return bool(self) and any([claim.needs_storage for claim in self])
 
     @property
     def use(self) -> bool:

@@ -11,7 +11,7 @@ to its forward in an earlier pass, if losses of two passes were added. What is l
 States:
 
 - UNTOUCHED       no backward is running, or it has not come to the unit.
-- GATHERED        the backward has gathered it, ahead of time or for another unit.
+- TOUCHED         the backward has gathered it, ahead of time or for another unit.
 - AWAITING        the backward has reached it. The last gradient completes it.
 - IDLE            the same, but the graph task has no gradients for it, or no more. A unit before it completes it.
 - COMPLETE        all gradients have come.
@@ -38,25 +38,25 @@ _will_run = torch._C._will_engine_execute_node
 
 class CompletionState(enum.IntEnum):
     UNTOUCHED = enum.auto()
-    GATHERED = enum.auto()
+    TOUCHED = enum.auto()
     AWAITING = enum.auto()
     IDLE = enum.auto()
     COMPLETE = enum.auto()
     COMPLETE_EARLY = enum.auto()
 
 
-UNTOUCHED, GATHERED, AWAITING, IDLE, COMPLETE, COMPLETE_EARLY = CompletionState
+UNTOUCHED, TOUCHED, AWAITING, IDLE, COMPLETE, COMPLETE_EARLY = CompletionState
 
 COMPLETION_TRANSITIONS: dict[tuple[CompletionState, str], CompletionState] = {
-    (UNTOUCHED, "gather"): GATHERED,
-    (GATHERED, "reach with gradients"): AWAITING,
-    (GATHERED, "reach with none"): IDLE,
+    (UNTOUCHED, "gather"): TOUCHED,
+    (TOUCHED, "reach with gradients"): AWAITING,
+    (TOUCHED, "reach with none"): IDLE,
     (AWAITING, "reach with gradients"): AWAITING,  # in a graph task inside the one that completes it, as the next three
     (AWAITING, "reach with none"): AWAITING,
     (IDLE, "reach with gradients"): IDLE,
     (IDLE, "reach with none"): IDLE,
-    (AWAITING, "wait"): IDLE,
-    (IDLE, "wait"): IDLE,
+    (AWAITING, "postpone"): IDLE,
+    (IDLE, "postpone"): IDLE,
     (AWAITING, "complete"): COMPLETE,
     (IDLE, "complete"): COMPLETE,
     (IDLE, "complete early"): COMPLETE_EARLY,
@@ -64,7 +64,7 @@ COMPLETION_TRANSITIONS: dict[tuple[CompletionState, str], CompletionState] = {
     (COMPLETE, "reach with none"): IDLE,
     (COMPLETE_EARLY, "reach with gradients"): AWAITING,  # or in the same one, at another forward of it
     (COMPLETE_EARLY, "reach with none"): IDLE,
-    (GATHERED, "end"): UNTOUCHED,
+    (TOUCHED, "end"): UNTOUCHED,
     (AWAITING, "end"): UNTOUCHED,
     (IDLE, "end"): UNTOUCHED,
     (COMPLETE, "end"): UNTOUCHED,
@@ -123,7 +123,7 @@ class Completion:
     @property
     def is_reached(self) -> bool:
         """Whether the backward has reached the unit. False: it has gathered it at most."""
-        return self.state > GATHERED
+        return self.state > TOUCHED
 
     def may_get(self, nodes: Collection[Node]) -> int:
         """How many gradients the running graph task has for the unit. ``nodes``: that accumulate those of the parameters."""
@@ -193,9 +193,9 @@ class Completion:
         self.pending -= 1
         return not self.pending and self.task == current_graph_task()
 
-    def wait(self) -> None:
+    def postpone(self) -> None:
         """All gradients have come, but the backward will gather the unit again."""
-        self.state = COMPLETION_TRANSITIONS.get((self.state, "wait")) or self._refuse("wait")
+        self.state = COMPLETION_TRANSITIONS.get((self.state, "postpone")) or self._refuse("postpone")
 
     def complete(self, early: bool = False) -> bool:
         """All gradients have come, or no more are waited for. Returns whether any were expected.

@@ -33,8 +33,8 @@ from flatshard._config import BackwardPrefetch, CPUOffload, MixedPrecision, Shar
 from flatshard._errors import InternalError
 from flatshard._handle.adapters.tensor_subclass import wrapping_of
 from flatshard._handle.handle import FlatParamHandle
-from flatshard._handle.placement import Placement, Runtimes
 from flatshard._handle.planned import Groups, PlannedFlat
+from flatshard._handle.unit_ranks import Runtimes, UnitRanks
 from flatshard._mesh_runtime import MeshRuntime
 from flatshard._names import plain_name
 from flatshard._runtime import Runtime
@@ -315,11 +315,11 @@ def _make_unit(planned: PlannedUnit, context: Context, every: Runtime, runtimes:
             owned.was = weakref.ref(owned.param)
             owned.replace(wrapping.take_apart(owned.param))
     flats = plan_flats(planned, every.world_size, loads)
-    placements: dict[Groups | None, Placement] = {}
+    all_ranks: dict[Groups | None, UnitRanks] = {}
     for groups in planned.groups:
         on_these = [flat for flat in flats if flat.groups == groups]
-        placements[groups] = place(planned.fqn, config, on_these, context, runtimes[groups], placements.get(None))
-    handle = FlatParamHandle.shard(flats, placements)
+        all_ranks[groups] = place(planned.fqn, config, on_these, context, runtimes[groups], all_ranks.get(None))
+    handle = FlatParamHandle.shard(flats, all_ranks)
     unit = Unit(planned.module, handle, context, every, config)
     set_unit(planned.module, unit)
     return unit
@@ -331,15 +331,15 @@ def place(
     flats: Sequence[PlannedFlat],
     context: Context,
     runtimes: tuple[Runtime, Runtime | None],
-    unit: Placement | None = None,
-) -> Placement:
-    """The placement of ``flats``, of the unit ``fqn``, over these ranks. ``unit``: see ``Placement.of``."""
+    unit: UnitRanks | None = None,
+) -> UnitRanks:
+    """The ranks of ``runtimes`` that have ``flats``, of the unit ``fqn``. ``unit``: see ``UnitRanks.of``."""
     shards, replicas = (runtime and runtime.using(config.collectives) for runtime in runtimes)
     assert shards is not None
     pool = context.pool_of(shards, config.static_buffers)
     if config.strategy.is_whole:
         shards, replicas = None, shards
-    return Placement.of(fqn, flats, shards, replicas, pool, unit)
+    return UnitRanks.of(fqn, flats, shards, replicas, pool, unit)
 
 
 def _link(unit: Unit, planned: PlannedUnit, made: dict[nn.Module, Unit]) -> None:

@@ -195,7 +195,7 @@ class UnitHooks:
     @staticmethod
     def _gather(unit: Unit, claim: Claim, grad: bool, in_backward: bool) -> None:
         context, handle = unit.context, unit.handle
-        alone = len(unit.claims) == 1 or sum([each.pins for each in unit.claims]) == 1
+        alone = len(unit.claims) == 1 or sum([each.needs_storage for each in unit.claims]) == 1
         context.used(unit)
         if in_backward:
             Backward.of(unit).touch(unit)
@@ -251,8 +251,8 @@ class UnitHooks:
                 comes_back = self.register_pre_backward(found, forward) or self._may_hide_tensors(output)
             # The unsharded parameters, or views of them, must stay in memory.
             leaks = any(map(unit.handle.holds_memory_of, outputs))
-            if leaks and forward.step is not None and not forward.in_backward:
-                unit.note_leak(forward.step)
+            if leaks and forward.recorded is not None and not forward.in_backward:
+                unit.note_leak(forward.recorded)
         finally:
             self.end_forward(forward, comes_back, leaks)
         return changed
@@ -272,12 +272,12 @@ class UnitHooks:
                 if not (state in (AWAITING, IDLE) or (in_backward and state is COMPLETE_EARLY)):
                     needed.handle.registrations.show(SHARDED)
             stays = comes_back and needed.config.stays_for_backward(outermost)
-            if stays or leaks or in_backward or (needed.claims and needed.claims.pin):
+            if stays or leaks or in_backward or (needed.claims and needed.claims.need_storage):
                 continue
             if is_group and context.order.are_awaited(called_modules(self.unit.module)):
                 context.keep_for_next(needed)
             else:
-                needed.free_unless_kept(forward.step)
+                needed.free_unless_kept(forward.recorded)
         if outermost and not in_backward:
             context.end_pass()
 
@@ -294,14 +294,14 @@ class UnitHooks:
                     nodes.add(node)
         if not nodes:
             return False
-        step = self.unit.context.record_forward(forward)
+        record = self.unit.context.record_forward(forward)
         for node in nodes:
             metadata: dict[str, Any] = node.metadata  # type: ignore[assignment]  # torch's stubs take the property for a method
             if (later := metadata.get(_LATER)) is None:
                 later = metadata[_LATER] = []
-                node.register_prehook(functools.partial(self.pre_backward, step, later))
+                node.register_prehook(functools.partial(self.pre_backward, record, later))
             else:
-                later.append(functools.partial(self.pre_backward, step, ()))
+                later.append(functools.partial(self.pre_backward, record, ()))
         return True
 
     def _may_hide_tensors(self, output: Any) -> bool:
@@ -332,7 +332,7 @@ class UnitHooks:
         new_args, new_kwargs = tree_unflatten(values, spec)
         return new_args, new_kwargs
 
-    def pre_backward(self, step: ForwardRecord, later: Sequence[Callable[[Any], None]], grads: Any) -> None:
+    def pre_backward(self, record: ForwardRecord, later: Sequence[Callable[[Any], None]], grads: Any) -> None:
         """Called when backward reaches the unit, through one of its outputs.
 
         ``later``: what is called before it, of forwards that ended later with the same output: of a unit around this one, or
@@ -341,7 +341,7 @@ class UnitHooks:
         for reach in reversed(later):
             reach(grads)
         unit, task = self.unit, current_graph_task()
-        if step.opened_in == task:
+        if record.opened_in == task:
             for needed in unit.needs if unit.context.runtime.streams is not None else ():
                 needed.handle.wait()  # another output of it, perhaps on another stream
             return
@@ -349,8 +349,8 @@ class UnitHooks:
         if unit.completion.state is COMPLETE and is_finished(unit) and unit.is_done_with_gradients:
             return
         context, backward = unit.context, Backward.of(unit)
-        backward.pre_backward(step)
-        for outer in step.outer:
+        backward.pre_backward(record)
+        for outer in record.outer:
             gather_ahead(outer)
         for claim in unit.claims:
             claim.check_backward()
@@ -363,14 +363,14 @@ class UnitHooks:
         for needed in unit.needs:
             needed.handle.wait()
             needed.handle.registrations.show(UNSHARDED)  # for what a checkpoint recomputes, whatever the user is shown
-        if step.version != unit.handle.version():
+        if record.version != unit.handle.version():
             raise RuntimeError(
                 f"parameters of unit {unit.fqn or '<root>'!r} were changed in place between its forward and its backward "
                 "(by an optimizer step, for example), so its gradients would be wrong. Call backward before the step, or "
                 "run forward again after it"
             )
         if prefetches_before(unit):
-            prefetch(step)
+            prefetch(record)
 
     def take(self, group: int, index: int, task: int) -> int | None:
         """This gradient opens the unit, or must be moved, or is one of the last: see ``Takes``."""

@@ -2,8 +2,8 @@
 
 [Note: Units that move]
 What a unit is does not depend on the ranks: its modules, hooks, features, and which parameters lie in which flat parameter.
-What depends on them is its placement, the layouts, the shards, and the context. A move plans the layouts as
-``fully_shard`` does, and puts them, new placements and new shards in the place of the old. Who fills the new shards is not
+What depends on them is its ranks, the layouts, the shards, and the context. A move plans the layouts as
+``fully_shard`` does, and puts them, new ranks and new shards in the place of the old. Who fills the new shards is not
 known here. Nothing is communicated, so a unit whose old group is gone can be moved. All ranks of the new group move the same
 units in the same order, wherever they were before: labels of collectives are counted.
 
@@ -63,12 +63,12 @@ def place_of(units: Sequence[Unit]) -> tuple[int, int]:
     """(number of this rank's shard, number of shards) of units that share their ranks."""
     for unit in units:
         if not unit.config.strategy.is_whole:
-            return unit.handle.placement.rank, _shards(unit)
+            return unit.handle.ranks.rank, _shards(unit)
     return 0, 1
 
 
 def _shards(unit: Unit) -> int:
-    shards = unit.handle.placement.shards
+    shards = unit.handle.ranks.shards
     return 1 if shards is None else shards.world_size
 
 
@@ -114,7 +114,7 @@ def check_movable(units: Sequence[Unit], verb: str) -> None:
             f"{verb}: units {name_list(held)} hold gradients that are not reduced: call flatshard.reduce_gradients(module) "
             "first. What has become .grad moves"
         )
-    if len({unit.runtime for unit in units}) > 1 or any(len(unit.handle.placements) > 1 for unit in units):
+    if len({unit.runtime for unit in units}) > 1 or any(len(unit.handle.all_ranks) > 1 for unit in units):
         raise ValueError(f"{verb}: the units of the module are on several process groups, and move one group at a time")
     if inner := [u.fqn for u in units if type(u.config.reshard_after_forward) is int]:
         raise NotImplementedError(
@@ -137,10 +137,10 @@ def check_movable(units: Sequence[Unit], verb: str) -> None:
 
 def move(unit: Unit, home: Destination, planned: Sequence[PlannedFlat], shards: Sequence[torch.Tensor]) -> None:
     """Shard ``unit`` as ``planned``, with the values of ``shards``, of each flat parameter. There must be no gradients."""
-    old = unit.handle.placement
-    placement = place(unit.handle.fqn, unit.config, planned, home.context, home.runtimes)
-    placement = replace(placement, averaging=replace(old.averaging, ranks=placement.averaging.ranks))
-    unit.handle.move(placement, [flat.layout for flat in planned], shards)
+    old = unit.handle.ranks
+    ranks = place(unit.handle.fqn, unit.config, planned, home.context, home.runtimes)
+    ranks = replace(ranks, averaging=replace(old.averaging, size=ranks.averaging.size))
+    unit.handle.move(ranks, [flat.layout for flat in planned], shards)
     unit.move(home.context, home.runtime)
 
 

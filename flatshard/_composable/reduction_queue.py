@@ -151,7 +151,7 @@ class ReductionQueue(Generic[Unit]):
         for unit in allowed:
             self._reduce(unit)
             ready.remove(unit)
-            in_part = unit.handle.has_replicas and not unit.handle.placement.averaging.reduces_replicas
+            in_part = unit.handle.has_replicas and not unit.handle.ranks.averaging.reduces_replicas
             if not in_part:
                 del self._open[weakref.ref(unit)]
 

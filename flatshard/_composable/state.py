@@ -64,7 +64,7 @@ class ForwardRecord:
         gathered = unit.handle.stamp
         assert gathered is not None  # a forward that makes a graph runs on unsharded parameters
         self.version = gathered.version  # of the parameters in this forward
-        self.opened_in = -1  # the last graph task (run of the autograd engine) that reached this step
+        self.opened_in = -1  # the last graph task (run of the autograd engine) that reached this record
 
 
 # The unit that owns a sharded or unsharded parameter, by the parameter's id. The unit keeps both alive, so ids are unique.
@@ -98,13 +98,13 @@ class Unit:
         self._own_parameters()
 
     def _own_parameters(self) -> None:
-        self.completion = Completion(self.handle.placement.label)
+        self.completion = Completion(self.handle.ranks.label)
         made_units[id(self)] = self
         for flat in self.handle.flats:
             _owners.update((id(p), self) for p in (*flat.params, *flat.unsharded.params))
         self.handle.make_room = self._make_room
-        for placement in self.handle.placements:
-            placement.label.handle = weakref.ref(self.handle)
+        for ranks in self.handle.all_ranks:
+            ranks.label.handle = weakref.ref(self.handle)
 
     def _make_room(self) -> None:
         """Free the memory that it needs and another unit is using. [Note: Static buffers]"""
@@ -146,15 +146,15 @@ class Unit:
                 break
         self.handle.registrations.show(unclaimed)
 
-    def note_leak(self, step: ForwardRecord) -> None:
-        """The outputs of ``step`` are the unsharded parameters, or views of them."""
+    def note_leak(self, record: ForwardRecord) -> None:
+        """The outputs of ``record`` are the unsharded parameters, or views of them."""
         self.leaks = weakref.WeakSet() if self.leaks is None else self.leaks
-        self.leaks.add(step)
+        self.leaks.add(record)
 
     def drop_leaks(self, since: int) -> None:
         """The graphs of the steps that backward has reached, in graph task ``since`` or later, are gone."""
         if self.leaks:
-            self.leaks -= {step for step in self.leaks if step.opened_in >= since}
+            self.leaks -= {record for record in self.leaks if record.opened_in >= since}
 
     def free_if_unused(self) -> None:
         """Register the parameters that the claims ask for, and free the unsharded parameters if nothing needs them."""
@@ -164,9 +164,9 @@ class Unit:
     def free_unless_kept(self, until: ForwardRecord | None = None) -> None:
         """Free the unsharded parameters, unless a claim or a live graph needs them.
 
-        ``until``: the step whose backward will gather them again.
+        ``until``: the record of the forward whose backward will gather them again.
         """
-        if not (self.leaks or (self.claims and (self.claims.keep or self.claims.pin))):
+        if not (self.leaks or (self.claims and (self.claims.keep or self.claims.need_storage))):
             self.handle.reshard(until)
 
     def rename(self, names: Mapping[nn.Module, str]) -> None:
@@ -181,7 +181,7 @@ class Unit:
         """The module's FQN, relative to the outermost module that ``fully_shard`` was called with. Of a group: all FQNs,
         as ``"norm, head"``.
         """
-        return self.handle.placement.label.unit
+        return self.handle.ranks.label.unit
 
     @property
     def kind(self) -> str:
@@ -241,7 +241,7 @@ class Unit:
 class Forward:
     """One running forward of a unit."""
 
-    __slots__ = ("claims", "exit", "frame", "gathers", "in_backward", "instead", "module", "step", "unit")
+    __slots__ = ("claims", "exit", "frame", "gathers", "in_backward", "instead", "module", "recorded", "unit")
 
     def __init__(self, unit: Unit, module: nn.Module, frame: FrameType, in_backward: bool) -> None:
         self.unit = unit
@@ -250,7 +250,7 @@ class Forward:
         self.in_backward = in_backward  # recomputed by activation checkpointing
         self.instead: Callable[[Any], object] | None = None  # if a feature has it: what to call at the end, and no more
         self.gathers = True  # False: a feature shows other parameters, so nothing is gathered
-        self.step: ForwardRecord | None = None  # set at its end, if backward may reach it
+        self.recorded: ForwardRecord | None = None  # set at its end, if backward may reach it
         self.exit: Any = None  # the node through which backward leaves it. hooks.py, [Note: Freeing in backward]
         self.claims: list[tuple[Unit, Claim]] = []
         for needed in unit.needs:
@@ -302,7 +302,7 @@ class Context:
         self.backwards = 0  # counts backwards that have reached a unit
         self.kept_unsharded = False  # `Backward.keeps_unsharded` of the last backward
         self.pass_id = 0  # counts passes; a pass is one call of an outermost unit, outside backward
-        self._latest: ForwardRecord | None = None  # the last step of the current pass
+        self._latest: ForwardRecord | None = None  # of the last forward of the current pass
         self.forwards: list[Forward] = []  # running now, outermost first
         self.order = ForwardOrder()  # of the current pass
         self._prefetched: dict[Unit, None] = {}  # gathered ahead, and not used yet
@@ -396,19 +396,19 @@ class Context:
         return None if last.module is not module or (raised and self._is_elsewhere()) else self.forwards.pop()
 
     def record_forward(self, forward: Forward) -> ForwardRecord:
-        """Create the step of a forward that has just ended, for backward to reach."""
+        """Create the record of a forward that has just ended, for backward to reach."""
         unit, in_backward = forward.unit, forward.in_backward
-        step = ForwardRecord(unit, None if in_backward else self._latest, list(map(_unit, self.forwards)))
-        forward.step = step
+        record = ForwardRecord(unit, None if in_backward else self._latest, list(map(_unit, self.forwards)))
+        forward.recorded = record
         if forward.exit is not None:
-            forward.exit.record = step
+            forward.exit.record = record
         if unit.handle.has_static_buffers:
             for needed in unit.needs:
                 needed.live_forwards = weakref.WeakSet() if needed.live_forwards is None else needed.live_forwards
-                needed.live_forwards.add(step)
+                needed.live_forwards.add(record)
         if not in_backward:
-            self._latest = step
-        return step
+            self._latest = record
+        return record
 
     @property
     def is_running(self) -> bool:
@@ -518,7 +518,7 @@ class Context:
             for needed, claim in self.forwards.pop().claims:
                 needed.claims.remove(claim)
                 needed.show()
-                if not needed.claims.pin:
+                if not needed.claims.need_storage:
                     needed.handle.reshard()
 
     def _check_thread(self, frame: FrameType) -> None:

@@ -11,9 +11,9 @@ from torch import nn
 from flatshard._handle.flat_shard import FlatShard
 from flatshard._handle.gradients import FlatGradients
 from flatshard._handle.layout import FlatLayout
-from flatshard._handle.placement import Placement
 from flatshard._handle.planned import FlatOptions, Kind
 from flatshard._handle.tensors.grad_dtype import hand_on
+from flatshard._handle.unit_ranks import UnitRanks
 
 
 class FlatParam(FlatShard):
@@ -33,16 +33,16 @@ class FlatParam(FlatShard):
         options: FlatOptions,
         params: Sequence[nn.Parameter],
         kind: Kind,
-        placement: Placement,
+        ranks: UnitRanks,
         shard: torch.Tensor | None = None,
     ) -> None:
         """See ``FlatShard``."""
-        super().__init__(layout, options, params, kind, placement, shard)
+        super().__init__(layout, options, params, kind, ranks, shard)
         self.gradients = FlatGradients(self)
 
-    def copy_with(self, params: Sequence[nn.Parameter], placement: Placement) -> FlatParam:
+    def copy_with(self, params: Sequence[nn.Parameter], ranks: UnitRanks) -> FlatParam:
         """See ``FlatShard``."""
-        result = super().copy_with(params, placement)
+        result = super().copy_with(params, ranks)
         result.gradients.reduce_by(self.gradients.choose_runtime)
         if (shard_param := self.gradients.shard_param) is not None:
             hand_on(shard_param, result.gradients.use_shard_param(shard_param._flatshard_info))
@@ -53,10 +53,10 @@ class FlatParam(FlatShard):
         super().rename(fqns)
         self.gradients.follow_names()
 
-    def move(self, layout: FlatLayout, placement: Placement, shard: torch.Tensor) -> None:
+    def move(self, layout: FlatLayout, ranks: UnitRanks, shard: torch.Tensor) -> None:
         """See ``FlatShard``."""
-        super().move(layout, placement, shard)
-        self.gradients.follow_placement()
+        super().move(layout, ranks, shard)
+        self.gradients.follow_ranks()
 
     def convert(self, dtype: torch.dtype, device: torch.device) -> None:
         """See ``FlatShard``. Gradients that are held follow."""

@@ -34,11 +34,11 @@ from flatshard._errors import name_list
 from flatshard._handle.adapters.tensor_parallel import TensorParallel, is_copy
 from flatshard._handle.adapters.tensor_subclass import wrapping_of
 from flatshard._handle.layout import FlatLayout
-from flatshard._handle.placement import Placement
 from flatshard._handle.planned import FlatOptions, Kind
 from flatshard._handle.tensors.changes import changes
 from flatshard._handle.tensors.shard_info import ShardInfo, in_memory_order
 from flatshard._handle.tensors.sharded_parameter import Filling, ShardedParameter
+from flatshard._handle.unit_ranks import UnitRanks
 from flatshard._handle.unsharded import UnshardedBuffer, as_sent
 
 _requires_grad = operator.attrgetter("requires_grad")  # read for every parameter in every step, so the loop runs in C
@@ -53,16 +53,16 @@ class FlatShard:
         options: FlatOptions,
         params: Sequence[nn.Parameter],
         kind: Kind,
-        placement: Placement,
+        ranks: UnitRanks,
         shard: torch.Tensor | None = None,
     ) -> None:
         """Make each of ``params`` its part of a new shard, in place. ``shard``: its values; None: ``params`` are whole."""
         self.layout = layout
         self.options = options
         self.kind = kind
-        self.placement = placement
-        self.is_whole = placement.is_whole
-        self.slices = layout.shard_slices(placement.rank)
+        self.ranks = ranks
+        self.is_whole = ranks.is_whole
+        self.slices = layout.shard_slices(ranks.rank)
         self.wrappings = tuple(map(wrapping_of, params))  # None for a plain parameter
         self.shard = self.cut(params) if shard is None else self._new_shard().copy_(shard)
         self.unsharded = self._make_buffer(params)
@@ -76,9 +76,9 @@ class FlatShard:
         self._synced_at = -1  # `changes.count` at that time
         self._approximate: torch.Tensor | None = None  # this rank's part as an approximate all-gather delivered it
 
-    def copy_with(self, params: Sequence[nn.Parameter], placement: Placement) -> Self:
+    def copy_with(self, params: Sequence[nn.Parameter], ranks: UnitRanks) -> Self:
         """The same layout and values in new memory, for ``params``, plain copies of ``self.params``. No gradients."""
-        result = type(self)(self.layout, self.options, params, self.kind, placement, self.shard)
+        result = type(self)(self.layout, self.options, params, self.kind, ranks, self.shard)
         result.unsharded.use_buffers_of(self.unsharded)
         return result
 
@@ -93,7 +93,7 @@ class FlatShard:
     # -- construction ------------------------------------------------------------------------------------------------
 
     def _make_buffer(self, params: Sequence[nn.Parameter]) -> UnshardedBuffer:
-        return UnshardedBuffer(self.layout, self.kind, self.placement, self.shard, params, self.wrappings)
+        return UnshardedBuffer(self.layout, self.kind, self.ranks, self.shard, params, self.wrappings)
 
     def _new_shard(self) -> torch.Tensor:
         return self.shard_for(self.layout)
@@ -125,9 +125,9 @@ class FlatShard:
         grad, param.grad = param.grad, None
         param.data = self.part_view(index)
         end = part.offset + part.numel
-        runtime = self.placement.norms
+        runtime = self.ranks.norms
         if wrapping is not None:
-            in_parts = self.placement.shards if isinstance(wrapping, TensorParallel) else runtime
+            in_parts = self.ranks.shards if isinstance(wrapping, TensorParallel) else runtime
             runtime = wrapping.norm_runtime(in_parts, self.kind.compute_device)
         world = self.layout.world_size
         beside = next((w for w in self.wrappings if isinstance(w, TensorParallel)), None)
@@ -281,15 +281,15 @@ class FlatShard:
         kind, pinned = self.kind, self.options.pin_memory and self.kind.is_offloaded
         return torch.zeros(layout.shard_numel, dtype=kind.dtype, device=kind.device, pin_memory=pinned)
 
-    def move(self, layout: FlatLayout, placement: Placement, shard: torch.Tensor) -> None:
-        """Be cut by ``layout`` over the ranks of ``placement`` from now on, with the values of ``shard``, its part here.
+    def move(self, layout: FlatLayout, ranks: UnitRanks, shard: torch.Tensor) -> None:
+        """Be cut by ``layout`` over ``ranks`` from now on, with the values of ``shard``, its part here.
 
         The parameters stay the same objects, sharded and unsharded. They must have no gradients, and no graph may be alive.
         """
-        self.layout, self.placement, self.is_whole = layout, placement, placement.is_whole
-        self.slices = layout.shard_slices(placement.rank)
+        self.layout, self.ranks, self.is_whole = layout, ranks, ranks.is_whole
+        self.slices = layout.shard_slices(ranks.rank)
         self.shard = shard
-        self.unsharded.move(layout, placement, self.kind, shard)
+        self.unsharded.move(layout, ranks, self.kind, shard)
         for index, param in enumerate(self.params):
             self._adopt(index, param)
 
@@ -304,7 +304,7 @@ class FlatShard:
 
         ``kept``: what ``unsharded.own`` was after an earlier gather, to be used in place of the shard.
         """
-        runtime, shard, target = self.placement.runtime, self.shard, self.unsharded
+        runtime, shard, target = self.ranks.runtime, self.shard, self.unsharded
         if exactly:
             runtime = runtime.exact
         if kept is not None:
@@ -319,7 +319,7 @@ class FlatShard:
             out_of_place and kept is None and shard.dtype is target.own.dtype and shard.device == target.own.device
         )
         target.allocate(None if as_it_is else shard)
-        return runtime.all_gather(target.wire, as_sent(shard if as_it_is else target.own), self.placement.label, again)
+        return runtime.all_gather(target.wire, as_sent(shard if as_it_is else target.own), self.ranks.label, again)
 
     def on_compute_device(self) -> torch.Tensor:
         """The shard on the compute device. It is not cast first: a cast on the CPU blocks, and gives pageable memory."""
@@ -327,7 +327,7 @@ class FlatShard:
         if kind.device == kind.compute_device and not kind.is_offloaded:
             return self.shard
         moved = self.shard.to(kind.compute_device, non_blocking=True, copy=True)
-        self.placement.runtime.reads_host()
+        self.ranks.runtime.reads_host()
         return moved
 
     def leave_memory(self) -> None:
@@ -337,7 +337,7 @@ class FlatShard:
     def keep_gathered(self) -> Pending:
         """Called after an approximate all-gather: remember its result, so that ``write_back`` finds real changes only."""
         self._approximate = self.unsharded.own.clone()
-        return self.placement.runtime.issued(Done())
+        return self.ranks.runtime.issued(Done())
 
     def free(self) -> None:
         """Free the unsharded buffer."""

@@ -48,13 +48,13 @@ import torch
 from torch import nn
 
 from flatshard._handle.flat_shard import FlatShard
-from flatshard._handle.placement import Placement
 from flatshard._handle.reduction import Partial, Reduction, ReductionInput
 from flatshard._handle.tensors.aggregate import plainly
 from flatshard._handle.tensors.grad_dtype import choose, has_chosen, promoted
 from flatshard._handle.tensors.shard_info import ShardInfo
 from flatshard._handle.tensors.sharded_gradient import mark, mark_all, plain_grad, set_gradients_as_they_are
 from flatshard._handle.tensors.sharded_parameter import ShardedParameter
+from flatshard._handle.unit_ranks import UnitRanks
 from flatshard._handle.unused import Unused
 from flatshard._runtime import Runtime
 
@@ -84,17 +84,17 @@ class FlatGradients:
         self.shard_param: ShardedParameter | None = None  # set by `flat_parameters`: then only it gets a gradient
         self._begin()
 
-    def reduce_by(self, choose_runtime: Callable[[Placement], Runtime] | None) -> None:
-        """Have another runtime of the same ranks reduce the gradients from now on. None: that of the placement."""
-        placement, self.choose_runtime = self.flat.placement, choose_runtime
-        self.runtime = placement.runtime if choose_runtime is None else choose_runtime(placement)
+    def reduce_by(self, choose_runtime: Callable[[UnitRanks], Runtime] | None) -> None:
+        """Have another runtime of the same ranks reduce the gradients from now on. None: their own."""
+        ranks, self.choose_runtime = self.flat.ranks, choose_runtime
+        self.runtime = ranks.runtime if choose_runtime is None else choose_runtime(ranks)
 
     def _begin(self) -> None:
         """Choose how gradients travel, by the flat parameter as it is now."""
         flat, kind = self.flat, self.flat.kind
         self._follow_choices()
         dtype = self.reduce_dtype
-        to_reduce = flat.placement.ranks > 1 or self.shard_param is not None or kind.is_offloaded
+        to_reduce = flat.ranks.size > 1 or self.shard_param is not None or kind.is_offloaded
         self._input = ReductionInput(flat, dtype) if to_reduce else None  # None: each gradient becomes `.grad` at once
         self._is_small = flat.layout.padded_numel * dtype.itemsize < SMALL
         self._waits_for_all = to_reduce and (self._is_small or not flat.is_whole)
@@ -157,7 +157,7 @@ class FlatGradients:
             if filled[index]:
                 self._put(index, grad.to(self.flat.kind.compute_device))
 
-    def follow_placement(self) -> None:
+    def follow_ranks(self) -> None:
         """Adopt other ranks, and another layout. No gradients are held or under way."""
         self.reduce_by(self.choose_runtime)
         self.unused = Unused(self.flat.layout)
@@ -246,7 +246,7 @@ class FlatGradients:
         filled[index] = True
 
     def _hand_over(self, param: nn.Parameter, grad: torch.Tensor, dtype: torch.dtype | None) -> None:
-        factor = self.flat.placement.factor
+        factor = self.flat.ranks.factor
         if grad.dtype is not dtype or grad.device != self.flat.kind.device:
             grad = grad.to(self.flat.kind.device, dtype)
         if factor is not None:
@@ -304,7 +304,7 @@ class FlatGradients:
     @property
     def is_reduced(self) -> bool:
         """Whether gradients of this flat parameter are reduced when a parameter requires grad."""
-        return self.flat.is_trainable and self.flat.placement.ranks > 1 and self.flat.layout.padded_numel > 0
+        return self.flat.is_trainable and self.flat.ranks.size > 1 and self.flat.layout.padded_numel > 0
 
     @property
     def comes_late(self) -> bool:

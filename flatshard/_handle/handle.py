@@ -23,7 +23,6 @@ from flatshard._handle.adapters.tensor_subclass import plain_tensors
 from flatshard._handle.flat_param import FlatParam
 from flatshard._handle.layout import FlatLayout
 from flatshard._handle.lifetime import BY_USER, GradState, Lifetime, ParamState, UnshardedStamp
-from flatshard._handle.placement import Placement
 from flatshard._handle.planned import Groups, Kind, PlannedFlat
 from flatshard._handle.registrations import SHARDED, Registrations
 from flatshard._handle.tensors.aggregate import plainly
@@ -32,6 +31,7 @@ from flatshard._handle.tensors.grad_dtype import hand_on
 from flatshard._handle.tensors.shard_info import ShardInfo
 from flatshard._handle.tensors.sharded_parameter import shard_info
 from flatshard._handle.unit_gradients import UnitGradients
+from flatshard._handle.unit_ranks import UnitRanks
 from flatshard._runtime import Users
 
 _version = operator.attrgetter("_version")  # read for every parameter in every step, so the loop runs in C
@@ -63,15 +63,15 @@ class Source:
 class FlatParamHandle:
     """The flat parameters of one unit."""
 
-    def __init__(self, placements: Sequence[Placement]) -> None:
-        """A handle without flat parameters: see ``shard``. ``placements``: that of the unit, and of parameters elsewhere."""
-        self.placements = placements
-        self.placement = placement = placements[0]
-        self.runtime = placement.runtime
-        self.lifetime = Lifetime(placement.label)
+    def __init__(self, all_ranks: Sequence[UnitRanks]) -> None:
+        """A handle without flat parameters: see ``shard``. ``all_ranks``: of the unit, and of parameters elsewhere."""
+        self.all_ranks = all_ranks
+        self.ranks = ranks = all_ranks[0]
+        self.runtime = ranks.runtime
+        self.lifetime = Lifetime(ranks.label)
         self.registrations = Registrations()
         self.flats: list[FlatParam] = []
-        self.gradients = UnitGradients(self.flats, placement, self.lifetime)
+        self.gradients = UnitGradients(self.flats, ranks, self.lifetime)
         self._checked_at = -1  # `changes.count` at the last `check_parameters`
         self._all_gathers: list[Pending] = []
         self._users: Users | None = None  # on an accelerator: the streams that compute with the unsharded parameters
@@ -80,16 +80,16 @@ class FlatParamHandle:
         self.make_room: Callable[[], None]  # called before an all-gather if the unit is blocked
 
     @classmethod
-    def shard(cls, flats: Sequence[PlannedFlat], placements: Mapping[Groups | None, Placement]) -> FlatParamHandle:
+    def shard(cls, flats: Sequence[PlannedFlat], all_ranks: Mapping[Groups | None, UnitRanks]) -> FlatParamHandle:
         """Flatten and shard the parameters of ``flats`` in place.
 
-        ``placements``: the unit's, under None, and those of parameters on other ranks, by ``PlannedFlat.groups``.
+        ``all_ranks``: the unit's, under None, and those of parameters on other ranks, by ``PlannedFlat.groups``.
         """
-        result = cls(list(placements.values()))
+        result = cls(list(all_ranks.values()))
         for planned in flats:
             params, options = [p.param for p in planned.params], planned.options
             kind = Kind.of(params[0].dtype, params[0].device, options, result.runtime)
-            flat = FlatParam.class_for(options)(planned.layout, options, params, kind, placements[planned.groups])
+            flat = FlatParam.class_for(options)(planned.layout, options, params, kind, all_ranks[planned.groups])
             result.flats.append(flat)
             for owned, compute in zip(planned.params, flat.unsharded.params, strict=True):
                 for module, name in owned.registrations:
@@ -108,15 +108,15 @@ class FlatParamHandle:
         owned: dict[int, list[tuple[nn.Module, str]]] = {}
         for module, name, sharded, _ in self.registrations.entries:
             owned.setdefault(id(sharded), []).append((module, name))
-        averaging = replace(self.placement.averaging)
-        placements = {old: old.copied(averaging) for old in self.placements}
-        result = FlatParamHandle(list(placements.values()))
+        averaging = replace(self.ranks.averaging)
+        all_ranks = {old: old.copied(averaging) for old in self.all_ranks}
+        result = FlatParamHandle(list(all_ranks.values()))
         memo[id(self)] = result
         result.gradients.follow_copy(self.gradients)
         result.source = copy.deepcopy(self.source, memo)
         for flat in self.flats:
             params = [copy.deepcopy(p, memo) for p in flat.params]
-            new = flat.copy_with(params, placements[flat.placement])
+            new = flat.copy_with(params, all_ranks[flat.ranks])
             memo[id(flat)] = new
             new.follow_copy(flat, memo)
             result.flats.append(new)
@@ -138,24 +138,24 @@ class FlatParamHandle:
             not self._sharded
         )  # the shards are what modules compute with: unshard and reshard do nothing
         # Whether units share the memory that they gather into. [Note: Static buffers]
-        self.has_static_buffers = self.placement.pool is not None and not self.never_gathers
+        self.has_static_buffers = self.ranks.pool is not None and not self.never_gathers
         # Whether other ranks hold the same part of some parameters.
-        self.has_replicas = any(p.replicas is not None for p in self.placements)
+        self.has_replicas = any(p.replicas is not None for p in self.all_ranks)
         self.gradients.find_accumulators()  # here, to save the time in the first step
 
-    def move(self, placement: Placement, layouts: Sequence[FlatLayout], shards: Sequence[torch.Tensor]) -> None:
-        """Be sharded over the ranks of ``placement`` from now on: see ``FlatShard.move``. Nothing is communicated.
+    def move(self, ranks: UnitRanks, layouts: Sequence[FlatLayout], shards: Sequence[torch.Tensor]) -> None:
+        """Be sharded over ``ranks`` from now on: see ``FlatShard.move``. Nothing is communicated.
 
         ``layouts``, ``shards``: of each flat parameter, which must all be on the unit's own ranks.
         """
         self.reshard()
         self.drop_kept()
-        self.placements, self.placement, self.runtime = [placement], placement, placement.runtime
-        self.lifetime.follow(placement.label)
-        self.gradients.follow(placement)
+        self.all_ranks, self.ranks, self.runtime = [ranks], ranks, ranks.runtime
+        self.lifetime.follow(ranks.label)
+        self.gradients.follow(ranks)
         with torch.inference_mode(False), torch.no_grad():
             for flat, layout, shard in zip(self.flats, layouts, shards, strict=True):
-                flat.move(layout, placement, shard)
+                flat.move(layout, ranks, shard)
         self._index()
         self._checked_at = -1
 
@@ -168,12 +168,12 @@ class FlatParamHandle:
     @property
     def fqn(self) -> str:
         """The unit's FQN."""
-        return self.placement.label.unit
+        return self.ranks.label.unit
 
     def rename(self, fqn: str, names: Mapping[nn.Module, str]) -> None:
         """Rename the unit, and its parameters by the ``names`` of the modules in which they are registered."""
-        for placement in self.placements:
-            placement.label.unit = fqn
+        for ranks in self.all_ranks:
+            ranks.label.unit = fqn
         for flat in self.flats:
             flat.rename(self.registrations.fqns(names))
 
@@ -238,7 +238,7 @@ class FlatParamHandle:
                 )
             instead = None if self.source is None else self.source.gathers(self._sharded, again)
             if _trace.sinks and instead is None:
-                _trace.event(self.placement.gather_verb, self.fqn)
+                _trace.event(self.ranks.gather_verb, self.fqn)
             if runtime.streams is None and not _trace.is_profiling():
                 self._start_all_gathers(exactly, again, instead)
             else:

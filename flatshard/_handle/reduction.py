@@ -44,7 +44,7 @@ class ReductionInput:
 
     def __init__(self, flat: FlatShard, dtype: torch.dtype) -> None:
         """``dtype``: the usual one."""
-        self._of, self._layout, self._pool = flat, flat.layout, flat.placement.pool
+        self._of, self._layout, self._pool = flat, flat.layout, flat.ranks.pool
         self._buffer: FlatBuffer | None = None  # in use
         self._known: dict[FlatBuffer, _Views] = {}  # the buffers used so far, with their views
         self._nothing: _Views = torch.empty(0, device=flat.kind.compute_device), [], []
@@ -133,7 +133,7 @@ class Reduction:
         if self.flat.is_whole:  # reduced in place
             self._output: torch.Tensor | None = input
         else:
-            pool = self.flat.placement.pool
+            pool = self.flat.ranks.pool
             make = input.new_empty if pool is None else pool.allocate
             self._output = make(self.flat.layout.shard_numel, dtype=dtypes[0])
 
@@ -149,9 +149,9 @@ class Reduction:
             if flat.is_whole:
                 self._pending = self._reduce_replicas()
             else:
-                unused.tell(runtime, flat.placement.label)
-                self._pending = runtime.reduce_scatter(self._output, self._input, flat.placement.label)
-                if flat.placement.replicas is not None:
+                unused.tell(runtime, flat.ranks.label)
+                self._pending = runtime.reduce_scatter(self._output, self._input, flat.ranks.label)
+                if flat.ranks.replicas is not None:
                     self._pending = runtime.then(self._pending, self._reduce_replicas)
             if flat.kind.is_offloaded:
                 self._pending = runtime.then(self._pending, self._copy_to_host)
@@ -159,12 +159,12 @@ class Reduction:
             self._fail(e)
 
     def _fail(self, error: Exception) -> NoReturn:
-        self._runtime.fail(self.flat.placement.reduce_verb, self.flat.placement.label.unit, error)
+        self._runtime.fail(self.flat.ranks.reduce_verb, self.flat.ranks.label.unit, error)
 
     def _reduce_replicas(self) -> Pending:
         """Average the output over the replicas, or hold it for the next backward to add to."""
-        placement, runtime = self.flat.placement, self._runtime
-        output, replicas, unused = self._output, placement.replicas, self._unused
+        ranks, runtime = self.flat.ranks, self._runtime
+        output, replicas, unused = self._output, ranks.replicas, self._unused
         assert output is not None
         if replicas is None:
             return runtime.issued(Done())
@@ -174,11 +174,11 @@ class Reduction:
         if earlier is not None:
             output.add_(earlier[0])
             unused.narrow(earlier[1])
-        if placement.averaging.reduces_replicas:
+        if ranks.averaging.reduces_replicas:
             # NO_SHARD: the replicas are the unit's own group, so use `runtime`, which may have a communication hook.
             replicas = runtime if runtime.group is replicas.group else replicas
-            unused.tell(replicas, placement.label)
-            pending = replicas.all_reduce(output, placement.label)
+            unused.tell(replicas, ranks.label)
+            pending = replicas.all_reduce(output, ranks.label)
         else:
             self.held, self._output = (output, unused.found), None
             pending = runtime.issued(Done())
@@ -233,7 +233,7 @@ class Reduction:
             wait_on_host(pending)
         if output is None:
             return None
-        if (factor := self.flat.placement.factor) is not None:
+        if (factor := self.flat.ranks.factor) is not None:
             output.mul_(factor)
         dtype = self._dtype
         return output if output.dtype is dtype else output.to(dtype)

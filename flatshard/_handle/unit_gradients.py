@@ -14,7 +14,7 @@ from flatshard import _trace
 from flatshard._errors import CollectiveError, OutOfStepError
 from flatshard._handle.flat_param import FlatParam
 from flatshard._handle.lifetime import WITHHELD, GradState, Lifetime
-from flatshard._handle.placement import Placement
+from flatshard._handle.unit_ranks import UnitRanks
 from flatshard._runtime import Streams
 
 
@@ -40,7 +40,7 @@ def _at_home(method: Callable[Concatenate[UnitGradients, P], R]) -> Callable[Con
     def run(self: UnitGradients, /, *args: P.args, **kwargs: P.kwargs) -> R:
         if self.home is None:
             return method(self, *args, **kwargs)
-        with self._placement.runtime.on(self.home):
+        with self._ranks.runtime.on(self.home):
             return method(self, *args, **kwargs)
 
     return run
@@ -52,9 +52,9 @@ _IN_FLIGHT = GradState.REDUCING, GradState.DEFERRED
 class UnitGradients:
     """The gradients of the flat parameters ``flats``. lifetime.py has the states that they go through."""
 
-    def __init__(self, flats: list[FlatParam], placement: Placement, lifetime: Lifetime) -> None:
+    def __init__(self, flats: list[FlatParam], ranks: UnitRanks, lifetime: Lifetime) -> None:
         self._flats = flats
-        self._placement = placement
+        self._ranks = ranks
         self._lifetime = lifetime
         self.reduces = True  # backwards reduce the gradients. False: they hold them
         self._outside: list[bool] = []  # `reduces` outside of each `no_sync` under way, the outermost first
@@ -66,9 +66,9 @@ class UnitGradients:
         # for them belongs to it. None: there are no gradients; and on CPU.
         self.home: Any = None
 
-    def follow(self, placement: Placement) -> None:
+    def follow(self, ranks: UnitRanks) -> None:
         """The unit is on other ranks from now on."""
-        self._placement = placement
+        self._ranks = ranks
 
     # -- what the user has said ----------------------------------------------------------------------------------------
 
@@ -106,7 +106,7 @@ class UnitGradients:
             if self._lifetime.grads in _IN_FLIGHT:  # the unit's second reduction in one backward
                 self.finish()
             self._lifetime.move_grads("receive")
-        if (streams := self._placement.runtime.streams) is None:
+        if (streams := self._ranks.runtime.streams) is None:
             self._flats[group].gradients.receive(index)
         else:
             here = streams.current
@@ -123,7 +123,7 @@ class UnitGradients:
         An AccumulateGrad node accumulates on the stream that it was made on, and that stream joins the others at the end of
         backward. While another stream is captured into a CUDA graph, this would be an error. [Note: CUDA graphs]
         """
-        if self.accumulators.streams != {self._placement.runtime.current_stream}:
+        if self.accumulators.streams != {self._ranks.runtime.current_stream}:
             self.accumulators.nodes.clear()  # drop the old nodes, otherwise autograd would return them again
             self.find_accumulators()
 
@@ -132,7 +132,7 @@ class UnitGradients:
         leaves = [c for b in self._flats for c in b.unsharded.params if c.requires_grad]
         with torch.inference_mode(False):
             nodes = [get_gradient_edge(leaf).node for leaf in leaves]
-        now, streams = self._placement.runtime.current_stream, frozenset[Any]()
+        now, streams = self._ranks.runtime.current_stream, frozenset[Any]()
         if now is not None:
             notes: list[Any] = [node.metadata for node in nodes]
             # A live graph may keep nodes of another stream alive.
@@ -153,24 +153,24 @@ class UnitGradients:
 
     def come_home(self) -> None:
         """Make the stream that works on the gradients wait for the current one, outside of a backward."""
-        if self.home is not None and (streams := self._placement.runtime.streams) is not None:
+        if self.home is not None and (streams := self._ranks.runtime.streams) is not None:
             streams.let_wait(self.home, streams.current)
 
     def _wait_for_others(self) -> None:
         """Before gradients are read that autograd may have accumulated on other streams."""
-        if (streams := self._placement.runtime.streams) is not None:
+        if (streams := self._ranks.runtime.streams) is not None:
             for other in self.accumulators.streams - {self.home}:
                 streams.let_wait(self.home, other)
 
     def _let_others_wait(self) -> None:
         """After these gradients, memory of the other streams, have been freed."""
-        if (streams := self._placement.runtime.streams) is not None:
+        if (streams := self._ranks.runtime.streams) is not None:
             for other in self.accumulators.streams - {self.home}:
                 streams.let_wait(other, self.home)
 
     def reduce(self) -> None:
         """Start averaging the gradients over the ranks."""
-        if (streams := self._placement.runtime.streams) is None:
+        if (streams := self._ranks.runtime.streams) is None:
             self._reduce()
             return
         self._find_home(streams)
@@ -180,7 +180,7 @@ class UnitGradients:
     def _reduce(self) -> None:
         self._lifetime.move_grads("reduce")
         if _trace.sinks:
-            _trace.event(self._placement.reduce_verb, self._placement.label.unit)
+            _trace.event(self._ranks.reduce_verb, self._ranks.label.unit)
         try:
             if self.home is not None:
                 self._wait_for_others()
@@ -192,10 +192,10 @@ class UnitGradients:
             self.accumulates = not self.reduces
             if self.home is not None:
                 self._let_others_wait()
-            if self._placement.runtime.streams is None and not _trace.is_profiling():
+            if self._ranks.runtime.streams is None and not _trace.is_profiling():
                 self._start()
             else:
-                with _trace.labelled("reduce_scatter", self._placement.label.unit, self._placement.runtime.reducing()):
+                with _trace.labelled("reduce_scatter", self._ranks.label.unit, self._ranks.runtime.reducing()):
                     self._start()
         except BaseException:
             self._settle()
@@ -210,7 +210,7 @@ class UnitGradients:
     def advance(self) -> None:
         """Start the second part of the reduction, over the replicas, while later units compute."""
         for flat in self._flats:
-            if (reduction := flat.gradients.reduction) is not None and flat.placement.replicas is not None:
+            if (reduction := flat.gradients.reduction) is not None and flat.ranks.replicas is not None:
                 reduction.advance()
 
     @_at_home
@@ -255,7 +255,7 @@ class UnitGradients:
         """Raise if ``what`` would change what a reduction in flight, or its result, is for."""
         if self.is_deferred:
             raise RuntimeError(
-                f"unit {self._placement.label.unit or '<root>'!r}: {what} after a backward, before its gradients have become "
+                f"unit {self._ranks.label.unit or '<root>'!r}: {what} after a backward, before its gradients have become "
                 ".grad: first call flatshard.reduce_gradients(module), or wait() on what it returned"
             )
 
@@ -263,7 +263,7 @@ class UnitGradients:
     def wants_reduction(self) -> bool:
         """Whether gradients of earlier backwards are to be reduced now."""
         return self._lifetime.grads is GradState.HELD or (
-            self._lifetime.grads is GradState.PARTIAL and self._placement.averaging.reduces_replicas
+            self._lifetime.grads is GradState.PARTIAL and self._ranks.averaging.reduces_replicas
         )
 
     @_at_home

@@ -22,9 +22,9 @@ from torch import nn
 from flatshard._handle.adapters.tensor_subclass import TensorSubclass
 from flatshard._handle.adapters.wrapping import Wrapping
 from flatshard._handle.layout import FlatLayout
-from flatshard._handle.placement import Placement
 from flatshard._handle.planned import Kind
 from flatshard._handle.pool import FlatBuffer
+from flatshard._handle.unit_ranks import UnitRanks
 
 _version = operator.attrgetter("_version")  # read for every parameter in every step, so the loop runs in C
 
@@ -44,7 +44,7 @@ class UnshardedBuffer:
         self,
         layout: FlatLayout,
         kind: Kind,
-        placement: Placement,
+        ranks: UnitRanks,
         shard: torch.Tensor,
         originals: Sequence[nn.Parameter],
         wrappings: Sequence[Wrapping | None],
@@ -53,14 +53,14 @@ class UnshardedBuffer:
         Args:
             layout: of the flat parameter.
             kind: its dtypes and devices.
-            placement: over which ranks it is sharded.
+            ranks: over which ranks it is sharded.
             shard: this rank's part.
             originals: the user's parameters; the unsharded parameters share their attributes.
             wrappings: how each of them wraps the plain tensors that are in the buffer; None for a plain parameter.
         """
-        self._layout, self._placement = layout, placement
+        self._layout, self._ranks = layout, ranks
         self._wrappings = wrappings
-        self._pool = placement.pool  # provides the memory; None: the buffer has memory of its own
+        self._pool = ranks.pool  # provides the memory; None: the buffer has memory of its own
         self._make_buffer: Callable[[torch.Tensor], FlatBuffer] = (
             FlatBuffer  # for memory of its own; a feature may replace it
         )
@@ -82,15 +82,15 @@ class UnshardedBuffer:
         """``layout`` has the parameters' new FQNs."""
         self._layout = layout
 
-    def move(self, layout: FlatLayout, placement: Placement, kind: Kind, shard: torch.Tensor) -> None:
+    def move(self, layout: FlatLayout, ranks: UnitRanks, kind: Kind, shard: torch.Tensor) -> None:
         """``place``, for other ranks: see ``FlatShard.move``."""
-        self._layout, self._placement, self._pool = layout, placement, placement.pool
+        self._layout, self._ranks, self._pool = layout, ranks, ranks.pool
         self.place(kind, shard)
 
     def place(self, kind: Kind, shard: torch.Tensor) -> None:
         """Build every view, for the flat parameter's dtype and device, then free the storage."""
         numel = self._layout.padded_numel
-        self.is_alias = self._placement.is_whole and kind.is_one  # the buffer is the shard
+        self.is_alias = self._ranks.is_whole and kind.is_one  # the buffer is the shard
         self._buffer: FlatBuffer | None = None  # in a pool: from the first ``allocate`` on
         if self.is_alias:
             self._point_at(shard)
@@ -117,7 +117,7 @@ class UnshardedBuffer:
 
     def _point_at(self, flat: torch.Tensor) -> None:
         """Make ``flat`` the buffer, and all tensors views of it."""
-        self.flat, layout, rank = flat, self._layout, self._placement.rank
+        self.flat, layout, rank = flat, self._layout, self._ranks.rank
         dtype, device = flat.dtype, flat.device
         for index, (info, compute) in enumerate(zip(layout.params, self.params, strict=True)):
             view = self.flat.as_strided(info.shape, info.stride, info.start)

@@ -223,12 +223,12 @@ class _OwnValues(NamedTuple):
 def _own_values(module: nn.Module, verb: str) -> Iterator[_OwnValues]:
     flats = idle_flats(module, verb)
     for _, buffers in flats:
-        if buffers.placement.is_first_replica:
+        if buffers.ranks.is_first_replica:
             params = [(p, at.start) for p, at in zip(buffers.params, buffers.slices, strict=True) if at.numel]
             # What is encoded depends on all values: encoded_gathers.py, [Note: Scales of encoded parameters].
             dtype = buffers.options.compute_dtype or buffers.kind.dtype
             yield _OwnValues(buffers.shard, dtype, params)
-    if all(unit.handle.placement.is_rank0 for unit, _ in flats):
+    if all(unit.handle.ranks.is_rank0 for unit, _ in flats):
         for param in module.parameters():
             if not isinstance(param, ShardedParameter):
                 yield _OwnValues(param.detach().reshape(-1), param.dtype, [(param, 0)])

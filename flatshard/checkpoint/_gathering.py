@@ -35,7 +35,7 @@ def exchange(flat: FlatParam, text: str) -> list[str]:
     """Gather ``text`` from every rank that ``flat`` is sharded over, in their order."""
     if flat.is_whole:
         return [text]
-    return exchange_over(flat.placement.runtime.exact, flat.placement.label, text)
+    return exchange_over(flat.ranks.runtime.exact, flat.ranks.label, text)
 
 
 def exchange_over(runtime: Runtime, label: Label, text: str) -> list[str]:

@@ -36,7 +36,7 @@ def whole_state(flats: list[Flat], rows: list[Row], device: torch.device | None,
     Raises:
         ValueError: on all ranks: the optimizers step different parameters, or have different states of one.
     """
-    barrier([flat.placement.runtime for _, flat in flats], "optim_state_dict(full=True)")
+    barrier([flat.ranks.runtime for _, flat in flats], "optim_state_dict(full=True)")
     by_param = {id(row.named.param): row for row in rows}
     entries = [(flat, [by_param.get(id(p)) for p in flat.params]) for _, flat in flats]
     kinds = _agreed(entries)
@@ -82,7 +82,7 @@ def _copy(row: Row, value: Any, device: torch.device | None) -> Any:
 def _from_owner(flat: FlatParam, value: torch.Tensor | None, kind: list[Any]) -> torch.Tensor:
     _, dtype, shape = kind
     part = None if value is None else value.reshape(-1)
-    return from_parts(flat.placement.runtime, part, 0, math.prod(shape), dtype_named(dtype)).view(shape)
+    return from_parts(flat.ranks.runtime, part, 0, math.prod(shape), dtype_named(dtype)).view(shape)
 
 
 def _part(row: Row | None, key: str, dtype: str) -> torch.Tensor | None:
@@ -117,7 +117,7 @@ def _agreed(entries: list[tuple[FlatParam, list[Row | None]]]) -> dict[str, Kind
     """
     by_group: dict[tuple[int, bool], list[tuple[FlatParam, list[Row | None]]]] = {}
     for flat, own in entries:
-        by_group.setdefault((flat.placement.runtime.number, flat.is_whole), []).append((flat, own))
+        by_group.setdefault((flat.ranks.runtime.number, flat.is_whole), []).append((flat, own))
     result: dict[str, Kinds] = {}
     problems: list[str] = []
     for (_, is_whole), of_group in sorted(by_group.items(), key=lambda each: each[0]):
@@ -128,7 +128,7 @@ def _agreed(entries: list[tuple[FlatParam, list[Row | None]]]) -> dict[str, Kind
             problems += _differences(fqn, ranks)
             having = sorted((rank[fqn] for rank in ranks if fqn in rank), key=lambda each: not each[0])
             result[fqn] = {key: kind for _, kinds in reversed(having) for key, kind in kinds.items()}
-    shared = [flat.placement for flat, _ in entries if not flat.is_whole]
+    shared = [flat.ranks for flat, _ in entries if not flat.is_whole]
     replicas = [placement.replicas for placement in shared if placement.replicas is not None]
     if on_any_rank(replicas, on_any_rank([placement.runtime for placement in shared], bool(problems))):
         raise ValueError(

@@ -87,9 +87,7 @@ def export_safetensors(
     described = {name: (tuple(full_shape(value)), _dtype(value, dtype)) for name, value in tensors.values()}
     files = _cut(described, max_file_bytes)
     _, shared = max(flats, key=lambda flat: flat[1].layout.world_size)
-    mine = (
-        files[shared.placement.rank :: shared.layout.world_size] if has_first_copy([unit for unit, _ in flats]) else []
-    )
+    mine = files[shared.ranks.rank :: shared.layout.world_size] if has_first_copy([unit for unit, _ in flats]) else []
     folder = Path(directory)
     written = {name: file for each in mine for file in [_File(folder / each[0], each[1])] for name in each[1]}
     own = list(dict.fromkeys(written.values()))
@@ -141,7 +139,7 @@ def _raise_together(flats: list[Flat], attempt: _Attempt) -> None:
     _, flat = max(flats, key=lambda each: each[1].layout.world_size)
     told = "" if attempt.error is None else f"{type(attempt.error).__name__}: {attempt.error}"
     found = [f"rank {rank}: {text}" for rank, text in enumerate(exchange(flat, told)) if text]
-    replicas = [flat.placement.replicas] if flat.placement.replicas is not None else []
+    replicas = [flat.ranks.replicas] if flat.ranks.replicas is not None else []
     if on_any_rank(replicas, bool(found)):
         raise RuntimeError(
             f"export_safetensors: {'; '.join(found) or 'a rank of another replica failed'}"

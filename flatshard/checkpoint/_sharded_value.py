@@ -349,7 +349,7 @@ def sharded_value(tensor: torch.Tensor, param: nn.Parameter) -> torch.Tensor:
     if info is None or (info.is_whole and info.parallel is None and info.runtime is None):
         return tensor
     flat = home_of(param) if isinstance(param, ShardedParameter) else None
-    origin = Origin(info, flat.placement.runtime) if isinstance(flat, FlatParam) else None
+    origin = Origin(info, flat.ranks.runtime) if isinstance(flat, FlatParam) else None
     return ShardedValue(info.in_memory_order(tensor), part_of(info), origin)
 
 

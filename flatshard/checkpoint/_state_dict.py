@@ -111,7 +111,7 @@ def gathered(
 
     A value is a view of what is gathered, which is freed with the last one: let go of it before the next.
     """
-    barrier([flat.placement.runtime for _, flat in flats], call)
+    barrier([flat.ranks.runtime for _, flat in flats], call)
     _check_experts(flats)
     asked = [(unit, flat) for unit, flat in flats if any(id(p) in wanted for p in flat.params)]
     for bucket in batches(asked, lambda each: each[1].layout.padded_numel * each[1].kind.dtype.itemsize, bucket_bytes):
@@ -294,7 +294,7 @@ def _plan(unit: Unit, flat: FlatParam) -> dict[str, Any]:
         "starts": [i.start for i in infos],
         "shard_numel": flat.layout.shard_numel,
         "world_size": flat.layout.world_size,
-        "rank": flat.placement.rank,
+        "rank": flat.ranks.rank,
         "dtype": str(flat.kind.dtype),
         "tensor_parallel": [None if p is None else list(p.mesh.get_coordinate()) for p in parallels],
     }
@@ -321,7 +321,7 @@ def _check_experts(flats: list[Flat]) -> None:
         for info in (shard_info(p) for p in flat.params):
             if info is not None and isinstance(info.runtime, ExpertRanks):
                 around = unit.handle.runtime
-                labels.setdefault(around, unit.handle.placement.label)
+                labels.setdefault(around, unit.handle.ranks.label)
                 apart.setdefault(around, {})[info.fqn] = info.runtime.ranks_around
     for around in in_order(apart):
         check_one_value(map(json.loads, exchange_over(around.exact, labels[around], json.dumps(apart[around]))))
@@ -348,7 +348,7 @@ def idle_flats(module: nn.Module, verb: str) -> list[Flat]:
 
 
 def is_first_rank(units: list[Unit]) -> bool:
-    return has_first_copy(units) and all(unit.handle.placement.is_rank0 for unit in units)
+    return has_first_copy(units) and all(unit.handle.ranks.is_rank0 for unit in units)
 
 
 def has_first_copy(units: list[Unit]) -> bool:
@@ -356,7 +356,7 @@ def has_first_copy(units: list[Unit]) -> bool:
     infos = [shard_info(p) for u in units for b in u.handle.flats for p in b.params]
     parallels = [info.parallel for info in infos if info is not None and info.parallel is not None]
     return not any(any(p.mesh.get_coordinate()) for p in parallels) and all(
-        flat.placement.is_first_replica for u in units for flat in u.handle.flats
+        flat.ranks.is_first_replica for u in units for flat in u.handle.flats
     )
 
 

@@ -193,7 +193,7 @@ def describe(module: nn.Module, *, verbose: bool = False) -> Description:
 
 
 def _kept_numel(unit: Unit, flat: FlatParam) -> int:
-    runtime, numel = flat.placement.runtime, flat.layout.padded_numel
+    runtime, numel = flat.ranks.runtime, flat.layout.padded_numel
     if flat.unsharded.is_alias:
         return 0
     if isinstance(runtime, MeshRuntime) and runtime.exact is runtime:

@@ -62,18 +62,18 @@ def check_replicas(module: nn.Module, *, buffers: bool = False) -> None:
 
     for unit in units:
         for flat in unit.handle.flats:
-            compare(flat.placement.replicas, _parameters(flat))
+            compare(flat.ranks.replicas, _parameters(flat))
     for unit, fqn, param in added:
         for runtime in (
             unit.runtime,
-            unit.handle.placement.replicas if unit.config.strategy.is_hybrid else None,
+            unit.handle.ranks.replicas if unit.config.strategy.is_hybrid else None,
         ):
             compare(runtime, [(fqn, param.data)])
     if buffers:
         for unit, values in buffers_of_units(module, units):
             compare(unit.runtime, values)
             if unit.config.strategy.is_hybrid:
-                compare(unit.handle.placement.replicas, values)
+                compare(unit.handle.ranks.replicas, values)
     problems = [p for number in sorted(compared) if (p := _compare(*compared[number]))]
     shards = [u.runtime for u in units if u.config.strategy.is_hybrid]
     differ_elsewhere = on_any_rank(shards, bool(problems))

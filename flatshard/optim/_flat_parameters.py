@@ -70,7 +70,7 @@ def _info_of(flat: FlatParam) -> ShardInfo:
     layout = flat.layout
     runtime, counted = common_runtime([param._flatshard_info.runtime for param in flat.params])
     others = [s for s, mine in zip(flat.slices, counted, strict=True) if s.numel and not mine]
-    start = flat.placement.rank * layout.shard_numel
+    start = flat.ranks.rank * layout.shard_numel
     return ShardInfo(
         f"the flat parameter of {name_list((p.fqn for p in layout.params), 3)}",
         (layout.padded_numel,),

@@ -226,7 +226,7 @@ def _refuse_added(optimizer: Optimizer, plain: set[int]) -> None:
     """
     found: dict[int, str] = {}
     for unit in sorted(all_units(), key=lambda unit: len(unit.fqn)):  # outermost first, so that FQNs are complete
-        if max(unit.runtime.world_size, getattr(unit.handle.placement.replicas, "world_size", 1)) > 1:
+        if max(unit.runtime.world_size, getattr(unit.handle.ranks.replicas, "world_size", 1)) > 1:
             for _, fqn, param in added_later(unit.module):
                 if id(param) in plain:
                     found.setdefault(id(param), f"{unit.fqn}.{fqn}" if unit.fqn else fqn)

@@ -57,7 +57,7 @@ class Owned(Stepped):
         self.is_cut = len(holders) > 1
         if not flat.is_whole:
             self.owner = _chosen(holders, work, loads)
-            self.is_mine = self.owner == flat.placement.rank
+            self.is_mine = self.owner == flat.ranks.rank
             loads[self.owner] += work
         self.proxy = nn.Parameter(self._placeholder(), param.requires_grad)
         self._parts = [(rank, layout.shard_slices(rank)[index]) for rank in holders] if self.is_cut else []
@@ -162,13 +162,13 @@ def move(owned: Sequence[Owned], back: bool = False) -> Pending:
     if not owned:
         return Done()
     flat = owned[0].flat
-    runtime = flat.placement.runtime
+    runtime = flat.ranks.runtime
     sent: Addressed = []
     received: Addressed = []
     try:
         with runtime.reducing():
             for each in owned:
                 (each.scatter if back else each.gather)(sent, received)
-            return runtime.exchange(sent, received, flat.placement.label)
+            return runtime.exchange(sent, received, flat.ranks.label)
     except Exception as e:
-        runtime.fail("exchange", flat.placement.label.unit, e)
+        runtime.fail("exchange", flat.ranks.label.unit, e)

@@ -273,9 +273,7 @@ def _find_owned(params: Sequence[nn.Parameter], loads: dict[Runtime, list[int]])
             )
         places.append((info.owner is None, param, flat))
     for _, param, flat in sorted(places, key=lambda each: each[0]):
-        found[param] = Owned(
-            param, flat, loads.setdefault(flat.placement.runtime, [0] * flat.placement.runtime.world_size)
-        )
+        found[param] = Owned(param, flat, loads.setdefault(flat.ranks.runtime, [0] * flat.ranks.runtime.world_size))
     return found
 
 
@@ -284,14 +282,14 @@ def _batches(cut: list[Owned], limit: int) -> list[_Batch]:
     batches: dict[Runtime, list[_Batch]] = {}
     filled: dict[tuple[Runtime, int | None], tuple[int, int]] = {}  # by owner: its last batch, and its bytes in there
     for each in cut:
-        of_group = batches.setdefault(each.flat.placement.runtime, [])
-        number, held = filled.get((each.flat.placement.runtime, each.owner), (0, 0))
+        of_group = batches.setdefault(each.flat.ranks.runtime, [])
+        number, held = filled.get((each.flat.ranks.runtime, each.owner), (0, 0))
         if held and held + each.nbytes > limit:
             number, held = number + 1, 0
         if number == len(of_group):
             of_group.append(_Batch())
         of_group[number].owned.append(each)
-        filled[each.flat.placement.runtime, each.owner] = number, held + each.nbytes
+        filled[each.flat.ranks.runtime, each.owner] = number, held + each.nbytes
     return [batch for of_group in batches.values() for batch in of_group]
 
 

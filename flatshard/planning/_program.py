@@ -33,9 +33,9 @@ from flatshard._composable.features.grad_sync import no_sync
 from flatshard._composable.fully_shard import Choice, build, install
 from flatshard._composable.outputs import tensors_in
 from flatshard._composable.state import Context, Forward, Unit, called_modules, unit_of
-from flatshard._handle.placement import Runtimes
 from flatshard._handle.tensors.grad_dtype import hand_on
 from flatshard._handle.tensors.sharded_parameter import shard_info
+from flatshard._handle.unit_ranks import Runtimes
 from flatshard._mesh_runtime import MeshRuntime
 from flatshard._runtime import Peers, Runtime, Streams
 from flatshard.planning._optimizer import OptimizerChoice, state_nbytes

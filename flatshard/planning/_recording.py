@@ -3,7 +3,7 @@
 [Note: What is counted]
 Tensors on the meta device have no memory, but their storages have a size, are resized and are freed like real ones. ``Books``
 sees every operation, and so every new storage. The file that called the operation gives the category: files of reductions
-(``_OF_REDUCTIONS``) and collectives: "reductions"; inner shards and other files of the handle: "unsharded"; any other file:
+(``_OF_REDUCTIONS``) and collectives: "reductions"; kept shards and other files of the handle: "unsharded"; any other file:
 "activations". A storage changes its category when it becomes a gradient of autograd ("arriving"), or ``.grad`` ("gradients").
 """
 

@@ -175,7 +175,7 @@ def two_meshes(env: Env, **options: Any) -> Any:
 
 
 @cases.add({"two": {}, "two_bf16": LOW}, ranks=4, **BF16)
-def inner_shards(env: Env, **options: Any) -> Any:
+def subgroups(env: Env, **options: Any) -> Any:
     model = env.shard(env.make(), reshard_after_forward=2, **options)
     results = env.train(model)
     flatshard.configure(model, reshard_after_forward=True)
@@ -192,7 +192,7 @@ def averaged(env: Env, **options: Any) -> Any:
     return train(env, **options)
 
 
-@cases.add({"full": {}, "inner_shards": {"reshard_after_forward": 2}, "micro": {"micro": 2}}, ranks=4, fake=False)
+@cases.add({"full": {}, "subgroups": {"reshard_after_forward": 2}, "micro": {"micro": 2}}, ranks=4, fake=False)
 def many_steps(env: Env, micro: int = 1, **options: Any) -> Any:
     """Until the order of collectives is no longer compared, which over the device makes the host wait."""
     return env.train(env.shard(env.make(), **options), micro=micro, steps=6, steady_from=5)
@@ -637,7 +637,7 @@ def towers(env: Env, **options: Any) -> Any:
     {
         "hybrid": {"strategy": S.HYBRID_SHARD, "in_turn": True, "micro": 2},
         "hybrid_all_reduces_later": {"strategy": S.HYBRID_SHARD, "micro": 2, "all_reduce": False},
-        "inner_shards": {"reshard_after_forward": 2, "in_turn": True},
+        "subgroups": {"reshard_after_forward": 2, "in_turn": True},
     },
     ranks=4,
 )

@@ -163,9 +163,9 @@ def test_groups_are_built_from_the_local_world_size(ctx):
     with mock.patch.dict(os.environ, LOCAL_WORLD_SIZE="2"):
         model, other = (fully_shard(Net(), policy={Block}, strategy=strategy) for strategy in HYBRID[:2])
     (unit, *_), (same, *_) = units_below(model), units_below(other)
-    assert unit.handle.runtime.world_size == unit.handle.placement.replicas.world_size == 2
+    assert unit.handle.runtime.world_size == unit.handle.ranks.replicas.world_size == 2
     assert unit.context is same.context  # one mesh for all calls
-    assert unit.handle.placement.is_rank0 == (ctx.rank == 0)
+    assert unit.handle.ranks.is_rank0 == (ctx.rank == 0)
 
 
 @ranks(4)

@@ -110,7 +110,7 @@ def test_addresses_stay_and_are_few(world):
     assert seen[0] == seen[1] == seen[2] == seen[3]
     assert len(set(seen[0])) == 2
     assert all(a != b for a, b in zip(seen[0], seen[0][1:], strict=False))
-    pool = units[0].handle.flats[0].placement.pool
+    pool = units[0].handle.flats[0].ranks.pool
     block, root = (u.handle.flats[0].layout.padded_numel * 4 for u in (units[1], units[0]))
     assert pool is not None
     assert pool.nbytes == (root + 2 * block) + (root + block)  # gathered: as many as are in use at a time; and inputs

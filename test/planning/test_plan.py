@@ -31,7 +31,7 @@ from torch.utils.checkpoint import checkpoint
 
 import flatshard
 from flatshard import BackwardPrefetch, CustomPolicy, MixedPrecision, ShardingStrategy, describe, fully_shard, plan
-from flatshard._composable.features.kept_shards import FromInnerShards
+from flatshard._composable.features.kept_shards import SubgroupShards
 from flatshard._composable.find import units_below
 from flatshard._composable.hooks import UnitHooks
 from flatshard._composable.reduction_queue import ReductionQueue
@@ -107,10 +107,10 @@ def put_on_wire(model: nn.Module) -> Wire:
     for unit in units_below(model):
         own = unit.handle.runtime
         axes = (own.inner, own.outer) if isinstance(own, MeshRuntime) else ()
-        for runtime in (unit.context.runtime, own, unit.handle.placement.replicas, *axes):
+        for runtime in (unit.context.runtime, own, unit.handle.ranks.replicas, *axes):
             if runtime is not None:
                 runtime.collectives = wire
-        if isinstance(unit.handle.source, FromInnerShards):
+        if isinstance(unit.handle.source, SubgroupShards):
             unit.handle.source.runtime.collectives = wire
     return wire
 
@@ -188,7 +188,7 @@ def check(
     planned = [(c.kind, c.nbytes) for c in predicted.collectives]
     assert wire.sent == planned
     assert between.shards == predicted.between_steps.shards == describe(model).shard_nbytes
-    pools = {id(f.placement.pool): f.placement.pool for u in units_below(model) for f in u.handle.flats}
+    pools = {id(f.ranks.pool): f.ranks.pool for u in units_below(model) for f in u.handle.flats}
     if options.get("static_buffers"):  # made once, and kept between steps
         kept = predicted.between_steps.unsharded + predicted.between_steps.reductions
         assert kept == sum(pool.nbytes for pool in pools.values())

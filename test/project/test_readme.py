@@ -62,8 +62,8 @@ def test_the_table_of_strategies_is_that_of_the_code():
     for strategy in ShardingStrategy:
         row = strategy.placements
         until = "(nothing is gathered)" if strategy.is_whole else stays[row.until]
-        outer = "" if row.over_replicas is None else f" {row.over_replicas.value}"
-        rows.append(f"| `{strategy.name}` | {row.parts.value} | {until} |{outer} |")
+        outer = "" if row.over_outer is None else f" {row.over_outer.value}"
+        rows.append(f"| `{strategy.name}` | {row.over_inner.value} | {until} |{outer} |")
     assert "\n".join(["|---|---|---|---|", *rows]) in (ROOT / "flatshard" / "README.md").read_text()
 
 

@@ -29,7 +29,7 @@ def flats_of(label: Label) -> Flats:
     return [
         (str(b.kind.compute_dtype), b.layout.shard_numel, [(i.fqn, list(i.shape)) for i in b.layout.params])
         for b in (() if handle is None else handle.flats)
-        if b.placement.label is label
+        if b.ranks.label is label
     ]
 
 

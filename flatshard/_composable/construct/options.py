@@ -72,7 +72,7 @@ def override(config: UnitConfig, given: dict[str, Any], module: nn.Module) -> Un
         result = unit_config(**(fields | given))
     except (TypeError, ValueError) as e:
         raise type(e)(f"the policy's {e} (for a {type(module).__name__})") from None
-    if result.strategy.placements.over_replicas is not config.strategy.placements.over_replicas:
+    if result.strategy.placements.over_outer is not config.strategy.placements.over_outer:
         raise ValueError(
             f"the policy chose {result.strategy} for a {type(module).__name__}, in a call with {config.strategy}: they "
             "take different process groups, so shard this module in a separate call"

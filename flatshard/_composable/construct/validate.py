@@ -307,7 +307,7 @@ def warn_of_experts(units: Iterable[Unit], group: dist.ProcessGroup) -> None:
         info.fqn
         for unit in units
         for flat in unit.handle.flats
-        if flat.placement.replicas is None and set(dist.get_process_group_ranks(flat.placement.runtime.group)) < ranks
+        if flat.ranks.replicas is None and set(dist.get_process_group_ranks(flat.ranks.runtime.group)) < ranks
         for info, wrapping in zip(flat.layout.params, flat.wrappings, strict=True)
         if wrapping is None
     ]

@@ -45,7 +45,7 @@ def sync_buffers(module: nn.Module, *, average: bool = True) -> None:
         raise RuntimeError("sync_buffers: called inside a forward or a backward. Call it between steps")
     groups: tuple[dict[Runtime, Named], dict[Runtime, Named]] = {}, {}  # over shards first, then over replicas
     for unit, buffers in buffers_of_units(module, units):
-        over = unit.runtime, unit.handle.placement.replicas if unit.config.strategy.is_hybrid else None
+        over = unit.runtime, unit.handle.ranks.replicas if unit.config.strategy.is_hybrid else None
         for found, runtime in zip(groups, over, strict=True):
             if runtime is not None and runtime.world_size > 1:
                 found.setdefault(runtime, []).extend(buffers)

@@ -16,7 +16,7 @@ from flatshard._comm.progress import Label
 from flatshard._composable.find import units_in
 from flatshard._composable.state import Unit
 from flatshard._errors import name_list, why_not_called
-from flatshard._handle.placement import Placement
+from flatshard._handle.unit_ranks import UnitRanks
 from flatshard._runtime import Runtime
 
 
@@ -90,10 +90,10 @@ class _Hooked:
         return Works([_pending(self._hook(result))], functools.partial(_take, tensor, result))
 
 
-def _hooked(hook: Callable[..., Any], state: object, placement: Placement) -> Runtime:
-    """The runtime of ``placement``, by which the gradients are reduced through ``hook``."""
-    runtime = placement.runtime
-    state = CommHookState(runtime, placement.label) if state is None else state
+def _hooked(hook: Callable[..., Any], state: object, ranks: UnitRanks) -> Runtime:
+    """The runtime of ``ranks``, by which the gradients are reduced through ``hook``."""
+    runtime = ranks.runtime
+    state = CommHookState(runtime, ranks.label) if state is None else state
     return Runtime(runtime.peers, _Hooked(runtime.collectives, functools.partial(hook, state)))
 
 
@@ -198,9 +198,7 @@ def register_comm_hook(
         unit
         for unit in units
         if any(flat.gradients.is_reduced for flat in unit.handle.flats)
-        and not (
-            unit.config.strategy.is_hybrid and unit.handle.placement.is_whole
-        )  # no reduction within a group of one
+        and not (unit.config.strategy.is_hybrid and unit.handle.ranks.is_whole)  # no reduction within a group of one
     ]
     if not reduced:
         world_size = units[0].runtime.world_size

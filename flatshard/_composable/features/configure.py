@@ -128,9 +128,9 @@ def configure(
         if keep_unsharded_storage is not UNCHANGED:
             set_kept(unit, keep_unsharded_storage)
         if all_reduce is not UNCHANGED:
-            unit.handle.placement.averaging.reduces_replicas = all_reduce
+            unit.handle.ranks.averaging.reduces_replicas = all_reduce
         if divide_factor is not UNCHANGED:
-            unit.handle.placement.averaging.divide_factor = divide_factor
+            unit.handle.ranks.averaging.divide_factor = divide_factor
     for unit, change in changes:
         if "ahead_in_forward" in change:
             unit.forward_targets = change.pop("ahead_in_forward")

@@ -37,7 +37,7 @@ class EncodedBuffer(UnshardedBuffer):
     def __init__(self, flat: EncodedFlatParam, originals: Sequence[nn.Parameter]) -> None:
         """``flat``: whose values they are. ``originals``: see ``UnshardedBuffer``."""
         self._of = flat
-        super().__init__(flat.layout, flat.kind, flat.placement, flat.shard, originals, flat.wrappings)
+        super().__init__(flat.layout, flat.kind, flat.ranks, flat.shard, originals, flat.wrappings)
 
     def place(self, kind: Kind, shard: torch.Tensor) -> None:
         """See ``UnshardedBuffer``."""
@@ -95,7 +95,7 @@ class EncodedFlatParam(FlatParam):
     unsharded: EncodedBuffer
 
     def _make_buffer(self, params: Sequence[nn.Parameter]) -> UnshardedBuffer:
-        self.share(Scales(self.placement.runtime))
+        self.share(Scales(self.ranks.runtime))
         self.scaled_at = -1  # `version` when scales were last shared; -1: they have been used
         return EncodedBuffer(self, params)
 
@@ -178,7 +178,7 @@ class Scales:
         flats, ranks, rank = self._flats, self._runtime.world_size, self._runtime.rank
         with torch.no_grad():
             sizes = [len(flat.slices) for flat in flats]
-            pool, device = flats[0].placement.pool, flats[0].kind.compute_device
+            pool, device = flats[0].ranks.pool, flats[0].kind.compute_device
             own = torch.cat([flat.largest().to(device) for flat in flats])
             numel = ranks * sum(sizes)
             found = own.new_empty(numel) if pool is None else pool.allocate(numel, own.dtype)
@@ -201,7 +201,7 @@ class EncodedGathers(Extension):
         for unit in units_below(module):
             for flat in unit.handle.flats:
                 if isinstance(flat, EncodedFlatParam):
-                    runtime = flat.placement.runtime
+                    runtime = flat.ranks.runtime
                     if runtime not in joined:
                         joined[runtime] = Scales(runtime)
                     flat.share(joined[runtime])

@@ -100,7 +100,7 @@ class FillFlat:
             return self._whole[index][1]
         if param._version != self._versions.setdefault(index, param._version):
             return param  # it was loaded, or filled where all of it was whole
-        if _shown and _shown[0]._flat.placement.label.unit != flat.placement.label.unit:
+        if _shown and _shown[0]._flat.ranks.label.unit != flat.ranks.label.unit:
             cut_all()
         info, part, own = flat.layout.params[index], flat.slices[index], flat.part_view(index)
         whole = torch.empty_strided(info.shape, info.stride, dtype=flat.kind.dtype, device=flat.kind.device)
@@ -191,8 +191,8 @@ def _check(made: weakref.WeakSet[Unit], outermost: Unit) -> bool:
             "values: call torch.manual_seed with the same number on all ranks before init_weights(), and again now"
         )
     for flat in filled:
-        if flat.placement.replicas is not None:  # they get the values of the first one, as random generators may differ
-            flat.placement.replicas.broadcast_now(flat.shard)
+        if flat.ranks.replicas is not None:  # they get the values of the first one, as random generators may differ
+            flat.ranks.replicas.broadcast_now(flat.shard)
         flat.fill_by(None)
     made.difference_update(todo)
     return bool(made)
@@ -237,5 +237,5 @@ def _copied(flat: FlatParam) -> Iterator[tuple[str, float, list[Runtime]]]:
     for info, part, wrapping in zip(flat.layout.params, flat.slices, flat.wrappings, strict=True):
         if wrapping is not None and (runtimes := wrapping.replicas(flat.kind.device)):
             mine = flat.shard[part.start : part.stop].view(torch.uint8)
-            counted = not flat.is_whole or flat.placement.is_first_replica
+            counted = not flat.is_whole or flat.ranks.is_first_replica
             yield info.fqn, float(mine.sum(dtype=torch.int64)) * counted, runtimes

@@ -5,7 +5,7 @@ A kept shard has the values of the unit's last forward, so the next all-gather o
 that uses it drops it too: a second backward of the same graph gathers over the whole group. And it is freed with the last
 graph that could use it. All of this follows from the program alone, so all ranks agree on the group that they gather over.
 
-[Note: Inner shards]
+[Note: Shards of a subgroup]
 With an int for ``reshard_after_forward``, a unit is resharded to a smaller group after its forward. Each of the group's ``k``
 ranks keeps one of ``k`` equal parts of the unsharded buffer, in the compute dtype. Backward's all-gather runs among these
 ranks only, which are usually those of one node. On an accelerator this is a different communicator than that of the whole
@@ -39,8 +39,8 @@ class KeptShards(Source):
     """The kept shards of one unit, which its handle gathers from again. A subclass says what is kept."""
 
     def __init__(self) -> None:
-        # The shards, by the steps that may need them: the same dict for all steps.
-        self._by_step: weakref.WeakKeyDictionary[object, dict[FlatParam, torch.Tensor]] = weakref.WeakKeyDictionary()
+        # The shards, by the records of forwards that may need them: the same dict for all.
+        self._by_record: weakref.WeakKeyDictionary[object, dict[FlatParam, torch.Tensor]] = weakref.WeakKeyDictionary()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> KeptShards:
         """For the copied unit, without shards."""
@@ -48,7 +48,7 @@ class KeptShards(Source):
 
     @property
     def _shards(self) -> dict[FlatParam, torch.Tensor]:
-        return next(iter(self._by_step.values()), {})
+        return next(iter(self._by_record.values()), {})
 
     @property
     def kept(self) -> list[torch.Tensor]:
@@ -60,7 +60,7 @@ class KeptShards(Source):
         shards = self._shards
         shards.clear()
         shards.update((flat, part.clone()) for flat in flats if (part := self.part(flat)) is not None)
-        self._by_step[until] = shards
+        self._by_record[until] = shards
 
     def gathers(self, flats: Sequence[FlatParam], again: bool) -> Iterator[Pending] | None:
         """Use up the shards. None if there are none, or if newer values are needed. [Note: The life of a kept shard]"""
@@ -70,7 +70,7 @@ class KeptShards(Source):
         if not (taken and again):
             return None
         if _trace.sinks:
-            _trace.event(self.verb(flats[0]), flats[0].placement.label.unit)
+            _trace.event(self.verb(flats[0]), flats[0].ranks.label.unit)
         return (self.gather(flat, taken.get(flat)) for flat in flats)
 
     def part(self, flat: FlatParam) -> torch.Tensor | None:
@@ -94,11 +94,11 @@ class KeptCasts(KeptShards):
     """
 
     def part(self, flat: FlatParam) -> torch.Tensor | None:
-        is_cast, runtime = flat.kind.compute_dtype is not flat.kind.dtype, flat.placement.runtime
+        is_cast, runtime = flat.kind.compute_dtype is not flat.kind.dtype, flat.ranks.runtime
         return flat.unsharded.own if is_cast and runtime is runtime.exact else None
 
     def verb(self, flat: FlatParam) -> str:
-        return flat.placement.gather_verb
+        return flat.ranks.gather_verb
 
     def gather(self, flat: FlatParam, kept: torch.Tensor | None) -> Pending:
         return flat.gather(False, True, kept)
@@ -108,7 +108,7 @@ class KeptCasts(KeptShards):
 _subgroups: weakref.WeakKeyDictionary[Runtime, dict[int, Runtime]] = weakref.WeakKeyDictionary()
 
 
-class InnerShards(Extension):
+class GatherSources(Extension):
     """Has units keep shards, as ``reshard_after_forward`` (a number of ranks) and ``keep_cast_shard`` say."""
 
     def prepare(self, module: nn.Module, configs: Collection[UnitConfig], runtime: Runtime) -> None:
@@ -137,7 +137,7 @@ def add_subgroup(runtime: Runtime, inner: Runtime) -> None:
 
 def check_one_mesh(size: bool | int | None, flats: Iterable[FlatParam]) -> None:
     """Raise if ``flats`` are sharded over different ranks, and ``size`` is a number of ranks to reshard to."""
-    if size is not None and not isinstance(size, bool) and len({flat.placement for flat in flats}) > 1:
+    if size is not None and not isinstance(size, bool) and len({flat.ranks for flat in flats}) > 1:
         raise ValueError(
             f"reshard_after_forward={size} is for one group of ranks, and shard_mesh_fn has sharded some of its parameters "
             "over others: pass True or False"
@@ -151,7 +151,7 @@ def set_source(unit: Unit) -> None:
         unit.handle.source = GatheredOutside()
     for size in sizes([unit.config]):
         inner = _subgroups[unit.runtime][size]
-        unit.handle.source = FromInnerShards(_exact(inner, unit.config.collectives))
+        unit.handle.source = SubgroupShards(_exact(inner, unit.config.collectives))
 
 
 def _exact(inner: Runtime, factory: CollectivesFactory | None) -> Runtime:
@@ -179,7 +179,7 @@ class GatheredOutside(Source):
 
     def follow(self, flat: FlatParam) -> None:
         """Keep what the forward has made of it."""
-        if (kept := self._kept.get(flat)) is not None and isinstance(runtime := flat.placement.runtime, MeshRuntime):
+        if (kept := self._kept.get(flat)) is not None and isinstance(runtime := flat.ranks.runtime, MeshRuntime):
             kept[1].copy_(runtime.part(flat.unsharded.wire))
 
     def drop(self) -> None:
@@ -188,13 +188,13 @@ class GatheredOutside(Source):
 
     def gathers(self, flats: Sequence[FlatParam], again: bool) -> Iterator[Pending] | None:
         """Gather over the inner axis, and over the outer one where the parts have changed."""
-        runtime = flats[0].placement.runtime
+        runtime = flats[0].ranks.runtime
         if not isinstance(runtime, MeshRuntime) or runtime.exact is not runtime:
             return None
         return (self._gather(flat, runtime, again) for flat in flats)
 
     def _gather(self, flat: FlatParam, runtime: MeshRuntime, again: bool) -> Pending:
-        unit, version = flat.placement.label, _version(flat)
+        unit, version = flat.ranks.label, _version(flat)
         kept = self._kept.get(flat)
         if kept is not None and kept[0] == version:
             if _trace.sinks:
@@ -220,16 +220,16 @@ def _version(flat: FlatParam) -> int:
         return sum([param._version for param in (*flat.params, flat.gradients.shard_param) if param is not None])
 
 
-class FromInnerShards(KeptShards):
-    """The inner shards of one unit."""
+class SubgroupShards(KeptShards):
+    """The shards of one unit in a smaller group."""
 
     def __init__(self, runtime: Runtime) -> None:
         """``runtime``: of the smaller group."""
         super().__init__()
         self.runtime = runtime
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> FromInnerShards:
-        return FromInnerShards(self.runtime)
+    def __deepcopy__(self, memo: dict[int, Any]) -> SubgroupShards:
+        return SubgroupShards(self.runtime)
 
     def part(self, flat: FlatParam) -> torch.Tensor:
         """This rank's part of the unsharded buffer, in the dtype that is sent."""
@@ -242,4 +242,4 @@ class FromInnerShards(KeptShards):
         assert kept is not None
         flat.unsharded.allocate(None)
         own = self.part(flat).copy_(kept)
-        return self.runtime.all_gather(flat.unsharded.wire, own, flat.placement.label, again=True)
+        return self.runtime.all_gather(flat.unsharded.wire, own, flat.ranks.label, again=True)

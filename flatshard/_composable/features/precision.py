@@ -97,7 +97,7 @@ class MixedForward(ForwardFeature):
                 if needed.claims.only(claim):
                     needed.handle.reshard()
                     needed.handle.check_parameters()
-                claim.show(_full_precision(needed), pins=False)
+                claim.show(_full_precision(needed), needs_storage=False)
                 needed.show()
 
     def before(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:

@@ -82,7 +82,7 @@ def summon_full_params(
     try:
         for unit in units:
             shown.append(_Summoned(unit, arguments))
-            if rank0_only and not unit.handle.placement.is_rank0:
+            if rank0_only and not unit.handle.ranks.is_rank0:
                 shown[-1].hide()
         for context in contexts_of(units):
             context.runtime.wait_for_host_reads()
@@ -167,7 +167,7 @@ class _Summoned(Claim):
             for outer in around:
                 outer.version = -1
         if around:
-            self.shows, self.pins = around[-1].shows, around[-1].pins
+            self.shows, self.needs_storage = around[-1].shows, around[-1].needs_storage
             unit.show()
             if self.shows is not SHARDED:
                 self._note_values()
@@ -193,11 +193,11 @@ class _Summoned(Claim):
         if self.shows_gradients:
             whole.gather_gradients(copies)
         self.shows = UNSHARDED if copies is None else copies
-        self.pins = copies is None
+        self.needs_storage = copies is None
         if copies is None and handle.never_gathers:
             self._note_values()
         unit.show()
-        if not unit.claims.pin:
+        if not unit.claims.need_storage:
             handle.reshard()
 
     def _note_values(self) -> None:
@@ -215,9 +215,9 @@ class _Summoned(Claim):
         if self.shows_gradients:
             WholeParameters(self.unit.handle).drop_full_gradients()
             self.shows_gradients = False
-        self.shows, self.pins, self.before = SHARDED, False, None
+        self.shows, self.needs_storage, self.before = SHARDED, False, None
         self.unit.show()
-        if not self.unit.claims.pin:
+        if not self.unit.claims.need_storage:
             self.unit.handle.reshard()
 
     def end(self, writeback: bool) -> None:
@@ -285,7 +285,7 @@ class _Summoned(Claim):
             unit.handle.write_back_if_changed(keep=False)
         unit.show()
         unit.handle.drop_kept()  # the body may have changed what no version shows
-        if not unit.claims.pin:
+        if not unit.claims.need_storage:
             unit.handle.reshard()
 
 

@@ -33,7 +33,7 @@ class Gathering:
         if flat.is_whole:
             self.flat = own
             return
-        rank, size = flat.placement.rank, self._layout.shard_numel
+        rank, size = flat.ranks.rank, self._layout.shard_numel
         self.flat = torch.zeros(self._layout.padded_numel, dtype=own.dtype, device=flat.kind.compute_device)
         place = self.flat[rank * size :][:size].copy_(own)
         if size:
@@ -46,17 +46,17 @@ class Gathering:
         try:
             self._pending.wait()
         except Exception as e:
-            self._flat.placement.runtime.fail("all-gather", self._flat.placement.label.unit, e)
+            self._flat.ranks.runtime.fail("all-gather", self._flat.ranks.label.unit, e)
         return views_of(self.flat, self._layout)[0]
 
 
 def gather_exactly(flat: FlatParam, output: torch.Tensor, own: torch.Tensor) -> Pending:
     """Start gathering ``own``, this rank's part of ``output``, bit for bit, from the ranks that ``flat`` is sharded over."""
-    runtime = flat.placement.runtime.exact
+    runtime = flat.ranks.runtime.exact
     try:  # as bytes: no backend supports every dtype
-        return runtime.all_gather(output.view(torch.uint8), own.view(torch.uint8), flat.placement.label)
+        return runtime.all_gather(output.view(torch.uint8), own.view(torch.uint8), flat.ranks.label)
     except Exception as e:
-        runtime.fail("all-gather", flat.placement.label.unit, e)
+        runtime.fail("all-gather", flat.ranks.label.unit, e)
 
 
 def joined(flat: FlatParam, pieces: Sequence[torch.Tensor | None], dtype: torch.dtype) -> torch.Tensor:
@@ -149,7 +149,7 @@ def _whole_gradients(flat: FlatParam) -> list[torch.Tensor | None]:
     """Gather whole gradients, in the parameters' shapes. None for a parameter that has no gradient on any rank."""
     device, local = flat.kind.compute_device, flat.gradients.local()
     present = torch.zeros(flat.layout.world_size, len(local), dtype=torch.uint8, device=device)
-    here = present[flat.placement.rank]
+    here = present[flat.ranks.rank]
     here.copy_(torch.tensor([grad is not None for grad in local], dtype=torch.uint8))
     if not flat.is_whole:
         gather_exactly(flat, present.view(-1), here).wait()

@@ -1,4 +1,4 @@
-"""Over which ranks one unit's parameters are sharded, and over which they are replicated."""
+"""The ranks of a unit: over which its parameters are sharded, and over which they are replicated."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from dataclasses import dataclass, replace
 
 from flatshard._comm.progress import Label, digest
 from flatshard._comm.rank_group import RankGroup
-from flatshard._config import Placed
+from flatshard._config import Placement
 from flatshard._handle.planned import Groups, PlannedFlat
 from flatshard._handle.pool import Pool
 from flatshard._handle.tensors.experts import ExpertRanks
 from flatshard._runtime import Runtime
 
 VERBS = {
-    (Placed.SHARDED, Placed.REPLICATED): "all-gather",
-    (Placed.REPLICATED, Placed.REPLICATED): "cast",
-    (Placed.PARTIAL, Placed.SHARDED): "reduce-scatter",
-    (Placed.PARTIAL, Placed.REPLICATED): "all-reduce",
+    (Placement.SHARDED, Placement.REPLICATED): "all-gather",
+    (Placement.REPLICATED, Placement.REPLICATED): "cast",
+    (Placement.PARTIAL, Placement.SHARDED): "reduce-scatter",
+    (Placement.PARTIAL, Placement.REPLICATED): "all-reduce",
 }
 """How the ranks of one axis come from one placement to another.
 
@@ -38,13 +38,13 @@ Runtimes = Mapping[Groups | None, tuple[Runtime, Runtime | None]]
 class Averaging:
     """How the gradients of a unit are averaged, as the user has said (``configure``)."""
 
-    ranks: int  # that have the unit
-    divide_factor: float | None = None  # the sum over the ranks is divided by this; None: by ``ranks``
+    size: int  # how many ranks have the unit
+    divide_factor: float | None = None  # the sum over the ranks is divided by this; None: by ``size``
     reduces_replicas: bool = True  # False: reduction.py, [Note: Accumulating within the shard group]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Placement:
+class UnitRanks:
     """Each rank of ``shards`` holds another part of the parameters, and each rank of ``replicas`` the same part.
 
     A unit has one, and one more for each other mesh that parameters of it are on (``shard_mesh_fn``). ``FULL_SHARD`` has no
@@ -56,7 +56,7 @@ class Placement:
     replicas: Runtime | None  # None: no other rank holds the same part
     norms: RankGroup | None  # the ranks over which norms of plain gradients are taken; None: this rank has the whole
     pool: Pool | None  # allocates what collectives read and write. [Note: Static buffers]
-    ranks: int  # how many have the parameters
+    size: int  # how many have the parameters
     label: Label  # the unit, for collectives and errors
     averaging: Averaging  # that of the unit
 
@@ -68,9 +68,9 @@ class Placement:
         shards: Runtime | None,
         replicas: Runtime | None,
         pool: Pool | None,
-        unit: Placement | None = None,
-    ) -> Placement:
-        """The placement of ``flats``, of the unit ``fqn``, over these process groups, of any size: at least one.
+        unit: UnitRanks | None = None,
+    ) -> UnitRanks:
+        """The ranks of these process groups, of any size and at least one, that have ``flats``, of the unit ``fqn``.
 
         ``unit``: that of the rest of the unit, if it is on other ranks.
         """
@@ -79,11 +79,11 @@ class Placement:
         norms = None if unit is None else ExpertRanks.within(runtime, unit.runtime)
         shards, replicas = (None if each is None or each.world_size == 1 else each for each in (shards, replicas))
         label = _make_label(fqn, _identity(flats), runtime, replicas)
-        ranks = math.prod([each.world_size for each in (shards, replicas) if each is not None])
-        averaging = Averaging(ranks) if unit is None else unit.averaging
-        return cls(runtime, shards, replicas, norms or shards, pool, ranks, label, averaging)
+        size = math.prod([each.world_size for each in (shards, replicas) if each is not None])
+        averaging = Averaging(size) if unit is None else unit.averaging
+        return cls(runtime, shards, replicas, norms or shards, pool, size, label, averaging)
 
-    def copied(self, averaging: Averaging) -> Placement:
+    def copied(self, averaging: Averaging) -> UnitRanks:
         """For a copy of the unit, which has ``averaging``."""
         label = _make_label(self.label.unit, self.label.identity, self.runtime, self.replicas)
         return replace(self, label=label, averaging=averaging)
@@ -91,23 +91,23 @@ class Placement:
     @property
     def factor(self) -> float | None:
         """By which to multiply an average over these ranks. None: it is the average of the unit."""
-        divisor = self.averaging.divide_factor or self.averaging.ranks
-        return None if divisor == self.ranks else self.ranks / divisor
+        divisor = self.averaging.divide_factor or self.averaging.size
+        return None if divisor == self.size else self.size / divisor
 
     @property
-    def parts(self) -> Placed:
+    def placement(self) -> Placement:
         """How the parameters are placed over the ranks that they are sharded over, their inner axis."""
-        return Placed.REPLICATED if self.is_whole else Placed.SHARDED
+        return Placement.REPLICATED if self.is_whole else Placement.SHARDED
 
     @property
     def gather_verb(self) -> str:
         """What makes whole parameters of the parts. [Note: From one placement to another]"""
-        return VERBS[self.parts, Placed.REPLICATED]
+        return VERBS[self.placement, Placement.REPLICATED]
 
     @property
     def reduce_verb(self) -> str:
         """What makes gradients of the parts of the ranks' own: the first collective, if there are two."""
-        return VERBS[Placed.PARTIAL, self.parts]
+        return VERBS[Placement.PARTIAL, self.placement]
 
     @property
     def is_whole(self) -> bool:
