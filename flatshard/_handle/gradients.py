@@ -33,7 +33,7 @@ otherwise). A parameter that another rank used must get that rank's gradient her
 further communication: an unused place is filled with -0.0, and a used one holds ``gradient + 0.0``, which is never -0.0. The
 average of -0.0 alone is -0.0, and +0.0 + -0.0 is +0.0 (IEEE 754, round to nearest). So after the reduction a slice is all
 -0.0 if and only if no rank used the parameter. Only a rank that did not use a parameter checks this. A rank that holds no
-element of it cannot check: unused.py, [Note: Counting who did not use a parameter]. If a reduction does not keep signed
+element of it cannot check: unused.py, [Note: Naming what a rank did not use]. If a reduction does not keep signed
 zeros, such a gradient becomes zero instead of None.
 """
 

@@ -116,9 +116,9 @@ def test_a_gradient_of_negative_zero_is_a_gradient(ctx: Context) -> None:
 
 
 @ranks(3)
-def test_more_parameters_than_a_counter_holds(ctx: Context) -> None:
-    """More than one counter holds."""
-    before = counters(ctx)
+def test_many_parameters(ctx: Context) -> None:
+    """More than an integer of the machine has bits. What ranks have told each other does not stay in the store."""
+    before = lists(ctx)
     torch.manual_seed(0)
     model = fully_shard(Net(70).double(), policy={Scales}, process_group=ctx.group)
     for step in range(3):
@@ -127,12 +127,11 @@ def test_more_parameters_than_a_counter_holds(ctx: Context) -> None:
         expected = [i for i in range(70) if any(i % (rank + 2) == step for rank in range(ctx.world_size))]
         assert [i for i, p in enumerate(model.inner.scales) if p.grad is not None] == expected
         model.zero_grad()
-    left = counters(ctx) - before
-    assert len({key.split("/")[-3] for key in left}) <= 2, left  # those of the last reduction of each unit
-    assert len({key.split("/")[-2] for key in left}) <= 1, left
+    left = lists(ctx) - before
+    assert len(left) <= 1, left  # that of the last reduction
 
 
-def counters(ctx: Context) -> set[str]:
+def lists(ctx: Context) -> set[str]:
     store = ctx.group.get_group_store()
     return {key for key in store.list_keys() if "unused" in key}
 
