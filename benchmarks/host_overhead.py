@@ -60,10 +60,12 @@ def contender(name: str, count: int, bf16: bool) -> Callable[[], float]:
     return step
 
 
-def floor(world_size: int, count: int, bf16: bool) -> Callable[[], float]:
-    """Seconds for the operations that no eager flat design can leave out, once for each unit."""
+def floor(
+    world_size: int, count: int, bf16: bool, made: type[FakeCollectives] = FakeCollectives
+) -> Callable[[], float]:
+    """Seconds for the operations that no eager flat design can leave out, once for each unit. ``made``: the collectives."""
     assert dist.group.WORLD is not None
-    collectives = FakeCollectives(dist.group.WORLD)
+    collectives = made(dist.group.WORLD)
     numel, dtype = -(-PARAMS * WIDTH * WIDTH // world_size), torch.bfloat16 if bf16 else torch.float32
     shard, reduced = torch.empty(numel), torch.empty(numel)
     buffer, total = (torch.empty(numel * world_size, dtype=dtype) for _ in range(2))

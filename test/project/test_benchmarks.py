@@ -12,6 +12,7 @@ import gc
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -148,6 +149,47 @@ def test_bytes_of_operations(benchmarks):
         with benchmarks.counting.CopiedBytes() as count:
             run()
         assert count.total == expected
+
+
+def test_instructions_are_told_apart(benchmarks):
+    """What is the plain model's, what only imitates other ranks, and what it takes to count."""
+    module = benchmarks.instructions
+    Count = module.Count
+    found = {Count("nothing"): (5, 0), Count("plain"): (105, 0), Count("FSDP2"): (1105, 500), Count("floor"): (25, 0)}
+    found |= {Count("flatshard"): (205, 10), Count("flatshard", fills=False): (175, 10)}
+    rows = module.rows(found)
+    assert {name: [figure.value for figure in row.values()] for name, row in rows.items()} == {
+        "plain (in all), fp32": [100, 0, 100],
+        "FSDP2, fp32": [1000, 500, 500, 1.0],
+        "floor (in all), fp32": [20, 0, 20, 0.04],
+        "flatshard, fp32": [100, 40, 60, 0.12],
+    }
+    annotated = """
+    1,234 (10.0%)  ???:c10d::FakeProcessGroup::broadcast(int) [libtorch.so]
+       56 ( 0.1%)  ???:c10d::FakeWork::wait() [libtorch.so]
+        7 ( 0.1%)  ???:c10d::FakeProcessGroup::all_gather_single(int)
+    """
+    assert module.inside(annotated, module.IMITATION) == 1241
+
+
+def test_without_valgrind_it_says_what_to_install(benchmarks, monkeypatch, tmp_path: Path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(
+        SystemExit, match="valgrind, callgrind_control, callgrind_annotate is not there: install the pack"
+    ):
+        next(benchmarks.instructions.profiles(tmp_path, 1, 1))
+
+
+@pytest.mark.skipif(not pairs.thorough, reason="two minutes of one core: with --thorough")
+@pytest.mark.skipif(shutil.which("valgrind") is None, reason="valgrind counts them")
+@pytest.mark.slow
+@pytest.mark.time_limit(400)
+def test_instructions_of_a_unit(benchmarks):
+    args = benchmarks.instructions.BENCHMARK.parser().parse_args(["--units", "10", "--steps", "1"])
+    (table,) = benchmarks.instructions.measure(args)
+    over = {name: row["net, over FSDP2's"].value for name, row in table.rows.items() if "net, over FSDP2's" in row}
+    assert over["floor (in all), fp32"] < over["flatshard, fp32"] <= 0.135
+    assert over["floor (in all), bf16"] < over["flatshard, bf16"] <= 0.125
 
 
 # -- tables and results ------------------------------------------------------------------------------------------------
