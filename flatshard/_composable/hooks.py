@@ -203,7 +203,7 @@ class UnitHooks:
                 handle.reshard()
         elif alone:
             handle.check_parameters()
-            if not handle.is_sharded and unit.is_outdated(context.pass_id):
+            if not handle.is_sharded and unit.is_outdated:
                 assert handle.stamp is not None
                 unit.changes_in_passes |= handle.stamp.by == context.pass_id
                 handle.reshard()

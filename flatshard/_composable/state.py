@@ -198,10 +198,14 @@ class Unit:
         """Whether the values are not needed after all gradients have come. hooks.py, [Note: Freeing in backward]"""
         return self.handle.gradients.accumulators.are_all and not self.completion.leaves_out
 
-    def is_outdated(self, pass_id: int) -> bool:
-        """Whether the unsharded parameters must be gathered again before pass ``pass_id`` uses them."""
-        handle = self.handle
-        return not (handle.is_current(pass_id) or (self.claims.keep and handle.is_current()))
+    @property
+    def is_outdated(self) -> bool:
+        """Whether the unsharded parameters must be gathered again before they are used. What an earlier pass left is, as C++
+        code may have changed the shards since without changing their version.
+        """
+        handle, context = self.handle, self.context
+        by = context.pass_id if context.forwards or context.backward is not None else BY_USER
+        return not (handle.is_current(by) or (self.claims.keep and handle.is_current()))
 
     @property
     def is_unsharded_by_user(self) -> bool:
@@ -448,7 +452,7 @@ class Context:
         if limit is not None and self._bytes_ahead(unit) > limit:
             return
         for needed in unit.needs:
-            if needed.claims and self.forwards and not needed.claims.use and needed.is_outdated(self.pass_id):
+            if needed.claims and self.forwards and not needed.claims.use and needed.is_outdated:
                 needed.handle.reshard()  # kept, with values that are no longer of use
             if needed.handle.is_sharded:
                 blocked = needed.handle.has_static_buffers and needed.handle.is_blocked

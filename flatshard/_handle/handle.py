@@ -333,7 +333,7 @@ class FlatParamHandle:
 
     def is_current(self, pass_id: int | None = None) -> bool:
         """Whether the unsharded parameters have the values of the shards. With ``pass_id``: and are of that pass or the
-        user's, because C++ code may have changed the shards since an earlier pass without changing their version.
+        user's.
         """
         stamp = self.stamp
         if stamp is None or stamp.version != self.version():

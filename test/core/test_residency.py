@@ -220,7 +220,9 @@ def test_a_step_inside_is_noticed(ctx):
 
 @ranks(2)
 def test_on_entry_and_exit(ctx):
-    """On entry nothing that an earlier forward left is trusted, but for what ``unshard`` gathered; on exit all is freed."""
+    """On entry nothing that an earlier forward left is trusted, but for what ``unshard`` gathered; on exit all is freed.
+    ``unshard`` does not trust it either.
+    """
     x = torch.ones(2, 4)
     for strategy in STRATEGIES[:2]:
         model = sharded(ctx, Net(), strategy=strategy)
@@ -240,6 +242,11 @@ def test_on_entry_and_exit(ctx):
         assert not unsharded(model)
         out.sum().backward()  # gathers again
         assert not unsharded(model)
+        for p in model.parameters():
+            by_pointer(p).mul_(0.5)
+        model(x)
+        for p in model.parameters():
+            by_pointer(p).mul_(2)
         flatshard.unshard(model, recurse=True)
         with torch.no_grad(), record_events() as events, keep_unsharded(model):
             assert torch.equal(model(x), expected)

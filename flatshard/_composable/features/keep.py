@@ -239,10 +239,7 @@ class Keep(Kept):
     def __init__(self, unit: Unit) -> None:
         # Copies that forwards in full precision use (`full_precision_in_eval`), with the `handle.version()` they are of.
         self.full_precision: tuple[int, dict[int, nn.Parameter]] | None = None
-        gathered, context = unit.handle.stamp, unit.context
-        if gathered is not None and not unit.claims:
-            in_this_pass = gathered.by == context.pass_id and context.is_running
-            if not (in_this_pass or unit.is_unsharded_by_user):  # left by an earlier forward, and perhaps outdated
-                unit.handle.registrations.show(SHARDED)
-                unit.handle.reshard()
+        if not unit.claims and unit.is_outdated:
+            unit.handle.registrations.show(SHARDED)
+            unit.handle.reshard()
         unit.claims.insert(0, self)

@@ -389,7 +389,7 @@ def unshard(module: nn.Module, *, recurse: bool = False, async_op: bool = False)
     for unit in units:
         _check_all_ranks(unit, "unshard")
     for unit in units:
-        if not (unit.handle.is_sharded or unit.claims.use) and unit.is_outdated(unit.context.pass_id):
+        if not (unit.handle.is_sharded or unit.claims.use) and unit.is_outdated:
             unit.show()
             unit.handle.reshard()
         if unit.handle.is_sharded:
