@@ -27,21 +27,24 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.distributed as dist
 
-from flatshard import _config, _torch
+from flatshard import _torch
 from flatshard._comm.collectives import Collectives, Done, Pending, Works, as_real
-from flatshard._comm.progress import EXCHANGE, GATHER, REDUCE, RESERVED, Label, here, mixed_all_reduce
-from flatshard._comm.shared_memory import SharedMemory
+from flatshard._comm.progress import EXCHANGE, GATHER, REDUCE, Label, here, mixed_all_reduce
 
 _PIECE = 2**17  # elements that a thread adds at a time
-_INTRODUCTION_TAG = RESERVED + 1
 
 Addressed = Sequence[tuple[torch.Tensor, int]]
 """Tensors, each with its destination or source: a rank of the group."""
+
+Then = Callable[[Sequence[torch.Tensor]], object]
+Receive = Callable[[int], torch.Tensor]
+ThroughMemory = Callable[["GlooCollectives", Sequence[torch.Tensor], Receive, int, Then | None], Pending | None]
+"""See ``GlooCollectives._exchange``; the number is the tag."""
 
 
 class BuiltinCollectives(Collectives):
@@ -173,13 +176,14 @@ class GlooCollectives(BuiltinCollectives):
 
     out_of_place = widens = True
 
+    through_memory: ClassVar[ThroughMemory | None] = None
+    """Does what ``_exchange`` does, or returns None where messages are to: see ``_shared_memory.py``. None: there is none."""
+
     def all_gather(self, output: torch.Tensor, shard: torch.Tensor, label: Label | None = None) -> Pending:
         rows = output.view(self.size, -1).unbind()
         if rows[self.rank].data_ptr() != shard.data_ptr():
             rows[self.rank].copy_(shard)  # and sent from there: the shard may change before the send has ended
-        return self._exchange(
-            [rows[self.rank]] * self.size, rows.__getitem__, label, GATHER, functools.partial(self._place, rows)
-        )
+        return self._exchange([rows[self.rank]] * self.size, rows.__getitem__, label, GATHER)
 
     def reduce_scatter(self, output: torch.Tensor, input: torch.Tensor, label: Label | None = None) -> Pending:
         """See :class:`Collectives`. 16-bit inputs are summed in float32."""
@@ -195,53 +199,37 @@ class GlooCollectives(BuiltinCollectives):
     def all_to_all(self, output: torch.Tensor, input: torch.Tensor) -> Pending:
         received, sent = output.view(self.size, -1).unbind(), input.view(self.size, -1).unbind()
         received[self.rank].copy_(sent[self.rank])
-        return self._exchange(sent, received.__getitem__, None, REDUCE, functools.partial(self._place, received))
-
-    def _place(self, rows: Sequence[torch.Tensor], parts: Sequence[torch.Tensor]) -> None:
-        """Copy what other ranks have sent to its place, where it was not received there."""
-        for rank, (row, part) in enumerate(zip(rows, parts, strict=True)):
-            if part is not row and rank != self.rank:
-                row.copy_(part)
+        return self._exchange(sent, received.__getitem__, None, REDUCE)
 
     def _exchange(
         self,
         sent: Sequence[torch.Tensor],
-        receive: Callable[[int], torch.Tensor],
+        receive: Receive,
         label: Label | None,
         kind: int,
-        then: Callable[[list[torch.Tensor]], object],
+        then: Then | None = None,
     ) -> Pending:
-        """Send ``sent[k]`` to each other rank ``k``, and call ``then`` with what all ranks have sent to this one.
+        """Send ``sent[k]`` to each other rank ``k``, and receive what they have sent, all of one size.
 
-        ``receive(k)``: memory for what comes from rank ``k``, unless it is read in shared memory.
+        ``receive(k)``: memory for what comes from rank ``k``. ``then``: called with what all ranks have sent to this one,
+        which need not be in that memory. None: it must be there.
         """
-        tag = (label or here.label).tag + kind
-        memory = self._memory_for(sent[0]) if tag < RESERVED else None
-        if memory is not None:
-            messages = functools.partial(self._messages, tag=tag)
-            return memory.when_met(self._introductions, lambda: memory.exchange(messages, sent, receive, then))
+        tag, through = (label or here.label).tag + kind, GlooCollectives.through_memory
+        if through is not None and (pending := through(self, sent, receive, tag, then)) is not None:
+            return pending
         sources = [(self.rank - step) % self.size for step in range(1, self.size)]
         parts = [sent[self.rank] if rank == self.rank else receive(rank) for rank in range(self.size)]
         to, from_ = [(sent[k], k) for k in reversed(sources)], [(parts[k], k) for k in sources]
-        return self._messages(to, from_, tag, lambda: then(parts))
-
-    def _memory_for(self, payload: torch.Tensor) -> SharedMemory | None:
-        """The memory that ranks share, if a payload such as ``payload`` is to be read there."""
-        if self.size > 1 and 0 < _config.SHARED_MEMORY <= payload.nbytes:
-            return SharedMemory.of(self.group, self.rank, self.size)
-        return None
-
-    def _introductions(self, sent: Addressed, received: Addressed) -> Pending:
-        """Messages by which ranks find each other's memory."""
-        return self._messages(sent, received, _INTRODUCTION_TAG)
+        return self.messages(to, from_, tag, None if then is None else functools.partial(then, parts))
 
     def exchange(self, sent: Addressed, received: Addressed, label: Label | None = None) -> Pending:
         as_bytes = [[(tensor.view(torch.uint8), rank) for tensor, rank in messages] for messages in (sent, received)]
-        return self._messages(as_bytes[0], as_bytes[1], (label or here.label).tag + EXCHANGE)
+        return self.messages(as_bytes[0], as_bytes[1], (label or here.label).tag + EXCHANGE)
 
-    def _messages(
+    def messages(
         self, sent: Addressed, received: Addressed, tag: int, then: Callable[[], object] | None = None
     ) -> Pending:
+        """As ``exchange``, with any ``tag``. ``then`` runs when all have arrived."""
         group = self.group
         works = [group.recv([tensor], rank, tag) for tensor, rank in received]
         works += [group.send([tensor], rank, tag) for tensor, rank in sent]

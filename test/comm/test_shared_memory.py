@@ -27,10 +27,9 @@ from pool import RankFailure
 from recording import FULL, GRAD_OP, NO_SHARD, Net, make_input, sent_bytes
 from torch import Tensor
 
-from flatshard import CollectiveError, OutOfStepError, ShardingStrategy, _config, fully_shard
-from flatshard._comm import shared_memory
+from flatshard import CollectiveError, OutOfStepError, ShardingStrategy, _config, _shared_memory, fully_shard
 from flatshard._comm.backends import GlooCollectives
-from flatshard._comm.shared_memory import _SLOTS, SharedMemory
+from flatshard._shared_memory import _SLOTS, SharedMemory
 
 NUMEL = 1037
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64)
@@ -124,7 +123,7 @@ def test_gloo_carries_headers_alone(ctx) -> None:
 
 def refuse(rank: int, refused: set[tuple[int, int]], addresses: dict[int, int]) -> Callable[..., Any]:
     """A ``_Peer`` that this rank cannot map, for pairs of a reader and a sender."""
-    real = shared_memory._Peer.__init__
+    real = _shared_memory._Peer.__init__
 
     def init(self: Any, address: Any, size: int) -> None:
         if (rank, addresses.get(address[1])) in refused:
@@ -149,7 +148,7 @@ def test_ranks_that_share_no_memory_get_the_same_bits(ctx, refused: str) -> None
     dist.all_gather_into_tensor(pids, torch.tensor([os.getpid()]))
     with sharing(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            shared_memory._Peer, "__init__", refuse(ctx.rank, pairs, {p: r for r, p in enumerate(pids.tolist())})
+            _shared_memory._Peer, "__init__", refuse(ctx.rank, pairs, {p: r for r, p in enumerate(pids.tolist())})
         )
         if refused == "no memory" and ctx.rank == 2:
             patch.delattr(os, "memfd_create")
@@ -165,9 +164,9 @@ def test_ranks_that_share_no_memory_get_the_same_bits(ctx, refused: str) -> None
 def test_another_file_in_its_place_is_not_read(ctx) -> None:
     """As on another host, where a process of that number has a file of that number."""
     with sharing():
-        segment = shared_memory._Segment(2)
+        segment = _shared_memory._Segment(2)
         token, pid, fd, inode = segment.address
-        assert shared_memory._Peer(segment.address, 2).mapping.token == segment.token
+        assert _shared_memory._Peer(segment.address, 2).mapping.token == segment.token
         reader, writer = os.pipe()
         for wrong in (
             [token + 1, pid, fd, inode],  # another segment
@@ -177,7 +176,7 @@ def test_another_file_in_its_place_is_not_read(ctx) -> None:
             [0, 0, 0, 0],
         ):
             with pytest.raises(OSError):
-                shared_memory._Peer(wrong, 2)
+                _shared_memory._Peer(wrong, 2)
         os.close(reader)
         os.close(writer)
 

@@ -26,7 +26,7 @@ PACKAGES = [
     ["_handle", "_handle.adapters", "_handle.tensors"],
     ["_composable", "_composable.construct"],
     ["_composable.features", "_comm.monitor"],
-    ["_quantized"],
+    ["_quantized", "_shared_memory"],
     ["optim", "checkpoint", "debug", "comm", "policies", "tensors"],
     ["planning", "elastic"],
     ["_extensions"],

@@ -28,6 +28,7 @@ the inputs of two reductions. In turn, no memory is needed to receive the parts 
 
 from __future__ import annotations
 
+import functools
 import mmap
 import os
 import stat
@@ -37,10 +38,10 @@ from typing import ClassVar, NamedTuple, Protocol
 
 import torch
 
-from flatshard import _trace
+from flatshard import _config, _trace
+from flatshard._comm.backends import Addressed, GlooCollectives, Receive, Then
 from flatshard._comm.collectives import Pending
-
-Addressed = Sequence[tuple[torch.Tensor, int]]
+from flatshard._comm.progress import RESERVED
 
 
 class Messages(Protocol):
@@ -53,6 +54,7 @@ _TOKEN_BYTES = 8
 _SLOTS = 256  # payloads in a segment at a time
 _ALIGNMENT = 64
 _HEADER = 3  # numbers in a header: slot, start and bytes of a payload
+_INTRODUCTION_TAG = RESERVED + 1
 _CURE = "FLATSHARD_SHARED_MEMORY=0 on all ranks sends everything by gloo"
 
 
@@ -264,27 +266,33 @@ class SharedMemory:
 
     # -- payloads ----------------------------------------------------------------------------------------------------
 
-    def exchange(
+    def swap(
         self,
         messages: Messages,
         sent: Sequence[torch.Tensor],
-        receive: Callable[[int], torch.Tensor],
-        then: Callable[[list[torch.Tensor]], object],
+        receive: Receive,
+        then: Then | None,
     ) -> Pending:
         """Send payloads of one size to all other ranks, and receive theirs. The ranks have met.
 
         Args:
             messages: sends headers, and payloads between ranks that share no memory.
             sent: by rank: one for each, or one for all.
-            receive: memory for the payload of a rank that shares none.
-            then: called by whoever waits, and again after an interrupt: with all ranks' payloads.
+            receive: memory for the payload of a rank: where it is received, if that rank shares none.
+            then: called by whoever waits, and again after an interrupt: with all ranks' payloads. None: copies them to
+                what ``receive`` gives.
         """
         others = [(self._rank - step) % self._size for step in range(1, self._size)]
         own = self._stage(sent) if self._readers else _Staged(sent[self._rank], {}, None)
         received = {k: torch.empty(_HEADER, dtype=torch.int64) if k in self._peers else receive(k) for k in others}
         outgoing = [(own.headers.get(k, sent[k]), k) for k in reversed(others)]
         works = messages(outgoing, [(received[k], k) for k in others])
-        return _Reading(works, own, received, self._peers, then, self._rank)
+
+        def place(parts: Sequence[torch.Tensor]) -> None:
+            for k in self._peers:
+                receive(k).copy_(parts[k])
+
+        return _Reading(works, own, received, self._peers, then or place, self._rank)
 
     def _stage(self, sent: Sequence[torch.Tensor]) -> _Staged:
         """Copy to the segment what others read there."""
@@ -308,6 +316,17 @@ class SharedMemory:
         return _Staged(payload, headers, (mapping, slot))
 
 
+def through_memory(
+    collectives: GlooCollectives, sent: Sequence[torch.Tensor], receive: Receive, tag: int, then: Then | None
+) -> Pending | None:
+    """See ``GlooCollectives.through_memory``. None: these payloads are sent, as they are small, or not of a unit."""
+    if tag >= RESERVED or collectives.size == 1 or not 0 < _config.SHARED_MEMORY <= sent[0].nbytes:
+        return None
+    memory = SharedMemory.of(collectives.group, collectives.rank, collectives.size)
+    introductions, messages = (functools.partial(collectives.messages, tag=each) for each in (_INTRODUCTION_TAG, tag))
+    return memory.when_met(introductions, lambda: memory.swap(messages, sent, receive, then))
+
+
 class _Staged(NamedTuple):
     """What this rank sends in one collective."""
 
@@ -328,11 +347,11 @@ class _Reading:
         own: _Staged,
         received: dict[int, torch.Tensor],
         peers: dict[int, _Peer],
-        then: Callable[[list[torch.Tensor]], object],
+        then: Then,
         rank: int,
     ) -> None:
         self._works, self._own, self._received, self._peers = works, own, received, peers
-        self._then: Callable[[list[torch.Tensor]], object] | None = then
+        self._then: Then | None = then
         self._rank = rank
 
     def wait(self) -> None:
