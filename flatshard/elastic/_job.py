@@ -13,11 +13,10 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from flatshard._composable import move as core
 from flatshard._composable.features.summon import recover
 from flatshard._errors import CollectiveError, name_list
 from flatshard.checkpoint import MeetingError
-from flatshard.elastic import _values
+from flatshard.elastic import _units, _values
 from flatshard.elastic._copies import Copies, Generation, Number
 from flatshard.elastic._exchange import Channel
 from flatshard.elastic._reshard import LostError, Move
@@ -81,7 +80,7 @@ class Job:
         self._world, self._every, self._say, self._extra = world, every, say, list(extra)
         self._job = _values.Trained(model, optimizers, _VERB)
         units = self._job.units
-        core.check_movable(units, _VERB)
+        _units.check_movable(units, _VERB)
         if hybrid := [unit.fqn for unit in units if unit.config.strategy.is_hybrid]:
             raise ValueError(
                 f"{_VERB}: units {name_list(hybrid, 3)} are sharded over a mesh, whose shape does not follow from the number "
@@ -257,7 +256,7 @@ class Job:
             generation = self._copies.go_back(newest)
         job = self._job
         channel = Channel(world.group, torch.device("cpu"))
-        home = core.home_over(job.units, world.group, None)
+        home = _units.home_over(job.units, world.group, None)
         holders = [] if generation is None or generation.own is None else [generation.own, *generation.others]
         manifest, small = (None, None) if generation is None else (generation.manifest, generation.small)
         Move(job, channel, home, manifest, holders, small, joins=generation is None).run()

@@ -14,12 +14,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from flatshard._comm.monitor.messages import default_group
-from flatshard._composable import move as core
 from flatshard._composable.find import units_of
-from flatshard._composable.move import Destination
 from flatshard._errors import name_list
 from flatshard._handle.planned import PlannedFlat
+from flatshard.elastic import _units
 from flatshard.elastic._exchange import Channel, sources
+from flatshard.elastic._units import Destination
 from flatshard.elastic._values import GRAD, PARAM, At, Live, Manifest, Small, Trained, Value, set_small
 
 _VERB = "reshard_over"
@@ -96,7 +96,7 @@ def reshard_over(
     channel = Channel(everyone, units_of(model, _VERB)[0].runtime.device)
 
     def prepare() -> tuple[Trained, Live | None, Destination | None]:
-        core.check_movable(units_of(model, _VERB), _VERB)
+        _units.check_movable(units_of(model, _VERB), _VERB)
         job = Trained(model, optimizers, _VERB)
         on_meta = {bool(unit.handle.on_meta) for unit in job.units if unit.handle.flats}
         if any(flat.filling is not None and not flat.is_on_meta for unit in job.units for flat in unit.handle.flats):
@@ -111,7 +111,7 @@ def reshard_over(
             )
         live = None if on_meta == {True} else Live(job)
         is_here = process_group is not None or device_mesh is not None
-        return job, live, core.home_over(job.units, process_group, device_mesh) if is_here else None
+        return job, live, _units.home_over(job.units, process_group, device_mesh) if is_here else None
 
     job, live, home = agreed(channel, prepare)
     small = None if live is None else live.small()
@@ -183,7 +183,7 @@ class Move:
         self._planned: list[list[PlannedFlat]] = agreed(channel, functools.partial(self._plan, size))
 
     def _plan(self, size: int) -> list[list[PlannedFlat]]:
-        planned = core.cuts(self._job.units, size)
+        planned = _units.cuts(self._job.units, size)
         for old, new in zip(self._manifest.layouts, planned, strict=True):
             for layout, flat in zip(old, new, strict=True):
                 for before, after in zip(layout.params, flat.layout.params, strict=True):
@@ -219,7 +219,7 @@ class Move:
         for number in range(len(self._job.units)):
             self._move_unit(number)
         if self._home is None:
-            core.leave(self._job.units, self._job.verb)
+            _units.leave(self._job.units, self._job.verb)
             return
         set_small(self._job, small, self._manifest)
 
@@ -255,7 +255,7 @@ class Move:
         job, home, planned = self._job, self._home, self._planned[number]
         unit = job.units[number]
         if home is not None and self._joins:
-            core.allocate(unit)
+            _units.allocate(unit)
         targets: dict[tuple[At, Any], torch.Tensor] = {}
         shards: list[torch.Tensor] = []
         if home is not None:
@@ -268,7 +268,7 @@ class Move:
         for flat in unit.handle.flats:
             for param in flat.params:
                 param.grad = None
-        core.move(unit, home, planned, shards)
+        _units.move(unit, home, planned, shards)
         self._set_states(number, targets)
 
     def _shard(self, unit: int, rank: int) -> int:

@@ -20,11 +20,11 @@ from torch import nn
 from torch.optim import Optimizer
 
 from flatshard._composable.find import units_of
-from flatshard._composable.move import place_of
 from flatshard._composable.state import Unit, owner_of
 from flatshard._handle.flat_param import FlatParam
 from flatshard._handle.layout import FlatLayout
 from flatshard._handle.tensors.aggregate import plainly
+from flatshard.elastic._units import place_of
 
 PARAM, GRAD = "", "grad"
 
