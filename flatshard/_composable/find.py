@@ -14,17 +14,20 @@ from collections.abc import Iterable, Iterator
 
 from torch import nn
 
-from flatshard._composable.state import Context, Unit, made_units, owner_of, unit_of
+from flatshard._composable.state import Context, Unit, called_modules, made_units, owner_of, unit_of
 from flatshard._errors import name_list
 from flatshard._handle.flat_param import FlatParam
 from flatshard._names import HIDDEN
 
 
 def all_units() -> list[Unit]:
-    """All units of this process, also those that own no parameters."""
-    return [
-        unit for unit in made_units.values() if unit_of(unit.module) is unit
-    ]  # not those of an unfinished deep copy
+    """All units of this process, also those that own no parameters. Not those whose modules a deep copy did not finish."""
+    return [unit for unit in made_units.values() if _is_finished(unit)]
+
+
+def _is_finished(unit: Unit) -> bool:
+    """Whether its modules know it: a deep copy gives a module its attributes last, after its unit is made."""
+    return unit_of(unit.module) is unit and all(unit_of(each) is unit for each in called_modules(unit.module))
 
 
 def flat_of(param: nn.Parameter) -> FlatParam | None:

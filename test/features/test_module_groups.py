@@ -401,6 +401,19 @@ def test_hooks_and_copies(ctx):
         seen.remove()
 
 
+def test_a_copy_that_was_refused_leaves_no_units(world):
+    """The group is copied, and some of its modules are not."""
+    world(2)
+    model = outermost(Model(), None)
+    inner = model.blocks[1].linear
+    with flatshard.summon_full_params(inner), pytest.raises(RuntimeError, match="cannot copy unit") as refused:
+        copy.deepcopy(model)
+    other = nn.Linear(2, 2)
+    other(torch.ones(2)).sum().backward()
+    torch.optim.SGD(other.parameters(), lr=0.1).step()  # looks at all units
+    assert refused.tb is not None  # it keeps what was copied alive
+
+
 @ranks(2)
 def test_eval_mode_of_each_member(ctx):
     precision = MixedPrecision(param_dtype=torch.bfloat16, full_precision_in_eval=True)
