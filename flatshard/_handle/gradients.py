@@ -477,10 +477,7 @@ class _Parts:
         empty = torch.empty(0, dtype=dtype, device=flat.kind.device)
         self._empties = [empty.new_empty(p.shape if not p.numel() else (0,)) for p in flat.params]
         for part_of, info in zip(self._empties, infos, strict=True):
-            # Ranks don't agree whether a parameter of no elements has a gradient, as nothing is reduced that could tell them.
-            # Its gradient is plain, so that no norm of it communicates.
-            if info.runtime is not None and info.numel:
-                mark(part_of, info)
+            mark(part_of, info)
 
     def of(self, shard: torch.Tensor, as_gradients: bool = False) -> list[torch.Tensor]:
         """The part of each parameter in ``shard`` (``shard_numel`` elements): views, in the shapes of the user's parameters.

@@ -145,9 +145,25 @@ class NoElements(nn.Module):
         return x + self.nothing.sum() if used else x
 
 
+class Scaled(NoElements):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(2))
+
+    def forward(self, x: Tensor, used: bool) -> Tensor:
+        x = super().forward(x, True)
+        return x * self.scale if used else x
+
+
 @ranks(2)
 def test_a_gradient_of_no_elements_communicates_nothing(ctx: Context) -> None:
-    """Ranks don't agree whether there is one."""
+    """Ranks don't agree whether there is one. Also in a unit that ranks use in part, and set by hand."""
+    scaled = fully_shard(Scaled(), process_group=ctx.group)
+    scaled(torch.ones(2), ctx.rank == 0).sum().backward()
+    assert nn.utils.clip_grad_norm_([scaled.nothing], 1.0) == 0
+    if ctx.rank == 0:
+        scaled.nothing.grad = torch.empty(0)
+        assert scaled.nothing.grad.norm() == 0
     model = nn.ModuleList([nn.Linear(2, 2), NoElements()])
     for part in model:
         fully_shard(part, process_group=ctx.group)

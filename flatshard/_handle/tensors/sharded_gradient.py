@@ -62,8 +62,13 @@ def set_gradients_as_they_are(params: Iterable[nn.Parameter], grads: Iterable[to
 
 
 def mark(grad: torch.Tensor, info: ShardInfo) -> None:
-    """Turn ``grad`` into a sharded gradient in place, unless it is a subclass or sparse."""
-    if type(grad) in (torch.Tensor, PartTensor) and grad.layout is torch.strided:
+    """Turn ``grad`` into a sharded gradient in place, unless it is a subclass or sparse, or nothing of it is sharded.
+
+    Ranks don't agree whether a parameter of no elements has a gradient, as nothing is reduced that could tell them. Its
+    gradient is plain, so that no norm of it communicates.
+    """
+    is_sharded = info.runtime is not None and info.numel
+    if is_sharded and type(grad) in (torch.Tensor, PartTensor) and grad.layout is torch.strided:
         mark_all([grad], [info])
 
 

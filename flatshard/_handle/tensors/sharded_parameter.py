@@ -174,7 +174,7 @@ class ShardedParameter(nn.Parameter):
 
     def _set_grad(self, grad: torch.Tensor | None) -> None:
         plain_grad.__set__(self, grad)
-        if grad is not None and self._flatshard_info.runtime is not None:
+        if grad is not None:
             mark(grad, self._flatshard_info)
 
     # A property of C functions for reads, which optimizers do in every step.
