@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable
+from typing import ClassVar
 
 import torch
 from torch.autograd import Variable
@@ -49,6 +50,9 @@ def _may_come_inside(unit: Unit) -> bool:
 class Backward:
     """One backward on one process group, from the first unit that it reaches until it ends or fails. See ``of``."""
 
+    every: ClassVar[weakref.WeakSet[Backward]] = weakref.WeakSet()
+    """Those of all process groups. The engine keeps them alive until their graph tasks have ended."""
+
     def __init__(self, unit: Unit) -> None:
         """``unit``: one of the group."""
         self._context = unit.context
@@ -64,6 +68,7 @@ class Backward:
         # It builds a graph (create_graph), or retains a graph that was built so (retain_graph). A backward of that graph
         # runs none of flatshard's hooks, so units stay unsharded.
         self.keeps_unsharded = False
+        self.every.add(self)
 
     @classmethod
     def of(cls, unit: Unit) -> Backward:
@@ -127,8 +132,8 @@ class Backward:
             return
         over = [u for u in self._idle if u is not unit and u not in record.outer and u.completion.is_over_in(task)]
         if over:
-            to_come = any(map(_expected, self._queue.units()))
-            self._complete_all(over, to_come or not self._bringing.isdisjoint(self._tasks), early=True)
+            to_come = any(_expected(u) for queue in ReductionQueue.every for u in queue.units())
+            self._complete_all(over, to_come or self._bring_gradients(self._tasks), early=True)
 
     @staticmethod
     def post_backward(unit: Unit) -> bool:
@@ -174,15 +179,19 @@ class Backward:
         if not self._tasks:
             self._context.backward = None  # before hooks of the user, which run outside of it
         try:
-            self._finish(task, task in self._bringing)
+            self._finish(task, self._bring_gradients((task,)))
         except BaseException:
             self.drop()  # otherwise these gradients would be added to those of the next step
             raise
 
+    def _bring_gradients(self, tasks: Iterable[int]) -> bool:
+        """Whether one of these graph tasks has gradients for a unit, of any process group: ranks may not agree on one."""
+        return any(not backward._bringing.isdisjoint(tasks) for backward in self.every)
+
     def _complete_all(self, units: Iterable[Unit], brings_gradients: bool, early: bool = False) -> None:
         """Complete units that this rank may not have used. Other ranks may have, and then wait for the reduction.
 
-        Nothing is reduced if no unit gets a gradient: ``torch.autograd.grad`` with respect to inputs.
+        Nothing is reduced if no unit of any process group gets a gradient: ``torch.autograd.grad`` with respect to inputs.
         """
         for unit in units:
             self.complete(unit, brings_gradients and bool(unit.handle.gradients.accumulators.nodes), early)

@@ -90,6 +90,26 @@ def test_units_that_share_a_process_group_are_reduced_in_one_order(ctx, shared_l
             step_all(optimizers)
 
 
+@pytest.mark.parametrize("grouped", [False, True])
+@ranks(2)
+def test_a_unit_alone_on_its_process_group_that_one_rank_leaves_out(ctx, grouped: bool):
+    """The backward brings gradients to units of the other group. ``grouped``: two units are on that of the first."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(5, 5), Optional(), Optional(), nn.Linear(5, 5)).double()
+    model = copy.deepcopy(plain)
+    for each in model[1:3] if grouped else model[1:2]:
+        fully_shard(each, strategy="NO_SHARD", process_group=ctx.group)
+    fully_shard(model, policy={nn.Linear}, process_group=ctx.alone)
+    assert len({unit.context for unit in units_below(model)}) == 2
+    x = torch.randn(4, 5, dtype=torch.double)
+    for rank, part in enumerate(x.chunk(2)):
+        plain[1].is_left_out = plain[2].is_left_out = rank == 0
+        (plain(part).square().mean() / 2).backward()
+    model[1].is_left_out = model[2].is_left_out = ctx.rank == 0
+    model(x.chunk(2)[ctx.rank]).square().mean().backward()
+    check_same_gradients(model[1], plain[1])
+
+
 @pytest.mark.parametrize("strategy", HYBRID, ids=lambda s: s.name)
 @ranks(1, 3, 4)
 def test_parity(ctx, strategy: ShardingStrategy):
