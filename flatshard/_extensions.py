@@ -28,7 +28,7 @@ from flatshard.optim._hooks import Optimizers
 def plug_in() -> None:
     """Have every later ``fully_shard`` use them. Called once, when the package is imported."""
     Peers.make_monitor = GroupMonitor
-    GlooCollectives.through_memory = through_memory
+    GlooCollectives._through_memory = through_memory
     FlatParam.encoded = EncodedFlatParam
     use(
         Compile(),

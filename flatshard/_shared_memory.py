@@ -319,11 +319,11 @@ class SharedMemory:
 def through_memory(
     collectives: GlooCollectives, sent: Sequence[torch.Tensor], receive: Receive, tag: int, then: Then | None
 ) -> Pending | None:
-    """See ``GlooCollectives.through_memory``. None: these payloads are sent, as they are small, or not of a unit."""
+    """See ``GlooCollectives._through_memory``. None: these payloads are sent, as they are small, or not of a unit."""
     if tag >= RESERVED or collectives.size == 1 or not 0 < _config.SHARED_MEMORY <= sent[0].nbytes:
         return None
     memory = SharedMemory.of(collectives.group, collectives.rank, collectives.size)
-    introductions, messages = (functools.partial(collectives.messages, tag=each) for each in (_INTRODUCTION_TAG, tag))
+    introductions, messages = (functools.partial(collectives._messages, tag=each) for each in (_INTRODUCTION_TAG, tag))
     return memory.when_met(introductions, lambda: memory.swap(messages, sent, receive, then))
 
 

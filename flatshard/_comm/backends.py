@@ -176,7 +176,7 @@ class GlooCollectives(BuiltinCollectives):
 
     out_of_place = widens = True
 
-    through_memory: ClassVar[ThroughMemory | None] = None
+    _through_memory: ClassVar[ThroughMemory | None] = None
     """Does what ``_exchange`` does, or returns None where messages are to: see ``_shared_memory.py``. None: there is none."""
 
     def all_gather(self, output: torch.Tensor, shard: torch.Tensor, label: Label | None = None) -> Pending:
@@ -214,19 +214,19 @@ class GlooCollectives(BuiltinCollectives):
         ``receive(k)``: memory for what comes from rank ``k``. ``then``: called with what all ranks have sent to this one,
         which need not be in that memory. None: it must be there.
         """
-        tag, through = (label or here.label).tag + kind, GlooCollectives.through_memory
+        tag, through = (label or here.label).tag + kind, GlooCollectives._through_memory
         if through is not None and (pending := through(self, sent, receive, tag, then)) is not None:
             return pending
         sources = [(self.rank - step) % self.size for step in range(1, self.size)]
         parts = [sent[self.rank] if rank == self.rank else receive(rank) for rank in range(self.size)]
         to, from_ = [(sent[k], k) for k in reversed(sources)], [(parts[k], k) for k in sources]
-        return self.messages(to, from_, tag, None if then is None else functools.partial(then, parts))
+        return self._messages(to, from_, tag, None if then is None else functools.partial(then, parts))
 
     def exchange(self, sent: Addressed, received: Addressed, label: Label | None = None) -> Pending:
         as_bytes = [[(tensor.view(torch.uint8), rank) for tensor, rank in messages] for messages in (sent, received)]
-        return self.messages(as_bytes[0], as_bytes[1], (label or here.label).tag + EXCHANGE)
+        return self._messages(as_bytes[0], as_bytes[1], (label or here.label).tag + EXCHANGE)
 
-    def messages(
+    def _messages(
         self, sent: Addressed, received: Addressed, tag: int, then: Callable[[], object] | None = None
     ) -> Pending:
         """As ``exchange``, with any ``tag``. ``then`` runs when all have arrived."""
