@@ -30,10 +30,7 @@ def of_module_call(depth: int, outer: FrameType | None) -> tuple[FrameType, bool
     frame = sys._getframe(1 + depth)
     while frame.f_code.co_filename != _MODULE_FILE and frame.f_back is not None:  # the hook may be wrapped
         frame = frame.f_back
-    at: FrameType | None = None if outer is None else frame
-    while at is not None and at is not outer:
-        at = at.f_back
-    return frame, at is not None
+    return frame, outer is not None and is_inside(frame, outer)
 
 
 def outward(frame: FrameType | None) -> Iterator[FrameType]:
@@ -74,7 +71,6 @@ def main_thread_in(names: Collection[str], file: str) -> tuple[str, dict[str, An
 
 def called_by(modules: tuple[str, ...]) -> bool:
     """Whether code of a module whose name starts with one of ``modules`` is among the nearest callers."""
-    nearest = itertools.islice(
-        outward(sys._getframe(1)), 8
-    )  # nn.Module's __setattr__, and what noticed it, are in between
+    # nn.Module's __setattr__, and what noticed it, are in between.
+    nearest = itertools.islice(outward(sys._getframe(1)), 8)
     return any(frame.f_globals.get("__name__", "").startswith(modules) for frame in nearest)

@@ -115,11 +115,8 @@ class Awaited:
         if self._pending is None:
             return
         issued = self._issued
-        before, here.waiting, here.label = (
-            (here.waiting, here.label),
-            issued,
-            issued.label,
-        )  # its `wait` may be the user's
+        before = here.waiting, here.label
+        here.waiting, here.label = issued, issued.label  # its `wait` may be the user's
         try:
             self._pending.wait()
             self._pending = None
@@ -470,9 +467,8 @@ class Runtime(RankGroup):
 
     def exchange(self, sent: Addressed, received: Addressed, label: Label) -> Pending:
         """Send tensors to any ranks and receive others, by the backend, bit for bit: see ``BuiltinCollectives.exchange``."""
-        return self._issue(
-            "exchange", EXCHANGE, label, functools.partial(self._builtin.exchange, sent, received, label)
-        )
+        start = functools.partial(self._builtin.exchange, sent, received, label)
+        return self._issue("exchange", EXCHANGE, label, start)
 
     def _issue(
         self,

@@ -122,9 +122,8 @@ class UnitHooks:
 
     def _install_gradient_hooks(self) -> None:
         reduced = overridden(self.unit.features, ForwardFeature.reduced)
-        self.unit.handle.gradients.on_reduced = (
-            reduced[0] if len(reduced) == 1 else functools.partial(_call_all, reduced)
-        )
+        call = reduced[0] if len(reduced) == 1 else functools.partial(_call_all, reduced)
+        self.unit.handle.gradients.on_reduced = call
         make = functools.partial(self.unit.completion.hook, weakref.ref(self))
         for group, flat in enumerate(self.unit.handle.flats):
             if flat.is_trainable:
@@ -140,9 +139,8 @@ class UnitHooks:
         result = object.__new__(UnitHooks)
         memo[id(self)] = result
         unit = copy.deepcopy(self.unit, memo)
-        UnitHooks.__init__(
-            result, unit, [copy.deepcopy(each, memo) for each in self.unit.features if isinstance(each, ForwardFeature)]
-        )
+        features = [copy.deepcopy(each, memo) for each in self.unit.features if isinstance(each, ForwardFeature)]
+        UnitHooks.__init__(result, unit, features)
         return result
 
     # -- forward -----------------------------------------------------------------------------------------------------

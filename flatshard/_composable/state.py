@@ -339,10 +339,8 @@ class Context:
         self.reductions.take_over(other.reductions, units)
         for unit in units:
             unit.context = self
-        self.pass_id, self.kept_unsharded = (
-            max(self.pass_id, other.pass_id),
-            self.kept_unsharded or other.kept_unsharded,
-        )
+        self.pass_id = max(self.pass_id, other.pass_id)
+        self.kept_unsharded |= other.kept_unsharded
         self._pools = {**other._pools, **self._pools}
         self._instances.update({number: self for number, context in self._instances.items() if context is other})
 

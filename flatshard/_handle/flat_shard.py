@@ -314,10 +314,8 @@ class FlatShard:
         if self.is_whole:
             target.allocate(shard)
             return runtime.issued(Done())
-        out_of_place = getattr(runtime.collectives, "out_of_place", False)
-        as_it_is = (
-            out_of_place and kept is None and shard.dtype is target.own.dtype and shard.device == target.own.device
-        )
+        fits = kept is None and shard.dtype is target.own.dtype and shard.device == target.own.device
+        as_it_is = fits and getattr(runtime.collectives, "out_of_place", False)
         target.allocate(None if as_it_is else shard)
         return runtime.all_gather(target.wire, as_sent(shard if as_it_is else target.own), self.ranks.label, again)
 

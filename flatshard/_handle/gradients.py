@@ -454,9 +454,8 @@ class _Parts:
     def __init__(self, flat: FlatShard, dtype: torch.dtype) -> None:
         self._flat = flat
         self._sizes: list[int] = []  # of the pieces that the shard is split into: parts, and the padding between them
-        self._pieces: list[
-            tuple[int, int]
-        ] = []  # (index of a parameter with elements on this rank, index of its piece)
+        # (index of a parameter with elements on this rank, index of its piece)
+        self._pieces: list[tuple[int, int]] = []
         end = 0
         for index, part in sorted(enumerate(flat.slices), key=lambda each: each[1].start):
             if not part.numel:

@@ -134,9 +134,8 @@ class FlatParamHandle:
         self._params = [p for b in self.flats for p in b.params]
         flat_params = [b.gradients.shard_param for b in self.flats if b.gradients.shard_param is not None]
         self._counted = [*self._params, *flat_params]  # an optimizer that steps the latter changes their versions only
-        self.never_gathers = (
-            not self._sharded
-        )  # the shards are what modules compute with: unshard and reshard do nothing
+        # The shards are what modules compute with: unshard and reshard do nothing.
+        self.never_gathers = not self._sharded
         # Whether units share the memory that they gather into. [Note: Static buffers]
         self.has_static_buffers = self.ranks.pool is not None and not self.never_gathers
         # Whether other ranks hold the same part of some parameters.

@@ -112,22 +112,16 @@ class Pool:
         """A free buffer for the gathered values of one flat parameter, which keeps it. [Note: Static buffers]"""
         fit = [s for s in self._for_parameters if s.flat.dtype is dtype and numel <= s.flat.numel() <= 2 * numel]
         free = [s for s in fit if s.user is None]
-        return (
-            min(free, key=lambda buffer: buffer.freed)
-            if len(free) > 1
-            else self._add(self._for_parameters, numel, dtype)
-        )
+        if len(free) > 1:
+            return min(free, key=lambda buffer: buffer.freed)
+        return self._add(self._for_parameters, numel, dtype)
 
     def buffer_for_input(self, numel: int, dtype: torch.dtype) -> StaticBuffer:
         """A free buffer for the input of one reduction."""
         stream = self._runtime.current_stream
         for buffer in self._inputs:
-            if (
-                buffer.flat.dtype is dtype
-                and buffer.flat.numel() >= numel
-                and buffer.stream == stream
-                and buffer.user is None
-            ):
+            fits = buffer.flat.dtype is dtype and buffer.flat.numel() >= numel
+            if fits and buffer.stream == stream and buffer.user is None:
                 return buffer
         return self._add(self._inputs, numel, dtype)
 

@@ -262,9 +262,8 @@ class UnitGradients:
     @property
     def wants_reduction(self) -> bool:
         """Whether gradients of earlier backwards are to be reduced now."""
-        return self._lifetime.grads is GradState.HELD or (
-            self._lifetime.grads is GradState.PARTIAL and self._ranks.averaging.reduces_replicas
-        )
+        state, averaging = self._lifetime.grads, self._ranks.averaging
+        return state is GradState.HELD or (state is GradState.PARTIAL and averaging.reduces_replicas)
 
     @_at_home
     def finish(self, assign: bool = True) -> None:

@@ -61,9 +61,8 @@ class UnshardedBuffer:
         self._layout, self._ranks = layout, ranks
         self._wrappings = wrappings
         self._pool = ranks.pool  # provides the memory; None: the buffer has memory of its own
-        self._make_buffer: Callable[[torch.Tensor], FlatBuffer] = (
-            FlatBuffer  # for memory of its own; a feature may replace it
-        )
+        # For memory of its own; a feature may replace it.
+        self._make_buffer: Callable[[torch.Tensor], FlatBuffer] = FlatBuffer
         self._version = 0  # of the unsharded parameters' values at the last ``changed``
         device = kind.compute_device
         self.params = tuple([self._make_param(index, param, device) for index, param in enumerate(originals)])
@@ -132,14 +131,10 @@ class UnshardedBuffer:
         self.own = self.flat[rank * layout.shard_numel :][: layout.shard_numel]
         self.wire = as_sent(self.flat)
         self._storage = self.flat.untyped_storage()
-        self._plain = [
-            c
-            for c, info, wrapping in zip(self.params, layout.params, self._wrappings, strict=True)
-            if info.numel and wrapping is None
-        ]
-        self._offsets = sum([c.storage_offset() * c.itemsize for c in self._plain]) - len(self._plain) * (
-            self.flat.storage_offset() * self.flat.itemsize
-        )
+        each = zip(self.params, layout.params, self._wrappings, strict=True)
+        self._plain = [c for c, info, wrapping in each if info.numel and wrapping is None]
+        start = self.flat.storage_offset() * self.flat.itemsize
+        self._offsets = sum([c.storage_offset() * c.itemsize - start for c in self._plain])
 
     def _point(self, index: int, compute: nn.Parameter, plain: torch.Tensor) -> None:
         """Make ``compute``, a tensor subclass, use ``plain``."""

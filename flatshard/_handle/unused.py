@@ -67,9 +67,8 @@ class Unused:
         (runtime, key), store = self._unread, self._unread[0].store()
         told = [int(named, 16) for named in store.get(key).split()]
         by_all = functools.reduce(operator.and_, told) if len(told) == runtime.world_size else 0
-        if (
-            before := self._read.get(runtime.number)
-        ) is not None:  # all ranks have started this reduction, so they have read
+        # All ranks have started this reduction, so they have read the list of the one before.
+        if (before := self._read.get(runtime.number)) is not None:
             store.delete_key(before)
         self._read[runtime.number] = key
         self.found, self._unread = {index for index in self.found if by_all >> index & 1}, None
