@@ -39,7 +39,7 @@ from flatshard._handle.unit_ranks import Runtimes
 from flatshard._mesh_runtime import MeshRuntime
 from flatshard._runtime import Peers, Runtime, Streams
 from flatshard.planning._optimizer import OptimizerChoice, state_nbytes
-from flatshard.planning._recording import Books, Recorder, RecordingCollectives
+from flatshard.planning._recording import Books, CountedBuffer, Recorder, RecordingCollectives
 from flatshard.planning._records import Ranks
 
 META = torch.device("meta")
@@ -89,6 +89,8 @@ class Program:
         self.flats = [flat for unit in self.units for flat in unit.handle.flats]
         for flat in self.flats:
             self.books.track([flat.shard], "shards")
+            if not flat.unsharded.is_alias:
+                flat.unsharded.use_buffers(functools.partial(CountedBuffer, self.books))
         self.books.track((*self.root.buffers(), *self.choice.ignored_params), "others")
         copies = ((param, memo[id(param)]) for param in module.parameters())
         # The trainable sharded parameters, by the parameters of the original module.

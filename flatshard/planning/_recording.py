@@ -5,6 +5,12 @@ Tensors on the meta device have no memory, but their storages have a size, are r
 sees every operation, and so every new storage. The file that called the operation gives the category: files of reductions
 (``_OF_REDUCTIONS``) and collectives: "reductions"; kept shards and other files of the handle: "unsharded"; any other file:
 "activations". A storage changes its category when it becomes a gradient of autograd ("arriving"), or ``.grad`` ("gradients").
+
+[Note: Operations computed once]
+What an operation makes on meta follows from the shapes, strides and dtypes of its tensors and from its other arguments. Models
+repeat their blocks, and many operations on meta are computed in Python. So the second time that an operation is called with
+the same it is not computed: memory like that of the first results is made. Views are always computed, and so is whatever
+returns memory that it was given.
 """
 
 from __future__ import annotations
@@ -85,7 +91,7 @@ class _LiveStorage(NamedTuple):
     ref: weakref.ref[torch.UntypedStorage]
     category: str
     on_host: bool
-    nbytes: int  # 0 for a storage that may be resized: its size is read each time
+    nbytes: int  # 0 for a storage that may be resized unseen: its size is read each time
 
 
 class Books(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -100,7 +106,9 @@ class Books(TorchDispatchMode):  # type: ignore[no-untyped-call]
         # Bytes by category, of what keeps its size: on the device, and on the host.
         self._nbytes = (dict.fromkeys(CATEGORIES, 0), dict.fromkeys(CATEGORIES, 0))
         self._storages: dict[int, _LiveStorage] = {}  # by id
-        self._resized: dict[int, _LiveStorage] = {}  # those that may be resized
+        self._resized: dict[int, _LiveStorage] = {}  # those that may be resized, unless a `CountedBuffer` tells
+        self._empty: dict[int, _LiveStorage] = {}  # those of them that had no memory when they were looked at last
+        self._made = MadeOnce()
 
     def track(self, tensors: Iterable[torch.Tensor], category: str, on_host: bool = False) -> None:
         """Count the storages of ``tensors`` in ``category`` from now on. Storages on the host stay there."""
@@ -118,24 +126,39 @@ class Books(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if is_resized:
                 self._resized[key] = live
 
+    def resized(self, storage: torch.UntypedStorage) -> None:
+        """Count the present size of a storage that ``track`` knows. From now on this is called when it changes."""
+        key = id(storage)
+        self._resized.pop(key, None)
+        self._empty.pop(key, None)
+        live = self._storages[key]
+        self._storages[key] = live._replace(nbytes=storage.nbytes())
+        self.add(live.category, storage.nbytes() - live.nbytes, live.on_host)
+
     def add(self, category: str, nbytes: int, on_host: bool) -> None:
         """Count that many bytes more."""
         self._nbytes[on_host][category] += nbytes
 
     def _end(self, key: int, ended: object = None) -> None:
         self._resized.pop(key, None)
+        self._empty.pop(key, None)
         if (live := self._storages.pop(key, None)) is not None:
             self.add(live.category, -live.nbytes, live.on_host)
 
-    def look(self) -> None:
-        """Record what is in memory now, if the step is recorded."""
+    def look(self, may_have_grown: bool = True) -> None:
+        """Record what is in memory now, if the step is recorded. ``may_have_grown``: what had no memory may have some."""
         recorder = self.recorder
         if not recorder.is_recording:
             return
+        if may_have_grown:
+            self._resized |= self._empty
+            self._empty.clear()
         now = tuple(dict(nbytes) for nbytes in self._nbytes)
-        for live in list(self._resized.values()):
+        for key, live in list(self._resized.items()):
             if (storage := live.ref()) is not None:
-                now[live.on_host][live.category] += storage.nbytes()
+                now[live.on_host][live.category] += (nbytes := storage.nbytes())
+                if not nbytes:
+                    self._empty[key] = self._resized.pop(key)
         sample = Sample(recorder.phase, recorder.unit, *(Memory(**nbytes) for nbytes in now))
         if not self.samples or self.samples[-1] != sample:
             self.samples.append(sample)
@@ -149,7 +172,7 @@ class Books(TorchDispatchMode):  # type: ignore[no-untyped-call]
         category = _category(sys._getframe(1))
         if func is torch.ops.aten._local_scalar_dense.default and category != "activations":
             return True  # the answer to "did no rank use this parameter?": all ranks do what this one does
-        result = func(*args, **kwargs)
+        result = self._made(func, args, kwargs)
         for tensor in result if isinstance(result, tuple | list) else (result,):
             if isinstance(tensor, torch.Tensor):
                 storage = tensor.untyped_storage()
@@ -159,8 +182,111 @@ class Books(TorchDispatchMode):  # type: ignore[no-untyped-call]
         formula = self._flops_of.get(func._overloadpacket)
         if formula is not None and self.recorder.is_recording:
             self.recorder.flops += formula(*args, **kwargs, out_val=result)
-        self.look()
+        self.look(category != "activations")  # what is resized is used next by the file that resized it
         return result
+
+
+class CountedBuffer(pool.FlatBuffer):
+    """A buffer of unsharded parameters that tells ``books`` when it is resized."""
+
+    __slots__ = ("books",)
+
+    def __init__(self, books: Books, flat: torch.Tensor) -> None:
+        super().__init__(flat)
+        self.books = books
+        books.resized(self._storage)
+
+    def take(self, user: object) -> None:
+        """Allocate the memory, for ``user``."""
+        super().take(user)
+        self.books.resized(self._storage)
+
+    def free(self) -> None:
+        """Free the memory."""
+        super().free()
+        self.books.resized(self._storage)
+
+
+class MadeOnce:
+    """Calls operations on meta, each once for the same arguments. [Note: Operations computed once]"""
+
+    def __init__(self) -> None:
+        self._results: dict[Any, Any] = {}  # how to make the results, by the operation and its arguments
+        self._kinds: dict[Any, bool | None] = {}  # by operation: False: in place, True: it makes tensors, None: other
+
+    def __call__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What ``func`` returns."""
+        if func not in self._kinds:
+            self._kinds[func] = _makes_tensors(func)
+        makes = self._kinds[func]
+        if makes is None:
+            return func(*args, **kwargs)
+        try:
+            key = func, _signature(args), _signature(tuple(kwargs.items()))
+            known = self._results.get(key)
+        except TypeError:  # an argument is not hashable
+            return func(*args, **kwargs)
+        if known is not None:
+            return args[0] if not makes else _like(known)
+        result = func(*args, **kwargs)
+        described = _described(result, args, kwargs) if makes else ()
+        if described is not None:
+            self._results[key] = described
+        return result
+
+
+def _makes_tensors(func: Any) -> bool | None:
+    """See ``MadeOnce._kinds``."""
+    schema = func._schema
+    if func.is_view or torch.Tag.inplace_view in func.tags or torch.Tag.data_dependent_output in func.tags:
+        return None
+    aliases = [a.alias_info is not None for a in (*schema.arguments, *schema.returns)]
+    if not any(aliases):
+        return True
+    in_place = schema.name.endswith("_") and not schema.name.endswith("__") and len(schema.returns) == 1
+    return False if in_place and aliases[0] and aliases[-1] and sum(aliases) == 2 else None
+
+
+def _signature(value: Any) -> Any:
+    """What results on meta follow from.
+
+    Raises:
+        TypeError: it cannot be said.
+    """
+    if isinstance(value, torch.Tensor):
+        if type(value) not in (torch.Tensor, torch.nn.Parameter) or value.layout is not torch.strided:
+            raise TypeError
+        return value.shape, value.stride(), value.dtype, value.is_conj(), value.is_neg()
+    if isinstance(value, list | tuple):
+        return tuple(map(_signature, value))
+    return type(value), value
+
+
+def _described(result: Any, args: Any, kwargs: Any) -> Any:
+    """How to make tensors like ``result``. None: they are not all plain and new."""
+    if isinstance(result, list | tuple):
+        parts = [() if each is None else _described(each, args, kwargs) for each in result]
+        own = [id(t.untyped_storage()) for t in result if isinstance(t, torch.Tensor)]
+        return None if None in parts or len(set(own)) < len(own) else (type(result), parts)
+    if type(result) is not torch.Tensor or result.layout is not torch.strided or result.device.type != "meta":
+        return None
+    if result.is_conj() or result.is_neg():
+        return None
+    made = result.shape, result.stride(), result.dtype
+    storage = result.untyped_storage()
+    given = [t for v in (*args, *kwargs.values()) for t in (v if isinstance(v, list | tuple) else (v,))]
+    is_new = all(t.untyped_storage() is not storage for t in given if isinstance(t, torch.Tensor))
+    return made if is_new and _like(made).untyped_storage().nbytes() == storage.nbytes() else None
+
+
+def _like(described: Any) -> Any:
+    if not described:
+        return None
+    if isinstance(described[0], type):
+        kind, parts = described
+        return kind(map(_like, parts))
+    shape, stride, dtype = described
+    return torch.empty_strided(shape, stride, dtype=dtype, device="meta")
 
 
 _HANDLE = str(Path(reduction.__file__).parent)
