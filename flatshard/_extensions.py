@@ -15,6 +15,7 @@ from flatshard._composable.features.kept_shards import GatherSources
 from flatshard._composable.features.layer_drop import LayerDrop
 from flatshard._composable.features.not_sharded import LateTies, NotSharded, ResizedEmbeddings
 from flatshard._composable.features.precision import Precision
+from flatshard._composable.features.recompute import Recompute
 from flatshard._composable.features.skip import Skip
 from flatshard._composable.features.transforms import Compile, Transforms
 from flatshard._composable.features.user_hooks import UserHooks
@@ -49,4 +50,5 @@ def plug_in() -> None:
         Forked(),
         DataWrites(),
         EncodedGathers(),
+        Recompute(),
     )

@@ -10,15 +10,34 @@ from collections.abc import Callable
 from torch import nn
 
 from flatshard._composable.construct.policy import CustomPolicy, ModuleWrapPolicy, SplitRoot
+from flatshard._composable.construct.repeated import repeated_blocks
+from flatshard._names import plain_name
 
 __all__ = [
     "CustomPolicy",
     "ModuleWrapPolicy",
     "SplitRoot",
+    "find_blocks",
     "lambda_auto_wrap_policy",
     "size_based_auto_wrap_policy",
     "transformer_auto_wrap_policy",
 ]
+
+
+def find_blocks(module: nn.Module) -> dict[str, nn.Module]:
+    """The blocks that ``module`` repeats, by name: what ``policy="auto"`` makes units. Empty, if it repeats none.
+
+    Blocks are modules of one class in a list, a ``Sequential`` or a ``ModuleDict``, or under numbered names. Of rows inside
+    rows it takes the outermost one of which two members have the same shapes: layers, and not the experts in them; blocks,
+    and not the stages around them, if each stage has another size. What is small beside the largest block is left out.
+
+    Example::
+
+        print(list(flatshard.policies.find_blocks(copy.deepcopy(model))))  # before it is sharded: ["0", "1", "2", "3"]
+        flatshard.fully_shard(model, policy="auto")
+    """
+    names = {m: plain_name(name) for name, m in module.named_modules()}
+    return {names[block]: block for block in repeated_blocks(module, set())}
 
 
 def size_based_auto_wrap_policy(

@@ -98,6 +98,7 @@ class Sharding:
     """Of the root; where units inside are not made by the same call."""
     ignore_norms: bool = False
     full_precision_in_eval: bool = False
+    recompute: bool = False
 
     def __str__(self) -> str:
         fields = [(f.name, getattr(self, f.name), f.default) for f in dataclasses.fields(self)]
@@ -170,6 +171,7 @@ class Sharding:
             "layout": layout_named(self.layout),
             "collectives": flatshard.comm.builtin_collectives if self.collectives else None,
             "static_buffers": self.static_buffers,
+            "recompute": self.recompute,
             "shard_mesh_fn": (lambda fqn, param: ranks.mesh if len(fqn) % 2 else None) if self.shard_mesh_fn else None,
         }
 
@@ -338,6 +340,7 @@ def draw_sharding(rng: random.Random, size: int, model: Model, rounding: dict[st
     found["static_buffers"] = rng.random() < 0.06
     whole_mesh = not (hybrid or no_shard or found["collectives"]) and found.get("reshard_after_forward") != 2
     found["shard_mesh_fn"] = whole_mesh and rng.random() < 0.2
+    found["recompute"] = rng.random() < 0.15 and not model.has("change", "drop", "skip")
     return Sharding(**found)
 
 

@@ -65,6 +65,7 @@ def fully_shard(
     layout: LayoutChoice = None,
     static_buffers: bool = False,
     shard_mesh_fn: MeshChoice = None,
+    recompute: bool = False,
     **fsdp_names: Any,
 ) -> M:
     """Shard ``module``'s parameters, gradients and optimizer state over the ranks of a process group, in place.
@@ -86,7 +87,9 @@ def fully_shard(
         policy: which submodules become units of their own, gathered one at a time: a module class, a set of classes,
             :class:`ModuleWrapPolicy`, :class:`CustomPolicy`, or a callable ``(module, recurse, nonwrapped_numel) -> bool``;
             also the policies of ``torch.distributed.fsdp.wrap``. None: ``module`` is a single unit. A tuple of modules beside
-            the classes is one unit: ``policy={Block, (model.norm, model.head)}``.
+            the classes is one unit: ``policy={Block, (model.norm, model.head)}``. ``"auto"``: the blocks that ``module``
+            repeats, see :func:`~flatshard.policies.find_blocks`. Names of modules, with the arguments that each overrides
+            (and "" for ``module`` itself): ``policy={"layers.0": {}, "layers.1": {"reshard_after_forward": False}}``.
         process_group: the ranks to shard over. Default: all. For the hybrid strategies: (ranks to shard over, ranks that
             replicate this one's shard); default: shard within a node.
         device_mesh: the same as a 1-D mesh, e.g. ``mesh["dp"]``. For the hybrid strategies: 2-D, (replicate, shard).
@@ -130,6 +133,10 @@ def fully_shard(
             call, or by ``configure(divide_factor=...)``. Total norms add the experts of all ranks. For a checkpoint with
             all experts under one name, first make them DTensors over the other dimension of the mesh. A
             :class:`CustomPolicy` may override it per unit. Not for ``NO_SHARD``, nor for ``reshard_after_forward=k``.
+        recompute: units keep no activations from forward to backward but their inputs, and compute their forward again in
+            backward (activation checkpointing). Nothing is gathered for it, and no name changes. Not ``module`` itself, if
+            there are units in it. A policy may override it per unit. The forward must compute the same twice: a cache that
+            it extends (``use_cache=True``) is refused by torch's checkpoint.
         fsdp_names: arguments under the names that FSDP1 and FSDP2 have for them: ``auto_wrap_policy``, ``mesh``,
             ``mp_policy``, ... Those whose meaning differs raise an error that says what to write.
 
@@ -156,6 +163,7 @@ def fully_shard(
         layout=layout,
         static_buffers=static_buffers,
         shard_mesh_fn=shard_mesh_fn,
+        recompute=recompute,
     )
     check_limit_all_gathers(limit_all_gathers)
     if isinstance(module, list | tuple):

@@ -33,6 +33,7 @@ class UnitConfig:
     layout: LayoutChoice = None
     static_buffers: bool = False  # [Note: Static buffers]
     shard_mesh_fn: MeshChoice = None
+    recompute: bool = False  # a feature reads it
 
     @property
     def claims(self) -> tuple[Claim, ...]:

@@ -48,6 +48,7 @@ def plan(
     reshard_after_forward: bool | int | None = None,
     layout: LayoutChoice = None,
     static_buffers: bool = False,
+    recompute: bool = False,
     widens: bool | None = None,
     optimizer: OptimizerChoice = None,
     microbatches: int = 1,
@@ -77,8 +78,8 @@ def plan(
     Args:
         module: the whole module on any device; on meta it takes no memory. It is deep-copied, and not changed.
         policy, mixed_precision, cpu_offload, ignored_states, backward_prefetch, forward_prefetch: as for :func:`fully_shard`.
-        prefetch_limit_bytes, reshard_after_forward, layout, static_buffers: the same. With collectives that have an
-            ``allocate``, pass ``static_buffers=True``.
+        prefetch_limit_bytes, reshard_after_forward, layout, static_buffers, recompute: the same. With collectives that have
+            an ``allocate``, pass ``static_buffers=True``.
         world_size: the number of ranks. For hybrid strategies it may be (replicas, ranks to shard over), like the shape of a
             2-D mesh. With a single number they shard within a node of ``ranks_per_node``.
         strategy: as for :func:`fully_shard`.

@@ -7,9 +7,9 @@ sees every operation, and so every new storage. The file that called the operati
 "activations". A storage changes its category when it becomes a gradient of autograd ("arriving"), or ``.grad`` ("gradients").
 
 [Note: Operations computed once]
-What an operation makes on meta follows from the shapes, strides and dtypes of its tensors and from its other arguments. Models
-repeat their blocks, and many operations on meta are computed in Python. So the second time that an operation is called with
-the same it is not computed: memory like that of the first results is made. Views are always computed, and so is whatever
+What an operation makes on meta follows from the shapes, strides and dtypes of its tensors and from its other arguments.
+Models repeat their blocks, and many operations on meta are computed in Python. So the second time that an operation is called
+with the same it is not computed: memory like that of the first results is made. Views are always computed, and so is whatever
 returns memory that it was given.
 """
 

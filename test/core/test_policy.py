@@ -22,7 +22,7 @@ import flatshard
 from flatshard import BackwardPrefetch, CustomPolicy, ShardingStrategy, describe, fully_shard
 from flatshard._composable.find import units_below
 from flatshard._composable.state import unit_of
-from flatshard.policies import ModuleWrapPolicy
+from flatshard.policies import ModuleWrapPolicy, find_blocks
 
 
 @pytest.fixture(autouse=True)
@@ -270,7 +270,10 @@ def overriding(**arguments) -> CustomPolicy:
 
 
 NO_POLICIES: list[tuple[Any, str]] = [
-    ("Block", "'Block' is not a callable object.* for the modules of some classes policy={Block}"),
+    (
+        "Block",
+        "policy='Block': the only policy with a name is 'auto'.* For the modules of some classes: policy={Block}",
+    ),
     ({"Block"}, "policy: 'Block' is not an nn.Module class"),
     ([Block, None], "policy: None is not an nn.Module class"),
     (int, "policy: <class 'int'> is not an nn.Module class"),
@@ -305,6 +308,69 @@ def test_what_is_no_policy():
 
     with pytest.raises(TypeError, match=r"^mine$"):
         fully_shard(Net(), policy=fails)
+
+
+def test_units_by_name():
+    """With the options of each; "" is the module itself."""
+    options = {"backward_prefetch": None}
+    model = fully_shard(Net(), policy={"blocks.1": {}, "head": options, "": {"forward_prefetch": False}})
+    full, pre = ShardingStrategy.FULL_SHARD, BackwardPrefetch.BACKWARD_PRE
+    assert configs(model) == {"": (full, pre, False), "blocks.1": (full, pre, True), "head": (full, None, True)}
+    model = Net()
+    for policy, message in (
+        ({"blocks.3": {}}, "the policy names 'blocks.3', and Net has no such module. Its modules: .*'blocks.2'"),
+        ({"blocks.0": {}}, "and Net has it, but it is ignored or sharded already"),
+        ({"head": True}, "the policy has True for 'head': it must be a dict of arguments"),
+        ({"head": {"color": 1}}, "the policy overrides 'color' for a Linear"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            fully_shard(model, policy=policy, ignored_states=[model.blocks[0]])
+
+
+class Stage(Parts):
+    """Layers of one width, each with two experts."""
+
+    def __init__(self, width: int, count: int):
+        super().__init__()
+        self.layers = nn.Sequential(*[Layer(width) for _ in range(count)])
+
+
+class Layer(Parts):
+    def __init__(self, width: int):
+        super().__init__()
+        self.experts = nn.ModuleList([Block(width), Block(width)])
+
+
+def staged(*widths: int, count: int = 3) -> nn.Module:
+    model = nn.Sequential(nn.Linear(3, 3), *[Stage(width, count) for width in widths])
+    model.add_module("head", nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)))
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "expected"),
+    [
+        (Net, ["blocks.0", "blocks.2"]),  # `Wide` is another class
+        (
+            lambda: staged(8, 16, count=2),
+            [f"{s}.layers.{i}" for s in (1, 2) for i in (0, 1)],
+        ),  # not experts, not stages
+        (lambda: staged(8, 8), ["1", "2"]),  # stages that are alike
+        (lambda: nn.Sequential(*[nn.Linear(4, 4) for _ in range(3)]), ["0", "1", "2"]),
+        (lambda: nn.Sequential(nn.Linear(4, 4), Block()), []),
+    ],
+)
+def test_repeated_blocks(make, expected):
+    model = make()
+    assert list(find_blocks(model)) == expected
+    if expected:
+        assert units(fully_shard(model, policy="auto")) == ["", *expected]
+        assert find_blocks(model) == {}
+    else:
+        with pytest.warns(
+            UserWarning, match="policy='auto', which looks for blocks that are repeated, matched no submodule"
+        ):
+            fully_shard(model, policy="auto")
 
 
 def test_a_policy_that_matches_nothing_warns_with_what_it_sought_and_what_there_is():

@@ -8,6 +8,7 @@ bit.
 from __future__ import annotations
 
 import contextlib
+import copy
 import itertools
 from collections import Counter
 from typing import Any
@@ -25,7 +26,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.utils.checkpoint import checkpoint
 
 import flatshard
-from flatshard import CPUOffload, fully_shard
+from flatshard import CPUOffload, CustomPolicy, fully_shard
 from flatshard._trace import record_events
 
 
@@ -152,6 +153,76 @@ def test_every_kind(pool, name: str, place: str):
         kinds = [KINDS[0], *(kind for kind in kinds if kind != KINDS[0])]  # to compare bits with
     world_size = 4 if "parallel" in OPTIONS[name] else 3 if name == "FULL_SHARD" else 2
     pool.run(run_place, kinds, place, OPTIONS[name], world_size=world_size)
+
+
+def run_option(ctx, names: list[str]) -> None:
+    for name in names:
+        ctx.note(name)
+        got = train(ctx, "none", "inside", OPTIONS[name] | {"recompute": True})
+        if "mixed_precision" in OPTIONS[name]:
+            for a, b in zip(train(ctx, "none", "inside", OPTIONS[name]).values(), got.values(), strict=True):
+                assert torch.equal(a, b), name
+
+
+def test_the_option_recompute(pool):
+    """``fully_shard(recompute=True)`` trains as the plain model does, with dropout."""
+    alone = [name for name in OPTIONS if "parallel" not in OPTIONS[name]]
+    pool.run(run_option, alone, world_size=2)
+    pool.run(run_option, ["tensor parallel, FULL_SHARD", "sequence parallel, bf16"], world_size=4)
+
+
+def test_what_recompute_changes(world):
+    """Blocks run twice, and once without gradients. Copies recompute their own. Classes and names stay as they are."""
+    world(2)
+    plain, model = make("none", "inside", True), make("none", "inside", True)
+    calls: Counter[nn.Module] = Counter()
+    for inner in [block.inner for block in model.blocks]:
+        inner.register_forward_pre_hook(lambda module, args: calls.update([module]))
+    fully_shard(model, policy={Block}, recompute=True)
+    assert [n for n, _ in model.named_modules()] == [n for n, _ in plain.named_modules()]
+    assert [type(m) for m in model.modules()] == [type(m) for m in plain.modules()]
+    assert list(model.state_dict()) == list(plain.state_dict())
+    x = torch.ones(2, WIDTH).double()
+    with record_events() as events:
+        model(x).sum().backward()
+    assert list(calls.values()) == [2] * 4
+    check_collectives(events, 2, 1)
+    copied = copy.deepcopy(model)
+    copied(x).sum().backward()
+    with torch.no_grad():
+        model(x)
+    assert list(calls.values()) == [3] * 4 + [2] * 4
+    kept = flatshard.plan(plain, policy={Block}, world_size=2, example_inputs=(x,), compare=False)
+    less = flatshard.plan(plain, policy={Block}, world_size=2, example_inputs=(x,), recompute=True, compare=False)
+    assert less.flops > kept.flops
+    with pytest.raises(ValueError, match="recompute must be True or False, got 2"):
+        fully_shard(plain, recompute=2)
+    once = CustomPolicy(lambda module: module is plain.blocks[1] and {"recompute": True})
+    fully_shard(plain, policy=once)
+    assert [block.forward.__class__.__name__ for block in plain.blocks] == ["method", "Recomputed", "method", "method"]
+
+
+class Normed(nn.Sequential):
+    """Its forward writes to buffers."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Tanh())
+
+
+@ranks(2)
+def test_recompute_writes_to_buffers_once(ctx):
+    torch.manual_seed(1)
+    models = [nn.Sequential(Normed(), Normed()) for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    for model, recompute in zip(models, (False, True), strict=True):
+        fully_shard(model, policy={Normed}, recompute=recompute, process_group=ctx.group)
+        torch.manual_seed(0)
+        for _ in range(2):
+            model(torch.randn(3, 4)).square().sum().backward()
+    for a, b in zip(models[0].buffers(), models[1].buffers(), strict=True):
+        assert torch.equal(a, b)
+    for a, b in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        assert torch.equal(a.grad, b.grad)
 
 
 class Around(nn.Module):

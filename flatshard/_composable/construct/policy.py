@@ -8,6 +8,8 @@ A policy may be
   keyword arguments that override those of the call for this unit);
 - a callable ``(module, recurse, nonwrapped_numel) -> bool``, such as :func:`size_based_auto_wrap_policy`,
   :func:`transformer_auto_wrap_policy` or :func:`lambda_auto_wrap_policy` with ``functools.partial``;
+- names of modules with the arguments of ``fully_shard`` that each overrides: ``{"layers.0": {}, "layers.1": {...}}``;
+- ``"auto"``: the blocks that the module repeats, as :func:`~flatshard.policies.find_blocks` finds them;
 - :class:`SplitRoot` of one of these, which makes units of what it leaves, too.
 
 The policies of ``torch.distributed.fsdp.wrap`` are accepted, too. They are recognised by their attributes, without an import.
@@ -17,22 +19,24 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
 from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
+from flatshard._composable.construct.repeated import repeated_blocks
 from flatshard._composable.find import units_below
 from flatshard._composable.state import ModuleGroup, called_modules
 from flatshard._errors import name_list, why_not_called
 from flatshard._handle.tensors.sharded_parameter import shard_info
+from flatshard._names import plain_name
 
 Overrides = dict[str, Any]
 Policy: TypeAlias = (
     "type[nn.Module] | Iterable[type[nn.Module] | Sequence[nn.Module]] | ModuleWrapPolicy | CustomPolicy | "
-    "SplitRoot | Callable[..., bool] | None"
+    "SplitRoot | Mapping[str, Overrides] | str | Callable[..., bool] | None"
 )
 
 
@@ -121,6 +125,17 @@ def choose_units(
     ignored = ignored.union(*(unit.module.modules() for unit in units_below(root)))
     if policy is None:
         sought = None
+    elif isinstance(policy, Mapping):
+        chosen = _by_name(root, policy, ignored)
+        sought = None
+    elif isinstance(policy, str):
+        if policy != "auto":
+            raise ValueError(
+                f"policy={policy!r}: the only policy with a name is 'auto', the blocks that a model repeats. For the modules "
+                "of some classes: policy={Block}"
+            )
+        chosen = {block: {} for block in repeated_blocks(root, ignored)}
+        sought = "policy='auto', which looks for blocks that are repeated,"
     elif (classes := _classes_of(policy)) is not None:
         chosen = _by_function(root, lambda module: isinstance(module, classes), ignored)
         sought = f"the policy's classes {name_list([c.__qualname__ for c in classes])}"
@@ -238,6 +253,22 @@ def _as_classes(value: Any) -> tuple[type[nn.Module], ...]:
     if not classes:
         raise ValueError("policy: an empty collection of classes selects nothing; pass policy=None for a single unit")
     return classes
+
+
+def _by_name(root: nn.Module, policy: Mapping[str, Overrides], ignored: set[nn.Module]) -> dict[nn.Module, Overrides]:
+    modules = {plain_name(name): module for name, module in root.named_modules()}
+    chosen: dict[nn.Module, Overrides] = {}
+    for name, overrides in policy.items():
+        module = modules.get(name)
+        if module is None or module in ignored:
+            why = "has no such module" if module is None else "has it, but it is ignored or sharded already"
+            raise ValueError(
+                f"the policy names {name!r}, and {type(root).__name__} {why}. Its modules: {name_list(modules, 20)}"
+            )
+        if not isinstance(overrides, dict):
+            raise ValueError(f"the policy has {overrides!r} for {name!r}: it must be a dict of arguments, or {{}}")
+        chosen[module] = overrides
+    return chosen
 
 
 def _by_function(

@@ -1,0 +1,80 @@
+"""``policy="auto"``: the blocks that a model repeats.
+
+[Note: Which modules are blocks]
+Blocks are modules of one class that stand in a row: in a list, a ``Sequential`` or a ``ModuleDict``, or under numbered names
+(``layer1``, ``layer2``). Containers themselves are no blocks. If members of a class are alike, which means that two have
+parameters of the same shapes, then these are the blocks, whatever is repeated inside of them (experts in a layer). If no two
+are alike, they are stages, and the blocks are inside of them, if those hold most of their parameters. So of rows inside rows
+the outermost one that repeats itself is taken. What is small beside the largest block (a head of a few linear layers) stays
+with the rest of the model.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+
+from torch import nn
+
+from flatshard._handle.tensors.sharded_parameter import shard_info
+
+SMALL = 16
+"""Blocks that have less than this part of the elements of the largest one are left to the rest of the model."""
+
+_CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+
+
+def repeated_blocks(root: nn.Module, ignored: set[nn.Module]) -> list[nn.Module]:
+    """The blocks in ``root``, in module order; none, if nothing is repeated. [Note: Which modules are blocks]"""
+    found = _Blocks(root, ignored).inside(root)
+    largest = max(map(_numel, found), default=0)
+    found = [block for block in found if SMALL * _numel(block) >= largest]
+    deep = [block for block in found if any(True for _ in block.children())]
+    if 2 * sum(map(_numel, deep)) > sum(map(_numel, found)):
+        return deep  # and single layers beside them are none
+    return found if len(found) > 1 else []
+
+
+class _Blocks:
+    def __init__(self, root: nn.Module, ignored: set[nn.Module]) -> None:
+        self.ignored = ignored
+        rows: defaultdict[type[nn.Module], dict[nn.Module, None]] = defaultdict(dict)  # in module order
+        for holder in root.modules():
+            if holder not in ignored:
+                for child in _in_a_row(holder):
+                    rows[type(child)][child] = None
+        self.members = {kind: list(members) for kind, members in rows.items() if len(members) > 1}
+        self.alike = {kind for kind, members in self.members.items() if _has_twins(members)}
+
+    def inside(self, module: nn.Module) -> list[nn.Module]:
+        """The blocks in ``module``, which is none itself."""
+        found: dict[nn.Module, None] = {}
+        for child in module.children():
+            if child not in self.ignored:
+                found |= dict.fromkeys([child] if self._is_block(child) else self.inside(child))
+        return list(found)
+
+    def _is_block(self, module: nn.Module) -> bool:
+        kind = type(module)
+        if module not in self.members.get(kind, ()) or not _numel(module):
+            return False
+        return kind in self.alike or 2 * sum(map(_numel, self.inside(module))) <= _numel(module)
+
+
+def _in_a_row(holder: nn.Module) -> Iterator[nn.Module]:
+    """Children of ``holder`` that may be blocks."""
+    for name, child in holder.named_children():
+        is_numbered = any(map(str.isdigit, name)) and any(True for _ in child.children())
+        can_be_called = type(child) not in _CONTAINERS and type(child).forward is not nn.Module.forward
+        if (isinstance(holder, _CONTAINERS) or is_numbered) and can_be_called:
+            yield child
+
+
+def _has_twins(modules: list[nn.Module]) -> bool:
+    shapes = Counter(tuple((name, p.shape) for name, p in module.named_parameters()) for module in modules)
+    return any(count > 1 for shape, count in shapes.items() if shape)
+
+
+def _numel(module: nn.Module) -> int:
+    """Elements of parameters that are in no unit yet."""
+    return sum(p.numel() for p in module.parameters() if shard_info(p) is None)
