@@ -39,7 +39,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from clean import check_clean
-from fuzz_models import Env, Island, Stash, during
+from fuzz_models import Checkpoint, Drop, Env, Island, Stash, during
 from fuzz_options import Ranks, Rounding, Sharding
 from fuzz_programs import KINDS, ROOT, Bomb, Place, Program, Statement
 from parity import FLOOR, in_texts, mean_square
@@ -78,6 +78,7 @@ REFUSALS = {
     "other group": r"another process group or device than .*: units can be prefetched within one group only",
     "one mesh": r"reshard_after_forward.*mesh",
     "static": r"static_buffers",
+    "cut otherwise": r"is sharded otherwise than the model|load_local_state_dict: .*(flat parameters for a|another layout)",
 }
 """Errors that are right, each with a cure in its text."""
 
@@ -196,6 +197,7 @@ class Twin:
         self.model, self.plain, self.opt, self.plain_opt = model, plain, opt, plain_opt
         self.own = dict(model.named_parameters())
         self.names = list(self.own)
+        self.trained = {name: p.requires_grad for name, p in self.own.items()}
         self.units = units_below(model)
         numbers = {unit: i for i, unit in enumerate(self.units)}
         owners = {name: owner_of(p) for name, p in self.own.items()}
@@ -221,6 +223,12 @@ class Twin:
     def path(self, place: Place) -> str | None:
         found = self.places[place.kind]
         return found[place.index % len(found)] if found else None
+
+    def cuts(self, path: str) -> list[Any]:
+        """This rank's parts of the parameters in the module there."""
+        inside = {*self.plain.get_submodule(path).parameters()}
+        infos = [flatshard.tensors.shard_info(self.own[n]) for n, p in self.plain.named_parameters() if p in inside]
+        return [None if info is None else (info.start, info.stop) for info in infos]
 
     def units_of(self, module: nn.Module, recurse: bool = True) -> list[int]:
         return [self.units.index(unit) for unit in units_of_parameters(module, recurse)]
@@ -302,6 +310,34 @@ def places(model: nn.Module) -> dict[str, list[str]]:
         if path and any(h not in inside for p in params for h in holders[p]):
             found["tied"].append(path)
     return found
+
+
+def recomputed_and_skipped(model: nn.Module, numbers: set[int], elsewhere: bool) -> bool:
+    """Whether a rank that leaves out the modules of these numbers skips a unit that a reentrant checkpoint runs in the same
+    backward: that rank is refused then, in the middle of it. ``elsewhere``: outside of what it leaves out; else inside.
+    """
+    drops = [m for m in model.modules() if isinstance(m, Drop) and m.number in numbers]
+    checkpoints = [m for m in model.modules() if isinstance(m, Checkpoint) and m.reentrant]
+    return any(
+        not {*units_below(drop.inner)}.isdisjoint(units_of_parameters(each))
+        for drop in drops
+        for each in checkpoints
+        if (each in {*drop.modules()}) is not elsewhere
+    )
+
+
+@dataclasses.dataclass
+class Saved:
+    """What was saved of a sharded model, and of the plain one."""
+
+    state: Any
+    plain: Any
+    dtype: torch.dtype
+    which: int
+    """The twin's."""
+    cuts: list[Any]
+    trained: dict[str, bool]
+    """Its parameters, when it was sharded: those that were frozen have a flat parameter of their own."""
 
 
 @dataclasses.dataclass
@@ -399,7 +435,8 @@ class Machine:
         self.ranks = here, others[program.elsewhere]
         self.twins: list[Twin | None] = [None] * 3
         self.losses: dict[str, Loss] = {}
-        self.saved: dict[tuple[str, str], tuple[Any, Any, torch.dtype]] = {}
+        self.saved: dict[tuple[str, str], Saved] = {}
+        self.loads_other_cuts = False  # of a model whose parameters may have been cut otherwise
         self.outcomes: list[str] = []
         self.counts: Counter[str] = Counter()
         self.interrupted = False  # a forward, and nothing has cleaned up since
@@ -564,6 +601,7 @@ class Machine:
             "other arguments": lambda: twin and twin.shown,
             "static": lambda: self._uses("static_buffers"),
             "replaced inside": lambda: any(t.kept for t in self._alive),
+            "cut otherwise": lambda: self.loads_other_cuts,
             "copied unsharded": lambda: twin and (twin.shown or twin.kept or self.interrupted or by_user),
         }
         assert true.get(found, lambda: True)(), f"this is not so: {text}"
@@ -644,6 +682,8 @@ class Machine:
         fuse = Fuse(bomb.error) if bomb else None
         size, rank = twin.ranks.size, twin.ranks.rank
         drops = getattr(statement, "left_out", ()) if size == self.ctx.world_size else ()
+        if recomputed_and_skipped(twin.model, {number for _, number in drops}, elsewhere=True):
+            drops = ()
         envs = [
             Env(r == 0, getattr(statement, "mode", 0), frozenset(n for of, n in drops if of == r)) for r in range(size)
         ]
@@ -740,6 +780,9 @@ class Machine:
             return False  # each rank is refused at another point, after other collectives
         if stale and self.program.model.has("checkpoint") and any(loss.twin.rounding for loss in losses):
             return False  # the oracle's copies would be recomputed from the values of their forward
+        numbers = set(self.program.model.drops) if len(losses) > 1 and any(loss.left_out for loss in losses) else set()
+        if any(recomputed_and_skipped(loss.twin.model, numbers, elsewhere=False) for loss in losses):
+            return False
         hook, fuse, involved = None, None, {id(loss.twin): loss.twin for loss in losses}
         if s.hook and (hooked := self.twins[s.hook[0]]) and (path := hooked.path(s.hook[1])) is not None:
             place = hooked.model.get_submodule(path)
@@ -1163,6 +1206,7 @@ class Machine:
         new = Twin(s.to, twin.which, twin.sharding, twin.ranks)
         new.rtol, new.converted = twin.rtol, twin.converted
         new.begin(found[0], plain, self._optimizer(found[0]), self._optimizer(plain))
+        new.trained = twin.trained
         new.synced = {**twin.synced, **twin.synced_outside}
         new.factors, new.partial = dict(twin.factors), set(twin.partial)
         self.twins[s.to] = new
@@ -1295,7 +1339,7 @@ class Machine:
         if s.kind == "optim":
             plain = copy.deepcopy(twin.plain_opt.state_dict())
             self._compare_optimizers(state, twin)
-        self.saved[s.kind, path] = (state, plain, twin.dtype, twin.which)
+        self.saved[s.kind, path] = Saved(state, plain, twin.dtype, twin.which, twin.cuts(path), twin.trained)
         return True
 
     def _export(self, module: nn.Module) -> dict[str, Tensor]:
@@ -1327,9 +1371,13 @@ class Machine:
         path = twin.path(s.place) if s.kind != "optim" else ""
         if (s.kind, path) not in self.saved or twin.shown or self.interrupted:
             return False
-        state, plain, dtype, which = self.saved[s.kind, path]
-        if dtype is not twin.dtype or which != twin.which:
+        saved = self.saved[s.kind, path]
+        state, plain = saved.state, saved.plain
+        if saved.dtype is not twin.dtype or saved.which != twin.which:
             return False
+        self.loads_other_cuts = saved.trained != twin.trained and s.kind in ("sharded", "local")
+        if self.loads_other_cuts and len({*in_texts(self.ctx, str(saved.cuts == twin.cuts(path)))}) > 1:
+            return False  # refused on some ranks only
         verbs: dict[str, Callable[[], Any]] = {
             "full": lambda: module.load_state_dict(state),
             "sharded": lambda: module.load_state_dict(state),
