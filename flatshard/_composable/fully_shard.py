@@ -8,7 +8,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -23,7 +23,7 @@ from flatshard._composable.construct.materialize import Materialization
 from flatshard._composable.construct.options import as_device, check_limit_all_gathers, over, override, unit_config
 from flatshard._composable.construct.partition import PlannedUnit, plan_units
 from flatshard._composable.construct.policy import Policy, SplitRoot, choose_ends, choose_units
-from flatshard._composable.construct.renamed import renamed
+from flatshard._composable.construct.renamed import check_named, renamed
 from flatshard._composable.extensions import Extension, extensions
 from flatshard._composable.find import units_below
 from flatshard._composable.hooks import UnitHooks
@@ -45,7 +45,7 @@ M = TypeVar("M", bound=nn.Module | Sequence[nn.Module])
 
 def fully_shard(
     module: M,
-    *,
+    *unnamed: NoReturn,
     policy: Policy = None,
     process_group: dist.ProcessGroup | tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None,
     device_mesh: DeviceMesh | None = None,
@@ -137,6 +137,7 @@ def fully_shard(
             backward (activation checkpointing). Nothing is gathered for it, and no name changes. Not ``module`` itself, if
             there are units in it. A policy may override it per unit. The forward must compute the same twice: a cache that
             it extends (``use_cache=True``) is refused by torch's checkpoint.
+        unnamed: nothing: all others have names.
         fsdp_names: arguments under the names that FSDP1 and FSDP2 have for them: ``auto_wrap_policy``, ``mesh``,
             ``mp_policy``, ... Those whose meaning differs raise an error that says what to write.
 
@@ -148,8 +149,9 @@ def fully_shard(
         ValueError: ``limit_all_gathers=False``. In FSDP1 it removes a wait of the host that bounds memory. This wait does
             not exist here: the order of streams bounds memory, and the host never waits.
     """
+    check_named(fully_shard, unnamed)
     if fsdp_names:
-        ours = {name: value for name, value in locals().items() if name not in ("module", "fsdp_names")}
+        ours = {name: value for name, value in locals().items() if name not in ("module", "unnamed", "fsdp_names")}
         return fully_shard(module, **renamed(fsdp_names, ours, fully_shard.__kwdefaults__ or {}))
     config = unit_config(
         strategy=strategy,

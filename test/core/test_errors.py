@@ -80,6 +80,17 @@ def test_what_is_no_module():
             fully_shard(module)
 
 
+def test_arguments_without_names():
+    model = Net()
+    for given, by in (
+        ([dist.group.WORLD, ShardingStrategy.NO_SHARD], "name the ProcessGroup, by 'process_group='"),
+        ([ShardingStrategy.NO_SHARD], "name the ShardingStrategy, by 'strategy='"),
+        ([{Block}], "name the set, by 'policy=', 'process_group=', 'device_mesh=', 'strategy=', ... ("),
+    ):
+        with refused(model, TypeError, f"fully_shard takes only the module without a name: {by}"):
+            fully_shard(model, *given)
+
+
 def test_sharded_twice():
     model = fully_shard(Net(), policy={Block})
     with refused(model, ValueError, "this Net is sharded already: fully_shard was called on it, or a policy chose it"):

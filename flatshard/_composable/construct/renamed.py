@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping
+import inspect
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh
 
 from flatshard._config import ShardingStrategy, as_enum
+from flatshard._errors import name_list
 
 SAME_VALUES = {
     "auto_wrap_policy": "policy",
@@ -27,6 +30,17 @@ OTHER_VALUES = {
     "use_orig_params": "omit it: parameters always are your own; for one per unit see flatshard.flat_parameters",
 }
 """Refused, with what to do."""
+
+
+def check_named(function: Callable[..., Any], unnamed: Sequence[object]) -> None:
+    """Raise ``TypeError`` if ``function`` got an argument without a name, and say which it may be: one whose annotation has
+    the class of what was given.
+    """
+    for kind in [type(value).__name__ for value in unnamed]:
+        known = [p for p in inspect.signature(function).parameters.values() if p.kind is p.KEYWORD_ONLY]
+        fitting = [p for p in known if kind in re.findall(r"\w+", str(p.annotation))]
+        names = name_list([f"{p.name}=" for p in fitting or known], 4)
+        raise TypeError(f"{function.__name__} takes only the module without a name: name the {kind}, by {names}")
 
 
 def renamed(given: Mapping[str, Any], ours: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
