@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from flatshard._composable.extensions import Extension, FeatureLink, ForwardFeature
+from flatshard._composable.extensions import Extension, ForwardFeature
+from flatshard._composable.features.feature_link import FeatureLink
 from flatshard._composable.outputs import tensors_in
 from flatshard._composable.state import Forward, Unit, called_modules
 from flatshard._names import DDP_IGNORES
