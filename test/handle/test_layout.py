@@ -13,16 +13,8 @@ import pytest
 import torch
 from expecttest import assert_expected_inline
 
-from flatshard._handle.layout import (
-    PARAM_ALIGNMENT,
-    SHARD_ALIGNMENT,
-    Cut,
-    FlatLayout,
-    ShardSlice,
-    balanced,
-    dense_stride,
-    plan_layout,
-)
+from flatshard._composable.construct.layout_plan import PARAM_ALIGNMENT, SHARD_ALIGNMENT, Cut, balanced, plan_layout
+from flatshard._handle.layout import FlatLayout, ShardSlice, dense_stride
 from flatshard.layouts.packing import Piece, pack, round_up
 
 CASES = 3000

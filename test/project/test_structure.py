@@ -442,8 +442,8 @@ def test_layout_knows_no_torch():
 
 
 def test_nothing_outside_layout_computes_an_offset():
-    """Whether by rows, in blocks or whole, it is all in ``layout`` and ``packing``. Nobody else rounds up or cuts shards."""
-    for name, node in outside("_handle.layout", "layouts.packing"):
+    """By rows, in blocks or whole, it is all in ``layout_plan`` and ``packing``. Nobody else rounds up or cuts shards."""
+    for name, node in outside("_composable.construct.layout_plan", "layouts.packing"):
         word = node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
         assert word not in ("PARAM_ALIGNMENT", "SHARD_ALIGNMENT", "round_up", "pack"), show(name, node)
 

@@ -8,13 +8,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from flatshard._composable.construct.layout_plan import Cut, balanced, plan_layout
 from flatshard._composable.construct.partition import PlannedUnit
 from flatshard._config import CPUOffload, MixedPrecision
 from flatshard._handle.adapters.encoding import encoded_dtype
 from flatshard._handle.adapters.tensor_subclass import TensorSubclass, wrapping_of
 from flatshard._handle.adapters.wrapping import Wrapping
 from flatshard._handle.flat_param import FlatParam
-from flatshard._handle.layout import Cut, balanced, plan_layout
 from flatshard._handle.planned import FlatOptions, Groups, PlannedFlat, PlannedParam
 from flatshard.layouts import Elements, Layout, LayoutChoice, Rows, Whole, excess_padding, layout_for, work_of
 
