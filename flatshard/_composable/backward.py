@@ -329,6 +329,6 @@ def _next(record: ForwardRecord) -> Iterable[Unit]:
         before = before.previous
     backward = record.unit.context.backward
     # Backward has reached `before` already if `record` is of an enclosing unit.
-    if before is None or (backward is not None and before.opened_in >= backward.task):
+    if before is None or (isinstance(backward, Backward) and before.opened_in >= backward.task):
         return ()
     return (before.unit,)

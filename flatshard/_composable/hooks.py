@@ -388,7 +388,7 @@ class UnitHooks:
     def complete(self) -> None:
         """All gradients of the unit have come."""
         unit, backward = self.unit, self.unit.context.backward
-        assert backward is not None
+        assert isinstance(backward, Backward)
         done = unit.is_done_with_gradients
         if not done:
             if backward.waits_to_come_again(unit):
@@ -406,7 +406,7 @@ class UnitHooks:
         is_over = not (completion.pending or completion.comes_again())
         if Backward.post_backward(unit) and (is_over or not unit.handle.gradients.accumulators.are_all):
             backward = unit.context.backward
-            if backward is None or not backward.keeps_unsharded:
+            if not (isinstance(backward, Backward) and backward.keeps_unsharded):
                 unit.free_if_unused()
             if unit.config.backward_prefetch is BackwardPrefetch.BACKWARD_POST:
                 prefetch_after(unit)

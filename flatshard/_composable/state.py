@@ -271,18 +271,9 @@ class Forward:
 class RunningBackward(Protocol):
     """A backward, as far as its context knows it: see ``Backward``, which knows units."""
 
-    task: int
-    keeps_unsharded: bool
-
     @property
     def has_failed(self) -> bool:
         """Whether an exception has ended it."""
-
-    def complete(self, unit: Unit) -> None:
-        """``unit`` has all its gradients."""
-
-    def waits_to_come_again(self, unit: Unit) -> bool:
-        """Whether the backward will gather ``unit`` again, before it is complete."""
 
     def drop(self) -> None:
         """After an exception: drop its gradients, and free everything."""

@@ -25,6 +25,10 @@ class FlatOptions:
     pin_memory: bool = True  # they are in page-locked memory, under offload
     encoded_dtype: torch.dtype | None = None  # in which the class of the parameters sends them; None: as they compute
 
+    def gathered_dtype(self, own: torch.dtype) -> torch.dtype:
+        """In which parameters of the dtype ``own`` are gathered."""
+        return self.encoded_dtype or self.compute_dtype or own
+
 
 @dataclass(frozen=True, slots=True)
 class Kind:
@@ -45,8 +49,7 @@ class Kind:
         home = runtime.host if options.offload and runtime.host is not None else compute_device
         at = home if device == compute_device else device
         is_offloaded = options.offload and at == runtime.host
-        gathered = options.encoded_dtype or options.compute_dtype or dtype
-        return cls(dtype, at, gathered, compute_device, home, is_offloaded)
+        return cls(dtype, at, options.gathered_dtype(dtype), compute_device, home, is_offloaded)
 
     def converted(self, dtype: torch.dtype, device: torch.device, options: FlatOptions) -> Kind:
         """The kind after the shard was given another dtype or device."""
@@ -54,8 +57,7 @@ class Kind:
         if home == compute_device and device.type != "meta":  # without offload
             compute_device = home = device
         is_offloaded = device == home != compute_device
-        gathered = options.encoded_dtype or options.compute_dtype or dtype
-        return Kind(dtype, device, gathered, compute_device, home, is_offloaded)
+        return Kind(dtype, device, options.gathered_dtype(dtype), compute_device, home, is_offloaded)
 
     @property
     def is_one(self) -> bool:

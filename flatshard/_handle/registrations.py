@@ -101,20 +101,14 @@ class Registrations:
             self.unguarded.append((module, name, sharded, compute))
 
     @staticmethod
-    def write(module: nn.Module, name: str, param: nn.Parameter) -> None:
-        """Register ``param`` as ``module.name``."""
-        if type(module).__setattr__ is nn.Module.__setattr__:
+    def write(module: nn.Module, name: str, param: nn.Parameter, is_change: bool = True) -> None:
+        """Register ``param`` as ``module.name``. ``is_change``: False: it is the unit's own, and counts as no change."""
+        if type(module).__setattr__ is not nn.Module.__setattr__:
+            setattr(module, name, param)
+        elif is_change:
             module._parameters[name] = param
         else:
-            setattr(module, name, param)
-
-    @staticmethod
-    def _show(module: nn.Module, name: str, param: nn.Parameter) -> None:
-        """Like ``write``, but not counted as a change by the user: it shows one of the unit's own parameters."""
-        if type(module).__setattr__ is nn.Module.__setattr__:
             dict.__setitem__(module._parameters, name, param)
-        else:
-            setattr(module, name, param)
 
     def replaced(self) -> list[tuple[nn.Module, str, nn.Parameter, nn.Parameter | None]]:
         """(module, name, sharded parameter, new parameter) of each registration that the user changed."""
@@ -148,7 +142,7 @@ class Registrations:
             if self._shown_at != changes.count:  # the user may have registered something in between
                 _exhaust(map(dict.__setitem__, self._dicts, self._names, self._sharded))
             for module, name, sharded, _ in self.unguarded:
-                self._show(module, name, sharded)
+                self.write(module, name, sharded, is_change=False)
         elif before is not SHARDED:
             for module, name, sharded, _ in self.entries:
                 self.write(module, name, sharded)
@@ -156,7 +150,7 @@ class Registrations:
         if what is UNSHARDED:
             _exhaust(map(dict.__setitem__, self._attributes, self._names, self._compute))
             for module, name, _, compute in self.unguarded:
-                self._show(module, name, compute)
+                self.write(module, name, compute, is_change=False)
             self._shown_at = changes.count
         elif isinstance(what, dict):
             for module, name, sharded, _ in self.entries:

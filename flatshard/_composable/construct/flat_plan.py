@@ -112,7 +112,7 @@ def _lay_out(
 ) -> PlannedFlat:
     owned, layouts = tuple(m[0] for m in members), [m[2] for m in members]
     sizes = [(o.fqn, tuple(plain.shape), tuple(plain.stride())) for o, plain, _ in members]
-    itemsize = min((options.encoded_dtype or options.compute_dtype or dtype).itemsize, dtype.itemsize)
+    itemsize = min(options.gathered_dtype(dtype).itemsize, dtype.itemsize)
     layout, warning = plan_layout(sizes, itemsize, world_size), None
     if world_size > 1 and not all(isinstance(each, Elements) for each in layouts):
         densest = layout
