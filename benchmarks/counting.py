@@ -3,10 +3,11 @@
 The benchmarks' and the tests' (``test/core/test_counts.py``).
 
 [What is a byte copied] An operation reads the bytes of its tensor arguments and writes those of its results. Views and
-allocations move nothing; an argument that is only written (``copy_``, ``zero_``, ``out=``) is not read. Operations of the
-process group (``c10d``) are left out, and flatshard's collectives, which copy over the fake group, replaced by :class:`Wire`.
-FSDP2's ``all_gather_copy_in`` takes and returns the buffer of the whole all-gather, of which it fills this rank's part: it
-reads its inputs and writes as much. What a kernel does within is not seen.
+allocations move nothing; an argument that is only written (``copy_``, ``zero_``, ``out=``) is not read, and one without
+dimensions is a number, here and among live bytes. Operations of the process group (``c10d``) are left out, and flatshard's
+collectives, which copy over the fake group, replaced by :class:`Wire`. FSDP2's ``all_gather_copy_in`` takes and returns the
+buffer of the whole all-gather, of which it fills this rank's part: it reads its inputs and writes as much. What a kernel does
+within is not seen.
 """
 
 from __future__ import annotations
@@ -32,6 +33,10 @@ _COPY_IN = "fsdp::all_gather_copy_in"
 def nbytes(value: Any) -> int:
     """Of all tensors in it."""
     return sum(t.numel() * t.itemsize for t in pytree.tree_leaves(value) if isinstance(t, Tensor))
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Tensor) and not value.dim()
 
 
 def storages(tensors: Iterable[Tensor]) -> dict[int, int]:
@@ -66,7 +71,7 @@ class CopiedBytes(TorchDispatchMode):
             return result
         changed = [a for a in arguments if a.alias_info is not None and a.alias_info.is_write]
         unread = [a.name for a in changed if a.is_out or name in _ONLY_WRITTEN]
-        read = sum(nbytes(value) for key, value in given.items() if key not in unread)
+        read = sum(nbytes(value) for key, value in given.items() if key not in unread and not _is_number(value))
         written = nbytes([given[a.name] for a in changed if a.name in given]) if changed else nbytes(result)
         self.by_operation[name] += read + written
         return result
@@ -147,7 +152,7 @@ class LiveBytes(TorchDispatchMode):
                 names, _ = tensor.__tensor_flatten__()
                 self.add(t for t in (getattr(tensor, name) for name in names) if isinstance(t, Tensor))
                 continue
-            if tensor.device.type == "meta":
+            if tensor.device.type == "meta" or not tensor.dim():
                 continue
             storage = tensor.untyped_storage()
             known = self._known.get(storage._cdata)

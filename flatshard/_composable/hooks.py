@@ -361,7 +361,7 @@ class UnitHooks:
         for needed in unit.needs:
             needed.handle.wait()
             needed.handle.registrations.show(UNSHARDED)  # for what a checkpoint recomputes, whatever the user is shown
-        if record.version != unit.handle.version():
+        if not unit.handle.has_values_of(record.version):
             raise RuntimeError(
                 f"parameters of unit {unit.fqn or '<root>'!r} were changed in place between its forward and its backward "
                 "(by an optimizer step, for example), so its gradients would be wrong. Call backward before the step, or "

@@ -314,7 +314,7 @@ class FlatShard:
         if self.is_whole:
             target.allocate(shard)
             return runtime.issued(Done())
-        fits = kept is None and shard.dtype is target.own.dtype and shard.device == target.own.device
+        fits = kept is None and self.kind.dtype is self.kind.compute_dtype
         as_it_is = fits and getattr(runtime.collectives, "out_of_place", False)
         target.allocate(None if as_it_is else shard)
         return runtime.all_gather(target.wire, as_sent(shard if as_it_is else target.own), self.ranks.label, again)

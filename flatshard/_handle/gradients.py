@@ -62,6 +62,7 @@ SMALL = 128 * 1024  # bytes of a flat parameter below which overhead per operati
 
 _grad = plain_grad.__get__  # called for every parameter in every step, so the loop runs in C
 _NONE = itertools.repeat(None)
+_ZERO = torch.zeros(())  # an addend on any device and of any dtype: to torch a number costs twice as much
 
 
 @functools.cache
@@ -242,7 +243,7 @@ class FlatGradients:
         elif filled[index]:
             self._input.views[index].add_(grad)
         else:
-            torch.add(grad, 0.0, out=self._input.views[index])  # [Note: Negative zero marks an unused parameter]
+            torch.add(grad, _ZERO, out=self._input.views[index])  # [Note: Negative zero marks an unused parameter]
         filled[index] = True
 
     def _hand_over(self, param: nn.Parameter, grad: torch.Tensor, dtype: torch.dtype | None) -> None:
@@ -285,7 +286,7 @@ class FlatGradients:
             grads = list(map(self._local, places, grads))
         if self._is_small and grads:
             torch._foreach_copy_(views, grads)
-            input.flat.add_(0.0)  # [Note: Negative zero marks an unused parameter]
+            input.flat.add_(_ZERO)  # [Note: Negative zero marks an unused parameter]
             self._filled = here
             return
         grads.reverse()

@@ -225,7 +225,7 @@ class FlatParamHandle:
         if self.on_meta:
             check_has_memory([self], "unshard")
         runtime = self.runtime
-        exactly |= runtime is runtime.exact  # what a source has kept was gathered over this runtime, too
+        exactly |= runtime.collectives.exact  # what a source has kept was gathered over this runtime, too
         if self._sharded:
             if self.has_static_buffers and self.is_blocked:
                 self.make_room()
@@ -243,7 +243,7 @@ class FlatParamHandle:
             else:
                 with _trace.labelled("all_gather", self.fqn, runtime.gathering()):
                     self._start_all_gathers(exactly, again, instead)
-        self.stamp = UnshardedStamp(self.version(), by, exactly)
+        self.stamp = UnshardedStamp(self.version(), by, exactly, again)
         self.lifetime.move_params("unshard")
 
     def _start_all_gathers(self, exactly: bool, again: bool, instead: Iterable[Pending] | None) -> None:
@@ -338,6 +338,13 @@ class FlatParamHandle:
         if stamp is None or stamp.version != self.version():
             return False
         return pass_id is None or stamp.by in (BY_USER, pass_id)
+
+    def has_values_of(self, version: int) -> bool:
+        """In backward: whether the unsharded parameters have the values of ``version``. Those that have stayed unsharded
+        since their forward have them in any case; but the shards must have them, too, as autograd's own tensors must.
+        """
+        stamp = self.stamp
+        return version == (stamp.version if stamp is not None and stamp.again else self.version())
 
     def take_over(self, by: int) -> None:
         """The unsharded parameters are for ``by`` from now on: see ``UnshardedStamp``."""

@@ -148,7 +148,7 @@ class Registrations:
                 self.write(module, name, sharded)
         self.shows = SHARDED
         if what is UNSHARDED:
-            _exhaust(map(dict.__setitem__, self._attributes, self._names, self._compute))
+            _exhaust(map(operator.setitem, self._attributes, self._names, self._compute))
             for module, name, _, compute in self.unguarded:
                 self.write(module, name, compute, is_change=False)
             self._shown_at = changes.count

@@ -448,22 +448,22 @@ def test_traces_of_models(world):
         "\n".join(lines),
         """\
                        sent     kept       peak     copied  ops  collectives
-full              1,799,680   75,104    572,492  3,135,088  203  7GRGRG3R
-full, small         124,416    5,216     41,228    315,248  187  7GRGRG3R
-no prefetch       1,799,680   75,104    438,588  3,135,088  203  6GRGRGRG2R
+full              1,799,680   75,104    572,488  3,135,084  203  7GRGRG3R
+full, small         124,416    5,216     41,224    315,244  187  7GRGRG3R
+no prefetch       1,799,680   75,104    438,584  3,135,084  203  6GRGRGRG2R
 evaluated           600,832   75,104    305,688    647,956   33  5G
-shard-grad-op     1,201,664   75,104    764,524  3,135,088  203  5G5R
-no-shard            600,320  600,320    678,204  3,134,576  251  5A
-hybrid            2,100,096  300,416    758,348  3,135,088  203  7GRGARGARARARA
-checkpointed      1,799,680   75,104    570,172  3,463,856  279  7GRGRG3R
-3 x no_sync       4,197,376   75,104  1,007,056 10,593,152  583  25GRGRG3R
-3 x reduced       5,399,040   75,104    631,996  9,855,888  619  7GRGRG3R7GRGRG3R7GRGRG3R
-skipped           1,799,680   75,104    553,804  2,008,636  175  7GRGRG3R
-tensor parallel     908,672   75,984    310,796  3,158,960  227  7GRGRG3R
-bf16              1,200,256   75,104    379,686  2,095,608  213  7GRGRG3R
-frozen            1,502,976   75,200    483,548  2,228,592  157  9GRGRG2R
-shared            1,726,464   75,136    630,876  3,434,864  199  7GRGRG3R
-resharded to 2    1,802,496   75,104    631,644  4,336,752  233  8GRGRG3R""",
+shard-grad-op     1,201,664   75,104    764,520  3,135,084  203  5G5R
+no-shard            600,320  600,320    678,200  3,134,572  251  5A
+hybrid            2,100,096  300,416    758,344  3,135,084  203  7GRGARGARARARA
+checkpointed      1,799,680   75,104    570,168  3,463,852  279  7GRGRG3R
+3 x no_sync       4,197,376   75,104  1,007,052 10,593,140  583  25GRGRG3R
+3 x reduced       5,399,040   75,104    631,992  9,855,876  619  7GRGRG3R7GRGRG3R7GRGRG3R
+skipped           1,799,680   75,104    553,800  2,008,626  175  7GRGRG3R
+tensor parallel     908,672   75,984    310,792  3,158,956  227  7GRGRG3R
+bf16              1,200,256   75,104    379,684  2,095,606  213  7GRGRG3R
+frozen            1,502,976   75,200    483,544  2,228,588  157  9GRGRG2R
+shared            1,726,464   75,136    630,872  3,434,860  199  7GRGRG3R
+resharded to 2    1,802,496   75,104    631,640  4,336,748  233  8GRGRG3R""",
     )
 
 
