@@ -158,8 +158,12 @@ class Optimized(Stateful):
 
     def install(self, loaded: Any, undos: list[Undo]) -> None:
         """Options and counts by the optimizer's own ``load_state_dict``; its tensors keep their memory, or are new."""
-        state, groups = self.value.state, self.value.param_groups
-        undos.append(lambda: self.value.__dict__.update(state=state, param_groups=groups))
+        optimizer, state, groups = self.value, self.value.state, self.value.param_groups
+
+        def undo() -> None:
+            optimizer.state, optimizer.param_groups = state, groups
+
+        undos.append(undo)
         self.value.load_state_dict(self._load)
         for param, memory in self._memory.items():
             self.value.state[param] = {**self.value.state[param], **memory}

@@ -236,10 +236,10 @@ def _smallest(group: Group) -> nn.Parameter:
 
 
 def _first_step(optimizer: Optimizer, group: Group, stepped: nn.Parameter) -> tuple[dict[str, Any], Group]:
-    """What :func:`first_step` says, also of an optimizer that steps whole parameters."""
+    """What :func:`first_step` says, or an optimizer that steps by another one inside."""
     try:
-        if steps_whole(optimizer):
-            found: tuple[dict[str, Any], Group] = optimizer.first_step(stepped, group)  # type: ignore[attr-defined]
+        if (of_class := getattr(type(optimizer), "first_step", None)) is not None:
+            found: tuple[dict[str, Any], Group] = of_class(optimizer, stepped, group)
             return found
         return first_step(optimizer, group, torch.zeros_like(stepped.detach()))
     except Exception as e:

@@ -47,6 +47,7 @@ from flatshard._handle.tensors.sharded_parameter import ShardedParameter, full_s
 from flatshard._runtime import Runtime
 from flatshard.checkpoint._optim_params import params_of, take_loaded
 from flatshard.checkpoint._optim_state_dict import hook_optimizer
+from flatshard.optim._offload import OffloadedOptimizer
 from flatshard.optim._trial import Impossible, check_one_by_one, looks_at_whole
 
 _checked = CheckedOptimizers()
@@ -295,6 +296,8 @@ def _why_not_parts(optimizer: Optimizer, params: Iterable[torch.Tensor]) -> str 
     Raises:
         RuntimeError: it cannot step them, and ``WholeParameterOptimizer`` could not either.
     """
+    if isinstance(optimizer, OffloadedOptimizer):
+        optimizer = optimizer.inner
     kind, name, steps_empty = type(optimizer), type(optimizer).__name__, steps_empty_parts(optimizer)
     if steps_empty is not None:
         if (why := _why_not_whole(params, name, steps_empty)) is not None:

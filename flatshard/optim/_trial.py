@@ -54,6 +54,25 @@ def check_one_by_one(optimizer: Optimizer, settings: Group, ndim: int, fqn: str,
         )
 
 
+def check_in_turns(
+    optimizer: Optimizer, settings: Group, ndim: int, step_in_turns: Callable[[Optimizer], object]
+) -> None:
+    """Raise if stepping one parameter after the other, by ``step_in_turns``, differs from one step of the optimizer.
+
+    Raises:
+        RuntimeError: it does.
+        Impossible: it cannot be tried.
+    """
+    a, b = _start(ndim), 1.5 * _start(ndim).flip(0)
+    if _differ(optimizer, settings, [a, b], [[a, b]], step_in_turns):
+        raise RuntimeError(
+            f"{type(optimizer).__name__} cannot be stepped unit by unit: in a trial it stepped two parameters together "
+            "differently than one after the other. It computes something over all of them (a norm to clip by, say: turn "
+            "that off, and call flatshard.clip_grad_norm_ before the step), or keeps what it knows elsewhere than in its "
+            "state and its groups. Use it without OffloadedOptimizer, or one that treats parameters one by one"
+        )
+
+
 def looks_at_whole(optimizer: Optimizer, settings: Group, ndim: int, by_rows: bool, block: int) -> bool:
     """Whether the optimizer steps a parameter of ``ndim`` dimensions differently from two parts of it.
 
@@ -71,8 +90,13 @@ def looks_at_whole(optimizer: Optimizer, settings: Group, ndim: int, by_rows: bo
 
 
 def _differ(
-    optimizer: Optimizer, settings: Group, whole: list[torch.Tensor], ranks: Sequence[list[torch.Tensor]]
+    optimizer: Optimizer,
+    settings: Group,
+    whole: list[torch.Tensor],
+    ranks: Sequence[list[torch.Tensor]],
+    step: Callable[[Optimizer], object] | None = None,
 ) -> bool:
+    """Whether ``ranks``, stepped by ``step``, end otherwise than the ``whole``. None: by the step of the class."""
     start = torch.cat([t.flatten() for t in whole])
     with _unseen():
         try:
@@ -84,7 +108,7 @@ def _differ(
 
             # With another seed the result must be the same. Else the optimizer uses random numbers, and the trial says
             # nothing.
-            parts = _stepped(optimizer, settings, ranks, 0, are_parts=len(whole) == 1)
+            parts = _stepped(optimizer, settings, ranks, 0, len(whole) == 1, step)
             return not same(parts) and same(_stepped(optimizer, settings, [whole], 1))
         except Exception as e:
             raise Impossible from e
@@ -121,16 +145,15 @@ def _stepped(
     starts: Sequence[list[torch.Tensor]],
     seed: int,
     are_parts: bool = False,
+    stepping: Callable[[Optimizer], object] | None = None,
 ) -> torch.Tensor:
     """Step one instance of the optimizer for each entry of ``starts``, and return all elements in the end.
 
-    An entry has the tensors of one rank. ``are_parts``: they are parts of one parameter.
+    An entry has the tensors of one rank. ``are_parts``: they are parts of one parameter. ``stepping``: see ``_differ``.
     """
     ranks = [[nn.Parameter(start.clone()) for start in of_rank] for of_rank in starts]
     tried = [_like(optimizer, settings, params) for params in ranks]
-    step = type(optimizer).step
-    while getattr(step, "hooked", False):  # torch's wrapper calls the hooks that users registered for all optimizers
-        step = step.__wrapped__  # type: ignore[attr-defined]
+    step: Callable[[Any], object] = stepping or unhooked_step(optimizer)
     start = torch.cat([each.flatten() for of_rank in starts for each in of_rank])
     sizes = [each.numel() for of_rank in starts for each in of_rank]
     for number in range(_STEPS):
@@ -149,6 +172,15 @@ def _stepped(
                     retype([grad], _TrialGradient, "whole", [whole])
             step(instance)
     return torch.cat([param.detach().flatten() for params in ranks for param in params])
+
+
+def unhooked_step(optimizer: Optimizer) -> Callable[..., Any]:
+    """The step of the optimizer's class, without the hooks that users registered, also for all optimizers."""
+    step: Any = type(optimizer).step
+    while getattr(step, "hooked", False):
+        step = step.__wrapped__
+    found: Callable[..., Any] = step
+    return found
 
 
 def _like(optimizer: Optimizer, settings: Group, params: list[nn.Parameter]) -> Optimizer:

@@ -545,6 +545,12 @@ class Machine:
         block = self.find(ptr)
         return block is not None and block.home == "host"
 
+    def is_used(self, ptr: int, nbytes: int) -> bool:
+        """Whether kernels that the host has not waited for read or write some of these bytes."""
+        block = self.find(ptr)
+        found = [] if block is None else block.accesses
+        return any(a.lo < ptr + nbytes and ptr < a.hi and not self._host_waited_for(a) for a in found)
+
     def device_of(self, ptr: int) -> int:
         block = self.find(ptr)
         return 0 if block is None or block.home == "host" else block.home[0]

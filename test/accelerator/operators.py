@@ -267,7 +267,8 @@ class Operators:
         machine, key, name = self.machine, self.stream_of(source), "copy to host"
         late, ptr = self.late(source), target.data_ptr()
         if non_blocking and _is_plain(source, target) and machine.is_pinned(ptr):
-            machine.shim.fill(ptr, target.nbytes, 255)  # who reads it too early sees NaN
+            if not machine.is_used(ptr, target.nbytes):
+                machine.shim.fill(ptr, target.nbytes, 255)  # who reads it too early sees NaN
             pinned = Late(machine.shim, target)
             machine.enqueue(key, name, functools.partial(_copy, pinned, late), [extent(source)], [extent(target)])
             return

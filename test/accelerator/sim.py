@@ -175,7 +175,8 @@ class HostWatch(torch.utils._python_dispatch.TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         schema = func._schema
-        if schema.name not in ("aten::_copy_from", "aten::_to_copy", "aten::copy_") and not func.is_view:
+        no_reader = ("aten::_copy_from", "aten::_to_copy", "aten::copy_", "aten::empty_like")  # of values on the host
+        if schema.name not in no_reader and not func.is_view:
             for argument, value in zip(schema.arguments, args, strict=False):
                 for t in value if isinstance(value, list | tuple) else [value]:
                     if isinstance(t, torch.Tensor) and t.layout is torch.strided:

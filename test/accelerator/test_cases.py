@@ -6,11 +6,18 @@ import re
 from pathlib import Path
 
 import pytest
-from accelerator import capture, kinds, planning, tools, training
+from accelerator import capture, kinds, offload, planning, tools, training
 from accelerator.harness import POLICIES, check
 from pool import Pool
 
-MODULES = {"training": training, "kinds": kinds, "tools": tools, "capture": capture, "planning": planning}
+MODULES = {
+    "training": training,
+    "kinds": kinds,
+    "tools": tools,
+    "capture": capture,
+    "planning": planning,
+    "offload": offload,
+}
 CASES = {f"{module}-{name}": case for module, each in MODULES.items() for name, case in each.cases.items()}
 TABLE = Path(__file__).parents[1].joinpath("mutants", "table.txt").read_text()
 

@@ -255,7 +255,7 @@ def state(env: Env, dtype: Any = None, **options: Any) -> Any:
 
 
 @contextlib.contextmanager
-def _folder(env: Env) -> Iterator[Path]:
+def shared_folder(env: Env) -> Iterator[Path]:
     """The same on all ranks."""
     where: list[Any] = [tempfile.mkdtemp() if env.rank == 0 else None]
     dist.broadcast_object_list(where, src=0, group=env.group, device=torch.device("cpu"))
@@ -274,7 +274,7 @@ def checkpoint(env: Env, wait: bool) -> Any:
     _step(env, model)
     optimizer.step()
     job = {"model": model, "optimizer": optimizer}
-    with _folder(env) as folder:
+    with shared_folder(env) as folder:
         saved = flatshard.save_checkpoint(str(folder / "job"), job, process_group=env.group, wait=wait)
         _step(env, model, 1)  # goes on at once
         optimizer.step()
@@ -312,7 +312,7 @@ def exported(env: Env) -> Any:
     optimizer = sgd(model.parameters())
     _step(env, model)
     optimizer.step()
-    with _folder(env) as folder:
+    with shared_folder(env) as folder:
         flatshard.checkpoint.export_safetensors(model, str(folder), max_file_bytes=2000)
         written = [torch.frombuffer(bytearray(f.read_bytes()), dtype=torch.uint8) for f in sorted(folder.iterdir())]
         return written, env.train(model, optimizer=lambda _: optimizer)

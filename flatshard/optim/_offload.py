@@ -1,0 +1,345 @@
+"""``OffloadedOptimizer``: the optimizer's state is on the host, and comes to the device unit by unit.
+
+[Note: One unit at a time]
+A step of the optimizer inside is made in turns, one for each unit. In its turn a unit's parameters are all that the groups
+have. Options that steps change (timm's Adan counts steps) must not change with every turn: in each turn of a group but its
+last one the optimizer has copies of its options as they were before the step, and in the last one the group itself. So
+afterwards the group is what one step makes of it.
+
+This equals one step of all if the optimizer treats parameters one by one, and keeps all that it knows in its state and its
+options. Optimizers of unknown classes are tried: [Note: Trials of optimizers].
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Generator, Iterable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from flatshard._composable.state import owner_of
+from flatshard._handle.tensors.sharded_parameter import shard_info
+from flatshard.checkpoint._optim_params import Group, options_of, params_of
+from flatshard.checkpoint._optim_state_dict import copied_option, first_step, hook_optimizer
+from flatshard.optim._host_state import Traffic, Visit, nbytes_on
+from flatshard.optim._trial import Impossible, check_in_turns, unhooked_step
+
+Unit = list[nn.Parameter]
+"""The parameters that are stepped together."""
+
+
+class OffloadedOptimizer(Optimizer):
+    """Keeps the state of an ``optimizer_class`` in host memory, and steps on the device, one unit after the other.
+
+    While a unit is stepped, the state of the next one is copied to the device; what the unit before had has been copied back.
+    So the state of two units is on the device at most, and so are the temporaries of one unit's step. The numbers are the
+    same bits as without offloading. The host does not wait for the device in a step, only where state is read. What is not
+    in a unit (a plain parameter) is stepped alone. Parameters that are on the host (on CPU, or by ``cpu_offload=True``) are
+    stepped there, unit by unit, and nothing is copied.
+
+    Example::
+
+        optimizer = flatshard.optim.OffloadedOptimizer(model.parameters(), torch.optim.AdamW, lr=3e-4, foreach=True)
+        model(batch).sum().backward()
+        flatshard.clip_grad_norm_(model, 1.0)
+        optimizer.step()
+
+    All else is as with ``optimizer_class``: param groups and their options, learning rate schedulers, ``GradScaler``, hooks
+    (once a step), ``state_dict`` and what ``flatshard.checkpoint`` and ``torch.distributed.checkpoint`` do with it. A
+    checkpoint of either may be loaded into the other. A closure is called once, before the first unit is stepped.
+
+    If a step raises, also for lack of the device's memory, the units before have been stepped, that one is as the optimizer
+    left it, and the rest have not been stepped. All state is complete, and on the host. If it was the host's memory that did
+    not suffice, the rest of that unit's state is still on the device, and goes out in the next step.
+
+    Tensors without dimensions, such as the step counts of fused optimizers, stay on the device.
+
+    Args:
+        params: as for other optimizers: parameters of sharded modules, plain parameters, or param groups.
+        optimizer_class: creates the optimizer. It must treat parameters one by one; see ``WholeParameterOptimizer`` for one
+            that needs whole matrices.
+        pin_memory: keep the state in page-locked memory. Without, copies block the host.
+        **defaults: passed to ``optimizer_class``.
+
+    Raises:
+        TypeError: ``optimizer_class`` makes no optimizer.
+        ValueError: it makes one that cannot step unit by unit: it needs a closure (LBFGS), steps by another optimizer inside,
+            or is differentiable; or ``optimizer_class`` raises it.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        optimizer_class: Callable[..., Optimizer],
+        *,
+        pin_memory: bool = True,
+        **defaults: Any,
+    ) -> None:
+        self.inner: Any = SimpleNamespace()  # what steps; at first it takes what torch's own constructor sets
+        self._traffic: list[Traffic] = []  # of the devices that state goes out from
+        self._tried_groups = 0
+        self.pin_memory = pin_memory
+        super().__init__(params, defaults)
+        inner = optimizer_class(self.param_groups, **defaults)
+        _check_can_take_turns(inner)
+        self.inner = inner
+        hook_optimizer(self)  # a state dict of sharded values may be loaded before the first step
+        self._put_away(inner.state, params_of(inner))  # Adagrad has state as soon as it is built
+
+    @property
+    def state(self) -> defaultdict[torch.Tensor, Any]:
+        """By parameter, as in torch, on the host. Waits until all of it is there."""
+        self._wait()
+        found: defaultdict[torch.Tensor, Any] = self.inner.state
+        return found
+
+    @state.setter
+    def state(self, state: defaultdict[torch.Tensor, Any]) -> None:
+        self.inner.state = state
+
+    @property
+    def param_groups(self) -> list[Group]:
+        """As in torch."""
+        found: list[Group] = self.inner.param_groups
+        return found
+
+    @param_groups.setter
+    def param_groups(self, groups: list[Group]) -> None:
+        self.inner.param_groups = groups
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """As in torch."""
+        found: dict[str, Any] = self.inner.defaults
+        return found
+
+    @defaults.setter
+    def defaults(self, defaults: dict[str, Any]) -> None:
+        self.inner.defaults = defaults
+
+    @property
+    def host_nbytes(self) -> int:
+        """Bytes of this rank's state in host memory."""
+        return nbytes_on(self.inner.state, lambda device: device.type == "cpu")
+
+    @property
+    def device_nbytes(self) -> int:
+        """Bytes of this rank's state that stay on the device between steps: of tensors without dimensions."""
+        return nbytes_on(self.inner.state, lambda device: device.type != "cpu")
+
+    def __repr__(self) -> str:
+        units = self._units()
+        moved = any(Traffic.of(p.device) is not None for p in params_of(self))
+        where = f"on the host{', pinned' if self.pin_memory else ''}" if moved else "on the host, as are the parameters"
+        return (
+            f"OffloadedOptimizer of {type(self.inner).__name__} ({len(params_of(self))} parameters in {len(units)} units; "
+            f"state here: {self.host_nbytes:,} bytes {where}, {self.device_nbytes:,} on the device)\n{super().__repr__()}"
+        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        self._wait()
+        return {"inner": self.inner, "_tried_groups": self._tried_groups, "pin_memory": self.pin_memory, "_traffic": []}
+
+    def add_param_group(self, param_group: Group) -> None:
+        """As in torch."""
+        if isinstance(self.inner, Optimizer):
+            self.inner.add_param_group(param_group)
+        else:  # torch's constructor
+            super().add_param_group(param_group)
+
+    def first_step(self, param: nn.Parameter, group: Group) -> tuple[dict[str, Any], Group]:
+        """Internal: the state that a first step would create for ``param``, and the options that ``group`` would have.
+
+        Changes nothing. For ``optim_state_dict(for_load=True)``.
+        """
+        made, options = first_step(self.inner, group, torch.zeros_like(param.detach()))
+        self._put_away({param: made}, [param])
+        self._wait()
+        return made, options
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """As in torch.
+
+        Raises:
+            RuntimeError: the optimizer computes something over all parameters, or keeps what it knows elsewhere than in its
+                state and options. Nothing has been stepped.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._refuse_coupling()
+        units = self._units()
+        visits = [self._visit(self.inner.state, [p for p in unit if p.grad is not None]) for unit in units]
+        visits[0].fetch()
+        with contextlib.closing(in_turns(self.inner, units)) as turns:
+            for _, before, visit, later in zip(turns, [None, *visits], visits, [*visits[1:], None], strict=False):
+                try:
+                    if before is not None:
+                        before.release()
+                    visit.show()
+                    if later is not None:
+                        later.fetch()
+                    unhooked_step(self.inner)(self.inner)
+                finally:
+                    visit.put_away()
+        visits[-1].release()
+        return loss
+
+    def _wait(self) -> None:
+        """Until what has gone out may be read."""
+        for traffic in self._traffic:
+            traffic.wait_on_host()
+
+    def _units(self) -> list[Unit]:
+        return units_of_params(params_of(self)) or [[]]
+
+    def _visit(self, states: Any, params: Sequence[nn.Parameter]) -> Visit:
+        for device in {p.device for p in params}:
+            if (traffic := Traffic.of(device)) is not None and traffic not in self._traffic:
+                self._traffic.append(traffic)
+        return Visit(states, params, self.pin_memory)
+
+    def _put_away(self, states: Any, params: Sequence[nn.Parameter]) -> None:
+        """Have what is on the device go to the host."""
+        for unit in units_of_params([p for p in params if p in states]):
+            visit = self._visit(states, unit)
+            visit.put_away()
+            visit.release()
+
+    def _refuse_coupling(self) -> None:
+        """Try for each new param group whether the optimizer may take turns."""
+        if type(self.inner).__module__.startswith("torch.optim"):
+            return
+        for settings in self.param_groups[self._tried_groups :]:
+            for ndim in sorted({max(1, len(p.shape)) for p in settings["params"]}):
+                try:
+                    check_in_turns(self.inner, settings, ndim, _step_in_turns)
+                except Impossible as e:
+                    warnings.warn(
+                        f"flatshard cannot tell whether {type(self.inner).__name__} may be stepped unit by unit, because a "
+                        f"trial on small matrices failed: {type(e.__cause__).__name__}: {e.__cause__}. It may if it treats "
+                        "parameters one by one, and keeps what it knows in its state and its groups",
+                        stacklevel=5,
+                    )
+        self._tried_groups = len(self.param_groups)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As in torch. ``optimizer_class`` loads it, unit by unit, and it goes to the host. An error changes nothing."""
+        state_dict = state_dict.copy()
+        for hook in list(self._optimizer_load_state_dict_pre_hooks.values()):
+            state_dict = hook(self, state_dict) or state_dict
+        inner, groups, state = self.inner, self.param_groups, self.state
+        saved = state_dict["param_groups"]
+        counts = [[len(group["params"]) for group in each] for each in (saved, groups)]
+        if counts[0] != counts[1]:
+            raise ValueError(f"loaded state dict has groups of {counts[0]} parameters, this optimizer of {counts[1]}")
+        keys = dict(zip(params_of(self), (key for group in saved for key in group["params"]), strict=True))
+        found = dict(state_dict["state"])
+        loaded: defaultdict[torch.Tensor, Any] = defaultdict(dict)
+        options: dict[int, Group] = {}
+        try:
+            for shares in shares_of(groups, self._units()):
+                own = [p for params in shares.values() for p in params]
+                given = {keys[p]: found.pop(keys[p]) for p in own if keys[p] in found}
+                inner.state = defaultdict(dict)
+                inner.param_groups = [{**groups[i], "params": params} for i, params in shares.items()]
+                theirs = [{**saved[i], "params": [keys[p] for p in params]} for i, params in shares.items()]
+                inner.load_state_dict({**state_dict, "state": given, "param_groups": theirs})
+                self._put_away(inner.state, own)
+                loaded.update(inner.state)
+                options.update(zip(shares, inner.param_groups, strict=True))
+        except BaseException:
+            inner.param_groups, inner.state = groups, state
+            raise
+        inner.param_groups = [{**options[i], "params": group["params"]} for i, group in enumerate(groups)]
+        inner.state = loaded
+        loaded.update(found)  # what is of no parameter, as in torch
+        for done in list(self._optimizer_load_state_dict_post_hooks.values()):
+            done(self)
+
+
+def _check_can_take_turns(inner: Any) -> None:
+    """Raise if an optimizer cannot step unit by unit, as far as its class tells."""
+    name = type(inner).__name__
+    if not isinstance(inner, Optimizer):
+        raise TypeError(f"OffloadedOptimizer: optimizer_class made a {name}, which is no torch.optim.Optimizer")
+    if any(isinstance(value, Optimizer) for value in vars(inner).values()):
+        raise ValueError(
+            f"OffloadedOptimizer: {name} steps by another optimizer inside, which would step all parameters at once. Offload "
+            f"that one, and give the result to {name}"
+        )
+    arguments = list(inspect.signature(type(inner).step).parameters.values())[1:]
+    positional = [a for a in arguments if a.kind in (a.POSITIONAL_ONLY, a.POSITIONAL_OR_KEYWORD)]
+    needed = [a.name for a in positional if a.default is a.empty]
+    if needed:
+        raise ValueError(
+            f"OffloadedOptimizer: {name}.step needs {', '.join(needed)}, and so looks at all parameters at once. Use an "
+            "optimizer that treats parameters one by one, such as AdamW"
+        )
+    if any(settings.get("differentiable") for settings in inner.param_groups):
+        raise ValueError("OffloadedOptimizer: state that moves has no graph: leave out differentiable=True")
+
+
+def units_of_params(params: Sequence[nn.Parameter]) -> list[Unit]:
+    """``params`` by unit and device, in the order in which their first ones come. What is in no unit is alone."""
+    found: dict[Any, Unit] = {}
+    for param in params:
+        unit = owner_of(param) if shard_info(param) is not None else None
+        found.setdefault((param if unit is None else unit, param.device), []).append(param)
+    return list(found.values())
+
+
+def shares_of(groups: Sequence[Group], units: Sequence[Unit]) -> list[dict[int, Unit]]:
+    """For each unit: of each group, by its number, the parameters that are in the unit. A group of none is with the first."""
+    number = {param: n for n, unit in enumerate(units) for param in unit}
+    found: list[dict[int, Unit]] = [{} for _ in units]
+    for i, group in enumerate(groups):
+        if not group["params"]:
+            for first in found[:1]:
+                first[i] = []
+        for param in group["params"]:
+            found[number[param]].setdefault(i, []).append(param)
+    return found
+
+
+def in_turns(optimizer: Optimizer, units: Sequence[Unit]) -> Generator[None, None, None]:
+    """Have ``optimizer`` see the parameters of one unit after the other. [Note: One unit at a time]"""
+    groups = optimizer.param_groups
+    held = [group["params"] for group in groups]
+    shares = shares_of(groups, units)
+    last = {i: n for n, share in enumerate(shares) for i in share}
+    try:
+        for n, share in enumerate(shares):
+            shown = []
+            for i, params in share.items():
+                if last[i] == n:
+                    groups[i]["params"] = params
+                    shown.append(groups[i])
+                else:
+                    options = {key: copied_option(value) for key, value in options_of(groups[i]).items()}
+                    shown.append({**options, "params": params})
+            optimizer.param_groups = shown
+            yield
+    finally:
+        optimizer.param_groups = groups
+        for group, params in zip(groups, held, strict=True):
+            group["params"] = params
+
+
+@torch.no_grad()
+def _step_in_turns(optimizer: Optimizer) -> None:
+    """As ``OffloadedOptimizer`` does, on the host: state is not the same memory in two steps. For a trial."""
+    step = unhooked_step(optimizer)
+    for _ in in_turns(optimizer, [[param] for param in params_of(optimizer)]):
+        for of_param in optimizer.state.values():
+            of_param.update((k, v.clone()) for k, v in of_param.items() if isinstance(v, torch.Tensor) and v.dim())
+        step(optimizer)

@@ -1,0 +1,281 @@
+"""Optimizer state on the host, on the simulated accelerator: what is where, when, and that nothing is read too early."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from accelerator.harness import Cases, Env, Net, mean_square, numbers
+from accelerator.planning import counted_bytes, held
+from accelerator.tools import shared_folder
+from torch import Tensor, nn, optim
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.utils import _pytree as pytree
+
+import flatshard
+from flatshard import CPUOffload, MixedPrecision
+from flatshard import ShardingStrategy as S
+from flatshard.checkpoint import optim_state_dict
+from flatshard.optim import OffloadedOptimizer
+
+cases = Cases()
+
+
+class Momentum(optim.Optimizer):
+    """Without temporaries: what a step allocates is state. Can raise, and calls back in each turn."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+        self.turns: list[int] = []
+        self.fails_at = -1
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    if "momentum" not in self.state[p]:
+                        self.state[p]["momentum"] = torch.zeros_like(p)
+                    self.state[p]["momentum"].mul_(0.9).add_(p.grad)
+                    p.sub_(self.state[p]["momentum"].mul_(1.0), alpha=group["lr"])
+        self.turns.append(len(self.turns))
+        if len(self.turns) == self.fails_at:
+            raise ArithmeticError
+
+
+def _backward(env: Env, model: nn.Module, step: int) -> Tensor:
+    loss = mean_square(model(env.batch(step)))
+    loss.backward()
+    return loss.detach()
+
+
+def _same_bits(env: Env, what: str, ours: list[Any], theirs: list[Any]) -> None:
+    for i, (a, b) in enumerate(zip(ours, theirs, strict=True)):
+        if not torch.equal(a.detach().cpu(), b.detach().cpu()):
+            env.problems.append(f"other bits than without offloading: {what} {i}")
+
+
+ADAMW = {"lr": 0.01, "eps": 1e-3}
+
+
+@cases.add(
+    {
+        "adamw": {"kind": optim.AdamW, "settings": ADAMW},
+        "amsgrad_mixed": {
+            "kind": optim.AdamW,
+            "settings": {**ADAMW, "amsgrad": True},
+            "mixed_precision": MixedPrecision(torch.bfloat16, torch.float32),
+        },
+        "adagrad": {"kind": optim.Adagrad, "settings": {"lr": 0.1}, "strategy": S.SHARD_GRAD_OP},
+        "momentum": {"kind": Momentum, "settings": {}, "strategy": S.SHARD_OPTIM},
+        "none": {"kind": optim.AdamW, "settings": ADAMW, "strategy": S.NO_SHARD},
+        "nadam": {"kind": optim.NAdam, "settings": {"lr": 0.01}},
+    },
+    watch_host=True,
+    rtol=2e-2,
+    atol=2e-3,
+)
+def stepped(env: Env, kind: Any, settings: dict[str, Any], **options: Any) -> Any:
+    """The same bits as without; the host waits for nothing, but where state is read."""
+    results = []
+    for make in (kind, lambda params, **given: OffloadedOptimizer(params, kind, **given)):
+        model = env.shard(env.make(), **options)
+        optimizer = make(model.parameters(), **settings)
+        for step in range(3):
+            optimizer.zero_grad()
+            _backward(env, model, step)
+            with env.steady(step == 2 and kind is Momentum):  # others look at counts on the host
+                optimizer.step()
+        state = [v for p in model.parameters() for v in optimizer.state[p].values()]
+        on_host = {v.device.type == "cpu" for v in state if v.dim()}
+        if make is not kind and env.is_simulated:
+            if on_host != {True} or not all(v.is_pinned() for v in state if v.numel() and v.dim()):
+                env.problems.append("state is not in pinned memory")
+            left = sum(v.nbytes for v in state if v.device.type != "cpu")  # of a parameter without dimensions
+            told = f"{sum(v.nbytes for v in state) - left:,} bytes on the host, pinned, {left} on the device"
+            if told not in repr(optimizer) or bool(left) != (options.get("strategy") is S.NO_SHARD):
+                env.problems.append(f"{told}: {optimizer!r}")
+        results.append([*model.parameters(), *(v.clone() for v in state)])  # read on the host
+    _same_bits(env, kind.__name__, *results)
+    return numbers(model)
+
+
+@contextlib.contextmanager
+def _peak(env: Env) -> Iterator[list[int]]:
+    """The most bytes on the device inside, beyond those before; and those that are left."""
+    found: list[int] = []
+    if not env.is_simulated:
+        yield found
+        return
+    from accelerator.sim import sim
+
+    before = held(sim)
+    with counted_bytes(sim) as counts:
+        yield found
+    found += [max([before, *counts]) - before, held(sim) - before]
+
+
+@cases.add({"full": {}, "none": {"strategy": S.NO_SHARD}, "first": {"steps": 1}})
+def bounded(env: Env, steps: int = 3, **options: Any) -> Any:
+    """At most two units' state is on the device, also in the first step, which makes it; and none after a step."""
+    model = env.shard(env.make(lambda: Net(blocks=6)), **options)
+    optimizer = OffloadedOptimizer(model.parameters(), Momentum)
+    units = [sum(p.nbytes for p in unit if p.numel()) for unit in optimizer._units()]
+    two = max(a + b for a, b in itertools.pairwise(units))
+    for step in range(steps):
+        optimizer.zero_grad()
+        _backward(env, model, step)
+        with _peak(env) as found:
+            optimizer.step()
+        if found and (found[0] > two or found[1] != optimizer.device_nbytes * (step == 0)):
+            env.problems.append(f"step {step}: {found[0]} bytes at most and {found[1]} left, two units have {two}")
+        if found and step and found[0] < two:
+            env.problems.append(
+                f"step {step}: {found[0]} bytes of {two}: the state of the next unit does not come in meanwhile"
+            )
+    return numbers(model)
+
+
+@cases.add(watch_host=True)
+def interrupted(env: Env) -> Any:
+    """A step that raises in its second unit. All state is on the host, and the next step goes on."""
+    model = env.shard(env.make())
+    optimizer = OffloadedOptimizer(model.parameters(), Momentum)
+    states = []
+    for step in range(4):
+        optimizer.zero_grad()
+        _backward(env, model, step)
+        optimizer.inner.fails_at = len(optimizer.inner.turns) + 2 if step in (0, 2) else -1
+        with _peak(env) as found, contextlib.suppress(ArithmeticError):
+            optimizer.step()
+        if found and found[1]:
+            env.problems.append(f"step {step}: {found[1]} bytes are left on the device")
+        states.append([values["momentum"].clone() for values in optimizer.state.values()])
+    if [len(state) for state in states][:2] != [sum(map(len, optimizer._units()[:2])), len(list(model.parameters()))]:
+        env.problems.append(f"states of {[len(state) for state in states]} parameters")
+    return numbers(model), states
+
+
+@cases.add({f"unit{n}": {"unit": n} for n in range(3)}, watch_host=True, fake=False)
+def lacking_memory(env: Env, unit: int) -> Any:
+    """The device has no memory for the state of one unit: the unit before it, and those behind, have not been stepped."""
+    model = env.shard(env.make())
+    optimizer = OffloadedOptimizer(model.parameters(), Momentum)
+    _backward(env, model, 0)
+    optimizer.step()
+    units = optimizer._units()
+    stepped = {p for each in units[: max(0, unit - 1)] for p in each}
+    if env.is_simulated:
+        from accelerator.sim import sim
+
+        allocate, calls, side = sim.alloc, itertools.count(), optimizer._traffic[0].side.stream_id
+        last = sum(p.numel() > 0 for each in units[:unit] for p in each)
+
+        def alloc(nbytes: int, device: int, stream: int) -> int:
+            if stream == side and next(calls) == last:
+                raise torch.OutOfMemoryError("simulated")
+            return allocate(nbytes, device, stream)
+
+        sim.alloc = alloc  # type: ignore[method-assign]
+        try:
+            optimizer.step()
+            env.problems.append("the step did not raise")
+        except RuntimeError as e:
+            if "simulated" not in str(e):
+                raise
+        finally:
+            del sim.alloc
+    else:
+        grads = {p: p.grad for p in model.parameters() if p not in stepped}
+        for p in grads:
+            p.grad = None
+        optimizer.step()
+        for p, grad in grads.items():
+            p.grad = grad
+    found = pytree.tree_map(torch.clone, (numbers(model), [optimizer.state[p] for p in model.parameters()]))
+    optimizer.step()
+    return found, numbers(model), [optimizer.state[p] for p in model.parameters()]
+
+
+@cases.add(
+    {"adamw": {"kind": optim.AdamW, "settings": ADAMW}, "momentum": {"kind": Momentum, "settings": {}}}, watch_host=True
+)
+def saved(env: Env, kind: Any, settings: dict[str, Any]) -> Any:
+    """State by every name, and loaded again, by an optimizer with and one without offloading."""
+    model = env.shard(env.make())
+    optimizer = OffloadedOptimizer(model.parameters(), kind, **settings)
+    for step in range(2):
+        optimizer.zero_grad()
+        _backward(env, model, step)
+        optimizer.step()
+    by_number = copy.deepcopy(optimizer.state_dict())
+    whole = optim_state_dict(model, optimizer, full=True)
+    results = [whole["state"], optim_state_dict(model, optimizer, full=True, offload_to_cpu=False)["state"]]
+    results.append(len(get_optimizer_state_dict(model, optimizer)["state"]))
+    start = [p.detach().clone() for p in model.parameters()]
+    for load in range(3):
+        other: Any = kind(model.parameters(), **settings)
+        if load:
+            other = OffloadedOptimizer(model.parameters(), kind, **settings)
+        with _peak(env) as found:
+            if load == 2:
+                flatshard.checkpoint.load_optim_state_dict(model, other, copy.deepcopy(whole))
+            else:
+                other.load_state_dict(copy.deepcopy(by_number))
+        if load and found and found[0] > other.host_nbytes / 2:
+            env.problems.append(f"loading takes {found[0]} bytes of the device, all state is {other.host_nbytes}")
+        with torch.no_grad():
+            for p, value in zip(model.parameters(), start, strict=True):
+                p.copy_(value)
+        other.zero_grad()
+        _backward(env, model, 2)
+        other.step()
+        results.append([p.detach().clone() for p in model.parameters()])
+    _same_bits(env, "loaded", results[-1], results[-3])
+    _same_bits(env, "loaded", results[-2], results[-3])
+    return results
+
+
+@cases.add(watch_host=True)
+def already_there(env: Env) -> Any:
+    """With parameters on the host nothing moves."""
+    model = env.shard(env.make(), cpu_offload=CPUOffload(True))
+    optimizer = OffloadedOptimizer(model.parameters(), Momentum)
+    with _peak(env) as found:
+        for step in range(2):
+            optimizer.zero_grad()
+            _backward(env, model, step)
+            optimizer.step()
+    if env.is_simulated and ("as are the parameters" not in repr(optimizer) or found[1]):
+        env.problems.append(repr(optimizer))
+    return numbers(model)
+
+
+@cases.add({"waits": {"wait": True}, "background": {"wait": False}}, fake=False)
+def job(env: Env, wait: bool) -> Any:
+    """A checkpoint of a job that goes on at once, loaded again in place, and into an optimizer without state."""
+    model = env.shard(env.make())
+    optimizer = OffloadedOptimizer(model.parameters(), optim.AdamW, **ADAMW)
+    _backward(env, model, 0)
+    optimizer.step()
+    results = []
+    with shared_folder(env) as folder:
+        state = {"model": model, "optimizer": optimizer}
+        saved = flatshard.save_checkpoint(str(folder / "job"), state, process_group=env.group, wait=wait)
+        _backward(env, model, 1)
+        optimizer.step()
+        saved.result()
+        for kind in (optimizer, OffloadedOptimizer(model.parameters(), optim.AdamW, **ADAMW)):
+            with _peak(env) as found:
+                state = {"model": model, "optimizer": kind}
+                flatshard.load_checkpoint(str(folder / "job"), state, process_group=env.group)
+            most = 5 * max(p.nbytes for p in model.parameters())  # a first step of one parameter: with temporaries
+            if found and found[0] > most:
+                env.problems.append(f"loading takes {found[0]} bytes of the device, a first step of a parameter {most}")
+            results.append(env.train(model, optimizer=lambda _, kind=kind: kind, waits=True))
+    _same_bits(env, "trained", [*results[0].values()][:15], [*results[1].values()][:15])
+    return results

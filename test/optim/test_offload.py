@@ -1,0 +1,402 @@
+"""Optimizers whose state is on the host, stepped unit by unit: the same bits as without. On an accelerator:
+``accelerator/offload.py``."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import math
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import restarts
+import torch
+from models import Block, Net
+from on_ranks import ranks
+from pairs import all_pairs, some
+from torch import Tensor, nn, optim
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+import flatshard
+from flatshard import MixedPrecision, ShardingStrategy, fully_shard
+from flatshard.checkpoint import optim_state_dict
+from flatshard.optim import OffloadedOptimizer, WholeParameterOptimizer
+
+Optimizer = torch.optim.Optimizer
+
+
+class Counting(Optimizer):
+    """Makes options of its groups in its first step, and steps by them, as timm's Adan does."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+            group.setdefault("history", {"scale": torch.zeros(2)})["scale"] += 1
+            for p in group["params"]:
+                if p.grad is not None:
+                    momentum = self.state[p].setdefault("momentum", torch.zeros_like(p.grad))
+                    momentum.mul_(0.9).add_(p.grad)
+                    p.sub_(momentum * group["lr"] / group["step"] / group["history"]["scale"].sum())
+
+
+KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "adamw": (optim.AdamW, {"lr": torch.tensor(0.01), "foreach": False}),
+    "foreach": (optim.AdamW, {"lr": 0.01, "foreach": True}),
+    "fused": (optim.AdamW, {"lr": 0.01, "fused": True}),
+    "adagrad": (optim.Adagrad, {"lr": 0.1, "initial_accumulator_value": 0.1}),  # has state before its first step
+    "nadam": (optim.NAdam, {"lr": 0.01}),
+    "sgd": (optim.SGD, {"lr": 0.1, "momentum": 0.9}),
+    "counting": (Counting, {"lr": 0.1}),
+}
+
+
+class Unused(Net):
+    """One parameter never has a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unused = nn.Parameter(torch.ones(3))
+
+
+def sharded(ctx, **options: Any) -> nn.Module:
+    torch.manual_seed(0)
+    where = {} if ctx is None or "device_mesh" in options else {"process_group": ctx.group}
+    return fully_shard(Unused(), policy={Block}, **where, **options)
+
+
+def groups(model: nn.Module) -> list[dict[str, Any]]:
+    """Two groups, each with parameters of all units."""
+    params = list(model.parameters())
+    return [{"params": [p for p in params if p.ndim > 1]}, {"params": [p for p in params if p.ndim < 2], "lr": 0.05}]
+
+
+def backward(ctx, model: nn.Module, step: int, scale: float = 1.0) -> Tensor:
+    x = torch.randn(2, 4, generator=torch.Generator().manual_seed(10 * step + ctx.rank))
+    loss = model(x).float().square().mean() * scale
+    loss.backward()
+    return loss
+
+
+def same_bits(one: Any, other: Any) -> None:
+    """Also of dicts and lists of tensors."""
+    torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
+
+
+def same(pairs_: list[tuple[nn.Module, Optimizer]]) -> None:
+    (model, optimizer), (theirs, of_theirs) = pairs_
+    same_bits([p.detach() for p in model.parameters()], [p.detach() for p in theirs.parameters()])
+    assert len(optimizer.state) == len(of_theirs.state)
+    of_params = zip(model.parameters(), theirs.parameters(), strict=True)
+    same_bits([optimizer.state.get(p) for p, _ in of_params], [of_theirs.state.get(p) for p in theirs.parameters()])
+    strip = [[{k: v for k, v in g.items() if k != "params"} for g in o.param_groups] for o in (optimizer, of_theirs)]
+    same_bits(*strip)
+
+
+MIXED = MixedPrecision(torch.bfloat16, torch.float32)
+STRATEGIES = ["FULL_SHARD", "SHARD_GRAD_OP", "SHARD_OPTIM", "NO_SHARD", "HYBRID_SHARD", "HYBRID_FULL_SHARD"]
+CASES = [
+    case
+    for case in all_pairs(list(KINDS), STRATEGIES, (None, MIXED), (1, 2), (False, True), (1, 2, 3, 4))
+    if not case[1].startswith("HYBRID") or case[-1] == 4
+]
+CASES += [("adamw", "HYBRID_SHARD", None, 2, True, 4), ("foreach", "HYBRID_FULL_SHARD", MIXED, 1, True, 4)]
+
+
+@pytest.mark.parametrize(("kind", "strategy", "precision", "micro", "is_flat", "world_size"), CASES, ids=str)
+@ranks()
+def test_the_same_bits(ctx, kind: str, strategy: str, precision: Any, micro: int, is_flat: bool) -> None:
+    """As the optimizer itself: parameters, state and options of groups, with a scheduler and clipping."""
+    cls, options = KINDS[kind]
+    where = {"strategy": ShardingStrategy[strategy], "mixed_precision": precision}
+    if strategy.startswith("HYBRID"):
+        where["device_mesh"] = ctx.device_mesh((2, 2), ("replicate", "shard"))
+    twins = []
+    for make in (functools.partial(OffloadedOptimizer, optimizer_class=cls), cls):
+        model = sharded(ctx, **where)
+        params = flatshard.flat_parameters(model) if is_flat else groups(model)
+        twins.append((model, make(params, **copy.deepcopy(options))))
+    schedulers = [optim.lr_scheduler.ExponentialLR(o, 0.9) for _, o in twins]
+    for step in range(3):
+        for (model, optimizer), scheduler in zip(twins, schedulers, strict=True):
+            for i in range(micro):
+                backward(ctx, model, micro * step + i)
+            flatshard.clip_grad_norm_(model, 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+            scheduler.step()
+        if is_flat:
+            for model, _ in twins:
+                flatshard.reshard(model)
+        same(twins) if not is_flat else same_bits(*([p.detach() for p in m.parameters()] for m, _ in twins))
+    assert sum(len(unit) for unit in twins[0][1]._units()) == len(
+        [p for g in twins[0][1].param_groups for p in g["params"]]
+    )
+
+
+@ranks(2)
+def test_the_state_of_either_goes_on_in_the_other(ctx) -> None:
+    """By number and by name, sharded and whole; and by torch's helper."""
+    for kind in some(KINDS, 4):
+        cls, options = KINDS[kind]
+        model = sharded(ctx)
+        makes = [functools.partial(OffloadedOptimizer, optimizer_class=cls), cls]
+        for make, other in (makes, makes[::-1]):
+            optimizer = make(groups(model), **options)
+            backward(ctx, model, 0)
+            optimizer.step()
+            fresh = other(groups(model), **options)
+            fresh.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+            fresh.state_dict()  # a plain optimizer that has not stepped takes its parts out now
+            same([(model, optimizer), (model, fresh)])
+            whole = [optim_state_dict(model, o, full=True) for o in (fresh, optimizer)]
+            same_bits(*(each["state"] for each in whole))
+            assert whole[0]["param_groups"] == whole[1]["param_groups"]
+            helped = [get_optimizer_state_dict(model, o)["state"].keys() for o in (optimizer, fresh)]
+            assert helped[0] == helped[1]
+            assert type(copy.deepcopy(fresh)) is type(fresh)
+
+
+OFFLOADED = {
+    "AdamW": functools.partial(OffloadedOptimizer, optimizer_class=optim.AdamW, lr=0.1),
+    "Adagrad": functools.partial(
+        OffloadedOptimizer, optimizer_class=optim.Adagrad, lr=0.1, initial_accumulator_value=0.1
+    ),
+    "Counting": functools.partial(OffloadedOptimizer, optimizer_class=Counting),
+}
+
+
+def save(ctx, path: str) -> None:
+    for name, make in OFFLOADED.items():
+        assert not restarts.save(ctx, name, make, path)
+
+
+def restart(ctx, path: str) -> None:
+    for name, make in OFFLOADED.items():
+        restarts.restart(ctx, name, make, path, is_whole=False)
+
+
+def test_other_ranks_go_on(pool, tmp_path):
+    """On every path that saves an optimizer's state."""
+    pool.run(save, str(tmp_path / "x"), world_size=2)
+    for world_size in (1, 3):
+        pool.run(restart, str(tmp_path / "x"), world_size=world_size)
+
+
+@ranks(2)
+def test_grad_scaler(ctx) -> None:
+    """A step that overflows is skipped; the others are made with the same bits, fused or not."""
+    for kind in ("foreach", "fused"):
+        twins, cls, options = [], *KINDS[kind]
+        for make in (functools.partial(OffloadedOptimizer, optimizer_class=cls), cls):
+            model = sharded(ctx)
+            twins.append((model, make(model.parameters(), **options), torch.amp.GradScaler("cpu", init_scale=2.0**4)))
+        for step in range(4):
+            before = [p.detach().clone() for p in twins[0][0].parameters()]
+            for model, optimizer, scaler in twins:
+                optimizer.zero_grad()
+                scale = float(scaler.scale(torch.ones(())))
+                backward(ctx, model, step, math.inf if step == 1 and ctx.rank == 1 else scale)
+                if step == 2:
+                    scaler.unscale_(optimizer)
+                    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+                scaler.step(optimizer)
+                scaler.update()
+            same([each[:2] for each in twins])
+            kept = all(map(torch.equal, before, twins[0][0].parameters()))
+            assert kept == (step == 1)
+            assert twins[0][2].get_scale() == twins[1][2].get_scale()
+
+
+@ranks(1, 2)
+def test_groups_closures_hooks_and_plain_parameters(ctx) -> None:
+    twins = []
+    for make in (functools.partial(OffloadedOptimizer, optimizer_class=optim.AdamW), optim.AdamW):
+        model, alone = sharded(ctx), nn.Parameter(torch.ones(3, 3))
+        alone.grad = torch.full((3, 3), 0.5)
+        params = list(model.parameters())
+        optimizer = make([{"params": params[:3], "lr": 0.1}, {"params": []}], weight_decay=0.1)
+        optimizer.add_param_group({"params": [*params[3:], alone], "betas": (0.5, 0.6)})
+        twins.append((model, optimizer))
+    ran: list[str] = []
+    for model, optimizer in twins:
+        optimizer.register_step_pre_hook(lambda *_: ran.append("before"))
+        optimizer.register_step_post_hook(lambda *_: ran.append("after"))
+        loss = optimizer.step(functools.partial(backward, ctx, model, 0))
+        assert loss.requires_grad
+        assert ran == ["before", "after"]
+        ran.clear()
+    same(twins)
+    optimizer, alone = twins[0][1], twins[0][1].param_groups[-1]["params"][-1]
+    same_bits(alone.detach(), twins[1][1].param_groups[-1]["params"][-1].detach())
+    assert [len(unit) for unit in optimizer._units()] == [5, 2, 2, 2, 1]
+    assert [g["lr"] for g in optimizer.param_groups] == [0.1, 1e-3, 1e-3]
+    assert [len(g["params"]) for g in optimizer.param_groups] == [3, 0, 9]
+    count = sum(v.nbytes for values in optimizer.state.values() for v in values.values())
+    assert optimizer.host_nbytes == count
+    assert optimizer.device_nbytes == 0
+    assert repr(optimizer).startswith(
+        f"OffloadedOptimizer of AdamW (12 parameters in 5 units; state here: {count:,} bytes on the host, as are the "
+        "parameters, 0 on the device)\nOffloadedOptimizer (\nParameter Group 0\n"
+    )
+    with pytest.raises(ValueError, match="more than one parameter group"):
+        optimizer.add_param_group({"params": [alone]})
+    assert len(optimizer.param_groups) == 3
+
+
+class Failing(optim.AdamW):
+    """Raises in the step of one parameter, after others of its unit."""
+
+    at: Any = None
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        super().step()
+        if any(p is self.at for group in self.param_groups for p in group["params"]):
+            raise ArithmeticError
+        return None
+
+
+@ranks(2)
+def test_an_error_in_a_step_loses_nothing(ctx) -> None:
+    """Units before it have been stepped, units after it have not; groups are whole; and the next step works."""
+    model, theirs = sharded(ctx), sharded(ctx)
+    params = list(model.parameters())
+    optimizer = OffloadedOptimizer(groups(model), Failing, lr=0.1)
+    backward(ctx, model, 0)
+    units = optimizer._units()
+    before = [p.detach().clone() for p in params]
+    held = [group["params"] for group in optimizer.param_groups]
+    optimizer.inner.at = units[1][0]
+    with pytest.raises(ArithmeticError):
+        optimizer.step()
+    changed = {p for p, old in zip(params, before, strict=True) if not torch.equal(p, old)}
+    with_elements = [{p for p in unit if p.numel() and p.grad is not None} for unit in units]
+    assert changed == with_elements[0] | with_elements[1]
+    assert all(mine is group["params"] for mine, group in zip(held, optimizer.param_groups, strict=True))
+    assert set(optimizer.state) == {p for unit in units[:2] for p in unit if p.grad is not None}
+    optimizer.inner.at = None
+    optimizer.step()
+    of_theirs = optim.AdamW(groups(theirs), lr=0.1)
+    backward(ctx, theirs, 0)
+    of_theirs.step()
+    for p, q in zip(params, theirs.parameters(), strict=True):
+        if not any(p is each for unit in units[:2] for each in unit):
+            q.grad = None
+    of_theirs.step()
+    same([(model, optimizer), (theirs, of_theirs)])
+
+
+@ranks(2)
+def test_a_load_that_fails_changes_nothing(ctx) -> None:
+    model = sharded(ctx)
+    optimizer = OffloadedOptimizer(groups(model), optim.AdamW, lr=0.1)
+    backward(ctx, model, 0)
+    optimizer.step()
+    held, before = optimizer.param_groups, copy.deepcopy([*optimizer.state.values()])
+    saved = copy.deepcopy(optimizer.state_dict())
+    saved["state"][max(saved["state"])] = 7  # of the last unit, of whose class the error is
+    with pytest.raises((TypeError, AttributeError)):
+        optimizer.load_state_dict(saved)
+    saved["param_groups"][1]["params"].pop()
+    with pytest.raises(ValueError, match=r"groups of \[5, 5\] parameters, this optimizer of \[5, 6\]"):
+        optimizer.load_state_dict(saved)
+    assert optimizer.param_groups is held
+    same_bits([*optimizer.state.values()], before)
+
+
+class Clipping(optim.SGD):
+    """Clips the norm of all its gradients in its step, as timm's Lamb does."""
+
+    def step(self, closure: Any = None) -> Any:
+        torch.nn.utils.clip_grad_norm_([p for g in self.param_groups for p in g["params"]], 1.0)
+        return super().step(closure)
+
+
+class CountingAside(optim.SGD):
+    """Counts steps where no state dict has them."""
+
+    count = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self.count += 1
+        for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+            p.sub_(p.grad / self.count)
+
+
+class HoldingState(optim.SGD):
+    """Keeps what it has in its state elsewhere, too, and works on that."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        held = self.__dict__.setdefault("held", {})
+        for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+            if p not in held:
+                held[p] = self.state[p]["momentum"] = torch.zeros_like(p)
+            held[p].add_(p.grad)
+            p.sub_(self.state[p]["momentum"], alpha=0.1)
+
+
+class NeedsClosure(optim.SGD):
+    def step(self, closure: Callable[[], Tensor]) -> Any:
+        return closure()
+
+
+class Wrapping(optim.SGD):
+    def __init__(self, params: Any, **options: Any) -> None:
+        super().__init__(params, **options)
+        self.base = optim.SGD(self.param_groups, lr=0.1)
+
+
+REFUSED = [
+    (optim.LBFGS, {}, ValueError, "LBFGS.step needs closure"),
+    (NeedsClosure, {}, ValueError, "NeedsClosure.step needs closure"),
+    (Wrapping, {}, ValueError, "Wrapping steps by another optimizer inside"),
+    (WholeParameterOptimizer, {"optimizer_class": optim.SGD}, TypeError, "optimizer_class"),
+    (
+        functools.partial(WholeParameterOptimizer, optimizer_class=optim.Adam),
+        {},
+        ValueError,
+        "by another optimizer inside",
+    ),
+    (optim.Adam, {"differentiable": True}, ValueError, "leave out differentiable=True"),
+    (lambda params: list(params), {}, TypeError, "made a list, which is no torch.optim.Optimizer"),
+    (optim.Adam, {"lr": -1.0}, ValueError, "Invalid learning rate"),
+]
+
+
+def test_what_cannot_step_unit_by_unit_is_refused(fake_group):
+    for kind, options, error, text in REFUSED:
+        with pytest.raises(error, match=re.escape(text)):
+            OffloadedOptimizer(sharded(None).parameters(), kind, **options)
+
+
+def test_what_couples_parameters_or_keeps_something_aside_is_refused(world):
+    """At the first step, before anything is stepped; also where parameters are not cut, or not sharded."""
+    world(1)
+    for kind in (Clipping, CountingAside, HoldingState):
+        for model in (fully_shard(Net(), policy={Block}), nn.Linear(4, 4)):
+            optimizer = OffloadedOptimizer(model.parameters(), kind, lr=0.1)
+            model(torch.ones(1, 4)).sum().backward()
+            before = [p.detach().clone() for p in model.parameters()]
+            with pytest.raises(RuntimeError, match=rf"{kind.__name__} cannot be stepped unit by unit"):
+                optimizer.step()
+            assert all(map(torch.equal, before, model.parameters()))
+
+
+@ranks(2)
+def test_what_needs_whole_matrices_is_refused(ctx) -> None:
+    """As without offloading: the optimizer inside is looked at."""
+    model = sharded(ctx)
+    optimizer = OffloadedOptimizer(model.parameters(), optim.Adafactor)
+    backward(ctx, model, 0)
+    assert not flatshard.optim.steps_parts(optimizer)
+    with pytest.raises(RuntimeError, match="Adafactor looks at whole parameters"):
+        optimizer.step()
+    assert flatshard.optim.steps_parts(OffloadedOptimizer(model.parameters(), optim.AdamW))
