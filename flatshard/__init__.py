@@ -5,10 +5,22 @@
 Same object, same class, same names; each parameter a slice of a flat shard.
 
 Here is what a training script calls. More is in ``checkpoint``, ``comm``, ``debug``, ``layouts``, ``optim``, ``planning``,
-``policies`` and ``tensors``.
+``policies``, ``tensors`` and ``weights``.
 """
 
-from flatshard import _extensions, checkpoint, comm, debug, elastic, layouts, optim, planning, policies, tensors
+from flatshard import (
+    _extensions,
+    checkpoint,
+    comm,
+    debug,
+    elastic,
+    layouts,
+    optim,
+    planning,
+    policies,
+    tensors,
+    weights,
+)
 from flatshard._composable.construct.policy import CustomPolicy
 from flatshard._composable.features.buffers import sync_buffers
 from flatshard._composable.features.configure import configure
@@ -66,6 +78,7 @@ __all__ = [
     "sync_buffers",
     "tensors",
     "unshard",
+    "weights",
 ]
 
 for _value in [globals()[_name] for _name in __all__]:

@@ -21,7 +21,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import ctypes
 import dataclasses
+import pickle
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -353,6 +355,18 @@ def in_texts(ctx, text: str) -> list[str]:
     rows = [torch.zeros_like(padded) for _ in sizes]
     dist.all_gather(rows, padded, group=ctx.group)
     return [bytes(row[: int(n)].tolist()).decode() for row, n in zip(rows, sizes, strict=True)]
+
+
+def everybody(ctx, value: object) -> list[Any]:
+    """Every rank's ``value``: anything that pickles. Not ``all_gather_object``, which needs numpy."""
+    mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+    sizes = [torch.zeros(1, dtype=torch.long) for _ in range(ctx.world_size)]
+    dist.all_gather(sizes, torch.tensor([mine.numel()]), group=ctx.group)
+    rows = [torch.zeros(int(max(sizes)), dtype=torch.uint8) for _ in sizes]
+    padded = torch.zeros_like(rows[0])
+    padded[: mine.numel()] = mine
+    dist.all_gather(rows, padded, group=ctx.group)
+    return [pickle.loads(ctypes.string_at(row.data_ptr(), int(n))) for row, n in zip(rows, sizes, strict=True)]
 
 
 def shard_with(policy: Any, strategy: ShardingStrategy, model: nn.Module, group: Any) -> nn.Module:

@@ -3,8 +3,7 @@
 [Note: Few elements change]
 With small learning rates most elements stay the same in the dtype that computes, as a step is less than its last bit. So each
 rank keeps what it has sent, in that dtype, compares its shards with it, and sends what differs: no rank gathers anything. An
-element costs its value and one byte, the distance from the one before. Where that is more than 256 an element in between is
-sent too, which changes nothing. Where most elements differ, all of a shard is sent as it is.
+element costs its value and a byte or two for where it is. Where most elements differ, all of a shard is sent as it is.
 
 >>> since = SentParams(model)  # now the server has these weights, too: from a checkpoint, or by iter_full_params
 >>> ...  # steps
@@ -16,7 +15,7 @@ sent too, which changes nothing. Where most elements differ, all of a shard is s
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -25,10 +24,9 @@ from torch import nn
 from flatshard._handle.tensors.sharded_parameter import ShardedParameter, shard_info
 from flatshard._names import plain_name
 from flatshard.checkpoint._boxes import Part, memory_dims
+from flatshard.checkpoint._gaps import decode_gaps, differ, encode_gaps
 from flatshard.checkpoint._sharded_value import part_of
 from flatshard.checkpoint._state_dict import check_dtype, idle_flats
-
-_REACH = 256  # the most that a byte says of the distance between elements
 
 
 class PlacedPart(NamedTuple):
@@ -55,7 +53,7 @@ class ChangedParams(NamedTuple):
     """
 
     flat: int  # which of the rank's, as in ``SentParams.plan``
-    gaps: torch.Tensor | None  # uint8: distance to the element before, less one, from -1 on; None: all elements
+    gaps: torch.Tensor | None  # uint8 or int16: where they are, by the elements between them; None: all elements
     values: torch.Tensor  # 1-D, in the dtype of ``SentParams``
 
     @property
@@ -80,6 +78,8 @@ class SentParams:
 
     plan: Plan
     """What the receiver needs to know of this rank, once."""
+    copies: list[torch.Tensor]
+    """For each flat shard of ``plan`` its values as they were sent: 1-D."""
 
     def __init__(self, module: nn.Module, *, dtype: torch.dtype | None = None) -> None:
         """
@@ -93,33 +93,42 @@ class SentParams:
         """
         check_dtype(dtype, "SentParams")
         self._module = module
-        names: dict[int, list[str]] = {}
-        for name, param in module.named_parameters(remove_duplicate=False):
-            names.setdefault(id(param), []).append(plain_name(name))
-        self.plan = []
-        self._sent: list[torch.Tensor] = []
-        for source in _own_values(module, "SentParams"):
-            self.plan.append(list(_placed(source, names)))
+        values = list(_own_values(module, "SentParams"))
+        self.plan = _plan(module, values)
+        self.copies = []
+        for source in values:
             given = dtype if dtype is not None and source.flat.dtype.is_floating_point else source.dtype
-            self._sent.append(source.flat.to(given, copy=True))
+            self.copies.append(source.flat.to(given, copy=True))
 
     @property
     def nbytes(self) -> int:
         """Of all values here: what sending everything takes."""
-        return sum(t.nbytes for t in self._sent)
+        return sum(t.nbytes for t in self.copies)
+
+    def now(self, verb: str) -> list[torch.Tensor]:
+        """Internal: this rank's values that are compared with ``copies``: 1-D, in the master dtype.
+
+        Raises:
+            RuntimeError: they lie otherwise than in ``plan``; or called inside a forward or ``summon_full_params``.
+        """
+        values = list(_own_values(self._module, verb))
+        if _plan(self._module, values) != self.plan:
+            raise RuntimeError(
+                f"{verb}: the parameters of this {type(self._module).__name__} have been sharded anew (reshard_over), or "
+                "changed names: make a new one from the module as it is, and give receivers its plan"
+            )
+        return [source.flat for source in values]
 
     def __iter__(self) -> Iterator[ChangedParams]:
         """See :func:`iter_changed_params`."""
-        for number, (source, sent) in enumerate(
-            zip(_own_values(self._module, "iter_changed_params"), self._sent, strict=True)
-        ):
-            changed = _difference(number, source.flat.to(sent.dtype), sent)
+        for number, (flat, sent) in enumerate(zip(self.now("iter_changed_params"), self.copies, strict=True)):
+            changed = _difference(number, flat.to(sent.dtype), sent)
             if changed is not None:
                 yield changed
                 if changed.gaps is None:
                     sent.copy_(changed.values)
                 else:
-                    sent[_offsets(changed.gaps)] = changed.values
+                    sent[decode_gaps(changed.gaps)] = changed.values
 
 
 def iter_changed_params(since: SentParams) -> Iterator[ChangedParams]:
@@ -144,13 +153,13 @@ def iter_changed_params(since: SentParams) -> Iterator[ChangedParams]:
 
 
 def _difference(number: int, now: torch.Tensor, sent: torch.Tensor) -> ChangedParams | None:
-    at = (_bits(now) != _bits(sent)).nonzero().view(-1)
+    at = differ(now, sent).nonzero().view(-1)
     if not at.numel():
         return None
-    gaps = _gaps(at)
-    if gaps.numel() * (1 + now.itemsize) >= now.nbytes:
+    gaps = encode_gaps(at)
+    if gaps.nbytes + at.numel() * now.itemsize >= now.nbytes:
         return ChangedParams(number, None, now.clone())
-    return ChangedParams(number, gaps, now[_offsets(gaps)])
+    return ChangedParams(number, gaps, now[at])
 
 
 @torch.no_grad()
@@ -182,7 +191,7 @@ def apply_changed_params(weights: Mapping[str, torch.Tensor], plan: Plan, change
             raise ValueError(
                 f"apply_changed_params: {each.names[0]!r} is sent as {each.part.shape}, the weights have {have}"
             )
-    offsets = None if changed.gaps is None else _offsets(changed.gaps)
+    offsets = None if changed.gaps is None else decode_gaps(changed.gaps)
     if offsets is not None:
         ends = torch.tensor([p.start + p.part.numel for p in placed], device=offsets.device)
         starts = torch.tensor([p.start for p in placed], device=offsets.device)
@@ -234,32 +243,21 @@ def _own_values(module: nn.Module, verb: str) -> Iterator[_OwnValues]:
                 yield _OwnValues(param.detach().reshape(-1), param.dtype, [(param, 0)])
 
 
+def _plan(module: nn.Module, values: Iterable[_OwnValues]) -> Plan:
+    names: dict[int, list[str]] = {}
+    for name, param in module.named_parameters(remove_duplicate=False):
+        names.setdefault(id(param), []).append(plain_name(name))
+    return [list(_placed(source, names)) for source in values]
+
+
 def _placed(source: _OwnValues, names: Mapping[int, list[str]]) -> Iterator[PlacedPart]:
     for param, start in source.params:
-        if (info := shard_info(param)) is not None:
-            part = part_of(info)
-        else:
-            shape = tuple(param.shape)
-            part = Part.of_whole(shape, torch.empty(shape, device="meta").stride(), 0, param.numel())
+        part = whole_part(param) if (info := shard_info(param)) is None else part_of(info)
         if id(param) in names and not part.is_copy:
             yield PlacedPart(tuple(names[id(param)]), start, part)
 
 
-def _bits(values: torch.Tensor) -> torch.Tensor:
-    """To compare NaNs and signed zeros, too."""
-    kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    return torch.view_as_real(values).view(-1) if values.is_complex() else values.view(kinds[values.itemsize])
-
-
-def _gaps(at: torch.Tensor) -> torch.Tensor:
-    """[Note: Few elements change]: of offsets in ascending order, and of those between."""
-    distance = torch.diff(at, prepend=at.new_full((1,), -1))
-    between = (distance - 1) // _REACH
-    ends = torch.cumsum(between + 1, 0) - 1
-    gaps = torch.full((int(ends[-1]) + 1,), _REACH - 1, dtype=torch.uint8, device=at.device)
-    gaps[ends] = (distance - between * _REACH - 1).to(torch.uint8)
-    return gaps
-
-
-def _offsets(gaps: torch.Tensor) -> torch.Tensor:
-    return torch.cumsum(gaps.to(torch.int64) + 1, 0) - 1
+def whole_part(param: nn.Parameter) -> Part:
+    """Of a parameter that nobody shards, whose values are taken by rows."""
+    shape = tuple(param.shape)
+    return Part.of_whole(shape, torch.empty(shape, device="meta").stride(), 0, param.numel())

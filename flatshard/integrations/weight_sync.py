@@ -1,7 +1,8 @@
-"""Weights of a sharded model for a copy that generates: verl's and TRL's way, and one that needs no whole state dict.
+"""Weights of a sharded model for a copy that generates: verl's and TRL's way, and two that need no whole state dict.
 
 verl and TRL walk ``model.state_dict().items()`` and call ``value.full_tensor()`` on every rank: that works as it stands, as
-sharded values have it. :func:`sync_weights` gathers unit by unit, which is fewer and larger collectives.
+sharded values have it. :func:`sync_weights` gathers unit by unit, which is fewer and larger collectives. With
+:class:`EngineWeights` nothing is gathered, and only what has changed is sent.
 """
 
 from __future__ import annotations
@@ -51,3 +52,48 @@ def sync_weights(
     finally:
         for _ in weights:
             pass
+
+
+class EngineWeights:
+    """Keeps an inference engine, as vLLM's, at the newest version of a model in training: by its ``load_weights``.
+
+    That takes whole tensors only, by the names of the checkpoint, and shards and fuses them itself. So whole tensors are kept
+    here, once for each process that has an engine, and those that a version has changed are loaded. An engine whose tensors
+    are at hand needs no copy: give these to :class:`flatshard.weights.Receiver`.
+
+    Args:
+        load_weights: of the engine. It may be called with some of the names, and must not keep the tensors.
+        send, name, device: see :class:`flatshard.weights.Receiver`.
+    """
+
+    receiver: flatshard.weights.Receiver
+    """What messages are given to: ``receiver.receive(message)``, ``receiver.poll()``."""
+
+    def __init__(
+        self,
+        load_weights: Callable[[Iterable[tuple[str, torch.Tensor]]], object],
+        send: Callable[[int, bytes], object],
+        *,
+        name: str | int = 0,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self.receiver = flatshard.weights.Receiver(None, send, name=name, device=device)
+        self._load, self._changed = load_weights, set[str]()
+
+    def update(self) -> int | None:
+        """Load what the newest version that is whole has changed. Call it between two steps of the engine.
+
+        If ``load_weights`` raises, the engine has parts of two versions: stop it, or call this again, which loads all that
+        the engine did not get.
+
+        Returns:
+            The version that the engine has now. None: it has none yet.
+        """
+        applied = self.receiver.apply()
+        if applied is not None:
+            self._changed |= applied.names
+        if self._changed:
+            weights = self.receiver.weights
+            self._load((name, weights[name]) for name in weights if name in self._changed)
+            self._changed = set()
+        return self.receiver.version

@@ -2,28 +2,55 @@
 
 from __future__ import annotations
 
-import pickle
+from types import SimpleNamespace
 
 import pytest
 import torch
 from on_ranks import ranks
-from parity import in_texts
+from parity import everybody
 from saving import CommunicationWatch, layers, make, on_four, shard, train
 from torch import Tensor, nn
 
 import flatshard
 from flatshard import ShardingStrategy, fully_shard
 from flatshard.checkpoint import SentParams, apply_changed_params, full_state_dict, iter_changed_params
-from flatshard.checkpoint._changed_params import _gaps, _offsets
+from flatshard.checkpoint._gaps import decode_gaps, encode_gaps
 
 
 def test_gaps():
-    for at in ([0], [255], [256], [257], [0, 1, 2], [3, 259, 260, 5000], [511, 512], list(range(1000, 9000, 257))):
-        found = _offsets(_gaps(torch.tensor(at)))
-        assert set(at) <= set(found.tolist())
-        assert found[-1] == at[-1]
-        assert found.diff().gt(0).all()
-        assert len(found) <= len(at) + at[-1] // 256 + 1
+    """Words of a byte, and of two where few elements change; and no more bytes than that takes."""
+    for at, nbytes in {
+        (0,): 1,
+        (254,): 1,
+        (255,): 2,
+        (0, 1, 2): 3,
+        (3, 259, 260, 5000): 8,
+        (511, 512): 4,
+        (65534, 65535 * 3): 8,
+        tuple(range(1000, 9000, 200)): 43,
+    }.items():
+        gaps = encode_gaps(torch.tensor(at))
+        assert gaps.nbytes == nbytes, at
+        assert tuple(decode_gaps(gaps).tolist()) == at
+
+
+@ranks(2)
+def test_complex_parameters(ctx) -> None:
+    """Of two numbers each, which are one element."""
+    torch.manual_seed(0)
+    model, server = nn.Identity(), nn.Identity()
+    for each in (model, server):
+        each.short, each.long = (nn.Parameter(torch.ones(5, dtype=d)) for d in (torch.complex64, torch.complex128))
+    fully_shard(model, process_group=ctx.group)
+    since = SentParams(model)
+    with torch.no_grad():
+        model.short.add_(1j)
+        model.long.mul_(2)
+    for plan, changes in zip(everybody(ctx, since.plan), everybody(ctx, list(iter_changed_params(since))), strict=True):
+        for changed in changes:
+            apply_changed_params(weights(server), plan, changed)
+    assert torch.equal(server.short, torch.full((5,), 1 + 1j))
+    assert torch.equal(server.long, torch.full((5,), 2 + 0j, dtype=torch.complex128))
 
 
 def weights(model: nn.Module) -> dict[str, Tensor]:
@@ -68,11 +95,6 @@ def test_a_receiver_that_follows(ctx) -> None:
         follow(ctx, shard(ctx, make(), strategy, {nn.Linear}), server, dtype, lr=1e-5)
 
 
-def everybody(ctx, value: object) -> list:
-    """Each rank's."""
-    return [pickle.loads(bytes.fromhex(text)) for text in in_texts(ctx, pickle.dumps(value).hex())]
-
-
 @ranks(4)
 def test_tensor_parallel_modules_and_replicas(ctx) -> None:
     """With tensor parallelism, and in replicas, of which one sends."""
@@ -94,6 +116,8 @@ def test_what_does_not_fit(world):
         with pytest.raises(ValueError, match=r"'weight' is sent as \(2, 3\), the weights have (\(2, 2\)|nothing)$"):
             apply_changed_params(bad, since.plan, changed)
         assert not any(t.any() for t in bad.values())
+    with pytest.raises(RuntimeError, match="sharded anew"):
+        SentParams.now(SimpleNamespace(_module=model, plan=[*since.plan, []]), "iter_changed_params")
     with pytest.raises(ValueError, match="dtype must be a floating-point dtype or None"):
         SentParams(model, dtype=torch.int8)
     with flatshard.summon_full_params(model), pytest.raises(RuntimeError, match="Call it outside"):

@@ -19,6 +19,7 @@ from unittest import mock
 
 import pytest
 import torch
+from parity import everybody
 from picture import picture
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
@@ -113,11 +114,30 @@ def check_alike(ctx, value: torch.Tensor) -> None:
     assert all(torch.equal(each, value) for each in values)
 
 
+def check_engine(ctx, names: dict[str, Any], mail: list[tuple[str, int, bytes]]) -> None:
+    """Rank 0 has the engine."""
+    for _ in range(6):
+        every = everybody(ctx, [each for each in mail if ctx.rank == 0 or each[0] == "receiver"])
+        mail.clear()
+        for kind, to, message in [each for sent in every for each in sent]:
+            if to == ctx.rank:
+                names[kind].receive(message)
+        names["receiver"].poll()
+    applied = names["receiver"].apply()
+    whole = flatshard.checkpoint.full_state_dict(names["model"], dtype=torch.bfloat16)
+    if ctx.rank == 0:
+        assert (applied.version, names["sender"].version) == (1, 1)
+        assert torch.equal(names["weights"]["4.weight"], whole["4.weight"])
+
+
 def run_recipe(ctx, name: str, directory: str) -> None:
     """Runs it, and then trains for a step, if it sharded the model."""
     os.chdir(directory)
     names = the_quick_starts_model()
     before = {n: p.detach().clone() for n, p in names["model"].named_parameters()}
+    mail: list[tuple[str, int, bytes]] = []
+    names["to_engine"] = lambda engine, message: mail.append(("receiver", engine, message))
+    names["to_rank"] = lambda rank, message: mail.append(("sender", rank, message))
     exec(compile(RECIPES[name], "README.md", "exec"), names)
     if name == "A rank dies":
         assert callable(names["main"])  # elastic/test_job.py runs it
@@ -133,6 +153,8 @@ def run_recipe(ctx, name: str, directory: str) -> None:
     if name == "pretrained":
         values = flatshard.checkpoint.full_state_dict(model)
         assert all(torch.equal(value, before[n]) for n, value in values.items())
+    if name == "Weights for an engine":
+        check_engine(ctx, names, mail)
     if name == "buffers":
         check_alike(ctx, model[1].running_mean)
     if name == "export":

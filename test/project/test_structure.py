@@ -28,7 +28,7 @@ PACKAGES = [
     ["_composable.features", "_comm.monitor"],
     ["_quantized", "_shared_memory"],
     ["optim", "checkpoint", "debug", "comm", "policies", "tensors"],
-    ["planning", "elastic"],
+    ["planning", "elastic", "weights"],
     ["_extensions"],
     [""],
     ["integrations"],  # on the public names

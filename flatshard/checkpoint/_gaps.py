@@ -1,0 +1,43 @@
+"""Which elements of many have changed, in about a byte for each.
+
+[Note: Gaps]
+Offsets in ascending order are written as distances: how many elements lie between one and the one before. The largest word
+says no element, and that as many are skipped. Words are bytes; where few elements change, of 16 bits, if that is less.
+"""
+
+from __future__ import annotations
+
+import torch
+
+_KINDS = {torch.uint8: 2**8 - 1, torch.int16: 2**16 - 1}
+"""The dtype of a word, and the largest. Words of 16 bits are unsigned: torch can do little with ``uint16``."""
+
+
+def encode_gaps(at: torch.Tensor) -> torch.Tensor:
+    """[Note: Gaps]: of ascending offsets."""
+    between = torch.diff(at, prepend=at.new_full((1,), -1)) - 1
+    sizes = {kind: kind.itemsize * int((between // most + 1).sum()) for kind, most in _KINDS.items()}
+    kind = min(sizes, key=sizes.__getitem__)
+    most = _KINDS[kind]
+    skips = between // most
+    words = torch.full((sizes[kind] // kind.itemsize,), most, dtype=torch.int64, device=at.device)
+    words[torch.cumsum(skips + 1, 0) - 1] = between - skips * most
+    return words.to(kind)
+
+
+def decode_gaps(gaps: torch.Tensor) -> torch.Tensor:
+    """The offsets."""
+    most = _KINDS[gaps.dtype]
+    words = gaps.to(torch.int64) & most
+    return (torch.cumsum(words + (words != most), 0) - 1)[words != most]
+
+
+def differ(now: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
+    """Where the bits of two 1-D tensors differ: also of NaNs and signed zeros."""
+    return (bits(now) != bits(before)).view(now.numel(), -1).any(1)
+
+
+def bits(values: torch.Tensor) -> torch.Tensor:
+    """1-D values as integers, of their size or of 8 bytes."""
+    kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
+    return values.view(kinds[values.itemsize])

@@ -1,0 +1,155 @@
+"""Which elements a receiver gets from a rank, and in which order: in integers.
+
+[Note: A plan of intervals]
+A receiver asks for rectangular regions of parameters, one for each of its targets: rows of three matrices for a fused one,
+columns of another. A rank has ranges of parameters, each of which is a few boxes. What they have in common are boxes, too:
+strided views of the rank's flat shard on one side, of the targets on the other. They are found once. In their order they make
+up a row of elements, which is cut into cells of a limited size: all that is compared, sent, asked for and put in place is a
+cell, or offsets in one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+
+from flatshard.checkpoint._boxes import Box, cut, split
+from flatshard.checkpoint._changed_params import Plan
+from flatshard.checkpoint._sharded_value import view_of
+
+Ints = tuple[int, ...]
+
+CELL = 2**19  # elements: the working memory of both sides is some 60 bytes for each of these
+
+
+class Asked(NamedTuple):
+    """A region of a parameter that a receiver asks for."""
+
+    name: str
+    start: Ints
+    shape: Ints
+    dtype: str  # of the receiver's tensor, as "bfloat16"
+
+    @property
+    def kind(self) -> torch.dtype:
+        """``dtype``."""
+        kind = getattr(torch, self.dtype)
+        assert isinstance(kind, torch.dtype)
+        return kind
+
+
+class Region(NamedTuple):
+    """A part of what was asked for."""
+
+    asked: int
+    offsets: Ints  # in the region that was asked for
+    sizes: Ints
+
+
+class OwnRegion(NamedTuple):
+    """A region, and where it is in this rank's flat shards."""
+
+    flat: int
+    box: Box  # in the flat shard
+    region: Region
+
+
+Cell = list[Region]
+"""[Note: A plan of intervals]: neighbours, of one dtype."""
+OwnCell = list[OwnRegion]
+"""A cell, of one flat shard."""
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """``"bfloat16"``."""
+    return str(dtype).removeprefix("torch.")
+
+
+def own_cells(plan: Plan, asked: Sequence[Asked], most: int) -> list[OwnCell]:
+    """What a rank with ``plan`` sends of what is asked for. ``most``: elements in a cell."""
+    wanted: dict[str, list[int]] = {}
+    for number, each in enumerate(asked):
+        wanted.setdefault(each.name, []).append(number)
+    found: list[OwnRegion] = []
+    for flat, parts in enumerate(plan):
+        for placed in parts:
+            boxes = [box for box in placed.part.boxes if box.numel]
+            for number in [number for name in placed.names for number in wanted.get(name, ())]:
+                for box in boxes:
+                    common = cut(box, asked[number].start, asked[number].shape)
+                    for piece in () if common is None else split(common, most):
+                        offsets = tuple(o - s for o, s in zip(piece.offsets, asked[number].start, strict=True))
+                        at = piece._replace(start=placed.start + piece.start)
+                        found.append(OwnRegion(flat, at, Region(number, offsets, piece.sizes)))
+    found.sort(key=lambda own: (own.flat, own.box.start))
+    return list(_grouped(found, most))
+
+
+def _grouped(regions: Iterable[OwnRegion], most: int) -> Iterator[OwnCell]:
+    cell: OwnCell = []
+    for own in regions:
+        if cell and (cell[0].flat != own.flat or sum(o.box.numel for o in cell) + own.box.numel > most):
+            yield cell
+            cell = []
+        cell.append(own)
+    if cell:
+        yield cell
+
+
+def read(cell: OwnCell, flat: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The elements of a cell in a flat shard: 1-D."""
+    return torch.cat([view_of(flat, own.box).to(dtype).reshape(-1) for own in cell])
+
+
+class Places:
+    """Where the elements of a cell are in the targets."""
+
+    def __init__(self, cell: Cell, targets: Sequence[torch.Tensor]) -> None:
+        self._parts: list[
+            tuple[int, int, torch.Tensor, int]
+        ] = []  # elements of the cell, the view, and of which target
+        end = 0
+        for number, offsets, sizes in cell:
+            view = targets[number]
+            for dim, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
+                view = view.narrow(dim, offset, size)
+            start, end = end, end + math.prod(sizes)
+            self._parts.append((start, end, view, number))
+
+    def sizes(self) -> Iterator[tuple[int, int]]:
+        """(target, elements in it)."""
+        yield from ((number, end - start) for start, end, _, number in self._parts)
+
+    def parts(self, at: torch.Tensor | None) -> Iterator[tuple[int, slice, torch.Tensor, torch.Tensor | None]]:
+        """(target, which of the given elements are in it, memory around it, where they are in this memory).
+
+        ``at``: offsets in the cell, ascending. None: all, and so is where they are: the memory is their view then.
+        """
+        edges = torch.tensor([start for start, *_ in self._parts] + [self._parts[-1][1]])
+        first = edges.tolist() if at is None else torch.searchsorted(at, edges).tolist()
+        for (start, _, view, number), begin, end in zip(self._parts, first, first[1:], strict=False):
+            if begin == end:
+                continue
+            if at is None:
+                yield number, slice(begin, end), view, None
+            else:
+                memory = view.as_strided((_extent(view),), (1,))
+                yield number, slice(begin, end), memory, _in_memory(view, at[begin:end] - start).to(view.device)
+
+
+def _extent(view: torch.Tensor) -> int:
+    return 1 + sum((n - 1) * s for n, s in zip(view.shape, view.stride(), strict=True))
+
+
+def _in_memory(view: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
+    """Of elements by their number in the order of rows: where they are from the view's first on."""
+    if view.is_contiguous():
+        return at
+    where = torch.zeros_like(at)
+    for size, stride in zip(reversed(view.shape), reversed(view.stride()), strict=True):
+        where += at % size * stride
+        at = at // size
+    return where

@@ -1,0 +1,104 @@
+"""What has changed in a cell, as bytes.
+
+[Note: Sections]
+The changes of a cell are sections, each in one form: all elements with their values; some with their values; some with the
+low half of their bits. With small learning rates a value moves by a few of its last bits, so the low half says enough: of all
+numbers with that low half it is the one that is nearest to what the receiver has. In bfloat16 that is a byte in place of two.
+An element costs a byte or two more for where it is (``checkpoint/_gaps.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+
+from flatshard.checkpoint._container import memory_of
+from flatshard.checkpoint._gaps import bits, decode_gaps, differ, encode_gaps
+
+_HEAD = 9  # bytes: the cell in four, the form in one, and in four how many elements, or words of gaps, there are
+_GAPS = {0: None, 1: torch.uint8, 2: torch.int16}
+_HALF = 4  # in the form, beside the bytes of a word
+_HALVES = {2: torch.int8, 4: torch.int16, 8: torch.int32}
+
+
+class Section(NamedTuple):
+    """[Note: Sections]"""
+
+    cell: int
+    at: torch.Tensor | None  # offsets of elements in the cell. None: of all
+    values: torch.Tensor  # 1-D: in the dtype of the cell, or low halves as integers
+    is_half: bool
+    data: memoryview  # all of the section
+
+
+def nearest(before: torch.Tensor, halves: torch.Tensor) -> torch.Tensor:
+    """Of the values with these low halves those that are nearest to ``before``, by their bits as integers."""
+    old = bits(before)
+    step = halves - old.to(halves.dtype)  # as integers wrap around
+    return (old + step.to(old.dtype)).view(before.dtype)
+
+
+def whole(cell: int, values: torch.Tensor) -> bytes:
+    """A section of all elements."""
+    return _head(cell, 0, values.numel()) + _bytes(values)
+
+
+def changes(cell: int, now: torch.Tensor, before: torch.Tensor) -> Iterator[bytes]:
+    """Sections by which ``before`` becomes ``now``: 1-D, of one dtype. Those of fewest bytes."""
+    at = differ(now, before).nonzero().view(-1)
+    if not at.numel():
+        return
+    found: list[bytes] = []
+    kind = _HALVES.get(now.itemsize)
+    if kind is not None:
+        new, old = bits(now)[at], bits(before)[at]
+        step = new - old
+        near = step == step.to(kind).to(step.dtype)
+        found += _some(cell, at[near], new[near].to(kind), _HALF)
+        at = at[~near]
+    found += _some(cell, at, now[at], 0)
+    if sum(map(len, found)) < now.nbytes:
+        yield from found
+    else:
+        yield whole(cell, now)
+
+
+def _some(cell: int, at: torch.Tensor, values: torch.Tensor, form: int) -> list[bytes]:
+    if not at.numel():
+        return []
+    gaps = encode_gaps(at)
+    return [_head(cell, form | gaps.itemsize, gaps.numel()) + _bytes(gaps) + _bytes(values)]
+
+
+def sections(payload: memoryview, dtypes: list[torch.dtype]) -> Iterator[Section]:
+    """``dtypes``: of each cell."""
+    start = 0
+    while start < len(payload):
+        at, end = None, start + _HEAD
+        cell, form = int.from_bytes(payload[start : start + 4], "little"), payload[start + 4]
+        count = int.from_bytes(payload[start + 5 : end], "little")
+        if (kind := _GAPS[form & 3]) is not None:
+            gaps = _values(payload, end, count, kind)
+            end += gaps.nbytes
+            at = decode_gaps(gaps)
+            count = at.numel()
+        dtype = dtypes[cell]
+        values = _values(payload, end, count, _HALVES[dtype.itemsize] if form & _HALF else dtype)
+        end += values.nbytes
+        yield Section(cell, at, values, bool(form & _HALF), payload[start:end])
+        start = end
+
+
+def _head(cell: int, form: int, count: int) -> bytes:
+    return cell.to_bytes(4, "little") + bytes([form]) + count.to_bytes(4, "little")
+
+
+def _values(payload: memoryview, start: int, count: int, dtype: torch.dtype) -> torch.Tensor:
+    """A copy, as bytes lie anywhere."""
+    return torch.frombuffer(bytearray(payload[start : start + count * dtype.itemsize]), dtype=dtype)
+
+
+def _bytes(values: torch.Tensor) -> bytes:
+    return bytes(memory_of(values.cpu().contiguous()))

@@ -1,0 +1,403 @@
+"""A receiver's side: what has come, what lacks, and the newest version that is whole.
+
+[Note: All or nothing]
+What comes is kept beside the weights, in any order. A version is whole when each cell of each sender has a base, in the
+weights or beside them, and all changes from there to that version have come. Only then are the weights written, all of them
+in one call, which the engine makes between two of its steps. So the weights are one version of the whole model at any time:
+but for an error in the midst of that call, after which they count as none, and all is asked for again.
+
+[Note: One rule for what lacks]
+Of each cell the sender is told which version is here, and which messages of later ones. Nothing at the beginning, all of one
+version after a restart of the senders, some cells newer than others after losses: what it answers follows from that. Whatever
+is lost, the question or the answer, is made up for by the next question.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from flatshard.weights import _cells, _codec
+from flatshard.weights._messages import Bytes, digest_of, message_of, read_message
+from flatshard.weights._sender import Name
+
+_SLACK = 2**20  # bytes that may be kept beyond those of all weights
+
+
+class Target(NamedTuple):
+    """Where a receiver has a region of a parameter.
+
+    Example::
+
+        qkv = torch.empty(3 * 32, 64)  # fused, of the second of two tensor-parallel ranks
+        targets = [
+            flatshard.weights.Target(f"attention.{name}.weight", part, start=(32, 0))
+            for name, part in zip(["q", "k", "v"], qkv.split(32))
+        ]
+    """
+
+    name: str
+    """The parameter's, at the sender."""
+    tensor: torch.Tensor
+    """Of the region's shape, and in the dtype that is sent. A view of any strides: it is written in place."""
+    start: tuple[int, ...] | None = None
+    """Where the region begins in the parameter. None: with its first element."""
+
+
+class Applied(NamedTuple):
+    """What :meth:`Receiver.apply` has done.
+
+    Example::
+
+        sender = flatshard.weights.Sender(model, lambda name, message: receiver.receive(message))
+        receiver = flatshard.weights.Receiver(None, lambda rank, message: sender.receive(message))
+        receiver.poll()
+        if (applied := receiver.apply()) is not None:  # here each rank would need a receiver that asks all of them
+            print(applied.version, sorted(applied.names))
+    """
+
+    version: int
+    """The weights are that version now."""
+    names: frozenset[str]
+    """Of parameters that have changed."""
+
+
+class _Update:
+    """Messages by which a version comes from the one before, of one sender."""
+
+    def __init__(self) -> None:
+        self.messages: dict[int, memoryview] = {}  # by index
+        self.count: int | None = None  # known when the last has come
+
+    @property
+    def nbytes(self) -> int:
+        return sum(map(len, self.messages.values()))
+
+    @property
+    def is_whole(self) -> bool:
+        return len(self.messages) == self.count
+
+
+class _Source:
+    """One sender."""
+
+    def __init__(self, asked: list[_cells.Asked], cells: list[_cells.Cell], targets: list[torch.Tensor]) -> None:
+        self.names = [each.name for each in asked]
+        self.places = [_cells.Places(cell, targets) for cell in cells]
+        self.dtypes = [targets[cell[0].asked].dtype for cell in cells]
+        self.written = [-1] * len(cells)  # the version of each cell in the weights, or -1
+        self.fresh: dict[int, tuple[int, memoryview]] = {}  # newer cells beside them: version, section
+        self.updates: dict[int, _Update] = {}  # by version
+
+    @property
+    def bases(self) -> list[int]:
+        """The version of each cell, here or in the weights."""
+        return [self.fresh[cell][0] if cell in self.fresh else base for cell, base in enumerate(self.written)]
+
+    @property
+    def newest(self) -> int:
+        """The version up to which nothing lacks, or -1."""
+        version = min(self.bases)
+        while version >= 0 and version + 1 in self.updates and self.updates[version + 1].is_whole:
+            version += 1
+        return version
+
+    def write(self, version: int) -> set[str]:
+        """Bring the weights to ``version``. Returns the names of parameters that have changed."""
+        bases, names = self.bases, set[str]()
+        for _, data in self.fresh.values():
+            for section in _codec.sections(data, self.dtypes):
+                names |= self._put(section)
+        for number in sorted(v for v in self.updates if v <= version):
+            for _, payload in sorted(self.updates[number].messages.items()):
+                for section in _codec.sections(payload, self.dtypes):
+                    if bases[section.cell] < number:
+                        names |= self._put(section)
+        self.written, self.fresh = [version] * len(bases), {}
+        self.drop_old()
+        return names
+
+    def _put(self, section: _codec.Section) -> set[str]:
+        names = set()
+        for number, chosen, memory, at in self.places[section.cell].parts(section.at):
+            values = section.values[chosen].to(memory.device)
+            if at is None:
+                memory.copy_(values.view(memory.shape))
+            else:
+                memory[at] = _codec.nearest(memory[at], values) if section.is_half else values
+            names.add(self.names[number])
+        return names
+
+    def lose(self) -> None:
+        """Nothing is here any more."""
+        self.written, self.fresh, self.updates = [-1] * len(self.written), {}, {}
+
+    def drop_old(self) -> None:
+        """Updates that no cell needs."""
+        first = min(self.bases, default=-1)
+        self.updates = {version: update for version, update in self.updates.items() if version > first}
+
+    @property
+    def nbytes(self) -> int:
+        return sum(len(data) for _, data in self.fresh.values()) + sum(u.nbytes for u in self.updates.values())
+
+
+class Receiver:
+    """Keeps weights at a version of a model in training: whole versions only, bit for bit.
+
+    Beside its weights it holds what has come, at most as many bytes once more.
+
+    Example::
+
+        weights = {"4.weight": torch.empty(10, 64), "4.bias": torch.empty(10)}
+        asked = []
+        receiver = flatshard.weights.Receiver(weights, lambda rank, message: asked.append((rank, message)))
+        receiver.poll()  # and in the loop of messages: receiver.receive(message)
+        assert receiver.apply() is None  # between two steps of the engine; nothing has come here
+
+    Args:
+        weights: tensors by the names of the sender's parameters; or a list of :class:`Target` where names or shapes differ,
+            as of fused or tensor-parallel weights. Only their elements are sent. They are the receiver's: nobody else may
+            change them. None: all parameters, whole, in tensors of its own.
+        send: called with a sender's rank and a message for it: ``bytes``, to be taken there by any means. Messages may be
+            lost, doubled and late.
+        name: what senders call it: of its own among all receivers.
+        device: of tensors of its own.
+
+    Raises:
+        ValueError: nothing is asked for, or a target has not as many dimensions as its ``start``.
+    """
+
+    version: int | None
+    """Of the weights. None: they are no version yet, or no longer as :meth:`apply` has failed."""
+    damaged: int
+    """How many messages have arrived damaged. They count as lost."""
+    weights: dict[str, torch.Tensor]
+    """The tensors, by the parameters' names; where several are of one parameter, the last."""
+
+    def __init__(
+        self,
+        weights: Mapping[str, torch.Tensor] | Iterable[Target] | None,
+        send: Callable[[int, bytes], object],
+        *,
+        name: Name = 0,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self.version, self.damaged, self.name = None, 0, name
+        self._send, self._device = send, device
+        self._lock = threading.RLock()
+        if isinstance(weights, Mapping):
+            weights = [Target(name, tensor) for name, tensor in weights.items()]
+        self._targets = None if weights is None else [_detached(target) for target in weights]
+        self.weights = {} if self._targets is None else {t.name: t.tensor for t in self._targets}
+        self._layout = None if self._targets is None else [_asked(target) for target in self._targets]
+        if self._layout == []:
+            raise ValueError("Receiver: no weights are asked for. None asks for all parameters of the sender")
+        self._channel = digest_of(json.dumps(self._layout).encode()).hex()
+        self._nonce = 0  # of the last question
+        self._run: str | None = None
+        self._run_since = -1  # the question that was answered when this run was first heard of
+        self._ranks: list[int] | None = None  # that send
+        self._sources: dict[int, _Source] = {}
+        self._refused: str | None = None
+
+    @property
+    def held_nbytes(self) -> int:
+        """How many bytes have come that are not in the weights yet."""
+        return sum(source.nbytes for source in self._sources.values())
+
+    # -- messages ------------------------------------------------------------------------------------------------------
+
+    def poll(self) -> None:
+        """Ask each sender for what has not come: at the beginning, and whenever nothing has come for some time.
+
+        Rank 0 tells which others there are, and they are asked by the next call.
+        """
+        with self._lock:
+            self._nonce += 1
+            questions = [(rank, self._state(rank, asks=True)) for rank in self._known()]
+        for rank, message in questions:
+            self._send(rank, message)
+
+    def receive(self, message: Bytes) -> None:
+        """Take what a sender has sent, in any order and however often. Any thread may call it. The weights stay as they are.
+
+        Raises:
+            ValueError: it is no message of a sender; or the senders have not what is asked for.
+        """
+        found = read_message(message, "Receiver.receive")
+        if found is None:
+            self.damaged += 1
+            return
+        head, kind = found.header, found.header["kind"]
+        if kind == "state":
+            raise ValueError("Receiver.receive got what a receiver has sent: give it to Sender.receive")
+        with self._lock:
+            if head["channel"] != self._channel:
+                return
+            if kind in ("hello", "plan"):
+                self._hear_of(head)
+            if head["run"] != self._run:
+                return
+            if kind == "hello":  # that sender does not know this receiver
+                self._sources.pop(head["source"], None)
+            elif kind == "plan":
+                self._take_plan(head)
+            elif (source := self._sources.get(head["source"])) is not None:
+                (self._take_update if kind == "update" else self._take_cells)(source, head, found.payload)
+
+    def _known(self) -> list[int]:
+        """Ranks that have something for this receiver, as far as is known."""
+        if self._ranks is None:
+            return [0]
+        return [rank for rank in self._ranks if rank not in self._sources or self._sources[rank].places]
+
+    def _state(self, rank: int, asks: bool) -> bytes:
+        """What a sender must know to send what lacks. [Note: One rule for what lacks]"""
+        source = self._sources.get(rank)
+        head = {"kind": "state", "name": self.name, "channel": self._channel, "run": self._run, "nonce": self._nonce}
+        state: dict[str, Any] = {**head, "asks": asks, "held": {}}
+        if source is None:
+            state["layout"] = self._layout
+        else:
+            state["held"] = {version: list(update.messages) for version, update in source.updates.items()}
+            state |= {"bases": source.bases, "applied": min(source.written, default=-1)}
+        return message_of(state)
+
+    def _hear_of(self, head: dict[str, Any]) -> None:
+        """A run that answers a newer question than the present one did is alive: a dead one cannot have answered it."""
+        if head["run"] != self._run and head["nonce"] > self._run_since:
+            self._run, self._run_since = head["run"], head["nonce"]
+            self._ranks, self._sources = None, {}
+
+    def _take_plan(self, head: dict[str, Any]) -> None:
+        if "refused" in head:
+            self._refused = head["refused"]
+            raise ValueError(f"Receiver: {self._refused}")
+        self._ranks = head["ranks"]
+        if head["source"] in self._sources or head["source"] not in self._ranks:
+            return
+        asked = [_cells.Asked(name, tuple(start), tuple(shape), dtype) for name, start, shape, dtype in head["asked"]]
+        cells = [[_cells.Region(*region) for region in cell] for cell in head["cells"]]
+        self._sources[head["source"]] = _Source(asked, cells, self._tensors(asked))
+        if all(rank in self._sources for rank in self._ranks):
+            self._check_complete(head["names"])
+
+    def _tensors(self, asked: list[_cells.Asked]) -> list[torch.Tensor]:
+        if self._targets is not None:
+            return [target.tensor for target in self._targets]
+        nothing = torch.empty(0)  # in place of what this sender has no element of
+        for each in asked:
+            if not each.dtype:
+                continue
+            tensor = self.weights.get(each.name, nothing)
+            if tuple(tensor.shape) != each.shape or tensor.dtype != each.kind:
+                self.weights[each.name] = torch.empty(each.shape, dtype=each.kind, device=self._device)
+        return [self.weights.get(each.name, nothing) for each in asked]
+
+    def _check_complete(self, names: str) -> None:
+        """All senders have said what they send: each element must be there once."""
+        found: dict[int, int] = {}
+        for source in self._sources.values():
+            for place in source.places:
+                for asked, numel in place.sizes():
+                    found[asked] = found.get(asked, 0) + numel
+        for number, target in enumerate(self._targets or ()):
+            if found.get(number, 0) != target.tensor.numel():
+                had = f"{found[number]} of {target.tensor.numel()} elements" if number in found else "no element"
+                there = f". Its module has {names}" if names and number not in found else ""
+                self._refused = f"the senders have {had} of what is asked for of {target.name!r}{there}"
+                raise ValueError(f"Receiver: {self._refused}")
+
+    def _take_update(self, source: _Source, head: dict[str, Any], payload: memoryview) -> None:
+        version, index = head["version"], head["index"]
+        update = source.updates.get(version, _Update())
+        if version <= min(source.bases) or index in update.messages or not self._has_room(len(payload), version):
+            return
+        source.updates[version] = update
+        update.messages[index] = payload
+        if head["last"]:
+            update.count = index + 1
+
+    def _take_cells(self, source: _Source, head: dict[str, Any], payload: memoryview) -> None:
+        bases = source.bases
+        for section in _codec.sections(payload, source.dtypes):
+            if head["version"] > bases[section.cell] and self._has_room(len(section.data), -1):
+                source.fresh[section.cell] = head["version"], section.data
+        source.drop_old()
+
+    def _has_room(self, nbytes: int, version: int) -> bool:
+        """Whether so much more may be kept: of later versions what is here goes for it. It is asked for again."""
+        most = sum(tensor.nbytes for tensor in self._every_tensor()) + _SLACK
+        while self.held_nbytes + nbytes > most:
+            later = [(v, source) for source in self._sources.values() for v in source.updates if v > version]
+            if not later:
+                return False
+            last, source = max(later, key=lambda each: each[0])
+            del source.updates[last]
+        return True
+
+    def _every_tensor(self) -> Iterable[torch.Tensor]:
+        return self.weights.values() if self._targets is None else [target.tensor for target in self._targets]
+
+    # -- the weights ---------------------------------------------------------------------------------------------------
+
+    def apply(self) -> Applied | None:
+        """Write the newest version that is whole into the weights, and tell the senders. Call it where nobody reads them.
+
+        Returns:
+            What has changed. None: nothing newer is whole.
+
+        Raises:
+            ValueError: the senders have not what is asked for.
+        """
+        with self._lock, torch.no_grad():
+            if self._refused is not None:
+                raise ValueError(f"Receiver: {self._refused}")
+            version = self._whole()
+            if version is None:
+                return None
+            self.version = None
+            try:
+                names = {name for source in self._sources.values() for name in source.write(version)}
+            except BaseException:  # the weights are no version now. [Note: All or nothing]
+                for source in self._sources.values():
+                    source.lose()
+                raise
+            self.version = version
+            receipts = [(rank, self._state(rank, asks=False)) for rank in self._known()]
+        for rank, message in receipts:
+            self._send(rank, message)
+        return Applied(version, frozenset(names))
+
+    def _whole(self) -> int | None:
+        """The newest version that is whole, if it is not in the weights already. [Note: All or nothing]"""
+        if self._ranks is None or any(rank not in self._sources for rank in self._ranks):
+            return None
+        sources = [source for source in self._sources.values() if source.places]
+        version = min(source.newest for source in sources)
+        if version < max(max(source.bases) for source in sources) or all(
+            base == version for source in sources for base in source.written
+        ):
+            return None
+        return version
+
+
+def _detached(target: Target) -> Target:
+    tensor = target.tensor.detach()
+    start = (0,) * tensor.dim() if target.start is None else tuple(target.start)
+    if len(start) != tensor.dim():
+        raise ValueError(
+            f"Receiver: the target of {target.name!r} has shape {tuple(tensor.shape)}, and its start {start}: one number for "
+            "each dimension. The tensor must be a view of the parameter's dimensions"
+        )
+    return Target(target.name, tensor, start)
+
+
+def _asked(target: Target) -> _cells.Asked:
+    assert target.start is not None
+    return _cells.Asked(target.name, target.start, tuple(target.tensor.shape), _cells.dtype_name(target.tensor.dtype))

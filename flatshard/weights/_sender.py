@@ -1,0 +1,358 @@
+"""A rank's side: what has changed in its shards, for each receiver that has asked.
+
+[Note: Versions]
+All ranks publish at the same point of training, and each counts: so a version is one state of the whole model, though nobody
+waits for anybody, and ranks' updates arrive apart. A run is the life of these senders; its name is agreed on when they are
+made. So numbers of a run that has died say nothing in the next one.
+
+[Note: What is kept]
+A rank keeps its values as of the last version, in the dtype that is sent, and the messages of past versions as far as they
+fit (``history_bytes``), until all receivers have said that they have them. A receiver that lacks messages gets these; for
+what is gone it gets cells of the last version. Receivers with one layout share a channel: their changes are found once.
+"""
+
+from __future__ import annotations
+
+import threading
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from flatshard._comm.monitor.messages import default_group, membership
+from flatshard._errors import name_list
+from flatshard._handle.tensors.sharded_parameter import shard_info
+from flatshard._names import plain_name
+from flatshard.checkpoint._barrier import Barrier
+from flatshard.checkpoint._changed_params import SentParams, whole_part
+from flatshard.checkpoint._sharded_value import part_of
+from flatshard.weights import _cells, _codec
+from flatshard.weights._messages import Bytes, message_of, read_message
+
+Name = str | int
+"""A receiver's."""
+
+_MESSAGE = 2**20  # bytes: a message is at most as long, or one cell
+_PATIENCE = timedelta(minutes=5)
+
+
+class _Sending:
+    """What receivers with one layout get. [Note: What is kept]"""
+
+    def __init__(self, cells: list[_cells.OwnCell], asked: list[_cells.Asked], version: int) -> None:
+        self.cells, self.asked = cells, asked
+        self.start = version  # messages of later versions are kept
+        self.kept: dict[int, list[bytes]] = {}  # by version, ascending
+        self.nbytes = 0  # of all that is kept
+        self.receivers: dict[Name, int] = {}  # with the version that each has said it has, or -1
+
+    def keep(self, version: int, message: bytes) -> None:
+        if version > self.start:  # else those before it are gone
+            self.kept.setdefault(version, []).append(message)
+            self.nbytes += len(message)
+
+    def forget(self, version: int) -> None:
+        """What is kept of versions up to this one."""
+        self.start = max(self.start, version)
+        for old in [v for v in self.kept if v <= version]:
+            self.nbytes -= sum(map(len, self.kept.pop(old)))
+
+
+class Sender:
+    """Sends what has changed in this rank's shards to receivers, such as inference engines. One on each rank.
+
+    No rank gathers anything, and none waits for another or for a receiver. Beyond the model a rank holds its values once
+    more, in ``dtype``, and ``history_bytes``.
+
+    Example::
+
+        sent = []
+        sender = flatshard.weights.Sender(model, lambda receiver, message: sent.append(message), dtype=torch.bfloat16)
+        optimizer.step()
+        assert sender.publish() == 1  # and in the loop of messages: sender.receive(message)
+
+    Args:
+        module: a sharded module, or one that holds sharded ones.
+        send: called with a receiver's name and a message for it: ``bytes``, to be taken there by any means. Messages may be
+            lost, doubled and late. It must not call the sender.
+        dtype: of what is sent of floating-point parameters. None: the one in which they compute.
+        version: of the values that ``module`` has now. Ranks must agree.
+        history_bytes: how much is kept of what was sent, for receivers that have lost a message: they get more than they
+            lost where it is gone. None: what a rank has left of twice its shards: half of them where bfloat16 is sent of
+            float32, and nothing where parameters are sent in their own dtype.
+        process_group: the ranks that have ``module`` together. Default: all. All of them must make a sender.
+
+    Raises:
+        ValueError: nothing in ``module`` is sharded, or ``dtype`` is no floating-point dtype.
+        RuntimeError: called inside a forward or ``summon_full_params``.
+        MeetingError: a rank did not come, or came with other arguments.
+    """
+
+    version: int
+    """Of what was published last."""
+    run: str
+    """Names these senders: others after a restart."""
+    damaged: int
+    """How many messages have arrived damaged. They count as lost."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        send: Callable[[Name, bytes], object],
+        *,
+        dtype: torch.dtype | None = None,
+        version: int = 0,
+        history_bytes: int | None = None,
+        process_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        self._values = SentParams(module, dtype=dtype)
+        self._module, self._send, self.version, self.damaged = module, send, version, 0
+        held = sum(flat.nbytes for flat in self._values.now("Sender"))
+        self._most = max(0, held - self._values.nbytes) if history_bytes is None else history_bytes
+        self._channels: dict[str, _Sending] = {}
+        self._lock = threading.Lock()
+        group = default_group() if process_group is None else process_group
+        self._rank, size, store = membership(group)
+        what = f"flatshard.weights.Sender(dtype={dtype}, version={version})"
+        with Barrier(store, self._rank, range(size), what, _PATIENCE.total_seconds()) as ranks:
+            self.run, self._ranks = ranks.share(lambda: bool(self._values.plan), _agree)
+
+    @property
+    def versions(self) -> dict[Name, int | None]:
+        """The version that each receiver has said it has, of this run. None: it has not yet."""
+        with self._lock:
+            found = {n: v for channel in self._channels.values() for n, v in channel.receivers.items()}
+        return {name: None if version < 0 else version for name, version in found.items()}
+
+    @property
+    def history_nbytes(self) -> int:
+        """How many bytes of past messages are kept now."""
+        return sum(channel.nbytes for channel in self._channels.values())
+
+    def publish(self) -> int:
+        """The values that parameters have now are the next version: send what has changed. All ranks must call it.
+
+        No communication but by ``send``, and no rank waits. If ``send`` raises, the version is complete all the same: what
+        a receiver did not get it asks for. The first error is raised at the end.
+
+        Returns:
+            The number of the version.
+
+        Raises:
+            RuntimeError: called inside a forward or ``summon_full_params``; or parameters have been sharded anew.
+        """
+        with self._lock, torch.no_grad():
+            flats = self._values.now("Sender.publish")
+            version, errors = self.version + 1, list[Exception]()
+            unfinished = list(self._channels)
+            try:
+                for name, channel in self._channels.items():
+                    for message in self._updates(name, channel, flats, version):
+                        self._keep(channel, version, message)
+                        for receiver in channel.receivers:
+                            self._try(receiver, message, errors)
+                    unfinished.remove(name)
+            finally:  # whatever has failed: a part of this version may be with a receiver
+                for name in unfinished:
+                    self._channels[name].forget(version)
+                for flat, copy in zip(flats, self._values.copies, strict=True):
+                    copy.copy_(flat)
+                self.version = version
+        if errors:
+            raise errors[0]
+        return version
+
+    def receive(self, message: Bytes) -> None:
+        """Take what a receiver has sent, in any order and however often, and answer by ``send``. Any thread may call it.
+
+        Raises:
+            ValueError: it is no message of a receiver.
+        """
+        found = read_message(message, "Sender.receive")
+        if found is None:
+            self.damaged += 1
+            return
+        state = found.header
+        if state["kind"] != "state":
+            raise ValueError("Sender.receive got what a sender has sent: give it to Receiver.receive")
+        with self._lock, torch.no_grad():
+            answers = list(self._answers(state))
+            errors: list[Exception] = []
+            for answer in answers:
+                self._try(state["name"], answer, errors)
+        if errors:
+            raise errors[0]
+
+    def forget(self, name: Name) -> None:
+        """Send no more to this receiver. Nothing is kept for it. It comes again when it asks again."""
+        with self._lock:
+            self._leave(name)
+
+    # -- receivers -----------------------------------------------------------------------------------------------------
+
+    def _answers(self, state: dict[str, Any]) -> Iterator[bytes]:
+        name, number = state["name"], state["channel"]
+        channel = self._channels.get(number)
+        knows = channel is not None and name in channel.receivers and state["run"] == self.run
+        if "layout" in state:
+            asked = None if state["layout"] is None else [_asked(each) for each in state["layout"]]
+            yield self._plan(name, number, asked, state["nonce"])
+            channel = self._channels.get(number)
+            bases = None
+        elif not knows:
+            yield message_of({"kind": "hello", **self._head(number), "nonce": state["nonce"]})
+            return
+        else:
+            bases = state["bases"]
+        if channel is None or name not in channel.receivers:  # it was refused
+            return
+        if bases is not None:
+            channel.receivers[name] = max(channel.receivers[name], state["applied"])
+            channel.forget(min(channel.receivers.values()))
+        if state["asks"]:
+            yield from self._lacking(number, channel, bases, state["held"])
+
+    def _head(self, channel: str) -> dict[str, Any]:
+        return {"run": self.run, "channel": channel, "source": self._rank}
+
+    def _plan(self, name: Name, number: str, asked: list[_cells.Asked] | None, nonce: int) -> bytes:
+        """What this receiver gets from this rank."""
+        have = self._parameters()
+        asked = [have[name] for name in self._first_names()] if asked is None else asked
+        head = {"kind": "plan", **self._head(number), "nonce": nonce, "ranks": self._ranks}
+        if (why := _why_not(asked, have)) is not None:
+            return message_of({**head, "refused": why})
+        if number not in self._channels:
+            cells = _cells.own_cells(self._values.plan, asked, _cells.CELL)
+            self._channels[number] = _Sending(cells, asked, self.version)
+        self._leave(name, unless=number)
+        channel = self._channels[number]
+        channel.receivers[name] = -1
+        cells_of = [[own.region for own in cell] for cell in channel.cells]
+        names = "" if all(each.name in have for each in asked) else name_list(have)
+        return message_of({**head, "asked": asked, "cells": cells_of, "names": names})
+
+    def _leave(self, name: Name, unless: str | None = None) -> None:
+        for number, channel in list(self._channels.items()):
+            if number != unless:
+                channel.receivers.pop(name, None)
+                if not channel.receivers:
+                    del self._channels[number]
+
+    def _first_names(self) -> list[str]:
+        return [plain_name(name) for name, _ in self._module.named_parameters()]
+
+    def _parameters(self) -> dict[str, _cells.Asked]:
+        """All of the module as it may be asked for: by each name."""
+        dtypes = {
+            name: _cells.dtype_name(copy.dtype)
+            for parts, copy in zip(self._values.plan, self._values.copies, strict=True)
+            for placed in parts
+            for name in placed.names
+        }
+        found = {}
+        for full_name, param in self._module.named_parameters(remove_duplicate=False):
+            info, name = shard_info(param), plain_name(full_name)
+            shape = (whole_part(param) if info is None else part_of(info)).shape
+            found[name] = _cells.Asked(name, (0,) * len(shape), shape, dtypes.get(name, ""))  # "": it is on other ranks
+        return found
+
+    # -- messages ------------------------------------------------------------------------------------------------------
+
+    def _updates(self, number: str, channel: _Sending, flats: Sequence[torch.Tensor], version: int) -> Iterator[bytes]:
+        """From the version before. The last one says so; there is one, though nothing has changed."""
+
+        def found() -> Iterator[bytes]:
+            for at, cell in enumerate(channel.cells):
+                copy = self._values.copies[cell[0].flat]
+                now, before = (_cells.read(cell, flat, copy.dtype) for flat in (flats[cell[0].flat], copy))
+                yield from _codec.changes(at, now, before)
+
+        head = {"kind": "update", **self._head(number), "version": version}
+        for index, (payload, is_last) in enumerate(_batches(found())):
+            yield message_of({**head, "index": index, "last": is_last}, payload)
+
+    def _lacking(
+        self, number: str, channel: _Sending, bases: list[int] | None, held: dict[str, list[int]]
+    ) -> Iterator[bytes]:
+        """``bases``: the version of each cell that the receiver has, or -1. ``held``: messages of which versions."""
+        bases = [-1] * len(channel.cells) if bases is None else bases
+        old = [cell for cell, base in enumerate(bases) if base < channel.start]
+        if len(old) < len(bases):
+            first = min(base for base in bases if base >= channel.start)
+            for version, messages in channel.kept.items():
+                if version > first:
+                    have = held.get(str(version), ())
+                    yield from (message for index, message in enumerate(messages) if index not in have)
+        wholes = (_codec.whole(cell, self._read(channel.cells[cell])) for cell in old)
+        if old:
+            head = {"kind": "cells", **self._head(number), "version": self.version}
+            for payload, _ in _batches(wholes):
+                yield message_of(head, payload)
+
+    def _read(self, cell: _cells.OwnCell) -> torch.Tensor:
+        copy = self._values.copies[cell[0].flat]
+        return _cells.read(cell, copy, copy.dtype)
+
+    def _try(self, receiver: Name, message: bytes, errors: list[Exception]) -> None:
+        try:
+            self._send(receiver, message)
+        except Exception as e:
+            errors.append(e)
+
+    def _keep(self, channel: _Sending, version: int, message: bytes) -> None:
+        """As far as there is room: the oldest goes first."""
+        channel.keep(version, message)
+        while self.history_nbytes > self._most:
+            oldest = min((c for c in self._channels.values() if c.kept), key=lambda c: min(c.kept))
+            oldest.forget(min(oldest.kept))
+
+
+def _agree(has_values: list[bool]) -> list[tuple[str, list[int]]]:
+    """The name of the run, and the ranks that have something to send."""
+    run = uuid.uuid4().hex[:12]
+    return [(run, [rank for rank, has in enumerate(has_values) if has])] * len(has_values)
+
+
+def _asked(given: Sequence[Any]) -> _cells.Asked:
+    name, start, shape, dtype = given
+    return _cells.Asked(name, tuple(start), tuple(shape), dtype)
+
+
+def _why_not(asked: Iterable[_cells.Asked], have: dict[str, _cells.Asked]) -> str | None:
+    """Why a receiver cannot have what it asks for. What this rank has not, another one may have."""
+    for each in asked:
+        whole = have.get(each.name)
+        if whole is None:
+            continue
+        ends = tuple(a + n for a, n in zip(each.start, each.shape, strict=True))
+        fits = len(each.shape) == len(whole.shape) and all(
+            start >= 0 and end <= n for start, end, n in zip(each.start, ends, whole.shape, strict=True)
+        )
+        if not fits:
+            return (
+                f"{each.name!r} has shape {whole.shape} at the sender, and elements {each.start} to {ends} are asked for: "
+                "a target's tensor has the shape of the region, and start says where that begins"
+            )
+        if whole.dtype not in ("", each.dtype):
+            return (
+                f"{each.name!r} is sent in {whole.dtype}, and the receiver's tensor is {each.dtype}: give "
+                f"Sender(..., dtype=torch.{each.dtype}), or the receiver a tensor of {whole.dtype}"
+            )
+    return None
+
+
+def _batches(sections: Iterable[bytes]) -> Iterator[tuple[list[bytes], bool]]:
+    """Sections for one message after the other, and whether it is the last: at least one."""
+    batch, size = list[bytes](), 0
+    for section in sections:
+        if batch and size + len(section) > _MESSAGE:
+            yield batch, False
+            batch, size = [], 0
+        batch.append(section)
+        size += len(section)
+    yield batch, True
