@@ -135,8 +135,9 @@ def split(box: Box, most: int) -> Iterator[Box]:
     dim = next(d for d, n in enumerate(box.sizes) if n > 1)
     step = max(1, most * box.sizes[dim] // box.numel)
     offsets, sizes = list(box.offsets), list(box.sizes)
+    sizes[dim] = step
     for at in range(0, box.sizes[dim], step):
-        offsets[dim], sizes[dim] = box.offsets[dim] + at, min(step, box.sizes[dim] - at)
+        offsets[dim] = box.offsets[dim] + at
         piece = cut(box, offsets, sizes)
         assert piece is not None
         yield from split(piece, most)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import flatshard
 from flatshard import ShardingStrategy, fully_shard
 from flatshard.checkpoint import SentParams, apply_changed_params, full_state_dict, iter_changed_params
-from flatshard.checkpoint._gaps import decode_gaps, encode_gaps
+from flatshard.checkpoint._gaps import decode_gaps, differ, encode_gaps
 
 
 def test_gaps():
@@ -32,6 +32,8 @@ def test_gaps():
         gaps = encode_gaps(torch.tensor(at))
         assert gaps.nbytes == nbytes, at
         assert tuple(decode_gaps(gaps).tolist()) == at
+    changed = differ(torch.tensor([0.0, torch.nan, 1.0]), torch.tensor([-0.0, torch.nan, 1.0]))
+    assert changed.tolist() == [True, False, False]
 
 
 @ranks(2)

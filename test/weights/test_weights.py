@@ -332,17 +332,68 @@ def test_what_is_lost_costs_what_was_lost_or_all(world):
         assert not sent  # nothing lacks
 
 
+def test_cells_of_different_versions(world):
+    """Some of all cells are lost, and come later as they are then: the others get what lies between."""
+    world(1)
+    model = fully_shard(nn.Linear(40, 40, bias=False))
+    late: list[bytes] = []
+    with small_messages():
+        sender = Sender(model, lambda name, message: late.append(message), dtype=torch.bfloat16, history_bytes=10**6)
+        receiver = Receiver(None, lambda rank, message: sender.receive(message))
+
+        def deliver(*chosen: int) -> list[bytes]:
+            found = late.copy()
+            late.clear()
+            for i in chosen:
+                receiver.receive(found[i])
+            return found
+
+        def heads() -> list[dict[str, Any]]:
+            return [read_message(message, "").header for message in late]
+
+        def set_all(value: float) -> None:
+            with torch.no_grad():
+                model.weight.copy_(torch.where(torch.arange(40) % 2 == 0, value, 0.0).expand(40, 40))
+            sender.publish()
+
+        set_all(1.0078125)
+        receiver.poll()
+        assert [head["kind"] for head in heads()] == ["plan", *["cells"] * 4]
+        _, *cells = deliver(0, 1, 3)  # lost are the second and the last of four
+        set_all(1.0)
+        set_all(0.5)  # the step of 2**7 in bits, of which the low half says no more which way it went
+        deliver(*[i for i, head in enumerate(heads()) if head["version"] == 2])
+        receiver.poll()
+        deliver(*[i for i, head in enumerate(heads()) if head["kind"] == "cells"])
+        assert receiver.apply() is None  # there are cells of version 3, and version 2 of the others
+        assert receiver.held_nbytes > 0
+        receiver.poll()
+        assert sender.versions == {0: None}
+        deliver(*range(len(late)))
+        assert receiver.apply() == (3, frozenset({"weight"}))
+        assert torch.equal(receiver.weights["weight"].float(), model.weight.view(40, 40))
+        for message in cells:  # doubled, and late
+            receiver.receive(message)
+        assert (receiver.held_nbytes, receiver.apply()) == (0, None)
+
+
 def test_a_send_that_fails(world):
-    """The version is there all the same, and what was not sent is asked for."""
+    """The version is there all the same, others get it, and what was not sent is asked for."""
     world(1)
     model = fully_shard(nn.Linear(10, 10))
-    sender, receiver, _ = pair(model, history_bytes=10**6)
-    working, sender._send = sender._send, mock.Mock(side_effect=OSError("no route"))
+    routes: dict[Any, Callable[[bytes], object]] = {}
+    sender = Sender(model, lambda name, message: routes[name](message), history_bytes=10**6)
+    receiver, other = (Receiver(None, lambda rank, message: sender.receive(message), name=name) for name in "ab")
+    for each in (receiver, other):
+        routes[each.name] = each.receive
+        each.poll()
+        assert each.apply().version == 0
+    routes["a"] = mock.Mock(side_effect=OSError("no route"))
     change(model, torch.Generator().manual_seed(0), 0.5)
     with pytest.raises(OSError, match="no route"):
         sender.publish()
-    sender._send = working
-    assert (sender.version, receiver.apply()) == (1, None)
+    routes["a"] = receiver.receive
+    assert (sender.version, receiver.apply(), other.apply().version) == (1, None, 1)
     change(model, torch.Generator().manual_seed(1), 0.5)
     assert sender.publish() == 2
     assert receiver.apply() is None
