@@ -24,7 +24,7 @@ import copy
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Self, cast
+from typing import Any, NamedTuple, Self, cast
 
 import torch
 from torch import nn
@@ -32,7 +32,7 @@ from torch import nn
 from flatshard._comm.collectives import Done, Pending
 from flatshard._errors import name_list
 from flatshard._handle.adapters.tensor_parallel import TensorParallel, is_copy
-from flatshard._handle.adapters.tensor_subclass import wrapping_of
+from flatshard._handle.adapters.tensor_subclass import TensorSubclass, wrapping_of
 from flatshard._handle.layout import FlatLayout
 from flatshard._handle.planned import FlatOptions, Kind
 from flatshard._handle.tensors.changes import changes
@@ -42,6 +42,14 @@ from flatshard._handle.unit_ranks import UnitRanks
 from flatshard._handle.unsharded import UnshardedBuffer, as_sent
 
 _requires_grad = operator.attrgetter("requires_grad")  # read for every parameter in every step, so the loop runs in C
+
+
+class Given(NamedTuple):
+    """What the user gave to a parameter: see ``FlatShard.given``."""
+
+    param: nn.Parameter
+    dtype: torch.dtype
+    device: torch.device
 
 
 class FlatShard:
@@ -228,6 +236,21 @@ class FlatShard:
             or param.numel() != part.numel
             or (part.numel and start and param.data_ptr() != start + part.start * size)  # no addresses on meta
         ]
+
+    def given(self, copies: Mapping[int, nn.Parameter] | None = None) -> list[Given]:
+        """What the user gave to parameters while modules showed them whole: another dtype or device, as ``module.to()`` does.
+
+        ``copies``: what modules showed, in the parameters' own dtypes, by their ids. None: the unsharded parameters.
+        """
+        flat, found = self.unsharded.flat, list[Given]()
+        dtype, device = (flat.dtype, flat.device) if copies is None else (self.kind.dtype, None)
+        for param, compute, wrapping in zip(self.params, self.unsharded.params, self.wrappings, strict=True):
+            shown = compute if copies is None else copies[id(param)]
+            new = param.dtype if shown.dtype is dtype else shown.dtype
+            to = param.device if device in (None, shown.device) else shown.device
+            if not isinstance(wrapping, TensorSubclass) and (new, to) != (param.dtype, param.device):
+                found.append(Given(param, new, to))
+        return found
 
     def check_new(self, index: int, new: torch.Tensor) -> None:
         """Raise if ``new``, with which the user replaced parameter ``index``, has no values, or not the shape of its part."""

@@ -21,6 +21,7 @@ from flatshard._comm.collectives import Pending, settle
 from flatshard._errors import CollectiveError, InternalError, OutOfStepError, name_list
 from flatshard._handle.adapters.tensor_subclass import plain_tensors
 from flatshard._handle.flat_param import FlatParam
+from flatshard._handle.flat_shard import Given
 from flatshard._handle.layout import FlatLayout
 from flatshard._handle.lifetime import BY_USER, GradState, Lifetime, ParamState, UnshardedStamp
 from flatshard._handle.planned import Groups, Kind, PlannedFlat
@@ -316,6 +317,7 @@ class FlatParamHandle:
     def _free(self, until: object = None) -> None:
         if self._all_gathers:
             self._settle_all_gathers()
+        given = self._take_back() if self.stamp is not None and self.stamp.by == BY_USER else []
         if self._sharded:
             if _trace.sinks:
                 _trace.event("reshard", self.fqn)
@@ -329,6 +331,30 @@ class FlatParamHandle:
                 flat.free()
         self.lifetime.move_params("reshard")
         self.stamp = None
+        if given:
+            self.adopt(given)
+
+    def _take_back(self) -> list[Given]:
+        """Let go of memory that the user gave to unsharded parameters. Returns what was given."""
+        given = [each for flat in self.flats for each in flat.given()]
+        for flat in self.flats:
+            flat.unsharded.changed()  # takes it back, and notes that: what is gathered next has not been changed
+        return given
+
+    def follow_user(self) -> None:
+        """Adopt what the user gave to unsharded parameters since ``unshard``, if anything: then they are sharded again."""
+        if any([flat.given() for flat in self.flats]):
+            self.reshard()
+
+    def adopt(self, given: Sequence[Given]) -> None:
+        """Give the user's parameters, and their gradients, what was ``given`` to whole ones. The unit is sharded then."""
+        self.reshard()
+        with torch.no_grad():
+            for param, dtype, device in given:
+                param.data = param.data.to(device, dtype)
+                if param.grad is not None:
+                    param.grad.data = param.grad.data.to(device, dtype)
+        self.check_parameters()
 
     def is_current(self, pass_id: int | None = None) -> bool:
         """Whether the unsharded parameters have the values of the shards. With ``pass_id``: and are of that pass or the
@@ -336,6 +362,8 @@ class FlatParamHandle:
         """
         stamp = self.stamp
         if stamp is None or stamp.version != self.version():
+            return False
+        if stamp.by == BY_USER and any([flat.given() for flat in self.flats]):
             return False
         return pass_id is None or stamp.by in (BY_USER, pass_id)
 

@@ -92,6 +92,7 @@ class StateDictHooks:
             if not unit.claims.use:
                 if unit.is_unsharded_by_user:
                     unit.show()
+                    unit.handle.follow_user()
                 if unit.handle.registrations.shows is SHARDED:
                     unit.handle.check_parameters()
 

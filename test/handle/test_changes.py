@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 from models import Block, Net
 from on_ranks import ranks
 from pairs import all_pairs
+from parity import check_same_gradients
 from torch import Tensor, nn
 
 import flatshard
@@ -214,6 +216,85 @@ def test_conversions(ctx: Any) -> None:
     other = copy.deepcopy(model)
     assert all((v == 0.5).all() for v in full_state_dict(other).values())
     assert torch.equal(other(X), model(X))
+
+
+@contextlib.contextmanager
+def unsharded(module: nn.Module) -> Iterator[None]:
+    flatshard.unshard(module)
+    yield
+
+
+WHOLE: dict[str, Callable[..., Any]] = {
+    "unshard": lambda m: unsharded(m),
+    "unshard a unit": lambda m: unsharded(m[0]),
+    "keep": lambda m: flatshard.keep_unsharded(m),
+    "summon": lambda m: summon_full_params(m, with_grads=True),
+    "summon a unit": lambda m: summon_full_params(m[0]),
+    "summon copies": lambda m: summon_full_params(m, offload_to_cpu=True),
+    "summon to read": lambda m: summon_full_params(m, writeback=False),
+    "summon on rank 0": lambda m: summon_full_params(m, writeback=False, rank0_only=True),
+}
+
+
+@ranks(2)
+def test_converted_while_whole(ctx: Any) -> None:
+    """``module.to(dtype)`` where parameters are shown whole: those that are not, and buffers, have the new dtype, too."""
+    strategies = (FULL, ShardingStrategy.SHARD_OPTIM, NO_SHARD)
+    after = ("a forward", "state_dict", "reshard", "a forward inside")
+    for name, dtype, strategy, used in all_pairs(tuple(WHOLE), (torch.float64, torch.bfloat16), strategies, after):
+        ctx.note(f"{name}, {dtype}, {strategy}, {used}")
+        plain = nn.Sequential(*net(), nn.BatchNorm1d(3))
+        model = fully_shard(copy.deepcopy(plain), policy={nn.Linear}, process_group=ctx.group, strategy=strategy)
+        for m in (plain, model):
+            m(X).square().sum().backward()
+        with WHOLE[name](model):
+            model.to(dtype)
+            plain.to(dtype)
+            if used == "a forward inside" and "rank 0" not in name:
+                with torch.no_grad():
+                    assert torch.equal(model(X.to(dtype)), plain(X.to(dtype)))
+        if used == "state_dict":
+            assert {v.dtype for v in model.state_dict().values() if v.is_floating_point()} == {dtype}
+        elif used == "reshard":
+            flatshard.reshard(model)
+        for m in (plain, model):
+            m(X.to(dtype)).square().sum().backward()
+        assert {p.dtype for p in model.parameters()} == {p.grad.dtype for p in model.parameters()} == {dtype}
+        values = full_state_dict(model)
+        for key, value in plain.state_dict().items():
+            torch.testing.assert_close(values[key], value, rtol=0, atol=0)
+        check_same_gradients(model, plain, rtol=1e-6 if dtype is torch.float64 else 1e-2)
+
+
+@ranks(2)
+def test_values_of_a_conversion_and_what_is_not_converted(ctx: Any) -> None:
+    """The body's values are kept in the new dtype; half a unit cannot be converted; the compute dtype is the policy's."""
+    model = fully_shard(net(), policy={nn.Linear}, process_group=ctx.group)
+    with torch.no_grad(), summon_full_params(model):
+        with summon_full_params(model):
+            model.double()
+            model[0].weight.div_(3)
+        model[2].weight.div_(3)
+    expected = net().double()
+    values = full_state_dict(model)
+    assert torch.equal(values["2.weight"], expected[2].weight / 3)
+    assert torch.equal(values["0.weight"], expected[0].weight / 3)
+    model = fully_shard(net(), policy={nn.Linear}, process_group=ctx.group)
+    flatshard.unshard(model[0])
+    model[0].weight.data = model[0].weight.data.double()
+    with pytest.raises(RuntimeError, match=r"parameters '0.weight' changed dtype or device, but others.*module.to"):
+        model(X)
+    model = fully_shard(net(), policy={nn.Linear}, process_group=ctx.group, mixed_precision=BF16)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    flatshard.unshard(model[0])
+    model.float()  # as they are: but what is shown is bfloat16
+    flatshard.reshard(model)
+    model(X).float().sum().backward()
+    before = full_state_dict(model)["0.bias"]
+    optimizer.step()
+    model(X)
+    assert not torch.equal(full_state_dict(model)["0.bias"], before)
+    assert model[0].bias.dtype is torch.float32
 
 
 @ranks(2)

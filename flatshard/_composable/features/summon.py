@@ -41,7 +41,8 @@ def summon_full_params(
     mixed precision they run in full precision. If the body raises, nothing is written back.
 
     The context can be nested, with the same arguments (``recurse`` may differ). The inner one shows what the outer one shows.
-    What the inner one writes back is kept, even if the outer one raises.
+    What the inner one writes back is kept, even if the outer one raises. ``module.to(dtype)`` inside is for good, as it is
+    for buffers, also where values are not written back; it is so after :func:`unshard`, too.
 
     Example::
 
@@ -163,7 +164,9 @@ class _Summoned(Claim):
     def _gather(self, offload_to_cpu: bool) -> None:
         unit, handle = self.unit, self.unit.handle
         around = [summoned for summoned in _summons(unit) if summoned is not self]
-        if any([b.unsharded.take_back_moved() for b in handle.flats]):  # `p.data = ...` in an outer body
+        if any(
+            [not b.given() and b.unsharded.take_back_moved() for b in handle.flats]
+        ):  # `p.data = ...` in an outer body
             for outer in around:
                 outer.version = -1
         if around:
@@ -252,15 +255,21 @@ class _Summoned(Claim):
     def _end(self, writeback: bool) -> None:
         unit, handle, copies = self.unit, self.unit.handle, self.copies
         whole = WholeParameters(handle)
-        changed = any([b.unsharded.take_back_moved() for b in handle.flats])  # `p.data = ...` in the body
-        if writeback and copies is not None:
-            whole.write_back_copies(copies, shows_gradients(unit))
-        elif writeback:
-            whole.write_back(shows_gradients(unit))
+        given, is_last = (
+            whole.given(copies),
+            len(_summons(unit)) == 1,
+        )  # `module.to()` in the body is for good, as for buffers
+        changed = bool(given) or any(
+            [b.unsharded.take_back_moved() for b in handle.flats]
+        )  # `p.data = ...` in the body
+        if writeback:
+            whole.write_back(copies, shows_gradients(unit), adopts=is_last)
         elif self.before is not None:
             with torch.no_grad():
                 for values, before in zip(self._values(), self.before, strict=True):
                     values.copy_(before)
+        if given and is_last and not writeback:
+            handle.adopt(given)
         if writeback and (changed or any(each.version != each._version_shown() for each in _summons(unit))):
             handle.note_written_back()
         if writeback:  # outer contexts must not undo it

@@ -16,6 +16,7 @@ from flatshard._comm.collectives import Done, Pending
 from flatshard._handle.adapters.tensor_subclass import TensorSubclass
 from flatshard._handle.adapters.wrapping import Wrapping
 from flatshard._handle.flat_param import FlatParam
+from flatshard._handle.flat_shard import Given
 from flatshard._handle.handle import FlatParamHandle
 from flatshard._handle.reduction import views_of
 from flatshard._handle.tensors.aggregate import plainly
@@ -89,20 +90,25 @@ class WholeParameters:
                 copies[id(param)] = value if device in (None, value.device) else _copy(value, wrapping, device)
         return copies
 
-    def write_back(self, with_grads: bool) -> None:
-        """Write this rank's part of the unsharded parameters, and of their gradients, to the shards."""
-        for flat in self._handle.flats:
-            flat.write_back()
-            if with_grads:
-                _write_back_gradients(flat, [c.grad for c in flat.unsharded.params])
+    def write_back(self, copies: dict[int, nn.Parameter] | None, with_grads: bool, adopts: bool) -> None:
+        """Write this rank's part of the unsharded parameters, and of their gradients, to the shards.
 
-    def write_back_copies(self, copies: dict[int, nn.Parameter], with_grads: bool) -> None:
-        """The same from ``copies``, see ``copy_full_precision``."""
-        for flat in self._handle.flats:
-            values = [copies[id(p)] for p in flat.params]
-            flat.write_back(flat.cut(values))
+        ``copies``: write those instead, see ``copy_full_precision``. ``adopts``: see ``given``, which is adopted first.
+        """
+        flats, given = self._handle.flats, self.given(copies)
+        shown = [f.unsharded.params if copies is None else [copies[id(p)] for p in f.params] for f in flats]
+        values = [[v.detach().clone() if given else v for v in of_flat] for of_flat in shown]
+        grads = [[v.grad for v in of_flat] for of_flat in shown]
+        if given and adopts:
+            self._handle.adopt(given)
+        for flat, of_flat, gradients in zip(flats, values, grads, strict=True):
+            flat.write_back(None if copies is None and not given else flat.cut(of_flat))
             if with_grads:
-                _write_back_gradients(flat, [v.grad for v in values])
+                _write_back_gradients(flat, gradients)
+
+    def given(self, copies: dict[int, nn.Parameter] | None) -> list[Given]:
+        """See ``FlatShard.given``."""
+        return [each for flat in self._handle.flats for each in flat.given(copies)]
 
     def gather_gradients(self, copies: dict[int, nn.Parameter] | None) -> None:
         """Gather whole gradients and set them on the unsharded parameters or their ``copies``. Communicates."""
