@@ -481,14 +481,11 @@ class Runtime(RankGroup):
     ) -> Pending:
         """Issue a collective by ``start``: a method of ``collectives`` for ``tensors``, or without any a function."""
         progress, monitor = self.progress, self.monitor
-        if not tensors or self.collectives is not self._builtin:
-            call = functools.partial(start, *tensors)
-        else:
-            call = functools.partial(start, *tensors, label)
+        given = (*tensors, label) if tensors and self.collectives is self._builtin else tensors
         if self._builtin.may_change and self._builtin.has_changed():
             self._refuse_changed(verb, label)
         if progress is None:
-            return call() if self.streams is None else self.issued(call())
+            return start(*given) if self.streams is None else self.issued(start(*given))
         if progress.unended:
             self._refuse(verb, label, progress.unended[0][0])
         if progress.abandoned:
@@ -496,6 +493,7 @@ class Runtime(RankGroup):
         issued = progress.issue(verb, kind, label, again)
         before, here.label = here.label, label
         try:
+            call = functools.partial(start, *given)
             pending = call() if monitor is None else monitor.start(issued, self.collectives, call)
             return Awaited(pending, issued, monitor) if self.streams is None else self.issued(pending)
         finally:

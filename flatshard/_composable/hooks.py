@@ -201,9 +201,8 @@ class UnitHooks:
                 handle.reshard()
         elif alone:
             handle.check_parameters()
-            if not handle.is_sharded and unit.is_outdated:
-                assert handle.stamp is not None
-                unit.changes_in_passes |= handle.stamp.by == context.pass_id
+            if (stamp := handle.stamp) is not None and unit.is_outdated:
+                unit.changes_in_passes |= stamp.by == context.pass_id
                 handle.reshard()
         elif not handle.is_current():
             raise RuntimeError(
@@ -211,10 +210,8 @@ class UnitHooks:
                 "inside its forward, a registered method of it or summon_full_params, which still shows the old values. "
                 "Change them outside"
             )
-        if handle.is_sharded:
-            handle.unshard(context.pass_id, in_backward)
-        elif handle.stamp is not None and handle.stamp.by != context.pass_id:
-            handle.take_over(context.pass_id)
+        handle.unshard(context.pass_id, in_backward)
+        handle.take_over(context.pass_id)
         if alone and grad and handle.gradients.accumulators.nodes:
             if context.runtime.streams is not None:
                 handle.gradients.follow_stream()

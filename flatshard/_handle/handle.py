@@ -229,13 +229,7 @@ class FlatParamHandle:
         exactly |= runtime.collectives.exact  # what a source has kept was gathered over this runtime, too
         if self._sharded:
             if self.has_static_buffers and self.is_blocked:
-                self.make_room()
-            if self.has_static_buffers and self.is_blocked:
-                raise RuntimeError(
-                    f"unit {self.fqn or '<root>'!r} needs the static buffer that another unit is using, and that its own "
-                    "graph refers to: units that ran forward one after the other now run backward at the same time. Reshard "
-                    "the other unit first, or call fully_shard with static_buffers=False and collectives without allocate()"
-                )
+                self._unblock_now()
             instead = None if self.source is None else self.source.gathers(self._sharded, again)
             if _trace.sinks and instead is None:
                 _trace.event(self.ranks.gather_verb, self.fqn)
@@ -246,6 +240,15 @@ class FlatParamHandle:
                     self._start_all_gathers(exactly, again, instead)
         self.stamp = UnshardedStamp(self.version(), by, exactly, again)
         self.lifetime.move_params("unshard")
+
+    def _unblock_now(self) -> None:
+        self.make_room()
+        if self.is_blocked:
+            raise RuntimeError(
+                f"unit {self.fqn or '<root>'!r} needs the static buffer that another unit is using, and that its own "
+                "graph refers to: units that ran forward one after the other now run backward at the same time. Reshard "
+                "the other unit first, or call fully_shard with static_buffers=False and collectives without allocate()"
+            )
 
     def _start_all_gathers(self, exactly: bool, again: bool, instead: Iterable[Pending] | None) -> None:
         try:
@@ -376,7 +379,7 @@ class FlatParamHandle:
 
     def take_over(self, by: int) -> None:
         """The unsharded parameters are for ``by`` from now on: see ``UnshardedStamp``."""
-        if self.stamp is not None:
+        if self.stamp is not None and self.stamp.by != by:
             self.stamp = self.stamp._replace(by=by)
 
     def holds_memory_of(self, tensor: torch.Tensor) -> bool:
