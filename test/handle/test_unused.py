@@ -121,10 +121,13 @@ def test_many_parameters(ctx: Context) -> None:
     before = lists(ctx)
     torch.manual_seed(0)
     model = fully_shard(Net(70).double(), policy={Scales}, process_group=ctx.group)
-    for step in range(3):
-        used = [i for i in range(70) if i % (ctx.rank + 2) == step]
-        model(torch.rand(WIDTH).double(), used).sum().backward()
-        expected = [i for i in range(70) if any(i % (rank + 2) == step for rank in range(ctx.world_size))]
+
+    def uses(rank: int, step: int, index: int) -> bool:
+        return index % (rank + 2) == step or (step == 3 and rank == 0)  # in the last step rank 0 uses all
+
+    for step in range(4):
+        model(torch.rand(WIDTH).double(), [i for i in range(70) if uses(ctx.rank, step, i)]).sum().backward()
+        expected = [i for i in range(70) if any(uses(rank, step, i) for rank in range(ctx.world_size))]
         assert [i for i, p in enumerate(model.inner.scales) if p.grad is not None] == expected
         model.zero_grad()
     left = lists(ctx) - before
