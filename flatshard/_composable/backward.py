@@ -42,9 +42,21 @@ def _may_come(unit: Unit) -> bool:
     return unit.completion.state in (AWAITING, IDLE) or _expected(unit) > 0
 
 
-def _may_come_inside(unit: Unit) -> bool:
-    """Whether the backward may yet reach a unit inside ``unit`` that ran after it."""
-    return any(u.turn > unit.turn and not u.completion.is_reached for u in units_below(unit.module))
+def may_reach_inside(unit: Unit) -> bool:
+    """Whether the backward may yet reach a unit inside ``unit``."""
+    return not all(u.completion.is_reached for u in units_below(unit.module))
+
+
+def _may_come_first(unit: Unit) -> bool:
+    """Whether the backward may yet reach a unit that is to be reduced before ``unit``: inside it, or between two forwards."""
+    if any(u.turn > unit.turn and not u.completion.is_reached for u in units_below(unit.module)):
+        return True
+    record = unit.last_forward
+    while record is not None:
+        if record.unit.turn > unit.turn and not record.unit.completion.is_reached:
+            return True
+        record = record.previous
+    return False
 
 
 class Backward:
@@ -145,15 +157,10 @@ class Backward:
         unit.open_forwards = max(0, unit.open_forwards - 1)
         return has_left_first(unit) if unit.handle.gradients.accumulators.nodes else unit.open_forwards == 0
 
-    def waits_to_come_again(self, unit: Unit) -> bool:
-        """Called when all gradients of ``unit`` have come, and its values are still needed: whether backward will gather it
-        again. It is as idle then as it may be on other ranks, which gather it again before they reduce it.
-        """
-        if not unit.completion.comes_again():
-            return False
+    def postpone(self, unit: Unit) -> None:
+        """``unit`` has all gradients that were awaited, but other ranks may have some to come: it is idle from now on."""
         unit.completion.postpone()
         self._idle[unit] = None
-        return True
 
     def complete(self, unit: Unit, reduces: bool = False, early: bool = False) -> None:
         """Called when ``unit`` has all gradients of the graph task that reached it first. Reduce it, in order.
@@ -164,7 +171,7 @@ class Backward:
         if unit.completion.complete(early) or reduces:
             if unit.handle.gradients.reduces:
                 self._ready.add(unit)
-                self._queue.reduce(self._ready, _may_come, _may_come_inside)
+                self._queue.reduce(self._ready, _may_come, _may_come_first)
             else:
                 unit.handle.gradients.hold()  # it stays in the queue, so that a later reduction keeps the order
         elif unit not in self._ready and not unit.handle.gradients.is_held:

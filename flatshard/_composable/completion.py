@@ -3,10 +3,16 @@
 [Note: What completes a unit]
 When backward reaches a unit, autograd's engine tells how many of the unit's parameters are in the running graph (as for
 ``torch.autograd.graph.register_multi_grad_hook``). The unit is complete when that many gradients have come. A parameter
-that is not in the graph is unused here, and is not waited for. If no parameter is in the graph (the unit is unused, or inside
-a reentrant checkpoint), the unit is complete when backward reaches a unit before it, unless it will come to the unit again:
-to its forward in an earlier pass, if losses of two passes were added. What is left is completed by the end of the graph task
-(the run of the autograd engine) that reached the unit first: [Note: Nested backwards].
+that is not in the graph is unused here, and is not waited for. But on another rank it may be in the graph. So these are idle
+when they have what was awaited, and complete when backward reaches a unit before them:
+
+- a unit without any parameter in the graph: it is unused, or inside a reentrant checkpoint;
+- a unit that backward will come to again, for another forward (``Way``): of a module called twice, or of an earlier pass if
+  losses of two passes were added;
+- a unit that lacks parameters and has units inside that backward has not reached: a reentrant checkpoint may run both.
+
+What is left is completed by the end of the graph task (the run of the autograd engine) that reached the unit first:
+[Note: Nested backwards].
 
 States:
 
@@ -23,7 +29,7 @@ from __future__ import annotations
 import enum
 import weakref
 from collections.abc import Callable, Collection
-from typing import Any, NoReturn, Protocol
+from typing import Any, Generic, NoReturn, Protocol, TypeVar
 
 import torch
 from torch.autograd.graph import Node
@@ -89,6 +95,31 @@ class Takes(Protocol):
         """All gradients have come."""
 
 
+class Reached(Protocol):
+    """A forward of a unit: see ``ForwardRecord``."""
+
+    opened_in: int
+
+
+Record = TypeVar("Record", bound=Reached)
+
+
+class Way(Generic[Record]):
+    """One way by which backward comes to a forward: an autograd node that made an output. It lives as long as the node.
+
+    It holds the nodes after that one. To hold the node itself would be a cycle, in which the graph would live on.
+    """
+
+    __slots__ = ("__weakref__", "_after", "record")
+
+    def __init__(self, record: Record, node: Node) -> None:
+        self.record, self._after = record, node.next_functions
+
+    def runs(self) -> bool:
+        """Whether the running graph task comes this way, or has come."""
+        return all(how_many_run((node,)) for node, _ in self._after if node is not None)
+
+
 class Completion:
     """How far the running backward is with one unit. The hooks of the unit's parameters count in it, in each step.
 
@@ -108,9 +139,9 @@ class Completion:
         self.finish_at = 1  # if this many are pending, the next gradient ends the reduction of the previous unit
         self.finished_in = -1  # the graph task in which the unit was last completed
         # These outlive the backward. Leaves besides the parameters whose gradients count: where forwards may not have run
-        # the module. Nodes through which backward leaves live forwards: hooks.py, [Note: Freeing in backward].
+        # the module. The ways by which backward may come to live forwards.
         self.stand_ins: list[Node] = []
-        self.exits: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._ways: list[weakref.ref[Way[Any]]] = []
         self.leaves_out = False  # some parameters were not in the graph: unused, or recomputed later
 
     # -- what is asked -------------------------------------------------------------------------------------------------
@@ -132,13 +163,21 @@ class Completion:
     def comes_again(self) -> bool:
         """Whether the running graph task will reach another forward of the unit."""
         task = current_graph_task()
-        return any(_is_ahead(leave, task) and how_many_run((leave,)) for leave in self.exits)
+        for ref in [*self._ways]:
+            way = ref()
+            if way is not None and way.record.opened_in != task and way.runs():
+                return True
+        return False
 
     def is_over_in(self, task: int) -> bool:
         """Whether an idle unit, which graph task ``task`` completes, has all its gradients, and is not reached again."""
         return self.task == task and not self.pending and not self.comes_again()
 
     # -- what happens --------------------------------------------------------------------------------------------------
+
+    def add_way(self, way: Way[Any]) -> None:
+        """Backward may come to a forward of the unit by ``way``."""
+        self._ways.append(weakref.ref(way, self._ways.remove))
 
     def gather(self) -> None:
         """The backward comes to the unit for the first time."""
@@ -217,10 +256,6 @@ class Completion:
 
     def _refuse(self, event: str) -> NoReturn:
         raise InternalError(f"cannot {event} unit {self._label.unit!r} in a backward while it is {self.state.name}")
-
-
-def _is_ahead(leave: Any, task: int) -> bool:
-    return leave.ran_in != task and (leave.record is None or leave.record.opened_in != task)
 
 
 def how_many_run(nodes: Collection[Any]) -> int:

@@ -47,12 +47,13 @@ from flatshard._composable.backward import (
     gather_last_inside,
     has_left_first,
     is_finished,
+    may_reach_inside,
     prefetch,
     prefetch_after,
     prefetches_before,
 )
 from flatshard._composable.claims import Claim
-from flatshard._composable.completion import AWAITING, COMPLETE, COMPLETE_EARLY, IDLE, current_graph_task
+from flatshard._composable.completion import AWAITING, COMPLETE, COMPLETE_EARLY, IDLE, Way, current_graph_task
 from flatshard._composable.extensions import ForwardFeature
 from flatshard._composable.outputs import is_opaque, tensors_in, tree_flatten, tree_unflatten
 from flatshard._composable.state import Forward, ForwardRecord, ModuleGroup, Unit, called_modules, unit_of
@@ -291,12 +292,13 @@ class UnitHooks:
             return False
         record = self.unit.context.record_forward(forward)
         for node in nodes:
+            self.unit.completion.add_way(way := Way(record, node))
             metadata: dict[str, Any] = node.metadata  # type: ignore[assignment]  # torch's stubs take the property for a method
             if (later := metadata.get(_LATER)) is None:
                 later = metadata[_LATER] = []
-                node.register_prehook(functools.partial(self.pre_backward, record, later))
+                node.register_prehook(functools.partial(self.pre_backward, way, later))
             else:
-                later.append(functools.partial(self.pre_backward, record, ()))
+                later.append(functools.partial(self.pre_backward, way, ()))
         return True
 
     def _may_hide_tensors(self, output: Any) -> bool:
@@ -321,13 +323,12 @@ class UnitHooks:
         if not where:
             return None
         leaving = _leave(self, *[values[i] for i in where])
-        forward.exit = leaving[0].grad_fn
         for i, watched in zip(where, leaving, strict=True):
             values[i] = watched
         new_args, new_kwargs = tree_unflatten(values, spec)
         return new_args, new_kwargs
 
-    def pre_backward(self, record: ForwardRecord, later: Sequence[Callable[[Any], None]], grads: Any) -> None:
+    def pre_backward(self, way: Way[ForwardRecord], later: Sequence[Callable[[Any], None]], grads: Any) -> None:
         """Called when backward reaches the unit, through one of its outputs.
 
         ``later``: what is called before it, of forwards that ended later with the same output: of a unit around this one, or
@@ -335,7 +336,7 @@ class UnitHooks:
         """
         for reach in reversed(later):
             reach(grads)
-        unit, task = self.unit, current_graph_task()
+        unit, record, task = self.unit, way.record, current_graph_task()
         if record.opened_in == task:
             for needed in unit.needs if unit.context.runtime.streams is not None else ():
                 needed.handle.wait()  # another output of it, perhaps on another stream
@@ -386,11 +387,10 @@ class UnitHooks:
         """All gradients of the unit have come."""
         unit, backward = self.unit, self.unit.context.backward
         assert isinstance(backward, Backward)
-        done = unit.is_done_with_gradients
-        if not done:
-            if backward.waits_to_come_again(unit):
-                return
-            done = has_left_first(unit)
+        if unit.completion.comes_again() or (unit.completion.leaves_out and may_reach_inside(unit)):
+            backward.postpone(unit)
+            return
+        done = unit.is_done_with_gradients or has_left_first(unit)
         if done and not backward.keeps_unsharded:  # before the reduction input is allocated
             unit.free_if_unused()
         backward.complete(unit)
@@ -426,14 +426,10 @@ class _Leave(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hooks: UnitHooks, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.hooks = hooks
-        ctx.ran_in = -1  # the last graph task that ran it
-        ctx.record = None  # of the forward, when it has ended
-        hooks.unit.completion.exits.add(ctx)
         return tensors
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
-        ctx.ran_in = current_graph_task()
         ctx.hooks.post_backward()
         return None, *grads
 

@@ -6,9 +6,10 @@ branches inside it. So units are reduced in one canonical order, the reverse of 
 last reduction. A complete unit waits for the units that ran forward after it
 
 - if they are in the graph: gradients of them may come;
-- if they are inside it, and backward has not reached them (``may_come_inside``). The graph of this rank may have none of
-  their parameters, and yet they will be reduced when backward reaches them: that of another rank may have some. Units that
-  ran after it and are not inside were reached before, because autograd runs what was computed last first.
+- if they are inside it, or ran between two forwards of it in one pass, and backward has not reached them
+  (``may_come_first``). The graph of this rank may have none of their parameters, and yet they will be reduced when backward
+  reaches them: that of another rank may have some. Other units that ran after it were reached before, because autograd runs
+  what was computed last first.
 
 After a reduction a unit keeps its turn. A backward of another graph that has it (two forwards, then two backwards) puts it
 back there, although it reaches units in an order that may depend on the data.
@@ -123,13 +124,13 @@ class ReductionQueue(Generic[Unit]):
         self,
         ready: set[Unit],
         may_come: Callable[[Unit], bool] = lambda unit: False,
-        may_come_inside: Callable[[Unit], bool] = lambda unit: False,
+        may_come_first: Callable[[Unit], bool] = lambda unit: False,
     ) -> None:
         """Reduce the units of ``ready`` whose turn it is, and take them out of it.
 
         Args:
             may_come: whether gradients of another unit may still come, so that it is its turn first.
-            may_come_inside: whether backward may still reach a unit inside this one that ran after it.
+            may_come_first: whether backward may still reach a unit that ran after this one first did.
         """
         if not ready:
             return
@@ -139,7 +140,7 @@ class ReductionQueue(Generic[Unit]):
             if (unit := ref()) is None:
                 continue
             if unit in ready:
-                if (is_back or passed_over) and may_come_inside(unit):
+                if (is_back or passed_over) and may_come_first(unit):
                     break
                 allowed.append(unit)
                 if len(allowed) == len(ready):

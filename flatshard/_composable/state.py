@@ -245,7 +245,7 @@ class Unit:
 class Forward:
     """One running forward of a unit."""
 
-    __slots__ = ("claims", "exit", "frame", "gathers", "in_backward", "instead", "module", "recorded", "unit")
+    __slots__ = ("claims", "frame", "gathers", "in_backward", "instead", "module", "recorded", "unit")
 
     def __init__(self, unit: Unit, module: nn.Module, frame: FrameType, in_backward: bool) -> None:
         self.unit = unit
@@ -255,7 +255,6 @@ class Forward:
         self.instead: Callable[[Any], object] | None = None  # if a feature has it: what to call at the end, and no more
         self.gathers = True  # False: a feature shows other parameters, so nothing is gathered
         self.recorded: ForwardRecord | None = None  # set at its end, if backward may reach it
-        self.exit: Any = None  # the node through which backward leaves it. hooks.py, [Note: Freeing in backward]
         self.claims: list[tuple[Unit, Claim]] = []
         for needed in unit.needs:
             claim = Claim()
@@ -393,8 +392,6 @@ class Context:
         unit, in_backward = forward.unit, forward.in_backward
         record = ForwardRecord(unit, None if in_backward else self._latest, list(map(_unit, self.forwards)))
         forward.recorded = record
-        if forward.exit is not None:
-            forward.exit.record = record
         if unit.handle.has_static_buffers:
             for needed in unit.needs:
                 needed.live_forwards = weakref.WeakSet() if needed.live_forwards is None else needed.live_forwards

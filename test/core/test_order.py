@@ -411,6 +411,18 @@ class Passing(nn.Module):
         return x if self.passes else self.inner(x) if self.inner else x * 1.0
 
 
+class Within(Passing):
+    """Has parameters before and after a reentrant checkpoint, and in it beside a unit. The first may be left out."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(4, 4))
+        self.recomputed = nn.Sequential(Block(), nn.Linear(4, 4))
+        self.after = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.after(checkpoint(self.recomputed, super().forward(x), use_reentrant=True))
+
+
 UNUSED: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
     "a complete unit waits for the units inside": (Late, "reduce-scatter", "1.fork 1 <root>"),
     "a unit that returns its input completes nothing before it": (
@@ -423,12 +435,17 @@ UNUSED: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
         "all-gather",
         "1.1 1.0",
     ),
+    "a unit waits for one in a checkpoint that may have gradients for both": (
+        Within,
+        "reduce-scatter",
+        "1.recomputed.0 1 <root>",
+    ),
 }
 
 
 def unused_on_rank_0(ctx, name: str) -> list[str]:
     make, what, _ = UNUSED[name]
-    model = sharded(ctx, nn.Sequential(nn.Linear(4, 4), make()), {Late, Fork, Recomputed, Passing})
+    model = sharded(ctx, nn.Sequential(nn.Linear(4, 4), make()), {Late, Block, Fork, Recomputed, Passing})
     for module in model.modules():
         if ctx.rank == 0 and isinstance(module, Fork):
             module.skip = "both"
@@ -444,6 +461,23 @@ def unused_on_rank_0(ctx, name: str) -> list[str]:
 def test_what_one_rank_does_not_use(pool, name: str):
     order = same_everywhere(pool.run(unused_on_rank_0, name, timeout=20))
     assert " ".join(order) == UNUSED[name][2]
+
+
+def between_two_modules(ctx) -> list[str]:
+    """Rank 0 uses only the last module, and returns the model's input from the first: backward does not come there."""
+    model = nn.Sequential(Passing(), Fork(), nn.Linear(4, 4))
+    fully_shard([model[0], model[2]], process_group=ctx.group)
+    fully_shard(model, policy={Fork}, process_group=ctx.group)
+    model[0].passes, model[1].skip = ctx.rank == 0, "both" if ctx.rank == 0 else None
+    loss = model(torch.ones(2, 4, requires_grad=True)).sum()
+    with record_events() as events:
+        loss.backward()
+    return [line for line in events if line.startswith("reduce-scatter")]
+
+
+def test_a_unit_waits_for_one_that_ran_between_its_two_modules(pool):
+    order = same_everywhere(pool.run(between_two_modules, world_size=2, timeout=20))
+    assert order == ["reduce-scatter 1", "reduce-scatter 0, 2"]
 
 
 def two_graphs(ctx) -> list[str]:
@@ -487,15 +521,18 @@ def test_added_losses_of_partly_frozen_units(ctx, frozen: str, passes: tuple[int
     check_same_gradients(model, plain)
 
 
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
+@pytest.mark.parametrize(
+    ("strategy", "freezes"), [("FULL_SHARD", False), ("SHARD_GRAD_OP", False), ("FULL_SHARD", True)]
+)
 @ranks(2, timeout=20)
-def test_added_losses_of_units_that_ranks_leave_out(ctx, strategy: str):
-    """They are gathered equally often on all ranks, whatever each has left out before."""
+def test_added_losses_of_units_that_ranks_leave_out(ctx, strategy: str, freezes: bool):
+    """They are gathered equally often on all ranks, whatever each has left out before. ``freezes``: in between."""
 
     def run(net: nn.Module, passes: list[int], left_out: set[tuple[int, int]]) -> None:
         of, losses = range(2) if net is plain else [ctx.rank], []
         for number, rank in itertools.product(passes, of):
             net[1].skip = "both" if (rank, number) in left_out else None
+            net[1].a.weight.requires_grad_(not freezes or number != 1)
             losses.append(net(inputs[number][rank]).square().mean())
         (sum(losses) / len(of)).backward()
 
@@ -556,7 +593,9 @@ class Bypassed(nn.Linear):
 
 
 def test_what_no_value_is_needed_for_is_not_gathered_again(world):
-    """Backward comes to an earlier forward of the unit, of which no parameter is in the graph."""
+    """Backward comes to an earlier forward of the unit, of which no parameter is in the graph. On another rank some may be,
+    which reduces the unit then.
+    """
     world(2)
     model = fully_shard(Bypassed(4, 4))
     x = torch.ones(2, 4, requires_grad=True)
@@ -564,7 +603,7 @@ def test_what_no_value_is_needed_for_is_not_gathered_again(world):
     reshard(model)
     with record_events() as events:
         loss.backward()
-    assert [e.split()[0] for e in events] == ["all-gather", "reshard", "reduce-scatter"]
+    assert [e.split()[0] for e in events] == ["all-gather", "reduce-scatter", "reshard"]
 
 
 class Skipping(nn.Sequential):
@@ -596,3 +635,20 @@ def test_what_a_rank_left_out_before_does_not_change_its_order(world):
         steps.append([e for e in events if not e.startswith("reshard")])
     assert steps[1] == steps[4] != steps[2]
     assert "reduce-scatter 1, 3" in steps[1]
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
+def test_added_losses_whose_backward_fails(world, strategy: str):
+    """All ranks have begun the same reductions, also one that left a unit out in the first pass."""
+    world(8)
+    model = Skipping(*(nn.Linear(4, 4) for _ in range(3)), Passing(nn.LayerNorm(4)))
+    fully_shard(model, policy={nn.Linear, Passing}, strategy=strategy)
+    steps = []
+    for passes in (False, True):
+        losses = []
+        for model[3].passes, model.fails in ((passes, False), (False, True)):
+            losses.append(model(torch.ones(2, 4)).sum())
+        with record_events() as events, pytest.raises(ZeroDivisionError):
+            sum(losses).backward()
+        steps.append([e for e in events if not e.startswith("reshard")])
+    assert steps[0] == steps[1]
