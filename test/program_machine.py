@@ -312,9 +312,9 @@ def places(model: nn.Module) -> dict[str, list[str]]:
     return found
 
 
-def recomputed_and_skipped(model: nn.Module, numbers: set[int], elsewhere: bool) -> bool:
-    """Whether a rank that leaves out the modules of these numbers skips a unit that a reentrant checkpoint runs in the same
-    backward: that rank is refused then, in the middle of it. ``elsewhere``: outside of what it leaves out; else inside.
+def recomputed_and_skipped(model: nn.Module, numbers: set[int]) -> bool:
+    """Whether a rank that leaves out the modules of these numbers skips a unit that a reentrant checkpoint elsewhere runs:
+    that rank is refused then, in the middle of a backward.
     """
     drops = [m for m in model.modules() if isinstance(m, Drop) and m.number in numbers]
     checkpoints = [m for m in model.modules() if isinstance(m, Checkpoint) and m.reentrant]
@@ -322,7 +322,7 @@ def recomputed_and_skipped(model: nn.Module, numbers: set[int], elsewhere: bool)
         not {*units_below(drop.inner)}.isdisjoint(units_of_parameters(each))
         for drop in drops
         for each in checkpoints
-        if (each in {*drop.modules()}) is not elsewhere
+        if each not in {*drop.modules()}
     )
 
 
@@ -682,7 +682,7 @@ class Machine:
         fuse = Fuse(bomb.error) if bomb else None
         size, rank = twin.ranks.size, twin.ranks.rank
         drops = getattr(statement, "left_out", ()) if size == self.ctx.world_size else ()
-        if recomputed_and_skipped(twin.model, {number for _, number in drops}, elsewhere=True):
+        if recomputed_and_skipped(twin.model, {number for _, number in drops}):
             drops = ()
         envs = [
             Env(r == 0, getattr(statement, "mode", 0), frozenset(n for of, n in drops if of == r)) for r in range(size)
@@ -780,9 +780,6 @@ class Machine:
             return False  # each rank is refused at another point, after other collectives
         if stale and self.program.model.has("checkpoint") and any(loss.twin.rounding for loss in losses):
             return False  # the oracle's copies would be recomputed from the values of their forward
-        numbers = set(self.program.model.drops) if len(losses) > 1 and any(loss.left_out for loss in losses) else set()
-        if any(recomputed_and_skipped(loss.twin.model, numbers, elsewhere=False) for loss in losses):
-            return False
         hook, fuse, involved = None, None, {id(loss.twin): loss.twin for loss in losses}
         if s.hook and (hooked := self.twins[s.hook[0]]) and (path := hooked.path(s.hook[1])) is not None:
             place = hooked.model.get_submodule(path)

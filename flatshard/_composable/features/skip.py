@@ -215,6 +215,9 @@ def skip(module: nn.Module, *tensors: torch.Tensor) -> Any:
     - if the other ranks run several of them in one activation checkpoint, which gathers them in another order in backward:
       inside a checkpoint of the same kind.
 
+    A rank that skips a unit cannot use its parameters (tied ones) in a reentrant checkpoint elsewhere in the same forward:
+    use ``use_reentrant=False``.
+
     Args:
         module: a unit, or a module that contains units, which are then skipped one after the other. For another module in
             the running forward of its unit nothing is to be done: the tensors come back as they are.

@@ -22,6 +22,7 @@ from typing import Any, NoReturn, Self
 
 from torch import nn
 from torch.nn.utils._named_member_accessor import swap_tensor  # private: to recognise writes by functional_call
+from torch.utils.checkpoint import CheckpointFunction
 
 from flatshard._errors import RESTRUCTURE_BEFORE, cannot_trace, refuse_other_sharding
 from flatshard._frames import outward
@@ -33,6 +34,7 @@ _GETATTR = nn.Module.__getattr__.__code__
 _SWAP = swap_tensor.__code__
 # The function in `named_parameters` that lists one module's own parameters.
 _LIST = next((c for c in nn.Module.named_parameters.__code__.co_consts if isinstance(c, CodeType)), None)
+_RECOMPUTE = CheckpointFunction.backward.__code__
 
 Parameters = dict[str, nn.Parameter | None]
 
@@ -246,6 +248,13 @@ def _explain(param: ShardedParameter, forward: FrameType) -> str:
     info, kind = param._flatshard_info, type(_self_of(forward)).__name__
     if any(frame.f_globals.get("__name__", "").startswith("torch.fx.") for frame in outward(forward)):
         return str(cannot_trace("torch.fx", f"parameter {info.fqn!r}"))
+    if any(frame.f_code is _RECOMPUTE for frame in outward(forward)):
+        return (
+            f"parameter {info.fqn!r} is sharded, and {kind}.forward is recomputed in backward after its unit was resharded: "
+            "another use of it in this backward was skipped (flatshard.skip), and with a reentrant checkpoint flatshard "
+            "cannot know that a recomputation is still to come. Use use_reentrant=False, or run a backward for each forward. "
+            "Otherwise this forward was not called by its unit's forward: call the module that is the unit, as module(...)"
+        )
     # The innermost public method: `generate`, and not the helper that it calls.
     method, owner = None, ""
     for frame in outward(forward.f_back):
