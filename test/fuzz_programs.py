@@ -381,7 +381,9 @@ class Program:
     elsewhere: str
     """The ranks of the second: ``"same"``, ``"alone"`` (each by itself), or ``"half"`` of them."""
     optimizer: str
-    """``"sgd"``, ``"adamw"``, ``"flat"``: SGD of ``flat_parameters``, ``"whole"``: Adafactor of whole parameters."""
+    """``"sgd"``, ``"adamw"``, ``"flat"``: SGD of ``flat_parameters``, ``"whole"``: Adafactor of whole parameters,
+    ``"offloaded"``: AdamW with its state on the host.
+    """
     optimizer_first: bool
     models: int
     body: tuple[Statement, ...]
@@ -431,6 +433,9 @@ def draw(seed: int) -> Program:
         shardings = [dataclasses.replace(sharding, ignored=None) for sharding in shardings]
     drawing = _Drawing(rng, world_size, model, bool(rounding), 1 if rounding else rng.choice([1, 1, 1, 2]))
     body = tuple(drawing.body(0, rng.randint(2, 4)))
+    optimizer_first = rng.random() < 0.5 and optimizer in ("sgd", "adamw") and shardings[0].start == "as it is"
+    if optimizer == "adamw" and not optimizer_first and seed % 3:
+        optimizer = "offloaded"
     return Program(
         seed=seed,
         world_size=world_size,
@@ -438,7 +443,7 @@ def draw(seed: int) -> Program:
         shardings=(shardings[0], shardings[1]),
         elsewhere=elsewhere,
         optimizer=optimizer,
-        optimizer_first=rng.random() < 0.5 and optimizer in ("sgd", "adamw") and shardings[0].start == "as it is",
+        optimizer_first=optimizer_first,
         models=drawing.models,
         body=body,
     )

@@ -485,9 +485,11 @@ class Machine:
         match self.program.optimizer:
             case "sgd":
                 return torch.optim.SGD(params, lr=0.05, momentum=0.9, weight_decay=0.01)
-            case "adamw":
-                eps = 1e-2 if self.program.model.rounds_to_float32 else 1e-3
-                return torch.optim.AdamW(params, lr=1e-2, weight_decay=0.1, eps=eps)
+            case "adamw" | "offloaded" as kind:
+                adamw = {"lr": 1e-2, "weight_decay": 0.1, "eps": 1e-2 if self.program.model.rounds_to_float32 else 1e-3}
+                if kind == "offloaded" and unit_of(model) is not None:
+                    return flatshard.optim.OffloadedOptimizer(params, torch.optim.AdamW, **adamw)
+                return torch.optim.AdamW(params, **adamw)
             case "flat":
                 sharded = unit_of(model) is not None
                 return torch.optim.SGD(flatshard.flat_parameters(model) if sharded else params, lr=0.05)
@@ -1173,7 +1175,7 @@ class Machine:
 
     def _convert(self, s: programs.Convert, twin: Twin, module: None) -> bool:
         model, optimizer = self.program.model, self.program.optimizer
-        if not twin.shows_own or twin.kept or model.has("island") or optimizer not in ("sgd", "adamw"):
+        if not twin.shows_own or twin.kept or model.has("island") or optimizer not in ("sgd", "adamw", "offloaded"):
             return False
         dtype = getattr(torch, s.dtype)
         if dtype is not twin.dtype:

@@ -191,6 +191,7 @@ VERBS = {
     "SentParams": "ask iter_changed_params",
     "Writer": "restart dcp",
     "WholeParameterOptimizer": "optimizer whole",
+    "OffloadedOptimizer": "optimizer offloaded",
     "check_whole_parameters": "ask check_whole_parameters",
     "get_total_norm": "ask get_total_norm",
     "gradient_statistics": "ask gradient_statistics",
@@ -260,7 +261,7 @@ def wanted() -> list[str]:
     rows += [f"sharding reshard_after_forward {value}" for value in (None, True, False, 2)]
     rows += [f"front {f}" for f in ("none", "embedding", "frozen", "tied")] + ["model ties", "model float32"]
     rows += [f"output {o}" for o in ("tensor", "tuple", "dict")] + [f"world {n}" for n in range(1, 5)]
-    rows += [f"optimizer {o}" for o in ("sgd", "adamw", "flat", "whole", "first True", "first False")]
+    rows += [f"optimizer {o}" for o in ("sgd", "adamw", "flat", "whole", "offloaded", "first True", "first False")]
     rows += [f"restarted over {r} ranks" for r in ("same", "alone", "half")] + ["models 1", "models 2"]
     classes: set[type[Any]] = {c for base in (Statement, Block) for c in base.__subclasses__()} - {Block}
     for each in sorted(classes, key=lambda c: c.__name__):
