@@ -4,11 +4,13 @@ from flatshard._composable.features.user_hooks import register_gradients_reduced
 from flatshard.optim._flat_parameters import flat_parameters
 from flatshard.optim._gradients import GradientStatistics, clip_grad_norm_, get_total_norm, gradient_statistics
 from flatshard.optim._hooks import check_whole_parameters, steps_parts
+from flatshard.optim._in_backward import BackwardSteps, step_in_backward
 from flatshard.optim._offload import OffloadedOptimizer
 from flatshard.optim._segments import segment_reduce
 from flatshard.optim._whole import WholeParameterOptimizer
 
 __all__ = [
+    "BackwardSteps",
     "GradientStatistics",
     "OffloadedOptimizer",
     "WholeParameterOptimizer",
@@ -19,5 +21,6 @@ __all__ = [
     "gradient_statistics",
     "register_gradients_reduced_hook",
     "segment_reduce",
+    "step_in_backward",
     "steps_parts",
 ]

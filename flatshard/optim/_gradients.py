@@ -23,6 +23,7 @@ from flatshard._handle.tensors.aggregate import Aggregate, device_for, in_order,
 from flatshard._handle.tensors.sharded_gradient import ShardedGradient
 from flatshard._handle.tensors.sharded_parameter import ShardedParameter, full_shape, shard_info
 from flatshard._names import plain_name
+from flatshard.optim._in_backward import check_kept
 
 
 def get_total_norm(module: nn.Module, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> torch.Tensor:
@@ -172,6 +173,7 @@ def _gradients_of(module: nn.Module, verb: str) -> list[Gradient]:
         if owner.handle.registrations.shows is not SHARDED:
             raise _unsharded(owner.fqn, verb)
     check_reduced(owners, verb)
+    check_kept(owners, verb)
     grads: dict[int, torch.Tensor | None] = {}  # of sharded parameters, by the parameter's id
     found = []
     for name, param in module.named_parameters():

@@ -55,9 +55,9 @@ class Traffic:
         return found
 
     @contextlib.contextmanager
-    def on_side(self) -> Iterator[None]:
-        """What is issued and allocated inside is on the side stream."""
-        with self._module.stream(self.side):
+    def on(self, stream: Any) -> Iterator[None]:
+        """What is issued and allocated inside is on ``stream``."""
+        with self._module.stream(stream):
             yield
 
     def went_out(self) -> StreamEvent:
@@ -83,14 +83,17 @@ class Visit:
         self._came: dict[At, torch.Tensor] = {}  # on the device
         self._came_at: StreamEvent | None = None
         self._left: dict[At, torch.Tensor] = {}  # what they are copies of, on the host
-        self._made: list[torch.Tensor] = []  # by the optimizer: memory of the current stream, until it has gone out
+        self._made: list[
+            torch.Tensor
+        ] = []  # by the optimizer: memory of the stream that it ran on, until it has gone out
+        self._made_on: Any = None
         self._gone: StreamEvent | None = None
 
     def fetch(self) -> None:
         """Start to copy the state to the device."""
         if self._traffic is None:
             return
-        with self._traffic.on_side():
+        with self._traffic.on(self._traffic.side):
             for at, value in self._values():
                 if value.device.type == "cpu":
                     self._came[at] = _copied(value, self._on_device)
@@ -108,8 +111,9 @@ class Visit:
         """Copy the state to the host, as it is after the work that has been issued, and free the device's memory."""
         if self._traffic is None:
             return
-        self._traffic.side.wait_stream(self._traffic.streams.current)
-        with self._traffic.on_side():
+        self._made_on = self._traffic.streams.current
+        self._traffic.side.wait_stream(self._made_on)
+        with self._traffic.on(self._traffic.side):
             try:
                 for at, value in list(self._values()):
                     if value.device == self._device:
@@ -134,8 +138,10 @@ class Visit:
     def release(self) -> None:
         """Free what the optimizer made, after its copies: before the next unit is worked on."""
         if self._made:
+            assert self._traffic is not None
             assert self._gone is not None
-            self._gone.wait()
+            with self._traffic.on(self._made_on):
+                self._gone.wait()
             self._made.clear()
 
     def _values(self) -> Iterator[tuple[At, torch.Tensor]]:

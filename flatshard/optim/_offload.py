@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
 from flatshard._composable.state import owner_of
@@ -85,6 +86,8 @@ class OffloadedOptimizer(Optimizer):
         self.inner: Any = SimpleNamespace()  # what steps; at first it takes what torch's own constructor sets
         self._traffic: list[Traffic] = []  # of the devices that state goes out from
         self._tried_groups = 0
+        self._coming: tuple[Unit, Visit] | None = None  # in a backward: what is on its way for the next unit
+        self.ahead: set[nn.Parameter] = set()  # stepped by ``step_ahead`` since the last step
         self.pin_memory = pin_memory
         super().__init__(params, defaults)
         inner = optimizer_class(self.param_groups, **defaults)
@@ -145,7 +148,14 @@ class OffloadedOptimizer(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         self._wait()
-        return {"inner": self.inner, "_tried_groups": self._tried_groups, "pin_memory": self.pin_memory, "_traffic": []}
+        return {
+            "inner": self.inner,
+            "_tried_groups": self._tried_groups,
+            "_coming": None,
+            "ahead": set(),
+            "pin_memory": self.pin_memory,
+            "_traffic": [],
+        }
 
     def add_param_group(self, param_group: Group) -> None:
         """As in torch."""
@@ -176,31 +186,74 @@ class OffloadedOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._refuse_coupling()
+        self.check()
+        self._coming = None
         units = self._units()
         visits = [self._visit(self.inner.state, [p for p in unit if p.grad is not None]) for unit in units]
         visits[0].fetch()
         with contextlib.closing(in_turns(self.inner, units)) as turns:
             for _, before, visit, later in zip(turns, [None, *visits], visits, [*visits[1:], None], strict=False):
-                try:
-                    if before is not None:
-                        before.release()
-                    visit.show()
-                    if later is not None:
-                        later.fetch()
-                    unhooked_step(self.inner)(self.inner)
-                finally:
-                    visit.put_away()
+                if before is not None:
+                    before.release()
+                self._take_turn(visit, later)
         visits[-1].release()
+        self.ahead.clear()
         return loss
+
+    def _take_turn(self, visit: Visit, later: Visit | None) -> None:
+        """Step what the groups have now, which is what ``visit`` is of. ``later``: comes in meanwhile."""
+        try:
+            visit.show()
+            if later is not None:
+                later.fetch()
+            unhooked_step(self.inner)(self.inner)
+        finally:
+            visit.put_away()
+
+    @torch.no_grad()
+    def step_ahead(self, params: Unit, following: Unit) -> None:
+        """Internal: step ``params``, of one unit, before the step that ends with ``step()``; and drop their gradients.
+
+        ``following``: those that will most likely come next, or none. For :func:`step_in_backward`.
+        """
+        coming, self._coming = self._coming, None
+        if coming is not None and coming[0] is params:
+            visit = coming[1]
+        else:
+            visit = self._visit(self.inner.state, params)
+            visit.fetch()
+        later = self._visit(self.inner.state, following) if following else None
+        with contextlib.closing(in_turns(self.inner, [params], ends=False)) as turns:
+            for _ in turns:
+                self.ahead.update(params)
+                self._take_turn(visit, later)
+        visit.release()
+        increment_version([p for p in params if p.grad is not None and p.numel()])  # see `_note_step`
+        for p in params:
+            p.grad = None
+        self._coming = None if later is None else (following, later)
+
+    def is_for(self, params: Iterable[nn.Parameter]) -> bool:
+        """Internal: whether it steps some of ``params``."""
+        return not set(params_of(self)).isdisjoint(params)
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """``GradScaler`` asks before it steps, and does itself what there is to do."""
+        if self.ahead:
+            raise RuntimeError(
+                "GradScaler with step_in_backward: units have been stepped in backward by gradients that were not unscaled. "
+                "remove() the handle of step_in_backward, or train in bf16, which needs no scaling"
+            )
+        return False
+
+    def _units(self) -> list[Unit]:
+        return units_of_params(params_of(self)) or [[]]
 
     def _wait(self) -> None:
         """Until what has gone out may be read."""
         for traffic in self._traffic:
             traffic.wait_on_host()
-
-    def _units(self) -> list[Unit]:
-        return units_of_params(params_of(self)) or [[]]
 
     def _visit(self, states: Any, params: Sequence[nn.Parameter]) -> Visit:
         for device in {p.device for p in params}:
@@ -215,8 +268,12 @@ class OffloadedOptimizer(Optimizer):
             visit.put_away()
             visit.release()
 
-    def _refuse_coupling(self) -> None:
-        """Try for each new param group whether the optimizer may take turns."""
+    def check(self) -> None:
+        """Internal: try for each new param group whether the optimizer may take turns.
+
+        Raises:
+            RuntimeError: it may not.
+        """
         if type(self.inner).__module__.startswith("torch.optim"):
             return
         for settings in self.param_groups[self._tried_groups :]:
@@ -303,28 +360,31 @@ def shares_of(groups: Sequence[Group], units: Sequence[Unit]) -> list[dict[int, 
     number = {param: n for n, unit in enumerate(units) for param in unit}
     found: list[dict[int, Unit]] = [{} for _ in units]
     for i, group in enumerate(groups):
-        if not group["params"]:
-            for first in found[:1]:
-                first[i] = []
-        for param in group["params"]:
+        own = [param for param in group["params"] if param in number]
+        for param in own:
             found[number[param]].setdefault(i, []).append(param)
+        if not own:
+            found[0][i] = []
     return found
 
 
-def in_turns(optimizer: Optimizer, units: Sequence[Unit]) -> Generator[None, None, None]:
-    """Have ``optimizer`` see the parameters of one unit after the other. [Note: One unit at a time]"""
+def in_turns(optimizer: Optimizer, units: Sequence[Unit], ends: bool = True) -> Generator[None, None, None]:
+    """Have ``optimizer`` see the parameters of one unit after the other. [Note: One unit at a time]
+
+    ``ends``: the step ends with them. If not, options are as before afterwards.
+    """
     groups = optimizer.param_groups
     held = [group["params"] for group in groups]
     shares = shares_of(groups, units)
-    last = {i: n for n, share in enumerate(shares) for i in share}
+    last = {i: n for n, share in enumerate(shares) for i in share} if ends else {}
     try:
         for n, share in enumerate(shares):
             shown = []
             for i, params in share.items():
-                if last[i] == n:
+                if last.get(i) == n:
                     groups[i]["params"] = params
                     shown.append(groups[i])
-                else:
+                elif params:
                     options = {key: copied_option(value) for key, value in options_of(groups[i]).items()}
                     shown.append({**options, "params": params})
             optimizer.param_groups = shown

@@ -119,6 +119,65 @@ def _peak(env: Env) -> Iterator[list[int]]:
     found += [max([before, *counts]) - before, held(sim) - before]
 
 
+@cases.add(
+    {
+        "full": {},
+        "optim": {"strategy": S.SHARD_OPTIM},
+        "mixed": {"mixed_precision": MixedPrecision(torch.bfloat16, torch.float32)},
+        "adamw": {"kind": optim.AdamW, "settings": ADAMW},
+    },
+    fake=False,
+    watch_host=True,
+    rtol=2e-2,
+    atol=2e-3,
+)
+def in_backward(env: Env, kind: Any = Momentum, settings: dict[str, Any] | None = None, **options: Any) -> Any:
+    """Each unit is stepped when it is reduced: the same bits, at most two units' state on the device, and no race."""
+    results = []
+    for is_ahead in (False, True):
+        model = env.shard(env.make(lambda: Net(blocks=5)), **options)
+        optimizer = OffloadedOptimizer(model.parameters(), kind, **(settings or {}))
+        if is_ahead:
+            flatshard.optim.step_in_backward(model, optimizer)
+        for step in range(4):
+            with contextlib.ExitStack() as inside:
+                if env.is_simulated and is_ahead and step:
+                    inside.enter_context(_two_units_at_most(env, optimizer))
+                with env.steady(step == 3 and kind is Momentum):
+                    _backward(env, model, step)
+                    optimizer.step()
+                    optimizer.zero_grad()
+        results.append([*model.parameters(), *(v for p in model.parameters() for v in optimizer.state[p].values())])
+    _same_bits(env, "stepped in backward", *results)
+    return numbers(model)
+
+
+@contextlib.contextmanager
+def _two_units_at_most(env: Env, optimizer: OffloadedOptimizer) -> Iterator[None]:
+    """Of what is on the side stream's memory; and that they are two."""
+    from accelerator.sim import sim
+
+    side, found = (0, optimizer._traffic[0].side.stream_id), [0]
+    allocate = sim.alloc
+
+    def alloc(nbytes: int, device: int, stream: int) -> int:
+        ptr = allocate(nbytes, device, stream)
+        found.append(sum(block.asked for block in sim._blocks if not block.free and block.home == side))
+        return ptr
+
+    of_units = [
+        sum(v.nbytes for p in unit for v in optimizer.state[p].values() if v.dim()) for unit in optimizer._units()
+    ]
+    sim.alloc = alloc  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del sim.alloc
+    two = max(a + b for a, b in itertools.pairwise(of_units))
+    if max(found) != two:
+        env.problems.append(f"{max(found)} bytes of state on the device, two units have {two}")
+
+
 @cases.add({"full": {}, "none": {"strategy": S.NO_SHARD}, "first": {"steps": 1}})
 def bounded(env: Env, steps: int = 3, **options: Any) -> Any:
     """At most two units' state is on the device, also in the first step, which makes it; and none after a step."""
@@ -126,6 +185,7 @@ def bounded(env: Env, steps: int = 3, **options: Any) -> Any:
     optimizer = OffloadedOptimizer(model.parameters(), Momentum)
     units = [sum(p.nbytes for p in unit if p.numel()) for unit in optimizer._units()]
     two = max(a + b for a, b in itertools.pairwise(units))
+    where: list[list[int]] = []
     for step in range(steps):
         optimizer.zero_grad()
         _backward(env, model, step)
@@ -137,6 +197,9 @@ def bounded(env: Env, steps: int = 3, **options: Any) -> Any:
             env.problems.append(
                 f"step {step}: {found[0]} bytes of {two}: the state of the next unit does not come in meanwhile"
             )
+        where.append([v["momentum"].data_ptr() for v in optimizer.state.values() if v["momentum"].dim()])
+        if where[0] != where[-1]:
+            env.problems.append(f"step {step}: other memory of the host than before")
     return numbers(model)
 
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import math
@@ -152,6 +153,8 @@ def test_the_state_of_either_goes_on_in_the_other(ctx) -> None:
             optimizer.step()
             fresh = other(groups(model), **options)
             fresh.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+            if isinstance(fresh, OffloadedOptimizer):
+                assert {type(v) for values in fresh.state.values() for v in values.values()} <= {Tensor, float}
             fresh.state_dict()  # a plain optimizer that has not stepped takes its parts out now
             same([(model, optimizer), (model, fresh)])
             whole = [optim_state_dict(model, o, full=True) for o in (fresh, optimizer)]
@@ -250,7 +253,7 @@ def test_groups_closures_hooks_and_plain_parameters(ctx) -> None:
 
 
 class Failing(optim.AdamW):
-    """Raises in the step of one parameter, after others of its unit."""
+    """Raises when one parameter is stepped, or loaded."""
 
     at: Any = None
 
@@ -260,6 +263,11 @@ class Failing(optim.AdamW):
         if any(p is self.at for group in self.param_groups for p in group["params"]):
             raise ArithmeticError
         return None
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        if any(p is self.at for group in self.param_groups for p in group["params"]):
+            raise ArithmeticError
 
 
 @ranks(2)
@@ -295,19 +303,125 @@ def test_an_error_in_a_step_loses_nothing(ctx) -> None:
 @ranks(2)
 def test_a_load_that_fails_changes_nothing(ctx) -> None:
     model = sharded(ctx)
-    optimizer = OffloadedOptimizer(groups(model), optim.AdamW, lr=0.1)
+    optimizer = OffloadedOptimizer(groups(model), Failing, lr=0.1)
     backward(ctx, model, 0)
     optimizer.step()
     held, before = optimizer.param_groups, copy.deepcopy([*optimizer.state.values()])
     saved = copy.deepcopy(optimizer.state_dict())
-    saved["state"][max(saved["state"])] = 7  # of the last unit, of whose class the error is
-    with pytest.raises((TypeError, AttributeError)):
+    optimizer.inner.at = optimizer._units()[-1][-1]
+    with pytest.raises(ArithmeticError):
         optimizer.load_state_dict(saved)
     saved["param_groups"][1]["params"].pop()
     with pytest.raises(ValueError, match=r"groups of \[5, 5\] parameters, this optimizer of \[5, 6\]"):
         optimizer.load_state_dict(saved)
     assert optimizer.param_groups is held
     same_bits([*optimizer.state.values()], before)
+
+
+# -- in backward ---------------------------------------------------------------------------------------------------------
+
+STEPPED = [
+    *some([case for case in CASES if case[-1] < 4], 7),
+    ("fused", "SHARD_OPTIM", None, 1, False, 3),  # parameters that C++ changes through pointers
+    ("sgd", "SHARD_OPTIM", None, 2, False, 2),
+    ("counting", "HYBRID_FULL_SHARD", None, 2, False, 4),
+]
+
+
+@pytest.mark.parametrize(("kind", "strategy", "precision", "micro", "is_flat", "world_size"), STEPPED, ids=str)
+@ranks()
+def test_the_same_bits_in_backward(ctx, kind: str, strategy: str, precision: Any, micro: int, is_flat: bool) -> None:
+    """And no gradient is left; with a parameter that is in no unit, and a scheduler."""
+    cls, options = KINDS[kind]
+    where: dict[str, Any] = {"strategy": ShardingStrategy[strategy], "mixed_precision": precision}
+    if strategy.startswith("HYBRID"):
+        where["device_mesh"] = ctx.device_mesh((2, 2), ("replicate", "shard"))
+    twins: list[tuple[nn.Module, Optimizer]] = []
+    for make in (functools.partial(OffloadedOptimizer, optimizer_class=cls), cls):
+        model, alone = sharded(ctx, **where), nn.Parameter(torch.ones(3))
+        params = [{"params": flatshard.flat_parameters(model)}] if is_flat else groups(model)
+        params[-1]["params"].append(alone)
+        twins.append((model, make(params, **copy.deepcopy(options))))
+    schedulers = [optim.lr_scheduler.ExponentialLR(o, 0.9) for _, o in twins]
+    flatshard.optim.step_in_backward(*twins[0])
+    for step in range(3):
+        for (model, optimizer), scheduler in zip(twins, schedulers, strict=True):
+            optimizer.param_groups[-1]["params"][-1].grad = torch.full((3,), 0.5)
+            for i in range(micro):
+                with flatshard.no_sync(model) if i + 1 < micro else contextlib.nullcontext():
+                    backward(ctx, model, micro * step + i)
+            stepped = [p for group in optimizer.param_groups for p in group["params"]][:-1]
+            assert any(p.grad is not None for p in stepped) is (optimizer is twins[1][1])
+            optimizer.step()
+            optimizer.zero_grad()
+            scheduler.step()
+        of_both = [[p.detach() for group in o.param_groups for p in group["params"]] for _, o in twins]
+        same_bits(*of_both)
+        states = [[o.state.get(p) for group in o.param_groups for p in group["params"]] for _, o in twins]
+        same_bits(*states)
+        same_bits(*([{k: v for k, v in g.items() if k != "params"} for g in o.param_groups] for _, o in twins))
+
+
+@ranks(2)
+def test_gradients_exist_for_one_unit_at_a_time(ctx) -> None:
+    model = sharded(ctx)
+    optimizer = OffloadedOptimizer(model.parameters(), optim.SGD, lr=0.1)
+    found: list[int] = []
+    units = [{*unit} for unit in optimizer._units()]
+    for unit in [model, *model.blocks]:
+
+        def note(_: nn.Module) -> None:
+            having = {p for p in optimizer.param_groups[0]["params"] if p.grad is not None}
+            found.append(sum(not having.isdisjoint(unit) for unit in units))
+
+        flatshard.optim.register_gradients_reduced_hook(unit, note)
+    backward(ctx, model, 0)
+    assert found == [1, 2, 3, 4]
+    optimizer.zero_grad()
+    found.clear()
+    steps = flatshard.optim.step_in_backward(model, optimizer)
+    assert repr(steps) == "BackwardSteps of SGD (4 units)"
+    for step in range(2):
+        backward(ctx, model, step)
+        assert found == [1] * 4
+        optimizer.step()
+        found.clear()
+    steps.remove()
+    steps.remove()
+    backward(ctx, model, 0)
+    assert found == [1, 2, 3, 4]
+    flatshard.clip_grad_norm_(model, 1.0)
+
+
+@ranks(2)
+def test_what_needs_all_gradients_is_refused_in_backward(ctx) -> None:
+    model = sharded(ctx)
+    optimizer = OffloadedOptimizer(model.parameters(), optim.AdamW)
+    with pytest.raises(TypeError, match=r"takes a flatshard.optim.OffloadedOptimizer, got a SGD.*parameters\(\), SGD,"):
+        flatshard.optim.step_in_backward(model, optim.SGD(model.parameters(), lr=0.1))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="no parameter of a unit of this Unused"):
+        flatshard.optim.step_in_backward(sharded(ctx), optimizer)
+    steps = flatshard.optim.step_in_backward(model, optimizer)
+    with pytest.raises(ValueError, match=r"units the root module, 'blocks.0', .* are stepped in backward already"):
+        flatshard.optim.step_in_backward(model, optimizer)
+    for verb in (functools.partial(flatshard.clip_grad_norm_, max_norm=1.0), flatshard.optim.get_total_norm):
+        with pytest.raises(
+            RuntimeError, match=r"gradients of units the root module, .* are stepped and freed in backward"
+        ):
+            verb(model)
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(torch.zeros(()))
+    backward(ctx, model, 0)
+    with pytest.raises(RuntimeError, match="GradScaler with step_in_backward"):
+        scaler.step(optimizer)
+    with pytest.raises(RuntimeError, match=r"unit 'blocks.2'.* reduced twice before OffloadedOptimizer.step\(\)"):
+        backward(ctx, model, 1)
+    flatshard.recover(model)
+    optimizer.step()
+    optimizer.zero_grad()
+    steps.remove()
+    backward(ctx, model, 0)
+    scaler.step(optimizer)
 
 
 class Clipping(optim.SGD):

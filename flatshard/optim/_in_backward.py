@@ -1,0 +1,139 @@
+"""``step_in_backward``: each unit is stepped as soon as its gradients are reduced, and they are freed."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from flatshard._composable.features.user_hooks import register_gradients_reduced_hook
+from flatshard._composable.find import units_of_parameters
+from flatshard._composable.state import Unit
+from flatshard._errors import name_list
+from flatshard.checkpoint._optim_params import params_of
+from flatshard.optim._offload import OffloadedOptimizer
+
+_stepped: weakref.WeakKeyDictionary[Unit, list[BackwardSteps]] = weakref.WeakKeyDictionary()  # and who steps them
+
+
+class BackwardSteps:
+    """What :func:`step_in_backward` returns. ``remove()`` ends it: gradients stay until ``optimizer.step()`` again.
+
+    Example::
+
+        optimizer = flatshard.optim.OffloadedOptimizer(model.parameters(), torch.optim.AdamW)
+        steps = flatshard.optim.step_in_backward(model, optimizer)
+        steps.remove()
+    """
+
+    def __init__(self, optimizer: OffloadedOptimizer, units: dict[Unit, list[nn.Parameter]]) -> None:
+        self.optimizer, self._units = optimizer, list(units.values())
+        self._names = [unit.fqn for unit in units]
+        self._next: dict[int, int] = {}  # in the last backward: which unit came after which
+        self._last: int | None = None
+        self._handles: list[RemovableHandle] = []
+        for number, unit in enumerate(units):
+
+            def reduced(_: nn.Module, number: int = number) -> None:
+                self._step(number)
+
+            self._handles.append(register_gradients_reduced_hook(unit.module, reduced))
+            _stepped.setdefault(unit, []).append(self)
+
+    def __repr__(self) -> str:
+        return f"BackwardSteps of {type(self.optimizer.inner).__name__} ({len(self._units)} units)"
+
+    def remove(self) -> None:
+        """End it. Idempotent."""
+        for handle in self._handles:
+            handle.remove()
+        for steps in _stepped.values():
+            if self in steps:
+                steps.remove(self)
+
+    def _step(self, number: int) -> None:
+        optimizer, params = self.optimizer, self._units[number]
+        if any(p in optimizer.ahead for p in params):
+            raise RuntimeError(
+                f"step_in_backward: the gradients of unit {self._names[number] or '<root>'!r} were reduced twice before "
+                f"{type(optimizer).__name__}.step(), so that it would be stepped twice, each time by a part of its gradient. "
+                "Call optimizer.step() after each backward; run all but the last of several in flatshard.no_sync; and with "
+                "several losses, or forwards that one backward reaches separately, do without step_in_backward"
+            )
+        if optimizer.ahead and self._last is not None:
+            self._next[self._last] = number
+        self._last = number
+        following = self._next.get(number)
+        optimizer.step_ahead(params, [] if following is None else self._units[following])
+
+
+def step_in_backward(module: nn.Module, optimizer: OffloadedOptimizer) -> BackwardSteps:
+    """Have each unit of ``module`` stepped in backward as soon as its gradients are reduced, and its gradients freed.
+
+    So the gradients of all units never exist at once. ``optimizer.step()`` then steps what is in no unit, and ends the step:
+    call it after each backward that reduces, and schedulers after it. Of several microbatches all but the last run in
+    ``flatshard.no_sync``. While one unit is stepped, the state of the one that came next in the last backward is copied to
+    the device. The numbers are the same bits as by ``optimizer.step()`` alone.
+
+    What needs all gradients at once cannot be: ``flatshard.clip_grad_norm_``, ``get_total_norm`` and ``GradScaler`` raise.
+    ``torch.nn.utils.clip_grad_norm_`` finds no gradients, clips nothing and returns 0. Clip by value in a hook on parameters
+    (``p.register_post_accumulate_grad_hook``), which runs before.
+
+    Example::
+
+        optimizer = flatshard.optim.OffloadedOptimizer(model.parameters(), torch.optim.AdamW)
+        flatshard.optim.step_in_backward(model, optimizer)
+        model(batch).square().mean().backward()
+        optimizer.step()
+
+    Args:
+        module: a sharded module, whose units' parameters ``optimizer`` steps, all or some. Those that it gets later are
+            stepped by ``optimizer.step()``.
+        optimizer: of :class:`OffloadedOptimizer`.
+
+    Returns:
+        A handle, whose ``remove()`` ends it.
+
+    Raises:
+        TypeError: ``optimizer`` is another one.
+        ValueError: it steps no parameter of a unit of ``module``; or some are stepped in backward already.
+        RuntimeError: it is none that may step parts, or unit by unit.
+    """
+    if not isinstance(optimizer, OffloadedOptimizer):
+        raise TypeError(
+            f"step_in_backward takes a flatshard.optim.OffloadedOptimizer, got a {type(optimizer).__name__}: make it by "
+            f"flatshard.optim.OffloadedOptimizer(model.parameters(), {type(optimizer).__name__}, ...). On CPU it moves "
+            "nothing"
+        )
+    own = set(params_of(optimizer))
+    units: dict[Unit, list[nn.Parameter]] = {}
+    for unit in units_of_parameters(module):
+        held: list[nn.Parameter | None] = [
+            p for flat in unit.handle.flats for p in (flat.gradients.shard_param, *flat.params)
+        ]
+        if params := [p for p in held if p is not None and p in own]:
+            units[unit] = params
+    if not units:
+        raise ValueError(
+            f"step_in_backward: the optimizer steps no parameter of a unit of this {type(module).__name__}: pass the sharded "
+            "module that its parameters come from"
+        )
+    twice = [unit.fqn for unit in units for steps in _stepped.get(unit, ()) if steps.optimizer.is_for(units[unit])]
+    if twice:
+        raise ValueError(
+            f"step_in_backward: units {name_list(twice, 3)} are stepped in backward already: remove() the first handle"
+        )
+    optimizer.check()
+    return BackwardSteps(optimizer, units)
+
+
+def check_kept(units: Iterable[Unit], verb: str) -> None:
+    """Raise if gradients are gone when backward ends: ``verb`` needs those of all ``units`` at once."""
+    if gone := [unit.fqn for unit in units if _stepped.get(unit)]:
+        raise RuntimeError(
+            f"{verb}: the gradients of units {name_list(gone, 3)} are stepped and freed in backward, one unit after the "
+            "other (step_in_backward), so there is no norm of all before a step. remove() its handle to clip, or clip by "
+            "value in p.register_post_accumulate_grad_hook"
+        )
