@@ -52,7 +52,7 @@ from torch.utils.checkpoint import CheckpointError
 import flatshard
 from flatshard import checkpoint as saving
 from flatshard._composable.find import units_below, units_of_parameters
-from flatshard._composable.state import ModuleGroup, owner_of, unit_of
+from flatshard._composable.state import ModuleGroup, called_modules, owner_of, unit_of
 
 PER_RANK = 2
 """Rows of each batch that a rank trains on."""
@@ -745,7 +745,10 @@ class Machine:
             return True
         above = [twin.model.get_submodule(path[:i]) for i in range(len(path)) if path[i] == "."]
         islands = any(isinstance(m, Island) for m in [*above, *module.modules()])
-        return unit_of(module) is not None and getattr(module, "is_node", False) and not (islands or twin.rounding)
+        if islands or twin.rounding or not getattr(module, "is_node", False):
+            return False
+        inside = {m for unit in units_below(module) for each in called_modules(unit.module) for m in each.modules()}
+        return all(m in inside or not m._parameters for m in module.modules())
 
     @staticmethod
     def _note_change(twin: Twin, changed: bool) -> None:

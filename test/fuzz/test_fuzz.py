@@ -310,6 +310,8 @@ def test_all_was_done(request):
     print("\n".join(f"{r:<50}{done[r, 'done']:>8}{done[r, 'refused']:>8}{done[r, 'left out']:>9}" for r in rows))
     if sum(done.values()) and request.config.getoption("--fuzz") >= 200:
         verbs = {each.__name__.lower() for base in (Statement, Block) for each in base.__subclasses__()} - {"block"}
-        missing = [r for r in rows if not done[r, "done"] + done[r, "refused"]]
+        never = {"forward on inner", "evaluate on inner"}  # without their unit's forward they have parts
+        tried = [r for r in rows if done[r, "left out"] >= 20 and r not in never]
+        missing = [r for r in tried if not done[r, "done"] + done[r, "refused"]]
         missing += sorted(v for v in verbs if not any(done[r, "done"] for r in rows if r.split(" ")[0] == v))
         assert missing == []
