@@ -123,9 +123,9 @@ class Backward:
         if task in completion.expected:
             return
         self.keeps_unsharded |= torch.is_grad_enabled() or (self._context.kept_unsharded and _keeps_graph())
-        if not completion.expected:
-            self._queue.add_back(unit)
         nodes = unit.handle.gradients.accumulators.nodes
+        if nodes and not completion.expected:
+            self._queue.add_back(unit)
         if completion.reach(task, nodes, self._queue.waits_early):
             self._bringing.add(task)
             self._ready.discard(unit)
