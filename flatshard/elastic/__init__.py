@@ -14,16 +14,17 @@ step computes. An optimizer's step waits until all ranks have their copies, and 
 one is always whole. A rank keeps three times its parts in host memory, for one copy.
 
 *Going on* (``World``, ``Job``). A dead rank ends gloo's connections, so the others fail in their next collective. They end
-their groups, which reaches all at once, and meet at the store of the launcher. A rank that did not come is dead if its port
-is closed; one that is stopped or cut off is out when it has not come for ``patience`` seconds. One compare-and-set at the
-store decides who is in the next epoch, so no two groups train on. Those make new groups, move the newest whole generation
-from their own copies and those of the dead to the new cut, copy it, and go on at its step. Until all have copied it, they
-keep the older copies: a death during a recovery is one more death, and begins it anew. A process that joins waits for the
-same meeting, which ranks hold between two steps.
+the connections of all their groups, which reaches all at once, and meet at the store of the launcher. A rank that did not
+come is dead if its port is closed; one that is stopped or cut off is out when it has not come for ``patience`` seconds. One
+compare-and-set at the store decides who is in the next epoch, so no two groups train on. Those make new groups, move the
+newest whole generation from their own copies and those of the dead to the new cut, copy it, and go on at its step. Until
+all have copied it, they keep the older copies: a death during a recovery is one more death, and begins it anew. A process
+that joins waits for the same meeting, which ranks hold between two steps.
 
 What is survived: the death of any rank, rank 0 included, and of ``copies`` neighbours at once, at any time after the first
-copies. What is not: the store (it belongs into the launcher); a death before the first step has begun. What has not been
-tried: NCCL, accelerators, several hosts.
+copies; and of more, if there is a checkpoint. What is not: the store (it belongs into the launcher); a death before the first
+step has begun. An error of one's own ends the job on all ranks, also outside of ``attempt``. What has not been tried: NCCL,
+accelerators, several hosts.
 """
 
 from flatshard.elastic._job import Job

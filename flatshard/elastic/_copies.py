@@ -9,14 +9,21 @@ copy go. So if one rank that is left has passed, the new generation is whole: th
 own parts unchanged. If none has passed, all still have the older one.
 
 What a rank keeps: a copy of its own parts, and two of each rank that it keeps copies for. With ``copies=1`` these are three
-times its parts. Units that are replicated are copies already, and are not sent.
+times its parts. What is replicated, as units or over the replicas of a hybrid strategy, is copied already, and is not sent.
+
+[Note: Gradients between two steps]
+A gradient that an optimizer has stepped is done with, whether the user drops it now or at the begin of the next step. One
+that none has stepped is part of what training keeps, as under accumulation over several steps. Backward will add to it while
+copies are sent, so a generation has a copy of its own. What a rank holds alone (``no_sync``) would be lost with it.
 """
 
 from __future__ import annotations
 
 import copy
+import functools
+import weakref
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,9 +31,12 @@ import torch.distributed as dist
 
 from flatshard._comm.backends import GlooCollectives
 from flatshard._comm.collectives import Pending
+from flatshard._composable.features.user_hooks import register_gradients_reduced_hook
 from flatshard._errors import name_list
+from flatshard._trace import logger
+from flatshard.elastic import _units
 from flatshard.elastic._exchange import Channel, as_bytes
-from flatshard.elastic._values import Image, Live, Manifest, Small, Trained
+from flatshard.elastic._values import GRAD, At, Image, Key, Live, Manifest, Small, Trained
 
 Number = tuple[int, int]
 """Of a generation: the number of steps before it, and the epoch that it was taken in. A later one is greater."""
@@ -49,10 +59,10 @@ class _Under:
     """A generation on its way."""
 
     generation: Generation
-    live: Live
+    number: int  # of this rank's shard
+    parts: dict[Key, torch.Tensor]  # of this rank, where they lie
     version: int
     pending: Pending
-    sent: list[torch.Tensor] = field(default_factory=list)  # alive until they have been sent
     is_complete: bool = False  # all copies that this rank is to have are here
 
 
@@ -66,14 +76,71 @@ class Copies:
         self.sent = 0  # bytes
         self._under: _Under | None = None
         self._spare: list[Image] = []
-        self._epoch, self._shifts = -1, list[int]()
+        self._clock = 0
+        self._reduced_at = [0] * len(job.units)
+        self._stepped_at = [0] * len(job.optimizers)
+        self._done: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}  # of what is not sharded: gradients, stepped
+        for number, unit in enumerate(job.units):
+            register_gradients_reduced_hook(unit.module, functools.partial(self._note_reduced, number))
+        self._epoch, self._numbers, self._shifts = -1, list[int](), list[int]()
 
     def follow(self, epoch: int, group: dist.ProcessGroup, hosts: Sequence[str]) -> None:
-        """Send over ``group`` from now on. ``hosts``: of its ranks."""
+        """Send over ``group`` from now on. ``hosts``: of its ranks.
+
+        Raises:
+            CollectiveError: a rank has died.
+        """
         self._epoch = epoch
         self._channel = Channel(group, torch.device("cpu"))
         self._collectives = GlooCollectives(group)
-        self._shifts = shifts(hosts)[: self._count]
+        self._numbers = self._channel.objects(_units.place_of(self._job.units)[0])
+        self._shifts = shifts(hosts, self._numbers, self._count)
+
+    def note_stepped(self, number: int) -> None:
+        """An optimizer has stepped its parameters by their gradients. [Note: Gradients between two steps]"""
+        self._clock += 1
+        self._stepped_at[number] = self._clock
+        own = {id(param) for group in self._job.optimizers[number].param_groups for param in group["params"]}
+        for param in self._job.others.values():
+            if (grad := param.grad) is not None and id(param) in own:
+                self._done[id(param)] = weakref.ref(grad), grad._version
+
+    def _note_reduced(self, unit: int, _module: object = None) -> None:
+        self._clock += 1
+        self._reduced_at[unit] = self._clock
+
+    def note_moved(self, manifest: Manifest) -> None:
+        """The gradients that there are came with what has moved."""
+        for unit in {value.at.unit for values in manifest.values for value in values if value.name == GRAD}:
+            self._note_reduced(unit)
+
+    def held_grads(self) -> dict[At, torch.Tensor]:
+        """The gradients that no optimizer has stepped: of the same parameters on all ranks."""
+        stepped: dict[int, int] = {}
+        for optimizer, when in zip(self._job.optimizers, self._stepped_at, strict=True):
+            for group in optimizer.param_groups:
+                stepped.update((id(p), when) for p in group["params"] if when > stepped.get(id(p), 0))
+        grads = self._job.grads() if max(self._reduced_at) > min(self._stepped_at, default=0) else {}
+        return {
+            at: grad
+            for at, grad in grads.items()
+            if self._reduced_at[at.unit] > stepped.get(id(self._job.params[at]), 0)
+        }
+
+    def _check_grads(self) -> None:
+        """Raise RuntimeError if there are gradients that cannot be kept."""
+        job = self._job
+        _units.check_reduced(job.units, f"{job.verb}, at the end of a step")
+        lost = []
+        for name, param in job.others.items():
+            ref, version = self._done.get(id(param), (None, 0))
+            if (grad := param.grad) is not None and (ref is None or ref() is not grad or version != grad._version):
+                lost.append(name)
+        if lost:
+            raise RuntimeError(
+                f"{job.verb}, at the end of a step: {name_list(lost)}, which are not sharded, have gradients that no "
+                "optimizer has stepped, and that cannot move: step them, or set .grad to None"
+            )
 
     @property
     def nbytes(self) -> int:
@@ -84,8 +151,9 @@ class Copies:
                 kept += [*each.others, *([each.own] if each.own is not None else [])]
         return sum(image.nbytes for image in {id(image): image for image in kept}.values())
 
-    def _version(self) -> int:
-        return sum(unit.handle.version() for unit in self._job.units)
+    def _version(self, parts: dict[Key, torch.Tensor]) -> int:
+        """Changes with parameters and with ``parts``."""
+        return sum(unit.handle.version() for unit in self._job.units) + sum(part._version for part in parts.values())
 
     def take(self, step: int) -> None:
         """Begin to copy what is live: ``step`` steps have been made.
@@ -95,47 +163,58 @@ class Copies:
             ValueError: ranks have optimizers' state of other kinds.
         """
         self.commit()
-        live, rank, size = Live(self._job, grads=False), self._channel.rank, self._channel.size
+        self._check_grads()
+        grads = {at: grad.detach().clone() for at, grad in self.held_grads().items()}
+        live, rank, size = Live(self._job, grads), self._channel.rank, self._channel.size
         manifest, before = live.manifest, self.generation
-        if before is None or not alike(before.manifest, manifest):
+        is_alike = before is not None and alike(before.manifest, manifest)
+        if not is_alike:
             self._spare = []
+        if not is_alike or before is None or before.number[1] != self._epoch:  # so do ranks that have joined
             kinds = self._channel.objects([manifest.values, manifest.rest])
             if odd := [r for r, kind in enumerate(kinds) if kind != kinds[0]]:
                 raise ValueError(
                     f"ranks {odd} keep other values than rank 0: optimizers must have state of the same parameters on all"
                 )
         sharded = [unit for unit in range(len(manifest.values)) if not manifest.is_replicated(unit)]
-        numbers = [(rank - shift) % size for shift in self._shifts] if sharded else []
-        others = self._spare or [Image(manifest, number, with_replicated=False) for number in numbers]
+        numbers = [self._numbers[(rank - shift) % size] for shift in self._shifts] if sharded else []
+        others = self._spare
+        if [image.number for image in others] != numbers:  # ranks may have changed places, and the cut be the same
+            others = [Image(manifest, number, with_replicated=False) for number in numbers]
         self._spare = []
-        values = [value for unit in sharded for value in manifest.values[unit]]
-        parts = [part.contiguous() for value in values if (part := live.part(live.numbers[0], value)).numel()]
+        number = live.numbers[0]
+        parts = {(v.at, v.name): live.part(number, v).contiguous() for values in manifest.values for v in values}
+        sent = [part for unit in sharded for v in manifest.values[unit] if (part := parts[v.at, v.name]).numel()]
         extra = [copy.deepcopy(each.state_dict()) for each in self._extra]
         generation = Generation((step, self._epoch), manifest, live.small(), extra, others)
-        to = [(as_bytes(part), (rank + shift) % size) for shift in self._shifts for part in parts]
-        into = [(as_bytes(part), image.number) for image in others for part in image.parts()]
+        to = [(as_bytes(part), (rank + shift) % size) for shift in self._shifts for part in sent]
+        into = [
+            (as_bytes(part), (rank - shift) % size)
+            for shift, image in zip(self._shifts, others, strict=False)  # none, if nothing is sharded
+            for part in image.parts()
+        ]
         self.sent += sum(part.nbytes for part, _ in to)
         with self._channel.failing("copy", ""):
             pending = self._collectives.exchange(to, into)
-        self._under = _Under(generation, live, self._version(), pending, parts)
+        self._under = _Under(generation, number, parts, self._version(parts), pending)
 
     def commit(self, is_called: bool = False) -> None:
         """Wait until all ranks have their copies of what ``take`` has begun. [Note: One of two generations is whole]
 
         Raises:
             CollectiveError: a rank has died.
-            RuntimeError: parameters have changed since ``take``.
+            ValueError: parameters have changed since ``take``.
         """
         under = self._under
         if under is None:
             return
         with self._channel.failing("copy", ""):
             under.pending.wait()
-            if self._version() != under.version:
-                names = name_list([unit.fqn for unit in self._job.units], 3)
+            if self._version(under.parts) != under.version:
                 raise ValueError(
-                    f"parameters of some of the units {names} changed between the end of a step and the optimizer's next "
-                    "step, while they were copied: change them in the step, behind the optimizer's"
+                    f"{self._job.verb}: parameters, or an optimizer's state, changed between the end of a step and the next "
+                    "step of an optimizer, while they were copied: change them behind the optimizer's step, and pass all "
+                    "optimizers to the Job"
                 )
             under.is_complete = True
             told = torch.tensor([float(is_called)])
@@ -145,14 +224,23 @@ class Copies:
 
     def _keep(self, under: _Under) -> None:
         before, now = self.generation, under.generation
-        reuses = before is not None and before.own is not None and alike(before.manifest, now.manifest)
-        own = before.own if before is not None and reuses else Image(now.manifest, under.live.numbers[0])
-        assert own is not None
-        own.fill(under.live)
-        if before is not None and reuses:
-            self._spare, before.own = before.others, None
-        now.own = own
+        own = None
+        if before is not None and alike(before.manifest, now.manifest):
+            self._spare = before.others
+            if before.own is not None and before.own.number == under.number:
+                own, before.own = before.own, None
+        now.own = Image(now.manifest, under.number) if own is None else own
+        now.own.fill(under.parts)
         self.generation, self._under = now, None
+
+    def settle(self) -> None:
+        """Wait until nothing is on its way: no memory may go that is sent or received into."""
+        if self._under is not None:
+            try:
+                self._under.pending.wait()
+            except RuntimeError as e:
+                logger.debug("copies that nobody needs any more: %s", e)
+            self._under = None
 
     # -- after a death -------------------------------------------------------------------------------------------------
 
@@ -180,17 +268,25 @@ class Copies:
         self._spare = []
         return self.generation
 
+    def forget(self) -> None:
+        """What is kept is not whole."""
+        self.generation, self._under, self._spare = None, None, []
+
 
 def alike(a: Manifest, b: Manifest) -> bool:
     """Whether images of both have their parts in the same places."""
     return a.values == b.values and a.layouts == b.layouts
 
 
-def shifts(hosts: Sequence[str]) -> list[int]:
-    """By how many ranks copies are handed on, best first: such that most go to another host. All ranks keep equally many."""
-    size = len(hosts)
+def shifts(hosts: Sequence[str], numbers: Sequence[int], copies: int) -> list[int]:
+    """By how many ranks copies are handed on, best first: such that most go to another host. All ranks keep equally many.
+
+    ``numbers``: of the shard that each rank has. Ranks with the same one are copies of each other, and count as such.
+    """
+    size, replicas = len(hosts), min(map(numbers.count, numbers))
+    of_others = [n for n in range(1, size) if all(numbers[r] != numbers[(r + n) % size] for r in range(size))]
 
     def stay(shift: int) -> int:
         return sum(hosts[rank] == hosts[(rank + shift) % size] for rank in range(size))
 
-    return sorted(range(1, size), key=lambda shift: (stay(shift), shift))
+    return sorted(of_others, key=lambda shift: (stay(shift), shift))[: max(0, copies - (replicas - 1))]

@@ -3,24 +3,32 @@
 from __future__ import annotations
 
 import copy
+import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from datetime import timedelta
+from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, NamedTuple, Self, TypeVar
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from flatshard._composable.features.summon import recover
+from flatshard._composable.find import units_of_parameters
 from flatshard._errors import CollectiveError, name_list
-from flatshard.checkpoint import MeetingError
+from flatshard.checkpoint import MeetingError, load_checkpoint
 from flatshard.elastic import _units, _values
+from flatshard.elastic._checkpoints import Checkpoints
 from flatshard.elastic._copies import Copies, Generation, Number
 from flatshard.elastic._exchange import Channel
-from flatshard.elastic._reshard import LostError, Move
+from flatshard.elastic._reshard import LostError, Move, vacate
 from flatshard.elastic._world import Member, World, is_of_communication
+
+T = TypeVar("T")
 
 _VERB = "elastic.Job"
 
@@ -29,17 +37,33 @@ def _say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
+class _Note(NamedTuple):
+    """What a rank says of itself when ranks meet."""
+
+    kept: tuple[Number | None, Number | None]  # generations
+    at: int  # steps made
+    reason: str | None  # of the meeting: what failed here
+    shards: int  # over how many ranks units were sharded at first
+
+
 class Job:
     """A training loop that goes on when ranks die, and that others may join.
 
     All that a step does is inside ``with job.attempt():``. If a rank dies, the step ends with an error on the others, which
     ``attempt`` takes. They meet, shard the model over those who are left, go back to the newest state of which every part is
     left, and ``steps`` yields its step again. So at most one completed step is lost. A process that joins is taken in between
-    two steps. An error that does not come of communication is raised, here and then on all ranks: it is no death.
+    two steps. An error that does not come of communication is raised, here and then on all ranks: it is no death. To end the
+    loop early, call :meth:`stop` on all ranks in the same step.
 
-    Between two steps are kept: parameters, the optimizers' state, buffers, and ``extra``. Gradients are not: a step begins
-    with ``zero_grad()``, or ends with it. Of ``extra`` and of buffers each rank goes on with its own; a rank that joins gets
-    those of the first rank.
+    Between two steps are kept: parameters, the optimizers' state, gradients that no optimizer has stepped, buffers, and
+    ``extra``. What a rank holds alone under ``no_sync`` at the end of a step raises. Of ``extra`` and of buffers each rank
+    goes on with its own, what a dead rank had of its own is lost, and a rank that joins gets those of the first rank. So draw
+    data and random numbers by step, rank and world size, which a step that comes again is to ask anew.
+
+    A hybrid strategy goes on over the least number of shards that divides the number of ranks and is not less than at first;
+    all other ranks are replicas. Replicas count as copies, so with ``copies=1`` two of them send nothing.
+
+    All process groups end when ranks change, those of your own, too: make these anew in the step, or use the default one.
 
     Example::
 
@@ -51,13 +75,18 @@ class Job:
 
     Args:
         world: the ranks.
-        model: sharded by ``fully_shard`` over all ranks, on CPU; with a strategy that is not hybrid.
+        model: sharded by ``fully_shard`` over all ranks, on CPU. Several models, such as one and its moving average: a
+            ``torch.nn.ModuleList`` of them.
         optimizers: all that step it.
         extra: what else goes back with the model, anything with ``state_dict`` and ``load_state_dict``: schedulers, samplers,
             counters.
         copies: how many ranks keep copies of each rank's parts: so many may die at once. Each rank keeps ``1 + 2 * copies``
             times its parts in host memory beside the model, and a recovery up to ``2 + copies`` times more.
         every: take copies after so many steps. A death loses as many.
+        checkpoints: a directory that all ranks see. Every ``save_every`` steps all is saved to ``step-<number>`` in it, while
+            training goes on, and the newest two are kept. The job begins at the newest one there is, and goes back to it if
+            some part of the model is left on no rank. Pass the same ``steps`` each time.
+        save_every: see ``checkpoints``.
         say: is called with a line of text when ranks were lost or have joined, on the first rank.
 
     Raises:
@@ -72,29 +101,33 @@ class Job:
         extra: Iterable[Any] = (),
         copies: int = 1,
         every: int = 1,
+        checkpoints: str | os.PathLike[str] | None = None,
+        save_every: int = 100,
         say: Callable[[str], object] = _say,
     ) -> None:
-        for name, count in (("copies", copies), ("every", every)):
+        for name, count in (("copies", copies), ("every", every), ("save_every", save_every)):
             if isinstance(count, bool) or not isinstance(count, int) or count < 1:
                 raise ValueError(f"{_VERB}: {name} must be an int of at least 1, got {count!r}")
         self._world, self._every, self._say, self._extra = world, every, say, list(extra)
-        self._job = _values.Trained(model, optimizers, _VERB)
-        units = self._job.units
-        _units.check_movable(units, _VERB)
-        if hybrid := [unit.fqn for unit in units if unit.config.strategy.is_hybrid]:
-            raise ValueError(
-                f"{_VERB}: units {name_list(hybrid, 3)} are sharded over a mesh, whose shape does not follow from the number "
-                "of ranks: use a strategy that is not hybrid, or reshard_over"
-            )
-        if any(flat.kind.device.type not in ("cpu", "meta") for unit in units for flat in unit.handle.flats):
+        self._job = job = _values.Trained(model, optimizers, _VERB)
+        _units.check_movable(job.units, _VERB)
+        job.check_others()
+        _check_extra(self._extra)
+        if any(flat.kind.device.type not in ("cpu", "meta") for unit in job.units for flat in unit.handle.flats):
             raise NotImplementedError(f"{_VERB} has not been tried with parameters on an accelerator: use reshard_over")
-        self._copies = Copies(self._job, self._extra, copies)
-        for optimizer in self._job.optimizers:
+        self._copies = Copies(job, self._extra, copies)
+        for number, optimizer in enumerate(job.optimizers):
             optimizer.register_step_pre_hook(lambda *_: self._commit())
+            optimizer.register_step_post_hook(lambda *_, number=number: self._copies.note_stepped(number))
+        self._checkpoints = (
+            None if checkpoints is None else Checkpoints(Path(checkpoints), save_every, self._tell_first)
+        )
+        self._shards = _units.place_of(job.units)[1]
         self._at = 0  # steps made
         self._attempts = 0  # at this step, in this epoch
+        self._has_begun = self._stops = False
         self._failed: str | None = None  # what ended the last attempt
-        self._last_failure: tuple[int, str] | None = None  # at which step, when nobody had died
+        self._last_failure: int | None = None  # how many steps were made, when the same ranks failed before
 
     @property
     def rank(self) -> int:
@@ -118,36 +151,72 @@ class Job:
 
     # -- the loop ------------------------------------------------------------------------------------------------------
 
-    def steps(self, steps: Sequence[Any]) -> Iterator[Any]:
+    def steps(self, steps: Sequence[T]) -> Iterator[T]:
         """Yield each of ``steps``, such as ``range(1000)``, and some of them again. A rank that joins begins in the middle.
 
         Raises:
-            LostError: no rank has some part of the model.
+            TypeError, ValueError: ``steps`` is no sequence, or the model is not sharded over all ranks.
+            LostError: no rank has some part of the model, and there is no checkpoint.
             OutError: the other ranks have gone on without this one.
             RuntimeError: a rank ended with an error of its own; or the same step failed twice, and nobody had died; or the
-                body of the loop was not inside ``with job.attempt():``.
+                body of the loop was not inside ``with job.attempt():``; or the store is gone.
         """
+        if not (hasattr(steps, "__len__") and hasattr(steps, "__getitem__")):
+            raise TypeError(f"{_VERB}.steps goes back to any step: pass a sequence such as range(1000), got {steps!r}")
+        if self._has_begun or self._world.has_ended:
+            raise RuntimeError(
+                f"{_VERB}.steps is iterated once in a World, whose job ends with it: pass all steps at once"
+            )
+        if not self._world.joins and (
+            odd := [u.fqn for u in self._job.units if u.handle.flats and u.handle.ranks.size != self._world.size]
+        ):
+            raise ValueError(f"{_VERB}: units {name_list(odd, 3)} are not sharded over all {self._world.size} ranks")
+        self._has_begun = True
+        return self._steps(steps)
+
+    def _steps(self, steps: Sequence[T]) -> Iterator[T]:
         if self._world.joins:
             decided = self._world.join()
             if decided is None:
                 return
             self._regroup(decided)
-        else:
-            self._begin()
+        elif not self._try(self._begin):
+            self._regroup()
         while True:
-            while self._failed is not None or self._copies.is_called:
-                if self._failed is None:
-                    self._try(self._pause)
+            while self._failed is not None or (self._copies.is_called and self._at % self._every == 0):
+                if self._failed is None:  # somebody waits to join
+                    self._try(self._copies.commit)
                 self._regroup()
-            if self._at < len(steps):
+            if self._at < len(steps) and not self._stops:
                 self._attempts = 0
-                yield steps[self._at]
+                try:
+                    yield steps[self._at]
+                except GeneratorExit:
+                    self._leave()
+                    raise
                 if not self._attempts:
-                    raise RuntimeError(f"{_VERB}: the body of the loop must be inside `with job.attempt():`")
+                    raise self._ended(f"{_VERB}: the body of the loop must be inside `with job.attempt():`")
             elif self._try(self._copies.commit) and self._world.finish():
+                if self._checkpoints is not None:
+                    self._checkpoints.wait()
                 return
             elif self._failed is None:
                 self._failed = "another rank ended before its last step was made"
+
+    def stop(self) -> None:
+        """The step that is being made is the last one. All ranks call it in the same step."""
+        self._stops = True
+
+    def _leave(self) -> None:
+        """The loop has been left by ``break``, or by an error."""
+        if not self._world.has_ended:
+            self._copies.settle()
+            self._world.leave(self._at)
+
+    def _ended(self, text: str) -> RuntimeError:
+        """An error of this job, which is told to the others."""
+        self._world.fail(text)
+        return RuntimeError(text)
 
     def attempt(self) -> Self:
         """The context of all that a step does. A death of another rank ends it, and the step comes again."""
@@ -162,6 +231,8 @@ class Job:
             self._at += 1
             if self._at % self._every == 0:
                 self._try(lambda: self._copies.take(self._at))
+            if self._checkpoints is not None and self._failed is None:
+                self._try(self._save)
             return False
         if isinstance(error, GeneratorExit) or not _may_be_death(error):
             self._world.fail(f"{type(error).__name__}: {error}")
@@ -175,6 +246,7 @@ class Job:
             do()
         except Exception as e:
             if isinstance(e, LostError):  # all raise it
+                self._world.say_failed(str(e))
                 raise
             if not _may_be_death(e):
                 self._world.fail(f"{type(e).__name__}: {e}")
@@ -191,11 +263,21 @@ class Job:
     def _commit(self) -> None:
         self._copies.commit(self._world.rank == 0 and self._world.called())
 
-    def _pause(self) -> None:
-        """Somebody waits to join: what is live becomes a generation."""
-        if self._at % self._every:
-            self._copies.take(self._at)
-        self._copies.commit()
+    def _save(self) -> None:
+        assert self._checkpoints is not None
+        if self._at % self._checkpoints.every == 0 and self._copies.held_grads():
+            raise ValueError(
+                f"{_VERB}: after step {self._at} gradients are left that no optimizer has stepped, and no checkpoint has "
+                "them: choose save_every such that it comes behind a step of the optimizers"
+            )
+        self._checkpoints.save(self._at, self._state(), timedelta(seconds=self._world.patience))
+
+    def _state(self) -> dict[str, Any]:
+        """What a checkpoint has."""
+        state: dict[str, Any] = {"model": self._job.module, "steps": self._at}
+        state.update((f"optimizer{n}", optimizer) for n, optimizer in enumerate(self._job.optimizers))
+        state.update((f"extra{n}", each) for n, each in enumerate(self._extra))
+        return state
 
     # -- another epoch -------------------------------------------------------------------------------------------------
 
@@ -203,8 +285,19 @@ class Job:
         """The first ranks: they have their values, and copy them before the first step."""
         for unit in self._job.units:
             unit.context.check(unit)
-        if not self._try(self._first_copies):
-            self._regroup()
+        if self._checkpoints is not None:
+            self._load(Channel(self._world.group, torch.device("cpu")))
+        self._first_copies()
+
+    def _load(self, channel: Channel) -> bool:
+        """Load the newest checkpoint. Returns whether there is one."""
+        assert self._checkpoints is not None
+        newest: Path | None = channel.objects(self._checkpoints.newest() if channel.rank == 0 else None)[0]
+        if newest is not None:
+            loaded = load_checkpoint(newest, self._state(), timeout=timedelta(seconds=self._world.patience))
+            self._at = loaded["steps"]
+            self._tell_first(f"loaded {newest}")
+        return newest is not None
 
     def _first_copies(self) -> None:
         world = self._world
@@ -218,55 +311,107 @@ class Job:
         began, before, step = time.monotonic(), self._world.members, self._at
         while True:
             reason, self._failed = self._failed, None
+            self._stops = False
             if decided is None:
                 self._world.abort()
                 self._copies.stop()
                 recover(self._job.module)
-                decided = self._world.meet((self._copies.numbers, self._at))
+                decided = self._world.meet(_Note(self._copies.numbers, self._at, reason, self._shards))
             members, notes = [member for member, _ in decided], [note for _, note in decided]
-            if reason is not None and members == self._world.members:
-                if self._last_failure == (self._at, reason):
-                    raise RuntimeError(f"{_VERB}: step {self._at} failed twice, and no rank had died: {reason}")
-                self._last_failure = self._at, reason
+            self._check_progress(members, notes)
             decided = None
             epoch = self._world.epoch + 1
             if self._try(lambda: self._move(epoch, members, notes)):  # noqa: B023  (called at once)
                 break
+        self._tell(before, step, time.monotonic() - began)
+
+    def _check_progress(self, members: list[Member], notes: list[_Note | None]) -> None:
+        """Raise if the same ranks have failed at the same step before. All of them see the same."""
+        came = [note for note in notes if note is not None]
+        failed = [f"rank {rank}: {note.reason}" for rank, note in enumerate(came) if note.reason is not None]
+        if not failed or members != self._world.members:
+            self._last_failure = None
+            return
+        at = max(note.at for note in came)
+        if self._last_failure == at:
+            raise self._ended(f"{_VERB}: step {at} failed twice, and no rank had died: {'; '.join(failed)}")
+        self._last_failure = at
+
+    def _tell_first(self, text: str) -> None:
         if self._world.rank == 0:
-            self._tell(before, step, time.monotonic() - began)
+            self._say(f"elastic: {text}")
 
     def _tell(self, before: list[Member], step: int, seconds: float) -> None:
         now = self._world.members
         lost, new = [m for m in before if m not in now], [m for m in now if m not in before]
         told = [f"lost {', '.join(map(str, lost))}"] * bool(lost) + [f"took in {', '.join(map(str, new))}"] * bool(new)
         done = f"; {step - self._at} completed step(s) lost" if step > self._at else ""
-        self._say(
-            f"elastic: {' and '.join(told) or 'met again'} after {seconds:.1f} s; going on at step {self._at} over "
+        self._tell_first(
+            f"{' and '.join(told) or 'met again'} after {seconds:.1f} s; going on at step {self._at} over "
             f"{len(now)} rank(s){done}"
         )
 
-    def _move(self, epoch: int, members: list[Member], notes: list[Any]) -> None:
+    def _move(self, epoch: int, members: list[Member], notes: list[_Note | None]) -> None:
         """Form the groups of an epoch, and move the newest state that is whole to its ranks."""
-        world = self._world
+        world, job = self._world, self._job
         world.form(epoch, members)
-        kept: list[Number] = [note[0][0] for note in notes if note is not None and note[0][0] is not None]
+        self._shards = next((note.shards for note in notes if note is not None), self._shards)
+        home = self._home()
+        kept: list[Number] = [note.kept[0] for note in notes if note is not None and note.kept[0] is not None]
         newest = max(kept, default=None)
         generation: Generation | None = None
         if newest is not None and newest in self._copies.numbers:
             generation = self._copies.go_back(newest)
-        job = self._job
         channel = Channel(world.group, torch.device("cpu"))
-        home = _units.home_over(job.units, world.group, None)
         holders = [] if generation is None or generation.own is None else [generation.own, *generation.others]
         manifest, small = (None, None) if generation is None else (generation.manifest, generation.small)
-        Move(job, channel, home, manifest, holders, small, joins=generation is None).run()
-        first = next(rank for rank, note in enumerate(notes) if note is not None and newest in note[0])
-        given = channel.objects(None if generation is None or channel.rank != first else generation.extra)
-        for each, state in zip(self._extra, given[first] if generation is None else generation.extra, strict=True):
-            each.load_state_dict(copy.deepcopy(state))
-        assert newest is not None  # otherwise nobody had any part
-        self._at = newest[0]
+        try:
+            move = Move(job, channel, home, manifest, holders, small, joins=generation is None)
+        except LostError as lost:
+            self._go_back_to_checkpoint(channel, home, lost)
+        else:
+            assert newest is not None  # otherwise nobody had any part
+            move.run()
+            self._copies.note_moved(move.manifest)
+            first = next(rank for rank, note in enumerate(notes) if note is not None and newest in note.kept)
+            given = channel.objects(None if generation is None or channel.rank != first else generation.extra)
+            for each, state in zip(self._extra, given[first] if generation is None else generation.extra, strict=True):
+                each.load_state_dict(copy.deepcopy(state))
+            self._at = newest[0]
+        for param in job.others.values():
+            param.grad = None
         self._first_copies()
+
+    def _home(self) -> _units.Destination:
+        """Where the units move: over all ranks."""
+        units, size = self._job.units, self._world.size
+        if not units[0].config.strategy.is_hybrid:
+            return _units.home_over(units, self._world.group, None)
+        shards = next(n for n in range(min(self._shards, size), size + 1) if size % n == 0)
+        mesh = DeviceMesh("cpu", torch.arange(size).view(-1, shards), mesh_dim_names=("replicas", "shards"))
+        return _units.home_over(units, None, mesh)
+
+    def _go_back_to_checkpoint(self, channel: Channel, home: _units.Destination, lost: LostError) -> None:
+        if self._checkpoints is None:
+            raise lost
+        self._copies.forget()
+        vacate(self._job, channel, home)
+        if not self._load(channel):
+            raise LostError(f"{lost}. There is no checkpoint in {self._checkpoints.directory} to go back to")
+        self._tell_first(str(lost))
+
+
+def _check_extra(extra: Iterable[Any]) -> None:
+    for each in extra:
+        if not (hasattr(each, "state_dict") and hasattr(each, "load_state_dict")):
+            raise TypeError(
+                f"{_VERB}: extra takes what has state_dict and load_state_dict, got a {type(each).__name__}"
+            )
+        if isinstance(each, nn.Module) and units_of_parameters(each):
+            raise ValueError(
+                f"{_VERB}: extra has a {type(each).__name__} whose parameters are sharded: they must move with the model's. "
+                "Pass both as one model, torch.nn.ModuleList([model, other])"
+            )
 
 
 def _may_be_death(error: BaseException) -> bool:

@@ -20,7 +20,18 @@ from flatshard._handle.planned import PlannedFlat
 from flatshard.elastic import _units
 from flatshard.elastic._exchange import Channel, sources
 from flatshard.elastic._units import Destination
-from flatshard.elastic._values import GRAD, PARAM, At, Live, Manifest, Small, Trained, Value, set_small
+from flatshard.elastic._values import (
+    GRAD,
+    PARAM,
+    At,
+    Live,
+    Manifest,
+    Small,
+    Trained,
+    Value,
+    allocate_buffers,
+    set_small,
+)
 
 _VERB = "reshard_over"
 
@@ -105,10 +116,7 @@ def reshard_over(
             )
         if len(on_meta) > 1:
             raise RuntimeError(f"{_VERB}: some units are on the meta device and others not: all or none")
-        if left := [name for name, param in job.others.items() if param.is_meta]:
-            raise RuntimeError(
-                f"{_VERB}: {name_list(left)}, which are not sharded, are on meta: give them memory first"
-            )
+        job.check_others()
         live = None if on_meta == {True} else Live(job)
         is_here = process_group is not None or device_mesh is not None
         return job, live, _units.home_over(job.units, process_group, device_mesh) if is_here else None
@@ -119,6 +127,33 @@ def reshard_over(
     manifest = None if live is None else live.manifest
     Move(job, channel, home, manifest, holders, small, joins=live is None).run()
     return channel.sent
+
+
+def vacate(job: Trained, channel: Channel, home: Destination) -> None:
+    """Move all to another cut, without the values that a checkpoint has. Called on all ranks of ``channel``.
+
+    Raises:
+        LostError: no rank has buffers, which a checkpoint need not have.
+    """
+    lacks = channel.objects(any(buffer.is_meta for buffer in job.buffers().values()))
+    if any(lacks):
+        if all(lacks):
+            raise LostError(f"{job.verb}: all ranks that had the model died")
+        first = lacks.index(False)
+        given = channel.objects(job.buffers() if channel.rank == first else None)[first]
+        if lacks[channel.rank]:
+            allocate_buffers(job)
+            for name, buffer in job.buffers().items():
+                buffer.copy_(given[name])
+    for unit, planned in zip(job.units, _units.cuts(job.units, home.size), strict=True):
+        _units.allocate(unit)
+        shards = [flat.shard_for(plan.layout) for flat, plan in zip(unit.handle.flats, planned, strict=True)]
+        for flat in unit.handle.flats:
+            for param in flat.params:
+                param.grad = None
+        _units.move(unit, home, planned, shards)
+    for optimizer in job.optimizers:
+        optimizer.state.clear()
 
 
 def agreed(channel: Channel, do: Any) -> Any:
@@ -174,7 +209,7 @@ class Move:
         given = channel.objects(manifest if channel.rank == self._first else None)
         if self._first is None:
             raise LostError(f"{job.verb}: no rank has any part of the model that could move")
-        self._manifest: Manifest = given[self._first]
+        self.manifest: Manifest = given[self._first]
         self._check_complete()
         sizes = {place[1] for place in self._places if place is not None}
         if len(sizes) > 1:
@@ -184,7 +219,7 @@ class Move:
 
     def _plan(self, size: int) -> list[list[PlannedFlat]]:
         planned = _units.cuts(self._job.units, size)
-        for old, new in zip(self._manifest.layouts, planned, strict=True):
+        for old, new in zip(self.manifest.layouts, planned, strict=True):
             for layout, flat in zip(old, new, strict=True):
                 for before, after in zip(layout.params, flat.layout.params, strict=True):
                     if before.stride != after.stride:
@@ -196,9 +231,9 @@ class Move:
 
     def _check_complete(self) -> None:
         held = {number for numbers in self._held for number in numbers}
-        missing = sorted(set(range(self._manifest.size)) - held)
-        if missing and not all(map(self._manifest.is_replicated, range(len(self._manifest.layouts)))):
-            size = self._manifest.size
+        missing = sorted(set(range(self.manifest.size)) - held)
+        if missing and not all(map(self.manifest.is_replicated, range(len(self.manifest.layouts)))):
+            size = self.manifest.size
             raise LostError(
                 f"{self._job.verb}: nobody has shards {missing} of {size}, which are parts of "
                 f"{name_list(self._names(missing), 4)}: their ranks died, and those that held copies of them"
@@ -206,10 +241,10 @@ class Move:
 
     def _names(self, numbers: Sequence[int]) -> list[str]:
         found: dict[str, None] = {}
-        for u, layouts in enumerate(self._manifest.layouts):
+        for u, layouts in enumerate(self.manifest.layouts):
             for layout in layouts:
                 for number in numbers:
-                    parts = layout.shard_slices(self._manifest.shard_of(u, number))
+                    parts = layout.shard_slices(self.manifest.shard_of(u, number))
                     found.update((i.fqn, None) for i, p in zip(layout.params, parts, strict=True) if p.numel)
         return list(found)
 
@@ -221,7 +256,7 @@ class Move:
         if self._home is None:
             _units.leave(self._job.units, self._job.verb)
             return
-        set_small(self._job, small, self._manifest)
+        set_small(self._job, small, self.manifest)
 
     def _given_small(self) -> Small:
         """What is kept whole: this rank's own, or of the first rank that has it."""
@@ -260,7 +295,7 @@ class Move:
         shards: list[torch.Tensor] = []
         if home is not None:
             shards = [flat.shard_for(plan.layout) for flat, plan in zip(unit.handle.flats, planned, strict=True)]
-            for value in self._manifest.values[number]:
+            for value in self.manifest.values[number]:
                 targets[value.at, value.name] = self._target(value, shards, self._shard(number, self._channel.rank))
         self._fill(number, targets)
         if home is None:
@@ -291,7 +326,7 @@ class Move:
 
     def _fill(self, number: int, targets: dict[tuple[At, Any], torch.Tensor]) -> None:
         """Fill ``targets`` from all ranks. Called on all. [Note: As few bytes as the two cuts allow]"""
-        manifest, me = self._manifest, self._channel.rank
+        manifest, me = self.manifest, self._channel.rank
         holders: list[list[int]] = []
         count = max((layout.world_size for layout in manifest.layouts[number]), default=1)
         for shard in range(count):
@@ -323,7 +358,7 @@ class Move:
 
     def _held_part(self, unit: int, shard: int, value: Value) -> torch.Tensor:
         for number, holder in self._holders.items():
-            if self._manifest.shard_of(unit, number) == shard:
+            if self.manifest.shard_of(unit, number) == shard:
                 return holder.part(number, value)
         raise AssertionError("a rank holds what it is said to hold")
 
@@ -337,7 +372,7 @@ class Move:
             if (grad := targets.get((at, GRAD))) is not None:
                 param.grad = flat.shaped(at.param, grad)
             for n, optimizer in enumerate(job.optimizers):
-                keys = self._manifest.states[n].get(at)
+                keys = self.manifest.states[n].get(at)
                 if keys is None:
                     optimizer.state.pop(param, None)
                     continue

@@ -109,11 +109,7 @@ def check_movable(units: Sequence[Unit], verb: str) -> None:
             f"{verb}: units {name_list(claimed)} are kept unsharded, or their whole parameters are shown: leave the "
             "context first (keep_unsharded, summon_full_params), or call flatshard.reshard(module)"
         )
-    if held := [unit.fqn for unit in units if unit.handle.lifetime.grads is not GradState.NONE]:
-        raise RuntimeError(
-            f"{verb}: units {name_list(held)} hold gradients that are not reduced: call flatshard.reduce_gradients(module) "
-            "first. What has become .grad moves"
-        )
+    check_reduced(units, verb)
     if len({unit.runtime for unit in units}) > 1 or any(len(unit.handle.all_ranks) > 1 for unit in units):
         raise ValueError(f"{verb}: the units of the module are on several process groups, and move one group at a time")
     if inner := [u.fqn for u in units if type(u.config.reshard_after_forward) is int]:
@@ -133,6 +129,15 @@ def check_movable(units: Sequence[Unit], verb: str) -> None:
                     f"{verb}: unit {unit.fqn or '<root>'!r} is stepped by flat_parameters, which do not move: build the "
                     "optimizer on model.parameters()"
                 )
+
+
+def check_reduced(units: Iterable[Unit], verb: str) -> None:
+    """Raise RuntimeError if some of ``units`` hold gradients of this rank alone."""
+    if held := [unit.fqn for unit in units if unit.handle.lifetime.grads is not GradState.NONE]:
+        raise RuntimeError(
+            f"{verb}: units {name_list(held)} hold gradients that are not reduced: call flatshard.reduce_gradients(module) "
+            "first. What has become .grad moves"
+        )
 
 
 def move(unit: Unit, home: Destination, planned: Sequence[PlannedFlat], shards: Sequence[torch.Tensor]) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 
 from flatshard._composable.find import units_of
 from flatshard._composable.state import Unit, owner_of
+from flatshard._errors import name_list
 from flatshard._handle.flat_param import FlatParam
 from flatshard._handle.layout import FlatLayout
 from flatshard._handle.tensors.aggregate import plainly
@@ -43,6 +44,10 @@ class Value(NamedTuple):
     at: At
     name: Any
     dtype: torch.dtype
+
+
+Key = tuple[At, Any]
+"""Of a value: its parameter, and its name."""
 
 
 @dataclass(frozen=True)
@@ -116,6 +121,13 @@ class Trained:
                             f"{tuple(param.shape)} that this {type(module).__name__} has not: pass the module that it is of"
                         )
 
+    def check_others(self) -> None:
+        """Raise RuntimeError if parameters that are not sharded have no memory."""
+        if left := [name for name, param in self.others.items() if param.is_meta]:
+            raise RuntimeError(
+                f"{self.verb}: {name_list(left)}, which are not sharded, are on meta: give them memory first"
+            )
+
     def flat(self, at: At) -> FlatParam:
         return self.units[at.unit].handle.flats[at.flat]
 
@@ -127,6 +139,10 @@ class Trained:
         state = self.optimizers[number].state
         every: list[tuple[At | str, nn.Parameter]] = [*self.params.items(), *self.others.items()]
         yield from ((at, state[param]) for at, param in every if param in state)
+
+    def grads(self) -> dict[At, torch.Tensor]:
+        """Every ``.grad`` of a sharded parameter."""
+        return {at: param.grad for at, param in self.params.items() if param.grad is not None}
 
     def buffers(self) -> dict[str, torch.Tensor]:
         return dict(self.module.named_buffers())
@@ -157,16 +173,17 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor:
 class Live:
     """What a job keeps now, on this rank."""
 
-    def __init__(self, job: Trained, grads: bool = True) -> None:
+    def __init__(self, job: Trained, grads: dict[At, torch.Tensor] | None = None) -> None:
         """
         Args:
             job: the model and its optimizers.
-            grads: also ``.grad``.
+            grads: the gradients that belong to it. None: every ``.grad``.
 
         Raises:
             NotImplementedError: an optimizer's state has another shape than its parameter.
         """
         self.job = job
+        self._grads = job.grads() if grads is None else grads
         rank, size = place_of(job.units)
         self.numbers: tuple[int, ...] = (rank,)
         layouts = [[flat.layout for flat in unit.handle.flats] for unit in job.units]
@@ -174,8 +191,8 @@ class Live:
         states: list[dict[At | str, list[Any]]] = [{} for _ in job.optimizers]
         for own, param in job.params.items():
             values[own.unit].append(Value(own, PARAM, param.dtype))
-            if grads and param.grad is not None:
-                values[own.unit].append(Value(own, GRAD, param.grad.dtype))
+            if own in self._grads:
+                values[own.unit].append(Value(own, GRAD, self._grads[own].dtype))
         for number in range(len(job.optimizers)):
             for place, state in job.states(number):
                 states[number][place] = list(state)
@@ -217,8 +234,7 @@ class Live:
         if name == PARAM:
             part = flat.slices[at.param]
             return _plain(flat.shard[part.start : part.stop])
-        held = param.grad if name == GRAD else self.job.optimizers[name[0]].state[param][name[1]]
-        assert held is not None
+        held = self._grads[at] if name == GRAD else self.job.optimizers[name[0]].state[param][name[1]]
         return param._flatshard_info.in_memory_order(_plain(held))
 
     def small(self) -> Small:
@@ -231,7 +247,7 @@ class Live:
         for number in range(len(self.job.optimizers)):
             found: dict[At | str, dict[str, Any]] = {}
             for at, state in self.job.states(number):
-                found[at] = {k: copy.deepcopy(v) for k, v in state.items() if (number, at, k) not in lying}
+                found[at] = {k: _copied(v) for k, v in state.items() if (number, at, k) not in lying}
             plain.append(found)
         rest = [_plain(tensor).clone() for tensor in self.rest()]
         return Small(plain, copy.deepcopy(self.manifest.options), rest)
@@ -248,6 +264,10 @@ class Live:
                 yield self.job.optimizers[key[0]].state[self.job.others[name]][key[1]]
 
 
+def _copied(value: Any) -> Any:
+    return value.clone() if type(value) is torch.Tensor else copy.deepcopy(value)
+
+
 def _options(given: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in given.items() if key not in ("params", "param_names")}
 
@@ -261,7 +281,7 @@ class Image:
         """``number``: of the shard. ``with_replicated``: also units that each rank has all of."""
         self.manifest = manifest
         self.numbers: tuple[int, ...] = (number,)
-        self._at: dict[tuple[At, Any], tuple[int, int]] = {}
+        self._at: dict[Key, tuple[int, int]] = {}
         end = 0
         for unit, values in enumerate(manifest.values):
             own = manifest.shard_of(unit, number)
@@ -291,19 +311,24 @@ class Image:
         values = [value for unit in self.manifest.values for value in unit if (value.at, value.name) in self._at]
         return [part for value in values if (part := self.part(self.number, value)).numel()]
 
-    def fill(self, live: Live) -> None:
-        """Copy what is live."""
+    def fill(self, parts: Mapping[Key, torch.Tensor]) -> None:
+        """Copy the parts of one rank."""
         for values in self.manifest.values:
             for value in values:
-                self.part(self.number, value).copy_(live.part(self.number, value))
+                self.part(self.number, value).copy_(parts[value.at, value.name])
+
+
+def allocate_buffers(job: Trained) -> None:
+    """Give the buffers of a rank that joins memory, whose values will be overwritten."""
+    for module in job.module.modules():
+        for key, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_meta:
+                module._buffers[key] = torch.empty_like(buffer, device=job.units[0].runtime.device)
 
 
 def set_small(job: Trained, small: Small, manifest: Manifest) -> None:
     """Set what each rank keeps whole. The objects that there are stay the same."""
-    for module in job.module.modules():
-        for key, buffer in module._buffers.items():
-            if buffer is not None and buffer.is_meta:  # of a rank that joins
-                module._buffers[key] = torch.empty_like(buffer, device=job.units[0].runtime.device)
+    allocate_buffers(job)
     buffers = job.buffers()
     state: dict[tuple[int, str], dict[str, torch.Tensor]] = {}
     with torch.no_grad():

@@ -11,25 +11,31 @@ the next group fail, and all go on to the epoch after it. So a death in a recove
 Each rank listens at a port, and never answers. The system refuses connections to it when the process has ended, and only
 then: a process that is stopped or busy still has its port. So a death is known at once, without threads or heartbeats. What
 cannot be known so (a machine that lost its power, or a stopped process) is taken for dead when it has not come for
-``patience`` seconds.
+``patience`` seconds. A process that ends in the middle of the job because of an error of its own, or by ``sys.exit``, says
+so at the store, and the job ends on all ranks. Only what can say nothing (a signal, a machine that is gone) is a death.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import pickle
 import socket
 import time
+from collections.abc import Iterable, Iterator
 from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
+from flatshard._comm.backends import has_gloo
+from flatshard._comm.monitor.messages import interrupt
 from flatshard._trace import logger
 
 _START = 600.0  # seconds in which the first ranks come
 _POLL = 0.02
+_PROBE = 0.1  # seconds between two looks at whether a process lives
 
 
 class OutError(RuntimeError):
@@ -69,6 +75,21 @@ class Member(NamedTuple):
         return False
 
 
+class _Probes:
+    """Looks at which processes have ended, not too often: each look is a connection that the other side keeps."""
+
+    def __init__(self) -> None:
+        self._dead: set[Member] = set()
+        self._next = 0.0  # when to look again
+
+    def dead(self, members: Iterable[Member]) -> set[Member]:
+        """Those of ``members`` that have ended, as far as is known."""
+        if time.monotonic() >= self._next:
+            self._dead |= {member for member in members if member not in self._dead and member.is_dead()}
+            self._next = time.monotonic() + _PROBE
+        return self._dead.intersection(members)
+
+
 class World:
     """The ranks of a job that goes on when some die. Make it in place of ``torch.distributed.init_process_group``.
 
@@ -87,12 +108,14 @@ class World:
         ranks: how many processes begin the job.
         patience: seconds that a rank may keep the others waiting in a collective, and then once more when they meet, until it
             is taken for dead. A process that has ended is noticed at once.
+        host: the name of what dies as a whole, such as a machine or a rack: copies go to another one where there is one.
+            Default: this machine.
 
     Raises:
         RuntimeError: too few ranks came, or a default process group exists.
     """
 
-    def __init__(self, store: Any, ranks: int, *, patience: float = 60.0) -> None:
+    def __init__(self, store: Any, ranks: int, *, patience: float = 60.0, host: str | None = None) -> None:
         if dist.is_initialized():
             raise RuntimeError("elastic.World makes the default process group itself: leave out init_process_group()")
         self._store = dist.PrefixStore("flatshard/elastic", store)  # type: ignore[attr-defined]
@@ -101,12 +124,13 @@ class World:
         self._socket.bind(("", 0))
         self._socket.listen(1024)
         os.register_at_fork(after_in_child=self._socket.close)  # a child that lives on is no rank
-        host = socket.gethostname()
-        address = "127.0.0.1" if getattr(store, "host", "localhost") in ("localhost", "127.0.0.1") else host
         number = self._store.add("processes", 1)
-        self.me = Member(number, host, os.getpid(), (address, self._socket.getsockname()[1]))
+        address = _address_towards(store), self._socket.getsockname()[1]
+        self.me = Member(number, host or socket.gethostname(), os.getpid(), address)
         self.epoch, self.members = -1, list[Member]()
         self.copies_group: dist.ProcessGroup | None = None
+        self.has_ended = False  # this rank is in the job no more
+        atexit.register(self._at_exit, os.getpid())
         if not self._store.check(["0/decided"]):
             self._enter(0, None)
             self._wait_for_first(ranks)
@@ -150,15 +174,20 @@ class World:
 
     def _wait_for_first(self, ranks: int) -> None:
         known: dict[int, tuple[Member, Any]] = {}
-        until = time.monotonic() + _START
+        until, probes = time.monotonic() + _START, _Probes()
         while not self._store.check(["0/decided"]):
             self._entries(0, known)
             if len(known) >= ranks:
-                present = sorted(each for each in known.values() if each[0] == self.me or not each[0].is_dead())
+                gone = probes.dead(member for member, _ in known.values() if member != self.me)
+                present = sorted(each for each in known.values() if each[0] not in gone)
                 if len(present) >= ranks:
                     self._propose(0, present[:ranks])
             if time.monotonic() > until:
-                raise RuntimeError(f"elastic.World: {len(known)} of {ranks} ranks came in {_START:g} s")
+                refuse = ", ".join(map(str, sorted(probes.dead(member for member, _ in known.values()))))
+                raise RuntimeError(
+                    f"elastic.World: {len(known)} of {ranks} ranks came in {_START:g} s"
+                    + f", of which {refuse} refuse connections: they died, or a firewall refuses" * bool(refuse)
+                )
             time.sleep(_POLL)
 
     def called(self) -> bool:
@@ -167,9 +196,47 @@ class World:
 
     def fail(self, text: str) -> None:
         """This rank ends with an error of its own, which is no death: the others shall end, too."""
-        with contextlib.suppress(RuntimeError):  # the store is gone: so will they
-            self._store.set("failed", f"{self.me}, rank {self.rank}: {text}"[:2000])
+        self.say_failed(text)
         self.abort()
+
+    def say_failed(self, text: str) -> None:
+        """Who waits to join shall know."""
+        self.has_ended = True
+        with contextlib.suppress(RuntimeError):  # the store is gone: so will they
+            self._store.compare_set("failed", "", f"{self.me}, rank {self.rank}: {text}"[:2000])
+
+    def _at_exit(self, pid: int) -> None:
+        if not self.has_ended and os.getpid() == pid:
+            self.say_failed(
+                "the process ended in the middle of the job, by an error outside of attempt() or by sys.exit"
+            )
+
+    def _check_failed(self) -> None:
+        if self._store.check(["failed"]):
+            self.has_ended = True
+            raise RuntimeError(
+                f"the job ends, because a rank ended with an error of its own, which is no death: "
+                f"{self._store.get('failed').decode()}"
+            )
+
+    def leave(self, step: int) -> None:
+        """This rank has left the loop after ``step`` steps, as all are to."""
+        self.has_ended = True
+        with contextlib.suppress(RuntimeError):
+            self._store.set(f"{self.epoch}/left/{self.me.number}", str(step))
+            self._store.set("finished", "1")
+
+    def _check_left(self, missing: Iterable[Member]) -> None:
+        for member in missing:
+            if self._store.check([key := f"{self.epoch}/left/{member.number}"]):
+                steps = self._store.get(key).decode()
+                text = (
+                    f"rank {self.members.index(member)}, {member}, left the loop after {steps} steps, by break or by an "
+                    "error outside of attempt(), and others did not. To end a job early, call job.stop() on all ranks in the "
+                    "same step"
+                )
+                self.fail(text)
+                raise RuntimeError(text)
 
     def meet(self, note: Any) -> list[tuple[Member, Any]]:
         """Meet those who are left, and who join, for the next epoch. Returns who is in it, with their notes, by rank.
@@ -178,29 +245,30 @@ class World:
             OutError: the others have decided without this rank.
             RuntimeError: a rank has failed by an error of its own.
         """
-        epoch = self.epoch + 1
+        with self._asked():
+            return self._meet(self.epoch + 1, note)
+
+    def _meet(self, epoch: int, note: Any) -> list[tuple[Member, Any]]:
         self._enter(epoch, note)
         self._store.set(f"{epoch}/member", "1")
         known: dict[int, tuple[Member, Any]] = {}
-        until = time.monotonic() + self.patience
+        until, probes = time.monotonic() + self.patience, _Probes()
+        old = {member: rank for rank, member in enumerate(self.members)}
         while not self._store.check([f"{epoch}/decided"]):
-            if self._store.check(["failed"]):
-                raise RuntimeError(
-                    f"the job ends, because a rank ended with an error of its own, which is no death: "
-                    f"{self._store.get('failed').decode()}"
-                )
+            self._check_failed()
             self._entries(epoch, known)
-            present = sorted(known.values(), key=lambda entry: entry[0].number)
-            came = {member for member, _ in present}
-            missing = [m for m in self.members if m not in came]
-            if self.me in came and (all(m.is_dead() for m in missing) or time.monotonic() > until):
-                alive = [each for each in present if each[0] == self.me or not each[0].is_dead()]
-                old = {m: i for i, m in enumerate(self.members)}
+            present = {member for member, _ in known.values()}
+            missing = [member for member in self.members if member not in present]
+            self._check_left(missing)
+            gone = probes.dead({*present, *missing} - {self.me})
+            if self.me in present and (gone.issuperset(missing) or time.monotonic() > until):
+                alive = [each for each in known.values() if each[0] not in gone]
                 alive.sort(key=lambda entry: (old.get(entry[0], len(old)), entry[0].number))
                 self._propose(epoch, alive)
             time.sleep(_POLL)
         decided = self._decision(epoch)
         if self.me not in {member for member, _ in decided}:
+            self.has_ended = True
             raise OutError(
                 f"the other ranks have gone on without {self.me}, which was rank {self.rank} and did not come to them for "
                 f"{self.patience:g} s: it was stopped, or cut off. End this process; a new one may join"
@@ -208,20 +276,45 @@ class World:
         return decided
 
     def join(self) -> list[tuple[Member, Any]] | None:
-        """Wait until the job takes this process in. Returns who is in the next epoch, or None: the job has ended."""
-        tried = 0
-        while not self._store.check(["finished"]) and not self._store.check(["failed"]):
-            epoch = int(self._store.get("epoch")) + 1 if self._store.check(["epoch"]) else 1
-            if epoch > tried:
-                self._enter(epoch, None)
-                tried = epoch
-            if self._store.check([f"{epoch}/decided"]):
-                decided = self._decision(epoch)
-                if self.me in {member for member, _ in decided}:
-                    self.epoch = epoch - 1
-                    return decided
-            time.sleep(_POLL)
+        """Wait until the job takes this process in. Returns who is in the next epoch, or None: the job has ended.
+
+        Raises:
+            RuntimeError: the job has failed, or all its ranks have died.
+        """
+        with self._asked():
+            epoch, last, tried, probes = 1, self._decision(0), 0, _Probes()
+            while not self._store.check(["finished"]):
+                self._check_failed()
+                while self._store.check([f"{epoch}/decided"]):
+                    last = self._decision(epoch)
+                    if self.me in {member for member, _ in last}:
+                        self.epoch = epoch - 1
+                        return last
+                    epoch += 1
+                if epoch > tried:
+                    self._enter(epoch, None)
+                    tried = epoch
+                if len(probes.dead(member for member, _ in last)) == len(last):
+                    self.has_ended = True
+                    raise RuntimeError(
+                        "elastic.World: this process came to join a job of which no rank is left: start the job anew, with a "
+                        "new store"
+                    )
+                time.sleep(_POLL)
+        self.has_ended = True
         return None
+
+    @contextlib.contextmanager
+    def _asked(self) -> Iterator[None]:
+        """Context in which only the store is asked."""
+        try:
+            yield
+        except dist.DistError as e:
+            self.has_ended = True
+            raise RuntimeError(
+                f"elastic.World: the store does not answer, and without it ranks cannot agree on who is left: {e}. Keep it "
+                "in a process that outlives the ranks, such as the launcher"
+            ) from e
 
     # -- groups --------------------------------------------------------------------------------------------------------
 
@@ -232,13 +325,13 @@ class World:
             RuntimeError: one of ``members`` died meanwhile.
         """
         self.epoch, self.members = epoch, members
-        self._store.set("epoch", str(epoch))
-        self._store.set(f"{epoch}/ready/{self.me.number}", "1")
-        waits = list(members)
-        until = time.monotonic() + self.patience
-        while waits := [m for m in waits if not self._store.check([f"{epoch}/ready/{m.number}"])]:
-            if any(m.is_dead() for m in waits) or time.monotonic() > until:
-                raise dist.DistError(f"{waits[0]} died when a group was made")
+        self._mark(epoch, "ready")
+        until, probes = time.monotonic() + self.patience, _Probes()
+        while self._store.add(f"{epoch}/ready", 0) < len(members):
+            if (gone := probes.dead(members)) and (waits := gone.intersection(self._unmarked(epoch, "ready"))):
+                raise dist.DistError(f"{min(waits)} died when a group was made")
+            if time.monotonic() > until:
+                raise dist.DistError(f"{self._unmarked(epoch, 'ready')[0]} did not come when a group was made")
             time.sleep(_POLL / 4)
         self.abort()
         timeout = timedelta(seconds=self.patience)
@@ -248,14 +341,25 @@ class World:
         assert isinstance(made, dist.ProcessGroup)
         self.copies_group = made
 
+    def _mark(self, epoch: int, what: str) -> None:
+        self._store.set(f"{epoch}/{what}/{self.me.number}", "1")
+        self._store.add(f"{epoch}/{what}", 1)
+
+    def _unmarked(self, epoch: int, what: str) -> list[Member]:
+        return [m for m in self.members if not self._store.check([f"{epoch}/{what}/{m.number}"])]
+
     def abort(self) -> None:
-        """End the process groups: whoever waits in them fails at once."""
+        """End the process groups, also those of the user: whoever waits in them fails at once, on all ranks.
+
+        Destroying them is not enough: as long as somebody refers to a group of gloo, its connections stay open.
+        """
         if not dist.is_initialized():
             return
-        for group in (self.copies_group, dist.group.WORLD):
-            if group is not None:
-                with contextlib.suppress(RuntimeError):  # a backend that cannot
-                    group.abort()
+        for group in list(dist.distributed_c10d._world.pg_map):
+            with contextlib.suppress(RuntimeError):  # a backend that cannot
+                group.abort()  # which does nothing on gloo
+            if has_gloo(group):
+                interrupt(group)
         self.copies_group = None
         dist.destroy_process_group()
 
@@ -267,16 +371,37 @@ class World:
 
     def finish(self) -> bool:
         """Wait until all ranks have made their last step. False: one has died, or failed, so the others meet again."""
-        epoch = self.epoch
-        self._store.set(f"{epoch}/done/{self.me.number}", "1")
-        while True:
-            waits = [m for m in self.members if not self._store.check([f"{epoch}/done/{m.number}"])]
-            if not waits:
-                self._store.set("finished", "1")
-                return True
-            if self._store.check([f"{epoch + 1}/member"]) or any(m.is_dead() for m in waits):
+        with self._asked():
+            return self._finish()
+
+    def _finish(self) -> bool:
+        epoch, probes = self.epoch, _Probes()
+        self._mark(epoch, "done")
+        while self._store.add(f"{epoch}/done", 0) < self.size:
+            gone = probes.dead(self.members)
+            if self._store.check([f"{epoch + 1}/member"]) or self._store.check(["failed"]):
+                return False
+            if gone and gone.intersection(self._unmarked(epoch, "done")):  # those that are done may have ended
                 return False
             time.sleep(_POLL)
+        self._store.set("finished", "1")
+        self.has_ended = True
+        return True
+
+
+def _address_towards(store: Any) -> str:
+    """The address of this machine under which those who use ``store`` find it."""
+    while isinstance(store, dist.PrefixStore):  # type: ignore[attr-defined]
+        store = store.underlying_store
+    host, port = getattr(store, "host", "localhost"), getattr(store, "port", 0)
+    try:
+        with socket.socket(socket.getaddrinfo(host, port)[0][0], socket.SOCK_DGRAM) as towards:
+            towards.connect((host, port or 1))  # sends nothing
+            address = str(towards.getsockname()[0])
+    except OSError:
+        return socket.gethostname()
+    is_own = address.startswith("127.") or address == "::1"
+    return socket.gethostname() if is_own and host not in ("localhost", "127.0.0.1", "::1") else address
 
 
 def is_of_communication(error: BaseException | None) -> bool:

@@ -20,10 +20,12 @@ import torch
 import torch.distributed as dist
 from models import NormBlock, NormNet
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import flatshard
 from flatshard._runtime import Runtime
-from flatshard.elastic import Job, World, _copies, _reshard, reshard_over
+from flatshard.checkpoint import _disk, _writer
+from flatshard.elastic import Job, World, _checkpoints, _copies, _reshard, reshard_over
 
 STEPS = 6
 ROWS = 12
@@ -31,6 +33,12 @@ ROWS = 12
 POINTS: dict[str, list[tuple[Any, str]]] = {
     "step": [(Runtime, "all_gather"), (Runtime, "reduce_scatter"), (torch.optim.AdamW, "step")],
     "copies": [(_copies.Copies, "take"), (_copies.Copies, "commit"), (_copies.Copies, "_keep")],
+    "saving": [
+        (_checkpoints.Checkpoints, "save"),
+        (_checkpoints.Checkpoints, "wait"),
+        (_writer.Writer, "write_data"),
+        (_disk.NewDirectory, "publish"),
+    ],
     "recovery": [
         (World, "meet"),
         (World, "form"),
@@ -48,12 +56,17 @@ def network() -> nn.Module:
     return NormNet(blocks=2, width=8).double()
 
 
-def train(model: nn.Module, optimizer: Any, scheduler: Any, step: int, rank: int, size: int) -> None:
+def train(
+    model: nn.Module, optimizer: Any, scheduler: Any, step: int, rank: int, size: int, accumulates: bool = False
+) -> None:
+    """``accumulates``: gradients of two steps."""
     x = torch.randn(ROWS, 3, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
-    optimizer.zero_grad()
+    if not accumulates or step % 2 == 0:
+        optimizer.zero_grad()
     (model(x.chunk(size)[rank]) - x.mean()).square().mean().backward()
-    optimizer.step()
-    scheduler.step()
+    if not accumulates or step % 2:
+        optimizer.step()
+        scheduler.step()
 
 
 def parts_of_job(model: nn.Module) -> tuple[Any, Any]:
@@ -106,9 +119,11 @@ class Plan:
     deaths: dict[int, Death] = field(default_factory=dict)  # by the rank that they begin as
     options: dict[str, Any] = field(default_factory=dict)  # of Job
     strategy: str = "FULL_SHARD"
+    accumulates: bool = False
     steps: int = STEPS
     patience: float = 20.0
     raises: int | None = None  # the process that raises an error of its own in step 2
+    leaves: int | None = None  # the process that leaves the loop after step 2
     pause: float = 0.0  # seconds in each step
     recipe: str | None = None  # the code of a ``main(port, build, train)``, to run in place of the job here
 
@@ -129,8 +144,10 @@ def run_rank(plan: Plan, process: int, port: int, pipe: Any) -> None:
         model = network()
         if world.joins:
             model.to("meta")
-        strategy = flatshard.ShardingStrategy[plan.strategy]
-        flatshard.fully_shard(model, policy={NormBlock}, strategy=strategy)
+        strategy, mesh = flatshard.ShardingStrategy[plan.strategy], None
+        if strategy.is_hybrid:
+            mesh = init_device_mesh("cpu", shape_of(world.size))
+        flatshard.fully_shard(model, policy={NormBlock}, strategy=strategy, device_mesh=mesh)
         optimizer, scheduler = parts_of_job(model)
         job = Job(world, model, optimizer, [scheduler], say=lambda text: pipe.send(("said", text)), **plan.options)
         death = plan.deaths.get(job.rank) if process < plan.ranks else None
@@ -143,7 +160,9 @@ def run_rank(plan: Plan, process: int, port: int, pipe: Any) -> None:
                 if plan.raises == process and step == 2:
                     raise ValueError("my own mistake")
                 time.sleep(plan.pause)
-                train(model, optimizer, scheduler, step, job.rank, job.world_size)
+                train(model, optimizer, scheduler, step, job.rank, job.world_size, plan.accumulates)
+            if plan.leaves == process and step == 2:
+                break
         state = sum(p.numel() * p.element_size() for p in model.parameters()) * 3
         pipe.send(("end", digest(model, scheduler), job.copied_nbytes, state, job.sent_nbytes))
     except BaseException as e:
@@ -248,19 +267,39 @@ def history(outcome: Outcome) -> list[tuple[int, ...]]:
     return [made[step] for step in sorted(made)]
 
 
-def twin(ctx: Any, ranks: int, made: list[tuple[int, ...]], strategy: str = "FULL_SHARD") -> str | None:
+def shape_of(size: int) -> tuple[int, int]:
+    """Of a mesh that is sharded over two ranks, or the least number above that divides ``size``."""
+    shards = next(n for n in range(min(2, size), size + 1) if size % n == 0)
+    return size // shards, shards
+
+
+def twin(ctx: Any, plan: Plan, made: list[tuple[int, ...]]) -> str | None:
     """The digest of the run without deaths: sharded over other ranks, by ``reshard_over``, where the job was. ``made``: who
-    made each step; numbers up to ``ranks`` began the job.
+    made each step; numbers up to ``plan.ranks`` began the job.
     """
+    ranks, strategy = plan.ranks, flatshard.ShardingStrategy[plan.strategy]
     first = tuple(range(1, ranks + 1))
     run = [first, *made]
     every = dict.fromkeys([*run, *(tuple(sorted({*a, *b})) for a, b in itertools.pairwise(run))])
     groups = {members: dist.new_group([m - 1 for m in members], sort_ranks=False) for members in every}
+    alone = [(number,) for number in range(ranks + 1, ctx.world_size + 1)]
+
+    def place(members: tuple[int, ...]) -> Any:
+        return DeviceMesh("cpu", torch.tensor(members).sub(1).view(shape_of(len(members))))
+
+    meshes = {members: place(members) for members in (dict.fromkeys([*run, *alone]) if strategy.is_hybrid else ())}
+
+    def over(members: tuple[int, ...]) -> dict[str, Any]:
+        if here not in members:
+            return {}
+        return {"device_mesh": meshes[members]} if strategy.is_hybrid else {"process_group": groups[members]}
+
     here, model, result = ctx.rank + 1, network(), None
     if here > ranks:
         model.to("meta")
-    group = ctx.alone if here > ranks else groups[first]
-    flatshard.fully_shard(model, policy={NormBlock}, process_group=group, strategy=flatshard.ShardingStrategy[strategy])
+    where = over(first if here <= ranks else (here,)) if strategy.is_hybrid or here <= ranks else {}
+    where = where or {"process_group": ctx.alone}
+    flatshard.fully_shard(model, policy={NormBlock}, strategy=strategy, **where)
     optimizer, scheduler = parts_of_job(model)
     before = first
     for step, members in enumerate(made):
@@ -269,25 +308,31 @@ def twin(ctx: Any, ranks: int, made: list[tuple[int, ...]], strategy: str = "FUL
                 together = groups[tuple(sorted({*before, *members}))]
                 scheduled = torch.tensor([float(scheduler.last_epoch)])
                 dist.all_reduce(scheduled, dist.ReduceOp.MAX, group=together)
-                reshard_over(
-                    model, optimizer, process_group=groups[members] if here in members else None, over=together
-                )
+                reshard_over(model, optimizer, over=together, **over(members))
                 if here not in before:
                     scheduler.last_epoch = int(scheduled.item())
             before = members
         if here in members:
-            train(model, optimizer, scheduler, step, members.index(here), len(members))
+            train(model, optimizer, scheduler, step, members.index(here), len(members), plan.accumulates)
             result = digest(model, scheduler) if step == len(made) - 1 else None
     return result
 
 
-def drawn(seed: int) -> Plan:
-    """A job that loses a rank, or two that are no neighbours; any rank, at any point."""
+def drawn(seed: int, directory: str) -> Plan:
+    """A job that loses a rank, or two that are no neighbours; any rank, at any point. ``directory``: for checkpoints."""
     random_ = random.Random(seed)
     ranks = random_.choice((2, 3, 4))
+    strategy = random_.choice(
+        ("FULL_SHARD", "FULL_SHARD", "SHARD_OPTIM", "HYBRID_SHARD" if ranks % 2 == 0 else "NO_SHARD")
+    )
     victim = random_.randrange(ranks)
-    phase = random_.choice(("step", "step", "copies"))
-    deaths = {victim: Death(phase, random_.randrange(1, 60 if phase == "step" else 30))}
+    phase = random_.choice(("step", "step", "copies", "copies", "saving"))
+    deaths = {victim: Death(phase, random_.randrange(1, {"step": 60, "copies": 30, "saving": 12}[phase]))}
     if ranks == 4 and random_.random() < 0.6:
-        deaths[(victim + 2) % 4] = Death("recovery", random_.randrange(1, 14))
-    return Plan(ranks, deaths)
+        deaths[(victim + 2) % 4 if strategy != "HYBRID_SHARD" else victim ^ 1] = Death(
+            "recovery", random_.randrange(1, 14)
+        )
+    options: dict[str, Any] = {"every": random_.choice((1, 1, 2))}
+    if phase == "saving":
+        options.update(checkpoints=directory, save_every=2)
+    return Plan(ranks, deaths, options, strategy, accumulates=random_.random() < 0.3)

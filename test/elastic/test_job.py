@@ -8,11 +8,12 @@ import signal
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 from drill import Outcome, Plan, drawn, history, processes, twin
 
 from flatshard.elastic._copies import shifts
 
-DRAWS = int(os.environ.get("ELASTIC_DRAWS", "20"))
+DRAWS = int(os.environ.get("ELASTIC_DRAWS", "10"))
 SECONDS = 60
 
 
@@ -27,16 +28,16 @@ def check(pool, plan: Plan, outcomes: list[Outcome]) -> list[Outcome]:
     assert len(full) == plan.steps, full
     for each in left:
         for (step, _), (again, _) in itertools.pairwise(each.steps):
-            assert again in (step - 1, step, step + 1), each.steps
-    expected = [d for d in pool.run(twin, plan.ranks, full, plan.strategy, world_size=4) if d is not None]
+            assert step - plan.options.get("every", 1) <= again <= step + 1, each.steps
+    expected = [d for d in pool.run(twin, plan, full, world_size=4) if d is not None]
     assert {each.end[0] for each in left if each.end} == set(expected), (full, [each.said for each in left])
     return left
 
 
 @pytest.mark.parametrize("seed", range(DRAWS))
 @pytest.mark.time_limit(110)
-def test_drawn_deaths(pool, seed: int):
-    plan = drawn(seed)
+def test_drawn_deaths(pool, tmp_path, seed: int):
+    plan = drawn(seed, str(tmp_path))
     with processes(plan) as job:
         assert job.read(SECONDS), (plan, [(o.steps[-2:], o.said) for o in job.outcomes])
     left = check(pool, plan, job.outcomes)
@@ -67,6 +68,61 @@ def test_too_many_deaths():
     assert [name for name, _ in raised] == ["LostError"] * 2, raised
     assert "nobody has shards [1] of 4" in raised[0][1]
     assert "weight'" in raised[0][1]
+
+
+@pytest.mark.time_limit(110)
+def test_too_many_deaths_with_a_checkpoint(pool, tmp_path):
+    """Those that are left go on where it is, with the bits of a run that lost the others there."""
+    options = {"checkpoints": str(tmp_path), "save_every": 2, "every": 6}  # so the checkpoint is newer than the copies
+    plan = Plan(4, pause=0.3, patience=8.0, options=options)
+    with processes(plan) as job:
+        assert job.read(SECONDS, lambda: all(len(o.steps) > 3 for o in job.outcomes))
+        job.kill(2, 3)
+        assert job.read(SECONDS), [(o.steps[-2:], o.said) for o in job.outcomes]
+    left = check(pool, plan, job.outcomes)
+    assert len(left) == 2
+    said = [text for each in left for text in each.said]
+    assert any("loaded" in text and "step-2" in text for text in said), said
+    assert any("nobody has shards [1] of 4" in text for text in said), said
+
+
+@pytest.mark.time_limit(110)
+def test_a_replacement_that_waits_when_a_rank_dies(pool):
+    """The cut stays as it was, and the ranks change places: what they keep is labelled anew, as the next death shows."""
+    plan = Plan(3, steps=9, pause=0.5)
+    with processes(plan) as job:
+        assert job.read(SECONDS, lambda: all(len(o.steps) > 1 for o in job.outcomes))
+        job.start()
+        arrived = dist.PrefixStore("flatshard/elastic", job.store)
+        assert job.read(SECONDS, lambda: arrived.check(["1/in/1"]))
+        job.kill(1)
+        assert job.read(SECONDS, lambda: len(job.outcomes[3].steps) > 2)
+        job.kill(2)
+        assert job.read(SECONDS), [(o.steps[-2:], o.said) for o in job.outcomes]
+    assert len(check(pool, plan, job.outcomes)) == 2
+    assert (2, 3, 4) in history(job.outcomes[2])
+
+
+@pytest.mark.time_limit(110)
+def test_the_store_ends():
+    with processes(Plan(2, pause=0.2)) as job:
+        assert job.read(SECONDS, lambda: all(len(o.steps) > 1 for o in job.outcomes))
+        job.store = None
+        assert job.read(SECONDS), [(o.steps[-2:], o.said) for o in job.outcomes]
+    for each in job.outcomes:
+        assert each.raised is not None
+        assert each.raised[0] == "RuntimeError"
+        assert "the store does not answer" in each.raised[1]
+
+
+@pytest.mark.time_limit(110)
+def test_one_rank_leaves_the_loop():
+    """That is no death: the others are told, and do not go on alone."""
+    with processes(Plan(3, leaves=1)) as job:
+        assert job.read(SECONDS), [(o.steps[-2:], o.said) for o in job.outcomes]
+    for each in (job.outcomes[0], job.outcomes[2]):
+        assert each.raised is not None
+        assert "left the loop after 3 steps" in each.raised[1]
 
 
 @pytest.mark.time_limit(110)
@@ -132,7 +188,10 @@ def test_a_rank_that_is_stopped_finds_itself_out(pool):
 
 
 def test_copies_go_to_another_host():
-    assert shifts(["a"] * 4)[:2] == [1, 2]
-    assert shifts(["a", "a", "b", "b"])[0] == 2
-    assert shifts(["a", "b", "a", "b"])[0] == 1
-    assert shifts(["a", "a", "b"])[0] == 1  # two to another host, of three
+    each = [0, 1, 2, 3]
+    assert shifts(["a"] * 4, each, 2) == [1, 2]
+    assert shifts(["a", "a", "b", "b"], each, 1) == [2]
+    assert shifts(["a", "b", "a", "b"], each, 1) == [1]
+    assert shifts(["a", "a", "b"], each[:3], 1) == [1]  # two to another host, of three
+    assert shifts(["a"] * 4, [0, 1, 0, 1], 1) == []  # two replicas of two shards
+    assert shifts(["a"] * 4, [0, 1, 0, 1], 2) == [1]  # not to the other replica of the same shard

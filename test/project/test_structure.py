@@ -511,6 +511,7 @@ checkpoint._sharded_value: torch.distributed.tensor._utils.compute_local_shape_a
 checkpoint._sharded_value: torch.utils._pytree
 checkpoint._state_dict_hooks: nn.Module._load_from_state_dict
 checkpoint._writer: torch.distributed.checkpoint.filesystem._StorageInfo
+elastic._world: dist.distributed_c10d._world.pg_map
 optim._host_state: torch.utils._python_dispatch.is_traceable_wrapper_subclass
 planning._recording: torch.ops.aten._local_scalar_dense.default
 planning._recording: torch.utils._python_dispatch.TorchDispatchMode""",

@@ -1,0 +1,79 @@
+"""The newest checkpoints of a job, in one directory: what is left when too many ranks die at once."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from flatshard._comm.monitor.messages import default_group, membership
+from flatshard.checkpoint import save_checkpoint
+from flatshard.elastic._exchange import Channel
+
+_NAME = re.compile(r"step-(\d+)")
+_KEPT = 2
+
+
+class Checkpoints:
+    """Saves beside the training, and removes what is older than the newest two of its own.
+
+    Args:
+        directory: that all ranks see.
+        every: how many steps.
+        say: is called with a line of text.
+    """
+
+    def __init__(self, directory: Path, every: int, say: Callable[[str], object]) -> None:
+        self.directory, self.every, self._say = directory, every, say
+        self._under: tuple[Path, Future[None]] | None = None
+        self._saved: list[Path] = []  # whole, oldest first
+
+    def newest(self) -> Path | None:
+        """The newest checkpoint in the directory."""
+        if not self.directory.is_dir():
+            return None
+        found = [(int(m[1]), path) for path in self.directory.iterdir() if (m := _NAME.fullmatch(path.name))]
+        return max(found)[1] if found else None
+
+    def save(self, step: int, state: Mapping[str, Any], timeout: timedelta) -> None:
+        """Begin to save, if it is time. All ranks call it after the same step.
+
+        Raises:
+            MeetingError, CollectiveError: a rank has died, or something could not be saved.
+        """
+        if step % self.every:
+            return
+        group = default_group()
+        assert group is not None
+        path = self.directory / f"step-{step}"
+        ended = Channel(group, torch.device("cpu")).objects(self._under is None or self._under[1].done())
+        if not all(ended):
+            self._say(f"{path} is not saved: the save before has not ended, so it takes longer than {self.every} steps")
+            return
+        self.wait()
+        if membership(group)[0] == 0:
+            self.directory.mkdir(parents=True, exist_ok=True)
+        self._under = path, save_checkpoint(path, state, overwrite=True, wait=False, timeout=timeout)
+
+    def wait(self) -> None:
+        """Wait for what is under way, and say how it ended."""
+        if self._under is None:
+            return
+        (path, save), self._under = self._under, None
+        if (error := save.exception()) is not None:
+            self._say(f"{path} is not saved: {error}")
+            return
+        self._saved = [*(each for each in self._saved if each != path), path]
+        is_first = membership(default_group())[0] == 0
+        while len(self._saved) > _KEPT:
+            old = self._saved.pop(0)
+            if is_first and old.exists():
+                gone = old.with_name(f".{old.name}-removed")
+                old.rename(gone)  # at once: what is half removed is no checkpoint
+                shutil.rmtree(gone)

@@ -1,0 +1,239 @@
+"""The loop of a job, on one rank: what it refuses, how it ends, and that it goes on where a checkpoint is."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from drill import network, parts_of_job
+from models import NormBlock
+from torch import nn
+
+import flatshard
+from flatshard.elastic import Job, World
+
+
+@pytest.fixture
+def alone() -> Iterator[Callable[[], World]]:
+    """Makes a world of one rank, or several one after the other with one store."""
+    store, made = dist.HashStore(), list[World]()
+
+    def make(fresh: bool = False) -> World:
+        for world in made:
+            world.abort()
+        made.append(World(dist.HashStore() if fresh else store, 1, patience=5.0))
+        return made[-1]
+
+    yield make
+    for world in made:
+        world.has_ended = True
+        world.abort()
+        with contextlib.suppress(OSError):
+            world._socket.close()
+
+
+def job_in(world: World, model: nn.Module | None = None, **options: Any) -> tuple[Job, nn.Module, Any]:
+    model = flatshard.fully_shard(network() if model is None else model, policy={NormBlock})
+    optimizer, scheduler = parts_of_job(model)
+    return Job(world, model, optimizer, [scheduler], say=lambda _: None, **options), model, optimizer
+
+
+def backward(model: nn.Module, step: int) -> None:
+    x = torch.randn(4, 3, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+    model(x).square().mean().backward()
+
+
+def one_step(model: nn.Module, optimizer: Any, step: int) -> None:
+    optimizer.zero_grad()
+    backward(model, step)
+    optimizer.step()
+
+
+def lost_connection() -> None:
+    raise RuntimeError("[gloo] Connection closed by peer")
+
+
+def values(model: nn.Module) -> list[Any]:
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def test_a_step_that_failed_comes_again(alone):
+    """With the state of before it, and only as often as somebody died: otherwise the error is raised."""
+    job, model, optimizer = job_in(alone())
+    seen, before = [], []
+
+    def loop() -> None:
+        for step in job.steps(range(5)):
+            seen.append(step)
+            with job.attempt():
+                before.append(values(model))
+                one_step(model, optimizer, step)
+                if step == 2:
+                    lost_connection()
+
+    with pytest.raises(
+        RuntimeError, match=r"step 2 failed twice, and no rank had died: rank 0: RuntimeError: \[gloo\]"
+    ):
+        loop()
+    assert seen == [0, 1, 2, 2]
+    torch.testing.assert_close(before[3], before[2], rtol=0, atol=0)
+
+
+def test_gradients_between_steps(alone):
+    """What no optimizer has stepped goes back with the model; what one has stepped does not."""
+    job, model, optimizer = job_in(alone())
+    failed, grads = set(), []
+    for step in job.steps(range(4)):
+        with job.attempt():
+            grads.append([p.grad is not None for p in model.parameters()])
+            if step == 2:
+                optimizer.zero_grad()
+            backward(model, step)
+            if step not in failed and step in (1, 3):
+                failed.add(step)
+                lost_connection()
+            if step % 2:
+                optimizer.step()
+    assert [all(row) for row in grads] == [False, True, False, True, True, True, False, True]  # steps 01 012 3 23
+    assert not any(grads[6])  # of what comes again at step 2, the optimizer has stepped the gradients
+    twin = network()
+    same, _ = parts_of_job(twin)
+    for step in range(4):
+        if step % 2 == 0:
+            same.zero_grad()
+        backward(twin, step)
+        if step % 2:
+            same.step()
+    for (name, p), q in zip(model.named_parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(p.detach().view(-1), q.detach().view(-1), rtol=1e-9, atol=1e-12, msg=name)
+
+
+def test_what_a_rank_holds_alone(alone):
+    job, model, _ = job_in(alone())
+    run = job.steps(range(2))
+    next(run)
+    alone_here = flatshard.no_sync(model)
+    refused = pytest.raises(RuntimeError, match=r"at the end of a step: units .* hold gradients that are not reduced")
+    with refused, job.attempt(), alone_here:
+        backward(model, 0)
+
+
+def test_changes_while_copies_are_sent(alone):
+    job, model, optimizer = job_in(alone())
+    run = job.steps(range(3))
+    next(run)
+    with job.attempt():
+        one_step(model, optimizer, 0)
+    next(run)
+    next(iter(optimizer.state.values()))["exp_avg"].zero_()
+    with pytest.raises(ValueError, match="or an optimizer's state, changed between the end of a step"), job.attempt():
+        one_step(model, optimizer, 1)
+
+
+def test_how_a_loop_ends(alone):
+    """By its last step, by ``stop``, by ``break``, or by an error; each job once."""
+    job, model, optimizer = job_in(alone())
+    seen = []
+    for step in job.steps(range(9)):
+        seen.append(step)
+        with job.attempt():
+            one_step(model, optimizer, step)
+            if step == 3:
+                job.stop()
+    assert seen == [0, 1, 2, 3]
+    with pytest.raises(RuntimeError, match="iterated once"):
+        job.steps(range(9))
+    world = alone(fresh=True)
+    job, model, optimizer = job_in(world)
+    for step in job.steps(range(9)):
+        with job.attempt():
+            one_step(model, optimizer, step)
+        break
+    assert world.has_ended
+    assert world._store.get("finished") == b"1"
+    world = alone(fresh=True)
+    job, _, _ = job_in(world)
+    with pytest.raises(RuntimeError, match="must be inside"):
+        list(job.steps(range(9)))
+    assert b"must be inside" in world._store.get("failed")
+
+
+def test_a_process_that_ends_in_the_middle(alone):
+    """It says so at the store, so that others end, too; one that joins a job without ranks is told."""
+    world = alone()
+    job, _, _ = job_in(world)
+    run = job.steps(range(3))
+    next(run)
+    world.has_ended = False
+    world._at_exit(os.getpid() + 1)  # of a child
+    assert not world._store.check(["failed"])
+    world._socket.close()  # as when the process dies
+    late = alone()
+    assert late.joins
+    with pytest.raises(RuntimeError, match="of which no rank is left"):
+        next(job_in(late)[0].steps(range(3)))
+    run.close()
+    world._store.delete_key("finished")
+    world.has_ended = False
+    world._at_exit(os.getpid())
+    later = alone()
+    with pytest.raises(RuntimeError, match="ended in the middle of the job"):
+        next(job_in(later)[0].steps(range(3)))
+
+
+def test_checkpoints(alone, tmp_path):
+    """A job begins at the newest, with all that it had, and keeps two."""
+    job, model, optimizer = job_in(alone(), checkpoints=tmp_path, save_every=2)
+    run, expected = job.steps(range(9)), []
+    for step in run:
+        with job.attempt():
+            one_step(model, optimizer, step)
+        if step % 2:  # otherwise the next save may find this one under way
+            job._checkpoints._under[1].result()
+        if step == 5:
+            expected = values(model)
+        if step == 6:
+            break
+    job._checkpoints.wait()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-4", "step-6"]
+    job, model, optimizer = job_in(alone(fresh=True), checkpoints=tmp_path, save_every=2)
+    run = job.steps(range(9))
+    assert next(run) == 6
+    torch.testing.assert_close(values(model), expected, rtol=0, atol=0)
+    assert all(state["step"] == 6 for state in optimizer.state.values())
+    with job.attempt():
+        one_step(model, optimizer, 6)
+    assert next(run) == 7
+    with pytest.raises(ValueError, match="gradients are left that no optimizer has stepped"), job.attempt():
+        backward(model, 7)
+
+
+def test_several_models(alone):
+    """A model and its average move as one; as ``extra`` the average is refused, because its parts would stay."""
+    world = alone()
+    model = flatshard.fully_shard(network(), policy={NormBlock})
+    average = torch.optim.swa_utils.AveragedModel(model)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with pytest.raises(ValueError, match=r"torch\.nn\.ModuleList"):
+        Job(world, model, optimizer, [average])
+    with pytest.raises(TypeError, match="state_dict and load_state_dict, got a Generator"):
+        Job(world, model, optimizer, [torch.Generator()])
+    job = Job(world, nn.ModuleList([model, average]), optimizer, say=lambda _: None)
+    with pytest.raises(TypeError, match="pass a sequence"):
+        job.steps(iter(range(3)))
+    failed, seen = False, []
+    for step in job.steps(range(3)):
+        with job.attempt():
+            seen.append(values(average))
+            one_step(model, optimizer, step)
+            average.update_parameters(model)
+            if step == 1 and not failed:
+                failed = True
+                lost_connection()
+    torch.testing.assert_close(seen[2], seen[1], rtol=0, atol=0)
+    assert not all(torch.equal(a, b) for a, b in zip(seen[3], seen[2], strict=True))
