@@ -16,8 +16,10 @@ _KINDS = {torch.uint8: 2**8 - 1, torch.int16: 2**16 - 1}
 def encode_gaps(at: torch.Tensor) -> torch.Tensor:
     """[Note: Gaps]: of ascending offsets."""
     between = torch.diff(at, prepend=at.new_full((1,), -1)) - 1
-    sizes = {kind: kind.itemsize * int((between // most + 1).sum()) for kind, most in _KINDS.items()}
+    sizes = {kind: kind.itemsize * (len(at) + int(_skips(between, most).sum())) for kind, most in _KINDS.items()}
     kind = min(sizes, key=sizes.__getitem__)
+    if sizes[kind] == len(at) * kind.itemsize:  # nothing is skipped
+        return between.to(kind)
     most = _KINDS[kind]
     skips = between // most
     words = torch.full((sizes[kind] // kind.itemsize,), most, dtype=torch.int64, device=at.device)
@@ -25,11 +27,19 @@ def encode_gaps(at: torch.Tensor) -> torch.Tensor:
     return words.to(kind)
 
 
+def _skips(between: torch.Tensor, most: int) -> torch.Tensor:
+    """How many words skip before an element, of those elements that have any."""
+    return between[between >= most] // most
+
+
 def decode_gaps(gaps: torch.Tensor) -> torch.Tensor:
     """The offsets."""
     most = _KINDS[gaps.dtype]
     words = gaps.to(torch.int64) & most
-    return (torch.cumsum(words + (words != most), 0) - 1)[words != most]
+    skip = words == most
+    if not skip.any():
+        return torch.cumsum(words + 1, 0) - 1
+    return (torch.cumsum(words + ~skip, 0) - 1)[~skip]
 
 
 def differ(now: torch.Tensor, before: torch.Tensor) -> torch.Tensor:

@@ -101,7 +101,8 @@ def _grouped(regions: Iterable[OwnRegion], most: int) -> Iterator[OwnCell]:
 
 def read(cell: OwnCell, flat: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """The elements of a cell in a flat shard: 1-D."""
-    return torch.cat([view_of(flat, own.box).to(dtype).reshape(-1) for own in cell])
+    parts = [view_of(flat, own.box).to(dtype).reshape(-1) for own in cell]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 class Places:

@@ -1,10 +1,10 @@
 """What has changed in a cell, as bytes.
 
 [Note: Sections]
-The changes of a cell are sections, each in one form: all elements with their values; some with their values; some with the
-low half of their bits. With small learning rates a value moves by a few of its last bits, so the low half says enough: of all
-numbers with that low half it is the one that is nearest to what the receiver has. In bfloat16 that is a byte in place of two.
-An element costs a byte or two more for where it is (``checkpoint/_gaps.py``).
+The changes of a cell are sections, each in one form: all elements or some, with their values or with the low half of their
+bits. With small learning rates a value moves by a few of its last bits, so the low half says enough: of all numbers with that
+low half it is the one that is nearest to what the receiver has. In bfloat16 that is a byte in place of two. Where few
+elements change, one costs a byte or two more for where it is (``checkpoint/_gaps.py``).
 """
 
 from __future__ import annotations
@@ -47,29 +47,34 @@ def whole(cell: int, values: torch.Tensor) -> bytes:
 
 def changes(cell: int, now: torch.Tensor, before: torch.Tensor) -> Iterator[bytes]:
     """Sections by which ``before`` becomes ``now``: 1-D, of one dtype. Those of fewest bytes."""
-    at = differ(now, before).nonzero().view(-1)
-    if not at.numel():
-        return
     found: list[bytes] = []
     kind = _HALVES.get(now.itemsize)
-    if kind is not None:
-        new, old = bits(now)[at], bits(before)[at]
-        step = new - old
-        near = step == step.to(kind).to(step.dtype)
-        found += _some(cell, at[near], new[near].to(kind), _HALF)
-        at = at[~near]
-    found += _some(cell, at, now[at], 0)
+    if kind is None:
+        rest = differ(now, before)
+    else:
+        step = bits(now) - bits(before)  # as integers wrap around
+        rest = step != step.to(kind).to(step.dtype)
+        near = (step != 0).logical_and_(~rest)
+        number = int(near.sum())
+        if number * (1 + kind.itemsize) < now.numel() * kind.itemsize:
+            found += _some(cell, near, bits(now), kind)
+        else:
+            found.append(_head(cell, _HALF, now.numel()) + _bytes(bits(now).to(kind)))
+    found += _some(cell, rest, now)
     if sum(map(len, found)) < now.nbytes:
         yield from found
     else:
         yield whole(cell, now)
 
 
-def _some(cell: int, at: torch.Tensor, values: torch.Tensor, form: int) -> list[bytes]:
+def _some(cell: int, chosen: torch.Tensor, values: torch.Tensor, half: torch.dtype | None = None) -> list[bytes]:
+    """``half``: of what, else whole values."""
+    at = chosen.nonzero().view(-1)
     if not at.numel():
         return []
-    gaps = encode_gaps(at)
-    return [_head(cell, form | gaps.itemsize, gaps.numel()) + _bytes(gaps) + _bytes(values)]
+    gaps, values = encode_gaps(at), values[at]
+    form = gaps.itemsize if half is None else gaps.itemsize | _HALF
+    return [_head(cell, form, gaps.numel()) + _bytes(gaps) + _bytes(values if half is None else values.to(half))]
 
 
 def sections(payload: memoryview, dtypes: list[torch.dtype]) -> Iterator[Section]:

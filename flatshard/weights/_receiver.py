@@ -63,7 +63,7 @@ class Applied(NamedTuple):
     version: int
     """The weights are that version now."""
     names: frozenset[str]
-    """Of parameters that have changed."""
+    """Of parameters of which elements have come: of all that have changed, and perhaps of some beside them."""
 
 
 class _Update:
@@ -107,7 +107,7 @@ class _Source:
         return version
 
     def write(self, version: int) -> set[str]:
-        """Bring the weights to ``version``. Returns the names of parameters that have changed."""
+        """Bring the weights to ``version``. Returns the names of what was written."""
         bases, names = self.bases, set[str]()
         for _, data in self.fresh.values():
             for section in _codec.sections(data, self.dtypes):
@@ -125,10 +125,12 @@ class _Source:
         names = set()
         for number, chosen, memory, at in self.places[section.cell].parts(section.at):
             values = section.values[chosen].to(memory.device)
+            if section.is_half:
+                values = _codec.nearest(memory.reshape(-1) if at is None else memory[at], values)
             if at is None:
                 memory.copy_(values.view(memory.shape))
             else:
-                memory[at] = _codec.nearest(memory[at], values) if section.is_half else values
+                memory[at] = values
             names.add(self.names[number])
         return names
 

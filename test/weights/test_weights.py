@@ -247,7 +247,25 @@ def test_bytes(world, dtype: torch.dtype, share: float):
     for name, value in full_state_dict(model, dtype=dtype).items():
         assert same_bits(receiver.weights[name], value), name
         changed += int(differ(value.view(-1), before[name].view(-1)).sum()) * value.itemsize
-    assert sum(map(len, sent)) <= 1.6 * changed
+    most = {0.02: 1.2, 0.3: 1.2, 1.0: 0.7} if dtype is torch.bfloat16 else {0.02: 1.25, 0.3: 1.25, 1.0: 1.01}
+    assert sum(map(len, sent)) <= most.get(share, 1.6) * changed
+
+
+def test_numbers_that_have_nothing_in_common(world):
+    """Cost their own bytes; and so do integers of one byte, which have no half."""
+    world(1)
+    model = nn.Linear(100, 100)
+    model.integers = nn.Parameter(torch.arange(100).to(torch.int8), requires_grad=False)
+    sender, receiver, sent = pair(fully_shard(model))
+    sent.clear()
+    with torch.no_grad():
+        model.weight.neg_()
+        model.integers.neg_()
+    sender.publish()
+    assert receiver.apply().names >= {"weight", "integers"}
+    assert sum(map(len, sent)) < 40_400 + 100 + 400
+    assert torch.equal(receiver.weights["integers"], -torch.arange(100).to(torch.int8))
+    assert torch.equal(receiver.weights["weight"], model.weight.view(100, 100))
 
 
 @ranks(4)
