@@ -352,8 +352,8 @@ class FlatShard:
         return moved
 
     def leave_memory(self) -> None:
-        """Stop using the memory of the unsharded buffer, without freeing it."""
-        self.unsharded.leave_memory(self.kind, self.shard)
+        """Stop using the memory of the unsharded buffer, without freeing it. See ``ReductionInput.leave``."""
+        self.unsharded.place(self.kind, self.shard)
 
     def keep_gathered(self) -> Pending:
         """Called after an approximate all-gather: remember its result, so that ``write_back`` finds real changes only."""

@@ -130,11 +130,6 @@ class Pool:
             buffers.append(StaticBuffer(self.allocate(numel, dtype), self._runtime.current_stream))
         return buffers[-1]
 
-    def leave(self, buffer: FlatBuffer) -> None:
-        """Remove a buffer from the pool: collectives may use its memory as long as their group exists."""
-        for buffers in (self._for_parameters, self._inputs):
-            buffers[:] = [each for each in buffers if each is not buffer]
-
     @property
     def nbytes(self) -> int:
         """Bytes of all buffers."""

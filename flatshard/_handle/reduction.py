@@ -93,11 +93,11 @@ class ReductionInput:
             self._buffer = None
 
     def leave(self) -> None:
-        """Stop using the current memory without freeing it: collectives may use it as long as their group exists."""
+        """Stop using the current memory without freeing it: collectives may use it as long as their group exists. A buffer
+        of the pool stays in use, so nobody else gets it.
+        """
         self.flat, self.views, self.gaps = self._nothing
         self._known.clear()
-        if self._buffer is not None and self._pool is not None:
-            self._pool.leave(self._buffer)
         self._buffer = None
 
 

@@ -161,12 +161,6 @@ class UnshardedBuffer:
         """Bind to a buffer that is free next time. No graph may have views of the current one."""
         self._buffer = None
 
-    def leave_memory(self, kind: Kind, shard: torch.Tensor) -> None:
-        """Stop using the current memory without freeing it, and ``place``. See ``ReductionInput.leave``."""
-        if self._pool is not None and self._buffer is not None and self._buffer.user is self:
-            self._pool.leave(self._buffer)
-        self.place(kind, shard)
-
     @property
     def is_taken(self) -> bool:
         """Whether another flat parameter is using the pool's buffer of this one. [Note: Static buffers]"""

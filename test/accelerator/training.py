@@ -333,7 +333,7 @@ def offload_evaluates(env: Env, then: str) -> Any:
     return outputs, numbers(model)
 
 
-@cases.add({how: {"how": how} for how in ("unshard", "summon", "held")}, watch_host=True)
+@cases.add({how: {"how": how} for how in ("unshard", "summon", "held", "kept")}, watch_host=True)
 def offload_reads(env: Env, how: str) -> Any:
     """What has read the shards, or a backward that brings no gradients to the host; and their change right after it."""
     model = env.shard(env.make(), cpu_offload=CPUOffload(True), reshard_after_forward=True)
@@ -345,6 +345,9 @@ def offload_reads(env: Env, how: str) -> Any:
         elif how == "summon":
             with flatshard.summon_full_params(model, writeback=False), torch.no_grad():
                 seen += [p.clone() for p in model.parameters()]
+        elif how == "kept":
+            with torch.no_grad(), flatshard.keep_unsharded(model, threads=True):
+                seen.append(model(env.batch(step)))
         else:
             flatshard.unshard(model, recurse=True)
             seen += [p.detach().clone() for p in model.parameters()]

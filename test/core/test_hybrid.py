@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from models import Block, Mlp, Net
 from on_ranks import ranks
-from parity import check_same_gradients, check_same_params, full_params, parts, step_all, twins
+from parity import by_pointer, check_same_gradients, check_same_params, full_params, parts, step_all, twins
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -320,3 +320,16 @@ def test_what_was_kept_in_inference_may_be_changed(ctx):
         model(torch.ones(1, 4))
     model(torch.ones(1, 4)).sum().backward()
     torch.testing.assert_close(full_params(model)["weight"], before / 4)
+
+
+@ranks(4)
+def test_reshard_forgets_what_was_kept(ctx):
+    """After a write that no version tells of."""
+    model, mesh, x = nn.Linear(4, 4), ctx.device_mesh((2, 2), ("outer", "inner")), torch.ones(1, 4)
+    fully_shard(model, strategy=ShardingStrategy.HYBRID_FULL_SHARD, device_mesh=mesh, sync_module_states=True)
+    with torch.no_grad():
+        before = model(x)
+        for p in model.parameters():
+            by_pointer(p).mul_(2)
+        flatshard.reshard(model)
+        torch.testing.assert_close(model(x), 2 * before)
