@@ -77,7 +77,7 @@ class Registrations:
         parameters = copy.deepcopy(module._parameters, memo)
         copied = copy.deepcopy(module, memo)
         if isinstance(parameters, GuardedParameters):
-            parameters.attributes = copied.__dict__
+            parameters.adopt(copied.__dict__)
         self._record(copied, parameters, name, sharded, compute)
 
     def _record(

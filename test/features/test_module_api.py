@@ -152,6 +152,41 @@ def test_deepcopy_inside_forward_is_refused(ctx):
     copy.deepcopy(model)
 
 
+class MakesTarget(nn.Module):
+    """BYOL's: the target is copied from the network in the first forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(4, 4))
+        self.target: nn.Module | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.target is None:
+            self.target = copy.deepcopy(self.net).requires_grad_(False)
+        return (self.net(x) - self.target(x)).square().mean()
+
+
+@ranks(2)
+def test_a_copy_of_a_module_without_its_unit_does_not_compute_with_parts(ctx):
+    x, made = torch.randn(2, 4), r"Make the copy before fully_shard; or shard the module as a unit of its own"
+    model = fully_shard(MakesTarget(), process_group=ctx.group)
+    with pytest.raises(RuntimeError, match=rf"cannot copy the module of parameter 'net.0.weight'.*{made}"):
+        model(x)
+    model.target = copy.deepcopy(model.net)
+    assert [p.shape for p in model.target.parameters()] == [p.shape for p in model.net.parameters()]
+    with pytest.raises(RuntimeError, match=rf"Linear.forward would compute with .* part of 'net.0.weight'.*{made}"):
+        model(x)
+    for part, whole in zip(
+        model.target.parameters(), flatshard.checkpoint.full_state_dict(model.net).values(), strict=True
+    ):
+        part.data = whole
+    assert model(x) == 0.0
+    made_apart = fully_shard(MakesTarget(), policy={nn.Linear}, process_group=ctx.group)
+    made_apart(x).backward()
+    made_apart.target[0].weight.data.zero_()
+    assert made_apart(x) > 0
+
+
 class NotCopied(nn.Module):
     """Copied last, it cannot be."""
 

@@ -27,6 +27,7 @@ from torch.utils.checkpoint import CheckpointFunction
 from flatshard._errors import RESTRUCTURE_BEFORE, cannot_trace, refuse_other_sharding
 from flatshard._frames import outward
 from flatshard._handle.tensors.changes import changes
+from flatshard._handle.tensors.shard_info import ShardInfo
 from flatshard._handle.tensors.sharded_parameter import ShardedParameter, fillings, handle_to_empty, show_whole
 from flatshard._names import UNIT_KEY
 
@@ -35,6 +36,12 @@ _SWAP = swap_tensor.__code__
 # The function in `named_parameters` that lists one module's own parameters.
 _LIST = next((c for c in nn.Module.named_parameters.__code__.co_consts if isinstance(c, CodeType)), None)
 _RECOMPUTE = CheckpointFunction.backward.__code__
+
+_COPY = (
+    "Make the copy before fully_shard; or shard the module as a unit of its own, and copy it outside of its forward, "
+    "backward and summon_full_params"
+)
+"""The cure where a module is copied without the unit that gathers its parameters."""
 
 Parameters = dict[str, nn.Parameter | None]
 
@@ -45,10 +52,12 @@ class GuardedParameters(Parameters):
     It always stores the sharded parameters. While unsharded parameters are in ``attributes``, reads return those.
     """
 
-    __slots__ = ("attributes", "own")
+    __slots__ = ("attributes", "own", "parts")
 
     def __init__(self, parameters: Parameters, attributes: dict[str, Any]) -> None:
         super().__init__(parameters)
+        # In a copy of a module without its unit, which has plain parameters with this rank's parts: what they are parts of.
+        self.parts: dict[str, ShardInfo] = {}
         self.own = frozenset(parameters)  # names that the unit registers: others are ties that came too late
         self.attributes = attributes  # the module's own ``__dict__``
         attributes.update(
@@ -70,6 +79,8 @@ class GuardedParameters(Parameters):
             if isinstance(shown, nn.Parameter):
                 return shown
             return self._for_reader(param, sys._getframe(1))
+        if self.parts and param is not None:
+            self._check_part(name, param, sys._getframe(1))
         return param
 
     # All ways to read must give the same. `dict(self)` and `**self` do because this class has its own iterator.
@@ -115,6 +126,21 @@ class GuardedParameters(Parameters):
                 break
             if frame.f_code.co_name == "forward" and getattr(_self_of(frame), "__dict__", None) is self.attributes:
                 raise RuntimeError(_explain(param, frame))
+
+    def _check_part(self, name: str, param: nn.Parameter, reader: FrameType) -> None:
+        """Raise if a forward reads a part from a copy of its module that was made without its unit."""
+        info = self.parts.get(name)
+        if info is None or param.shape == info.shape or reader.f_code is not _GETATTR:
+            return
+        for frame in outward(reader.f_back):
+            if frame.f_code.co_filename == _GETATTR.co_filename:
+                break
+            module = _self_of(frame)
+            if frame.f_code.co_name == "forward" and getattr(module, "__dict__", {}).get("_parameters") is self:
+                raise RuntimeError(
+                    f"{type(module).__name__}.forward would compute with this rank's part of {info.fqn!r}, of shape "
+                    f"{tuple(param.shape)}: it is a copy of a module that was sharded as a part of another one. {_COPY}"
+                )
 
     # `Registrations` writes to the plain dict. So a write here is by the user, and forwards must see the new value.
 
@@ -176,12 +202,24 @@ class GuardedParameters(Parameters):
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GuardedParameters:
-        """Called for a copy of the module. `Registrations` sets ``attributes`` afterwards, if the copy is sharded, too."""
+        """Called for a copy of the module. If it is sharded, too, `Registrations` calls ``adopt`` afterwards."""
+        infos = {name: p._flatshard_info for name, p in super().items() if type(p) is ShardedParameter}
+        shown = [name for name in infos if isinstance(self.attributes.get(name), nn.Parameter)]
+        if shown and UNIT_KEY not in self.attributes:  # of a unit, its handle says so
+            raise RuntimeError(
+                f"cannot copy the module of parameter {infos[shown[0]].fqn!r}, which is sharded as a part of another one, "
+                f"while its parameters are unsharded. {_COPY}"
+            )
         result = GuardedParameters({}, {})
         memo[id(self)] = result
         for name, param in super().items():
             result[name] = copy.deepcopy(param, memo)
+        result.parts = {name: info for name, info in infos.items() if not info.is_whole}
         return result
+
+    def adopt(self, attributes: dict[str, Any]) -> None:
+        """It is of a copied module, which is sharded as the original is."""
+        self.attributes, self.parts = attributes, {}
 
     def __reduce__(self) -> tuple[Any, ...]:
         return dict, (dict(self),)
