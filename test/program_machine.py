@@ -1178,7 +1178,9 @@ class Machine:
 
     def _convert(self, s: programs.Convert, twin: Twin, module: None) -> bool:
         model, optimizer = self.program.model, self.program.optimizer
-        if not twin.shows_own or twin.kept or model.has("island") or optimizer not in ("sgd", "adamw", "offloaded"):
+        if twin.shown or self.interrupted or twin.kept or model.has("island"):
+            return False
+        if optimizer not in ("sgd", "adamw", "offloaded"):
             return False
         dtype = getattr(torch, s.dtype)
         if dtype is not twin.dtype:
@@ -1187,6 +1189,7 @@ class Machine:
             twin.converted = True
             twin.changes += 1
         twin.model.to(dtype)
+        flatshard.reshard(twin.model)  # what unshard() has shown
         twin.plain.to(dtype)
         twin.held = {name: grad.to(dtype) for name, grad in twin.held.items()}
         twin.opt, twin.plain_opt = self._optimizer(twin.model), self._optimizer(twin.plain)
