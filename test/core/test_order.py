@@ -549,6 +549,23 @@ def test_added_losses_of_units_that_ranks_leave_out(ctx, strategy: str, freezes:
             check_same_gradients(model, plain)
 
 
+@ranks(2, timeout=20)
+def test_units_whose_turns_are_of_different_graphs(ctx):
+    """One unit alone has had a backward since a forward of all, so its turn is later than that of the unit after it."""
+    plain, model = twins(ctx, lambda: nn.Sequential(nn.Linear(4, 4), Fork(), Fork(), nn.Linear(4, 2)), {Fork})
+    inputs = torch.randn(2, 3, 4, dtype=torch.double)
+    for left_out in ((0,), (0, 1)):
+        for net, of in ((plain, range(2)), (model, [ctx.rank])):
+            net[1].skip = None
+            kept = [net(inputs[rank]).square().mean() for rank in of]
+            sum(net[1](inputs[rank]).square().mean() / len(of) for rank in of).backward()
+            for rank in of:
+                net[1].skip = "both" if rank in left_out else None
+                (net(inputs[rank]).square().mean() / len(of)).backward()
+            (sum(kept) / len(of)).backward()
+        check_same_gradients(model, plain)
+
+
 def test_a_unit_without_gradients_is_reduced_in_its_turn(world):
     """Not at the end of backward: other ranks may have gradients of it, and wait for this one."""
     world(8)
