@@ -438,18 +438,19 @@ class Context:
         if limit is not None and self._bytes_ahead(unit) > limit:
             return
         for needed in unit.needs:
-            if needed.claims and self.forwards and not needed.claims.use and needed.is_outdated:
-                needed.handle.reshard()  # kept, with values that are no longer of use
-            if needed.handle.is_sharded:
-                blocked = needed.handle.has_static_buffers and needed.handle.is_blocked
-                if blocked or (needed.claims and needed.claims.show_copies):
+            handle, claims = needed.handle, needed.claims
+            if claims and self.forwards and not claims.use and needed.is_outdated:
+                handle.reshard()  # kept, with values that are no longer of use
+            if not handle.is_sharded or (handle.has_static_buffers and handle.is_blocked):
+                continue
+            if claims and claims.show_copies:
+                continue
+            if self.forwards:
+                if needed.changes_in_passes:
                     continue
-                if self.forwards:
-                    if needed.changes_in_passes:
-                        continue
-                    needed.handle.check_parameters()
-                needed.handle.unshard(self.pass_id, again=not self.forwards)
-                self._prefetched[needed] = None
+                handle.check_parameters()
+            handle.unshard(self.pass_id, again=not self.forwards)
+            self._prefetched[needed] = None
 
     def _bytes_ahead(self, unit: Unit) -> int:
         """Bytes of unsharded parameters that are gathered ahead and not used yet, including those of ``unit``."""

@@ -23,7 +23,7 @@ needed. A transition that is not in the tables is a bug in flatshard: it raises,
 from __future__ import annotations
 
 import enum
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 from flatshard._comm.progress import Label
 from flatshard._errors import InternalError
@@ -103,13 +103,10 @@ class Lifetime:
         self._label = label
 
     def move_params(self, verb: str) -> None:
-        state = PARAM_TRANSITIONS.get((self.params, verb))
-        if state is None:
-            raise InternalError(f"cannot {verb} the parameters of unit {self._label.unit!r} while {self.params.name}")
-        self.params = state
+        self.params = PARAM_TRANSITIONS.get((self.params, verb)) or self._refuse(verb, "parameters", self.params)
 
     def move_grads(self, verb: str) -> None:
-        state = GRAD_TRANSITIONS.get((self.grads, verb))
-        if state is None:
-            raise InternalError(f"cannot {verb} the gradients of unit {self._label.unit!r} while {self.grads.name}")
-        self.grads = state
+        self.grads = GRAD_TRANSITIONS.get((self.grads, verb)) or self._refuse(verb, "gradients", self.grads)
+
+    def _refuse(self, verb: str, what: str, state: enum.IntEnum) -> NoReturn:
+        raise InternalError(f"cannot {verb} the {what} of unit {self._label.unit!r} while {state.name}")
