@@ -13,7 +13,7 @@ from drill import Outcome, Plan, drawn, history, processes, twin
 
 from flatshard.elastic._copies import shifts
 
-DRAWS = int(os.environ.get("ELASTIC_DRAWS", "10"))
+DRAWS = int(os.environ.get("ELASTIC_DRAWS", "4"))
 SECONDS = 60
 
 
@@ -153,6 +153,20 @@ def test_a_rank_joins(pool):
         _, kept, state, sent = each.end
         assert 0 < kept <= 3.3 * state  # each part begins at a multiple of 16 bytes, and parts are small here
         assert sent > 0
+
+
+@pytest.mark.parametrize(("strategy", "ranks"), [("FULL_SHARD", 2), ("HYBRID_SHARD", 4)])
+@pytest.mark.time_limit(110)
+def test_bytes_of_copies(pool, strategy: str, ranks: int):
+    """Each rank sends its parts after each step, and before the first what there is then; two replicas send nothing."""
+    plan = Plan(ranks, strategy=strategy)
+    with processes(plan) as job:
+        assert job.read(SECONDS), [(o.steps[-2:], o.said) for o in job.outcomes]
+    for each in check(pool, plan, job.outcomes):
+        assert each.end is not None
+        _, kept, state, sent = each.end
+        assert sent == (state // 3 + plan.steps * state if strategy == "FULL_SHARD" else 0)
+        assert 0 < kept <= (3.4 if strategy == "FULL_SHARD" else 1.2) * state  # parts begin at multiples of 16 bytes
 
 
 @pytest.mark.time_limit(110)
