@@ -299,6 +299,19 @@ class FlatShard:
         self.shard = self._new_shard()
         self.unsharded.place(self.kind, self.shard)
 
+    def rehome(self, home: torch.device) -> torch.Tensor:
+        """Have the shard live on ``home`` from now on, with its values: the host, as under offload, or the compute device.
+
+        Returns the memory that it had, which a copy on the current stream reads.
+        """
+        before, self.options = self.shard, replace(self.options, offload=home != self.kind.compute_device)
+        self.kind = replace(self.kind, home=home)
+        self.convert(self.kind.dtype, home)
+        self.shard.copy_(before, non_blocking=True)
+        for index, param in enumerate(self.params):
+            param.data = self.part_view(index)
+        return before
+
     def shard_for(self, layout: FlatLayout) -> torch.Tensor:
         """New memory for this rank's shard by another ``layout``: zeros."""
         kind, pinned = self.kind, self.options.pin_memory and self.kind.is_offloaded

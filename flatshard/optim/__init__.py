@@ -7,11 +7,13 @@ from flatshard.optim._hooks import check_whole_parameters, steps_parts
 from flatshard.optim._in_backward import BackwardSteps, step_in_backward
 from flatshard.optim._offload import OffloadedOptimizer
 from flatshard.optim._segments import segment_reduce
+from flatshard.optim._switch import Offloaded, offload
 from flatshard.optim._whole import WholeParameterOptimizer
 
 __all__ = [
     "BackwardSteps",
     "GradientStatistics",
+    "Offloaded",
     "OffloadedOptimizer",
     "WholeParameterOptimizer",
     "check_whole_parameters",
@@ -19,6 +21,7 @@ __all__ = [
     "flat_parameters",
     "get_total_norm",
     "gradient_statistics",
+    "offload",
     "register_gradients_reduced_hook",
     "segment_reduce",
     "step_in_backward",

@@ -96,7 +96,7 @@ class Visit:
         with self._traffic.on(self._traffic.side):
             for at, value in self._values():
                 if value.device.type == "cpu":
-                    self._came[at] = _copied(value, self._on_device)
+                    self._came[at] = of_plain(value, self._on_device)
                     self._left[at] = value
             self._came_at = self._traffic.streams.record()
 
@@ -129,7 +129,7 @@ class Visit:
             for to, source in zip(_plain(host), _plain(value), strict=True):
                 to.copy_(source, non_blocking=True)
         else:
-            host = _copied(value, self._on_host)
+            host = of_plain(value, self._on_host)
         if value is not self._came.get(at):
             self._made.append(value)
         number, key = at
@@ -167,12 +167,12 @@ def _plain(value: torch.Tensor) -> list[torch.Tensor]:
     return [plain for name in names for plain in _plain(getattr(value, name))]
 
 
-def _copied(value: torch.Tensor, copied: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+def of_plain(value: torch.Tensor, copied: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
     """The same of copies of the plain tensors."""
     if not is_traceable_wrapper_subclass(value):
         return copied(value)
     names, rest = value.__tensor_flatten__()
-    inside = {name: _copied(getattr(value, name), copied) for name in names}
+    inside = {name: of_plain(getattr(value, name), copied) for name in names}
     made: torch.Tensor = type(value).__tensor_unflatten__(inside, rest, value.size(), value.stride())
     return made
 

@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 import flatshard
 from flatshard import CPUOffload, MixedPrecision
 from flatshard import ShardingStrategy as S
-from flatshard.checkpoint import optim_state_dict
+from flatshard.checkpoint import full_state_dict, optim_state_dict
 from flatshard.optim import OffloadedOptimizer
 
 cases = Cases()
@@ -316,6 +316,108 @@ def already_there(env: Env) -> Any:
     if env.is_simulated and ("as are the parameters" not in repr(optimizer) or found[1]):
         env.problems.append(repr(optimizer))
     return numbers(model)
+
+
+@cases.add(
+    {
+        "full": {},
+        "none": {"strategy": S.NO_SHARD},
+        "optim": {"strategy": S.SHARD_OPTIM},
+        "kept": {"mixed_precision": MixedPrecision(torch.bfloat16, torch.float32, keep_cast_shard=True)},
+        "static": {"static_buffers": True},
+        "flat": {"is_flat": True},
+    },
+    fake=False,
+    watch_host=True,
+    rtol=2e-2,
+    atol=2e-3,
+)
+def switched(env: Env, is_flat: bool = False, **options: Any) -> Any:
+    """Between backward and step, and between steps, all goes to the host and comes back: the same bits as without."""
+    results = []
+    for is_switched in (False, True):
+        model = env.shard(env.make(), **options)
+        params = flatshard.flat_parameters(model) if is_flat else model.parameters()
+        optimizer = optim.AdamW(params, **ADAMW)
+        for step in range(4):
+            _backward(env, model, step)
+            if is_switched and step in (0, 2):
+                _away(env, model, optimizer, options)
+            with flatshard.optim.offload(model, optimizer) if is_switched and step == 3 else contextlib.nullcontext():
+                optimizer.step()
+            optimizer.zero_grad()
+            if is_switched and step == 1:
+                _away(env, model, optimizer, options)
+        own = [p for group in optimizer.param_groups for p in group["params"]]
+        results.append([*model.parameters(), *(v for p in own for v in optimizer.state[p].values())])
+        env.problems += [f"{p.device}" for p in results[-1][: len(list(model.parameters()))] if p.device != env.device]
+    _same_bits(env, "switched", *results)
+    return numbers(model)
+
+
+@cases.add(ranks=4, fake=False, watch_host=True)
+def switched_hybrid(env: Env) -> Any:
+    """What was gathered over one axis, and kept until the parts change, is given up."""
+    return switched(env, strategy=S.HYBRID_FULL_SHARD, device_mesh=env.replicas)
+
+
+def _held(env: Env) -> int:
+    if not env.is_simulated:
+        return 0
+    from accelerator.sim import sim
+
+    return held(sim)
+
+
+def _away(env: Env, model: nn.Module, optimizer: Any, options: dict[str, Any]) -> None:
+    tensors = [*model.parameters(), *(p.grad for p in model.parameters()), *optimizer.state.values()]
+    before = [t.detach().clone() for t in pytree.tree_leaves(tensors) if isinstance(t, Tensor)]
+    del tensors
+    start = _held(env)
+    with _peak(env) as change:
+        away = flatshard.optim.offload(model, optimizer)
+        if env.is_simulated and flatshard.optim.offload(model, [optimizer]) is not away:
+            env.problems.append("another object for what is away already")
+        if not env.is_simulated:
+            if away.host_nbytes or repr(away) != "Offloaded (nothing: the parameters were on the host)":
+                env.problems.append(repr(away))
+            away.back()
+            return
+        there = _held(env)
+        if not all(p.device.type == "cpu" and p.is_pinned() for p in model.parameters() if p.numel()):
+            env.problems.append("parameters are not in pinned memory")
+        saved = optim_state_dict(model, optimizer, full=True)["state"] if optimizer.state else {}
+        full_state_dict(model)
+        try:
+            model(env.batch(0))
+            env.problems.append("a forward ran")
+        except RuntimeError as e:
+            if "whose parameters are in host memory (flatshard.optim.offload): call back()" not in str(e):
+                raise
+        flatshard.recover(model)
+        if bool(away.device_nbytes) is not bool(options.get("static_buffers")):
+            env.problems.append(f"{away!r}")
+        if start - there < away.host_nbytes:
+            env.problems.append(f"{away!r}: of {start} bytes {there} remain")
+        try:
+            flatshard.optim.offload(model.blocks[0])
+            env.problems.append("a part of what is away was taken")
+        except ValueError as e:
+            if "is offloaded already, with another module: call back()" not in str(e):
+                raise
+        del saved
+        if (now := _held(env)) > there:
+            env.problems.append(f"reading it leaves {now - there} bytes on the device")
+        away.back()
+        away.back()
+        moved = _held(env) - now
+        if moved < away.host_nbytes or repr(away) != "Offloaded (all is back)":
+            env.problems.append(f"{away!r}: {moved} bytes came back of {away.host_nbytes}")
+    if change and change[1] > 0:
+        env.problems.append(f"{change[1]} bytes more than before")
+    tensors = [*model.parameters(), *(p.grad for p in model.parameters()), *optimizer.state.values()]
+    after = [t for t in pytree.tree_leaves(tensors) if isinstance(t, Tensor)]
+    _same_bits(env, "brought back", before, after)
 
 
 @cases.add({"waits": {"wait": True}, "background": {"wait": False}}, fake=False)

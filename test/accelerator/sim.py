@@ -148,6 +148,8 @@ def _allow_setting_data() -> None:
                 shim.set_data(self, value)
 
     torch.Tensor.data = property(data.__get__, set_data)  # type: ignore[assignment]
+    if (known := sys.modules.get("flatshard._handle.tensors.sharded_parameter")) is not None:
+        known._plain_data = torch.Tensor.data  # type: ignore[attr-defined]  # as if it were imported from now on
     torch._has_compatible_shallow_copy_type = lambda a, b: is_sim(a) or is_sim(b) or compatible(a, b)
 
 

@@ -514,3 +514,31 @@ def test_what_needs_whole_matrices_is_refused(ctx) -> None:
     with pytest.raises(RuntimeError, match="Adafactor looks at whole parameters"):
         optimizer.step()
     assert flatshard.optim.steps_parts(OffloadedOptimizer(model.parameters(), optim.AdamW))
+
+
+# -- between phases ------------------------------------------------------------------------------------------------------
+
+
+@ranks(2)
+def test_on_cpu_nothing_is_offloaded(ctx) -> None:
+    """And forwards run. What would be lost, or is in use, is refused, there as well."""
+    model = sharded(ctx)
+    optimizer = optim.AdamW(model.parameters())
+    before = [p.data_ptr() for p in model.parameters()]
+    with flatshard.optim.offload(model, optimizer) as away:
+        backward(ctx, model, 0)
+        assert (away.host_nbytes, away.device_nbytes) == (0, 0)
+        assert repr(away) == "Offloaded (nothing: the parameters were on the host)"
+    optimizer.step()
+    assert [p.data_ptr() for p in model.parameters()] == before
+    with flatshard.summon_full_params(model), pytest.raises(RuntimeError, match=r"offload: .* in summon_full_params"):
+        flatshard.optim.offload(model)
+    with flatshard.keep_unsharded(model), pytest.raises(RuntimeError, match=r"offload: .* are kept unsharded"):
+        flatshard.optim.offload(model)
+    with flatshard.no_sync(model):
+        backward(ctx, model, 1)
+    with pytest.raises(RuntimeError, match=r"offload.*hold|reduce_gradients"):
+        flatshard.optim.offload(model)
+    flatshard.reduce_gradients(model)
+    with pytest.raises(ValueError, match="nothing in this Linear is sharded"):
+        flatshard.optim.offload(nn.Linear(2, 2))

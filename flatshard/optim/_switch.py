@@ -1,0 +1,248 @@
+"""``offload``: parameters, gradients and optimizer state go to host memory between two phases of training, and come back.
+
+[Note: A unit that is away]
+Its shard lives on the host, as by ``cpu_offload=True``, and its parameters are slices of that: so what reads or saves them
+works as ever. A claim on the unit refuses forwards, which would run, but fill the device again.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any, Self
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from flatshard._composable.claims import KEPT, Claim
+from flatshard._composable.features.grad_sync import check_reduced
+from flatshard._composable.state import Unit
+from flatshard._errors import name_list
+from flatshard._handle.flat_param import FlatParam
+from flatshard._runtime import Streams
+from flatshard.checkpoint._optim_params import Optimizers, as_list
+from flatshard.checkpoint._state_dict import idle_flats
+from flatshard.optim._host_state import of_plain
+from flatshard.optim._offload import OffloadedOptimizer
+
+At = tuple[nn.Parameter, str]
+"""A value of an optimizer's state."""
+_CPU = torch.device("cpu")
+
+
+class _Away(Claim):
+    """[Note: A unit that is away]"""
+
+    uses = False
+    needs_storage = False
+
+    def __init__(self, fqn: str, by: Offloaded) -> None:
+        self._fqn, self.by = fqn, by
+
+    @classmethod
+    def of(cls, unit: Unit) -> _Away | None:
+        """That of ``unit``. None: it is not away."""
+        return next((claim for claim in unit.claims if isinstance(claim, cls)), None)
+
+    def check_forward(self, grad: bool) -> None:
+        """Raise: there is no forward while it is away."""
+        raise RuntimeError(
+            f"a forward of unit {self._fqn or '<root>'!r}, whose parameters are in host memory (flatshard.optim.offload): "
+            "call back() on what offload returned, or leave its `with` block, and then the model"
+        )
+
+
+class Offloaded:
+    """What :func:`offload` has moved to host memory. A context manager, at whose end all comes back.
+
+    Example::
+
+        away = flatshard.optim.offload(model, optimizer)
+        print(away)  # bytes on the host, and bytes that remain on the device
+        away.back()
+    """
+
+    def __init__(self, module: nn.Module, flats: list[tuple[Unit, FlatParam]]) -> None:
+        self._module = module
+        self._flats = [flat for _, flat in flats]
+        self._units = {unit: _Away(unit.fqn, self) for unit, flat in flats if flat.kind.device.type != "cpu"}
+        self._grads: list[nn.Parameter] = []  # whose gradients have moved
+        self._states: dict[Optimizer, set[At]] = {}  # what of its state has moved
+        self._read: list[torch.Tensor] = []  # by copies under way
+        self.host_nbytes = 0
+        """Bytes that have moved to the host."""
+        self.seconds = 0.0
+        """How long that took."""
+
+    @property
+    def device_nbytes(self) -> int:
+        """Bytes of the module and the optimizers that are on accelerators now: its buffers, what is in no unit, static
+        buffers.
+        """
+        found: list[torch.Tensor | None] = [*self._module.parameters(), *self._module.buffers()]
+        found += [p.grad for p in (*self._owners(), *self._module.parameters())]
+        found += [value for optimizer in self._states for _, value in _values(optimizer)]
+        there = {id(t): t.nbytes for t in found if t is not None and t.device.type not in ("cpu", "meta")}
+        flats = [flat for flat in self._flats if flat.kind.compute_device.type != "cpu"]
+        pools = {id(pool): pool.nbytes for flat in flats if (pool := flat.ranks.pool) is not None}
+        gathered = [flat.unsharded.nbytes for flat in flats if flat.ranks.pool is None]
+        return sum(there.values()) + sum(pools.values()) + sum(gathered)
+
+    def __repr__(self) -> str:
+        if not self._units:
+            return "Offloaded (nothing: the parameters were on the host)"
+        if not any(claim in unit.claims for unit, claim in self._units.items()):
+            return "Offloaded (all is back)"
+        return (
+            f"Offloaded ({len(self._units)} units; {self.host_nbytes:,} bytes on the host, in {self.seconds:.2f} s; "
+            f"{self.device_nbytes:,} bytes remain on the device)"
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.back()
+
+    def back(self) -> None:
+        """Move all back to the device: the same bits as before, or as they were changed meanwhile. Idempotent."""
+        try:
+            for unit, claim in self._units.items():
+                if claim in unit.claims:
+                    self._rehome(unit, to_host=False)
+                    unit.claims.remove(claim)
+            for param in self._grads:
+                if param.grad is not None:
+                    param.grad = self._copied(_plain(param.grad), param.device)
+            self._grads.clear()
+            for optimizer, moved in self._states.items():
+                for at, value in _values(optimizer):
+                    if at in moved:
+                        optimizer.state[at[0]][at[1]] = self._copied(value, at[0].device)
+            self._states.clear()
+        finally:
+            self._wait()
+
+    def _out(self, optimizers: list[Optimizer], gradients: bool) -> None:
+        """Move to the host what has not moved yet."""
+        start = time.perf_counter()
+        try:
+            for unit, claim in self._units.items():
+                if claim not in unit.claims:
+                    self._rehome(unit, to_host=True)
+                    unit.claims.append(claim)
+            for param in self._owners() if gradients else ():
+                if param.grad is not None and param.grad.device.type != "cpu":
+                    param.grad = self._copied(_plain(param.grad), _CPU)
+                    self._grads.append(param)
+            for optimizer in optimizers:
+                moved = self._states.setdefault(optimizer, set())
+                for at, value in _values(optimizer):
+                    if at[0].device.type == "cpu" and value.device.type != "cpu":
+                        optimizer.state[at[0]][at[1]] = self._copied(value, _CPU)
+                        moved.add(at)
+        finally:
+            self._wait()
+        self.seconds += time.perf_counter() - start
+
+    def _owners(self) -> Iterator[nn.Parameter]:
+        """The parameters that have the gradients of units: the user's, and those of ``flat_parameters``."""
+        for flat in self._flats:
+            yield from flat.params
+            if flat.gradients.shard_param is not None:
+                yield flat.gradients.shard_param
+
+    def _rehome(self, unit: Unit, to_host: bool) -> None:
+        """Move the shards of a unit."""
+        handle = unit.handle
+        handle.check_parameters()
+        handle.reshard()
+        handle.drop_kept()
+        with torch.inference_mode(False), torch.no_grad():
+            for flat in handle.flats:
+                if flat.kind.compute_device.type != "cpu":
+                    self._read.append(flat.rehome(_CPU if to_host else flat.kind.compute_device))
+                    self.host_nbytes += flat.shard.nbytes if to_host else 0
+        handle.check_parameters()
+
+    def _copied(self, value: torch.Tensor, device: torch.device) -> torch.Tensor:
+        on_host = device.type == "cpu"
+
+        def copied(plain: torch.Tensor) -> torch.Tensor:
+            self._read.append(plain)
+            self.host_nbytes += plain.nbytes if on_host else 0
+            return torch.empty_like(plain, device=device, pin_memory=on_host).copy_(plain, non_blocking=True)
+
+        with torch.no_grad():
+            return of_plain(value, copied)
+
+    def _wait(self) -> None:
+        """Until all copies have been made; then give the memory back that they read."""
+        devices = {tensor.device for tensor in self._read} | {f.kind.compute_device for f in self._flats}
+        for device in devices:
+            if (streams := Streams.of(device)) is not None:
+                streams.record().wait_on_host()
+        self._read.clear()
+        for device in devices:
+            if device.type != "cpu":
+                torch.get_device_module(device).empty_cache()
+
+
+def offload(module: nn.Module, optimizers: Optimizers = (), *, gradients: bool = True) -> Offloaded:
+    """Move what training keeps on the device to host memory, until ``back()``: to generate on it, or to compute otherwise.
+
+    That is all shards of ``module``, their gradients, and the state of ``optimizers``. It is pinned there, and the device's
+    memory is given back to other processes, too. Meanwhile parameters are on the host, and may be saved, loaded, changed and
+    exported as ever; a forward raises. What remains is buffers, and what is in no unit: the result counts it. All
+    comes back with the same bits, and objects stay the same. No communication.
+
+    What has moved already stays where it is, and the same object is returned. Without an accelerator, or with
+    ``cpu_offload=True``, nothing moves, and forwards run: the result says so.
+
+    Example::
+
+        with flatshard.optim.offload(model, optimizer) as away:
+            print(away)  # the bytes on the host, and those that remain on the device
+
+    Args:
+        module: a sharded module, outside of forward and backward.
+        optimizers: one or several. State of an ``OffloadedOptimizer`` is on the host anyway.
+        gradients: False: they stay on the device.
+
+    Returns:
+        What has moved where: ``back()`` brings it back, and so does the end of a ``with`` block.
+
+    Raises:
+        RuntimeError: inside a forward, a backward, ``summon_full_params`` or ``keep_unsharded``; or gradients are held
+            (``no_sync``). Nothing has moved.
+        ValueError: nothing in ``module`` is sharded; or some of it was offloaded with another module.
+    """
+    flats = idle_flats(module, "offload")
+    units = list(dict.fromkeys(unit for unit, _ in flats))
+    if kept := [u.fqn for u in units if any(c is not KEPT and not isinstance(c, _Away) for c in u.claims)]:
+        raise RuntimeError(f"offload: {name_list(kept, 3)} are kept unsharded (keep_unsharded): leave that block first")
+    check_reduced(units, "offload")
+    found = {claim.by for unit in units if (claim := _Away.of(unit)) is not None}
+    result = found.pop() if found else Offloaded(module, flats)
+    if found or result._module is not module:
+        raise ValueError(
+            "offload: some of it is offloaded already, with another module: call back() on that result first"
+        )
+    try:
+        result._out([o for o in as_list(optimizers) if not isinstance(o, OffloadedOptimizer)], gradients)
+    except BaseException:
+        result.back()
+        raise
+    return result
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().as_subclass(torch.Tensor)
+
+
+def _values(optimizer: Optimizer) -> list[tuple[At, torch.Tensor]]:
+    """The tensors of its state."""
+    state: Any = optimizer.state
+    found = [((param, key), value) for param, values in state.items() for key, value in values.items()]
+    return [(at, value) for at, value in found if isinstance(value, torch.Tensor)]
