@@ -4,7 +4,8 @@
 The changes of a cell are sections, each in one form: all elements or some, with their values or with the low half of their
 bits. With small learning rates a value moves by a few of its last bits, so the low half says enough: of all numbers with that
 low half it is the one that is nearest to what the receiver has. In bfloat16 that is a byte in place of two. Where few
-elements change, one costs a byte or two more for where it is (``checkpoint/_gaps.py``).
+elements change, one costs a byte or two more for where it is (``checkpoint/_gaps.py``); where more than an eighth do, there
+is a bit for each element.
 """
 
 from __future__ import annotations
@@ -17,9 +18,13 @@ import torch
 from flatshard.checkpoint._container import memory_of
 from flatshard.checkpoint._gaps import bits, decode_gaps, differ, encode_gaps
 
-_HEAD = 9  # bytes: the cell in four, the form in one, and in four how many elements, or words of gaps, there are
-_GAPS = {0: None, 1: torch.uint8, 2: torch.int16}
-_HALF = 4  # in the form, beside the bytes of a word
+_HEAD = 9  # bytes: the cell in four, the form in one, and in four how many elements, words of gaps or bytes of bits there are
+_ALL, _GAPS, _BITS = (
+    0,
+    {1: torch.uint8, 2: torch.int16},
+    3,
+)  # where elements are, in the form; of gaps the bytes of a word
+_HALF = 4  # beside it, in the form
 _HALVES = {2: torch.int8, 4: torch.int16, 8: torch.int32}
 
 
@@ -46,7 +51,7 @@ def whole(cell: int, values: torch.Tensor) -> bytes:
 
 
 def changes(cell: int, now: torch.Tensor, before: torch.Tensor) -> Iterator[bytes]:
-    """Sections by which ``before`` becomes ``now``: 1-D, of one dtype. Those of fewest bytes."""
+    """Sections by which ``before`` becomes ``now``: 1-D, of one dtype. Those of few bytes."""
     found: list[bytes] = []
     kind = _HALVES.get(now.itemsize)
     if kind is None:
@@ -56,7 +61,7 @@ def changes(cell: int, now: torch.Tensor, before: torch.Tensor) -> Iterator[byte
         rest = step != step.to(kind).to(step.dtype)
         near = (step != 0).logical_and_(~rest)
         number = int(near.sum())
-        if number * (1 + kind.itemsize) < now.numel() * kind.itemsize:
+        if number * 4 < now.numel() * 3:  # else places would save an eighth at the most, and cost more time than that
             found += _some(cell, near, bits(now), kind)
         else:
             found.append(_head(cell, _HALF, now.numel()) + _bytes(bits(now).to(kind)))
@@ -69,12 +74,27 @@ def changes(cell: int, now: torch.Tensor, before: torch.Tensor) -> Iterator[byte
 
 def _some(cell: int, chosen: torch.Tensor, values: torch.Tensor, half: torch.dtype | None = None) -> list[bytes]:
     """``half``: of what, else whole values."""
-    at = chosen.nonzero().view(-1)
-    if not at.numel():
+    values = values[chosen]
+    if not values.numel():
         return []
-    gaps, values = encode_gaps(at), values[at]
-    form = gaps.itemsize if half is None else gaps.itemsize | _HALF
-    return [_head(cell, form, gaps.numel()) + _bytes(gaps) + _bytes(values if half is None else values.to(half))]
+    if values.numel() * 8 > chosen.numel():
+        places, form = _as_bits(chosen), _BITS
+    else:
+        places = encode_gaps(chosen.nonzero().view(-1))
+        form = places.itemsize
+    if half is not None:
+        values, form = values.to(half), form | _HALF
+    return [_head(cell, form, places.numel()) + _bytes(places) + _bytes(values)]
+
+
+def _as_bits(chosen: torch.Tensor) -> torch.Tensor:
+    """Eight in a byte, the first the lowest."""
+    rows = torch.nn.functional.pad(chosen, (0, -len(chosen) % 8)).view(-1, 8)
+    return (rows * _powers().to(chosen.device)).sum(1, dtype=torch.uint8)
+
+
+def _powers() -> torch.Tensor:
+    return torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8)
 
 
 def sections(payload: memoryview, dtypes: list[torch.dtype]) -> Iterator[Section]:
@@ -84,10 +104,13 @@ def sections(payload: memoryview, dtypes: list[torch.dtype]) -> Iterator[Section
         at, end = None, start + _HEAD
         cell, form = int.from_bytes(payload[start : start + 4], "little"), payload[start + 4]
         count = int.from_bytes(payload[start + 5 : end], "little")
-        if (kind := _GAPS[form & 3]) is not None:
-            gaps = _values(payload, end, count, kind)
-            end += gaps.nbytes
-            at = decode_gaps(gaps)
+        if form & 3 != _ALL:
+            places = _values(payload, end, count, _GAPS.get(form & 3, torch.uint8))
+            end += places.nbytes
+            if form & 3 == _BITS:
+                at = places.unsqueeze(1).bitwise_and(_powers()).view(-1).nonzero().view(-1)
+            else:
+                at = decode_gaps(places)
             count = at.numel()
         dtype = dtypes[cell]
         values = _values(payload, end, count, _HALVES[dtype.itemsize] if form & _HALF else dtype)

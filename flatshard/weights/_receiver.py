@@ -85,7 +85,10 @@ class _Update:
 class _Source:
     """One sender."""
 
-    def __init__(self, asked: list[_cells.Asked], cells: list[_cells.Cell], targets: list[torch.Tensor]) -> None:
+    def __init__(
+        self, asked: list[_cells.Asked], cells: list[_cells.Cell], targets: list[torch.Tensor], nonce: int
+    ) -> None:
+        self.nonce = nonce  # the question that was answered with this
         self.names = [each.name for each in asked]
         self.places = [_cells.Places(cell, targets) for cell in cells]
         self.dtypes = [targets[cell[0].asked].dtype for cell in cells]
@@ -212,6 +215,21 @@ class Receiver:
         """How many bytes have come that are not in the weights yet."""
         return sum(source.nbytes for source in self._sources.values())
 
+    def __repr__(self) -> str:
+        """With what has come from each sender: for a receiver that gets no newer version."""
+        with self._lock:
+            found = [f"Receiver({self.name!r}, version={self.version}"]
+            for rank in self._known():
+                source = self._sources.get(rank)
+                if source is None:
+                    found.append(f"rank {rank} has not answered")
+                elif absent := source.bases.count(-1):
+                    found.append(f"rank {rank}: {absent} of {len(source.places)} cells have not come")
+                else:
+                    later = [str(version) for version in sorted(source.updates) if version > source.newest]
+                    found.append(f"rank {rank}: up to {source.newest}" + f", parts of {', '.join(later)}" * bool(later))
+            return "; ".join(found) + ")"
+
     # -- messages ------------------------------------------------------------------------------------------------------
 
     def poll(self) -> None:
@@ -245,11 +263,13 @@ class Receiver:
                 self._hear_of(head)
             if head["run"] != self._run:
                 return
-            if kind == "hello":  # that sender does not know this receiver
-                self._sources.pop(head["source"], None)
+            source = self._sources.get(head["source"])
+            if kind == "hello":
+                if source is not None and head["nonce"] > source.nonce:  # that sender does not know this receiver
+                    del self._sources[head["source"]]
             elif kind == "plan":
                 self._take_plan(head)
-            elif (source := self._sources.get(head["source"])) is not None:
+            elif source is not None:
                 (self._take_update if kind == "update" else self._take_cells)(source, head, found.payload)
 
     def _known(self) -> list[int]:
@@ -285,7 +305,7 @@ class Receiver:
             return
         asked = [_cells.Asked(name, tuple(start), tuple(shape), dtype) for name, start, shape, dtype in head["asked"]]
         cells = [[_cells.Region(*region) for region in cell] for cell in head["cells"]]
-        self._sources[head["source"]] = _Source(asked, cells, self._tensors(asked))
+        self._sources[head["source"]] = _Source(asked, cells, self._tensors(asked), head["nonce"])
         if all(rank in self._sources for rank in self._ranks):
             self._check_complete(head["names"])
 
@@ -352,7 +372,7 @@ class Receiver:
         """Write the newest version that is whole into the weights, and tell the senders. Call it where nobody reads them.
 
         Returns:
-            What has changed. None: nothing newer is whole.
+            What has changed. None: nothing newer is whole; ``print(receiver)`` says from which rank something is missing.
 
         Raises:
             ValueError: the senders have not what is asked for.

@@ -247,7 +247,7 @@ def test_bytes(world, dtype: torch.dtype, share: float):
     for name, value in full_state_dict(model, dtype=dtype).items():
         assert same_bits(receiver.weights[name], value), name
         changed += int(differ(value.view(-1), before[name].view(-1)).sum()) * value.itemsize
-    most = {0.02: 1.2, 0.3: 1.2, 1.0: 0.7} if dtype is torch.bfloat16 else {0.02: 1.25, 0.3: 1.25, 1.0: 1.01}
+    most = {0.02: 1.2, 0.3: 1.0, 1.0: 0.7} if dtype is torch.bfloat16 else {0.02: 1.25, 0.3: 1.15, 1.0: 1.01}
     assert sum(map(len, sent)) <= most.get(share, 1.6) * changed
 
 
@@ -375,15 +375,18 @@ def test_cells_of_different_versions(world):
             sender.publish()
 
         set_all(1.0078125)
+        assert repr(receiver) == "Receiver(0, version=None; rank 0 has not answered)"
         receiver.poll()
         assert [head["kind"] for head in heads()] == ["plan", *["cells"] * 4]
         _, *cells = deliver(0, 1, 3)  # lost are the second and the last of four
+        assert repr(receiver) == "Receiver(0, version=None; rank 0: 2 of 4 cells have not come)"
         set_all(1.0)
         set_all(0.5)  # the step of 2**7 in bits, of which the low half says no more which way it went
         deliver(*[i for i, head in enumerate(heads()) if head["version"] == 2])
         receiver.poll()
         deliver(*[i for i, head in enumerate(heads()) if head["kind"] == "cells"])
         assert receiver.apply() is None  # there are cells of version 3, and version 2 of the others
+        assert repr(receiver) == "Receiver(0, version=None; rank 0: up to 2)"
         assert receiver.held_nbytes > 0
         receiver.poll()
         assert sender.versions == {0: None}
@@ -488,7 +491,7 @@ def test_a_receiver_that_does_not_apply(world):
     sender, receiver, _ = pair(model, dtype=torch.bfloat16, history_bytes=10**7)
     with mock.patch.object(_receiver, "_SLACK", 0):
         for step in range(4):
-            change(model, torch.Generator().manual_seed(step), 0.4)
+            change(model, torch.Generator().manual_seed(step), 0.7)
             sender.publish()
             assert receiver.held_nbytes <= 2_000_000
         assert receiver.held_nbytes > 1_000_000
@@ -582,3 +585,10 @@ def test_mistakes(world):
         sender.publish()
     sender.forget(0)
     assert (sender.versions, sender.publish()) == ({}, 1)
+    receiver._send = lambda rank, message: sender.receive(message)
+    receiver.poll()  # is told that nobody knows it, and asks anew
+    hello = sent[-1]
+    assert repr(receiver) == "Receiver(0, version=0; rank 0 has not answered)"
+    receiver.poll()
+    receiver.receive(hello)  # late
+    assert (sender.versions, receiver.apply().version, sender.versions) == ({0: None}, 1, {0: 1})
