@@ -6,7 +6,8 @@ compares what they wait for. Both use this bookkeeping. It also assigns the tags
 [Note: Whose messages these are]
 The runtime tells the backend's collectives for whom each call is. Collectives that a user writes get no such argument, and
 may call the backend's, of this group or of others, also when they are waited for. So the runtime notes the label around
-both (``here.label``), and the backend's collectives read it where they are given none.
+both (``here.label``), and the backend's collectives read it where they are given none. It is no argument of the interface,
+because a class that forgot to hand it on would work, until ranks differ: then data of different units would mix unnoticed.
 
 [Note: Data of different units never mix]
 Over gloo every message of an all-gather or a reduce-scatter carries its unit's tag, which is the same on all ranks. Only a

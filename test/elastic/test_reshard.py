@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -272,7 +273,9 @@ def test_refusals(ctx):
 
 @ranks(2)
 def test_lets_go(ctx):
-    """Of the old cut nothing is left: neither shards nor gradients, nor the old group's runtime."""
+    """Of the old cut nothing is left: neither shards nor gradients, nor the old group's runtime. Nor of a model whose rank
+    has left.
+    """
     mine = OfRank(ctx.group, adamw, False)
     step(mine.model, mine.optimizer, 0, ctx.rank, 2)
     shards = [weakref.ref(f.shard) for u in flatshard._composable.find.units_below(mine.model) for f in u.handle.flats]
@@ -282,3 +285,23 @@ def test_lets_go(ctx):
     assert not any(ref() for ref in shards)
     assert runtime() is None
     step(mine.model, mine.optimizer, 1, ctx.rank, 2)
+    reshard_over(mine.model, mine.optimizer, process_group=None if ctx.rank else ctx.alone, over=ctx.group)
+    if ctx.rank:
+        with pytest.raises(RuntimeError, match="has moved to other ranks"):
+            mine.model(torch.zeros(2, 3, dtype=torch.float64))
+        gone = weakref.ref(mine.model)
+        del mine
+        gc.collect()
+        assert gone() is None
+
+
+@ranks(2)
+def test_what_was_configured_moves(ctx):
+    """A divisor that the user has chosen; another one is the number of the new ranks."""
+    for divisor in (None, 1.0):
+        model = fully_shard(nn.Linear(3, 3), process_group=ctx.alone)
+        if divisor is not None:
+            flatshard.configure(model, divide_factor=divisor)
+        reshard_over(model, process_group=ctx.group, over=ctx.group)
+        model(torch.ones(1, 3)).sum().backward()
+        assert all((p.grad == 2 / (divisor or 2)).all() for p in model.parameters())

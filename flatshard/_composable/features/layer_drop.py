@@ -11,6 +11,9 @@ This may happen inside the checkpoint of the later layer. Their backward belongs
 hidden from it: it does not recompute them. That does not work for a reentrant checkpoint, which has no graph, nor where a
 layer has several units, which other ranks gather in another order as they recompute them. Both raise.
 
+Only a model's own setting (``layerdrop``) tells that it drops layers. In another list a layer that does not run was not left
+out: it may be one of several to choose from, such as an expert, and to pass by it would gather what nobody uses.
+
 Some Hugging Face models (those for speech) check the attribute ``_is_fsdp_managed_module``, which FSDP sets. They then run a
 dropped layer *and use its result*: they drop nothing. So flatshard does not set it.
 """

@@ -7,6 +7,13 @@ call of a module would cost 0.9 microseconds, and in every read of a parameter 0
 for names that are not in the module's own ``__dict__``. So `Registrations` puts unsharded parameters into ``__dict__``, where
 a forward finds them faster than in a plain module. Then a read of this dict never comes from a forward whose parameters are
 unsharded. Parameters that are registered as None (``bias=False``) are always in ``__dict__``.
+
+[Note: Who reads]
+A forward that reads ``self.weight`` while it is sharded is wrong; a script that reads ``model.head.weight.grad`` is right.
+Both read the same attribute of the same module, and torch tells a dict of neither. Only the frames of the callers differ. So
+they are looked at here, in reads and writes while parameters are sharded, which no step makes for each parameter. They decide
+whether to raise; and for parameters on meta, which code sees whole ones, and whether ``to_empty`` gives memory: that has no
+values, where what ``load_state_dict(assign=True)`` registers in the same way has.
 """
 
 from __future__ import annotations
