@@ -213,6 +213,8 @@ OTHERS = {
     *("Pending", "CommHookHandle", "CommHookState"),
     "QuantizedCollectives",  # with an error of their own: comm/test_quantized.py
     *("sync_buffers", "steps_parts"),  # not drawn yet: features/test_buffers.py, integrations/test_trainer.py
+    *("OffloadedOptimizer", "step_in_backward", "BackwardSteps"),  # not drawn yet: optim/test_offload.py
+    *("offload", "Offloaded"),  # on CPU it moves nothing: accelerator/offload.py
 }
 """Types, errors, and what has no equal in one process."""
 
