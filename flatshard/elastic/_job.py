@@ -231,6 +231,8 @@ class Job:
             self._at += 1
             if self._at % self._every == 0:
                 self._try(lambda: self._copies.take(self._at))
+            else:  # no optimizer may have stepped
+                self._try(self._commit)
             if self._checkpoints is not None and self._failed is None:
                 self._try(self._save)
             return False
