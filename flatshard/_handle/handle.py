@@ -378,9 +378,9 @@ class FlatParamHandle:
         return version == (stamp.version if stamp is not None and stamp.again else self.version())
 
     def take_over(self, by: int) -> None:
-        """The unsharded parameters are for ``by`` from now on: see ``UnshardedStamp``."""
+        """The unsharded parameters are for ``by`` from now on, no longer for a backward: see ``UnshardedStamp``."""
         if self.stamp is not None and self.stamp.by != by:
-            self.stamp = self.stamp._replace(by=by)
+            self.stamp = self.stamp._replace(by=by, again=False)
 
     def holds_memory_of(self, tensor: torch.Tensor) -> bool:
         """Whether ``tensor`` lies in memory that ``reshard`` would free."""

@@ -131,7 +131,8 @@ class Books(TorchDispatchMode):  # type: ignore[no-untyped-call]
         key = id(storage)
         self._resized.pop(key, None)
         self._empty.pop(key, None)
-        live = self._storages[key]
+        if (live := self._storages.get(key)) is None:  # of no elements: it never has memory
+            return
         self._storages[key] = live._replace(nbytes=storage.nbytes())
         self.add(live.category, storage.nbytes() - live.nbytes, live.on_host)
 

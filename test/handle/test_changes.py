@@ -168,6 +168,21 @@ def test_changes_in_summon_full_params_are_noticed(ctx: Any) -> None:
 
 
 @ranks(2)
+def test_a_change_after_what_a_backward_gathered_was_kept(ctx: Any) -> None:
+    """It is for the next forward then, and no longer the values of a forward before."""
+    model = fully_shard(net(), process_group=ctx.group, strategy=ShardingStrategy.SHARD_OPTIM)
+    loss = model(X).sum()
+    with summon_full_params(model):
+        pass  # frees what the forward has left
+    loss.backward()
+    loss = model(X).sum()
+    with torch.no_grad():
+        model[2].weight.mul_(3)
+    with pytest.raises(RuntimeError, match="changed in place between its forward and its backward"):
+        loss.backward()
+
+
+@ranks(2)
 def test_parameters_assigned_in_summon_full_params(ctx: Any) -> None:
     for options in ({}, {"mixed_precision": BF16}):
         for offload in (False, True):

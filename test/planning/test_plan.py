@@ -84,7 +84,7 @@ class Counted(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         files = ("gradients.py", "reduction.py", "unsharded.py", "kept_shards.py")
         more = pytree.tree_leaves((args, kwargs, result)) if _caller() in files else []
-        self.look(*(t for t in more if isinstance(t, Tensor)))  # on their way: gradients, inner shards
+        self.look(*(t for t in more if isinstance(t, Tensor) and t.dim()))  # on their way: gradients, inner shards
         return result
 
     def look(self, *more: Tensor) -> None:
@@ -629,6 +629,12 @@ def test_errors(world):
     world(2)
     with pytest.raises(ValueError, match=r"is sharded already\. describe\(\) shows its units"):
         plan(fully_shard(model), world_size=8)
+
+
+def test_a_unit_of_no_elements_has_no_memory():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 0, bias=False))
+    planned = plan(model, world_size=2, policy={nn.Linear})
+    assert plan(nn.Sequential(model[0]), world_size=2, policy={nn.Linear}).peak.memory == planned.peak.memory
 
 
 def test_what_cannot_be_recorded():
