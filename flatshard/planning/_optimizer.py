@@ -1,11 +1,11 @@
-"""The bytes of an optimizer's state, measured by a step on the meta device."""
+"""The optimizer of a plan: its state, and the memory of its step, by steps on the meta device."""
 
 from __future__ import annotations
 
 import functools
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -18,12 +18,27 @@ OptimizerChoice = torch.optim.Optimizer | Callable[[list[nn.Parameter]], torch.o
 element; or None: no state."""
 
 
-def state_nbytes(choice: OptimizerChoice, params: Mapping[nn.Parameter, nn.Parameter]) -> dict[nn.Parameter, int]:
-    """Bytes of state for each of this rank's parts, including 0-dim tensors such as step counts.
+class PlannedOptimizer(NamedTuple):
+    """An optimizer on this rank's parts that has made a step, and what its state takes."""
+
+    made: torch.optim.Optimizer | None  # None: there is none, or only its bytes are known
+    nbytes: dict[nn.Parameter, int]  # of state for each part, including 0-dim tensors such as step counts
+
+    def state_of(self, part: nn.Parameter) -> list[torch.Tensor]:
+        """The tensors of its state. Empty, if only its bytes are known."""
+        states = {} if self.made is None else self.made.state.get(part, {})
+        return [value for value in states.values() if isinstance(value, torch.Tensor)]
+
+
+def planned_optimizer(
+    choice: OptimizerChoice, params: Mapping[nn.Parameter, nn.Parameter], device: str
+) -> PlannedOptimizer:
+    """Make the optimizer, and have it step once, as on ``device``.
 
     Args:
         choice: the argument ``optimizer`` of ``plan``.
         params: from the parameters of the planned module to this rank's parts on the meta device, which have gradients.
+        device: the type of device to train on.
 
     Raises:
         TypeError: ``choice`` has the wrong type.
@@ -34,10 +49,13 @@ def state_nbytes(choice: OptimizerChoice, params: Mapping[nn.Parameter, nn.Param
     if isinstance(choice, int) and not isinstance(choice, bool):
         if choice < 0:
             raise ValueError(f"plan: optimizer={choice} bytes for each element")
-        return {part: choice * part.numel() for part in parts}
+        return PlannedOptimizer(None, {part: choice * part.numel() for part in parts})
     if choice is None or not parts:
-        return {}
+        return PlannedOptimizer(None, {})
     optimizer = _made(choice, params)
+    for group in optimizer.param_groups:
+        if device.partition(":")[0] != "cpu" and group.get("foreach", 0) is None and not group.get("fused"):
+            group["foreach"] = True  # torch's own choice on a device, but not on meta
     try:
         optimizer.step()
     except Exception as e:
@@ -46,8 +64,9 @@ def state_nbytes(choice: OptimizerChoice, params: Mapping[nn.Parameter, nn.Param
             f"({type(e).__name__}: {e}). If it works with real parameters and gradients of these dtypes, pass the number of "
             "bytes of state per element: optimizer=8"
         ) from e
-    states = {part: optimizer.state.get(part, {}).values() for part in parts}
-    return {p: sum(t.numel() * t.itemsize for t in s if isinstance(t, torch.Tensor)) for p, s in states.items()}
+    planned = PlannedOptimizer(optimizer, {})
+    planned.nbytes.update({part: sum(t.numel() * t.itemsize for t in planned.state_of(part)) for part in parts})
+    return planned
 
 
 def _made(choice: Any, params: Mapping[nn.Parameter, nn.Parameter]) -> torch.optim.Optimizer:

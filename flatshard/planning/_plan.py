@@ -28,7 +28,7 @@ from flatshard._handle.adapters.tensor_subclass import wrapping_of
 from flatshard.debug._describe import UnitDescription, describe
 from flatshard.layouts import LayoutChoice
 from flatshard.planning._optimizer import OptimizerChoice
-from flatshard.planning._program import META, Program, StepOptions
+from flatshard.planning._program import META, LossChoice, Program, StepOptions
 from flatshard.planning._records import Collective, Ranks
 from flatshard.planning._report import Plan, UnitPlan
 
@@ -55,6 +55,7 @@ def plan(
     no_sync: bool = False,
     activations: int | Mapping[str, int] = 0,
     example_inputs: Any = None,
+    loss: LossChoice = None,
     ranks_per_node: int = 8,
     device: str = "cuda",
     compare: bool = True,
@@ -72,8 +73,9 @@ def plan(
 
     The result is about the second step and later ones. Gradients are dropped (``zero_grad()``) before forward. Without
     ``example_inputs`` it assumes that modules run one after the other, each once, in the order in which they are registered,
-    and that every trainable parameter gets a gradient. Not counted are temporary memory in the optimizer's ``step()``,
-    buffers of communicators, fragmentation of the allocator, and memory that kernels allocate themselves.
+    and that every trainable parameter gets a gradient. Temporary memory in the optimizer's ``step()`` is counted (as
+    activations), if an optimizer is given that can be made. Not counted are buffers of communicators, fragmentation of the
+    allocator, and memory that kernels allocate themselves. Attention takes what the kernels of ``device`` take.
 
     Args:
         module: the whole module on any device; on meta it takes no memory. It is deep-copied, and not changed.
@@ -93,8 +95,10 @@ def plan(
         microbatches: the number of forwards and backwards in a step.
         no_sync: whether all but the last of them run under :func:`no_sync`.
         example_inputs: arguments of ``module``'s forward: a tuple, or a dict of keyword arguments. Only shapes and dtypes
-            matter. With them the copy runs its own forward, and backward from the sum of its outputs, so that the order of
-            units, activations and floating-point operations are recorded, too.
+            matter, unless the model looks at integers and booleans (masks, positions): their values are used. With them the
+            copy runs its own forward, and backward from the sum of its outputs, so that the order of units, activations and
+            floating-point operations are recorded, too.
+        loss: with ``example_inputs``: a function of what ``module`` returns, from which backward runs. None: the sum of all.
         activations: without ``example_inputs``: the bytes that autograd saves in each unit except the outermost, or a dict of
             them by FQN.
         ranks_per_node: for hybrid strategies whose shape is not given, and for comparing with them.
@@ -106,7 +110,9 @@ def plan(
         NotImplementedError: not supported here: tensor subclasses (DTensors), and collectives of single units.
     """
     given = locals()
-    options = StepOptions(**{field.name: given[field.name] for field in dataclasses.fields(StepOptions)})
+    options = StepOptions(
+        **{field.name: given[field.name] for field in dataclasses.fields(StepOptions) if field.name in given}
+    )
     of_unit = [field.name for field in dataclasses.fields(UnitConfig) if field.name in given]
     config = unit_config(collectives=None, **{name: given[name] for name in of_unit})
     ranks = _ranks(world_size, config.strategy, ranks_per_node)
@@ -204,7 +210,10 @@ def _recorded(program: Program, others: tuple[Plan, ...] = ()) -> Plan:
     recorded = program.options.example_inputs is not None
     issued = {unit.fqn: [c for c in collectives if c.unit == unit.fqn] for unit in program.units}
     described = zip(program.units, describe(program.root).units, strict=True)
-    units = tuple(_unit_plan(unit, of_unit, issued[unit.fqn], program.states) for unit, of_unit in described)
+    flops = program.recorder.flops
+    units = tuple(
+        _unit_plan(unit, of_unit, issued[unit.fqn], program.states, flops[unit.fqn]) for unit, of_unit in described
+    )
     return Plan(
         module=type(program.root).__name__,
         strategy=program.choice.strategy.name,
@@ -213,7 +222,7 @@ def _recorded(program: Program, others: tuple[Plan, ...] = ()) -> Plan:
         units=units,
         samples=tuple(program.books.samples),
         collectives=tuple(collectives),
-        flops=program.recorder.flops if recorded else None,
+        flops=flops.total() if recorded else None,
         others=others,
         warnings=tuple(_warnings(program, units)),
         assumptions=tuple(_assumptions(program.options)),
@@ -221,7 +230,7 @@ def _recorded(program: Program, others: tuple[Plan, ...] = ()) -> Plan:
 
 
 def _unit_plan(
-    unit: Unit, described: UnitDescription, issued: Sequence[Collective], states: Mapping[nn.Parameter, int]
+    unit: Unit, described: UnitDescription, issued: Sequence[Collective], states: Mapping[nn.Parameter, int], flops: int
 ) -> UnitPlan:
     flats = unit.handle.flats
     params = [p for f in flats for p in f.params]
@@ -238,6 +247,7 @@ def _unit_plan(
         reduction_nbytes=sum(inputs[len(inputs) - len(reduced) :]) + sum(outputs),
         collectives=len(issued),
         sent_nbytes=sum(c.sent_nbytes for c in issued),
+        flops=flops,
     )
 
 

@@ -19,7 +19,7 @@ import functools
 import itertools
 import operator
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -38,9 +38,16 @@ from flatshard._handle.tensors.sharded_parameter import shard_info
 from flatshard._handle.unit_ranks import Runtimes
 from flatshard._mesh_runtime import MeshRuntime
 from flatshard._runtime import Peers, Runtime, Streams
-from flatshard.planning._optimizer import OptimizerChoice, state_nbytes
+from flatshard.planning._attention import attention_as_on
+from flatshard.planning._optimizer import OptimizerChoice, planned_optimizer
 from flatshard.planning._recording import Books, CountedBuffer, Recorder, RecordingCollectives
 from flatshard.planning._records import Ranks
+
+LossChoice = Callable[[Any], Tensor] | None
+"""The loss of what the model returns. None: the sum of all its tensors that require grad."""
+
+FEW_COPIES = 32
+"""Bytes for each element of a parameter. An optimizer that needs more for its largest parameter steps them together."""
 
 META = torch.device("meta")
 
@@ -60,6 +67,8 @@ class StepOptions:
     example_inputs: Any
     device: str
     widens: bool | None
+    loss: LossChoice = None
+    keeps_inputs: bool = False  # through the whole step, as by a loop over batches
 
     def __post_init__(self) -> None:
         if self.example_inputs is not None and self.activations:
@@ -73,7 +82,7 @@ class Program:
         self.ranks, self.options = ranks, options
         self.parts = ranks.total if choice.strategy.joins_axes else ranks.shards
         self.layout_warnings = choice.check_layouts(self.parts)
-        self.numels = _rank_numels(choice, self.parts)
+        self.numels, self.largest_part = _rank_numels(choice, self.parts)
         memo = _meta_copies(
             tensor
             for each in module.modules()
@@ -86,6 +95,10 @@ class Program:
         self.books = Books(self.recorder)
         with self.books:
             self.units = self._sharded()
+        self.inputs = options.example_inputs
+        if options.keeps_inputs:
+            self.inputs = self._on_meta(self.inputs)
+            self.books.track(tensors_in(self.inputs), "others")
         self.flats = [flat for unit in self.units for flat in unit.handle.flats]
         for flat in self.flats:
             self.books.track([flat.shard], "shards")
@@ -126,9 +139,14 @@ class Program:
         """Run steps, and record the last one."""
         run_once = self._run_once if self.options.example_inputs is not None else _InOrder(self).run_once
         self._step(run_once)
-        self.states = state_nbytes(self.options.optimizer, self.params)  # by this rank's part
+        optimizer = planned_optimizer(self.options.optimizer, self.params, self.options.device)
+        self.states = optimizer.nbytes  # by this rank's part
         for flat in self.flats:
-            self.books.add("optimizer", sum(self.states.get(p, 0) for p in flat.params), flat.kind.is_offloaded)
+            for part in flat.params:
+                if state := optimizer.state_of(part):
+                    self.books.track(state, "optimizer", flat.kind.is_offloaded)
+                else:
+                    self.books.add("optimizer", self.states.get(part, 0), flat.kind.is_offloaded)
         self._end_step()
         if any(unit.handle.has_static_buffers for unit in self.units):  # the second step may allocate more of them
             self._step(run_once)
@@ -136,11 +154,28 @@ class Program:
         self.recorder.is_recording = True
         self._step(run_once)
         self._enter("optimizer")
+        if optimizer.made is not None and not any(flat.kind.is_offloaded for flat in self.flats):
+            self._record_optimizer(optimizer.made)
+
+    def _record_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Record its step. One that goes over its parameters takes most memory on the rank that has the largest part."""
+        samples = self.books.samples
+        first, before = len(samples), samples[-1].device.activations
+        with self.books:
+            optimizer.step()
+        temporary = max((sample.device.activations for sample in samples[first:]), default=before) - before
+        mine = max(param.numel() for group in optimizer.param_groups for param in group["params"])
+        if temporary <= FEW_COPIES * mine:
+            more = temporary * max(0, self.largest_part - mine) // max(1, mine)
+            for at, sample in enumerate(samples[first:], first):
+                if sample.device.activations > before:
+                    memory = replace(sample.device, activations=sample.device.activations + more)
+                    samples[at] = sample._replace(device=memory)
 
     def _step(self, run_once: Callable[[], None]) -> None:
         """Run the forwards and backwards of a step."""
         last = self.options.microbatches - 1
-        with self.books:
+        with attention_as_on(self.options.device), self.books:
             for number in range(self.options.microbatches):
                 self._enter("forward")
                 with no_sync(self.root) if self.options.no_sync and number < last else contextlib.nullcontext():
@@ -151,20 +186,28 @@ class Program:
         increment_version([p for flat in self.flats for p in flat.params if p.grad is not None])
         self.root.zero_grad()
 
+    def _on_meta(self, value: Any) -> Any:
+        """A deep copy of ``value`` with its tensors on the meta device."""
+        tensors = list(tensors_in(value))
+        copies = _meta_copies(tensors)
+        for tensor in tensors:
+            self.books.values.give(copies[id(tensor)], tensor)
+        return copy.deepcopy(value, copies)
+
     def _enter(self, phase: str) -> None:
         self.recorder.phase, self.recorder.unit = phase, ""
         self.books.look()
 
     def _run_once(self) -> None:
         """Run a forward with the example inputs, and a backward from the sum of its outputs."""
-        inputs = self.options.example_inputs
+        inputs = self.inputs
         args, kwargs = ((), inputs) if isinstance(inputs, dict) else (inputs, {})
         args = (args,) if isinstance(args, Tensor) else args
+        given: Callable[[Any], Any] = (lambda value: value) if self.options.keeps_inputs else self._on_meta
         try:
-            output = self.root(*_on_meta(args), **_on_meta(kwargs))  # which this frame does not keep alive
-            losses = [t.sum() for t in tensors_in(output) if t.requires_grad and t.is_floating_point()]
-            loss = functools.reduce(torch.add, losses) if losses else None
-            del output, losses
+            output = self.root(*given(args), **given(kwargs))  # which this frame does not keep alive
+            loss = _sum_of(output) if self.options.loss is None else self.options.loss(output)
+            del output
             self.recorder.phase = "backward"
             if loss is not None:
                 loss.backward()  # type: ignore[no-untyped-call]
@@ -278,9 +321,9 @@ class _Use(torch.autograd.Function):
 _use: Callable[..., Tensor] = _Use.apply
 
 
-def _on_meta(value: Any) -> Any:
-    """A deep copy of ``value`` with its tensors on the meta device."""
-    return copy.deepcopy(value, _meta_copies(tensors_in(value)))
+def _sum_of(output: Any) -> Tensor | None:
+    losses = [t.sum() for t in tensors_in(output) if t.requires_grad and t.is_floating_point()]
+    return functools.reduce(torch.add, losses) if losses else None
 
 
 def _meta_copies(tensors: Iterable[Tensor]) -> dict[int, Any]:
@@ -297,15 +340,18 @@ def _meta_copies(tensors: Iterable[Tensor]) -> dict[int, Any]:
     return memo
 
 
-def _rank_numels(choice: Choice, shards: int) -> list[int]:
-    """The elements that each rank has, without padding."""
-    numels = [0] * shards
+def _rank_numels(choice: Choice, shards: int) -> tuple[list[int], int]:
+    """The elements that each rank has, without padding; and the most that one has of one parameter."""
+    numels, largest = [0] * shards, 0
     loads: Loads = {}
     for flat in (flat for unit in choice.planned for flat in plan_flats(unit, shards, loads)):
         size = flat.layout.shard_numel
         parts = [size] * flat.layout.world_size
+        for start, stop in ((info.start, info.stop) for info in flat.layout.params):
+            ends = min(stop, (start // max(1, size) + 1) * size)  # of the first part; those between are whole shards
+            largest = max(largest, ends - start, min(size, stop - ends))
         for start, stop in flat.layout.gaps():
             for rank in range(start // size, -(-stop // size)):
                 parts[rank] -= min(stop, (rank + 1) * size) - max(start, rank * size)
         numels = list(map(operator.add, numels, itertools.cycle(parts)))  # one part for all ranks, or one for each
-    return numels
+    return numels, largest

@@ -19,6 +19,7 @@ import contextlib
 import functools
 import sys
 import weakref
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -33,6 +34,7 @@ from flatshard._comm.progress import Label
 from flatshard._composable.features import kept_shards
 from flatshard._handle import gradients, pool, reduction
 from flatshard.planning._records import CATEGORIES, Collective, Memory, Sample
+from flatshard.planning._values import Values
 
 
 class Recorder:
@@ -46,7 +48,7 @@ class Recorder:
         self.is_recording = False
         self.phase, self.unit = "forward", ""
         self.collectives: list[Collective] = []
-        self.flops = 0
+        self.flops: Counter[str] = Counter()  # by the unit that runs
         self.main = self.current = RecordedStream(self)
 
     def Stream(self, device: torch.device, priority: int) -> RecordedStream:
@@ -109,6 +111,7 @@ class Books(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._resized: dict[int, _LiveStorage] = {}  # those that may be resized, unless a `CountedBuffer` tells
         self._empty: dict[int, _LiveStorage] = {}  # those of them that had no memory when they were looked at last
         self._made = MadeOnce()
+        self.values = Values()
 
     def track(self, tensors: Iterable[torch.Tensor], category: str, on_host: bool = False) -> None:
         """Count the storages of ``tensors`` in ``category`` from now on. Storages on the host stay there."""
@@ -173,16 +176,16 @@ class Books(TorchDispatchMode):  # type: ignore[no-untyped-call]
         category = _category(sys._getframe(1))
         if func is torch.ops.aten._local_scalar_dense.default and category != "activations":
             return True  # the answer to "did no rank use this parameter?": all ranks do what this one does
-        result = self._made(func, args, kwargs)
+        result = self.values.call(func, args, kwargs, functools.partial(self._made, func, args, kwargs))
         for tensor in result if isinstance(result, tuple | list) else (result,):
-            if isinstance(tensor, torch.Tensor):
+            if isinstance(tensor, torch.Tensor) and tensor.is_meta:
                 storage = tensor.untyped_storage()
                 if id(storage) not in self._storages and storage.nbytes():
                     on_host = bool(kwargs.get("pin_memory"))  # under CPU offload
                     self.track([tensor], "gradients" if on_host else category, on_host)
         formula = self._flops_of.get(func._overloadpacket)
         if formula is not None and self.recorder.is_recording:
-            self.recorder.flops += formula(*args, **kwargs, out_val=result)
+            self.recorder.flops[self.recorder.unit] += formula(*args, **kwargs, out_val=result)
         self.look(category != "activations")  # what is resized is used next by the file that resized it
         return result
 

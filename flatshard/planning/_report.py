@@ -31,6 +31,7 @@ class UnitPlan(UnitDescription):
     reduction_nbytes: int  # the input and the output of its reduction
     collectives: int  # in a step
     sent_nbytes: int  # in a step: see ``Collective.sent_nbytes``
+    flops: int  # floating-point operations in a step, while it is the innermost unit that runs
 
     @property
     def numel(self) -> int:
