@@ -36,8 +36,9 @@ BEGIN = """\
 Written by `python benchmarks/api_page.py > flatshard/api.md` from the docstrings. [README.md](../README.md) is the way in.
 
 A test runs each example, on four ranks. `Block`, `model` and `optimizer` are those of README's quick start. Where an example
-calls `fully_shard` or `plan`, `model` is not sharded yet. In all others it is, and has been trained for a step. `batch` is
-this rank's input, of shape (8, 64). `dist` is `torch.distributed`; `nn`, `math`, `functools` and `copy` are imported, too.
+calls `fully_shard`, `plan` or `fit`, `model` is not sharded yet. In all others it is, and has been trained for a step.
+`batch` is this rank's input, of shape (8, 64). `dist` is `torch.distributed`; `nn`, `math`, `functools` and `copy` are
+imported, too.
 """
 ITEMS = ("Args", "Raises", "Attributes")
 """Sections that are lists of names."""

@@ -36,7 +36,7 @@ from flatshard._handle.tensors.sharded_parameter import full_shape
 from flatshard.checkpoint import MeetingError, load_checkpoint, save_checkpoint
 from flatshard.debug import describe
 from flatshard.optim import clip_grad_norm_, flat_parameters
-from flatshard.planning import plan
+from flatshard.planning import fit, plan
 
 _extensions.plug_in()
 
@@ -57,6 +57,7 @@ __all__ = [
     "debug",
     "describe",
     "elastic",
+    "fit",
     "flat_parameters",
     "full_shape",
     "fully_shard",

@@ -53,9 +53,9 @@ def planned_optimizer(
     if choice is None or not parts:
         return PlannedOptimizer(None, {})
     optimizer = _made(choice, params)
-    for group in optimizer.param_groups:
-        if device.partition(":")[0] != "cpu" and group.get("foreach", 0) is None and not group.get("fused"):
-            group["foreach"] = True  # torch's own choice on a device, but not on meta
+    for options in optimizer.param_groups:
+        if device.partition(":")[0] != "cpu" and options.get("foreach", 0) is None and not options.get("fused"):
+            options["foreach"] = True  # torch's own choice on a device, but not on meta
     try:
         optimizer.step()
     except Exception as e:

@@ -123,12 +123,12 @@ def plan(
         )
     validate.check_module(module)
     choice = choose(module, policy, config, ignored_states, ranks.shards)
-    _check(choice, activations)
+    check(choice, activations)
     others = _alternatives(choice, ranks, ranks_per_node) if compare else []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # fully_shard itself will warn
-        recorded = tuple(_recorded(Program(module, *other, options)) for other in others)
-        return _recorded(Program(module, _changed(choice), ranks, options), recorded)
+        recorded = tuple(plan_of(Program(module, *other, options)) for other in others)
+        return plan_of(Program(module, changed(choice), ranks, options), recorded)
 
 
 def _ranks(world_size: Any, strategy: ShardingStrategy, per_node: int) -> Ranks:
@@ -156,7 +156,7 @@ def _ranks(world_size: Any, strategy: ShardingStrategy, per_node: int) -> Ranks:
     return Ranks(sizes[0] // per_node, per_node)
 
 
-def _check(choice: Choice, activations: int | Mapping[str, int]) -> None:
+def check(choice: Choice, activations: int | Mapping[str, int]) -> None:
     """Check what the policy has chosen.
 
     Raises:
@@ -189,10 +189,10 @@ def _alternatives(choice: Choice, ranks: Ranks, per_node: int) -> list[tuple[Cho
     elif ranks.total > per_node and ranks.total % per_node == 0:
         over[ShardingStrategy.HYBRID_SHARD] = Ranks(ranks.total // per_node, per_node)
     del over[choice.strategy]
-    return [(_changed(choice, strategy=s, reshard_after_forward=None), its_ranks) for s, its_ranks in over.items()]
+    return [(changed(choice, strategy=s, reshard_after_forward=None), its_ranks) for s, its_ranks in over.items()]
 
 
-def _changed(choice: Choice, **options: Any) -> Choice:
+def changed(choice: Choice, **options: Any) -> Choice:
     """``choice`` with other ``options`` for every unit; and with pinned memory, by which ``Books`` recognises the host."""
 
     def change(config: UnitConfig) -> UnitConfig:
@@ -203,7 +203,7 @@ def _changed(choice: Choice, **options: Any) -> Choice:
     return dataclasses.replace(choice, planned=planned, strategy=options.get("strategy", choice.strategy))
 
 
-def _recorded(program: Program, others: tuple[Plan, ...] = ()) -> Plan:
+def plan_of(program: Program, others: tuple[Plan, ...] = ()) -> Plan:
     """Run ``program``. Returns what it has recorded."""
     program.run()
     collectives = program.recorder.collectives

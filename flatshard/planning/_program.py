@@ -69,6 +69,7 @@ class StepOptions:
     widens: bool | None
     loss: LossChoice = None
     keeps_inputs: bool = False  # through the whole step, as by a loop over batches
+    receives: bool = False  # whether memory that gloo's reductions receive into is counted, on CPU
 
     def __post_init__(self) -> None:
         if self.example_inputs is not None and self.activations:
@@ -116,7 +117,8 @@ class Program:
         widens = on_cpu if self.options.widens is None else self.options.widens
 
         def runtime(name: str, rank: int, size: int) -> Runtime:
-            collectives = RecordingCollectives(self.books, name, rank, size, widens)
+            receives = on_cpu and self.options.receives
+            collectives = RecordingCollectives(self.books, name, rank, size, widens, receives)
             if on_cpu:
                 return Runtime(Peers(collectives, META, None))
             return Runtime(Peers(collectives, META, Streams(self.recorder, META), host=META))
@@ -206,7 +208,7 @@ class Program:
         given: Callable[[Any], Any] = (lambda value: value) if self.options.keeps_inputs else self._on_meta
         try:
             output = self.root(*given(args), **given(kwargs))  # which this frame does not keep alive
-            loss = _sum_of(output) if self.options.loss is None else self.options.loss(output)
+            loss = sum_of(output) if self.options.loss is None else self.options.loss(output)
             del output
             self.recorder.phase = "backward"
             if loss is not None:
@@ -321,7 +323,8 @@ class _Use(torch.autograd.Function):
 _use: Callable[..., Tensor] = _Use.apply
 
 
-def _sum_of(output: Any) -> Tensor | None:
+def sum_of(output: Any) -> Tensor | None:
+    """The loss of an output, if none is given."""
     losses = [t.sum() for t in tensors_in(output) if t.requires_grad and t.is_floating_point()]
     return functools.reduce(torch.add, losses) if losses else None
 

@@ -309,17 +309,29 @@ def _category(frame: Any) -> str:
     return "unsharded" if path.startswith(_HANDLE) or path == kept_shards.__file__ else "activations"
 
 
+class _Received:
+    """A reduction over gloo, which receives into memory of its own until it is waited for."""
+
+    def __init__(self, pending: Pending, received: list[torch.Tensor]) -> None:
+        self._pending, self._received = pending, received
+
+    def wait(self) -> None:
+        """The sums have been made."""
+        self._pending.wait()
+        self._received.clear()
+
+
 class RecordingCollectives(BuiltinCollectives):
     """The collectives of one rank of a group that does not exist. They send nothing, and record each call."""
 
     out_of_place = True
 
-    def __init__(self, books: Books, name: str, rank: int, size: int, widens: bool) -> None:
-        """``name``: see ``Collective.group``."""
+    def __init__(self, books: Books, name: str, rank: int, size: int, widens: bool, receives: bool = False) -> None:
+        """``name``: see ``Collective.group``. ``receives``: a reduction receives into memory of its own."""
         self._books, self._recorder = books, books.recorder
         self._name = name
         self.rank, self.size = rank, size
-        self.widens = widens
+        self.widens, self.receives = widens, receives
 
     @property
     def group(self) -> Any:
@@ -341,7 +353,9 @@ class RecordingCollectives(BuiltinCollectives):
     def reduce_scatter(self, output: torch.Tensor, input: torch.Tensor, label: Label | None = None) -> Pending:
         if input.dtype is not output.dtype and self._recorder.current is not self._recorder.main:
             torch.empty_like(input)  # what ``DefaultCollectives`` receives into, and frees when the stream is done
-        return self._issue("reduce-scatter", input, self._name, label)
+        received = [torch.empty_like(output, dtype=input.dtype) for _ in range(self.size - 1 if self.receives else 0)]
+        pending = self._issue("reduce-scatter", input, self._name, label)
+        return _Received(pending, received) if received else pending
 
     def all_reduce(self, tensor: torch.Tensor, label: Label | None = None) -> Pending:
         return self._issue("all-reduce", tensor, "replicas", label)

@@ -513,6 +513,11 @@ checkpoint._state_dict_hooks: nn.Module._load_from_state_dict
 checkpoint._writer: torch.distributed.checkpoint.filesystem._StorageInfo
 elastic._world: dist.distributed_c10d._world.pg_map
 optim._host_state: torch.utils._python_dispatch.is_traceable_wrapper_subclass
+planning._attention: torch._fused_sdp_choice
+planning._attention: torch.ops.aten._scaled_dot_product_attention_math.default
+planning._attention: torch.ops.aten._scaled_dot_product_efficient_attention
+planning._attention: torch.ops.aten._scaled_dot_product_flash_attention
+planning._attention: torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 planning._recording: torch.ops.aten._local_scalar_dense.default
 planning._recording: torch.utils._python_dispatch.TorchDispatchMode""",
     )

@@ -1,0 +1,226 @@
+"""The result of ``fit``: a page that ``print`` shows, a picture, and the arguments of ``fully_shard``."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from torch import nn
+
+from flatshard._composable.fully_shard import fully_shard
+from flatshard._errors import name_list
+from flatshard._names import plain_name
+from flatshard.debug._describe import table
+from flatshard.planning._records import CATEGORIES, Peak, Sample
+from flatshard.planning._report import Plan, in_bytes
+
+M = TypeVar("M", bound=nn.Module)
+
+
+@dataclass(frozen=True)
+class UnitFit:
+    """What one unit keeps.
+
+    Example::
+
+        fit = flatshard.fit(model, bytes_per_rank="1 MiB", world_size=4, optimizer=8, example_inputs=(batch,))
+        print([unit.fqn for unit in fit.units if unit.recompute])
+    """
+
+    fqn: str  # of the module
+    strategy: str  # a name of ``ShardingStrategy``: how long its parameters stay gathered
+    recompute: bool  # whether it computes its forward again in backward
+
+
+@dataclass(frozen=True)
+class GivenUp:
+    """One thing that was given up.
+
+    Example::
+
+        fit = flatshard.fit(model, bytes_per_rank="1 MiB", world_size=4, optimizer=8, example_inputs=(batch,))
+        for each in fit.given_up:
+            print(each.unit, each.what, each.peak, each.sent_nbytes, each.flops)
+    """
+
+    unit: str  # the FQN; "": of all units
+    what: str  # in words
+    peak: int  # bytes, with this and everything before it
+    sent_nbytes: int  # what it costs: bytes sent by a rank in a step
+    flops: int  # what it costs: operations computed again by a rank in a step
+
+
+@dataclass(frozen=True, repr=False)
+class Fit:
+    """The result of :func:`fit`. ``print`` shows it as a page.
+
+    Example::
+
+        fit = flatshard.fit(model, bytes_per_rank="1 MiB", world_size=4, optimizer=8, example_inputs=(batch,))
+        print(fit.peak.nbytes, fit.margin)
+        flatshard.fully_shard(model, **fit.arguments)
+    """
+
+    budget: int  # bytes on a rank
+    plan: Plan
+    """The plan of what was chosen: its memory, collectives and operations."""
+    unlimited: Plan
+    """The plan of the same step if nothing were given up."""
+    units: tuple[UnitFit, ...]  # without the outermost one, in module order
+    given_up: tuple[GivenUp, ...]  # in this order
+    arguments: dict[str, Any]
+    """For :func:`fully_shard`, with recomputation: ``fully_shard(model, **fit.arguments)``."""
+    found: str  # where the units come from
+    notes: tuple[str, ...]  # what was not possible
+
+    @property
+    def peak(self) -> Peak:
+        """The predicted peak, and where in the step it is."""
+        return self.plan.total_peak
+
+    @property
+    def margin(self) -> int:
+        """Bytes between the peak and the budget."""
+        return self.budget - self.peak.nbytes
+
+    @property
+    def sent_nbytes(self) -> int:
+        """Bytes that a rank sends in a step because of what was given up."""
+        return self.plan.sent_nbytes - self.unlimited.sent_nbytes
+
+    @property
+    def flops(self) -> int:
+        """Operations that a rank computes again in a step."""
+        return (self.plan.flops or 0) - (self.unlimited.flops or 0)
+
+    def apply(self, module: M, **arguments: Any) -> M:
+        """``fully_shard(module, **fit.arguments)``, and ``arguments`` beside, such as ``process_group=``.
+
+        Raises:
+            ValueError: ``module`` has not the units that were fitted.
+        """
+        names = {plain_name(name) for name, _ in module.named_modules()}
+        if missing := [unit.fqn for unit in self.units if unit.fqn not in names]:
+            raise ValueError(
+                f"fit.apply: this {type(module).__name__} has no module {name_list(missing, 3)}: it is not the model "
+                "that was fitted"
+            )
+        return fully_shard(module, **self.arguments | arguments)
+
+    def __repr__(self) -> str:
+        return (
+            f"Fit({self.plan.module} over {self.plan.world_size}: peak {in_bytes(self.peak.nbytes)} of "
+            f"{in_bytes(self.budget)}, {len(self.given_up)} given up)"
+        )
+
+    def __str__(self) -> str:
+        peak, ranks = self.peak, self.plan.world_size
+        share = f"{self.margin / self.budget:.1%}"
+        lines = [
+            f"{self.plan.module} over {ranks}: fits into {in_bytes(self.budget)}",
+            f"peak {peak.nbytes:,} bytes ({in_bytes(peak.nbytes)}), in {peak.phase} at unit {peak.unit or '<root>'!r}; "
+            f"{in_bytes(self.margin)} ({share}) below the budget",
+            f"without a budget the peak would be {in_bytes(self.unlimited.total_peak.nbytes)}",
+            "",
+            f"units: {len(self.units)} of {self.found}, and the rest of the model",
+            *table(_unit_rows(self.units), left=4),
+            "",
+            "given up, in this order" if self.given_up else "nothing has to be given up",
+            *(table(_given_rows(self.given_up), left=2) if self.given_up else ()),
+            "",
+            f"all of it costs in a step: {in_bytes(self.sent_nbytes)} sent more ({in_bytes(self.plan.sent_nbytes)} in all), "
+            f"{self.flops:,} operations computed again",
+            "",
+            "memory at the peak",
+            *table([["", "bytes"], *([c, in_bytes(n)] for c in CATEGORIES if (n := getattr(peak.memory, c)))]),
+            *(["", *(f"- {note}" for note in self.notes)] if self.notes else ()),
+        ]
+        return "\n".join(lines)
+
+    def plot(self, path: str | os.PathLike[str]) -> None:
+        """Draw what is in memory over the step, by category, with the budget as a line: an SVG. Needs no library."""
+        Path(path).write_text(
+            _picture(self.plan.samples, self.budget, f"{self.plan.title}: memory on a rank over a step")
+        )
+
+
+def _runs(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"{names[0]} ... {names[-1]} ({len(names)})"
+
+
+def _unit_rows(units: Sequence[UnitFit]) -> list[list[str]]:
+    rows = [["unit", "strategy", "recomputes", ""]]
+    for (strategy, recompute), group in itertools.groupby(units, key=lambda unit: (unit.strategy, unit.recompute)):
+        rows.append([_runs([unit.fqn for unit in group]), strategy, "yes" if recompute else "no", ""])
+    return [row[:3] for row in rows]
+
+
+def _given_rows(given: Sequence[GivenUp]) -> list[list[str]]:
+    rows = [["what", "of", "peak after it", "sent more", "computed again"]]
+    for what, group in itertools.groupby(given, key=lambda each: each.what):
+        these = list(group)
+        units = _runs([each.unit for each in these]) if these[0].unit else "all"
+        cost = in_bytes(sum(each.sent_nbytes for each in these)), f"{sum(each.flops for each in these):,}"
+        rows.append([what, units, in_bytes(these[-1].peak), *cost])
+    return rows
+
+
+_COLORS = ("#4e79a7", "#f28e2b", "#e15759", "#76b7b2", "#59a14f", "#edc948", "#b07aa1", "#9c755f")
+_WIDTH, _HEIGHT, _LEFT, _TOP, _RIGHT, _BOTTOM = 1000, 420, 80, 40, 140, 30
+
+
+def _picture(samples: Sequence[Sample], budget: int, title: str) -> str:
+    """Memory by category over the samples as an SVG."""
+    shown = _thinned(samples)
+    most = 1.05 * max(budget, max(sample.device.total for sample in shown))
+    width, height = _WIDTH - _LEFT - _RIGHT, _HEIGHT - _TOP - _BOTTOM
+
+    def x(at: float) -> float:
+        return _LEFT + width * at / len(shown)
+
+    def y(nbytes: float) -> float:
+        return _TOP + height * (1 - nbytes / most)
+
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{_HEIGHT}" font-family="sans-serif"',
+        ' font-size="12">',
+        f'<rect width="{_WIDTH}" height="{_HEIGHT}" fill="white"/><text x="{_LEFT}" y="22" font-size="14">{title}</text>',
+    ]
+    below = [0] * len(shown)
+    categories = [c for c in CATEGORIES if any(getattr(sample.device, c) for sample in shown)]
+    for number, (category, color) in enumerate(zip(categories, _COLORS, strict=False)):
+        above = [low + getattr(sample.device, category) for low, sample in zip(below, shown, strict=True)]
+        edge = [(x(at + step), y(n)) for at, n in enumerate(above) for step in (0, 1)]
+        back = [(x(at + step), y(n)) for at, n in reversed(list(enumerate(below))) for step in (1, 0)]
+        points = " ".join(f"{a:.1f},{b:.1f}" for a, b in edge + back)
+        parts.append(f'<polygon points="{points}" fill="{color}"/>')
+        at = _TOP + 18 * number
+        parts.append(f'<rect x="{_WIDTH - _RIGHT + 12}" y="{at}" width="12" height="12" fill="{color}"/>')
+        parts.append(f'<text x="{_WIDTH - _RIGHT + 30}" y="{at + 11}">{category}</text>')
+        below = above
+    for phase, at in _beginnings(shown):
+        parts.append(f'<line x1="{x(at):.1f}" x2="{x(at):.1f}" y1="{_TOP}" y2="{_TOP + height}" stroke="#999"/>')
+        parts.append(f'<text x="{x(at) + 4:.1f}" y="{_HEIGHT - 10}">{phase}</text>')
+    for nbytes, text, dash in (
+        (budget, f"budget {in_bytes(budget)}", ""),
+        (max(s.device.total for s in shown), "peak", "4"),
+    ):
+        line = f'x1="{_LEFT}" x2="{_LEFT + width}" y1="{y(nbytes):.1f}" y2="{y(nbytes):.1f}"'
+        parts.append(f'<line {line} stroke="black" stroke-dasharray="{dash}"/>')
+        parts.append(f'<text x="{_LEFT + 6}" y="{y(nbytes) - 4:.1f}">{text} {in_bytes(nbytes) if dash else ""}</text>')
+    return "\n".join([*parts, "</svg>\n"])
+
+
+def _beginnings(samples: Sequence[Sample]) -> list[tuple[str, int]]:
+    phases = [sample.phase for sample in samples]
+    return [(phase, at) for at, phase in enumerate(phases) if at == 0 or phases[at - 1] != phase]
+
+
+def _thinned(samples: Sequence[Sample], most: int = 1500) -> list[Sample]:
+    """At most so many of them, with each peak: of as many in a row the highest."""
+    size = -(-len(samples) // most)
+    return [max(samples[at : at + size], key=lambda s: s.device.total) for at in range(0, len(samples), size)]
