@@ -26,6 +26,7 @@ from flatshard._composable.find import contexts_of, units_below
 from flatshard._composable.reduction_queue import ReductionQueue
 from flatshard._composable.state import ForwardRecord, Unit
 from flatshard._config import BackwardPrefetch
+from flatshard._handle.lifetime import BY_NONE
 from flatshard._handle.registrations import SHARDED
 
 # Whether the running graph task retains the graph. Private API, as there is no public way.
@@ -236,6 +237,7 @@ class Backward:
                 unit.drop_leaks(self.task)
             if self.keeps_unsharded:
                 unit.show()
+                unit.handle.take_over(BY_NONE)
             elif unit.claims or unit.handle.registrations.shows is not SHARDED or not unit.handle.is_sharded:
                 unit.free_if_unused()  # otherwise it was freed when it was complete
 

@@ -77,6 +77,8 @@ GRAD_TRANSITIONS: dict[tuple[GradState, str], GradState] = {
 
 BY_USER = -1
 """As ``UnshardedStamp.by``: the user called ``unshard``, and no forward has used the parameters since."""
+BY_NONE = 0
+"""As ``UnshardedStamp.by``: a backward that has ended left them unsharded."""
 
 
 class UnshardedStamp(NamedTuple):

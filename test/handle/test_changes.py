@@ -169,7 +169,7 @@ def test_changes_in_summon_full_params_are_noticed(ctx: Any) -> None:
 
 @ranks(2)
 def test_a_change_after_what_a_backward_gathered_was_kept(ctx: Any) -> None:
-    """It is for the next forward then, and no longer the values of a forward before."""
+    """It is for the next forward then, or a later backward, and no longer the values of a forward before."""
     model = fully_shard(net(), process_group=ctx.group, strategy=ShardingStrategy.SHARD_OPTIM)
     loss = model(X).sum()
     with summon_full_params(model):
@@ -180,6 +180,13 @@ def test_a_change_after_what_a_backward_gathered_was_kept(ctx: Any) -> None:
         model[2].weight.mul_(3)
     with pytest.raises(RuntimeError, match="changed in place between its forward and its backward"):
         loss.backward()
+    model, x = fully_shard(net(), policy={nn.Linear}, process_group=ctx.group), X.clone().requires_grad_()
+    loss = model(x).sum()
+    (grad,) = torch.autograd.grad(loss, x, create_graph=True)
+    with torch.no_grad():
+        model[2].weight.mul_(3)
+    with pytest.raises(RuntimeError, match="changed in place between its forward and its backward"):
+        (grad.sum() + loss).backward()
 
 
 @ranks(2)
