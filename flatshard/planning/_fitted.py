@@ -62,7 +62,7 @@ class Fit:
 
         fit = flatshard.fit(model, bytes_per_rank="1 MiB", world_size=4, optimizer=8, example_inputs=(batch,))
         print(fit.peak.nbytes, fit.margin)
-        flatshard.fully_shard(model, **fit.arguments)
+        print(fit.arguments["policy"])  # flatshard.fully_shard(model, **fit.arguments) does it
     """
 
     budget: int  # bytes on a rank
