@@ -478,7 +478,7 @@ def test_idioms_for_norms(ctx) -> None:
 
 @ranks(2, 4)
 def test_gradients_that_users_change_stay_sharded(ctx) -> None:
-    plain, sharded = pair(ctx, policy={Block})
+    plain, sharded = pair(ctx, Trained, policy={Block})
 
     def check(factor: float = 1.0) -> None:
         assert all(type(g) is ShardedGradient for g in grads(sharded))
