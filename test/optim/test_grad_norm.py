@@ -539,7 +539,7 @@ OPTIMIZERS: list[tuple[str, dict[str, Any]]] = [
 def test_optimizers_do_to_sharded_gradients_what_they_do_to_plain_ones(fake_group):
     """Bit by bit, and their state is plain. (LBFGS and Adafactor compute from whole tensors: parts change their result.)"""
     for kind, options in OPTIMIZERS:
-        mine = [p for p in shard(Model(), None, {Block}).parameters() if p.requires_grad]
+        mine = [p for p in shard(Trained(), None, {Block}).parameters() if p.requires_grad]
         plain = [nn.Parameter(p.detach().clone()) for p in mine]
         optimizers = [getattr(torch.optim, kind)(params, **options) for params in (mine, plain)]
         for _ in range(3):
