@@ -1,4 +1,11 @@
-"""``configure``: changes options of ``fully_shard`` later, for the units of a module."""
+"""``configure``: changes options of ``fully_shard`` later, for the units of a module.
+
+[Note: Memory that is kept]
+A CUDA graph that has captured a forward reads parameters at the addresses of its capture. Usually a unit's storage is resized
+to zero when it is resharded, and the allocator may place it elsewhere next time. Units with static buffers share memory that
+is never freed; ``keep_unsharded_storage`` is for memory of a unit's own, and takes that of the whole model once all units
+have been gathered.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +18,11 @@ from typing import Any, Final
 from torch import nn
 
 from flatshard._composable.features import kept_shards
-from flatshard._composable.features.kept_storage import check_may_keep, set_kept
 from flatshard._composable.find import unit_for, units_in
 from flatshard._composable.state import Unit, copies_in
 from flatshard._config import BackwardPrefetch, as_enum, as_reshard_after_forward, check_reshard_after_forward
+from flatshard._errors import name_list
+from flatshard._handle.pool import FlatBuffer
 from flatshard._runtime import Runtime
 
 
@@ -95,7 +103,7 @@ def configure(
     if divide_factor is not UNCHANGED and divide_factor is not None and not divide_factor > 0:
         raise ValueError(f"configure: divide_factor must be positive or None, got {divide_factor}")
     if keep_unsharded_storage is True:
-        check_may_keep(units)
+        _check_may_keep(units)
     if manual_finalization is not UNCHANGED:
         _check_between_backwards([unit for unit in units if unit.handle.gradients.defers is not manual_finalization])
     if forward_prefetch is not UNCHANGED:
@@ -126,7 +134,7 @@ def configure(
         if manual_finalization is not UNCHANGED:
             unit.handle.gradients.set_deferral(manual_finalization)
         if keep_unsharded_storage is not UNCHANGED:
-            set_kept(unit, keep_unsharded_storage)
+            _set_kept(unit, keep_unsharded_storage)
         if all_reduce is not UNCHANGED:
             unit.handle.ranks.averaging.reduces_replicas = all_reduce
         if divide_factor is not UNCHANGED:
@@ -212,3 +220,36 @@ class ChosenUnits:
         result = ChosenUnits(list(self))
         result._copies = copies_in(memo)
         return result
+
+
+class KeptBuffer(FlatBuffer):
+    """A buffer that keeps its memory, once it has any."""
+
+    __slots__ = ()
+
+    def take(self, user: object) -> None:
+        """Allocate the memory for ``user``, at the first time."""
+        if self._storage.nbytes():
+            self.user = user
+        else:
+            super().take(user)
+
+    def free(self) -> None:
+        """Mark the memory as free."""
+        self.user = None
+
+
+def _check_may_keep(units: Iterable[Unit]) -> None:
+    """Raise for units whose memory is shared with other units."""
+    if pooled := [unit.fqn for unit in units if unit.handle.has_static_buffers]:
+        raise ValueError(
+            f"configure(keep_unsharded_storage=True): units {name_list(pooled, 3)} have static buffers (static_buffers=True, "
+            "or collectives with allocate()), which are never freed, and which units use in turn. For a buffer of its own "
+            "for each unit, shard without them"
+        )
+
+
+def _set_kept(unit: Unit, keep: bool) -> None:
+    """Keep the memory of ``unit`` from its next gather on. False: free it as ever, now if the unit is sharded."""
+    for flat in unit.handle.flats:
+        flat.unsharded.use_buffers(KeptBuffer if keep else FlatBuffer)
