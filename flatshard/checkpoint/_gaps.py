@@ -29,17 +29,19 @@ def encode_gaps(at: torch.Tensor) -> torch.Tensor:
 
 def _skips(between: torch.Tensor, most: int) -> torch.Tensor:
     """How many words skip before an element, of those elements that have any."""
-    return between[between >= most] // most
+    return between[(between >= most).nonzero().view(-1)] // most
 
 
 def decode_gaps(gaps: torch.Tensor) -> torch.Tensor:
     """The offsets."""
     most = _KINDS[gaps.dtype]
-    words = gaps.to(torch.int64) & most
+    words = gaps.to(torch.int64)
+    if gaps.dtype is torch.int16:
+        words = torch.where(words < 0, words + most + 1, words)
     skip = words == most
     if not skip.any():
         return torch.cumsum(words + 1, 0) - 1
-    return (torch.cumsum(words + ~skip, 0) - 1)[~skip]
+    return (torch.cumsum(words + ~skip, 0) - 1)[(~skip).nonzero().view(-1)]
 
 
 def differ(now: torch.Tensor, before: torch.Tensor) -> torch.Tensor:

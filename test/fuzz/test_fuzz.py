@@ -213,7 +213,8 @@ OTHERS = {
     *("Pending", "CommHookHandle", "CommHookState"),
     "QuantizedCollectives",  # with an error of their own: comm/test_quantized.py
     *("sync_buffers", "steps_parts"),  # not drawn yet: features/test_buffers.py, integrations/test_trainer.py
-    *("OffloadedOptimizer", "step_in_backward", "BackwardSteps"),  # not drawn yet: optim/test_offload.py
+    *("step_in_backward", "BackwardSteps"),  # not drawn yet: optim/test_offload.py
+    *("fit", "Fit"),  # plans, which are drawn: planning/test_fit.py
     *("offload", "Offloaded"),  # on CPU it moves nothing: accelerator/offload.py
 }
 """Types, errors, and what has no equal in one process."""
