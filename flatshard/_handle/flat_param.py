@@ -53,6 +53,11 @@ class FlatParam(FlatShard):
         super().rename(fqns)
         self.gradients.follow_names()
 
+    def readopt(self, indices: Sequence[int]) -> None:
+        """See ``FlatShard``."""
+        super().readopt(indices)
+        self.gradients.follow_names()  # `module.to()` has converted gradients in place, also those that are made once
+
     def move(self, layout: FlatLayout, ranks: UnitRanks, shard: torch.Tensor) -> None:
         """See ``FlatShard``."""
         super().move(layout, ranks, shard)

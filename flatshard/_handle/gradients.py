@@ -136,7 +136,7 @@ class FlatGradients:
         return self.flat.params if self.shard_param is None else (self.shard_param,)
 
     def follow_names(self) -> None:
-        """Adopt the FQNs of the parameters."""
+        """Adopt the FQNs of the parameters, and make their parts anew."""
         one = len(set(self.dtypes)) == 1
         self._parts = _Parts(self.flat, self.dtype) if one else _CastParts(self.flat, self.dtypes)
 
@@ -473,7 +473,7 @@ class _Parts:
         # The parts that become sharded gradients. If nothing is sharded here: those of DTensors, over their own mesh.
         self._marked = [index for index, _ in self._pieces if infos[index].runtime is not None]
         self._infos = [infos[index] for index in self._marked]
-        # Parts without elements never change, so they are created once. `of` fills in the others for each gradient.
+        # Parts without elements are created once. `of` fills in the others for each gradient.
         empty = torch.empty(0, dtype=dtype, device=flat.kind.device)
         self._empties = [empty.new_empty(p.shape if not p.numel() else (0,)) for p in flat.params]
         for part_of, info in zip(self._empties, infos, strict=True):

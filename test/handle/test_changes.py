@@ -389,3 +389,17 @@ def test_to_empty_would_throw_the_values_away(ctx) -> None:
     model.float().to("meta")
     with pytest.raises(RuntimeError, match=r"parameter '.*weight' was moved to the meta device after fully_shard"):
         model(torch.ones(2, 4))
+
+
+@ranks(2)
+def test_converted_and_back_between_two_backwards(ctx: Any) -> None:
+    """Gradients are converted in place by torch, also those of parameters of which this rank has nothing."""
+    model = fully_shard(net(), process_group=ctx.group)
+    model(X).sum().backward()
+    expected = [p.grad.clone() for p in model.parameters()]
+    model.to(torch.float64).zero_grad()
+    model.to(torch.float32)
+    model(X).sum().backward()
+    for param, grad in zip(model.parameters(), expected, strict=True):
+        assert param.grad.dtype is torch.float32
+        torch.testing.assert_close(torch.as_tensor(param.grad), torch.as_tensor(grad))
