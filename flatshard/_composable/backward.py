@@ -141,9 +141,19 @@ class Backward:
             self.begin(unit)
         unit.open_forwards = max(0, unit.open_forwards) + 1
         unit.last_forward = record
-        if not self._idle:
-            return
-        over = [u for u in self._idle if u is not unit and u not in record.outer and u.completion.is_over_in(task)]
+        if self._idle:
+            self._complete_before(unit, [u for u in self._idle if u not in record.outer])
+
+    def recompute(self, unit: Unit) -> None:
+        """Called when a forward of ``unit`` runs in backward. In a reentrant checkpoint that is when backward comes to it."""
+        self.touch(unit)
+        if self._idle and not unit.completion.comes_again():
+            self._complete_before(unit, [u for u in self._idle if unit not in units_below(u.module)])
+
+    def _complete_before(self, unit: Unit, idle: Iterable[Unit]) -> None:
+        """Complete those of ``idle`` that are over, as backward comes to ``unit``."""
+        task = current_graph_task()
+        over = [u for u in idle if u is not unit and u.completion.is_over_in(task)]
         if over:
             to_come = any(_expected(u) for queue in ReductionQueue.every for u in queue.units())
             self._complete_all(over, to_come or self._bring_gradients(self._tasks), early=True)

@@ -197,7 +197,7 @@ class UnitHooks:
         alone = len(unit.claims) == 1 or sum([each.needs_storage for each in unit.claims]) == 1
         context.used(unit)
         if in_backward:
-            Backward.of(unit).touch(unit)
+            Backward.of(unit).recompute(unit)
             if handle.never_gathers:  # it shows the shards themselves, so the values are current
                 handle.reshard()
         elif alone:

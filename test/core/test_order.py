@@ -390,9 +390,9 @@ class Late(nn.Module):
 class Recomputed(nn.Module):
     """Its parameters have their gradients in a backward inside the backward."""
 
-    def __init__(self) -> None:
+    def __init__(self, inner: nn.Module | None = None) -> None:
         super().__init__()
-        self.inner = nn.Linear(4, 4)
+        self.inner = inner or nn.Linear(4, 4)
 
     def forward(self, x: Tensor) -> Tensor:
         return checkpoint(self.inner, x, use_reentrant=True)
@@ -434,6 +434,11 @@ UNUSED: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
         lambda: nn.Sequential(Recomputed(), Passing(nn.Linear(4, 4))),
         "all-gather",
         "1.1 1.0",
+    ),
+    "and is reduced before a unit that is recomputed": (
+        lambda: nn.Sequential(Recomputed(Block()), Passing(nn.Linear(4, 4))),
+        "reduce-scatter",
+        "1.1 1.0.inner <root>",
     ),
     "a unit waits for one in a checkpoint that may have gradients for both": (
         Within,
