@@ -4,7 +4,8 @@
 When backward reaches a unit, autograd's engine tells how many of the unit's parameters are in the running graph (as for
 ``torch.autograd.graph.register_multi_grad_hook``). The unit is complete when that many gradients have come. A parameter
 that is not in the graph is unused here, and is not waited for. But on another rank it may be in the graph. So these are idle
-when they have what was awaited, and complete when backward reaches a unit before them:
+when they have what was awaited, and complete when backward reaches a unit before them, or recomputes one in a reentrant
+checkpoint:
 
 - a unit without any parameter in the graph: it is unused, or inside a reentrant checkpoint;
 - a unit that backward will come to again, for another forward (``Way``): of a module called twice, or of an earlier pass if

@@ -200,8 +200,8 @@ class Unit:
 
     @property
     def is_outdated(self) -> bool:
-        """Whether the unsharded parameters must be gathered again before they are used. What an earlier pass left is, as C++
-        code may have changed the shards since without changing their version.
+        """Whether the unsharded parameters must be gathered again before they are used. Those that an earlier pass left must:
+        C++ code may have changed the shards since, without changing their version.
         """
         handle, context = self.handle, self.context
         by = context.pass_id if context.forwards or context.backward is not None else BY_USER
