@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flatshard._comm.backends import GlooCollectives
+from flatshard._comm.backends import GlooCollectives, by_backend
 from flatshard._comm.monitor.monitor import GroupMonitor
 from flatshard._composable.extensions import use
 from flatshard._composable.features.data_writes import DataWrites
@@ -19,6 +19,7 @@ from flatshard._composable.features.recompute import Recompute
 from flatshard._composable.features.skip import Skip
 from flatshard._composable.features.transforms import Compile, Transforms
 from flatshard._composable.features.user_hooks import UserHooks
+from flatshard._fake_group import FakeCollectives
 from flatshard._handle.flat_param import FlatParam
 from flatshard._runtime import Peers
 from flatshard._shared_memory import through_memory
@@ -29,6 +30,7 @@ from flatshard.optim._hooks import Optimizers
 def plug_in() -> None:
     """Have every later ``fully_shard`` use them. Called once, when the package is imported."""
     Peers.make_monitor = GroupMonitor
+    by_backend["fake"] = FakeCollectives
     GlooCollectives._through_memory = through_memory
     FlatParam.encoded = EncodedFlatParam
     use(

@@ -1,15 +1,18 @@
-"""Frames of running code: only this file looks at them.
+"""Frames of running code: only this file looks into them.
 
 A forward is running as long as the frame that called it is. This is asked after exceptions that skipped hooks (an interrupt
-does), and when several threads run forwards. Errors of the watch say in which collective of the user's a rank is.
+does), and when several threads run forwards. Errors say who has called, and what ranks wait for. Where torch tells nobody
+what a caller wants, its frame is looked at: ``_handle/tensors/guard.py``, [Note: Who reads], and
+``checkpoint/_standard_helpers.py``. Those files hold frames, and ask the functions here.
 """
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import sys
 import threading
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from types import FrameType
 from typing import Any
 
@@ -31,6 +34,11 @@ def of_module_call(depth: int, outer: FrameType | None) -> tuple[FrameType, bool
     while frame.f_code.co_filename != _MODULE_FILE and frame.f_back is not None:  # the hook may be wrapped
         frame = frame.f_back
     return frame, outer is not None and is_inside(frame, outer)
+
+
+def caller_of(frame: FrameType) -> FrameType | None:
+    """The frame that ``frame`` was called from."""
+    return frame.f_back
 
 
 def outward(frame: FrameType | None) -> Iterator[FrameType]:
@@ -61,6 +69,62 @@ def threads() -> set[int]:
     return set(sys._current_frames())
 
 
+# -- what runs in a frame ----------------------------------------------------------------------------------------------
+
+
+def is_of(frame: FrameType | None, function: Callable[..., Any]) -> bool:
+    """Whether ``function``, written in Python, runs in ``frame``."""
+    return frame is not None and frame.f_code is function.__code__
+
+
+def is_in_module_file(frame: FrameType) -> bool:
+    """Whether a method of ``nn.Module`` itself runs in it, such as the call that runs hooks."""
+    return frame.f_code.co_filename == _MODULE_FILE
+
+
+def is_inner_of(frame: FrameType, function: Callable[..., Any]) -> bool:
+    """Whether a function that ``function`` defines inside itself runs in it."""
+    return frame.f_code in function.__code__.co_consts
+
+
+def function_name(frame: FrameType) -> str:
+    return frame.f_code.co_name
+
+
+def file_of(frame: FrameType) -> str:
+    return frame.f_code.co_filename
+
+
+def module_name(frame: FrameType | None) -> str:
+    """The name of the Python module whose code runs in it. Empty for None."""
+    name: str = "" if frame is None else frame.f_globals.get("__name__", "")
+    return name
+
+
+def variable(frame: FrameType, name: str, default: Any = None) -> Any:
+    """A local variable of the function that runs in it."""
+    return frame.f_locals.get(name, default)
+
+
+def self_of(frame: FrameType) -> Any:
+    """The first argument of the function that runs in it, or None."""
+    code = frame.f_code
+    return frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
+
+
+def method_name(kind: type, frame: FrameType) -> str | None:
+    """The name of the method of ``kind`` that runs in it, directly or inside decorators. None if there is none."""
+    code = frame.f_code
+    for cls in kind.__mro__:
+        for name, found in cls.__dict__.items():
+            while found is not None:
+                if getattr(found, "__code__", None) is code:
+                    return name
+                found = getattr(found, "__wrapped__", None)
+    # In a decorator without functools.wraps: the decorated function has the method's name.
+    return code.co_name if callable(inspect.getattr_static(kind, code.co_name, None)) else None
+
+
 def main_thread_in(names: Collection[str], file: str) -> tuple[str, dict[str, Any]] | None:
     """The innermost call, on the main thread, of one of the functions ``names`` of ``file``: its name, and its variables."""
     for frame in outward(sys._current_frames().get(threading.main_thread().ident or 0)):
@@ -73,4 +137,4 @@ def called_by(modules: tuple[str, ...]) -> bool:
     """Whether code of a module whose name starts with one of ``modules`` is among the nearest callers."""
     # nn.Module's __setattr__, and what noticed it, are in between.
     nearest = itertools.islice(outward(sys._getframe(1)), 8)
-    return any(frame.f_globals.get("__name__", "").startswith(modules) for frame in nearest)
+    return any(module_name(frame).startswith(modules) for frame in nearest)

@@ -45,11 +45,11 @@ from typing import Any, ClassVar, Literal, NoReturn, Protocol
 import torch
 import torch.distributed as dist
 
-from flatshard._comm.backends import Addressed, BuiltinCollectives, FakeCollectives, builtin_collectives
+from flatshard._comm.backends import Addressed, BuiltinCollectives, builtin_collectives
 from flatshard._comm.collectives import Collectives, CollectivesFactory, Pending, settle
 from flatshard._comm.progress import EXCHANGE, GATHER, NUMBERS, REDUCE, Issued, Label, Progress, describe_place, here
 from flatshard._comm.rank_group import RankGroup
-from flatshard._errors import CollectiveError, OutOfStepError, ReconfiguredError, cannot_trace
+from flatshard._errors import CollectiveError, OutOfStepError, cannot_trace
 from flatshard._host_memory import keep_freed_memory
 
 
@@ -337,7 +337,7 @@ class Peers:
             progress = monitor = None
             if on_cpu and builtin.size > 1:
                 keep_freed_memory()
-            if builtin.size > 1 and not isinstance(builtin, FakeCollectives):
+            if builtin.size > 1 and not builtin.imitates:
                 progress = cls._progress.setdefault(group, Progress())
                 monitor = None if cls.make_monitor is None else cls.make_monitor(builtin, device, progress)
             host = None if on_cpu else torch.device("cpu")
@@ -482,8 +482,6 @@ class Runtime(RankGroup):
         """Issue a collective by ``start``: a method of ``collectives`` for ``tensors``, or without any a function."""
         progress, monitor = self.progress, self.monitor
         given = (*tensors, label) if tensors and self.collectives is self._builtin else tensors
-        if self._builtin.may_change and self._builtin.has_changed():
-            self._refuse_changed(verb, label)
         if progress is None:
             return start(*given) if self.streams is None else self.issued(start(*given))
         if progress.unended:
@@ -506,17 +504,6 @@ class Runtime(RankGroup):
             "without collectives, fix the cause that the first error names, and restart all ranks"
         )
         raise OutOfStepError(verb, label.unit, self.rank, self.world_size, text)
-
-    def _refuse_changed(self, verb: str, label: Label) -> NoReturn:
-        was, rank, size = f"rank {self.rank} of {self.world_size}", *self._builtin.current_place()
-        text = (
-            f"the {verb} of unit {label.unit or '<root>'!r} was not issued: its process group was reconfigured. When the "
-            f"unit was sharded, this was {was}; now it is rank {rank} of {size}, and the parts of "
-            "other ranks are gone. Make a new group of the ranks that are left (destroy_process_group, "
-            "init_process_group), build the model anew, call fully_shard, and load a checkpoint: "
-            "flatshard.load_checkpoint takes one of any number of ranks"
-        )
-        raise ReconfiguredError(verb, label.unit, self.rank, self.world_size, text)
 
     def store(self) -> Any:
         """The process group's store. None after the group has been destroyed."""

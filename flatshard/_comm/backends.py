@@ -1,4 +1,4 @@
-"""Collectives per backend: gloo, the fake group, and others such as NCCL. In the core, only this file calls
+"""Collectives per backend: gloo, and others such as NCCL. In the core, only this file calls
 ``torch.distributed`` to communicate.
 
 [Note: Order of collectives]
@@ -60,23 +60,17 @@ class BuiltinCollectives(Collectives):
     """Whether ``all_gather`` also takes a shard outside of ``output``, and copies it there. Saves some callers a copy."""
     widens = False
     """Whether ``reduce_scatter`` also takes an input of a narrower dtype than the output's, and adds in the output's."""
-    may_change = False
-    """Whether the group may be given other ranks: see ``has_changed``."""
+    imitates = False
+    """Whether the other ranks are imitated: there is nobody to wait for, or to differ from."""
     compared: tuple[int, ...] = (GATHER, REDUCE)
     """The kinds of collectives whose order ranks compare: see ``OrderCheck``. Custom collectives may set it, too."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = weakref.ref(group)
         self.rank, self.size = group.rank(), group.size()
-        self.may_change = _may_change(group)
 
-    def has_changed(self) -> bool:
-        """Whether the group was reconfigured, so that its size or this process's rank is another one now."""
-        group = self._group()
-        return group is not None and (group.size() != self.size or group.rank() != self.rank)
-
-    def current_place(self) -> tuple[int, int]:
-        """This process's rank in the group, and the group's size, as they are now."""
+    def place_now(self) -> tuple[int, int]:
+        """This process's rank in the group, and the group's size, as they are now: see ``GroupMonitor``."""
         return self.group.rank(), self.group.size()
 
     @property
@@ -113,14 +107,6 @@ class BuiltinCollectives(Collectives):
         """Replace ``numbers`` by their sum or maximum over the ranks, on the current stream."""
         dist.all_reduce(numbers, op=dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX, group=self.group)
         return Done()
-
-
-def _may_change(group: dist.ProcessGroup) -> bool:
-    """Whether the group may be given other ranks (torch 2.15: ``reconfigure``)."""
-    try:
-        return bool(getattr(group, "supports_reconfigure", False))
-    except RuntimeError:  # it has several backends, or one that is written in Python: torch refuses the question
-        return False
 
 
 def alive(reference: weakref.ref[dist.ProcessGroup]) -> dist.ProcessGroup:
@@ -264,58 +250,6 @@ class GlooCollectives(BuiltinCollectives):
         return Works([self.group.broadcast(as_real(tensor), 0)])
 
 
-class FakeCollectives(BuiltinCollectives):
-    """The fake process group: every rank is simulated to have this rank's values.
-
-    The fake group's own all-gather fills the output with one call per rank: 2 ms of host time at 4,096 ranks, which no real
-    backend takes. Here a single operation gives the same result, and one call into the group keeps its dispatch cost.
-    """
-
-    out_of_place = True
-
-    def __init__(self, group: dist.ProcessGroup, widens: bool = False) -> None:
-        super().__init__(group)
-        self.widens = widens
-
-    def all_gather(self, output: torch.Tensor, shard: torch.Tensor, label: Label | None = None) -> Pending:
-        numel, before, after = shard.numel(), self.rank, self.size - self.rank - 1
-        if output.data_ptr() + before * shard.nbytes != shard.data_ptr():
-            output.as_strided((self.size, numel), (numel, 1), 0).copy_(shard)
-            return self.group.broadcast(output, 0)
-        if before:
-            output.as_strided((before, numel), (numel, 1), 0).copy_(shard)
-        if after:
-            output.as_strided((after, numel), (numel, 1), (before + 1) * numel).copy_(shard)
-        return self.group.broadcast(output, 0)
-
-    def reduce_scatter(self, output: torch.Tensor, input: torch.Tensor, label: Label | None = None) -> Pending:
-        numel = output.numel()
-        output.copy_(input[self.rank * numel : (self.rank + 1) * numel])
-        return self.group.broadcast(output, 0)
-
-    def all_reduce(self, tensor: torch.Tensor, label: Label | None = None) -> Pending:
-        return self.group.broadcast(tensor, 0)
-
-    def all_to_all(self, output: torch.Tensor, input: torch.Tensor) -> Pending:
-        output.view(self.size, -1).copy_(input.view(self.size, -1)[self.rank])
-        return self.group.broadcast(output, 0)
-
-    def exchange(self, sent: Addressed, received: Addressed, label: Label | None = None) -> Pending:
-        """See :class:`BuiltinCollectives`. There are no other ranks to receive from, so ``received`` becomes zeros."""
-        for tensor, _ in received:
-            tensor.zero_()
-        return self.group.broadcast(received[0][0], 0) if received else Done()
-
-    def broadcast(self, tensor: torch.Tensor) -> Pending:
-        return self.group.broadcast(tensor, 0)
-
-    def combine(self, numbers: torch.Tensor, op: Literal["sum", "max"]) -> Pending:
-        pending = super().combine(numbers, op)
-        if op == "sum":
-            numbers.mul_(self.size)
-        return pending
-
-
 class DefaultCollectives(BuiltinCollectives):
     """The backend's own collectives, on the current stream (NCCL and other accelerator backends).
 
@@ -412,6 +346,10 @@ class DefaultCollectives(BuiltinCollectives):
         return Done()
 
 
+by_backend: dict[str, Callable[[dist.ProcessGroup, torch.device], BuiltinCollectives]] = {}
+"""Makes the collectives of backends that this file does not know, by their names."""
+
+
 def builtin_collectives(group: dist.ProcessGroup, device: torch.device) -> BuiltinCollectives:
     """The collectives that flatshard uses over ``group`` by default: a base for your own to wrap.
 
@@ -432,9 +370,8 @@ def builtin_collectives(group: dist.ProcessGroup, device: torch.device) -> Built
         group: the ranks to communicate among. It is held weakly.
         device: where the tensors are.
     """
-    backend = dist.get_backend(group)
-    if backend == "fake":
-        return FakeCollectives(group, widens=device.type == "cpu")  # like gloo
+    if (make := by_backend.get(dist.get_backend(group))) is not None:
+        return make(group, device)
     if device.type == "cpu" and has_gloo(group):
         return GlooCollectives(group)
     return DefaultCollectives(group)

@@ -16,9 +16,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from flatshard._comm.collectives import CollectivesFactory
-from flatshard._comm.groups import joined
 from flatshard._composable.construct import validate
 from flatshard._composable.construct.flat_plan import Loads, plan_flats
+from flatshard._composable.construct.groups import joined
 from flatshard._composable.construct.materialize import Materialization
 from flatshard._composable.construct.options import as_device, check_limit_all_gathers, over, override, unit_config
 from flatshard._composable.construct.partition import PlannedUnit, plan_units

@@ -13,7 +13,6 @@ before anything is written, and can look there who is to write them.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from types import FrameType
 from typing import NamedTuple
@@ -22,14 +21,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from flatshard._frames import outward
+from flatshard import _frames
 
 _HELPERS = "torch.distributed.checkpoint.state_dict"
 
 
 def callers() -> Iterator[FrameType]:
     """The frames of those who have called the caller, from the innermost."""
-    return outward(sys._getframe(2))
+    return _frames.outward(_frames.of_caller(2))
 
 
 class Request(NamedTuple):
@@ -44,11 +43,11 @@ class Request(NamedTuple):
 def request(kind: str) -> Request | None:
     """By the helper for state of this ``kind``, ``"model"`` or ``"optim"``, if it has called us."""
     for frame in callers():
-        if frame.f_code.co_name == f"_get_{kind}_state_dict" and frame.f_globals.get("__name__") == _HELPERS:
-            options = frame.f_locals["info"]
+        if _frames.function_name(frame) == f"_get_{kind}_state_dict" and _frames.module_name(frame) == _HELPERS:
+            options = _frames.variable(frame, "info")
             receives = not options.cpu_offload or not dist.is_initialized() or dist.get_rank() == 0
             device = torch.device("cpu") if options.cpu_offload else None
-            return Request(frame.f_locals["model"], options.full_state_dict, receives, device)
+            return Request(_frames.variable(frame, "model"), options.full_state_dict, receives, device)
     return None
 
 
@@ -59,7 +58,7 @@ def check_writer(name: str) -> None:
         ValueError: it is torch's ``HuggingFaceStorageWriter``.
     """
     for frame in callers():
-        writer = frame.f_locals.get("storage_writer") if frame.f_globals.get("__name__") == _SAVER else None
+        writer = _frames.variable(frame, "storage_writer") if _frames.module_name(frame) == _SAVER else None
         if any(kind.__name__ == "HuggingFaceStorageWriter" for kind in type(writer).__mro__):
             raise ValueError(
                 f"{name!r}: this rank's part is several boxes, of which torch's HuggingFaceStorageWriter keeps one. Shard "

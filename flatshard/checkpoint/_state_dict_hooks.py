@@ -23,14 +23,13 @@ from torch import nn
 from flatshard._composable.extensions import Extension, ForwardFeature
 from flatshard._composable.features.feature_link import FeatureLink
 from flatshard._composable.state import Unit
+from flatshard._frames import is_of, variable
 from flatshard._handle.registrations import SHARDED
 from flatshard._handle.tensors.part import PartTensor
 from flatshard._handle.tensors.sharded_parameter import ShardedParameter
 from flatshard.checkpoint._sharded_value import ShardedValue, check_source, local_source, sharded_value
 from flatshard.checkpoint._standard_helpers import Request, callers, request
 from flatshard.checkpoint._state_dict import idle_flats, whole_parameters
-
-_LOAD = nn.Module.load_state_dict.__code__
 
 
 class _Checked(threading.local):
@@ -243,5 +242,5 @@ def _problem(tensor: torch.Tensor, source: Any) -> str | None:
 
 def _is_strict() -> bool:
     """What the user said to ``load_state_dict``: hooks are told True in any case."""
-    frame = next((frame for frame in callers() if frame.f_code is _LOAD), None)
-    return frame is not None and bool(frame.f_locals.get("strict", True))
+    frame = next((frame for frame in callers() if is_of(frame, nn.Module.load_state_dict)), None)
+    return frame is not None and bool(variable(frame, "strict", True))

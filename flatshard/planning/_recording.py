@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import sys
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -27,7 +26,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from flatshard import _mesh_runtime
+from flatshard import _frames, _mesh_runtime
 from flatshard._comm.backends import BuiltinCollectives
 from flatshard._comm.collectives import Done, Pending
 from flatshard._comm.progress import Label
@@ -173,7 +172,7 @@ class Books(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        category = _category(sys._getframe(1))
+        category = _category(_frames.of_caller(1))
         if func is torch.ops.aten._local_scalar_dense.default and category != "activations":
             return True  # the answer to "did no rank use this parameter?": all ranks do what this one does
         result = self.values.call(func, args, kwargs, functools.partial(self._made, func, args, kwargs))
@@ -300,10 +299,8 @@ _OF_REDUCTIONS = (gradients.__file__, reduction.__file__, _mesh_runtime.__file__
 
 def _category(frame: Any) -> str:
     """The category of storages made by an operation that ``frame`` called. [Note: What is counted]"""
-    path: str = frame.f_code.co_filename
-    while path == _POOL and frame.f_back is not None:  # they allocate for their callers
-        frame = frame.f_back
-        path = frame.f_code.co_filename
+    paths = map(_frames.file_of, _frames.outward(frame))
+    path = next(path for path in paths if path != _POOL)  # the pool allocates for its callers
     if path in _OF_REDUCTIONS:
         return "reductions"
     return "unsharded" if path.startswith(_HANDLE) or path == kept_shards.__file__ else "activations"

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 from flatshard import CPUOffload, ShardingStrategy, fully_shard
-from flatshard._comm.backends import FakeCollectives
+from flatshard._fake_group import FakeCollectives
 
 
 class Block(Mlp):

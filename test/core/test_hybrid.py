@@ -22,7 +22,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import flatshard
 from flatshard import ShardingStrategy, fully_shard
-from flatshard._comm.groups import _timeout
+from flatshard._composable.construct.groups import _timeout
 from flatshard._composable.find import units_below
 from flatshard._runtime import Runtime
 from flatshard._trace import record_events

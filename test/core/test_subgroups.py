@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import flatshard
 from flatshard import CustomPolicy, MixedPrecision, ShardingStrategy, configure, describe, fully_shard
-from flatshard._comm.groups import _timeout, subgroup
+from flatshard._composable.construct.groups import _timeout, subgroup
 from flatshard._composable.find import units_below
 from flatshard._trace import record_events
 from flatshard.comm import QuantizedCollectives

@@ -26,7 +26,7 @@ PACKAGES = [
     ["_handle", "_handle.adapters", "_handle.tensors"],
     ["_composable", "_composable.construct"],
     ["_composable.features", "_comm.monitor"],
-    ["_quantized", "_shared_memory"],
+    ["_quantized", "_shared_memory", "_fake_group"],
     ["optim", "checkpoint", "debug", "comm", "policies", "tensors"],
     ["planning", "elastic", "weights"],
     ["_extensions"],
@@ -242,7 +242,8 @@ DISTRIBUTED_MODULES = ("device_mesh", "tensor", "checkpoint", "pipelining.schedu
 
 
 def test_only_backends_communicates():
-    for name, node in outside("_comm.backends", "_comm.monitor.messages", "_comm.groups", "elastic._world"):
+    communicating = ("_comm.backends", "_fake_group", "_comm.monitor.messages", "elastic._world")
+    for name, node in outside(*communicating, "_composable.construct.groups"):
         if isinstance(node, ast.Attribute):
             for prefix in ("dist.", "torch.distributed."):
                 if dotted(node).startswith(prefix):
@@ -258,7 +259,14 @@ def test_only_backends_communicates():
 COLLECTIVES = {"all_gather", "reduce_scatter", "all_reduce", "all_reduce_now", "broadcast_now", "exchange"}
 
 
-MADE_OF_OTHERS = ("_mesh_runtime", "_runtime", "_comm.backends", "_comm.groups", "_quantized")
+MADE_OF_OTHERS = (
+    "_mesh_runtime",
+    "_runtime",
+    "_comm.backends",
+    "_composable.construct.groups",
+    "_quantized",
+    "_fake_group",
+)
 MADE_OF_OTHERS += ("_composable.features.comm_hooks",)
 """Modules in which collectives are made of others."""
 
@@ -370,24 +378,33 @@ def test_no_two_files_write_one_attribute():
 FRAME_WORDS = {"_getframe", "_current_frames", "f_back", "f_code", "f_locals", "f_globals", "__code__"}
 
 
-READS_FRAMES = {
-    "_composable.features.transforms",  # tells dynamo not to look below a hook's code
-    "_handle.tensors.guard",  # who reads a module's parameters
+ASKS_WHO_CALLS = {
+    "_composable.features.forward_method",  # and the next three: whether a forward is still running
+    "_composable.features.keep",
+    "_composable.features.skip",
+    "_composable.state",
+    "_errors",
+    "_comm.monitor.watch",  # for errors
+    "_handle.tensors.guard",  # who reads a module's parameters, and who replaces them: see the note there
     "_handle.tensors.sharded_parameter",
     "checkpoint._standard_helpers",  # torch's helpers, by their variables
     "checkpoint._state_dict_hooks",
     "planning._recording",  # whose memory an allocation is
 }
-"""Modules that look at who calls, or at code. No more may come."""
+"""Modules that ask ``_frames``. No more may come."""
 
 
 def test_frames_are_read_in_one_module():
-    found = set()
+    reads, asks = set(), set()
     for name, node in outside("_frames"):
-        word = node.attr if isinstance(node, ast.Attribute) else ""
-        if word in FRAME_WORDS:
-            found.add(name)
-    assert found == READS_FRAMES
+        if isinstance(node, ast.Attribute) and node.attr in FRAME_WORDS:
+            reads.add(name)
+        elif isinstance(node, ast.ImportFrom) and (
+            node.module == "flatshard._frames" or any(each.name == "_frames" for each in node.names)
+        ):
+            asks.add(name)
+    assert reads == {"_composable.features.transforms"}  # which tells dynamo not to look below a hook's code
+    assert asks == ASKS_WHO_CALLS
 
 
 INSTALLED_AT_IMPORT = {
@@ -500,7 +517,7 @@ _handle.tensors.partial: torch._amp_foreach_non_finite_check_and_unscale_
 _handle.tensors.sharded_gradient: _foreach_utils._foreach_supported_types.append
 _handle.tensors.sharded_gradient: torch.utils._foreach_utils
 _handle.tensors.sharded_parameter: _torch_optimizer._foreach_supported_types.append
-_handle.tensors.sharded_parameter: nn.init._calculate_fan_in_and_fan_out.__code__
+_handle.tensors.sharded_parameter: nn.init._calculate_fan_in_and_fan_out
 _handle.tensors.sharded_parameter: torch._C._is_torch_function_enabled
 _trace: torch.autograd._profiler_enabled
 checkpoint._container: torch._utils._rebuild_tensor_v3

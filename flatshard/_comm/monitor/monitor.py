@@ -1,4 +1,4 @@
-"""Detects ranks that issue different collectives: the order check and the watch of one process group."""
+"""Detects ranks that issue different collectives, or are others than before: the monitor of one process group."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from flatshard._comm.collectives import Collectives, Pending
 from flatshard._comm.monitor import watch
 from flatshard._comm.monitor.order_check import OrderCheck
 from flatshard._comm.progress import GATHER, REDUCE, Issued, Progress
-from flatshard._errors import OutOfStepError
+from flatshard._errors import OutOfStepError, ReconfiguredError
 from flatshard._runtime import Awaited, Then
 
 
@@ -31,10 +31,13 @@ class GroupMonitor:
         self._checked = _config.checked_collectives()  # how many collectives of each unit and kind are compared
         group = builtin.group
         self._order = self._orders.setdefault(group, OrderCheck(group, device))
+        self._may_change = _may_change(group)
         if isinstance(builtin, GlooCollectives):
             watch.start(builtin, progress)
 
     def start(self, issued: Issued, collectives: Collectives, start: Callable[[], Pending]) -> Pending:
+        if self._may_change:
+            self._check_unchanged(issued)
         if issued.number > self._checked or issued.kind not in getattr(collectives, "compared", (GATHER, REDUCE)):
             return start()
         check = self._order.announce(issued)
@@ -50,11 +53,33 @@ class GroupMonitor:
                 Awaited(check, issued, self).wait()
             raise
 
+    def _check_unchanged(self, issued: Issued) -> None:
+        """Raise if the group was reconfigured, so that its size or this process's rank is another one now."""
+        (rank_now, size_now), rank, size = self._builtin.place_now(), self._builtin.rank, self._builtin.size
+        if (rank_now, size_now) == (rank, size):
+            return
+        text = (
+            f"the {issued.verb} of unit {issued.label.unit or '<root>'!r} was not issued: its process group was "
+            f"reconfigured. When the unit was sharded, this was rank {rank} of {size}; now it is rank {rank_now} of "
+            f"{size_now}, and the parts of other ranks are gone. Make a new group of the ranks that are left "
+            "(destroy_process_group, init_process_group), build the model anew, call fully_shard, and load a checkpoint: "
+            "flatshard.load_checkpoint takes one of any number of ranks"
+        )
+        raise ReconfiguredError(issued.verb, issued.label.unit, rank, size, text)
+
     def explain(self, issued: Issued) -> OutOfStepError | None:
         text = watch.verdict(self._builtin)
         if text is None:
             return None
         return OutOfStepError(issued.verb, issued.label.unit, self._builtin.rank, self._builtin.size, text)
+
+
+def _may_change(group: dist.ProcessGroup) -> bool:
+    """Whether the group may be given other ranks (torch 2.15: ``reconfigure``)."""
+    try:
+        return bool(getattr(group, "supports_reconfigure", False))
+    except RuntimeError:  # it has several backends, or one that is written in Python: torch refuses the question
+        return False
 
 
 class _Compared:

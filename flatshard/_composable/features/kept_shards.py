@@ -24,7 +24,7 @@ from torch import nn
 
 from flatshard import _trace
 from flatshard._comm.collectives import CollectivesFactory, Done, Pending
-from flatshard._comm.groups import subgroup
+from flatshard._composable.construct.groups import subgroup
 from flatshard._composable.extensions import Extension
 from flatshard._composable.state import Unit
 from flatshard._composable.unit_config import UnitConfig

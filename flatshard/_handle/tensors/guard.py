@@ -19,30 +19,23 @@ values, where what ``load_state_dict(assign=True)`` registers in the same way ha
 from __future__ import annotations
 
 import copy
-import inspect
 import itertools
 import operator
-import sys
 from collections.abc import ItemsView, Iterator, ValuesView
-from types import CodeType, FrameType
+from types import FrameType
 from typing import Any, NoReturn, Self
 
 from torch import nn
 from torch.nn.utils._named_member_accessor import swap_tensor  # private: to recognise writes by functional_call
 from torch.utils.checkpoint import CheckpointFunction
 
+from flatshard import _frames
 from flatshard._errors import RESTRUCTURE_BEFORE, cannot_trace, refuse_other_sharding
-from flatshard._frames import outward
+from flatshard._frames import is_of, outward, self_of
 from flatshard._handle.tensors.changes import changes
 from flatshard._handle.tensors.shard_info import ShardInfo
 from flatshard._handle.tensors.sharded_parameter import ShardedParameter, fillings, handle_to_empty, show_whole
 from flatshard._names import UNIT_KEY
-
-_GETATTR = nn.Module.__getattr__.__code__
-_SWAP = swap_tensor.__code__
-# The function in `named_parameters` that lists one module's own parameters.
-_LIST = next((c for c in nn.Module.named_parameters.__code__.co_consts if isinstance(c, CodeType)), None)
-_RECOMPUTE = CheckpointFunction.backward.__code__
 
 _COPY = (
     "Make the copy before fully_shard; or shard the module as a unit of its own, and copy it outside of its forward, "
@@ -85,9 +78,9 @@ class GuardedParameters(Parameters):
             shown = self.attributes.get(name)
             if isinstance(shown, nn.Parameter):
                 return shown
-            return self._for_reader(param, sys._getframe(1))
+            return self._for_reader(param, _frames.of_caller(1))
         if self.parts and param is not None:
-            self._check_part(name, param, sys._getframe(1))
+            self._check_part(name, param, _frames.of_caller(1))
         return param
 
     # All ways to read must give the same. `dict(self)` and `**self` do because this class has its own iterator.
@@ -96,7 +89,7 @@ class GuardedParameters(Parameters):
         return super().__iter__()
 
     def items(self) -> ItemsView[str, nn.Parameter | None]:  # type: ignore[override]  # dict's own view bypasses `_look`
-        if fillings and _lists_own(sys._getframe(1)):
+        if fillings and _lists_own(_frames.of_caller(1)):
             return {name: self._look_whole(name) for name in self}.items()
         # In C, because `zero_grad` calls this. Parameters that are registered as None are in `attributes`, too.
         if not any(map(operator.is_not, map(self.attributes.get, self.keys()), itertools.repeat(None))):
@@ -119,31 +112,34 @@ class GuardedParameters(Parameters):
         """What ``reader`` gets. Raises if a forward of this dict's module reads it. Other readers are fine:
         ``model.head.weight.grad``.
         """
-        if reader.f_code is not _GETATTR:
+        if not is_of(reader, nn.Module.__getattr__):
             _refuse_early(param, reader)
             return param
         if not param._flatshard_info.is_whole:
             self._check_reader(param, reader)
-        _refuse_early(param, reader.f_back)
+        _refuse_early(param, _frames.caller_of(reader))
         return show_whole(param)
 
     def _check_reader(self, param: ShardedParameter, reader: FrameType) -> None:
-        for frame in outward(reader.f_back):
-            if frame.f_code.co_filename == _GETATTR.co_filename:  # nn.Module.__call__, which runs the hooks
+        for frame in outward(_frames.caller_of(reader)):
+            if _frames.is_in_module_file(frame):  # nn.Module.__call__, which runs the hooks
                 break
-            if frame.f_code.co_name == "forward" and getattr(_self_of(frame), "__dict__", None) is self.attributes:
+            if (
+                _frames.function_name(frame) == "forward"
+                and getattr(self_of(frame), "__dict__", None) is self.attributes
+            ):
                 raise RuntimeError(_explain(param, frame))
 
     def _check_part(self, name: str, param: nn.Parameter, reader: FrameType) -> None:
         """Raise if a forward reads a part from a copy of its module that was made without its unit."""
         info = self.parts.get(name)
-        if info is None or param.shape == info.shape or reader.f_code is not _GETATTR:
+        if info is None or param.shape == info.shape or not is_of(reader, nn.Module.__getattr__):
             return
-        for frame in outward(reader.f_back):
-            if frame.f_code.co_filename == _GETATTR.co_filename:
+        for frame in outward(_frames.caller_of(reader)):
+            if _frames.is_in_module_file(frame):
                 break
-            module = _self_of(frame)
-            if frame.f_code.co_name == "forward" and getattr(module, "__dict__", {}).get("_parameters") is self:
+            module = self_of(frame)
+            if _frames.function_name(frame) == "forward" and getattr(module, "__dict__", {}).get("_parameters") is self:
                 raise RuntimeError(
                     f"{type(module).__name__}.forward would compute with this rank's part of {info.fqn!r}, of shape "
                     f"{tuple(param.shape)}: it is a copy of a module that was sharded as a part of another one. {_COPY}"
@@ -154,11 +150,11 @@ class GuardedParameters(Parameters):
     def __setitem__(self, name: str, param: nn.Parameter | None) -> None:
         held = super().get(name)
         if type(held) is ShardedParameter and param is not held:
-            writer = sys._getframe(1)
+            writer = _frames.of_caller(1)
             if isinstance(param, nn.Parameter) and handle_to_empty(held, writer, param):
                 return
             refuse_other_sharding(held._flatshard_info.fqn)
-            if writer.f_code is _SWAP:
+            if is_of(writer, swap_tensor):
                 self._check_swap(name, held)
         elif type(param) is ShardedParameter and any(param is own for own in super().values()) and held is not param:
             _refuse_removal(param, name)
@@ -240,7 +236,7 @@ class WatchedParameters(Parameters):
     def __setitem__(self, name: str, param: nn.Parameter | None) -> None:
         held = super().get(name)
         if isinstance(held, ShardedParameter) and isinstance(param, nn.Parameter) and param is not held:
-            if not handle_to_empty(held, sys._getframe(1), param):
+            if not handle_to_empty(held, _frames.of_caller(1), param):
                 super().__setitem__(name, param)
         else:
             super().__setitem__(name, param)
@@ -257,15 +253,15 @@ class WatchedParameters(Parameters):
 
 def _lists_own(reader: FrameType) -> bool:
     """Whether ``reader`` is in ``module.named_parameters(recurse=False)``."""
-    caller = reader.f_back
-    return reader.f_code is _LIST and caller is not None and caller.f_locals.get("recurse") is False
+    list_all, caller = nn.Module.named_parameters, _frames.caller_of(reader)
+    return caller is not None and _frames.is_inner_of(reader, list_all) and _frames.variable(caller, "recurse") is False
 
 
 def _refuse_early(param: ShardedParameter, reader: FrameType | None) -> None:
     """Raise if ``reader`` is of ``torch.nn.utils`` (weight_norm, parametrize, prune, ...). It would come to what
     ``_refuse_removal`` refuses. But first it computes with the part: some ranks would raise other errors, or crash.
     """
-    name = "" if reader is None else reader.f_globals.get("__name__", "")
+    name = _frames.module_name(reader)
     if name.startswith("torch.nn.utils.") and not name.startswith("torch.nn.utils._"):  # those are of functional_call
         raise RuntimeError(
             f"parameter {param._flatshard_info.fqn!r} is sharded, and {name} would compute with this rank's part of it: "
@@ -283,17 +279,11 @@ def _refuse_removal(param: ShardedParameter, name: str) -> NoReturn:
     )
 
 
-def _self_of(frame: FrameType) -> Any:
-    """The first argument of the function that runs in ``frame``."""
-    code = frame.f_code
-    return frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
-
-
 def _explain(param: ShardedParameter, forward: FrameType) -> str:
-    info, kind = param._flatshard_info, type(_self_of(forward)).__name__
-    if any(frame.f_globals.get("__name__", "").startswith("torch.fx.") for frame in outward(forward)):
+    info, kind = param._flatshard_info, type(self_of(forward)).__name__
+    if any(_frames.module_name(frame).startswith("torch.fx.") for frame in outward(forward)):
         return str(cannot_trace("torch.fx", f"parameter {info.fqn!r}"))
-    if any(frame.f_code is _RECOMPUTE for frame in outward(forward)):
+    if any(is_of(frame, CheckpointFunction.backward) for frame in outward(forward)):
         return (
             f"parameter {info.fqn!r} is sharded, and {kind}.forward is recomputed in backward after its unit was resharded: "
             "another use of it in this backward was skipped (flatshard.skip), and with a reentrant checkpoint flatshard "
@@ -302,12 +292,11 @@ def _explain(param: ShardedParameter, forward: FrameType) -> str:
         )
     # The innermost public method: `generate`, and not the helper that it calls.
     method, owner = None, ""
-    for frame in outward(forward.f_back):
-        caller = _self_of(frame)
-        from_torch = frame.f_code.co_filename == _GETATTR.co_filename
-        if isinstance(caller, nn.Module) and not from_torch and _all_gathers(caller, param):
-            found = _method_name(type(caller), frame.f_code)
-            if found is not None and (method is None or not found.startswith("_")):
+    for frame in outward(_frames.caller_of(forward)):
+        caller = self_of(frame)
+        if isinstance(caller, nn.Module) and not _frames.is_in_module_file(frame) and _all_gathers(caller, param):
+            found = _frames.method_name(type(caller), frame)
+            if found not in (None, "forward") and (method is None or not found.startswith("_")):
                 method, owner = found, type(caller).__name__
         if method is not None and not method.startswith("_"):
             break
@@ -330,17 +319,3 @@ def _all_gathers(module: nn.Module, param: ShardedParameter) -> bool:
     unit: Any = vars(module).get(UNIT_KEY)
     flats = () if unit is None else [flat for needed in unit.needs for flat in needed.handle.flats]
     return any(flat.index_of(param) is not None for flat in flats)
-
-
-def _method_name(kind: type, code: CodeType) -> str | None:
-    """The name of the method of ``kind`` that runs ``code``, directly or inside decorators. None if there is none."""
-    if code.co_name == "forward":
-        return None
-    for cls in kind.__mro__:
-        for name, found in cls.__dict__.items():
-            while found is not None:
-                if getattr(found, "__code__", None) is code:
-                    return None if name == "forward" else name
-                found = getattr(found, "__wrapped__", None)
-    # In a decorator without functools.wraps: the decorated function has the method's name.
-    return code.co_name if callable(inspect.getattr_static(kind, code.co_name, None)) else None

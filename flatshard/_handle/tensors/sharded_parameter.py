@@ -28,7 +28,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import sys
 import weakref
 from collections.abc import Callable
 from types import FrameType
@@ -42,7 +41,7 @@ from torch.overrides import has_torch_function
 from torch.utils.hooks import RemovableHandle
 
 from flatshard._errors import RESTRUCTURE_BEFORE
-from flatshard._frames import outward
+from flatshard._frames import function_name, is_of, of_caller, outward
 from flatshard._handle.tensors.changes import changes
 from flatshard._handle.tensors.grad_dtype import hand_on, plain_grad_dtype
 from flatshard._handle.tensors.operations import OperationKind, kind_of
@@ -53,10 +52,8 @@ from flatshard._handle.tensors.sharded_gradient import mark, plain_grad
 
 _plain_data: Any = torch.Tensor.data
 _plain_requires_grad: Any = torch.Tensor.requires_grad
-_TO_EMPTY = nn.Module.to_empty.__code__
-_FROM_VECTOR = nn.utils.vector_to_parameters.__code__
 # Called by `kaiming_*` and `xavier_*`. They ask for the fans of the whole.
-_FAN = nn.init._calculate_fan_in_and_fan_out.__code__
+_FAN = nn.init._calculate_fan_in_and_fan_out
 
 
 class Filling(Protocol):
@@ -184,10 +181,10 @@ class ShardedParameter(nn.Parameter):
 
     def _set_data(self, data: torch.Tensor) -> None:
         if not _is_same(self, data):  # module.to() may assign the same memory
-            writer = sys._getframe(1)
+            writer = of_caller(1)
             if handle_to_empty(self, writer, data):
                 return
-            if writer.f_code is _FROM_VECTOR and _is_part(self):
+            if is_of(writer, nn.utils.vector_to_parameters) and _is_part(self):
                 refuse(self._flatshard_info, "vector_to_parameters")
             _plain_data.__set__(self, data)
             increment_version(self)
@@ -240,7 +237,7 @@ class ShardedParameter(nn.Parameter):
     def dim(self) -> int:
         """As in torch: of this rank's part."""
         info = self._flatshard_info
-        if sys._getframe(1).f_code is _FAN and _is_part(self) and not info.never_cut and self.shape != full_shape(self):
+        if is_of(of_caller(1), _FAN) and _is_part(self) and not info.never_cut and self.shape != full_shape(self):
             refuse(self._flatshard_info, "dim")
         return super().dim()
 
@@ -318,8 +315,8 @@ def handle_to_empty(param: ShardedParameter, writer: FrameType, new: torch.Tenso
     Raises:
         RuntimeError: ``param`` has its values, which would be lost.
     """
-    frame = next((each for each in outward(writer) if each.f_code.co_name != "_apply"), None)
-    if frame is None or frame.f_code is not _TO_EMPTY:
+    frame = next((each for each in outward(writer) if function_name(each) != "_apply"), None)
+    if not is_of(frame, nn.Module.to_empty):
         return False
     home = home_of(param)
     if home is not None and home.filling is not None:
