@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import itertools
 from typing import Any
@@ -12,11 +11,10 @@ import torch
 from expecttest import assert_expected_inline
 from live_steps import measured
 from on_ranks import ranks
-from parity import check_same_params
+from parity import check_parity
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-import flatshard
 from flatshard import fit, fully_shard, plan
 from flatshard.planning import _fit, _timeline
 
@@ -80,11 +78,6 @@ def conv_net() -> nn.Module:
     )
 
 
-def encoder() -> nn.Module:
-    layer = nn.TransformerEncoderLayer(WIDTH, 4, 2 * WIDTH, dropout=0.0, batch_first=True)
-    return nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
-
-
 class Uneven(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -104,7 +97,7 @@ MODELS: dict[str, tuple[Any, tuple[Tensor, ...]]] = {
     "gpt": (Gpt, (IDS,)),
     "values": (Looks, (IDS,)),
     "conv": (conv_net, (torch.ones(3, 3, 16, 16),)),
-    "encoder": (encoder, (torch.ones(2, 10, WIDTH),)),
+    "uneven": (uneven, (torch.ones(40, 16),)),
 }
 
 
@@ -133,80 +126,64 @@ def bounds(name: str) -> tuple[int, int]:
     return least.total_peak.nbytes, most.total_peak.nbytes
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_what_is_predicted_is_measured(world, monkeypatch, name: str):
-    """Three budgets each, from nearly the least possible to all that is needed, over the fake group: it receives nothing."""
+@pytest.mark.parametrize(("name", "share"), [("gpt", 0.1), ("gpt", 1.1), ("values", 0.5), ("conv", 0.3)])
+def test_what_is_predicted_is_measured(world, monkeypatch, name: str, share: float):
+    """Budgets from nearly the least possible to all that is needed, over the fake group: it receives nothing."""
     made = _fit.StepOptions
     monkeypatch.setattr(_fit, "StepOptions", lambda **given: made(**given | {"receives": False}))
     make, batch = MODELS[name]
     least, most = bounds(name)
-    for budget in (least + (most - least) // 10, (least + most) // 2, most + 10_000):
-        fitted = fit(on_meta(make), bytes_per_rank=budget, **options(name))
-        world(4)
-        torch.manual_seed(0)
-        model = fitted.apply(make())
-        peaks = measured(model, torch.optim.AdamW(model.parameters()), batch, loss_of)
-        assert max(peaks.values()) <= budget
-        assert abs(max(peaks.values()) - fitted.peak.nbytes) <= 0.01 * fitted.peak.nbytes
-        assert fitted.margin == budget - fitted.peak.nbytes >= 0
-        assert bool(fitted.given_up) == (budget < most)
+    budget = least + int(share * (most - least))
+    fitted = fit(on_meta(make), bytes_per_rank=budget, **options(name))
+    world(4)
+    model = fitted.apply(make())
+    peaks = measured(model, torch.optim.AdamW(model.parameters()), batch, loss_of)
+    assert max(peaks.values()) <= budget
+    assert abs(max(peaks.values()) - fitted.peak.nbytes) <= 0.01 * fitted.peak.nbytes
+    assert fitted.margin == budget - fitted.peak.nbytes >= 0
+    assert bool(fitted.given_up) == (share < 1)
 
 
+@pytest.mark.parametrize("name", ["gpt", "conv"])
 @ranks(2)
-def test_training_is_that_of_one_process(ctx):
+def test_training_is_that_of_one_process(ctx, name: str):
     """And no rank takes more than the budget."""
-    for name in ("gpt", "conv"):
-        make, batch = MODELS[name]
-        changes = {"world_size": 2}
-        whole = plan(on_meta(make), policy="auto", strategy="shard_grad_op", compare=False, **options(name, **changes))
-        budget = 8 * whole.total_peak.nbytes // 10
-        fitted = fit(on_meta(make), bytes_per_rank=budget, **options(name, **changes))
-        assert fitted.given_up
-        torch.manual_seed(0)
-        plain = make().double()
-        model = fitted.apply(copy.deepcopy(plain), process_group=ctx.group)
-        optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-3) for m in (plain, model)]
-        for step in range(3):
-            batches = [
-                [t if name == "gpt" else (t * (rank + step + 1)).sin().double() for t in batch] for rank in range(2)
-            ]
-            if name == "gpt":
-                batches = [[(t + rank + step) % 50 for t in batch] for rank in range(2)]
-            for given in batches:
-                (loss_of(plain(*given)) / 2).backward()
-            loss_of(model(*batches[ctx.rank])).backward()
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
-        check_same_params(model, plain)
-        torch.manual_seed(0)
-        model = fitted.apply(make(), process_group=ctx.group)
-        peaks = measured(model, torch.optim.AdamW(model.parameters()), batch, loss_of)
-        assert max(peaks.values()) <= budget
-        assert abs(max(peaks.values()) - fitted.peak.nbytes) <= max(0.01 * fitted.peak.nbytes, 2**16)
+    make, batch = MODELS[name]
+    given = options(name, world_size=2)
+    whole = plan(on_meta(make), policy="auto", strategy="shard_grad_op", compare=False, **given)
+    budget = 8 * whole.total_peak.nbytes // 10
+    fitted = fit(on_meta(make), bytes_per_rank=budget, **given)
+    assert fitted.given_up
+    check_parity(
+        ctx,
+        make,
+        lambda step, n: torch.randint(50, (n, TOKENS)) if name == "gpt" else torch.randn(n, 3, 16, 16),
+        steps=3,
+        shard=lambda model, group: fitted.apply(model, process_group=group),
+        loss_fn=lambda output, _: loss_of(output),
+        oracle="slices",  # batch norm's statistics are those of a rank
+    )
+    model = fitted.apply(make(), process_group=ctx.group)
+    peaks = measured(model, torch.optim.AdamW(model.parameters()), batch, loss_of)
+    assert max(peaks.values()) <= budget
+    assert abs(max(peaks.values()) - fitted.peak.nbytes) <= max(0.01 * fitted.peak.nbytes, 2**16)
 
 
 def cost_of(planned: Any, first: Any, rate: float) -> float:
     return planned.sent_nbytes - first.sent_nbytes + (planned.flops - first.flops) / rate
 
 
-def searches(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The searches of all later fits."""
-    found: list[Any] = []
-    run = _fit._Search.run
-    monkeypatch.setattr(_fit._Search, "run", lambda self, *given: found.append(self) or run(self, *given))
-    return found
-
-
 def test_no_cheaper_choice_fits(monkeypatch):
     """Of all choices of what three uneven units give up, each planned, none costs 5 % less."""
-    found, model, rate = searches(monkeypatch), on_meta(uneven), 50.0
-    given = options("gpt", example_inputs=(torch.ones(40, 16),)) | {"flops_per_byte": rate, "policy": Uneven}
+    found, run = list[Any](), _fit._Search.run
+    monkeypatch.setattr(_fit._Search, "run", lambda self, *given: found.append(self) or run(self, *given))
+    model, rate = on_meta(uneven), 50.0
+    given = options("uneven", flops_per_byte=rate, policy=Uneven)
     fit(model, bytes_per_rank="1 GiB", **given)
-    kinds = [_timeline.Keeps(stays, again) for stays in (1, 2) for again in (False, True)]
+    kinds = _timeline.Keeps(1, False), _timeline.Keeps(2, False), _timeline.Keeps(1, True)
     plans = [found[0].plan(_fit.Setting(), row) for row in itertools.product(kinds, repeat=3)]
     peaks, first = [p.total_peak.nbytes for p in plans], plans[0]
-    for share in (0.05, 0.3, 0.6, 0.9):
+    for share in (0.05, 0.5):
         budget = int(min(peaks) + share * (peaks[0] - min(peaks)))
         fitted = fit(model, bytes_per_rank=budget, **given)
         least = min(cost_of(p, first, rate) for p in plans if p.total_peak.nbytes <= budget)
@@ -216,10 +193,10 @@ def test_no_cheaper_choice_fits(monkeypatch):
 
 def test_several_microbatches():
     """Parameters that stay until the step save a gather in each microbatch, and are given up first where that is enough."""
-    given = options("gpt", microbatches=3)
-    free = fit(on_meta(Gpt), bytes_per_rank="1 GiB", **given)
+    given = options("uneven", microbatches=3, policy=Uneven)
+    free = fit(on_meta(uneven), bytes_per_rank="1 GiB", **given)
     assert {unit.strategy for unit in free.units} == {"SHARD_OPTIM"}
-    least = fit(on_meta(Gpt), bytes_per_rank=int(0.8 * free.peak.nbytes), **given)
+    least = fit(on_meta(uneven), bytes_per_rank=int(0.95 * free.peak.nbytes), **given)
     assert least.given_up
     assert least.plan.sent_nbytes >= free.plan.sent_nbytes
 
@@ -260,26 +237,20 @@ others          384 B""",
     )
     assert_expected_inline(repr(fitted), """Fit(Gpt over 4 ranks: peak 524 KiB of 531 KiB, 2 given up)""")
     fitted.plot(tmp_path / "step.svg")
-    picture = (tmp_path / "step.svg").read_text()
-    assert picture.startswith("<svg")
-    assert all(word in picture for word in ("budget", "peak", "forward", "backward", "optimizer", "activations"))
+    assert "budget" in (tmp_path / "step.svg").read_text()
 
 
 def test_what_does_not_fit():
-    model = on_meta(Gpt)
-    with pytest.raises(
-        ValueError, match=r"does not fit into .* on 4 ranks\. The least possible peak is .* More ranks are not"
-    ):
-        fit(model, bytes_per_rank=1000, **options("gpt"))
-    tight = options("gpt", example_inputs=(IDS[:1, :1],))
-    needs = fit(model, bytes_per_rank="1 MiB", **tight).plan
-    budget = int(0.6 * plan(model, policy="auto", recompute=True, compare=False, **tight).total_peak.nbytes)
-    with pytest.raises(ValueError, match=r"It would fit on (\d+) ranks") as caught:
-        fit(model, bytes_per_rank=budget, **tight)
-    ranks_needed = int(str(caught.value).rpartition("fit on ")[2].partition(" ")[0])
-    assert ranks_needed > 4
-    assert fit(model, bytes_per_rank=budget, **tight | {"world_size": ranks_needed}).margin >= 0
-    assert needs.total_peak.nbytes > budget
+    model, given = on_meta(uneven), options("uneven", example_inputs=(torch.ones(1, 16),), policy=Uneven)
+    message = r"does not fit into .* on 4 ranks\. The least possible peak is .* It would fit on (\d+) ranks"
+    least = plan(model, recompute=True, compare=False, **given).total_peak.nbytes
+    with pytest.raises(ValueError, match=message) as caught:
+        fit(model, bytes_per_rank=9 * least // 10, **given)
+    needed = int(str(caught.value).rpartition("fit on ")[2].partition(" ")[0])
+    assert needed > 4
+    assert fit(model, bytes_per_rank=9 * least // 10, **given | {"world_size": needed}).margin >= 0
+    with pytest.raises(ValueError, match=r"The least possible peak is .* More ranks are not"):
+        fit(model, bytes_per_rank=1000, **given)
 
 
 class Extends(Gpt):
@@ -303,24 +274,18 @@ def test_what_is_not_possible(world):
     assert "no unit can compute" in str(fitted)
     with pytest.raises(ValueError, match=r"has no module 'blocks\.2': it is not the model that was fitted"):
         fitted.apply(Gpt(2))
+    model = Gpt()
     for error, message, changes in (
-        (ValueError, 'is no size: pass a number of bytes, or "40 GiB"', {"bytes_per_rank": "forty"}),
+        (ValueError, "is no size", {"bytes_per_rank": "forty"}),
         (ValueError, "hybrid strategies are not fitted", {"world_size": (2, 4)}),
         (ValueError, "example_inputs are needed", {"example_inputs": None}),
-        (NotImplementedError, r"unit 'norm, head' is several modules", {"policy": {Block, ()}}),
-        (
-            NotImplementedError,
-            r"unit 'blocks\.0' has arguments of its own",
-            {"policy": {"blocks.0": {"recompute": True}}},
-        ),
+        (NotImplementedError, "'norm, head' is several modules", {"policy": {Block, (model.norm, model.head)}}),
+        (NotImplementedError, "has arguments of its own", {"policy": {"blocks.0": {"recompute": True}}}),
     ):
-        model = Gpt()
-        if changes.get("policy") == {Block, ()}:
-            changes = {"policy": {Block, (model.norm, model.head)}}
         with pytest.raises(error, match=message):
             fit(model, **{"bytes_per_rank": 10**9} | given | changes)
     world(2)
     with pytest.raises(ValueError, match="is sharded already"):
         fit(fully_shard(Gpt()), bytes_per_rank=10**9, **given)
-    assert flatshard.planning._fit.parse_bytes("40 GiB") == 40 * 2**30
-    assert flatshard.planning._fit.parse_bytes("1.5kb") == 1500
+    assert _fit.parse_bytes("40 GiB") == 40 * 2**30
+    assert _fit.parse_bytes("1.5kb") == 1500
