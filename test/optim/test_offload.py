@@ -1,12 +1,10 @@
-"""Optimizers whose state is on the host, stepped unit by unit: the same bits as without. On an accelerator:
-``accelerator/offload.py``."""
+"""Optimizers whose state is on the host, stepped unit by unit: the same bits as without. See ``accelerator/offload.py``."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
 import functools
-import math
 import re
 from collections.abc import Callable
 from typing import Any
@@ -14,9 +12,13 @@ from typing import Any
 import pytest
 import restarts
 import torch
+from fuzz_models import Model
+from fuzz_options import Sharding
+from fuzz_programs import ROOT, Forward, Program, Scaled, ZeroGrad
 from models import Block, Net
 from on_ranks import ranks
 from pairs import all_pairs, some
+from program_machine import run_program
 from torch import Tensor, nn, optim
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
@@ -51,7 +53,6 @@ KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
     "foreach": (optim.AdamW, {"lr": 0.01, "foreach": True}),
     "fused": (optim.AdamW, {"lr": 0.01, "fused": True}),
     "adagrad": (optim.Adagrad, {"lr": 0.1, "initial_accumulator_value": 0.1}),  # has state before its first step
-    "nadam": (optim.NAdam, {"lr": 0.01}),
     "sgd": (optim.SGD, {"lr": 0.1, "momentum": 0.9}),
     "counting": (Counting, {"lr": 0.1}),
 }
@@ -89,55 +90,68 @@ def same_bits(one: Any, other: Any) -> None:
     torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
 
 
-def same(pairs_: list[tuple[nn.Module, Optimizer]]) -> None:
-    (model, optimizer), (theirs, of_theirs) = pairs_
-    same_bits([p.detach() for p in model.parameters()], [p.detach() for p in theirs.parameters()])
-    assert len(optimizer.state) == len(of_theirs.state)
-    of_params = zip(model.parameters(), theirs.parameters(), strict=True)
-    same_bits([optimizer.state.get(p) for p, _ in of_params], [of_theirs.state.get(p) for p in theirs.parameters()])
-    strip = [[{k: v for k, v in g.items() if k != "params"} for g in o.param_groups] for o in (optimizer, of_theirs)]
-    same_bits(*strip)
+def same(one: Optimizer, other: Optimizer) -> None:
+    """Their parameters, state, and options of groups."""
+    params = [[p for group in each.param_groups for p in group["params"]] for each in (one, other)]
+    same_bits(*([p.detach() for p in each] for each in params))
+    assert len(one.state) == len(other.state)
+    same_bits([one.state.get(p) for p in params[0]], [other.state.get(p) for p in params[1]])
+    same_bits(*([{k: v for k, v in g.items() if k != "params"} for g in each.param_groups] for each in (one, other)))
+
+
+def twins(ctx, kind: str, arrange: Callable[..., Any] = groups, **options: Any) -> list[tuple[nn.Module, Optimizer]]:
+    """Two models of the same values, and their optimizers: offloaded, and not. ``arrange``: makes groups of a model."""
+    cls, settings = KINDS[kind]
+    models = [sharded(ctx, **options) for _ in range(2)]
+    makes = [functools.partial(OffloadedOptimizer, optimizer_class=cls), cls]
+    return [(m, make(arrange(m), **copy.deepcopy(settings))) for m, make in zip(models, makes, strict=True)]
+
+
+def flat_and_alone(model: nn.Module) -> list[dict[str, Any]]:
+    return [{"params": [*flatshard.flat_parameters(model), nn.Parameter(torch.ones(3))]}]
+
+
+def groups_and_alone(model: nn.Module) -> list[dict[str, Any]]:
+    first, second = groups(model)
+    return [first, {**second, "params": [*second["params"], nn.Parameter(torch.ones(3))]}]
 
 
 MIXED = MixedPrecision(torch.bfloat16, torch.float32)
 STRATEGIES = ["FULL_SHARD", "SHARD_GRAD_OP", "SHARD_OPTIM", "NO_SHARD", "HYBRID_SHARD", "HYBRID_FULL_SHARD"]
+CHOICES = (list(KINDS), STRATEGIES, (None, MIXED), (1, 2), (False, True))
 CASES = [
-    case
-    for case in all_pairs(list(KINDS), STRATEGIES, (None, MIXED), (1, 2), (False, True), (1, 2, 3, 4))
-    if not case[1].startswith("HYBRID") or case[-1] == 4
+    (*case, 4 if case[1].startswith("HYBRID") else 1 + turn % 3, ahead)
+    for ahead, count in ((False, 18), (True, 9))
+    for turn, case in enumerate(some(all_pairs(*CHOICES), count, turn=ahead))
 ]
-CASES += [("adamw", "HYBRID_SHARD", None, 2, True, 4), ("foreach", "HYBRID_FULL_SHARD", MIXED, 1, True, 4)]
+CASES += [("fused", "SHARD_OPTIM", None, 1, False, 3, True)]  # parameters that C++ changes through pointers
 
 
-@pytest.mark.parametrize(("kind", "strategy", "precision", "micro", "is_flat", "world_size"), CASES, ids=str)
+@pytest.mark.parametrize(("kind", "strategy", "precision", "micro", "is_flat", "world_size", "ahead"), CASES, ids=str)
 @ranks()
-def test_the_same_bits(ctx, kind: str, strategy: str, precision: Any, micro: int, is_flat: bool) -> None:
-    """As the optimizer itself: parameters, state and options of groups, with a scheduler and clipping."""
-    cls, options = KINDS[kind]
-    where = {"strategy": ShardingStrategy[strategy], "mixed_precision": precision}
+def test_the_same_bits(ctx, kind: str, strategy: str, precision: Any, micro: int, is_flat: bool, ahead: bool) -> None:
+    """As the optimizer itself, with a scheduler: after clipping, and ``ahead`` in backward, where no gradient is left."""
+    where: dict[str, Any] = {"strategy": ShardingStrategy[strategy], "mixed_precision": precision}
     if strategy.startswith("HYBRID"):
         where["device_mesh"] = ctx.device_mesh((2, 2), ("replicate", "shard"))
-    twins = []
-    for make in (functools.partial(OffloadedOptimizer, optimizer_class=cls), cls):
-        model = sharded(ctx, **where)
-        params = flatshard.flat_parameters(model) if is_flat else groups(model)
-        twins.append((model, make(params, **copy.deepcopy(options))))
-    schedulers = [optim.lr_scheduler.ExponentialLR(o, 0.9) for _, o in twins]
+    both = twins(ctx, kind, flat_and_alone if is_flat else groups_and_alone, **where)
+    schedulers = [optim.lr_scheduler.ExponentialLR(o, 0.9) for _, o in both]
+    if ahead:
+        flatshard.optim.step_in_backward(*both[0])
     for step in range(3):
-        for (model, optimizer), scheduler in zip(twins, schedulers, strict=True):
+        for (model, optimizer), scheduler in zip(both, schedulers, strict=True):
+            *params, alone = (p for group in optimizer.param_groups for p in group["params"])
+            alone.grad = torch.full((3,), 0.5)
             for i in range(micro):
-                backward(ctx, model, micro * step + i)
-            flatshard.clip_grad_norm_(model, 0.5)
+                with flatshard.no_sync(model) if ahead and i + 1 < micro else contextlib.nullcontext():
+                    backward(ctx, model, micro * step + i)
+            assert any(p.grad is not None for p in params) is not (ahead and optimizer is both[0][1])
+            if not ahead:
+                flatshard.clip_grad_norm_(model, 0.5)
             optimizer.step()
             optimizer.zero_grad()
             scheduler.step()
-        if is_flat:
-            for model, _ in twins:
-                flatshard.reshard(model)
-        same(twins) if not is_flat else same_bits(*([p.detach() for p in m.parameters()] for m, _ in twins))
-    assert sum(len(unit) for unit in twins[0][1]._units()) == len(
-        [p for g in twins[0][1].param_groups for p in g["params"]]
-    )
+        same(*(o for _, o in both))
 
 
 @ranks(2)
@@ -156,7 +170,7 @@ def test_the_state_of_either_goes_on_in_the_other(ctx) -> None:
             if isinstance(fresh, OffloadedOptimizer):
                 assert {type(v) for values in fresh.state.values() for v in values.values()} <= {Tensor, float}
             fresh.state_dict()  # a plain optimizer that has not stepped takes its parts out now
-            same([(model, optimizer), (model, fresh)])
+            same(optimizer, fresh)
             whole = [optim_state_dict(model, o, full=True) for o in (fresh, optimizer)]
             same_bits(*(each["state"] for each in whole))
             assert whole[0]["param_groups"] == whole[1]["param_groups"]
@@ -166,7 +180,6 @@ def test_the_state_of_either_goes_on_in_the_other(ctx) -> None:
 
 
 OFFLOADED = {
-    "AdamW": functools.partial(OffloadedOptimizer, optimizer_class=optim.AdamW, lr=0.1),
     "Adagrad": functools.partial(
         OffloadedOptimizer, optimizer_class=optim.Adagrad, lr=0.1, initial_accumulator_value=0.1
     ),
@@ -187,56 +200,38 @@ def restart(ctx, path: str) -> None:
 def test_other_ranks_go_on(pool, tmp_path):
     """On every path that saves an optimizer's state."""
     pool.run(save, str(tmp_path / "x"), world_size=2)
-    for world_size in (1, 3):
-        pool.run(restart, str(tmp_path / "x"), world_size=world_size)
+    pool.run(restart, str(tmp_path / "x"), world_size=3)
 
 
 @ranks(2)
 def test_grad_scaler(ctx) -> None:
-    """A step that overflows is skipped; the others are made with the same bits, fused or not."""
-    for kind in ("foreach", "fused"):
-        twins, cls, options = [], *KINDS[kind]
-        for make in (functools.partial(OffloadedOptimizer, optimizer_class=cls), cls):
-            model = sharded(ctx)
-            twins.append((model, make(model.parameters(), **options), torch.amp.GradScaler("cpu", init_scale=2.0**4)))
-        for step in range(4):
-            before = [p.detach().clone() for p in twins[0][0].parameters()]
-            for model, optimizer, scaler in twins:
-                optimizer.zero_grad()
-                scale = float(scaler.scale(torch.ones(())))
-                backward(ctx, model, step, math.inf if step == 1 and ctx.rank == 1 else scale)
-                if step == 2:
-                    scaler.unscale_(optimizer)
-                    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-                scaler.step(optimizer)
-                scaler.update()
-            same([each[:2] for each in twins])
-            kept = all(map(torch.equal, before, twins[0][0].parameters()))
-            assert kept == (step == 1)
-            assert twins[0][2].get_scale() == twins[1][2].get_scale()
+    """A step that overflows is skipped."""
+    body = [(Forward(loss, 0, ROOT, i), Scaled(loss, 0, loss == "b"), ZeroGrad(0)) for i, loss in enumerate("abc")]
+    model, sharding = Model(("seq", ("linear", True), ("residual", ("mlp", 3, True))), 5), Sharding(("set", "Residual"))
+    statements = tuple(statement for step in body for statement in step)
+    run_program(ctx, Program(0, 2, model, (sharding, sharding), "same", "offloaded", False, 1, statements))
 
 
 @ranks(1, 2)
 def test_groups_closures_hooks_and_plain_parameters(ctx) -> None:
-    twins = []
+    both = []
     for make in (functools.partial(OffloadedOptimizer, optimizer_class=optim.AdamW), optim.AdamW):
         model, alone = sharded(ctx), nn.Parameter(torch.ones(3, 3))
         alone.grad = torch.full((3, 3), 0.5)
         params = list(model.parameters())
         optimizer = make([{"params": params[:3], "lr": 0.1}, {"params": []}], weight_decay=0.1)
         optimizer.add_param_group({"params": [*params[3:], alone], "betas": (0.5, 0.6)})
-        twins.append((model, optimizer))
+        both.append((model, optimizer))
     ran: list[str] = []
-    for model, optimizer in twins:
+    for model, optimizer in both:
         optimizer.register_step_pre_hook(lambda *_: ran.append("before"))
         optimizer.register_step_post_hook(lambda *_: ran.append("after"))
         loss = optimizer.step(functools.partial(backward, ctx, model, 0))
         assert loss.requires_grad
         assert ran == ["before", "after"]
         ran.clear()
-    same(twins)
-    optimizer, alone = twins[0][1], twins[0][1].param_groups[-1]["params"][-1]
-    same_bits(alone.detach(), twins[1][1].param_groups[-1]["params"][-1].detach())
+    same(*(o for _, o in both))
+    optimizer = both[0][1]
     assert [len(unit) for unit in optimizer._units()] == [5, 2, 2, 2, 1]
     assert [g["lr"] for g in optimizer.param_groups] == [0.1, 1e-3, 1e-3]
     assert [len(g["params"]) for g in optimizer.param_groups] == [3, 0, 9]
@@ -244,12 +239,8 @@ def test_groups_closures_hooks_and_plain_parameters(ctx) -> None:
     assert optimizer.host_nbytes == count
     assert optimizer.device_nbytes == 0
     assert repr(optimizer).startswith(
-        f"OffloadedOptimizer of AdamW (12 parameters in 5 units; state here: {count:,} bytes on the host, as are the "
-        "parameters, 0 on the device)\nOffloadedOptimizer (\nParameter Group 0\n"
+        f"OffloadedOptimizer of AdamW (12 parameters in 5 units; state here: {count:,} bytes on the host"
     )
-    with pytest.raises(ValueError, match="more than one parameter group"):
-        optimizer.add_param_group({"params": [alone]})
-    assert len(optimizer.param_groups) == 3
 
 
 class Failing(optim.AdamW):
@@ -297,7 +288,7 @@ def test_an_error_in_a_step_loses_nothing(ctx) -> None:
         if not any(p is each for unit in units[:2] for each in unit):
             q.grad = None
     of_theirs.step()
-    same([(model, optimizer), (theirs, of_theirs)])
+    same(optimizer, of_theirs)
 
 
 @ranks(2)
@@ -319,47 +310,6 @@ def test_a_load_that_fails_changes_nothing(ctx) -> None:
 
 
 # -- in backward ---------------------------------------------------------------------------------------------------------
-
-STEPPED = [
-    *some([case for case in CASES if case[-1] < 4], 7),
-    ("fused", "SHARD_OPTIM", None, 1, False, 3),  # parameters that C++ changes through pointers
-    ("sgd", "SHARD_OPTIM", None, 2, False, 2),
-    ("counting", "HYBRID_FULL_SHARD", None, 2, False, 4),
-]
-
-
-@pytest.mark.parametrize(("kind", "strategy", "precision", "micro", "is_flat", "world_size"), STEPPED, ids=str)
-@ranks()
-def test_the_same_bits_in_backward(ctx, kind: str, strategy: str, precision: Any, micro: int, is_flat: bool) -> None:
-    """And no gradient is left; with a parameter that is in no unit, and a scheduler."""
-    cls, options = KINDS[kind]
-    where: dict[str, Any] = {"strategy": ShardingStrategy[strategy], "mixed_precision": precision}
-    if strategy.startswith("HYBRID"):
-        where["device_mesh"] = ctx.device_mesh((2, 2), ("replicate", "shard"))
-    twins: list[tuple[nn.Module, Optimizer]] = []
-    for make in (functools.partial(OffloadedOptimizer, optimizer_class=cls), cls):
-        model, alone = sharded(ctx, **where), nn.Parameter(torch.ones(3))
-        params = [{"params": flatshard.flat_parameters(model)}] if is_flat else groups(model)
-        params[-1]["params"].append(alone)
-        twins.append((model, make(params, **copy.deepcopy(options))))
-    schedulers = [optim.lr_scheduler.ExponentialLR(o, 0.9) for _, o in twins]
-    flatshard.optim.step_in_backward(*twins[0])
-    for step in range(3):
-        for (model, optimizer), scheduler in zip(twins, schedulers, strict=True):
-            optimizer.param_groups[-1]["params"][-1].grad = torch.full((3,), 0.5)
-            for i in range(micro):
-                with flatshard.no_sync(model) if i + 1 < micro else contextlib.nullcontext():
-                    backward(ctx, model, micro * step + i)
-            stepped = [p for group in optimizer.param_groups for p in group["params"]][:-1]
-            assert any(p.grad is not None for p in stepped) is (optimizer is twins[1][1])
-            optimizer.step()
-            optimizer.zero_grad()
-            scheduler.step()
-        of_both = [[p.detach() for group in o.param_groups for p in group["params"]] for _, o in twins]
-        same_bits(*of_both)
-        states = [[o.state.get(p) for group in o.param_groups for p in group["params"]] for _, o in twins]
-        same_bits(*states)
-        same_bits(*([{k: v for k, v in g.items() if k != "params"} for g in o.param_groups] for _, o in twins))
 
 
 @ranks(2)
@@ -397,17 +347,15 @@ def test_gradients_exist_for_one_unit_at_a_time(ctx) -> None:
 def test_what_needs_all_gradients_is_refused_in_backward(ctx) -> None:
     model = sharded(ctx)
     optimizer = OffloadedOptimizer(model.parameters(), optim.AdamW)
-    with pytest.raises(TypeError, match=r"takes a flatshard.optim.OffloadedOptimizer, got a SGD.*parameters\(\), SGD,"):
+    with pytest.raises(TypeError, match=r"takes a flatshard.optim.OffloadedOptimizer, got a SGD"):
         flatshard.optim.step_in_backward(model, optim.SGD(model.parameters(), lr=0.1))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="no parameter of a unit of this Unused"):
         flatshard.optim.step_in_backward(sharded(ctx), optimizer)
     steps = flatshard.optim.step_in_backward(model, optimizer)
-    with pytest.raises(ValueError, match=r"units the root module, 'blocks.0', .* are stepped in backward already"):
+    with pytest.raises(ValueError, match="are stepped in backward already"):
         flatshard.optim.step_in_backward(model, optimizer)
     for verb in (functools.partial(flatshard.clip_grad_norm_, max_norm=1.0), flatshard.optim.get_total_norm):
-        with pytest.raises(
-            RuntimeError, match=r"gradients of units the root module, .* are stepped and freed in backward"
-        ):
+        with pytest.raises(RuntimeError, match="are stepped and freed in backward"):
             verb(model)
     scaler = torch.amp.GradScaler("cpu")
     scaler.scale(torch.zeros(()))
@@ -457,11 +405,6 @@ class HoldingState(optim.SGD):
             p.sub_(self.state[p]["momentum"], alpha=0.1)
 
 
-class NeedsClosure(optim.SGD):
-    def step(self, closure: Callable[[], Tensor]) -> Any:
-        return closure()
-
-
 class Wrapping(optim.SGD):
     def __init__(self, params: Any, **options: Any) -> None:
         super().__init__(params, **options)
@@ -470,18 +413,10 @@ class Wrapping(optim.SGD):
 
 REFUSED = [
     (optim.LBFGS, {}, ValueError, "LBFGS.step needs closure"),
-    (NeedsClosure, {}, ValueError, "NeedsClosure.step needs closure"),
     (Wrapping, {}, ValueError, "Wrapping steps by another optimizer inside"),
     (WholeParameterOptimizer, {"optimizer_class": optim.SGD}, TypeError, "optimizer_class"),
-    (
-        functools.partial(WholeParameterOptimizer, optimizer_class=optim.Adam),
-        {},
-        ValueError,
-        "by another optimizer inside",
-    ),
     (optim.Adam, {"differentiable": True}, ValueError, "leave out differentiable=True"),
     (lambda params: list(params), {}, TypeError, "made a list, which is no torch.optim.Optimizer"),
-    (optim.Adam, {"lr": -1.0}, ValueError, "Invalid learning rate"),
 ]
 
 
@@ -531,10 +466,9 @@ def test_on_cpu_nothing_is_offloaded(ctx) -> None:
         assert repr(away) == "Offloaded (nothing: the parameters were on the host)"
     optimizer.step()
     assert [p.data_ptr() for p in model.parameters()] == before
-    with flatshard.summon_full_params(model), pytest.raises(RuntimeError, match=r"offload: .* in summon_full_params"):
-        flatshard.optim.offload(model)
-    with flatshard.keep_unsharded(model), pytest.raises(RuntimeError, match=r"offload: .* are kept unsharded"):
-        flatshard.optim.offload(model)
+    for block in (flatshard.summon_full_params, flatshard.keep_unsharded):
+        with block(model), pytest.raises(RuntimeError, match=r"offload: .* (in summon_full_params|are kept unsharded)"):
+            flatshard.optim.offload(model)
     with flatshard.no_sync(model):
         backward(ctx, model, 1)
     with pytest.raises(RuntimeError, match=r"offload.*hold|reduce_gradients"):

@@ -97,9 +97,7 @@ CASES: list[tuple[type[Optimizer], dict[str, Any], Any, str | None]] = [
     (KINDS["Normed"], {}, None, None),
     (NormedByParameter, {}, None, ELEMENTS),
     (NormedByParameter, {"lr": 0.0}, None, ELEMENTS),  # at the beginning of a warm-up
-    (NormedByParameter, {}, Rows(), ELEMENTS),
     (NormedByParameter, {}, Whole(), None),
-    (KINDS["NormedIfDecayed"], {}, None, None),
     (KINDS["NormedIfDecayed"], {"weight_decay": 0.1}, None, ELEMENTS),
     (KINDS["Centred"], {}, None, ELEMENTS),
     (KINDS["Centred"], {}, Rows(), None),

@@ -13,7 +13,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from fuzz_options import layout_named
 from on_ranks import ranks
-from pairs import all_pairs
+from pairs import all_pairs, some
 from parity import whole_gradients
 from recording import sent_bytes
 from saving import CommunicationWatch, by_name, same
@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import flatshard
-from flatshard import ShardingStrategy, fully_shard
+from flatshard import fully_shard
 from flatshard.checkpoint import full_state_dict, load_optim_state_dict, optim_state_dict
 from flatshard.layouts import Rows, Whole
 from flatshard.optim import WholeParameterOptimizer, check_whole_parameters, segment_reduce
@@ -108,10 +108,14 @@ def equal(model: nn.Module, reference: nn.Module) -> None:
 
 CASES = [
     (*case, 300, "FULL_SHARD")
-    for case in all_pairs(list(KINDS), ["", "rows", "blocks", "whole", "mixed"], (1, 2, 3, 4))
+    for case in some(all_pairs(list(KINDS), ["", "rows", "blocks", "whole", "mixed"], (1, 2, 3, 4)), 10)
 ]
-CASES += [("adafactor", "", size, limit, "FULL_SHARD") for size, limit in ((4, 1), (4, 10**9))]
-CASES += [("adafactor", "", 2, 1, "NO_SHARD"), ("adafactor", "", 4, 300, "HYBRID_SHARD")]
+CASES += [("adafactor", "", 4, 1, "FULL_SHARD")]
+CASES += [
+    ("adafactor", "", 2, 1, "NO_SHARD"),
+    ("adafactor", "", 4, 300, "HYBRID_SHARD"),
+    ("adafactor", "", 3, 300, "beside"),
+]
 
 
 @pytest.mark.parametrize(("kind", "layout", "world_size", "limit", "strategy"), CASES)
@@ -123,7 +127,10 @@ def test_as_one_process_bit_for_bit(ctx, kind: str, layout: str, limit: int, str
     if strategy == "HYBRID_SHARD":
         where = {"device_mesh": ctx.device_mesh((2, 2), ("replicate", "shard"))}
     where |= {"policy": {nn.Linear} if ctx.world_size % 2 else None, "layout": layout_named(layout or None)}
-    model = fully_shard(copy.deepcopy(reference), strategy=ShardingStrategy[strategy], **where)
+    model = copy.deepcopy(reference)
+    if strategy == "beside":  # a unit that is whole: the work of the ranks is balanced over both
+        fully_shard(model[0], strategy="NO_SHARD", process_group=ctx.group)
+    fully_shard(model, strategy="FULL_SHARD" if strategy == "beside" else strategy, **where)
     ref_optimizer = cls(reference.parameters(), **options)
     optimizer = WholeParameterOptimizer(model.parameters(), cls, limit_bytes=limit, **options)
     schedulers = [torch.optim.lr_scheduler.StepLR(o, 1, 0.5) for o in (optimizer, ref_optimizer)]
@@ -161,19 +168,15 @@ def test_options_that_count_steps(ctx) -> None:
     model = fully_shard(make(False), process_group=ctx.group)
     optimizer = WholeParameterOptimizer(model.parameters(), Counting, limit_bytes=1)
     (group,) = optimizer.param_groups
-    for _ in range(2):
-        for steps in range(1, 4):
-            optim_state_dict(model, optimizer, for_load=True)
-            assert float(group.get("step", 0)) == len(group["notes"]) == steps - 1
-            model(torch.ones(1, 9)).sum().backward()
-            optimizer.step()
-            assert float(group["step"]) == len(group["notes"]) == steps
-            if steps == 1:
-                held = group["step"]
-            assert group["step"] is held  # as somebody who holds it expects
-        model = fully_shard(make(False), process_group=ctx.group)
-        optimizer = Counting(model.parameters())
-        (group,) = optimizer.param_groups
+    for steps in range(1, 4):
+        optim_state_dict(model, optimizer, for_load=True)
+        assert float(group.get("step", 0)) == len(group["notes"]) == steps - 1
+        model(torch.ones(1, 9)).sum().backward()
+        optimizer.step()
+        assert float(group["step"]) == len(group["notes"]) == steps
+        if steps == 1:
+            held = group["step"]
+        assert group["step"] is held  # as somebody who holds it expects
 
 
 class Watched(torch.optim.Adafactor):
@@ -200,19 +203,11 @@ def test_what_is_held_is_bounded(ctx) -> None:
         assert all(o.is_cut for o in owned)
         assert sum(o.is_mine for o in owned) == 4  # balanced
         held: list[int] = []
-        Watched.watch = functools.partial(note_held, owned, held)
+        Watched.watch = lambda owned=owned, held=held: held.append(sum(o._whole is not None for o in owned))
         model(torch.randn(3, 17)).sum().backward()
         optimizer.step()
         assert max(held) == min(3 * count, 4), (limit, held)
         assert all(o._whole is o._grad is None for o in owned)
-
-
-def note_held(owned: list[Any], held: list[int]) -> None:
-    held.append(sum(o._whole is not None for o in owned))
-
-
-def error() -> None:
-    raise ArithmeticError
 
 
 @ranks(2)
@@ -221,8 +216,8 @@ def test_after_an_error_the_next_step_works(ctx) -> None:
     model = fully_shard(make(True), process_group=ctx.group)
     optimizer = WholeParameterOptimizer(model.parameters(), Watched, limit_bytes=1)
     model(torch.randn(3, 9)).sum().backward()
-    Watched.watch = error
-    with pytest.raises(ArithmeticError):
+    Watched.watch = lambda: 1 / 0
+    with pytest.raises(ZeroDivisionError):
         optimizer.step()
     assert all(o._whole is o._grad is None for o in optimizer._owned.values())
     Watched.watch = staticmethod(bool)
@@ -324,33 +319,25 @@ def test_groups_closures_and_versions(ctx) -> None:
 
 @ranks(2)
 def test_what_would_train_something_else_raises(ctx) -> None:
-    model = fully_shard(make(True), process_group=ctx.group)
-    params = list(model.parameters())
+    layouts = {"cut": None, "rows": Rows(max_padding=FREE), "whole": Whole(FREE)}
+    model, by_rows, whole = (fully_shard(make(True), process_group=ctx.group, layout=o) for o in layouts.values())
+    params, Adafactor = list(model.parameters()), torch.optim.Adafactor
     with flatshard.summon_full_params(model), pytest.raises(ValueError, match="outside of a forward, unshard"):
-        WholeParameterOptimizer(list(model.parameters()), torch.optim.Adafactor)
-    with pytest.raises(ValueError, match=r"[Ll]earning rate"):
-        WholeParameterOptimizer(params, torch.optim.Adafactor, lr=-1.0)
-    late = torch.optim.Adafactor([nn.Parameter(torch.ones(2))])
+        WholeParameterOptimizer(list(model.parameters()), Adafactor)
+    late = Adafactor([nn.Parameter(torch.ones(2))])
     late.step()
     late.add_param_group({"params": params})
-    early_module = make(True)
-    early = torch.optim.Adafactor(early_module.parameters())
-    early.step()
-    fully_shard(early_module, process_group=ctx.group)
-    for optimizer in (torch.optim.Adafactor(params), late, late, early):  # also when it is tried again
-        with pytest.raises(
-            RuntimeError, match=r"Adafactor looks at whole parameters, but ranks have parts of '0.weight'"
-        ):
+    for optimizer, match in (
+        (Adafactor(params), "Adafactor looks at whole parameters, but ranks have parts of '0.weight'"),
+        *((late, "Adafactor looks at whole parameters"),) * 2,  # also when it is tried again
+        (Muon(by_rows.parameters()), "Muon looks at .* Use flatshard.optim.WholeParameterOptimizer"),
+        (Adafactor(whole.parameters()), "Adafactor cannot step parameters without elements"),
+    ):
+        with pytest.raises(RuntimeError, match=match):
             optimizer.step()
-    by_rows = fully_shard(make(True), process_group=ctx.group, layout=Rows(max_padding=FREE))
-    with pytest.raises(RuntimeError, match=r"Muon looks at .* Use flatshard.optim.WholeParameterOptimizer"):
-        Muon(by_rows.parameters()).step()
-    whole = fully_shard(make(True), process_group=ctx.group, layout=Whole(FREE))
     check_whole_parameters([*whole.parameters(), nn.Parameter(torch.ones(2))])
-    with pytest.raises(RuntimeError, match="Adafactor cannot step parameters without elements"):
-        torch.optim.Adafactor(whole.parameters()).step()
     with pytest.raises(ValueError, match=r"not flat_parameters\(\)"):
-        WholeParameterOptimizer(flatshard.flat_parameters(whole), torch.optim.Adafactor)
+        WholeParameterOptimizer(flatshard.flat_parameters(whole), Adafactor)
 
 
 @ranks(2)
@@ -379,7 +366,7 @@ def test_tensor_parallel_matrices_are_refused(ctx) -> None:
     WholeParameterOptimizer(model[2].parameters(), torch.optim.Adafactor)
 
 
-@ranks(2, 3)
+@ranks(3)
 def test_muon_itself_on_whole_parameters(ctx) -> None:
     reference = make(True)
     model = fully_shard(copy.deepcopy(reference), process_group=ctx.group, layout=Whole(FREE))
@@ -395,7 +382,7 @@ def test_muon_itself_on_whole_parameters(ctx) -> None:
 # -- segments ----------------------------------------------------------------------------------------------------------
 
 
-@ranks(1, 3, 4)
+@ranks(3)
 def test_segment_reduce(ctx) -> None:
     torch.manual_seed(3)
     values = [torch.randn(5, 7), torch.randn(40), torch.tensor(2.0), torch.empty(0, 3), torch.randn(3, 3)]
@@ -416,9 +403,7 @@ def test_segment_reduce(ctx) -> None:
         for dtype in (torch.float32, torch.float64):
             found = segment_reduce([p.to(dtype) for p in parts], params, op)
             assert found.dtype is dtype
-            torch.testing.assert_close(
-                found.float(), torch.stack(expected), equal_nan=True, msg=f"{op}: {found} {expected}"
-            )
+            torch.testing.assert_close(found.float(), torch.stack(expected), equal_nan=True)
     inf_norm = segment_reduce(parts, params, "norm", ord=math.inf)
     torch.testing.assert_close(inf_norm[0], wholes[0].abs().max())
     assert segment_reduce([], []).shape == (0,)
@@ -430,17 +415,3 @@ def test_segment_reduce(ctx) -> None:
     ):
         with pytest.raises(ValueError, match=match):
             segment_reduce(tensors, of, op)
-
-
-@ranks(3)
-def test_units_that_are_whole_beside_others(ctx) -> None:
-    """On one process group: the work of its ranks is balanced over all of them."""
-    torch.manual_seed(0)
-    reference = nn.Sequential(nn.Linear(9, 14, bias=False), nn.Linear(14, 3, bias=False)).double()
-    model = copy.deepcopy(reference)
-    fully_shard(model[0], strategy="NO_SHARD", process_group=ctx.group)
-    fully_shard(model, process_group=ctx.group)
-    ours = WholeParameterOptimizer(model.parameters(), torch.optim.Adafactor, lr=0.05)
-    theirs = torch.optim.Adafactor(reference.parameters(), lr=0.05)
-    for step in range(2):
-        train(ctx, (model, ours), (reference, theirs), step)

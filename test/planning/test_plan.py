@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -299,23 +299,23 @@ LAYOUTS: tuple[Layout, ...] = (Rows(), Rows(4, max_padding=2), Blocks(64, max_pa
 POLICIES = ({Mixed}, {Mixed, Block}, {Mixed, Block, nn.Embedding, nn.Linear}, None)
 STEPS: dict[str, list[dict[str, Any]]] = {
     "precision": choices(
-        10, size=(1, 3, 64), mixed_precision=(None, BF16, PURE, LOW, KEPT), strategy=STRATEGIES, make=(Net, NARROW)
+        6, size=(1, 3, 64), mixed_precision=(None, BF16, PURE, LOW, KEPT), strategy=STRATEGIES, make=(Net, NARROW)
     ),
     "prefetch": choices(
-        7,
+        5,
         strategy=STRATEGIES,
         backward_prefetch=PREFETCHES,
         forward_prefetch=(True, False),
         prefetch_limit_bytes=(None, BLOCK // 2, 2 * BLOCK),
     ),
     "resharded": choices(
-        9, strategy=RESHARDED, reshard_after_forward=(True, False, 1, 2, 4, 8), mixed_precision=(None, BF16)
+        6, strategy=RESHARDED, reshard_after_forward=(True, False, 1, 2, 4, 8), mixed_precision=(None, BF16)
     ),
     "kept": choices(2, strategy=(NO_SHARD, OPTIM), reshard_after_forward=(False,), mixed_precision=(None, BF16)),
     "layouts": choices(5, layout=[*LAYOUTS, *map(of_weights, LAYOUTS)], size=(2, 3, 16)),
     "static buffers": choices(2, static_buffers=(True,), mixed_precision=(None, BF16)),
     "accumulation": choices(
-        16,
+        8,
         strategy=STRATEGIES,
         size=(1, 8),
         make=(Net, NARROW),
@@ -324,13 +324,13 @@ STEPS: dict[str, list[dict[str, Any]]] = {
         microbatches=(3,),
     ),
     "frozen": choices(
-        7, strategy=STRATEGIES, freeze=(freeze_blocks, adapters, freeze_front), backward_prefetch=PREFETCHES
+        5, strategy=STRATEGIES, freeze=(freeze_blocks, adapters, freeze_front), backward_prefetch=PREFETCHES
     ),
     "nested units, shared parameters, dtypes": choices(
-        7, make=(Deep,), x=(TOKENS,), policy=POLICIES, strategy=STRATEGIES, mixed_precision=(None, BF16)
+        5, make=(Deep,), x=(TOKENS,), policy=POLICIES, strategy=STRATEGIES, mixed_precision=(None, BF16)
     ),
     "overrides of a policy": [{"policy": CustomPolicy(of_kinds)}],
-    "hybrid": choices(7, strategy=HYBRID, size=((1, 4), (2, 2), (4, 1), (3, 8)), mixed_precision=(None, BF16))
+    "hybrid": choices(5, strategy=HYBRID, size=((1, 4), (2, 2), (4, 1), (3, 8)), mixed_precision=(None, BF16))
     + [{"strategy": JOINED, "size": (2, 4), "microbatches": 3}],
     "recorded": choices(
         4,
@@ -363,22 +363,23 @@ def test_a_step_is_as_planned(world, options):
 def test_bytes_over_each_axis(world):
     """Across groups: one gather in a step, and a reduction with each backward, of what a group's rank has."""
     options = {"strategy": JOINED, "microbatches": 3}
-    for shape in ((2, 4), (8, 8), (512, 8)):
-        planned = plan(Net(), policy=Block, world_size=shape, device="cpu", compare=False, **options)
-        outer, inner = shape
-        wholes = [sum(f.padded_numel * 4 for f in unit.flats) for unit in planned.units]
-        sent = Counter[tuple[str, str]]()
-        for c in planned.collectives:
-            sent[c.kind, c.group] += c.sent_nbytes
-        across, within = (sum(n * (k - 1) // k for n in wholes) for k in (outer, inner))
-        assert sent["all-gather", "outer"] == across // inner
-        assert sent["reduce-scatter", "outer"] == 3 * across // inner
-        assert sent["reduce-scatter", "inner"] == 3 * within
-        again = within - wholes[0] * (inner - 1) // inner  # the root stays for its backward
-        assert sent["all-gather", "inner"] == 3 * (within + again)
-        assert sum(sent.values()) == planned.sent_nbytes
-        assert planned.between_steps.shards == sum(wholes) // (outer * inner)
-        assert planned.between_steps.unsharded == sum(wholes) // inner
+    outer, inner = shape = (512, 8)
+    planned = plan(Net(), policy=Block, world_size=shape, device="cpu", compare=False, **options)
+    wholes = [sum(f.padded_numel * 4 for f in unit.flats) for unit in planned.units]
+    sent = Counter[tuple[str, str]]()
+    for c in planned.collectives:
+        sent[c.kind, c.group] += c.sent_nbytes
+    across, within = (sum(n * (k - 1) // k for n in wholes) for k in (outer, inner))
+    again = within - wholes[0] * (inner - 1) // inner  # the root stays for its backward
+    assert sent == {
+        ("all-gather", "outer"): across // inner,
+        ("reduce-scatter", "outer"): 3 * across // inner,
+        ("reduce-scatter", "inner"): 3 * within,
+        ("all-gather", "inner"): 3 * (within + again),
+    }
+    assert sum(sent.values()) == planned.sent_nbytes
+    assert planned.between_steps.shards == sum(wholes) // (outer * inner)
+    assert planned.between_steps.unsharded == sum(wholes) // inner
 
 
 # -- What is recorded on the meta device ------------------------------------------------------------------------------
@@ -400,51 +401,36 @@ def test_operations_are_recorded():
 
 def test_widening():
     """Over NCCL gradients are sent as they were computed if asked for, and take memory for one more input."""
-    sizes = {}
-    for widens in (None, False, True):
-        planned = plan(Net(), policy=Block, world_size=8, mixed_precision=BF16, widens=widens, compare=False)
-        reduced = [c.nbytes for c in planned.collectives if c.kind == "reduce-scatter"]
-        sizes[widens] = sum(reduced), max(s.device.reductions for s in planned.samples)
-    assert sizes[None] == sizes[False]
-    assert sizes[True][0] == sizes[False][0] // 2
-    largest = planned.units[1].flats[0]
-    whole, shard = 2 * largest.padded_numel, 4 * largest.shard_numel
-    assert sizes[True][1] == 2 * whole + shard
-    assert sizes[False][1] == 2 * whole + shard
-    on_cpu = plan(Net(), policy=Block, world_size=8, mixed_precision=BF16, device="cpu", compare=False)
-    assert sum(c.nbytes for c in on_cpu.collectives if c.kind == "reduce-scatter") == sizes[True][0]
+    largest, sizes = 0, {}
+    for widens, device in ((False, "cuda"), (True, "cuda"), (True, "cpu")):
+        options = {"mixed_precision": BF16, "compare": False, "device": device}
+        planned = plan(Net(), policy=Block, world_size=8, widens=widens if device == "cuda" else None, **options)
+        sizes[widens, device] = sum(c.nbytes for c in planned.collectives if c.kind == "reduce-scatter")
+        largest = planned.units[1].flats[0]
+        most = max(s.device.reductions for s in planned.samples)
+        assert device == "cpu" or most == 2 * 2 * largest.padded_numel + 4 * largest.shard_numel
+    assert sizes[True, "cuda"] == sizes[True, "cpu"] == sizes[False, "cuda"] // 2
 
 
 # -- Size, text and drawing -------------------------------------------------------------------------------------------
 
 
-class Layer(nn.Sequential):
-    """A block with the shapes of Llama 3 70B."""
-
-    def __init__(self, width: int = 8192, values: int = 1024, hidden: int = 28672) -> None:
-        sizes = [(width, width), (width, values), (width, values), (width, width)]
-        sizes += [(width, hidden), (width, hidden), (hidden, width)]
-        norms = (nn.RMSNorm(width) for _ in range(2))
-        super().__init__(*norms, *(nn.Linear(a, b, bias=False) for a, b in sizes))
-
-
-@pytest.mark.parametrize(("layers", "layout"), some([(8, Rows(max_padding=1)), (80, None)], 1))
-def test_70_billion_parameters_on_10_000_ranks(layers, layout):
+def test_70_billion_parameters_on_10_000_ranks():
     """In seconds, of which most go into four strategies of 80 units; the bound is for the slowest of machines."""
+    layers = 80
+    sizes = [(8192, 8192), (8192, 1024), (8192, 1024), (8192, 8192), (8192, 28672), (8192, 28672), (28672, 8192)]
     with torch.device("meta"):
         ends = nn.Embedding(128256, 8192), nn.RMSNorm(8192), nn.Linear(8192, 128256, bias=False)
-        model = nn.Sequential(*ends, *(Layer() for _ in range(layers)))
+        blocks = [
+            nn.Sequential(nn.RMSNorm(8192), nn.RMSNorm(8192), *(nn.Linear(a, b, bias=False) for a, b in sizes))
+            for _ in range(layers)
+        ]
+        model = nn.Sequential(*ends, *blocks)
     start = time.process_time()
-    planned = plan(
-        model, policy=Layer, world_size=10_000, optimizer=torch.optim.AdamW, mixed_precision=BF16, layout=layout
-    )
+    planned = plan(model, policy={nn.Sequential}, world_size=10_000, optimizer=torch.optim.AdamW, mixed_precision=BF16)
     assert time.process_time() - start < 30
-    assert planned.numel == sum(p.numel() for p in model.parameters())
-    assert (planned.numel == 70_553_706_496) == (layers == 80)
-    assert len(planned.units) == layers + 1
-    assert len(planned.collectives) == 3 * layers + 2
-    names = ["FULL_SHARD", "SHARD_GRAD_OP", "SHARD_OPTIM", "NO_SHARD", "HYBRID_SHARD"]
-    assert [s.strategy for s in planned.strategies] == names
+    assert planned.numel == 70_553_706_496
+    assert (len(planned.units), len(planned.collectives)) == (layers + 1, 3 * layers + 2)
 
 
 def example() -> Plan:
@@ -503,43 +489,22 @@ assumptions
     )
 
 
-def test_the_picture(tmp_path, monkeypatch):
-    with monkeypatch.context() as without:
-        without.setitem(sys.modules, "matplotlib.figure", None)
-        with pytest.raises(
-            ImportError, match=r"matplotlib, which is not installed: `pip install matplotlib`\. Plan\.samples"
-        ):
-            example().plot(tmp_path / "plan.png")
-    pytest.importorskip("matplotlib")
-    example().plot(tmp_path / "plan.png")
-    assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
-
-
-class Pair(NamedTuple):
-    x: Tensor
-    scale: float
-
-
 @dataclasses.dataclass(frozen=True)
 class Batch:
-    pair: Pair
+    x: Tensor
     more: dict[str, list[Tensor]]
-    name: str = "batch"
 
 
 class TakesBatch(nn.Linear):
-    def forward(self, batch: Batch, either: Pair, plain: SimpleNamespace) -> Tensor:
-        assert (type(batch.pair), batch.name) == (Pair, "batch")
-        assert plain.x is either.x
-        return super().forward(batch.pair.x) * either.scale + batch.more["y"][0] + plain.x
+    def forward(self, batch: Batch, plain: SimpleNamespace) -> Tensor:
+        return super().forward(batch.x) + batch.more["y"][0] + plain.x
 
 
-def test_inputs_in_named_tuples_dataclasses_and_objects():
+def test_inputs_in_dataclasses_and_objects():
     x = torch.ones(2, 4)
-    example = Batch(Pair(x, 2.0), {"y": [x]})
-    planned = plan(TakesBatch(4, 4), world_size=2, example_inputs=(example, example.pair, SimpleNamespace(x=x)))
-    assert "recorded" in str(planned)
-    assert example.pair.x.device.type == "cpu"  # what was given is as it was
+    given = Batch(x, {"y": [x]}), SimpleNamespace(x=x)
+    assert "recorded" in str(plan(TakesBatch(4, 4), world_size=2, example_inputs=given))
+    assert given[0].x.device.type == "cpu"  # what was given is as it was
 
 
 def test_inputs_are_freed_as_in_training():
@@ -564,8 +529,7 @@ def test_inputs_are_freed_as_in_training():
 def test_optimizers_that_look_at_shapes():
     model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False))
     cure = r"WholeParameterOptimizer .* number of bytes of state per element: optimizer=8"
-    kinds = [torch.optim.Adafactor, functools.partial(torch.optim.Adafactor, lr=0.1)]
-    kinds += [torch.optim.Muon, torch.optim.Muon(model.parameters(), lr=0.1)]
+    kinds = [functools.partial(torch.optim.Adafactor, lr=0.1), torch.optim.Muon(model.parameters(), lr=0.1)]
     whole = plan(model, policy=nn.Linear, world_size=4, optimizer=torch.optim.Muon, layout=Whole(max_padding=99))
     assert whole.between_steps.optimizer == 4 * 64 * 64
     for kind in kinds:
@@ -583,25 +547,24 @@ def test_offloaded_shards_are_on_the_host():
     assert host.peak.nbytes < device.peak.nbytes
 
 
-@pytest.mark.parametrize(
-    ("optimizer", "bytes_each", "scalars"),
-    [
-        (None, 0, 0),
-        (6, 6, 0),
-        (torch.optim.AdamW, 8, 4),
-        (torch.optim.SGD, 0, 0),
-        (functools.partial(torch.optim.SGD, momentum=0.9), 4, 0),
-        (functools.partial(torch.optim.AdamW, amsgrad=True), 12, 4),
-    ],
-)
-def test_state_of_optimizers(optimizer, bytes_each, scalars):
+OPTIMIZERS: list[tuple[Any, int, int]] = [
+    (None, 0, 0),
+    (6, 6, 0),
+    (torch.optim.AdamW, 8, 4),
+    (functools.partial(torch.optim.SGD, momentum=0.9), 4, 0),
+    (functools.partial(torch.optim.AdamW, amsgrad=True), 12, 4),
+]
+
+
+def test_state_of_optimizers():
     model = nn.Linear(64, 64)
-    planned = plan(model, world_size=1, optimizer=optimizer)
-    assert planned.between_steps.optimizer == bytes_each * (64 * 64 + 64) + 2 * scalars
-    if optimizer is not None and not isinstance(optimizer, int):
-        made = optimizer([{"params": [model.weight]}, {"params": [model.bias], "lr": 1.0}])
-        assert plan(model, world_size=1, optimizer=made).between_steps == planned.between_steps
-        assert not made.state
+    for optimizer, bytes_each, scalars in OPTIMIZERS:
+        planned = plan(model, world_size=1, optimizer=optimizer)
+        assert planned.between_steps.optimizer == bytes_each * (64 * 64 + 64) + 2 * scalars
+        if callable(optimizer):
+            made = optimizer([{"params": [model.weight]}, {"params": [model.bias], "lr": 1.0}])
+            assert plan(model, world_size=1, optimizer=made).between_steps == planned.between_steps
+            assert not made.state
 
 
 def test_errors(world):
@@ -609,12 +572,9 @@ def test_errors(world):
     other = torch.optim.SGD([nn.Parameter(torch.ones(1))])
     silent = CustomPolicy(lambda m: isinstance(m, nn.Linear) and {"collectives": NoCommunication()})
     for error, message, arguments in (
-        (ValueError, "world_size must be a number of ranks of at least 1", {"world_size": 0}),
-        (ValueError, "world_size must be a number of ranks", {"world_size": (1, 2, 3)}),
         (ValueError, "is for hybrid strategies", {"world_size": (2, 4)}),
         (ValueError, "8 ranks a node do not divide 12 ranks", {"world_size": 12, "strategy": HYBRID[0]}),
         (ValueError, "reshard_after_forward=3 does not divide the 8 ranks", {"reshard_after_forward": 3}),
-        (ValueError, "has no meaning with NO_SHARD", {"strategy": NO_SHARD, "reshard_after_forward": True}),
         (ValueError, "has no meaning with SHARD_OPTIM", {"strategy": OPTIM, "reshard_after_forward": 2}),
         (ValueError, "activations has 'block', which is not a unit", {"activations": {"block": 1}}),
         (ValueError, "leave out activations", {"activations": 1, "example_inputs": torch.ones(1, 4)}),
