@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from models import NormBlock, NormNet
+from pool import PRELOAD
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -85,10 +86,11 @@ def digest(model: nn.Module, scheduler: Any) -> str:
 
 @dataclass(frozen=True)
 class Death:
-    """A process that kills itself at the ``number``-th point of a phase."""
+    """A process that kills itself, or stops, at the ``number``-th point of a phase."""
 
     phase: str
     number: int
+    signal: signal.Signals = signal.SIGKILL
 
     def install(self) -> None:
         left = [self.number]
@@ -96,7 +98,7 @@ class Death:
         def count() -> None:
             left[0] -= 1
             if left[0] == 0:
-                os.kill(os.getpid(), signal.SIGKILL)
+                os.kill(os.getpid(), self.signal)
 
         def counted(method: Callable[..., Any]) -> Callable[..., Any]:
             def run(*args: Any, **kwargs: Any) -> Any:
@@ -125,7 +127,13 @@ class Plan:
     raises: int | None = None  # the process that raises an error of its own in step 2
     leaves: int | None = None  # the process that leaves the loop after step 2
     pause: float = 0.0  # seconds in each step
+    wakes_early: bool = False  # who is stopped wakes when it has been lost, and not when all others have ended
     recipe: str | None = None  # the code of a ``main(port, build, train)``, to run in place of the job here
+
+    @property
+    def stopped(self) -> set[int]:
+        """The numbers of the processes that stop, in their world."""
+        return {rank + 1 for rank, death in self.deaths.items() if death.signal == signal.SIGSTOP}
 
 
 def run_rank(plan: Plan, process: int, port: int, pipe: Any) -> None:
@@ -224,11 +232,11 @@ class Processes:
         assert process.pid is not None
         return process.pid
 
-    def kill(self, *numbers: int) -> None:
+    def kill(self, *numbers: int, by: signal.Signals = signal.SIGKILL) -> None:
         """At once."""
         for process, outcome in zip(self.started, self.outcomes, strict=True):
             if outcome.number in numbers:
-                os.kill(process.pid, signal.SIGKILL)
+                os.kill(process.pid, by)
 
     def read(self, seconds: float, until: Callable[[], bool] = lambda: False) -> bool:
         """Take what comes until all have ended, or ``until``. Returns whether that was in time."""
@@ -244,10 +252,26 @@ class Processes:
         return True
 
 
+    def finish(self, seconds: float) -> bool:
+        """Read until all have ended, and wake those that are stopped. Returns whether that was in time."""
+        stopped = self.plan.stopped
+        if stopped:
+
+            def is_over() -> bool:
+                if self.plan.wakes_early and any("lost process" in text for o in self.outcomes for text in o.said):
+                    return True
+                return all(outcome.number in stopped for outcome in self._pipes.values())
+
+            if not self.read(seconds, is_over):
+                return False
+            self.kill(*stopped, by=signal.SIGCONT)
+        return self.read(seconds)
+
+
 @contextlib.contextmanager
 def processes(plan: Plan) -> Iterator[Processes]:
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed", "flatshard"])
+    context.set_forkserver_preload([*PRELOAD, "drill"])
     result = Processes(plan)
     try:
         for _ in range(plan.ranks):
@@ -319,7 +343,10 @@ def twin(ctx: Any, plan: Plan, made: list[tuple[int, ...]]) -> str | None:
 
 
 def drawn(seed: int, directory: str) -> Plan:
-    """A job that loses a rank, or two that are no neighbours; any rank, at any point. ``directory``: for checkpoints."""
+    """A job that loses a rank, or two that are no neighbours; any rank, at any point. ``directory``: for checkpoints.
+
+    Some stop instead of dying, and wake when the others have gone on without them, or have ended.
+    """
     random_ = random.Random(seed)
     ranks = random_.choice((2, 3, 4))
     strategy = random_.choice(
@@ -327,12 +354,17 @@ def drawn(seed: int, directory: str) -> Plan:
     )
     victim = random_.randrange(ranks)
     phase = random_.choice(("step", "step", "copies", "copies", "saving"))
-    deaths = {victim: Death(phase, random_.randrange(1, {"step": 60, "copies": 30, "saving": 12}[phase]))}
+
+    def death(phase: str, points: int) -> Death:
+        number = random_.randrange(1, points)
+        return Death(phase, number, signal.SIGSTOP if random_.random() < 0.15 else signal.SIGKILL)
+
+    deaths = {victim: death(phase, {"step": 60, "copies": 30, "saving": 12}[phase])}
     if ranks == 4 and random_.random() < 0.6:
-        deaths[(victim + 2) % 4 if strategy != "HYBRID_SHARD" else victim ^ 1] = Death(
-            "recovery", random_.randrange(1, 14)
-        )
+        deaths[(victim + 2) % 4 if strategy != "HYBRID_SHARD" else victim ^ 1] = death("recovery", 14)
+    patience = 3.0 if any(each.signal == signal.SIGSTOP for each in deaths.values()) else 20.0
     options: dict[str, Any] = {"every": random_.choice((1, 1, 2))}
     if phase == "saving":
         options.update(checkpoints=directory, save_every=2)
-    return Plan(ranks, deaths, options, strategy, accumulates=random_.random() < 0.3)
+    accumulates, wakes_early = random_.random() < 0.3, random_.random() < 0.5
+    return Plan(ranks, deaths, options, strategy, accumulates, patience=patience, wakes_early=wakes_early)
