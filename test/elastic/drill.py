@@ -251,7 +251,6 @@ class Processes:
                     del self._pipes[pipe]  # type: ignore[arg-type]
         return True
 
-
     def finish(self, seconds: float) -> bool:
         """Read until all have ended, and wake those that are stopped. Returns whether that was in time."""
         stopped = self.plan.stopped
