@@ -8,23 +8,33 @@ a hidden name that ``find`` knows and the next save puts back. What a dead save 
 next save. A lock on the hidden directory, which ends with the process, keeps two jobs from saving to one path at once.
 
 Whatever changes the disk is one of the functions ``make_directory`` to ``remove``: tests have each of them fail.
+
+[Note: The disk writes meanwhile]
+What is written lies in the system's memory until a flush, and the disk does nothing until then. So the system is told of each
+few MiB, as they are written, that the disk may begin with them: it works while the next are summed and copied, and the flush
+finds little left. Nothing waits for it, and nothing is promised by it: what it says of errors is not looked at, as the flush
+says so, too.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import fcntl
+import functools
 import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any, Self
 
 from flatshard._trace import logger
 
 METADATA = ".metadata"
 _LOCK = ".lock"
 _IOV_MAX = 512  # buffers in one call: the system's limit is 1,024
+_RANGE_WRITE = 2  # SYNC_FILE_RANGE_WRITE, which Python does not name
 
 
 # -- steps -------------------------------------------------------------------------------------------------------------
@@ -78,6 +88,21 @@ def _all_of(buffers: Sequence[memoryview], some: Callable[[list[memoryview]], in
                 rest[0] = rest[0][done:]
 
 
+def begin_flush(file: int, start: int, nbytes: int) -> None:
+    """Have the disk begin with these bytes, where the system can be told so. [Note: The disk writes meanwhile]"""
+    if (sync := _sync_file_range()) is not None:
+        sync(file, start, nbytes, _RANGE_WRITE)
+
+
+@functools.cache
+def _sync_file_range() -> Any:
+    """Linux's; None elsewhere."""
+    found = getattr(ctypes.CDLL(None), "sync_file_range", None)
+    if found is not None:
+        found.argtypes = ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint
+    return found
+
+
 def flush(file: int) -> None:
     """Have what was written on the disk."""
     os.fsync(file)
@@ -104,6 +129,49 @@ def remove(path: Path) -> None:
     """Remove a directory, or nothing."""
     if path.exists():
         shutil.rmtree(path)
+
+
+class NewFile:
+    """A file that is being written, from its beginning on. Leaving it, as a context, closes it, flushed or not.
+
+    Raises:
+        OSError: in all that it does, with its path.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path, self._end = path, 0
+        with self._named():
+            self._file: int | None = create(path)
+
+    def write(self, buffers: Sequence[memoryview]) -> None:
+        """Append, and have the disk begin with it."""
+        assert self._file is not None
+        with self._named():
+            write(self._file, buffers)
+        nbytes = sum(buffer.nbytes for buffer in buffers)
+        begin_flush(self._file, self._end, nbytes)
+        self._end += nbytes
+
+    def flush(self) -> None:
+        """Have all of it on the disk."""
+        assert self._file is not None
+        with self._named():
+            flush(self._file)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._file is not None:
+            os.close(self._file)
+        self._file = None
+
+    @contextlib.contextmanager
+    def _named(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as e:
+            raise type(e)(e.errno, e.strerror, str(self.path)) from e
 
 
 # -- the directory -----------------------------------------------------------------------------------------------------

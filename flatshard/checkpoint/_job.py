@@ -91,7 +91,8 @@ def save_checkpoint(
         own = job.share(lambda: saving.plan(state, before, wait), saving.plan_for_all)
 
         def write() -> None:
-            job.share(lambda: saving.write(*own), saving.finish)
+            job.share(lambda: saving.write(*own), saving.write_metadata)
+            job.share(saving.flush, saving.publish)
 
         if wait:
             write()
@@ -186,15 +187,20 @@ def _all_ranks(group: dist.ProcessGroup | None, what: str, timeout: timedelta) -
 
 
 class _Saving:
-    """One rank's part of a save."""
+    """One rank's part of a save.
+
+    What rank 0 does for all when they have written, it does while their disks work: [Note: The disk writes meanwhile].
+    """
 
     def __init__(self, path: Path, is_first: bool, overwrite: bool, count: ByteCount) -> None:
         from flatshard.checkpoint import _writer
 
-        self._files, self._path, self._is_first, self._overwrite = _writer, path, is_first, overwrite
+        self._writer, self._path, self._is_first, self._overwrite = _writer, path, is_first, overwrite
         self._planner = _writer.SavePlanner(count)
         self._directory: disk.NewDirectory | None = None  # on rank 0
         self._metadata: Any = None  # on rank 0
+        self._open = contextlib.ExitStack()  # files
+        self._written: list[disk.NewFile] = []  # those that are open
 
     def plan(self, state: Mapping[str, Any], before: str | None, wait: bool) -> Any:
         """Returns what failed before, what this rank could write, and the names of all values.
@@ -211,24 +217,40 @@ class _Saving:
         before, plans, names = zip(*rows, strict=True)
         _known_by_some(before)
         check_one_value(names)
-        self._files.check_plans(plans, dict.fromkeys(name for own in names for name in own))
+        self._writer.check_plans(plans, dict.fromkeys(name for own in names for name in own))
         final, self._metadata = self._planner.create_global_plan(list(plans))
         self._directory = disk.NewDirectory(disk.real(self._path), self._overwrite)
         written = str(self._directory.written)
-        return [(written, plan) for plan in self._files.Writer(written).prepare_global_plan(final)]
+        return [(written, plan) for plan in self._writer.Writer(written).prepare_global_plan(final)]
 
     def write(self, directory: str, plan: Any) -> Any:
-        """This rank's file."""
-        return self._files.Writer(directory).write_data(self._planner.finish_plan(plan), self._planner).value()
+        """This rank's file. Returns what is where in it."""
+        writer = self._writer.Writer(directory)
+        results, file = writer.write(self._planner.finish_plan(plan), self._planner, self._open)
+        self._written += [] if file is None else [file]
+        return results
 
-    def finish(self, results: list[Any]) -> None:
+    def write_metadata(self, results: list[Any]) -> None:
         """On rank 0, when all have written."""
         assert self._directory is not None
-        self._files.Writer(self._directory.written).finish(self._metadata, results)
+        writer = self._writer.Writer(self._directory.written)
+        self._written.append(writer.write_metadata(self._metadata, results, self._open))
+
+    def flush(self) -> None:
+        """What this rank has written is on the disk."""
+        for file in self._written:
+            file.flush()
+        self._open.close()
+
+    def publish(self, _: list[None]) -> None:
+        """On rank 0, when all is on the disks."""
+        assert self._directory is not None
+        disk.rename(self._written[-1].path, self._directory.written / disk.METADATA)
         self._directory.publish()
 
     def discard(self) -> None:
         """Remove what was written, if it has not been published."""
+        self._open.close()
         if self._directory is not None:
             self._directory.discard()
 

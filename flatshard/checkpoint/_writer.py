@@ -6,9 +6,9 @@ place in the metadata, which torch's reader passes over. [Note: Memory as it is]
 
 from __future__ import annotations
 
+import contextlib
 import io
 import math
-import os
 import re
 from collections import Counter
 from collections.abc import Iterable
@@ -55,50 +55,64 @@ class Writer(FileSystemWriter):
     def write_data(self, plan: SavePlan, planner: Any) -> Future[list[WriteResult]]:
         """See torch."""
         future: Future[list[WriteResult]] = Future()
-        name = f"{plan.storage_data.prefix}0{DEFAULT_SUFFIX}"
-        future.set_result(_write_file(Path(self.path), name, plan.items, planner) if plan.items else [])
+        with contextlib.ExitStack() as files:
+            results, file = self.write(plan, planner, files)
+            if file is not None:
+                file.flush()
+        future.set_result(results)
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """See torch."""
+        with contextlib.ExitStack() as files:
+            file = self.write_metadata(metadata, results, files)
+            file.flush()
+        disk.rename(file.path, Path(self.path) / disk.METADATA)
+
+    # -- without a flush -----------------------------------------------------------------------------------------------
+
+    def write(
+        self, plan: SavePlan, planner: Any, files: contextlib.ExitStack
+    ) -> tuple[list[WriteResult], disk.NewFile | None]:
+        """Internal: this rank's file, open until ``files`` closes; None where it has nothing to write."""
+        if not plan.items:
+            return [], None
+        name = f"{plan.storage_data.prefix}0{DEFAULT_SUFFIX}"
+        file = files.enter_context(disk.NewFile(Path(self.path) / name))
+        return _written(file, name, plan.items, planner), file
+
+    def write_metadata(
+        self, metadata: Metadata, results: list[list[WriteResult]], files: contextlib.ExitStack
+    ) -> disk.NewFile:
+        """Internal: as ``finish``, under a name that it does not keep."""
         metadata.version, metadata.storage_meta = CURRENT_DCP_VERSION, self.storage_meta()
         metadata.storage_data = {r.index: r.storage_data for each in results for r in each}
         data = pickled(metadata)
-        file = disk.create(Path(self.path) / f"{disk.METADATA}.tmp")
-        try:
-            disk.write(file, [memoryview(data), memoryview(seal(data))])
-            disk.flush(file)
-        finally:
-            os.close(file)
-        disk.rename(Path(self.path) / f"{disk.METADATA}.tmp", Path(self.path) / disk.METADATA)
+        file = files.enter_context(disk.NewFile(Path(self.path) / f"{disk.METADATA}.tmp"))
+        file.write([memoryview(data), memoryview(seal(data))])
+        return file
 
 
-def _write_file(directory: Path, name: str, items: list[WriteItem], planner: Any) -> list[WriteResult]:
+def _written(file: disk.NewFile, name: str, items: list[WriteItem], planner: Any) -> list[WriteResult]:
+    """What is where in ``file``, once all of ``items`` are."""
     results: list[WriteResult] = []
     buffers: list[memoryview] = []
     at = ready = 0
-    file = disk.create(directory / name)
-    try:
-        for item in items:
-            data, head, tail, stride = _pieces(planner.resolve_data(item))
-            memory = data.getbuffer() if isinstance(data, io.BytesIO) else memory_of(data)
-            pad = -at % ALIGNMENT
-            body = Body(at + pad + len(head), memory.nbytes, stride, checksums(memory))
-            info = _StorageInfo(name, at + pad, len(head) + memory.nbytes + len(tail))
-            info.flatshard_body = tuple(body)  # type: ignore[attr-defined]
-            results.append(WriteResult(item.index, info.length, info))
-            buffers += [memoryview(b) for b in (bytes(pad), head, memory, tail) if len(b)]
-            at += pad + info.length
-            if at - ready > _BATCH:
-                disk.write(file, buffers)
-                ready = at
-                buffers.clear()
-        disk.write(file, buffers)
-        disk.flush(file)
-    except OSError as e:
-        raise type(e)(e.errno, e.strerror, str(directory / name)) from e
-    finally:
-        os.close(file)
+    for item in items:
+        data, head, tail, stride = _pieces(planner.resolve_data(item))
+        memory = data.getbuffer() if isinstance(data, io.BytesIO) else memory_of(data)
+        pad = -at % ALIGNMENT
+        body = Body(at + pad + len(head), memory.nbytes, stride, checksums(memory))
+        info = _StorageInfo(name, at + pad, len(head) + memory.nbytes + len(tail))
+        info.flatshard_body = tuple(body)  # type: ignore[attr-defined]
+        results.append(WriteResult(item.index, info.length, info))
+        buffers += [memoryview(b) for b in (bytes(pad), head, memory, tail) if len(b)]
+        at += pad + info.length
+        if at - ready > _BATCH:
+            file.write(buffers)
+            ready = at
+            buffers.clear()
+    file.write(buffers)
     return results
 
 

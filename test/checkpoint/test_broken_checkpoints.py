@@ -721,6 +721,41 @@ def test_the_disk_at_every_step(job, caplog, options):
     assert "only" in options or options["kill"] or "is saved. Left to be cleaned by the next save" in caplog.text
 
 
+@ranks(2)
+def test_published_when_all_is_on_the_disks(ctx, path: str) -> None:
+    """Every file of every rank is flushed after its last byte, while there is nothing at the path yet."""
+    flush, flushed = _disk.flush, {}
+
+    def late(file: int) -> None:
+        time.sleep(0.2 * ctx.rank)
+        assert not Path(path).exists()
+        flush(file)
+        flushed[Path(os.readlink(f"/proc/self/fd/{file}")).name] = os.fstat(file).st_size
+
+    state = {"model": fully_shard(nn.Linear(30, 30), process_group=ctx.group)}  # each rank writes its part
+    with patched(_disk, "flush", late):
+        save_checkpoint(path, state, process_group=ctx.group)
+    own = [f"__{ctx.rank}_0.distcp", *([METADATA] if ctx.rank == 0 else [])]
+    assert flushed == {n + ".tmp" * (n == METADATA): (Path(path) / n).stat().st_size for n in own}
+
+
+@pytest.mark.parametrize("has_it", [True, False])
+def test_the_disk_begins_before_the_flush(tmp_path, monkeypatch, has_it):
+    """With every byte that is written, where the system can be told so."""
+    told: dict[str, list[tuple[int, int]]] = {}
+
+    def begin(file: int, start: int, nbytes: int, flags: int) -> None:
+        told.setdefault(Path(os.readlink(f"/proc/self/fd/{file}")).name, []).append((start, start + nbytes))
+
+    monkeypatch.setattr(_disk, "_sync_file_range", lambda: begin if has_it else None)
+    save_checkpoint(tmp_path / "x", {str(i): torch.ones(2**19) for i in range(7)})
+    assert sorted(told) == ([".metadata.tmp", "__0_0.distcp"] if has_it else [])
+    for name, ranges in told.items():
+        assert [0, *(end for _, end in ranges)] == [*(start for start, _ in ranges), ranges[-1][1]]
+        assert ranges[-1][1] == (tmp_path / "x" / name.removesuffix(".tmp")).stat().st_size
+        assert len(ranges) > 2 or "metadata" in name
+
+
 def test_two_jobs_that_save_to_one_path(job, tmp_path):
     other = Job(tmp_path / "other")
     other.path = job.path

@@ -303,7 +303,7 @@ def test_failed_saves(ctx, path: str) -> None:
             save_checkpoint(to, state, overwrite=True, process_group=ctx.group)
     with pytest.MonkeyPatch.context() as patch:
         if ctx.rank == 1:
-            patch.setattr(Writer, "write_data", full)
+            patch.setattr(Writer, "write", full)
         for wait in (True, False):
             with unchanged(job, r"rank 1: OSError: .*No space left"):
                 job.save(at, overwrite=True, wait=wait).result()

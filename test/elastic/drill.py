@@ -37,7 +37,8 @@ POINTS: dict[str, list[tuple[Any, str]]] = {
     "saving": [
         (_checkpoints.Checkpoints, "save"),
         (_checkpoints.Checkpoints, "wait"),
-        (_writer.Writer, "write_data"),
+        (_writer.Writer, "write"),
+        (_disk.NewFile, "flush"),
         (_disk.NewDirectory, "publish"),
     ],
     "recovery": [
