@@ -139,11 +139,12 @@ class Completion:
         self.counts_in = -1
         self.finish_at = 1  # if this many are pending, the next gradient ends the reduction of the previous unit
         self.finished_in = -1  # the graph task in which the unit was last completed
+        self.lacks_some = False  # of the parameters in its graph: they are unused, or recomputed later
         # These outlive the backward. Leaves besides the parameters whose gradients count: where forwards may not have run
         # the module. The ways by which backward may come to live forwards.
         self.stand_ins: list[Node] = []
         self._ways: list[weakref.ref[Way[Any]]] = []
-        self.leaves_out = False  # some parameters were not in the graph: unused, or recomputed later
+        self.leaves_out = False  # whether the unit ever lacked some
 
     # -- what is asked -------------------------------------------------------------------------------------------------
 
@@ -200,7 +201,8 @@ class Completion:
         self.pending += count
         self.finish_at = self.pending - max(0, self.pending // 6 - 1) if waits_early else 1
         if of_params or not others:
-            self.leaves_out |= of_params < len(nodes)
+            self.lacks_some |= of_params < len(nodes)
+            self.leaves_out |= self.lacks_some
         return count
 
     def hook(self, to_hooks: weakref.ref[Takes], group: int, index: int) -> Callable[[torch.Tensor], None]:
@@ -253,7 +255,7 @@ class Completion:
         """The backward has ended, or failed."""
         self.state = COMPLETION_TRANSITIONS.get((self.state, "end")) or self._refuse("end")
         self.expected.clear()
-        self.pending, self.counts_in, self.finished_in = 0, -1, -1
+        self.pending, self.counts_in, self.finished_in, self.lacks_some = 0, -1, -1, False
 
     def _refuse(self, event: str) -> NoReturn:
         raise InternalError(f"cannot {event} unit {self._label.unit!r} in a backward while it is {self.state.name}")

@@ -387,7 +387,7 @@ class UnitHooks:
         """All gradients of the unit have come."""
         unit, backward = self.unit, self.unit.context.backward
         assert isinstance(backward, Backward)
-        if unit.completion.comes_again() or (unit.completion.leaves_out and may_reach_inside(unit)):
+        if unit.completion.comes_again() or (unit.completion.lacks_some and may_reach_inside(unit)):
             backward.postpone(unit)
             return
         done = unit.is_done_with_gradients or has_left_first(unit)

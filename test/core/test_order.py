@@ -659,6 +659,34 @@ def test_what_a_rank_left_out_before_does_not_change_its_order(world):
     assert "reduce-scatter 1, 3" in steps[1]
 
 
+class Scaled(nn.Module):
+    """Its own parameter is used last, so it has its gradient before backward reaches the unit inside."""
+
+    short = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.scale = nn.Linear(4, 4), nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 2 if self.short else self.inner(x) * self.scale
+
+
+def test_what_a_unit_around_others_left_out_before_does_not_change_when_it_is_reduced(world):
+    """It waits for what is inside only in a backward that lacks some of its parameters."""
+    world(8)
+    model = Skipping(nn.Linear(4, 4), Scaled())
+    fully_shard(model, policy={nn.Linear, Scaled})
+    steps = []
+    for model.fails, model[1].short in [(True, False), (False, True), (True, False)]:
+        with record_events() as events:
+            loss = model(torch.ones(2, 4)).sum()
+            with pytest.raises(ZeroDivisionError) if model.fails else contextlib.nullcontext():
+                loss.backward()
+        steps.append([e for e in events if e.startswith("reduce-scatter")])
+    assert steps[0] == steps[2] == ["reduce-scatter 1.inner", "reduce-scatter 1"]
+
+
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
 def test_added_losses_whose_backward_fails(world, strategy: str):
     """All ranks have begun the same reductions, also one that left a unit out in the first pass."""
