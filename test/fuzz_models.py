@@ -339,7 +339,7 @@ class Root(nn.Module):
         return self.forward(inputs)
 
 
-LEAVES = ("linear", "mlp", "norm", "scale", "empty", "transposed", "frozen", "int", "list", "gru", "tanh", "relu")
+LEAVES = ("linear", "mlp", "norm", "scale", "empty", "transposed", "frozen", "int", "list", "gru", "tanh", "silu")
 LEAVES += ("modify",)
 CONTAINERS = ("seq", "residual", "branch", "twice", "two_names", "skip", "unused", "island", "checkpoint", "stash")
 CONTAINERS += ("chunked", "compiled")
@@ -392,7 +392,7 @@ OF_MODULES: dict[str, Callable[..., nn.Module]] = {
     "scale": Scale,
     "empty": Empty,
     "tanh": nn.Tanh,
-    "relu": nn.ReLU,  # of none
+    "silu": nn.SiLU,  # of none; a ReLU of rounding around 0 has either gradient
 }
 
 
