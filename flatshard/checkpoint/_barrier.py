@@ -112,6 +112,7 @@ class Barrier:
         self, store: Any, rank: int, names: Sequence[int], what: str, seconds: float, look: Callable[[], object] = int
     ) -> None:
         self.what, self.is_first = what, rank == 0
+        self.place = rank, len(names)  # this rank, and how many there are
         self._store, self._rank, self._names = store, rank, names
         self._seconds, self._look = seconds, look
         self._others = range(1, len(names))

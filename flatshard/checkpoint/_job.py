@@ -27,8 +27,8 @@ from flatshard._trace import logger
 from flatshard.checkpoint import _disk as disk
 from flatshard.checkpoint._barrier import Barrier, MeetingError
 from flatshard.checkpoint._byte_count import ByteCount, Report
-from flatshard.checkpoint._entries import Entry, Undo, copied, entries
-from flatshard.checkpoint._gathering import check_one_value
+from flatshard.checkpoint._entries import Entry, Undo, entries
+from flatshard.checkpoint._saving import Saving
 
 _MINUTE = timedelta(seconds=60)
 
@@ -84,14 +84,17 @@ def save_checkpoint(
     before = _ended()
     job = _all_ranks(process_group, f"save_checkpoint({str(at)!r})", timeout)
     count = ByteCount("saving", at, progress, job.is_first)
-    saving, save = _Saving(at, job.is_first, overwrite, count), Save(count)
+    saving, save = Saving(at, job.place, overwrite, count), Save(count)
     with contextlib.ExitStack() as stack:
         stack.enter_context(job)
         stack.callback(saving.discard)
-        own = job.share(lambda: saving.plan(state, before, wait), saving.plan_for_all)
+        plan = job.share(lambda: (before, saving.plan(state, wait)), lambda rows: _planned(saving, rows))
+        if plan is None:  # the last one holds for some ranks only
+            plan = job.share(saving.plan_anew, saving.plan_for_all)
+        saving.keep(*plan)
 
         def write() -> None:
-            job.share(lambda: saving.write(*own), saving.write_metadata)
+            job.share(saving.write, saving.write_metadata)
             job.share(saving.flush, saving.publish)
 
         if wait:
@@ -186,75 +189,6 @@ def _all_ranks(group: dist.ProcessGroup | None, what: str, timeout: timedelta) -
 # -- saving ------------------------------------------------------------------------------------------------------------
 
 
-class _Saving:
-    """One rank's part of a save.
-
-    What rank 0 does for all when they have written, it does while their disks work: [Note: The disk writes meanwhile].
-    """
-
-    def __init__(self, path: Path, is_first: bool, overwrite: bool, count: ByteCount) -> None:
-        from flatshard.checkpoint import _writer
-
-        self._writer, self._path, self._is_first, self._overwrite = _writer, path, is_first, overwrite
-        self._planner = _writer.SavePlanner(count)
-        self._directory: disk.NewDirectory | None = None  # on rank 0
-        self._metadata: Any = None  # on rank 0
-        self._open = contextlib.ExitStack()  # files
-        self._written: list[disk.NewFile] = []  # those that are open
-
-    def plan(self, state: Mapping[str, Any], before: str | None, wait: bool) -> Any:
-        """Returns what failed before, what this rank could write, and the names of all values.
-
-        Without ``wait`` the state is copied here, and may change afterwards.
-        """
-        found = {entry.key: entry.saved() for entry in entries(state)}
-        self._planner.set_up_planner(found if wait else copied(found, "cpu"), None, self._is_first)
-        names = {n: getattr(value, "ranks_around", None) for n, value in self._planner.state_dict.items()}
-        return before, self._planner.create_local_plan(), names
-
-    def plan_for_all(self, rows: list[Any]) -> list[Any]:
-        """On rank 0: where each rank writes what."""
-        before, plans, names = zip(*rows, strict=True)
-        _known_by_some(before)
-        check_one_value(names)
-        self._writer.check_plans(plans, dict.fromkeys(name for own in names for name in own))
-        final, self._metadata = self._planner.create_global_plan(list(plans))
-        self._directory = disk.NewDirectory(disk.real(self._path), self._overwrite)
-        written = str(self._directory.written)
-        return [(written, plan) for plan in self._writer.Writer(written).prepare_global_plan(final)]
-
-    def write(self, directory: str, plan: Any) -> Any:
-        """This rank's file. Returns what is where in it."""
-        writer = self._writer.Writer(directory)
-        results, file = writer.write(self._planner.finish_plan(plan), self._planner, self._open)
-        self._written += [] if file is None else [file]
-        return results
-
-    def write_metadata(self, results: list[Any]) -> None:
-        """On rank 0, when all have written."""
-        assert self._directory is not None
-        writer = self._writer.Writer(self._directory.written)
-        self._written.append(writer.write_metadata(self._metadata, results, self._open))
-
-    def flush(self) -> None:
-        """What this rank has written is on the disk."""
-        for file in self._written:
-            file.flush()
-        self._open.close()
-
-    def publish(self, _: list[None]) -> None:
-        """On rank 0, when all is on the disks."""
-        assert self._directory is not None
-        disk.rename(self._written[-1].path, self._directory.written / disk.METADATA)
-        self._directory.publish()
-
-    def discard(self) -> None:
-        """Remove what was written, if it has not been published."""
-        self._open.close()
-        if self._directory is not None:
-            self._directory.discard()
-
-
 class Save(Future[None]):
     """A save under way or ended."""
 
@@ -307,6 +241,12 @@ def _ended() -> str | None:
     failures = [save.failure for save in _background]
     _background.clear()
     return next((f for f in failures if f is not None), None)
+
+
+def _planned(saving: Saving, rows: list[tuple[str | None, Any]]) -> list[Any]:
+    """On rank 0: the plan for all, if none of them must first learn of an earlier save."""
+    _known_by_some([before for before, _ in rows])
+    return saving.plan_for_all([plan for _, plan in rows])
 
 
 def _known_by_some(before: Sequence[str | None]) -> None:

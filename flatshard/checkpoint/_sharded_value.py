@@ -157,19 +157,10 @@ class ShardedValue(torch.Tensor):
     # -- torch.distributed.checkpoint --------------------------------------------------------------------------------
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:
-        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
-        from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
-
-        properties = TensorProperties(dtype=self.dtype)
-        items = []
         boxes = () if self._part.is_copy else self._part.boxes
         if len(boxes) > 1:
             check_writer(fqn)
-        for box in boxes:
-            offsets, sizes = torch.Size(box.offsets), torch.Size(box.sizes)
-            data = TensorWriteData(ChunkStorageMetadata(offsets, sizes), properties, self.size())
-            items.append(WriteItem(MetadataIndex(fqn, offsets), WriteItemType.SHARD, tensor_data=data))
-        return items
+        return list(_write_items(fqn, self.dtype, self._part.shape, boxes))
 
     def __create_chunk_list__(self) -> list[Any]:
         from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
@@ -211,6 +202,20 @@ class ShardedValue(torch.Tensor):
                     return value
             return _like(values[0], result)
         return result
+
+
+@functools.lru_cache(maxsize=2**14)  # the same objects in each save: a plan is quickly found to be the last one's
+def _write_items(fqn: str, dtype: torch.dtype, shape: tuple[int, ...], boxes: tuple[Box, ...]) -> tuple[Any, ...]:
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+    from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+    properties, size = TensorProperties(dtype=dtype), torch.Size(shape)
+    items = []
+    for box in boxes:
+        offsets, sizes = torch.Size(box.offsets), torch.Size(box.sizes)
+        data = TensorWriteData(ChunkStorageMetadata(offsets, sizes), properties, size)
+        items.append(WriteItem(MetadataIndex(fqn, offsets), WriteItemType.SHARD, tensor_data=data))
+    return tuple(items)
 
 
 def _local_operand(func: Any, value: ShardedValue, operand: Any) -> Any:

@@ -138,7 +138,7 @@ class SavePlanner(DefaultSavePlanner):
     """
 
     def __init__(self, progress: ByteCount) -> None:
-        super().__init__()
+        super().__init__(flatten_sharded_tensors=False)
         self._progress = progress
         self._streams: dict[str, io.BytesIO] = {}
 
@@ -149,6 +149,11 @@ class SavePlanner(DefaultSavePlanner):
             ValueError: with the names of all values that a load would refuse.
         """
         super().set_up_planner(state_dict, *args, **kwargs)
+        if any(
+            type(value).__name__ == "ShardedTensor" for value in self.state_dict.values()
+        ):  # FSDP1's, perhaps nested
+            self.flatten_sharded_tensors = True
+            super().set_up_planner(state_dict, *args, **kwargs)
         wrong = []
         for name, value in self.state_dict.items():
             if not isinstance(value, torch.Tensor):

@@ -30,7 +30,18 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import flatshard
 from flatshard import fully_shard, load_checkpoint, save_checkpoint
-from flatshard.checkpoint import MeetingError, Reader, _barrier, _byte_count, _disk, _job, _metadata, _spans
+from flatshard.checkpoint import (
+    MeetingError,
+    Reader,
+    _barrier,
+    _byte_count,
+    _disk,
+    _job,
+    _metadata,
+    _saving,
+    _spans,
+    _writer,
+)
 from flatshard.checkpoint._container import memory_of
 from flatshard.checkpoint._disk import METADATA
 
@@ -397,6 +408,45 @@ def test_loading_holds_no_more_than_training(ctx, path: str) -> None:
             load_checkpoint(path, {"m": model, "o": target}, process_group=ctx.group)
         assert watch.peak <= state + unit, (watch.peak, shard, unit)
         assert same(values(model, target), values(model, optimizer))
+
+
+@ranks(4)
+def test_a_plan_is_kept(ctx, path: str) -> None:
+    """For saves of what was saved last by the same ranks; and for no others."""
+    model, made, paths = four(ctx), [], (f"{path}/{i}" for i in itertools.count())
+    create = _writer.SavePlanner.create_global_plan
+
+    def counted(self: Any, plans: Any) -> Any:
+        made.append(1)
+        return create(self, plans)
+
+    def saved(planned: int, **more: Any) -> None:
+        with torch.no_grad():
+            for param in model.parameters():
+                param.add_(1)
+        expected, at = values(model), next(paths)
+        made.clear()
+        save_checkpoint(at, {"kept": model, **more}, process_group=ctx.group)
+        assert len(made) == (planned if ctx.rank == 0 else 0)
+        for param in model.parameters():
+            nn.init.zeros_(param)
+        found = load_checkpoint(at, {"kept": model, "x": torch.zeros(3)}, strict=False, process_group=ctx.group)
+        assert same(values(model), expected)
+        assert found["x"].sum() == (3 if of_one else 0)
+
+    with patched(_writer.SavePlanner, "create_global_plan", counted):
+        of_one: dict[str, Any] = {}
+        saved(1)
+        saved(0)
+        of_one = {"x": torch.ones(3)}  # on one rank
+        saved(1, **(of_one if ctx.rank == 2 else {}))
+        saved(0, **(of_one if ctx.rank == 2 else {}))
+        of_one = {}
+        saved(1)
+    assert all(kept.metadata.storage_data is None for kept in _saving._kept if ctx.rank == 0)
+    pair = ctx.device_mesh((2, 2), ("a", "b"))["b"].get_group()
+    with expect("elements that the ranks would write, and of the tensor: 'kept.a.weight'"):
+        save_checkpoint(f"{path}/half {ctx.rank // 2}", {"kept": model}, process_group=pair)
 
 
 # -- files that are not as they were -----------------------------------------------------------------------------------

@@ -45,6 +45,7 @@ TYPE_CHECKING_IMPORTS = {"checkpoint": {"checkpoint._reader", "checkpoint._write
 INNER_IMPORTS = {
     ("checkpoint", "flatshard.checkpoint"),  # as the next
     ("checkpoint._job", "flatshard.checkpoint"),  # a third of a second of `import flatshard`
+    ("checkpoint._saving", "flatshard.checkpoint"),
     ("_composable.features.transforms", "torch._dynamo"),  # two seconds of `import flatshard`
     ("_composable.features.transforms", "torch._C._dynamo.eval_frame"),
     ("_handle.adapters.tensor_parallel", "torch.distributed.tensor"),  # half a second of `import flatshard`
