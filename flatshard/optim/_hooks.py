@@ -1,12 +1,12 @@
 """Checks an optimizer of sharded parameters before it steps.
 
 [Note: Steps that change nothing]
-Three mistakes make ``step()`` return without an error and without any effect. Inside ``no_sync``, and after it until they are
+Mistakes make ``step()`` return without an error and without any effect. Inside ``no_sync``, and after it until they are
 reduced, gradients are accumulated, but are not in ``.grad``. Inside ``summon_full_params`` a step changes the shards, and the
 exit overwrites them by the unsharded parameters. And an optimizer that was built inside holds the unsharded parameters, which
 nobody reads afterwards. Other steps only check that no queue holds gradients, and that no such context is active.
 
-A fourth one is the step of a flat parameter, or of a whole one, after ``p.data = ...``: it would change the memory that ``p``
+Another one is the step of a flat parameter, or of a whole one, after ``p.data = ...``: it would change the memory that ``p``
 had, and the next forward adopts the new one. So a step adopts what was replaced since the last one.
 
 [Note: Optimizers that look at shapes]
@@ -186,6 +186,22 @@ def _check_held(optimizer: Optimizer) -> None:
     if held := held_units():
         params = {id(p) for p in params_of(optimizer)}
         check_reduced(_stepped(held, params), f"{type(optimizer).__name__}.step")
+    if all(p.grad is None for group in optimizer.param_groups for p in group["params"]):
+        _warn_of_no_gradients(optimizer)
+
+
+def _warn_of_no_gradients(optimizer: Optimizer) -> None:
+    """Warn if forwards have run for a backward, which has not come to them: ``backward(inputs=...)`` finds no parameters."""
+    found = [
+        u for u in _stepped(all_units(), {id(p) for p in params_of(optimizer)}) if u in u.context.reductions.units()
+    ]
+    if found:
+        warnings.warn(
+            f"{type(optimizer).__name__}.step changes nothing: no parameter has a gradient, and no backward has reached "
+            f"units {name_list((unit.fqn for unit in found), 3)} since they ran. loss.backward(inputs=...) and "
+            "torch.autograd.grad do not find sharded parameters: call loss.backward(), and freeze what shall get none",
+            stacklevel=5,
+        )
 
 
 def _stepped(units: Iterable[Unit], params: set[int]) -> list[Unit]:

@@ -227,3 +227,21 @@ def test_between_a_forward_and_its_backward(world):
             optimizer.step()
         with pytest.raises(RuntimeError, match=r"changed in place|modified by an inplace operation"):
             earlier.backward()
+
+
+def test_a_backward_that_names_its_inputs_is_warned_of(world):
+    world(2)
+    model = fully_shard(Net(), policy={Block})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.step()  # nothing has run
+    model(X).sum().backward(inputs=list(model.head.parameters()))
+    with pytest.warns(
+        UserWarning, match=r"SGD.step changes nothing.* units the root module, 'blocks.0', .*backward\(inputs"
+    ):
+        optimizer.step()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model(X).sum().backward()  # as it says
+        optimizer.step()
+        optimizer.zero_grad()
+        optimizer.step()
