@@ -106,15 +106,26 @@ class Barrier:
         what: the call and its arguments, the same on all ranks, for errors.
         seconds: how much later than the first the last rank may come, and how long one may give no sign of life.
         look: called now and then while ranks wait: to raise what ends it.
+        said: what this rank says as it comes.
+        hear: called on rank 0 with what all said, by rank: to raise what ends it.
     """
 
     def __init__(
-        self, store: Any, rank: int, names: Sequence[int], what: str, seconds: float, look: Callable[[], object] = int
+        self,
+        store: Any,
+        rank: int,
+        names: Sequence[int],
+        what: str,
+        seconds: float,
+        look: Callable[[], object] = int,
+        said: Any = None,
+        hear: Callable[[list[Any]], object] = len,
     ) -> None:
         self.what, self.is_first = what, rank == 0
         self.place = rank, len(names)  # this rank, and how many there are
         self._store, self._rank, self._names = store, rank, names
         self._seconds, self._look = seconds, look
+        self._said, self._hear = said, hear
         self._others = range(1, len(names))
         self._ids = {rank: uuid.uuid4().hex}  # of ranks: begin what is in the store of this call
         self._number = -1  # of the exchange: the first, 0, is of notes
@@ -143,9 +154,9 @@ class Barrier:
         """Until all ranks have come.
 
         Raises:
-            MeetingError: some did not come, or came for something else.
+            MeetingError: some did not come, or came for something else; or what ``hear`` raised.
         """
-        self._share((None, self.what), self._check_same)
+        self._share((None, (self.what, self._said)), self._hear_all)
 
     def share(self, produce: Callable[[], T], decide: Callable[[list[T]], Sequence[Any] | None] | None = None) -> Any:
         """Call ``produce`` on every rank, then ``decide`` on rank 0 with what all produced, by rank.
@@ -223,14 +234,14 @@ class Barrier:
         error, items = _outcome(lambda: None if decide is None else decide([value for _, value in every]))
         return [(error, None if items is None else items[rank]) for rank in range(len(every))]
 
-    def _check_same(self, calls: list[str]) -> None:
-        """Rank 0 has heard for which call each rank came."""
-        if other := [
-            f"rank {rank}: {call}" for rank, call in zip(self._names, calls, strict=True) if call != self.what
-        ]:
+    def _hear_all(self, rows: list[tuple[str, Any]]) -> None:
+        """Rank 0 has heard for which call each rank came, and what it said."""
+        calls = [(rank, call) for rank, (call, _) in zip(self._names, rows, strict=True)]
+        if other := [f"rank {rank}: {call}" for rank, call in calls if call != self.what]:
             raise MeetingError(
                 f"ranks came for different things. Rank {self._names[0]}: {self.what}; {'; '.join(other)}"
             )
+        self._hear([said for _, said in rows])
 
     def _await(self, key: str, sender: int, began: float) -> str | None:
         """Wait for what ``sender`` puts under ``key``. Returns what is wrong if that does not come.
@@ -340,4 +351,4 @@ def _waits() -> Iterator[float]:
     while True:
         waited = time.monotonic() - began
         yield waited
-        time.sleep(min(max(waited / 20, 0.0005), 0.5))
+        time.sleep(min(max(waited / 20, 0.0001), 0.5))

@@ -270,4 +270,6 @@ def _has_a_say(module: nn.Module) -> bool:
 
 def copied(value: Any, device: str | None = None) -> Any:
     """The same, of tensors that nobody else changes."""
+    if type(value) is torch.Tensor:  # most are
+        return value.detach().to(device or value.device, copy=True)
     return tree_map_only(torch.Tensor, lambda t: t.detach().to(device or t.device, copy=True), value)

@@ -81,14 +81,13 @@ def save_checkpoint(
             failed in the background, and nobody knows. The files of the attempt are removed.
     """
     at = _place(path, state, process_group, "save_checkpoint")
-    before = _ended()
     job = _all_ranks(process_group, f"save_checkpoint({str(at)!r})", timeout)
     count = ByteCount("saving", at, progress, job.is_first)
     saving, save = Saving(at, job.place, overwrite, count), Save(count)
     with contextlib.ExitStack() as stack:
         stack.enter_context(job)
         stack.callback(saving.discard)
-        plan = job.share(lambda: (before, saving.plan(state, wait)), lambda rows: _planned(saving, rows))
+        plan = job.share(lambda: saving.plan(state, wait), saving.plan_for_all)
         if plan is None:  # the last one holds for some ranks only
             plan = job.share(saving.plan_anew, saving.plan_for_all)
         saving.keep(*plan)
@@ -149,11 +148,9 @@ def load_checkpoint(
             message says that some has been read.
     """
     at = _place(path, state, process_group, "load_checkpoint")
-    before = _ended()
     job = _all_ranks(process_group, f"load_checkpoint({str(at)!r})", timeout)
     loading = _Loading(at, job.is_first, strict, verify, progress)
     with job:
-        job.share(lambda: before, _known_by_some)
         job.share(lambda: loading.check(state), _are_alike)
         try:
             job.share(loading.install)
@@ -181,9 +178,9 @@ def _place(path: Any, state: Any, group: dist.ProcessGroup | None, verb: str) ->
 
 
 def _all_ranks(group: dist.ProcessGroup | None, what: str, timeout: timedelta) -> Barrier:
-    """Those of ``group``, for the call ``what``. None: all, or this process alone."""
+    """Those of ``group``, for the call ``what``, once no save is under way. None: all, or this process alone."""
     rank, size, store = membership(default_group() if group is None else group)
-    return Barrier(store, rank, range(size), what, timeout.total_seconds())
+    return Barrier(store, rank, range(size), what, timeout.total_seconds(), said=_ended(), hear=_known_by_some)
 
 
 # -- saving ------------------------------------------------------------------------------------------------------------
@@ -241,12 +238,6 @@ def _ended() -> str | None:
     failures = [save.failure for save in _background]
     _background.clear()
     return next((f for f in failures if f is not None), None)
-
-
-def _planned(saving: Saving, rows: list[tuple[str | None, Any]]) -> list[Any]:
-    """On rank 0: the plan for all, if none of them must first learn of an earlier save."""
-    _known_by_some([before for before, _ in rows])
-    return saving.plan_for_all([plan for _, plan in rows])
 
 
 def _known_by_some(before: Sequence[str | None]) -> None:

@@ -25,6 +25,7 @@ checkpoint lacks stays if it was given. It goes if steps make it, as the state t
 from __future__ import annotations
 
 import copy
+import functools
 import re
 import weakref
 from collections import OrderedDict, defaultdict
@@ -151,13 +152,15 @@ class _Asked:
         """``keys``: with what is there, or without."""
         kinds: dict[str, Any] = dict(keys) if isinstance(keys, Mapping) else dict.fromkeys(keys)
         self.states = {key[at.end() :] for key in kinds for at in re.finditer(r"state\.", key)}
-        self.params = {name[: dot.start()] for name in self.states for dot in re.finditer(r"\.", name)}
         # Those of one optimizer: of several nobody knows which is asked for.
-        optimizers = [
-            key.removesuffix("0.params") for key in kinds if re.search(r"(^|\.)param_groups\.0\.params$", key)
-        ]
+        optimizers = [key.removesuffix("0.params") for key in kinds if f".{key}".endswith(".param_groups.0.params")]
         start = optimizers[0] if len(optimizers) == 1 else None
         self.groups = {k.removeprefix(start): kinds[k] for k in kinds if start is not None and k.startswith(start)}
+
+    @functools.cached_property
+    def params(self) -> set[str]:
+        """The names of those that have some state, and beginnings of names."""
+        return {name[: dot.start()] for name in self.states for dot in re.finditer(r"\.", name)}
 
     def as_groups(self, own: list[Group]) -> list[Group]:
         """The checkpoint's groups, with something in each place to load into. ``own``: the optimizer's."""

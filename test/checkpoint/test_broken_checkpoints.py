@@ -35,6 +35,7 @@ from flatshard.checkpoint import (
     Reader,
     _barrier,
     _byte_count,
+    _container,
     _disk,
     _job,
     _metadata,
@@ -545,6 +546,31 @@ def test_a_flipped_bit(job):
     job.check_refused(r"files of the checkpoint are damaged: 'm.a.weight' at \(0, 0\) in '__0_0.distcp'")
     job.load(verify=False)
     assert same(values(job.model)[1:], job.saved[1:4])
+
+
+def test_sums_are_those_of_earlier_checkpoints():
+    """By their definition, word by word, whatever way is quickest for a size; and what has been written stays readable."""
+    weights = _container._weights().tolist()
+    columns, block = _container._COLUMNS, _container.BLOCK
+    data = random.Random(0).randbytes(block + 3 * columns * 8 + 5)
+
+    def of_block(part: bytes) -> bytes:
+        words = [int.from_bytes(part[i : i + 8], "little") for i in range(0, len(part) // 8 * 8, 8)]
+        if (rows := len(words) // columns) > 1:
+            folded = [sum(words[c : rows * columns : columns]) for c in range(columns)]
+            words = folded + words[rows * columns :]
+        total = sum(w * x for w, x in zip(words, weights, strict=False))
+        if over := len(part) % 8:
+            total += int.from_bytes(part[-over:], "little") * weights[-1]
+        return (total % 2**64).to_bytes(8, "little")
+
+    for size in (0, 1, 7, 8, 12, 255, 256, 257, 264, 2 * columns * 8 - 1, 2 * columns * 8, block - 1, block, len(data)):
+        expected = b"".join(of_block(data[i : min(i + block, size)]) for i in range(0, size, block))
+        assert _container.checksums(memoryview(data)[:size]) == expected, size
+    assert [_container.checksums(memoryview(data)[:n]).hex() for n in (4, 2**14)] == [
+        "494c28930bb0a35a",
+        "f43d05503bf033b2",
+    ]
 
 
 def refuse_to_map(*_: Any, **__: Any) -> None:
