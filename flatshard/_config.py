@@ -398,9 +398,9 @@ KEEP_MEMORY = os.environ.get("FLATSHARD_KEEP_MEMORY", "1") not in ("0", "") and 
 """``FLATSHARD_KEEP_MEMORY=0``: do not tell the C library to keep freed memory: see ``_host_memory.py``."""
 
 
-SHARED_MEMORY = int(os.environ.get("FLATSHARD_SHARED_MEMORY", "0"))
+SHARED_MEMORY = int(os.environ.get("FLATSHARD_SHARED_MEMORY", "65536"))
 """``FLATSHARD_SHARED_MEMORY``: ranks of one host whose collectives go over gloo read payloads of at least so many bytes in
-shared memory; 0: they never do, which is the default. The same on all ranks. See ``_shared_memory.py``."""
+shared memory; 0: they never do. The same on all ranks. See ``_shared_memory.py``."""
 
 
 TRACE = os.environ.get("FLATSHARD_TRACE", "0") not in ("0", "")

@@ -1,60 +1,69 @@
 """Payloads between ranks of one host, read where they lie in shared memory. Gloo carries a header for each.
 
 [Note: Headers and payloads]
-Each rank has a segment of memory that others map. To send, it copies the payload there and sends a header by gloo: where it
-lies. Who waits gets the header, reads the payload in the sender's segment, and marks it there as read; then the sender uses
-the place again. So order, tags, deaths, timeouts and the watch are those of gloo's messages, and a wait blocks in gloo. What
-is sent is staged when it is issued, so no rank waits until another one waits. No thread is needed: in training on CPU whoever
-waits has a core to spare, its own.
+Each rank has a segment of memory that others map. A payload lies there in a block, behind a byte for each rank. To send it,
+a rank sends a header by gloo: where it is. Who waits gets the header, reads the payload in the sender's segment, and sets its
+byte; when all have, the sender uses the block again. So order, tags, deaths, timeouts and the watch are those of gloo's
+messages, and a wait blocks in gloo. No rank waits until another one waits, and no thread is needed: in training on CPU
+whoever waits has a core to spare, its own.
 
 A payload is read in one pass: a gather copies it to its place, a reduction adds it, in rank order.
+
+[Note: What is copied before it is sent]
+The input of a reduction lies in the segment from the start (``lend``), as nobody but flatshard writes there: it is not
+copied. A gather copies this rank's shard to the segment. A shard may not be read where it lies: an optimizer, a hook or any
+code of the user may write there as soon as the gather has been issued, and must not wait for other ranks. Nor may this
+rank's part of the gathered values, which the module may change.
 
 [Note: How ranks meet]
 At the first large collective of a group, ranks tell each other where their segments are, try to map them, and tell each other
 what they could map. Between two ranks of which one cannot map the other's segment (they are on different hosts, in
-different containers, or the system forbids it), payloads go by gloo in that direction. Collectives that are issued before all
-ranks have met begin when one of them is waited for.
+different containers, or the system forbids it), payloads go by gloo in that direction. A thread does that, once for each
+group, and begins the collectives that have been issued meanwhile, the small ones, too: messages of one tag must not overtake
+each other. So they begin when all ranks have issued the first one, whatever each of them waits for.
+
+[Note: No room]
+A payload that the system gives no memory for goes by gloo, and its header says with which tag. As its receiver asks for it
+when it waits, its sender does not wait until it is received: it sends a copy, which it drops when it has been.
 
 [Note: Nothing is left behind]
 A segment is a file without a name (``memfd_create``), which other ranks open by ``/proc``. It is not in ``/dev/shm``, however
 small that is, and the system frees it with the last process that has mapped it, however that ends. A random token in the
-segment proves that a rank has mapped the right one.
+segment proves that a rank has mapped the right one. A forked process lets go of its copies.
 
 [Note: The size of a segment]
-It grows to what is under way at a time, and is freed with its group. A gather stages this rank's shard, a reduce-scatter the
-parts of its input for other ranks. An all-reduce is gloo's own. In training that is two shards of the largest unit, and
-the inputs of two reductions. In turn, no memory is needed to receive the parts of a reduction.
+It grows to what is under way at a time, and is freed with its group. In training that is two shards of the largest unit, and
+the inputs of two reductions, which take no other memory; nor does what is received.
 """
 
 from __future__ import annotations
 
+import ctypes
 import functools
+import itertools
 import mmap
 import os
 import stat
+import threading
 import weakref
 from collections.abc import Callable, Hashable, Sequence
-from typing import ClassVar, NamedTuple, Protocol
+from typing import ClassVar
 
 import torch
 
 from flatshard import _config, _trace
-from flatshard._comm.backends import Addressed, GlooCollectives, Receive, Then
+from flatshard._comm.backends import GlooCollectives, Receive, Then
 from flatshard._comm.collectives import Pending
 from flatshard._comm.progress import RESERVED
 
-
-class Messages(Protocol):
-    """Sends and receives messages by gloo, with the tag of a collective."""
-
-    def __call__(self, sent: Addressed, received: Addressed) -> Pending: ...
-
-
 _TOKEN_BYTES = 8
-_SLOTS = 256  # payloads in a segment at a time
+_FIRST_BYTES = 2**16  # of a new segment: room to say that there is no more
 _ALIGNMENT = 64
-_HEADER = 3  # numbers in a header: slot, start and bytes of a payload
+_HEADER = (
+    3  # numbers in a header: where the block begins, where its payload is (or minus the tag of its message), bytes
+)
 _INTRODUCTION_TAG = RESERVED + 1
+_FIRST_TAG, _TAGS = RESERVED + 8, 2**15  # of payloads that are sent as there is no room
 _CURE = "FLATSHARD_SHARED_MEMORY=0 on all ranks sends everything by gloo"
 
 
@@ -63,28 +72,31 @@ def _up(nbytes: int, step: int) -> int:
 
 
 class _Mapping:
-    """A segment, mapped: a token, for each slot a byte for each rank that has read the slot's payload, and payloads."""
+    """A segment, mapped."""
 
-    def __init__(self, fd: int, size: int) -> None:
-        """``size``: the number of ranks."""
-        self._size = size
-        self.map = mmap.mmap(fd, 0)
+    def __init__(self, fd: int) -> None:
+        self.map = mmap.mmap(fd, 0, mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0))  # all pages at once
         self.bytes = torch.frombuffer(self.map, dtype=torch.uint8)
 
     @property
     def token(self) -> bytes:
         return self.map[:_TOKEN_BYTES]
 
-    def row(self, slot: int) -> slice:
-        """The marks of a slot."""
-        return slice(_TOKEN_BYTES + slot * self._size, _TOKEN_BYTES + (slot + 1) * self._size)
-
-    def mark(self, slot: int, rank: int) -> None:
-        """``rank`` has read the slot's payload."""
-        self.map[self.row(slot).start + rank] = 1
-
     def view(self, start: int, nbytes: int, dtype: torch.dtype) -> torch.Tensor:
         return self.bytes[start : start + nbytes].view(dtype)
+
+
+class _Block:
+    """A part of this rank's segment: a mark for each rank that has read its payload, and the payload."""
+
+    __slots__ = ("lent", "nbytes", "payload", "start", "stop")
+
+    def __init__(self, start: int, size: int, nbytes: int) -> None:
+        """``size``: the number of ranks. ``nbytes``: of the payload."""
+        self.start, self.nbytes = start, nbytes
+        self.payload = start + _up(size, _ALIGNMENT)
+        self.stop = self.payload + _up(nbytes, _ALIGNMENT)
+        self.lent: weakref.ref[ctypes.Array[ctypes.c_char]] | None = None  # the memory, as long as a tensor uses it
 
 
 class _Segment:
@@ -99,13 +111,11 @@ class _Segment:
             OSError: the system gives none.
         """
         self._size = size
-        self._begin = _up(_TOKEN_BYTES + _SLOTS * size, mmap.PAGESIZE)
-        self._used: dict[int, tuple[int, int]] = {}  # where payloads lie, by slot
+        self._blocks: list[_Block] = []  # those in use, by where they lie
         self._fd = os.memfd_create("flatshard")
         self.nbytes = 0
-        self.token = os.urandom(_TOKEN_BYTES)
-        self._grow(self._begin)
-        self.mapping.map[:_TOKEN_BYTES] = self.token
+        self._grow(_FIRST_BYTES)
+        self.token = self.mapping.map[:_TOKEN_BYTES] = os.urandom(_TOKEN_BYTES)
 
     def __del__(self) -> None:
         if self._fd >= 0:
@@ -117,78 +127,106 @@ class _Segment:
         return [int.from_bytes(self.token, "little", signed=True), os.getpid(), self._fd, os.fstat(self._fd).st_ino]
 
     def _grow(self, nbytes: int) -> None:
-        os.ftruncate(self._fd, _up(nbytes, mmap.PAGESIZE))
-        self.mapping = _Mapping(self._fd, self._size)
-        self.nbytes = _up(nbytes, mmap.PAGESIZE)
+        nbytes = _up(nbytes, mmap.PAGESIZE)
+        os.posix_fallocate(self._fd, self.nbytes, nbytes - self.nbytes)  # fails now, not when the memory is used
+        self.mapping, self.nbytes = _Mapping(self._fd), nbytes
 
-    def take(self, nbytes: int, readers: Sequence[int]) -> tuple[int, int]:
-        """Slot and offset of memory for a payload, until all ``readers`` have read it.
+    def _marks(self, block: _Block) -> slice:
+        return slice(block.start, block.start + self._size)
+
+    def is_read(self, block: _Block) -> bool:
+        """Whether all who were to read its payload have."""
+        return 0 not in self.mapping.map[self._marks(block)]
+
+    def await_readers(self, block: _Block, readers: Sequence[int]) -> None:
+        """The payload is sent: the block stays in use until all ``readers`` have read it."""
+        self.mapping.map[self._marks(block)] = bytes(rank not in readers for rank in range(self._size))
+
+    def take(self, nbytes: int) -> _Block:
+        """Memory for a payload. It is in use as long as readers are awaited, or a tensor uses it.
 
         Raises:
             OSError: the system gives no more memory.
         """
-        marks = self.mapping
-        for slot in [slot for slot in self._used if 0 not in marks.map[marks.row(slot)]]:
-            del self._used[slot]
-        free = next((slot for slot in range(_SLOTS) if slot not in self._used), None)
-        if free is None:
-            raise OSError(f"{_SLOTS} payloads are under way")
-        start, nbytes = self._begin, _up(nbytes, _ALIGNMENT)
-        for other, end in sorted(self._used.values()):
-            if start + nbytes <= other:
-                break
-            start = end
-        if start + nbytes > self.nbytes:
-            self._grow(start + nbytes)
-        self.mapping.map[marks.row(free)] = bytes(rank not in readers for rank in range(self._size))
-        self._used[free] = start, start + nbytes
-        return free, start
+        used = [b for b in self._blocks if (b.lent is not None and b.lent() is not None) or not self.is_read(b)]
+        self._blocks, size = used, _Block(0, self._size, nbytes).stop
+        starts = [_up(_TOKEN_BYTES, _ALIGNMENT), *[block.stop for block in used]]
+        ends = [*[block.start for block in used], self.nbytes]
+        index = next((i for i, start in enumerate(starts) if start + size <= ends[i]), len(used))
+        if starts[index] + size > self.nbytes:
+            self._grow(starts[index] + size)
+        block = _Block(starts[index], self._size, nbytes)
+        self.await_readers(block, ())
+        used.insert(index, block)
+        return block
+
+    def lend(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """A tensor in a block of its own, which is in use as long as a tensor uses its memory.
+
+        Raises:
+            OSError: the system gives no more memory.
+        """
+        block = self.take(numel * dtype.itemsize)
+        memory = (ctypes.c_char * block.nbytes).from_buffer(self.mapping.map, block.payload)
+        block.lent = weakref.ref(memory)
+        return torch.frombuffer(memory, dtype=dtype)
+
+    def find(self, tensor: torch.Tensor) -> tuple[_Block, int] | None:
+        """Where ``tensor`` lies, if in a block that was lent, and where that begins in this process's memory."""
+        address = tensor.data_ptr()
+        for block in self._blocks:
+            memory = None if block.lent is None else block.lent()
+            if memory is not None and 0 <= address - (begin := ctypes.addressof(memory)) < block.nbytes:
+                return block, begin
+        return None
 
 
 class _Peer:
     """The segment of another rank."""
 
-    def __init__(self, address: Sequence[int], size: int) -> None:
-        """Map it. ``address``: see ``_Segment``. ``size``: the number of ranks.
+    _fd = -1
+
+    def __init__(self, address: Sequence[int]) -> None:
+        """Map it. ``address``: see ``_Segment``.
 
         Raises:
             OSError: this process cannot map it.
         """
-        token, pid, fd, self._inode = address
-        self._token = token.to_bytes(_TOKEN_BYTES, "little", signed=True)
-        self._path, self._size = f"/proc/{pid}/fd/{fd}", size
-        self._map()
+        token, pid, fd, inode = address
+        path = f"/proc/{pid}/fd/{fd}"
+        found = os.stat(path)  # first, as it is safe whatever this is on another host
+        if not stat.S_ISREG(found.st_mode) or found.st_ino != inode or not found.st_size:
+            raise OSError("it is not there")
+        self._fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)  # kept: that rank may end before all is read
+        self.mapping = _Mapping(self._fd)
+        if self.mapping.token != token.to_bytes(_TOKEN_BYTES, "little", signed=True):
+            raise OSError("it is not there")
 
-    def _map(self) -> None:
-        found = os.stat(self._path)  # first, as it is safe whatever this is on another host
-        if not stat.S_ISREG(found.st_mode) or found.st_ino != self._inode or not found.st_size:
-            raise OSError("it is not there")
-        fd = os.open(self._path, os.O_RDWR | os.O_CLOEXEC)
-        try:
-            self.mapping = _Mapping(fd, self._size)
-        finally:
-            os.close(fd)
-        if self.mapping.token != self._token:
-            raise OSError("it is not there")
+    def __del__(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
 
     def view(self, start: int, nbytes: int, dtype: torch.dtype) -> torch.Tensor:
-        """A payload."""
-        if start + nbytes > len(self.mapping.map):  # it has grown
-            self._map()
+        """A payload.
+
+        Raises:
+            OSError: it has grown, and this process cannot map it.
+        """
+        if start + nbytes > len(self.mapping.map):
+            self.mapping = _Mapping(self._fd)
         return self.mapping.view(start, nbytes, dtype)
 
 
 class _Deferred:
     """A collective that begins when the ranks have met."""
 
-    def __init__(self, meet: Callable[[], object], start: Callable[[], Pending]) -> None:
-        self._meet, self._start = meet, start
+    def __init__(self, begin: Callable[[], Pending], meet: Callable[[], object]) -> None:
+        """``meet``: waits for that."""
+        self._begin, self._meet = begin, meet
         self._pending: Pending | None = None
 
-    def start(self) -> None:
-        """Idempotent."""
-        if self._pending is None:
-            self._pending = self._start()
+    def begin(self) -> None:
+        self._pending = self._begin()
 
     def wait(self) -> None:
         if self._pending is None:
@@ -204,138 +242,153 @@ class SharedMemory:
 
     def __init__(self, rank: int, size: int) -> None:
         self._rank, self._size = rank, size
+        self._others = [(rank - step) % size for step in range(1, size)]
         self._own: _Segment | None = None
         self._peers: dict[int, _Peer] = {}  # those whose segments this rank has mapped
-        self._readers: set[int] = set()  # those that have mapped this rank's
-        # How they meet: addresses, then what each has mapped.
-        self._addresses, self._mapped = (torch.zeros(size, n, dtype=torch.int64) for n in (4, size))
-        self._telling: list[Pending] = []
-        self._deferred: list[_Deferred] = []
-        self._have_met = False
+        self._readers: list[int] = []  # those that have mapped this rank's
+        self._have_met = threading.Event()  # or have failed to
+        self._failure: BaseException | None = None
+        self._deferred: list[_Deferred] = []  # that are to begin
+        self._lock = threading.Lock()
+        # Payloads for which there was no room: [Note: No room]
+        self._tags = itertools.cycle(range(_FIRST_TAG, _FIRST_TAG + _TAGS))
+        self._messages: list[tuple[_Block, Pending]] = []
 
     @classmethod
-    def of(cls, group: Hashable, rank: int, size: int) -> SharedMemory:
+    def known(cls, collectives: GlooCollectives) -> SharedMemory | None:
+        """That of a process group whose ranks have begun to meet."""
+        found = cls._known.get(collectives.group)
+        # The group may have been given other ranks.
+        return None if found is None or (found._rank, found._size) != (collectives.rank, collectives.size) else found
+
+    @classmethod
+    def of(cls, collectives: GlooCollectives) -> SharedMemory:
         """That of a process group. It lives as long as the group."""
-        found = cls._known.get(group)
-        if found is None or (found._rank, found._size) != (rank, size):  # it may have been given other ranks
-            found = cls._known[group] = cls(rank, size)
+        found = cls.known(collectives)
+        if found is None:
+            found = cls._known[collectives.group] = cls(collectives.rank, collectives.size)
+            found._begin_to_meet(collectives)
         return found
+
+    @classmethod
+    @functools.cache
+    def forget_in_forks(cls) -> None:
+        """Have a process that is forked from this one let go of all segments."""
+        os.register_at_fork(after_in_child=cls._known.clear)
 
     # -- how ranks meet ----------------------------------------------------------------------------------------------
 
-    def when_met(self, messages: Messages, start: Callable[[], Pending]) -> Pending:
-        """``start`` a collective once the ranks have met. ``messages``: by which they do."""
-        if self._have_met:
-            return start()
-        if not self._telling:
-            try:
-                self._own = _Segment(self._size)
-                self._addresses[self._rank] = torch.tensor(self._own.address)
-            except (OSError, AttributeError) as e:  # an address of zeros is nobody's
-                _trace.logger.debug("no shared memory: %s", e)
-            self._telling.append(self._tell(messages, self._addresses))
-        deferred = _Deferred(lambda: self._meet(messages), start)
-        self._deferred.append(deferred)
-        return deferred
+    def when_met(self, begin: Callable[[], Pending]) -> Pending:
+        """``begin`` a collective once the ranks have met."""
+        with self._lock:
+            if not self._have_met.is_set():
+                self._deferred.append(_Deferred(begin, self._meet))
+                return self._deferred[-1]
+        self._meet()
+        return begin()
 
-    def _tell(self, messages: Messages, rows: torch.Tensor) -> Pending:
+    def _meet(self) -> None:
+        self._have_met.wait()
+        if self._failure is not None:
+            raise self._failure
+
+    def _begin_to_meet(self, collectives: GlooCollectives) -> None:
+        addresses = torch.zeros(self._size, 4, dtype=torch.int64)
+        try:
+            self._own = _Segment(self._size)
+            self.forget_in_forks()
+            addresses[self._rank] = torch.tensor(self._own.address)
+        except (OSError, AttributeError) as e:  # an address of zeros is nobody's
+            _trace.logger.debug("no shared memory: %s", e)
+        told = self._tell(collectives, addresses)
+        threading.Thread(target=self._introduce, args=(collectives, addresses, told), daemon=True).start()
+
+    def _tell(self, collectives: GlooCollectives, rows: torch.Tensor) -> Pending:
         """Send this rank's row to all others, and receive theirs."""
-        others = [(self._rank - step) % self._size for step in range(1, self._size)]
-        return messages([(rows[self._rank], k) for k in reversed(others)], [(rows[k], k) for k in others])
+        sent = [(rows[self._rank], k) for k in reversed(self._others)]
+        return collectives._messages(sent, [(rows[k], k) for k in self._others], _INTRODUCTION_TAG)
 
-    def _meet(self, messages: Messages) -> None:
-        """Wait for all ranks, and begin what has been deferred. After an interrupt it goes on."""
-        self._telling[0].wait()
-        if len(self._telling) == 1:
-            addresses = self._addresses.tolist()
-            for rank in {*range(self._size)} - {self._rank} - {*self._peers}:
+    def _introduce(self, collectives: GlooCollectives, addresses: torch.Tensor, told: Pending) -> None:
+        """Map what other ranks have, find out what they have mapped, and begin what waits for that. A thread runs this."""
+        try:
+            told.wait()
+            for rank in self._others:
                 try:
-                    self._peers[rank] = _Peer(addresses[rank], self._size)
+                    self._peers[rank] = _Peer(addresses[rank].tolist())
                 except OSError as e:
                     _trace.logger.debug(
                         "rank %d of the group cannot read the memory of rank %d: %s", self._rank, rank, e
                     )
-            self._mapped[self._rank, [self._rank, *self._peers]] = 1
-            self._telling.append(self._tell(messages, self._mapped))
-        self._telling[1].wait()
-        self._readers = {*self._mapped[:, self._rank].nonzero().flatten().tolist()} - {self._rank}
-        while self._deferred:
-            self._deferred[0].start()
-            del self._deferred[0]
-        self._have_met = True
+            mapped = torch.zeros(self._size, self._size, dtype=torch.int64)
+            mapped[self._rank, [*self._peers]] = 1
+            self._tell(collectives, mapped).wait()
+            self._readers = mapped[:, self._rank].nonzero().flatten().tolist()
+            with self._lock:
+                while self._deferred:
+                    self._deferred.pop(0).begin()
+                self._have_met.set()
+        except BaseException as e:
+            self._failure = e
+            self._have_met.set()
 
     # -- payloads ----------------------------------------------------------------------------------------------------
 
     def swap(
-        self,
-        messages: Messages,
-        sent: Sequence[torch.Tensor],
-        receive: Receive,
-        then: Then | None,
+        self, collectives: GlooCollectives, sent: Sequence[torch.Tensor], receive: Receive, tag: int, then: Then | None
     ) -> Pending:
-        """Send payloads of one size to all other ranks, and receive theirs. The ranks have met.
-
-        Args:
-            messages: sends headers, and payloads between ranks that share no memory.
-            sent: by rank: one for each, or one for all.
-            receive: memory for the payload of a rank: where it is received, if that rank shares none.
-            then: called by whoever waits, and again after an interrupt: with all ranks' payloads. None: copies them to
-                what ``receive`` gives.
-        """
-        others = [(self._rank - step) % self._size for step in range(1, self._size)]
-        own = self._stage(sent) if self._readers else _Staged(sent[self._rank], {}, None)
-        received = {k: torch.empty(_HEADER, dtype=torch.int64) if k in self._peers else receive(k) for k in others}
-        outgoing = [(own.headers.get(k, sent[k]), k) for k in reversed(others)]
-        works = messages(outgoing, [(received[k], k) for k in others])
+        """Send payloads of one size to all other ranks, and receive theirs: see ``_exchange``. The ranks have met."""
+        headers = self._send(collectives, sent) if self._readers else {}
+        received = {
+            k: torch.empty(_HEADER, dtype=torch.int64) if k in self._peers else receive(k) for k in self._others
+        }
+        outgoing = [(headers.get(k, sent[k]), k) for k in reversed(self._others)]
+        works = collectives._messages(outgoing, [(received[k], k) for k in self._others], tag)
 
         def place(parts: Sequence[torch.Tensor]) -> None:
             for k in self._peers:
                 receive(k).copy_(parts[k])
 
-        return _Reading(works, own, received, self._peers, then or place, self._rank)
+        return _Reading(works, sent[self._rank], received, self, collectives, receive, then or place)
 
-    def _stage(self, sent: Sequence[torch.Tensor]) -> _Staged:
-        """Copy to the segment what others read there."""
-        own, payload, readers = self._own, sent[self._rank], sorted(self._readers)
+    def _send(self, collectives: GlooCollectives, sent: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
+        """Lay ``sent`` where others read it. Returns a header for each of them. [Note: What is copied before it is sent]"""
+        own, nbytes = self._own, sent[0].nbytes
         assert own is not None
-        nbytes, dtype = payload.nbytes, payload.dtype
-        is_one, step = all(each is payload for each in sent), _up(nbytes, _ALIGNMENT)
-        try:
-            slot, start = own.take(step * (1 if is_one else len(readers)), [*readers, self._rank])
-        except OSError as e:
-            raise RuntimeError(f"no shared memory of {nbytes} bytes to send from ({e}): {_CURE}") from e
-        mapping = own.mapping
-        if is_one:
-            header = torch.tensor([slot, start, nbytes])
-            copied = mapping.view(start, nbytes, dtype).copy_(payload)
-            return _Staged(copied, dict.fromkeys(readers, header), (mapping, slot))
-        starts = {k: start + index * step for index, k in enumerate(readers)}
-        for k in readers:
-            mapping.view(starts[k], nbytes, dtype).copy_(sent[k])
-        headers = {k: torch.tensor([slot, starts[k], nbytes]) for k in readers}
-        return _Staged(payload, headers, (mapping, slot))
+        lent = own.find(sent[0])
+        if lent is not None and own.is_read(lent[0]):
+            block, begin = lent
+            starts = {k: block.payload + sent[k].data_ptr() - begin for k in self._readers}
+        else:
+            is_one, step = all(each is sent[0] for each in sent), _up(nbytes, _ALIGNMENT)
+            try:
+                block = own.take(step * (1 if is_one else len(self._readers)))
+            except OSError as e:
+                _trace.logger.debug("no shared memory of %d bytes: %s", nbytes, e)
+                return self._send_by_gloo(collectives, sent)
+            starts = {k: block.payload + (0 if is_one else index * step) for index, k in enumerate(self._readers)}
+            for k in self._readers[:1] if is_one else self._readers:
+                own.mapping.view(starts[k], nbytes, sent[k].dtype).copy_(sent[k])
+        own.await_readers(block, self._readers)
+        return {k: torch.tensor([block.start, starts[k], nbytes]) for k in self._readers}
 
-
-def through_memory(
-    collectives: GlooCollectives, sent: Sequence[torch.Tensor], receive: Receive, tag: int, then: Then | None
-) -> Pending | None:
-    """See ``GlooCollectives._through_memory``. None: these payloads are sent, as they are small, or not of a unit."""
-    if tag >= RESERVED or collectives.size == 1 or not 0 < _config.SHARED_MEMORY <= sent[0].nbytes:
-        return None
-    memory = SharedMemory.of(collectives.group, collectives.rank, collectives.size)
-    introductions, messages = (functools.partial(collectives._messages, tag=each) for each in (_INTRODUCTION_TAG, tag))
-    return memory.when_met(introductions, lambda: memory.swap(messages, sent, receive, then))
-
-
-class _Staged(NamedTuple):
-    """What this rank sends in one collective."""
-
-    own: torch.Tensor
-    """Its own payload. It stays until this rank has marked it as read."""
-    headers: dict[int, torch.Tensor]
-    """By rank, of those that read payloads in the segment."""
-    place: tuple[_Mapping, int] | None
-    """Where payloads are staged, and their slot."""
+    def _send_by_gloo(self, collectives: GlooCollectives, sent: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
+        """[Note: No room]"""
+        own, headers = self._own, {}
+        assert own is not None
+        for block, message in [each for each in self._messages if own.is_read(each[0])]:
+            message.wait()
+            self._messages.remove((block, message))
+        copies = {id(each): each.clone() for each in sent}
+        for k in self._readers:
+            try:
+                block = own.take(0)
+            except OSError as e:
+                raise RuntimeError(f"no shared memory to say that there is none ({e}): {_CURE}") from e
+            tag = next(self._tags)
+            own.await_readers(block, [k])
+            self._messages.append((block, collectives._messages([(copies[id(sent[k])], k)], [], tag)))
+            headers[k] = torch.tensor([block.start, -tag, sent[k].nbytes])
+        return headers
 
 
 class _Reading:
@@ -344,49 +397,96 @@ class _Reading:
     def __init__(
         self,
         works: Pending,
-        own: _Staged,
+        own: torch.Tensor,
         received: dict[int, torch.Tensor],
-        peers: dict[int, _Peer],
+        memory: SharedMemory,
+        collectives: GlooCollectives,
+        receive: Receive,
         then: Then,
-        rank: int,
     ) -> None:
-        self._works, self._own, self._received, self._peers = works, own, received, peers
+        """``own``: this rank's payload for itself. ``received``: by rank, headers, or payloads of those that share none."""
+        self._works, self._own, self._received = works, own, received
+        self._memory, self._collectives, self._receive = memory, collectives, receive
         self._then: Then | None = then
-        self._rank = rank
+        self._messages: dict[int, tuple[torch.Tensor, Pending]] = {}  # payloads that go by gloo after all
+        self._read: list[tuple[_Mapping, int]] = []  # where marks are to be set
 
     def wait(self) -> None:
-        self._works.wait()
         if self._then is None:
+            self._mark()
             return
-        read = [] if self._own.place is None else [self._own.place]
-        parts = {**self._received, self._rank: self._own.own}
-        for rank, header in self._received.items():
-            if (peer := self._peers.get(rank)) is not None:
-                slot, start, nbytes = header.tolist()
-                parts[rank] = self._view(rank, peer, start, nbytes)
-                read.append((peer.mapping, slot))
-        then, self._then = self._then, None
+        self._works.wait()
+        self._read.clear()
         try:
-            then([parts[rank] for rank in range(len(parts))])
+            self._then([self._part(rank) for rank in range(len(self._received) + 1)])
         except Exception:
-            self._free(read)
+            self._mark()
             raise
-        except BaseException:
-            self._then = then
-            raise
-        self._free(read)
+        self._then = None
+        self._mark()
+        del self._works, self._own, self._received, self._receive  # what was lent may be used again
 
-    def _view(self, rank: int, peer: _Peer, start: int, nbytes: int) -> torch.Tensor:
-        own = self._own.own
+    def _part(self, rank: int) -> torch.Tensor:
+        """What ``rank`` has sent."""
+        own, peer = self._own, self._memory._peers.get(rank)
+        if rank == self._memory._rank:
+            return own
+        if peer is None:
+            return self._received[rank]
+        block, start, nbytes = self._received[rank].tolist()
         if nbytes != own.nbytes:
             raise RuntimeError(f"rank {rank} of the group sent {nbytes} bytes, and this rank {own.nbytes}")
         try:
-            return peer.view(start, nbytes, own.dtype)
+            part = peer.view(
+                *((start, nbytes, own.dtype) if start > 0 else (block, self._memory._rank + 1, torch.uint8))
+            )
         except OSError as e:
-            raise RuntimeError(f"rank {rank} of the group has sent, and its memory is gone") from e
+            raise RuntimeError(
+                f"the memory of rank {rank} of the group has grown, and cannot be mapped: {_CURE}"
+            ) from e
+        if start < 0:
+            part = self._by_gloo(rank, -start)
+        self._read.append((peer.mapping, block + self._memory._rank))
+        return part
 
-    def _free(self, read: list[tuple[_Mapping, int]]) -> None:
-        """Tell the senders of ``read`` that their memory may be used again."""
-        self._received = {}
-        for mapping, slot in read:
-            mapping.mark(slot, self._rank)
+    def _by_gloo(self, rank: int, tag: int) -> torch.Tensor:
+        """[Note: No room]"""
+        if rank not in self._messages:
+            part = self._receive(rank)
+            self._messages[rank] = part, self._collectives._messages([], [(part, rank)], tag)
+        part, message = self._messages[rank]
+        message.wait()
+        return part
+
+    def _mark(self) -> None:
+        """Tell the senders that their memory may be used again."""
+        while self._read:
+            mapping, place = self._read.pop()  # first: after an interrupt it may be another payload's already
+            mapping.map[place] = 1
+
+
+def through_memory(
+    collectives: GlooCollectives, sent: Sequence[torch.Tensor], receive: Receive, tag: int, then: Then | None
+) -> Pending:
+    """See ``GlooCollectives._through_memory``."""
+    by_messages = functools.partial(collectives._by_messages, sent, receive, tag, then)
+    if tag >= RESERVED or collectives.size == 1:
+        return by_messages()
+    if 0 < _config.SHARED_MEMORY <= sent[0].nbytes:
+        memory = SharedMemory.of(collectives)
+        return memory.when_met(functools.partial(memory.swap, collectives, sent, receive, tag, then))
+    known = SharedMemory.known(collectives)
+    return by_messages() if known is None else known.when_met(by_messages)
+
+
+def lend_memory(collectives: GlooCollectives, numel: int, dtype: torch.dtype) -> torch.Tensor | None:
+    """See ``GlooCollectives._lend_memory``."""
+    memory = SharedMemory.known(collectives)
+    is_large = 0 < _config.SHARED_MEMORY * collectives.size <= numel * dtype.itemsize
+    if memory is None or memory._own is None or not (memory._readers and is_large):
+        return None
+    try:
+        return memory._own.lend(numel, dtype)
+    except OSError as e:
+        _trace.logger.debug("no shared memory of %d elements: %s", numel, e)
+        return None

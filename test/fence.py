@@ -19,6 +19,7 @@ import ctypes
 import dataclasses
 import gc
 import random
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -82,13 +83,15 @@ class Fence:
                 self._gone.append(where)
 
     def before_wait(self) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            return  # it gets no interrupts
         self.waits += 1
         if self._interrupt == (self.waits, False):
             self._interrupt = None
             raise KeyboardInterrupt("at a wait")
 
     def after_wait(self) -> None:
-        if self._interrupt == (self.waits, True):
+        if self._interrupt == (self.waits, True) and threading.current_thread() is threading.main_thread():
             self._interrupt = None
             raise KeyboardInterrupt("at a wait")
 

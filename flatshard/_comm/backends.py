@@ -43,8 +43,9 @@ Addressed = Sequence[tuple[torch.Tensor, int]]
 
 Then = Callable[[Sequence[torch.Tensor]], object]
 Receive = Callable[[int], torch.Tensor]
-ThroughMemory = Callable[["GlooCollectives", Sequence[torch.Tensor], Receive, int, Then | None], Pending | None]
-"""See ``GlooCollectives._exchange``; the number is the tag."""
+
+ThroughMemory = Callable[["GlooCollectives", Sequence[torch.Tensor], Receive, int, Then | None], Pending]
+LendMemory = Callable[["GlooCollectives", int, torch.dtype], torch.Tensor | None]
 
 
 class BuiltinCollectives(Collectives):
@@ -146,8 +147,8 @@ class GlooCollectives(BuiltinCollectives):
     Sends and receives between two ranks match in the order of issue, so any number may be in flight. Each kind of
     collective and each unit has a tag, so data of different units never mix.
 
-    With ``FLATSHARD_SHARED_MEMORY`` ranks of one host read what is large in each other's memory, and gloo carries a header
-    for it: the bits are the same.
+    Ranks of one host read what is large in each other's memory, and gloo carries a header for it, unless
+    ``FLATSHARD_SHARED_MEMORY=0``: the bits are the same.
 
     Example::
 
@@ -163,7 +164,10 @@ class GlooCollectives(BuiltinCollectives):
     out_of_place = widens = True
 
     _through_memory: ClassVar[ThroughMemory | None] = None
-    """Does what ``_exchange`` does, or returns None where messages are to: see ``_shared_memory.py``. None: there is none."""
+    """Does what ``_by_messages`` does, or calls it: see ``_shared_memory.py``. None: there is none."""
+    _lend_memory: ClassVar[LendMemory | None] = None
+    """Lends so many elements for the input of a reduction, which ranks read where it lies: nobody writes there after it was
+    issued. It is in use as long as a tensor lies in it. It may have none to lend."""
 
     def all_gather(self, output: torch.Tensor, shard: torch.Tensor, label: Label | None = None) -> Pending:
         rows = output.view(self.size, -1).unbind()
@@ -200,9 +204,11 @@ class GlooCollectives(BuiltinCollectives):
         ``receive(k)``: memory for what comes from rank ``k``. ``then``: called with what all ranks have sent to this one,
         which need not be in that memory. None: it must be there.
         """
-        tag, through = (label or here.label).tag + kind, GlooCollectives._through_memory
-        if through is not None and (pending := through(self, sent, receive, tag, then)) is not None:
-            return pending
+        exchange = GlooCollectives._through_memory or GlooCollectives._by_messages
+        return exchange(self, sent, receive, (label or here.label).tag + kind, then)
+
+    def _by_messages(self, sent: Sequence[torch.Tensor], receive: Receive, tag: int, then: Then | None) -> Pending:
+        """``_exchange`` with any ``tag``, by a message to each rank and one from each."""
         sources = [(self.rank - step) % self.size for step in range(1, self.size)]
         parts = [sent[self.rank] if rank == self.rank else receive(rank) for rank in range(self.size)]
         to, from_ = [(sent[k], k) for k in reversed(sources)], [(parts[k], k) for k in sources]

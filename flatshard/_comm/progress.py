@@ -47,7 +47,7 @@ class Label:
         self.handle: Callable[[], Any] = NoneType  # a weak reference
 
 
-RESERVED = 2**31 - 8
+RESERVED = 2**31 - 2**16
 """The lowest of the tags that no unit has."""
 
 NOBODY = Label("<no unit>")

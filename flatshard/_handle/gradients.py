@@ -260,7 +260,7 @@ class FlatGradients:
     def _make_room(self, dtype: torch.dtype) -> list[bool]:
         """Allocate the input, with ``dtype``."""
         if self._input is not None:
-            self._input.allocate(dtype)
+            self._input.allocate(dtype, self.runtime.collectives)
         self._filled = [False] * len(self.flat.params)
         return self._filled
 

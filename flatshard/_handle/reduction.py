@@ -17,7 +17,8 @@ from typing import NoReturn
 
 import torch
 
-from flatshard._comm.collectives import Done, Pending, settle
+from flatshard._comm.backends import GlooCollectives
+from flatshard._comm.collectives import Collectives, Done, Pending, settle
 from flatshard._handle.flat_shard import FlatShard
 from flatshard._handle.layout import FlatLayout
 from flatshard._handle.pool import FlatBuffer
@@ -37,7 +38,7 @@ def views_of(flat: torch.Tensor, layout: FlatLayout) -> tuple[list[torch.Tensor]
 
 
 class ReductionInput:
-    """The input. Its memory is a buffer of the pool, or buffers of its own: one for each dtype.
+    """The input. Its memory is a buffer of the pool, lent by gloo's collectives, or buffers of its own: one for each dtype.
 
     If nothing is sharded, the memory is new each time: it is all-reduced in place and becomes the gradients.
     """
@@ -54,10 +55,14 @@ class ReductionInput:
             self._views(own)  # here, to save the time in the first step
             own.free()
 
-    def allocate(self, dtype: torch.dtype) -> None:
-        """Allocate the memory, and zero the padding."""
-        if self._of.is_whole:
-            self.flat = self._new(dtype)
+    def allocate(self, dtype: torch.dtype, collectives: Collectives) -> None:
+        """Allocate the memory, and zero the padding. ``collectives``: those that reduce it."""
+        new = self._new(dtype) if self._of.is_whole else None
+        lend = None if new is not None or self._pool is not None else GlooCollectives._lend_memory
+        if lend is not None and isinstance(collectives, GlooCollectives):
+            new = lend(collectives, self._layout.padded_numel, dtype)
+        if new is not None:
+            self.flat = new
             self.views, self.gaps = views_of(self.flat, self._layout)
         else:
             self._buffer = buffer = self._find_buffer(dtype)

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import errno
 import gc
+import mmap
 import os
 import random
 import re
@@ -29,7 +31,7 @@ from torch import Tensor
 
 from flatshard import CollectiveError, OutOfStepError, ShardingStrategy, _config, _shared_memory, fully_shard
 from flatshard._comm.backends import GlooCollectives
-from flatshard._shared_memory import _SLOTS, SharedMemory
+from flatshard._shared_memory import _FIRST_BYTES, SharedMemory, lend_memory
 
 NUMEL = 1037
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64)
@@ -45,7 +47,8 @@ def sharing(least: int = 1) -> Iterator[None]:
 
 
 def in_memory(group: Any) -> tuple[GlooCollectives, SharedMemory]:
-    return GlooCollectives(group), SharedMemory.of(group, dist.get_rank(group), dist.get_world_size(group))
+    collectives = GlooCollectives(group)
+    return collectives, SharedMemory.of(collectives)
 
 
 def new_group(size: int) -> Any:
@@ -125,10 +128,10 @@ def refuse(rank: int, refused: set[tuple[int, int]], addresses: dict[int, int]) 
     """A ``_Peer`` that this rank cannot map, for pairs of a reader and a sender."""
     real = _shared_memory._Peer.__init__
 
-    def init(self: Any, address: Any, size: int) -> None:
+    def init(self: Any, address: Any) -> None:
         if (rank, addresses.get(address[1])) in refused:
             raise PermissionError("another host")
-        real(self, address, size)
+        real(self, address)
 
     return init
 
@@ -160,13 +163,65 @@ def test_ranks_that_share_no_memory_get_the_same_bits(ctx, refused: str) -> None
     dist.barrier()
 
 
+def limit(most: int) -> Callable[[Any, int, int], None]:
+    """A file system on which a segment has no more than ``most`` bytes."""
+    real = os.posix_fallocate
+
+    def fallocate(fd: int, start: int, nbytes: int) -> None:
+        if start + nbytes > most:
+            raise OSError(errno.ENOSPC, "no space")
+        real(fd, start, nbytes)
+
+    return fallocate
+
+
+@ranks(2, 3)
+def test_what_has_no_room_goes_by_gloo(ctx) -> None:
+    with sharing(), pytest.MonkeyPatch.context() as patch:
+        for most in (0, _FIRST_BYTES, _FIRST_BYTES + 2 * NUMEL):
+            group = new_group(ctx.world_size) if ctx.world_size == dist.get_world_size() else ctx.group
+            if ctx.rank != 1:  # one rank has room for all
+                patch.setattr(os, "posix_fallocate", limit(most))
+            check_bits(ctx, group)
+            _, memory = in_memory(group)
+            if ctx.rank != 1 and most and group is not ctx.group:
+                assert memory._messages
+                assert memory._own.nbytes <= _FIRST_BYTES + mmap.PAGESIZE
+
+
+@ranks(2)
+def test_messages_do_not_overtake_those_that_wait_for_ranks_to_meet(ctx) -> None:
+    """One rank waits for a large payload before it sends a small one of the same unit, the other after it."""
+    with sharing(4 * NUMEL):
+        collectives = GlooCollectives(new_group(2))
+        outputs = torch.empty(2 * NUMEL), torch.empty(2 * 6)  # 24 bytes: as a header
+        first = collectives.all_gather(outputs[0], torch.full((NUMEL,), float(ctx.rank)))
+        if ctx.rank == 0:
+            first.wait()
+        second = collectives.all_gather(outputs[1], torch.full((6,), 2.0 + ctx.rank))
+        second.wait()
+        first.wait()
+        assert [output.view(2, -1)[:, -1].tolist() for output in outputs] == [[0, 1], [2, 3]]
+
+
+@ranks(2)
+def test_ranks_meet_whatever_else_they_wait_for(ctx) -> None:
+    """Each rank waits for a group of its own first."""
+    with sharing():
+        shard, groups = torch.ones(NUMEL), [new_group(2), new_group(2)]
+        pending = [GlooCollectives(group).all_gather(torch.empty(2 * NUMEL), shard) for group in groups]
+        pending[ctx.rank].wait()
+        dist.barrier(ctx.group)
+        pending[1 - ctx.rank].wait()
+
+
 @ranks(2)
 def test_another_file_in_its_place_is_not_read(ctx) -> None:
     """As on another host, where a process of that number has a file of that number."""
     with sharing():
         segment = _shared_memory._Segment(2)
         token, pid, fd, inode = segment.address
-        assert _shared_memory._Peer(segment.address, 2).mapping.token == segment.token
+        assert _shared_memory._Peer(segment.address).mapping.token == segment.token
         reader, writer = os.pipe()
         for wrong in (
             [token + 1, pid, fd, inode],  # another segment
@@ -176,7 +231,7 @@ def test_another_file_in_its_place_is_not_read(ctx) -> None:
             [0, 0, 0, 0],
         ):
             with pytest.raises(OSError):
-                _shared_memory._Peer(wrong, 2)
+                _shared_memory._Peer(wrong)
         os.close(reader)
         os.close(writer)
 
@@ -199,19 +254,17 @@ def test_memory_is_used_again_and_freed_with_the_group(ctx) -> None:
         collectives.all_gather(output, shard).wait()
         segment = memory._own
         assert segment is not None
-        for _ in range(2 * _SLOTS):
+        for _ in range(100):
             collectives.all_gather(output.zero_(), shard).wait()
             assert output.view(2, -1)[:, 0].tolist() == [0, 1]
         dist.barrier(group)
-        assert segment.nbytes <= segment._begin + 4 * shard.nbytes
-        # As many as there is room for; then whoever sends hears it.
-        pending = [collectives.all_gather(torch.empty(2 * 4096), shard) for _ in range(_SLOTS - 2)]
-        dist.barrier(group)
+        assert segment.nbytes <= 2 * _FIRST_BYTES
+        pending = [collectives.all_gather(torch.empty(2 * 4096), shard) for _ in range(400)]  # it grows
         for each in pending:
             each.wait()
         dist.barrier(group)
-        segment.take(1, [])
-        assert len(segment._used) == 1
+        segment.take(1)
+        assert len(segment._blocks) == 1
         assert mapped_segments() == before + 2
         pending.clear()
         dist.destroy_process_group(group)
@@ -249,6 +302,54 @@ def test_a_killed_rank_ends_the_others_and_leaves_nothing(pool, monkeypatch, whe
     assert [f.kind for f in others] == ["raised"] * 2
     assert {f.type_name for f in others} <= {CollectiveError.__name__, OutOfStepError.__name__}
     assert os.listdir("/dev/shm") == before
+
+
+@ranks(2)
+def test_a_forked_process_lets_go(ctx) -> None:
+    with sharing():
+        collectives, memory = in_memory(new_group(2))
+        collectives.all_gather(torch.empty(2 * NUMEL), torch.ones(NUMEL)).wait()
+        here = mapped_segments()
+        _, _, fd, _ = memory._own.address
+        del memory
+        if (child := os.fork()) == 0:
+            with contextlib.suppress(OSError):
+                os.fstat(fd)
+                os._exit(1)  # it is open
+            os._exit(0 if mapped_segments() <= here - 2 else 2)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        collectives.all_gather(torch.empty(2 * NUMEL), torch.ones(NUMEL)).wait()
+
+
+@ranks(3)
+def test_inputs_of_reductions_are_read_where_they_lie(ctx) -> None:
+    with sharing():
+        collectives, memory = in_memory(ctx.group)
+        collectives.all_gather(torch.empty(3 * NUMEL), torch.ones(NUMEL)).wait()
+        dist.barrier(ctx.group)
+        for numel in (NUMEL, 2 * NUMEL):
+            lent, output = lend_memory(collectives, 3 * numel, torch.float32), torch.empty(numel)
+            lent.copy_(torch.arange(3 * numel) + ctx.rank)
+            segment, address = memory._own, lent.data_ptr()
+            in_use = len(segment._blocks)
+            pending = collectives.reduce_scatter(output, lent)
+            assert len(segment._blocks) == in_use  # no other memory is taken
+            again = collectives.reduce_scatter(torch.empty(numel), lent)
+            assert len(segment._blocks) == in_use + 1  # the first is still being read
+            if ctx.rank == 0:
+                del lent
+                other = lend_memory(
+                    collectives, 3 * numel, torch.float32
+                )  # until others have read it, it is not used again
+                assert other.data_ptr() != address
+            dist.barrier(ctx.group)
+            pending.wait()
+            again.wait()
+            assert torch.equal(output, torch.arange(3 * numel).view(3, -1)[ctx.rank] + 1.0)
+            dist.barrier(ctx.group)
+            lent = other = None
+            segment.take(1)
+            assert len(segment._blocks) == 1
 
 
 # -- training --------------------------------------------------------------------------------------------------------
