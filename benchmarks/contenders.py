@@ -88,7 +88,9 @@ def fsdp1_flat(model: nn.Module, setting: Setting) -> nn.Module:
 
 
 def ddp(model: nn.Module, setting: Setting) -> nn.Module:
-    """It has no public setting for bf16."""
+    """It has no setting for bf16: autocast computes in it, and casts each weight when it is used."""
+    if setting.bf16:
+        model.forward = torch.autocast(setting.device.type, torch.bfloat16)(model.forward)  # type: ignore[method-assign]
     return nn.parallel.DistributedDataParallel(model)
 
 

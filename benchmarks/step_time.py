@@ -5,8 +5,8 @@
 It starts two ranks; for more: ``torchrun --standalone --nproc-per-node 4 benchmarks/step_time.py``. Every contender trains
 the same 25 M parameter model on the same batch: forward, backward and an AdamW step. A round runs each once; figures are
 medians over the rounds, as ratios to FSDP2's median. ``4 x``: four microbatches, of which the last reduces; ``flatshard, each
-reduced`` is its default accumulation instead. bf16: float32 parameters, bfloat16 compute, float32 reduction. ``--full`` adds
-flatshard with all communication left out (``no_communication.py``).
+reduced`` is its default accumulation instead. bf16: float32 parameters, bfloat16 compute, float32 reduction; DDP: under
+autocast. ``--full`` adds flatshard with all communication left out (``no_communication.py``).
 
 The floor is the plain model's step without any communication, on each rank's own batch (bf16: all of it in bfloat16).
 """
@@ -57,8 +57,8 @@ def contender(name: str, args: argparse.Namespace, setting: Setting) -> Callable
 
 def column(args: argparse.Namespace, setting: Setting) -> tuple[dict[str, Figure], Figure]:
     """Every contender's ratio to FSDP2, and FSDP2's milliseconds."""
-    more = {"DDP": not setting.bf16, EACH: setting.microbatches > 1, ALONE: args.full}  # DDP has no setting for bf16
-    names = [*SHARDED, *(name for name, is_there in more.items() if is_there), FLOOR]
+    more = {EACH: setting.microbatches > 1, ALONE: args.full}
+    names = [*SHARDED, "DDP", *(name for name, is_there in more.items() if is_there), FLOOR]
     times = interleaved({name: contender(name, args, setting) for name in names}, args.rounds, warm_up=1)
     base = times["FSDP2"]
     return {name: over(series, base) for name, series in times.items()}, spread(1e3 * value for value in base)
