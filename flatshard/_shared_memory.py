@@ -315,7 +315,7 @@ class SharedMemory:
             for rank in self._others:
                 try:
                     self._peers[rank] = _Peer(addresses[rank].tolist())
-                except OSError as e:
+                except (OSError, ValueError) as e:
                     _trace.logger.debug(
                         "rank %d of the group cannot read the memory of rank %d: %s", self._rank, rank, e
                     )
@@ -483,7 +483,8 @@ def lend_memory(collectives: GlooCollectives, numel: int, dtype: torch.dtype) ->
     """See ``GlooCollectives._lend_memory``."""
     memory = SharedMemory.known(collectives)
     is_large = 0 < _config.SHARED_MEMORY * collectives.size <= numel * dtype.itemsize
-    if memory is None or memory._own is None or not (memory._readers and is_large):
+    # While ranks meet, the thread takes memory of the segment.
+    if memory is None or memory._own is None or not (is_large and memory._have_met.is_set() and memory._readers):
         return None
     try:
         return memory._own.lend(numel, dtype)
