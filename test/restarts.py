@@ -33,6 +33,33 @@ def network(seed: int) -> nn.Module:
     return nn.Sequential(*(nn.Linear(a, b, bias=False) for a, b in sizes)).double()
 
 
+class Counting(Optimizer):
+    """Makes options of its groups in its first step, and steps by them, as timm's Adan does."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+            group.setdefault("history", {"scale": torch.zeros(2), "rates": [1.0]})
+            group["history"]["scale"] += 1
+            for p in group["params"]:
+                if p.grad is not None:
+                    momentum = self.state[p].setdefault("momentum", torch.zeros_like(p.grad))
+                    momentum.mul_(0.9).add_(p.grad)
+                    p.sub_(momentum * group["lr"] / group["step"] / group["history"]["scale"].sum())
+
+
+class Clipping(torch.optim.SGD):
+    """Clips the norm of all its gradients in its step, as timm's Lamb does."""
+
+    def step(self, closure: Any = None) -> Any:
+        torch.nn.utils.clip_grad_norm_([p for g in self.param_groups for p in g["params"]], 1.0)
+        return super().step(closure)
+
+
 def train(model: nn.Module, optimizer: Optimizer, start: int, ctx: Any = None, steps: int = STEPS) -> None:
     """``start``: so many steps have been made. ``ctx``: this rank trains on its part of each batch."""
     for number in range(start, start + steps):

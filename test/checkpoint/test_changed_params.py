@@ -34,25 +34,7 @@ def test_gaps():
         assert tuple(decode_gaps(gaps).tolist()) == at
     changed = differ(torch.tensor([0.0, torch.nan, 1.0]), torch.tensor([-0.0, torch.nan, 1.0]))
     assert changed.tolist() == [True, False, False]
-
-
-@ranks(2)
-def test_complex_parameters(ctx) -> None:
-    """Of two numbers each, which are one element."""
-    torch.manual_seed(0)
-    model, server = nn.Identity(), nn.Identity()
-    for each in (model, server):
-        each.short, each.long = (nn.Parameter(torch.ones(5, dtype=d)) for d in (torch.complex64, torch.complex128))
-    fully_shard(model, process_group=ctx.group)
-    since = SentParams(model)
-    with torch.no_grad():
-        model.short.add_(1j)
-        model.long.mul_(2)
-    for plan, changes in zip(everybody(ctx, since.plan), everybody(ctx, list(iter_changed_params(since))), strict=True):
-        for changed in changes:
-            apply_changed_params(weights(server), plan, changed)
-    assert torch.equal(server.short, torch.full((5,), 1 + 1j))
-    assert torch.equal(server.long, torch.full((5,), 2 + 0j, dtype=torch.complex128))
+    assert differ(torch.tensor([1j, 1, 1j]), torch.tensor([1j, 1, 2j])).tolist() == [False, False, True]
 
 
 def weights(model: nn.Module) -> dict[str, Tensor]:
@@ -84,7 +66,7 @@ def follow(ctx, model: nn.Module, server: nn.Module, dtype: torch.dtype | None, 
     return since
 
 
-@ranks(1, 2, 3)
+@ranks(3)
 def test_a_receiver_that_follows(ctx) -> None:
     """Every kind of parameter, in all strategies."""
     for strategy, dtype in (
@@ -120,7 +102,5 @@ def test_what_does_not_fit(world):
         assert not any(t.any() for t in bad.values())
     with pytest.raises(RuntimeError, match="sharded anew"):
         SentParams.now(SimpleNamespace(_module=model, plan=[*since.plan, []]), "iter_changed_params")
-    with pytest.raises(ValueError, match="dtype must be a floating-point dtype or None"):
-        SentParams(model, dtype=torch.int8)
     with flatshard.summon_full_params(model), pytest.raises(RuntimeError, match="Call it outside"):
         list(iter_changed_params(since))

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from on_ranks import ranks
 from saving import CommunicationWatch, MemoryWatch, by_name, make
 from torch import Tensor, nn
@@ -74,18 +73,6 @@ def assert_same(got: dict[str, Tensor], expected: dict[str, Tensor], rtol: float
 # -- Saved and resumed ------------------------------------------------------------------------------------------------
 
 
-def test_calls_that_make_no_sense(world, tmp_path):
-    world(2)
-    model = fully_shard(make())
-    dist.destroy_process_group()
-    for call in (save_checkpoint, load_checkpoint):
-        with pytest.raises(
-            RuntimeError, match=r"sharded over 2 ranks, and there is no process group any more: call it b"
-        ):
-            call(tmp_path / "x", {"model": model})
-    assert not list(tmp_path.iterdir())
-
-
 Values = dict[str, Tensor]
 
 
@@ -121,12 +108,7 @@ HOW: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize(
     ("before", "after"),
-    [
-        (("full", 4), ("full", 3)),
-        (("full", 3), ("plain", 1)),
-        (("plain", 1), ("full", 4)),
-        (("no shard", 3), ("grad op", 2)),
-    ],
+    [(("full", 4), ("full", 3)), (("plain", 1), ("full", 4)), (("no shard", 3), ("grad op", 2))],
     ids=str,
 )
 def test_resumed_by_another_number_of_ranks(pool, tmp_path, before, after):
@@ -135,29 +117,8 @@ def test_resumed_by_another_number_of_ranks(pool, tmp_path, before, after):
     pool.run(resume, path, *expected, HOW[after[0]], world_size=after[1])
 
 
-@ranks(3)
-def test_training_goes_on_while_saving(ctx, path: str) -> None:
-    """Saves in the background, of which each is the state at its call."""
-    job, lines = Job(ctx.group), []
-    job.train(2)
-    saves = [job.save(Path(path) / "2", wait=False, progress=lambda *at: lines.append(at))]
-    job.train(1)
-    expected = job.values()
-    saves.append(job.save(Path(path) / "3", wait=False))
-    job.train(3)
-    for each in saves:
-        each.result()
-    assert lines[-1][0] == lines[-1][1] > 0
-    assert lines == sorted(lines)
-    job.load(Path(path) / "3")
-    assert job.step == 3
-    assert_same(job.values(), expected)
-    dist.barrier(ctx.group)
-    assert sorted(p.name for p in Path(path).iterdir()) == ["2", "3"]
-
-
 class Holder:
-    """A script's, which holds the model: known by its two methods, as torch's ``Stateful``. So torchtitan has it."""
+    """A script's, which holds the model: known by its two methods, as torch's ``Stateful``."""
 
     def __init__(self, model: nn.Module, tokens: int) -> None:
         self.model, self.tokens = model, tokens
@@ -170,27 +131,18 @@ class Holder:
         self.tokens = state["tokens"]
 
 
-def by_torch(at: Path, state: dict[str, Any], process_group: Any) -> dict[str, Any]:
-    dcp.load(state, checkpoint_id=at, process_group=process_group)
-    return state
-
-
 @ranks(2)
 def test_stateful_objects_and_plain_values(ctx, path: str) -> None:
-    for save, load in (
-        (save_checkpoint, load_checkpoint),
-        (lambda at, state, process_group: dcp.save(state, checkpoint_id=at, process_group=process_group), by_torch),
-    ):
-        models = [fully_shard(Deep(), policy={nn.Linear}, process_group=ctx.group) for _ in range(2)]
-        holders = [Holder(model, tokens) for model, tokens in zip(models, (7, 0), strict=True)]
-        at, plain = Path(path) / save.__name__, {"lr": 0.1, "names": ["a", "b"], "table": torch.arange(4)}
-        save(at, {"job": holders[0], "values": plain, "step": 3}, process_group=ctx.group)
-        empty = {"lr": 0.0, "names": [], "table": torch.zeros(4, dtype=torch.int64)}
-        found = load(at, {"job": holders[1], "values": empty, "step": 0}, process_group=ctx.group)
-        assert (found["step"], found["values"]["lr"], found["values"]["names"]) == (3, 0.1, ["a", "b"])
-        assert torch.equal(found["values"]["table"], torch.arange(4))
-        assert holders[1].tokens == 7
-        assert_same(full_state_dict(models[1]), full_state_dict(models[0]))
+    models = [fully_shard(Deep(), policy={nn.Linear}, process_group=ctx.group) for _ in range(2)]
+    holders = [Holder(model, tokens) for model, tokens in zip(models, (7, 0), strict=True)]
+    values = {"lr": 0.1, "names": ["a", "b"], "table": torch.arange(4)}
+    save_checkpoint(path, {"job": holders[0], "values": values, "step": 3}, process_group=ctx.group)
+    empty = {"lr": 0.0, "names": [], "table": torch.zeros(4, dtype=torch.int64)}
+    found = load_checkpoint(path, {"job": holders[1], "values": empty, "step": 0}, process_group=ctx.group)
+    assert (found["step"], found["values"]["lr"], found["values"]["names"]) == (3, 0.1, ["a", "b"])
+    assert torch.equal(found["values"]["table"], torch.arange(4))
+    assert holders[1].tokens == 7
+    assert_same(full_state_dict(models[1]), full_state_dict(models[0]))
 
 
 @ranks(3)
@@ -210,34 +162,22 @@ def test_of_what_is_not_sharded_rank_0s_is_saved(ctx: Any, path: str) -> None:
     assert loaded["own"] == 0
 
 
-@pytest.mark.parametrize("kind", [torch.optim.Adafactor, torch.optim.ASGD, torch.optim.AdamW])
-def test_a_plain_optimizer_with_state_in_shapes_of_its_own(tmp_path, kind):
+def test_a_plain_optimizer_with_state_in_shapes_of_its_own(tmp_path):
     """It has none before the first step."""
-    jobs = []
-    for _ in range(2):
-        model = nn.Linear(6, 4)
-        jobs.append({"model": model, "optimizer": kind(model.parameters())})
+    for kind in (torch.optim.Adafactor, torch.optim.ASGD):
+        models = [nn.Linear(6, 4) for _ in range(2)]
+        jobs = [{"model": model, "optimizer": kind(model.parameters())} for model in models]
 
-    def step(job: dict[str, Any]) -> list[Tensor]:
-        job["model"](torch.ones(2, 6)).square().sum().backward()
-        job["optimizer"].step()
-        job["optimizer"].zero_grad()
-        return [p.detach().clone() for p in job["model"].parameters()]
+        def step(job: dict[str, Any]) -> list[Tensor]:
+            job["model"](torch.ones(2, 6)).square().sum().backward()
+            job["optimizer"].step()
+            job["optimizer"].zero_grad()
+            return [p.detach().clone() for p in job["model"].parameters()]
 
-    step(jobs[0])
-    save_checkpoint(tmp_path / "x", jobs[0])
-    load_checkpoint(tmp_path / "x", jobs[1])
-    assert all(map(torch.equal, step(jobs[0]), step(jobs[1])))
-
-
-def test_an_optimizer_whose_first_step_cannot_be_tried(tmp_path):
-    model = nn.Linear(3, 1)
-    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=1)
-    optimizer.step(lambda: model(torch.ones(1, 3)).sum())
-    save_checkpoint(tmp_path / "x", {"model": model, "optimizer": optimizer})
-    fresh = torch.optim.LBFGS(model.parameters(), max_iter=1)
-    with pytest.raises(MeetingError, match=r"first step of LBFGS .*closure.*Take a step before loading"):
-        load_checkpoint(tmp_path / "x", {"model": model, "optimizer": fresh})
+        step(jobs[0])
+        save_checkpoint(tmp_path / kind.__name__, jobs[0])
+        load_checkpoint(tmp_path / kind.__name__, jobs[1])
+        assert all(map(torch.equal, step(jobs[0]), step(jobs[1])))
 
 
 class Deep(nn.Sequential):
@@ -250,20 +190,17 @@ class Deep(nn.Sequential):
 @ranks(4)
 def test_from_the_meta_device(ctx, path: str) -> None:
     """The shards, as much again for what is read, and one unit: never the model. Saving takes no collective."""
-    torch.manual_seed(0)
     saved = fully_shard(Deep(), policy={nn.Linear}, process_group=ctx.group)
     with CommunicationWatch() as communication:
         save_checkpoint(path, {"model": saved}, process_group=ctx.group)
     assert communication.seen == []
     with torch.device("meta"):
         model = Deep()
-    whole = sum(p.numel() for p in model.parameters()) * 4
     unit, slack = 40 * 41 * 4, 8 * 512  # alignment, messages of the order check
     with MemoryWatch() as watch:
         fully_shard(model, policy={nn.Linear}, process_group=ctx.group).to_empty(device="cpu")
         load_checkpoint(path, {"model": model}, process_group=ctx.group)
-    most = 2 * whole / ctx.world_size + 2 * unit + slack  # two units: made, and sharded
-    assert watch.peak <= most < whole, (watch.peak, most, whole)
+    assert watch.peak <= 2 * 8 * unit / ctx.world_size + 2 * unit + slack < 8 * unit  # two units: made, and sharded
     assert_same(full_state_dict(model), full_state_dict(saved))
 
 
@@ -307,17 +244,12 @@ def test_failed_saves(ctx, path: str) -> None:
         for wait in (True, False):
             with unchanged(job, r"rank 1: OSError: .*No space left"):
                 job.save(at, overwrite=True, wait=wait).result()
-    for replaces in (False, True):
-        if replaces:
-            job.save(at, overwrite=True)
-            saved = job.values()
-            job.train(1)
-        job.load(at)
-        assert_same(job.values(), saved)
-        dist.barrier(ctx.group)
-        # Nothing is left of the attempts.
-        assert sorted(p.name for p in Path(path).iterdir()) == ["checkpoint", "other"]
-        job.train(1)
+    job.load(at)
+    assert_same(job.values(), saved)
+    job.train(1)
+    job.save(at, overwrite=True)
+    dist.barrier(ctx.group)
+    assert sorted(p.name for p in Path(path).iterdir()) == ["checkpoint", "other"]  # nothing is left of the attempts
 
 
 def full(*_: Any) -> None:
@@ -337,11 +269,10 @@ def test_every_element_is_accounted_for(ctx, path: str) -> None:
     assert list(Path(path).parent.glob("*/*")) == []  # nothing is left of the attempt
 
 
-@pytest.mark.parametrize(("sharded", "world_size"), [(True, 3), (False, 1)])
-@ranks()
-def test_what_is_not_in_a_checkpoint_stays(ctx, path: str, sharded: bool) -> None:
-    """What a checkpoint lacks stays as it is, an optimizer's state included."""
-    job = Job(ctx.group, sharded)
+@ranks(3)
+def test_what_is_not_in_a_checkpoint_stays(ctx, path: str) -> None:
+    """An optimizer's state included."""
+    job = Job(ctx.group)
     job.train(2)
     save_checkpoint(path, {"model": job.model}, process_group=ctx.group)
     saved = job.values()
@@ -352,9 +283,7 @@ def test_what_is_not_in_a_checkpoint_stays(ctx, path: str, sharded: bool) -> Non
     with expect(r"not in the checkpoint: .*'optimizer"):
         load_checkpoint(path, state, process_group=ctx.group)
     assert load_checkpoint(path, state, strict=False, process_group=ctx.group)["step"] == 5
-    assert any(name.endswith("exp_avg") for name in saved)
     assert_same(job.values(), saved)
-    job.train(1)
 
 
 class Evil:

@@ -7,11 +7,13 @@ import itertools
 import pickle
 import re
 import warnings
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from on_ranks import ranks
+from pairs import some
 from saving import STRATEGIES, CommunicationWatch, check_equal, make, shard
 from torch import Tensor, nn
 
@@ -20,7 +22,7 @@ from flatshard import ShardingStrategy, fully_shard
 from flatshard.checkpoint import ShardedValue, _sharded_value, full_state_dict
 
 
-@ranks(1, 2, 3)
+@ranks(1, 3)
 def test_names_shapes_and_memory(ctx) -> None:
     plain = make().state_dict()
     for strategy, policy in itertools.product(STRATEGIES, (None, {nn.Linear})):
@@ -45,9 +47,9 @@ def test_names_shapes_and_memory(ctx) -> None:
         check_equal(model, plain)
 
 
-@ranks(1, 2, 3)
+@ranks(3)
 def test_loading_whole_and_sharded_values(ctx) -> None:
-    for strategy, assign in itertools.product(STRATEGIES, (False, True)):
+    for strategy, assign in some(itertools.product(STRATEGIES, (False, True)), 4):
         source = make(1).state_dict()  # anew, as torch's `assign` keeps a plain parameter's tensor
         model, other = (shard(ctx, make(), strategy, {nn.Linear}) for _ in range(2))
         params = dict(model.named_parameters())
@@ -74,32 +76,23 @@ def doubled(state: dict[str, Tensor]) -> dict[str, Tensor]:
     return {n: v * 2 if v.is_floating_point() else v for n, v in state.items()}
 
 
-@ranks(1, 2)
+@ranks(2)
 def test_bad_values_change_nothing(ctx) -> None:
     before, source = make().state_dict(), make(1).state_dict()
     model = shard(ctx, make(), policy={nn.Linear})
     other = fully_shard(nn.Sequential(nn.Linear(5, 7), nn.Linear(20, 20)), process_group=ctx.group)
-    some = {n: v for n, v in source.items() if n not in ("up.weight", "turned", "down.weight")}
+    fewer = {n: v for n, v in source.items() if n not in ("up.weight", "turned", "down.weight")}
     sizes = r"up.weight: size mismatch: the checkpoint has shape \(7, 6\), the model has \(7, 5\)\n\tnorm.weight: size"
     wrong_sizes = {**source, "norm.weight": torch.ones(6), "up.weight": torch.ones(7, 6)}
-    cases = [
-        (
-            r"nothing has been changed:\n\tMissing key\(s\).*'turned', 'up.weight', 'down.weight'.*\n\tUnexp.*'x.y', 'z'",
-            {**some, "x.y": torch.ones(1), "z": torch.ones(1)},
-        ),
+    part, value = model.up.weight.detach().clone(), other.state_dict()["0.weight"]
+    cases: list[tuple[str, Any]] = [
+        (r"Missing key\(s\).*'turned', 'up.weight', 'down.weight'.*\n\tUnexp.*'z'", {**fewer, "z": torch.ones(1)}),
         (sizes, wrong_sizes),
-        (
-            "short: the checkpoint has torch.complex64, which cannot become torch.bfloat16",
-            {**source, "short": torch.ones(9) * 1j},
-        ),
+        ("the checkpoint has torch.complex64, which cannot", {**source, "short": torch.ones(9) * 1j}),
         ("scale: expected a tensor, got a str", {**source, "scale": "2"}),
+        ("up.weight: size mismatch.*It has the shape of this rank's part", {**source, "up.weight": part}),
+        ("up.weight: it is sharded otherwise than the model", {**source, "up.weight": value}),
     ]
-    if ctx.world_size > 1:
-        part, value = model.up.weight.detach().clone(), other.state_dict()["0.weight"]
-        cases += [
-            ("up.weight: size mismatch.*It has the shape of this rank's part", {**source, "up.weight": part}),
-            ("up.weight: it is sharded otherwise than the model: ShardedValue", {**source, "up.weight": value}),
-        ]
     for pattern, bad in cases:
         for strict in (True, False) if bad is wrong_sizes else (True,):
             with pytest.raises(RuntimeError, match=pattern):
@@ -142,7 +135,7 @@ def test_modules_that_translate_what_they_load(ctx) -> None:
         model.load_state_dict({n.replace("inner", "old"): v[:2] for n, v in source.items()})
 
 
-@ranks(2, 3)
+@ranks(3)
 def test_operations_on_values(ctx) -> None:
     source, model = make().state_dict(), shard(ctx, make())
     state = model.state_dict()
@@ -172,7 +165,7 @@ def test_operations_on_values(ctx) -> None:
     assert f"elements {value._part.start}:{value._part.stop} here" in repr(value)
 
 
-@ranks(2, 3)
+@ranks(2)
 def test_a_pickled_value_is_one_rank_s_part(ctx) -> None:
     model = shard(ctx, make())
     value = model.state_dict()["up.weight"]
@@ -192,15 +185,13 @@ def test_a_pickled_value_is_one_rank_s_part(ctx) -> None:
         again.untyped_storage()
 
 
-@ranks(2, 3)
+@ranks(3)
 def test_averages_of_lists(ctx) -> None:
     """As averages of weights do with lists of everything in ``state_dict()``: timm's ModelEmaV3, torch's swa_utils."""
 
     def apply(mine: list[Tensor], theirs: list[Tensor]) -> None:
         torch._foreach_lerp_(mine, theirs, weight=0.25)
-        torch._foreach_mul_(mine, 0.5)
         torch._foreach_add_(mine, theirs, alpha=2)
-        torch._foreach_maximum_(mine, [-t for t in theirs])
         torch._foreach_addcmul_(mine, torch._foreach_sub(theirs, 1.0), torch._foreach_abs(theirs), value=0.5)
         torch._foreach_sqrt_(torch._foreach_abs(torch._foreach_clone(mine)))
 
@@ -212,18 +203,13 @@ def test_averages_of_lists(ctx) -> None:
     assert watch.seen == []
     found, expected = full_state_dict(models[0]), plain[0].state_dict()
     torch.testing.assert_close({n: found[n] for n in names}, {n: expected[n] for n in names})
-    state, other = models[0].state_dict(), plain[1].state_dict()
-    mine = [state["up.weight"], state["down.weight"]]
-    torch._foreach_copy_(mine, [other["up.weight"], other["down.weight"]])  # each rank takes its part of a whole tensor
+    state, other, cut = models[0].state_dict(), plain[1].state_dict(), ("up.weight", "down.weight")
+    torch._foreach_copy_([state[n] for n in cut], [other[n] for n in cut])  # each rank takes its part of a whole tensor
     found = full_state_dict(models[0])
-    assert all(found[n].equal(other[n]) for n in ("up.weight", "down.weight"))
-    torch._foreach_zero_(mine)
-    assert all(v.to_local().eq(0).all() for v in mine)
-    results = torch._foreach_add(mine, 1.0)
-    assert [(type(r), r.shape) for r in results] == [(ShardedValue, v.shape) for v in mine]
+    assert all(found[n].equal(other[n]) for n in cut)
 
 
-@ranks(2, 3)
+@ranks(2)
 def test_lists_that_are_refused(ctx) -> None:
     state = shard(ctx, make(), policy={nn.Linear}).state_dict()
     mine, before = [state["up.weight"], state["down.weight"]], state["up.weight"].to_local().clone()
@@ -247,34 +233,6 @@ def test_memory_of_values_is_refused_by_name(ctx) -> None:
                 getattr(tried, name)()
     with pytest.raises(NotImplementedError, match=r"view.default of the sharded tensor 'up.weight' of shape \(7, 5\)"):
         value.view(-1)
-
-
-def address(value: Tensor) -> int:
-    return (value.to_local() if isinstance(value, ShardedValue) else value).data_ptr()
-
-
-@ranks(1, 2)
-def test_replaced_parameters_and_copies(ctx) -> None:
-    """What the user changed by hand is what is saved; a copy has hooks of its own."""
-    model = shard(ctx, make(), policy={nn.Linear})
-    model.up.weight.data = model.up.weight.data * 2
-    model.down.weight = nn.Parameter(model.down.weight.detach() * 3)
-    state = model.state_dict()
-    assert address(state["up.weight"]) == model.up.weight.data_ptr()
-    assert address(state["head.weight"]) == model.head.weight.data_ptr()
-    source = make().state_dict()
-    source["up.weight"] *= 2
-    source["down.weight"] = source["head.weight"] = source["down.weight"] * 3
-    check_equal(model, source)
-    copied = copy.deepcopy(model)
-    with torch.no_grad():
-        for p in model.parameters():
-            p.zero_()
-    assert address(copied.state_dict()["up.weight"]) == copied.up.weight.data_ptr()
-    copied.load_state_dict(copied.state_dict())
-    check_equal(copied, source)
-    model.load_state_dict(copied.state_dict())
-    check_equal(model, source)
 
 
 @ranks(1, 2, 3)

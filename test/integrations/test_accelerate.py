@@ -106,7 +106,7 @@ def resumed_alone(ctx, kind: str, mixed: str, folder: str) -> tuple[Any, dict[st
 MODELS = {"llama": tiny_llama, "gpt2": tiny_gpt2}
 
 
-@pytest.mark.parametrize(("kind", "mixed"), [("llama", "no"), ("gpt2", "no"), ("llama", "bf16")])
+@pytest.mark.parametrize(("kind", "mixed"), [("gpt2", "no"), ("llama", "bf16")])
 def test_as_one_process(pair, single, tmp_path: Path, kind: str, mixed: str):
     """Losses, norms, weights; state saved by either and loaded by the other."""
     [(expected, weights)] = single.run(alone, kind, mixed, str(tmp_path / "one"), 2, world_size=1)
@@ -159,17 +159,13 @@ def refused(ctx) -> None:
     be_a_rank(ctx)
     accelerator = Accelerator(cpu=True)
     a, b = nn.Linear(2, 2), nn.Linear(2, 2)
-    with pytest.raises(
-        ValueError, match=r"^Linear does not name its layers \(_no_split_modules\): pass policy={Block}$"
-    ):
+    with pytest.raises(ValueError, match=r"Linear does not name its layers .* pass policy={Block}$"):
         prepare(accelerator, nn.Linear(2, 2))
     with pytest.raises(ValueError, match="SGD steps parameters of none of the prepared models"):
         prepare(accelerator, a, torch.optim.SGD([*a.parameters(), *b.parameters()]), policy=None)
     be_a_rank(ctx)
-    del os.environ[
-        "ACCELERATE_USE_CPU"
-    ]  # on a machine without a GPU, accelerate then takes each rank for the only process
-    if not torch.cuda.is_available():
+    del os.environ["ACCELERATE_USE_CPU"]
+    if not torch.cuda.is_available():  # accelerate takes each rank for the only process
         with pytest.raises(ValueError, match=r"accelerate counts 1 processes, and torch.distributed 2: .*cpu=True"):
             prepare(Accelerator(), tiny_llama())
 

@@ -85,71 +85,6 @@ def trainer(ctx: Any, strategy: Any = None, epochs: int = 2, **options: Any) -> 
     return lightning.Trainer(**{**QUIET, **where, "max_epochs": epochs, **options})
 
 
-def counted(ctx: Any) -> None:
-    """The summary that is printed when fitting begins, and the one of each layer."""
-    from lightning.pytorch.callbacks import ModelSummary
-    from lightning.pytorch.utilities.model_summary import get_human_readable_count
-
-    class Seen(ModelSummary):
-        def summarize(self, data: Any, *numbers: Any, **options: Any) -> None:
-            seen.extend([dict(data)["Params"], *numbers[:2]])
-
-    seen: list[Any] = []
-    module = task()
-    module.scale.requires_grad_(False)
-    expected, *layers = (sum(p.numel() for p in m.parameters()) for m in (module, module.net, module.head))
-    run = trainer(ctx, epochs=1, callbacks=[Seen()], enable_model_summary=True)
-    run.fit(module, loader(4, ctx.rank))
-    assert sum(p.numel() for p in module.parameters()) < expected
-    if ctx.rank == 0:
-        assert seen[1:] == [expected, expected - 1]
-        assert [text.strip() for text in seen[0][:2]] == [get_human_readable_count(n).strip() for n in layers]
-
-
-def validate_by_ddp(ctx: Any) -> None:
-    """Lightning's "ddp" broadcasts rank 0's parameters before it validates: not the parts of other ranks."""
-    module = task()
-    trainer(ctx, epochs=1, limit_val_batches=0).fit(module, loader(4, ctx.rank))
-    before = [p.detach().clone() for p in module.parameters()]
-    for strategy in (None, "ddp"):
-        trainer(ctx, strategy).validate(module, loader(4, ctx.rank), verbose=False)
-    assert module.validated[0] == pytest.approx(module.validated[1], rel=1e-12)
-    assert all(map(torch.equal, before, module.parameters()))
-
-
-def average(ctx: Any) -> None:
-    """Callbacks that copy the whole model are refused by name; the message's own way gives the averages of the whole."""
-    import lightning
-    from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging
-
-    class Averages(lightning.Callback):
-        def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-            self.averages = [p.detach().clone() for p in pl_module.parameters()]
-            self.whole = full_state_dict(pl_module)
-
-        def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
-            for average, p in zip(self.averages, pl_module.parameters(), strict=True):
-                average.lerp_(p.detach(), 0.1)
-            now = full_state_dict(pl_module)
-            self.whole = {name: value.lerp(now[name], 0.1) for name, value in self.whole.items()}
-
-        def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-            for average, p in zip(self.averages, pl_module.parameters(), strict=True):
-                p.data.copy_(average)
-
-    for callback in StochasticWeightAveraging(swa_lrs=1e-2), EMAWeightAveraging(decay=0.9):
-        with pytest.raises(TypeError, match=f"{type(callback).__name__} copies the model .*in a callback of your own"):
-            trainer(ctx, callbacks=[callback]).fit(task(), loader(4, ctx.rank))
-    module, callback = task(), Averages()
-    trainer(ctx, epochs=1, limit_val_batches=0, callbacks=[callback]).fit(module, loader(4, ctx.rank))
-    check_equal(full_state_dict(module), callback.whole)
-
-
-@pytest.mark.parametrize("body", [counted, validate_by_ddp, average])
-def test_counts_other_strategies_and_averages(pair, body):
-    pair.run(body, world_size=2)
-
-
 def loader(batch: int, rank: int | None = None) -> torch.utils.data.DataLoader:
     """``rank``: its part of two, in order. Lightning's own sampler for training would shuffle."""
     parts = torch.utils.data.DistributedSampler
@@ -157,18 +92,23 @@ def loader(batch: int, rank: int | None = None) -> torch.utils.data.DataLoader:
     return torch.utils.data.DataLoader(data(), batch_size=batch, sampler=sampler)
 
 
-def plain(epochs: int = 2, clip: float = 0.3, accumulate: int = 2, seed: int = 0) -> tuple[dict[str, Any], list[float]]:
+def step_every_other(model: nn.Module, optimizer: torch.optim.Optimizer, losses: Any) -> None:
+    """One process: accumulates over two batches, and clips."""
+    for index, loss in enumerate(losses):
+        (loss / 2).backward()
+        if index % 2:
+            nn.utils.clip_grad_norm_(model.parameters(), 0.3)
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def plain(epochs: int = 2) -> tuple[dict[str, Any], list[float]]:
     """One process trains on the batches of both ranks; the losses of its validations."""
-    model = task(seed)
+    model = task()
     optimizer, scheduler = (found[0] for found in model.configure_optimizers())
     validated = []
     for _ in range(epochs):
-        for index, batch in enumerate(loader(8)):
-            (model.loss(batch) / accumulate).backward()
-            if index % accumulate == accumulate - 1:
-                nn.utils.clip_grad_norm_(model.parameters(), clip)
-                optimizer.step()
-                optimizer.zero_grad()
+        step_every_other(model, optimizer, map(model.loss, loader(8)))
         scheduler.step()
         with torch.no_grad():
             validated.append(model.loss(next(iter(loader(48)))).item())
@@ -182,10 +122,10 @@ def shard_blocks(module: nn.Module) -> None:
     module.configured = True
 
 
-def fit(ctx: Any, how: str) -> None:
-    # other initial values on rank 1: the strategy sends rank 0's
-    model = task(seed=ctx.rank, sharded=shard_blocks if how == "by name" else None)
-    run = trainer(ctx, "flatshard" if how == "by name" else None, **CLIPPED, num_sanity_val_steps=1)
+def fit_by_name(ctx: Any) -> None:
+    """Units that ``configure_model`` makes; other initial values on rank 1: the strategy sends rank 0's."""
+    model = task(seed=ctx.rank, sharded=shard_blocks)
+    run = trainer(ctx, "flatshard", **CLIPPED, num_sanity_val_steps=1)
     run.fit(model, loader(4, ctx.rank), loader(4))
     assert len(flatshard.describe(model).units) == 4
     expected, validated = plain()
@@ -195,9 +135,28 @@ def fit(ctx: Any, how: str) -> None:
     assert again["val_loss"] == pytest.approx(validated[-1], rel=1e-9)
 
 
-@pytest.mark.parametrize("how", ["by policy", "by name"])
-def test_fit_is_one_process(pair, how):
-    pair.run(fit, how, timeout=400)
+def validate_by_ddp(ctx: Any) -> None:
+    """Lightning's "ddp" broadcasts rank 0's parameters before it validates: not the parts of other ranks."""
+    module = task()
+    trainer(ctx, epochs=1, limit_val_batches=0).fit(module, loader(4, ctx.rank))
+    before = [p.detach().clone() for p in module.parameters()]
+    for strategy in (None, "ddp"):
+        trainer(ctx, strategy).validate(module, loader(4, ctx.rank), verbose=False)
+    assert module.validated[0] == pytest.approx(module.validated[1], rel=1e-12)
+    assert all(map(torch.equal, before, module.parameters()))
+
+
+def copies_of_the_model(ctx: Any) -> None:
+    from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging
+
+    for callback in StochasticWeightAveraging(swa_lrs=1e-2), EMAWeightAveraging(decay=0.9):
+        with pytest.raises(TypeError, match=f"{type(callback).__name__} copies the model .*in a callback of your own"):
+            trainer(ctx, callbacks=[callback]).fit(task(), loader(4, ctx.rank))
+
+
+@pytest.mark.parametrize("body", [fit_by_name, validate_by_ddp, copies_of_the_model])
+def test_habits(pair, body):
+    pair.run(body, timeout=400)
 
 
 def resume(ctx: Any, kind: str, directory: str) -> None:
@@ -228,101 +187,49 @@ def resume(ctx: Any, kind: str, directory: str) -> None:
 
 @pytest.mark.parametrize("kind", ["full", "sharded"])
 def test_resume_is_an_uninterrupted_run(pair, kind, tmp_path):
+    """As in one process; and a plain Trainer goes on from a whole file, with its optimizer state."""
     pair.run(resume, kind, str(tmp_path), timeout=400)
     if kind == "full":
-        check_plain_lightning_resumes(str(tmp_path / "last.ckpt"))
+        import lightning
+
+        os.environ.pop("LOCAL_RANK", None)
+        model = task(seed=5)
+        run = lightning.Trainer(max_epochs=3, accelerator="cpu", devices=1, **CLIPPED, **QUIET)
+        run.fit(model, loader(8), ckpt_path=str(tmp_path / "last.ckpt"))
+        check_equal(model.state_dict(), plain(epochs=3)[0])
 
 
-def check_plain_lightning_resumes(path: str) -> None:
-    """A plain Trainer in one process goes on from the file, with its optimizer state."""
-    import lightning
-
-    os.environ.pop("LOCAL_RANK", None)
-    model = task(seed=5)
-    run = lightning.Trainer(max_epochs=3, accelerator="cpu", devices=1, **CLIPPED, **QUIET)
-    run.fit(model, loader(8), ckpt_path=path)
-    check_equal(model.state_dict(), plain(epochs=3)[0])
-
-
-def manual(ctx: Any) -> None:
-    def step(self: Any, batch: Any, index: int) -> None:
-        optimizer = self.optimizers()
-        loss = F.mse_loss(self(batch[0]), batch[1])
-        optimizer.zero_grad()
-        self.manual_backward(loss)
-        self.clip_gradients(optimizer, 0.3, "norm")
-        optimizer.step()
-
-    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
-        return self.head(self.net(x)) * self.scale
-
-    model = task()
-    type(model).training_step, type(model).forward = step, forward
-    model.automatic_optimization = False
-    trainer(ctx, epochs=1, limit_val_batches=0).fit(model, loader(4, ctx.rank))
-    check_equal(full_state_dict(model), plain(epochs=1, accumulate=1)[0])
-
-
-def test_manual_optimization(pair):
-    pair.run(manual, timeout=400)
-
-
-def fabric(ctx: Any, directory: str) -> None:
+def fabric(ctx: Any) -> None:
     from lightning.fabric import Fabric
     from lightning.fabric.strategies import ModelParallelStrategy
 
     from flatshard.integrations.lightning import parallelize_fn
 
-    os.environ |= {"LOCAL_RANK": str(ctx.rank), "NODE_RANK": "0"}
-
-    def with_head() -> nn.Module:
+    def with_head(seed: int) -> nn.Module:
+        torch.manual_seed(seed)
         return nn.Sequential(network(), nn.Linear(WIDTH, 1).double())
 
-    def start(seed: int) -> tuple[Any, Any, Any]:
-        strategy = ModelParallelStrategy(parallelize_fn({Block}), data_parallel_size=2, tensor_parallel_size=1)
-        fabric = Fabric(accelerator="cpu", devices=2, strategy=strategy)
-        fabric.launch()
-        torch.manual_seed(seed)
-        model = fabric.setup(with_head())
-        return fabric, model, fabric.setup_optimizers(torch.optim.AdamW(model.parameters(), lr=1e-2))
-
-    def train(fabric: Any, model: Any, optimizer: Any, batches: list[Any]) -> None:
-        for index, (x, y) in enumerate(batches):
-            last = index % 2 == 1
-            with fabric.no_backward_sync(model, enabled=not last):
-                fabric.backward(F.mse_loss(model(x), y) / 2)
-            if last:
-                fabric.clip_gradients(model, optimizer, max_norm=0.3)
-                optimizer.step()
-                optimizer.zero_grad()
-
-    batches = [(x[ctx.rank :: 2], y[ctx.rank :: 2]) for x, y in loader(8)]
-    fab, model, optimizer = start(ctx.rank)
-    train(fab, model, optimizer, batches[:4])
-    path = os.path.join(directory, "step-4")
-    flatshard.save_checkpoint(path, {"model": model.module, "optimizer": optimizer.optimizer})
-    train(fab, model, optimizer, batches[4:])
-    straight = full_state_dict(model.module)
-
-    torch.manual_seed(0)
-    alone = with_head()
-    steps = torch.optim.AdamW(alone.parameters(), lr=1e-2)
+    os.environ |= {"LOCAL_RANK": str(ctx.rank), "NODE_RANK": "0"}
+    strategy = ModelParallelStrategy(parallelize_fn({Block}), data_parallel_size=2, tensor_parallel_size=1)
+    fabric = Fabric(accelerator="cpu", devices=2, strategy=strategy)
+    fabric.launch()
+    model = fabric.setup(with_head(0))
+    optimizer = fabric.setup_optimizers(torch.optim.AdamW(model.parameters(), lr=1e-2))
     for index, (x, y) in enumerate(loader(8)):
-        (F.mse_loss(alone(x), y) / 2).backward()
+        with fabric.no_backward_sync(model, enabled=index % 2 == 0):
+            fabric.backward(F.mse_loss(model(x[ctx.rank :: 2]), y[ctx.rank :: 2]) / 2)
         if index % 2:
-            nn.utils.clip_grad_norm_(alone.parameters(), 0.3)
-            steps.step()
-            steps.zero_grad()
-    check_equal(straight, alone.state_dict())
-
-    fab, model, optimizer = start(3)
-    flatshard.load_checkpoint(path, {"model": model.module, "optimizer": optimizer.optimizer})
-    train(fab, model, optimizer, batches[4:])
-    check_equal(full_state_dict(model.module), straight)
+            fabric.clip_gradients(model, optimizer, max_norm=0.3)
+            optimizer.step()
+            optimizer.zero_grad()
+    alone = with_head(0)
+    steps = torch.optim.AdamW(alone.parameters(), lr=1e-2)
+    step_every_other(alone, steps, (F.mse_loss(alone(x), y) for x, y in loader(8)))
+    check_equal(full_state_dict(model.module), alone.state_dict())
 
 
-def test_fabric_is_one_process(pair, tmp_path):
-    pair.run(fabric, str(tmp_path), timeout=400)
+def test_fabric_is_one_process(pair):
+    pair.run(fabric, timeout=400)
 
 
 def test_wrong_arguments():

@@ -16,7 +16,6 @@ pytestmark = [pytest.mark.clients("peft", "transformers"), pytest.mark.time_limi
 
 TOKENS = Tokens(16).tokens
 CONFIGS: dict[str, dict[str, Any]] = {
-    "lora": {"target_modules": ["q_proj", "v_proj", "down_proj"]},
     "dora": {"target_modules": ["q_proj"], "use_dora": True},
     "saved modules": {"target_modules": ["k_proj"], "modules_to_save": ["lm_head"], "bias": "all"},
 }

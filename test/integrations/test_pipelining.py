@@ -14,7 +14,6 @@ from torch.distributed.pipelining import (
     PipelineStage,
     Schedule1F1B,
     ScheduleInterleaved1F1B,
-    ScheduleInterleavedZeroBubble,
     ScheduleZBVZeroBubble,
 )
 from torch.distributed.pipelining.schedules import FULL_BACKWARD, REDUCE_GRAD
@@ -27,7 +26,6 @@ from flatshard.integrations.pipelining import prepare
 WIDTH, MICROBATCHES, DEPTH = 6, 4, 4
 SCHEDULES = {
     "interleaved": (ScheduleInterleaved1F1B, lambda pp: [pp, pp + 2]),
-    "zero bubble": (ScheduleInterleavedZeroBubble, lambda pp: [pp, pp + 2]),
     "V": (ScheduleZBVZeroBubble, lambda pp: [pp, 3 - pp]),
 }
 """The schedule, and which of four stages a rank of two has."""

