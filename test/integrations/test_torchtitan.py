@@ -43,7 +43,7 @@ def filled(model: nn.Module, seed: int = 0) -> nn.Module:
     return model
 
 
-def shard(model: nn.Module, size: int, compiled: bool = False) -> nn.Module:
+def shard(model: nn.Module, compiled: bool = False) -> nn.Module:
     from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
     from torchtitan.distributed import ParallelDims
 
@@ -52,7 +52,7 @@ def shard(model: nn.Module, size: int, compiled: bool = False) -> nn.Module:
     parallelism = ParallelismConfig(spmd_backend="partial_dtensor")
     return parallelize(
         model,
-        parallel_dims=ParallelDims.from_config(parallelism, size),
+        parallel_dims=ParallelDims.from_config(parallelism, 2),
         training=TrainingConfig(mixed_precision_param="float32"),
         parallelism=parallelism,
         compile_config=CompileConfig(enable=compiled, components=["model"], backend="aot_eager"),
@@ -113,20 +113,6 @@ def whole_state(model: nn.Module) -> dict[str, Any]:
     return state
 
 
-def fit(ctx: Any) -> None:
-    """By hand, compiled. Not compiled: the Trainer below."""
-    alone, expected = plain()
-    model = shard(filled(llama().model.build()), 2, compiled=True)
-    assert len(flatshard.describe(model).units) == 5
-    norms = train(model, optimizers(model), ctx.rank)
-    assert norms == pytest.approx(expected, rel=1e-4)
-    check_equal(whole_state(model), alone.state_dict(), NEAR)
-
-
-def test_steps_are_one_process(pair):
-    pair.run(fit, timeout=400)
-
-
 def manager(model: nn.Module, steps: Any, folder: str, spec: Any, **options: Any) -> Any:
     from torchtitan.components.optimizer import LRSchedulersContainer
 
@@ -147,10 +133,13 @@ def manager(model: nn.Module, steps: Any, folder: str, spec: Any, **options: Any
 
 def resume(ctx: Any, folder: str) -> None:
     spec = llama()
-    models = [shard(filled(spec.model.build(), seed=seed), 2) for seed in (0, 9, 11)]
+    models = [shard(filled(spec.model.build(), seed=seed), compiled=seed == 0) for seed in (0, 9, 11)]
     model, again, other = models
+    assert len(flatshard.describe(model).units) == 5
     steps, steps_again, others = map(optimizers, models)
-    train(model, steps, ctx.rank, 2)
+    alone, expected = plain(2)
+    assert train(model, steps, ctx.rank, 2) == pytest.approx(expected, rel=1e-4)
+    check_equal(whole_state(model), alone.state_dict(), NEAR)
     manager(model, steps, f"{folder}/torch", spec).save(2)
     straight = train(model, steps, ctx.rank, 1, seed=5)
     after = whole_state(model)
@@ -167,6 +156,7 @@ def resume(ctx: Any, folder: str) -> None:
 
 
 def test_checkpoints(pair, tmp_path):
+    """Of a model that is compiled, loaded into one that is not."""
     pair.run(resume, str(tmp_path), timeout=400)
 
 

@@ -374,16 +374,20 @@ def put(param: nn.Parameter, index: int, value: float) -> None:
         param.grad.as_subclass(Tensor).view(-1)[here.index(index)] = value
 
 
+ONE = ("linear", False)
 TREE = ("seq", ("linear", True), ("residual", ("mlp", 3, True)), ("norm",))
 
 
-@pytest.mark.parametrize(("tree", "units", "world_size"), [(TREE, ("set", "Residual"), 3), (("linear", False), (), 4)])
+@pytest.mark.parametrize(("tree", "policy", "width", "world_size"), [(TREE, "Residual", 5, 3), (ONE, "", 1, 4)])
 @ranks()
-def test_grad_scaler(ctx, tree: Any, units: Any) -> None:
+def test_grad_scaler(ctx, tree: Any, policy: str, width: int) -> None:
     """A step that overflows is skipped: on ranks that have no element of what does, and on those that have nothing."""
     body = [(Forward(loss, 0, ROOT, i), Scaled(loss, 0, loss == "b"), ZeroGrad(0)) for i, loss in enumerate("abc")]
-    sharding, statements = Sharding(units or None), tuple(itertools.chain.from_iterable(body))
-    model = fuzz_models.Model(tree, 5 if units else 1)
+    sharding, statements = (
+        Sharding(("set", policy) if policy else ("none",)),
+        tuple(itertools.chain.from_iterable(body)),
+    )
+    model = fuzz_models.Model(tree, width)
     run_program(ctx, Program(0, ctx.world_size, model, (sharding, sharding), "same", "adamw", False, 1, statements))
 
 

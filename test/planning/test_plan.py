@@ -235,22 +235,20 @@ class Deep(nn.Module):
 class Backwards(Net):
     """Runs its blocks in another order than they are registered, one twice, one never, one in a checkpoint."""
 
+    reentrant = False
+
     def forward(self, x: Tensor) -> Tensor:
         x = self.front(x)
-        for number in (3, 1, 0, 1):
+        for number in (3, 1, 0) if self.reentrant else (3, 1, 0, 1):
             x = self.blocks[number](x)
-        x = checkpoint(self.blocks[2], x, use_reentrant=False)
+        x = checkpoint(self.blocks[2], x, use_reentrant=self.reentrant)
         return self.head(x)
 
 
-class Reentrant(Net):
-    """Its backward runs backwards inside."""
+class Reentrant(Backwards):
+    """Its backward runs a backward inside."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.front(x)
-        for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=True)
-        return self.head(x)
+    reentrant = True
 
 
 def freeze_blocks(model: nn.Module) -> None:
@@ -297,58 +295,27 @@ RESHARDED = (FULL, GRAD_OP)  # what stays until the parts change is not resharde
 BLOCK = 4 * sum(p.numel() for p in Block(WIDTH).parameters())
 LAYOUTS: tuple[Layout, ...] = (Rows(), Rows(4, max_padding=2), Blocks(64, max_padding=5), Whole(max_padding=99))
 POLICIES = ({Mixed}, {Mixed, Block}, {Mixed, Block, nn.Embedding, nn.Linear}, None)
+HALF_AND_WHOLE = {"strategy": STRATEGIES, "mixed_precision": (None, BF16)}
+PREFETCHED = {"strategy": STRATEGIES, "backward_prefetch": PREFETCHES}
+RECORDED = {"make": (functools.partial(Backwards, 5),), "example_inputs": ({"x": X},), "freeze": (freeze_last,)}
+LIMITS, PRECISIONS = (None, BLOCK // 2, 2 * BLOCK), (None, BF16, PURE, LOW, KEPT)
+HELD = {"no_sync": (True, False), "microbatches": (3,), "mixed_precision": (None, KEPT)}
 STEPS: dict[str, list[dict[str, Any]]] = {
-    "precision": choices(
-        6, size=(1, 3, 64), mixed_precision=(None, BF16, PURE, LOW, KEPT), strategy=STRATEGIES, make=(Net, NARROW)
-    ),
-    "prefetch": choices(
-        5,
-        strategy=STRATEGIES,
-        backward_prefetch=PREFETCHES,
-        forward_prefetch=(True, False),
-        prefetch_limit_bytes=(None, BLOCK // 2, 2 * BLOCK),
-    ),
+    "precision": choices(6, size=(1, 3, 64), mixed_precision=PRECISIONS, strategy=STRATEGIES, make=(Net, NARROW)),
+    "prefetch": choices(5, **PREFETCHED, forward_prefetch=(True, False), prefetch_limit_bytes=LIMITS),
     "resharded": choices(
-        6, strategy=RESHARDED, reshard_after_forward=(True, False, 1, 2, 4, 8), mixed_precision=(None, BF16)
+        6, strategy=RESHARDED, reshard_after_forward=(True, False, 1, 2, 4), mixed_precision=(None, BF16)
     ),
     "kept": choices(2, strategy=(NO_SHARD, OPTIM), reshard_after_forward=(False,), mixed_precision=(None, BF16)),
     "layouts": choices(5, layout=[*LAYOUTS, *map(of_weights, LAYOUTS)], size=(2, 3, 16)),
     "static buffers": choices(2, static_buffers=(True,), mixed_precision=(None, BF16)),
-    "accumulation": choices(
-        8,
-        strategy=STRATEGIES,
-        size=(1, 8),
-        make=(Net, NARROW),
-        mixed_precision=(None, KEPT),
-        no_sync=(True, False),
-        microbatches=(3,),
-    ),
-    "frozen": choices(
-        5, strategy=STRATEGIES, freeze=(freeze_blocks, adapters, freeze_front), backward_prefetch=PREFETCHES
-    ),
-    "nested units, shared parameters, dtypes": choices(
-        5, make=(Deep,), x=(TOKENS,), policy=POLICIES, strategy=STRATEGIES, mixed_precision=(None, BF16)
-    ),
+    "accumulation": choices(8, strategy=STRATEGIES, size=(1, 8), make=(Net, NARROW), **HELD),
+    "frozen": choices(5, **PREFETCHED, freeze=(freeze_blocks, adapters, freeze_front)),
+    "nested units, shared parameters, dtypes": choices(5, make=(Deep,), x=(TOKENS,), policy=POLICIES, **HALF_AND_WHOLE),
     "overrides of a policy": [{"policy": CustomPolicy(of_kinds)}],
-    "hybrid": choices(5, strategy=HYBRID, size=((1, 4), (2, 2), (4, 1), (3, 8)), mixed_precision=(None, BF16))
-    + [{"strategy": JOINED, "size": (2, 4), "microbatches": 3}],
-    "recorded": choices(
-        4,
-        example_inputs=((X,),),
-        freeze=(freeze_front,),
-        strategy=STRATEGIES,
-        backward_prefetch=PREFETCHES,
-        mixed_precision=(None, BF16),
-    ),
-    "recorded in another order": choices(
-        5,
-        make=(functools.partial(Backwards, 5),),
-        example_inputs=({"x": X},),
-        freeze=(freeze_last,),
-        strategy=STRATEGIES,
-        backward_prefetch=PREFETCHES,
-        mixed_precision=(None, BF16),
-    ),
+    "hybrid": choices(5, strategy=HYBRID, size=((1, 4), (2, 2), (4, 1), (3, 8)), mixed_precision=(None, BF16)),
+    "hybrid, accumulation": [{"strategy": JOINED, "size": (2, 4), "microbatches": 3}],
+    "recorded in another order": choices(6, **RECORDED, **PREFETCHED, mixed_precision=(None, BF16)),
     "reentrant checkpoints": choices(2, make=(Reentrant,), example_inputs=(X,), strategy=STRATEGIES),
 }
 
@@ -507,23 +474,22 @@ def test_inputs_in_dataclasses_and_objects():
     assert given[0].x.device.type == "cpu"  # what was given is as it was
 
 
+class Adds(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.bias
+
+
 def test_inputs_are_freed_as_in_training():
     """What autograd has not saved ends with the forward."""
-
-    class Adds(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.bias = nn.Parameter(torch.zeros(4))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return x + self.bias
-
-    x = torch.ones(1000, 4)
-    activations = {"forward": [], "backward": [], "optimizer": []}
+    x, most = torch.ones(1000, 4), Counter[str]()
     for sample in plan(Adds(), world_size=2, example_inputs=x, compare=False).samples:
-        activations[sample.phase].append(sample.device.activations)
-    assert max(activations["forward"]) >= 2 * x.nbytes
-    assert max(activations["backward"]) < x.nbytes
+        most[sample.phase] = max(most[sample.phase], sample.device.activations)
+    assert most["forward"] >= 2 * x.nbytes
+    assert most["backward"] < x.nbytes
 
 
 def test_optimizers_that_look_at_shapes():
