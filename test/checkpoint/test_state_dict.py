@@ -25,7 +25,7 @@ def test_names_shapes_memory_and_loading(ctx) -> None:
     plain = make().state_dict()
     for strategy, policy, assign in zip(STRATEGIES, (None, {nn.Linear}) * 2, (False, True) * 2, strict=True):
         ctx.note(f"{strategy} {assign}")
-        model, other = shard(ctx, make(), strategy, policy), shard(ctx, make(), strategy, {nn.Linear})
+        model, other = (shard(ctx, make(), strategy, policy) for _ in range(2))
         params, source = dict(model.named_parameters(remove_duplicate=False)), make(1).state_dict()
         is_cut = ctx.world_size > 1 and strategy is not ShardingStrategy.NO_SHARD
         with CommunicationWatch() as watch:

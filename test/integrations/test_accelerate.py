@@ -125,16 +125,11 @@ def test_as_one_process(pair, single, tmp_path: Path, kind: str, mixed: str):
 def saving(ctx, folder: str) -> None:
     be_a_rank(ctx)
     accelerator, model, *_ = start(tiny_gpt2(), "no")
-    whole = flatshard.checkpoint.full_state_dict(model)
-    state = accelerator.get_state_dict(model)
-    assert (set(state) == set(whole)) if ctx.rank == 0 else (state == {})
+    whole, state = flatshard.checkpoint.full_state_dict(model), accelerator.get_state_dict(model)
+    assert set(state) == (set(whole) if ctx.rank == 0 else set())
     accelerator.save_model(model, f"{folder}/model")
-    accelerator.unwrap_model(model).save_pretrained(
-        f"{folder}/pretrained",
-        is_main_process=accelerator.is_main_process,
-        save_function=accelerator.save,
-        state_dict=accelerator.get_state_dict(model),
-    )
+    how = {"is_main_process": accelerator.is_main_process, "save_function": accelerator.save}
+    model.save_pretrained(f"{folder}/pretrained", state_dict=accelerator.get_state_dict(model), **how)
 
 
 def test_saving(pair, tmp_path: Path):
