@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 import flatshard
 from flatshard import ShardingStrategy, fully_shard, load_checkpoint, save_checkpoint
-from flatshard.checkpoint import MeetingError, full_state_dict
+from flatshard.checkpoint import MeetingError, Writer, full_state_dict
 from flatshard.checkpoint._disk import METADATA
 
 
