@@ -852,12 +852,9 @@ def test_a_line_of_long_saves(tmp_path, monkeypatch, capsys):
     lines = capsys.readouterr().err.splitlines()
     assert lines[0].startswith(f"saving '{tmp_path}/x': 1.00 of 4.00 MiB on rank 0 after 0 s")
     assert [line.split()[0] for line in lines] == ["saving"] * 4 + ["loading"] * 2  # 4 MiB at a time; verified first
-    at: list[tuple[int, int]] = []
-    save_checkpoint(tmp_path / "y", state, progress=lambda *a: at.append(a))
-    assert at == [(i * 2**20, 4 * 2**20) for i in range(1, 5)]
     for verify in (True, False):
-        at.clear()
-        load_checkpoint(tmp_path / "y", state, progress=lambda *a: at.append(a), verify=verify)
+        at: list[tuple[int, int]] = []
+        load_checkpoint(tmp_path / "x", state, progress=lambda *a, to=at: to.append(a), verify=verify)
         assert at == sorted(set(at))
         assert at[-1] == (total := 4 * 2**20 * (1 + verify), total)
     assert capsys.readouterr().err == ""

@@ -12,7 +12,7 @@ from saving import CommunicationWatch, layers, make, on_four, shard, train
 from torch import Tensor, nn
 
 import flatshard
-from flatshard import ShardingStrategy, fully_shard
+from flatshard import fully_shard
 from flatshard.checkpoint import SentParams, apply_changed_params, full_state_dict, iter_changed_params
 from flatshard.checkpoint._gaps import decode_gaps, differ, encode_gaps
 
@@ -66,22 +66,10 @@ def follow(ctx, model: nn.Module, server: nn.Module, dtype: torch.dtype | None, 
     return since
 
 
-@ranks(3)
-def test_a_receiver_that_follows(ctx) -> None:
-    """Every kind of parameter, in all strategies."""
-    for strategy, dtype in (
-        (ShardingStrategy.FULL_SHARD, torch.bfloat16),
-        (ShardingStrategy.SHARD_GRAD_OP, None),
-        (ShardingStrategy.NO_SHARD, torch.bfloat16),
-    ):
-        ctx.note(f"{strategy.name}, {dtype}")
-        server = make() if dtype is None else make().to(dtype)
-        follow(ctx, shard(ctx, make(), strategy, {nn.Linear}), server, dtype, lr=1e-5)
-
-
 @ranks(4)
-def test_tensor_parallel_modules_and_replicas(ctx) -> None:
-    """With tensor parallelism, and in replicas, of which one sends."""
+def test_a_receiver_that_follows(ctx) -> None:
+    """Every kind of parameter; with tensor parallelism; and in replicas, of which one sends."""
+    follow(ctx, shard(ctx, make(), policy={nn.Linear}), make().to(torch.bfloat16), torch.bfloat16, lr=1e-5)
     for how in ("tp", "replicas"):
         since = follow(ctx, on_four(ctx, how), layers(), None, lr=1e-2)
         assert how == "tp" or bool(since.plan) == (ctx.rank < 2)

@@ -118,34 +118,6 @@ def test_resumed_by_another_number_of_ranks(pool, tmp_path, before, after):
     pool.run(resume, path, *expected, HOW[after[0]], world_size=after[1])
 
 
-class Holder:
-    """A script's, which holds the model: known by its two methods, as torch's ``Stateful``."""
-
-    def __init__(self, model: nn.Module, tokens: int) -> None:
-        self.model, self.tokens = model, tokens
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"model": self.model.state_dict(), "tokens": self.tokens, "rng": torch.zeros(3, dtype=torch.uint8)}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.model.load_state_dict(state["model"])
-        self.tokens = state["tokens"]
-
-
-@ranks(2)
-def test_stateful_objects_and_plain_values(ctx, path: str) -> None:
-    models = [fully_shard(Deep(), policy={nn.Linear}, process_group=ctx.group) for _ in range(2)]
-    holders = [Holder(model, tokens) for model, tokens in zip(models, (7, 0), strict=True)]
-    values = {"lr": 0.1, "names": ["a", "b"], "table": torch.arange(4)}
-    save_checkpoint(path, {"job": holders[0], "values": values, "step": 3}, process_group=ctx.group)
-    empty = {"lr": 0.0, "names": [], "table": torch.zeros(4, dtype=torch.int64)}
-    found = load_checkpoint(path, {"job": holders[1], "values": empty, "step": 0}, process_group=ctx.group)
-    assert (found["step"], found["values"]["lr"], found["values"]["names"]) == (3, 0.1, ["a", "b"])
-    assert torch.equal(found["values"]["table"], torch.arange(4))
-    assert holders[1].tokens == 7
-    assert_same(full_state_dict(models[1]), full_state_dict(models[0]))
-
-
 @ranks(3)
 def test_of_what_is_not_sharded_rank_0s_is_saved(ctx: Any, path: str) -> None:
     """Not one tensor of one rank, the next of another."""
@@ -161,24 +133,6 @@ def test_of_what_is_not_sharded_rank_0s_is_saved(ctx: Any, path: str) -> None:
     found = dict(model.named_buffers()) | {f"number {n}": number for n, number in enumerate(loaded["numbers"])}
     assert not [name for name, value in found.items() if value.any()]
     assert loaded["own"] == 0
-
-
-def test_a_plain_optimizer_with_state_in_shapes_of_its_own(tmp_path):
-    """It has none before the first step."""
-    for kind in (torch.optim.Adafactor, torch.optim.ASGD):
-        models = [nn.Linear(6, 4) for _ in range(2)]
-        jobs = [{"model": model, "optimizer": kind(model.parameters())} for model in models]
-
-        def step(job: dict[str, Any]) -> list[Tensor]:
-            job["model"](torch.ones(2, 6)).square().sum().backward()
-            job["optimizer"].step()
-            job["optimizer"].zero_grad()
-            return [p.detach().clone() for p in job["model"].parameters()]
-
-        step(jobs[0])
-        save_checkpoint(tmp_path / kind.__name__, jobs[0])
-        load_checkpoint(tmp_path / kind.__name__, jobs[1])
-        assert all(map(torch.equal, step(jobs[0]), step(jobs[1])))
 
 
 class Deep(nn.Sequential):

@@ -17,7 +17,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 import flatshard
 from flatshard import ShardingStrategy, fully_shard
-from flatshard.checkpoint import ShardedValue, load_optim_state_dict, optim_state_dict, rekey
+from flatshard.checkpoint import ShardedValue, load_optim_state_dict, optim_state_dict
 
 FULL, NO_SHARD = ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD
 Optimizer = torch.optim.Optimizer
@@ -195,18 +195,6 @@ def test_what_does_not_fit_raises_and_changes_nothing(ctx) -> None:
     train(model, factored, 1)
     with pytest.raises(NotImplementedError, match=r"state 'rows' of '.*' has shape \(3, 2\)"):
         optim_state_dict(model, factored)
-
-
-def test_rekey():
-    model = nn.Linear(2, 2)
-    optimizer = adamw(model)
-    train(nn.Sequential(nn.Linear(5, 2), model), optimizer, 1)
-    state = optimizer.state_dict()
-    named = rekey(state, ["weight", "bias"])
-    assert list(named["state"]) == named["param_groups"][0]["params"] == ["weight", "bias"]
-    assert rekey(named, ["weight", "bias"], "ids") == state
-    with pytest.raises(ValueError, match="'1' are not among the 1 names given"):
-        rekey(state, ["weight"])
 
 
 @ranks(4)

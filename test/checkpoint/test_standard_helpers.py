@@ -123,13 +123,17 @@ def check_whole(model: nn.Module, source: dict[str, Tensor], trained: dict[str, 
                 assert torch.equal(value.full_tensor(), trained["state"][name][key]), (name, key)
 
 
+def trained(plain: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """What the helpers give of it."""
+    reference = torch.optim.AdamW([p for p in plain.parameters() if p.requires_grad], lr=1e-2)
+    train(plain, reference)
+    return get_model_state_dict(plain), get_optimizer_state_dict(plain, reference)
+
+
 @ranks(3)
 def test_getting_whole_state(ctx) -> None:
     """Uneven, tied, unused, frozen and empty parameters, of several dtypes and strides; buffers."""
-    plain = make()
-    reference = torch.optim.AdamW([p for p in plain.parameters() if p.requires_grad], lr=1e-2)
-    train(plain, reference)
-    expected = get_model_state_dict(plain), get_optimizer_state_dict(plain, reference)
+    expected = trained(make())
     assert not expected[1]["state"].keys() & {"empty", "frozen"}  # unused; not trained
     for strategy, policy in ((ShardingStrategy.FULL_SHARD, {nn.Linear}), (ShardingStrategy.NO_SHARD, None)):
         ctx.note(strategy.name)
@@ -141,10 +145,7 @@ def test_getting_whole_state(ctx) -> None:
 
 @ranks(4)
 def test_getting_whole_state_of_tensor_parallel_modules_and_replicas(ctx) -> None:
-    plain = layers(0)
-    reference = torch.optim.AdamW(plain.parameters(), lr=1e-2)
-    train(plain, reference)
-    expected = get_model_state_dict(plain), get_optimizer_state_dict(plain, reference)
+    expected = trained(layers(0))
     for how, strategy in (("tp", "FULL_SHARD"), ("tp", "NO_SHARD"), ("replicas", "HYBRID_SHARD")):
         check_whole(on_four(ctx, how, 1, ShardingStrategy[strategy]), *expected)
 

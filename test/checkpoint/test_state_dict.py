@@ -40,7 +40,7 @@ def test_names_shapes_memory_and_loading(ctx) -> None:
                 if type(value) is ShardedValue:
                     assert value.to_local().data_ptr() == params[name].data_ptr()
             assert not any(model.load_state_dict(source, assign=assign))
-            other.load_state_dict(model.state_dict(), assign=assign)
+            other.load_state_dict(copy.deepcopy(model.state_dict()), assign=assign)
         assert watch.seen == []
         assert all(p is params[n] or n == "ignored" for n, p in model.named_parameters())
         for each in (model, other):

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import restarts
 import torch
 from fuzz_models import Model
 from fuzz_options import Sharding
@@ -160,29 +159,6 @@ def test_the_state_of_either_goes_on_in_the_other(ctx) -> None:
             helped = [get_optimizer_state_dict(model, o)["state"].keys() for o in (optimizer, fresh)]
             assert helped[0] == helped[1]
             assert type(copy.deepcopy(fresh)) is type(fresh)
-
-
-OFFLOADED = {
-    "Adagrad": functools.partial(
-        OffloadedOptimizer, optimizer_class=optim.Adagrad, lr=0.1, initial_accumulator_value=0.1
-    ),
-    "Counting": functools.partial(OffloadedOptimizer, optimizer_class=Counting),
-}
-
-
-def save(ctx, path: str) -> None:
-    assert not any(restarts.save(ctx, name, make, path) for name, make in OFFLOADED.items())
-
-
-def restart(ctx, path: str) -> None:
-    for name, make in OFFLOADED.items():
-        restarts.restart(ctx, name, make, path, is_whole=False)
-
-
-def test_other_ranks_go_on(pool, tmp_path):
-    """On every path that saves an optimizer's state."""
-    pool.run(save, str(tmp_path / "x"), world_size=2)
-    pool.run(restart, str(tmp_path / "x"), world_size=3)
 
 
 @ranks(2)

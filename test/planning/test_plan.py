@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 import sys
@@ -10,7 +9,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -430,24 +428,6 @@ def test_the_table():
         "- activations: as passed to plan",
     ):
         assert line in lines
-
-
-@dataclasses.dataclass(frozen=True)
-class Batch:
-    x: Tensor
-    more: dict[str, list[Tensor]]
-
-
-class TakesBatch(nn.Linear):
-    def forward(self, batch: Batch, plain: SimpleNamespace) -> Tensor:
-        return super().forward(batch.x) + batch.more["y"][0] + plain.x
-
-
-def test_inputs_in_dataclasses_and_objects():
-    x = torch.ones(2, 4)
-    given = Batch(x, {"y": [x]}), SimpleNamespace(x=x)
-    assert "recorded" in str(plan(TakesBatch(4, 4), world_size=2, example_inputs=given))
-    assert given[0].x.device.type == "cpu"  # what was given is as it was
 
 
 class Adds(nn.Module):
