@@ -399,11 +399,10 @@ def test_idioms_for_norms(ctx) -> None:
     plain, sharded = pair(ctx, policy={Block})
     backward(ctx, plain, sharded)
     found, expected = grads(sharded), plain_norm(plain)
-    norm, vector_norm, float64 = torch.linalg.norm, torch.linalg.vector_norm, torch.float64
+    norm, float64 = torch.linalg.norm, torch.float64
     for idiom in (
         torch.norm(torch.stack([torch.norm(g.detach(), 2) for g in found]), 2),
         torch.tensor(sum(g.data.norm(2).item() ** 2 for g in found) ** 0.5).double(),
-        vector_norm(torch.stack([vector_norm(g.double(), 2) for g in found])),
         sum(torch.norm(g, dtype=float64) ** 2 for g in found) ** 0.5,
         sum(norm(g, dtype=float64) ** 2 for g in found) ** 0.5,
     ):
@@ -414,7 +413,6 @@ def test_idioms_for_norms(ctx) -> None:
         lambda norms: (torch.stack(norms) + 0, each),
         lambda norms: (torch.stack(norms).max(), each.max()),
         lambda norms: (torch.stack(norms).norm(1), each.norm(1)),
-        lambda norms: (max(norms) + 0, each.max()),
         lambda norms: (
             torch.stack([*norms[:2], *torch._foreach_norm(found[2:], 3), torch.ones(())])[1].clone(),
             each[1],
@@ -422,10 +420,6 @@ def test_idioms_for_norms(ctx) -> None:
         lambda norms: ((norms[0].item(), torch.stack(norms).norm())[1], expected),  # one of them is whole by now
     ):
         torch.testing.assert_close(*use(torch._foreach_norm(found, 2)), check_dtype=False)
-    divided = torch._foreach_div(found, torch._foreach_norm(found, 2))
-    for d, g, e in zip(divided, found, each, strict=True):
-        assert type(d) is Tensor
-        torch.testing.assert_close(d, g.clone() / e)
     # What torch cannot do with parts is refused.
     weight = sharded.blocks[0].down.weight.grad
     for refused in lambda: norm(weight, 2), lambda: weight.norm("nuc"):
@@ -433,12 +427,9 @@ def test_idioms_for_norms(ctx) -> None:
             refused()
     with pytest.raises(NotImplementedError, match=r"flatshard\.optim\.get_total_norm\(model, 0\)"):
         stock_norm(found, 0.0)
-    for module in plain, sharded:
-        torch.nn.utils.clip_grad_value_(module.parameters(), 1e-3)
-    check_norm(total_norm(sharded), plain_norm(plain))
 
 
-@ranks(2, 4)
+@ranks(3)
 def test_gradients_that_users_change_stay_sharded(ctx) -> None:
     plain, sharded = pair(ctx, Trained, policy={Block})
 
