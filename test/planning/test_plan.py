@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import pairs
 import pytest
 import torch
 from counting import Wire, storages
@@ -379,9 +380,9 @@ def test_widening():
 # -- Size, text and drawing -------------------------------------------------------------------------------------------
 
 
-def test_70_billion_parameters_on_10_000_ranks():
-    """In seconds, of which most go into four strategies of 80 units; the bound is for the slowest of machines."""
-    layers = 80
+def test_layers_of_70_billion_parameters_on_10_000_ranks():
+    """In seconds, of which most go into four strategies; the bound is for the slowest of machines."""
+    layers = 80 if pairs.thorough else 8
     sizes = [(8192, 8192), (8192, 1024), (8192, 1024), (8192, 8192), (8192, 28672), (8192, 28672), (28672, 8192)]
     with torch.device("meta"):
         ends = nn.Embedding(128256, 8192), nn.RMSNorm(8192), nn.Linear(8192, 128256, bias=False)
@@ -393,7 +394,7 @@ def test_70_billion_parameters_on_10_000_ranks():
     start = time.process_time()
     planned = plan(model, policy={nn.Sequential}, world_size=10_000, optimizer=torch.optim.AdamW, mixed_precision=BF16)
     assert time.process_time() - start < 30
-    assert planned.numel == 70_553_706_496
+    assert planned.numel == sum(p.numel() for p in model.parameters())
     assert (len(planned.units), len(planned.collectives)) == (layers + 1, 3 * layers + 2)
 
 
