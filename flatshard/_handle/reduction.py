@@ -17,7 +17,6 @@ from typing import NoReturn
 
 import torch
 
-from flatshard._comm.backends import GlooCollectives
 from flatshard._comm.collectives import Collectives, Done, Pending, settle
 from flatshard._handle.flat_shard import FlatShard
 from flatshard._handle.layout import FlatLayout
@@ -58,8 +57,8 @@ class ReductionInput:
     def allocate(self, dtype: torch.dtype, collectives: Collectives) -> None:
         """Allocate the memory, and zero the padding. ``collectives``: those that reduce it."""
         new = self._new(dtype) if self._of.is_whole else None
-        lend = None if new is not None or self._pool is not None else GlooCollectives._lend_memory
-        if lend is not None and isinstance(collectives, GlooCollectives):
+        lend = getattr(type(collectives), "_lend_memory", None)  # of gloo's, and of what is derived from them
+        if new is None and self._pool is None and lend is not None:
             new = lend(collectives, self._layout.padded_numel, dtype)
         if new is not None:
             self.flat = new

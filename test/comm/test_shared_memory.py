@@ -29,6 +29,7 @@ from pool import RankFailure
 from recording import FULL, GRAD_OP, NO_SHARD, Net, make_input, sent_bytes
 from torch import Tensor
 
+import flatshard
 from flatshard import CollectiveError, OutOfStepError, ShardingStrategy, _config, _shared_memory, fully_shard
 from flatshard._comm.backends import GlooCollectives
 from flatshard._shared_memory import _FIRST_BYTES, SharedMemory, lend_memory
@@ -350,6 +351,23 @@ def test_inputs_of_reductions_are_read_where_they_lie(ctx) -> None:
             lent = other = None
             segment.take(1)
             assert len(segment._blocks) == 1
+
+
+@ranks(2)
+def test_gradients_are_copied_to_where_they_are_read(ctx) -> None:
+    real, lent = _shared_memory._Segment.lend, list[Tensor]()
+
+    def lend(self: Any, numel: int, dtype: torch.dtype) -> Tensor:
+        lent.append(real(self, numel, dtype))
+        return lent[-1]
+
+    with sharing(), pytest.MonkeyPatch.context() as patch:
+        model = fully_shard(Net(blocks=3), policy={Block}, process_group=ctx.group)
+        model(make_input(0, 2)).sum().backward()
+        patch.setattr(_shared_memory._Segment, "lend", lend)
+        model(make_input(0, 2)).sum().backward()
+    assert len(lent) == len(flatshard.describe(model).units)
+    assert all(each.abs().sum() > 0 for each in lent)
 
 
 # -- training --------------------------------------------------------------------------------------------------------
