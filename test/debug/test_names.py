@@ -1,7 +1,4 @@
-"""Names are those of state dicts, without what ``checkpoint_wrapper`` adds, whether it or the units were there first.
-
-And the last line of ``describe``, in which one of a thing is not several.
-"""
+"""Names are those of state dicts, without what ``checkpoint_wrapper`` adds, whether it or the units were there first."""
 
 from __future__ import annotations
 
@@ -22,24 +19,21 @@ def test_names_have_nothing_of_checkpoint_wrappers(ctx: Any, wraps: str) -> None
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), nn.LayerNorm(4))
     plain = {name: value.clone() for name, value in model.state_dict().items()}
-    if wraps == "inside":
-        model[1] = checkpoint_wrapper(model[1])
-        model[2] = checkpoint_wrapper(model[2])
-    elif wraps == "all":
-        model[1][0] = checkpoint_wrapper(model[1][0])
-        model = checkpoint_wrapper(model)
-    if wraps == "later":
-        flatshard.fully_shard(model, policy={nn.Linear}, process_group=ctx.group)
-        model = checkpoint_wrapper(model)
     seen = []
 
     def layout(fqn: str, param: nn.Parameter) -> Any:
         seen.append(fqn)
         return flatshard.layouts.Rows()
 
-    if wraps in ("inside", "all"):
-        flatshard.fully_shard(model, policy={nn.Linear}, process_group=ctx.group, layout=layout)
-        assert set(seen) == set(plain)
+    if wraps == "inside":
+        model[1], model[2] = checkpoint_wrapper(model[1]), checkpoint_wrapper(model[2])
+    elif wraps == "all":
+        model[1][0] = checkpoint_wrapper(model[1][0])
+        model = checkpoint_wrapper(model)
+    flatshard.fully_shard(model, policy={nn.Linear}, process_group=ctx.group, layout=layout)
+    assert set(seen) == set(plain)
+    if wraps == "later":
+        model = checkpoint_wrapper(model)
     model(torch.ones(2, 4)).square().mean().backward()
     assert set(model.state_dict()) == set(plain)
     torch.testing.assert_close(dict(flatshard.checkpoint.iter_full_params(model)), plain)
@@ -51,10 +45,3 @@ def test_names_have_nothing_of_checkpoint_wrappers(ctx: Any, wraps: str) -> None
     infos = [flatshard.tensors.shard_info(p) for p in model.parameters()]
     assert [info.fqn for info in infos if info is not None] == list(plain)
     assert "_checkpoint_wrapped_module" not in f"{list(model.parameters())}{flatshard.describe(model)}"
-
-
-def test_one_unit_on_one_rank(world):
-    world(1)
-    model = flatshard.fully_shard(nn.Linear(4, 4))
-    last = str(flatshard.describe(model)).splitlines()[-1]
-    assert last == "1 unit, 1 flat parameter, 20 elements over 1 rank on cpu; 80 bytes of parameters here between steps"

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from on_ranks import ranks
 from torch import Tensor, nn
 
 import flatshard
@@ -34,73 +35,41 @@ def build() -> Net:
     return Net()
 
 
-def sync(ctx, **arguments: Any) -> None:
-    ranks = ctx.world_size
-    batches = torch.randn(ranks, 4, 3, generator=torch.Generator().manual_seed(1))
-    plain, alone = build(), [build() for _ in range(ranks)]
+@ranks(3, 4)
+def test_ranks_have_the_same(ctx):
+    where: dict[str, Any] = {"process_group": ctx.group}
+    if ctx.world_size == 4:
+        mesh = ctx.device_mesh((2, 2), ("replicas", "shards"))
+        where = {"device_mesh": mesh, "strategy": ShardingStrategy.HYBRID_SHARD}
+    batches = torch.randn(ctx.world_size, 4, 3, generator=torch.Generator().manual_seed(1))
+    plain, alone = build(), [build() for _ in batches]
     plain(batches.flatten(0, 1))
     for each, batch in zip(alone, batches, strict=True):
         each(batch)
-    if not arguments:
-        arguments = {"process_group": ctx.group}
-    for pick in (lambda m: m, lambda m: m.front[1], lambda m: m.front):
-        model = fully_shard(build(), policy={nn.Linear}, **arguments)
+    for pick in (lambda m: m.front[1], lambda m: m.front, lambda m: m):
+        model = fully_shard(build(), policy={nn.Linear}, **where)
         model(batches[ctx.rank])
         with pytest.raises(RuntimeError, match=r"running_mean.*call flatshard.sync_buffers\(module\)"):
             check_replicas(pick(model), buffers=True)
         flatshard.sync_buffers(pick(model))  # as it says
         check_replicas(pick(model), buffers=True)
-        own, expected = dict(model.named_buffers()), dict(plain.named_buffers())
-        torch.testing.assert_close(own["front.1.running_mean"], expected["front.1.running_mean"])
-        means = torch.stack([each.front[1].running_var for each in alone]).mean(0)
-        torch.testing.assert_close(own["front.1.running_var"], means)
-        assert own["front.1.num_batches_tracked"] == 1
-    model = fully_shard(build(), policy={nn.Linear}, **arguments)
-    model(batches[ctx.rank])
-    flatshard.sync_buffers(model)
+        norm = model.front[1]
+        torch.testing.assert_close(norm.running_mean, plain.front[1].running_mean)
+        torch.testing.assert_close(norm.running_var, torch.stack([each.front[1].running_var for each in alone]).mean(0))
+        assert norm.num_batches_tracked == 1
     torch.testing.assert_close(model.phase, torch.stack([each.phase for each in alone]).mean(0))
     assert model.seen == alone[0].seen
     assert model.short.tolist() == [1] * 3
     model(batches[ctx.rank])
-    for each, batch in zip(alone, batches, strict=True):
-        each(batch)
-    if ctx.rank == 0:
-        first = {n: b.clone() for n, b in model.named_buffers()}
+    first = {n: b.clone() for n, b in model.named_buffers()}
     flatshard.sync_buffers(model, average=False)
     check_replicas(model, buffers=True)
-    if ctx.rank == 0:
-        assert all(torch.equal(b, first[n]) for n, b in model.named_buffers())
-
-
-def hybrid(ctx) -> None:
-    mesh = ctx.device_mesh((2, 2), ("replicas", "shards"))
-    sync(ctx, device_mesh=mesh, strategy=ShardingStrategy.HYBRID_SHARD)
-
-
-def test_ranks_have_the_same(pool):
-    for world_size in (2, 3):
-        pool.run(sync, world_size=world_size)
-    pool.run(hybrid, world_size=4)
-
-
-class Inside(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(2, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        flatshard.sync_buffers(self)
-        return self.linear(x)
+    assert ctx.rank or all(torch.equal(b, first[n]) for n, b in model.named_buffers())
 
 
 def test_misuse(world):
     world(2)
-    model = fully_shard(Inside())
-    message = r"sync_buffers: called inside a forward or a backward\. Call it between steps"
-    with pytest.raises(RuntimeError, match=message):
-        model(torch.ones(1, 2))
-    with pytest.raises(ValueError, match="sync_buffers: nothing in this Linear is sharded; call fully_shard first"):
-        flatshard.sync_buffers(nn.Linear(1, 1))
+    model = fully_shard(build())
     model.register_buffer("later", torch.ones(2, device="meta"))
     with pytest.raises(RuntimeError, match="sync_buffers: 'later' are on the meta device"):
         flatshard.sync_buffers(model)

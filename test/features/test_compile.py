@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,7 +14,7 @@ import torch._dynamo
 from models import Mlp
 from on_ranks import ranks
 from pairs import all_pairs, some
-from parity import check_parity, step_all
+from parity import check_parity, full_params, step_all
 from pool import Pool
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -46,41 +46,24 @@ def make(checkpointed: bool = False) -> nn.Sequential:
     return nn.Sequential(*[Block(checkpointed) for _ in range(BLOCKS)], nn.Linear(WIDTH, 3))
 
 
-def compile_blocks(model: nn.Sequential, backend: Any) -> None:
-    for block in model[:BLOCKS]:
-        block.compile(backend=backend)
+def compile_part(model: nn.Sequential, what: str, backend: Any) -> None:
+    """``"inner"``: part of a unit."""
+    blocks = model[:BLOCKS]
+    for module in {"blocks": blocks, "inner": [block.inner for block in blocks], "model": [model]}[what]:
+        module.compile(backend=backend)
 
 
-def compile_inner(model: nn.Sequential, backend: Any) -> None:
-    """Part of a unit."""
-    for block in model[:BLOCKS]:
-        block.inner.compile(backend=backend)
-
-
-def compile_model(model: nn.Sequential, backend: Any) -> None:
-    model.compile(backend=backend)
-
-
-Compile = Callable[[nn.Sequential, Any], None]
-
-ORDERS: dict[str, tuple[Compile | None, Compile | None]] = {
-    "blocks before": (compile_blocks, None),
-    "blocks after": (None, compile_blocks),
-    "in a unit before": (compile_inner, None),
-    "in a unit after": (None, compile_inner),
-    "model before": (compile_model, None),
-    "model after": (None, compile_model),
-}
-"""What is compiled before, and what after sharding."""
+ORDERS = [f"{what} {when}" for what in ("blocks", "inner", "model") for when in ("before", "after")]
+"""What is compiled, and whether before sharding."""
 
 
 def shard(model: nn.Sequential, group: Any, order: str, backend: Any, **options: Any) -> nn.Sequential:
-    before, after = ORDERS[order]
-    if before is not None:
-        before(model, backend)
+    what, when = order.split()
+    if when == "before":
+        compile_part(model, what, backend)
     fully_shard(model, policy={Block}, process_group=group, **options)
-    if after is not None:
-        after(model, backend)
+    if when == "after":
+        compile_part(model, what, backend)
     return model
 
 
@@ -111,9 +94,9 @@ def train(ctx, order: str, backend: str, checkpointed: bool, options: dict[str, 
     ("order", "backend", "strategy", "checkpointed", "world_size"),
     some(
         all_pairs(
-            list(ORDERS), ("aot_eager", "eager"), ("FULL_SHARD", "SHARD_GRAD_OP", "SHARD_OPTIM"), (False, True), (2, 3)
+            ORDERS, ("aot_eager", "eager"), ("FULL_SHARD", "SHARD_GRAD_OP", "SHARD_OPTIM"), (False, True), (2, 3)
         ),
-        6,
+        3,
     ),
 )
 def test_parity(pool, order: str, backend: str, strategy: str, checkpointed: bool, world_size: int):
@@ -129,10 +112,9 @@ def count_graphs(ctx, order: str, options: dict[str, Any]) -> list[int]:
     x = torch.randn(2, WIDTH)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     counts = []
-    for _ in range(4):
+    for _ in range(3):
         model(x).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        step_all([optimizer])
         counts.append(counter.frame_count)
     return counts
 
@@ -140,17 +122,18 @@ def count_graphs(ctx, order: str, options: dict[str, Any]) -> list[int]:
 GRAPHS = 2  # that of the first block, whose input requires no gradient, and that of the others
 
 
-@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("order", some(ORDERS, 3))
 def test_nothing_is_compiled_twice(pool, order: str):
     """All blocks share one graph: it breaks before and after them, at a unit's hooks, and nowhere else."""
     bf16 = MixedPrecision(param_dtype=torch.bfloat16)
     cases = [{}, {"strategy": ShardingStrategy.SHARD_GRAD_OP}, {"mixed_precision": bf16}]
-    for options in some(cases, 1, turn=list(ORDERS).index(order)):
+    for options in some(cases, 1, turn=ORDERS.index(order) // 2):
         for counts in pool.run(count_graphs, order, options):
-            assert counts == [GRAPHS] * 4, options
+            assert counts == [GRAPHS] * 3, options
 
 
-def train_tensor_parallel(ctx, order: str) -> list[int]:
+@ranks(4, timeout=110.0)
+def test_tensor_parallel(ctx):
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
     mesh = ctx.device_mesh((2, 2), ("dp", "tp"))
@@ -159,72 +142,55 @@ def train_tensor_parallel(ctx, order: str) -> list[int]:
     model = copy.deepcopy(plain)
     for block in model[:BLOCKS]:
         parallelize_module(block.inner, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
-    shard(model, mesh["dp"].get_group(), order, counter)
+    shard(model, mesh["dp"].get_group(), "inner after", counter)
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (plain, model)]
-    counts = []
-    for step in range(4):
+    for step in range(3):
         x = torch.randn(2, 2, WIDTH, generator=torch.Generator().manual_seed(step)).double()
         plain(x.flatten(0, 1)).square().mean().backward()
         model(x[mesh["dp"].get_local_rank()]).square().mean().backward()
         step_all(optimizers)
-        counts.append(counter.frame_count)
+        assert counter.frame_count == GRAPHS
     with flatshard.summon_full_params(model, writeback=False):
         for got, expected in zip(model.parameters(), plain.parameters(), strict=True):
             torch.testing.assert_close(got.full_tensor() if isinstance(got, DTensor) else got.data, expected.data)
-    return counts
-
-
-@pytest.mark.parametrize("order", some(["blocks before", "in a unit after", "model before"], 1, turn=1))
-def test_tensor_parallel(pool, order: str):
-    for counts in pool.run(train_tensor_parallel, order, world_size=4, timeout=110.0):
-        assert counts == [GRAPHS] * 4
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
-@pytest.mark.parametrize("order", some(["blocks after", "model before"], 1))
-def test_inductor(pool, order: str):
-    pool.run(train, order, "inductor", False, {}, timeout=110.0)
+def test_inductor(pool):
+    pool.run(train, "blocks after", "inductor", False, {}, timeout=110.0)
+
+
+@pytest.mark.slow
+@ranks(2)
+def test_a_compiled_step_of_an_optimizer(ctx):
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    models = [make(), make()]
+    models[1].load_state_dict(models[0].state_dict())
+    for model in models:
+        fully_shard(model, policy={Block}, process_group=ctx.group, strategy="shard_optim")
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=0.1, fused=True) for model in models]
+    x = torch.ones(2, WIDTH)
+    for model in models:
+        model(x).square().sum().backward()
+    torch.compile(optimizers[0].step, backend="aot_eager")()
+    optimizers[1].step()
+    torch.testing.assert_close(full_params(models[0]), full_params(models[1]), rtol=1e-4, atol=1e-5)
+    with torch.no_grad():  # they gather what has changed
+        torch.testing.assert_close(models[0](x), models[1](x), rtol=1e-4, atol=1e-5)
 
 
 @dataclasses.dataclass
 class Output:
     hidden: Tensor
-    loss: Tensor | None = None
 
 
 class WithOutput(Block):
     """Returns a dataclass, as Hugging Face's models do."""
 
-    def forward(self, x: Tensor) -> Output:
-        return Output(super().forward(x))
-
-
-class OfOutputs(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = WithOutput(), WithOutput()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.second(self.first(x).hidden).hidden
-
-
-@ranks(2)
-def test_units_compiled_as_one_graph_that_return_dataclasses(ctx):
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    plain = OfOutputs()
-    low = MixedPrecision(torch.bfloat16, output_dtype=torch.float32, cast_forward_inputs=True)
-    for precision, close in ((None, {}), (low, {"rtol": 0.1, "atol": 0.1})):
-        model = copy.deepcopy(plain)
-        fully_shard(model, policy={WithOutput}, process_group=ctx.group, mixed_precision=precision)
-        for block in (model.first, model.second):
-            block.compile(fullgraph=True, backend="aot_eager")
-        x = torch.ones(2, WIDTH)
-        for _ in range(2):
-            y = model(x)
-            torch.testing.assert_close(y, plain(x), **close)
-            y.sum().backward()
+    def forward(self, x: Output) -> Output:
+        return Output(super().forward(x.hidden))
 
 
 class Counted(flatshard.comm.GlooCollectives):
@@ -239,39 +205,20 @@ class Counted(flatshard.comm.GlooCollectives):
 
 
 @ranks(2)
-def test_collectives_of_the_user_are_not_compiled(ctx):
-    """With ``fullgraph=True`` this was an error, as dynamo compiled what the hooks call."""
-    torch._dynamo.reset()
+def test_units_compiled_as_one_graph(ctx):
+    """They return dataclasses; what the hooks call, such as collectives of the user's, is not compiled."""
     torch.manual_seed(0)
-    plain = nn.Sequential(Block(), Block())
-    model, Counted.gathers = copy.deepcopy(plain), 0
-    for block in model:
-        block.compile(fullgraph=True, backend="aot_eager")
-    fully_shard(model, policy={Block}, collectives=lambda group, _: Counted(group), process_group=ctx.group)
-    x = torch.ones(2, WIDTH)
-    for _ in range(2):
-        y = model(x)
-        torch.testing.assert_close(y, plain(x))
-        y.sum().backward()
-    assert Counted.gathers == 2 * 2 * len(model)
-
-
-@pytest.mark.parametrize("grouped", [False, True])
-@ranks(2)
-def test_a_deep_copy_of_compiled_units(ctx, grouped: bool):
-    """torch's copy of ``torch.compile(module)`` has none of its hooks."""
-    torch._dynamo.reset()
-    plain = [nn.Sequential(*(torch.compile(Block(), backend="eager") for _ in range(2)), Block()) for _ in range(2)]
-    plain[1].load_state_dict(plain[0].state_dict())
-    model = plain[1]
-    for unit in [[model[0], model[2]]] if grouped else [model[0], model[1]]:
-        fully_shard(unit, process_group=ctx.group)
-    made = copy.deepcopy(fully_shard(model, process_group=ctx.group))
-    assert str(flatshard.describe(made)) == str(flatshard.describe(model))
-    x = torch.arange(2.0 * WIDTH).view(2, WIDTH) / WIDTH
-    for each in (plain[0], made):
-        optimizer = torch.optim.SGD(each.parameters(), lr=0.1)
-        each(x).square().mean().backward()
-        optimizer.step()
-    torch.testing.assert_close(made(x), plain[0](x))
-    assert not torch.equal(made(x), model(x))
+    plain, x = nn.Sequential(WithOutput(), WithOutput()), Output(torch.ones(2, WIDTH))
+    low = MixedPrecision(torch.bfloat16, output_dtype=torch.float32, cast_forward_inputs=True)
+    for precision, close in ((None, {}), (low, {"rtol": 0.1, "atol": 0.1})):
+        torch._dynamo.reset()
+        model, Counted.gathers = copy.deepcopy(plain), 0
+        options = {"mixed_precision": precision, "collectives": lambda group, _: Counted(group)}
+        fully_shard(model, policy={WithOutput}, process_group=ctx.group, **options)
+        for block in model:
+            block.compile(fullgraph=True, backend="aot_eager")
+        for _ in range(2):
+            y = model(x).hidden
+            torch.testing.assert_close(y, plain(x).hidden, **close)
+            y.sum().backward()
+        assert Counted.gathers == 2 * 2 * len(model)

@@ -9,25 +9,12 @@ import pytest
 import torch
 from models import Block, Net
 from on_ranks import ranks
+from parity import adamw, check_same_params, full_params, parts, step_all
 from torch import Tensor, nn
 from torch.distributed.utils import _sync_module_states
 from torch.nn.parallel import DistributedDataParallel
 
-from flatshard import fully_shard, summon_full_params
-
-
-def train(model: nn.Module, steps: int, part: slice = slice(None)) -> None:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    for step in range(steps):
-        x = torch.randn(6, 4, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
-        model(x[part]).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-def whole(model: nn.Module) -> dict[str, Tensor]:
-    with summon_full_params(model):
-        return {n.removeprefix("module."): p.detach().clone() for n, p in model.named_parameters()}
+from flatshard import fully_shard
 
 
 class Around(nn.Module):
@@ -74,23 +61,22 @@ def test_layers_beside_units_train_as_in_one_process(ctx, shard):
     with torch.no_grad():  # what only DDP makes equal on all ranks
         model.out.weight.add_(ctx.rank if shard is shard_blocks else 0)
     around = DistributedDataParallel(model, process_group=ctx.group)
-    rows = 6 // ctx.world_size
-    train(around, 3, slice(rows * ctx.rank, rows * (ctx.rank + 1)))
-    train(plain, 3)
-    for name, value in whole(around).items():
-        torch.testing.assert_close(value, plain.get_parameter(name).detach(), rtol=1e-9, atol=1e-12, msg=name)
+    optimizers = [adamw(m.parameters()) for m in (plain, around)]
+    for _ in range(2):
+        for m, part in zip((plain, around), parts(ctx, torch.randn(6, 4, dtype=torch.float64)), strict=True):
+            m(part).square().mean().backward()
+        step_all(optimizers)
+    check_same_params(model, plain)
 
 
 @ranks(2)
 def test_around_nothing_but_units_it_raises(ctx):
     model = fully_shard(Net(2), policy={Block}, process_group=ctx.group)
-    before = {n: p.detach().clone() for n, p in model.named_parameters()}
     theirs = "DistributedDataParallel is not needed"  # torch's, as the module names what it is to ignore
     ours = r"all trainable parameters of this .* are sharded.*'.*front.weight'"
     for around, message in ((model, theirs), (nn.Sequential(model), ours)):
         with pytest.raises(RuntimeError, match=message):
             DistributedDataParallel(around, process_group=ctx.group)
-    assert all(torch.equal(before[n], p) for n, p in model.named_parameters())
 
 
 @ranks(2)
@@ -98,11 +84,11 @@ def test_a_broadcast_of_states_leaves_the_parts(ctx):
     """As Lightning's "ddp" before it validates: parts stay, and what is not sharded gets rank 0's values."""
     model = plain_around()
     shard_but_some(model, process_group=ctx.group)
-    before = whole(model)
+    before = full_params(model)
     with torch.no_grad():
         model.net.head.weight.add_(ctx.rank)
     model.shift.add_(ctx.rank)
     ignored = set(model._ddp_params_and_buffers_to_ignore)
     _sync_module_states(model, ctx.group, 2**20, src=0, params_and_buffers_to_ignore=ignored)
-    assert all(torch.equal(value, before[name]) for name, value in whole(model).items())
+    assert all(torch.equal(value, before[name]) for name, value in full_params(model).items())
     assert not model.shift.any()

@@ -1,9 +1,9 @@
-"""Servers: requests come on many threads or coroutines; one thread has the model, which stays unsharded, or all have."""
+"""Servers: requests come on many threads; one thread has the model, which stays unsharded, or all have."""
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
+import copy
 import functools
 import threading
 from collections.abc import Callable, Iterator
@@ -30,27 +30,17 @@ def answer(model: nn.Module, x: Tensor) -> Tensor:
 
 
 @ranks(2)
-def test_threads_and_coroutines(ctx):
+def test_threads_that_wait_for_one(ctx):
     torch.manual_seed(0)
     plain = Net()
-    model = Net()
-    model.load_state_dict(plain.state_dict())
-    fully_shard(model, policy={Block}, process_group=ctx.group)
+    model = fully_shard(copy.deepcopy(plain), policy={Block}, process_group=ctx.group)
     expected = [answer(plain, x) for x in REQUESTS]
     with flatshard.keep_unsharded(model), ThreadPoolExecutor(max_workers=1) as one:
         one.submit(answer, model, REQUESTS[0]).result()
-        with record_events() as events:
-            with ThreadPoolExecutor(max_workers=3) as many:  # each waits for the one
-                got = list(many.map(lambda x: one.submit(answer, model, x).result(), REQUESTS))
-
-            async def requests() -> list[Tensor]:
-                loop = asyncio.get_running_loop()
-                return await asyncio.gather(*[loop.run_in_executor(one, answer, model, x) for x in REQUESTS])
-
-            coroutines = asyncio.run(requests())
+        with record_events() as events, ThreadPoolExecutor(max_workers=3) as many:  # each waits for the one
+            got = list(many.map(lambda x: one.submit(answer, model, x).result(), REQUESTS))
     assert not [e for e in events if e.startswith("all-gather")]  # so even the order may differ on ranks
-    for found in (got, coroutines):
-        assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
+    assert all(torch.equal(x, y) for x, y in zip(got, expected, strict=True))
     model(REQUESTS[0]).sum().backward()  # the main thread trains on
 
 
@@ -75,7 +65,7 @@ def inside(model: nn.Module, call: Callable[[], Any]) -> Iterator[None]:
 
 @ranks(2)
 def test_two_threads_at_a_time(ctx):
-    """A second thread is told what to do."""
+    """A second thread is told what to do; ``threads=True`` is refused while another one trains, which goes on."""
     model = fully_shard(Net(), policy={Block}, process_group=ctx.group)
     with flatshard.keep_unsharded(model):
         answer(model, REQUESTS[0])
@@ -83,6 +73,12 @@ def test_two_threads_at_a_time(ctx):
         with inside(model, lambda: answer(model, REQUESTS[0])), pytest.raises(RuntimeError, match=message):
             answer(model, REQUESTS[1])
         answer(model, REQUESTS[1])
+    message = "in a forward on another thread"
+    with inside(model, lambda: model(REQUESTS[1]).sum().backward()), pytest.raises(RuntimeError, match=message):
+        flatshard.keep_unsharded(model, threads=True).__enter__()
+    assert all(p.grad is not None for p in model.parameters())
+    with flatshard.keep_unsharded(model, threads=True), ThreadPoolExecutor(max_workers=2) as two:
+        list(two.map(functools.partial(answer, model), REQUESTS))
 
 
 class Tied(nn.Module):
@@ -104,49 +100,41 @@ class Tied(nn.Module):
         return self(x) * 2
 
 
-PRECISIONS = {
-    "full": {},
-    "mixed": {"mixed_precision": MixedPrecision(torch.bfloat16, output_dtype=torch.float64, cast_forward_inputs=True)},
-}
-
-
-@pytest.mark.parametrize("precision", PRECISIONS)
 @ranks(2)
-def test_many_threads(ctx, precision: str):
+def test_many_threads(ctx):
     """Eight threads at a time, on each rank other requests; then training goes on."""
-    torch.manual_seed(0)
-    model, alone = Tied(), Tied()
-    alone.load_state_dict(model.state_dict())
-    options = {"policy": {Block, nn.Linear}} | PRECISIONS[precision]
-    fully_shard(model, process_group=ctx.group, **options)
-    fully_shard(alone, process_group=ctx.group, **options)
-    flatshard.register_forward_method(model, "twice")
-    requests = [torch.full((1, 4), float(i + 10 * ctx.rank)) for i in range(16 + 8 * ctx.rank)]
-    everyones = [torch.full((1, 4), float(i)) for i in range(50)]
-    expected = {float(x[0, 0]): answer(alone, x) for x in everyones}
-    trainings = [nn.MSELoss()(m(everyones[ctx.rank]).float(), torch.ones(1, 2)) for m in (model, alone)]
-    for _ in range(2):
-        with flatshard.keep_unsharded(model, threads=True), ThreadPoolExecutor(max_workers=8) as eight:
-            model.meet = threading.Barrier(8)
-            with record_events() as events:
-                found = list(eight.map(functools.partial(answer, model), requests))
-                with flatshard.keep_unsharded(model, threads=True):
-                    found += [y / 2 for y in eight.map(torch.no_grad()(model.twice), requests)]
-            assert not [e for e in events if "gather" in e or "reshard" in e]
-            for x, y in zip(requests * 2, found, strict=True):
-                assert torch.equal(y, expected[float(x[0, 0])]), x
-            with pytest.raises(RuntimeError, match=r"unit '<root>' runs forward inside keep.*with gradients.*no_grad"):
-                model(requests[0])
-            model.meet = None
-            trainings[0].backward()  # of a forward before
-        trainings[1].backward()
-        check_clean(model)
-        for m in (model, alone):
-            torch.optim.SGD(m.parameters(), lr=0.1).step()
-            m.zero_grad()
-        assert all(torch.equal(p, q) for p, q in zip(model.parameters(), alone.parameters(), strict=True))
-        expected = {float(x[0, 0]): answer(alone, x) for x in everyones}
-        trainings = [nn.MSELoss()(m(everyones[ctx.rank]).float(), torch.ones(1, 2)) for m in (model, alone)]
+    mixed = {"mixed_precision": MixedPrecision(torch.bfloat16, output_dtype=torch.float64, cast_forward_inputs=True)}
+    for precision in ({}, mixed):
+        ctx.note(str(precision))
+        torch.manual_seed(0)
+        models = [fully_shard(Tied(), policy={Block, nn.Linear}, process_group=ctx.group, **precision)]
+        models += [copy.deepcopy(models[0])]
+        model, alone = models
+        flatshard.register_forward_method(model, "twice")
+        requests = [torch.full((1, 4), float(i + 10 * ctx.rank)) for i in range(16 + 8 * ctx.rank)]
+        everyones = [torch.full((1, 4), float(i)) for i in range(50)]
+        for _ in range(2):
+            expected = {float(x[0, 0]): answer(alone, x) for x in everyones}
+            trainings = [nn.MSELoss()(m(everyones[ctx.rank]).float(), torch.ones(1, 2)) for m in models]
+            with flatshard.keep_unsharded(model, threads=True), ThreadPoolExecutor(max_workers=8) as eight:
+                model.meet = threading.Barrier(8)
+                with record_events() as events:
+                    found = list(eight.map(functools.partial(answer, model), requests))
+                    with flatshard.keep_unsharded(model, threads=True):
+                        found += [y / 2 for y in eight.map(torch.no_grad()(model.twice), requests)]
+                assert not [e for e in events if "gather" in e or "reshard" in e]
+                for x, y in zip(requests * 2, found, strict=True):
+                    assert torch.equal(y, expected[float(x[0, 0])]), x
+                with pytest.raises(RuntimeError, match=r"unit '<root>' runs forward .*with gradients.*no_grad"):
+                    model(requests[0])
+                model.meet = None
+                trainings[0].backward()  # of a forward before
+            trainings[1].backward()
+            check_clean(model)
+            for m in models:
+                torch.optim.SGD(m.parameters(), lr=0.1).step()
+                m.zero_grad()
+            assert all(torch.equal(p, q) for p, q in zip(model.parameters(), alone.parameters(), strict=True))
 
 
 @ranks(2)
@@ -159,7 +147,6 @@ def test_what_needs_a_record_is_refused(ctx):
         before = answer(model, x)
         model.state_dict()  # registers the sharded parameters
         assert torch.equal(answer(model, x), before)
-        optimizer.zero_grad()
         for p in optimizer.param_groups[0]["params"]:
             p.grad = torch.ones_like(p)
         optimizer.step()
@@ -171,31 +158,12 @@ def test_what_needs_a_record_is_refused(ctx):
     assert torch.equal(answer(model, x), after)
     with flatshard.summon_full_params(model), pytest.raises(RuntimeError, match="is in a forward or in summon_full"):
         flatshard.keep_unsharded(model, threads=True).__enter__()
-    low = functools.partial(MixedPrecision, torch.bfloat16)
-    for refused, cure, message in (
-        (
-            {"mixed_precision": low(full_precision_in_eval=True)},
-            {"mixed_precision": low()},
-            "full_precision_in_eval=False",
-        ),
-        ({"static_buffers": True}, {}, "Shard with .*static_buffers"),
+    in_full = {"mixed_precision": MixedPrecision(torch.bfloat16, full_precision_in_eval=True)}
+    for refused, message in (
+        (in_full, "full_precision_in_eval=False"),
+        ({"static_buffers": True}, "Shard with .*stat"),
     ):
         model = fully_shard(Net(), policy={Block}, process_group=ctx.group, **refused)
         with pytest.raises(ValueError, match=message):
             flatshard.keep_unsharded(model, threads=True).__enter__()
         answer(model.eval(), x)
-        cured = fully_shard(Net(), policy={Block}, process_group=ctx.group, **cure)
-        with flatshard.keep_unsharded(cured, threads=True):
-            answer(cured, x)
-
-
-@ranks(2)
-def test_not_while_another_thread_trains(ctx):
-    """While another thread is in a forward that trains, threads are refused, and the one that trains goes on."""
-    model = fully_shard(Net(), policy={Block}, process_group=ctx.group)
-    message = "in a forward on another thread"
-    with inside(model, lambda: model(REQUESTS[1]).sum().backward()), pytest.raises(RuntimeError, match=message):
-        flatshard.keep_unsharded(model, threads=True).__enter__()
-    assert all(p.grad is not None for p in model.parameters())
-    with flatshard.keep_unsharded(model, threads=True), ThreadPoolExecutor(max_workers=2) as two:
-        list(two.map(functools.partial(answer, model), REQUESTS))

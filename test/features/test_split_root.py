@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 from checkpointed import CALLS
 from clean import check_clean
@@ -78,9 +77,6 @@ class Towers(nn.Module):
         return self.head(self.second(self.between(self.first(self.front(x)))))
 
 
-# -- Which units -------------------------------------------------------------------------------------------------------
-
-
 def lists(model: Lm) -> None:
     model.alone = nn.ParameterList([nn.Parameter(torch.ones(2))])  # it is not called
     model.more = nn.ModuleList([nn.Linear(2, 2, bias=False)])  # nor is this, but its items are
@@ -97,36 +93,29 @@ def change(name: str, value: Callable[[Lm], Any]) -> Callable[[Lm], None]:
     return lambda model: setattr(model.get_submodule(path), last, value(model))
 
 
-def nothing(model: nn.Module) -> None:
-    pass
-
-
-Row = tuple[Callable[[], nn.Module], Callable[[Any], None], Callable[[Any], SplitRoot], dict[str, Any]]
-MADE: dict[str, Row] = {
-    "plain": (Lm, nothing, lambda m: SPLIT, {}),
-    "tied": (lambda: Lm(tied=True), nothing, lambda m: SPLIT, {}),
-    "further in": (Outer, nothing, lambda m: SPLIT, {}),
-    "between": (Towers, nothing, lambda m: SPLIT, {}),
-    "lists": (Lm, lists, lambda m: SPLIT, {}),
-    "tied to the root": (Lm, change("alias", lambda m: m.head.weight), lambda m: SPLIT, {}),
-    "tied to a block": (Lm, change("blocks.1.alias", lambda m: m.norm.weight), lambda m: SPLIT, {}),
-    "has a part of a block": (Lm, change("norm.part", lambda m: m.blocks[0].linear), lambda m: SPLIT, {}),
-    "in two modules": (Lm, change("pair", lambda m: nn.Sequential(m.head)), lambda m: SPLIT, {}),
-    "a group of the user's": (Lm, nothing, lambda m: SplitRoot({Block, (m.places, m.norm)}), {}),
-    "ignored": (Lm, nothing, lambda m: SPLIT, {"ignored_states": ["places", "norm"]}),
-    "units of earlier calls": (Lm, earlier_calls, lambda m: SplitRoot(None), {}),
-    "no units": (Lm, nothing, lambda m: SplitRoot(None), {}),
+MADE: dict[str, tuple[Callable[[], nn.Module], Callable[[Any], object] | None, Callable[[Any], SplitRoot]]] = {
+    "plain": (Lm, None, lambda m: SPLIT),
+    "tied": (lambda: Lm(tied=True), None, lambda m: SPLIT),
+    "further in": (Outer, None, lambda m: SPLIT),
+    "between": (Towers, None, lambda m: SPLIT),
+    "lists": (Lm, lists, lambda m: SPLIT),
+    "tied to the root": (Lm, change("alias", lambda m: m.head.weight), lambda m: SPLIT),
+    "tied to a block": (Lm, change("blocks.1.alias", lambda m: m.norm.weight), lambda m: SPLIT),
+    "has a part of a block": (Lm, change("norm.part", lambda m: m.blocks[0].linear), lambda m: SPLIT),
+    "in two modules": (Lm, change("pair", lambda m: nn.Sequential(m.head)), lambda m: SPLIT),
+    "a group of the user's": (Lm, None, lambda m: SplitRoot({Block, (m.places, m.norm)})),
+    "units of earlier calls": (Lm, earlier_calls, lambda m: SplitRoot(None)),
 }
 
 
 def test_units(world):
     world(2)
     lines = []
-    for case, (make, prepare, policy, options) in MADE.items():
+    for case, (make, prepare, policy) in MADE.items():
         model = make()
-        prepare(model)
-        given = {key: [model.get_submodule(name) for name in names] for key, names in options.items()}
-        fully_shard(model, policy=policy(model), **given)
+        if prepare is not None:
+            prepare(model)
+        fully_shard(model, policy=policy(model))
         names = {p: name for name, p in model.named_parameters()}
         lines.append(f"{case}:")
         for unit in units_below(model):
@@ -181,17 +170,11 @@ a group of the user's:
   words | words.weight
   places, norm | places.weight norm.weight norm.bias
   head | head.weight
-ignored:
-  <root> | scale
-  words | words.weight
-  head | head.weight
 units of earlier calls:
   <root> | scale
   words | words.weight
   places | places.weight
-  norm, head | norm.weight norm.bias head.weight
-no units:
-  <root> | scale words.weight places.weight norm.weight norm.bias head.weight""",
+  norm, head | norm.weight norm.bias head.weight""",
     )
 
 
@@ -203,11 +186,8 @@ def test_options(world):
     fully_shard(model, policy=SplitRoot(chosen))
     strategies = {u.fqn: u.config.strategy for u in units_below(model)}
     assert {fqn for fqn, strategy in strategies.items() if strategy is GRAD_OP} == {"", "words, places", "norm, head"}
-    plan = flatshard.plan(Lm(), policy=SPLIT, world_size=4, device="cpu")
+    plan = flatshard.plan(Lm(), policy=SPLIT, world_size=4, device="cpu", compare=False)
     assert [unit.fqn for unit in plan.units] == ["", "words, places", *(f"blocks.{i}" for i in range(3)), "norm, head"]
-
-
-# -- What they do ------------------------------------------------------------------------------------------------------
 
 
 def tokens(step: int, n: int) -> Tensor:
@@ -219,20 +199,17 @@ def vectors(step: int, n: int) -> Tensor:
 
 
 PARITY: list[tuple[Callable[[], nn.Module], dict[str, Any]]] = [
-    (Lm, {}),
-    (lambda: Lm(tied=True), {}),
     (lambda: Lm(tied=True), {"backward_prefetch": None, "forward_prefetch": False}),
     (lambda: Lm(tied=True), {"backward_prefetch": BackwardPrefetch.BACKWARD_POST, "static_buffers": True}),
     (lambda: Lm(tied=True), {"strategy": GRAD_OP}),
     (lambda: Lm(tied=True, call="reentrant"), {}),
     (lambda: Lm(call="non-reentrant"), {"reshard_after_forward": True}),
-    (Outer, {}),
     (lambda: Outer(tied=True), {}),
     (Towers, {"forward_prefetch": False}),
 ]
 
 
-@ranks(2, 3)
+@ranks(2)
 def test_parity(ctx):
     for number, (make, options) in enumerate(PARITY):
         ctx.note(f"{number} {options}")
@@ -266,20 +243,3 @@ def test_collectives_and_what_is_unsharded(world):
         gathers = {u.fqn or "<root>": 2 - (u is units[0]) for u in units} | {"words, places": 2 + tied}
         assert {fqn: n for (verb, fqn), n in counts.items() if verb == "all-gather"} == gathers
         assert {fqn: n for (verb, fqn), n in counts.items() if verb == "reduce-scatter"} == dict.fromkeys(gathers, 1)
-
-
-class Functional(Lm):
-    """Uses the weight of its embedding, without a call, for the head."""
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return nn.functional.linear(self.norm(self.words(tokens)), self.words.weight)
-
-
-def test_a_weight_that_is_used_without_a_call(world):
-    world(2)
-    model = split(Functional(), None)
-    with pytest.raises(RuntimeError, match="size mismatch"):
-        model(tokens(0, 2))
-    model = Functional()
-    fully_shard(model, policy={Block, (model.norm, model.head)})
-    model(tokens(0, 2)).sum().backward()

@@ -1,15 +1,13 @@
-"""Activation checkpointing: every kind of it, in every place, under every strategy and precision, with dropout.
+"""Activation checkpointing: every kind of it, in every place, with dropout and tensor parallelism. More of it: the fuzzer's.
 
-Also with tensor parallelism, all at once. The oracle is the plain model without checkpoints in one process, which runs each
-rank's slice after the other from that rank's random state. In bfloat16 it is the sharded model without checkpoints, bit for
-bit.
+The oracle is the plain model without checkpoints in one process, which runs one rank's slice after the other from its
+random state. In bfloat16 it is the sharded model without checkpoints, bit for bit.
 """
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import itertools
+import functools
 from collections import Counter
 from typing import Any
 
@@ -18,7 +16,7 @@ import torch
 from checkpointed import BF16, FULL, GRAD_OP, HYBRID, KINDS, PLACES, WIDTH, Block, Inner, Net, loss_of
 from on_ranks import ranks
 from pairs import all_pairs, some
-from parity import check_same_gradients, parts, step_all, twins
+from parity import check_same_gradients, full_params, parts, step_all, twins
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -26,7 +24,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.utils.checkpoint import checkpoint
 
 import flatshard
-from flatshard import CPUOffload, CustomPolicy, fully_shard
+from flatshard import CustomPolicy, fully_shard
 from flatshard._trace import record_events
 
 
@@ -66,55 +64,43 @@ def where(ctx, tensor_parallel: bool, hybrid: bool) -> tuple[dict[str, Any], Any
     return {"device_mesh": mesh["dp"]}, mesh["tp"], 2, ctx.rank // 2
 
 
-def train(ctx, kind: str, place: str, options: dict[str, Any], steps: int = 2) -> dict[str, Tensor]:
+def train(ctx, kind: str, place: str, options: dict[str, Any]) -> dict[str, Tensor]:
     """Train sharded and plain, and compare. Returns the sharded model's parameters."""
-    options = dict(options)
-    accumulates, parallel = options.pop("accumulates", False), options.pop("parallel", None)
-    low_precision = "mixed_precision" in options
+    parallel, low_precision = options.get("parallel"), "mixed_precision" in options
     plain, model = (make(each, place, parallel != "sequence") for each in ("none", kind))
-    if options.pop("frozen", False):
-        for m in (plain, model):
-            for name, param in m.named_parameters():
-                param.requires_grad_("norm" not in name and "up" not in name)
-    over, tp, size, mine = where(ctx, parallel is not None, options.get("strategy") is HYBRID)
+    strategy = options["strategy"]
+    over, tp, size, mine = where(ctx, parallel is not None, strategy is HYBRID)
     if parallel:
         parallelize(model, tp, parallel == "sequence")
-    fully_shard(model, policy={Block}, **over, **options)
-    optimizers = [torch.optim.SGD([p for p in m.parameters() if p.requires_grad], lr=0.1) for m in (plain, model)]
-    for step, micro in itertools.product(range(steps), range(2)):
+    fully_shard(model, policy={Block}, **over, **{name: options[name] for name in options if name != "parallel"})
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (plain, model)]
+    for step in range(2):
         x = torch.randn(size, 3, 4, WIDTH, generator=torch.Generator().manual_seed(step)).double()
-        if not accumulates and micro:
-            continue
         for rank in range(size):
-            (loss_of(plain, x[rank], rank, step + micro) / size).backward()
-        holds = flatshard.no_sync(model) if accumulates and not micro else contextlib.nullcontext()
-        with holds, record_events() as events:
-            loss_of(model, x[mine], mine, step + micro).backward()
+            (loss_of(plain, x[rank], rank, step) / size).backward()
+        with record_events() as events:
+            loss_of(model, x[mine], mine, step).backward()
         # A reentrant checkpoint runs forward without gradients, so a unit in it does not stay unsharded for backward.
-        stays = options.get("strategy") is GRAD_OP and (kind != "reentrant" or place == "inside")
-        if not (parallel and options["strategy"] is HYBRID):  # where each is on one rank of two
-            check_collectives(events, 1 if stays else 2, int(not accumulates or micro))
-        if accumulates and not micro:
-            continue
+        stays = strategy is GRAD_OP and (kind != "reentrant" or place == "inside")
+        if not (parallel and strategy is HYBRID):  # where each is on one rank of two
+            check_collectives(events, 1 if stays else 2)
         if parallel and not low_precision:
             expected = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
             torch.testing.assert_close(flatshard.clip_grad_norm_(model, 0.5), expected, rtol=1e-9, atol=0)
         step_all(optimizers)
-    with flatshard.summon_full_params(model, writeback=False):
-        shown = {n: p.full_tensor() if isinstance(p, DTensor) else p for n, p in model.named_parameters()}
-        got = {name: p.detach().clone() for name, p in shown.items()}
+    got = {n: p.full_tensor() if isinstance(p, DTensor) else p for n, p in full_params(model).items()}
     if not low_precision:
         for (name, a), b in zip(plain.named_parameters(), got.values(), strict=True):
             torch.testing.assert_close(b, a.detach(), rtol=1e-9, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}")
     return got
 
 
-def check_collectives(events: list[str], gathers: int, reductions: int) -> None:
+def check_collectives(events: list[str], gathers: int) -> None:
     """Each unit is gathered for forward and once more for recomputation and backward together, and reduced once."""
     counts = Counter(e.replace("._checkpoint_wrapped_module", "") for e in events)
     for index in range(4):
         assert counts[f"all-gather blocks.{index}"] == gathers, events
-        assert counts[f"reduce-scatter blocks.{index}"] == reductions, events
+        assert counts[f"reduce-scatter blocks.{index}"] == 1, events
 
 
 def run_place(ctx, kinds: list[str], place: str, options: dict[str, Any]) -> None:
@@ -131,10 +117,7 @@ def run_place(ctx, kinds: list[str], place: str, options: dict[str, Any]) -> Non
 
 OPTIONS: dict[str, dict[str, Any]] = {
     **{f"{s.name}": {"strategy": s} for s in (FULL, GRAD_OP, HYBRID)},
-    **{f"{s.name}, bf16": {"strategy": s, "mixed_precision": BF16} for s in (FULL, HYBRID)},
-    "offload": {"cpu_offload": CPUOffload()},
-    "no_sync": {"accumulates": True},
-    "frozen": {"frozen": True},
+    "bf16": {"strategy": FULL, "mixed_precision": BF16},
     **{f"tensor parallel, {s.name}": {"parallel": "tensor", "strategy": s} for s in (FULL, HYBRID)},
     **{f"sequence parallel, {s.name}": {"parallel": "sequence", "strategy": s} for s in (GRAD_OP, HYBRID)},
     "tensor parallel, bf16": {"parallel": "tensor", "strategy": GRAD_OP, "mixed_precision": BF16},
@@ -143,7 +126,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 # Every two choices come together in 84 cases, of which a part is run: the fuzzer has checkpoints everywhere, too.
-CASES = some(all_pairs(list(OPTIONS), PLACES, KINDS), 34)
+# Every two choices come together in 70 cases, of which a part is run: the fuzzer has checkpoints everywhere, too.
+CASES = some(all_pairs(list(OPTIONS), PLACES, KINDS), 16)
 
 
 @pytest.mark.parametrize(("name", "place"), sorted({case[:2] for case in CASES}))
@@ -155,22 +139,6 @@ def test_every_kind(pool, name: str, place: str):
     pool.run(run_place, kinds, place, OPTIONS[name], world_size=world_size)
 
 
-def run_option(ctx, names: list[str]) -> None:
-    for name in names:
-        ctx.note(name)
-        got = train(ctx, "none", "inside", OPTIONS[name] | {"recompute": True})
-        if "mixed_precision" in OPTIONS[name]:
-            for a, b in zip(train(ctx, "none", "inside", OPTIONS[name]).values(), got.values(), strict=True):
-                assert torch.equal(a, b), name
-
-
-def test_the_option_recompute(pool):
-    """``fully_shard(recompute=True)`` trains as the plain model does, with dropout."""
-    alone = [name for name in OPTIONS if "parallel" not in OPTIONS[name]]
-    pool.run(run_option, alone, world_size=2)
-    pool.run(run_option, ["tensor parallel, FULL_SHARD", "sequence parallel, bf16"], world_size=4)
-
-
 def test_what_recompute_changes(world):
     """Blocks run twice, and once without gradients. Copies recompute their own. Classes and names stay as they are."""
     world(2)
@@ -179,50 +147,18 @@ def test_what_recompute_changes(world):
     for inner in [block.inner for block in model.blocks]:
         inner.register_forward_pre_hook(lambda module, args: calls.update([module]))
     fully_shard(model, policy={Block}, recompute=True)
-    assert [n for n, _ in model.named_modules()] == [n for n, _ in plain.named_modules()]
-    assert [type(m) for m in model.modules()] == [type(m) for m in plain.modules()]
-    assert list(model.state_dict()) == list(plain.state_dict())
+    assert [(n, type(m)) for n, m in model.named_modules()] == [(n, type(m)) for n, m in plain.named_modules()]
     x = torch.ones(2, WIDTH).double()
     with record_events() as events:
         model(x).sum().backward()
     assert list(calls.values()) == [2] * 4
-    check_collectives(events, 2, 1)
-    copied = copy.deepcopy(model)
-    copied(x).sum().backward()
+    check_collectives(events, 2)
+    copy.deepcopy(model)(x).sum().backward()
     with torch.no_grad():
         model(x)
     assert list(calls.values()) == [3] * 4 + [2] * 4
-    kept = flatshard.plan(plain, policy={Block}, world_size=2, example_inputs=(x,), compare=False)
-    less = flatshard.plan(plain, policy={Block}, world_size=2, example_inputs=(x,), recompute=True, compare=False)
-    assert less.flops > kept.flops
-    with pytest.raises(ValueError, match="recompute must be True or False, got 2"):
-        fully_shard(plain, recompute=2)
-    once = CustomPolicy(lambda module: module is plain.blocks[1] and {"recompute": True})
-    fully_shard(plain, policy=once)
+    fully_shard(plain, policy=CustomPolicy(lambda module: module is plain.blocks[1] and {"recompute": True}))
     assert [block.forward.__class__.__name__ for block in plain.blocks] == ["method", "Recomputed", "method", "method"]
-
-
-class Normed(nn.Sequential):
-    """Its forward writes to buffers."""
-
-    def __init__(self) -> None:
-        super().__init__(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Tanh())
-
-
-@ranks(2)
-def test_recompute_writes_to_buffers_once(ctx):
-    torch.manual_seed(1)
-    models = [nn.Sequential(Normed(), Normed()) for _ in range(2)]
-    models[1].load_state_dict(models[0].state_dict())
-    for model, recompute in zip(models, (False, True), strict=True):
-        fully_shard(model, policy={Normed}, recompute=recompute, process_group=ctx.group)
-        torch.manual_seed(0)
-        for _ in range(2):
-            model(torch.randn(3, 4)).square().sum().backward()
-    for a, b in zip(models[0].buffers(), models[1].buffers(), strict=True):
-        assert torch.equal(a, b)
-    for a, b in zip(models[0].parameters(), models[1].parameters(), strict=True):
-        assert torch.equal(a.grad, b.grad)
 
 
 class Around(nn.Module):
@@ -272,17 +208,20 @@ class Partly(nn.Module):
         return checkpoint(lambda y: torch.tanh(y * self.inside), x, use_reentrant=True) * self.after
 
 
-@pytest.mark.parametrize("uses_before", [True, False])
+def partly(uses_before: bool) -> nn.Module:
+    return nn.Sequential(nn.Linear(5, 5), Partly(uses_before))
+
+
 @ranks(2)
-def test_a_unit_partly_inside_a_reentrant_checkpoint(ctx, uses_before: bool):
+def test_a_unit_partly_inside_a_reentrant_checkpoint(ctx):
     """It stays whole for what is recomputed, and is complete with its last gradient, before the next unit is gathered."""
-    plain, model = twins(
-        ctx, lambda: nn.Sequential(nn.Linear(5, 5), Partly(uses_before)), {nn.Linear, Partly}, backward_prefetch=None
-    )
-    for _ in range(2):
-        x = torch.randn(2 * ctx.world_size, 5, generator=torch.Generator().manual_seed(0)).double()
-        for m, part in zip((plain, model), parts(ctx, x), strict=True):
-            with record_events() as events:
-                m(part).square().mean().backward()
-        check_same_gradients(model, plain)
-        assert events.index("reduce-scatter 1") < events.index("all-gather 0", events.index("all-gather 1"))
+    for uses_before in (True, False):
+        make = functools.partial(partly, uses_before)
+        plain, model = twins(ctx, make, {nn.Linear, Partly}, backward_prefetch=None)
+        for _ in range(2):
+            x = torch.randn(2 * ctx.world_size, 5).double()
+            for m, part in zip((plain, model), parts(ctx, x), strict=True):
+                with record_events() as events:
+                    m(part).square().mean().backward()
+            check_same_gradients(model, plain)
+            assert events.index("reduce-scatter 1") < events.index("all-gather 0", events.index("all-gather 1"))

@@ -5,20 +5,16 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from typing import Any
-from unittest import mock
 
-import pytest
 import torch
 from on_ranks import ranks
 from parity import check_same_gradients, parts, twins
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-import flatshard
-from flatshard import ShardingStrategy, no_sync
+from flatshard import ShardingStrategy
 from flatshard._composable.features.escapes import EscapeWatch
 from flatshard._composable.find import units_below
-from flatshard._runtime import Runtime
 
 FULL, GRAD_OP, NO_SHARD = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD
 
@@ -71,28 +67,6 @@ def test_a_parameter_that_is_handed_out_lives_as_long_as_its_graphs(ctx):
                 optimizer.step()
                 optimizer.zero_grad()
         assert not any(unit.leaks for unit in units_below(model))
-
-
-@ranks(2)
-def test_out_of_memory_in_a_reduction(ctx):
-    plain, model = twins(ctx, net, {nn.Linear})
-    with no_sync(model):
-        model(torch.ones(3, 4).double()).mean().backward()
-    true, calls = Runtime.reduce_scatter, []
-
-    def out_of_memory(self: Any, *args: Any) -> Any:
-        calls.append(1)
-        if len(calls) == 2:
-            raise torch.OutOfMemoryError("out of memory")
-        return true(self, *args)
-
-    with mock.patch.object(Runtime, "reduce_scatter", out_of_memory), pytest.raises(torch.OutOfMemoryError):
-        flatshard.reduce_gradients(model)
-    flatshard.recover(model)
-    model.zero_grad()
-    for m, x in each(ctx, plain, model):
-        m(x).mean().backward()
-    check_same_gradients(model, plain)
 
 
 class Aux(nn.Module):

@@ -1,9 +1,10 @@
-"""A script for FSDP2, as in torch's tutorial, runs with ``flatshard.fsdp2`` in place of ``torch.distributed.fsdp``."""
+"""FSDP2's names: signatures, methods, dimensions of a mesh. Scripts and their numbers: ``test_parity_with_fsdp2.py``."""
 
 from __future__ import annotations
 
 import copy
 import inspect
+import itertools
 from typing import Any
 
 import pytest
@@ -13,7 +14,6 @@ from models import NormBlock
 from on_ranks import ranks
 from parity import full_params
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.fsdp import FSDPModule
 
 import flatshard
@@ -24,86 +24,13 @@ class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(11, 8)
-        self.layers = nn.ModuleList([NormBlock(8) for _ in range(3)])
-        self.output = nn.Linear(8, 11)
-
-    def reset_parameters(self) -> None:
-        for module in self.modules():
-            if module is not self and hasattr(module, "reset_parameters"):
-                module.reset_parameters()
-
-    def embedded(self, ids: Tensor) -> Tensor:
-        return self.embed(ids)
+        self.layers = nn.ModuleList([NormBlock(8, hidden) for hidden in (16, 24)])
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.embed(ids)
         for layer in self.layers:
             x = layer(x)
-        return self.output(x)
-
-
-STEPS = 3
-
-
-def batch(step: int, micro: int, rank: int) -> Tensor:
-    torch.manual_seed(100 * step + micro)
-    return torch.randint(11, (4, 4))[rank : rank + 1]
-
-
-def script(api: Any, mesh: Any, rank: int, loaded: dict[str, Tensor]) -> tuple[nn.Module, list[float]]:
-    """The script. ``api`` is the module that it imports from."""
-    fully_shard = api.fully_shard
-    with torch.device("meta"):
-        model = Model()
-    options = {"mesh": mesh, "mp_policy": api.MixedPrecisionPolicy(), "offload_policy": api.OffloadPolicy()}
-    for layer in model.layers:
-        fully_shard(layer, **options)
-    fully_shard(model, **options)
-    for here, following in zip(model.layers[:-1], model.layers[1:], strict=True):
-        here.set_modules_to_forward_prefetch([following])
-        following.set_modules_to_backward_prefetch([here])
-    api.register_fsdp_forward_method(model, "embedded")
-    model.to_empty(device="cpu")
-    torch.manual_seed(0)
-    model.reset_parameters()
-    if loaded:
-        options = StateDictOptions(full_state_dict=True)
-        set_model_state_dict(model, dict(loaded), options=options)  # which changes the dict
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
-    losses = []
-    for step in range(STEPS):
-        model.unshard(async_op=True)
-        for micro in range(2):
-            model.set_is_last_backward(micro == 1)
-            model.set_requires_gradient_sync(micro == 1)
-            ids = batch(step, micro, rank)
-            loss = (
-                nn.functional.cross_entropy(model(ids).flatten(0, 1), ids.flatten())
-                + model.embedded(ids).square().mean()
-            )
-            loss.backward()
-            losses.append(loss.item())
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-    model.reshard()
-    return model, losses
-
-
-@pytest.mark.parametrize("shape", [(4,), (2, 2)])
-@ranks(4)
-def test_the_script(ctx, shape: tuple[int, ...]):
-    names = ("replicate", "shard")[-len(shape) :]
-    mesh = ctx.device_mesh(shape, names)
-    torch.manual_seed(7)
-    loaded = Model().state_dict()
-    ours, losses = script(flatshard.fsdp2, mesh, ctx.rank, loaded)
-    theirs, expected = script(torch.distributed.fsdp, mesh, ctx.rank, loaded)
-    torch.testing.assert_close(losses, expected)
-    values = full_params(ours)
-    for name, param in theirs.named_parameters():
-        torch.testing.assert_close(values[name], param.full_tensor().detach(), rtol=1e-4, atol=1e-5, msg=name)
-    assert type(ours) is Model
+        return x
 
 
 def test_signatures():
@@ -127,13 +54,10 @@ def test_methods(world):
         pass
     model.set_reshard_after_forward(False)
     model.set_reshard_after_backward(True)
-    model.set_gradient_divide_factor(3.0)
     with pytest.raises(NotImplementedError, match="keep_unsharded"):
         model.set_reshard_after_backward(False)
     with pytest.raises(NotImplementedError, match=r"layout=flatshard\.layouts\.Rows"):
         flatshard.fsdp2.fully_shard(Model(), shard_placement_fn=lambda p: None)
-    with pytest.raises(ValueError, match="nothing in this Linear is sharded"):
-        flatshard.fsdp2.add_methods(nn.Linear(2, 2))
 
     class Own(nn.Linear):
         def unshard(self) -> None:
@@ -150,23 +74,20 @@ DIMS = torch.distributed.fsdp.DataParallelMeshDims
 def test_dimensions_of_a_mesh(ctx):
     """The same losses and units as with the dimension itself."""
     mesh = ctx.device_mesh((2, 1, 2), ("replicate", "tp", "shard"))
-    pair = flatshard.ShardingStrategy.HYBRID_SHARD
+    pair, whole = flatshard.ShardingStrategy.HYBRID_SHARD, flatshard.ShardingStrategy.NO_SHARD
     for dims, ours in (
         (DIMS(shard="shard"), {"device_mesh": mesh["shard"]}),
         (DIMS(shard=("shard",), replicate="replicate"), {"device_mesh": mesh["replicate", "shard"], "strategy": pair}),
-        (
-            DIMS(replicate="replicate"),
-            {"device_mesh": mesh["replicate"], "strategy": flatshard.ShardingStrategy.NO_SHARD},
-        ),
+        (DIMS(replicate="replicate"), {"device_mesh": mesh["replicate"], "strategy": whole}),
     ):
         models = []
-        for shard in (
-            lambda m, ours=ours: flatshard.fully_shard(m, **ours),
-            lambda m, dims=dims: flatshard.fully_shard(m, mesh=mesh, dp_mesh_dims=dims),
-            lambda m, dims=dims: flatshard.fsdp2.fully_shard(m, mesh=mesh, dp_mesh_dims=dims),
+        for shard, given in (
+            (flatshard.fully_shard, ours),
+            (flatshard.fully_shard, {"mesh": mesh, "dp_mesh_dims": dims}),
+            (flatshard.fsdp2.fully_shard, {"mesh": mesh, "dp_mesh_dims": dims}),
         ):
             torch.manual_seed(0)
-            models.append(shard(Model()))
+            models.append(shard(Model(), **given))
             torch.manual_seed(ctx.rank)
             models[-1](torch.randint(11, (2, 3))).square().sum().backward()
         for model in models[1:]:
@@ -180,3 +101,50 @@ def test_dimensions_of_a_mesh(ctx):
     ):
         with pytest.raises(ValueError, match=message):
             flatshard.fully_shard(Model(), mesh=mesh, dp_mesh_dims=dims)
+
+
+def sharded(api: Any, mesh: Any, **precision: Any) -> nn.Module:
+    torch.manual_seed(0)
+    model = Model()
+    for unit in (*model.layers, model):
+        api.fully_shard(unit, mesh=mesh, mp_policy=api.MixedPrecisionPolicy(**precision))
+    return model
+
+
+def unsharded(model: nn.Module) -> list[Tensor]:
+    for module in (*model.layers, model):
+        module.unshard()
+    shown = [p.detach() for p in model.parameters()]
+    for module in (*model.layers, model):
+        module.reshard()
+    return shown
+
+
+@ranks(2)
+def test_addresses(ctx):
+    """The memory stays, and so do addresses, until it is switched off; values are those of the shards."""
+    apis = [flatshard.fsdp2, *([torch.distributed.fsdp] if hasattr(FSDPModule, "finalize_backward") else [])]
+    for api, dtype in itertools.product(apis, (None, torch.bfloat16)):
+        model = sharded(api, ctx.mesh, param_dtype=dtype)
+        model.set_keep_unsharded_storage(True)
+        first = unsharded(model)
+        pointers = [p.data_ptr() for p in first]
+        between: list[Tensor] = []
+        for step in range(3):
+            assert all(p.untyped_storage().nbytes() for p in first)
+            model(torch.full((1, 2), step)).square().mean().backward()
+            torch.optim.SGD(model.parameters(), lr=0.1).step()
+            model.zero_grad()
+            between.append(torch.randn(1000))  # the allocator has other clients
+            assert [p.data_ptr() for p in unsharded(model)] == pointers
+        if api is flatshard.fsdp2:
+            flatshard.unshard(model, recurse=True)
+            values = [p.detach().float().clone() for p in model.parameters()]
+            flatshard.reshard(model)
+            for whole, value in zip(full_params(model).values(), values, strict=True):
+                assert torch.equal(whole.to(dtype or whole.dtype).float(), value)
+        model.set_keep_unsharded_storage(False)
+        held = sum(p.untyped_storage().nbytes() for p in first)
+        assert held == 0 or api is not flatshard.fsdp2  # theirs: at the next reshard
+        unsharded(model)
+        assert not any(p.untyped_storage().nbytes() for p in first)

@@ -1,20 +1,18 @@
-"""Parameters of one unit on different meshes: ``shard_mesh_fn``. Experts, which some ranks share, beside what all share."""
+"""Experts, which some ranks share, beside what all share: in one unit by ``shard_mesh_fn``, or in units of their own."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
 import itertools
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from models import Gather
+from models import Gather, Mlp
 from on_ranks import ranks
 from pairs import some
-from parity import step_all
+from parity import adamw, check_same_params, step_all
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
@@ -108,9 +106,13 @@ def meshes(ctx: Any, strategy: ShardingStrategy) -> Any:
     )
 
 
+def batch(seed: int) -> Tensor:
+    return torch.randn(4, 3, WIDTH, generator=torch.Generator().manual_seed(seed)).double()
+
+
 @pytest.mark.parametrize(
     ("strategy", "as_dtensor", "held"),
-    some(itertools.product((FULL, GRAD_OP, HYBRID), (False, True), (False, True)), 5),
+    some(itertools.product((FULL, GRAD_OP, HYBRID), (False, True), (False, True)), 4),
     ids=str,
 )
 @ranks(4)
@@ -121,29 +123,24 @@ def test_experts_in_the_unit_of_the_rest(ctx, strategy: ShardingStrategy, as_dte
     assert [len(unit.flats) for unit in flatshard.describe(model).units] == [1, 2, 2]
     optimizers = [torch.optim.Adam(m.parameters(), lr=1e-2) for m in (plain, model)]
     for step in range(2):
-        for micro in range(2 if held else 1):
-            x = torch.randn(4, 3, WIDTH, generator=torch.Generator().manual_seed(2 * step + micro)).double()
-            expected = plain(x.flatten(0, 1)).square().mean()
-            expected.backward()
+        for micro in range(1 + held):
+            x = batch(2 * step + micro)
+            plain(x.flatten(0, 1)).square().mean().backward()
             with flatshard.no_sync(model) if held and not micro else contextlib.nullcontext():
-                loss = model(x[ctx.rank]).square().mean()
-                loss.backward()
-            dist.all_reduce(loss := loss.detach(), group=ctx.group)
-            torch.testing.assert_close(loss / 4, expected.detach(), rtol=1e-9, atol=0)
+                model(x[ctx.rank]).square().mean().backward()
         assert_like(mesh, model, plain, "grad")
         norms = [torch.nn.utils.clip_grad_norm_(m.parameters(), 0.1) for m in (plain, model)]
         torch.testing.assert_close(norms[1], norms[0], rtol=1e-9, atol=0)
         assert_like(mesh, model, plain, "grad")
-        torch.testing.assert_close(
-            flatshard.optim.get_total_norm(model).double(), torch.tensor(0.1).double(), rtol=1e-4, atol=0
-        )
+        total = flatshard.optim.get_total_norm(model).double()
+        torch.testing.assert_close(total, torch.tensor(0.1).double(), rtol=1e-4, atol=0)
         step_all(optimizers)
     assert_like(mesh, model, plain, "data")
 
 
 @ranks(4)
-def test_features_over_two_meshes(ctx, tmp_path: Path):
-    """What else a unit can do, with DTensors: checkpoints, copies, hooks, optimizers of whole parameters, ``describe``."""
+def test_features_over_two_meshes(ctx, path: str):
+    """What else a unit can do, with DTensors: checkpoints, copies, hooks, statistics, ``describe``."""
     mesh = meshes(ctx, FULL)
     plain, model = build(mesh, True)
     shard(ctx, mesh, model, FULL)
@@ -152,19 +149,12 @@ def test_features_over_two_meshes(ctx, tmp_path: Path):
     assert [is_expert(flat.fqns[0]) for flat in flats] == [False, True, False, True, False]
     assert str(flatshard.describe(model)).count(" of 2 ranks") == 2
     copied = copy.deepcopy(model, {id(block.group): block.group for block in model.blocks})
-    calls: list[int] = []
-
-    def hook(state: Any, gradient: Tensor, output: Tensor) -> Any:
-        calls.append(state.world_size)
-        return state.reduce_scatter(output, gradient)
-
-    flatshard.comm.register_comm_hook(model, None, hook)
-    x = torch.randn(4, 3, WIDTH, generator=torch.Generator().manual_seed(1)).double()
+    flatshard.comm.register_comm_hook(model, None, lambda state, *tensors: state.reduce_scatter(*reversed(tensors)))
+    x = batch(1)
     plain(x.flatten(0, 1)).square().mean().backward()
     for each in (model, copied):
         each(x[ctx.rank]).square().mean().backward()
         assert_like(mesh, each, plain, "grad")
-    assert sorted(calls) == [2, 2, 4, 4, 4]
     statistics = flatshard.optim.gradient_statistics(model)
     for name, param in plain.named_parameters():
         assert statistics[name].norm == pytest.approx(float(param.grad.norm()))
@@ -176,25 +166,25 @@ def test_features_over_two_meshes(ctx, tmp_path: Path):
         torch.testing.assert_close(saved[name], param.detach(), rtol=1e-9, atol=1e-12)
     whole = flatshard.checkpoint.optim_state_dict(model, optimizers[1], full=True)
     assert whole["state"]["blocks.1.experts"]["exp_avg"].shape == (EXPERTS, WIDTH, WIDTH)
-    flatshard.save_checkpoint(tmp_path / "saved", {"model": model, "optimizer": optimizers[1]})
+    flatshard.save_checkpoint(path, {"model": model, "optimizer": optimizers[1]})
     _, other = build(mesh, True)
     shard(ctx, mesh, other, GRAD_OP)
     loaded = torch.optim.Adam(other.parameters(), lr=1e-2)
-    flatshard.load_checkpoint(tmp_path / "saved", {"model": other, "optimizer": loaded})
-    assert_like(mesh, other, plain, "data")
-    for model, optimizer in ((plain, optimizers[0]), (other, loaded)):
+    flatshard.load_checkpoint(path, {"model": other, "optimizer": loaded})
+    for model, x_of, optimizer in ((plain, x.flatten(0, 1), optimizers[0]), (other, x[ctx.rank], loaded)):
         optimizer.zero_grad()
-        model(x.flatten(0, 1) if model is plain else x[ctx.rank]).square().mean().backward()
+        model(x_of).square().mean().backward()
         optimizer.step()
     assert_like(mesh, other, plain, "data")
 
 
 @ranks(4)
-def test_what_is_refused(ctx, tmp_path: Path):
+def test_what_is_refused(ctx, path: str):
     mesh = meshes(ctx, FULL)
     _, model = build(mesh, True)
-    message = r"'blocks\.0\.experts' is a DTensor over ranks .* first call fully_shard\(experts"
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(
+        ValueError, match=r"'blocks\.0\.experts' is a DTensor over ranks .* first call fully_shard\(exp"
+    ):
         fully_shard(model, policy={Moe}, process_group=ctx.group)
     _, model = build(mesh, False)
     for options, message in (
@@ -213,7 +203,7 @@ def test_what_is_refused(ctx, tmp_path: Path):
         flatshard.configure(model.blocks[0], reshard_after_forward=2)
     lost = r"blocks\.0\.experts'.*ranks \[0, 2\] and \[1, 3\] have different values of this name"
     with pytest.raises(RuntimeError, match=lost):
-        flatshard.save_checkpoint(tmp_path / "saved", {"model": model})
+        flatshard.save_checkpoint(path, {"model": model})
     with pytest.raises(ValueError, match=lost):
         flatshard.checkpoint.full_state_dict(model)
 
@@ -225,38 +215,15 @@ def test_each_expert_on_one_rank(ctx):
     plain, model = build(mesh, False)
     with torch.no_grad():
         for name, param in model.named_parameters():
-            if ctx.rank and not is_expert(name):
-                param.zero_()
+            param.mul_(0 if ctx.rank and not is_expert(name) else 1)
     shard(ctx, mesh, model, FULL, sync_module_states=True)
-    assert_like(mesh, model, plain, "data")
     flatshard.configure(model, divide_factor=8)
-    x = torch.randn(4, 3, WIDTH, generator=torch.Generator().manual_seed(1)).double()
+    x = batch(1)
     (plain(x.flatten(0, 1)).square().mean() / 2).backward()
     model(x[ctx.rank]).square().mean().backward()
     assert_like(mesh, model, plain, "grad")
     expected = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
     torch.testing.assert_close(flatshard.clip_grad_norm_(model, 0.1), expected)
-    assert_like(mesh, model, plain, "grad")
-
-
-@ranks(4)
-def test_flat_parameters(ctx):
-    """``flat_parameters``: one per mesh in each unit; their norm is that of all, and a copy has its own."""
-    mesh = meshes(ctx, FULL)
-    plain, model = build(mesh, False)
-    shard(ctx, mesh, model, FULL)
-    flats = flatshard.flat_parameters(model)
-    assert len(flats) == 5
-    copied = copy.deepcopy(model, {id(block.group): block.group for block in model.blocks})
-    x = torch.randn(4, 3, WIDTH, generator=torch.Generator().manual_seed(1)).double()
-    plain(x.flatten(0, 1)).square().mean().backward()
-    expected = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
-    torch.optim.SGD(plain.parameters(), lr=1e-2).step()
-    for each, own in ((model, flats), (copied, flatshard.flat_parameters(copied))):
-        each(x[ctx.rank]).square().mean().backward()
-        torch.testing.assert_close(torch.nn.utils.clip_grad_norm_(own, 0.1), expected, rtol=1e-9, atol=0)
-        torch.optim.SGD(own, lr=1e-2).step()
-        assert_like(mesh, each, plain, "data")
 
 
 @ranks(4)
@@ -271,3 +238,45 @@ def test_runtimes_that_are_added_up_together(ctx):
     other = Runtime.of(ctx.device_mesh((2, 2), ("dp", "ep"))["ep"].get_group(), torch.device("cpu"))
     _, counts = common_runtime([runtime, other, None])
     assert counts == [other.rank == 0, runtime.rank == 0, runtime.rank == other.rank == 0]
+
+
+class Experts(nn.Module):
+    """Every token goes through all experts. ``group``: each of its ranks has one of them."""
+
+    def __init__(self, experts: int, group: Any = None) -> None:
+        super().__init__()
+        self.front, self.back = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.experts = nn.ModuleList(Mlp(WIDTH) for _ in range(experts))
+        self.group = group
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.front(x)
+        if self.group is None:
+            return self.back(torch.tanh(sum(expert(x) for expert in self.experts)))
+        mine = self.experts[0](Gather.apply(x, self.group))
+        return self.back(torch.tanh(Gather.apply(mine, self.group).sum(0)[self.group.rank()]))
+
+
+@ranks(4)
+def test_experts_on_other_groups(ctx):
+    """Experts are sharded over the ranks that hold the same one, the rest over all; each with its own divisor."""
+    mesh = ctx.device_mesh((2, 2), ("dp", "ep"))
+    torch.manual_seed(0)
+    plain = Experts(2).double()
+    mine = plain.experts[mesh["ep"].get_local_rank()]
+    model = Experts(1, mesh.get_group("ep")).double()
+    for name, param in model.named_parameters():
+        param.data = (mine if "experts" in name else plain).get_parameter(name.removeprefix("experts.0.")).data.clone()
+    fully_shard(model.experts[0], device_mesh=mesh["dp"])
+    # Its gradient on a rank is the sum over the tokens of two ranks, so the mean over all ranks is a quarter of the sum.
+    flatshard.configure(model.experts[0], divide_factor=4)
+    with pytest.warns(UserWarning, match=r"'experts\.0\.\S+', .* were sharded by an earlier call.* shard_mesh_fn="):
+        fully_shard(model, process_group=ctx.group)
+    optimizers = [adamw(m.parameters()) for m in (plain, model)]
+    for step in range(2):
+        x = torch.randn(4, 3, WIDTH, generator=torch.Generator().manual_seed(step)).double()
+        plain(x.flatten(0, 1)).square().mean().backward()
+        model(x[ctx.rank]).square().mean().backward()
+        step_all(optimizers)
+    for part, expected in ((model.front, plain.front), (model.back, plain.back), (model.experts[0], mine)):
+        check_same_params(part, expected)

@@ -144,8 +144,7 @@ PROGRAMS: dict[str, Body] = {
     "held, and left by an error": (no_sync(train("a"), raises="ValueError"), train("b"), STEP),
     "held, and frozen": (no_sync(train("a")), FREEZE, train("b"), ZERO, THAW, train("c"), STEP),
     "held, and frozen before its backward": (
-        no_sync(train("a"), forward("b"), toggle(False, 1), backward("b"), toggle(True, 1)),
-        (train("c"), STEP),
+        (no_sync(train("a"), forward("b"), toggle(False, 1), backward("b"), toggle(True, 1)), train("c"), STEP)
     ),
     "held, and refused to step": (no_sync(train("a"), STEP), train("b"), STEP),
     "divided by other factors": (
@@ -156,12 +155,7 @@ PROGRAMS: dict[str, Body] = {
     # -- frozen and thawed
     "frozen and copied before its backward": (forward("a"), FREEZE, Copy(0, 1), backward("a"), Copy(0, 2)),
     "all frozen and copied before its backward": (
-        forward("a"),
-        FREEZE_ALL,
-        Copy(0, 1),
-        backward("a"),
-        THAW_ALL,
-        Freeze(1, ROOT, True),
+        (forward("a"), FREEZE_ALL, Copy(0, 1), backward("a"), THAW_ALL, Freeze(1, ROOT, True))
     ),
     "thawed before its backward": (forward("a"), FREEZE, forward("b"), THAW, backward("a"), STEP),
     "all thawed before its backward": (forward("a"), FREEZE_ALL, evaluate(), THAW_ALL, backward("a"), STEP),
@@ -266,6 +260,19 @@ PROGRAMS: dict[str, Body] = {
     "held, and a forward that was interrupted": (
         (no_sync(train("a"), forward("b", bomb=INTERRUPT), train("c")), train("d"), STEP)
     ),
+    "a model that fails beside another": (
+        (
+            Copy(0, 1),
+            forward("a"),
+            forward("b", 1, bomb=INTERRUPT),
+            backward("a"),
+            forward("c"),
+            train("d", 1),
+            Step(1),
+        ),
+        (train("e", 1, bomb=IN_BACKWARD), backward("c"), STEP, ZeroGrad(1), evaluate(), train("f", 1), Step(1)),
+        (forward("g"), forward("h", 1), backward("g", "h"), STEP, Step(1)),
+    ),
     "values changed between steps": (
         (train("a"), ZERO, forward("b"), tuple(change(5, how) for how in ("set_data", "mul_data", "mul", "copy"))),
         (tuple(change(i, "detach") for i in range(4)), evaluate(), train("c"), STEP),
@@ -315,7 +322,7 @@ def run(ctx: Any, name: str, where: list[str]) -> None:
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_program(pool, name):
     turn = list(PROGRAMS).index(name)
-    for world_size, count in ((2, 2), (3 if turn % 3 else 1, 1)):
+    for world_size, count in ((2, 1), (3 if turn % 3 else 1, 1)):
         where = some(WHERE, count, turn + world_size)
         if name in WENT_WRONG and world_size == 2:
             where = list({WENT_WRONG[name], *where})

@@ -1,0 +1,203 @@
+"""What cannot be done to a sharded model: one error on every rank, with a cure that works, and nothing is changed."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import os
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from models import Block, Net
+from on_ranks import ranks
+from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp import fully_shard as fsdp2
+from torch.nn.utils import parametrizations, prune, spectral_norm, weight_norm
+from torch.nn.utils.parametrize import register_parametrization
+
+import flatshard
+from flatshard import fully_shard
+
+X = torch.ones(2, 4)
+
+
+def both(ctx: Any) -> tuple[nn.Module, nn.Module]:
+    """A plain model and the same one sharded."""
+    torch.manual_seed(0)
+    plain = Net()
+    return plain, fully_shard(copy.deepcopy(plain), policy={Block}, process_group=ctx.group)
+
+
+def unsharded(model: nn.Module) -> nn.Module:
+    """A new model with the values of ``model``, as errors advise."""
+    new = Net()
+    new.load_state_dict(flatshard.checkpoint.full_state_dict(model))
+    return new
+
+
+def train(model: nn.Module) -> Tensor:
+    loss = model(X).square().sum()
+    loss.backward()
+    return loss.detach()
+
+
+def by_hand(module: nn.Module, renamed_first: bool) -> None:
+    """As libraries that torch does not know."""
+    weight = module.weight
+    if renamed_first:
+        module.original = weight
+        del module.weight
+    else:
+        del module.weight
+        module.original = weight
+    module.register_forward_pre_hook(lambda m, _: setattr(m, "weight", 2 * m.original))
+
+
+CHANGES: dict[str, Callable[[nn.Module], Any]] = {
+    "parametrize": lambda m: register_parametrization(m, "weight", nn.Identity()),
+    "weight_norm": parametrizations.weight_norm,
+    "orthogonal": parametrizations.orthogonal,
+    "hook for weight_norm": weight_norm,
+    "hook for spectral_norm": spectral_norm,
+    "prune": lambda m: prune.l1_unstructured(m, "weight", amount=0.3),
+    "prune all": lambda m: prune.global_unstructured([(m, "weight")], pruning_method=prune.L1Unstructured, amount=0.2),
+    "renamed": functools.partial(by_hand, renamed_first=True),
+    "taken away": functools.partial(by_hand, renamed_first=False),
+    "other memory": torch.no_grad()(lambda m: m.weight.set_(torch.ones(4, 4))),
+}
+
+
+@ranks(1, 3)
+def test_what_changes_the_structure_comes_before(ctx):
+    plain, model = both(ctx)
+    names = [name for name, _ in model.named_parameters()]
+    before = type(model.front), list(model.front._forward_pre_hooks.values())
+    for name, change in CHANGES.items():
+        ctx.note(name)
+        with pytest.raises(RuntimeError, match=r"'front.weight' is sharded, and .* before fully_shard\. .*"):
+            change(model.front)
+        assert [name for name, _ in model.named_parameters()] == names
+        assert (type(model.front), list(model.front._forward_pre_hooks.values())) == before
+    assert torch.allclose(train(model), train(plain))
+    for name, change in CHANGES.items():  # as the message says
+        ctx.note(f"again: {name}")
+        again, changed = unsharded(model), copy.deepcopy(plain)
+        for each in (again, changed):
+            torch.manual_seed(1)
+            change(each.front)
+        fully_shard(again, policy={Block}, process_group=ctx.group)
+        assert torch.allclose(train(again), train(changed)), name
+
+
+def fsdp1(module: nn.Module, ctx: Any, use_orig_params: bool) -> None:
+    options = {"device_id": torch.device("cpu"), "use_orig_params": use_orig_params}
+    FullyShardedDataParallel(module, process_group=ctx.group, **options)
+
+
+@ranks(2)
+def test_torchs_fsdp(ctx):
+    for shard in (
+        lambda m: fsdp2(m, mesh=ctx.mesh),
+        lambda m: fsdp2(m.blocks[0].linear, mesh=ctx.mesh),
+        lambda m: fsdp1(m, ctx, True),
+        lambda m: fsdp1(nn.Sequential(m), ctx, False),
+    ):
+        with pytest.raises(RuntimeError, match=r"'.*' is sharded by flatshard.fully_shard, and torch's FSDP would"):
+            shard(both(ctx)[1])
+
+
+class Lm(nn.Module):
+    """As transformers' models have ``resize_token_embeddings``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(6, 4)
+        self.head = nn.Linear(4, 6, bias=False)
+
+    def resize_token_embeddings(self, count: int) -> nn.Module:
+        before, width = self.embed.weight.size()
+        old, self.embed = self.embed, nn.Embedding(count, width)
+        with torch.no_grad():
+            self.embed.weight[:before] = old.weight
+        return self.embed
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.embed(ids))
+
+
+@ranks(2)
+def test_resizing(ctx):
+    options: list[dict[str, Any]] = [{}, {"layout": flatshard.layouts.Rows()}, {"policy": {nn.Linear}}]
+    for given in options:
+        model = nn.Sequential(Lm())  # as peft's models are around others
+        model[0].resize_token_embeddings(8)  # before, it works
+        fully_shard(model, process_group=ctx.group, **given)
+        for each in (model, copy.deepcopy(model)):
+            embeddings = each[0].embed
+            with pytest.raises(RuntimeError, match=r"this Lm is sharded.*before fully_shard.*export_safetensors"):
+                each[0].resize_token_embeddings(10)
+            assert each[0].embed is embeddings
+            each(torch.arange(8)).sum().backward()
+
+
+def export(model: nn.Module) -> Any:
+    return torch.export.export(model, (X,)).module()
+
+
+@ranks(2)
+def test_tracers(ctx):
+    plain, model = both(ctx)
+    of_jit = r"torch\.jit\.trace cannot trace a sharded module: unit .* Trace a new model that is not sharded"
+    of_fx = r"torch\.fx cannot trace a sharded module: parameter 'front\.weight' .* Trace a new"
+    for tracer, message in (
+        (export, r"If torch\.export did it: export a new model that has the values of flatshard\.c"),
+        (lambda m: torch.jit.trace(m, (X,)), of_jit),
+        (torch.fx.symbolic_trace, of_fx),
+    ):
+        with pytest.raises(RuntimeError, match=message):
+            tracer(model)(X)
+        assert torch.equal(model(X), plain(X))  # nothing is left of it
+        train(model)
+        assert torch.equal(tracer(unsharded(model))(X), plain(X))
+    with flatshard.summon_full_params(model), torch.no_grad():
+        with pytest.raises(RuntimeError, match=r"torch\.export cannot trace a sharded module: unit '.*' is gathered"):
+            export(model)
+        assert torch.equal(torch.fx.symbolic_trace(model)(X), plain(X))
+    with pytest.raises(RuntimeError, match=r"gathers a unit around its forward, .*block\.compile\(fullgraph=True"):
+        torch.compile(model, fullgraph=True, backend="eager")(X)
+    for block in model.blocks:
+        block.compile(fullgraph=True, backend="eager")
+    assert torch.equal(model(X), plain(X))
+    train(model)
+
+
+def forward_in_a_fork(model: nn.Module) -> str:
+    """What came of it, in a process such as a DataLoader's worker."""
+    reads, writes = os.pipe()
+    if not (child := os.fork()):
+        try:
+            with torch.no_grad():
+                text = str(tuple(model(X).shape))
+        except BaseException as e:
+            text = f"{type(e).__name__}: {e}"
+        os.write(writes, text.encode())
+        os._exit(0)
+    os.close(writes)
+    with os.fdopen(reads) as pipe:
+        text = pipe.read()
+    os.waitpid(child, 0)
+    return text
+
+
+@ranks(2)
+def test_a_forward_in_a_forked_process(ctx):
+    plain, model = both(ctx)
+    for each, fqn in ((model, "<root>"), (model.blocks[1], "blocks.1")):
+        text = forward_in_a_fork(each)
+        assert text.startswith(f"RuntimeError: unit {fqn!r} runs a forward in process "), text
+        assert f"which was forked from rank {ctx.rank} " in text
+    assert forward_in_a_fork(plain) == "(2, 2)"
+    train(model)  # the parent goes on
