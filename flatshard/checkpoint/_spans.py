@@ -69,7 +69,7 @@ def read_spans(file: int, spans: Iterable[FileSpan], count: Callable[[int], obje
     wrong: list[FileSpan] = []
     read = functools.partial(_read_share, file)
     with contextlib.ExitStack() as stack:
-        threads = min(_threads(), len(shares))
+        threads = min(own_cores(), len(shares))
         done = stack.enter_context(ThreadPoolExecutor(threads)).map(read, shares) if threads > 1 else map(read, shares)
         for share, found in zip(shares, done, strict=True):
             count(sum(span.nbytes for span in share))
@@ -77,8 +77,8 @@ def read_spans(file: int, spans: Iterable[FileSpan], count: Callable[[int], obje
     return wrong
 
 
-def _threads() -> int:
-    """How many read: memory and most disks are faster than one core, and this rank has its share of these."""
+def own_cores() -> int:
+    """How many threads work for this rank: memory and most disks are faster than one core, and it has its share of these."""
     return min(8, max(1, (os.cpu_count() or 1) // (local_world_size() or 1)))
 
 

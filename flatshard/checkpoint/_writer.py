@@ -12,6 +12,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from flatshard.checkpoint._boxes import memory_dims
 from flatshard.checkpoint._byte_count import ByteCount
 from flatshard.checkpoint._container import ALIGNMENT, BLOCK, around, checksums, memory_of
 from flatshard.checkpoint._metadata import Body, pickled, seal
+from flatshard.checkpoint._spans import own_cores
 
 _BATCH = 4 * BLOCK  # bytes in one call
 
@@ -96,24 +98,48 @@ class Writer(FileSystemWriter):
 def _written(file: disk.NewFile, name: str, items: list[WriteItem], planner: Any) -> list[WriteResult]:
     """What is where in ``file``, once all of ``items`` are."""
     results: list[WriteResult] = []
-    buffers: list[memoryview] = []
-    at = ready = 0
-    for item in items:
-        data, head, tail, stride = _pieces(planner.resolve_data(item))
-        memory = data.getbuffer() if isinstance(data, io.BytesIO) else memory_of(data)
-        pad = -at % ALIGNMENT
-        body = Body(at + pad + len(head), memory.nbytes, stride, checksums(memory))
-        info = _StorageInfo(name, at + pad, len(head) + memory.nbytes + len(tail))
-        info.flatshard_body = tuple(body)  # type: ignore[attr-defined]
-        results.append(WriteResult(item.index, info.length, info))
-        buffers += [memoryview(b) for b in (bytes(pad), head, memory, tail) if len(b)]
-        at += pad + info.length
-        if at - ready > _BATCH:
-            file.write(buffers)
-            ready = at
-            buffers.clear()
-    file.write(buffers)
+    with contextlib.ExitStack() as around:
+        batch = _EntryBatch(file, around.enter_context(ThreadPoolExecutor(1)) if own_cores() > 1 else None)
+        at = ready = 0
+        for item in items:
+            data, head, tail, stride = _pieces(planner.resolve_data(item))
+            memory = data.getbuffer() if isinstance(data, io.BytesIO) else memory_of(data)
+            pad = -at % ALIGNMENT
+            info = _StorageInfo(name, at + pad, len(head) + memory.nbytes + len(tail))
+            results.append(WriteResult(item.index, info.length, info))
+            batch.add(info, Body(at + pad + len(head), memory.nbytes, stride, b""), [bytes(pad), head, memory, tail])
+            at += pad + info.length
+            if at - ready > _BATCH:
+                batch.write()
+                ready = at
+        batch.write()
     return results
+
+
+class _EntryBatch:
+    """What is written by one call. Its sums are taken meanwhile, where this rank has a core for that.
+
+    They are there before the next batch begins: so no more memory than one batch waits for them.
+    """
+
+    def __init__(self, file: disk.NewFile, thread: ThreadPoolExecutor | None) -> None:
+        self._file, self._thread = file, thread
+        self._entries: list[tuple[_StorageInfo, Body, memoryview]] = []  # whose body is still to be told, with its sums
+        self._buffers: list[memoryview] = []
+
+    def add(self, info: _StorageInfo, body: Body, buffers: list[Any]) -> None:
+        """An entry: what comes before its body, the body, what comes after it."""
+        self._entries.append((info, body, memoryview(buffers[2])))
+        self._buffers += [memoryview(b) for b in buffers if len(b)]
+
+    def write(self) -> None:
+        memories = [memory for _, _, memory in self._entries]
+        sums = list(map(checksums, memories)) if self._thread is None else self._thread.map(checksums, memories)
+        self._file.write(self._buffers)
+        for (info, body, _), own in zip(self._entries, sums, strict=True):
+            info.flatshard_body = tuple(body._replace(sums=own))  # type: ignore[attr-defined]
+        self._entries.clear()
+        self._buffers.clear()
 
 
 def _pieces(data: Any) -> tuple[Any, bytes, bytes, tuple[int, ...] | None]:

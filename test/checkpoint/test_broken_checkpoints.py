@@ -12,6 +12,7 @@ import os
 import pickle
 import random
 import shutil
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -513,6 +514,31 @@ def test_metadata_that_is_wrong(job, tmp_path):
         data = pickle.dumps(found)
         (job.path / METADATA).write_bytes(data + _metadata.seal(data))
         job.check_refused(pattern)
+
+
+@pytest.mark.parametrize("cores", [1, 2])
+def test_sums_are_of_what_is_written(tmp_path, monkeypatch, cores):
+    """By a thread beside the writes, where there is a core for it: all are there when the save ends."""
+    threads = set()
+
+    def summed(data: memoryview) -> bytes:
+        threads.add(threading.current_thread())
+        time.sleep(0.001)  # later than the write
+        return _container.checksums(data)
+
+    monkeypatch.setattr(_writer, "own_cores", lambda: cores)
+    monkeypatch.setattr(_writer, "checksums", summed)
+    saved = {str(i): torch.full((2**18 + i,), float(i)) for i in range(20)}
+    save_checkpoint(tmp_path / "x", saved)
+    assert (threading.current_thread() in threads) == (cores == 1)
+    metadata = _metadata.unpickled((tmp_path / "x" / METADATA).read_bytes())
+    (file,) = (tmp_path / "x").glob("*.distcp")
+    for index, info in metadata.storage_data.items():
+        body = _metadata.Body(*info.flatshard_body)
+        data = file.read_bytes()[body.start : body.start + body.nbytes]
+        assert body.sums == _container.checksums(memoryview(data))
+        assert index.fqn not in saved or data == bytes_of(saved[index.fqn])
+    assert len(metadata.storage_data) == len(saved)
 
 
 def test_sums_are_those_of_earlier_checkpoints():
