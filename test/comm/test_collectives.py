@@ -9,12 +9,8 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-import gc
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -23,8 +19,8 @@ from models import Block
 from no_communication import NoCommunication
 from on_ranks import ranks
 from parity import check_parity, full_params
+from pool import Pool
 from recording import FULL, GRAD_OP, NO_SHARD, Net, Recording, collectives_of, make_input
-from suite import fake_world
 from torch import Tensor, nn
 
 import flatshard
@@ -34,13 +30,6 @@ from flatshard._comm.collectives import Works
 from flatshard._composable.find import units_below
 from flatshard._composable.state import unit_of
 from flatshard.comm import DefaultCollectives, QuantizedCollectives
-
-
-class OtherRecording(Recording):
-    pass
-
-
-# -- Replacing them ---------------------------------------------------------------------------------------------------
 
 
 def parity_with_others(ctx, strategy: ShardingStrategy) -> list[str]:
@@ -72,89 +61,68 @@ def test_units_with_different_collectives_share_everything_else(ctx) -> None:
         return Recording(group, device)
 
     def choose(module: nn.Module) -> bool | dict[str, Any]:
-        return isinstance(module, Block) and ({"collectives": OtherRecording} if module is model.blocks[1] else True)
+        return isinstance(module, Block) and ({"collectives": Coarse} if module is model.blocks[1] else True)
 
-    model = Net()
+    model, again, third, plain = Net(), Net(), Net(), Net()
     fully_shard(model, policy=CustomPolicy(choose), process_group=ctx.group, collectives=factory)
-    assert made == [(ctx.group, torch.device("cpu"))]
     root, first, second = units_below(model)
-    assert type(root.handle.runtime.collectives) is Recording
     assert root.handle.runtime.collectives is first.handle.runtime.collectives
-    assert type(second.handle.runtime.collectives) is OtherRecording
+    assert type(second.handle.runtime.collectives) is Coarse
     assert root.context is first.context is second.context
     assert root.handle.runtime.streams is second.handle.runtime.streams
     model(make_input(0, 2)).sum().backward()
     assert second.handle.runtime.collectives.calls == ["all_gather", "all_gather", "reduce_scatter"]
-
     # The same factory makes no second one, another does; without one the built-in collectives are used.
-    again, third, plain = Net(), Net(), Net()
-    fully_shard(again, process_group=ctx.group, collectives=factory)
-    assert len(made) == 1
-    assert collectives_of(again) is collectives_of(model)
-    fully_shard(third, process_group=ctx.group, collectives=functools.partial(Recording))
-    assert collectives_of(third) is not collectives_of(model)
-    fully_shard(plain, process_group=ctx.group)
+    for other, options in (
+        (again, {"collectives": factory}),
+        (third, {"collectives": functools.partial(Recording)}),
+        (plain, {}),
+    ):
+        fully_shard(other, process_group=ctx.group, **options)
+    assert made == [(ctx.group, torch.device("cpu"))]
+    assert collectives_of(again) is collectives_of(model) is not collectives_of(third)
     assert type(collectives_of(plain)) is GlooCollectives
     assert unit_of(plain).context is root.context
     assert type(collectives_of(copy.deepcopy(again))) is Recording
-
-
-class NoReduce(Recording):
-    all_reduce = None
-
-
-@dataclasses.dataclass
-class Unhashable:
-    group: Any = None
-
-    def __call__(self, group: dist.ProcessGroup, device: torch.device) -> Recording:
-        raise AssertionError("must not be called")
 
 
 def fails(group: dist.ProcessGroup, device: torch.device) -> Recording:
     raise ZeroDivisionError("no such network")
 
 
-@pytest.mark.parametrize(
-    ("factory", "error", "message"),
-    [
+def test_what_cannot_be_used_raises_before_anything_is_changed(world):
+    world(4)
+    lacks = type("Lacks", (Recording,), {"all_reduce": None})
+    for factory, error, message in (
         (3, TypeError, "'int' object is not callable"),
-        (Unhashable(), TypeError, "unhashable type: 'Unhashable'"),
+        (dataclasses.make_dataclass("Unhashable", [], namespace={"__call__": fails})(), TypeError, "unhashable type"),
         (lambda group, device: None, TypeError, "made a NoneType, which lacks one of all_gather, reduce_scatter"),
-        (NoReduce, TypeError, "NoReduce'> made a NoReduce, which lacks one of"),
+        (lacks, TypeError, "Lacks'> made a Lacks, which lacks one of"),
         (fails, ZeroDivisionError, "no such network"),
-        (lambda group: None, TypeError, "positional argument"),
-    ],
-)
-@pytest.mark.parametrize("by", ["argument", "policy"])
-def test_what_cannot_be_used_raises_before_anything_is_changed(factory, error, message, by):
-    with fake_world(4):
-        model = Net()
-        before = {n: (type(p), p.shape) for n, p in model.named_parameters()}
-        if by == "argument":
-            options = {"policy": {Block}, "collectives": factory}
-        else:
-            options = {"policy": CustomPolicy(lambda m: isinstance(m, Block) and {"collectives": factory})}
-        with pytest.raises(error, match=message):
-            fully_shard(model, **options)
-        assert {n: (type(p), p.shape) for n, p in model.named_parameters()} == before
-        fully_shard(model, policy={Block})  # nothing is left that could be in the way
+    ):
+        override = CustomPolicy(lambda m, f=factory: isinstance(m, Block) and {"collectives": f})
+        for options in ({"policy": {Block}, "collectives": factory}, {"policy": override}):
+            model = Net()
+            before = {n: (type(p), p.shape) for n, p in model.named_parameters()}
+            with pytest.raises(error, match=message):
+                fully_shard(model, **options)
+            assert {n: (type(p), p.shape) for n, p in model.named_parameters()} == before
+            fully_shard(model, policy={Block})  # nothing is left that could be in the way
 
 
-def test_an_option_that_would_do_nothing_raises():
-    with pytest.raises(ValueError, match="quantises nothing"):
-        QuantizedCollectives(all_gather=False, reduce=False)
-    with pytest.raises(ValueError, match="block must be a positive number of elements, got 0"):
-        QuantizedCollectives(block=0)
+def test_an_option_that_would_do_nothing_raises(world):
+    for options, message in (
+        ({"all_gather": False, "reduce": False}, "quantises nothing"),
+        ({"block": 0}, "block must be a positive number of elements, got 0"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            QuantizedCollectives(**options)
     with pytest.raises(ValueError, match="leaves out nothing"):
         NoCommunication(all_gather=False, reduce=False)
-    with fake_world(4):
-        for factory in (QuantizedCollectives(reduce=False), NoCommunication(reduce=False)):
-            with pytest.raises(ValueError, match="would do nothing for a unit under NO_SHARD"):
-                fully_shard(Net(), strategy=NO_SHARD, collectives=factory)
-
-
-# -- Collectives that approximate -------------------------------------------------------------------------------------
+    world(4)
+    for factory in (QuantizedCollectives(reduce=False), NoCommunication(reduce=False)):
+        with pytest.raises(ValueError, match="would do nothing for a unit under NO_SHARD"):
+            fully_shard(Net(), strategy=NO_SHARD, collectives=factory)
 
 
 class Coarse(Recording):
@@ -170,20 +138,14 @@ class Coarse(Recording):
 @ranks(2)
 def test_approximate_gathers_never_reach_the_shards(ctx) -> None:
     for strategy in (FULL, GRAD_OP):
-        torch.manual_seed(0)
         model = Net()
         values = {n: p.detach().clone() for n, p in model.named_parameters()}
         rounded = {n: (v * 8).round() / 8 for n, v in values.items()}
         fully_shard(model, policy={Block}, process_group=ctx.group, strategy=strategy, collectives=Coarse)
-        seen = {}
-
-        def look(module: nn.Module, *_: Any, seen: dict[str, Tensor] = seen) -> None:
-            seen["weight"] = module.weight.detach().clone()
-
-        hook = model.blocks[0].linear.register_forward_pre_hook(look)
-        model(make_input(0, 2)).sum().backward()
-        assert torch.equal(seen["weight"], rounded["blocks.0.linear.weight"])  # what forward computes with
-        hook.remove()
+        seen = []
+        with model.blocks[0].linear.register_forward_pre_hook(lambda m, a, s=seen: s.append(m.weight.detach().clone())):
+            model(make_input(0, 2)).sum().backward()
+        assert torch.equal(seen[0], rounded["blocks.0.linear.weight"])  # what forward computes with
         for _ in range(2):  # to look at parameters does not round them, though they are written back
             with summon_full_params(model, with_grads=True):
                 for name, p in model.named_parameters():
@@ -200,130 +162,85 @@ def test_approximate_gathers_never_reach_the_shards(ctx) -> None:
 
 
 class Clamped(nn.Module):
-    """Changes one element of its own weight in every forward."""
+    """A unit whose forwards set elements of its own weight: one for each of ``values``, all in one pass."""
 
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.linspace(-1, 1, 37))
-        self.inside: Any = None
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, value: float) -> Tensor:
         with torch.no_grad():
-            self.weight[7] = 0.3
-            if self.inside is not None:
-                self.inside(self)
+            self.weight[7], self.weight[11] = 0.3, value
         return x * self.weight.sum()
 
 
-@ranks(3)
-def test_changes_in_forward_under_approximate_gathers(ctx) -> None:
-    expected = torch.linspace(-1, 1, 37)
-    expected[7] = 0.3
-    model = Clamped()
-    fully_shard(model, process_group=ctx.group, collectives=Coarse)
-    for _ in range(2):
-        with torch.no_grad():
-            model(torch.ones(2))
-        # Changed elements as they were changed; the others have not been rounded.
-        assert torch.equal(full_params(model)["weight"], expected)
-
-
-class Toggled(nn.Module):
-    """A unit whose forward sets one element of its weight, called twice in a pass."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = Clamped()
-        self.bias = nn.Parameter(torch.zeros(3))
-
-    def forward(self, x: Tensor, *values: float) -> Tensor:
-        for value in values:
-            self.inner.inside = functools.partial(self._set, value)
-            x = self.inner(x)
-        return x + self.bias.sum()
-
-    @staticmethod
-    def _set(value: float, module: Clamped) -> None:
-        module.weight[11] = value
-
-
-@ranks(2)
-def test_a_change_back_to_what_the_gather_had_rounded_it_to(ctx) -> None:
-    """What a forward sets to the very value that the gather had rounded it to is a change, too."""
+@pytest.mark.parametrize("strategy", [FULL, GRAD_OP])
+@ranks(2, 3)
+def test_changes_in_forward_under_approximate_gathers(ctx, strategy: ShardingStrategy) -> None:
+    """What a forward sets is kept, also to the very value that the gather had rounded it to. Others are not rounded."""
     expected = torch.linspace(-1, 1, 37)
     rounded = ((expected[11] * 8).round() / 8).item()
     expected[7], expected[11] = 0.3, rounded
-    model = Toggled()
-    fully_shard(model, policy={Clamped}, process_group=ctx.group, strategy=GRAD_OP, collectives=Coarse)
-    model(torch.ones(2), 0.7, rounded)  # with gradients: whole from the first call to the second
-    assert torch.equal(full_params(model)["inner.weight"], expected)
-
-
-# -- A second communicator for reductions -----------------------------------------------------------------------------
+    model = nn.Sequential(Clamped())
+    fully_shard(model, policy={Clamped}, process_group=ctx.group, strategy=strategy, collectives=Coarse)
+    for value in (0.7, rounded):  # with gradients, under GRAD_OP: whole from the first call to the second
+        model[0](torch.ones(2), value)
+    assert torch.equal(full_params(model)["0.weight"], expected)
 
 
 @ranks(4)
 def test_reductions_may_have_a_group_of_their_own(ctx) -> None:
-    second = dist.new_group()
-    used: dict[str, set[Any]] = {"_all_gather": set(), "_reduce_scatter": set()}
-
-    def record(collectives: Any, name: str) -> None:
-        real = getattr(collectives, name)
-
-        def call(*args: Any, group: Any, **kwargs: Any) -> Any:
-            used[name].add(group)
-            return real(*args, group=group, **kwargs)
-
-        setattr(collectives, name, call)
+    second, others = dist.new_group(), dist.new_group([0, 1])
+    used = {"_all_gather": ctx.group, "_reduce_scatter": second}
+    made = []
 
     def factory(group: dist.ProcessGroup, device: torch.device) -> DefaultCollectives:
-        collectives = DefaultCollectives(group, second)
+        made.append(DefaultCollectives(group, second))
         for name in used:
-            record(collectives, name)
-        return collectives
+            setattr(made[-1], name, mock.Mock(wraps=getattr(made[-1], name)))
+        return made[-1]
 
     def shard(model: nn.Module, group: Any) -> None:
         fully_shard(model, policy={Block}, process_group=group, collectives=factory)
 
     check_parity(ctx, Net, make_input, steps=2, shard=shard)
-    assert used == {"_all_gather": {ctx.group}, "_reduce_scatter": {second}}
-
-    with pytest.raises(ValueError, match=r"must be a second group of the ranks .*, got the same group"):
-        DefaultCollectives(ctx.group, ctx.group)
-    others = dist.new_group([0, 1])
-    if ctx.rank < 2:
-        with pytest.raises(ValueError, match=r"must be a second group .* got one of the ranks \[0, 1\]"):
-            DefaultCollectives(ctx.group, others)
-    # Held weakly: it ends when it is destroyed, and what uses it then says so.
-    third = dist.new_group()
-    collectives = DefaultCollectives(ctx.group, third)
-    dist.barrier(ctx.group)  # other ranks may still be connecting
-    dist.destroy_process_group(third)
-    del third
-    gc.collect()
-    with pytest.raises(RuntimeError, match=r"the process group .* has been destroyed"):
-        collectives.all_reduce(torch.ones(1))
+    for name, group in used.items():
+        assert {call.kwargs["group"] for each in made for call in getattr(each, name).call_args_list} == {group}
+    for wrong, message in ((ctx.group, "the same group"), *([(others, r"one of the ranks \[0, 1\]")] * (ctx.rank < 2))):
+        with pytest.raises(ValueError, match=rf"must be a second group of the ranks .*, got {message}"):
+            DefaultCollectives(ctx.group, wrong)
 
 
-@pytest.mark.slow
+def lose_a_rank(ctx, folder: str) -> str:
+    """A group of three ranks is made one of two: what a forward says then."""
+
+    def reconfigure(number: int, size: int) -> None:
+        store.set(f"{number}/{ctx.rank}", dist._get_reconfigure_handle())
+        handles = [store.get(f"{number}/{rank}").decode() for rank in range(size)]
+        dist._reconfigure(uuid=number, handles=handles).wait()
+
+    store = dist.FileStore(f"{folder}/store", 3)
+    dist.init_process_group("gloo", store=store, rank=ctx.rank, world_size=3, enable_reconfigure=True)
+    reconfigure(0, 3)
+    model = fully_shard(nn.Sequential(nn.Linear(4, 4)), policy={nn.Linear})
+    model(torch.zeros(1, 4)).sum().backward()
+    if ctx.rank == 2:
+        return ""
+    reconfigure(1, 2)
+    with pytest.raises(flatshard.CollectiveError) as e:
+        model(torch.zeros(1, 4))
+    return str(e.value)
+
+
 @pytest.mark.skipif(_torch.VERSION < (2, 15), reason="this torch gives a group no other ranks")
-def test_a_group_that_was_given_other_ranks_is_refused_and_the_error_says_how_to_go_on(tmp_path):
-    """Gloo would end the process: the collectives are made for as many ranks as there were. The job does what is said."""
-    root = Path(__file__).parents[2]
-    path = os.pathsep.join([str(root), str(root / "test")])
-    env = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
-    job = [sys.executable, str(Path(__file__).with_name("reconfigured_job.py"))]
-    ranks = [
-        subprocess.Popen([*job, str(rank), str(tmp_path)], env=env, stdout=subprocess.PIPE, text=True)
-        for rank in range(3)
-    ]
+def test_a_group_that_was_given_other_ranks_is_refused(tmp_path):
+    """Gloo would end the process: the collectives are made for as many ranks as there were."""
+    bare = Pool(3, backend=None)
     try:
-        printed = [rank.communicate(timeout=100)[0] for rank in ranks]
+        told = bare.run(lose_a_rank, str(tmp_path), world_size=3)
     finally:
-        for rank in ranks:
-            rank.kill()
-    assert [rank.returncode for rank in ranks] == [0, 0, 0]
-    for rank, text in enumerate(printed[:2]):
+        bare.close()
+    for rank, text in enumerate(told[:2]):
         assert "the all-gather of unit '0' was not issued: its process group was reconfigured" in text
         assert f"When the unit was sharded, this was rank {rank} of 3; now it is rank {rank} of 2" in text
-        assert text.endswith("goes on\n")
+        assert "load" in text

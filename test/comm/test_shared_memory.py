@@ -14,23 +14,20 @@ import mmap
 import os
 import random
 import re
-import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import pool as pool_module
 import pytest
 import torch
 import torch.distributed as dist
 from models import Block
 from on_ranks import ranks
-from pool import RankFailure
 from recording import FULL, GRAD_OP, NO_SHARD, Net, make_input, sent_bytes
 from torch import Tensor
 
 import flatshard
-from flatshard import CollectiveError, OutOfStepError, ShardingStrategy, _config, _shared_memory, fully_shard
+from flatshard import ShardingStrategy, _config, _shared_memory, fully_shard
 from flatshard._comm.backends import GlooCollectives
 from flatshard._shared_memory import _FIRST_BYTES, SharedMemory, lend_memory
 
@@ -272,37 +269,6 @@ def test_memory_is_used_again_and_freed_with_the_group(ctx) -> None:
         del group, collectives, memory, segment, each
         gc.collect()
         assert mapped_segments() == before
-
-
-def lose_a_rank(ctx, where: str) -> None:
-    with sharing():
-        group = new_group(ctx.world_size)
-        model = fully_shard(Net(blocks=3), policy={Block}, process_group=group)
-        model(make_input(0, 2)).sum().backward()
-        assert len(in_memory(group)[1]._readers) == 2
-    if ctx.rank == 2 and where == "gather":
-        model.blocks[1].register_forward_pre_hook(lambda *_: os.kill(os.getpid(), signal.SIGKILL))
-    elif ctx.rank == 2:
-        kill = lambda grad: os.kill(os.getpid(), signal.SIGKILL)  # noqa: E731
-        model.blocks[1].linear.register_forward_hook(lambda m, a, out: out.register_hook(kill) and None)
-    with sharing():
-        for _ in range(2):
-            model(make_input(0, 2)).sum().backward()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("where", ["gather", "reduction"])
-def test_a_killed_rank_ends_the_others_and_leaves_nothing(pool, monkeypatch, where):
-    monkeypatch.setattr(pool_module, "GRACE", 30.0)
-    before = os.listdir("/dev/shm")
-    with pytest.raises(RankFailure) as e:
-        pool.run(lose_a_rank, where, world_size=3, timeout=40)
-    assert e.value.of("died") == [2]
-    others = [f for f in e.value.failures if f.rank != 2]
-    # A rank may wait for one that has left, as it saw the death first: the watch ends that.
-    assert [f.kind for f in others] == ["raised"] * 2
-    assert {f.type_name for f in others} <= {CollectiveError.__name__, OutOfStepError.__name__}
-    assert os.listdir("/dev/shm") == before
 
 
 @ranks(2)

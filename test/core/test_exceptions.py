@@ -9,6 +9,7 @@ Exceptions among other verbs are the fuzzer's.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -26,7 +27,6 @@ from torch.utils.hooks import RemovableHandle
 import flatshard
 from flatshard import ShardingStrategy, fully_shard
 from flatshard._composable.state import unit_of
-from flatshard._handle.registrations import SHARDED
 
 STRATEGIES = tuple(strategy for strategy in ShardingStrategy if not strategy.is_hybrid)
 ERRORS: tuple[type[BaseException], ...] = (ValueError, torch.OutOfMemoryError, KeyboardInterrupt)
@@ -56,9 +56,6 @@ class Bomb:
         self.left -= 1
         if self.left == 0:
             raise self.error("on purpose")
-
-
-# -- Places: each arms a bomb in unit i of a model, while it is entered -------------------------------------------------
 
 
 def in_unit(model: Net, i: int, function: Callable[[Tensor], Tensor]) -> RemovableHandle:
@@ -91,8 +88,6 @@ PLACES: dict[str, Place] = {
     "hook before ours": lambda model, i, bomb: model.blocks[i].register_forward_hook(bomb, prepend=True),
     "full backward hook": lambda model, i, bomb: model.blocks[i].register_full_backward_hook(bomb),
     "backward in a unit": lambda model, i, bomb: in_unit(model, i, in_backward(bomb)),
-    "backward between units": lambda model, i, bomb: between_units(model, i, in_backward(bomb)),
-    "tensor hook in a unit": lambda model, i, bomb: in_unit(model, i, in_tensor_hook(bomb)),
     "tensor hook between units": lambda model, i, bomb: between_units(model, i, in_tensor_hook(bomb)),
 }
 
@@ -104,9 +99,6 @@ class Recomputing(Block):
 
     def forward(self, x: Tensor) -> Tensor:
         return checkpoint(super().forward, x, use_reentrant=self.reentrant)
-
-
-# -- Training with accidents -------------------------------------------------------------------------------------------
 
 
 class Run:
@@ -123,8 +115,10 @@ class Run:
         self.x = torch.randn(3, 4, dtype=torch.double).add_(ctx.rank)
         self.steps = 0
 
-    def half_step(self) -> None:
-        self.model(self.x * (1 + self.steps)).square().mean().backward()
+    def half_step(self, guard: Any = contextlib.nullcontext) -> None:
+        with guard():
+            loss = self.model(self.x * (1 + self.steps)).square().mean()
+        loss.backward()
 
     def step(self) -> None:
         self.optimizer.zero_grad()
@@ -132,20 +126,18 @@ class Run:
         self.optimizer.step()
         self.steps += 1
 
-    def explode(self, where: Place, i: int, error: type[BaseException], number: int = 1) -> None:
+    def explode(self, where: Place, i: int, error: type[BaseException], number: int = 1, **guard: Any) -> None:
         bomb = Bomb(error, number)
         with where(self.model, i, bomb), pytest.raises(error, match="on purpose"):
-            self.half_step()
+            self.half_step(**guard)
         assert bomb.left == 0
-        self.check_users_own(error)
-
-    def check_users_own(self, error: type[BaseException] = Exception) -> None:
-        """Right after the exception, in the except block: ``zero_grad`` and the like see the user's own parameters.
-
-        Not so after an interrupt in forward, where torch runs no hooks: see ``test_after_an_interrupt``.
-        """
+        # ``zero_grad`` and the like see the user's own parameters. Not after an interrupt: torch runs no hooks then.
         own = [isinstance(p, flatshard.tensors.ShardedParameter) for p in self.model.parameters()]
         assert all(own) or not issubclass(error, Exception)
+
+    def recover(self) -> None:
+        flatshard.recover(self.model)
+        check_clean(self.model)
 
     def check_same(self) -> None:
         """As a model to which nothing has happened."""
@@ -161,62 +153,38 @@ class Run:
 @pytest.mark.parametrize("name", PLACES)
 @ranks(2, timeout=20)
 def test_training_goes_on(ctx, name: str):
-    where = PLACES[name]
+    where, in_forward = PLACES[name], "backward" not in name and "tensor" not in name
     run = Run(ctx, some(STRATEGIES, 1, turn=list(PLACES).index(name))[0])
     for i, error in enumerate(ERRORS):
         ctx.note(f"unit {i}, {error.__name__}")
-        for guard in (torch.no_grad, torch.inference_mode) if "backward" not in name and "tensor" not in name else ():
-            with where(run.model, i, Bomb(error)), pytest.raises(error, match="on purpose"), guard():
-                run.model(run.x)
-            run.check_users_own(error)
+        for guard in (torch.no_grad, torch.inference_mode) if in_forward else ():
+            run.explode(where, i, error, guard=guard)
         run.explode(where, i, error)
+        if in_forward and issubclass(error, Exception):  # every unit's own hooks run as an exception passes
+            assert not unit_of(run.model).context.forwards
+            assert not any(unit.claims for unit in units(run.model) if unit.config.strategy is STRATEGIES[0])
         run.step()
         check_clean(run.model)
     for i in (1, 2, 0):  # without a step between them
         run.explode(where, i, ValueError)
-    flatshard.recover(run.model)
-    check_clean(run.model)
+    run.recover()
     run.step()
     run.check_same()
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize(("strategy", "reentrant"), [(STRATEGIES[0], True), (STRATEGIES[1], False)])
 @ranks(2, timeout=20)
-def test_recomputation_raises(ctx, reentrant: bool):
+def test_recomputation_raises(ctx, strategy: ShardingStrategy, reentrant: bool):
     """The exception comes when the forward runs for the second time, in backward."""
-    for strategy in STRATEGIES:
-        run = Run(ctx, strategy, reentrant)
-        for i, error in enumerate((*ERRORS, ValueError)):
-            ctx.note(f"{strategy.name}, {error.__name__}")
-            run.explode(PLACES["forward of a unit"], i % 3, error, number=2)
-            if i % 2:
-                flatshard.recover(run.model)
-                check_clean(run.model)
-            run.step()
-            check_clean(run.model)
-        run.check_same()
-
-
-# -- What is where right after the exception ---------------------------------------------------------------------------
-
-
-@ranks(2)
-def test_memory_right_after(ctx):
-    run = Run(ctx, ShardingStrategy.FULL_SHARD)
-    run.step()
-    # In forward: every unit's own hooks run as an exception passes, so nothing but a prefetched unit can be left.
-    run.explode(PLACES["forward of a unit"], 1, ValueError)
-    for unit in units(run.model):
-        assert not unit.claims
-        assert unit.handle.registrations.shows is SHARDED
-    assert not unit_of(run.model).context.forwards
-    assert [unit for unit in units(run.model) if not unit.handle.is_sharded] == []
-    # In backward: what is under way is left until the next forward, or until recover.
-    run.explode(PLACES["backward in a unit"], 1, ValueError)
-    assert len([unit for unit in units(run.model) if not unit.handle.is_sharded]) <= 3
-    with torch.no_grad():
-        run.model(run.x)
-    check_clean(run.model)
+    run = Run(ctx, strategy, reentrant)
+    for i, error in enumerate((*ERRORS, ValueError)):
+        ctx.note(error.__name__)
+        run.explode(PLACES["forward of a unit"], i % 3, error, number=2)
+        if i % 2:
+            run.recover()
+        run.step()
+        check_clean(run.model)
+    run.check_same()
 
 
 @ranks(2)
@@ -227,33 +195,19 @@ def test_after_an_interrupt(ctx):
     run.explode(PLACES["forward of a unit"], 1, KeyboardInterrupt)
     run.optimizer.zero_grad()  # which holds the user's parameters, whatever is registered
     assert all(p.grad is None for group in run.optimizer.param_groups for p in group["params"])
-    flatshard.recover(run.model)
-    check_clean(run.model)
-    run.check_users_own()
-    run.explode(PLACES["forward of a unit"], 2, KeyboardInterrupt)
-    run.step()
-    run.check_users_own()
-    run.check_same()
-
-
-@ranks(2)
-def test_recover_inside_a_step(ctx):
-    """``recover`` would free what is in use: it refuses, and the step goes on unharmed."""
+    run.recover()
     refused = []
 
     def attempt() -> None:
         with pytest.raises(RuntimeError, match="inside a forward or a backward"):
-            flatshard.recover(run.model)
+            flatshard.recover(run.model)  # would free what is in use
         refused.append(None)
 
-    for strategy in STRATEGIES:
-        run = Run(ctx, strategy)
-        run.step()
-        for place in (in_forward, in_backward):
-            with in_unit(run.model, 1, place(attempt)):
-                run.step()
-        run.check_same()
-    assert len(refused) == 2 * len(STRATEGIES)
+    for place in (in_forward, in_backward):
+        with in_unit(run.model, 1, place(attempt)):
+            run.step()
+    assert len(refused) == 2
+    run.check_same()
 
 
 @ranks(2)
@@ -271,69 +225,11 @@ def test_gradients_before_and_after(ctx):
         run.optimizer.zero_grad()
         flatshard.recover(run.model)
         assert all(p.grad is None for p in run.model.parameters())
-
-
-@ranks(2)
-def test_a_backward_after_one_that_failed(ctx):
-    """Without a forward in between, it gives its own gradients, all of them."""
-    for strategy in STRATEGIES:
-        run = Run(ctx, strategy)
-        run.half_step()
-        expected = [p.grad.clone() for p in run.model.parameters()]
-        run.optimizer.zero_grad()
         with in_unit(run.model, 1, in_backward(Bomb(ValueError))):
             fails = run.model(run.x).square().mean()
         works = run.model(run.x).square().mean()
         with pytest.raises(ValueError, match="on purpose"):
             fails.backward()
         run.optimizer.zero_grad()
-        works.backward()
-        assert all(torch.equal(p.grad, g) for p, g in zip(run.model.parameters(), expected, strict=True))
-
-
-# -- A collective fails ------------------------------------------------------------------------------------------------
-
-
-class FailOnce:
-    """The collectives of a runtime, one of which raises the n-th time it is called: before it sends anything."""
-
-    def __init__(self, real: Any, method: str, after: int) -> None:
-        self._real, self._method, self._left = real, method, after
-
-    def __getattr__(self, name: str) -> Any:
-        real = getattr(self._real, name)
-        if name != self._method:
-            return real
-
-        def call(*args: Any) -> Any:
-            self._left -= 1
-            if self._left == -1:
-                raise ConnectionError("the network is down")
-            return real(*args)
-
-        return call
-
-
-@ranks(2)
-def test_a_collective_fails(ctx):
-    for strategy in STRATEGIES:
-        whole = strategy is ShardingStrategy.NO_SHARD
-        for method in ("all_reduce",) if whole else ("all_gather", "reduce_scatter"):
-            for number in range(6 if method == "all_gather" and strategy is ShardingStrategy.FULL_SHARD else 4):
-                ctx.note(f"{strategy.name}, {method}, number {number}")
-                run = Run(ctx, strategy)
-                run.step()
-                runtime = unit_of(run.model).context.runtime
-                real = runtime.collectives
-                runtime.collectives = FailOnce(real, method, number)
-                try:
-                    with pytest.raises(flatshard.CollectiveError, match="ConnectionError: the network is down"):
-                        run.half_step()
-                finally:
-                    runtime.collectives = real
-                run.check_users_own()
-                if number % 2:
-                    flatshard.recover(run.model)
-                    check_clean(run.model)
-                run.step()
-                run.check_same()
+        works.backward()  # without a forward in between: its own gradients, all of them
+        assert all(torch.equal(p.grad, g) for p, g in zip(run.model.parameters(), before, strict=True))

@@ -19,11 +19,10 @@ def make_and_train(group: Any, copied: bool, last: str) -> list[weakref.ref]:
     model = nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 8)), nn.Linear(8, 8))
     flatshard.fully_shard(model, policy={nn.Linear}, process_group=group)
     model(torch.randn(2, 8)).sum().backward()
-    if copied:
-        model = copy.deepcopy(model)
-        model(torch.randn(2, 8)).sum().backward()
-    if last == "forward":
-        model(torch.randn(2, 8))  # which leaves records of what a backward would need
+    model = copy.deepcopy(model) if copied else model
+    out = model(torch.randn(2, 8))  # which leaves records of what a backward would need
+    if last == "backward":
+        out.sum().backward()
     unit = unit_of(model[0])
     return [weakref.ref(x) for x in (model, model[0], unit, unit.handle, unit.handle.flats[0])]
 

