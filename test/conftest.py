@@ -17,7 +17,7 @@ import lanes
 import pairs
 import pytest
 from pool import Pool
-from time_left import TimeLeft, announce
+from time_left import TimeLeft
 
 TEST_TIMEOUT = 120
 """Seconds that a test may take, unless it carries ``@pytest.mark.time_limit(seconds)``."""
@@ -39,9 +39,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--fence", action="store_true", help="fail where memory is freed that gloo still uses: see fence.py"
     )
-    group.addoption(
-        "--every-policy", action="store_true", help="all orders of kernels for each simulated case: see harness.py"
-    )
     group.addoption("--lanes", type=int, default=3, help="tests at a time: see lanes.py")
     group.addoption("--minimise", action="store_true", help="make failing random programs shorter")
 
@@ -49,19 +46,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.hookimpl(trylast=True)  # once the terminal's reporter is there
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[_stderr_fd] = os.dup(2)  # here output is not captured yet: a last resort must be seen
-    if (reporter := config.pluginmanager.get_plugin("terminalreporter")) is not None:
-        announce(reporter, config.option.verbose)
-        config.pluginmanager.register(TimeLeft(reporter, getattr(config, "cache", None)), "time-left")
+    reporter = config.pluginmanager.get_plugin("terminalreporter")
+    if reporter is not None and config.option.verbose > -2:
+        config.pluginmanager.register(TimeLeft(reporter), "time-left")
 
     import torch
-    from accelerator import harness
 
     config.addinivalue_line("markers", "gpu: needs CUDA, skipped where there is none")
     config.addinivalue_line("markers", "slow: takes more than a few seconds; leave out with -m 'not slow'")
     config.addinivalue_line("markers", "time_limit(seconds): replaces the default time limit of a test")
     if config.getoption("--fence"):
         os.environ["POOL_FENCE"] = "1"  # read by the ranks
-    harness.every_policy = config.getoption("--every-policy")
     if config.getoption("--thorough"):
         os.environ["PAIRS_THOROUGH"] = "1"  # read by the ranks
         pairs.thorough = True

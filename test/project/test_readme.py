@@ -15,12 +15,10 @@ import sys
 import tomllib
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 from parity import everybody
-from picture import picture
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.fsdp import fully_shard as fsdp2_fully_shard
@@ -72,12 +70,6 @@ def test_the_table_of_what_may_be_done_with_a_part_is_that_of_the_code():
     text = (ROOT / "flatshard" / "README.md").read_text()
     shown = re.findall(r"^\| ([A-Z_]+) \| `[^|]+` \| (.+) \|$", text, re.MULTILINE)
     assert shown == [(kind.name, kind.value) for kind in OperationKind]
-
-
-def test_the_picture_is_what_its_script_draws():
-    """To draw it again: ``python benchmarks/picture.py > benchmarks/idea.svg``."""
-    assert "](benchmarks/idea.svg)" in README
-    assert (ROOT / "benchmarks" / "idea.svg").read_text() == picture() + "\n"
 
 
 @pytest.mark.slow
@@ -182,57 +174,6 @@ def test_recipe(pool, tmp_path, name: str):
     pool.run(run_recipe, name, str(tmp_path), world_size=1 if name == "Plan" else 4)
 
 
-def see_what_the_loop_sees(ctx) -> None:
-    """The section "What your training loop sees", statement by statement."""
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
-    weight = model[0].weight
-    optimizer = torch.optim.AdamW(model.parameters())
-    flatshard.fully_shard(model, policy={torch.nn.Linear}, process_group=ctx.group)
-    assert model[0].weight is weight
-    assert (weight.dim(), weight.ndim) == (1, 2)
-    assert flatshard.full_shape(weight) == (8, 8)
-
-    data = [torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * ctx.rank + i)) for i in range(2)]
-    with flatshard.no_sync(model):
-        model(data[0]).square().sum().backward()
-    model(data[1]).square().sum().backward()
-    assert weight.grad.shape == weight.shape
-    norm = weight.grad.norm()
-    whole = flatshard.optim.gradient_statistics(model)
-    total = torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9)
-    optimizer.step()
-    with flatshard.summon_full_params(model):
-        assert model[0].weight.shape == (8, 8)
-
-    torch.manual_seed(0)
-    one = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
-    for rank in range(ctx.world_size):
-        for i in range(2):
-            x = torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * rank + i))
-            (one(x).square().sum() / ctx.world_size).backward()
-    torch.testing.assert_close(norm, one[0].weight.grad.norm())
-    torch.testing.assert_close(total, torch.nn.utils.clip_grad_norm_(one.parameters(), 1e9))
-    assert whole["0.weight"].max_abs == pytest.approx(one[0].weight.grad.abs().max().item(), rel=1e-5)
-
-
-def test_what_your_training_loop_sees(pool):
-    pool.run(see_what_the_loop_sees, world_size=2)
-
-
-def test_a_transformer_layer_with_units_inside_takes_its_slow_path(world):
-    """The last of the limitations. The others are where the features are tested."""
-    world(2)
-    layer = nn.TransformerEncoderLayer(8, 2, 8, batch_first=True).eval()
-    fast = torch._transformer_encoder_layer_fwd
-    with torch.no_grad(), mock.patch("torch._transformer_encoder_layer_fwd", side_effect=fast) as called:
-        layer(torch.ones(1, 2, 8))
-        assert called.call_count == 1
-        flatshard.fully_shard(layer, policy={nn.Linear})
-        layer(torch.ones(1, 2, 8))
-        assert called.call_count == 1
-
-
 # -- tables ------------------------------------------------------------------------------------------------------------
 
 
@@ -324,12 +265,6 @@ def test_the_methods_of_a_module_sharded_by_fsdp2s_names():
 def test_links_and_files_exist():
     for path in re.findall(r"\]\(([\w./]+)(?:#\w+)?\)", README) + re.findall(r"`((?:flatshard|test)/[\w/.]+)`", README):
         assert (ROOT / path).exists(), path
-
-
-def test_the_benchmarks_at_the_top_exist():
-    command = re.findall(r"benchmarks/run\.py --only ([\w ]+)`", README)[0]
-    for name in command.split():
-        assert (ROOT / "benchmarks" / f"{name}.py").exists(), name
 
 
 def test_the_versions_are_those_that_are_installed_and_tested():
