@@ -32,6 +32,7 @@ HOOKS: dict[str, tuple[Callable[..., Any], torch.dtype]] = {
     "fp16": (flatshard.comm.fp16_compress_hook, torch.float16),
 }
 LOW = (torch.bfloat16, torch.float16)
+CPU = torch.device("cpu")
 STRATEGIES = ("FULL_SHARD", "FULL_SHARD", "FULL_SHARD", "SHARD_GRAD_OP", "SHARD_GRAD_OP", "NO_SHARD")
 STRATEGIES += ("SHARD_OPTIM", "SHARD_OPTIM", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2", "HYBRID_SHARD_OPTIM")
 STRATEGIES += ("HYBRID_FULL_SHARD",)
@@ -50,10 +51,11 @@ class Ranks:
     """A process group of this rank only."""
     halves: DeviceMesh | None = None
     """A mesh (2, 2) over all, where they are four."""
+    device: torch.device = CPU
 
     @property
     def mesh(self) -> DeviceMesh:
-        return DeviceMesh.from_group(self.group, "cpu", mesh_dim_names=("dp",))
+        return DeviceMesh.from_group(self.group, self.device.type, mesh_dim_names=("dp",))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,7 +163,7 @@ class Sharding:
             "strategy": flatshard.ShardingStrategy[self.strategy],
             "cpu_offload": self.cpu_offload,
             "ignored_states": ignored or None,
-            "device_id": torch.device("cpu") if self.device_id else None,
+            "device_id": ranks.device if self.device_id or (self.start == "meta" and ranks.device is not CPU) else None,
             "param_init_fn": fill if self.start == "meta" else None,
             "sync_module_states": self.start == "sync",
             "backward_prefetch": self.backward_prefetch and flatshard.BackwardPrefetch[self.backward_prefetch],

@@ -83,8 +83,8 @@ class Context:
 
         return DeviceMesh.from_group(self.group, "cpu", mesh_dim_names=("dp",))
 
-    def device_mesh(self, shape: tuple[int, ...], names: tuple[str, ...]) -> Any:
-        """A CPU device mesh over all ranks of the pool, which all must ask for. Later bodies get the same one.
+    def device_mesh(self, shape: tuple[int, ...], names: tuple[str, ...], device: str = "cpu") -> Any:
+        """A device mesh over all ranks of the pool, which all must ask for. Later bodies get the same one.
 
         The process groups of a mesh live as long as the default group, each with threads of its own.
         """
@@ -93,9 +93,9 @@ class Context:
 
         everyone = dist.get_world_size()
         assert math.prod(shape) == self.world_size == everyone, f"{shape}: all {everyone} ranks must ask for the mesh"
-        if (shape, names) not in self._meshes:
-            self._meshes[shape, names] = init_device_mesh("cpu", shape, mesh_dim_names=names)
-        return self._meshes[shape, names]
+        if (device, shape, names) not in self._meshes:
+            self._meshes[device, shape, names] = init_device_mesh(device, shape, mesh_dim_names=names)
+        return self._meshes[device, shape, names]
 
     def note(self, text: str) -> None:
         """Say what this rank is about to do: the last note is shown if the rank then fails, hangs or dies."""

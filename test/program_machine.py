@@ -40,7 +40,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from clean import check_clean
 from fuzz_models import Checkpoint, Drop, Env, Island, Stash, during
-from fuzz_options import Ranks, Rounding, Sharding
+from fuzz_options import CPU, Ranks, Rounding, Sharding
 from fuzz_programs import KINDS, ROOT, Bomb, Place, Program, Statement
 from parity import FLOOR, in_texts, mean_square
 from saving import read_safetensors
@@ -407,7 +407,7 @@ def largest(t: Tensor | None) -> float:
 
 def close(got: Tensor, expected: Tensor, rtol: float, what: str, scale: float = 0.0) -> None:
     """``scale``: a magnitude that counts, where it is larger."""
-    got, expected = got.detach(), expected.detach()
+    got, expected = got.detach().cpu(), expected.detach()
     assert got.dtype == expected.dtype, f"{what}: {got.dtype}, expected {expected.dtype}"
     got, expected = got.reshape(-1), expected.reshape(-1)
     assert got.shape == expected.shape, f"{what}: {got.numel()} elements, expected {expected.numel()}"
@@ -426,12 +426,14 @@ def close(got: Tensor, expected: Tensor, rtol: float, what: str, scale: float = 
 class Machine:
     """Runs one program on this rank."""
 
-    def __init__(self, ctx: Any, program: Program, halves: Any = None) -> None:
-        self.ctx, self.program = ctx, program
-        here = Ranks(ctx.group, ctx.rank, ctx.world_size, ctx.alone, halves)
-        others = {"same": here, "alone": Ranks(ctx.alone, 0, 1, ctx.alone)}
+    def __init__(self, ctx: Any, program: Program, halves: Any = None, device: torch.device = CPU) -> None:
+        self.ctx, self.program, self.device = ctx, program, device
+        here = Ranks(ctx.group, ctx.rank, ctx.world_size, ctx.alone, halves, device)
+        others = {"same": here, "alone": Ranks(ctx.alone, 0, 1, ctx.alone, device=device)}
         if halves is not None:
-            others["half"] = Ranks(halves.get_group("shard"), halves.get_local_rank("shard"), 2, ctx.alone)
+            half = halves.get_group("shard"), halves.get_local_rank("shard"), 2
+            others["half"] = Ranks(*half, ctx.alone, device=device)
+        self.noted: list[Pair] = []  # comparisons for which the host does not wait
         self.ranks = here, others[program.elsewhere]
         self.twins: list[Twin | None] = [None] * 3
         self.losses: dict[str, Loss] = {}
@@ -464,6 +466,7 @@ class Machine:
             model = self._build(twin.number)
             if plain_opt is None:
                 model.load_state_dict(plain.state_dict())
+            model.to(self.device)
         for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
             mine.requires_grad_(theirs.requires_grad)
         if sharding.start == "sync" and ranks.rank:
@@ -475,7 +478,7 @@ class Machine:
         sharding.shard(model, ranks, plain)
         if sharding.start == "to_empty":  # up to the first use, parameters that are read from modules are whole
             with torch.no_grad(), during(Env(first=False)):
-                model.eval()(self._inputs(0, twin, True, plain)[ranks.rank])
+                model.eval()(self._inputs(0, twin, True, plain)[ranks.rank].to(self.device))
             model.train()
         return model, plain, opt or self._optimizer(model), plain_opt or self._optimizer(plain)
 
@@ -526,6 +529,7 @@ class Machine:
             self.do(programs.Save(twin.number, ROOT, "full"))
         texts = in_texts(self.ctx, "; ".join(self.outcomes))
         assert len(set(texts)) == 1, f"ranks were refused different things: {texts}"
+        all_close([(got.cpu(), expected, *more) for got, expected, *more in self.noted])
         return self.outcomes, self.counts
 
     @property
@@ -649,7 +653,14 @@ class Machine:
                     (mine, theirs, twin.rtol, f"buffer {name} of m{twin.number}", 0.0)
                     for (name, mine), theirs in zip(twin.model.named_buffers(), twin.plain.buffers(), strict=True)
                 ]
-        all_close(pairs)
+        self.compare(pairs)
+
+    def compare(self, pairs: list[Pair]) -> None:
+        """At once; on an accelerator at the end, so that kernels may be as late as they are in a user's program."""
+        if self.device is CPU:
+            all_close(pairs)
+        else:
+            self.noted += [(got.detach().clone(), expected.detach().clone(), *more) for got, expected, *more in pairs]
 
     # -- forwards
 
@@ -701,7 +712,8 @@ class Machine:
             try:
                 with placed(bomb, fuse, module):
                     call = module.encode if method else module
-                    if not self.attempt(lambda: out.append(run(call, module, xs[rank], first)), twin):
+                    x = xs[rank].to(self.device, non_blocking=True)
+                    if not self.attempt(lambda: out.append(run(call, module, x, first)), twin):
                         if model.has("batchnorm"):  # it may have run before the unit that refused
                             for mine, theirs in zip(twin.plain.buffers(), twin.model.buffers(), strict=True):
                                 mine.data.copy_(theirs)  # unseen by autograd, as below
@@ -731,13 +743,8 @@ class Machine:
         for got, expected in zip(pytree.tree_leaves(out[0]), pytree.tree_leaves(outs[rank]), strict=True):
             if isinstance(got, Tensor) and got.is_floating_point():
                 rtol = max(twin.rtol, twin.rounding.loss_rtol * 4) if twin.rounding else twin.rtol
-                close(
-                    got,
-                    expected.to(got.dtype) if twin.rounding else expected,
-                    rtol,
-                    "the output",
-                    0.5 * bool(twin.rounding),
-                )
+                expected = expected.to(got.dtype) if twin.rounding else expected
+                self.compare([(got, expected, rtol, "the output", 0.5 * bool(twin.rounding))])
         return out[0], outs, copies
 
     def _runs_alone(self, twin: Twin, path: str, module: nn.Module) -> bool:
@@ -939,9 +946,9 @@ class Machine:
                 grads[name].view(-1)[:1] = torch.inf
                 if info is None or (info.start == 0 and info.stop > 0):
                     own.grad.as_subclass(torch.Tensor).view(-1)[:1] = torch.inf
-        scalers = [torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=1) for _ in range(2)]
+        scalers = [torch.amp.GradScaler(d.type, init_scale=8.0, growth_interval=1) for d in (self.device, CPU)]
         for scaler, opt in zip(scalers, (twin.opt, twin.plain_opt), strict=True):
-            scaler.scale(torch.ones(()))
+            scaler.scale(torch.ones((), device=scaler._device))
             scaler.unscale_(opt)
             scaler.step(opt)
             scaler.update()
@@ -1297,7 +1304,7 @@ class Machine:
             elif s.how == "dcp":  # torch chooses which rank's
                 every = [torch.empty_like(mine) for _ in range(self.ctx.world_size)]
                 dist.all_gather(every, mine.data, self.ctx.group)
-                assert any(torch.allclose(theirs, of_rank, twin.rtol) for of_rank in every), "a buffer of no rank"
+                assert any(torch.allclose(theirs.cpu(), of_rank, twin.rtol) for of_rank in every), "a buffer of no rank"
                 mine.data.copy_(theirs)
         new.begin(model, plain, opt, plain_opt)
         if twin.schedulers is not None:
@@ -1540,17 +1547,19 @@ def _late(verb: Callable[..., Any], *args: Any, **kwargs: Any) -> Iterator[None]
         yield
 
 
-def run_program(ctx: Any, program: Program, halves: Any = None) -> tuple[list[str], Counter[str]]:
+def run_program(
+    ctx: Any, program: Program, halves: Any = None, device: torch.device = CPU
+) -> tuple[list[str], Counter[str]]:
     """Returns what was refused, and counts of statements."""
     with warnings.catch_warnings(), torch.compiler.set_stance("force_eager"):
         warnings.simplefilter("ignore")
-        return Machine(ctx, program, halves).main()
+        return Machine(ctx, program, halves, device).main()
 
 
-def run_seeds(ctx: Any, programs: list[Program]) -> Counter[str]:
+def run_seeds(ctx: Any, programs: list[Program], device: torch.device = CPU) -> Counter[str]:
     """The same of several."""
-    halves = ctx.device_mesh((2, 2), ("replicate", "shard")) if ctx.world_size == 4 else None
+    halves = ctx.device_mesh((2, 2), ("replicate", "shard"), device.type) if ctx.world_size == 4 else None
     total: Counter[str] = Counter()
     for program in programs:
-        total += run_program(ctx, program, halves)[1]
+        total += run_program(ctx, program, halves, device)[1]
     return total

@@ -15,15 +15,11 @@ cases = Cases()
 OPTIONS: dict[str, dict[str, Any]] = {
     "full": {},
     "all_resharded": {"reshard_after_forward": True},
-    "grad_op": {"strategy": S.SHARD_GRAD_OP},
     "not_sharded": {"strategy": S.NO_SHARD},
-    "no_prefetch": {"backward_prefetch": None, "forward_prefetch": False},
     "bf16": {"mixed_precision": MixedPrecision(torch.bfloat16, torch.float32)},
     "accumulates": {"micro": 2},
-    "holds": {"micro": 2, "holds": True},
     "clips": {"clips": True},
-    "finalized": {"finalized": True},
-    "finalized_held": {"finalized": True, "micro": 2, "holds": True},
+    "finalized": {"finalized": True, "micro": 2, "holds": True},
     "kept_storage": {"keeps": True},
 }
 BF16 = {"rtol": 2e-2, "atol": 2e-3}
@@ -70,22 +66,17 @@ def step(
 cases.add(OPTIONS, **BF16)(step)
 
 
-@cases.add(OPTIONS, ranks=1, fake=False, **BF16)
+@cases.add({"finalized": {"finalized": True}}, ranks=1, fake=False)
 def step_alone(env: Env, **options: Any) -> Any:
     return step(env, **options)
 
 
-@cases.add({"hybrid": {"strategy": S.HYBRID_SHARD}}, ranks=4)
-def step_replicated(env: Env, **options: Any) -> Any:
-    return step(env, device_mesh=env.replicas, **options)
+@cases.add({"hybrid": {"strategy": S.HYBRID_SHARD}, "inner": {"reshard_after_forward": 2}}, ranks=4)
+def step_on_four(env: Env, **options: Any) -> Any:
+    return step(env, **options, **({"device_mesh": env.replicas} if "strategy" in options else {}))
 
 
-@cases.add({"inner": {"reshard_after_forward": 2}}, ranks=4)
-def step_with_inner_shards(env: Env, **options: Any) -> Any:
-    return step(env, **options)
-
-
-@cases.add({"full": {}, "all_resharded": {"reshard_after_forward": True}})
+@cases.add({"all_resharded": {"reshard_after_forward": True}})
 def evaluation(env: Env, **options: Any) -> Any:
     model = env.shard(env.make(), **options)
     batch = env.batch(0)

@@ -10,7 +10,7 @@ A case is a function that trains something small and returns numbers::
         return env.train(model)
 
 It runs in the ranks of a pool that have the simulator (see ``conftest.py``): once on CPU, then on the simulated device under
-some of ``POLICIES`` (:func:`policies_of`). :func:`check` wants the same numbers, no race, no wait of the host inside
+one of ``POLICIES``, or all. :func:`check` wants the same numbers, no race, no wait of the host inside
 ``env.steady()``, and the same order of collectives on all ranks, over whichever group they go.
 
 This module does not import the simulator, which would change torch for all other tests: the ranks do.
@@ -23,7 +23,6 @@ import dataclasses
 import functools
 import importlib
 import itertools
-import re
 import traceback
 import zlib
 from collections.abc import Callable, Iterable, Iterator
@@ -33,7 +32,6 @@ import pairs
 import torch
 import torch.distributed as dist
 from models import Mlp
-from pairs import some
 from pool import Context, Pool
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -44,8 +42,6 @@ import flatshard
 
 POLICIES = ("late_side", "late_main", "random:1")
 """The orders of kernels that cases are tried in: see ``sim.py``."""
-every_policy = False
-"""``--every-policy``: all of them on real ranks and on the fake group, for each case. See :func:`policies_of`."""
 FAKE_SIZE = 8
 WIDTH = 8
 
@@ -176,16 +172,6 @@ class Env:
         with self.side_streams(1) as (side,), side:
             yield
 
-    def forgive(self, pattern: str) -> None:
-        """Forget the races so far that match a regular expression, and do no harm."""
-        if self.is_simulated:
-            from accelerator.sim import sim
-
-            sim.drain()
-            for site, race in [*sim.races.items()]:
-                if re.search(pattern, str(race), re.DOTALL):
-                    del sim.races[site]
-
     @contextlib.contextmanager
     def capture(self) -> Iterator[None]:
         """As in a CUDA graph, on a stream that nothing has run on yet. On CPU, just compute."""
@@ -285,8 +271,8 @@ class Case:
     module: str
     name: str
     run: Callable[[Env], Any]
-    ranks: int = 2  # 0: on the fake group only
-    fake: bool = True  # also on the fake group
+    ranks: int = 2
+    fake: bool = True  # on the fake group, which needs no other rank
     watch_host: bool = False
     rtol: float = 1e-5
     atol: float = 1e-6
@@ -306,31 +292,6 @@ class Cases(dict[str, Case]):
             return run
 
         return register
-
-    def _functions(self) -> list[list[str]]:
-        """The variants of each function."""
-        functions: dict[Any, list[str]] = {}
-        for name, case in self.items():
-            functions.setdefault(getattr(case.run, "func", case.run), []).append(name)
-        return list(functions.values())
-
-    @property
-    def on_ranks(self) -> list[str]:
-        """All cases that are not on the fake group as well, and of the others a fourth of each function's variants."""
-        chosen = []
-        for names in self._functions():
-            if self[names[0]].ranks:
-                chosen += some(names, -(-len(names) // 4)) if self[names[0]].fake else names
-        return chosen
-
-    @property
-    def on_the_fake_group(self) -> list[str]:
-        """Of what is not on ranks a third of each function's variants, two at least. All in a thorough run."""
-        chosen, on_ranks = [], () if pairs.thorough else self.on_ranks
-        for names in self._functions():
-            rest = [name for name in names if name not in on_ranks]
-            chosen += some(rest, max(2, len(rest) // 3)) if self[names[0]].fake else []
-        return chosen
 
 
 # -- in the ranks ----------------------------------------------------------------------------------------------------
@@ -419,23 +380,14 @@ def run_case(
 # -- in pytest -------------------------------------------------------------------------------------------------------
 
 
-def policies_of(case: Case, on_ranks: bool) -> tuple[str, ...]:
-    """One policy on real ranks, the next one on the fake group. Which ones depends on the case's name.
+def check(pool: Pool, case: Case, is_telling: bool = False, backend: str | None = None) -> None:
+    """Fail with all that is wrong with the case, if anything is. ``pool``: of the fixtures in ``conftest.py``.
 
-    So a case meets two of three policies, and each policy a third of the cases on either kind of group. Races are found by
-    the clocks of streams, whatever the order: a policy only decides which numbers a race gives.
+    Races are found by the clocks of streams, whatever the policy, which only decides what numbers a race gives. So a case
+    runs under one of them, by its name, and those that are to notice mutants under all.
     """
-    if every_policy:
-        return POLICIES
-    own = zlib.crc32(case.name.encode()) + (not on_ranks)
-    if not (case.ranks and case.fake):
-        return tuple(POLICIES[(own + i) % len(POLICIES)] for i in range(2))
-    return (POLICIES[own % len(POLICIES)],)
-
-
-def check(pool: Pool, case: Case, policies: tuple[str, ...] = (), backend: str | None = None) -> None:
-    """Fail with all that is wrong with the case, if anything is. ``pool``: of the fixtures in ``conftest.py``."""
-    policies = policies or policies_of(case, pool.size > 1)
+    at = zlib.crc32(case.name.encode()) % len(POLICIES)
+    policies = POLICIES if is_telling or pairs.thorough else POLICIES[at : at + 1]
     ranks = pool.size if pool.size == 1 or backend is not None else case.ranks  # all of them make a group
     answers = pool.run(run_case, case.module, case.name, policies, backend, world_size=ranks, timeout=60)
     problems: dict[str, list[str]] = {}  # where each was seen

@@ -64,16 +64,13 @@ ADAMW = {"lr": 0.01, "eps": 1e-3}
 
 @cases.add(
     {
-        "adamw": {"kind": optim.AdamW, "settings": ADAMW},
         "amsgrad_mixed": {
             "kind": optim.AdamW,
             "settings": {**ADAMW, "amsgrad": True},
             "mixed_precision": MixedPrecision(torch.bfloat16, torch.float32),
         },
-        "adagrad": {"kind": optim.Adagrad, "settings": {"lr": 0.1}, "strategy": S.SHARD_GRAD_OP},
         "momentum": {"kind": Momentum, "settings": {}, "strategy": S.SHARD_OPTIM},
         "none": {"kind": optim.AdamW, "settings": ADAMW, "strategy": S.NO_SHARD},
-        "nadam": {"kind": optim.NAdam, "settings": {"lr": 0.01}},
     },
     watch_host=True,
     rtol=2e-2,
@@ -122,9 +119,11 @@ def _peak(env: Env) -> Iterator[list[int]]:
 @cases.add(
     {
         "full": {},
-        "optim": {"strategy": S.SHARD_OPTIM},
-        "mixed": {"mixed_precision": MixedPrecision(torch.bfloat16, torch.float32)},
-        "adamw": {"kind": optim.AdamW, "settings": ADAMW},
+        "adamw": {
+            "kind": optim.AdamW,
+            "settings": ADAMW,
+            "mixed_precision": MixedPrecision(torch.bfloat16, torch.float32),
+        },
     },
     fake=False,
     watch_host=True,
@@ -223,7 +222,7 @@ def interrupted(env: Env) -> Any:
     return numbers(model), states
 
 
-@cases.add({f"unit{n}": {"unit": n} for n in range(3)}, watch_host=True, fake=False)
+@cases.add({f"unit{n}": {"unit": n} for n in (0, 2)}, watch_host=True, fake=False)
 def lacking_memory(env: Env, unit: int) -> Any:
     """The device has no memory for the state of one unit: the unit before it, and those behind, have not been stepped."""
     model = env.shard(env.make())
@@ -264,13 +263,11 @@ def lacking_memory(env: Env, unit: int) -> Any:
     return found, numbers(model), [optimizer.state[p] for p in model.parameters()]
 
 
-@cases.add(
-    {"adamw": {"kind": optim.AdamW, "settings": ADAMW}, "momentum": {"kind": Momentum, "settings": {}}}, watch_host=True
-)
-def saved(env: Env, kind: Any, settings: dict[str, Any]) -> Any:
+@cases.add({"adamw": {}}, watch_host=True)
+def saved(env: Env) -> Any:
     """State by every name, and loaded again, by an optimizer with and one without offloading."""
     model = env.shard(env.make())
-    optimizer = OffloadedOptimizer(model.parameters(), kind, **settings)
+    optimizer = OffloadedOptimizer(model.parameters(), optim.AdamW, **ADAMW)
     for step in range(2):
         optimizer.zero_grad()
         _backward(env, model, step)
@@ -281,9 +278,9 @@ def saved(env: Env, kind: Any, settings: dict[str, Any]) -> Any:
     results.append(len(get_optimizer_state_dict(model, optimizer)["state"]))
     start = [p.detach().clone() for p in model.parameters()]
     for load in range(3):
-        other: Any = kind(model.parameters(), **settings)
+        other: Any = optim.AdamW(model.parameters(), **ADAMW)
         if load:
-            other = OffloadedOptimizer(model.parameters(), kind, **settings)
+            other = OffloadedOptimizer(model.parameters(), optim.AdamW, **ADAMW)
         with _peak(env) as found:
             if load == 2:
                 flatshard.checkpoint.load_optim_state_dict(model, other, copy.deepcopy(whole))
@@ -321,8 +318,6 @@ def already_there(env: Env) -> Any:
 @cases.add(
     {
         "full": {},
-        "none": {"strategy": S.NO_SHARD},
-        "optim": {"strategy": S.SHARD_OPTIM},
         "kept": {"mixed_precision": MixedPrecision(torch.bfloat16, torch.float32, keep_cast_shard=True)},
         "static": {"static_buffers": True},
         "flat": {"is_flat": True},
@@ -420,8 +415,8 @@ def _away(env: Env, model: nn.Module, optimizer: Any, options: dict[str, Any]) -
     _same_bits(env, "brought back", before, after)
 
 
-@cases.add({"waits": {"wait": True}, "background": {"wait": False}}, fake=False)
-def job(env: Env, wait: bool) -> Any:
+@cases.add(fake=False)
+def job(env: Env) -> Any:
     """A checkpoint of a job that goes on at once, loaded again in place, and into an optimizer without state."""
     model = env.shard(env.make())
     optimizer = OffloadedOptimizer(model.parameters(), optim.AdamW, **ADAMW)
@@ -430,7 +425,7 @@ def job(env: Env, wait: bool) -> Any:
     results = []
     with shared_folder(env) as folder:
         state = {"model": model, "optimizer": optimizer}
-        saved = flatshard.save_checkpoint(str(folder / "job"), state, process_group=env.group, wait=wait)
+        saved = flatshard.save_checkpoint(str(folder / "job"), state, process_group=env.group, wait=False)
         _backward(env, model, 1)
         optimizer.step()
         saved.result()

@@ -69,7 +69,6 @@ def issued(order: list[tuple[str, int, str]]) -> list[tuple[str, int, int]]:
 
 @cases.add(
     {
-        "hybrid": {"strategy": S.HYBRID_SHARD},
         "hybrid_full": {"strategy": S.HYBRID_FULL_SHARD},
         "inner": {"reshard_after_forward": 2},
     },
@@ -79,15 +78,11 @@ def issued(order: list[tuple[str, int, str]]) -> list[tuple[str, int, int]]:
 @cases.add(
     {
         "full_shard": {},
-        "grad_op": {"strategy": S.SHARD_GRAD_OP},
         "not_sharded": {"strategy": S.NO_SHARD},
         "optim": {"strategy": S.SHARD_OPTIM, "mixed_precision": BF16},
-        "mixed": {"mixed_precision": BF16},
         "static": {"static_buffers": True},
-        "offloaded": {"cpu_offload": True},
         "offloaded_mixed": {"cpu_offload": True, "mixed_precision": BF16},
-        "microbatches": {"micro": 2, "holds": True},
-        "cast_shards_kept": {"micro": 2, "mixed_precision": KEPT},
+        "cast_shards_kept": {"micro": 2, "holds": True, "mixed_precision": KEPT},
     },
     ranks=2,
     fake=False,

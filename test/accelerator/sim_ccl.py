@@ -279,6 +279,10 @@ class SimCCL(dist.ProcessGroup):
 
         return self._launch("all_gather of a list", opts, [input], parts, self._exchange(input, hand_out))
 
+    def gather(self, outputs: Any, inputs: Any, opts: Any) -> Any:
+        """Of objects, which are on the CPU."""
+        return self._cpu.gather(outputs, inputs, opts)
+
     def scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         (output,) = outputs
         if cpu := self._on_cpu(output):

@@ -1,4 +1,4 @@
-"""The cases of the modules here, on real ranks and on the fake group."""
+"""The cases of the modules here: on the fake group, and on real ranks where that would not do."""
 
 from __future__ import annotations
 
@@ -6,46 +6,27 @@ import re
 from pathlib import Path
 
 import pytest
-from accelerator import capture, kinds, offload, planning, tools, training
-from accelerator.harness import POLICIES, check
+from accelerator import capture, offload, planning, tools, training
+from accelerator.harness import check
 from pool import Pool
 
-MODULES = {
-    "training": training,
-    "kinds": kinds,
-    "tools": tools,
-    "capture": capture,
-    "planning": planning,
-    "offload": offload,
-}
+MODULES = {"training": training, "tools": tools, "capture": capture, "planning": planning, "offload": offload}
 CASES = {f"{module}-{name}": case for module, each in MODULES.items() for name, case in each.cases.items()}
 TABLE = Path(__file__).parents[1].joinpath("mutants", "table.txt").read_text()
+TELLING = {test: re.findall(rf"accelerator/test_cases:{test}\[([^]]*)\]", TABLE) for test in ("ranks", "fake_group")}
+"""Those that ``mutants/table.txt`` names."""
 
 
-def telling(test: str) -> list[str]:
-    """Cases that ``mutants/table.txt`` names: no selection leaves them out."""
-    return re.findall(rf"accelerator/test_cases:{test}\[([^]]*)\]", TABLE)
-
-
-def selected(test: str, selection: str) -> list[str]:
-    chosen = [f"{module}-{name}" for module, each in MODULES.items() for name in getattr(each.cases, selection)]
-    return list(dict.fromkeys([*chosen, *telling(test)]))
-
-
-ON_RANKS, ON_THE_FAKE_GROUP = selected("ranks", "on_ranks"), selected("fake_group", "on_the_fake_group")
-
-
-@pytest.mark.parametrize("name", ON_RANKS)
+@pytest.mark.parametrize("name", dict.fromkeys([*(n for n, c in CASES.items() if not c.fake), *TELLING["ranks"]]))
 def test_ranks(simulated_pool: Pool, name: str) -> None:
-    check(simulated_pool, CASES[name])
+    check(simulated_pool, CASES[name], name in TELLING["ranks"])
 
 
-@pytest.mark.parametrize("name", ON_THE_FAKE_GROUP)
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.fake])
 def test_fake_group(simulated_process: Pool, name: str) -> None:
-    """Those that are to notice mutants run under all policies, as one does not show every mutant."""
-    check(simulated_process, CASES[name], POLICIES if name in telling("fake_group") else ())
+    check(simulated_process, CASES[name], name in TELLING["fake_group"])
 
 
 def test_without_gloo(simulated_pool: Pool) -> None:
     """A group that has the device's backend only: what ranks tell each other goes through the device as well."""
-    check(simulated_pool, CASES["training-many_steps-full"], backend="simccl")
+    check(simulated_pool, CASES["training-many_steps"], backend="simccl")

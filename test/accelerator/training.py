@@ -7,7 +7,6 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 from accelerator.harness import WIDTH, Block, Cases, Env, Net, mean_square, numbers, sgd
 from encoded import Linear8
@@ -64,7 +63,7 @@ def clip(model: nn.Module, p: float = 2.0) -> Tensor:
     return flatshard.clip_grad_norm_(model, 0.1, p)
 
 
-# -- strategies, policies, precision, accumulation, norms -------------------------------------------------------------
+# -- strategies, precision, accumulation, norms: in none of them the host may wait -------------------------------------
 
 
 @cases.add(
@@ -72,27 +71,15 @@ def clip(model: nn.Module, p: float = 2.0) -> Tensor:
         "full": {},
         "grad_op": {"strategy": S.SHARD_GRAD_OP},
         "none": {"strategy": S.NO_SHARD},
-        "optim": {"strategy": S.SHARD_OPTIM},
         "optim_static": {"strategy": S.SHARD_OPTIM, "static_buffers": True},
-        "one_unit": {"policy": {Net}},
         "each_linear": {"policy": {nn.Linear}},
-        "all_resharded": {"reshard_after_forward": True},
-        "none_resharded": {"reshard_after_forward": False},
-        "no_prefetch": {"backward_prefetch": None, "forward_prefetch": False},
         "backward_post": {"backward_prefetch": BackwardPrefetch.BACKWARD_POST},
         "prefetch_limit": {"prefetch_limit_bytes": 1500},
-        "static_buffers": {"static_buffers": True},
-        "rows": {"layout": flatshard.layouts.Rows()},
         "blocks": {"layout": flatshard.layouts.Blocks(4)},
-        "whole": {"layout": flatshard.layouts.Whole(), "policy": {Net}},
         "each_reduced": {"micro": 3},
         "no_sync": {"micro": 3, "holds": True},
-        "no_sync_grad_op": {"micro": 3, "holds": True, "strategy": S.SHARD_GRAD_OP},
         "no_sync_not_sharded": {"micro": 3, "holds": True, "strategy": S.NO_SHARD},
-        "no_sync_optim": {"micro": 3, "holds": True, "strategy": S.SHARD_OPTIM},
-        "divide_factor": {"divide_factor": 3.0},
         "clips": {"clip": clip},
-        "clips_maximum": {"clip": functools.partial(clip, p=float("inf"))},
         "clips_by_torch": {"clip": lambda model: nn.utils.clip_grad_norm_(model.parameters(), 0.1)},
         "adamw": {"make_optimizer": lambda m: torch.optim.AdamW(m.parameters(), lr=0.01, eps=1e-3, foreach=True)},
         "flat": {"make_optimizer": lambda model: sgd(flatshard.flat_parameters(model))},
@@ -106,19 +93,10 @@ def sharded(env: Env, **options: Any) -> Any:
 @cases.add(
     {
         "bf16": LOW,
-        "bf16_sums": {"mixed_precision": MixedPrecision(torch.bfloat16)},
-        "bf16_gradients": {  # an optimizer cannot add them
-            "mixed_precision": MixedPrecision(torch.bfloat16, keep_low_precision_grads=True),
-            "make_optimizer": lambda model: torch.optim.SGD(model.parameters(), lr=0.0),
-        },
         "keep_cast_shard": KEPT,
         "fp64_sums": {"mixed_precision": MixedPrecision(None, torch.float64)},
-        "not_sharded": {**LOW, "strategy": S.NO_SHARD},
-        "accumulates": {**LOW, "micro": 2},
         "no_sync": {**LOW, "micro": 3, "holds": True},
-        "clips": {**LOW, "clip": clip},
         "bf16_hook": {"hook": flatshard.comm.bf16_compress_hook},
-        "fp16_hook": {"hook": flatshard.comm.fp16_compress_hook},
     },
     **BF16,
 )
@@ -129,7 +107,6 @@ def precision(env: Env, **options: Any) -> Any:
 @cases.add(
     {
         "int8": {"collectives": QuantizedCollectives()},
-        "int8_gathers": {"collectives": QuantizedCollectives(reduce=False)},
         "int8_inner": {"collectives": QuantizedCollectives(), "reshard_after_forward": 2},
     },
     rtol=0.1,
@@ -141,13 +118,8 @@ def quantized(env: Env, **options: Any) -> Any:
 
 @cases.add(
     {
-        "hybrid": {"strategy": S.HYBRID_SHARD},
-        "hybrid_zero2": {"strategy": S.HYBRID_SHARD_ZERO2},
-        "hybrid_accumulates": {"strategy": S.HYBRID_SHARD, "micro": 2},
         "hybrid_all_reduces_later": {"strategy": S.HYBRID_SHARD, "micro": 3, "all_reduce": False},
-        "hybrid_full": {"strategy": S.HYBRID_FULL_SHARD, "micro": 2},
-        "hybrid_full_bf16": {"strategy": S.HYBRID_FULL_SHARD, **LOW},
-        "hybrid_bf16": {"strategy": S.HYBRID_SHARD, **LOW},
+        "hybrid_full_bf16": {"strategy": S.HYBRID_FULL_SHARD, "micro": 2, **LOW},
         "clips": {"strategy": S.HYBRID_SHARD, "clip": clip},
     },
     ranks=4,
@@ -157,34 +129,19 @@ def replicated(env: Env, **options: Any) -> Any:
     return train(env, device_mesh=env.replicas, **options)
 
 
-@cases.add(
-    {
-        "full": {},
-        "grad_op": {"strategy": S.SHARD_GRAD_OP},
-        "offload": OFFLOAD,
-        "bf16_accumulates": {**LOW, "micro": 2},
-        "static_buffers": {"static_buffers": True},
-    },
-    ranks=4,
-    **BF16,
-)
-def two_meshes(env: Env, **options: Any) -> Any:
+@cases.add(ranks=4, **BF16)
+def two_meshes(env: Env) -> Any:
     """A part of each unit is sharded over two of the four ranks."""
     mesh = env.replicas["replicate"]
-    return train(env, shard_mesh_fn=lambda fqn, param: mesh if "down" in fqn else None, **options)
+    return train(env, shard_mesh_fn=lambda fqn, param: mesh if "down" in fqn else None, micro=2, **LOW)
 
 
-@cases.add({"two": {}, "two_bf16": LOW}, ranks=4, **BF16)
-def subgroups(env: Env, **options: Any) -> Any:
-    model = env.shard(env.make(), reshard_after_forward=2, **options)
+@cases.add({"two": {}}, ranks=4)
+def subgroups(env: Env) -> Any:
+    model = env.shard(env.make(), reshard_after_forward=2)
     results = env.train(model)
     flatshard.configure(model, reshard_after_forward=True)
     return results, env.train(model, steps=2)
-
-
-@cases.add(ranks=1, fake=False)
-def alone(env: Env) -> Any:
-    return train(env)
 
 
 @cases.add({"three": {}, "replicated": {"strategy": S.NO_SHARD}}, fake=False, ranks=3)
@@ -192,52 +149,22 @@ def averaged(env: Env, **options: Any) -> Any:
     return train(env, **options)
 
 
-@cases.add({"full": {}, "subgroups": {"reshard_after_forward": 2}, "micro": {"micro": 2}}, ranks=4, fake=False)
-def many_steps(env: Env, micro: int = 1, **options: Any) -> Any:
+@cases.add(ranks=4, fake=False)
+def many_steps(env: Env) -> Any:
     """Until the order of collectives is no longer compared, which over the device makes the host wait."""
-    return env.train(env.shard(env.make(), **options), micro=micro, steps=6, steady_from=5)
-
-
-@cases.add(**BF16)
-def full_precision_in_eval(env: Env) -> Any:
-    model = env.shard(env.make(), mixed_precision=MixedPrecision(torch.bfloat16, full_precision_in_eval=True))
-    outputs = []
-    for step in range(2):
-        mean_square(model(env.batch(step))).backward()
-        model.eval()
-        with torch.no_grad():
-            outputs.append(model(env.batch(step)))
-        model.train()
-    return outputs, numbers(model)
+    return env.train(env.shard(env.make(), reshard_after_forward=2), steps=6, steady_from=5)
 
 
 # -- the end of a backward as a call ----------------------------------------------------------------------------------
 
 
-@cases.add()
-def reduced_at_the_end(env: Env) -> Any:
-    model = env.shard(env.make())
-
-    def run(step: int) -> None:
-        with flatshard.no_sync(model):
-            for i in range(2):
-                mean_square(model(env.batch(10 * step + i))).backward()
-        flatshard.reduce_gradients(model)
-
-    return env.steps(model, run)
-
-
 @cases.add(
     {
         "full": {},
-        "held": {"holds": True},
-        "grad_op": {"strategy": S.SHARD_GRAD_OP},
         "not_sharded": {"strategy": S.NO_SHARD},
         "bf16_held": {"holds": True, **LOW},
         "static_buffers": {"static_buffers": True},
-        "offload": OFFLOAD,
         "offload_held": {**OFFLOAD, "holds": True},
-        "offload_optim": {**OFFLOAD, "strategy": S.SHARD_OPTIM},
         "kept_storage": {"keeps": True},
         "on_streams": {"on_streams": True},
     },
@@ -268,15 +195,15 @@ def finalized_later(
     return numbers(model), numbers(other)
 
 
-@cases.add({"hybrid": {}, "all_reduced_later": {"all_reduce": False}}, ranks=4)
-def finalized_over_replicas(env: Env, all_reduce: bool = True) -> Any:
+@cases.add(ranks=4)
+def finalized_over_replicas(env: Env) -> Any:
     mesh = env.replicas
     model = env.shard(env.make(), device_mesh=mesh, strategy=S.HYBRID_SHARD)
     flatshard.configure(model, manual_finalization=True)
 
     def run(step: int) -> None:
         for i in range(2):
-            flatshard.configure(model, all_reduce=all_reduce or i == 1)
+            flatshard.configure(model, all_reduce=i == 1)
             mean_square(model(env.batch(10 * step + i))).backward()
             handle = flatshard.reduce_gradients(model, async_op=True)
         handle.wait()
@@ -291,23 +218,14 @@ def finalized_over_replicas(env: Env, all_reduce: bool = True) -> Any:
     {
         "pinned": OFFLOAD,
         "not_pinned": {"cpu_offload": CPUOffload(True, pin_memory=False)},
-        "accumulates": {**OFFLOAD, "micro": 2},
         "holds": {**OFFLOAD, "micro": 2, "holds": True},
         "bf16": {**OFFLOAD, **LOW},
-        "keep_cast_shard": {**OFFLOAD, **KEPT},
-        "not_sharded": {**OFFLOAD, "strategy": S.NO_SHARD},
-        "clips": {**OFFLOAD, "clip": clip},
     },
     watch_host=True,
     **BF16,
 )
 def offload(env: Env, **options: Any) -> Any:
     return train(env, **options)
-
-
-@cases.add({"pinned": {"pin": True}, "not_pinned": {"pin": False}}, ranks=1, fake=False, watch_host=True)
-def offload_alone(env: Env, pin: bool) -> Any:
-    return train(env, cpu_offload=CPUOffload(True, pin_memory=pin))
 
 
 @cases.add({"load": {"then": "load"}, "step": {"then": "step"}, "write": {"then": "write"}}, watch_host=True)
@@ -377,23 +295,14 @@ def encoded_net(env: Env, **options: Any) -> nn.Module:
     return env.shard(model, policy={Encoded}, **options)
 
 
-@cases.add(
-    {
-        "": {},
-        "bf16": LOW,
-        "static_buffers": {"static_buffers": True},
-        "offload": OFFLOAD,
-        "offload_accumulates": {**OFFLOAD, "micro": 2},
-    },
-    **BF16,
-)
+@cases.add({"bf16": LOW, "static_buffers": {"static_buffers": True}, "offload": {**OFFLOAD, "micro": 2}}, **BF16)
 def encoded(env: Env, micro: int = 1, **options: Any) -> Any:
     return env.train(encoded_net(env, **options), micro=micro, waits="cpu_offload" in options)
 
 
-@cases.add({"": {}, "offload": OFFLOAD}, ranks=4, **BF16)
-def encoded_replicated(env: Env, **options: Any) -> Any:
-    return encoded(env, device_mesh=env.replicas, strategy=S.HYBRID_SHARD, **options)
+@cases.add(ranks=4, **BF16)
+def encoded_replicated(env: Env) -> Any:
+    return encoded(env, device_mesh=env.replicas, strategy=S.HYBRID_SHARD, **OFFLOAD)
 
 
 @cases.add(**BF16)
@@ -412,90 +321,6 @@ def encoded_on_streams(env: Env) -> Any:
     return outputs, numbers(model)
 
 
-# -- the order of computation ----------------------------------------------------------------------------------------
-
-
-class Wandering(Net):
-    """Each step runs its blocks in another order, some twice, some not at all."""
-
-    def forward(self, x: Tensor, order: tuple[int, ...] = (0, 1, 2)) -> Tensor:
-        for i in order:
-            x = self.blocks[i](x)
-        return self.head(x * self.scale)
-
-
-@cases.add({"default": {}, "all_resharded": {"reshard_after_forward": True}, "grad_op": {"strategy": S.SHARD_GRAD_OP}})
-def wandering(env: Env, **options: Any) -> Any:
-    """Repeated and skipped units."""
-    model = env.shard(env.make(Wandering), **options)
-    orders = [(0, 1, 2), (2, 1, 0), (0, 0, 1), (1,), (0, 1, 2)]
-    return env.steps(model, lambda i: mean_square(model(env.batch(i), orders[i])).backward(), steps=5, steady=False)
-
-
-@cases.add()
-def chosen_prefetch(env: Env) -> Any:
-    model = env.shard(env.make())
-    first, second, third = model.blocks
-    flatshard.configure(first, forward_prefetch=[second, third])
-    flatshard.configure(third, backward_prefetch=[second, first])
-    return env.train(model)
-
-
-class Skipping(Net):
-    def forward(self, x: Tensor, mine: bool = True) -> Tensor:
-        x = self.blocks[0](x)
-        x = self.blocks[1](x) if mine else flatshard.skip(self.blocks[1], x)
-        return self.head(self.blocks[2](x) * self.scale)
-
-
-@cases.add()
-def skipped(env: Env) -> Any:
-    model = env.shard(env.make(Skipping))
-    mine = [(env.rank + step) % 2 == 0 for step in range(3)]
-    return env.steps(model, lambda i: mean_square(model(env.batch(i), mine[i])).backward(), steady=False)
-
-
-class Checkpointed(nn.Module):
-    """Around, or inside of, a block."""
-
-    def __init__(self, reentrant: bool, inside: bool) -> None:
-        super().__init__()
-        self.block, self.reentrant, self.inside = Block(), reentrant, inside
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.inside:
-            b = self.block
-            return x + checkpoint(lambda y: b.down(torch.tanh(b.up(y))), x, use_reentrant=self.reentrant)
-        return checkpoint(self.block, x, use_reentrant=self.reentrant)
-
-
-@cases.add(
-    {
-        "reentrant": {"reentrant": True},
-        "not_reentrant": {"reentrant": False},
-        "inside_reentrant": {"reentrant": True, "inside": True},
-        "inside_not_reentrant": {"reentrant": False, "inside": True},
-    }
-)
-def checkpointed(env: Env, reentrant: bool, inside: bool = False) -> Any:
-    """The checkpoints keep the state of random numbers, for which torch asks the device, so the host may wait."""
-    model = env.make(lambda: Net(lambda: Checkpointed(reentrant, inside)))
-    model = env.shard(model, policy={Checkpointed if inside else Block})
-    return env.steps(model, lambda i: mean_square(model(env.batch(i).requires_grad_())).backward(), steady=False)
-
-
-@cases.add({"default": {}, "all_resharded": {"reshard_after_forward": True}})
-def several_backwards(env: Env, **options: Any) -> Any:
-    model = env.shard(env.make(), **options)
-
-    def run(step: int) -> None:
-        first, second = (mean_square(model(env.batch(10 * step + i))) for i in range(2))
-        second.backward()
-        first.backward()
-
-    return env.steps(model, run)
-
-
 @cases.add()
 def gradient_penalty(env: Env) -> Any:
     model = env.shard(env.make())
@@ -507,48 +332,6 @@ def gradient_penalty(env: Env) -> Any:
         (loss + grad.square().sum()).backward()
 
     return env.steps(model, run, steps=2, steady=False)
-
-
-class _Raises(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        raise ValueError("on purpose")
-
-
-class Raising(Net):
-    def forward(self, x: Tensor, where: str = "") -> Tensor:
-        x = self.blocks[0](x)
-        x = self.blocks[1](_Raises.apply(x) if where == "backward" else x)
-        if where == "forward":
-            raise ValueError("on purpose")
-        return self.head(self.blocks[2](x) * self.scale)
-
-
-@cases.add(
-    {
-        "forward": {"where": "forward"},
-        "backward": {"where": "backward"},
-        "forward_recover": {"where": "forward", "recovers": True},
-        "backward_recover": {"where": "backward", "recovers": True},
-    }
-)
-def exception(env: Env, where: str, recovers: bool = False) -> Any:
-    model = env.shard(env.make(Raising))
-
-    def run(step: int) -> None:
-        if step % 2:
-            with pytest.raises(ValueError, match="on purpose"):
-                mean_square(model(env.batch(step), where)).backward()
-            if recovers:
-                flatshard.recover(model)
-            model.zero_grad()
-        mean_square(model(env.batch(step))).backward()
-
-    return env.steps(model, run, steps=4, steady=False)
 
 
 # -- streams ---------------------------------------------------------------------------------------------------------
@@ -614,19 +397,13 @@ class Towers(nn.Module):
         "all_resharded": {"in_turn": True, "reshard_after_forward": True},
         "none_resharded": {"reshard_after_forward": False},
         "not_sharded": {"in_turn": True, "strategy": S.NO_SHARD},
-        "no_prefetch": {"in_turn": True, "forward_prefetch": False, "backward_prefetch": None},
-        "each_linear": {"policy": {nn.Linear}},
-        "one_unit": {"policy": {Towers}},
         "static_buffers": {"in_turn": True, "static_buffers": True},
-        "accumulates": {"micro": 3},
         "holds": {"in_turn": True, "micro": 3, "no_sync": True},
         "offload": {"in_turn": True, **OFFLOAD},
         "keep_cast": {**KEPT, "micro": 2},
         "frozen": {"in_turn": True, "frozen": True},
-        "flat": {"in_turn": True, "flat": True},
         "checkpointed": {"checkpointed": True, "reshard_after_forward": True},
         "kept": {"kept": True},
-        "hook": {"in_turn": True, "hook": True},
         "quantized": {"collectives": QuantizedCollectives(reduce=False)},
     },
     **BF16,
@@ -638,7 +415,6 @@ def towers(env: Env, **options: Any) -> Any:
 
 @cases.add(
     {
-        "hybrid": {"strategy": S.HYBRID_SHARD, "in_turn": True, "micro": 2},
         "hybrid_all_reduces_later": {"strategy": S.HYBRID_SHARD, "micro": 2, "all_reduce": False},
         "subgroups": {"reshard_after_forward": 2, "in_turn": True},
     },
@@ -658,9 +434,7 @@ def _train_towers(
     in_turn: bool = False,
     checkpointed: bool = False,
     frozen: bool = False,
-    flat: bool = False,
     kept: bool = False,
-    hook: bool = False,
     **options: Any,
 ) -> Any:
     model = env.make(lambda: Towers(in_turn, checkpointed))
@@ -669,9 +443,7 @@ def _train_towers(
         model.towers[0].requires_grad_(False)
         model.neck.up.requires_grad_(False)
     model = env.shard(model, **options)
-    if hook:
-        flatshard.comm.register_comm_hook(model, None, flatshard.comm.bf16_compress_hook)
-    optimizer = sgd(flatshard.flat_parameters(model) if flat else model.parameters())
+    optimizer = sgd(model.parameters())
     results = []
     batches = [[env.batch(10 * step + i) for i in range(micro)] for step in range(3)]
     for step in range(3):
@@ -685,7 +457,7 @@ def _train_towers(
                 with flatshard.no_sync(model) if no_sync and i < micro - 1 else contextlib.nullcontext():
                     mean_square(model(batch)).backward()
             optimizer.step()
-    return results, {} if flat else numbers(model)
+    return results, numbers(model)
 
 
 class Halves(nn.Module):
@@ -805,68 +577,3 @@ def independent_trainings(env: Env, **options: Any) -> Any:
                 with side:
                     mean_square(model(batch)).backward()
     return [numbers(model) for model in models]
-
-
-# -- parameters that are changed inside a forward --------------------------------------------------------------------
-
-
-class Momentum(nn.Module):
-    """A student, and a teacher that follows it: as in MoCo and BYOL."""
-
-    def __init__(self, how: str = "") -> None:
-        super().__init__()
-        self.student = nn.Sequential(Block(), Block())
-        self.teacher = nn.Sequential(Block(), Block()).requires_grad_(False)
-        self.how = how
-
-    @torch.no_grad()
-    def follow(self) -> None:
-        for mine, theirs in zip(self.teacher.parameters(), self.student.parameters(), strict=True):
-            if self.how == "data":
-                mine.data = 0.5 * mine.data + 0.5 * theirs.data
-            elif self.how == "copy":
-                mine.copy_(theirs)
-            elif self.how == "lerp":
-                mine.lerp_(theirs, 0.5)
-            else:
-                mine.data.mul_(0.5).add_(theirs.data, alpha=0.5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.student(x)
-        self.follow()
-        with torch.no_grad():
-            target = self.teacher(x)
-        return y - target
-
-
-# What was gathered ahead is gathered again when the shard has changed, so what a gather read too late is not used. After the
-# first time the unit is not gathered ahead.
-GATHERED_AHEAD = (
-    r"first:\n    (all_gather|copy_) reads .*flatshard/_handle/flat_shard.py:\d+ gather\n.*/training.py:\d+ follow"
-)
-
-
-@cases.add({how: {"how": how} for how in ("data", "copy", "lerp")})
-def momentum_encoder(env: Env, how: str) -> Any:
-    """With the default prefetch: on CPU without, as that is what it must equal."""
-    options = {} if env.is_simulated else {"forward_prefetch": False}
-    model = env.shard(env.make(lambda: Momentum(how)), **options)
-    first = env.train(model, steps=2)  # the second pass is the first one that gathers ahead
-    env.forgive(GATHERED_AHEAD)
-    return first, env.train(model, steps=3)
-
-
-class Clamping(nn.Linear):
-    """Changes its own weights, which stay changed."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            self.weight.clamp_(-0.2, 0.2)
-        return super().forward(x)
-
-
-@cases.add({"frozen": {"frozen": True}, "trained": {"frozen": False}})
-def changed_inside_its_forward(env: Env, frozen: bool) -> Any:
-    model = env.make(lambda: nn.Sequential(Clamping(8, 8), nn.Tanh(), nn.Linear(8, 8)))
-    model[0].requires_grad_(not frozen)
-    return env.train(env.shard(model, policy={nn.Linear, Clamping}))
