@@ -52,9 +52,6 @@ def pytest_configure(config: pytest.Config) -> None:
 
     import torch
 
-    config.addinivalue_line("markers", "gpu: needs CUDA, skipped where there is none")
-    config.addinivalue_line("markers", "slow: takes more than a few seconds; leave out with -m 'not slow'")
-    config.addinivalue_line("markers", "time_limit(seconds): replaces the default time limit of a test")
     if config.getoption("--fence"):
         os.environ["POOL_FENCE"] = "1"  # read by the ranks
     if config.getoption("--thorough"):

@@ -732,20 +732,7 @@ def _simpler_statements(statement: Statement) -> Iterator[tuple[Statement, ...]]
         yield statement.body
         for body in (*_without_parts(statement.body), *_simpler(statement.body)):
             yield (dataclasses.replace(statement, body=body),)
-    plain: dict[str, Any] = {
-        "raises": None,
-        "options": (),
-        "hook": None,
-        "bomb": None,
-        "left_out": (),
-        "mode": 0,
-        "place": ROOT,
-        "retain": False,
-        "guard": "no_grad",
-        "to_none": True,
-        "method": False,
-        "is_eval": False,
-        "recurse": True,
-    }
-    fields = {field.name for field in dataclasses.fields(statement)}
-    yield from ((new,) for new in _with_defaults(statement, {k: v for k, v in plain.items() if k in fields}))
+    simplest: dict[str, Any] = {"raises": None, "options": (), "place": ROOT, "guard": "no_grad"}
+    defaults = {field.name: simplest.get(field.name, field.default) for field in dataclasses.fields(statement)}
+    plain = {name: value for name, value in defaults.items() if value is not dataclasses.MISSING}
+    yield from ((new,) for new in _with_defaults(statement, plain))

@@ -24,7 +24,7 @@ import copy
 import ctypes
 import dataclasses
 import pickle
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -40,19 +40,14 @@ BATCH_PER_RANK = 2
 Optimizer = torch.optim.Optimizer
 
 
-def adamw(params: Iterable[Tensor]) -> Optimizer:
-    """The default optimizer of a parity check: weight decay shows a step on a parameter that should have had none."""
-    return torch.optim.AdamW(params, lr=1e-2, weight_decay=0.1)
+def adamw(params: Iterable[Tensor], eps: float = 1e-8) -> Optimizer:
+    """Weight decay shows a step on a parameter that should have had none."""
+    return torch.optim.AdamW(params, lr=1e-2, weight_decay=0.1, eps=eps)
 
 
 def adamw_float32(params: Iterable[Tensor]) -> Optimizer:
-    """AdamW whose ``eps`` is far above float32's rounding of gradients; see the module's docstring."""
-    return torch.optim.AdamW(params, lr=1e-2, weight_decay=0.1, eps=1e-3)
-
-
-def sgd(params: Iterable[Tensor]) -> Optimizer:
-    """SGD with momentum: unlike Adam, it shows a gradient that is wrong by a constant factor."""
-    return torch.optim.SGD(params, lr=0.05, momentum=0.9, weight_decay=0.01)
+    """AdamW whose ``eps`` is far above float32's rounding of gradients."""
+    return adamw(params, eps=1e-3)
 
 
 def default_shard(module: nn.Module, group: Any) -> nn.Module:
@@ -79,10 +74,7 @@ def check_parity(
     rtol: float | None = None,
     dtype: torch.dtype | None = torch.float64,
     oracle: str = "batch",
-    optimizer_first: bool = False,
-    before_step: Callable[[nn.Module, int], None] | None = None,
     train: Callable[[nn.Module, Any, float], Tensor] | None = None,
-    set_to_none: bool = True,
     replicated: bool | None = None,
     clip: Callable[[nn.Module], Tensor] | None = None,
 ) -> ParityRun:
@@ -97,16 +89,11 @@ def check_parity(
         1e-6 otherwise.
     :param dtype: the dtype to cast the model and the inputs to; None leaves a mixed model as it is.
     :param oracle: ``"batch"`` trains the reference on the whole batch, ``"slices"`` on the mean of the slices' losses.
-    :param optimizer_first: create the sharded model's optimizer before sharding it.
-    :param before_step: called with either model before each of its steps, e.g. to skip a block.
     :param train: ``train(model, inputs, scale)`` runs forward, loss and the backward of ``scale * loss``, and returns the
         loss, for steps that are more than ``loss_fn(model(inputs), inputs).backward()``.
-    :param set_to_none: passed to ``zero_grad``.
     :param replicated: whether every rank must hold whole parameters (NO_SHARD); None accepts either.
     :param clip: clips the gradients of either model, and returns their norm.
-    :returns: both models and optimizers, for further assertions.
     """
-    assert oracle in ("batch", "slices")
 
     def train_simply(model: nn.Module, inputs: Any, scale: float) -> Tensor:
         loss = loss_fn(model(inputs), inputs)
@@ -115,19 +102,19 @@ def check_parity(
 
     train = train or train_simply
     reference, sharded = (_build(make_model, dtype) for _ in range(2))
-    _assert_same_start(reference, sharded)
+    start = _values(reference)
+    assert all(_same_bits(t, start[n]) for n, t in _values(sharded).items()), (
+        "make_model must use torch's global RNG only"
+    )
     if rtol is None:
         rtol = 1e-9 if {p.dtype for p in reference.parameters() if _is_float(p)} <= {torch.float64} else 1e-6
-    start = _State.of(reference)
 
     originals = dict(sharded.named_parameters())
-    opt_reference = optimizer(reference.parameters())
-    opt_sharded = optimizer(sharded.parameters()) if optimizer_first else None
     result = shard(sharded, ctx.group)
     assert result is None or result is sharded, "sharding must return the same object"
-    opt_sharded = opt_sharded or optimizer(sharded.parameters())
+    optimizers = [optimizer(model.parameters()) for model in (reference, sharded)]
     copies = (1, ctx.world_size) if replicated is None else (ctx.world_size if replicated else 1,)
-    run = ParityRun(ctx, reference, sharded, opt_reference, opt_sharded, rtol, copies)
+    run = ParityRun(ctx, reference, sharded, rtol, copies)
     run.check_registration(originals)
 
     stepped: set[str] = set()
@@ -138,40 +125,40 @@ def check_parity(
         if dtype is not None:
             batch = pytree.tree_map(lambda t: t.to(dtype) if _is_float(t) else t, batch)
         slices = [_slice(batch, rank) for rank in range(ctx.world_size)]
-
-        if before_step:
-            before_step(reference, step)
-        opt_reference.zero_grad(set_to_none)
-        parts = [batch] if oracle == "batch" else slices
-        losses = [train(reference, part, 1 / len(parts)).double() for part in parts]
-
-        if before_step:
-            before_step(sharded, step)
-        opt_sharded.zero_grad(set_to_none)
-        sharded_loss = train(sharded, slices[ctx.rank], 1.0).double()
-        losses_of_steps.append((sharded_loss, torch.stack(losses).mean()))
-
-        with run.explain(f"step {step}"):
+        for each in optimizers:
+            each.zero_grad()
+        given = [batch] if oracle == "batch" else slices
+        losses = [train(reference, part, 1 / len(given)).double() for part in given]
+        losses_of_steps.append((train(sharded, slices[ctx.rank], 1.0).double(), torch.stack(losses).mean()))
+        with explain(f"step {step}"):
             run.check_missing_grads()
             if step == 0:
-                run.check_grads()
+                expected = {name: p.grad for name, p in reference.named_parameters()}
+                _assert_close(whole_gradients(sharded), expected, rtol, "gradient")
             stepped |= {name for name, p in reference.named_parameters() if p.grad is not None}
             if clip:
                 _assert_close({"norm": clip(sharded).double()}, {"norm": clip(reference).double()}, rtol, "norm")
-            opt_reference.step()
-            opt_sharded.step()
+            for each in optimizers:
+                each.step()
 
     means = torch.stack([loss for loss, _ in losses_of_steps]) / ctx.world_size
     dist.all_reduce(means, group=ctx.group)  # once, as small collectives are what takes most of the time
-    for step, (_, expected) in enumerate(losses_of_steps):
-        with run.explain(f"step {step}"):
-            _assert_close({"loss": means[step]}, {"loss": expected}, rtol, "loss")
-
-    with run.explain(f"after {steps} steps"):
+    for step, (_, expected_loss) in enumerate(losses_of_steps):
+        with explain(f"step {step}"):
+            _assert_close({"loss": means[step]}, {"loss": expected_loss}, rtol, "loss")
+    with explain(f"after {steps} steps"):
         run.check_registration(originals)
-        run.check_params()
-        run.check_unchanged(start, stepped)
+        run.check_values(start, stepped)
     return run
+
+
+@contextlib.contextmanager
+def explain(when: str) -> Iterator[None]:
+    """Say on a failure at which step it was: the first wrong step is the first thing to know."""
+    try:
+        yield
+    except AssertionError as e:
+        raise AssertionError(f"{when}: {e}") from None
 
 
 @dataclasses.dataclass
@@ -181,43 +168,25 @@ class ParityRun:
     ctx: Any
     reference: nn.Module
     sharded: nn.Module
-    opt_reference: Optimizer
-    opt_sharded: Optimizer
     rtol: float
     copies: tuple[int, ...]
     """How many ranks may hold an element of a parameter."""
 
-    @contextlib.contextmanager
-    def explain(self, when: str):
-        """Say on a failure at which step it was: the first wrong step is the first thing to know."""
-        try:
-            yield
-        except AssertionError as e:
-            raise AssertionError(f"{when}: {e}") from None
-
     def check_registration(self, originals: dict[str, nn.Parameter]) -> None:
         """Sharding and training changed no name and no parameter object, and no rank's slice is lost or doubled."""
-        now = dict(self.sharded.named_parameters())
-        assert list(now) == [name for name, _ in self.reference.named_parameters()]
+        now, reference = dict(self.sharded.named_parameters()), dict(self.reference.named_parameters())
+        assert list(now) == list(reference)
         assert [n for n, _ in self.sharded.named_modules()] == [n for n, _ in self.reference.named_modules()]
-        for name in [name for name, p in originals.items() if _is_subclass(p)]:  # of which new objects are sharded
-            del now[name]
+        now = {n: p for n, p in now.items() if not _is_subclass(originals[n])}  # of which new objects are sharded
         changed = [name for name, p in now.items() if p is not originals[name]]
         assert not changed, f"not the user's parameter objects any more: {changed}"
-        reference = dict(self.reference.named_parameters())
-        wrong = {
-            name: (p.dtype, p.requires_grad)
-            for name, p in now.items()
-            if (p.dtype, p.requires_grad) != (reference[name].dtype, reference[name].requires_grad)
-        }
+        of = {name: (p.dtype, p.requires_grad) for name, p in now.items()}
+        wrong = {n: found for n, found in of.items() if found != (reference[n].dtype, reference[n].requires_grad)}
         assert not wrong, f"dtype or requires_grad changed: {wrong}"
         held = torch.tensor([p.numel() for p in now.values()])
         dist.all_reduce(held, group=self.ctx.group)
-        wrong = {
-            name: (n, reference[name].numel())
-            for name, n in zip(now, held.tolist(), strict=True)
-            if n not in [reference[name].numel() * k for k in self.copies]
-        }
+        numels = {name: (n, reference[name].numel()) for name, n in zip(now, held.tolist(), strict=True)}
+        wrong = {name: both for name, both in numels.items() if both[0] not in [both[1] * k for k in self.copies]}
         assert not wrong, f"elements on all ranks together, and in the original: {wrong}"
 
     def check_missing_grads(self) -> None:
@@ -227,32 +196,17 @@ class ParityRun:
         wrong = [name for name in got if reference[name].grad is None]
         assert not wrong, f"gradients where the reference has None: {wrong}"
 
-    def check_grads(self) -> None:
-        """Full gradients agree."""
-        expected = {name: p.grad for name, p in self.reference.named_parameters()}
-        got = whole_gradients(self.sharded)
-        none = [name for name in expected if (got[name] is None) != (expected[name] is None)]
-        assert not none, f"gradients that are None in one model only: {none}"
-        _assert_close(got, expected, self.rtol, "gradient")
-
-    def check_params(self) -> None:
-        """Full parameters agree, in shape, dtype, strides and values."""
-        expected = {name: _clone(p) if _is_subclass(p) else p.detach() for name, p in self.reference.named_parameters()}
-        _assert_close(full_params(self.sharded), expected, self.rtol, "parameter", strides=True)
-
-    def check_unchanged(self, start: _State, stepped: set[str]) -> None:
-        """Parameters without a gradient, and buffers that the reference did not change, are bitwise as before."""
+    def check_values(self, start: dict[str, Tensor], stepped: set[str]) -> None:
+        """Full parameters agree, in shape, dtype, strides and values; what nothing has changed is bitwise as before."""
         full = full_params(self.sharded)
-        changed = [n for n, p in start.params.items() if n not in stepped and not _same_bits(full[n], p)]
-        assert not changed, f"parameters without a gradient changed: {changed}"
-        reference, sharded = dict(self.reference.named_buffers()), dict(self.sharded.named_buffers())
-        assert list(sharded) == list(start.buffers)
-        changed = [
-            name
-            for name, b in start.buffers.items()
-            if _same_bits(reference[name], b) and not _same_bits(sharded[name], b)
-        ]
-        assert not changed, f"buffers changed: {changed}"
+        expected = {name: _clone(p) if _is_subclass(p) else p.detach() for name, p in self.reference.named_parameters()}
+        _assert_close(full, expected, self.rtol, "parameter", strides=True)
+        buffers = dict(self.reference.named_buffers())
+        still = [n for n in start if (n not in stepped if n in full else _same_bits(buffers[n], start[n]))]
+        now = full | dict(self.sharded.named_buffers())
+        assert list(now) == list(start)
+        changed = [name for name in still if not _same_bits(now[name], start[name])]
+        assert not changed, f"parameters without a gradient, or buffers, changed: {changed}"
 
 
 def full_params(sharded: nn.Module) -> dict[str, Tensor]:
@@ -261,17 +215,14 @@ def full_params(sharded: nn.Module) -> dict[str, Tensor]:
         return {name: _clone(p) for name, p in sharded.named_parameters()}
 
 
-@dataclasses.dataclass
-class _State:
-    params: dict[str, Tensor]
-    buffers: dict[str, Tensor]
+def whole_gradients(sharded: nn.Module) -> dict[str, Tensor | None]:
+    """Copies of all gradients in their original shapes. Collective."""
+    with summon_full_params(sharded, writeback=False, with_grads=True):
+        return {name: None if p.grad is None else p.grad.clone() for name, p in sharded.named_parameters()}
 
-    @staticmethod
-    def of(module: nn.Module) -> _State:
-        return _State(
-            {name: _clone(p) for name, p in module.named_parameters()},
-            {name: _clone(b) for name, b in module.named_buffers()},
-        )
+
+def _values(module: nn.Module) -> dict[str, Tensor]:
+    return {name: _clone(t) for name, t in (*module.named_parameters(), *module.named_buffers())}
 
 
 def _is_subclass(t: Tensor) -> bool:
@@ -286,14 +237,6 @@ def _build(make_model: Callable[[], nn.Module], dtype: torch.dtype | None) -> nn
     torch.manual_seed(0)
     model = make_model()
     return model if dtype is None else model.to(dtype)
-
-
-def _assert_same_start(a: nn.Module, b: nn.Module) -> None:
-    first, second = _State.of(a), _State.of(b)
-    same = list(first.params) == list(second.params) and all(
-        _same_bits(t, second.params[name]) for name, t in first.params.items()
-    )
-    assert same, "make_model must build the same model every time: from torch's global RNG only"
 
 
 def _slice(batch: Any, rank: int) -> Any:
@@ -314,11 +257,7 @@ def _max(t: Tensor) -> float:
 
 
 def _assert_close(
-    got: dict[str, Tensor],
-    expected: dict[str, Tensor | None],
-    rtol: float,
-    what: str,
-    strides: bool = False,
+    got: dict[str, Tensor | None], expected: dict[str, Tensor | None], rtol: float, what: str, strides: bool = False
 ) -> None:
     """All tensors of two models agree, relative to the largest magnitudes; lists all that don't, not only the first."""
     assert list(got) == list(expected)
@@ -326,7 +265,8 @@ def _assert_close(
     wrong = []
     for name, e in expected.items():
         g = got[name]
-        if e is None:
+        if e is None or g is None:
+            wrong += [f"{name}: None in one model only"] if (e is None) != (g is None) else []
             continue
         if e.is_complex() and g.is_complex():
             g, e = torch.view_as_real(g), torch.view_as_real(e)
@@ -335,11 +275,9 @@ def _assert_close(
         elif strides and g.stride() != e.stride() and g.numel() > 1:
             wrong.append(f"{name}: strides {g.stride()}, expected {e.stride()}")
         elif not _is_float(e):
-            if not torch.equal(g, e):
-                wrong.append(f"{name}: {g.flatten()[:4].tolist()}..., expected {e.flatten()[:4].tolist()}...")
+            wrong += [] if torch.equal(g, e) else [f"{name}: {g.flatten()[:4]}..., expected {e.flatten()[:4]}..."]
         elif e.numel():
-            scale = max(_max(e), FLOOR * largest)
-            error = _max(g.double() - e.double()) / (scale or 1.0)
+            error = _max(g.double() - e.double()) / (max(_max(e), FLOOR * largest) or 1.0)
             if not error <= rtol:  # also catches NaN
                 index = (g.double() - e.double()).abs().flatten().nan_to_num(torch.inf).argmax().item()
                 values = f"{g.flatten()[index].item():.9g} instead of {e.flatten()[index].item():.9g}"
@@ -348,15 +286,8 @@ def _assert_close(
 
 
 def in_texts(ctx, text: str) -> list[str]:
-    """Every rank's ``text``. Not ``all_gather_object``, which needs numpy."""
-    mine = torch.tensor(list(text.encode()))
-    sizes = [torch.zeros(1, dtype=torch.long) for _ in range(ctx.world_size)]
-    dist.all_gather(sizes, torch.tensor([mine.numel()]), group=ctx.group)
-    padded = torch.zeros(int(max(sizes)), dtype=torch.long)
-    padded[: mine.numel()] = mine
-    rows = [torch.zeros_like(padded) for _ in sizes]
-    dist.all_gather(rows, padded, group=ctx.group)
-    return [bytes(row[: int(n)].tolist()).decode() for row, n in zip(rows, sizes, strict=True)]
+    """Every rank's ``text``."""
+    return everybody(ctx, text)
 
 
 def everybody(ctx, value: object) -> list[Any]:
@@ -373,12 +304,6 @@ def everybody(ctx, value: object) -> list[Any]:
 
 def shard_with(policy: Any, strategy: ShardingStrategy, model: nn.Module, group: Any) -> nn.Module:
     return fully_shard(model, policy=policy, strategy=strategy, process_group=group)
-
-
-def whole_gradients(sharded: nn.Module) -> dict[str, Tensor | None]:
-    """Copies of all gradients in their original shapes. Collective."""
-    with summon_full_params(sharded, writeback=False, with_grads=True):
-        return {name: None if p.grad is None else p.grad.clone() for name, p in sharded.named_parameters()}
 
 
 def _check_same(got: Tensor, expected: Tensor, rtol: float, name: str) -> None:

@@ -16,12 +16,10 @@ What a shared pool must guarantee, and how it does:
 
 - A failing rank fails the test with its own traceback (:class:`RankFailure`), even while its peers sit in a
   collective that never completes: they get ``GRACE`` seconds, then all ranks are killed.
-- A hanging rank fails the test at the timeout, by rank number and with the Python stacks of all its threads. Ranks
-  are stopped with SIGABRT, at which faulthandler writes the stacks from the signal handler, so this also works while
-  the rank is stuck in C++.
-- After a failure the process groups may be out of step (one rank ran a collective more than another), so no later
-  test gets them: they are built anew, and the processes too where that does not work at once. The groups are also built
-  anew after a body that made groups of its own on some of the ranks.
+- A hanging rank fails the test at the timeout, by rank number and with the Python stacks of all its threads, which
+  faulthandler writes at SIGABRT, so also where the rank is stuck in C++.
+- After a failure, and after a body that made groups on some ranks only, groups may be out of step: they are built anew,
+  and the processes too where that does not work at once.
 - Ranks never outlive pytest: they are daemons, and each watches for the parent's death on a thread.
 """
 
@@ -50,6 +48,7 @@ from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 MAX_WORLD_SIZE = 4
 START_TIMEOUT = 120.0
@@ -462,7 +461,7 @@ class Pool:
             self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         start = multiprocessing.get_context("forkserver")
         start.set_forkserver_preload([*PRELOAD, *self._preload])
-        with _environment(OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME=_loopback()):
+        with mock.patch.dict(os.environ, OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME=_loopback()):  # OMP reads it at import
             for rank in range(self._size):
                 here, there = start.Pipe()
                 stacks = self._dir / f"stacks-{rank}"
@@ -587,18 +586,3 @@ def _name_ranks(ranks: Any) -> str:
 
 def _loopback() -> str:
     return "lo0" if sys.platform == "darwin" else "lo"
-
-
-@contextlib.contextmanager
-def _environment(**variables: str):
-    """Set environment variables for the processes started inside: OMP reads its own when torch is imported."""
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value

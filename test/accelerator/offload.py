@@ -11,13 +11,12 @@ from typing import Any
 import torch
 from accelerator.harness import Cases, Env, Net, mean_square, numbers
 from accelerator.planning import counted_bytes, held
-from accelerator.tools import shared_folder
 from torch import Tensor, nn, optim
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.utils import _pytree as pytree
 
 import flatshard
-from flatshard import CPUOffload, MixedPrecision
+from flatshard import MixedPrecision
 from flatshard import ShardingStrategy as S
 from flatshard.checkpoint import full_state_dict, optim_state_dict
 from flatshard.optim import OffloadedOptimizer
@@ -300,21 +299,6 @@ def saved(env: Env) -> Any:
     return results
 
 
-@cases.add(watch_host=True)
-def already_there(env: Env) -> Any:
-    """With parameters on the host nothing moves."""
-    model = env.shard(env.make(), cpu_offload=CPUOffload(True))
-    optimizer = OffloadedOptimizer(model.parameters(), Momentum)
-    with _peak(env) as found:
-        for step in range(2):
-            optimizer.zero_grad()
-            _backward(env, model, step)
-            optimizer.step()
-    if env.is_simulated and ("as are the parameters" not in repr(optimizer) or found[1]):
-        env.problems.append(repr(optimizer))
-    return numbers(model)
-
-
 @cases.add(
     {
         "full": {},
@@ -413,29 +397,3 @@ def _away(env: Env, model: nn.Module, optimizer: Any, options: dict[str, Any]) -
     tensors = [*model.parameters(), *(p.grad for p in model.parameters()), *optimizer.state.values()]
     after = [t for t in pytree.tree_leaves(tensors) if isinstance(t, Tensor)]
     _same_bits(env, "brought back", before, after)
-
-
-@cases.add(fake=False)
-def job(env: Env) -> Any:
-    """A checkpoint of a job that goes on at once, loaded again in place, and into an optimizer without state."""
-    model = env.shard(env.make())
-    optimizer = OffloadedOptimizer(model.parameters(), optim.AdamW, **ADAMW)
-    _backward(env, model, 0)
-    optimizer.step()
-    results = []
-    with shared_folder(env) as folder:
-        state = {"model": model, "optimizer": optimizer}
-        saved = flatshard.save_checkpoint(str(folder / "job"), state, process_group=env.group, wait=False)
-        _backward(env, model, 1)
-        optimizer.step()
-        saved.result()
-        for kind in (optimizer, OffloadedOptimizer(model.parameters(), optim.AdamW, **ADAMW)):
-            with _peak(env) as found:
-                state = {"model": model, "optimizer": kind}
-                flatshard.load_checkpoint(str(folder / "job"), state, process_group=env.group)
-            most = 5 * max(p.nbytes for p in model.parameters())  # a first step of one parameter: with temporaries
-            if found and found[0] > most:
-                env.problems.append(f"loading takes {found[0]} bytes of the device, a first step of a parameter {most}")
-            results.append(env.train(model, optimizer=lambda _, kind=kind: kind, waits=True))
-    _same_bits(env, "trained", [*results[0].values()][:15], [*results[1].values()][:15])
-    return results

@@ -38,47 +38,6 @@ def test_each_module_says_what_is_public():
         assert inspect.getdoc(module), name
 
 
-def texts_of(value: Any) -> dict[str, str]:
-    """The docstring of a public name, and those of its members, by their names."""
-    texts = {"": api_page.docs_of(value)}
-    if isinstance(value, type):
-        texts |= {name: member.__doc__ or "" for name, member in api_page.members(value)}
-        texts |= {field.name: field.doc for field in api_page.fields(value)}
-    return texts
-
-
-def test_no_docstring_sends_a_user_into_the_code():
-    """``help`` of a public name refers to no note, no file and no private name of the package."""
-    texts = {f"{name}.{part}": text for name, value in PUBLIC.items() for part, text in texts_of(value).items()}
-    texts |= {name: inspect.getdoc(module) or "" for name, module in api_page.modules().items()}
-    functions = [value for value in vars(flatshard).values() if inspect.isfunction(value)]
-    texts["help"] = "".join(f"module {function.__module__} " for function in functions)  # as help() begins
-    files = {path.name for path in PACKAGE.rglob("*.py")}
-    private = re.compile(r"\[Note: [^\]]*\]|\b\w+\.py\b|\bflatshard[\w.]*\._\w+|(?<![\w.])_[A-Za-z]\w*")
-    found = {
-        name: [word for word in private.findall(text) if word in files or ".py" not in word]
-        for name, text in texts.items()
-    }
-    assert not {name: words for name, words in found.items() if words}
-
-
-def test_classes_that_a_docstring_refers_to_are_public():
-    known = {name.rpartition(".")[2] for name in PUBLIC} | set(api_page.modules())
-    for name, value in PUBLIC.items():
-        for text in texts_of(value).values():
-            for role in re.findall(r":(?:class|func):`~?([^`]+)`", text):
-                assert role.rpartition(".")[2] in known, f"{name} refers to {role}"
-
-
-def test_signatures_have_readable_types():
-    for name, value in PUBLIC.items():
-        shown = api_page.signature(name, value)
-        unreadable = r"[\"<~]|\bflatshard\.\w+\._|UNCHANGED|_Unchanged|ForwardRef|typing\.|\.module\.Module"
-        assert not re.search(unreadable, shown), shown
-        quoted = re.findall(r"'[^']*'", re.sub(r"Literal\[[^]]*\]|= '[^']*'", "", shown))
-        assert not quoted, shown
-
-
 def test_each_argument_and_field_is_documented():
     for name, value in PUBLIC.items():
         sections = re.findall(r"^[A-Z][a-z]+(?=:$)", api_page.docs_of(value), re.MULTILINE)
