@@ -38,6 +38,14 @@ STRATEGIES += ("SHARD_OPTIM", "SHARD_OPTIM", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2
 STRATEGIES += ("HYBRID_FULL_SHARD",)
 POLICIES = ("none", "class", "set", "wrap", "custom", "size", "manual", "manual", "groups", "groups", "lists")
 STARTS = ("as it is", "meta", "to_empty", "sync")
+AS_THEY_ARE = (
+    "cpu_offload",
+    "forward_prefetch",
+    "prefetch_limit_bytes",
+    "reshard_after_forward",
+    "static_buffers",
+    "recompute",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,17 +125,11 @@ class Sharding:
     def mixed_precision(self, is_root: bool) -> MixedPrecision | None:
         if not self.mixed:
             return None
-        return MixedPrecision(
-            param_dtype=self.param_dtype,
-            reduce_dtype=self.reduce_dtype,
-            buffer_dtype=self.buffer_dtype,
-            keep_low_precision_grads=self.keep_low_precision_grads,
-            keep_cast_shard=self.keep_cast_shard,
-            cast_forward_inputs=self.cast_forward_inputs,
-            output_dtype=self.output_dtype if is_root else None,
-            module_classes_to_ignore=(nn.LayerNorm,) if self.ignore_norms else (),
-            full_precision_in_eval=self.full_precision_in_eval,
-        )
+        names = {field.name for field in dataclasses.fields(MixedPrecision)}
+        given = {name: value for name, value in vars(self).items() if name in names}
+        given["output_dtype"] = self.output_dtype if is_root else None
+        given["module_classes_to_ignore"] = (nn.LayerNorm,) if self.ignore_norms else ()
+        return MixedPrecision(**given)
 
     def _where(self, ranks: Ranks) -> dict[str, Any]:
         if self.mesh is None:
@@ -160,20 +162,15 @@ class Sharding:
                         value.data.copy_(theirs[name].data)
 
         options = {
+            **{name: getattr(self, name) for name in AS_THEY_ARE},
             "strategy": flatshard.ShardingStrategy[self.strategy],
-            "cpu_offload": self.cpu_offload,
             "ignored_states": ignored or None,
             "device_id": ranks.device if self.device_id or (self.start == "meta" and ranks.device is not CPU) else None,
             "param_init_fn": fill if self.start == "meta" else None,
             "sync_module_states": self.start == "sync",
             "backward_prefetch": self.backward_prefetch and flatshard.BackwardPrefetch[self.backward_prefetch],
-            "forward_prefetch": self.forward_prefetch,
-            "prefetch_limit_bytes": self.prefetch_limit_bytes,
-            "reshard_after_forward": self.reshard_after_forward,
             "layout": layout_named(self.layout),
             "collectives": flatshard.comm.builtin_collectives if self.collectives else None,
-            "static_buffers": self.static_buffers,
-            "recompute": self.recompute,
             "shard_mesh_fn": (lambda fqn, param: ranks.mesh if len(fqn) % 2 else None) if self.shard_mesh_fn else None,
         }
 

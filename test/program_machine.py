@@ -21,6 +21,7 @@ import base64
 import contextlib
 import copy
 import dataclasses
+import functools
 import gc
 import os
 import pickle
@@ -993,26 +994,24 @@ class Machine:
     # -- blocks
 
     def _within(
-        self, s: Any, module: nn.Module, context: Any, enter: Callable[[], None], leave: Callable[[bool], None]
+        self, s: Any, module: nn.Module, verb: Any, enter: Callable[[], None], leave: Callable[[bool], None]
     ) -> None:
         """Run the body inside. ``leave`` is told whether it ended well; neither is called where entering is refused."""
         error = ERRORS[s.raises]("at the end of the body") if s.raises else None
-        if not self.attempt(context.__enter__, self.twins[s.model], module):
-            return
-        enter()
         try:
-            self.check()
-            self.run(s.body)
-            if error is not None:
-                raise error
+            with contextlib.ExitStack() as inside:
+                if not self.attempt(lambda: inside.enter_context(verb(module)), self.twins[s.model], module):
+                    return
+                enter()
+                self.check()
+                self.run(s.body)
+                if error is not None:
+                    raise error
         except (Bang, Interrupt) as e:
-            if e is not error or context.__exit__(type(e), e, e.__traceback__):
+            if e is not error:
                 raise
-        except BaseException as e:  # ours, of a comparison: leave the others to the timeout
-            context.__exit__(type(e), e, e.__traceback__)
-            raise
         else:
-            context.__exit__(None, None, None)
+            assert error is None, "the block has swallowed the exception"
         leave(error is None)
 
     def _nosync(self, s: programs.NoSync, twin: Twin, module: nn.Module) -> None:
@@ -1029,14 +1028,15 @@ class Machine:
             twin.synced.update(before)
             twin.synced_outside = outside
 
-        self._within(s, module, _late(flatshard.no_sync, module), enter, leave)
+        self._within(s, module, flatshard.no_sync, enter, leave)
 
     def _keep(self, s: programs.Keep, twin: Twin, module: nn.Module) -> None:
-        def count(by: int) -> None:
-            twin.kept += by
+        before = twin.kept
 
-        context = _late(flatshard.keep_unsharded, module)
-        self._within(s, module, context, lambda: count(1), lambda well: count(-1))
+        def count(kept: int) -> None:
+            twin.kept = kept
+
+        self._within(s, module, flatshard.keep_unsharded, lambda: count(before + 1), lambda well: count(before))
 
     def _summon(self, s: programs.Summon, twin: Twin, module: nn.Module) -> bool:
         options = dict(s.options)
@@ -1074,7 +1074,7 @@ class Machine:
                 twin.unsharded_at = -1
                 twin.changes += 1
 
-        self._within(s, module, _late(flatshard.summon_full_params, module, **options), enter, leave)
+        self._within(s, module, functools.partial(flatshard.summon_full_params, **options), enter, leave)
         return True
 
     # -- parameters
@@ -1125,19 +1125,17 @@ class Machine:
 
     def _toggle(self, s: programs.Toggle, twin: Twin, module: None) -> bool:
         name = twin.names[s.param % len(twin.names)]
-        own = twin.own[name]
-        if self.program.optimizer == "flat" or twin.owner[name] < 0 or not own.is_floating_point():
-            return False
-        own.requires_grad_(s.value)
-        twin.plain.get_parameter(name).requires_grad_(s.value)
-        return True
+        return self._train_some(s.value, twin.own[name], twin.plain.get_parameter(name), [twin.own[name]])
 
     def _freeze(self, s: programs.Freeze, twin: Twin, module: nn.Module) -> bool:
-        floats = all(p.is_floating_point() and owner_of(p) for p in module.parameters())
-        if not twin.shows_own or not floats or self.program.optimizer == "flat":
+        plain = twin.plain.get_submodule(twin.path(s.place))
+        return twin.shows_own and self._train_some(s.value, module, plain, [*module.parameters()])
+
+    def _train_some(self, value: bool, mine: Any, theirs: Any, params: list[nn.Parameter]) -> bool:
+        if self.program.optimizer == "flat" or not all(p.is_floating_point() and owner_of(p) for p in params):
             return False
-        module.requires_grad_(s.value)
-        twin.plain.get_submodule(twin.path(s.place)).requires_grad_(s.value)
+        mine.requires_grad_(value)
+        theirs.requires_grad_(value)
         return True
 
     def _change(self, s: programs.Change, twin: Twin, module: None) -> bool:
@@ -1151,10 +1149,8 @@ class Machine:
             if twin.undefined or (seen is not own and not shows) or self.program.optimizer == "flat":
                 return False
             for p in (seen if shows else own, plain):
-                if s.how == "no_grad":
-                    p.grad = None
-                elif p.grad is not None:
-                    p.grad.mul_(0.5)
+                if p.grad is not None:
+                    exec(programs.CHANGES[s.how], {"p": p})
             if shows and shown:
                 shown.changed = True
             return True
@@ -1165,17 +1161,7 @@ class Machine:
             return False
         for p in (seen, plain):
             with torch.no_grad():
-                match s.how:
-                    case "set_data":
-                        p.data = 0.5 * p.data + 0.25
-                    case "mul_data":
-                        p.data.mul_(0.5)
-                    case "mul":
-                        p.mul_(0.5)
-                    case "detach":
-                        p.detach().mul_(0.5)
-                    case "copy":
-                        p.copy_(0.5 * p + 0.25)
+                exec(programs.CHANGES[s.how], {"p": p})
         if s.how.endswith("data"):
             self._discard_losses(twin)
         twin.changes += 1
@@ -1538,13 +1524,6 @@ class Machine:
 
     def _collect(self, s: programs.Collect, twin: None, module: None) -> None:
         gc.collect()
-
-
-@contextlib.contextmanager
-def _late(verb: Callable[..., Any], *args: Any, **kwargs: Any) -> Iterator[None]:
-    """The verb is called when it is entered: it may refuse then, or when its context is."""
-    with verb(*args, **kwargs):
-        yield
 
 
 def run_program(

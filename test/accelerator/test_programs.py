@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 from typing import Any
 
 import pytest
@@ -12,12 +14,16 @@ from pool import Pool
 from program_machine import run_program
 
 
-def can_run(program: Program) -> bool:
-    """The simulator has no fused GRU and no compiler. Its groups are CPU's as well, so ``to_empty`` would be for that."""
-    return not program.model.has("gru", "compiled") and all(s.start != "to_empty" for s in program.shardings)
+def on_the_device(program: Program) -> Program:
+    """The simulator's groups are the CPU's as well, so ``to_empty`` would be for that."""
+    starts = ["as it is" if s.start == "to_empty" else s.start for s in program.shardings]
+    first, second = (dataclasses.replace(s, start=at) for s, at in zip(program.shardings, starts, strict=True))
+    return dataclasses.replace(program, shardings=(first, second))
 
 
-PROGRAMS = [program for program in map(draw, range(60)) if can_run(program)]
+CAN_RUN = (p for p in map(draw, itertools.count(100)) if p.world_size > 1 and not p.model.has("gru", "compiled"))
+"""The simulator has no fused GRU and no compiler."""
+PROGRAMS = [*map(on_the_device, itertools.islice(CAN_RUN, 30))]
 
 
 def run_late(ctx: Any, programs: list[Program]) -> None:
@@ -36,8 +42,8 @@ def run_late(ctx: Any, programs: list[Program]) -> None:
         assert not sim.races, "\n".join([str(program), *map(str, sim.races.values())])
 
 
-@pytest.mark.parametrize("chunk", range(5))
-@pytest.mark.parametrize("world_size", [2, 3, 4, 1])
+@pytest.mark.parametrize("chunk", range(3))
+@pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_programs(simulated_pool: Pool, world_size: int, chunk: int) -> None:
     programs = [p for p in PROGRAMS if p.world_size == world_size]
-    simulated_pool.run(run_late, programs[chunk::5], world_size=world_size)
+    simulated_pool.run(run_late, programs[chunk::3], world_size=world_size)

@@ -180,37 +180,7 @@ def test_every_benchmark_can_be_run_by_name(benchmarks):
         assert "floor" in module.__doc__.lower()
 
 
-# -- without a GPU -----------------------------------------------------------------------------------------------------
-
-
-def bench(benchmarks: Any, monkeypatch: pytest.MonkeyPatch, *rows: str) -> Any:
-    """Of the benchmark for GPUs, on CPU, with these rows alone."""
-    gpu = benchmarks.one_gpu
-    monkeypatch.setattr(gpu, "ROWS", {name: gpu.ROWS[name] for name in rows})
-    small = {"layers": 1, "width": 16, "context": 4, "vocabulary": 8, "batch": 1, "rounds": 1}
-    args = gpu.BENCHMARK.parser().parse_args([text for k, v in small.items() for text in (f"--{k}", str(v))])
-    return gpu.Bench(args, benchmarks.devices.Device(), gpu.PLACES[0])
-
-
-def test_what_runs_on_a_gpu_runs_on_a_cpu_but_for_the_gpu_itself(benchmarks, monkeypatch):
-    measured = bench(benchmarks, monkeypatch, "plain", "flatshard")
-    rows = measured.rows()
-    assert list(rows) == ["plain", "flatshard"]
-    assert rows["plain"]["copied / P"].value == 0
-    assert rows["flatshard"]["copied / P"].value > 1
-    assert rows["flatshard"]["ms"].value > 0
-    assert rows["flatshard"]["kernels"].value == 0
-    assert measured.graph("flatshard").note == "NotImplementedError: cpu has no graphs"
-
-
-def test_a_contender_that_fails_on_a_gpu_stands_in_the_table_with_its_error(benchmarks, monkeypatch):
-    def fails(*_: object) -> None:
-        raise ValueError("no such\nluck")
-
-    monkeypatch.setitem(benchmarks.contenders.CONTENDERS, "FSDP2", fails)
-    rows = bench(benchmarks, monkeypatch, "plain", "FSDP2").rows()
-    assert rows["FSDP2"] == {"ms": benchmarks.suite.Figure(None, note="ValueError: no such")}
-    assert rows["plain"]["ms"].value > 0
+# -- what a GPU's trace tells -----------------------------------------------------------------------------------------
 
 
 def test_launches_and_waits_are_read_from_a_trace(benchmarks):
