@@ -44,6 +44,6 @@ def run_late(ctx: Any, programs: list[Program]) -> None:
 
 @pytest.mark.parametrize("chunk", range(3))
 @pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_programs(simulated_pool: Pool, world_size: int, chunk: int) -> None:
+def test_late_programs(simulated_pool: Pool, world_size: int, chunk: int) -> None:
     programs = [p for p in PROGRAMS if p.world_size == world_size]
     simulated_pool.run(run_late, programs[chunk::3], world_size=world_size)
