@@ -321,6 +321,9 @@ SAVES = {
 }
 
 
+LOADS = ("full", "sharded", "local", "optim")
+
+
 class Load(Statement):
     """What was saved of that kind and place last."""
 
@@ -458,6 +461,7 @@ class _Drawing:
         self.models = models
         self._made = self.models
         self._losses: list[str] = []
+        self._saved: list[Save] = []
         self._inputs = 0
 
     # -- lines of training
@@ -557,8 +561,8 @@ class _Drawing:
             (1.5, lambda: self._configure(model)),
             (1, lambda: Unshard(model, self._place(), rng.random() < 0.5, rng.random() < 0.6)),
             (0.7, lambda: Reshard(model, self._place())),
-            (1.5, lambda: Save(model, self._place(), rng.choice(list(SAVES)))),
-            (0.7, lambda: Load(model, self._place(), rng.choice(["full", "sharded", "local", "optim"]))),
+            (1.5, lambda: self._save(model)),
+            (0.7, lambda: self._load(model)),
             (2, lambda: Ask(model, self._place(), rng.choice(ASKED))),
             (0.4, lambda: Restart(model, rng.choice(["job", "dcp", "full"]), rng.random() < 0.5)),
             (0.3, lambda: Schedule(model)),
@@ -582,6 +586,17 @@ class _Drawing:
         choices = simple + (blocks if depth < 2 else [])
         weights, makers = zip(*choices, strict=True)
         return rng.choices(makers, weights)[0]()
+
+    def _save(self, model: int) -> Statement:
+        saved = Save(model, self._place(), self.rng.choice(list(SAVES)))
+        self._saved += [saved] * (saved.kind in LOADS)
+        return saved
+
+    def _load(self, model: int) -> Statement:
+        """Mostly of what was saved last."""
+        place, kind = self._place(), self.rng.choice(LOADS)
+        last = self._saved[-1] if self._saved and place.index % 5 < 4 else None
+        return Load(last.model, last.place, last.kind) if last else Load(model, place, kind)
 
     def _configure(self, model: int) -> Statement:
         option = self.rng.choice(list(OPTIONS))

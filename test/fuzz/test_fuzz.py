@@ -23,6 +23,7 @@ from fuzz_programs import (
     ASKED,
     CHANGES,
     KINDS,
+    LOADS,
     OPTIONS,
     SAVES,
     Block,
@@ -260,7 +261,7 @@ def wanted() -> list[str]:
     rows += (
         [f"ask {what}" for what in ASKED] + [f"save {kind}" for kind in SAVES] + [f"change {how}" for how in CHANGES]
     )
-    rows += [f"load {kind}" for kind in ("full", "sharded", "local", "optim")]
+    rows += [f"load {kind}" for kind in LOADS]
     rows += [f"configure {option}" for option in OPTIONS] + [f"restart {how}" for how in ("job", "dcp", "full")]
     rows += [f"evaluate {guard}" for guard in ("no_grad", "inference_mode", "is_eval")]
     rows += [f"clip {whose}" for whose in ("torch", "flatshard")] + ["scaled inf", "restart scheduled"]

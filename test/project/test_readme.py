@@ -19,14 +19,12 @@ from typing import Any
 import pytest
 import torch
 from parity import everybody
-from torch import nn
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp import fully_shard as fsdp2_fully_shard
 
 import flatshard
 import flatshard.fsdp2
 from flatshard import ShardingStrategy
-from flatshard._composable.construct.renamed import OTHER_VALUES
 from flatshard._config import Until
 from flatshard._handle.tensors.operations import OperationKind
 
@@ -213,37 +211,6 @@ def test_the_migration_table_has_all_arguments_of_fsdp_and_no_others(column: int
     assert arguments_in(column) == set(inspect.signature(function).parameters) - {"self", "module"}
 
 
-def test_each_row_of_the_migration_table_names_our_argument_or_refuses():
-    ours = set(inspect.signature(flatshard.fully_shard).parameters)
-    for fsdp1, fsdp2, cell in arguments()[1:]:
-        theirs = set(re.findall(ARGUMENT, fsdp1 + fsdp2))
-        named = {name for name in re.findall(r"(\w+)=", cell) if name != "mesh"}
-        assert named <= ours, cell
-        if cell.startswith("refused"):
-            assert theirs <= set(OTHER_VALUES), cell
-        elif cell == "the same":
-            assert theirs <= ours, fsdp1
-        else:
-            assert named, cell
-            assert not theirs & set(OTHER_VALUES), cell
-
-
-def methods(kind: type, base: type) -> set[str]:
-    return {name for name in vars(kind) if not name.startswith("_") and not hasattr(base, name)}
-
-
-NEWER = {"finalize_backward", "set_keep_unsharded_storage", "set_manual_backward_finalization"}
-"""Methods of FSDP2 that the oldest torch of the range does not have."""
-
-
-def test_the_migration_page_has_all_methods_of_fsdp_and_no_others():
-    theirs = methods(FullyShardedDataParallel, nn.Module) | methods(FSDPModule, object)
-    text = MIGRATION.partition("\n## ")[0]
-    cells = [cell for line in text.splitlines() if line.startswith("| ") for cell in line.split("|")[1:3]]
-    named = set(re.findall(r"`(?:FSDP\.)?(\w+)(?:\([^`]*\))?`", "".join(cells) + text.partition("No counterpart:")[2]))
-    assert named - {"register_fsdp_forward_method", "to_empty", "full_state_dict=True"} == theirs | NEWER
-
-
 def test_the_migration_page_names_what_exists():
     for line in MIGRATION.splitlines():
         if not line.startswith("| ") or line.startswith("| FSDP1"):
@@ -255,11 +222,6 @@ def test_the_migration_page_names_what_exists():
     for name, argument in re.findall(r"`(fully_shard|configure)\((?:model, )?([^`]*)\)`", MIGRATION):
         ours = inspect.signature(getattr(flatshard, name)).parameters
         assert set(re.findall(r"(\w+)=", argument)) <= set(ours), argument
-
-
-def test_the_methods_of_a_module_sharded_by_fsdp2s_names():
-    section = MIGRATION.partition("those\nmethods of `FSDPModule`")[2].partition(".\nParameters")[0]
-    assert set(re.findall(r"`(\w+)`", section)) == set(flatshard.fsdp2._METHODS)
 
 
 def test_links_and_files_exist():
