@@ -687,6 +687,8 @@ class Machine:
         changes = model.has("change") and (not path or "'change'" in repr(model.tree))
         if twin.shown and twin.sharding.mixed:
             return None  # what is shown has the parameters' own dtype
+        if self.device is not CPU and any(shown.options.get("offload_to_cpu") for shown in twin.shown):
+            return None  # what is shown is on the CPU
         if changes and twin.shown and isinstance(statement, programs.Forward):
             return None  # it may be refused at a later unit, when some have changed already
         if bomb and model.has("change") and bomb.error == "KeyboardInterrupt":
@@ -947,7 +949,8 @@ class Machine:
                 grads[name].view(-1)[:1] = torch.inf
                 if info is None or (info.start == 0 and info.stop > 0):
                     own.grad.as_subclass(torch.Tensor).view(-1)[:1] = torch.inf
-        scalers = [torch.amp.GradScaler(d.type, init_scale=8.0, growth_interval=1) for d in (self.device, CPU)]
+        where = CPU if twin.sharding.cpu_offload else self.device  # a scale on the device would be read before it came
+        scalers = [torch.amp.GradScaler(d.type, init_scale=8.0, growth_interval=1) for d in (where, CPU)]
         for scaler, opt in zip(scalers, (twin.opt, twin.plain_opt), strict=True):
             scaler.scale(torch.ones((), device=scaler._device))
             scaler.unscale_(opt)
