@@ -22,6 +22,8 @@ import contextlib
 import dataclasses
 import functools
 import importlib
+import itertools
+import traceback
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -147,21 +149,21 @@ class Env:
         here, sides = device.current_stream(self.device), self._streams[:count]
         for side in sides:
             side.wait_stream(here)
-        yield [device.stream(side) for side in sides]
+        yield [_OnStream(device, side) for side in sides]
         for side in sides:
             here.wait_stream(side)
 
     @staticmethod
     def wait(waiter: Any, *others: Any) -> None:
         """Make one of the ``side_streams`` wait for others."""
-        if hasattr(waiter, "stream"):
+        if isinstance(waiter, _OnStream):
             for other in others:
                 waiter.stream.wait_stream(other.stream)
 
     @staticmethod
     def follow(side: Any) -> None:
         """Make one of the ``side_streams`` wait for the current stream."""
-        if hasattr(side, "stream"):
+        if isinstance(side, _OnStream):
             side.stream.wait_stream(torch.accelerator.current_stream())
 
     @contextlib.contextmanager
@@ -241,6 +243,21 @@ class Env:
                 run(step)
                 optimizer.step()
         return numbers(model)
+
+
+class _OnStream:
+    """A context that can be entered again."""
+
+    def __init__(self, device: Any, stream: Any) -> None:
+        self._device = device
+        self.stream = stream
+
+    def __enter__(self) -> None:
+        self._entered = self._device.stream(self.stream)
+        self._entered.__enter__()
+
+    def __exit__(self, *exc: Any) -> None:
+        self._entered.__exit__(*exc)
 
 
 def numbers(model: nn.Module) -> dict[str, Any]:
@@ -332,33 +349,39 @@ def compare(got: Any, expected: Any, rtol: float, atol: float) -> list[str]:
 
 def run_case(
     ctx: Context, module: str, name: str, policies: tuple[str, ...], backend: str | None = None
-) -> list[list[Any]]:
-    """The body of all tests. Returns the order of collectives under each policy."""
+) -> list[tuple[str, list[str], list[Any]]]:
+    """The body of all tests: policy, problems and order of collectives of each run on the simulated device."""
     case: Case = importlib.import_module(module).cases[name]
-    meshes, orders = {} if ctx.group is None else ctx._meshes, []
+    answers = []
     if ctx.group is None:
         make_group: Any = _fake_group
     else:
         group = ctx.group if backend is None else dist.new_group(list(range(ctx.world_size)), backend=backend)
         make_group = functools.partial(contextlib.nullcontext, group)
     with make_group() if backend is None else contextlib.nullcontext(ctx.group) as group:
+        meshes = {} if ctx.group is None else ctx._meshes
         expected = _run(case, Env(torch.device("cpu"), group, meshes))
     for policy in policies:
         ctx.note(f"{name} under {policy}")
         with make_group() as group:
-            env = Env(torch.device("simdev", 0), group, {} if ctx.group is None else meshes)
-            got, order = simulate(case, env, policy)
-        problems = [*env.problems, *compare(got, expected, case.rtol, case.atol)]
-        assert not problems, f"{len(problems)} problems, of which\n" + "\n".join(problems[:8])
-        orders.append(order)
-    return orders
+            env = Env(torch.device("simdev", 0), group, {} if ctx.group is None else ctx._meshes)
+            try:
+                got, order = simulate(case, env, policy)
+            except Exception as e:
+                if ctx.world_size > 1:  # the others may wait
+                    raise
+                answers.append((policy, [f"{type(e).__name__}: {e}\n{traceback.format_exc()}"], []))
+                continue
+            problems = [*env.problems, *compare(got, expected, case.rtol, case.atol)]
+            answers.append((policy, problems, order))
+    return answers
 
 
 # -- in pytest -------------------------------------------------------------------------------------------------------
 
 
 def check(pool: Pool, case: Case, is_telling: bool = False, backend: str | None = None) -> None:
-    """Fail with what is wrong with the case, if anything is. ``pool``: of the fixtures in ``conftest.py``.
+    """Fail with all that is wrong with the case, if anything is. ``pool``: of the fixtures in ``conftest.py``.
 
     Races are found by the clocks of streams, whatever the policy, which only decides what numbers a race gives. So a case
     runs under one of them, by its name, and those that are to notice mutants under all.
@@ -366,5 +389,16 @@ def check(pool: Pool, case: Case, is_telling: bool = False, backend: str | None 
     at = zlib.crc32(case.name.encode()) % len(POLICIES)
     policies = POLICIES if is_telling or pairs.thorough else POLICIES[at : at + 1]
     ranks = pool.size if pool.size == 1 or backend is not None else case.ranks  # all of them make a group
-    first, *others = pool.run(run_case, case.module, case.name, policies, backend, world_size=ranks, timeout=60)
-    assert all(order == first for order in others), "ranks issue other collectives, or in another order"
+    answers = pool.run(run_case, case.module, case.name, policies, backend, world_size=ranks, timeout=60)
+    problems: dict[str, list[str]] = {}  # where each was seen
+    for of_ranks in zip(*answers, strict=True):
+        policy = of_ranks[0][0]
+        for rank, (_, found, order) in enumerate(of_ranks):
+            for i, (mine, first) in enumerate(itertools.zip_longest(order, of_ranks[0][2])):
+                if mine != first:
+                    found.append(f"collective {i} is {mine} here, {first} on rank 0")
+                    break
+            for problem in found:
+                problems.setdefault(problem, []).append(f"{policy} (rank {rank})")
+    text = "\n".join(f"{', '.join(where)}: {problem}" for problem, where in [*problems.items()][:8])
+    assert not problems, f"{case.name}: {len(problems)} problems, of which\n{text}"

@@ -26,9 +26,11 @@ inside a ``HostWatch``.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import importlib
 import sys
 import types
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -85,22 +87,20 @@ def _index(d: Any) -> int:
     return current_device() if index is None else index
 
 
-class stream:
-    """``with torch.simdev.stream(s)``, which may be entered again."""
-
-    def __init__(self, s: Any) -> None:
-        self.stream = s
-
-    def __enter__(self) -> None:
-        if self.stream is not None:
-            self._device = current_device()
-            self._before = torch.accelerator.current_stream(torch.device(NAME, self.stream.device_index))
-            torch.accelerator.set_stream(self.stream)
-
-    def __exit__(self, *_: Any) -> None:
-        if self.stream is not None:
-            torch.accelerator.set_stream(self._before)
-            shim.set_device(self._device)
+@contextlib.contextmanager
+def stream(s: Any) -> Iterator[None]:
+    """``with torch.simdev.stream(s)``."""
+    if s is None:
+        yield
+        return
+    device_before = current_device()
+    before = torch.accelerator.current_stream(torch.device(NAME, s.device_index))
+    torch.accelerator.set_stream(s)
+    try:
+        yield
+    finally:
+        torch.accelerator.set_stream(before)
+        shim.set_device(device_before)
 
 
 def _make_module() -> types.ModuleType:

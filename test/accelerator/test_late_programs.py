@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from typing import Any
 
 import pytest
@@ -21,9 +20,9 @@ def on_the_device(program: Program) -> Program:
     return dataclasses.replace(program, shardings=(first, second))
 
 
-CAN_RUN = (p for p in map(draw, itertools.count(100)) if p.world_size > 1 and not p.model.has("gru", "compiled"))
-"""The simulator has no fused GRU and no compiler."""
-PROGRAMS = [*map(on_the_device, itertools.islice(CAN_RUN, 30))]
+SEEDS = (103, 110, 113, 121, 122, 123, 131, 137, 138, 141, 151, 155, 161, 163, 167, 170, 173, 174, 181)
+"""Of several ranks, and without a fused GRU and a compiler, which the simulator does not have."""
+PROGRAMS = [on_the_device(draw(seed)) for seed in SEEDS]
 
 
 def run_late(ctx: Any, programs: list[Program]) -> None:
@@ -42,8 +41,8 @@ def run_late(ctx: Any, programs: list[Program]) -> None:
         assert not sim.races, "\n".join([str(program), *map(str, sim.races.values())])
 
 
-@pytest.mark.parametrize("chunk", range(3))
+@pytest.mark.parametrize("chunk", range(2))
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_late_programs(simulated_pool: Pool, world_size: int, chunk: int) -> None:
     programs = [p for p in PROGRAMS if p.world_size == world_size]
-    simulated_pool.run(run_late, programs[chunk::3], world_size=world_size)
+    simulated_pool.run(run_late, programs[chunk::2], world_size=world_size)

@@ -34,10 +34,12 @@ def train(
     clip: Callable[[nn.Module], Tensor] | None = None,
     make_optimizer: Callable[[nn.Module], torch.optim.Optimizer] = lambda model: sgd(model.parameters()),
     hook: Any = None,
+    divide_factor: float | None = None,
     **options: Any,
 ) -> Any:
     """A model that is sharded with ``options``. The last of ``micro`` backwards reduces what the others hold."""
     model = env.shard(env.make(), **options)
+    flatshard.configure(model, divide_factor=divide_factor)
     if hook is not None:
         flatshard.comm.register_comm_hook(model, None, hook)
 
@@ -57,8 +59,8 @@ def train(
     )
 
 
-def clip(model: nn.Module) -> Tensor:
-    return flatshard.clip_grad_norm_(model, 0.1)
+def clip(model: nn.Module, p: float = 2.0) -> Tensor:
+    return flatshard.clip_grad_norm_(model, 0.1, p)
 
 
 # -- strategies, precision, accumulation, norms: in none of them the host may wait -------------------------------------
@@ -169,14 +171,14 @@ def many_steps(env: Env) -> Any:
     **BF16,
 )
 def finalized_later(
-    env: Env, holds: bool = False, keeps: bool = False, on_streams: bool = False, **options: Any
+    env: Env, holds: bool = False, keeps: bool = False, on_streams: bool = False, micro: int = 2, **options: Any
 ) -> Any:
     """The user ends backwards, while another model computes on the same group, perhaps on another stream."""
     model, other = env.shard(env.make(), **options), env.shard(env.make(seed=1))
     flatshard.configure(model, manual_finalization=True, keep_unsharded_storage=keeps)
     optimizers = [sgd(m.parameters()) for m in (model, other)]
     for step in range(3):
-        batches = [env.batch(10 * step + i) for i in range(2)]
+        batches = [env.batch(10 * step + i) for i in range(micro)]
         with env.steady(step == 2 and "cpu_offload" not in options):
             for i, batch in enumerate(batches):
                 flatshard.configure(model, gradient_sync=not holds)
