@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import pickle
 import re
 import warnings
@@ -12,44 +13,63 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from on_ranks import ranks
+from pairs import some
 from saving import STRATEGIES, CommunicationWatch, check_equal, make, shard
 from torch import Tensor, nn
 
+import flatshard
 from flatshard import ShardingStrategy, fully_shard
 from flatshard.checkpoint import ShardedValue, _sharded_value, full_state_dict
 
 
 @ranks(1, 3)
-def test_names_shapes_memory_and_loading(ctx) -> None:
-    """Values are the model's memory, and whole and sharded ones are loaded; nothing communicates."""
+def test_names_shapes_and_memory(ctx) -> None:
     plain = make().state_dict()
-    for strategy, policy, assign in zip(STRATEGIES, (None, {nn.Linear}) * 2, (False, True) * 2, strict=True):
-        ctx.note(f"{strategy} {assign}")
-        model, other = (shard(ctx, make(), strategy, policy) for _ in range(2))
-        params, source = dict(model.named_parameters(remove_duplicate=False)), make(1).state_dict()
-        is_cut = ctx.world_size > 1 and strategy is not ShardingStrategy.NO_SHARD
+    for strategy, policy in itertools.product(STRATEGIES, (None, {nn.Linear})):
+        model = shard(ctx, make(), strategy, policy)
         with CommunicationWatch() as watch:
             state = model.state_dict()
-            assert list(state) == list(plain)
-            for name, whole in plain.items():
-                value = state[name]
-                assert (value.shape, value.dtype, value.requires_grad) == (whole.shape, whole.dtype, False), name
-                assert type(value) is (ShardedValue if name in params and name != "ignored" and is_cut else Tensor), (
-                    name
-                )
-                if type(value) is ShardedValue:
-                    assert value.to_local().data_ptr() == params[name].data_ptr()
-            assert not any(model.load_state_dict(source, assign=assign))
-            other.load_state_dict(copy.deepcopy(model.state_dict()), assign=assign)
         assert watch.seen == []
-        assert all(p is params[n] or n == "ignored" for n, p in model.named_parameters())
-        for each in (model, other):
-            check_equal(each, make(1).state_dict())  # anew, as torch's `assign` keeps a plain parameter's tensor
-        other.load_state_dict(doubled(model.state_dict(keep_vars=True)))
-        check_equal(other, doubled(make(1).state_dict()))
-        model.load_state_dict({n: v.double() for n, v in plain.items()})  # cast, as torch does
+        assert list(state) == list(plain)
+        is_cut = ctx.world_size > 1 and strategy is not ShardingStrategy.NO_SHARD
+        params = dict(model.named_parameters(remove_duplicate=False))
+        for name, whole in plain.items():
+            value = state[name]
+            assert (value.shape, value.dtype, value.requires_grad) == (whole.shape, whole.dtype, False), name
+            assert type(value) is (ShardedValue if name in params and name != "ignored" and is_cut else Tensor), name
+            if type(value) is ShardedValue:
+                assert value.to_local().data_ptr() == params[name].data_ptr()
+                assert value.to_local().shape == params[name].shape
+            else:
+                assert torch.equal(value, whole)
+        assert type(model.state_dict(keep_vars=True)["scale"]) is flatshard.tensors.ShardedParameter
+        assert {n: v.shape for n, v in model.up.state_dict(prefix="x.").items()} == {"x.weight": (7, 5), "x.bias": (7,)}
         check_equal(model, plain)
+
+
+@ranks(3)
+def test_loading_whole_and_sharded_values(ctx) -> None:
+    for strategy, assign in some(itertools.product(STRATEGIES, (False, True)), 4):
+        source = make(1).state_dict()  # anew, as torch's `assign` keeps a plain parameter's tensor
+        model, other = (shard(ctx, make(), strategy, {nn.Linear}) for _ in range(2))
+        params = dict(model.named_parameters())
+        with CommunicationWatch() as watch:
+            assert not any(model.load_state_dict(source, assign=assign))
+            state = model.state_dict()
+        assert watch.seen == []
+        check_equal(model, source)
+        assert all(p is params[n] or n == "ignored" for n, p in model.named_parameters())
+        assert not any(other.load_state_dict(state, assign=assign))
+        check_equal(other, source)
+        other = shard(ctx, make(), strategy, {nn.Linear})
+        other.load_state_dict(doubled(state))
+        check_equal(other, doubled(source))
+        other.load_state_dict(model.state_dict(keep_vars=True))
+        check_equal(other, source)
         other(torch.ones(3, 5)).sum().backward()
+    source = doubled(source)
+    model.load_state_dict({n: v.double() for n, v in source.items()})  # cast, as torch does
+    check_equal(model, source)
 
 
 def doubled(state: dict[str, Tensor]) -> dict[str, Tensor]:
