@@ -139,6 +139,12 @@ class Sharding:
         groups = [ranks.group if n > 1 else ranks.alone for n in reversed(self.mesh)]
         return {"process_group": tuple(groups)}
 
+    def over(self, ranks: Ranks) -> tuple[Sharding, dict[str, Any]]:
+        """The same over other ranks, and how these are told to a verb."""
+        fits = self.mesh is None or self.mesh[0] * self.mesh[1] == ranks.size
+        new = self if fits else dataclasses.replace(self, mesh=(1, ranks.size))
+        return new, new._where(ranks)
+
     def ignore(self, model: nn.Module) -> list[nn.Module]:
         """Freeze the module that is not sharded, and return it."""
         leaves = [m for m in nestable(model) if not [*m.children()] and [*m.parameters()]]

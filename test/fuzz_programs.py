@@ -38,6 +38,9 @@ class Place(NamedTuple):
 
 ROOT = Place()
 
+MOVES = ("all", "half", "alone")
+"""Where ``ReshardOver`` moves to."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Bomb:
@@ -302,6 +305,14 @@ class Restart(Statement):
     text = "m{s.model}, opt{s.model} = restarted, by {s.how!r}, scheduler first: {s.scheduled}"
 
 
+class ReshardOver(Statement):
+    """Move the model to other ranks, in memory. ``to``: ``"all"``, ``"half"`` of them, or each rank ``"alone"``."""
+
+    model: int
+    to: str
+    text = "reshard_over(m{s.model}, opt{s.model}, over {s.to!r} ranks)"
+
+
 class Save(Statement):
     model: int
     place: Place
@@ -435,7 +446,7 @@ def draw(seed: int) -> Program:
     if optimizer == "flat":  # an optimizer of flat parameters has those that train
         shardings = [dataclasses.replace(sharding, ignored=None) for sharding in shardings]
     drawing = _Drawing(rng, world_size, model, bool(rounding), 1 if rounding else rng.choice([1, 1, 1, 2]))
-    body = tuple(drawing.body(0, rng.randint(2, 4)))
+    body = _with_moves(seed, drawing.models, tuple(drawing.body(0, rng.randint(2, 4))))
     optimizer_first = rng.random() < 0.5 and optimizer in ("sgd", "adamw") and shardings[0].start == "as it is"
     if optimizer == "adamw" and not optimizer_first and seed % 3:
         optimizer = "offloaded"
@@ -450,6 +461,14 @@ def draw(seed: int) -> Program:
         models=drawing.models,
         body=body,
     )
+
+
+def _with_moves(seed: int, models: int, body: tuple[Statement, ...]) -> tuple[Statement, ...]:
+    """Some programs move models at any time. Drawn apart: seeds keep the rest of their programs."""
+    rng, found = random.Random(f"moves {seed}"), list(body)
+    for _ in range(rng.choice([0, 0, 1, 2])):
+        found.insert(rng.randint(0, len(found)), ReshardOver(rng.randrange(models), rng.choice(MOVES)))
+    return tuple(found)
 
 
 class _Drawing:

@@ -79,6 +79,8 @@ REFUSALS = {
     "other group": r"another process group or device than .*: units can be prefetched within one group only",
     "one mesh": r"reshard_after_forward.*mesh",
     "static": r"static_buffers",
+    "does not move": r"reshard_over: .*(several process groups|have reshard_after_forward=<|do(es)? not move|is transposed)",
+    "move busy": r"reshard_over: .*(are kept unsharded|hold gradients that are not reduced|is running)",
     "cut otherwise": r"is sharded otherwise than the model|load_local_state_dict: .*(flat parameters for a|another layout)",
 }
 """Errors that are right, each with a cure in its text."""
@@ -334,8 +336,8 @@ class Saved:
     state: Any
     plain: Any
     dtype: torch.dtype
-    which: int
-    """The twin's."""
+    which: tuple[int, int]
+    """How the twin is sharded, and over how many ranks."""
     cuts: list[Any]
     trained: dict[str, bool]
     """Its parameters, when it was sharded: those that were frozen have a flat parameter of their own."""
@@ -435,7 +437,7 @@ class Machine:
             half = halves.get_group("shard"), halves.get_local_rank("shard"), 2
             others["half"] = Ranks(*half, ctx.alone, device=device)
         self.noted: list[Pair] = []  # comparisons for which the host does not wait
-        self.ranks = here, others[program.elsewhere]
+        self.ranks, self.everywhere = (here, others[program.elsewhere]), list(others.values())
         self.twins: list[Twin | None] = [None] * 3
         self.losses: dict[str, Loss] = {}
         self.saved: dict[tuple[str, str], Saved] = {}
@@ -566,7 +568,7 @@ class Machine:
                 e.add_note(f"at: {next(statement.lines())}")
             raise
         outcome = "refused" if len(self.outcomes) > before else "left out" if done is False else "done"
-        names = [getattr(statement, field, None) for field in ("kind", "option", "what", "how", "whose")]
+        names = [getattr(statement, field, None) for field in ("kind", "option", "what", "how", "whose", "to")]
         name = " ".join([type(statement).__name__.lower(), *(n for n in names if isinstance(n, str))])
         self.counts[f"{name} | {statement.place.kind if module is not None else '-'} | {outcome}"] += 1
 
@@ -603,6 +605,7 @@ class Machine:
             "gradients inside": lambda: shown or self.interrupted,
             "changed inside": lambda: twin and shown and twin.changes,
             "state whole": lambda: twin and not twin.shows_own,
+            "move busy": lambda: twin and (holding or by_user or not twin.is_idle or twin.ranks.size == 1),
             "held": lambda: twin and (twin.synced_outside or twin.held or dying or unused),
             "no unit": lambda: module is not None and unit_of(module) is None,
             "other arguments": lambda: twin and twin.shown,
@@ -1217,7 +1220,7 @@ class Machine:
         to = self.twins[s.to]
         if to is None or not (twin.is_idle and to.is_idle) or self.interrupted or to.dtype is not twin.dtype:
             return False
-        if any(to.own[name].shape != own.shape for name, own in twin.own.items()):
+        if to.ranks is not twin.ranks or any(to.own[name].shape != own.shape for name, own in twin.own.items()):
             return False
         with torch.no_grad():
             for name, own in twin.own.items():
@@ -1305,6 +1308,22 @@ class Machine:
         self.twins[twin.number] = new
         return True
 
+    def _reshardover(self, s: programs.ReshardOver, twin: Twin, module: None) -> bool:
+        """The ranks of a program are all there, whatever its models are sharded over: all take part."""
+        places = {ranks.size: ranks for ranks in self.everywhere}
+        to = places.get({"all": self.ctx.world_size, "half": 2 * (self.ctx.world_size == 4), "alone": 1}[s.to])
+        if to is None or self.interrupted or twin.undefined or twin.shown or twin.partial:
+            return False
+        sharding, where = twin.sharding.over(to)
+        self._discard_losses(twin)
+        if self.attempt(
+            lambda: flatshard.elastic.reshard_over(twin.model, twin.opt, over=self.ctx.group, **where), twin
+        ):
+            twin.ranks, twin.sharding = to, sharding
+            twin.changes += 1
+            twin.sent = None
+        return True
+
     def _first(self, twin: Twin) -> int:
         """The number, in the pool, of the first rank of those that this model is sharded over here."""
         return dist.get_global_rank(twin.ranks.group, 0)
@@ -1340,7 +1359,9 @@ class Machine:
         if s.kind == "optim":
             plain = copy.deepcopy(twin.plain_opt.state_dict())
             self._compare_optimizers(state, twin)
-        self.saved[s.kind, path] = Saved(state, plain, twin.dtype, twin.which, twin.cuts(path), twin.trained)
+        self.saved[s.kind, path] = Saved(
+            state, plain, twin.dtype, (twin.which, twin.ranks.size), twin.cuts(path), twin.trained
+        )
         return True
 
     def _export(self, module: nn.Module) -> dict[str, Tensor]:
@@ -1374,7 +1395,7 @@ class Machine:
             return False
         saved = self.saved[s.kind, path]
         state, plain = saved.state, saved.plain
-        if saved.dtype is not twin.dtype or saved.which != twin.which:
+        if saved.dtype is not twin.dtype or saved.which != (twin.which, twin.ranks.size):
             return False
         self.loads_other_cuts = saved.trained != twin.trained and s.kind in ("sharded", "local")
         if self.loads_other_cuts and len({*in_texts(self.ctx, str(saved.cuts == twin.cuts(path)))}) > 1:

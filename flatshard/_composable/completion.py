@@ -146,6 +146,10 @@ class Completion:
         self._ways: list[weakref.ref[Way[Any]]] = []
         self.leaves_out = False  # whether the unit ever lacked some
 
+    def move(self, label: Label) -> None:
+        """The unit is on other ranks. What it has learned of earlier backwards is forgotten; hooks go on to count here."""
+        self._label, self.leaves_out, self.finished_in = label, False, -1
+
     # -- what is asked -------------------------------------------------------------------------------------------------
 
     @property

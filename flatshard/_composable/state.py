@@ -94,11 +94,11 @@ class Unit:
         # Units to gather while this unit computes: see `configure`. None: according to the recorded order.
         self.forward_targets: Iterable[Unit] | None = None
         self.backward_targets: Iterable[Unit] | None = None
+        self.completion = Completion(self.handle.ranks.label)
         self._reset()
         self._own_parameters()
 
     def _own_parameters(self) -> None:
-        self.completion = Completion(self.handle.ranks.label)
         made_units[id(self)] = self
         for flat in self.handle.flats:
             _owners.update((id(p), self) for p in (*flat.params, *flat.unsharded.params))
@@ -131,6 +131,7 @@ class Unit:
     def move(self, context: Context, runtime: Runtime) -> None:
         """Its handle has moved to these ranks. What it has learned of earlier passes is forgotten, as ranks may be new."""
         self.context, self.runtime = context, runtime
+        self.completion.move(self.handle.ranks.label)
         self._reset(self.features)
         self._own_parameters()
 
@@ -231,6 +232,7 @@ class Unit:
         result.module = module
         result.handle = copy.deepcopy(self.handle, memo)
         result.needs = tuple(copy.deepcopy(unit, memo) for unit in self.needs)
+        result.completion = Completion(result.handle.ranks.label)
         result._own_parameters()
         return result
 

@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from models import NormNet
+from event_lines import sharded, train
+from models import Block, NormNet
+from models import Net as PlainNet
 from on_ranks import ranks
 from pairs import all_pairs
 from torch import Tensor, nn
@@ -305,3 +307,14 @@ def test_what_was_configured_moves(ctx):
         reshard_over(model, process_group=ctx.group, over=ctx.group)
         model(torch.ones(1, 3)).sum().backward()
         assert all((p.grad == 2 / (divisor or 2)).all() for p in model.parameters())
+
+
+@ranks(2)
+def test_events(ctx):
+    """A model that has moved gathers, reduces and frees as one that was sharded there."""
+    here, moved = sharded(ctx, PlainNet()), fully_shard(PlainNet(), policy=Block, process_group=ctx.alone)
+    for _ in range(2):
+        train(moved)
+    reshard_over(moved, process_group=ctx.group)
+    for _ in range(3):
+        assert train(moved) == train(here)

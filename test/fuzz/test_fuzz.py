@@ -24,6 +24,7 @@ from fuzz_programs import (
     CHANGES,
     KINDS,
     LOADS,
+    MOVES,
     OPTIONS,
     SAVES,
     Block,
@@ -191,6 +192,7 @@ VERBS = {name: f"ask {name}" for name in ASKED} | {
     "apply_changed_params": "ask iter_changed_params",
     "SentParams": "ask iter_changed_params",
     "register_gradients_reduced_hook": "backward hook",
+    "reshard_over": "reshardover",
 }
 """The row of each public name that a program calls."""
 OTHERS = {
@@ -202,6 +204,7 @@ OTHERS = {
     *("sync_buffers", "steps_parts"),  # not drawn yet: features/test_buffers.py, integrations/test_trainer.py
     *("step_in_backward", "BackwardSteps"),  # not drawn yet: optim/test_offload.py
     *("fit", "Fit"),  # plans, which are drawn: planning/test_fit.py
+    *("Job", "World", "LostError", "OutError"),  # ranks that die: elastic/
     *("offload", "Offloaded"),  # on CPU it moves nothing: accelerator/offload.py
 }
 """Types, errors, and what has no equal in one process."""
@@ -225,7 +228,9 @@ def rows_of(program: Program) -> Counter[str]:
         found[f"hook {sharding.hook}"] += 1
     for s in statements(program.body):
         verb = type(s).__name__.lower()
-        details = [getattr(s, name, None) for name in ("kind", "option", "what", "how", "whose", "guard", "raises")]
+        details = [
+            getattr(s, name, None) for name in ("kind", "option", "what", "how", "whose", "guard", "raises", "to")
+        ]
         found.update([verb, *(f"{verb} {detail}" for detail in details if isinstance(detail, str))])
         if hasattr(s, "place"):
             found[f"{verb} on {s.place.kind}"] += 1
@@ -263,6 +268,7 @@ def wanted() -> list[str]:
     )
     rows += [f"load {kind}" for kind in LOADS]
     rows += [f"configure {option}" for option in OPTIONS] + [f"restart {how}" for how in ("job", "dcp", "full")]
+    rows += [f"reshardover {to}" for to in MOVES]
     rows += [f"evaluate {guard}" for guard in ("no_grad", "inference_mode", "is_eval")]
     rows += [f"clip {whose}" for whose in ("torch", "flatshard")] + ["scaled inf", "restart scheduled"]
     rows += [f"forward {name}" for name in ("left_out", "method", "mode")] + ["backward retain", "backward hook"]
@@ -276,7 +282,10 @@ def wanted() -> list[str]:
 
 
 def test_all_is_drawn_and_every_public_verb_is():
-    packages = [flatshard, *(getattr(flatshard, n) for n in ("checkpoint", "comm", "debug", "optim", "tensors"))]
+    packages = [
+        flatshard,
+        *(getattr(flatshard, n) for n in ("checkpoint", "comm", "debug", "elastic", "optim", "tensors")),
+    ]
     names = {name for package in packages for name in package.__all__} - set(VERBS) - OTHERS
     unknown = {name for name in names if not isinstance(getattr(flatshard, name, None), type(pytest))}
     assert not unknown, f"a program should call them: {unknown}"
