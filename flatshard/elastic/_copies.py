@@ -11,6 +11,12 @@ own parts unchanged. If none has passed, all still have the older one.
 What a rank keeps: a copy of its own parts, and two of each rank that it keeps copies for. With ``copies=1`` these are three
 times its parts. What is replicated, as units or over the replicas of a hybrid strategy, is copied already, and is not sent.
 
+[Note: What is not sent again]
+A frozen parameter is sent until both buffers that a rank receives into, one after the other, have it. Then it is not, as
+long as it is bit for bit what this rank kept at the last generation. Neither versions nor optimizers are asked: a write by
+pointer, and values that were loaded, are seen like any others. To compare is to read two buffers. Trained parameters would
+differ, and are not compared. Senders tell which parts they leave out, in one small collective.
+
 [Note: Gradients between two steps]
 A gradient that an optimizer has stepped is done with, whether the user drops it now or at the begin of the next step. One
 that none has stepped is part of what training keeps, as under accumulation over several steps. Backward will add to it while
@@ -36,7 +42,7 @@ from flatshard._errors import name_list
 from flatshard._trace import logger
 from flatshard.elastic import _units
 from flatshard.elastic._exchange import Channel, as_bytes
-from flatshard.elastic._values import GRAD, At, Image, Key, Live, Manifest, Small, Trained
+from flatshard.elastic._values import GRAD, PARAM, At, Image, Key, Live, Manifest, Small, Trained
 
 Number = tuple[int, int]
 """Of a generation: the number of steps before it, and the epoch that it was taken in. A later one is greater."""
@@ -52,6 +58,7 @@ class Generation:
     extra: list[Any]
     others: list[Image]  # copies of the parts of other ranks
     own: Image | None = None  # None as long as it is what is live
+    same: frozenset[Key] = frozenset()  # parts that are as in the generation before it, of the same epoch
 
 
 @dataclass
@@ -83,6 +90,7 @@ class Copies:
         for number, unit in enumerate(job.units):
             register_gradients_reduced_hook(unit.module, functools.partial(self._note_reduced, number))
         self._epoch, self._numbers, self._shifts = -1, list[int](), list[int]()
+        self._frozen: list[Key] = []  # the same on all ranks: [Note: What is not sent again]
 
     def follow(self, epoch: int, group: dist.ProcessGroup, hosts: Sequence[str]) -> None:
         """Send over ``group`` from now on. ``hosts``: of its ranks.
@@ -171,10 +179,13 @@ class Copies:
         if not is_alike:
             self._spare = []
         if not is_alike or before is None or before.number[1] != self._epoch:  # so do ranks that have joined
-            kinds = self._channel.objects([manifest.values, manifest.rest])
+            frozen = [at for at, param in self._job.params.items() if not param.requires_grad]
+            self._frozen = [(at, PARAM) for at in frozen if not manifest.is_replicated(at.unit)]
+            kinds = self._channel.objects([manifest.values, manifest.rest, frozen])
             if odd := [r for r, kind in enumerate(kinds) if kind != kinds[0]]:
                 raise ValueError(
-                    f"ranks {odd} keep other values than rank 0: optimizers must have state of the same parameters on all"
+                    f"ranks {odd} keep other values than rank 0: optimizers must have state of the same parameters on "
+                    "all, and the same must be frozen"
                 )
         sharded = [unit for unit in range(len(manifest.values)) if not manifest.is_replicated(unit)]
         numbers = [self._numbers[(rank - shift) % size] for shift in self._shifts] if sharded else []
@@ -184,19 +195,41 @@ class Copies:
         self._spare = []
         number = live.numbers[0]
         parts = {(v.at, v.name): live.part(number, v).contiguous() for values in manifest.values for v in values}
-        sent = [part for unit in sharded for v in manifest.values[unit] if (part := parts[v.at, v.name]).numel()]
+        same = self._unchanged(before, parts) if is_alike and before is not None else frozenset()
+        left_out = self._told(same & before.same if before is not None and same else frozenset())
+        keys = [
+            (v.at, v.name) for unit in sharded for v in manifest.values[unit] if (v.at, v.name) not in left_out[rank]
+        ]
+        sent = [part for key in keys if (part := parts[key]).numel()]
         extra = [copy.deepcopy(each.state_dict()) for each in self._extra]
-        generation = Generation((step, self._epoch), manifest, live.small(), extra, others)
+        generation = Generation((step, self._epoch), manifest, live.small(), extra, others, same=same)
         to = [(as_bytes(part), (rank + shift) % size) for shift in self._shifts for part in sent]
         into = [
             (as_bytes(part), (rank - shift) % size)
             for shift, image in zip(self._shifts, others, strict=False)  # none, if nothing is sharded
-            for part in image.parts()
+            for part in image.parts(without=left_out[(rank - shift) % size])
         ]
         self.sent += sum(part.nbytes for part, _ in to)
         with self._channel.failing("copy", ""):
             pending = self._collectives.exchange(to, into)
         self._under = _Under(generation, number, parts, self._version(parts), pending)
+
+    def _unchanged(self, before: Generation, parts: dict[Key, torch.Tensor]) -> frozenset[Key]:
+        """The frozen parts that are bit for bit as in ``before``. [Note: What is not sent again]"""
+        own = before.own
+        if own is None or before.number[1] != self._epoch:
+            return frozenset()
+        kept = {
+            (v.at, v.name): own.part(own.number, v) for unit in own.manifest.values for v in unit if v.name == PARAM
+        }
+        return frozenset(key for key in self._frozen if torch.equal(_as_ints(parts[key]), _as_ints(kept[key])))
+
+    def _told(self, left_out: frozenset[Key]) -> list[frozenset[Key]]:
+        """What each rank does not send again, by rank. All have the same frozen parameters."""
+        if not (self._frozen and self._shifts):
+            return [left_out] * self._channel.size
+        every = self._channel.objects([number for number, key in enumerate(self._frozen) if key in left_out])
+        return [frozenset(self._frozen[number] for number in numbers) for numbers in every]
 
     def commit(self, is_called: bool = False) -> None:
         """Wait until all ranks have their copies of what ``take`` has begun. [Note: One of two generations is whole]
@@ -230,7 +263,7 @@ class Copies:
             if before.own is not None and before.own.number == under.number:
                 own, before.own = before.own, None
         now.own = Image(now.manifest, under.number) if own is None else own
-        now.own.fill(under.parts)
+        now.own.fill(under.parts, without=now.same if own is not None else frozenset())
         self.generation, self._under = now, None
 
     def settle(self) -> None:
@@ -271,6 +304,11 @@ class Copies:
     def forget(self) -> None:
         """What is kept is not whole."""
         self.generation, self._under, self._spare = None, None, []
+
+
+def _as_ints(tensor: torch.Tensor) -> torch.Tensor:
+    """To compare bits: two zeros differ, and a NaN equals itself."""
+    return tensor.view({2: torch.int16, 4: torch.int32, 8: torch.int64}.get(tensor.itemsize, torch.uint8))
 
 
 def alike(a: Manifest, b: Manifest) -> bool:

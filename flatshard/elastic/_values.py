@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -306,15 +306,16 @@ class Image:
         start, stop = self._at[value.at, value.name]
         return self.buffer[start:stop].view(value.dtype)
 
-    def parts(self) -> list[torch.Tensor]:
-        """All that it has, in the order of the manifest, without those that are empty."""
-        values = [value for unit in self.manifest.values for value in unit if (value.at, value.name) in self._at]
+    def parts(self, without: Collection[Key] = ()) -> list[torch.Tensor]:
+        """All that it has but ``without``, in the order of the manifest, without those that are empty."""
+        wanted = self._at.keys() - without
+        values = [value for unit in self.manifest.values for value in unit if (value.at, value.name) in wanted]
         return [part for value in values if (part := self.part(self.number, value)).numel()]
 
-    def fill(self, parts: Mapping[Key, torch.Tensor]) -> None:
-        """Copy the parts of one rank."""
-        for values in self.manifest.values:
-            for value in values:
+    def fill(self, parts: Mapping[Key, torch.Tensor], without: Collection[Key] = ()) -> None:
+        """Copy the parts of one rank. ``without``: what it has already."""
+        for value in (value for values in self.manifest.values for value in values):
+            if (value.at, value.name) not in without:
                 self.part(self.number, value).copy_(parts[value.at, value.name])
 
 

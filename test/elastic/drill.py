@@ -53,15 +53,17 @@ POINTS: dict[str, list[tuple[Any, str]]] = {
 """Where a rank may die: before and after a call of one of these."""
 
 
-def network() -> nn.Module:
+def network(freezes: bool = False) -> nn.Module:
     torch.manual_seed(0)
-    return NormNet(blocks=2, width=8).double()
+    model = NormNet(blocks=2, width=8).double()
+    model.blocks[0].requires_grad_(not freezes)
+    return model
 
 
 def train(
     model: nn.Module, optimizer: Any, scheduler: Any, step: int, rank: int, size: int, accumulates: bool = False
 ) -> None:
-    """``accumulates``: gradients of two steps."""
+    """``accumulates``: gradients of two steps. Step 3 writes to a frozen parameter, by pointer."""
     x = torch.randn(ROWS, 3, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
     if not accumulates or step % 2 == 0:
         optimizer.zero_grad()
@@ -69,6 +71,9 @@ def train(
     if not accumulates or step % 2:
         optimizer.step()
         scheduler.step()
+    for param in model.parameters():
+        if step == 3 and not param.requires_grad:
+            param.data.mul_(0.5)
 
 
 def parts_of_job(model: nn.Module) -> tuple[Any, Any]:
@@ -123,6 +128,7 @@ class Plan:
     options: dict[str, Any] = field(default_factory=dict)  # of Job
     strategy: str = "FULL_SHARD"
     accumulates: bool = False
+    freezes: bool = False
     steps: int = STEPS
     patience: float = 20.0
     raises: int | None = None  # the process that raises an error of its own in step 2
@@ -147,10 +153,10 @@ def run_rank(plan: Plan, process: int, port: int, pipe: Any) -> None:
             exec(compile(plan.recipe, "README.md", "exec"), names)
             made: list[int] = []
             names["main"](port, network, functools.partial(_recipe_step, made))
-            pipe.send(("end", made, 0, 0, 0))
+            pipe.send(("end", made, 0, 0, 0, 0))
             os._exit(0)
         world = World(dist.TCPStore("127.0.0.1", port, is_master=False), plan.ranks, patience=plan.patience)
-        model = network()
+        model = network(plan.freezes)
         if world.joins:
             model.to("meta")
         strategy, mesh = flatshard.ShardingStrategy[plan.strategy], None
@@ -172,8 +178,11 @@ def run_rank(plan: Plan, process: int, port: int, pipe: Any) -> None:
                 train(model, optimizer, scheduler, step, job.rank, job.world_size, plan.accumulates)
             if plan.leaves == process and step == 2:
                 break
-        state = sum(p.numel() * p.element_size() for p in model.parameters()) * 3
-        pipe.send(("end", digest(model, scheduler), job.copied_nbytes, state, job.sent_nbytes))
+        trained, frozen = (
+            sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad is wanted)
+            for wanted in (True, False)
+        )
+        pipe.send(("end", digest(model, scheduler), job.copied_nbytes, 3 * trained + frozen, job.sent_nbytes, frozen))
     except BaseException as e:
         pipe.send(("raised", type(e).__name__, str(e)))
     pipe.close()
@@ -318,7 +327,7 @@ def twin(ctx: Any, plan: Plan, made: list[tuple[int, ...]]) -> str | None:
             return {}
         return {"device_mesh": meshes[members]} if strategy.is_hybrid else {"process_group": groups[members]}
 
-    here, model, result = ctx.rank + 1, network(), None
+    here, model, result = ctx.rank + 1, network(plan.freezes), None
     if here > ranks:
         model.to("meta")
     where = over(first if here <= ranks else (here,)) if strategy.is_hybrid or here <= ranks else {}
@@ -366,5 +375,5 @@ def drawn(seed: int, directory: str) -> Plan:
     options: dict[str, Any] = {"every": random_.choice((1, 1, 2))}
     if phase == "saving":
         options.update(checkpoints=directory, save_every=2)
-    accumulates, wakes_early = random_.random() < 0.3, random_.random() < 0.5
-    return Plan(ranks, deaths, options, strategy, accumulates, patience=patience, wakes_early=wakes_early)
+    accumulates, freezes, wakes_early = (random_.random() < share for share in (0.3, 0.3, 0.5))
+    return Plan(ranks, deaths, options, strategy, accumulates, freezes, patience=patience, wakes_early=wakes_early)

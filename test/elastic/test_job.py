@@ -152,23 +152,41 @@ def test_a_rank_joins(pool):
     assert {len(members) for members in history(job.outcomes[0])} == {2, 3}
     for each in left:
         assert each.end is not None
-        _, kept, state, sent = each.end
+        _, kept, state, sent, _ = each.end
         assert 0 < kept <= 3.3 * state  # each part begins at a multiple of 16 bytes, and parts are small here
         assert sent > 0
 
 
-@pytest.mark.parametrize(("strategy", "ranks"), [("FULL_SHARD", 2), ("HYBRID_SHARD", 4)])
+@pytest.mark.parametrize(
+    ("strategy", "ranks", "freezes"), [("FULL_SHARD", 2, False), ("FULL_SHARD", 2, True), ("HYBRID_SHARD", 4, False)]
+)
 @pytest.mark.time_limit(110)
-def test_bytes_of_copies(pool, strategy: str, ranks: int):
-    """Each rank sends its parts after each step, and before the first what there is then; two replicas send nothing."""
-    plan = Plan(ranks, strategy=strategy)
+def test_bytes_of_copies(pool, strategy: str, ranks: int, freezes: bool):
+    """Each rank sends its parts after each step, and before the first what there is then; two replicas send nothing. What is
+    frozen is sent until both buffers have it: three times, and when somebody has written to it twice.
+    """
+    plan = Plan(ranks, strategy=strategy, freezes=freezes)
     with processes(plan) as job:
         assert job.read(SECONDS), [(o.steps[-2:], o.said) for o in job.outcomes]
     for each in check(pool, plan, job.outcomes):
         assert each.end is not None
-        _, kept, state, sent = each.end
-        assert sent == (state // 3 + plan.steps * state if strategy == "FULL_SHARD" else 0)
+        _, kept, state, sent, frozen = each.end
+        trained = state - frozen
+        whole = trained // 3 + plan.steps * trained + 5 * frozen
+        assert sent == (whole if strategy == "FULL_SHARD" else 0)
         assert 0 < kept <= (3.4 if strategy == "FULL_SHARD" else 1.2) * state  # parts begin at multiples of 16 bytes
+        assert (frozen > 0) == freezes
+
+
+@pytest.mark.time_limit(110)
+def test_what_is_frozen_is_in_the_copies(pool):
+    """Although it was sent some steps before."""
+    plan = Plan(3, freezes=True, steps=9, pause=0.2)
+    with processes(plan) as job:
+        assert job.read(SECONDS, lambda: all(len(o.steps) > 7 for o in job.outcomes))
+        job.kill(2)
+        assert job.read(SECONDS), [(o.steps[-2:], o.said) for o in job.outcomes]
+    assert len(check(pool, plan, job.outcomes)) == 2
 
 
 @pytest.mark.time_limit(110)
