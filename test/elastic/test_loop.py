@@ -113,6 +113,21 @@ def test_gradients_between_steps(alone):
         torch.testing.assert_close(p.detach().view(-1), q.detach().view(-1), rtol=1e-9, atol=1e-12, msg=name)
 
 
+def test_copies_after_every_other_step(alone):
+    """A failure loses what was made since, also of ``extra``."""
+    job, model, optimizer = job_in(alone(), every=2)
+    (scheduler,), seen, failed = job._extra, [], []
+    for step in job.steps(range(5)):
+        with job.attempt():
+            seen.append((step, scheduler.last_epoch))
+            one_step(model, optimizer, step)
+            scheduler.step()
+            if step == 3 and not failed:
+                failed.append(step)
+                lost_connection()
+    assert seen == [(0, 0), (1, 1), (2, 2), (3, 3), (2, 2), (3, 3), (4, 4)]
+
+
 def test_what_a_rank_holds_alone(alone):
     job, model, _ = job_in(alone())
     run = job.steps(range(2))
