@@ -21,6 +21,10 @@ newest whole generation from their own copies and those of the dead to the new c
 all have copied it, they keep the older copies: a death during a recovery is one more death, and begins it anew. A process
 that joins waits for the same meeting, which ranks hold between two steps.
 
+Why there is no public ``Copies``: a copy is of use only to ranks that agree on who is left and which generation is whole,
+which ``World`` is for. When to take one, when it is whole and when to go back to it are moments of the loop, which is
+``Job``'s.
+
 What is survived: the death of any rank, rank 0 included, and of ``copies`` neighbours at once, at any time after the first
 copies; and of more, if there is a checkpoint. What is not: the store (it belongs into the launcher); a death before the first
 step has begun. An error of one's own ends the job on all ranks, also outside of ``attempt``. What has not been tried: NCCL,

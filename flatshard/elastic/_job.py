@@ -81,11 +81,13 @@ class Job:
         extra: what else goes back with the model, anything with ``state_dict`` and ``load_state_dict``: schedulers, samplers,
             counters.
         copies: how many ranks keep copies of each rank's parts: so many may die at once. Each rank keeps ``1 + 2 * copies``
-            times its parts in host memory beside the model, and a recovery up to ``2 + copies`` times more.
+            times its parts in host memory beside the model, and a recovery up to ``2 + copies`` times more. What is frozen is
+            not sent again after the first steps.
         every: take copies after so many steps. A death loses as many.
         checkpoints: a directory that all ranks see. Every ``save_every`` steps all is saved to ``step-<number>`` in it, while
             training goes on, and the newest two are kept. The job begins at the newest one there is, and goes back to it if
-            some part of the model is left on no rank. Pass the same ``steps`` each time.
+            some part of the model is left on no rank. Pass the same ``steps`` each time. A save during which a rank dies is
+            given up after ``patience`` seconds, and no other begins before.
         save_every: see ``checkpoints``.
         say: is called with a line of text when ranks were lost or have joined, on the first rank.
 

@@ -13,6 +13,12 @@ then: a process that is stopped or busy still has its port. So a death is known 
 cannot be known so (a machine that lost its power, or a stopped process) is taken for dead when it has not come for
 ``patience`` seconds. A process that ends in the middle of the job because of an error of its own, or by ``sys.exit``, says
 so at the store, and the job ends on all ranks. Only what can say nothing (a signal, a machine that is gone) is a death.
+
+[Note: New groups]
+Each epoch has new process groups. torch 2.15 can give a group of gloo other ranks (``enable_reconfigure``), by calls that are
+private and experimental. They need the same meeting: ranks must agree on handles first. And runtimes, meshes, and torch's own
+tables remember the rank and the size of a group. Of a group that has ended they are gone with it; in one that has changed
+they would be wrong. A new group of gloo takes milliseconds, so there is nothing to win.
 """
 
 from __future__ import annotations
@@ -335,6 +341,7 @@ class World:
             time.sleep(_POLL / 4)
         self.abort()
         timeout = timedelta(seconds=self.patience)
+        # [Note: New groups]
         store = dist.PrefixStore(f"{epoch}/group", self._store)  # type: ignore[attr-defined]
         dist.init_process_group("gloo", store=store, rank=self.rank, world_size=self.size, timeout=timeout)
         made = dist.new_group(timeout=timeout, backend="gloo")

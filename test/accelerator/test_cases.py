@@ -6,11 +6,18 @@ import re
 from pathlib import Path
 
 import pytest
-from accelerator import capture, offload, planning, tools, training
+from accelerator import capture, moves, offload, planning, tools, training
 from accelerator.harness import check
 from pool import Pool
 
-MODULES = {"training": training, "tools": tools, "capture": capture, "planning": planning, "offload": offload}
+MODULES = {
+    "training": training,
+    "tools": tools,
+    "capture": capture,
+    "planning": planning,
+    "offload": offload,
+    "moves": moves,
+}
 CASES = {f"{module}-{name}": case for module, each in MODULES.items() for name, case in each.cases.items()}
 TABLE = Path(__file__).parents[1].joinpath("mutants", "table.txt").read_text()
 TELLING = {test: re.findall(rf"accelerator/test_cases:{test}\[([^]]*)\]", TABLE) for test in ("ranks", "fake_group")}
