@@ -73,7 +73,7 @@ def train(
         scheduler.step()
     for param in model.parameters():
         if step == 3 and not param.requires_grad:
-            param.data.mul_(0.5)
+            param.data.add_(0.5)
 
 
 def parts_of_job(model: nn.Module) -> tuple[Any, Any]:
