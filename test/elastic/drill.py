@@ -371,7 +371,8 @@ def drawn(seed: int, directory: str) -> Plan:
     deaths = {victim: death(phase, {"step": 60, "copies": 30, "saving": 12}[phase])}
     if ranks == 4 and random_.random() < 0.6:
         deaths[(victim + 2) % 4 if strategy != "HYBRID_SHARD" else victim ^ 1] = death("recovery", 14)
-    patience = 3.0 if any(each.signal == signal.SIGSTOP for each in deaths.values()) else 20.0
+    stops = any(each.signal == signal.SIGSTOP for each in deaths.values())
+    patience = 3.0 if stops else 8.0 if phase == "saving" else 20.0  # a save waits so long for who has died
     options: dict[str, Any] = {"every": random_.choice((1, 1, 2))}
     if phase == "saving":
         options.update(checkpoints=directory, save_every=2)
