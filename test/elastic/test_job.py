@@ -236,4 +236,4 @@ def test_copies_go_to_another_host():
     assert shifts(["a", "b", "a", "b"], each, 1) == [1]
     assert shifts(["a", "a", "b"], each[:3], 1) == [1]  # two to another host, of three
     assert shifts(["a"] * 4, [0, 1, 0, 1], 1) == []  # two replicas of two shards
-    assert shifts(["a"] * 4, [0, 1, 0, 1], 2) == [1]  # not to the other replica of the same shard
+    assert shifts(["a", "a", "b", "b"], [0, 1, 0, 1], 2) == [1]  # not to the other replica of the same shard

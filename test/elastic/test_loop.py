@@ -88,7 +88,7 @@ def test_gradients_between_steps(alone):
     """What no optimizer has stepped goes back with the model; what one has stepped does not."""
     job, model, optimizer = job_in(alone())
     failed, grads = set(), []
-    for step in job.steps(range(4)):
+    for step in job.steps(range(6)):
         with job.attempt():
             grads.append([p.grad is not None for p in model.parameters()])
             if step == 2:
@@ -99,11 +99,16 @@ def test_gradients_between_steps(alone):
                 lost_connection()
             if step % 2:
                 optimizer.step()
-    assert [all(row) for row in grads] == [False, True, False, True, True, True, False, True]  # steps 01 012 3 23
+            if step not in failed and step == 5:  # the copies of step 4 are there
+                failed.add(step)
+                lost_connection()
+    rows = [all(row) for row in grads]
+    assert rows[:8] == [False, True, False, True, True, True, False, True]  # steps 01 012 3 23
+    assert rows[8:] == [True, True, True]  # steps 45 5
     assert not any(grads[6])  # of what comes again at step 2, the optimizer has stepped the gradients
     twin = network()
     same, _ = parts_of_job(twin)
-    for step in range(4):
+    for step in range(6):
         if step % 2 == 0:
             same.zero_grad()
         backward(twin, step)
@@ -220,7 +225,7 @@ def test_checkpoints(alone, tmp_path):
     run = job.steps(range(9))
     assert next(run) == 6
     torch.testing.assert_close(values(model), expected, rtol=0, atol=0)
-    assert all(state["step"] == 6 for state in optimizer.state.values())
+    assert {float(state["step"]) for state in optimizer.state.values()} == {6.0}
     with job.attempt():
         one_step(model, optimizer, 6)
     assert next(run) == 7
