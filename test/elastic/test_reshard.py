@@ -315,6 +315,6 @@ def test_events(ctx):
     here, moved = sharded(ctx, PlainNet()), fully_shard(PlainNet(), policy=Block, process_group=ctx.alone)
     for _ in range(2):
         train(moved)
-    reshard_over(moved, process_group=ctx.group)
+    reshard_over(moved, process_group=ctx.group, over=ctx.group)
     for _ in range(3):
         assert train(moved) == train(here)
