@@ -519,10 +519,10 @@ def test_metadata_that_is_wrong(job, tmp_path):
 @pytest.mark.parametrize("cores", [1, 2])
 def test_sums_are_of_what_is_written(tmp_path, monkeypatch, cores):
     """By a thread beside the writes, where there is a core for it: all are there when the save ends."""
-    threads = set()
+    threads = []
 
     def summed(data: memoryview) -> bytes:
-        threads.add(threading.current_thread())
+        threads.append(threading.current_thread())
         time.sleep(0.001)  # later than the write
         return _container.checksums(data)
 
@@ -538,7 +538,7 @@ def test_sums_are_of_what_is_written(tmp_path, monkeypatch, cores):
         data = file.read_bytes()[body.start : body.start + body.nbytes]
         assert body.sums == _container.checksums(memoryview(data))
         assert index.fqn not in saved or data == bytes_of(saved[index.fqn])
-    assert len(metadata.storage_data) == len(saved)
+    assert len(metadata.storage_data) == len(threads) == len(saved)  # each is summed once
 
 
 def test_sums_are_those_of_earlier_checkpoints():

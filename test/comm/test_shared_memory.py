@@ -188,6 +188,25 @@ def test_what_has_no_room_goes_by_gloo(ctx) -> None:
 
 
 @ranks(2)
+def test_who_has_no_room_does_not_wait_for_its_readers(ctx) -> None:
+    shard = torch.full((_FIRST_BYTES,), float(ctx.rank))
+    outputs = [torch.empty(2 * _FIRST_BYTES) for _ in range(2)]
+    with sharing(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "posix_fallocate", limit(_FIRST_BYTES))
+        collectives, memory = in_memory(new_group(2))
+        collectives.all_gather(torch.empty(2 * NUMEL), torch.ones(NUMEL)).wait()  # ranks meet
+        pending = []
+        for number, output in enumerate(outputs, 1):
+            pending.append(collectives.all_gather(output, shard))
+            assert [memory._own.is_read(block) for block, _ in memory._messages] == number * [False]
+        dist.barrier(ctx.group)
+        for each in pending:
+            each.wait()
+    for output in outputs:
+        assert torch.equal(output.view(2, -1), torch.arange(2.0).view(2, 1).expand(2, _FIRST_BYTES))
+
+
+@ranks(2)
 def test_messages_do_not_overtake_those_that_wait_for_ranks_to_meet(ctx) -> None:
     """One rank waits for a large payload before it sends a small one of the same unit, the other after it."""
     with sharing(4 * NUMEL):
@@ -296,6 +315,8 @@ def test_inputs_of_reductions_are_read_where_they_lie(ctx) -> None:
         dist.barrier(ctx.group)
         for numel in (NUMEL, 2 * NUMEL):
             lent, output = lend_memory(collectives, 3 * numel, torch.float32), torch.empty(numel)
+            beside = lend_memory(collectives, 3 * numel, torch.float32)
+            assert beside.data_ptr() != lent.data_ptr()  # a tensor uses it, though nobody is to read it
             lent.copy_(torch.arange(3 * numel) + ctx.rank)
             segment, address = memory._own, lent.data_ptr()
             in_use = len(segment._blocks)
@@ -314,7 +335,7 @@ def test_inputs_of_reductions_are_read_where_they_lie(ctx) -> None:
             again.wait()
             assert torch.equal(output, torch.arange(3 * numel).view(3, -1)[ctx.rank] + 1.0)
             dist.barrier(ctx.group)
-            lent = other = None
+            lent = other = beside = None
             segment.take(1)
             assert len(segment._blocks) == 1
 

@@ -141,7 +141,7 @@ def _judge(code: int | None, output: str) -> tuple[str, str]:
         return "killed", "timeout"
     if gone := re.search(r"ERROR: (?:not found|file or directory not found): (.+)", output):
         return "no such test", gone[1]
-    failed = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", output, re.MULTILINE)
+    failed = re.search(r"^(?:FAILED|ERROR) (test/.+?)(?: - .*)?$", output, re.MULTILINE)
     return {0: "survived", 5: "no such test"}.get(code, "killed"), failed[1] if failed else f"exit code {code}"
 
 
