@@ -8,9 +8,22 @@ It shards a copy of the module on the meta device, and runs steps. It records th
 """
 
 from flatshard.planning._fit import fit
-from flatshard.planning._fitted import Fit, GivenUp, UnitFit
+from flatshard.planning._fitted import Fit, GivenUp, UnitFit, Unlimited
 from flatshard.planning._plan import plan
 from flatshard.planning._records import Collective, Memory, Peak, Sample
 from flatshard.planning._report import Plan, UnitPlan
 
-__all__ = ["Collective", "Fit", "GivenUp", "Memory", "Peak", "Plan", "Sample", "UnitFit", "UnitPlan", "fit", "plan"]
+__all__ = [
+    "Collective",
+    "Fit",
+    "GivenUp",
+    "Memory",
+    "Peak",
+    "Plan",
+    "Sample",
+    "UnitFit",
+    "UnitPlan",
+    "Unlimited",
+    "fit",
+    "plan",
+]

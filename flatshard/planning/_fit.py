@@ -9,13 +9,15 @@ finds a choice; each choice that is returned has been planned itself, so that it
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import re
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from flatshard._composable.construct import validate
@@ -23,30 +25,30 @@ from flatshard._composable.construct.options import unit_config
 from flatshard._composable.construct.policy import Policy, SplitRoot
 from flatshard._composable.find import units_of_parameters
 from flatshard._composable.fully_shard import choose
+from flatshard._composable.outputs import tensors_in
 from flatshard._composable.state import ModuleGroup
 from flatshard._config import MixedPrecision, ShardingStrategy
 from flatshard.planning import _plan
-from flatshard.planning._fitted import Fit, GivenUp, UnitFit
+from flatshard.planning._chooser import cheapest, peaks_along
+from flatshard.planning._fitted import Fit, GivenUp, UnitFit, Unlimited
 from flatshard.planning._optimizer import OptimizerChoice
 from flatshard.planning._program import Program, StepOptions, sum_of
 from flatshard.planning._records import Ranks
 from flatshard.planning._report import Plan, in_bytes
+from flatshard.planning._shorter import KEPT, Shortened, shortened
 from flatshard.planning._timeline import (
     UNTIL_BACKWARD,
     UNTIL_CHANGE,
     UNTIL_FORWARD,
     Choices,
     Costs,
-    Give,
     Keeps,
     Timeline,
-    after,
-    all_gives,
-    is_possible,
+    options_of,
+    patterns,
+    steps_between,
 )
 
-EXACT = 3
-"""Units, up to which choices are planned in the order of their costs, until one fits."""
 REFINED = 16
 """Units, up to which each thing given up is tried once more with the program itself, where the timeline is not exact."""
 
@@ -55,7 +57,7 @@ def fit(
     module: nn.Module,
     *,
     bytes_per_rank: float | str,
-    world_size: int,
+    world_size: int | tuple[int, int],
     optimizer: OptimizerChoice,
     example_inputs: Any,
     loss: Callable[[Any], Tensor] | None = None,
@@ -63,6 +65,7 @@ def fit(
     mixed_precision: MixedPrecision | Any = None,
     ignored_states: Iterable[nn.Module | nn.Parameter] | None = None,
     microbatches: int = 1,
+    largest_batch: bool = False,
     recompute: bool = True,
     cpu_offload: bool = False,
     flops_per_byte: float = 8000.0,
@@ -90,12 +93,15 @@ def fit(
     Args:
         module: the whole module, not sharded, on any device; on meta it takes no memory. It is copied, and not changed.
         bytes_per_rank: the budget: bytes, or a text such as ``"40 GiB"``.
-        world_size: the number of ranks to shard over.
+        world_size: the number of ranks to shard over. (replicas, ranks to shard over): hybrid strategies. Then pass
+            ``device_mesh=`` to ``Fit.apply``, or ``process_group=``.
         optimizer, ignored_states, mixed_precision, microbatches, device: as for :func:`plan`.
         example_inputs: as for :func:`plan`: one microbatch of one rank. Shapes matter, and values of integers.
         loss: a function of what ``module`` returns. None: its ``loss``, if it has one, or else the sum of all tensors.
         policy: the units, as for :func:`fully_shard`, without arguments that it overrides. None: the blocks that the module
             repeats, as :func:`~flatshard.policies.find_blocks` finds them.
+        largest_batch: True: find the largest microbatch with which a step fits, whatever is given up for it: ``Fit.batch``.
+            ``example_inputs`` are repeated along the first dimension of those tensors that have as many rows as the first.
         recompute: False: no unit computes its forward again.
         cpu_offload: True: parts may be on the host, if nothing else is enough.
         flops_per_byte: how many floating-point operations take as long as to send one byte: what is dear on your machine. It
@@ -107,10 +113,7 @@ def fit(
         NotImplementedError: the policy makes one unit of several modules, or overrides arguments.
     """
     budget = parse_bytes(bytes_per_rank)
-    if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
-        raise ValueError(
-            f"fit: world_size must be a number of ranks, got {world_size!r}: hybrid strategies are not fitted"
-        )
+    ranks = _ranks(world_size)
     if not isinstance(module, nn.Module):
         raise TypeError(f"fit takes an nn.Module, got a {type(module).__name__}")
     if example_inputs is None:
@@ -131,16 +134,81 @@ def fit(
         keeps_inputs=True,
         receives=True,
     )
-    step = _Step(module, options, {"mixed_precision": mixed_precision, "ignored_states": ignored_states})
-    names = step.units(policy, world_size)
-    search = _Search(step, world_size, names, budget, flops_per_byte, recompute)
-    return search.run(cpu_offload and device.partition(":")[0] != "cpu", "auto" if policy is None else "given")
+    others = {"mixed_precision": mixed_precision, "ignored_states": ignored_states}
+    offload = cpu_offload and device.partition(":")[0] != "cpu"
+
+    def search_of(inputs: Any) -> _Search:
+        step = _Step(module, dataclasses.replace(options, example_inputs=inputs), others)
+        search = _Search(step, ranks, step.units(policy, ranks), budget, flops_per_byte, recompute)
+        search.shorten()
+        return search
+
+    size, inputs = None, example_inputs
+    if largest_batch:
+        size = largest(lambda rows: search_of(repeated(example_inputs, rows)).least_peak(offload), budget)
+        inputs = repeated(example_inputs, size)
+    fitted = search_of(inputs).run(offload, "auto" if policy is None else "given")
+    return dataclasses.replace(fitted, batch=size)
+
+
+def repeated(inputs: Any, rows: int) -> Any:
+    """``inputs`` with so many rows, where they have as many as their first tensor.
+
+    Raises:
+        ValueError: there is none.
+    """
+    tensors = [t for t in tensors_in(inputs) if t.dim()]
+    if not tensors:
+        raise ValueError("fit: largest_batch=True needs example_inputs with a first dimension, that of the batch")
+    count = tensors[0].size(0)
+
+    def grown(tensor: Tensor) -> Tensor:
+        if not tensor.dim() or tensor.size(0) != count:
+            return tensor
+        if tensor.is_floating_point():
+            return torch.empty(rows, *tensor.shape[1:], dtype=tensor.dtype, device="meta")
+        return tensor[torch.arange(rows, device=tensor.device) % count]
+
+    return copy.deepcopy(inputs, {id(t): grown(t) for t in tensors})
+
+
+def largest(peak: Callable[[int], int], budget: int) -> int:
+    """The most rows with which ``peak`` is within ``budget``, at least 1; it grows with them."""
+    peaks = {rows: peak(rows) for rows in (1, 2)}
+    fits, over = (2 if peaks[2] <= budget else 1), (None if peaks[2] <= budget else 2)
+    while over is None or over - fits > 1:
+        low, high = sorted(peaks)[-2:] if over is None else (fits, over)
+        slope = max(1.0, (peaks[high] - peaks[low]) / (high - low))
+        guess = int(low + (budget - peaks[low]) / slope)
+        rows = max(fits + 1, min(guess, 2 * fits * 8 if over is None else over - 1))
+        peaks[rows] = peak(rows)
+        fits, over = (rows, over) if peaks[rows] <= budget else (fits, rows)
+        if fits >= MOST_ROWS:
+            break
+    return fits
+
+
+MOST_ROWS = 2**20
 
 
 def default_loss(output: Any) -> Any:
     """``output.loss`` or ``output["loss"]``, or else the sum of its tensors."""
     found = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
     return found if isinstance(found, Tensor) else sum_of(output)
+
+
+def _ranks(world_size: Any) -> Ranks:
+    """The argument ``world_size``.
+
+    Raises:
+        ValueError: it is no number of ranks.
+    """
+    sizes = world_size if isinstance(world_size, tuple) else (1, world_size)
+    if len(sizes) != 2 or any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in sizes):
+        raise ValueError(
+            f"fit: world_size must be a number of ranks, or (replicas, ranks to shard over), got {world_size!r}"
+        )
+    return Ranks(*sizes)
 
 
 def parse_bytes(value: float | str) -> int:
@@ -163,6 +231,7 @@ class Setting:
 
     split: bool = False
     prefetch: bool = True
+    joined: bool = False  # of a hybrid strategy: the parts are over all ranks
     offload: bool = False
 
     @property
@@ -171,6 +240,7 @@ class Setting:
         texts = {
             "the outermost unit is split": self.split,
             "units are not gathered ahead": not self.prefetch,
+            "gradients and optimizer state are over all ranks, and parameters come across groups once": self.joined,
             "parameters, gradients and optimizer state are on the host": self.offload,
         }
         return [text for text, holds in texts.items() if holds]
@@ -183,12 +253,12 @@ class _Step:
         self.module, self.options, self.others = module, options, others
         validate.check_module(module)
 
-    def units(self, policy: Policy, world_size: int) -> list[str]:
+    def units(self, policy: Policy, ranks: Ranks) -> list[str]:
         """The names of the units, without the outermost one."""
         arguments = {"policy": "auto" if policy is None else policy}
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            choice = self._choice(arguments, world_size)
+            choice = self._choice(arguments, ranks)
         names = []
         for unit in choice.planned:
             if unit.config != choice.planned[0].config or isinstance(unit.module, ModuleGroup):
@@ -199,7 +269,7 @@ class _Step:
             names += [unit.fqn] if unit.fqn else []
         return names
 
-    def _choice(self, arguments: dict[str, Any], world_size: int) -> Any:
+    def _choice(self, arguments: dict[str, Any], ranks: Ranks) -> Any:
         defaults: dict[str, Any] = {
             "strategy": ShardingStrategy.FULL_SHARD,
             "backward_prefetch": "backward_pre",
@@ -208,46 +278,62 @@ class _Step:
         }
         given: dict[str, Any] = defaults | self.others | arguments
         policy, ignored = given.pop("policy"), given.pop("ignored_states")
-        return choose(self.module, policy, unit_config(**given), ignored, world_size)
+        return choose(self.module, policy, unit_config(**given), ignored, ranks.shards)
 
-    def plan(self, arguments: dict[str, Any], world_size: int) -> Plan:
+    def plan(self, arguments: dict[str, Any], ranks: Ranks) -> Plan:
         """The step, if the module is sharded with these arguments of ``fully_shard``."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            choice = self._choice(arguments, world_size)
+            choice = self._choice(arguments, ranks)
             _plan.check(choice, 0)
-            return _plan.plan_of(Program(self.module, _plan.changed(choice), Ranks(1, world_size), self.options))
+            return _plan.plan_of(Program(self.module, _plan.changed(choice), ranks, self.options))
 
 
 class _Search:
     """Finds the cheapest choice within ``budget``. [Note: What is given up]"""
 
     def __init__(
-        self, step: _Step, world_size: int, names: list[str], budget: int, flops_per_byte: float, recompute: bool
+        self, step: _Step, ranks: Ranks, names: list[str], budget: int, flops_per_byte: float, recompute: bool
     ) -> None:
-        self.step, self.world_size, self.names, self.budget = step, world_size, names, budget
+        self.step, self.ranks, self.names, self.budget = step, ranks, names, budget
         self.flops_per_byte, self.recomputes = flops_per_byte, recompute
         self.notes: list[str] = []
         stays = UNTIL_CHANGE if step.options.microbatches > 1 else UNTIL_BACKWARD
         self.start: Choices = tuple(Keeps(stays, False) for _ in names)
-        self.plans: dict[tuple[Setting, Choices, int], Plan] = {}
+        self.plans: dict[tuple[Setting, Choices, Ranks], Plan] = {}
+        self.timelines: dict[Setting, Timeline] = {}
+        self.short: _Shorter | None = None  # for a long model
+
+    def shorten(self) -> None:
+        """Search on a shorter model, if this one is long. [Note: Long models]"""
+        ignores = self.step.others["ignored_states"] is not None
+        made = None if ignores else shortened(self.step.module, self.names)
+        if made is not None:
+            self.short = _Shorter(self, made)
 
     def arguments(self, setting: Setting, choices: Choices) -> dict[str, Any]:
         """For ``fully_shard``."""
         policy: Any = {}
         for name, choice in zip(self.names, choices, strict=True):
-            policy[name] = {
-                **({} if choice.stays == UNTIL_FORWARD else {"strategy": _STRATEGIES[choice.stays]}),
-                **({"recompute": True} if choice.recomputes else {}),
-            }
+            stays: dict[str, Any] = {} if choice.stays == UNTIL_FORWARD else {"strategy": self.strategies[choice.stays]}
+            if setting.joined and stays:
+                stays = {"reshard_after_forward": False}
+            policy[name] = stays | ({"recompute": True} if choice.recomputes else {})
         given: dict[str, Any] = {"policy": SplitRoot(policy) if setting.split else policy}
+        if self.ranks.replicas > 1:
+            given["strategy"] = ShardingStrategy.HYBRID_FULL_SHARD if setting.joined else self.strategies[UNTIL_FORWARD]
         given |= {} if setting.prefetch else {"backward_prefetch": None, "forward_prefetch": False}
         given |= {"cpu_offload": True} if setting.offload else {}
         return given
 
-    def plan(self, setting: Setting, choices: Choices, world_size: int | None = None) -> Plan:
+    @property
+    def strategies(self) -> dict[int, ShardingStrategy]:
+        """By how long a unit's parameters stay gathered."""
+        return _STRATEGIES if self.ranks.replicas == 1 else _HYBRID_STRATEGIES
+
+    def plan(self, setting: Setting, choices: Choices, ranks: Ranks | None = None) -> Plan:
         """The step of these choices."""
-        key = setting, choices, world_size or self.world_size
+        key = setting, choices, ranks or self.ranks
         if key not in self.plans:
             self.plans[key] = self.step.plan(self.arguments(setting, choices), key[2])
         return self.plans[key]
@@ -263,78 +349,121 @@ class _Search:
         Raises:
             ValueError: nothing fits.
         """
-        settings = [Setting(), Setting(split=True), Setting(prefetch=False), Setting(split=True, prefetch=False)]
-        settings += [Setting(offload=True), Setting(True, False, True)] if offload else []
-        first = self.plan(Setting(), self.start)
-        self._check_recompute()
         failed: list[tuple[int, Setting]] = []
+        for setting in self._possible(offload):
+            choices = self._solve(setting)
+            if choices is not None:
+                return self._fitted(setting, choices, offload, policy)
+            failed.append((self.peak(setting, self._lowest(setting)), setting))
+        raise ValueError(self._nothing_fits(*min(failed, key=lambda each: each[0])))
+
+    def _possible(self, offload: bool) -> Iterator[Setting]:
+        """The settings in which a step can run, in order."""
+        settings = [Setting(), Setting(split=True), Setting(prefetch=False), Setting(split=True, prefetch=False)]
+        if self.ranks.replicas > 1 and self.step.options.microbatches == 1:
+            settings += [dataclasses.replace(setting, joined=True) for setting in settings]
+        settings += [Setting(offload=True), Setting(split=True, prefetch=False, offload=True)] if offload else []
+        self.peak(Setting(), self.start)
+        self._check_recompute()
         for setting in settings:
             try:
-                peak = self._peak(setting, self.least)
+                self.peak(setting, self.least)
             except Exception as e:
                 if setting == Setting():
                     raise
                 self.notes.append(f"not possible: {', '.join(setting.given_up)} ({type(e).__name__}: {str(e)[:100]})")
-                continue
-            if self._peak(setting, self.start) <= self.budget:
-                return self._fitted(setting, [], first, policy)
-            if peak <= self.budget:
-                return self._fitted(setting, self._solve(setting), first, policy)
-            failed.append((peak, setting))
-        raise ValueError(self._nothing_fits(*min(failed, key=lambda each: each[0])))
+            else:
+                yield setting
 
-    def _peak(self, setting: Setting, choices: Choices) -> int:
+    def least_peak(self, offload: bool) -> int:
+        """That of a step in which everything is given up, in the setting in which it is lowest."""
+        return min(self.peak(setting, self.least) for setting in self._possible(offload))
+
+    def peak(self, setting: Setting, choices: Choices) -> int:
+        """The most bytes that a step takes."""
+        if self.short is not None:
+            return max(self._timeline(setting).memory(choices))
         return self.plan(setting, choices).total_peak.nbytes
 
     def _check_recompute(self) -> None:
         """Leave recomputation out, if the model cannot be computed again."""
-        if self.recomputes and self.names:
+        if self.short is not None:
+            self.recomputes = self.short.search.recomputes
+            self.notes += self.short.search.notes
+        elif self.recomputes and self.names:
             try:
                 self.plan(Setting(), self.least)
             except Exception as e:
                 self.recomputes = False
                 self.notes.append(f"no unit can compute its forward again ({type(e).__name__}: {str(e)[:100]})")
 
-    def _solve(self, setting: Setting) -> list[Give]:
-        """What to give up in ``setting``, in which the least choice fits."""
-        timeline = self._timeline(setting)
-        allowance, is_exact = 0, False
-        best: list[Give] | None = None
+    def _solve(self, setting: Setting) -> Choices | None:
+        """The cheapest choice in ``setting`` that fits. None: there is none."""
+        if self.peak(setting, self.start) <= self.budget:
+            return self.start
+        if not self.names:
+            return None
+        timeline, costs = self._timeline(setting), self._costs(setting)
+        best = self.least if self.peak(setting, self.least) <= self.budget else None
         for _ in range(TRIES):
-            gives = timeline.search(self.budget - allowance, self.start, self.recomputes)
-            if gives is None:
+            choices = cheapest(timeline, costs, self.budget, self.start, self.recomputes)
+            if choices is None or self.short is not None:
+                best = choices
                 break
-            choices = after(self.start, *gives)
-            peak = self._peak(setting, choices)
-            if peak <= self.budget and (best is None or timeline.costs.total(gives) < timeline.costs.total(best)):
-                best = gives
-            wrong = peak - max(timeline.memory(choices))
-            is_exact = wrong == 0
-            if (peak <= self.budget and wrong >= 0) or wrong == allowance:
-                break
-            allowance = wrong
-        if best is None:
-            best = list(all_gives(self.start, self.recomputes))
-        if len(self.names) <= EXACT:
-            for gives in timeline.in_order(self.start, self.recomputes):
-                if gives == best or self._peak(setting, after(self.start, *gives)) <= self.budget:
-                    return gives
-        tries_all = not is_exact and len(self.names) <= REFINED
-        return self._refined(setting, best, timeline.costs) if tries_all else best
+            plan = self.plan(setting, choices)
+            is_exact = plan.total_peak.nbytes == max(timeline.memory(choices))
+            if plan.total_peak.nbytes <= self.budget:
+                return choices if is_exact else self._refined(setting, choices, costs)
+            timeline.learn(choices, plan)
+        return best if best is None or self.short is not None else self._refined(setting, best, costs)
 
-    def _refined(self, setting: Setting, gives: list[Give], costs: Costs) -> list[Give]:
-        """``gives`` without what the program does not need."""
-        for give in sorted(gives, key=costs.of, reverse=True):
-            rest = [each for each in gives if each != give]
-            if is_possible(rest, self.start) and self._peak(setting, after(self.start, *rest)) <= self.budget:
-                gives = rest
-        return gives
+    def _refined(self, setting: Setting, choices: Choices, costs: Costs) -> Choices:
+        """``choices`` without what the program does not need."""
+        if len(choices) > REFINED:
+            return choices
+        dearest = sorted(range(len(choices)), key=lambda unit: costs.of(unit, choices[unit]), reverse=True)
+        for unit in dearest:
+            for keeps in sorted(options_of(self.start[unit], self.recomputes), key=lambda each: costs.of(unit, each)):
+                if costs.of(unit, keeps) >= costs.of(unit, choices[unit]):
+                    break
+                changed = (*choices[:unit], keeps, *choices[unit + 1 :])
+                if self.peak(setting, changed) <= self.budget:
+                    choices = changed
+                    break
+        return choices
+
+    def _lowest(self, setting: Setting) -> Choices:
+        """The choice of the lowest peak that is found."""
+        best = self.least
+        if not self.names:
+            return best
+        timeline, costs = self._timeline(setting), self._costs(setting)
+        over, fits = self.budget, max(timeline.memory(best))
+        while fits - over > max(1, fits // 1000):
+            limit = (over + fits) // 2
+            choices = cheapest(timeline, costs, limit, self.start, self.recomputes)
+            over, fits = (limit, fits) if choices is None else (over, limit)
+            best = best if choices is None else choices
+        return min(best, self.least, key=lambda choices: self.peak(setting, choices))
 
     def _timeline(self, setting: Setting) -> Timeline:
-        kept, least = self.plan(setting, self.start), self.plan(setting, self.least)
-        return Timeline(kept, least, self.names, self._costs(kept, least))
+        if setting not in self.timelines:
+            self.timelines[setting] = self._learnt(setting) if self.short is None else self.short.timeline(setting)
+        return self.timelines[setting]
 
-    def _costs(self, kept: Plan, least: Plan) -> Costs:
+    def _learnt(self, setting: Setting) -> Timeline:
+        learnt = [self.least, self.start]
+        if self.recomputes:
+            learnt += [tuple(Keeps(UNTIL_FORWARD, again) for again in row) for row in patterns(len(self.names))]
+        timeline = Timeline(self.plan(setting, self.least), self.names, setting.prefetch)
+        for choices in learnt:
+            timeline.learn(choices, self.plan(setting, choices))
+        return timeline
+
+    def _costs(self, setting: Setting) -> Costs:
+        if self.short is not None:
+            return self.short.costs(setting)
+        kept, least = self.plan(setting, self.start), self.plan(setting, self.least)
         microbatches = self.step.options.microbatches
         sent = dict.fromkeys(self.names, 0)
         for collective in least.collectives:
@@ -348,79 +477,141 @@ class _Search:
             self.flops_per_byte,
         )
 
-    def _fitted(self, setting: Setting, gives: list[Give], first: Plan, policy: str) -> Fit:
-        choices = after(self.start, *gives)
+    def _fitted(self, setting: Setting, choices: Choices, offload: bool, policy: str) -> Fit:
         plan = self.plan(setting, choices)
+        if self.short is not None and plan.total_peak.nbytes != self.peak(setting, choices):
+            self.short, self.timelines = None, {}  # its blocks are not as alike as they look
+            return self.run(offload, policy)
+        strategies = dict(self.strategies)
+        if setting.joined:
+            strategies[UNTIL_FORWARD] = ShardingStrategy.HYBRID_FULL_SHARD
         units = [
-            UnitFit(name, _STRATEGIES[choice.stays].name, choice.recomputes)
+            UnitFit(name, strategies[choice.stays].name, choice.recomputes)
             for name, choice in zip(self.names, choices, strict=True)
         ]
         others = {name: value for name, value in self.step.others.items() if value is not None}
+        given = self._given_up(setting, choices)
         return Fit(
             budget=self.budget,
             plan=plan,
-            unlimited=first,
+            unlimited=self._unlimited(plan, given),
             units=tuple(units),
-            given_up=tuple(self._given_up(setting, gives, first)),
+            given_up=tuple(given),
             arguments=self.arguments(setting, choices) | others,
             found="blocks that are repeated" if policy == "auto" else "the units of the policy",
             notes=tuple(self.notes),
         )
 
-    def _given_up(self, setting: Setting, gives: list[Give], first: Plan) -> list[GivenUp]:
+    def _unlimited(self, plan: Plan, given: list[GivenUp]) -> Unlimited:
+        if self.short is None:
+            first = self.plan(Setting(), self.start)
+            return Unlimited(first.total_peak.nbytes, first.sent_nbytes, first.flops or 0)
+        sent = plan.sent_nbytes - sum(each.sent_nbytes for each in given)
+        return Unlimited(self.peak(Setting(), self.start), sent, (plan.flops or 0) - sum(each.flops for each in given))
+
+    def _given_up(self, setting: Setting, choices: Choices) -> list[GivenUp]:
         """In order, each with what is in memory after it: of settings by the program, of units by the timeline."""
         found = []
-        now = first
+        search = self if self.short is None else self.short.search  # the rest of the model is the same
+        now, before = search.plan(Setting(), search.start), Setting()
         for text, changed in zip(setting.given_up, _steps_to(setting), strict=True):
-            after_it = self.plan(changed, self.start)
-            found.append(GivenUp("", text, after_it.total_peak.nbytes, after_it.sent_nbytes - now.sent_nbytes, 0))
-            now = after_it
-        if not gives:
+            after_it = search.plan(changed, search.start)
+            sent = after_it.sent_nbytes - now.sent_nbytes
+            copied = (_copied(after_it) if changed.offload else 0) - (_copied(now) if before.offload else 0)
+            found.append(GivenUp("", text, self.peak(changed, self.start), sent, copied, 0))
+            now, before = after_it, changed
+        if choices == self.start:
             return found
-        timeline = self._timeline(setting)
-        done: list[Give] = []
-        for give in gives:
-            done.append(give)
-            is_last = len(done) == len(gives)
-            choices = after(self.start, *done)
-            peak = self._peak(setting, choices) if is_last else max(timeline.memory(choices))
-            is_sent = give.what != "activations"
-            sent, flops = (timeline.costs.of(give), 0.0) if is_sent else (0.0, timeline.costs.flops[give.unit])
-            found.append(GivenUp(self.names[give.unit], _GIVES[give.what], peak, round(sent), round(flops)))
-        return found
+        timeline, costs = self._timeline(setting), self._costs(setting)
+        steps = list(steps_between(self.start, choices, timeline.order))
+        done = list(self.start)
+        for (unit, keeps), peak in zip(steps, peaks_along(timeline, self.start, steps, self.recomputes), strict=True):
+            cost = costs.of(unit, keeps) - costs.of(unit, done[unit])
+            what = "activations" if keeps.recomputes != done[unit].recomputes else _STAYS[keeps.stays]
+            more, again = (0.0, costs.flops[unit]) if what == "activations" else (cost, 0.0)
+            copied = round(more / max(1, self.ranks.shards - 1)) if setting.offload else 0
+            done[unit] = keeps
+            found.append(GivenUp(self.names[unit], _GIVES[what], peak, round(more), copied, round(again)))
+        return [*found[:-1], found[-1]._replace(peak=self.peak(setting, choices))]
 
     def _nothing_fits(self, peak: int, setting: Setting) -> str:
         who = type(self.step.module).__name__
         said = (
-            f"fit: {who} does not fit into {in_bytes(self.budget)} on {self.world_size} ranks. The least possible peak is "
+            f"fit: {who} does not fit into {in_bytes(self.budget)} on {self.ranks}. The least possible peak is "
             f"{peak:,} bytes ({in_bytes(peak)})"
         )
         said += f", when {' and '.join(setting.given_up)}. " if setting.given_up else ". "
         if (ranks := self._ranks_that_fit(peak, setting)) is not None:
-            return said + f"It would fit on {ranks:,} ranks"
-        at = self.plan(setting, self.least).total_peak
+            return said + f"It would fit on {ranks}"
+        at = self.plan(setting, self._lowest(setting)).total_peak
         return said + (
             f"More ranks are not enough: at the peak, in {at.phase} at unit {at.unit or '<root>'!r}, there are "
             f"{in_bytes(at.memory.activations)} of activations and {in_bytes(at.memory.unsharded)} of gathered parameters. "
             "Take smaller batches, or smaller units (policy=...)"
         )
 
-    def _ranks_that_fit(self, peak: int, setting: Setting) -> int | None:
+    def _ranks_that_fit(self, peak: int, setting: Setting) -> Ranks | None:
         """The least number of ranks that is found, of multiples of 8 beyond 8."""
-        memory = self.plan(setting, self.least).total_peak.memory
+        lowest = self._lowest(setting)
+        memory = self.plan(setting, lowest).total_peak.memory
         sharded = memory.shards + memory.gradients + memory.optimizer
         room = self.budget - (peak - sharded)
         for more in (1.0, 1.05, 1.2, 2.0, 8.0):
             if room <= 0:
                 return None
-            ranks = max(self.world_size + 1, int(more * self.world_size * sharded / room))
-            ranks = ranks if ranks <= 8 else -(-ranks // 8) * 8
-            if self.plan(setting, self.least, ranks).total_peak.nbytes <= self.budget:
+            shards = max(self.ranks.shards + 1, int(more * self.ranks.shards * sharded / room))
+            ranks = Ranks(self.ranks.replicas, shards if shards <= 8 else -(-shards // 8) * 8)
+            if self.plan(setting, lowest, ranks).total_peak.nbytes <= self.budget:
                 return ranks
         return None
 
 
-TRIES = 6
+class _Shorter:
+    """The search on a shortened model, for that on the whole one. [Note: Long models]"""
+
+    def __init__(self, whole: _Search, made: Shortened) -> None:
+        self.whole, self.made = whole, made
+        self.search = self._search_of(made.module)
+        self.search.plan(Setting(), self.search.start)
+        self.search._check_recompute()
+
+    def _search_of(self, module: nn.Module) -> _Search:
+        whole = self.whole
+        step = _Step(module, whole.step.options, whole.step.others)
+        names = [name for name in whole.names if _has(module, name)]
+        return _Search(step, whole.ranks, names, whole.budget, whole.flops_per_byte, whole.recomputes)
+
+    def timeline(self, setting: Setting) -> Timeline:
+        """That of the whole model."""
+        short = self.search._timeline(setting)
+        begins = more = 0
+        for run, module in zip(self.made.runs, self.made.grown, strict=True):
+            search = self._search_of(module)
+            search.recomputes = self.search.recomputes
+            grown = Timeline(search.plan(setting, search.least), search.names, setting.prefetch)
+            grown.learn(search.least, search.plan(setting, search.least))
+            times = run.length - KEPT
+            begins += times * (grown.begins - short.begins)
+            steps = [line.taken(line.rows[-1], (None, None))[0] for line in (short, grown)]
+            more += times * (steps[1] - steps[0])
+        return short.repeated(self.whole.names, self.made.like, begins, more)
+
+    def costs(self, setting: Setting) -> Costs:
+        """Those of the whole model."""
+        costs = self.search._costs(setting)
+        gather, flops = ([each[unit] for unit in self.made.like] for each in (costs.gather, costs.flops))
+        return dataclasses.replace(costs, gather=gather, flops=flops)
+
+
+def _has(module: nn.Module, name: str) -> bool:
+    try:
+        module.get_submodule(name)
+    except AttributeError:
+        return False
+    return True
+
+
+TRIES = 8
 """How often a search is corrected by what the program says."""
 
 _STRATEGIES = {
@@ -428,16 +619,28 @@ _STRATEGIES = {
     UNTIL_BACKWARD: ShardingStrategy.SHARD_GRAD_OP,
     UNTIL_FORWARD: ShardingStrategy.FULL_SHARD,
 }
+_HYBRID_STRATEGIES = {
+    UNTIL_CHANGE: ShardingStrategy.HYBRID_SHARD_OPTIM,
+    UNTIL_BACKWARD: ShardingStrategy.HYBRID_SHARD_ZERO2,
+    UNTIL_FORWARD: ShardingStrategy.HYBRID_SHARD,
+}
 _GIVES = {
     "step": "is freed after each backward",
     "backward": "is freed after forward",
     "activations": "computes its forward again",
 }
+_STAYS = {UNTIL_BACKWARD: "step", UNTIL_FORWARD: "backward"}
+
+
+def _copied(plan: Plan) -> int:
+    """Bytes between host and device in a step, if all parts are on the host: parts to gather, and reduced gradients."""
+    kinds = "all-gather", "reduce-scatter"
+    return sum(collective.nbytes // collective.ranks for collective in plan.collectives if collective.kind in kinds)
 
 
 def _steps_to(setting: Setting) -> list[Setting]:
     """The settings that lead to ``setting``, one change after the other."""
-    changes = {"split": setting.split, "prefetch": setting.prefetch, "offload": setting.offload}
+    changes = vars(setting)
     found = [Setting()]
     for name, value in changes.items():
         changed = dataclasses.replace(found[-1], **{name: value})

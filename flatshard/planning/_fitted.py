@@ -7,7 +7,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from torch import nn
 
@@ -36,8 +36,7 @@ class UnitFit:
     recompute: bool  # whether it computes its forward again in backward
 
 
-@dataclass(frozen=True)
-class GivenUp:
+class GivenUp(NamedTuple):
     """One thing that was given up.
 
     Example::
@@ -51,7 +50,22 @@ class GivenUp:
     what: str  # in words
     peak: int  # bytes, with this and everything before it
     sent_nbytes: int  # what it costs: bytes sent by a rank in a step
+    copied_nbytes: int  # what it costs: bytes copied between a rank's host and device in a step
     flops: int  # what it costs: operations computed again by a rank in a step
+
+
+class Unlimited(NamedTuple):
+    """A step in which nothing is given up.
+
+    Example::
+
+        fit = flatshard.fit(model, bytes_per_rank="1 MiB", world_size=4, optimizer=8, example_inputs=(batch,))
+        print(fit.unlimited.nbytes)
+    """
+
+    nbytes: int  # at its peak
+    sent_nbytes: int
+    flops: int
 
 
 @dataclass(frozen=True, repr=False)
@@ -68,14 +82,14 @@ class Fit:
     budget: int  # bytes on a rank
     plan: Plan
     """The plan of what was chosen: its memory, collectives and operations."""
-    unlimited: Plan
-    """The plan of the same step if nothing were given up."""
+    unlimited: Unlimited  # the same step, if nothing were given up
     units: tuple[UnitFit, ...]  # without the outermost one, in module order
     given_up: tuple[GivenUp, ...]  # in this order
     arguments: dict[str, Any]
     """For :func:`fully_shard`, with recomputation: ``fully_shard(model, **fit.arguments)``."""
     found: str  # where the units come from
     notes: tuple[str, ...]  # what was not possible
+    batch: int | None = None  # rows of the largest microbatch, if it was asked for
 
     @property
     def peak(self) -> Peak:
@@ -95,7 +109,7 @@ class Fit:
     @property
     def flops(self) -> int:
         """Operations that a rank computes again in a step."""
-        return (self.plan.flops or 0) - (self.unlimited.flops or 0)
+        return (self.plan.flops or 0) - self.unlimited.flops
 
     def apply(self, module: M, **arguments: Any) -> M:
         """``fully_shard(module, **fit.arguments)``, and ``arguments`` beside, such as ``process_group=``.
@@ -124,7 +138,8 @@ class Fit:
             f"{self.plan.module} over {ranks}: fits into {in_bytes(self.budget)}",
             f"peak {peak.nbytes:,} bytes ({in_bytes(peak.nbytes)}), in {peak.phase} at unit {peak.unit or '<root>'!r}; "
             f"{in_bytes(self.margin)} ({share}) below the budget",
-            f"without a budget the peak would be {in_bytes(self.unlimited.total_peak.nbytes)}",
+            *([] if self.batch is None else [f"the largest microbatch: {self.batch} rows"]),
+            f"without a budget the peak would be {in_bytes(self.unlimited.nbytes)}",
             "",
             f"units: {len(self.units)} of {self.found}, and the rest of the model",
             *table(_unit_rows(self.units), left=4),
@@ -160,11 +175,14 @@ def _unit_rows(units: Sequence[UnitFit]) -> list[list[str]]:
 
 
 def _given_rows(given: Sequence[GivenUp]) -> list[list[str]]:
-    rows = [["what", "of", "peak after it", "sent more", "computed again"]]
+    copies = any(each.copied_nbytes for each in given)
+    rows = [["what", "of", "peak after it", "sent more", *["copied"][: int(copies)], "computed again"]]
     for what, group in itertools.groupby(given, key=lambda each: each.what):
         these = list(group)
         units = _runs([each.unit for each in these]) if these[0].unit else "all"
-        cost = in_bytes(sum(each.sent_nbytes for each in these)), f"{sum(each.flops for each in these):,}"
+        cost = [in_bytes(sum(each.sent_nbytes for each in these)), f"{sum(each.flops for each in these):,}"]
+        if copies:
+            cost.insert(1, in_bytes(sum(each.copied_nbytes for each in these)))
         rows.append([what, units, in_bytes(these[-1].peak), *cost])
     return rows
 

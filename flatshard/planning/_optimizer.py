@@ -12,6 +12,7 @@ from torch import nn
 
 from flatshard._handle.tensors.sharded_parameter import full_shape
 from flatshard.optim._hooks import steps_empty_parts
+from flatshard.optim._offload import OffloadedOptimizer
 
 OptimizerChoice = torch.optim.Optimizer | Callable[[list[nn.Parameter]], torch.optim.Optimizer] | int | None
 """An optimizer on the model's parameters; a function or class that makes one of a list of parameters; the bytes of state per
@@ -42,6 +43,7 @@ def planned_optimizer(
 
     Raises:
         TypeError: ``choice`` has the wrong type.
+        NotImplementedError: it keeps its state on the host.
         ValueError: the optimizer has parameters that are not the model's; or it looks at whole parameters, and ranks have
             parts; or it cannot step on the meta device.
     """
@@ -81,6 +83,7 @@ def _made(choice: Any, params: Mapping[nn.Parameter, nn.Parameter]) -> torch.opt
         "For training, flatshard.optim.WholeParameterOptimizer keeps the state of each parameter on one rank. For the plan, "
         "pass the average number of bytes of state per element: optimizer=8"
     )
+    _refuse_offloaded(getattr(make, "func", make))
     try:
         made = make(groups) if callable(make) else None
     except ValueError as e:
@@ -89,6 +92,7 @@ def _made(choice: Any, params: Mapping[nn.Parameter, nn.Parameter]) -> torch.opt
         kind = getattr(make, "func", make)
         name = getattr(kind, "__name__", type(kind).__name__)
         raise ValueError(f"plan: {name} takes no parts of parameters ({e}). {cure}") from e
+    _refuse_offloaded(type(made))
     if not isinstance(made, torch.optim.Optimizer):
         raise TypeError(
             "plan: optimizer must be an optimizer on the model's parameters, a class or function that makes one of a list of "
@@ -98,6 +102,14 @@ def _made(choice: Any, params: Mapping[nn.Parameter, nn.Parameter]) -> torch.opt
     if steps_empty is not None and any(part.numel() or not steps_empty for part in cut):
         raise ValueError(f"plan: {type(made).__name__} looks at whole parameters, and a rank has parts. {cure}")
     return made
+
+
+def _refuse_offloaded(kind: Any) -> None:
+    if isinstance(kind, type) and issubclass(kind, OffloadedOptimizer):
+        raise NotImplementedError(
+            "plan: an OffloadedOptimizer has its state on the host, which plans do not follow: pass optimizer=0 (bytes of "
+            "state per element) for the memory beside it. While it steps, the state of two units is on the device, too"
+        )
 
 
 def _groups(given: torch.optim.Optimizer, params: Mapping[nn.Parameter, nn.Parameter]) -> list[Any]:

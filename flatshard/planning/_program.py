@@ -141,7 +141,8 @@ class Program:
         """Run steps, and record the last one."""
         run_once = self._run_once if self.options.example_inputs is not None else _InOrder(self).run_once
         self._step(run_once)
-        optimizer = planned_optimizer(self.options.optimizer, self.params, self.options.device)
+        with self.books:  # which computes what is alike once
+            optimizer = planned_optimizer(self.options.optimizer, self.params, self.options.device)
         self.states = optimizer.nbytes  # by this rank's part
         for flat in self.flats:
             for part in flat.params:
@@ -225,6 +226,9 @@ class Program:
             )
 
 
+_OBSERVED = "flatshard: which unit runs"
+
+
 class _Observer(Extension):
     """Tells ``Books`` which unit runs, and which tensors are gradients."""
 
@@ -247,11 +251,15 @@ class _ObservedUnit(ForwardFeature):
 
     def after(self, forward: Forward, output: Any) -> None:
         around = [each.unit.fqn for each in self.unit.context.forwards if each is not forward]
-        self.books.recorder.unit = around[-1] if around else ""
+        if around or self.books.recorder.phase == "forward":  # else it was recomputed, and its backward follows
+            self.books.recorder.unit = around[-1] if around else ""
 
     def leaving(self, outputs: list[Tensor]) -> Iterable[Tensor]:
         for node in {t.grad_fn for t in outputs if t.grad_fn is not None}:
-            node.register_prehook(self._turn_to)
+            known: Any = node.metadata
+            if _OBSERVED not in known:  # by the unit inside that made the tensor
+                known[_OBSERVED] = True
+                node.register_prehook(self._turn_to)
         return ()
 
     def _turn_to(self, *grads: Any) -> None:

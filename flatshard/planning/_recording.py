@@ -223,7 +223,8 @@ class MadeOnce:
             self._kinds[func] = _makes_tensors(func)
         makes = self._kinds[func]
         if makes is None:
-            return func(*args, **kwargs)
+            is_foreach = func._schema.name.startswith("aten::_foreach_") and not kwargs
+            return _each_once(func, args) if is_foreach else func(*args, **kwargs)
         try:
             key = func, _signature(args), _signature(tuple(kwargs.items()))
             known = self._results.get(key)
@@ -238,9 +239,35 @@ class MadeOnce:
         return result
 
 
+def _each_once(func: Any, args: tuple[Any, ...]) -> Any:
+    """What ``func`` returns, an operation on each element of lists, computed for those elements that differ."""
+    size = len(args[0])
+    lists = [at for at, arg in enumerate(args) if isinstance(arg, list | tuple) and len(arg) == size]
+    different: dict[Any, int] = {}
+    try:
+        keys = [_signature([args[at][number] for at in lists]) for number in range(size)]
+    except TypeError:
+        return func(*args)
+    for number, key in enumerate(keys):
+        different.setdefault(key, number)
+    if len(different) == size:
+        return func(*args)
+    few = [[arg[n] for n in different.values()] if at in lists else arg for at, arg in enumerate(args)]
+    made = func(*few)
+    if made is None:
+        return None
+    described = [_described(each, few, {}) for each in made]
+    if None in described:
+        return func(*args)
+    by_key = dict(zip(different, described, strict=True))
+    return [_like(by_key[key]) for key in keys]
+
+
 def _makes_tensors(func: Any) -> bool | None:
     """See ``MadeOnce._kinds``."""
     schema = func._schema
+    if schema.name.startswith("aten::_foreach_"):
+        return None
     if func.is_view or torch.Tag.inplace_view in func.tags or torch.Tag.data_dependent_output in func.tags:
         return None
     aliases = [a.alias_info is not None for a in (*schema.arguments, *schema.returns)]
@@ -257,7 +284,8 @@ def _signature(value: Any) -> Any:
         TypeError: it cannot be said.
     """
     if isinstance(value, torch.Tensor):
-        if type(value) not in (torch.Tensor, torch.nn.Parameter) or value.layout is not torch.strided:
+        is_plain = type(value).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
+        if not (is_plain and value.is_meta and value.layout is torch.strided):
             raise TypeError
         return value.shape, value.stride(), value.dtype, value.is_conj(), value.is_neg()
     if isinstance(value, list | tuple):
@@ -267,8 +295,14 @@ def _signature(value: Any) -> Any:
 
 def _described(result: Any, args: Any, kwargs: Any) -> Any:
     """How to make tensors like ``result``. None: they are not all plain and new."""
+    given = [t for v in (*args, *kwargs.values()) for t in (v if isinstance(v, list | tuple) else (v,))]
+    return _described_new(result, {id(t.untyped_storage()) for t in given if isinstance(t, torch.Tensor)})
+
+
+def _described_new(result: Any, given: set[int]) -> Any:
+    """See ``_described``. ``given``: the storages of the arguments, by id."""
     if isinstance(result, list | tuple):
-        parts = [() if each is None else _described(each, args, kwargs) for each in result]
+        parts = [() if each is None else _described_new(each, given) for each in result]
         own = [id(t.untyped_storage()) for t in result if isinstance(t, torch.Tensor)]
         return None if None in parts or len(set(own)) < len(own) else (type(result), parts)
     if type(result) is not torch.Tensor or result.layout is not torch.strided or result.device.type != "meta":
@@ -277,8 +311,7 @@ def _described(result: Any, args: Any, kwargs: Any) -> Any:
         return None
     made = result.shape, result.stride(), result.dtype
     storage = result.untyped_storage()
-    given = [t for v in (*args, *kwargs.values()) for t in (v if isinstance(v, list | tuple) else (v,))]
-    is_new = all(t.untyped_storage() is not storage for t in given if isinstance(t, torch.Tensor))
+    is_new = id(storage) not in given
     return made if is_new and _like(made).untyped_storage().nbytes() == storage.nbytes() else None
 
 

@@ -1,15 +1,16 @@
-"""The memory of a step for any choice of what units give up, from the plans of two: nothing given up, and everything.
+"""The memory of a step for any choice of what units give up, from the plans of a few choices.
 
 [Note: Timelines]
-A step is a row of stretches, in each of which one unit runs. What is in memory in a stretch is what its own unit takes there,
-and what units leave that have run forward and not yet backward. Both follow from each unit's own choice: what it leaves of
-activations differs between the two plans by its recomputation alone, and gathered parameters are added where they are kept.
-So the peak of any choice is a sum, without running it. It is exact where units do not share what they leave; whoever chooses
-by it plans the choice itself afterwards.
+A step is a row of stretches, in each of which one unit runs. A stretch begins with what those before it have left, adds
+something at its highest, and leaves something. What it adds and leaves follows from the choices of its own unit and of the
+one that ran before it in forward: a tensor between two units is kept if either keeps it. So plans in which each two
+neighbours have each two choices say all of it, and the memory of any other choice is a sum. Gathered parameters of other
+units that stay are added beside. Where this does not hold, the plan of a choice says so, and what it says is learned.
 """
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -31,12 +32,8 @@ class Keeps(NamedTuple):
 Choices = tuple[Keeps, ...]
 """Of the units in order."""
 
-
-class Give(NamedTuple):
-    """One thing that a unit gives up."""
-
-    unit: int
-    what: str  # "step", "backward" or "activations"
+Pair = tuple[Keeps | None, Keeps | None]
+"""The choices of the unit before, in forward, and of a stretch's own unit. None: there is none."""
 
 
 @dataclass(frozen=True)
@@ -48,274 +45,219 @@ class Costs:
     gathers: int  # of a unit that is freed after its backward: the microbatches
     flops_per_byte: float  # operations that are worth one byte sent
 
-    def of(self, give: Give) -> float:
-        """In bytes sent."""
-        if give.what == "activations":
-            return self.flops[give.unit] / self.flops_per_byte
-        return self.gather[give.unit] * (self.gathers - 1 if give.what == "step" else self.gathers)
+    def of(self, unit: int, keeps: Keeps) -> float:
+        """In bytes sent, beside the least that the unit costs."""
+        more = {UNTIL_CHANGE: 0, UNTIL_BACKWARD: self.gathers - 1, UNTIL_FORWARD: 2 * self.gathers - 1}[keeps.stays]
+        return self.gather[unit] * more + (self.flops[unit] / self.flops_per_byte if keeps.recomputes else 0.0)
 
-    def total(self, gives: Sequence[Give]) -> float:
-        """Of all of them."""
-        return sum(map(self.of, gives))
+    def total(self, choices: Choices) -> float:
+        """Of all units."""
+        return sum(itertools.starmap(self.of, enumerate(choices)))
+
+
+class Place(NamedTuple):
+    """Which stretch of a step: the same in the plans of all choices."""
+
+    phase: str
+    unit: str  # that runs; not always one of those that choose
+    number: int  # so many of this phase and unit were before, since ``after`` ran
+    after: tuple[str, str, int]  # the last of those that choose, with its phase, and which run of it in that
 
 
 class _Stretch(NamedTuple):
-    phase: str
-    unit: str
     total: int  # the most bytes
-    unsharded: int  # the most of gathered parameters
     left: int  # at the end, without gathered parameters
 
 
-def _stretches(plan: Plan) -> list[_Stretch]:
-    found = []
-    for (phase, unit), group in itertools.groupby(plan.samples, key=lambda sample: (sample.phase, sample.unit)):
+def _stretches(plan: Plan, units: Sequence[str]) -> dict[Place, _Stretch]:
+    found: dict[Place, _Stretch] = {}
+    runs: dict[tuple[str, str], int] = {}
+    since: dict[tuple[str, str], int] = {}
+    after = "", "", 0
+    for key, group in itertools.groupby(plan.samples, key=lambda sample: (sample.phase, sample.unit)):
+        if key[1] in units:
+            runs[key] = runs.get(key, 0) + 1
+            after, since = (*key, runs[key]), {}
+        since[key] = since.get(key, 0) + 1
         memory = [sample.device for sample in group]
-        totals, gathered = [m.total for m in memory], [m.unsharded for m in memory]
-        found.append(_Stretch(phase, unit, max(totals), max(gathered), totals[-1] - gathered[-1]))
+        stretch = _Stretch(max(m.total for m in memory), memory[-1].total - memory[-1].unsharded)
+        found[Place(*key, since[key], after)] = stretch
     return found
+
+
+class Row(NamedTuple):
+    """One stretch of the step whose memory is wanted."""
+
+    like: int  # the stretch of the plans that says what it takes
+    own: int | None  # the unit that runs, of those that choose
+    pair: tuple[int | None, int | None]  # the units on which it depends: the one before that, and the last that ran
+    ahead: int | None  # that is gathered ahead
+    alive: int  # so many units have run forward and not backward: the first ones
+    more: int = 0  # bytes that it takes beside what the plans say
 
 
 class Timeline:
-    """The stretches of a step, and what units add to each. [Note: Timelines]"""
+    """The stretches of a step, and what they take by the choices of their units. [Note: Timelines]
 
-    def __init__(self, kept: Plan, least: Plan, units: Sequence[str], costs: Costs) -> None:
-        """``kept``: nothing is given up but what stays until the parts change. ``least``: everything is."""
-        self.costs, self.units = costs, units
-        number = {unit: at for at, unit in enumerate(units)}
-        rows, others = _stretches(least), _matched(_stretches(kept), _stretches(least))
-        self.own = [number.get(row.unit) for row in rows]
-        self.gathered = [row.unsharded for row in rows]
-        # What a stretch takes beside gathered parameters, if its unit keeps its activations, and if it recomputes.
-        self.rest = [(o.total - o.unsharded, r.total - r.unsharded) for o, r in zip(others, rows, strict=True)]
-        sizes = {unit.fqn: unit.unsharded_nbytes for unit in least.units}
-        self.size = [sizes[unit] for unit in units]
-        self.next = self._next_in_backward(rows)
-        self.ran_in: list[list[int]] = [[] for _ in units]
-        for at, own in enumerate(self.own):
-            if own is not None:
-                self.ran_in[own].append(at)
-        self.alive: list[list[int]] = [[] for _ in units]
-        self.saved = [0] * len(units)  # activations that a unit leaves, and does not if it recomputes
-        self._follow(rows, others)
-        self.all_saved = [0] * len(rows)
-        for unit, stretches in enumerate(self.alive):
-            for at in stretches:
-                self.all_saved[at] += self.saved[unit]
+    Args:
+        plan: of any choice.
+        units: those that choose.
+        prefetches: whether units are gathered ahead.
+    """
 
-    def _next_in_backward(self, rows: list[_Stretch]) -> list[int | None]:
-        """The unit that is gathered ahead in each stretch."""
-        found: list[int | None] = [None] * len(rows)
-        coming: int | None = None
-        for at in range(len(rows) - 1, -1, -1):
-            if rows[at].phase != "backward":
-                coming = None
-                continue
-            later = at + 1 < len(rows) and rows[at + 1].phase == "backward"
-            after = self.own[at + 1] if later else None
-            coming = after if after is not None else coming if later else None
-            found[at] = coming if coming != self.own[at] else None
-        return found
+    def __init__(self, plan: Plan, units: Sequence[str], prefetches: bool) -> None:
+        self.units = list(units)
+        places = _stretches(plan, self.units)
+        self.places = {place: at for at, place in enumerate(places)}
+        number = {unit: at for at, unit in enumerate(self.units)}
+        owns = [number.get(place.unit) for place in places]
+        forwards = [
+            own for place, own in zip(places, owns, strict=True) if place.phase == "forward" and own is not None
+        ]
+        self.order = list(dict.fromkeys(forwards))
+        self.order += [unit for unit in range(len(self.units)) if unit not in self.order]
+        self.place = {unit: place for place, unit in enumerate(self.order)}
+        sizes = {unit.fqn: unit.unsharded_nbytes for unit in plan.units}
+        self.size = [sizes[unit] for unit in self.units]
+        self.rows = self._rows(list(places), owns, prefetches)
+        self.begins = plan.samples[0].device.total - plan.samples[0].device.unsharded
+        # By stretch and pair of choices: what it adds at its highest, and what it leaves.
+        self.takes: list[dict[Pair, _Stretch]] = [{} for _ in places]
 
-    def _follow(self, rows: list[_Stretch], others: list[_Stretch]) -> None:
-        """Find where each unit has run forward and not backward, and what it has left there."""
-        waiting: dict[int, None] = {}
-        for at, row in enumerate(rows):
-            own = self.own[at]
-            if own is not None:
-                waiting.pop(own, None)
-            for unit in waiting:
-                self.alive[unit].append(at)
-            if own is not None and row.phase == "forward":
-                waiting[own] = None
-                before = at - 1 if at else at
-                kept = others[at].left - others[before].left
-                self.saved[own] = kept - (row.left - rows[before].left)
+    def _rows(self, places: list[Place], owns: list[int | None], prefetches: bool) -> list[Row]:
+        at = self.place
+        last: int | None = None
+        ran, alive = "", 0
+        rows = []
+        for number, (place, own) in enumerate(zip(places, owns, strict=True)):
+            if place.phase == "optimizer":
+                last, ran, alive = None, "", 0
+            elif own is not None:
+                last, ran, alive = own, place.phase, at[own]
+            elif last is not None and ran == "forward":
+                alive = at[last] + 1
+            before = self.order[at[last] - 1] if last is not None and at[last] else None
+            ahead = self._ahead(places, owns, number) if prefetches else None
+            rows.append(Row(number, own, (before, last), ahead, alive))
+        return rows
+
+    @staticmethod
+    def _ahead(places: list[Place], owns: list[int | None], number: int) -> int | None:
+        for later in range(number + 1, len(places)):
+            if places[later].phase != places[number].phase:
+                return None
+            if owns[later] is not None and owns[later] != owns[number]:
+                return owns[later]
+        return None
+
+    def pair(self, row: Row, choices: Choices) -> Pair:
+        """The choices on which it depends."""
+        before, last = row.pair
+        return None if before is None else choices[before], None if last is None else choices[last]
+
+    def learn(self, choices: Choices, plan: Plan) -> None:
+        """Take what each stretch takes from the plan of ``choices``."""
+        seen: list[_Stretch | None] = [None] * len(self.rows)
+        at = 0
+        for place, stretch in _stretches(plan, self.units).items():
+            at = self.places.get(place, at)  # one that other choices do not have belongs to the one before it
+            known = seen[at]
+            seen[at] = stretch if known is None else _Stretch(max(known.total, stretch.total), stretch.left)
+        level = self.begins
+        for row, kept in zip(self.rows, self.kept(choices), strict=True):
+            stretch = seen[row.like] or _Stretch(level + kept, level)
+            self.takes[row.like][self.pair(row, choices)] = _Stretch(stretch.total - kept - level, stretch.left - level)
+            level = stretch.left
+
+    def taken(self, row: Row, pair: Pair) -> tuple[int, int]:
+        """What ``row`` adds at its highest, and what it leaves; of the most similar pair, if this one was in no plan."""
+        known = self.takes[row.like]
+        if (exact := known.get(pair)) is not None:
+            return exact
+        return known[min(known, key=lambda other: _difference(pair, other))]
 
     def memory(self, choices: Choices) -> list[int]:
         """The most bytes in each stretch."""
-        found = [gathered + rest[1] for gathered, rest in zip(self.gathered, self.rest, strict=True)]
-        for at, own in enumerate(self.own):
-            if own is not None and not choices[own].recomputes:
-                found[at] = self.gathered[at] + self.rest[at][0] - self.all_saved[at]
-        for unit, choice in enumerate(choices):
-            if not choice.recomputes:
-                for at in self.alive[unit]:
-                    found[at] += self.saved[unit]
-            for at in self._gathered_in(unit, choice.stays):
-                found[at] += self.size[unit]
+        level, found = self.begins, []
+        for row, kept in zip(self.rows, self.kept(choices), strict=True):
+            most, left = self.taken(row, self.pair(row, choices))
+            found.append(level + most + kept + row.more)
+            level += left
         return found
 
-    def _gathered_in(self, unit: int, stays: int) -> Iterator[int]:
-        """The stretches in which it is gathered, and would not be if it gave that up."""
-        if stays != UNTIL_FORWARD:
-            for at in self.alive[unit] if stays == UNTIL_BACKWARD else range(len(self.own)):
-                if unit not in (self.own[at], self.next[at]):
-                    yield at
-
-    # -- the search --------------------------------------------------------------------------------------------------
-
-    def search(self, limit: float, start: Choices, recomputes: bool) -> list[Give] | None:
-        """What to give up so that all is within ``limit``, in order; the least cost that is found. None: it cannot be.
-
-        Each time what frees the peak for the least cost a byte; of equals the unit that runs first, as it is freed for
-        longest. Then what is no longer needed is taken back, and what can be done more cheaply is.
-        """
-        gives: list[Give] = []
-        choices, memory = start, self.memory(start)
-        while (peak := max(memory)) > limit:
-            at = memory.index(peak)
-            best = min(
-                (
-                    (self.costs.of(give) / gain, give.unit, give)
-                    for give in possible(choices, recomputes)
-                    if (gain := self._gain(choices, give, at)) > 0
-                ),
-                default=None,
-            )
-            if best is None:
-                return None
-            gives.append(best[2])
-            self._add(memory, choices, best[2], 1)
-            choices = after(choices, best[2])
-        return self._improved(gives, memory, limit, start, recomputes)
-
-    def in_order(self, start: Choices, recomputes: bool) -> list[list[Give]]:
-        """All choices, the cheapest first."""
-        every = list(all_gives(start, recomputes))
-        rows = [
-            [give for give, taken in zip(every, row, strict=True) if taken]
-            for row in itertools.product((False, True), repeat=len(every))
-        ]
-        return sorted((gives for gives in rows if is_possible(gives, start)), key=self.costs.total)
-
-    def _add(self, memory: list[int], choices: Choices, give: Give, sign: int) -> None:
-        """Change ``memory``, of ``choices``, by what ``give`` frees. With ``sign`` -1: back again."""
-        unit = give.unit
-        if give.what == "activations":
-            for at in self.alive[unit]:
-                memory[at] -= sign * self.saved[unit]
-            for at in self.ran_in[unit]:
-                memory[at] += sign * (self.rest[at][1] - self.rest[at][0] + self.all_saved[at])
-            return
-        stays = choices[unit].stays
-        freed = set(self._gathered_in(unit, stays)).difference(self._gathered_in(unit, stays + 1))
-        for at in freed:
-            memory[at] -= sign * self.size[unit]
-
-    def _gain(self, choices: Choices, give: Give, at: int) -> float:
-        """The bytes that ``give`` frees in stretch ``at``."""
-        unit = give.unit
-        if give.what == "activations":
-            if self.own[at] == unit:
-                return self.rest[at][0] - self.all_saved[at] - self.rest[at][1]
-            return self.saved[unit] if self._is_alive(unit, at) else 0
-        if unit in (self.own[at], self.next[at]):
-            return 0
-        return self.size[unit] if give.what == "step" or self._is_alive(unit, at) else 0
-
-    def _is_alive(self, unit: int, at: int) -> bool:
-        stretches = self.alive[unit]
-        low, high = 0, len(stretches)
-        while low < high:
-            middle = (low + high) // 2
-            low, high = (middle + 1, high) if stretches[middle] < at else (low, middle)
-        return low < len(stretches) and stretches[low] == at
-
-    def fits(self, gives: Sequence[Give], limit: float, start: Choices) -> bool:
-        """Whether all is within ``limit``, when these are given up."""
-        return max(self.memory(after(start, *gives))) <= limit
-
-    def _improved(
-        self, gives: list[Give], memory: list[int], limit: float, start: Choices, recomputes: bool
-    ) -> list[Give]:
-        for give in sorted(gives, key=self.costs.of, reverse=True):
-            rest = [each for each in gives if each != give]
-            if is_possible(rest, start):
-                before = after(start, *rest)
-                self._add(memory, before, give, -1)
-                if max(memory) <= limit:
-                    gives = rest
-                else:
-                    self._add(memory, before, give, 1)
-        if len(self.units) > MANY:
-            return gives
-        improves = True
-        while improves:
-            improves = False
-            for less in self._cheaper(gives, start, recomputes):
-                if self.fits(less, limit, start):
-                    gives, improves = less, True
-                    break
-        return gives
-
-    def _cheaper(self, gives: list[Give], start: Choices, recomputes: bool) -> Iterator[list[Give]]:
-        """Choices of less cost: without one or two of ``gives``, or with another one in their place. Cheapest first."""
-        total = self.costs.total(gives)
+    def kept(self, choices: Choices) -> list[int]:
+        """For each stretch the bytes of gathered parameters that are there only because units keep them."""
+        always = sum(self.size[u] for u, choice in enumerate(choices) if choice.stays == UNTIL_CHANGE)
+        sums = [0]
+        for unit in self.order:
+            sums.append(sums[-1] + (self.size[unit] if choices[unit].stays == UNTIL_BACKWARD else 0))
         found = []
-        for gone in itertools.chain(itertools.combinations(gives, 1), itertools.combinations(gives, 2)):
-            rest = [each for each in gives if each not in gone]
-            if not is_possible(rest, start):
-                continue
-            open_ = list(possible(after(start, *rest), recomputes))
-            for number in range(2):
-                for more in itertools.combinations(open_, number):
-                    changed = [*rest, *more]
-                    cost = self.costs.total(changed)
-                    if cost < total * (1 - 1e-9) and is_possible(changed, start):
-                        found.append((cost, changed))
-        return (changed for _, changed in sorted(found))
+        for row in self.rows:
+            here = {unit for unit in (row.own, row.ahead) if unit is not None}  # what runs takes its parameters anyway
+            found.append(always + sums[row.alive] - sum(self.size[u] for u in here if self.keeps(u, choices[u], row)))
+        return found
+
+    def keeps(self, unit: int, choice: Keeps, row: Row) -> bool:
+        """Whether ``unit`` has its parameters in ``row`` because of its choice, or would have, if it did not run then."""
+        is_alive = self.place[unit] < row.alive
+        return choice.stays == UNTIL_CHANGE or (choice.stays == UNTIL_BACKWARD and is_alive)
+
+    def repeated(self, units: Sequence[str], like: Sequence[int], begins: int, more: int) -> Timeline:
+        """That of a longer model, whose ``units`` are each ``like`` one of this model's, in the order of forward.
+
+        Args:
+            units, like: of the longer model.
+            begins: bytes that it has more, all the time.
+            more: bytes that its optimizer takes more, while it steps.
+        """
+        longer = copy.copy(self)
+        longer.units, longer.order = list(units), list(range(len(units)))
+        longer.place = {unit: unit for unit in longer.order}
+        longer.size = [self.size[unit] for unit in like]
+        longer.begins = self.begins + begins
+        phases = list(self.places)
+        longer.rows = []
+        for phase, group in itertools.groupby(self.rows, key=lambda row: phases[row.like].phase):
+            rows: dict[int, list[Row]] = {}
+            for row in group:
+                rows.setdefault(-1 if row.pair[1] is None else self.place[row.pair[1]], []).append(row)
+            longer.rows += [row._replace(more=more * (phase == "optimizer")) for row in rows.get(-1, ())]
+            if rows.keys() - {-1}:
+                for unit in longer.order if phase == "forward" else longer.order[::-1]:
+                    longer.rows += [self._moved(row, like[unit], unit) for row in rows[like[unit]]]
+        return longer
+
+    def _moved(self, row: Row, old: int, new: int) -> Row:
+        """``row`` of unit ``old``, for unit ``new`` of a longer model. Places are units there."""
+        ahead = None if row.ahead is None else new + self.place[row.ahead] - old
+        own = None if row.own is None else new
+        return Row(row.like, own, (new - 1 if new else None, new), ahead, new + row.alive - old)
 
 
-MANY = 16
-"""Units, above which no choice is exchanged for another."""
+def _difference(one: Pair, other: Pair) -> tuple[int, int, int]:
+    """How much other choices differ: first by what is computed again, as gathered parameters are counted apart."""
+    again = [a is not None and b is not None and a.recomputes != b.recomputes for a, b in zip(one, other, strict=True)]
+    stays = sum(a is not None and b is not None and a.stays != b.stays for a, b in zip(one, other, strict=True))
+    return int(again[1]), int(again[0]), stays
 
 
-def all_gives(start: Choices, recomputes: bool) -> Iterator[Give]:
-    """Everything that may be given up."""
-    for unit, kept in enumerate(start):
-        for stays in range(kept.stays, UNTIL_FORWARD):
-            yield Give(unit, "step" if stays == UNTIL_CHANGE else "backward")
-        if recomputes:
-            yield Give(unit, "activations")
+def options_of(start: Keeps, recomputes: bool) -> list[Keeps]:
+    """What a unit may keep that keeps ``start`` if nothing is given up."""
+    again = (start.recomputes, True) if recomputes and not start.recomputes else (start.recomputes,)
+    return [Keeps(stays, each) for stays in range(start.stays, UNTIL_FORWARD + 1) for each in again]
 
 
-def after(choices: Choices, *gives: Give) -> Choices:
-    """``choices`` without what is given up."""
-    now = list(choices)
-    for unit, what in gives:
-        stays, recomputes = now[unit]
-        now[unit] = Keeps(stays, True) if what == "activations" else Keeps(stays + 1, recomputes)
-    return tuple(now)
+def steps_between(start: Choices, end: Choices, order: Sequence[int]) -> Iterator[tuple[int, Keeps]]:
+    """What is given up from ``start`` to ``end``, one thing of one unit after the other, with what it keeps then."""
+    for unit in order:
+        for stays in range(start[unit].stays + 1, end[unit].stays + 1):
+            yield unit, Keeps(stays, start[unit].recomputes)
+    for unit in order:
+        if end[unit].recomputes != start[unit].recomputes:
+            yield unit, end[unit]
 
 
-def possible(choices: Choices, recomputes: bool) -> Iterator[Give]:
-    """What may be given up next."""
-    for unit, choice in enumerate(choices):
-        if choice.stays != UNTIL_FORWARD:
-            yield Give(unit, "step" if choice.stays == UNTIL_CHANGE else "backward")
-        if recomputes and not choice.recomputes:
-            yield Give(unit, "activations")
-
-
-def is_possible(gives: Sequence[Give], start: Choices) -> bool:
-    """Whether each unit that gives up its parameters for backward does so for the step, too, where it has them that long."""
-    return all(
-        give.what != "backward" or start[give.unit].stays != UNTIL_CHANGE or Give(give.unit, "step") in gives
-        for give in gives
-    )
-
-
-def _matched(rows: list[_Stretch], like: list[_Stretch]) -> list[_Stretch]:
-    """For each stretch of ``like``, that of ``rows``: the same number of its phase and unit, or else the same one."""
-    named: dict[tuple[str, str], list[_Stretch]] = {}
-    for row in rows:
-        named.setdefault((row.phase, row.unit), []).append(row)
-    counts: dict[tuple[str, str], int] = {}
-    found = []
-    for row in like:
-        key = row.phase, row.unit
-        number = counts[key] = counts.get(key, -1) + 1
-        same = named.get(key, [])
-        found.append(same[min(number, len(same) - 1)] if same else row)
-    return found
+def patterns(units: int) -> list[tuple[bool, ...]]:
+    """Rows of what is computed again, in which each two neighbours have each two choices, and each is alone once."""
+    row = (False, False, True, True)
+    return [tuple(row[(unit + first) % 4] for unit in range(units)) for first in range(4)]

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import functools
 import itertools
+import random
 from typing import Any
 
 import pytest
 import torch
 from live_steps import measured
 from on_ranks import ranks
+from pairs import some
 from parity import check_parity
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from flatshard import fit, fully_shard, plan
-from flatshard.planning import _fit, _timeline
+from flatshard.planning import _chooser, _fit, _shorter, _timeline
+from flatshard.policies import SplitRoot
 
 WIDTH, TOKENS = 32, 24
 
@@ -203,10 +206,10 @@ def test_several_microbatches():
 def test_the_page(tmp_path):
     least, most = bounds("gpt")
     fitted = fit(on_meta(Gpt), bytes_per_rank=(least + most) // 2, **options("gpt"))
-    assert repr(fitted) == "Fit(Gpt over 4 ranks: peak 524 KiB of 531 KiB, 2 given up)"
+    assert repr(fitted) == "Fit(Gpt over 4 ranks: peak 482 KiB of 531 KiB, 2 given up)"
     for line in (
-        "peak 536,796 bytes (524 KiB), in backward at unit 'blocks.2'; 6.34 KiB (1.2%) below the budget",
-        "blocks.0  SHARD_GRAD_OP  yes",
+        "peak 494,044 bytes (482 KiB), in backward at unit 'blocks.1'; 48.1 KiB (9.1%) below the budget",
+        "blocks.0 ... blocks.1 (2)  SHARD_GRAD_OP  yes",
         f"all of it costs in a step: 0 B sent more (242 KiB in all), {fitted.flops:,} operations computed again",
     ):
         assert line in str(fitted).splitlines()
@@ -251,7 +254,7 @@ def test_what_is_not_possible(world):
     model = Gpt()
     for error, message, changes in (
         (ValueError, "is no size", {"bytes_per_rank": "forty"}),
-        (ValueError, "hybrid strategies are not fitted", {"world_size": (2, 4)}),
+        (ValueError, r"must be a number of ranks, or \(replicas", {"world_size": (2, 4, 1)}),
         (ValueError, "example_inputs are needed", {"example_inputs": None}),
         (NotImplementedError, "'norm, head' is several modules", {"policy": {Block, (model.norm, model.head)}}),
         (NotImplementedError, "has arguments of its own", {"policy": {"blocks.0": {"recompute": True}}}),
@@ -263,3 +266,131 @@ def test_what_is_not_possible(world):
         fit(fully_shard(Gpt()), bytes_per_rank=10**9, **given)
     assert _fit.parse_bytes("40 GiB") == 40 * 2**30
     assert _fit.parse_bytes("1.5kb") == 1500
+
+
+def searches(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The searches of all later fits."""
+    found: list[Any] = []
+    run = _fit._Search.run
+    monkeypatch.setattr(_fit._Search, "run", lambda self, *given: found.append(self) or run(self, *given))
+    return found
+
+
+@pytest.mark.parametrize("name", some(["gpt", "uneven", "conv"], 2))
+def test_a_few_plans_say_the_peak_of_any_choice(monkeypatch, name: str):
+    """In each setting: whether the outermost unit is split, whether units are gathered ahead; and of several microbatches."""
+    found = searches(monkeypatch)
+    model, given = on_meta(MODELS[name][0]), options(name) | ({"policy": Uneven} if name == "uneven" else {})
+    draws = random.Random(0)
+    for changes in ({}, {"device": "cuda"}, {"microbatches": 2}):
+        fit(model, bytes_per_rank="1 GiB", **given | changes)
+        search = found[-1]
+        for setting in (_fit.Setting(), _fit.Setting(split=True), _fit.Setting(prefetch=False)):
+            timeline = search._timeline(setting)
+            kinds = _timeline.options_of(search.start[0], True)
+            for _ in range(3):
+                choices = tuple(draws.choice(kinds) for _ in search.names)
+                peak = search.peak(setting, choices)
+                assert abs(max(timeline.memory(choices)) - peak) <= 0.02 * peak, (changes, setting, choices)
+
+
+def test_the_cheapest_of_all_choices(monkeypatch):
+    """Of all choices of what five units give up, and of three with several microbatches, by their timelines."""
+    found = searches(monkeypatch)
+    for count, changes in ((5, {}), (3, {"microbatches": 2})):
+        given = options("gpt", example_inputs=(torch.ones(40, 16),), **changes) | {"flops_per_byte": 50.0}
+        fit(on_meta(lambda count=count: uneven(count)), bytes_per_rank="1 GiB", policy=Uneven, **given)
+        search = found[-1]
+        timeline, costs = search._timeline(_fit.Setting()), search._costs(_fit.Setting())
+        every = list(itertools.product(_timeline.options_of(search.start[0], True), repeat=count))
+        peaks = {choices: max(timeline.memory(choices)) for choices in every}
+        low, high = min(peaks.values()), peaks[search.start]
+        for share in (0.0, 0.02, 0.1, 0.3, 0.5, 0.7, 0.9):
+            limit = low + int(share * (high - low))
+            chosen = _chooser.cheapest(timeline, costs, limit, search.start, True)
+            assert chosen is not None
+            assert peaks[chosen] <= limit
+            least = min(costs.total(choices) for choices, peak in peaks.items() if peak <= limit)
+            assert costs.total(chosen) <= 1.0001 * least
+            steps = list(_timeline.steps_between(search.start, chosen, timeline.order))
+            assert not steps or _chooser.peaks_along(timeline, search.start, steps, True)[-1] == peaks[chosen]
+        assert _chooser.cheapest(timeline, costs, low - 1, search.start, True) is None
+
+
+def test_a_long_model_is_planned_once(monkeypatch):
+    """What follows from a few of its blocks is what its own plans say; where blocks differ unseen, these are used."""
+    model = on_meta(lambda: Gpt(14))
+    given = options("gpt")
+    planned: list[int] = []
+    plan_step = _fit._Step.plan
+
+    def counted(step: Any, *arguments: Any) -> Any:
+        planned.append(len(step.module.blocks))
+        return plan_step(step, *arguments)
+
+    monkeypatch.setattr(_fit._Step, "plan", counted)
+    most = plan(model, policy="auto", strategy="shard_grad_op", compare=False, **given).total_peak.nbytes
+    budget = most // 2
+    expected = fit(model, bytes_per_rank=budget, **given)
+    monkeypatch.setattr(_shorter, "LONG", 10)
+    monkeypatch.setattr(_shorter, "KEPT", 6)
+    monkeypatch.setattr(_fit, "KEPT", 6)
+    planned.clear()
+    fitted = fit(model, bytes_per_rank=budget, **given)
+    assert planned.count(14) == 1
+    assert fitted.unlimited == expected.unlimited
+    assert cost_of(fitted.plan, fitted.unlimited, 8000.0) <= 1.05 * cost_of(expected.plan, expected.unlimited, 8000.0)
+    model.blocks[7].forward = functools.partial(twice, model.blocks[7])
+    planned.clear()
+    assert fit(model, bytes_per_rank=budget, **given).margin >= 0
+    assert planned.count(14) > 1
+
+
+def twice(block: Block, x: Tensor) -> Tensor:
+    return Block.forward(block, Block.forward(block, x))
+
+
+def lowest(given: dict[str, Any]) -> int:
+    """The peak when everything is given up, with all parts on the device."""
+    nothing = {"backward_prefetch": None, "forward_prefetch": False, "recompute": True, "compare": False}
+    return plan(on_meta(Gpt), policy=SplitRoot("auto"), **given | nothing).total_peak.nbytes
+
+
+def test_hybrid_strategies():
+    """Units are freed after forward first within their group; at last gradients and state are over all ranks."""
+    given = options("gpt", world_size=(2, 4), device="cuda")
+    free = fit(on_meta(Gpt), bytes_per_rank="1 GiB", **given)
+    assert {unit.strategy for unit in free.units} == {"HYBRID_SHARD_ZERO2"}
+    less = fit(on_meta(Gpt), bytes_per_rank=int(0.7 * free.peak.nbytes), **given)
+    names = {"HYBRID_SHARD", "HYBRID_SHARD_ZERO2"}
+    assert {unit.strategy for unit in less.units} <= names
+    assert less.plan.world_size == (2, 4)
+    assert less.arguments["strategy"].name == "HYBRID_SHARD"
+    tight = given | {"example_inputs": (IDS[:1, :1],)}
+    budget = 95 * lowest(tight | {"strategy": "hybrid_shard"}) // 100
+    least = fit(on_meta(Gpt), bytes_per_rank=budget, **tight)
+    assert least.arguments["strategy"].name == "HYBRID_FULL_SHARD", least
+    assert "over all ranks" in str(least)
+
+
+def test_parts_on_the_host():
+    """Bytes that are copied are among the costs."""
+    given = options("gpt", example_inputs=(IDS[:1, :1],), device="cuda")
+    fitted = fit(on_meta(Gpt), bytes_per_rank=95 * lowest(given) // 100, cpu_offload=True, **given)
+    assert fitted.arguments["cpu_offload"] is True
+    assert sum(each.copied_nbytes for each in fitted.given_up) > 0
+    assert "copied" in str(fitted)
+
+
+def test_the_largest_batch():
+    """One row more does not fit, whatever is given up."""
+    given = options("gpt")
+    budget = 2 * plan(on_meta(Gpt), policy="auto", recompute=True, compare=False, **given).total_peak.nbytes
+    fitted = fit(on_meta(Gpt), bytes_per_rank=budget, largest_batch=True, **given)
+    assert fitted.batch is not None
+    assert fitted.batch > len(IDS)
+    assert f"the largest microbatch: {fitted.batch} rows" in str(fitted)
+    with pytest.raises(ValueError, match="does not fit"):
+        fit(on_meta(Gpt), bytes_per_rank=budget, **given | {"example_inputs": _fit.repeated((IDS,), fitted.batch + 1)})
+    with pytest.raises(ValueError, match="needs example_inputs with a first dimension"):
+        fit(on_meta(Gpt), bytes_per_rank=budget, largest_batch=True, **given | {"example_inputs": ()})

@@ -530,3 +530,13 @@ def test_what_cannot_be_recorded():
     with pytest.raises(RuntimeError) as caught:
         plan(Reads(4, 4), world_size=2, example_inputs=(x,))
     assert "leave example_inputs out" in caught.value.__notes__[0]
+
+
+def test_state_on_the_host_is_not_planned():
+    model = nn.Linear(64, 64, device="meta")
+    for choice in (
+        functools.partial(flatshard.optim.OffloadedOptimizer, optimizer_class=torch.optim.AdamW),
+        lambda params: flatshard.optim.OffloadedOptimizer(params, torch.optim.AdamW),
+    ):
+        with pytest.raises(NotImplementedError, match=r"state on the host, .* pass optimizer=0"):
+            plan(model, world_size=2, optimizer=choice)
