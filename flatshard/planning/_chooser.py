@@ -19,7 +19,9 @@ from torch import Tensor
 from flatshard.planning._timeline import UNTIL_BACKWARD, UNTIL_CHANGE, Choices, Costs, Keeps, Timeline, options_of
 
 MOST = 4000
-"""Partial choices that are kept for each choice of the last unit, of up to ``FEW`` units; of more units a 64th of that."""
+"""Partial choices that are kept for each choice of the last unit."""
+MOST_OF_MANY = 25
+"""The same, of a model that has more than ``FEW`` units."""
 FEW = 16
 
 
@@ -27,43 +29,77 @@ class _Partials(NamedTuple):
     """Partial choices that end with the same choice."""
 
     costs: Tensor
-    rows: Tensor  # what each takes in each stretch
+    peaks: Tensor  # the most that each takes in stretches in which later choices change nothing
+    rows: Tensor  # what each takes in each of the others
     before: Tensor  # of each: the choice of the unit before, and its number among those of it
 
 
 def cheapest(timeline: Timeline, costs: Costs, limit: float, start: Choices, recomputes: bool) -> Choices | None:
     """The choice of the least cost within ``limit`` that gives up something of ``start``. None: there is none."""
     options = options_of(start[0], recomputes)
-    base, rows = _rows(timeline, options)
-    least = [torch.zeros_like(base)]
-    for row in reversed(rows):
-        least.append(least[-1] + row.flatten(0, 1).amin(0))
-    least.reverse()
     last_of = torch.tensor([-1 if r.pair[1] is None else timeline.place[r.pair[1]] for r in timeline.rows])
+    base, rows = _rows(timeline, options)
+    _settle(rows, last_of)
+    least, changes = [torch.zeros_like(base)], [torch.zeros(len(base), dtype=torch.bool)]
+    for each in reversed(rows):
+        low, high = each.flatten(0, 1).amin(0), each.flatten(0, 1).amax(0)
+        least.insert(0, least[0] + low)
+        changes.insert(0, changes[0] | (low < high))
+    stays_until_change = start[0].stays == UNTIL_CHANGE
+    most = MOST if len(timeline.order) <= FEW else MOST_OF_MANY
     steps: list[list[_Partials]] = []
-    front = [_Partials(torch.zeros(1, dtype=torch.float64), base[None], torch.zeros(1, 2, dtype=torch.long))]
+    nothing = torch.zeros(1, dtype=torch.int64)
+    front = [_Partials(nothing.double(), nothing, base[None], torch.zeros(1, 2, dtype=torch.int64))]
+    open_rows = torch.arange(len(base))
     for place, unit in enumerate(timeline.order):
+        still = changes[place + 1][open_rows]
+        coming = last_of[open_rows[still]] > place
         grown = []
         for at, keeps in enumerate(options):
-            taken = [each.rows + rows[place][before, at] for before, each in enumerate(front)]
-            links = [
-                torch.stack([torch.full((len(each.costs),), before), torch.arange(len(each.costs))], 1)
-                for before, each in enumerate(front)
-            ]
-            every = _Partials(torch.cat([each.costs for each in front]), torch.cat(taken), torch.cat(links))
-            fits = (every.rows + least[place + 1]).amax(1) <= limit
-            here = _Partials(every.costs[fits] + costs.of(unit, keeps), every.rows[fits], every.before[fits])
-            over = (last_of <= place) if start[0].stays == UNTIL_CHANGE else None
-            most = MOST if len(timeline.order) <= FEW else MOST // 64
-            grown.append(_unbeaten(here, last_of > place, over, most))
+            taken = [each.rows + rows[place][before, at, open_rows] for before, each in enumerate(front)]
+            every = _Partials(
+                torch.cat([each.costs for each in front]) + costs.of(unit, keeps),
+                torch.cat([each.peaks for each in front]),
+                torch.cat(taken),
+                torch.cat([_links(before, len(each.costs)) for before, each in enumerate(front)]),
+            )
+            rest = rows[place + 1][at].amin(0) + least[place + 2] if place + 1 < len(rows) else least[-1]
+            within = _within(every, rest[open_rows], still, limit)
+            grown.append(_unbeaten(within, coming, stays_until_change, most))
         front = grown
         steps.append(front)
-    best: tuple[float, float, int, int] | None = None
-    for at, each in enumerate(front):
-        for number, (cost, most_bytes) in enumerate(zip(each.costs.tolist(), each.rows.amax(1).tolist(), strict=True)):
-            if best is None or (cost, most_bytes) < best[:2]:
-                best = cost, most_bytes, at, number
-    return None if best is None else _followed(timeline, options, steps, best[2], best[3])
+        open_rows = open_rows[still]
+    found = [
+        (cost, peak, at, number)
+        for at, each in enumerate(front)
+        for number, (cost, peak) in enumerate(zip(each.costs.tolist(), each.peaks.tolist(), strict=True))
+    ]
+    return None if not found else _followed(timeline, options, steps, *min(found)[2:])
+
+
+def _settle(rows: list[Tensor], last_of: Tensor) -> None:
+    """Write ``rows`` so that what a stretch takes is known as soon as the unit after its own has chosen, where that is so.
+
+    What two neighbours share is counted with the later one. So in a stretch in which that one has not run, or no longer,
+    what a unit adds is taken back by the next. What follows from a unit's own choice goes over to the next unit's rows.
+    """
+    over = torch.zeros_like(rows[0][0])
+    for place, each in enumerate(rows):
+        more = (each[0] - each[0, 0]) * (last_of < place) if place < len(rows) - 1 else torch.zeros_like(over)
+        each += (over[:, None] if place else 0) - more
+        over = more
+
+
+def _links(before: int, count: int) -> Tensor:
+    return torch.stack([torch.full((count,), before), torch.arange(count)], 1)
+
+
+def _within(partials: _Partials, rest: Tensor, still: Tensor, limit: float) -> _Partials:
+    """Those that are within ``limit`` if later units add ``rest``. Only the stretches remain that ``still`` change."""
+    totals = partials.rows + rest
+    peaks = torch.cat([partials.peaks[:, None], totals[:, ~still]], 1).amax(1)
+    fits = torch.cat([peaks[:, None], totals[:, still]], 1).amax(1) <= limit
+    return _Partials(partials.costs[fits], peaks[fits], partials.rows[fits][:, still], partials.before[fits])
 
 
 def peaks_along(timeline: Timeline, start: Choices, steps: Sequence[tuple[int, Keeps]], recomputes: bool) -> list[int]:
@@ -101,23 +137,24 @@ def _followed(
     return tuple(found[unit] for unit in range(len(found)))
 
 
-def _unbeaten(partials: _Partials, coming: Tensor, over: Tensor | None, most: int) -> _Partials:
-    """Those that no cheaper one beats in the stretches that are ``coming``; and at the highest of those that are ``over``."""
+def _unbeaten(partials: _Partials, coming: Tensor, by_peak: bool, most: int) -> _Partials:
+    """Those that no cheaper one beats in the stretches that are ``coming``; ``by_peak``: or in those that are over."""
     if not len(partials.costs):
         return partials
-    order = torch.argsort(partials.costs, stable=True)
-    if not bool(coming.any()):
-        coming = ~coming
+    order = torch.argsort(partials.peaks, stable=True)
+    order = order[torch.argsort(partials.costs[order], stable=True)]
     looked_at = partials.rows[order][:, coming]
-    if over is not None and bool(over.any()):
-        looked_at = torch.cat([looked_at, partials.rows[order][:, over].amax(1, keepdim=True)], 1)
-    lowest = looked_at.cummin(0).values
+    if by_peak:
+        over = torch.cat([partials.peaks[order][:, None], partials.rows[order][:, ~coming]], 1).amax(1, keepdim=True)
+        looked_at = torch.cat([looked_at, over], 1)
+    elif not bool(coming.any()):
+        looked_at = partials.rows[order]
     is_lower = torch.ones(len(order), dtype=torch.bool)
-    is_lower[1:] = (looked_at[1:] < lowest[:-1]).any(1)
+    is_lower[1:] = (looked_at[1:] < looked_at.cummin(0).values[:-1]).any(1) if looked_at.size(1) else False
     kept = order[is_lower]
     if len(kept) > most:
         kept = kept[torch.linspace(0, len(kept) - 1, most).round().long()]
-    return _Partials(partials.costs[kept], partials.rows[kept], partials.before[kept])
+    return _Partials(partials.costs[kept], partials.peaks[kept], partials.rows[kept], partials.before[kept])
 
 
 def _rows(timeline: Timeline, options: Sequence[Keeps]) -> tuple[Tensor, list[Tensor]]:
