@@ -9,6 +9,11 @@ made. So numbers of a run that has died say nothing in the next one.
 A rank keeps its values as of the last version, in the dtype that is sent, and the messages of past versions as far as they
 fit (``history_bytes``), until all receivers have said that they have them. A receiver that lacks messages gets these; for
 what is gone it gets cells of the last version. Receivers with one layout share a channel: their changes are found once.
+
+[Note: Who never catches up]
+Where versions come faster than a receiver can get all cells of one, and nothing is kept between them, it would never have a
+whole one. So from the ``PATIENT``-th version on for which one has had to ask for cells, what comes after that is kept for it,
+whatever ``history_bytes`` says: until it has a version, or all of that is as long as the cells, which are then less to send.
 """
 
 from __future__ import annotations
@@ -38,6 +43,8 @@ Name = str | int
 
 _MESSAGE = 2**20  # bytes: a message is at most as long, or one cell
 _PATIENCE = timedelta(minutes=5)
+PATIENT = 4
+"""[Note: Who never catches up]"""
 
 
 class _Sending:
@@ -49,6 +56,18 @@ class _Sending:
         self.kept: dict[int, list[bytes]] = {}  # by version, ascending
         self.nbytes = 0  # of all that is kept
         self.receivers: dict[Name, int] = {}  # with the version that each has said it has, or -1
+        self.tries: dict[Name, list[int]] = {}  # the versions of which each was sent cells, since it had one
+        self.most = sum(own.box.numel * asked[own.region.asked].kind.itemsize for cell in cells for own in cell)
+
+    @property
+    def waits_for(self) -> int | None:
+        """The version after which all is kept for who never catches up. [Note: Who never catches up]"""
+        return min((tried[PATIENT - 1] for tried in self.tries.values() if len(tried) >= PATIENT), default=None)
+
+    def may_forget(self) -> bool:
+        """Whether the oldest version that is kept may go."""
+        waits_for = self.waits_for
+        return bool(self.kept) and (waits_for is None or min(self.kept) <= waits_for or self.nbytes > self.most)
 
     def keep(self, version: int, message: bytes) -> None:
         if version > self.start:  # else those before it are gone
@@ -58,6 +77,9 @@ class _Sending:
     def forget(self, version: int) -> None:
         """What is kept of versions up to this one."""
         self.start = max(self.start, version)
+        for tried in self.tries.values():
+            if len(tried) >= PATIENT and tried[PATIENT - 1] < self.start:
+                del tried[PATIENT - 1 :]  # it tries again, with what is sent next
         for old in [v for v in self.kept if v <= version]:
             self.nbytes -= sum(map(len, self.kept.pop(old)))
 
@@ -82,8 +104,9 @@ class Sender:
         dtype: of what is sent of floating-point parameters. None: the one in which they compute.
         version: of the values that ``module`` has now. Ranks must agree.
         history_bytes: how much is kept of what was sent, for receivers that have lost a message: they get more than they
-            lost where it is gone. None: what a rank has left of twice its shards: half of them where bfloat16 is sent of
-            float32, and nothing where parameters are sent in their own dtype.
+            lost where it is gone. For one that does not catch up so, as many bytes as its weights are kept beyond. None:
+            what a rank has left of twice its shards: half of them where bfloat16 is sent of float32, and nothing where
+            parameters are sent in their own dtype.
         process_group: the ranks that have ``module`` together. Default: all. All of them must make a sender.
 
     Raises:
@@ -211,10 +234,12 @@ class Sender:
         if channel is None or name not in channel.receivers:  # it was refused
             return
         if bases is not None:
-            channel.receivers[name] = max(channel.receivers[name], state["applied"])
+            if state["applied"] > channel.receivers[name]:
+                channel.receivers[name] = state["applied"]
+                channel.tries.pop(name, None)
             channel.forget(min(channel.receivers.values()))
         if state["asks"]:
-            yield from self._lacking(number, channel, bases, state["held"])
+            yield from self._lacking(name, number, bases, state["held"])
 
     def _head(self, channel: str) -> dict[str, Any]:
         return {"run": self.run, "channel": channel, "source": self._rank}
@@ -240,6 +265,7 @@ class Sender:
         for number, channel in list(self._channels.items()):
             if number != unless:
                 channel.receivers.pop(name, None)
+                channel.tries.pop(name, None)
                 if not channel.receivers:
                     del self._channels[number]
 
@@ -276,10 +302,9 @@ class Sender:
         for index, (payload, is_last) in enumerate(_batches(found())):
             yield message_of({**head, "index": index, "last": is_last}, payload)
 
-    def _lacking(
-        self, number: str, channel: _Sending, bases: list[int] | None, held: dict[str, list[int]]
-    ) -> Iterator[bytes]:
+    def _lacking(self, name: Name, number: str, bases: list[int] | None, held: dict[str, list[int]]) -> Iterator[bytes]:
         """``bases``: the version of each cell that the receiver has, or -1. ``held``: messages of which versions."""
+        channel = self._channels[number]
         bases = [-1] * len(channel.cells) if bases is None else bases
         old = [cell for cell, base in enumerate(bases) if base < channel.start]
         if len(old) < len(bases):
@@ -290,6 +315,9 @@ class Sender:
                     yield from (message for index, message in enumerate(messages) if index not in have)
         wholes = (_codec.whole(cell, self._read(channel.cells[cell])) for cell in old)
         if old:
+            tried = channel.tries.setdefault(name, [])
+            if self.version not in tried[-1:]:
+                tried.append(self.version)
             head = {"kind": "cells", **self._head(number), "version": self.version}
             for payload, _ in _batches(wholes):
                 yield message_of(head, payload)
@@ -308,7 +336,11 @@ class Sender:
         """As far as there is room: the oldest goes first."""
         channel.keep(version, message)
         while self.history_nbytes > self._most:
-            oldest = min((c for c in self._channels.values() if c.kept), key=lambda c: min(c.kept))
+            oldest = min(
+                (c for c in self._channels.values() if c.may_forget()), key=lambda c: min(c.kept), default=None
+            )
+            if oldest is None:
+                break
             oldest.forget(min(oldest.kept))
 
 
