@@ -397,3 +397,29 @@ def _away(env: Env, model: nn.Module, optimizer: Any, options: dict[str, Any]) -
     tensors = [*model.parameters(), *(p.grad for p in model.parameters()), *optimizer.state.values()]
     after = [t for t in pytree.tree_leaves(tensors) if isinstance(t, Tensor)]
     _same_bits(env, "brought back", before, after)
+
+
+@cases.add(fake=False)
+def gradients_stay(env: Env) -> Any:
+    """Between backward and step, with ``gradients=False``: they are counted on the device, and the step has the same bits."""
+    results = []
+    for is_switched in (False, True):
+        model = env.shard(env.make())
+        optimizer = optim.AdamW(model.parameters(), **ADAMW)
+        for step in range(2):
+            _backward(env, model, step)
+            grads = [p.grad for p in model.parameters()]
+            if is_switched:
+                with flatshard.optim.offload(model, optimizer, gradients=False) as away:
+                    there = [g for g in grads if g is not None and g.device == env.device]
+                    if len(there) != sum(g is not None for g in grads):
+                        env.problems.append("gradients have left the device")
+                    if env.is_simulated and away.device_nbytes != sum(g.nbytes for g in there):
+                        env.problems.append(f"{away!r} does not count the gradients that stay")
+                if any(p.grad is not g for p, g in zip(model.parameters(), grads, strict=True)):
+                    env.problems.append("gradients are other objects")
+            optimizer.step()
+            optimizer.zero_grad()
+        results.append([*model.parameters(), *(v for p in model.parameters() for v in optimizer.state[p].values())])
+    _same_bits(env, "gradients stay", *results)
+    return numbers(model)
