@@ -9,15 +9,12 @@ finds a choice; each choice that is returned has been planned itself, so that it
 
 from __future__ import annotations
 
-import copy
 import dataclasses
-import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from flatshard._composable.construct import validate
@@ -25,14 +22,14 @@ from flatshard._composable.construct.options import unit_config
 from flatshard._composable.construct.policy import Policy, SplitRoot
 from flatshard._composable.find import units_of_parameters
 from flatshard._composable.fully_shard import choose
-from flatshard._composable.outputs import tensors_in
 from flatshard._composable.state import ModuleGroup
 from flatshard._config import MixedPrecision, ShardingStrategy
 from flatshard.planning import _plan
+from flatshard.planning._arguments import default_loss, parse_bytes, ranks_of, repeated
 from flatshard.planning._chooser import cheapest, peaks_along
 from flatshard.planning._fitted import Fit, GivenUp, UnitFit, Unlimited
 from flatshard.planning._optimizer import OptimizerChoice
-from flatshard.planning._program import Program, StepOptions, sum_of
+from flatshard.planning._program import Program, StepOptions
 from flatshard.planning._records import Ranks
 from flatshard.planning._report import Plan, in_bytes
 from flatshard.planning._shorter import KEPT, Shortened, shortened
@@ -113,7 +110,7 @@ def fit(
         NotImplementedError: the policy makes one unit of several modules, or overrides arguments.
     """
     budget = parse_bytes(bytes_per_rank)
-    ranks = _ranks(world_size)
+    ranks = ranks_of(world_size)
     if not isinstance(module, nn.Module):
         raise TypeError(f"fit takes an nn.Module, got a {type(module).__name__}")
     if example_inputs is None:
@@ -151,27 +148,6 @@ def fit(
     return dataclasses.replace(fitted, batch=size)
 
 
-def repeated(inputs: Any, rows: int) -> Any:
-    """``inputs`` with so many rows, where they have as many as their first tensor.
-
-    Raises:
-        ValueError: there is none.
-    """
-    tensors = [t for t in tensors_in(inputs) if t.dim()]
-    if not tensors:
-        raise ValueError("fit: largest_batch=True needs example_inputs with a first dimension, that of the batch")
-    count = tensors[0].size(0)
-
-    def grown(tensor: Tensor) -> Tensor:
-        if not tensor.dim() or tensor.size(0) != count:
-            return tensor
-        if tensor.is_floating_point():
-            return torch.empty(rows, *tensor.shape[1:], dtype=tensor.dtype, device="meta")
-        return tensor[torch.arange(rows, device=tensor.device) % count]
-
-    return copy.deepcopy(inputs, {id(t): grown(t) for t in tensors})
-
-
 def largest(peak: Callable[[int], int], budget: int) -> int:
     """The most rows with which ``peak`` is within ``budget``, at least 1; it grows with them."""
     peaks = {rows: peak(rows) for rows in (1, 2)}
@@ -189,40 +165,6 @@ def largest(peak: Callable[[int], int], budget: int) -> int:
 
 
 MOST_ROWS = 2**20
-
-
-def default_loss(output: Any) -> Any:
-    """``output.loss`` or ``output["loss"]``, or else the sum of its tensors."""
-    found = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
-    return found if isinstance(found, Tensor) else sum_of(output)
-
-
-def _ranks(world_size: Any) -> Ranks:
-    """The argument ``world_size``.
-
-    Raises:
-        ValueError: it is no number of ranks.
-    """
-    sizes = world_size if isinstance(world_size, tuple) else (1, world_size)
-    if len(sizes) != 2 or any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in sizes):
-        raise ValueError(
-            f"fit: world_size must be a number of ranks, or (replicas, ranks to shard over), got {world_size!r}"
-        )
-    return Ranks(*sizes)
-
-
-def parse_bytes(value: float | str) -> int:
-    """``"40 GiB"`` as bytes.
-
-    Raises:
-        ValueError: it is no size.
-    """
-    if isinstance(value, str) and (found := re.fullmatch(r"\s*([\d.]+)\s*([KMGT]?)(i?)B?\s*", value, re.IGNORECASE)):
-        power = " KMGT".index(found[2].upper() or " ")
-        return int(float(found[1]) * (1024 if found[3] else 1000) ** power)
-    if isinstance(value, int | float) and not isinstance(value, bool) and value > 0:
-        return int(value)
-    raise ValueError(f'fit: bytes_per_rank={value!r} is no size: pass a number of bytes, or "40 GiB"')
 
 
 @dataclass(frozen=True)

@@ -64,8 +64,8 @@ class Unlimited(NamedTuple):
     """
 
     nbytes: int  # at its peak
-    sent_nbytes: int
-    flops: int
+    sent_nbytes: int  # by a rank, in a step
+    flops: int  # floating-point operations in a step
 
 
 @dataclass(frozen=True, repr=False)

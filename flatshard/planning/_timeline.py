@@ -85,7 +85,7 @@ def _stretches(plan: Plan, units: Sequence[str]) -> dict[Place, _Stretch]:
     return found
 
 
-class Row(NamedTuple):
+class Wanted(NamedTuple):
     """One stretch of the step whose memory is wanted."""
 
     like: int  # the stretch of the plans that says what it takes
@@ -124,7 +124,7 @@ class Timeline:
         # By stretch and pair of choices: what it adds at its highest, and what it leaves.
         self.takes: list[dict[Pair, _Stretch]] = [{} for _ in places]
 
-    def _rows(self, places: list[Place], owns: list[int | None], prefetches: bool) -> list[Row]:
+    def _rows(self, places: list[Place], owns: list[int | None], prefetches: bool) -> list[Wanted]:
         at = self.place
         last: int | None = None
         ran, alive = "", 0
@@ -138,7 +138,7 @@ class Timeline:
                 alive = at[last] + 1
             before = self.order[at[last] - 1] if last is not None and at[last] else None
             ahead = self._ahead(places, owns, number) if prefetches else None
-            rows.append(Row(number, own, (before, last), ahead, alive))
+            rows.append(Wanted(number, own, (before, last), ahead, alive))
         return rows
 
     @staticmethod
@@ -150,7 +150,7 @@ class Timeline:
                 return owns[later]
         return None
 
-    def pair(self, row: Row, choices: Choices) -> Pair:
+    def pair(self, row: Wanted, choices: Choices) -> Pair:
         """The choices on which it depends."""
         before, last = row.pair
         return None if before is None else choices[before], None if last is None else choices[last]
@@ -169,7 +169,7 @@ class Timeline:
             self.takes[row.like][self.pair(row, choices)] = _Stretch(stretch.total - kept - level, stretch.left - level)
             level = stretch.left
 
-    def taken(self, row: Row, pair: Pair) -> tuple[int, int]:
+    def taken(self, row: Wanted, pair: Pair) -> tuple[int, int]:
         """What ``row`` adds at its highest, and what it leaves; of the most similar pair, if this one was in no plan."""
         known = self.takes[row.like]
         if (exact := known.get(pair)) is not None:
@@ -197,7 +197,7 @@ class Timeline:
             found.append(always + sums[row.alive] - sum(self.size[u] for u in here if self.keeps(u, choices[u], row)))
         return found
 
-    def keeps(self, unit: int, choice: Keeps, row: Row) -> bool:
+    def keeps(self, unit: int, choice: Keeps, row: Wanted) -> bool:
         """Whether ``unit`` has its parameters in ``row`` because of its choice, or would have, if it did not run then."""
         is_alive = self.place[unit] < row.alive
         return choice.stays == UNTIL_CHANGE or (choice.stays == UNTIL_BACKWARD and is_alive)
@@ -218,7 +218,7 @@ class Timeline:
         phases = list(self.places)
         longer.rows = []
         for phase, group in itertools.groupby(self.rows, key=lambda row: phases[row.like].phase):
-            rows: dict[int, list[Row]] = {}
+            rows: dict[int, list[Wanted]] = {}
             for row in group:
                 rows.setdefault(-1 if row.pair[1] is None else self.place[row.pair[1]], []).append(row)
             longer.rows += [row._replace(more=more * (phase == "optimizer")) for row in rows.get(-1, ())]
@@ -227,11 +227,11 @@ class Timeline:
                     longer.rows += [self._moved(row, like[unit], unit) for row in rows[like[unit]]]
         return longer
 
-    def _moved(self, row: Row, old: int, new: int) -> Row:
+    def _moved(self, row: Wanted, old: int, new: int) -> Wanted:
         """``row`` of unit ``old``, for unit ``new`` of a longer model. Places are units there."""
         ahead = None if row.ahead is None else new + self.place[row.ahead] - old
         own = None if row.own is None else new
-        return Row(row.like, own, (new - 1 if new else None, new), ahead, new + row.alive - old)
+        return Wanted(row.like, own, (new - 1 if new else None, new), ahead, new + row.alive - old)
 
 
 def _difference(one: Pair, other: Pair) -> tuple[int, int, int]:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from flatshard import fit, fully_shard, plan
-from flatshard.planning import _chooser, _fit, _shorter, _timeline
+from flatshard.planning import _arguments, _chooser, _fit, _shorter, _timeline
 from flatshard.policies import SplitRoot
 
 WIDTH, TOKENS = 32, 24
@@ -264,8 +264,8 @@ def test_what_is_not_possible(world):
     world(2)
     with pytest.raises(ValueError, match="is sharded already"):
         fit(fully_shard(Gpt()), bytes_per_rank=10**9, **given)
-    assert _fit.parse_bytes("40 GiB") == 40 * 2**30
-    assert _fit.parse_bytes("1.5kb") == 1500
+    assert _arguments.parse_bytes("40 GiB") == 40 * 2**30
+    assert _arguments.parse_bytes("1.5kb") == 1500
 
 
 def searches(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
@@ -391,6 +391,10 @@ def test_the_largest_batch():
     assert fitted.batch > len(IDS)
     assert f"the largest microbatch: {fitted.batch} rows" in str(fitted)
     with pytest.raises(ValueError, match="does not fit"):
-        fit(on_meta(Gpt), bytes_per_rank=budget, **given | {"example_inputs": _fit.repeated((IDS,), fitted.batch + 1)})
+        fit(
+            on_meta(Gpt),
+            bytes_per_rank=budget,
+            **given | {"example_inputs": _arguments.repeated((IDS,), fitted.batch + 1)},
+        )
     with pytest.raises(ValueError, match="needs example_inputs with a first dimension"):
         fit(on_meta(Gpt), bytes_per_rank=budget, largest_batch=True, **given | {"example_inputs": ()})
