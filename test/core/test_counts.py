@@ -35,6 +35,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import flatshard
 from flatshard import ShardingStrategy, fully_shard
 from flatshard._composable.find import units_below
+from flatshard._composable.reduction_queue import ReductionQueue
+from flatshard._composable.state import unit_of
 from flatshard._handle.tensors.changes import changes
 
 FULL, GRAD_OP, NO_SHARD = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD
@@ -186,6 +188,16 @@ def test_host_work_per_unit_does_not_grow_with_units(world, strategy, freezes: b
     assert second == first > 0
     # What earlier tests have left in this process may add some lines. Work that grows would double them.
     assert 0 < lines_second <= lines_first * 1.15
+
+
+def test_a_frozen_unit_has_no_place_in_the_order_of_reductions(world, monkeypatch):
+    """It would be sorted in again by each backward, among all units that are to be reduced."""
+    world(8)
+    model, added, add_back = sharded(), set(), ReductionQueue.add_back
+    model.blocks[2].requires_grad_(False)
+    monkeypatch.setattr(ReductionQueue, "add_back", lambda queue, unit: (added.add(unit), add_back(queue, unit)))
+    step(model)
+    assert added == {*units_below(model)} - {unit_of(model.blocks[2])}
 
 
 def test_host_work_per_unit_does_not_grow_with_ranks(world):
