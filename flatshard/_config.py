@@ -190,7 +190,7 @@ class MixedPrecision:
     output_dtype: torch.dtype | None = None
     """Cast floating-point tensors in the output of the unit's forward to it. None: left alone."""
     full_precision_in_eval: bool = False
-    """A forward in ``eval()`` mode without gradients uses the parameters' own dtype, and casts nothing."""
+    """A forward in ``eval()`` mode without gradients uses the parameters' own dtype. It casts outputs only."""
     reduce_in_param_dtype: bool = True
     """With ``reduce_dtype=None``, gradients are reduced in ``param_dtype``. False: in the parameters' own dtype.
 

@@ -16,7 +16,7 @@ from torch import nn
 
 from flatshard._composable.state import Forward, Unit
 from flatshard._composable.unit_config import UnitConfig
-from flatshard._handle.unit_gradients import Given
+from flatshard._handle.unit_gradients import WithGradients
 from flatshard._runtime import Runtime
 
 
@@ -36,7 +36,7 @@ class ForwardFeature:
         """Called when the parameters are unsharded. Returns new arguments, or None."""
 
     def after(self, forward: Forward, output: Any) -> Any:
-        """Called when the module has returned ``output``. Returns a new output, or None."""
+        """Called when the module has returned ``output``, or with None if it raised. Returns a new output, or None."""
 
     def before_unrecorded(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], outermost: bool
@@ -50,7 +50,7 @@ class ForwardFeature:
         """Called with grad mode on. Returns tensors besides ``outputs`` through which backward may reach the unit."""
         return ()
 
-    def reduced(self, given: Given) -> None:
+    def reduced(self, given: WithGradients) -> None:
         """Called when the unit's reduced gradients have been set in ``.grad``, of the parameters ``given``."""
 
 

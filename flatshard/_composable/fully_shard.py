@@ -328,14 +328,14 @@ def _make_unit(planned: PlannedUnit, context: Context, every: Runtime, runtimes:
     all_ranks: dict[Groups | None, UnitRanks] = {}
     for groups in planned.groups:
         on_these = [flat for flat in flats if flat.groups == groups]
-        all_ranks[groups] = place(planned.fqn, config, on_these, context, runtimes[groups], all_ranks.get(None))
+        all_ranks[groups] = ranks_of(planned.fqn, config, on_these, context, runtimes[groups], all_ranks.get(None))
     handle = FlatParamHandle.shard(flats, all_ranks)
     unit = Unit(planned.module, handle, context, every, config)
     set_unit(planned.module, unit)
     return unit
 
 
-def place(
+def ranks_of(
     fqn: str,
     config: UnitConfig,
     flats: Sequence[PlannedFlat],
@@ -347,7 +347,7 @@ def place(
     shards, replicas = (runtime and runtime.using(config.collectives) for runtime in runtimes)
     assert shards is not None
     pool = context.pool_of(shards, config.static_buffers)
-    if config.strategy.is_whole:
+    if config.strategy.is_whole:  # NO_SHARD: the ranks to shard over have the same
         shards, replicas = None, shards
     return UnitRanks.of(fqn, flats, shards, replicas, pool, unit)
 

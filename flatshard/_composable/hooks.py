@@ -1,4 +1,4 @@
-"""The forward and backward hooks of a unit. The only file that registers hooks.
+"""The forward and backward hooks of a unit. The only file of the core that registers hooks.
 
 One training step of a unit under FULL_SHARD::
 
@@ -59,7 +59,7 @@ from flatshard._composable.outputs import is_opaque, tensors_in, tree_flatten, t
 from flatshard._composable.state import Forward, ForwardRecord, ModuleGroup, Unit, called_modules, unit_of
 from flatshard._config import BackwardPrefetch
 from flatshard._handle.registrations import SHARDED, UNSHARDED
-from flatshard._handle.unit_gradients import Given
+from flatshard._handle.unit_gradients import WithGradients
 
 _LATER = "flatshard: forwards that ended later with the same output"
 """In the metadata of an autograd node that backward reaches a unit by: see ``pre_backward``."""
@@ -415,7 +415,7 @@ def overridden(features: Iterable[object], method: Callable[..., Any]) -> list[C
     return [getattr(each, name) for each in features if getattr(type(each), name) is not method]
 
 
-def _call_all(functions: Iterable[Callable[[Given], None]], given: Given) -> None:
+def _call_all(functions: Iterable[Callable[[WithGradients], None]], given: WithGradients) -> None:
     for function in functions:
         function(given)
 

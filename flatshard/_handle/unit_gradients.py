@@ -26,7 +26,7 @@ class Accumulators(NamedTuple):
     are_all: bool  # all parameters of the unit are trainable
 
 
-Given = Sequence[Sequence[nn.Parameter] | None]
+WithGradients = Sequence[Sequence[nn.Parameter] | None]
 """Of each flat parameter, the parameters that have got gradients."""
 
 P = ParamSpec("P")
@@ -60,7 +60,9 @@ class UnitGradients:
         self._outside: list[bool] = []  # `reduces` outside of each `no_sync` under way, the outermost first
         self.accumulates = False  # some rank may hold gradients of earlier backwards, to add to the next reduction
         self.defers = False  # what a backward has reduced becomes `.grad` when the user says so
-        self.on_reduced: Callable[[Given], None]  # called after reduced gradients were set in or added to `.grad`
+        self.on_reduced: Callable[
+            [WithGradients], None
+        ]  # called after reduced gradients were set in or added to `.grad`
         self.accumulators: Accumulators
         # The stream that works on the gradients, from the first of them to the end of the reduction: all that is allocated
         # for them belongs to it. None: there are no gradients; and on CPU.

@@ -23,11 +23,9 @@ VERBS = {
 """How the ranks of one axis come from one placement to another.
 
 [Note: From one placement to another]
-A unit's collectives follow from this table: a gather goes from how the parts are placed to replicated, a reduction from
-partial to how the parts are placed, over the inner axis and then over the outer one. No verb does any row for any axis.
-Each row is called for in one place only, and takes other things with it: a gather the buffer that it casts into and what was
-kept (``FlatShard.gather``); a reduce-scatter a communication hook; an all-reduce what earlier backwards have held
-(``Reduction.start``). Such a verb would take all of this, and branch to where it was called from.
+The names of a unit's collectives, for traces and errors: a gather goes from how the parts are placed to replicated, a
+reduction from partial to how the parts are placed, over the inner axis and then over the outer one. Each row is issued in one
+place only: gathers in ``FlatShard.gather``, reductions in ``Reduction.start``.
 """
 
 Runtimes = Mapping[Groups | None, tuple[Runtime, Runtime | None]]

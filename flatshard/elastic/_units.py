@@ -24,7 +24,7 @@ from flatshard._composable.claims import KEPT
 from flatshard._composable.construct import validate
 from flatshard._composable.construct.flat_plan import plan_again
 from flatshard._composable.find import contexts_of
-from flatshard._composable.fully_shard import place, runtimes_over
+from flatshard._composable.fully_shard import ranks_of, runtimes_over
 from flatshard._composable.state import Context, Unit
 from flatshard._errors import name_list
 from flatshard._handle.lifetime import GradState
@@ -143,7 +143,7 @@ def check_reduced(units: Iterable[Unit], verb: str) -> None:
 def move(unit: Unit, home: Destination, planned: Sequence[PlannedFlat], shards: Sequence[torch.Tensor]) -> None:
     """Shard ``unit`` as ``planned``, with the values of ``shards``, of each flat parameter. There must be no gradients."""
     old = unit.handle.ranks
-    ranks = place(unit.handle.fqn, unit.config, planned, home.context, home.runtimes)
+    ranks = ranks_of(unit.handle.fqn, unit.config, planned, home.context, home.runtimes)
     ranks = replace(ranks, averaging=replace(old.averaging, size=ranks.averaging.size))
     unit.handle.move(ranks, [flat.layout for flat in planned], shards)
     unit.move(home.context, home.runtime)

@@ -17,7 +17,7 @@ from flatshard._composable.state import Unit
 from flatshard._errors import name_list
 from flatshard._handle.flat_param import FlatParam
 from flatshard._handle.registrations import SHARDED
-from flatshard._handle.unit_gradients import Given
+from flatshard._handle.unit_gradients import WithGradients
 
 
 class UserHooks(Extension):
@@ -38,7 +38,7 @@ class UserHooksOfUnit(ForwardFeature):
         """For the copied unit, without callbacks: as with hooks on a parameter."""
         return UserHooksOfUnit(copy.deepcopy(self.unit, memo))
 
-    def reduced(self, given: Given) -> None:
+    def reduced(self, given: WithGradients) -> None:
         """Run the post-accumulate-grad hooks of the unit's parameters, then the unit's own hooks."""
         unit = self.unit
         for flat, params in zip(unit.handle.flats, given, strict=True):
