@@ -347,8 +347,8 @@ def ranks_of(
     shards, replicas = (runtime and runtime.using(config.collectives) for runtime in runtimes)
     assert shards is not None
     pool = context.pool_of(shards, config.static_buffers)
-    if config.strategy.is_whole:  # NO_SHARD: the ranks to shard over have the same
-        shards, replicas = None, shards
+    if config.strategy.is_whole:
+        shards, replicas = None, shards  # the ranks to shard over are replicas
     return UnitRanks.of(fqn, flats, shards, replicas, pool, unit)
 
 

@@ -60,9 +60,8 @@ class UnitGradients:
         self._outside: list[bool] = []  # `reduces` outside of each `no_sync` under way, the outermost first
         self.accumulates = False  # some rank may hold gradients of earlier backwards, to add to the next reduction
         self.defers = False  # what a backward has reduced becomes `.grad` when the user says so
-        self.on_reduced: Callable[
-            [WithGradients], None
-        ]  # called after reduced gradients were set in or added to `.grad`
+        # Called after reduced gradients were set in or added to `.grad`.
+        self.on_reduced: Callable[[WithGradients], None]
         self.accumulators: Accumulators
         # The stream that works on the gradients, from the first of them to the end of the reduction: all that is allocated
         # for them belongs to it. None: there are no gradients; and on CPU.

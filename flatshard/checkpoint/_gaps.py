@@ -46,7 +46,8 @@ def decode_gaps(gaps: torch.Tensor) -> torch.Tensor:
 
 def differ(now: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
     """Where the bits of two 1-D tensors differ: also of NaNs and signed zeros."""
-    return (bits(now) != bits(before)).view(now.numel(), -1).any(1)
+    differs = bits(now) != bits(before)  # in words, of which a complex element has two
+    return differs.view(now.numel(), differs.numel() // max(now.numel(), 1)).any(1)
 
 
 def bits(values: torch.Tensor) -> torch.Tensor:

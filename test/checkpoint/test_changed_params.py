@@ -35,6 +35,7 @@ def test_gaps():
     changed = differ(torch.tensor([0.0, torch.nan, 1.0]), torch.tensor([-0.0, torch.nan, 1.0]))
     assert changed.tolist() == [True, False, False]
     assert differ(torch.tensor([1j, 1, 1j]), torch.tensor([1j, 1, 2j])).tolist() == [False, False, True]
+    assert differ(torch.empty(0), torch.empty(0)).tolist() == []
 
 
 def weights(model: nn.Module) -> dict[str, Tensor]:
