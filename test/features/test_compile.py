@@ -222,3 +222,24 @@ def test_units_compiled_as_one_graph(ctx):
             torch.testing.assert_close(y, plain(x).hidden, **close)
             y.sum().backward()
         assert Counted.gathers == 2 * 2 * len(model)
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+@ranks(2)
+def test_a_deep_copy_of_compiled_units(ctx, grouped: bool):
+    """torch's copy of ``torch.compile(module)`` has none of its hooks."""
+    torch._dynamo.reset()
+    plain = [nn.Sequential(*(torch.compile(Block(), backend="eager") for _ in range(2)), Block()) for _ in range(2)]
+    plain[1].load_state_dict(plain[0].state_dict())
+    model = plain[1]
+    for unit in [[model[0], model[2]]] if grouped else [model[0], model[1]]:
+        fully_shard(unit, process_group=ctx.group)
+    made = copy.deepcopy(fully_shard(model, process_group=ctx.group))
+    assert str(flatshard.describe(made)) == str(flatshard.describe(model))
+    x = torch.arange(2.0 * WIDTH).view(2, WIDTH) / WIDTH
+    for each in (plain[0], made):
+        optimizer = torch.optim.SGD(each.parameters(), lr=0.1)
+        each(x).square().mean().backward()
+        optimizer.step()
+    torch.testing.assert_close(made(x), plain[0](x))
+    assert not torch.equal(made(x), model(x))

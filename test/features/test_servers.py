@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import copy
 import functools
@@ -30,7 +31,7 @@ def answer(model: nn.Module, x: Tensor) -> Tensor:
 
 
 @ranks(2)
-def test_threads_that_wait_for_one(ctx):
+def test_threads_and_coroutines_that_wait_for_one(ctx):
     torch.manual_seed(0)
     plain = Net()
     model = fully_shard(copy.deepcopy(plain), policy={Block}, process_group=ctx.group)
@@ -39,8 +40,14 @@ def test_threads_that_wait_for_one(ctx):
         one.submit(answer, model, REQUESTS[0]).result()
         with record_events() as events, ThreadPoolExecutor(max_workers=3) as many:  # each waits for the one
             got = list(many.map(lambda x: one.submit(answer, model, x).result(), REQUESTS))
+
+            async def requests() -> list[Tensor]:
+                loop = asyncio.get_running_loop()
+                return await asyncio.gather(*[loop.run_in_executor(one, answer, model, x) for x in REQUESTS])
+
+            got += asyncio.run(requests())
     assert not [e for e in events if e.startswith("all-gather")]  # so even the order may differ on ranks
-    assert all(torch.equal(x, y) for x, y in zip(got, expected, strict=True))
+    assert all(torch.equal(x, y) for x, y in zip(got, expected * 2, strict=True))
     model(REQUESTS[0]).sum().backward()  # the main thread trains on
 
 
