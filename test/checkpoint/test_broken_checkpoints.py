@@ -208,19 +208,32 @@ def test_a_background_save_that_fails_on_one_rank(ctx, path: str) -> None:
     save()  # one rank knows
 
 
-def test_a_background_save_is_the_state_at_the_call(tmp_path, monkeypatch):
-    seen, values, tensor = {1, 2}, [1], torch.ones(3)
-    create = _disk.create
+@ranks(2)
+def test_a_background_save_is_the_state_at_the_call(ctx, path: str) -> None:
+    """Training goes on meanwhile, and other values change, on all ranks."""
+    model, create, trained = four(ctx), _disk.create, threading.Event()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    step(model, optimizer)
+    job: dict[str, Any] = {"m": model, "o": optimizer, "seen": {1, 2}, "values": [1], "tensor": torch.ones(3)}
+    expected = values(model, optimizer)
 
     def late(path: Path) -> int:
-        seen.add(3)
-        values.append(2)
-        tensor.add_(1)
+        assert trained.wait(30)
         return create(path)
 
-    monkeypatch.setattr(_disk, "create", late)
-    save_checkpoint(tmp_path / "x", {"seen": seen, "values": values, "tensor": tensor}, wait=False).result()
-    found = load_checkpoint(tmp_path / "x", {"seen": set(), "values": [], "tensor": torch.zeros(3)})
+    with patched(_disk, "create", late):
+        saved = save_checkpoint(path, job, wait=False, process_group=ctx.group)
+        for _ in range(2):
+            step(model, optimizer)
+        job["seen"].add(3)
+        job["values"].append(2)
+        job["tensor"].add_(1)
+        assert not saved.done()
+        trained.set()
+        saved.result()
+    assert not same(values(model, optimizer), expected)
+    found = load_checkpoint(path, job, process_group=ctx.group)
+    assert same(values(model, optimizer), expected)
     assert (found["seen"], found["values"], found["tensor"].tolist()) == ({1, 2}, [1], [1.0] * 3)
 
 
@@ -228,8 +241,12 @@ def test_what_could_not_be_loaded_is_not_saved(tmp_path):
     for value in (datetime.timedelta(1), deque([1]), {"at": [datetime.datetime(2020, 1, 1)]}):
         with expect("a load would refuse these, .*'odd.*: .*(timedelta|deque|datetime)"):
             save_checkpoint(tmp_path / "x", {"step": 1, "odd": value})
-    with expect("state has the name 3, which is no string"):
-        save_checkpoint(tmp_path / "x", {3: 1})  # type: ignore[dict-item]
+    for state, message in (
+        ({3: 1}, "state has the name 3, which is no string"),
+        ([1], "state must be a dict of what the job consists of, such as .* got a list"),
+    ):
+        with expect(message):
+            save_checkpoint(tmp_path / "x", state)  # type: ignore[arg-type]
     assert list(tmp_path.iterdir()) == []
 
 

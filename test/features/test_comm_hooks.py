@@ -27,7 +27,13 @@ from flatshard import CollectiveError, CustomPolicy, ShardingStrategy, fully_sha
 from flatshard._comm.monitor.order_check import OrderCheck
 from flatshard._comm.progress import GATHER
 from flatshard._composable.find import units_below
-from flatshard.comm import CommHookState, bf16_compress_hook, fp16_compress_hook, register_comm_hook
+from flatshard.comm import (
+    CommHookState,
+    QuantizedCollectives,
+    bf16_compress_hook,
+    fp16_compress_hook,
+    register_comm_hook,
+)
 
 STRATEGIES = (FULL, GRAD_OP, NO_SHARD, ShardingStrategy.SHARD_OPTIM)
 
@@ -254,6 +260,27 @@ def test_compression_to_16_bits(ctx, strategy: ShardingStrategy, dtype: torch.dt
         peers = ctx.world_size - 1
         assert sum(sent) == peers * 4 * (gathered + sum(shards))
         assert sum(compressed) == peers * (4 * gathered + 2 * sum(shards))
+
+
+@ranks(2)
+def test_training_with_int8_is_close(ctx):
+    """To training in full precision: the loss of each of 30 steps, which falls to a tenth."""
+    losses: dict[bool, list[Tensor]] = {}
+    for narrow in (False, True):
+        model = built(ctx.group, collectives=QuantizedCollectives() if narrow else None)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        x = torch.randn(8, 8, generator=torch.Generator().manual_seed(ctx.rank))
+        losses[narrow] = []
+        for _ in range(30):
+            loss = (model(x) - x[:, :4].sin()).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses[narrow].append(loss.detach())
+    found, expected = (torch.stack(losses[narrow]) for narrow in (True, False))
+    assert not torch.equal(found, expected)
+    assert expected[-1] < expected[0] / 10
+    torch.testing.assert_close(found, expected, rtol=0.05, atol=float(expected[0]) / 100)
 
 
 class Switch(nn.Module):

@@ -69,6 +69,26 @@ def test_layers_beside_units_train_as_in_one_process(ctx, shard):
     check_same_params(model, plain)
 
 
+@pytest.mark.parametrize("first", ["ddp", "fully_shard"])
+@ranks(2)
+def test_around_an_ignored_part(ctx, first: str):
+    """DDP averages the gradients of what ``fully_shard`` leaves alone, whichever comes first."""
+    plain = plain_around()
+    model = copy.deepcopy(plain)
+    for step in (first, "fully_shard" if first == "ddp" else "ddp"):
+        if step == "ddp":
+            model.out = DistributedDataParallel(model.out, process_group=ctx.group)
+        else:
+            fully_shard(model, policy={Block}, ignored_states=[model.out], process_group=ctx.group)
+    optimizers = [adamw(m.parameters()) for m in (plain, model)]
+    for _ in range(2):
+        for m, part in zip((plain, model), parts(ctx, torch.randn(6, 4, dtype=torch.float64)), strict=True):
+            m(part).square().mean().backward()
+        step_all(optimizers)
+    model.out = model.out.module  # for the names of one process
+    check_same_params(model, plain)
+
+
 @ranks(2)
 def test_around_nothing_but_units_it_raises(ctx):
     model = fully_shard(Net(2), policy={Block}, process_group=ctx.group)
