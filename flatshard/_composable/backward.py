@@ -185,7 +185,7 @@ class Backward:
                 self._queue.reduce(self._ready, _may_come, _may_come_first)
             else:
                 unit.handle.gradients.hold()  # it stays in the queue, so that a later reduction keeps the order
-        elif unit not in self._ready and not unit.handle.gradients.is_held:
+        elif unit not in self._ready and not unit.handle.gradients.is_unreduced:
             self._queue.remove(unit)
 
     # -- the end -------------------------------------------------------------------------------------------------------

@@ -118,7 +118,7 @@ class ReductionQueue(Generic[Unit]):
     @property
     def is_holding(self) -> bool:
         """Whether some units hold gradients of earlier backwards. Such a unit stays in the queue until it is reduced."""
-        return any(unit.handle.gradients.is_held for unit in self.units())
+        return any(unit.handle.gradients.is_unreduced for unit in self.units())
 
     def reduce(
         self,
@@ -261,7 +261,7 @@ class ReductionQueue(Generic[Unit]):
         # First what is in flight, in one order on all ranks: what waits for it may issue its second part.
         for unit in dict.fromkeys(unit for unit in [*reduced, *others, *self.units()] if unit is not None):
             gradients = unit.handle.gradients
-            if not (keeps_held and (gradients.is_held or gradients.is_deferred)):
+            if not (keeps_held and (gradients.is_unreduced or gradients.is_deferred)):
                 gradients.discard()
                 self.remove(unit)
         self._forget_freed()

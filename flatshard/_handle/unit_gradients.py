@@ -234,7 +234,7 @@ class UnitGradients:
             self._lifetime.move_grads("hold")
 
     @property
-    def is_held(self) -> bool:
+    def is_unreduced(self) -> bool:
         """Whether gradients of earlier backwards have yet to be reduced, or averaged over the replicas."""
         return self._lifetime.grads in (GradState.HELD, GradState.PARTIAL)
 
