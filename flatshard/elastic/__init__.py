@@ -27,7 +27,7 @@ which ``World`` is for. When to take one, when it is whole and when to go back t
 
 What is survived: the death of any rank, rank 0 included, and of ``copies`` neighbours at once, at any time after the first
 copies; and of more, if there is a checkpoint. What is not: the store (it belongs into the launcher); a death before the first
-step has begun; with hybrid strategies, a process that is stopped but does not end: the others wait for it longer than
+step has begun; a process that is stopped, while others wait for it in a group that somebody gave a longer timeout than
 ``patience``. An error of one's own ends the job on all ranks, also outside of ``attempt``. What has not been tried: NCCL,
 accelerators, several hosts.
 """

@@ -19,6 +19,12 @@ Each epoch has new process groups. torch 2.15 can give a group of gloo other ran
 private and experimental. They need the same meeting: ranks must agree on handles first. And runtimes, meshes, and torch's own
 tables remember the rank and the size of a group. Of a group that has ended they are gone with it; in one that has changed
 they would be wrong. A new group of gloo takes milliseconds, so there is nothing to win.
+
+[Note: Groups of others]
+Ranks wait in groups that a world does not make, too: those of a mesh, of the user, of a library. A stopped process ends no
+connection, so only a group's timeout ends a wait for it. Torch takes 30 minutes where none is given. A timeout that is set
+later does not reach waits for single messages over gloo. As long as a world has groups, torch takes ``patience`` where none
+is given.
 """
 
 from __future__ import annotations
@@ -42,6 +48,7 @@ from flatshard._trace import logger
 _START = 600.0  # seconds in which the first ranks come
 _POLL = 0.02
 _PROBE = 0.1  # seconds between two looks at whether a process lives
+_TORCHS_TIMEOUT = dist.distributed_c10d.default_pg_timeout
 
 
 class OutError(RuntimeError):
@@ -113,7 +120,8 @@ class World:
         store: of all processes. Whoever serves it must live: if it is in a rank, the job ends with that rank.
         ranks: how many processes begin the job.
         patience: seconds that a rank may keep the others waiting in a collective, and then once more when they meet, until it
-            is taken for dead. A process that has ended is noticed at once.
+            is taken for dead. A process that has ended is noticed at once. It is the timeout of all process groups that
+            are made without one as long as the job runs.
         host: the name of what dies as a whole, such as a machine or a rack: copies go to another one where there is one.
             Default: this machine.
 
@@ -340,11 +348,11 @@ class World:
                 raise dist.DistError(f"{self._unmarked(epoch, 'ready')[0]} did not come when a group was made")
             time.sleep(_POLL / 4)
         self.abort()
-        timeout = timedelta(seconds=self.patience)
+        dist.distributed_c10d.default_pg_timeout = timedelta(seconds=self.patience)  # [Note: Groups of others]
         # [Note: New groups]
         store = dist.PrefixStore(f"{epoch}/group", self._store)  # type: ignore[attr-defined]
-        dist.init_process_group("gloo", store=store, rank=self.rank, world_size=self.size, timeout=timeout)
-        made = dist.new_group(timeout=timeout, backend="gloo")
+        dist.init_process_group("gloo", store=store, rank=self.rank, world_size=self.size)
+        made = dist.new_group(backend="gloo")
         assert isinstance(made, dist.ProcessGroup)
         self.copies_group = made
 
@@ -369,6 +377,7 @@ class World:
                 interrupt(group)
         self.copies_group = None
         dist.destroy_process_group()
+        dist.distributed_c10d.default_pg_timeout = _TORCHS_TIMEOUT
 
     @property
     def group(self) -> dist.ProcessGroup:

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from multiprocessing.connection import wait
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -97,13 +97,14 @@ class Death:
     phase: str
     number: int
     signal: signal.Signals = signal.SIGKILL
+    is_over: ClassVar[bool] = False  # the job: what this process does now is none of it
 
     def install(self) -> None:
         left = [self.number]
 
         def count() -> None:
             left[0] -= 1
-            if left[0] == 0:
+            if left[0] == 0 and not Death.is_over:
                 os.kill(os.getpid(), self.signal)
 
         def counted(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -178,6 +179,7 @@ def run_rank(plan: Plan, process: int, port: int, pipe: Any) -> None:
                 train(model, optimizer, scheduler, step, job.rank, job.world_size, plan.accumulates)
             if plan.leaves == process and step == 2:
                 break
+        Death.is_over = True
         trained, frozen = (
             sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad is wanted)
             for wanted in (True, False)

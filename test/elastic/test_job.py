@@ -201,11 +201,13 @@ def test_the_recipe():
     assert all(sorted(set(made)) == [0, 1, 2, 3, 4] for made in ends)
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(("rank", "strategy"), [(0, "FULL_SHARD"), (1, "HYBRID_SHARD")])
 @pytest.mark.time_limit(110)
-def test_a_rank_that_is_stopped(pool, rank: int):
-    """For less than ``patience`` it is only slow. Then it is out: it finds that when it wakes, and makes no step more."""
-    plan = Plan(3, steps=12, pause=0.1, patience=2.0)
+def test_a_rank_that_is_stopped(pool, rank: int, strategy: str):
+    """For less than ``patience`` it is only slow. Then it is out: it finds that when it wakes, and makes no step more. That
+    holds in groups that the world has not made.
+    """
+    plan = Plan(3 if strategy == "FULL_SHARD" else 4, strategy=strategy, steps=12, pause=0.1, patience=2.0)
     with processes(plan) as job:
         assert job.read(SECONDS, lambda: all(len(o.steps) > 1 for o in job.outcomes))
         slow = next(o for o in job.outcomes if o.number == rank + 1)
@@ -225,7 +227,7 @@ def test_a_rank_that_is_stopped(pool, rank: int):
     assert f"was rank {rank} and did not come to them for 2 s" in slow.raised[1]
     assert len(slow.steps) == before
     slow.raised = None
-    assert len(check(pool, plan, job.outcomes)) == 2
+    assert len(check(pool, plan, job.outcomes)) == plan.ranks - 1
     assert sum("lost process" in text for o in others for text in o.said) == 1  # once, and not when it was slow
 
 

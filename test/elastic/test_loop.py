@@ -13,6 +13,7 @@ import torch.distributed as dist
 from drill import network, parts_of_job
 from models import NormBlock
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import flatshard
 from flatshard.elastic import Job, World
@@ -204,6 +205,16 @@ def test_a_process_that_ends_in_the_middle(alone):
     later = alone()
     with pytest.raises(RuntimeError, match="ended in the middle of the job"):
         next(job_in(later)[0].steps(range(3)))
+
+
+def test_groups_that_others_make(alone):
+    """They wait as long as those of the world; when that is gone, as long as torch says."""
+    torchs, world = dist.distributed_c10d.default_pg_timeout, alone()
+    made = init_device_mesh("cpu", (1, 1), mesh_dim_names=("a", "b"))
+    for group in (*made.get_all_groups(), dist.new_group(), world.copies_group):
+        assert group._get_backend(torch.device("cpu")).options._timeout.total_seconds() == 5
+    world.abort()
+    assert dist.distributed_c10d.default_pg_timeout == torchs
 
 
 def test_checkpoints(alone, tmp_path):
