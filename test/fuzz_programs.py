@@ -726,9 +726,8 @@ def smaller(program: Program) -> Iterator[Program]:
     model = program.model
     for new in _with_defaults(model, {"front": "none", "output": "tensor", "ties": (), "float32": False, "width": 3}):
         yield dataclasses.replace(program, model=new)
-    for tree in _smaller_trees(model.tree):
-        if tree[0] == "seq":
-            yield dataclasses.replace(program, model=dataclasses.replace(model, tree=tree))
+    for parts in _without_parts(model.tree[1:]):
+        yield dataclasses.replace(program, model=dataclasses.replace(model, tree=("seq", *parts)))
 
 
 def _with_defaults(what: Any, defaults: dict[str, Any]) -> Iterator[Any]:
@@ -737,20 +736,11 @@ def _with_defaults(what: Any, defaults: dict[str, Any]) -> Iterator[Any]:
             yield dataclasses.replace(what, **{field: value})
 
 
-def _smaller_trees(tree: Any) -> Iterator[Any]:
-    for i, part in enumerate(tree):
-        if isinstance(part, tuple):
-            if tree[0] == "seq" and len(tree) > 2:
-                yield tree[:i] + tree[i + 1 :]
-            yield from (tree[:i] + (inner,) + tree[i + 1 :] for inner in part if isinstance(inner, tuple))
-            yield from (tree[:i] + (new,) + tree[i + 1 :] for new in _smaller_trees(part))
-
-
-def _without_parts(body: tuple[Statement, ...]) -> Iterator[tuple[Statement, ...]]:
-    size = len(body)
+def _without_parts(parts: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
+    size = len(parts)
     while size:
-        for start in range(0, len(body), size):
-            yield body[:start] + body[start + size :]
+        for start in range(0, len(parts), size):
+            yield parts[:start] + parts[start + size :]
         size //= 2
 
 

@@ -1559,10 +1559,8 @@ def run_program(
         return Machine(ctx, program, halves, device).main()
 
 
-def run_seeds(ctx: Any, programs: list[Program], device: torch.device = CPU) -> Counter[str]:
-    """The same of several."""
-    halves = ctx.device_mesh((2, 2), ("replicate", "shard"), device.type) if ctx.world_size == 4 else None
-    total: Counter[str] = Counter()
+def run_seeds(ctx: Any, programs: list[Program]) -> None:
+    """Several of them."""
+    halves = ctx.device_mesh((2, 2), ("replicate", "shard")) if ctx.world_size == 4 else None
     for program in programs:
-        total += run_program(ctx, program, halves, device)[1]
-    return total
+        run_program(ctx, program, halves)
