@@ -36,9 +36,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--once", action="store_true", help="of each test that has several cases, one")
     group.addoption("--fuzz", type=int, default=80, metavar="N", help="random programs that test_fuzz.py runs")
     group.addoption("--fuzz-seed", type=int, default=0, metavar="S", help="seed of the first random program")
-    group.addoption(
-        "--fence", action="store_true", help="fail where memory is freed that gloo still uses: see fence.py"
-    )
     group.addoption("--lanes", type=int, default=3, help="tests at a time: see lanes.py")
     group.addoption("--minimise", action="store_true", help="make failing random programs shorter")
 
@@ -52,8 +49,6 @@ def pytest_configure(config: pytest.Config) -> None:
 
     import torch
 
-    if config.getoption("--fence"):
-        os.environ["POOL_FENCE"] = "1"  # read by the ranks
     if config.getoption("--thorough"):
         os.environ["PAIRS_THOROUGH"] = "1"  # read by the ranks
         pairs.thorough = True

@@ -44,7 +44,7 @@ class Fence:
     under_way: dict[int, tuple[str, list[tuple[int, int]]]] = dataclasses.field(default_factory=dict, repr=False)
     """Works that have not ended, by number: the verb, and the addresses that it uses."""
     finalized: dict[int, tuple[str, Any]] = dataclasses.field(default_factory=dict, repr=False)
-    """Those whose object has been finalized meanwhile, with where: see ``dropped``."""
+    """Those whose object has been finalized meanwhile, with where: see ``let_go``."""
     made: int = 0
     _gone: list[str] = dataclasses.field(default_factory=list, repr=False)
     _interrupt: tuple[int, bool] | None = None
@@ -58,24 +58,17 @@ class Fence:
     def violate(self, what: str) -> None:
         self.violations.append(f"{what}\n{''.join(traceback.format_stack(limit=14)[:-2])}")
 
-    def check(self, dropped: bool = True) -> None:
-        """Raises if there were violations, and forgets them. ``dropped``: also if works were dropped."""
-        violations, self.violations[:] = list(self.violations), []
-        if dropped:
-            violations += self.dropped()
-        assert not violations, "\n".join(violations)
+    def check(self) -> None:
+        """Raises if there were violations, or works were dropped before they had ended; and forgets them."""
+        self.let_go()
+        found, self.violations[:], self._gone[:] = [*self.violations, *self._gone], [], []
+        assert not found, "\n".join(found)
 
-    def dropped(self) -> list[str]:
-        """Works that were dropped before they had ended: where, each once.
+    def let_go(self) -> None:
+        """Find works that were dropped, and let gloo forget their memory, as it does when a work is destroyed.
 
         Not those that another object's finalizer has brought back, in a cycle with which they were finalized: they live.
         """
-        self.let_go()
-        found, self._gone[:] = list(self._gone), []
-        return found
-
-    def let_go(self) -> None:
-        """Find those, and let gloo forget their memory, as it does when a work is destroyed."""
         alive = {o.key for o in gc.get_objects() if type(o) is FencedWork} if self.finalized else set()
         for key in [key for key in self.finalized if key not in alive]:
             where, _ = self.finalized.pop(key)

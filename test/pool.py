@@ -44,7 +44,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -243,19 +243,6 @@ def _count_groups() -> int:
     return c10d._world.group_count
 
 
-@contextlib.contextmanager
-def _fence() -> Iterator[None]:
-    """``--fence``: the body runs inside, and fails if it frees what gloo still uses."""
-    if not os.environ.get("POOL_FENCE"):
-        yield
-        return
-    import fence
-
-    with fence.install(delay=0.002) as installed:
-        yield
-        installed.check(dropped=False)  # bodies whose group fails on purpose drop works
-
-
 def _run_body(ctx: Context, payload: bytes) -> tuple[str, Any]:
     import torch
 
@@ -263,8 +250,7 @@ def _run_body(ctx: Context, payload: bytes) -> tuple[str, Any]:
         fn, args, kwargs = pickle.loads(payload)
         torch.manual_seed(0)
         random.seed(0)
-        with _fence():
-            return "ok", pickle.dumps(fn(ctx, *args, **kwargs))
+        return "ok", pickle.dumps(fn(ctx, *args, **kwargs))
     except BaseException as e:  # also pytest's outcomes, which are no Exception
         kind = "skip" if type(e).__name__ == "Skipped" else "raised"
         return kind, (type(e).__qualname__, str(e), traceback.format_exc())
