@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from expecttest import assert_expected_inline
 
 import flatshard
 
@@ -140,6 +139,7 @@ def needed(name: str, type_checking: bool = False) -> set[str]:
 
 
 def test_imports_go_down():
+    """So the core imports no feature and no product."""
     row = {package: number for number, packages in enumerate(PACKAGES) for package in packages}
     up = {(n, m) for n in TREES for m in needed(n) if row[package_of(m)] > row[package_of(n)]}
     assert not up
@@ -154,11 +154,6 @@ def test_no_files_know_each_other():
             if middle in modules:
                 modules |= reached[middle]
     assert not {name: {m for m in found if name in reached[m]} for name, found in reached.items() if name in found}
-
-
-def test_the_core_imports_no_feature_and_no_product():
-    core = {n for n in TREES if package_of(n) in CORE}
-    assert not {(n, m) for n in core for m in needed(n) - core}
 
 
 def test_imports_for_the_type_checker_are_listed():
@@ -210,9 +205,29 @@ def test_only_lifetime_assigns_a_state():
             assert not dotted(value).startswith(("ParamState.", "GradState.")), show(name, node)
 
 
-def test_only_pool_resizes_storages():
-    for name, node in outside("_handle.pool"):
-        assert not (isinstance(node, ast.Attribute) and node.attr == "resize_"), show(name, node)
+FRAME_WORDS = {"_getframe", "_current_frames", "f_back", "f_code", "f_locals", "f_globals", "__code__"}
+WORDS_OF = {
+    ("_handle.pool",): {"resize_"},  # of a storage
+    # By rows, in blocks or whole: nobody else rounds up or cuts shards.
+    ("_composable.construct.layout_plan", "layouts.packing"): {
+        "PARAM_ALIGNMENT",
+        "SHARD_ALIGNMENT",
+        "round_up",
+        "pack",
+    },
+    ("_config", "env"): {"environ", "getenv", "putenv"},  # the report shows it
+    ("_torch", "env"): {"__version__"},
+    ("_frames", "_composable.features.transforms"): FRAME_WORDS,  # which tells dynamo not to look below a hook's code
+}
+
+
+def test_words_of_few_modules():
+    for modules, words in WORDS_OF.items():
+        for name, node in outside(*modules):
+            said = {getattr(node, "attr", ""), getattr(node, "id", "")} | {
+                a.name for a in getattr(node, "names", ()) if isinstance(a, ast.alias)
+            }
+            assert said.isdisjoint(words), show(name, node)
 
 
 WRITING_METHODS = {"pop", "update", "setdefault", "clear", "popitem", "__setitem__", "__delitem__"}
@@ -261,14 +276,9 @@ COLLECTIVES = {"all_gather", "reduce_scatter", "all_reduce", "all_reduce_now", "
 
 
 MADE_OF_OTHERS = (
-    "_mesh_runtime",
-    "_runtime",
-    "_comm.backends",
-    "_composable.construct.groups",
-    "_quantized",
-    "_fake_group",
+    *("_mesh_runtime", "_runtime", "_comm.backends", "_composable.construct.groups", "_quantized", "_fake_group"),
+    "_composable.features.comm_hooks",
 )
-MADE_OF_OTHERS += ("_composable.features.comm_hooks",)
 """Modules in which collectives are made of others."""
 
 
@@ -317,17 +327,8 @@ def test_only_hooks_registers_hooks():
             assert not (writes_hooks and isinstance(node.ctx, ast.Store | ast.Del)), show(name, node)
 
 
-def test_only_config_reads_the_environment():
-    """But for the report, which shows it."""
-    for name, node in outside("_config", "env"):
-        assert dotted(node) not in ("os.environ", "os.getenv", "os.putenv"), show(name, node)
-        assert not (isinstance(node, ast.ImportFrom) and node.module == "os"), show(name, node)
-
-
 def test_only_torch_asks_for_a_version():
-    """Neither by its number nor by ``hasattr(torch, ...)``: what differs between versions is read in ``_torch``."""
-    for name, node in outside("_torch", "env"):  # the report shows it
-        assert not (isinstance(node, ast.Attribute) and node.attr == "__version__"), show(name, node)
+    """Nor do tests and benchmarks, neither by its number nor by ``hasattr(torch, ...)``."""
     trees = {**TREES, **{path.name: tree for path, tree in TESTS.items()}, **BENCHMARKS}
     for name, node in ((name, node) for name, tree in trees.items() for node in ast.walk(tree)):
         if isinstance(node, ast.Compare) and not all(isinstance(op, ast.Eq) for op in node.ops):  # a record of what ran
@@ -376,9 +377,6 @@ def test_no_two_files_write_one_attribute():
     assert not several
 
 
-FRAME_WORDS = {"_getframe", "_current_frames", "f_back", "f_code", "f_locals", "f_globals", "__code__"}
-
-
 ASKS_WHO_CALLS = {
     "_composable.features.forward_method",  # and the next three: whether a forward is still running
     "_composable.features.keep",
@@ -395,16 +393,13 @@ ASKS_WHO_CALLS = {
 """Modules that ask ``_frames``. No more may come."""
 
 
-def test_frames_are_read_in_one_module():
-    reads, asks = set(), set()
-    for name, node in outside("_frames"):
-        if isinstance(node, ast.Attribute) and node.attr in FRAME_WORDS:
-            reads.add(name)
-        elif isinstance(node, ast.ImportFrom) and (
-            node.module == "flatshard._frames" or any(each.name == "_frames" for each in node.names)
-        ):
-            asks.add(name)
-    assert reads == {"_composable.features.transforms"}  # which tells dynamo not to look below a hook's code
+def test_who_asks_for_frames_is_listed():
+    asks = {
+        name
+        for name, tree in TREES.items()
+        for _, module, names in imports(tree)
+        if name != "_frames" and "_frames" in imported_modules(module, names)
+    }
     assert asks == ASKS_WHO_CALLS
 
 
@@ -459,13 +454,6 @@ def test_layout_knows_no_torch():
     assert not any(m.startswith("torch") for m in found)
 
 
-def test_nothing_outside_layout_computes_an_offset():
-    """By rows, in blocks or whole, it is all in ``layout_plan`` and ``packing``. Nobody else rounds up or cuts shards."""
-    for name, node in outside("_composable.construct.layout_plan", "layouts.packing"):
-        word = node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
-        assert word not in ("PARAM_ALIGNMENT", "SHARD_ALIGNMENT", "round_up", "pack"), show(name, node)
-
-
 # -- private API of torch ----------------------------------------------------------------------------------------------
 
 
@@ -491,55 +479,7 @@ def private_torch_api() -> set[tuple[str, str]]:
 
 
 def test_each_private_api_of_torch_is_used_in_one_file():
-    uses = private_torch_api()
-    assert_expected_inline(
-        "\n".join(sorted(f"{name}: {api}" for name, api in uses)),
-        """\
-_composable.backward: Variable._execution_engine.queue_callback
-_composable.backward: torch._C._autograd._get_current_graph_task_keep_graph
-_composable.completion: torch._C._current_graph_task_id
-_composable.completion: torch._C._will_engine_execute_node
-_composable.construct.materialize: torch._C._swap_tensor_impl
-_composable.construct.validate: dist.distributed_c10d._get_default_group
-_composable.construct.validate: torch._C._disabled_torch_function_impl
-_composable.features.precision: torch.utils._pytree.tree_map
-_composable.features.transforms: forward_ad._current_level
-_composable.features.transforms: torch._C._dynamo.eval_frame._FrameAction
-_composable.features.transforms: torch._C._dynamo.eval_frame._FrameExecStrategy
-_composable.features.transforms: torch._C._dynamo.eval_frame.set_code_exec_strategy
-_composable.features.transforms: torch._C._functorch.get_unwrapped
-_composable.features.transforms: torch._C._functorch.is_functorch_wrapped_tensor
-_composable.features.transforms: torch._C._functorch.peek_interpreter_stack
-_composable.features.transforms: torch._dynamo.trace_rules
-_composable.outputs: torch.utils._pytree.tree_flatten
-_composable.outputs: torch.utils._pytree.tree_unflatten
-_handle.tensors.guard: torch.nn.utils._named_member_accessor.swap_tensor
-_handle.tensors.partial: torch._amp_foreach_non_finite_check_and_unscale_
-_handle.tensors.sharded_gradient: _foreach_utils._foreach_supported_types.append
-_handle.tensors.sharded_gradient: torch.utils._foreach_utils
-_handle.tensors.sharded_parameter: _torch_optimizer._foreach_supported_types.append
-_handle.tensors.sharded_parameter: nn.init._calculate_fan_in_and_fan_out
-_handle.tensors.sharded_parameter: torch._C._is_torch_function_enabled
-_trace: torch.autograd._profiler_enabled
-checkpoint._container: torch._utils._rebuild_tensor_v3
-checkpoint._entries: torch.utils._pytree.tree_map_only
-checkpoint._reader: torch.distributed.checkpoint._nested_dict.flatten_state_dict
-checkpoint._sharded_value: torch.Tensor._make_wrapper_subclass
-checkpoint._sharded_value: torch.distributed.tensor._utils.compute_local_shape_and_global_offset
-checkpoint._sharded_value: torch.utils._pytree
-checkpoint._state_dict_hooks: nn.Module._load_from_state_dict
-checkpoint._writer: torch.distributed.checkpoint.filesystem._StorageInfo
-elastic._world: dist.distributed_c10d._world.pg_map
-optim._host_state: torch.utils._python_dispatch.is_traceable_wrapper_subclass
-planning._attention: torch._fused_sdp_choice
-planning._attention: torch.ops.aten._scaled_dot_product_attention_math.default
-planning._attention: torch.ops.aten._scaled_dot_product_efficient_attention
-planning._attention: torch.ops.aten._scaled_dot_product_flash_attention
-planning._attention: torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-planning._recording: torch.ops.aten._local_scalar_dense.default
-planning._recording: torch.utils._python_dispatch.TorchDispatchMode""",
-    )
-    apis = [api for _, api in uses]
+    apis = [api for _, api in private_torch_api()]
     assert len(apis) == len(set(apis)), sorted({a for a in apis if apis.count(a) > 1})
 
 
