@@ -15,7 +15,19 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from on_ranks import ranks
-from saving import MemoryWatch, check_equal, layers, make, on_four, read_safetensors, same_tensors, shard
+from saving import (
+    MemoryWatch,
+    by_name,
+    check_equal,
+    layers,
+    make,
+    on_four,
+    read_safetensors,
+    same_tensors,
+    shard,
+    train,
+)
+from saving import same as same_optim
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
@@ -28,7 +40,9 @@ from flatshard.checkpoint import (
     full_state_dict,
     iter_full_params,
     load_local_state_dict,
+    load_optim_state_dict,
     local_state_dict,
+    optim_state_dict,
 )
 from flatshard.layouts import Elements, Rows
 
@@ -147,24 +161,32 @@ def test_local_state_dict(ctx) -> None:
 
 @ranks(4)
 def test_tensor_parallel_modules_and_replicas(ctx, path: str) -> None:
-    """Saved and loaded with tensor parallelism, in replicas and without either."""
-    source = layers().state_dict()
+    """Saved and loaded with tensor parallelism, in replicas and without either; so is an optimizer's state."""
+    plain = layers()
+    optimizer = torch.optim.AdamW(plain.parameters())
+    train(plain, optimizer)
+    source, trained = plain.state_dict(), by_name(plain, optimizer)
     ways = [("tp", strategy) for strategy in STRATEGIES[:2]] + [("replicas", None), ("plain", None)]
     for number, (how, strategy) in enumerate(ways):
         model = on_four(ctx, how, 0, strategy)
+        model.load_state_dict(on_four(ctx, how, 2, strategy).state_dict())
+        model.load_state_dict(source)
         same(full_state_dict(model), source)
         export_safetensors(model, f"{path}/files {number}", max_file_bytes=100)
         if ctx.rank == 0:
             check(Path(f"{path}/files {number}"), source)
         assert bool(full_state_dict(model, rank0_only=True)) == (ctx.rank == 0)
-        dcp.save(model.state_dict(), checkpoint_id=f"{path}/{number}")
+        optimizer = torch.optim.AdamW(model.parameters())
+        load_optim_state_dict(model, optimizer, trained)
+        saved = {"model": model.state_dict(), "optim": optim_state_dict(model, optimizer)}
+        dcp.save(saved, checkpoint_id=f"{path}/{number}")
         for other in (on_four(ctx, "tp", 1), on_four(ctx, "plain", 1)):
-            state = other.state_dict()
+            optimizer = torch.optim.AdamW(other.parameters())
+            state = {"model": other.state_dict(), "optim": optim_state_dict(other, optimizer, for_load=True)}
             dcp.load(state, checkpoint_id=f"{path}/{number}")
             same(full_state_dict(other), source)
-        model.load_state_dict(on_four(ctx, how, 2, strategy).state_dict())
-        model.load_state_dict(source)
-        same(full_state_dict(model), source)
+            load_optim_state_dict(other, optimizer, state["optim"])
+            same_optim(optim_state_dict(other, optimizer, full=True), trained)
 
 
 # -- files -----------------------------------------------------------------------------------------------------------------

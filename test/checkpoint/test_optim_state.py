@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from on_ranks import ranks
-from saving import CommunicationWatch, MemoryWatch, Model, by_name, layers, make, on_four, same, shard, train
+from saving import CommunicationWatch, MemoryWatch, Model, by_name, layers, make, same, shard, train
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
@@ -198,24 +197,6 @@ def test_what_does_not_fit_raises_and_changes_nothing(ctx) -> None:
 
 
 @ranks(4)
-def test_tensor_parallelism(ctx, path: str) -> None:
-    """With tensor parallelism, uneven: states are cut as DTensors and then as shards."""
-    _, expected = trained_layers()
-    model = on_four(ctx, "tp")
-    optimizer = adamw(model)
-    load_optim_state_dict(model, optimizer, expected)
-    whole(model, optimizer, expected)
-    assert bool(optim_state_dict(model, optimizer, full=True, rank0_only=True)) == (ctx.rank == 0)
-    dcp.save(optim_state_dict(model, optimizer), checkpoint_id=path)
-    for other in (on_four(ctx, "tp"), on_four(ctx, "plain")):
-        fresh = torch.optim.AdamW(other.parameters())
-        state = optim_state_dict(other, fresh, for_load=True)
-        dcp.load(state, checkpoint_id=path)
-        load_optim_state_dict(other, fresh, state)
-        whole(other, fresh, expected)
-
-
-@ranks(4)
 def test_where_optimizers_of_ranks_differ_all_ranks_raise(ctx) -> None:
     """A part that an optimizer lacks is an error on all ranks, not zeros: also on those of other replicas."""
     mesh = ctx.device_mesh((2, 2), ("replicate", "shard"))
@@ -319,24 +300,6 @@ def test_a_template_takes_no_step(ctx, flat: bool) -> None:
 def forms(state: dict[str, Any]) -> dict[tuple[str, str], Any]:
     every = {(name, key): value for name, values in state.items() for key, value in values.items()}
     return {k: (type(v), v.shape, v.dtype) if isinstance(v, Tensor) else type(v) for k, v in every.items()}
-
-
-@ranks(2)
-def test_parameters_frozen_after_some_steps(ctx, path: str) -> None:
-    """They keep their state, and a checkpoint of it loads into the same model."""
-    models = [fully_shard(layers(), policy={nn.Linear}, process_group=ctx.group) for _ in range(2)]
-    jobs = [{"model": model, "optim": adamw(model)} for model in models]
-    train(*jobs[0].values())
-    for model in models:
-        model[0].weight.requires_grad_(False)
-    train(*jobs[0].values())
-    flatshard.save_checkpoint(path, jobs[0], process_group=ctx.group)
-    expected = optim_state_dict(*jobs[0].values(), full=True)
-    assert "0.weight" in expected["state"]
-    for job in jobs:
-        flatshard.load_checkpoint(path, job, process_group=ctx.group)
-        whole(*job.values(), expected)
-        train(*job.values(), 1)
 
 
 class Tied(nn.Module):

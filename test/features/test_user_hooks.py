@@ -31,11 +31,11 @@ class Block(models.Block):
 
 
 class Model(nn.Module):
-    def __init__(self, blocks: int = 3) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.front = nn.Linear(WIDTH, WIDTH)
         self.frozen = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
-        self.blocks = nn.ModuleList(Block() for _ in range(blocks))
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
         self.head = nn.Linear(WIDTH, 2)
         self.use_checkpoint: bool | None = None
 
@@ -46,9 +46,9 @@ class Model(nn.Module):
         return self.head(x)
 
 
-def make(blocks: int = 3) -> Model:
+def make() -> Model:
     torch.manual_seed(0)
-    return Model(blocks).double()
+    return Model().double()
 
 
 def shard(ctx: Any, model: nn.Module, strategy: ShardingStrategy = STRATEGIES[0], **options: Any) -> nn.Module:
@@ -235,37 +235,6 @@ def test_per_unit(ctx):
         model(x).sum().backward()
         assert calls == ["blocks.2", ""]
         check_clean(model)
-
-
-@ranks(2, 3)
-def test_optimizer_in_backward_needs_the_gradients_of_one_unit(ctx):
-    peaks, held = [], list[int]()
-
-    def sample(*ignored: Any) -> None:
-        grads = [p.grad for p in params.values() if p.grad is not None]
-        held.append(sum({g.untyped_storage().data_ptr(): g.untyped_storage().nbytes() for g in grads}.values()))
-
-    for inside in (False, True):
-        model, plain = shard(ctx, make(8)), make(8)
-        optimizers = [adamw(plain.parameters())] + ([] if inside else [adamw(model.parameters())])
-        params = dict(model.named_parameters())
-        for unit in describe(model).units:
-            module = model.get_submodule(unit.fqn)
-            register_gradients_reduced_hook(module, sample)
-            if inside:
-                optimizer = adamw([params[n] for f in unit.flats for n in f.fqns])
-                register_gradients_reduced_hook(module, lambda _, optimizer=optimizer: step_all([optimizer]))
-        held.clear()
-        for step in range(2):
-            backward(ctx, model, plain, step)
-            step_all(optimizers)
-        check_same_params(model, plain)
-        peaks.append(max(held))
-    shards = [[(f, f.shard_numel * 8) for f in u.flats] for u in describe(model).units]
-    everything = sum(nbytes for flats in shards for f, nbytes in flats if f.trainable)
-    one = max(sum(nbytes for _, nbytes in flats) for flats in shards)
-    assert peaks[0] == everything
-    assert peaks[1] <= one < everything / 4
 
 
 def test_misuse(fake_group):

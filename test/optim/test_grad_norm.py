@@ -5,22 +5,17 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import itertools
 import math
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
-import fuzz_models
 import pytest
 import torch
 import torch.distributed as dist
-from fuzz_options import Sharding
-from fuzz_programs import ROOT, Forward, Program, Scaled, ZeroGrad
 from on_ranks import ranks
 from pairs import all_pairs, some
 from parity import adamw, in_texts, mean_square, whole_gradients
-from program_machine import run_program
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_ as stock_clip
 from torch.nn.utils import get_total_norm as stock_norm
@@ -372,23 +367,6 @@ def put(param: nn.Parameter, index: int, value: float) -> None:
     here = range(param.numel()) if info is None else range(info.start, info.stop)
     if index in here:
         param.grad.as_subclass(Tensor).view(-1)[here.index(index)] = value
-
-
-ONE = ("linear", False)
-TREE = ("seq", ("linear", True), ("residual", ("mlp", 3, True)), ("norm",))
-
-
-@pytest.mark.parametrize(("tree", "policy", "width", "world_size"), [(TREE, "Residual", 5, 3), (ONE, "", 1, 4)])
-@ranks()
-def test_grad_scaler(ctx, tree: Any, policy: str, width: int) -> None:
-    """A step that overflows is skipped: on ranks that have no element of what does, and on those that have nothing."""
-    body = [(Forward(loss, 0, ROOT, i), Scaled(loss, 0, loss == "b"), ZeroGrad(0)) for i, loss in enumerate("abc")]
-    sharding, statements = (
-        Sharding(("set", policy) if policy else ("none",)),
-        tuple(itertools.chain.from_iterable(body)),
-    )
-    model = fuzz_models.Model(tree, width)
-    run_program(ctx, Program(0, ctx.world_size, model, (sharding, sharding), "same", "adamw", False, 1, statements))
 
 
 # -- What torch and users do with gradients ---------------------------------------------------------------------------

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import os
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import lanes
@@ -40,32 +37,20 @@ def test_last():
 """
 
 
-def start(folder: Path, last: str, *arguments: str) -> subprocess.Popen[str]:
+def run(folder: Path, last: str, *arguments: str) -> tuple[int, str]:
     """pytest on tests that pass, and one that does ``last``: in the last file, with which a fork begins."""
     (folder / "conftest.py").write_text(CONFTEST)
     for name, count, its_last in (("a", COUNT - 1, "pass"), ("b", COUNT - 1, "pass"), ("c", 3, last)):
         (folder / f"test_{name}.py").write_text(TESTS.format(count=count, last=its_last))
-    return subprocess.Popen(
+    done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments, str(folder)],
         env={**os.environ, "PYTHONPATH": str(Path(lanes.__file__).parent), "CUDA_VISIBLE_DEVICES": ""},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        # A run in the background of a script ignores Ctrl-C, and so would its children.
-        preexec_fn=functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
+        timeout=60,
     )
-
-
-def finish(process: subprocess.Popen[str]) -> tuple[int, str]:
-    try:
-        text, _ = process.communicate(timeout=60)
-    finally:
-        process.kill()
-    return process.returncode, text
-
-
-def run(folder: Path, last: str, *arguments: str) -> tuple[int, str]:
-    return finish(start(folder, last, *arguments))
+    return done.returncode, done.stdout
 
 
 def ran(folder: Path) -> list[list[str]]:
@@ -95,15 +80,3 @@ def test_a_failure_in_a_fork_or_its_death_is_one_failure(tmp_path, last, shown):
     status, text = run(tmp_path, last)
     assert status == 1, text
     assert all(each in text for each in (*shown, f"1 failed, {TOTAL - 1} passed")), text
-
-
-def test_an_interrupt_ends_all(tmp_path):
-    process = start(tmp_path, "time.sleep(50)", "--lanes", "3")
-    while len({pid for pid, _, _ in ran(tmp_path)}) < 3:
-        assert process.poll() is None
-        time.sleep(0.01)
-    process.send_signal(signal.SIGINT)
-    status, text = finish(process)
-    assert status == 2, text
-    for pid in {pid for pid, _, _ in ran(tmp_path)}:
-        assert not Path(f"/proc/{pid}").exists()

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import subprocess
 import sys
-from multiprocessing.connection import wait
 from pathlib import Path
 
 import pool as pool_module
@@ -66,12 +64,6 @@ def mesh_of_a_result(ctx, groups_before):
 def test_bodies_start_from_the_same_state(pool):
     first, second = pool.run(state_of_a_rank), pool.run(state_of_a_rank)
     assert first == second == [(1, first[0][1], torch.float32, True)] * 2
-
-
-def test_groups_made_on_some_ranks_do_not_name_later_ones(pool):
-    pool.run(make_group, world_size=2)
-    pool.run(make_group, world_size=4)
-    assert_usable(pool)
 
 
 def test_new_groups_come_with_new_meshes(pool):
@@ -154,53 +146,6 @@ def test_a_body_that_is_a_test_runs_on_the_ranks_and_may_skip(pool):
     fails_on(pool=pool, world_size=1, rank=1)
     with pytest.raises(pytest.skip.Exception, match="not on this rank"):
         pool.run(skip)
-
-
-def test_an_interrupt_in_the_parent_leaves_no_answers_behind(pool):
-    pool.run(rank_sum)
-
-    class Interrupt(BaseException):
-        pass
-
-    def on_alarm(signum, frame):
-        raise Interrupt
-
-    before = signal.signal(signal.SIGALRM, on_alarm)
-    signal.setitimer(signal.ITIMER_REAL, 0.2)
-    try:
-        with pytest.raises(Interrupt):
-            pool.run(hang_on, (0,))
-    finally:
-        signal.signal(signal.SIGALRM, before)
-    assert_usable(pool)
-
-
-PARENT = """
-import os, sys
-sys.path[:0] = {paths!r}
-from pool import Pool
-import test_pool
-
-if __name__ == "__main__":
-    p = Pool()
-    p.run(test_pool.rank_sum)
-    print(*p.pids, flush=True)
-    os.kill(os.getpid(), 9)
-"""
-
-
-@pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="needs pidfd_open to wait for processes that are no children")
-def test_ranks_do_not_outlive_their_parent(tmp_path):
-    script = tmp_path / "parent.py"
-    script.write_text(PARENT.format(paths=[str(TESTS), str(Path(__file__).parent)]))
-    with subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True) as parent:
-        assert parent.stdout is not None
-        with contextlib.ExitStack() as opened:
-            for pid in map(int, parent.stdout.readline().split()):
-                with contextlib.suppress(ProcessLookupError):  # gone already
-                    fd = os.pidfd_open(pid)
-                    opened.callback(os.close, fd)
-                    assert wait([fd], 30), "a rank outlives its parent"
 
 
 INNER_TEST = """
