@@ -133,49 +133,34 @@ def test_values_are_there_after_all_gradients_have_come(ctx):
         check_clean(check_parity(ctx, model, make_input, steps=2, shard=shard).sharded)
 
 
-def loss_of(model: Model, chunk: Tensor) -> Tensor:
-    return model.head(chunk).square().sum()
-
-
-def chunks_in_one_backward(model: Model, x: Tensor) -> None:
-    sum(loss_of(model, chunk) for chunk in model(x).chunk(2)).backward()
-
-
-def chunks_unsharded(model: Model, x: Tensor) -> None:
-    """One gather and one reduction for all of them: as migration.md has it."""
-    with flatshard.keep_unsharded(model.head):
-        hidden = model(x)
-        cut = hidden.detach().requires_grad_()
-        with flatshard.no_sync(model.head):
-            for chunk in cut.chunk(2):
-                loss_of(model, chunk).backward()
-        hidden.backward(cut.grad)
-
-
 @ranks(2)
 def test_chunked_loss(ctx):
-    """The head is called per chunk, after the model's forward: what FSDP2 has this for."""
-    for run, expected in (
-        (chunks_in_one_backward, (3, 1)),  # each call outside of the model is a pass
-        (chunks_unsharded, (1, 1)),
-    ):
-        ctx.note(run.__name__)
-        torch.manual_seed(0)
-        plain = Model().double()
-        plain.runs_head = False
-        model = by_list(copy.deepcopy(plain), ctx.group)
-        for _ in range(2):
-            slices = torch.randn(ctx.world_size, 4, WIDTH, dtype=torch.float64)
-            for each in (plain, model):
-                each.zero_grad()
-            for x in slices:
-                (loss_of(plain, plain(x)) / ctx.world_size).backward()
-            with record_events() as events:
-                run(model, slices[ctx.rank])
-            counts = tuple(sum(e == f"{verb} norm, head" for e in events) for verb in ("all-gather", "reduce-scatter"))
-            assert counts == expected, run.__name__
-            check_same_gradients(model, plain)
-            check_clean(model)
+    """The head is called per chunk, after the model's forward: one gather and one reduction, as migration.md has it."""
+
+    def loss_of(model: Model, chunk: Tensor) -> Tensor:
+        return model.head(chunk).square().sum()
+
+    torch.manual_seed(0)
+    plain = Model().double()
+    plain.runs_head = False
+    model = by_list(copy.deepcopy(plain), ctx.group)
+    for _ in range(2):
+        slices = torch.randn(ctx.world_size, 4, WIDTH, dtype=torch.float64)
+        for x in slices:
+            (loss_of(plain, plain(x)) / ctx.world_size).backward()
+        with record_events() as events, flatshard.keep_unsharded(model.head):
+            hidden = model(slices[ctx.rank])
+            cut = hidden.detach().requires_grad_()
+            with flatshard.no_sync(model.head):
+                for chunk in cut.chunk(2):
+                    loss_of(model, chunk).backward()
+            hidden.backward(cut.grad)
+        assert [e for e in events if e.endswith("norm, head") and "reshard" not in e] == [
+            "all-gather norm, head",
+            "reduce-scatter norm, head",
+        ]
+        check_same_gradients(model, plain)
+        check_clean(model)
 
 
 def events(ctx, how: Any) -> list[list[str]]:

@@ -18,7 +18,7 @@ from parity import check_same_gradients, check_same_params, everybody, step_all,
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from flatshard import BackwardPrefetch, describe, fully_shard, reshard, skip, unshard
+from flatshard import BackwardPrefetch, describe, fully_shard, skip
 from flatshard._trace import record_events
 
 WIDTH = 4
@@ -134,49 +134,6 @@ def test_a_rank_without_data(ctx):
         else:
             skip(model)
     assert {u.state for u in describe(model).units} == {"sharded"}
-
-
-class Routed(nn.Module):
-    """A unit with units inside."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.router, self.experts = nn.Linear(WIDTH, WIDTH), nn.Sequential(Block(), Block())
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.experts(self.router(x))
-
-
-@ranks(2)
-def test_after_a_forward_that_raised(ctx):
-    """A forward that raised before its inner units ran tells nothing about which of them run."""
-    layer, x = fully_shard(Routed(), policy={Block}, process_group=ctx.group), torch.ones(1, WIDTH)
-
-    def fail(*_: Any) -> None:
-        raise ValueError
-
-    for _ in range(2):
-        with layer.router.register_forward_pre_hook(fail, prepend=True), pytest.raises(ValueError, match=r"^$"):
-            layer(x)
-        (skip(layer, x) if ctx.rank == 1 else layer(x)).sum().backward()
-
-
-@ranks(2)
-def test_unshard_after_a_backward_that_raised(ctx):
-    """Ranks came to it in other orders, so other units are still unsharded; the verb finds none of that."""
-    model = fully_shard(nn.Sequential(Routed()), policy={Block, Routed}, process_group=ctx.group)
-    layer, x = model[0], torch.ones(1, WIDTH)
-    layer(x)
-    loss = (skip(layer, x) if ctx.rank == 1 else layer(x)).sum()
-    weight = layer.experts[0].linear.weight
-    with torch.no_grad():
-        weight.add_(1)
-    with pytest.raises(RuntimeError, match="were changed in place between"):
-        loss.backward()
-    unshard(model, recurse=True)
-    assert layer.experts[0].linear.weight.shape == (WIDTH, WIDTH)
-    reshard(model)
-    layer(x).sum().backward()
 
 
 class Outermost(nn.Module):
