@@ -51,6 +51,14 @@ def shard_tied(model: Around, **arguments: Any) -> Around:
     return fully_shard(model, ignored_states=[model.out], **arguments)
 
 
+def train(ctx, plain: nn.Module, model: nn.Module) -> None:
+    optimizers = [adamw(m.parameters()) for m in (plain, model)]
+    for _ in range(2):
+        for m, part in zip((plain, model), parts(ctx, torch.randn(6, 4, dtype=torch.float64)), strict=True):
+            m(part).square().mean().backward()
+        step_all(optimizers)
+
+
 @pytest.mark.parametrize("shard", [shard_but_some, shard_blocks, shard_tied])
 @ranks(2)
 def test_layers_beside_units_train_as_in_one_process(ctx, shard):
@@ -61,11 +69,7 @@ def test_layers_beside_units_train_as_in_one_process(ctx, shard):
     with torch.no_grad():  # what only DDP makes equal on all ranks
         model.out.weight.add_(ctx.rank if shard is shard_blocks else 0)
     around = DistributedDataParallel(model, process_group=ctx.group)
-    optimizers = [adamw(m.parameters()) for m in (plain, around)]
-    for _ in range(2):
-        for m, part in zip((plain, around), parts(ctx, torch.randn(6, 4, dtype=torch.float64)), strict=True):
-            m(part).square().mean().backward()
-        step_all(optimizers)
+    train(ctx, plain, around)
     check_same_params(model, plain)
 
 
@@ -80,11 +84,7 @@ def test_around_an_ignored_part(ctx, first: str):
             model.out = DistributedDataParallel(model.out, process_group=ctx.group)
         else:
             fully_shard(model, policy={Block}, ignored_states=[model.out], process_group=ctx.group)
-    optimizers = [adamw(m.parameters()) for m in (plain, model)]
-    for _ in range(2):
-        for m, part in zip((plain, model), parts(ctx, torch.randn(6, 4, dtype=torch.float64)), strict=True):
-            m(part).square().mean().backward()
-        step_all(optimizers)
+    train(ctx, plain, model)
     model.out = model.out.module  # for the names of one process
     check_same_params(model, plain)
 

@@ -65,14 +65,3 @@ def test_other_ranks_go_on(pool, tmp_path, chunk):
     assert found == other
     assert {name for name in found if found[name] and name in PARTS | WHOLE} == WHOLE & found.keys()
     pool.run(restart, str(tmp_path / "x"), found, world_size=3, timeout=300)
-
-
-def second_derivatives(ctx: Any) -> None:
-    model, optimizer = restarts.sharded(ctx, all_of_them()["adahessian"], 0, is_whole=False)
-    loss = model(torch.ones(2, 5, dtype=torch.float64)).square().mean()
-    with pytest.raises(RuntimeError, match=r"has a graph of its own \(backward\(create_graph=True\)\)"):
-        loss.backward(create_graph=optimizer.is_second_order)
-
-
-def test_second_derivatives_are_refused(pool):
-    pool.run(second_derivatives, world_size=2, timeout=300)

@@ -87,22 +87,3 @@ def test_as_one_process(pair, single, tmp_path: Path, kind: str):
     torch.testing.assert_close({n: whole[n] for n in weights}, weights, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(opened, logits, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(merged, logits, rtol=1e-3, atol=1e-4)
-
-
-def added_later(ctx) -> None:
-    from peft import LoraConfig, get_peft_model
-
-    from flatshard.integrations.state import policy_of
-
-    base = tiny_llama()
-    flatshard.fully_shard(base, policy=policy_of(base))
-    model = get_peft_model(base, LoraConfig(r=3, target_modules=["q_proj"]))
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
-    model(input_ids=TOKENS[:2], labels=TOKENS[:2]).loss.backward()
-    with pytest.raises(RuntimeError, match=r"q_proj.lora_B.* registered in a sharded module after fully_shard"):
-        optimizer.step()
-
-
-def test_adapters_of_a_sharded_model_are_refused(pair):
-    """Nobody would average their gradients."""
-    pair.run(added_later, world_size=2)
