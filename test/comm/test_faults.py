@@ -36,10 +36,17 @@ class Leaves(Exception):
     """A rank leaves the step, and lives."""
 
 
+class Interrupted(KeyboardInterrupt):
+    """The same by Ctrl-C on that rank."""
+
+
+ENDS = {"leaves": Leaves, "interrupted": Interrupted}
+
+
 def go(how: str) -> None:
     if how == "dies":
         os.kill(os.getpid(), signal.SIGKILL)
-    raise Leaves
+    raise ENDS[how]
 
 
 def lose_a_rank(ctx, how: str, where: str, options: dict[str, Any]) -> str:
@@ -62,14 +69,15 @@ def lose_a_rank(ctx, how: str, where: str, options: dict[str, Any]) -> str:
             go(how)
         model.head.weight.grad.norm()
 
-    with pytest.raises(Leaves if is_last else CollectiveError) as e:
+    with pytest.raises(ENDS.get(how, Leaves) if is_last else CollectiveError) as e:
         step()
+    if how == "interrupted" or not is_last:
+        flatshard.recover(model)
+        check_clean(model)
     if not is_last:
         assert (e.value.rank, e.value.world_size) == (ctx.rank, ctx.world_size)
         assert isinstance(e.value.__cause__, RuntimeError)
         assert str(pickle.loads(pickle.dumps(e.value))) == str(e.value)
-        flatshard.recover(model)
-        check_clean(model)
         raise e.value
     return "left"
 
@@ -78,6 +86,7 @@ def lose_a_rank(ctx, how: str, where: str, options: dict[str, Any]) -> str:
     ("how", "where", "options", "message"),
     [
         ("leaves", "forward", {}, r"^the all-gather of unit 'blocks\.1' .*while receiving from rank 2 of the group"),
+        ("interrupted", "backward", {}, r"^the (reduce-scatter|all-gather) of unit 'blocks\.[01]' "),
         ("leaves", "backward", {"strategy": NO_SHARD}, r"^the all-reduce of unit 'blocks\.1' "),
         ("leaves", "backward", {"collectives": QuantizedCollectives()}, r"^the reduce-scatter of unit 'blocks\.1' "),
         # What the dead rank had sent may or may not have arrived.

@@ -10,6 +10,7 @@ Exceptions among other verbs are the fuzzer's.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -21,6 +22,7 @@ from on_ranks import ranks
 from pairs import some
 from parity import full_params
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from torch.utils.hooks import RemovableHandle
 
@@ -104,13 +106,13 @@ class Recomputing(Block):
 class Run:
     """A model in training, deterministic: equal numbers of steps give equal parameters."""
 
-    def __init__(self, ctx: Any, strategy: ShardingStrategy, reentrant: bool | None = None) -> None:
-        self.ctx, self.how = ctx, (strategy, reentrant)
+    def __init__(self, ctx: Any, strategy: ShardingStrategy, reentrant: bool | None = None, **options: Any) -> None:
+        self.make = functools.partial(Run, ctx, strategy, reentrant, **options)
         torch.manual_seed(0)
         self.model = Net()
         if reentrant is not None:
             self.model.blocks = nn.ModuleList(Recomputing(reentrant) for _ in range(3))
-        fully_shard(self.model.double(), policy=Block, process_group=ctx.group, strategy=strategy)
+        fully_shard(self.model.double(), policy=Block, process_group=ctx.group, strategy=strategy, **options)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2, weight_decay=0.1)
         self.x = torch.randn(3, 4, dtype=torch.double).add_(ctx.rank)
         self.steps = 0
@@ -142,7 +144,7 @@ class Run:
     def check_same(self) -> None:
         """As a model to which nothing has happened."""
         check_clean(self.model)
-        other = Run(self.ctx, *self.how)
+        other = self.make()
         for _ in range(self.steps):
             other.step()
         expected = full_params(other.model)
@@ -185,6 +187,74 @@ def test_recomputation_raises(ctx, strategy: ShardingStrategy, reentrant: bool):
         run.step()
         check_clean(run.model)
     run.check_same()
+
+
+@ranks(4)
+def test_in_backwards_that_gather_among_some_ranks(ctx):
+    """What a broken step kept of its forwards, for gathers among two of the four, is not taken for the next step's."""
+    run = Run(ctx, STRATEGIES[0], reshard_after_forward=2)
+    for i, (name, error) in enumerate(
+        zip(("forward of a unit", "backward in a unit", "hook after ours"), ERRORS, strict=True)
+    ):
+        run.explode(PLACES[name], i, error)
+        if i == 1:
+            run.recover()
+            assert not any(unit.handle.source.kept for unit in units(run.model))
+        run.step()
+    run.check_same()
+
+
+OUT_OF_MEMORY = torch.OutOfMemoryError("on purpose")
+ALLOCATING = (
+    "aten::empty",
+    "aten::empty_strided",
+    "aten::empty_like",
+    "aten::new_empty",
+    "aten::zeros",
+    "aten::zeros_like",
+)
+
+
+class Lacks(TorchDispatchMode):
+    """The ``left``-th of some operators fails; of a copy of several tensors when the first has been made."""
+
+    def __init__(self, operators: tuple[str, ...], left: int) -> None:
+        super().__init__()
+        self.operators, self.left = operators, left
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.left -= func._schema.name in self.operators
+        if (func._schema.name in self.operators, self.left) == (True, -1):
+            if func._schema.name == "aten::_foreach_copy_":
+                args[0][0].copy_(args[1][0])
+            raise OUT_OF_MEMORY
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("operators", [ALLOCATING, ("aten::copy_", "aten::_foreach_copy_")], ids=["memory", "copies"])
+@ranks(2, timeout=20)
+def test_out_of_memory_anywhere_in_a_backward(ctx, operators: tuple[str, ...]):
+    """For each allocation and each copy of a backward, in reductions too: the next iteration is right."""
+    for strategy in STRATEGIES:
+        run, number = Run(ctx, strategy), 0
+        run.step()
+        while True:
+            ctx.note(f"{strategy.name}, {number}")
+            run.optimizer.zero_grad()
+            loss = run.model(run.x * (1 + run.steps)).square().mean()
+            try:
+                with Lacks(operators, number) as lacks:
+                    loss.backward()
+            except torch.OutOfMemoryError:
+                number += 1
+            else:
+                break
+        assert lacks.left >= 0
+        assert number > 3
+        run.optimizer.step()
+        run.steps += 1
+        run.step()
+        run.check_same()
 
 
 @ranks(2)

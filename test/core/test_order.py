@@ -456,22 +456,36 @@ def test_what_was_frozen_since_its_forward_does_not_count(world):
 
 
 class Bypassed(nn.Linear):
-    def forward(self, x: Tensor, bypassed: bool = False) -> Tensor:
-        return x * 2 if bypassed else super().forward(x)
+    def forward(self, x: Tensor, bypass: Tensor | None = None) -> Tensor:
+        self.shown = [self.weight, self.bias]
+        return super().forward(x) if bypass is None else x * bypass
 
 
-def test_what_no_value_is_needed_for_is_not_gathered_again(world):
+@pytest.mark.parametrize("chooses", [False, True])
+def test_what_no_value_is_needed_for_is_not_gathered_again(world, chooses: bool):
     """Backward comes to an earlier forward of the unit, of which no parameter is in the graph. On another rank some may be,
-    which reduces the unit then.
+    which reduces the unit then. ``chooses``: the backward is for some leaves, so it cannot be foreseen that it comes there.
     """
     world(2)
     model = fully_shard(Bypassed(4, 4))
-    x = torch.ones(2, 4, requires_grad=True)
-    loss = model(model(x, bypassed=True)).sum()
+    x, bypass = torch.ones(2, 4, requires_grad=True), torch.ones(4, requires_grad=True)
+    loss = model(model(x, bypass)).sum()
     reshard(model)
     with record_events() as events:
-        loss.backward()
-    assert [e.split()[0] for e in events] == ["all-gather", "reduce-scatter", "reshard"]
+        loss.backward(inputs=[x, *vars(model).pop("shown")] if chooses else None)
+    assert sorted(e.split()[0] for e in events) == ["all-gather", "reduce-scatter", "reshard"]
+
+
+def test_a_graph_that_waits_for_a_backward_of_its_own_delays_nothing(world):
+    world(2)
+    model = fully_shard(nn.Sequential(*(nn.Linear(4, 4) for _ in range(3))), policy={nn.Linear})
+    steps = []
+    for graphs in (1, 1, 2):
+        losses = [model(torch.ones(2, 4)).sum() for _ in range(graphs)]
+        with record_events() as events:
+            losses[0].backward()
+        steps.append(events)
+    assert steps[1] == steps[2]
 
 
 class Skipping(nn.Sequential):

@@ -194,6 +194,16 @@ def test_on_entry_and_exit(ctx):
                 assert not torch.equal(model(x), expected)
 
 
+def test_a_handle_that_is_waited_for_after_a_forward_shows_nothing(fake_group):
+    """The forward has used what was gathered, and under SHARD_GRAD_OP it stays for the backward."""
+    model = fully_shard(Net(), policy=Block, strategy=STRATEGIES[1])
+    handle = flatshard.unshard(model, recurse=True, async_op=True)
+    loss = model(torch.ones(2, 4)).sum()
+    handle.wait()
+    assert all(isinstance(p, ShardedParameter) for p in model.parameters())
+    loss.backward()
+
+
 @ranks(2)
 def test_parts_of_a_model(ctx):
     x, model, blocks = torch.ones(2, 4), sharded(ctx, Net()), ["blocks.0", "blocks.1", "blocks.2"]
