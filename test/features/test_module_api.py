@@ -190,22 +190,17 @@ def test_replacements_that_are_refused(ctx):
 
 @ranks(2, 4)
 def test_converting_a_part(ctx):
-    """A rank that holds no element of the part says the same."""
+    """A rank that holds no element of the part says the same; a part that is a unit may be converted."""
     for strategy, name in ((FULL, "up"), (GRAD_OP, "down"), (NO_SHARD, "up")):
         plain, model = twins(ctx, Block, strategy=strategy)
-        params = list(model.parameters())
         model.get_submodule(name).to(torch.bfloat16)
         with pytest.raises(RuntimeError, match=r"changed dtype or device, but others of the same unit did not.*bfloat"):
             model(vectors(0, 2))
         model.get_submodule(name).to(torch.float64)
         plain.get_submodule(name).to(torch.bfloat16).to(torch.float64)
         assert torch.equal(model(vectors(0, 2)), plain(vectors(0, 2)))
-        x = vectors(0, 2).bfloat16()
-        assert torch.equal(model.to(torch.bfloat16)(x), plain.to(torch.bfloat16)(x))
-        model(x).sum().backward()
-        assert all(p is q and p.grad.dtype is x.dtype for p, q in zip(model.parameters(), params, strict=True))
     _, model = twins(ctx, Model, {Block})
-    model.blocks[1].to(torch.float32)  # a unit of its own
+    model.blocks[1].to(torch.float32)
     model.blocks[1](vectors(0, 2).float()).sum().backward()
     assert model.blocks[1].up.weight.grad.dtype is torch.float32
 

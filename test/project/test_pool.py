@@ -46,31 +46,9 @@ def skip(ctx):
     pytest.skip("not on this rank")
 
 
-def make_group(ctx):
-    dist.new_group(list(range(ctx.world_size)))
-
-
-def mesh_of_a_result(ctx, groups_before):
-    """The mesh of an operation's result, which DTensor takes from a cache, is the mesh of its input."""
-    from torch.distributed.tensor import Replicate, distribute_tensor
-
-    for _ in range(groups_before):
-        make_group(ctx)
-    mesh = ctx.device_mesh((2, 2), ("dp", "tp"))["tp"]
-    result = distribute_tensor(torch.ones(4), mesh, [Replicate()]).detach()
-    return result.device_mesh.get_group("tp").group_name == mesh.get_group("tp").group_name
-
-
 def test_bodies_start_from_the_same_state(pool):
     first, second = pool.run(state_of_a_rank), pool.run(state_of_a_rank)
     assert first == second == [(1, first[0][1], torch.float32, True)] * 2
-
-
-def test_new_groups_come_with_new_meshes(pool):
-    assert pool.run(mesh_of_a_result, 2, world_size=4) == [True] * 4
-    with pytest.raises(RankFailure, match="out of step"):
-        pool.run(fail_out_of_step, world_size=3)
-    assert pool.run(mesh_of_a_result, 0, world_size=4) == [True] * 4
 
 
 # -- failures ----------------------------------------------------------------------------------------------------------
