@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from event_lines import as_text
 from expecttest import assert_expected_inline
 from torch import nn
 
@@ -40,9 +41,7 @@ class Recorder:
     @contextlib.contextmanager
     def stream(self, stream: Stream) -> Iterator[None]:
         before, self.current = self.current, stream
-        self.lines.append(f"[{stream.name}")
         yield
-        self.lines.append(f"{stream.name}]")
         self.current = before
 
 
@@ -74,11 +73,13 @@ def order_of_streams(ctx: Any) -> str:
     runtime.streams = _runtime.Streams(Recorder(lines), runtime.device)
     try:
         _trace.sinks.append(lines.append)
-        model(torch.randn(2, 4)).sum().backward()
+        loss = model(torch.randn(2, 4)).sum()
+        in_forward = len(lines)
+        loss.backward()
     finally:
         _trace.sinks.remove(lines.append)
         runtime.streams = None
-    return "\n".join(lines)
+    return as_text([["forward", *lines[:in_forward]], ["backward", *lines[in_forward:]]])
 
 
 def test_devices_without_streams_are_refused(monkeypatch):
@@ -103,51 +104,27 @@ def test_order_of_streams(pool):
     assert_expected_inline(
         first,
         """\
-all-gather 0
-gather waits for compute
-[gather
-e1 = gather
-gather]
-compute waits for e1
-all-gather 1
-gather waits for compute
-[gather
-e2 = gather
-gather]
-reshard 0
-gather waits for compute
-compute waits for e2
-reshard 1
-gather waits for compute
-compute waits for gather
-all-gather 1
-gather waits for compute
-[gather
-e3 = gather
-gather]
-compute waits for e3
-all-gather 0
-gather waits for compute
-[gather
-e4 = gather
-gather]
-reshard 1
-gather waits for compute
-reduce-scatter 1
-reduce waits for compute
-[reduce
-e5 = reduce
-reduce]
-compute waits for e4
-compute waits for e5
-reshard 0
-gather waits for compute
-reduce-scatter 0
-reduce waits for compute
-[reduce
-e6 = reduce
-reduce]
-compute waits for e6
-compute waits for reduce
-compute waits for gather""",
+forward                   backward
+all-gather 0              all-gather 1
+gather waits for compute  gather waits for compute
+e1 = gather               e3 = gather
+compute waits for e1      compute waits for e3
+all-gather 1              all-gather 0
+gather waits for compute  gather waits for compute
+e2 = gather               e4 = gather
+reshard 0                 reshard 1
+gather waits for compute  gather waits for compute
+compute waits for e2      reduce-scatter 1
+reshard 1                 reduce waits for compute
+gather waits for compute  e5 = reduce
+compute waits for gather  compute waits for e4
+                          compute waits for e5
+                          reshard 0
+                          gather waits for compute
+                          reduce-scatter 0
+                          reduce waits for compute
+                          e6 = reduce
+                          compute waits for e6
+                          compute waits for reduce
+                          compute waits for gather""",
     )

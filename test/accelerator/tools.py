@@ -18,8 +18,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import flatshard
 from flatshard import CPUOffload, MixedPrecision
-from flatshard import ShardingStrategy as S
-from flatshard.comm import DefaultCollectives, register_comm_hook
+from flatshard.comm import DefaultCollectives
 
 cases = Cases()
 
@@ -56,19 +55,6 @@ def optimizer_in_backward(env: Env, of_units: bool) -> Any:
         with env.steady(step == 3):
             mean_square(model(env.batch(step))).backward()
     return numbers(model)
-
-
-def _default_hook(state: Any, grad: Tensor, output: Tensor) -> None:
-    """A reduction in the manner of FSDP1's hooks: at once, on the current stream."""
-    dist.reduce_scatter_tensor(output, grad, group=state)
-    output.div_(state.size())
-
-
-@cases.add(fake=False)
-def own_comm_hook(env: Env) -> Any:
-    model = env.shard(env.make())
-    register_comm_hook(model, env.group, _default_hook)
-    return env.train(model)
 
 
 def _wide(group: Any, device: torch.device) -> Any:
@@ -163,19 +149,6 @@ def copied_offloaded(env: Env, pin: bool) -> Any:
     pinned = [[p.is_pinned() for p in m.parameters() if p.numel()] for m in (model, other)]
     assert pinned[0] == pinned[1]
     return env.train(model, waits=True), env.train(other, waits=True)
-
-
-@cases.add({"full": {}, "none": {"strategy": S.NO_SHARD}})
-def wide_gradients(env: Env, **options: Any) -> Any:
-    """Gradients of two dtypes in a flat parameter."""
-    model = env.shard(env.make(), **options)
-    for name, param in model.named_parameters():
-        if "bias" not in name:
-            param.grad_dtype = torch.float64
-    for step in range(3):
-        with env.steady(step == 2):
-            _step(env, model, step)
-    return numbers(model)
 
 
 @cases.add()

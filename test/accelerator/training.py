@@ -92,32 +92,6 @@ def sharded(env: Env, **options: Any) -> Any:
 
 @cases.add(
     {
-        "bf16": LOW,
-        "keep_cast_shard": KEPT,
-        "fp64_sums": {"mixed_precision": MixedPrecision(None, torch.float64)},
-        "no_sync": {**LOW, "micro": 3, "holds": True},
-        "bf16_hook": {"hook": flatshard.comm.bf16_compress_hook},
-    },
-    **BF16,
-)
-def precision(env: Env, **options: Any) -> Any:
-    return train(env, **options)
-
-
-@cases.add(
-    {
-        "int8": {"collectives": QuantizedCollectives()},
-        "int8_inner": {"collectives": QuantizedCollectives(), "reshard_after_forward": 2},
-    },
-    rtol=0.1,
-    atol=0.03,
-)
-def quantized(env: Env, **options: Any) -> Any:
-    return train(env, **options)
-
-
-@cases.add(
-    {
         "hybrid_all_reduces_later": {"strategy": S.HYBRID_SHARD, "micro": 3, "all_reduce": False},
         "hybrid_full_bf16": {"strategy": S.HYBRID_FULL_SHARD, "micro": 2, **LOW},
         "clips": {"strategy": S.HYBRID_SHARD, "clip": clip},
@@ -127,13 +101,6 @@ def quantized(env: Env, **options: Any) -> Any:
 )
 def replicated(env: Env, **options: Any) -> Any:
     return train(env, device_mesh=env.replicas, **options)
-
-
-@cases.add(ranks=4, **BF16)
-def two_meshes(env: Env) -> Any:
-    """A part of each unit is sharded over two of the four ranks."""
-    mesh = env.replicas["replicate"]
-    return train(env, shard_mesh_fn=lambda fqn, param: mesh if "down" in fqn else None, micro=2, **LOW)
 
 
 @cases.add({"two": {}}, ranks=4)
@@ -193,22 +160,6 @@ def finalized_later(
             for optimizer in optimizers:
                 optimizer.zero_grad()
     return numbers(model), numbers(other)
-
-
-@cases.add(ranks=4)
-def finalized_over_replicas(env: Env) -> Any:
-    mesh = env.replicas
-    model = env.shard(env.make(), device_mesh=mesh, strategy=S.HYBRID_SHARD)
-    flatshard.configure(model, manual_finalization=True)
-
-    def run(step: int) -> None:
-        for i in range(2):
-            flatshard.configure(model, all_reduce=i == 1)
-            mean_square(model(env.batch(10 * step + i))).backward()
-            handle = flatshard.reduce_gradients(model, async_op=True)
-        handle.wait()
-
-    return env.steps(model, run)
 
 
 # -- offload ---------------------------------------------------------------------------------------------------------
@@ -298,11 +249,6 @@ def encoded_net(env: Env, **options: Any) -> nn.Module:
 @cases.add({"bf16": LOW, "static_buffers": {"static_buffers": True}, "offload": {**OFFLOAD, "micro": 2}}, **BF16)
 def encoded(env: Env, micro: int = 1, **options: Any) -> Any:
     return env.train(encoded_net(env, **options), micro=micro, waits="cpu_offload" in options)
-
-
-@cases.add(ranks=4, **BF16)
-def encoded_replicated(env: Env) -> Any:
-    return encoded(env, device_mesh=env.replicas, strategy=S.HYBRID_SHARD, **OFFLOAD)
 
 
 @cases.add(**BF16)

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 from torch.distributed.device_mesh import DeviceMesh
 
 import flatshard
-from flatshard import CPUOffload, MixedPrecision, ShardingStrategy, fully_shard, layouts
+from flatshard import MixedPrecision, ShardingStrategy, fully_shard, layouts
 from flatshard.tensors import shard_info
 
 WIDTH = 13
@@ -277,16 +277,6 @@ def test_device_meshes(ctx):
 
 # -- Filled later: the order of FSDP2 ----------------------------------------------------------------------------------
 
-CASES: dict[str, dict[str, Any]] = {
-    "default": {},
-    "one unit": {"policy": None},
-    "no shard": {"strategy": ShardingStrategy.NO_SHARD},
-    "rows": {"layout": layouts.Rows()},
-    "precision": {"mixed_precision": MixedPrecision(reduce_dtype=torch.float64)},
-    "offload": {"cpu_offload": CPUOffload()},
-    "static": {"static_buffers": True},
-}
-
 
 def sharded_on_meta(ctx: Any, **options: Any) -> nn.Module:
     return fully_shard(on_meta(), **{"policy": {Block}, "process_group": ctx.group} | options)
@@ -297,25 +287,6 @@ def plain(seed: int = 3) -> Lm:
     torch.manual_seed(seed)
     model.init_weights()
     return model
-
-
-@ranks(1, 3)
-def test_initialises(ctx):
-    for case, options in CASES.items():
-        ctx.note(case)
-        expected, model = plain(), on_meta()
-        params = dict(model.named_parameters())
-        fully_shard(model, **({"policy": {Block}, "process_group": ctx.group} | options))
-        assert all(t.is_meta for t in (*model.parameters(), *model.buffers()))
-        early = adamw(model.parameters())
-        assert model.to_empty(device="cpu") is model
-        assert all(p is params[name] and not p.is_meta for name, p in model.named_parameters())
-        torch.manual_seed(3)
-        model.init_weights()
-        assert [p for g in early.param_groups for p in g["params"]] == list(model.parameters())
-        same_as(ctx, model, expected)
-        early.step()
-        assert all(p.shape == shard_info(p).part_shape for p in model.parameters())
 
 
 def apply(model: nn.Module) -> None:
@@ -347,8 +318,8 @@ def each_its_own(model: nn.Module) -> None:
 @pytest.mark.parametrize("fill", [apply, each_its_own], ids=lambda f: f.__name__)
 @ranks(1, 3)
 def test_other_ways_to_initialise(ctx, fill: Callable[[nn.Module], None]):
-    for case in ("default", "rows", "precision"):
-        expected, model = Lm(), sharded_on_meta(ctx, **CASES[case]).to_empty(device="cpu")
+    for options in ({}, {"layout": layouts.Rows()}, {"mixed_precision": MixedPrecision(reduce_dtype=torch.float64)}):
+        expected, model = Lm(), sharded_on_meta(ctx, **options).to_empty(device="cpu")
         for each in (expected, model):
             torch.manual_seed(5)
             each.rotary.reset_parameters()

@@ -125,7 +125,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-# Every two choices come together in 84 cases, of which a part is run: the fuzzer has checkpoints everywhere, too.
 # Every two choices come together in 70 cases, of which a part is run: the fuzzer has checkpoints everywhere, too.
 CASES = some(all_pairs(list(OPTIONS), PLACES, KINDS), 16)
 
