@@ -224,6 +224,18 @@ def test_units_compiled_as_one_graph(ctx):
         assert Counted.gathers == 2 * 2 * len(model)
 
 
+def test_a_plan_of_dataclasses():
+    """It is that of their tensors."""
+    x = Output(torch.ones(2, WIDTH))
+    plain, same = (
+        flatshard.plan(nn.Sequential(block(), block()), world_size=2, device="cpu", example_inputs=(given,))
+        for block, given in ((Block, x.hidden), (WithOutput, x))
+    )
+    assert same.flops == plain.flops > 0
+    assert same.total_peak.nbytes == plain.total_peak.nbytes
+    assert same.peak.memory == plain.peak.memory
+
+
 @pytest.mark.parametrize("grouped", [False, True])
 @ranks(2)
 def test_a_deep_copy_of_compiled_units(ctx, grouped: bool):
