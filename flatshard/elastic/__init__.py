@@ -11,7 +11,7 @@ objects.
 
 *Copies*. When a step ends, each rank sends its parts to the next rank (on another host, where there is one), while the next
 step computes. An optimizer's step waits until all ranks have their copies, and only then older ones go: of two generations
-one is always whole. A rank keeps three times its parts in host memory, for one copy.
+one is always whole. A rank keeps three times its parts in host memory for one copy, or four times with an accelerator.
 
 *Going on* (``World``, ``Job``). A dead rank ends gloo's connections, so the others fail in their next collective. They end
 the connections of all their groups, which reaches all at once, and meet at the store of the launcher. A rank that did not
@@ -28,8 +28,8 @@ which ``World`` is for. When to take one, when it is whole and when to go back t
 What is survived: the death of any rank, rank 0 included, and of ``copies`` neighbours at once, at any time after the first
 copies; and of more, if there is a checkpoint. What is not: the store (it belongs into the launcher); a death before the first
 step has begun; a process that is stopped, while others wait for it in a group that somebody gave a longer timeout than
-``patience``. An error of one's own ends the job on all ranks, also outside of ``attempt``. What has not been tried: NCCL,
-accelerators, several hosts.
+``patience``. An error of one's own ends the job on all ranks, also outside of ``attempt``. What has been tried: gloo on CPU,
+and a simulated accelerator. What has not: NCCL, several hosts.
 """
 
 from flatshard.elastic._job import Job

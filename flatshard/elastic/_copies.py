@@ -9,13 +9,20 @@ copy go. So if one rank that is left has passed, the new generation is whole: th
 own parts unchanged. If none has passed, all still have the older one.
 
 What a rank keeps: a copy of its own parts, and two of each rank that it keeps copies for. With ``copies=1`` these are three
-times its parts. What is replicated, as units or over the replicas of a hybrid strategy, is copied already, and is not sent.
+times its parts. From an accelerator four times: its own parts are sent from another copy, which is then kept.
+What is replicated, as units or over the replicas of a hybrid strategy, is copied already, and is not sent.
 
 [Note: What is not sent again]
 A frozen parameter is sent until both buffers that a rank receives into, one after the other, have it. Then it is not, as
 long as it is bit for bit what this rank kept at the last generation. Neither versions nor optimizers are asked: a write by
 pointer, and values that were loaded, are seen like any others. To compare is to read two buffers. Trained parameters would
 differ, and are not compared. Senders tell which parts they leave out, in one small collective.
+
+[Note: Copies from an accelerator]
+Parts go to the host on a stream of their own. It waits for what has been issued, and no other stream waits for it. A thread
+waits until they are there, and sends them. So neither the host nor the next step waits, until an optimizer is to step: then
+the host waits for the thread, and nothing overwrites what has not been copied. Where ranks have died it does so, too: neither
+side of a copy is freed or written to while the device may be at it.
 
 [Note: Gradients between two steps]
 A gradient that an optimizer has stepped is done with, whether the user drops it now or at the begin of the next step. One
@@ -27,8 +34,9 @@ from __future__ import annotations
 
 import copy
 import functools
+import threading
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,8 +45,10 @@ import torch.distributed as dist
 
 from flatshard._comm.backends import GlooCollectives
 from flatshard._comm.collectives import Pending
+from flatshard._comm.progress import NOBODY
 from flatshard._composable.features.user_hooks import register_gradients_reduced_hook
 from flatshard._errors import name_list
+from flatshard._runtime import StreamEvent, Streams
 from flatshard._trace import logger
 from flatshard.elastic import _units
 from flatshard.elastic._exchange import Channel, as_bytes
@@ -69,8 +79,31 @@ class _Under:
     number: int  # of this rank's shard
     parts: dict[Key, torch.Tensor]  # of this rank, where they lie
     version: int
+    staged: Image | None  # they are sent from there: [Note: Copies from an accelerator]
     pending: Pending
     is_complete: bool = False  # all copies that this rank is to have are here
+
+
+class _FromDevice:
+    """Copies to the host are under way, and then to other ranks. [Note: Copies from an accelerator]"""
+
+    def __init__(self, copied: StreamEvent, send: Callable[[], Pending]) -> None:
+        self._copied, self._send = copied, send
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="flatshard-copies", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._copied.wait_on_host()
+            self._send().wait()
+        except BaseException as e:
+            self._error = e
+
+    def wait(self) -> None:
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
 
 
 class Copies:
@@ -83,6 +116,8 @@ class Copies:
         self.sent = 0  # bytes
         self._under: _Under | None = None
         self._spare: list[Image] = []
+        self._free: Image | None = None  # to stage the next parts in
+        self._side: Any = None  # the stream of copies from an accelerator
         self._clock = 0
         self._reduced_at = [0] * len(job.units)
         self._stepped_at = [0] * len(job.optimizers)
@@ -153,8 +188,9 @@ class Copies:
     @property
     def nbytes(self) -> int:
         """Bytes of the copies that are kept."""
-        kept = [*self._spare]
-        for each in (self.generation, None if self._under is None else self._under.generation):
+        under = self._under
+        kept = [*self._spare, *(i for i in (self._free, under and under.staged) if i is not None)]
+        for each in (self.generation, None if under is None else under.generation):
             if each is not None:
                 kept += [*each.others, *([each.own] if each.own is not None else [])]
         return sum(image.nbytes for image in {id(image): image for image in kept}.values())
@@ -177,7 +213,7 @@ class Copies:
         manifest, before = live.manifest, self.generation
         is_alike = before is not None and alike(before.manifest, manifest)
         if not is_alike:
-            self._spare = []
+            self._spare, self._free = [], None
         if not is_alike or before is None or before.number[1] != self._epoch:  # so do ranks that have joined
             frozen = [at for at, param in self._job.params.items() if not param.requires_grad]
             self._frozen = [(at, PARAM) for at in frozen if not manifest.is_replicated(at.unit)]
@@ -195,24 +231,54 @@ class Copies:
         self._spare = []
         number = live.numbers[0]
         parts = {(v.at, v.name): live.part(number, v).contiguous() for values in manifest.values for v in values}
-        same = self._unchanged(before, parts) if is_alike and before is not None else frozenset()
-        left_out = self._told(same & before.same if before is not None and same else frozenset())
-        keys = [
-            (v.at, v.name) for unit in sharded for v in manifest.values[unit] if (v.at, v.name) not in left_out[rank]
-        ]
-        sent = [part for key in keys if (part := parts[key]).numel()]
         extra = [copy.deepcopy(each.state_dict()) for each in self._extra]
-        generation = Generation((step, self._epoch), manifest, live.small(), extra, others, same=same)
-        to = [(as_bytes(part), (rank + shift) % size) for shift in self._shifts for part in sent]
+        generation = Generation((step, self._epoch), manifest, live.small(), extra, others)
+        before = before if is_alike else None
+        staged: Image | None = None
+        if all(part.device.type == "cpu" for part in parts.values()):
+            pending = self._send(generation, before, parts)
+        else:
+            staged, pending = self._stage(generation, before, parts, number)
+        self._under = _Under(generation, number, parts, self._version(parts), staged, pending)
+
+    def _stage(
+        self, generation: Generation, before: Generation | None, parts: dict[Key, torch.Tensor], number: int
+    ) -> tuple[Image, Pending]:
+        """Begin to copy ``parts`` to the host, and then to other ranks. [Note: Copies from an accelerator]"""
+        device = next(part.device for part in parts.values() if part.device.type != "cpu")
+        streams = Streams.of(device)
+        assert streams is not None
+        module = torch.get_device_module(device)
+        self._side = self._side or module.Stream(device=device)
+        staged, self._free = self._free or Image(generation.manifest, number, pin=True), None
+        self._side.wait_stream(streams.current)
+        with module.stream(self._side):
+            staged.fill(parts)
+            copied = streams.record()
+        on_host = {(v.at, v.name): staged.part(number, v) for unit in generation.manifest.values for v in unit}
+        return staged, _FromDevice(copied, lambda: self._send(generation, before, on_host))
+
+    def _send(self, generation: Generation, before: Generation | None, parts: dict[Key, torch.Tensor]) -> Pending:
+        """Begin to send ``parts``, which are in host memory, and to receive others'. ``before``: it has the same kinds."""
+        rank, size, manifest = self._channel.rank, self._channel.size, generation.manifest
+        generation.same = frozenset() if before is None else self._unchanged(before, parts)
+        left_out = self._told(generation.same & before.same if before is not None else frozenset())
+        to = [
+            (as_bytes(part), (rank + shift) % size)
+            for shift in self._shifts
+            for unit, values in enumerate(manifest.values)
+            if not manifest.is_replicated(unit)
+            for v in values
+            if (v.at, v.name) not in left_out[rank] and (part := parts[v.at, v.name]).numel()
+        ]
         into = [
             (as_bytes(part), (rank - shift) % size)
-            for shift, image in zip(self._shifts, others, strict=False)  # none, if nothing is sharded
+            for shift, image in zip(self._shifts, generation.others, strict=False)  # none, if nothing is sharded
             for part in image.parts(without=left_out[(rank - shift) % size])
         ]
         self.sent += sum(part.nbytes for part, _ in to)
         with self._channel.failing("copy", ""):
-            pending = self._collectives.exchange(to, into)
-        self._under = _Under(generation, number, parts, self._version(parts), pending)
+            return self._collectives.exchange(to, into, NOBODY)
 
     def _unchanged(self, before: Generation, parts: dict[Key, torch.Tensor]) -> frozenset[Key]:
         """The frozen parts that are bit for bit as in ``before``. [Note: What is not sent again]"""
@@ -262,8 +328,11 @@ class Copies:
             self._spare = before.others
             if before.own is not None and before.own.number == under.number:
                 own, before.own = before.own, None
-        now.own = Image(now.manifest, under.number) if own is None else own
-        now.own.fill(under.parts, without=now.same if own is not None else frozenset())
+        if under.staged is not None:
+            now.own, self._free = under.staged, own
+        else:
+            now.own = Image(now.manifest, under.number) if own is None else own
+            now.own.fill(under.parts, without=now.same if own is not None else frozenset())
         self.generation, self._under = now, None
 
     def settle(self) -> None:
@@ -280,6 +349,8 @@ class Copies:
     def stop(self) -> None:
         """The groups have ended. What is complete may yet turn out to be whole."""
         if self._under is not None and not self._under.is_complete:
+            if self._under.staged is not None:
+                self.settle()
             self._under = None
 
     @property
@@ -298,12 +369,12 @@ class Copies:
         self._under = None
         assert self.generation is not None
         assert self.generation.number == number, (self.generation.number, number)
-        self._spare = []
+        self._spare, self._free = [], None
         return self.generation
 
     def forget(self) -> None:
         """What is kept is not whole."""
-        self.generation, self._under, self._spare = None, None, []
+        self.generation, self._under, self._spare, self._free = None, None, [], None
 
 
 def _as_ints(tensor: torch.Tensor) -> torch.Tensor:

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from flatshard._comm.backends import builtin_collectives
+from flatshard._comm.progress import NOBODY
 from flatshard._errors import CollectiveError
 
 Span = tuple[int, int]
@@ -49,7 +50,7 @@ def sources(need: Span, rank: int, cut: Sequence[Span], holders: Sequence[Sequen
 
 
 class Channel:
-    """Objects and tensors between the ranks of a process group."""
+    """Objects and tensors between the ranks of a process group, of no unit, whatever runs on other threads."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self._collectives, self._device = builtin_collectives(group, device), device
@@ -71,7 +72,7 @@ class Channel:
         with self.failing("exchange", ""):
             row = row.to(self._device)
             output = row.new_empty(self.size * row.numel())
-            self._collectives.all_gather(output, row).wait()
+            self._collectives.all_gather(output, row, NOBODY).wait()
             return output.cpu()
 
     def exchange(
@@ -86,7 +87,7 @@ class Channel:
             out = [(self._packed(tensors), rank) for rank, tensors in sorted(sent.items())]
             into = [(self._empty(tensors), rank) for rank, tensors in sorted(received.items())]
             self.sent += sum(message.nbytes for message, _ in out)
-            self._collectives.exchange(out, into).wait()
+            self._collectives.exchange(out, into, NOBODY).wait()
             for message, rank in into:
                 parts = torch.split(message, [t.nbytes for t in received[rank]])
                 for part, target in zip(parts, received[rank], strict=True):

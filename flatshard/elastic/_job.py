@@ -75,14 +75,14 @@ class Job:
 
     Args:
         world: the ranks.
-        model: sharded by ``fully_shard`` over all ranks, on CPU. Several models, such as one and its moving average: a
+        model: sharded by ``fully_shard`` over all ranks. Several models, such as one and its moving average: a
             ``torch.nn.ModuleList`` of them.
         optimizers: all that step it.
         extra: what else goes back with the model, anything with ``state_dict`` and ``load_state_dict``: schedulers, samplers,
             counters.
         copies: how many ranks keep copies of each rank's parts: so many may die at once. Each rank keeps ``1 + 2 * copies``
-            times its parts in host memory beside the model, and a recovery up to ``2 + copies`` times more. What is frozen is
-            not sent again after the first steps.
+            times its parts in host memory beside the model, one more with parameters on an accelerator, and a recovery up to
+            ``2 + copies`` times more. What is frozen is not sent again after the first steps.
         every: take copies after so many steps. A death loses as many.
         checkpoints: a directory that all ranks see. Every ``save_every`` steps all is saved to ``step-<number>`` in it, while
             training goes on, and the newest two are kept. The job begins at the newest one there is, and goes back to it if
@@ -115,8 +115,6 @@ class Job:
         _units.check_movable(job.units, _VERB)
         job.check_others()
         _check_extra(self._extra)
-        if any(flat.kind.device.type not in ("cpu", "meta") for unit in job.units for flat in unit.handle.flats):
-            raise NotImplementedError(f"{_VERB} has not been tried with parameters on an accelerator: use reshard_over")
         self._copies = Copies(job, self._extra, copies)
         for number, optimizer in enumerate(job.optimizers):
             optimizer.register_step_pre_hook(lambda *_: self._commit())
@@ -392,7 +390,8 @@ class Job:
         if not units[0].config.strategy.is_hybrid:
             return _units.home_over(units, self._world.group, None)
         shards = next(n for n in range(min(self._shards, size), size + 1) if size % n == 0)
-        mesh = DeviceMesh("cpu", torch.arange(size).view(-1, shards), mesh_dim_names=("replicas", "shards"))
+        device = units[0].runtime.device.type
+        mesh = DeviceMesh(device, torch.arange(size).view(-1, shards), mesh_dim_names=("replicas", "shards"))
         return _units.home_over(units, None, mesh)
 
     def _go_back_to_checkpoint(self, channel: Channel, home: _units.Destination, lost: LostError) -> None:

@@ -277,8 +277,10 @@ class Image:
 
     _ALIGNMENT = 16  # bytes
 
-    def __init__(self, manifest: Manifest, number: int, with_replicated: bool = True) -> None:
-        """``number``: of the shard. ``with_replicated``: also units that each rank has all of."""
+    def __init__(self, manifest: Manifest, number: int, with_replicated: bool = True, pin: bool = False) -> None:
+        """``number``: of the shard. ``with_replicated``: also units that each rank has all of. ``pin``: in memory that an
+        accelerator copies to while the host goes on.
+        """
         self.manifest = manifest
         self.numbers: tuple[int, ...] = (number,)
         self._at: dict[Key, tuple[int, int]] = {}
@@ -290,7 +292,7 @@ class Image:
                 nbytes = (stop - start) * value.dtype.itemsize
                 self._at[value.at, value.name] = end, end + nbytes
                 end += -(-nbytes // self._ALIGNMENT) * self._ALIGNMENT
-        self.buffer = torch.empty(end, dtype=torch.uint8)
+        self.buffer = torch.empty(end, dtype=torch.uint8, pin_memory=pin)
 
     @property
     def number(self) -> int:
@@ -313,10 +315,10 @@ class Image:
         return [part for value in values if (part := self.part(self.number, value)).numel()]
 
     def fill(self, parts: Mapping[Key, torch.Tensor], without: Collection[Key] = ()) -> None:
-        """Copy the parts of one rank. ``without``: what it has already."""
+        """Copy the parts of one rank; those on an accelerator on its current stream. ``without``: what it has already."""
         for value in (value for values in self.manifest.values for value in values):
             if (value.at, value.name) not in without:
-                self.part(self.number, value).copy_(parts[value.at, value.name])
+                self.part(self.number, value).copy_(parts[value.at, value.name], non_blocking=True)
 
 
 def allocate_buffers(job: Trained) -> None:

@@ -124,16 +124,22 @@ class World:
             are made without one as long as the job runs.
         host: the name of what dies as a whole, such as a machine or a rack: copies go to another one where there is one.
             Default: this machine.
+        backend: of the default group. With parameters on an accelerator gloo's and the accelerator's, such as
+            ``"cpu:gloo,cuda:nccl"``: copies and recoveries go over gloo.
 
     Raises:
         RuntimeError: too few ranks came, or a default process group exists.
     """
 
-    def __init__(self, store: Any, ranks: int, *, patience: float = 60.0, host: str | None = None) -> None:
+    def __init__(
+        self, store: Any, ranks: int, *, patience: float = 60.0, host: str | None = None, backend: str = "gloo"
+    ) -> None:
+        if "gloo" not in backend:
+            raise ValueError(f'elastic.World: backend must have gloo, as "cpu:gloo,cuda:nccl" has, got {backend!r}')
         if dist.is_initialized():
             raise RuntimeError("elastic.World makes the default process group itself: leave out init_process_group()")
         self._store = dist.PrefixStore("flatshard/elastic", store)  # type: ignore[attr-defined]
-        self.patience = patience
+        self.patience, self._backend = patience, backend
         self._socket = socket.socket()
         self._socket.bind(("", 0))
         self._socket.listen(1024)
@@ -150,7 +156,8 @@ class World:
             self._wait_for_first(ranks)
             self.form(0, [member for member, _ in self._decision(0)])
         if not self.members:
-            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+            alone = dist.HashStore()  # type: ignore[attr-defined]
+            dist.init_process_group(backend, store=alone, rank=0, world_size=1)
 
     @property
     def joins(self) -> bool:
@@ -351,7 +358,7 @@ class World:
         dist.distributed_c10d.default_pg_timeout = timedelta(seconds=self.patience)  # [Note: Groups of others]
         # [Note: New groups]
         store = dist.PrefixStore(f"{epoch}/group", self._store)  # type: ignore[attr-defined]
-        dist.init_process_group("gloo", store=store, rank=self.rank, world_size=self.size)
+        dist.init_process_group(self._backend, store=store, rank=self.rank, world_size=self.size)
         made = dist.new_group(backend="gloo")
         assert isinstance(made, dist.ProcessGroup)
         self.copies_group = made

@@ -11,6 +11,9 @@ from accelerator.harness import Cases, Env, mean_square, numbers, sgd
 import flatshard
 from flatshard import CPUOffload, MixedPrecision
 from flatshard import ShardingStrategy as S
+from flatshard._comm.monitor.messages import interrupt
+from flatshard.elastic._exchange import Channel
+from flatshard.elastic._world import Member, World
 
 cases = Cases()
 
@@ -42,4 +45,100 @@ def moved(env: Env, **options: Any) -> dict[str, Any]:
         step(2 * number + 1)
         flatshard.elastic.reshard_over(model, optimizer, process_group=group, over=env.group)
     step(8)
+    return numbers(model)
+
+
+class Here(World):
+    """Ranks that live on: they fail together, meet, and go on in new groups."""
+
+    def __init__(self, env: Env) -> None:
+        self.patience, self.has_ended, self.everyone = 20.0, False, env.group
+        every = [Member(rank, "here", rank, ("", 0)) for rank in range(env.size)]
+        self.me = every[env.rank]
+        self.form(0, every)
+
+    def form(self, epoch: int, members: list[Member]) -> None:
+        self.epoch, self.members = epoch, members
+        self.here, self.copies_group = dist.new_group(), dist.new_group(backend="gloo")
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        return self.here
+
+    def abort(self) -> None:
+        if self.copies_group is not None:
+            interrupt(self.copies_group)
+        self.copies_group = None
+
+    def called(self) -> bool:
+        return False
+
+    def fail(self, text: str) -> None:
+        self.has_ended = True
+
+    def meet(self, note: Any) -> list[tuple[Member, Any]]:
+        return list(zip(self.members, Channel(self.everyone, torch.device("cpu")).objects(note), strict=True))
+
+    def finish(self) -> bool:
+        self.has_ended = True
+        return True
+
+
+def lost_connection(*_: Any) -> None:
+    raise RuntimeError("gloo: connection lost")
+
+
+@cases.add(
+    {
+        "full": {},
+        "optim_mixed": {"strategy": S.SHARD_OPTIM, "mixed_precision": MixedPrecision(torch.bfloat16, torch.float32)},
+        "offloaded": {"cpu_offload": CPUOffload()},
+    },
+    fake=False,
+    ranks=4,
+    rtol=2e-2,
+    atol=2e-3,
+)
+def job(env: Env, **options: Any) -> dict[str, Any]:
+    """Steps fail on the device, while copies to the host, gathers or reductions are under way; on CPU none fails. The host
+    does not wait when copies begin.
+    """
+    world = Here(env)
+    model = env.shard(env.make(), process_group=world.group, **options)
+    optimizer = sgd(model.parameters())
+    made = flatshard.elastic.Job(world, model, optimizer, say=lambda _: None)
+    fails, take = {1, 2, 3, 4} if env.is_simulated else set(), made._copies.take
+
+    def take_at_once(step: int) -> None:
+        from accelerator.machine import lines_of
+        from accelerator.sim import sim
+
+        before = len(sim.host_syncs)
+        take(step)
+        for why, stack in sim.host_syncs[before:]:
+            if any(line.endswith(" take") for line in lines_of(stack)):  # and not by the thread
+                env.problems.append("\n    ".join([f"the host waits: {why}", *lines_of(stack)[:8]]))
+
+    if env.is_simulated and "cpu_offload" not in options:
+        made._copies.take = take_at_once  # type: ignore[method-assign]
+    for step in made.steps(range(6)):
+        with made.attempt():
+            failing = fails & {step}
+            fails -= failing
+            if step == 1 and failing:
+                lost_connection()
+            hook = model.blocks[1].register_forward_pre_hook(lost_connection) if step == 2 and failing else None
+            try:
+                optimizer.zero_grad()
+                output = model(env.batch(step))
+                loss = mean_square(output)
+                if step == 4 and failing:
+                    output.register_hook(lost_connection)
+                loss.backward()
+            finally:
+                if hook is not None:
+                    hook.remove()
+            if step == 3 and failing:
+                lost_connection()
+            optimizer.step()
     return numbers(model)

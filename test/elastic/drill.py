@@ -245,10 +245,11 @@ class Processes:
         return process.pid
 
     def kill(self, *numbers: int, by: signal.Signals = signal.SIGKILL) -> None:
-        """At once."""
+        """At once. One that has ended is left alone: it may have been to stop later than its job took."""
         for process, outcome in zip(self.started, self.outcomes, strict=True):
             if outcome.number in numbers:
-                os.kill(process.pid, by)
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process.pid, by)
 
     def read(self, seconds: float, until: Callable[[], bool] = lambda: False) -> bool:
         """Take what comes until all have ended, or ``until``. Returns whether that was in time."""
@@ -374,7 +375,7 @@ def drawn(seed: int, directory: str) -> Plan:
     if ranks == 4 and random_.random() < 0.6:
         deaths[(victim + 2) % 4 if strategy != "HYBRID_SHARD" else victim ^ 1] = death("recovery", 14)
     stops = any(each.signal == signal.SIGSTOP for each in deaths.values())
-    patience = 3.0 if stops else 8.0 if phase == "saving" else 20.0  # a save waits so long for who has died
+    patience = 5.0 if stops else 8.0 if phase == "saving" else 20.0  # a save waits so long for who has died
     options: dict[str, Any] = {"every": random_.choice((1, 1, 2))}
     if phase == "saving":
         options.update(checkpoints=directory, save_every=2)

@@ -207,7 +207,7 @@ def test_a_rank_that_is_stopped(pool, rank: int, strategy: str):
     """For less than ``patience`` it is only slow. Then it is out: it finds that when it wakes, and makes no step more. That
     holds in groups that the world has not made.
     """
-    plan = Plan(3 if strategy == "FULL_SHARD" else 4, strategy=strategy, steps=12, pause=0.1, patience=2.0)
+    plan = Plan(3 if strategy == "FULL_SHARD" else 4, strategy=strategy, steps=12, pause=0.1, patience=3.0)
     with processes(plan) as job:
         assert job.read(SECONDS, lambda: all(len(o.steps) > 1 for o in job.outcomes))
         slow = next(o for o in job.outcomes if o.number == rank + 1)
@@ -224,7 +224,7 @@ def test_a_rank_that_is_stopped(pool, rank: int, strategy: str):
         assert job.read(SECONDS)
     assert slow.raised is not None
     assert slow.raised[0] == "OutError"
-    assert f"was rank {rank} and did not come to them for 2 s" in slow.raised[1]
+    assert f"was rank {rank} and did not come to them for 3 s" in slow.raised[1]
     assert len(slow.steps) == before
     slow.raised = None
     assert len(check(pool, plan, job.outcomes)) == plan.ranks - 1
