@@ -17,14 +17,12 @@ the user keeps parameters unsharded, an optimizer's step inside ``summon_full_pa
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import copy
 import dataclasses
 import functools
 import gc
 import os
-import pickle
 import re
 import shutil
 import tempfile
@@ -43,7 +41,7 @@ from clean import check_clean
 from fuzz_models import Checkpoint, Drop, Env, Island, Stash, during
 from fuzz_options import CPU, Ranks, Rounding, Sharding
 from fuzz_programs import KINDS, ROOT, Bomb, Place, Program, Statement
-from parity import FLOOR, in_texts, mean_square
+from parity import FLOOR, everybody, mean_square
 from saving import read_safetensors
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
@@ -530,7 +528,7 @@ class Machine:
             self.do(programs.Step(twin.number))
             self.do(programs.Evaluate(twin.number, ROOT, 1001, "no_grad"))
             self.do(programs.Save(twin.number, ROOT, "full"))
-        texts = in_texts(self.ctx, "; ".join(self.outcomes))
+        texts = everybody(self.ctx, "; ".join(self.outcomes))
         assert len(set(texts)) == 1, f"ranks were refused different things: {texts}"
         all_close([(got.cpu(), expected, *more) for got, expected, *more in self.noted])
         return self.outcomes, self.counts
@@ -979,11 +977,9 @@ class Machine:
         plain = twin.plain.get_submodule(twin.path(s.place))
         p = 2.0 if self.program.model.has("empty") else s.norm  # of no elements torch knows no maximum
         norms: list[Tensor] = []
-        if s.whose == "torch":
-            what = lambda: norms.append(nn.utils.clip_grad_norm_(module.parameters(), 0.1, p))  # noqa: E731
-        else:
-            what = lambda: norms.append(flatshard.clip_grad_norm_(module, 0.1, p))  # noqa: E731
-        if self.attempt(what, twin, module):
+        clip = flatshard.clip_grad_norm_ if s.whose == "flatshard" else nn.utils.clip_grad_norm_
+        given = module if s.whose == "flatshard" else module.parameters()
+        if self.attempt(lambda: norms.append(clip(given, 0.1, p)), twin, module):
             expected = nn.utils.clip_grad_norm_(plain.parameters(), 0.1, p)
             close(norms[0].double(), expected.double(), twin.rtol, "the norm")
         return True
@@ -1398,7 +1394,7 @@ class Machine:
         if saved.dtype is not twin.dtype or saved.which != (twin.which, twin.ranks.size):
             return False
         self.loads_other_cuts = saved.trained != twin.trained and s.kind in ("sharded", "local")
-        if self.loads_other_cuts and len({*in_texts(self.ctx, str(saved.cuts == twin.cuts(path)))}) > 1:
+        if self.loads_other_cuts and len({*everybody(self.ctx, saved.cuts == twin.cuts(path))}) > 1:
             return False  # refused on some ranks only
         verbs: dict[str, Callable[[], Any]] = {
             "full": lambda: module.load_state_dict(state),
@@ -1489,10 +1485,8 @@ class Machine:
         """What a server has after each ask is what the model had."""
         if twin.sent is not None and twin.sent[0]._module is twin.model:
             sent, weights = twin.sent
-            mine = base64.b64encode(pickle.dumps((sent.plan, list(saving.iter_changed_params(sent))))).decode()
             there = SimpleNamespace(group=twin.ranks.group, world_size=twin.ranks.size)
-            for text in in_texts(there, mine):
-                plan, changes = pickle.loads(base64.b64decode(text))
+            for plan, changes in everybody(there, (sent.plan, list(saving.iter_changed_params(sent)))):
                 for change in changes:
                     saving.apply_changed_params(weights, plan, change)
         else:
