@@ -45,7 +45,10 @@ Then = Callable[[Sequence[torch.Tensor]], object]
 Receive = Callable[[int], torch.Tensor]
 
 ThroughMemory = Callable[["GlooCollectives", Sequence[torch.Tensor], Receive, int, Then | None], Pending]
+"""Does what ``GlooCollectives._by_messages`` does, with large payloads by memory that ranks of one host share."""
+
 LendMemory = Callable[["GlooCollectives", int, torch.dtype], torch.Tensor | None]
+"""What ``GlooCollectives._lend_memory`` is: called with the collectives, a number of elements and their dtype."""
 
 
 class BuiltinCollectives(Collectives):
@@ -166,8 +169,8 @@ class GlooCollectives(BuiltinCollectives):
     _through_memory: ClassVar[ThroughMemory | None] = None
     """Does what ``_by_messages`` does, or calls it: see ``_shared_memory.py``. None: there is none."""
     _lend_memory: ClassVar[LendMemory | None] = None
-    """Lends so many elements for the input of a reduction, which ranks read where it lies: nobody writes there after it was
-    issued. It is in use as long as a tensor lies in it. It may have none to lend."""
+    """Lends memory for so many elements, the input of a reduction, which ranks read where it lies: nobody writes there after
+    it was issued. It is in use as long as a tensor lies in it. Returns None if there is none to lend."""
 
     def all_gather(self, output: torch.Tensor, shard: torch.Tensor, label: Label | None = None) -> Pending:
         rows = output.view(self.size, -1).unbind()

@@ -26,7 +26,7 @@ from flatshard._composable.find import contexts_of, units_below
 from flatshard._composable.reduction_queue import ReductionQueue
 from flatshard._composable.state import ForwardRecord, Unit
 from flatshard._config import BackwardPrefetch
-from flatshard._handle.lifetime import BY_NONE
+from flatshard._handle.lifetime import BY_NONE, ParamState
 from flatshard._handle.registrations import SHARDED
 
 # Whether the running graph task retains the graph. Private API, as there is no public way.
@@ -124,10 +124,10 @@ class Backward:
         if task in completion.expected:
             return
         self.keeps_unsharded |= torch.is_grad_enabled() or (self._context.kept_unsharded and _keeps_graph())
-        nodes = unit.handle.gradients.accumulators.nodes
+        nodes, _, all_train = unit.handle.gradients.accumulators
         if nodes and not completion.expected:
             self._queue.add_back(unit)
-        if completion.reach(task, nodes, self._queue.waits_early):
+        if completion.reach(task, nodes, all_train, self._queue.waits_early):
             self._bringing.add(task)
             self._ready.discard(unit)
         elif completion.state is IDLE:
@@ -141,8 +141,8 @@ class Backward:
             self.begin(unit)
         unit.open_forwards = max(0, unit.open_forwards) + 1
         unit.last_forward = record
-        if self._idle:
-            self._complete_before(unit, [u for u in self._idle if u not in record.outer])
+        if self._idle and (idle := [u for u in self._idle if u not in record.outer]):
+            self._complete_before(unit, idle)
 
     def recompute(self, unit: Unit) -> None:
         """Called when a forward of ``unit`` runs in backward. In a reentrant checkpoint that is when backward comes to it."""
@@ -298,12 +298,13 @@ def gather(unit: Unit) -> None:
     for needed in unit.needs:
         if needed.completion.state is UNTOUCHED:
             Backward.of(unit).touch(needed)
-        needed.handle.unshard(context.pass_id, again=True)
+        if needed.handle.lifetime.params is ParamState.SHARDED:
+            needed.handle.unshard(context.pass_id, again=True)
 
 
 def gather_ahead(unit: Unit) -> None:
     """Gather a unit that backward has reached or will reach, unless the unit is finished."""
-    if unit.handle.is_sharded and not is_finished(unit):
+    if unit.handle.lifetime.params is ParamState.SHARDED and not is_finished(unit):
         gather(unit)
 
 
@@ -336,7 +337,8 @@ def prefetch(record: ForwardRecord) -> None:
     for unit in _next(record):
         if unit.completion.finished_in != task:
             for needed in unit.needs:
-                Backward.of(unit).touch(needed)
+                if needed.completion.state is UNTOUCHED:
+                    Backward.of(unit).touch(needed)
             unit.context.prefetch(unit, record.unit.config.prefetch_limit_bytes)
 
 

@@ -137,6 +137,7 @@ class Completion:
         self.pending = 0  # gradients of all of them that are still to come
         # The one whose gradients are only counted: they stay where autograd puts them until all have come. -1: none.
         self.counts_in = -1
+        self.some_frozen = False  # whether some parameters did not require grad when it was reached last
         self.finish_at = 1  # if this many are pending, the next gradient ends the reduction of the previous unit
         self.finished_in = -1  # the graph task in which the unit was last completed
         self.lacks_some = False  # of the parameters in its graph: they are unused, or recomputed later
@@ -189,11 +190,12 @@ class Completion:
         """The backward comes to the unit for the first time."""
         self.state = COMPLETION_TRANSITIONS.get((self.state, "gather")) or self._refuse("gather")
 
-    def reach(self, task: int, nodes: Collection[Node], waits_early: bool) -> int:
+    def reach(self, task: int, nodes: Collection[Node], all_train: bool, waits_early: bool) -> int:
         """Graph task ``task``, the running one, reaches the unit for the first time. Returns how many gradients it has.
 
-        ``nodes``: see ``may_get``. ``waits_early``: see ``ReductionQueue``.
+        ``nodes``: see ``may_get``. ``all_train``: they are of all parameters. ``waits_early``: see ``ReductionQueue``.
         """
+        self.some_frozen = not all_train
         try:
             of_params, others = sum(map(_will_run, nodes)), sum(map(_will_run, self.stand_ins))
         except RuntimeError:
@@ -217,19 +219,21 @@ class Completion:
             """Autograd has accumulated the gradient of one unsharded parameter. Fast path: count it, and leave it there."""
             task = current_graph_task()
             # A frozen parameter that still required grad in its forward has a hook call, but no gradient: see `take`.
-            if self.counts_in == task and self.pending > self.finish_at and param.requires_grad:
-                self.pending -= 1
+            if self.counts_in != task or (self.some_frozen and not param.requires_grad):
+                hooks = to_hooks()
+                assert hooks is not None
+                if (counts_in := hooks.take(group, index, task)) is None:
+                    return
+                self.counts_in = counts_in
+            self.pending = pending = self.pending - 1
+            if pending >= self.finish_at:
                 return
             hooks = to_hooks()
             assert hooks is not None
-            if (counts_in := hooks.take(group, index, task)) is None:
-                return
-            self.counts_in = counts_in
-            self.pending -= 1
-            if 0 < self.pending < self.finish_at:
+            if pending > 0:
                 self.finish_at = 1
                 hooks.finish_previous()
-            elif not self.pending and next(iter(self.expected)) == task:
+            elif not pending and next(iter(self.expected)) == task:
                 hooks.complete()
 
         return on_gradient

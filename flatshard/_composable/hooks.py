@@ -58,6 +58,7 @@ from flatshard._composable.extensions import ForwardFeature
 from flatshard._composable.outputs import is_opaque, tensors_in, tree_flatten, tree_unflatten
 from flatshard._composable.state import Forward, ForwardRecord, ModuleGroup, Unit, called_modules, unit_of
 from flatshard._config import BackwardPrefetch
+from flatshard._handle.lifetime import ParamState
 from flatshard._handle.registrations import SHARDED, UNSHARDED
 from flatshard._handle.unit_gradients import WithGradients
 
@@ -211,8 +212,10 @@ class UnitHooks:
                 "inside its forward, a registered method of it or summon_full_params, which still shows the old values. "
                 "Change them outside"
             )
-        handle.unshard(context.pass_id, in_backward)
-        handle.take_over(context.pass_id)
+        if handle.lifetime.params is ParamState.SHARDED:
+            handle.unshard(context.pass_id, in_backward)
+        else:
+            handle.take_over(context.pass_id)
         if alone and grad and handle.gradients.accumulators.nodes:
             if context.runtime.streams is not None:
                 handle.gradients.follow_stream()
@@ -240,7 +243,7 @@ class UnitHooks:
             if torch.is_grad_enabled():
                 found = [*outputs]
                 for given in (*args, *kwargs.values()):
-                    if isinstance(given, list | dict):  # the module may have stored tensors in it
+                    if isinstance(given, (list, dict)):  # the module may have stored tensors in it
                         found += tensors_in(given)
                 for leaving in self._leaving:
                     found += leaving(found)
@@ -375,8 +378,6 @@ class UnitHooks:
             return None  # frozen since its forward: there is no gradient, and none was expected
         if task not in unit.completion.expected:
             Backward.of(unit).begin(unit)
-        if unit.completion.counts_in == task:
-            return task
         return task if unit.handle.gradients.receive(group, index) else -1
 
     def finish_previous(self) -> None:

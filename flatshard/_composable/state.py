@@ -41,7 +41,7 @@ from flatshard._composable.exec_order import ForwardOrder
 from flatshard._composable.reduction_queue import ReductionQueue
 from flatshard._composable.unit_config import UnitConfig
 from flatshard._handle.handle import FlatParamHandle
-from flatshard._handle.lifetime import BY_USER
+from flatshard._handle.lifetime import BY_USER, ParamState
 from flatshard._handle.pool import Pool
 from flatshard._handle.registrations import SHARDED, Shown
 from flatshard._names import UNIT_KEY
@@ -443,7 +443,7 @@ class Context:
             handle, claims = needed.handle, needed.claims
             if claims and self.forwards and not claims.use and needed.is_outdated:
                 handle.reshard()  # kept, with values that are no longer of use
-            if not handle.is_sharded or (handle.has_static_buffers and handle.is_blocked):
+            if handle.lifetime.params is not ParamState.SHARDED or (handle.has_static_buffers and handle.is_blocked):
                 continue
             if claims and claims.show_copies:
                 continue

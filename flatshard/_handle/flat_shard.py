@@ -341,7 +341,7 @@ class FlatShard:
         ``kept``: what ``unsharded.own`` was after an earlier gather, to be used in place of the shard.
         """
         runtime, shard, target = self.ranks.runtime, self.shard, self.unsharded
-        if exactly:
+        if exactly and not runtime.collectives.exact:
             runtime = runtime.exact
         if kept is not None:
             shard = kept
@@ -353,7 +353,8 @@ class FlatShard:
         fits = kept is None and self.kind.dtype is self.kind.compute_dtype
         as_it_is = fits and getattr(runtime.collectives, "out_of_place", False)
         target.allocate(None if as_it_is else shard)
-        return runtime.all_gather(target.wire, as_sent(shard if as_it_is else target.own), self.ranks.label, again)
+        sent, wire = shard if as_it_is else target.own, target.wire
+        return runtime.all_gather(wire, sent if wire is target.flat else as_sent(sent), self.ranks.label, again)
 
     def on_compute_device(self) -> torch.Tensor:
         """The shard on the compute device. It is not cast first: a cast on the CPU blocks, and gives pageable memory."""

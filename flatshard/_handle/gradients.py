@@ -51,6 +51,7 @@ from flatshard._handle.flat_shard import FlatShard
 from flatshard._handle.reduction import Partial, Reduction, ReductionInput
 from flatshard._handle.tensors.aggregate import plainly
 from flatshard._handle.tensors.grad_dtype import choose, has_chosen, promoted
+from flatshard._handle.tensors.partial import consume
 from flatshard._handle.tensors.shard_info import ShardInfo
 from flatshard._handle.tensors.sharded_gradient import mark, mark_all, plain_grad, set_gradients_as_they_are
 from flatshard._handle.tensors.sharded_parameter import ShardedParameter
@@ -60,8 +61,10 @@ from flatshard._runtime import Runtime
 
 SMALL = 128 * 1024  # bytes of a flat parameter below which overhead per operation costs more than memory traffic
 
-_grad = plain_grad.__get__  # called for every parameter in every step, so the loop runs in C
+# Read or called for every parameter in every step, so loops run in C.
+_grad, _grad_of_plain, _layout = plain_grad.__get__, operator.attrgetter("grad"), operator.attrgetter("layout")
 _NONE = itertools.repeat(None)
+_STRIDED = {torch.strided}
 _ZERO = torch.zeros(())  # an addend on any device and of any dtype: to torch a number costs twice as much
 
 
@@ -272,14 +275,14 @@ class FlatGradients:
             for param, compute in zip(flat.params, computes, strict=True):
                 if not param.requires_grad:
                     compute.grad = None
-        self._make_room(dtype)
-        grads = list(map(_grad, computes))
-        set_gradients_as_they_are(computes, _NONE)
+        input.allocate(dtype, self.runtime.collectives)
+        grads = list(map(_grad_of_plain, computes))
+        consume(map(setattr, computes, itertools.repeat("grad"), _NONE))
         here = list(map(operator.is_not, grads, _NONE))
         views, places = input.views, list(range(len(grads)))
         if False in here:
             grads, views, places = (list(itertools.compress(each, here)) for each in (grads, views, places))
-        if torch.is_grad_enabled() or self._takes_any or not all([grad.layout is torch.strided for grad in grads]):
+        if torch.is_grad_enabled() or self._takes_any or not set(map(_layout, grads)) <= _STRIDED:
             for index, grad in zip(places, grads, strict=True):
                 self._check(index, grad)
         if any(flat.wrappings):
@@ -289,6 +292,7 @@ class FlatGradients:
             input.flat.add_(_ZERO)  # [Note: Negative zero marks an unused parameter]
             self._filled = here
             return
+        self._filled = [False] * len(here)
         grads.reverse()
         for index in places:
             self._put(index, grads.pop())

@@ -37,11 +37,11 @@ _clock = itertools.count()
 class FlatBuffer:
     """One buffer, used by one flat parameter at a time. ``free`` frees its memory."""
 
-    __slots__ = ("_storage", "flat", "user")
+    __slots__ = ("_nbytes", "_storage", "flat", "user")
 
     def __init__(self, flat: torch.Tensor) -> None:
         self.flat = flat  # 1-D
-        self._storage = flat.untyped_storage()
+        self._storage, self._nbytes = flat.untyped_storage(), flat.nbytes
         self.user: object | None = None
 
     # An interrupt in between must not leave memory without a user: it would not be freed.
@@ -49,7 +49,7 @@ class FlatBuffer:
     def take(self, user: object) -> None:
         """Allocate the memory, for ``user``."""
         self.user = user
-        self._storage.resize_(self.flat.nbytes)
+        self._storage.resize_(self._nbytes)
 
     def follow(self, before: FlatBuffer) -> None:
         """Take the place of ``before``, another buffer over the same memory."""

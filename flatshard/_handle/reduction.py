@@ -57,9 +57,8 @@ class ReductionInput:
     def allocate(self, dtype: torch.dtype, collectives: Collectives) -> None:
         """Allocate the memory, and zero the padding. ``collectives``: those that reduce it."""
         new = self._new(dtype) if self._of.is_whole else None
-        lend = getattr(type(collectives), "_lend_memory", None)  # of gloo's, and of what is derived from them
-        if new is None and self._pool is None and lend is not None:
-            new = lend(collectives, self._layout.padded_numel, dtype)
+        if new is None and self._pool is None and (lend := getattr(collectives, "_lend_memory", None)) is not None:
+            new = lend(self._layout.padded_numel, dtype)
         if new is not None:
             self.flat = new
             self.views, self.gaps = views_of(self.flat, self._layout)
@@ -153,7 +152,8 @@ class Reduction:
             if flat.is_whole:
                 self._pending = self._reduce_replicas()
             else:
-                unused.tell(runtime, flat.ranks.label)
+                if unused.found:
+                    unused.tell(runtime, flat.ranks.label)
                 self._pending = runtime.reduce_scatter(self._output, self._input, flat.ranks.label)
                 if flat.ranks.replicas is not None:
                     self._pending = runtime.then(self._pending, self._reduce_replicas)
@@ -219,7 +219,8 @@ class Reduction:
             return
         try:
             self._pending.wait()
-            self._unused.ask(self._pending)
+            if self._unused.found:
+                self._unused.ask(self._pending)
         except Exception as e:
             self._pending = None
             self._fail(e)

@@ -20,6 +20,7 @@ from flatshard._handle.tensors.changes import changes
 from flatshard._handle.tensors.guard import GuardedParameters, Parameters, WatchedParameters
 
 _exhaust: Callable[[Iterable[Any]], None] = deque[Any](maxlen=0).extend
+_NONE = itertools.repeat(None)
 
 
 class Registered(enum.Enum):
@@ -138,7 +139,7 @@ class Registrations:
         if what is before:
             return
         if before is UNSHARDED:
-            _exhaust(map(dict.pop, self._attributes, self._names, itertools.repeat(None)))
+            _exhaust(map(dict.pop, self._attributes, self._names, _NONE))
             if self._shown_at != changes.count:  # the user may have registered something in between
                 _exhaust(map(dict.__setitem__, self._dicts, self._names, self._sharded))
             for module, name, sharded, _ in self.unguarded:

@@ -184,7 +184,7 @@ class UnshardedBuffer:
 
         Returns whether there were such parameters. Tensor subclasses are not checked.
         """
-        if not (self.is_alias or self.nbytes):
+        if not self.is_alias and (self._buffer is None or self._buffer.user is not self):
             return False
         if sum(map(torch.Tensor.data_ptr, self._plain)) == self._offsets + len(self._plain) * self.flat.data_ptr():
             return False
