@@ -5,7 +5,9 @@ The changes of a cell are sections, each in one form: all elements or some, with
 bits. With small learning rates a value moves by a few of its last bits, so the low half says enough: of all numbers with that
 low half it is the one that is nearest to what the receiver has. In bfloat16 that is a byte in place of two. Where few
 elements change, one costs a byte or two more for where it is (``checkpoint/_gaps.py``); where more than an eighth do, there
-is a bit for each element.
+is a bit for each element. Places cost both sides time: on CPU 15 ns for each element of the cell, in which a link of 50 MB/s
+takes a byte. So where more than half of the elements move by few bits, the low halves of all are sent, which are no more
+bytes than those that have changed; and all values, where sections of some would save less than a quarter of them.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ _ALL, _GAPS, _BITS = (
     3,
 )  # where elements are, in the form; of gaps the bytes of a word
 _HALF = 4  # beside it, in the form
+_PACK = 0x0102040810204080  # moves the lowest bits of eight bytes, each to its own place in the highest byte
 _HALVES = {2: torch.int8, 4: torch.int16, 8: torch.int32}
 
 
@@ -61,12 +64,12 @@ def changes(cell: int, now: torch.Tensor, before: torch.Tensor) -> Iterator[byte
         rest = step != step.to(kind).to(step.dtype)
         near = (step != 0).logical_and_(~rest)
         number = int(near.sum())
-        if number * 4 < now.numel() * 3:  # else places would save an eighth at the most, and cost more time than that
+        if number * 2 <= now.numel():
             found += _some(cell, near, bits(now), kind)
         else:
             found.append(_head(cell, _HALF, now.numel()) + _bytes(bits(now).to(kind)))
     found += _some(cell, rest, now)
-    if sum(map(len, found)) < now.nbytes:
+    if sum(map(len, found)) * 4 < now.nbytes * 3:
         yield from found
     else:
         yield whole(cell, now)
@@ -74,13 +77,14 @@ def changes(cell: int, now: torch.Tensor, before: torch.Tensor) -> Iterator[byte
 
 def _some(cell: int, chosen: torch.Tensor, values: torch.Tensor, half: torch.dtype | None = None) -> list[bytes]:
     """``half``: of what, else whole values."""
-    values = values[chosen]
-    if not values.numel():
+    at = chosen.nonzero().view(-1)
+    if not at.numel():
         return []
-    if values.numel() * 8 > chosen.numel():
+    values = values[at]  # in a tenth of the time of `values[chosen]`
+    if at.numel() * 8 > chosen.numel():
         places, form = _as_bits(chosen), _BITS
     else:
-        places = encode_gaps(chosen.nonzero().view(-1))
+        places = encode_gaps(at)
         form = places.itemsize
     if half is not None:
         values, form = values.to(half), form | _HALF
@@ -89,8 +93,8 @@ def _some(cell: int, chosen: torch.Tensor, values: torch.Tensor, half: torch.dty
 
 def _as_bits(chosen: torch.Tensor) -> torch.Tensor:
     """Eight in a byte, the first the lowest."""
-    rows = torch.nn.functional.pad(chosen, (0, -len(chosen) % 8)).view(-1, 8)
-    return (rows * _powers().to(chosen.device)).sum(1, dtype=torch.uint8)
+    eights = torch.nn.functional.pad(chosen, (0, -len(chosen) % 8)).view(torch.int64)  # a byte for each
+    return ((eights * _PACK) >> 56).to(torch.uint8)
 
 
 def _powers() -> torch.Tensor:
