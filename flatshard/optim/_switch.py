@@ -206,7 +206,7 @@ def offload(module: nn.Module, optimizers: Optimizers = (), *, gradients: bool =
             print(away)  # the bytes on the host, and those that remain on the device
 
     Args:
-        module: a sharded module, outside of forward and backward.
+        module: a sharded module, outside of forward and backward. A backward of a forward that ran before raises.
         optimizers: one or several. State of an ``OffloadedOptimizer`` is on the host anyway.
         gradients: False: they stay on the device.
 
