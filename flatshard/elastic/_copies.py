@@ -189,7 +189,8 @@ class Copies:
     def nbytes(self) -> int:
         """Bytes of the copies that are kept."""
         under = self._under
-        kept = [*self._spare, *(i for i in (self._free, under and under.staged) if i is not None)]
+        aside = (self._free, None if under is None else under.staged)
+        kept = [*self._spare, *(image for image in aside if image is not None)]
         for each in (self.generation, None if under is None else under.generation):
             if each is not None:
                 kept += [*each.others, *([each.own] if each.own is not None else [])]
