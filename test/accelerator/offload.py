@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from accelerator.harness import Cases, Env, Net, mean_square, numbers
-from accelerator.planning import counted_bytes, held
+from accelerator.planning import at_allocations, counted_bytes, held
 from torch import Tensor, nn, optim
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.utils import _pytree as pytree
@@ -155,22 +155,17 @@ def _two_units_at_most(env: Env, optimizer: OffloadedOptimizer) -> Iterator[None
     """Of what is on the side stream's memory; and that they are two."""
     from accelerator.sim import sim
 
-    side, found = (0, optimizer._traffic[0].side.stream_id), [0]
-    allocate = sim.alloc
+    side, found = optimizer._traffic[0].side.stream_id, [0]
 
-    def alloc(nbytes: int, device: int, stream: int) -> int:
-        ptr = allocate(nbytes, device, stream)
-        found.append(sum(block.asked for block in sim._blocks if not block.free and block.home == side))
-        return ptr
+    def count(nbytes: int, stream: int) -> None:
+        there = sum(block.asked for block in sim._blocks if not block.free and block.home == (0, side))
+        found.append(there + nbytes * (stream == side))
 
     of_units = [
         sum(v.nbytes for p in unit for v in optimizer.state[p].values() if v.dim()) for unit in optimizer._units()
     ]
-    sim.alloc = alloc  # type: ignore[method-assign]
-    try:
+    with at_allocations(sim, count):
         yield
-    finally:
-        del sim.alloc
     two = max(a + b for a, b in itertools.pairwise(of_units))
     if max(found) != two:
         env.problems.append(f"{max(found)} bytes of state on the device, two units have {two}")
@@ -233,23 +228,20 @@ def lacking_memory(env: Env, unit: int) -> Any:
     if env.is_simulated:
         from accelerator.sim import sim
 
-        allocate, calls, side = sim.alloc, itertools.count(), optimizer._traffic[0].side.stream_id
+        calls, side = itertools.count(), optimizer._traffic[0].side.stream_id
         last = sum(p.numel() > 0 for each in units[:unit] for p in each)
 
-        def alloc(nbytes: int, device: int, stream: int) -> int:
+        def lack(nbytes: int, stream: int) -> None:
             if stream == side and next(calls) == last:
                 raise torch.OutOfMemoryError("simulated")
-            return allocate(nbytes, device, stream)
 
-        sim.alloc = alloc  # type: ignore[method-assign]
         try:
-            optimizer.step()
+            with at_allocations(sim, lack):
+                optimizer.step()
             env.problems.append("the step did not raise")
         except RuntimeError as e:
             if "simulated" not in str(e):
                 raise
-        finally:
-            del sim.alloc
     else:
         grads = {p: p.grad for p in model.parameters() if p not in stepped}
         for p in grads:

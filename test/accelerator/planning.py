@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -40,21 +40,27 @@ def held(sim: Any) -> int:
 
 
 @contextlib.contextmanager
-def counted_bytes(sim: Any) -> Iterator[list[int]]:
-    """``held`` after each allocation inside."""
-    counts: list[int] = []
+def at_allocations(sim: Any, call: Callable[[int, int], object]) -> Iterator[None]:
+    """``call(bytes, stream)`` before each allocation inside, which may raise."""
     allocate = sim.alloc
 
     def alloc(nbytes: int, device: int, stream: int) -> int:
-        ptr = allocate(nbytes, device, stream)
-        counts.append(held(sim))
-        return ptr
+        call(nbytes, stream)
+        return allocate(nbytes, device, stream)
 
     sim.alloc = alloc
     try:
-        yield counts
+        yield
     finally:
         del sim.alloc
+
+
+@contextlib.contextmanager
+def counted_bytes(sim: Any) -> Iterator[list[int]]:
+    """``held`` after each allocation inside."""
+    counts: list[int] = []
+    with at_allocations(sim, lambda nbytes, stream: counts.append(held(sim) + nbytes)):
+        yield counts
 
 
 def issued(order: list[tuple[str, int, str]]) -> list[tuple[str, int, int]]:
