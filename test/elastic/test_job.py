@@ -48,15 +48,19 @@ def test_drawn_deaths(pool, tmp_path, seed: int):
         assert any("lost process" in text for each in left for text in each.said)
 
 
+NEIGHBOURS = Plan(4, options={"copies": 2}, pause=0.3)
+FROZEN = Plan(3, freezes=True, steps=9, pause=0.2)
+
+
+@pytest.mark.parametrize(("plan", "steps", "dead"), [(NEIGHBOURS, 1, [2, 3]), (FROZEN, 7, [2])])
 @pytest.mark.time_limit(110)
-def test_two_deaths_at_once(pool):
-    """Neighbours: with two copies of each part nothing is lost."""
-    plan = Plan(4, options={"copies": 2}, pause=0.3)
+def test_deaths_at_once(pool, plan: Plan, steps: int, dead: list[int]):
+    """Of neighbours: with two copies of each part nothing is lost. Copies have what is frozen, though sent steps before."""
     with processes(plan) as job:
-        assert job.read(SECONDS, lambda: all(len(o.steps) > 1 for o in job.outcomes))
-        job.kill(2, 3)
+        assert job.read(SECONDS, lambda: all(len(o.steps) > steps for o in job.outcomes))
+        job.kill(*dead)
         assert job.read(SECONDS), [(o.steps[-2:], o.said) for o in job.outcomes]
-    assert len(check(pool, plan, job.outcomes)) == 2
+    assert len(check(pool, plan, job.outcomes)) == plan.ranks - len(dead)
 
 
 @pytest.mark.time_limit(110)
@@ -176,17 +180,6 @@ def test_bytes_of_copies(pool, strategy: str, ranks: int, freezes: bool):
         assert sent == (whole if strategy == "FULL_SHARD" else 0)
         assert 0 < kept <= (3.4 if strategy == "FULL_SHARD" else 1.2) * state  # parts begin at multiples of 16 bytes
         assert (frozen > 0) == freezes
-
-
-@pytest.mark.time_limit(110)
-def test_what_is_frozen_is_in_the_copies(pool):
-    """Although it was sent some steps before."""
-    plan = Plan(3, freezes=True, steps=9, pause=0.2)
-    with processes(plan) as job:
-        assert job.read(SECONDS, lambda: all(len(o.steps) > 7 for o in job.outcomes))
-        job.kill(2)
-        assert job.read(SECONDS), [(o.steps[-2:], o.said) for o in job.outcomes]
-    assert len(check(pool, plan, job.outcomes)) == 2
 
 
 @pytest.mark.time_limit(110)
