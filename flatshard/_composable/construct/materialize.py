@@ -147,24 +147,28 @@ class Materialization:
             )
 
     def _move(self, unit: PlannedUnit) -> None:
-        """Move parameters (keeping their identity) and buffers to the device."""
+        """Move the parameters that it owns (keeping their identity) and buffers to the device.
+
+        Its modules may show a parameter of another unit, which is sharded already, and where that unit keeps it.
+        """
         device = self._device
-        for module in unit.holders:
-            for name, tensor in list(self._tensors(module)):
-                if tensor.device == device or tensor.is_meta or is_wrapper(tensor):
-                    continue
-                if isinstance(tensor, nn.Parameter):
-                    tensor.data = tensor.data.to(device)
-                    if tensor.grad is not None:
-                        tensor.grad = tensor.grad.to(device)
-                else:
-                    module._buffers[name] = tensor.to(device)
-        for owned in unit.owned:  # another object will be registered for a tensor subclass in any case
-            if is_wrapper(owned.param) and owned.param.device != device:
-                moved = nn.Parameter(owned.param.detach().to(device), owned.param.requires_grad)
-                hand_on(owned.param, moved)
-                moved.__dict__.update({k: v for k, v in owned.param.__dict__.items() if k not in moved.__dict__})
+        for owned in unit.owned:
+            param = owned.param
+            if param.device == device or param.is_meta:
+                continue
+            if is_wrapper(param):  # another object will be registered for it in any case
+                moved = nn.Parameter(param.detach().to(device), param.requires_grad)
+                hand_on(param, moved)
+                moved.__dict__.update({k: v for k, v in param.__dict__.items() if k not in moved.__dict__})
                 owned.replace(moved)
+                continue
+            param.data = param.data.to(device)
+            if param.grad is not None:
+                param.grad = param.grad.to(device)
+        for module in unit.holders:
+            for name, buffer in list(module._buffers.items()):
+                if buffer is not None and buffer.device != device and not (buffer.is_meta or is_wrapper(buffer)):
+                    module._buffers[name] = buffer.to(device)
 
 
 def _check_callable(param_init_fn: Any) -> None:
