@@ -176,6 +176,19 @@ class Scaled(Statement):
         )
 
 
+class Ahead(Statement):
+    """A step in which each unit is stepped in backward, as soon as it is reduced."""
+
+    loss: str
+    model: int
+
+    def __str__(self) -> str:
+        return (
+            f"steps = step_in_backward(m{self.model}, opt{self.model}); {self.loss}.backward(); opt{self.model}.step(); "
+            f"opt{self.model}.zero_grad(); steps.remove()"
+        )
+
+
 class ZeroGrad(Statement):
     model: int
     to_none: bool = True
@@ -188,6 +201,17 @@ class NoSync(Block):
 
 class Keep(Block):
     text = "keep_unsharded({m})"
+
+
+class Offload(Block):
+    """What may be done with a model that is on the host. ``optimizer``: its state goes there, too."""
+
+    optimizer: bool
+    gradients: bool
+
+    def __str__(self) -> str:
+        state = f", opt{self.model}" if self.optimizer else ""
+        return f"offload(m{self.model}{state}, gradients={self.gradients})"
 
 
 class Summon(Block):
@@ -450,6 +474,7 @@ def draw(seed: int) -> Program:
     optimizer_first = rng.random() < 0.5 and optimizer in ("sgd", "adamw") and shardings[0].start == "as it is"
     if optimizer == "adamw" and not optimizer_first and seed % 3:
         optimizer = "offloaded"
+    body = _with_offloading(seed, drawing.models, optimizer, body)
     return Program(
         seed=seed,
         world_size=world_size,
@@ -468,6 +493,30 @@ def _with_moves(seed: int, models: int, body: tuple[Statement, ...]) -> tuple[St
     rng, found = random.Random(f"moves {seed}"), list(body)
     for _ in range(rng.choice([0, 0, 1, 2])):
         found.insert(rng.randint(0, len(found)), ReshardOver(rng.randrange(models), rng.choice(MOVES)))
+    return tuple(found)
+
+
+def _with_offloading(seed: int, models: int, optimizer: str, body: tuple[Statement, ...]) -> tuple[Statement, ...]:
+    """Some programs move what they have to the host, or step in backward. Drawn apart, as moves are."""
+    rng, found = random.Random(f"offloading {seed}"), list(body)
+    for _ in range(rng.choice([0, 0, 1])):
+        verbs: list[Callable[[int], Statement]] = [
+            lambda model: Save(model, ROOT, rng.choice(list(SAVES))),
+            lambda model: Load(model, ROOT, rng.choice(LOADS)),
+            lambda model: Change(model, rng.randrange(30), rng.choice(list(CHANGES))),
+            Step,
+            ZeroGrad,
+        ]
+        model = rng.randrange(models)
+        inside = tuple(rng.choice(verbs)(model) for _ in range(rng.randint(1, 3)))
+        raises = "ValueError" if rng.random() < 0.15 else None
+        place = Place(rng.choice(KINDS[1:]), rng.randrange(10)) if rng.random() < 0.5 else ROOT
+        away = Offload(model, place, inside, raises, rng.random() < 0.7, rng.random() < 0.7)
+        found.insert(rng.randint(0, len(found)), away)
+    for i in range(rng.choice([1, 1, 2]) if optimizer == "offloaded" else 0):
+        model = rng.randrange(models)
+        at = rng.randint(0, len(found))
+        found[at:at] = [Forward(f"A{i}", model, ROOT, 1000 + i), Ahead(f"A{i}", model)]
     return tuple(found)
 
 

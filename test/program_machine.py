@@ -62,7 +62,7 @@ REFUSALS = {
     "gradients inside": r"runs forward with gradients inside summon_full_params",
     "changed inside": r"were changed in place .* inside its forward, a registered method of it or summon_full_params",
     "replaced inside": r"were replaced .* inside keep_unsharded",
-    "copied unsharded": r"cannot copy unit .* while its parameters are unsharded: copy outside",
+    "copied unsharded": r"cannot copy (unit|the module of parameter) .* while its parameters are unsharded",
     "reshard busy": r"reshard: .* are in use by a forward or by summon_full_params",
     "state inside": r"are in a forward or in summon_full_params, where state_dict\(\) has whole tensors",
     "state whole": r"are shown whole since unshard\(\): call flatshard.reshard\(module\) first",
@@ -963,6 +963,29 @@ class Machine:
         self._adopt(twin)
         return True
 
+    def _ahead(self, s: programs.Ahead, twin: Twin, module: None) -> bool:
+        loss, opt = self.losses.get(s.loss), twin.opt
+        if loss is None or loss.twin is not twin or not isinstance(opt, flatshard.optim.OffloadedOptimizer):
+            return False
+        if loss.changes != twin.changes or not twin.is_idle or twin.partial or not all(twin.synced.values()):
+            return False  # refused after some units have been stepped, or not all are reduced
+        if twin.rounding:  # the oracle goes on from the gradients, which are gone
+            return False
+        steps = flatshard.optim.step_in_backward(twin.model, opt)
+        try:
+            if not self._backward(programs.Backward((s.loss,)), None, None):
+                return False
+            assert not twin.undefined, "units have been stepped in a backward that failed"
+            assert not twin.held, "not all was reduced"
+            twin.changes += 1
+            opt.step()
+        finally:
+            steps.remove()
+        twin.plain_opt.step()
+        for each in (opt, twin.plain_opt):
+            each.zero_grad()
+        return True
+
     def _zerograd(self, s: programs.ZeroGrad, twin: Twin, module: None) -> bool:
         if any(shown.options.get("with_grads") for shown in twin.shown):
             return False
@@ -1039,6 +1062,14 @@ class Machine:
             twin.kept = kept
 
         self._within(s, module, flatshard.keep_unsharded, lambda: count(before + 1), lambda well: count(before))
+
+    def _offload(self, s: programs.Offload, twin: Twin, module: nn.Module) -> None:
+        optimizers = [twin.opt] if s.optimizer else []
+
+        def away(module: nn.Module) -> Any:
+            return flatshard.optim.offload(module, optimizers, gradients=s.gradients)
+
+        self._within(s, module, away, lambda: None, lambda well: None)
 
     def _summon(self, s: programs.Summon, twin: Twin, module: nn.Module) -> bool:
         options = dict(s.options)

@@ -163,13 +163,11 @@ OTHERS = {
     *("CollectiveError", "InternalError", "OutOfStepError", "MeetingError", "CPUOffload"),
     *("ChangedParams", "ShardedValue", "GradientStatistics", "ShardInfo", "ShardedGradient", "ShardedParameter"),
     *("Description", "FlatDescription", "UnitDescription", "Collectives", "DefaultCollectives", "GlooCollectives"),
-    *("Pending", "CommHookHandle", "CommHookState"),
+    *("Pending", "CommHookHandle", "CommHookState", "BackwardSteps", "Offloaded"),
     "QuantizedCollectives",  # with an error of their own: comm/test_quantized.py
     *("sync_buffers", "steps_parts"),  # not drawn yet: features/test_buffers.py, integrations/test_trainer.py
-    *("step_in_backward", "BackwardSteps"),  # not drawn yet: optim/test_offload.py
     *("fit", "Fit"),  # plans, which are drawn: planning/test_fit.py
     *("Job", "World", "LostError", "OutError"),  # ranks that die: elastic/
-    *("offload", "Offloaded"),  # on CPU it moves nothing: accelerator/offload.py
 }
 """Types, errors, and what has no equal in one process."""
 
