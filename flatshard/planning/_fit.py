@@ -1,15 +1,19 @@
 """``fit``: what to give up so that a step is within a budget of memory.
 
 [Note: What is given up]
-Within one *setting* (whether the outermost unit is split, whether units are gathered ahead, whether parts are on the host)
-each unit gives up what it has to: gathered parameters, for bytes sent; activations, for operations. Settings are tried in
-a fixed order, the next one only if nothing fits in those before it, as bytes do not say what they cost. ``_timeline.py``
-finds a choice; each choice that is returned has been planned itself, so that its peak is that of the program.
+Within one *setting* each unit gives up what it has to: gathered parameters, for bytes sent; activations, for operations.
+Whether the outermost unit is split costs bytes, too: of both settings the one is taken whose choice costs less in all. What
+units may be gathered ahead, whether a hybrid strategy's parts are over all ranks, and whether parts are on the host: bytes do
+not say what these cost. So such settings are tried in a fixed order, the next one only if nothing fits in those before it.
+Of limits for what is gathered ahead the highest is taken that fits. ``_timeline.py`` finds a choice; each choice that is
+returned has been planned itself, so that its peak is that of the program.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -72,9 +76,9 @@ def fit(
 
     It decides for each unit whether its parameters stay gathered from forward to backward, and whether it computes its
     forward again in backward in place of keeping activations. If that is not enough: whether embeddings, final norm and
-    head are units of their own (:class:`~flatshard.policies.SplitRoot`), whether units are gathered ahead, and, with
-    ``cpu_offload``, whether parameters, gradients and optimizer state are on the host. The peak that it predicts is that of
-    :func:`plan`, which runs the program on the meta device.
+    head are units of their own (:class:`~flatshard.policies.SplitRoot`), which units are too large to be gathered ahead, and,
+    with ``cpu_offload``, whether parameters, gradients and optimizer state are on the host. The peak that it predicts is
+    that of :func:`plan`, which runs the program on the meta device.
 
     Example::
 
@@ -172,16 +176,17 @@ class Setting:
     """What holds for all units. [Note: What is given up]"""
 
     split: bool = False
-    prefetch: bool = True
+    limit: int | None = None  # for what is gathered ahead: ``prefetch_limit_bytes``. 0: nothing is
     joined: bool = False  # of a hybrid strategy: the parts are over all ranks
     offload: bool = False
 
     @property
     def given_up(self) -> list[str]:
         """In words."""
+        larger = f"units of more than {in_bytes(self.limit)} are not gathered ahead" if self.limit else ""
         texts = {
             "the outermost unit is split": self.split,
-            "units are not gathered ahead": not self.prefetch,
+            larger or "units are not gathered ahead": self.limit is not None,
             "gradients and optimizer state are over all ranks, and parameters come across groups once": self.joined,
             "parameters, gradients and optimizer state are on the host": self.offload,
         }
@@ -244,6 +249,7 @@ class _Search:
         self.start: Choices = tuple(Keeps(stays, False) for _ in names)
         self.plans: dict[tuple[Setting, Choices, Ranks], Plan] = {}
         self.timelines: dict[Setting, Timeline] = {}
+        self.possible: dict[Setting, bool] = {}  # whether a step can run
         self.short: _Shorter | None = None  # for a long model
 
     def shorten(self) -> None:
@@ -264,7 +270,9 @@ class _Search:
         given: dict[str, Any] = {"policy": SplitRoot(policy) if setting.split else policy}
         if self.ranks.replicas > 1:
             given["strategy"] = ShardingStrategy.HYBRID_FULL_SHARD if setting.joined else self.strategies[UNTIL_FORWARD]
-        given |= {} if setting.prefetch else {"backward_prefetch": None, "forward_prefetch": False}
+        if setting.limit is not None:
+            none = {"backward_prefetch": None, "forward_prefetch": False}
+            given |= {"prefetch_limit_bytes": setting.limit} if setting.limit else none
         given |= {"cpu_offload": True} if setting.offload else {}
         return given
 
@@ -286,36 +294,87 @@ class _Search:
         return tuple(Keeps(UNTIL_FORWARD, self.recomputes) for _ in self.names)
 
     def run(self, offload: bool, policy: str) -> Fit:
-        """Try the settings in order.
+        """Try the settings in order. [Note: What is given up]
 
         Raises:
             ValueError: nothing fits.
         """
-        failed: list[tuple[int, Setting]] = []
-        for setting in self._possible(offload):
-            choices = self._solve(setting)
-            if choices is not None:
-                return self._fitted(setting, choices, offload, policy)
-            failed.append((self.peak(setting, self._lowest(setting)), setting))
+        for kind in self._kinds(offload):
+            found = self._best(kind) or self._best_with_limit(kind)
+            if found is not None:
+                return self._fitted(*found, offload, policy)
+        failed = [(self.peak(each, self._lowest(each)), each) for each in self._possible(offload)]
         raise ValueError(self._nothing_fits(*min(failed, key=lambda each: each[0])))
 
-    def _possible(self, offload: bool) -> Iterator[Setting]:
-        """The settings in which a step can run, in order."""
-        settings = [Setting(), Setting(split=True), Setting(prefetch=False), Setting(split=True, prefetch=False)]
-        if self.ranks.replicas > 1 and self.step.options.microbatches == 1:
-            settings += [dataclasses.replace(setting, joined=True) for setting in settings]
-        settings += [Setting(offload=True), Setting(split=True, prefetch=False, offload=True)] if offload else []
+    def _kinds(self, offload: bool) -> list[Setting]:
+        """The settings without what bytes say, and without limits, in order."""
         self.peak(Setting(), self.start)
         self._check_recompute()
-        for setting in settings:
+        joins = self.ranks.replicas > 1 and self.step.options.microbatches == 1
+        return [Setting(), *([Setting(joined=True)] if joins else []), *([Setting(offload=True)] if offload else [])]
+
+    def _possible(self, offload: bool) -> Iterator[Setting]:
+        """The settings in which a step can run, in order, without those that limit what is gathered ahead."""
+        for kind in self._kinds(offload):
+            for limit, split in itertools.product((None, 0), (False, True)):
+                setting = dataclasses.replace(kind, limit=limit, split=split)
+                if self._is_possible(setting):
+                    yield setting
+
+    def _is_possible(self, setting: Setting) -> bool:
+        if setting not in self.possible:
             try:
                 self.peak(setting, self.least)
+                self.possible[setting] = True
             except Exception as e:
                 if setting == Setting():
                     raise
+                self.possible[setting] = False
                 self.notes.append(f"not possible: {', '.join(setting.given_up)} ({type(e).__name__}: {str(e)[:100]})")
-            else:
-                yield setting
+        return self.possible[setting]
+
+    def _best(self, setting: Setting) -> tuple[Setting, Choices] | None:
+        """The cheapest choice that fits, whether the outermost unit is split or not. None: there is none."""
+        found: tuple[Setting, Choices] | None = None
+        least = math.inf
+        for split in (False, True):
+            each = dataclasses.replace(setting, split=split)
+            if not self._is_possible(each) or (begins := self._sent_at_start(each)) >= least:
+                continue
+            if (choices := self._solve(each)) is not None:
+                more = 0.0
+                if choices != self.start:
+                    costs = self._costs(each)
+                    more = costs.total(choices) - costs.total(self.start)
+                if begins + more < least:
+                    least, found = begins + more, (each, choices)
+        return found
+
+    def _best_with_limit(self, kind: Setting) -> tuple[Setting, Choices] | None:
+        """The same with the highest limit that fits for what is gathered ahead. None: nothing fits without it, either."""
+        lowest = self._best(dataclasses.replace(kind, limit=0))
+        if lowest is None:
+            return None
+        limits = [0, *self._sizes(kind)[:-1]]
+        fits, over = 0, len(limits)
+        while over - fits > 1:
+            middle = (fits + over) // 2
+            settings = [dataclasses.replace(kind, limit=limits[middle], split=split) for split in (False, True)]
+            is_enough = any(self._is_possible(s) and self.peak(s, self.least) <= self.budget for s in settings)
+            fits, over = (middle, over) if is_enough else (fits, middle)
+        return self._best(dataclasses.replace(kind, limit=limits[fits])) or lowest
+
+    def _sizes(self, kind: Setting) -> list[int]:
+        """The sizes that units have which may be gathered ahead, the smallest first."""
+        search = self if self.short is None else self.short.search
+        split = dataclasses.replace(kind, limit=0, split=True)
+        plan = search.plan(split if self._is_possible(split) else dataclasses.replace(split, split=False), search.least)
+        return sorted({unit.unsharded_nbytes for unit in plan.units if unit.fqn and unit.unsharded_nbytes})
+
+    def _sent_at_start(self, setting: Setting) -> int:
+        """The bytes that a rank sends more in a step because of ``setting``."""
+        search = self if self.short is None else self.short.search  # the rest of the model is the same
+        return search.plan(setting, search.start).sent_nbytes - search.plan(Setting(), search.start).sent_nbytes
 
     def least_peak(self, offload: bool) -> int:
         """That of a step in which everything is given up, in the setting in which it is lowest."""
@@ -397,7 +456,7 @@ class _Search:
         learnt = [self.least, self.start]
         if self.recomputes:
             learnt += [tuple(Keeps(UNTIL_FORWARD, again) for again in row) for row in patterns(len(self.names))]
-        timeline = Timeline(self.plan(setting, self.least), self.names, setting.prefetch)
+        timeline = Timeline(self.plan(setting, self.least), self.names, setting.limit)
         for choices in learnt:
             timeline.learn(choices, self.plan(setting, choices))
         return timeline
@@ -530,7 +589,7 @@ class _Shorter:
         for run, module in zip(self.made.runs, self.made.grown, strict=True):
             search = self._search_of(module)
             search.recomputes = self.search.recomputes
-            grown = Timeline(search.plan(setting, search.least), search.names, setting.prefetch)
+            grown = Timeline(search.plan(setting, search.least), search.names, setting.limit)
             grown.learn(search.least, search.plan(setting, search.least))
             times = run.length - KEPT
             begins += times * (grown.begins - short.begins)

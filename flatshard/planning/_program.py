@@ -217,7 +217,8 @@ class Program:
         except Exception as e:
             e.add_note(
                 "plan: this was the forward or backward of a copy on the meta device, where tensors have no values. "
-                "If the model needs values, leave example_inputs out, and pass activations="
+                "If the model needs values, change example_inputs so that it does not (GPT-2 of transformers: pass an "
+                "attention_mask, too), or leave example_inputs out, and pass activations="
             )
             raise
         if loss is None:

@@ -5,7 +5,8 @@ A step is a row of stretches, in each of which one unit runs. A stretch begins w
 something at its highest, and leaves something. What it adds and leaves follows from the choices of its own unit and of the
 one that ran before it in forward: a tensor between two units is kept if either keeps it. So plans in which each two
 neighbours have each two choices say all of it, and the memory of any other choice is a sum. Gathered parameters of other
-units that stay are added beside. Where this does not hold, the plan of a choice says so, and what it says is learned.
+units that stay are added beside; a unit that is gathered ahead comes in the middle of a stretch, and one that has stayed was
+there before. Where this does not hold, the plan of a choice says so, and what it says is learned.
 """
 
 from __future__ import annotations
@@ -67,6 +68,19 @@ class Place(NamedTuple):
 class _Stretch(NamedTuple):
     total: int  # the most bytes
     left: int  # at the end, without gathered parameters
+    # From each time that something is gathered: its bytes, and the most bytes then.
+    parts: tuple[tuple[int, int], ...] = ()
+
+    def with_kept(self, size: int) -> int:
+        """The most bytes, if the unit of this ``size`` that is gathered in it had stayed gathered."""
+        at = next((at for at, (gathered, _) in enumerate(self.parts) if at and gathered == size), 0)
+        return max([self.total, *(most + size for _, most in self.parts[:at])])
+
+
+class _Taken(NamedTuple):
+    most: int  # it adds at its highest
+    left: int  # it leaves
+    with_kept: int  # it adds at its highest, if the unit that is gathered ahead has stayed
 
 
 def _stretches(plan: Plan, units: Sequence[str]) -> dict[Place, _Stretch]:
@@ -80,8 +94,13 @@ def _stretches(plan: Plan, units: Sequence[str]) -> dict[Place, _Stretch]:
             after, since = (*key, runs[key]), {}
         since[key] = since.get(key, 0) + 1
         memory = [sample.device for sample in group]
-        stretch = _Stretch(max(m.total for m in memory), memory[-1].total - memory[-1].unsharded)
-        found[Place(*key, since[key], after)] = stretch
+        parts, before = [(0, 0)], memory[0].unsharded
+        for now in memory:
+            parts += [(now.unsharded - before, 0)] if now.unsharded > before else []
+            parts[-1] = parts[-1][0], max(parts[-1][1], now.total)
+            before = now.unsharded
+        left = memory[-1].total - memory[-1].unsharded
+        found[Place(*key, since[key], after)] = _Stretch(max(m.total for m in memory), left, tuple(parts))
     return found
 
 
@@ -102,10 +121,10 @@ class Timeline:
     Args:
         plan: of any choice.
         units: those that choose.
-        prefetches: whether units are gathered ahead.
+        limit: for what is gathered ahead, in bytes. None: there is none. 0: nothing is.
     """
 
-    def __init__(self, plan: Plan, units: Sequence[str], prefetches: bool) -> None:
+    def __init__(self, plan: Plan, units: Sequence[str], limit: int | None) -> None:
         self.units = list(units)
         places = _stretches(plan, self.units)
         self.places = {place: at for at, place in enumerate(places)}
@@ -119,12 +138,12 @@ class Timeline:
         self.place = {unit: place for place, unit in enumerate(self.order)}
         sizes = {unit.fqn: unit.unsharded_nbytes for unit in plan.units}
         self.size = [sizes[unit] for unit in self.units]
-        self.rows = self._rows(list(places), owns, prefetches)
+        self.rows = self._rows(list(places), owns, limit)
         self.begins = plan.samples[0].device.total - plan.samples[0].device.unsharded
         # By stretch and pair of choices: what it adds at its highest, and what it leaves.
-        self.takes: list[dict[Pair, _Stretch]] = [{} for _ in places]
+        self.takes: list[dict[Pair, _Taken]] = [{} for _ in places]
 
-    def _rows(self, places: list[Place], owns: list[int | None], prefetches: bool) -> list[Wanted]:
+    def _rows(self, places: list[Place], owns: list[int | None], limit: int | None) -> list[Wanted]:
         at = self.place
         last: int | None = None
         ran, alive = "", 0
@@ -137,7 +156,9 @@ class Timeline:
             elif last is not None and ran == "forward":
                 alive = at[last] + 1
             before = self.order[at[last] - 1] if last is not None and at[last] else None
-            ahead = self._ahead(places, owns, number) if prefetches else None
+            ahead = self._ahead(places, owns, number)
+            if ahead is not None and limit is not None and self.size[ahead] > limit:
+                ahead = None
             rows.append(Wanted(number, own, (before, last), ahead, alive))
         return rows
 
@@ -146,8 +167,8 @@ class Timeline:
         for later in range(number + 1, len(places)):
             if places[later].phase != places[number].phase:
                 return None
-            if owns[later] is not None and owns[later] != owns[number]:
-                return owns[later]
+            if places[later].unit not in ("", places[number].unit):
+                return owns[later]  # None: one that does not choose
         return None
 
     def pair(self, row: Wanted, choices: Choices) -> Pair:
@@ -162,19 +183,34 @@ class Timeline:
         for place, stretch in _stretches(plan, self.units).items():
             at = self.places.get(place, at)  # one that other choices do not have belongs to the one before it
             known = seen[at]
-            seen[at] = stretch if known is None else _Stretch(max(known.total, stretch.total), stretch.left)
+            if known is not None:
+                stretch = _Stretch(max(known.total, stretch.total), stretch.left, known.parts + stretch.parts)
+            seen[at] = stretch
         level = self.begins
         for row, kept in zip(self.rows, self.kept(choices), strict=True):
             stretch = seen[row.like] or _Stretch(level + kept, level)
-            self.takes[row.like][self.pair(row, choices)] = _Stretch(stretch.total - kept - level, stretch.left - level)
+            stayed = stretch.total if row.ahead is None else stretch.with_kept(self.size[row.ahead])
+            taken = _Taken(stretch.total - kept - level, stretch.left - level, stayed - kept - level)
+            self.takes[row.like][self.pair(row, choices)] = taken
             level = stretch.left
 
     def taken(self, row: Wanted, pair: Pair) -> tuple[int, int]:
         """What ``row`` adds at its highest, and what it leaves; of the most similar pair, if this one was in no plan."""
         known = self.takes[row.like]
         if (exact := known.get(pair)) is not None:
-            return exact
-        return known[min(known, key=lambda other: _difference(pair, other))]
+            return exact.most, exact.left
+        alike = min(known, key=lambda other: _difference(pair, other))
+        taken = known[alike]
+        stays, stayed = (self._ahead_stays(row, each) for each in (pair, alike))
+        return taken.with_kept if stays and not stayed else taken.most, taken.left
+
+    @staticmethod
+    def _ahead_stays(row: Wanted, pair: Pair) -> bool:
+        """Whether, by the choices on which ``row`` depends, the unit that is gathered ahead has stayed gathered."""
+        for unit, choice in zip(row.pair, pair, strict=True):
+            if unit is not None and unit == row.ahead and choice is not None:
+                return choice.stays != UNTIL_FORWARD
+        return False
 
     def memory(self, choices: Choices) -> list[int]:
         """The most bytes in each stretch."""
@@ -234,11 +270,13 @@ class Timeline:
         return Wanted(row.like, own, (new - 1 if new else None, new), ahead, new + row.alive - old)
 
 
-def _difference(one: Pair, other: Pair) -> tuple[int, int, int]:
-    """How much other choices differ: first by what is computed again, as gathered parameters are counted apart."""
+def _difference(one: Pair, other: Pair) -> tuple[int, int, int, int]:
+    """How much ``other`` choices differ from ``one``: first by what is computed again, as gathered parameters are counted
+    apart. Of those that stay it is known what they take more, and not what others would take less."""
+    both = [(a, b) for a, b in zip(one, other, strict=True) if a is not None and b is not None]
     again = [a is not None and b is not None and a.recomputes != b.recomputes for a, b in zip(one, other, strict=True)]
-    stays = sum(a is not None and b is not None and a.stays != b.stays for a, b in zip(one, other, strict=True))
-    return int(again[1]), int(again[0]), stays
+    longer = sum(b.stays < a.stays for a, b in both)
+    return int(again[1]), int(again[0]), longer, sum(b.stays > a.stays for a, b in both)
 
 
 def options_of(start: Keeps, recomputes: bool) -> list[Keeps]:

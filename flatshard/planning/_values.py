@@ -1,9 +1,11 @@
-"""Values of small integers and booleans on the meta device, for models whose forward asks for them.
+"""Values of small tensors on the meta device, for models whose forward asks for them.
 
 [Note: Values on meta]
 Some models look at their data: whether a mask is all ones, whether positions begin anew. Tensors on meta have no values. So
-what follows from the example inputs' integers and booleans alone is computed beside, on the CPU: an operation of which every
-tensor has values gives values. What depends on parameters or on floating-point inputs has none.
+what follows from constants and from the example inputs' integers and booleans alone is computed beside, on the CPU: an
+operation of which every tensor has values gives values. A tensor that is not on meta has its own. What depends on parameters,
+on floating-point inputs or on random numbers has none. An operation that writes what is not known takes its values from a
+tensor, and from all that share its memory.
 """
 
 from __future__ import annotations
@@ -24,16 +26,19 @@ class Values:
 
     def __init__(self) -> None:
         self._of = WeakIdKeyDictionary()
+        self._memory: set[int] = set()  # ids of the storages behind them, and of some that are gone
 
     def give(self, tensor: Tensor, like: Tensor) -> None:
-        """``tensor``, an input on meta, has the values of ``like``."""
+        """``tensor``, an input on meta, has the values of ``like``; if these are floating-point numbers, none."""
         if _is_whole(like) and like.device.type != "meta" and like.numel() <= LARGEST:
-            self._of[tensor] = like.detach().cpu().clone()
+            self._note(tensor, like.detach().cpu().clone())
+        elif tensor in self._of:  # it was made of ``like``
+            del self._of[tensor]
 
     def call(self, func: Any, args: Any, kwargs: dict[str, Any], compute: Callable[[], Any]) -> Any:
         """What ``func`` returns on meta, where ``compute`` does it, with values if they are known."""
         given = list(_tensors(args, kwargs))
-        known = all(t in self._of for t in given) and torch.Tag.nondeterministic_seeded not in func.tags
+        known = all(map(self._is_known, given)) and torch.Tag.nondeterministic_seeded not in func.tags
         if known and given and torch.Tag.data_dependent_output in func.tags:
             return self._on_cpu(func, args, kwargs)
         if known and given and torch.Tag.dynamic_output_shape in func.tags:
@@ -43,21 +48,45 @@ class Values:
             return result
         result = compute()
         made = list(_tensors(result))
-        if not made or not (known and all(t.numel() <= LARGEST for t in made)):
-            for tensor in made:  # what it has written to
-                if tensor in self._of:
-                    del self._of[tensor]
-        elif given or (all(map(_is_whole, made)) and "empty" not in func._schema.name):
+        is_small = known and all(t.numel() <= LARGEST for t in made) and any(t.is_meta for t in made)
+        if is_small and (given or "empty" not in func._schema.name):
             self._note(result, self._on_cpu(func, args, kwargs))
+        elif func._schema.is_mutable:
+            self._forget(_written(func, args, kwargs))
         return result
 
+    def _is_known(self, tensor: Tensor) -> bool:
+        return not tensor.is_meta or tensor in self._of
+
+    def _forget(self, tensors: list[Tensor]) -> None:
+        """Those that have been written to, and what shares their memory, have no values any more."""
+        written = {id(t.untyped_storage()) for t in tensors if t.is_meta}
+        if written & self._memory:  # else nothing is looked through
+            self._memory -= written
+            for known in [t for t in self._of if id(t.untyped_storage()) in written]:
+                del self._of[known]
+
+    def _value(self, tensor: Tensor) -> Tensor:
+        return self._of[tensor] if tensor.is_meta else tensor
+
     def _on_cpu(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        options = kwargs | {"device": torch.device("cpu")} if "device" in kwargs else kwargs
-        return func(*_mapped(self._of.__getitem__, args), **_mapped(self._of.__getitem__, options))
+        options = {name: value for name, value in kwargs.items() if name != "pin_memory"}  # needs an accelerator
+        options |= {"device": torch.device("cpu")} if "device" in kwargs else {}
+        return func(*_mapped(self._value, args), **_mapped(self._value, options))
 
     def _note(self, result: Any, values: Any) -> None:
         for tensor, value in zip(_tensors(result), _tensors(values), strict=True):
-            self._of[tensor] = value
+            if tensor.is_meta:
+                self._of[tensor] = value
+                self._memory.add(id(tensor.untyped_storage()))
+
+
+def _written(func: Any, args: Any, kwargs: dict[str, Any]) -> list[Tensor]:
+    """The arguments that ``func`` writes."""
+    arguments = func._schema.arguments
+    given = dict(zip((a.name for a in arguments), args, strict=False)) | kwargs
+    names = [a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write]
+    return list(_tensors([given[name] for name in names if name in given]))
 
 
 def _is_whole(tensor: Tensor) -> bool:

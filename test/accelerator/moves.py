@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from typing import Any
 
 import torch
@@ -122,14 +121,6 @@ def job(env: Env, **options: Any) -> dict[str, Any]:
 
     if env.is_simulated and "cpu_offload" not in options:
         made._copies.take = take_at_once  # type: ignore[method-assign]
-    stop = made._copies.stop
-
-    def stop_all() -> None:
-        stop()
-        if any(thread.name == "flatshard-copies" for thread in threading.enumerate()):
-            env.problems.append("copies of an attempt that failed are sent in the next one")
-
-    made._copies.stop = stop_all  # type: ignore[method-assign]
     for step in made.steps(range(6)):
         with made.attempt():
             failing = fails & {step}

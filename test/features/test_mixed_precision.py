@@ -315,8 +315,8 @@ def test_low_precision_masters_with_a_stateful_optimizer_are_warned_about(ctx):
     optimizer = torch.optim.AdamW(high.parameters())
     assert warned(high, optimizer) == 0
     for late in (optimizer, torch.optim.AdamW(nn.Linear(1, 1).parameters())):
-        low = sharded(BF16)
         late.step()
+        low = sharded(BF16)
         late.add_param_group({"params": low.parameters()})
         assert warned(low, late) == 1
 
