@@ -14,28 +14,22 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-import warnings
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
 
-from flatshard._composable.construct import validate
-from flatshard._composable.construct.options import unit_config
 from flatshard._composable.construct.policy import Policy, SplitRoot
 from flatshard._composable.find import units_of_parameters
-from flatshard._composable.fully_shard import choose
-from flatshard._composable.state import ModuleGroup
 from flatshard._config import MixedPrecision, ShardingStrategy
-from flatshard.planning import _plan
 from flatshard.planning._arguments import default_loss, parse_bytes, ranks_of, repeated
 from flatshard.planning._chooser import cheapest, peaks_along
 from flatshard.planning._fitted import Fit, GivenUp, UnitFit, Unlimited
 from flatshard.planning._optimizer import OptimizerChoice
-from flatshard.planning._program import Program, StepOptions
+from flatshard.planning._program import StepOptions
 from flatshard.planning._records import Ranks
 from flatshard.planning._report import Plan, in_bytes
+from flatshard.planning._settings import Setting, Step, steps_to
 from flatshard.planning._shorter import KEPT, Shortened, shortened
 from flatshard.planning._timeline import (
     UNTIL_BACKWARD,
@@ -139,7 +133,7 @@ def fit(
     offload = cpu_offload and device.partition(":")[0] != "cpu"
 
     def search_of(inputs: Any) -> _Search:
-        step = _Step(module, dataclasses.replace(options, example_inputs=inputs), others)
+        step = Step(module, dataclasses.replace(options, example_inputs=inputs), others)
         search = _Search(step, ranks, step.units(policy, ranks), budget, flops_per_byte, recompute)
         search.shorten()
         return search
@@ -171,76 +165,11 @@ def largest(peak: Callable[[int], int], budget: int) -> int:
 MOST_ROWS = 2**20
 
 
-@dataclass(frozen=True)
-class Setting:
-    """What holds for all units. [Note: What is given up]"""
-
-    split: bool = False
-    limit: int | None = None  # for what is gathered ahead: ``prefetch_limit_bytes``. 0: nothing is
-    joined: bool = False  # of a hybrid strategy: the parts are over all ranks
-    offload: bool = False
-
-    @property
-    def given_up(self) -> list[str]:
-        """In words."""
-        larger = f"units of more than {in_bytes(self.limit)} are not gathered ahead" if self.limit else ""
-        texts = {
-            "the outermost unit is split": self.split,
-            larger or "units are not gathered ahead": self.limit is not None,
-            "gradients and optimizer state are over all ranks, and parameters come across groups once": self.joined,
-            "parameters, gradients and optimizer state are on the host": self.offload,
-        }
-        return [text for text, holds in texts.items() if holds]
-
-
-class _Step:
-    """The step to plan, of one module."""
-
-    def __init__(self, module: nn.Module, options: StepOptions, others: dict[str, Any]) -> None:
-        self.module, self.options, self.others = module, options, others
-        validate.check_module(module)
-
-    def units(self, policy: Policy, ranks: Ranks) -> list[str]:
-        """The names of the units, without the outermost one."""
-        arguments = {"policy": "auto" if policy is None else policy}
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            choice = self._choice(arguments, ranks)
-        names = []
-        for unit in choice.planned:
-            if unit.config != choice.planned[0].config or isinstance(unit.module, ModuleGroup):
-                what = "is several modules" if isinstance(unit.module, ModuleGroup) else "has arguments of its own"
-                raise NotImplementedError(
-                    f"fit: by this policy unit {unit.fqn or '<root>'!r} {what}: pass classes, a function or names"
-                )
-            names += [unit.fqn] if unit.fqn else []
-        return names
-
-    def _choice(self, arguments: dict[str, Any], ranks: Ranks) -> Any:
-        defaults: dict[str, Any] = {
-            "strategy": ShardingStrategy.FULL_SHARD,
-            "backward_prefetch": "backward_pre",
-            "forward_prefetch": True,
-            "cpu_offload": None,
-        }
-        given: dict[str, Any] = defaults | self.others | arguments
-        policy, ignored = given.pop("policy"), given.pop("ignored_states")
-        return choose(self.module, policy, unit_config(**given), ignored, ranks.shards)
-
-    def plan(self, arguments: dict[str, Any], ranks: Ranks) -> Plan:
-        """The step, if the module is sharded with these arguments of ``fully_shard``."""
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            choice = self._choice(arguments, ranks)
-            _plan.check(choice, 0)
-            return _plan.plan_of(Program(self.module, _plan.changed(choice), ranks, self.options))
-
-
 class _Search:
     """Finds the cheapest choice within ``budget``. [Note: What is given up]"""
 
     def __init__(
-        self, step: _Step, ranks: Ranks, names: list[str], budget: int, flops_per_byte: float, recompute: bool
+        self, step: Step, ranks: Ranks, names: list[str], budget: int, flops_per_byte: float, recompute: bool
     ) -> None:
         self.step, self.ranks, self.names, self.budget = step, ranks, names, budget
         self.flops_per_byte, self.recomputes = flops_per_byte, recompute
@@ -515,7 +444,7 @@ class _Search:
         found = []
         search = self if self.short is None else self.short.search  # the rest of the model is the same
         now, before = search.plan(Setting(), search.start), Setting()
-        for text, changed in zip(setting.given_up, _steps_to(setting), strict=True):
+        for text, changed in zip(setting.given_up, steps_to(setting), strict=True):
             after_it = search.plan(changed, search.start)
             sent = after_it.sent_nbytes - now.sent_nbytes
             copied = (_copied(after_it) if changed.offload else 0) - (_copied(now) if before.offload else 0)
@@ -578,7 +507,7 @@ class _Shorter:
 
     def _search_of(self, module: nn.Module) -> _Search:
         whole = self.whole
-        step = _Step(module, whole.step.options, whole.step.others)
+        step = Step(module, whole.step.options, whole.step.others)
         names = [name for name in whole.names if _has(module, name)]
         return _Search(step, whole.ranks, names, whole.budget, whole.flops_per_byte, whole.recomputes)
 
@@ -637,13 +566,3 @@ def _copied(plan: Plan) -> int:
     """Bytes between host and device in a step, if all parts are on the host: parts to gather, and reduced gradients."""
     kinds = "all-gather", "reduce-scatter"
     return sum(collective.nbytes // collective.ranks for collective in plan.collectives if collective.kind in kinds)
-
-
-def _steps_to(setting: Setting) -> list[Setting]:
-    """The settings that lead to ``setting``, one change after the other."""
-    changes = vars(setting)
-    found = [Setting()]
-    for name, value in changes.items():
-        changed = dataclasses.replace(found[-1], **{name: value})
-        found += [changed] if changed != found[-1] else []
-    return found[1:]

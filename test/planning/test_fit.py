@@ -277,7 +277,7 @@ def searches(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("name", some(["gpt", "uneven", "conv", "residual"], 3))
+@pytest.mark.parametrize("name", some(["residual", "conv", "uneven", "gpt"], 3))
 def test_a_few_plans_say_the_peak_of_any_choice(monkeypatch, name: str):
     """In each setting: whether the outermost unit is split, whether units are gathered ahead; and of several microbatches."""
     found = searches(monkeypatch)
@@ -289,13 +289,14 @@ def test_a_few_plans_say_the_peak_of_any_choice(monkeypatch, name: str):
     for changes in ({}, {"device": "cuda"}, {"microbatches": 2}):
         fit(model, bytes_per_rank="1 GiB", **given | changes)
         search = found[-1]
-        for setting in (_fit.Setting(), _fit.Setting(split=True), _fit.Setting(limit=0)):
+        limits = [0, *search._sizes(_fit.Setting())[:-1]]
+        for setting in (_fit.Setting(), _fit.Setting(split=True), *[_fit.Setting(limit=each) for each in limits[:3]]):
             timeline = search._timeline(setting)
             kinds = _timeline.options_of(search.start[0], True)
             for _ in range(3):
                 choices = tuple(draws.choice(kinds) for _ in search.names)
                 peak = search.peak(setting, choices)
-                assert abs(max(timeline.memory(choices)) - peak) <= 0.02 * peak, (changes, setting, choices)
+                assert abs(max(timeline.memory(choices)) - peak) <= 0.005 * peak, (changes, setting, choices)
 
 
 def all_choices(search: Any, setting: Any) -> tuple[Tensor, Tensor]:
@@ -324,7 +325,7 @@ def all_choices(search: Any, setting: Any) -> tuple[Tensor, Tensor]:
     [
         (lambda: uneven(7), {}),
         (lambda: nn.Sequential(uneven(9), nn.Linear(16, 300)), {"world_size": 2}),
-        (lambda: Gpt(6), {"policy": Block, "example_inputs": (torch.arange(48).view(2, 24),), "flops_per_byte": 5.0}),
+        (lambda: Gpt(3), {"policy": Block, "example_inputs": (torch.arange(48).view(2, 24),), "flops_per_byte": 5.0}),
     ],
 )
 def test_the_cheapest_of_all_choices(monkeypatch, make: Any, changes: dict[str, Any]):
@@ -351,13 +352,13 @@ def test_a_long_model_is_planned_once(monkeypatch):
     model = on_meta(lambda: Gpt(14))
     given = options("gpt")
     planned: list[int] = []
-    plan_step = _fit._Step.plan
+    plan_step = _fit.Step.plan
 
     def counted(step: Any, *arguments: Any) -> Any:
         planned.append(len(step.module.blocks))
         return plan_step(step, *arguments)
 
-    monkeypatch.setattr(_fit._Step, "plan", counted)
+    monkeypatch.setattr(_fit.Step, "plan", counted)
     most = plan(model, policy="auto", strategy="shard_grad_op", compare=False, **given).total_peak.nbytes
     budget = most // 2
     expected = fit(model, bytes_per_rank=budget, **given)
@@ -461,16 +462,16 @@ def test_parts_on_the_host():
 def test_the_largest_batch():
     """One row more does not fit, whatever is given up."""
     given = options("gpt")
-    budget = 2 * plan(on_meta(Gpt), policy="auto", recompute=True, compare=False, **given).total_peak.nbytes
-    fitted = fit(on_meta(Gpt), bytes_per_rank=budget, largest_batch=True, **given)
+    budget = 2 * plan(on_meta(lambda: Gpt(2)), policy="auto", recompute=True, compare=False, **given).total_peak.nbytes
+    fitted = fit(on_meta(lambda: Gpt(2)), bytes_per_rank=budget, largest_batch=True, **given)
     assert fitted.batch is not None
     assert fitted.batch > len(IDS)
     assert f"the largest microbatch: {fitted.batch} rows" in str(fitted)
     with pytest.raises(ValueError, match="does not fit"):
         fit(
-            on_meta(Gpt),
+            on_meta(lambda: Gpt(2)),
             bytes_per_rank=budget,
             **given | {"example_inputs": _arguments.repeated((IDS,), fitted.batch + 1)},
         )
     with pytest.raises(ValueError, match="needs example_inputs with a first dimension"):
-        fit(on_meta(Gpt), bytes_per_rank=budget, largest_batch=True, **given | {"example_inputs": ()})
+        fit(on_meta(lambda: Gpt(2)), bytes_per_rank=budget, largest_batch=True, **given | {"example_inputs": ()})

@@ -1,0 +1,96 @@
+"""What holds for all units of a step (``Setting``), and the step that is planned for it. See ``_fit.py``."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from flatshard._composable.construct import validate
+from flatshard._composable.construct.options import unit_config
+from flatshard._composable.construct.policy import Policy
+from flatshard._composable.fully_shard import choose
+from flatshard._composable.state import ModuleGroup
+from flatshard._config import ShardingStrategy
+from flatshard.planning import _plan
+from flatshard.planning._program import Program, StepOptions
+from flatshard.planning._records import Ranks
+from flatshard.planning._report import Plan, in_bytes
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What holds for all units. [Note: What is given up]"""
+
+    split: bool = False
+    limit: int | None = None  # for what is gathered ahead: ``prefetch_limit_bytes``. 0: nothing is
+    joined: bool = False  # of a hybrid strategy: the parts are over all ranks
+    offload: bool = False
+
+    @property
+    def given_up(self) -> list[str]:
+        """In words."""
+        larger = f"units of more than {in_bytes(self.limit)} are not gathered ahead" if self.limit else ""
+        texts = {
+            "the outermost unit is split": self.split,
+            larger or "units are not gathered ahead": self.limit is not None,
+            "gradients and optimizer state are over all ranks, and parameters come across groups once": self.joined,
+            "parameters, gradients and optimizer state are on the host": self.offload,
+        }
+        return [text for text, holds in texts.items() if holds]
+
+
+class Step:
+    """The step to plan, of one module."""
+
+    def __init__(self, module: nn.Module, options: StepOptions, others: dict[str, Any]) -> None:
+        self.module, self.options, self.others = module, options, others
+        validate.check_module(module)
+
+    def units(self, policy: Policy, ranks: Ranks) -> list[str]:
+        """The names of the units, without the outermost one."""
+        arguments = {"policy": "auto" if policy is None else policy}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            choice = self._choice(arguments, ranks)
+        names = []
+        for unit in choice.planned:
+            if unit.config != choice.planned[0].config or isinstance(unit.module, ModuleGroup):
+                what = "is several modules" if isinstance(unit.module, ModuleGroup) else "has arguments of its own"
+                raise NotImplementedError(
+                    f"fit: by this policy unit {unit.fqn or '<root>'!r} {what}: pass classes, a function or names"
+                )
+            names += [unit.fqn] if unit.fqn else []
+        return names
+
+    def _choice(self, arguments: dict[str, Any], ranks: Ranks) -> Any:
+        defaults: dict[str, Any] = {
+            "strategy": ShardingStrategy.FULL_SHARD,
+            "backward_prefetch": "backward_pre",
+            "forward_prefetch": True,
+            "cpu_offload": None,
+        }
+        given: dict[str, Any] = defaults | self.others | arguments
+        policy, ignored = given.pop("policy"), given.pop("ignored_states")
+        return choose(self.module, policy, unit_config(**given), ignored, ranks.shards)
+
+    def plan(self, arguments: dict[str, Any], ranks: Ranks) -> Plan:
+        """The step, if the module is sharded with these arguments of ``fully_shard``."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            choice = self._choice(arguments, ranks)
+            _plan.check(choice, 0)
+            return _plan.plan_of(Program(self.module, _plan.changed(choice), ranks, self.options))
+
+
+def steps_to(setting: Setting) -> list[Setting]:
+    """The settings that lead to ``setting``, one change after the other."""
+    changes = vars(setting)
+    found = [Setting()]
+    for name, value in changes.items():
+        changed = dataclasses.replace(found[-1], **{name: value})
+        found += [changed] if changed != found[-1] else []
+    return found[1:]
