@@ -496,10 +496,10 @@ def test_a_receiver_that_does_not_apply(alone):
             sender.publish()
             assert receiver.held_nbytes <= 2_000_000
         assert receiver.held_nbytes > 1_000_000
-        receiver.poll()  # versions that have been dropped come again, and are dropped again
-        assert receiver.apply().version == 2
-        receiver.poll()
-        assert receiver.apply().version == 4
+        for version in range(1, 5):
+            receiver.poll()  # versions that have been dropped come again, and those after the first are dropped again
+            assert receiver.held_nbytes <= 2_000_000
+            assert receiver.apply().version == version
     assert receiver.held_nbytes == 0
     check_has(receiver.weights, model, torch.bfloat16)
 
