@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from flatshard._composable.find import units_below
 from flatshard._errors import name_list
+from flatshard._handle.adapters.tensor_subclass import is_wrapper
 from flatshard._handle.tensors.shard_info import ShardInfo
 from flatshard._handle.tensors.sharded_parameter import ShardedParameter, shard_info
 from flatshard.checkpoint._sharded_value import ShardedValue, check_source, local_source, sharded_value
@@ -166,10 +167,16 @@ def shown(named: Named, key: str, value: Any, raises: bool = True) -> Any:
     """A value of an optimizer's state, as a state dict has it. [Note: Values of an optimizer's state]
 
     Raises:
-        NotImplementedError: it has a shape of its own, and ``raises``.
+        NotImplementedError: it has a shape of its own, or tensors inside, and ``raises``.
     """
     if not isinstance(value, torch.Tensor) or isinstance(value, ShardedValue):
         return value
+    if raises and named.info is not None and is_wrapper(value) and not named.info.is_whole:
+        raise NotImplementedError(
+            f"the optimizer's state {key!r} of {named.fqn!r} is a {type(value).__name__}, with tensors inside that belong to "
+            "this rank's elements alone (a scale of a quantised part): no other layout can take it. Save "
+            "optimizer.state_dict() by each rank, and load it on the same rank of as many"
+        )
     piece = named.piece(value)
     if piece is not None:
         return sharded_value(piece.detach(), named.param)
