@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from flatshard._comm.monitor.messages import default_group, membership
-from flatshard.checkpoint import save_checkpoint
+from flatshard.checkpoint import MeetingError, save_checkpoint
 from flatshard.elastic._exchange import Channel
 
 _NAME = re.compile(r"step-(\d+)")
@@ -32,6 +32,7 @@ class Checkpoints:
     def __init__(self, directory: Path, every: int, say: Callable[[str], object]) -> None:
         self.directory, self.every, self._say = directory, every, say
         self._under: tuple[Path, Future[None]] | None = None
+        self._has_begun = False  # some save has, so what is given can be saved
         self._saved: list[Path] = []  # whole, oldest first
 
     def newest(self) -> Path | None:
@@ -44,22 +45,34 @@ class Checkpoints:
     def save(self, step: int, state: Mapping[str, Any], timeout: timedelta) -> None:
         """Begin to save, if it is time. All ranks call it after the same step.
 
+        What cannot be saved at all raises, at the first save. Why a later one cannot begin is said: a disk is full, or a
+        process that was stopped has begun to save there. A rank that has died is found by the collectives of the next step.
+
         Raises:
-            MeetingError, CollectiveError: a rank has died, or something could not be saved.
+            MeetingError: the first save could not begin.
+            CollectiveError: a rank has died.
         """
         if step % self.every:
             return
         group = default_group()
         assert group is not None
         path = self.directory / f"step-{step}"
-        ended = Channel(group, torch.device("cpu")).objects(self._under is None or self._under[1].done())
-        if not all(ended):
+        ended = self._under is None or self._under[1].done()
+        told = Channel(group, torch.device("cpu")).objects((ended, self._has_begun))
+        if not all(ended for ended, _ in told):
             self._say(f"{path} is not saved: the save before has not ended, so it takes longer than {self.every} steps")
             return
         self.wait()
         if membership(group)[0] == 0:
             self.directory.mkdir(parents=True, exist_ok=True)
-        self._under = path, save_checkpoint(path, state, overwrite=True, wait=False, timeout=timeout)
+        try:
+            save = save_checkpoint(path, state, overwrite=True, wait=False, timeout=timeout)
+        except MeetingError as e:
+            if not any(has_begun for _, has_begun in told):
+                raise
+            self._say(f"{path} is not saved: {e}")
+        else:
+            self._under, self._has_begun = (path, save), True
 
     def wait(self) -> None:
         """Wait for what is under way, and say how it ended."""

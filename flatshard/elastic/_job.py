@@ -87,9 +87,10 @@ class Job:
         checkpoints: a directory that all ranks see. Every ``save_every`` steps all is saved to ``step-<number>`` in it, while
             training goes on, and the newest two are kept. The job begins at the newest one there is, and goes back to it if
             some part of the model is left on no rank. Pass the same ``steps`` each time. A save during which a rank dies is
-            given up after ``patience`` seconds, and no other begins before.
+            given up after ``patience`` seconds, and no other begins before. A save that fails is left out, and ``say`` told;
+            but if the first one cannot begin, the job ends: what it has cannot be saved.
         save_every: see ``checkpoints``.
-        say: is called with a line of text when ranks were lost or have joined, on the first rank.
+        say: is called with a line of text when ranks were lost or have joined, or a save was left out, on the first rank.
 
     Raises:
         TypeError, ValueError, NotImplementedError: the model or an optimizer cannot move: see :func:`reshard_over`.

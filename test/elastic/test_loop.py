@@ -41,7 +41,7 @@ def alone() -> Iterator[Callable[[], World]]:
 def job_in(world: World, model: nn.Module | None = None, **options: Any) -> tuple[Job, nn.Module, Any]:
     model = flatshard.fully_shard(network() if model is None else model, policy={NormBlock})
     optimizer, scheduler = parts_of_job(model)
-    return Job(world, model, optimizer, [scheduler], say=lambda _: None, **options), model, optimizer
+    return Job(world, model, optimizer, [scheduler], **{"say": lambda _: None, **options}), model, optimizer
 
 
 def backward(model: nn.Module, step: int) -> None:
@@ -242,6 +242,25 @@ def test_checkpoints(alone, tmp_path):
     assert next(run) == 7
     with pytest.raises(ValueError, match="gradients are left that no optimizer has stepped"), job.attempt():
         backward(model, 7)
+
+
+def test_a_save_that_cannot_begin(alone, tmp_path):
+    """The first one ends the job. Later ones are left out, and it is said."""
+    said: list[str] = []
+    for blocked in (2, 4):
+        directory = tmp_path / str(blocked)
+        job, model, optimizer = job_in(alone(fresh=True), checkpoints=directory, save_every=2, say=said.append)
+        expected = pytest.raises(RuntimeError, match=r"step 2 failed twice, .*step-2' exists and is no checkpoint")
+        with expected if blocked == 2 else contextlib.nullcontext():
+            for step in job.steps(range(7)):
+                if step == blocked - 1:
+                    (directory / f"step-{blocked}").mkdir(parents=True, exist_ok=True)
+                with job.attempt():
+                    one_step(model, optimizer, step)
+                if job._checkpoints._under is not None:  # otherwise the next save may find this one under way
+                    job._checkpoints._under[1].result()
+    assert sorted(path.name for path in directory.iterdir()) == ["step-2", "step-4", "step-6"]
+    assert [text for text in said if "step-4 is not saved: " in text and "is no checkpoint" in text], said
 
 
 def test_several_models(alone):
