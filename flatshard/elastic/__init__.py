@@ -11,7 +11,7 @@ objects.
 
 *Copies*. When a step ends, each rank sends its parts to the next rank (on another host, where there is one), while the next
 step computes. An optimizer's step waits until all ranks have their copies, and only then older ones go: of two generations
-one is always whole. A rank keeps three times its parts in host memory for one copy, or four times with an accelerator.
+one is always whole. A rank keeps three times its parts in host memory for one copy, also with an accelerator.
 
 *Going on* (``World``, ``Job``). A dead rank ends gloo's connections, so the others fail in their next collective. They end
 the connections of all their groups, which reaches all at once, and meet at the store of the launcher. A rank that did not

@@ -1,16 +1,16 @@
 """Copies of each rank's parts on other ranks, in host memory: what is left of a rank that dies.
 
 [Note: One of two generations is whole]
-A *generation* is the state between two steps. When a step ends, each rank begins to send its parts from where they lie to
-the next rank, which receives them beside the copy that it has. They must not change until they have been sent: an
-optimizer's step waits for that, in a hook before it. Then ranks meet in a small all-reduce. Who passes it knows that *all*
-ranks have complete copies of the new generation. Only then it overwrites what it keeps of its own parts, and lets the older
-copy go. So if one rank that is left has passed, the new generation is whole: those that have not passed still have their
-own parts unchanged. If none has passed, all still have the older one.
+A *generation* is the state between two steps. When a step ends, a thread of each rank begins to send its parts from where
+they lie to the next rank, which receives them beside the copy that it has. Then ranks meet in a small all-reduce. Who passes
+it knows that *all* ranks have complete copies of the new generation. Only then the thread overwrites what the rank keeps of
+its own parts, and the older copy may go. Until the thread has ended, what is live must not change: an optimizer's step waits
+for that, in a hook before it. So if one rank that is left has passed, the new generation is whole: those that have not passed
+still have their own parts unchanged. If none has passed, all still have the older one.
 
 What a rank keeps: a copy of its own parts, and two of each rank that it keeps copies for. With ``copies=1`` these are three
-times its parts. From an accelerator four times: its own parts are sent from another copy, which is then kept.
-What is replicated, as units or over the replicas of a hybrid strategy, is copied already, and is not sent.
+times its parts. Fewer would not do: when the last copy of the new generation comes, the older one must be whole, with each
+part on two ranks. What is replicated, as units or over the replicas of a hybrid strategy, is copied already, and is not sent.
 
 [Note: What is not sent again]
 A frozen parameter is sent until both buffers that a rank receives into, one after the other, have it. Then it is not, as
@@ -19,10 +19,12 @@ pointer, and values that were loaded, are seen like any others. To compare is to
 differ, and are not compared. Senders tell which parts they leave out, in one small collective.
 
 [Note: Copies from an accelerator]
-Parts go to the host on a stream of their own. It waits for what has been issued, and no other stream waits for it. A thread
-waits until they are there, and sends them. So neither the host nor the next step waits, until an optimizer is to step: then
-the host waits for the thread, and nothing overwrites what has not been copied. Where ranks have died it does so, too: neither
-side of a copy is freed or written to while the device may be at it.
+A copy of its own parts to send from would be one more. So the thread brings them to the host piece by piece, on a stream of
+its own, and sends each piece from a small buffer, while the next one comes. The stream waits for what has been issued, and no
+other stream waits for it. When all ranks have their copies, the parts come once more, to where the older ones were kept. They
+are read twice: that is the price of three copies in place of four. Neither the host nor the next step waits, until an
+optimizer is to step. Then the host waits for the thread. Where ranks have died it does so, too: neither side of a copy is
+freed or written to while the device may be at it.
 
 [Note: Gradients between two steps]
 A gradient that an optimizer has stepped is done with, whether the user drops it now or at the begin of the next step. One
@@ -32,11 +34,13 @@ copies are sent, so a generation has a copy of its own. What a rank holds alone 
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,18 +48,20 @@ import torch
 import torch.distributed as dist
 
 from flatshard._comm.backends import GlooCollectives
-from flatshard._comm.collectives import Pending
+from flatshard._comm.collectives import Done, Pending, Works
 from flatshard._comm.progress import NOBODY
 from flatshard._composable.features.user_hooks import register_gradients_reduced_hook
 from flatshard._errors import name_list
-from flatshard._runtime import StreamEvent, Streams
+from flatshard._runtime import Streams
 from flatshard._trace import logger
 from flatshard.elastic import _units
 from flatshard.elastic._exchange import Channel, as_bytes
-from flatshard.elastic._values import GRAD, PARAM, At, Image, Key, Live, Manifest, Small, Trained
+from flatshard.elastic._values import GRAD, PARAM, At, Image, Key, Live, Manifest, Small, Trained, aligned
 
 Number = tuple[int, int]
 """Of a generation: the number of steps before it, and the epoch that it was taken in. A later one is greater."""
+
+_PIECE = 1 << 22  # bytes of a message at most
 
 
 @dataclass
@@ -76,27 +82,97 @@ class _Under:
     """A generation on its way."""
 
     generation: Generation
+    before: Generation | None  # that has its parts in the same places
     number: int  # of this rank's shard
     parts: dict[Key, torch.Tensor]  # of this rank, where they lie
     version: int
-    staged: Image | None  # they are sent from there: [Note: Copies from an accelerator]
-    pending: Pending
+    is_called: bool  # somebody waits for the next epoch, as far as this rank knows
     is_complete: bool = False  # all copies that this rank is to have are here
+    is_whole: bool = False  # so have all ranks
+    own: Image | None = None  # this rank's parts, when it is whole
+    thread: _Thread | None = None  # which does all this
 
 
-class _FromDevice:
-    """Copies to the host are under way, and then to other ranks. [Note: Copies from an accelerator]"""
+class _Host:
+    """Parts in host memory."""
 
-    def __init__(self, copied: StreamEvent, send: Callable[[], Pending]) -> None:
-        self._copied, self._send = copied, send
+    buffers: Sequence[torch.Tensor] = ()
+
+    def read(self, pieces: list[torch.Tensor], use: Callable[[list[torch.Tensor]], Pending]) -> Pending:
+        """Give ``pieces`` to ``use``, in order. Those that it got may change when what it returned has ended."""
+        return use(pieces)
+
+    def copying(self) -> AbstractContextManager[object]:
+        """Context to copy parts to the host in. At its end they are there."""
+        return contextlib.nullcontext()
+
+
+class _Device(_Host):
+    """Parts on an accelerator. [Note: Copies from an accelerator]"""
+
+    def __init__(self, device: torch.device) -> None:
+        streams = Streams.of(device)
+        assert streams is not None
+        self._streams, self._module = streams, torch.get_device_module(device)
+        self._side = self._module.Stream(device=device)
+        self.buffers = [torch.empty(_PIECE, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+
+    def follow(self) -> None:
+        """Read what has been issued until now."""
+        self._side.wait_stream(self._streams.current)
+
+    @contextlib.contextmanager
+    def copying(self) -> Iterator[None]:
+        with self._module.stream(self._side):
+            try:
+                yield
+            finally:
+                self._streams.record().wait_on_host()
+
+    def read(self, pieces: list[torch.Tensor], use: Callable[[list[torch.Tensor]], Pending]) -> Pending:
+        used: list[Pending] = [Done(), Done()]
+        for turn, batch in enumerate(_batches(pieces)):
+            used[turn % 2].wait()
+            here, end = list[torch.Tensor](), 0
+            with self.copying():
+                for piece in batch:
+                    place = self.buffers[turn % 2][end : end + piece.nbytes].view(piece.dtype)
+                    here.append(place.copy_(piece, non_blocking=True))
+                    end += aligned(piece.nbytes)
+            used[turn % 2] = use(here)
+        return Works(used)
+
+
+def _batches(pieces: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """As many of ``pieces`` at a time as a buffer has place for."""
+    batch, nbytes = list[torch.Tensor](), 0
+    for piece in pieces:
+        if batch and nbytes + piece.nbytes > _PIECE:
+            yield batch
+            batch, nbytes = [], 0
+        batch.append(piece)
+        nbytes += aligned(piece.nbytes)
+    if batch:
+        yield batch
+
+
+def _cut(part: torch.Tensor) -> Sequence[torch.Tensor]:
+    """The messages of a part: each of them fits into a buffer."""
+    return torch.split(part, _PIECE // part.itemsize) if part.numel() else ()
+
+
+class _Thread:
+    """What is done on a thread; ``wait`` raises what it raised."""
+
+    def __init__(self, do: Callable[[], object]) -> None:
+        self._do = do
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="flatshard-copies", daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
         try:
-            self._copied.wait_on_host()
-            self._send().wait()
+            self._do()
         except BaseException as e:
             self._error = e
 
@@ -112,12 +188,11 @@ class Copies:
     def __init__(self, job: Trained, extra: Iterable[Any], copies: int) -> None:
         self._job, self._extra, self._count = job, list(extra), copies
         self.generation: Generation | None = None
-        self.is_called = False  # the first rank knew, at the last `commit`, that somebody waits for the next epoch
+        self.is_called = False  # somebody waited for the next epoch, when what is kept was taken
         self.sent = 0  # bytes
         self._under: _Under | None = None
         self._spare: list[Image] = []
-        self._free: Image | None = None  # to stage the next parts in
-        self._side: Any = None  # the stream of copies from an accelerator
+        self._source = _Host()
         self._clock = 0
         self._reduced_at = [0] * len(job.units)
         self._stepped_at = [0] * len(job.optimizers)
@@ -187,21 +262,21 @@ class Copies:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the copies that are kept."""
-        under = self._under
-        aside = (self._free, None if under is None else under.staged)
-        kept = [*self._spare, *(image for image in aside if image is not None)]
-        for each in (self.generation, None if under is None else under.generation):
-            if each is not None:
-                kept += [*each.others, *([each.own] if each.own is not None else [])]
-        return sum(image.nbytes for image in {id(image): image for image in kept}.values())
+        """Bytes of the copies that are kept, and of buffers to send from."""
+        under, kept = self._under, [*self._spare]
+        if under is not None:
+            kept += [*under.generation.others, *([under.own] if under.own is not None else [])]
+        if self.generation is not None:
+            kept += [*self.generation.others, *([self.generation.own] if self.generation.own is not None else [])]
+        images = {id(image): image for image in kept}.values()
+        return sum(image.nbytes for image in images) + sum(buffer.nbytes for buffer in self._source.buffers)
 
     def _version(self, parts: dict[Key, torch.Tensor]) -> int:
         """Changes with parameters and with ``parts``."""
         return sum(unit.handle.version() for unit in self._job.units) + sum(part._version for part in parts.values())
 
-    def take(self, step: int) -> None:
-        """Begin to copy what is live: ``step`` steps have been made.
+    def take(self, step: int, is_called: bool = False) -> None:
+        """Begin to copy what is live: ``step`` steps have been made. ``is_called``: somebody waits for the next epoch.
 
         Raises:
             CollectiveError: a rank has died.
@@ -214,7 +289,7 @@ class Copies:
         manifest, before = live.manifest, self.generation
         is_alike = before is not None and alike(before.manifest, manifest)
         if not is_alike:
-            self._spare, self._free = [], None
+            self._spare = []
         if not is_alike or before is None or before.number[1] != self._epoch:  # so do ranks that have joined
             frozen = [at for at, param in self._job.params.items() if not param.requires_grad]
             self._frozen = [(at, PARAM) for at in frozen if not manifest.is_replicated(at.unit)]
@@ -235,61 +310,71 @@ class Copies:
         extra = [copy.deepcopy(each.state_dict()) for each in self._extra]
         generation = Generation((step, self._epoch), manifest, live.small(), extra, others)
         before = before if is_alike else None
-        staged: Image | None = None
-        if all(part.device.type == "cpu" for part in parts.values()):
-            pending = self._send(generation, before, parts)
-        else:
-            staged, pending = self._stage(generation, before, parts, number)
-        self._under = _Under(generation, number, parts, self._version(parts), staged, pending)
+        self._under = under = _Under(generation, before, number, parts, self._version(parts), is_called)
+        device = next((part.device for part in parts.values() if part.device.type != "cpu"), None)
+        if device is not None:
+            if not isinstance(self._source, _Device):
+                self._source = _Device(device)
+            self._source.follow()
+        under.thread = _Thread(functools.partial(self._copy, under))
 
-    def _stage(
-        self, generation: Generation, before: Generation | None, parts: dict[Key, torch.Tensor], number: int
-    ) -> tuple[Image, Pending]:
-        """Begin to copy ``parts`` to the host, and then to other ranks. [Note: Copies from an accelerator]"""
-        device = next(part.device for part in parts.values() if part.device.type != "cpu")
-        streams = Streams.of(device)
-        assert streams is not None
-        module = torch.get_device_module(device)
-        self._side = self._side or module.Stream(device=device)
-        staged, self._free = self._free or Image(generation.manifest, number, pin=True), None
-        self._side.wait_stream(streams.current)
-        with module.stream(self._side):
-            staged.fill(parts)
-            copied = streams.record()
-        on_host = {(v.at, v.name): staged.part(number, v) for unit in generation.manifest.values for v in unit}
-        return staged, _FromDevice(copied, lambda: self._send(generation, before, on_host))
+    def _copy(self, under: _Under) -> None:
+        """Send this rank's parts, and receive others'. When all are there, overwrite what is kept of its own."""
+        with self._channel.failing("copy", ""):
+            self._send(under).wait()
+            under.is_complete = True
+            told = torch.tensor([float(under.is_called)])
+            self._collectives.combine(told, "max").wait()
+        under.is_called, under.is_whole = bool(told), True
+        self._fill(under)
 
-    def _send(self, generation: Generation, before: Generation | None, parts: dict[Key, torch.Tensor]) -> Pending:
-        """Begin to send ``parts``, which are in host memory, and to receive others'. ``before``: it has the same kinds."""
-        rank, size, manifest = self._channel.rank, self._channel.size, generation.manifest
-        generation.same = frozenset() if before is None else self._unchanged(before, parts)
+    def _send(self, under: _Under) -> Pending:
+        """Begin to send this rank's parts, and to receive others'."""
+        rank, size, generation, before = self._channel.rank, self._channel.size, under.generation, under.before
+        manifest = generation.manifest
+        generation.same = frozenset() if before is None else self._unchanged(before, under.parts)
         left_out = self._told(generation.same & before.same if before is not None else frozenset())
-        to = [
-            (as_bytes(part), (rank + shift) % size)
-            for shift in self._shifts
+        pieces = [
+            piece
             for unit, values in enumerate(manifest.values)
-            if not manifest.is_replicated(unit)
+            if self._shifts and not manifest.is_replicated(unit)
             for v in values
-            if (v.at, v.name) not in left_out[rank] and (part := parts[v.at, v.name]).numel()
+            if (v.at, v.name) not in left_out[rank]
+            for piece in _cut(under.parts[v.at, v.name])
         ]
         into = [
-            (as_bytes(part), (rank - shift) % size)
+            (as_bytes(piece), (rank - shift) % size)
             for shift, image in zip(self._shifts, generation.others, strict=False)  # none, if nothing is sharded
             for part in image.parts(without=left_out[(rank - shift) % size])
+            for piece in _cut(part)
         ]
-        self.sent += sum(part.nbytes for part, _ in to)
-        with self._channel.failing("copy", ""):
-            return self._collectives.exchange(to, into, NOBODY)
+
+        def send(pieces: list[torch.Tensor]) -> Pending:
+            to = [(as_bytes(piece), (rank + shift) % size) for shift in self._shifts for piece in pieces]
+            self.sent += sum(piece.nbytes for piece, _ in to)
+            return self._collectives.exchange(to, [], NOBODY)
+
+        receiving = self._collectives.exchange([], into, NOBODY)
+        return Works([receiving, self._source.read(pieces, send)])
 
     def _unchanged(self, before: Generation, parts: dict[Key, torch.Tensor]) -> frozenset[Key]:
         """The frozen parts that are bit for bit as in ``before``. [Note: What is not sent again]"""
         own = before.own
         if own is None or before.number[1] != self._epoch:
             return frozenset()
-        kept = {
-            (v.at, v.name): own.part(own.number, v) for unit in own.manifest.values for v in unit if v.name == PARAM
-        }
-        return frozenset(key for key in self._frozen if torch.equal(_as_ints(parts[key]), _as_ints(kept[key])))
+        values = (v for values in own.manifest.values for v in values if v.name == PARAM)
+        kept = {(v.at, v.name): _cut(own.part(own.number, v)) for v in values}
+        expected = ((key, piece) for key in self._frozen for piece in kept[key])
+        differ: set[Key] = set()
+
+        def compare(pieces: list[torch.Tensor]) -> Pending:
+            for piece, (key, old) in zip(pieces, expected, strict=False):
+                if not torch.equal(_as_ints(piece), _as_ints(old)):
+                    differ.add(key)
+            return Done()
+
+        self._source.read([piece for key in self._frozen for piece in _cut(parts[key])], compare).wait()
+        return frozenset(self._frozen) - differ
 
     def _told(self, left_out: frozenset[Key]) -> list[frozenset[Key]]:
         """What each rank does not send again, by rank. All have the same frozen parameters."""
@@ -298,7 +383,7 @@ class Copies:
         every = self._channel.objects([number for number, key in enumerate(self._frozen) if key in left_out])
         return [frozenset(self._frozen[number] for number in numbers) for numbers in every]
 
-    def commit(self, is_called: bool = False) -> None:
+    def commit(self) -> None:
         """Wait until all ranks have their copies of what ``take`` has begun. [Note: One of two generations is whole]
 
         Raises:
@@ -308,50 +393,67 @@ class Copies:
         under = self._under
         if under is None:
             return
-        with self._channel.failing("copy", ""):
-            under.pending.wait()
-            if self._version(under.parts) != under.version:
-                raise ValueError(
-                    f"{self._job.verb}: parameters, or an optimizer's state, changed between the end of a step and the next "
-                    "step of an optimizer, while they were copied: change them behind the optimizer's step, and pass all "
-                    "optimizers to the Job"
-                )
-            under.is_complete = True
-            told = torch.tensor([float(is_called)])
-            self._collectives.combine(told, "max").wait()
-        self.is_called = bool(told)
+        assert under.thread is not None
+        under.thread.wait()
+        self._check_as_taken(under)
         self._keep(under)
 
+    def _check_as_taken(self, under: _Under) -> None:
+        if self._version(under.parts) != under.version:
+            raise ValueError(
+                f"{self._job.verb}: parameters, or an optimizer's state, changed between the end of a step and the next "
+                "step of an optimizer, while they were copied: change them behind the optimizer's step, and pass all "
+                "optimizers to the Job"
+            )
+
+    def _fill(self, under: _Under) -> None:
+        """Copy this rank's parts, to where those of the older generation are."""
+        now, before = under.generation, under.before
+        with self._source.copying():
+            if before is not None and before.own is not None and before.own.number == under.number:
+                under.own = before.own
+                under.own.fill(under.parts, without=now.same)
+            else:
+                under.own = Image(now.manifest, under.number, pin=isinstance(self._source, _Device))
+                under.own.fill(under.parts)
+
     def _keep(self, under: _Under) -> None:
-        before, now = self.generation, under.generation
-        own = None
-        if before is not None and alike(before.manifest, now.manifest):
-            self._spare = before.others
-            if before.own is not None and before.own.number == under.number:
-                own, before.own = before.own, None
-        if under.staged is not None:
-            now.own, self._free = under.staged, own
-        else:
-            now.own = Image(now.manifest, under.number) if own is None else own
-            now.own.fill(under.parts, without=now.same if own is not None else frozenset())
-        self.generation, self._under = now, None
+        """The generation on its way is the one that is kept."""
+        if under.before is not None:
+            self._spare = under.before.others
+        under.generation.own = under.own
+        self.generation, self._under, self.is_called = under.generation, None, under.is_called
 
     def settle(self) -> None:
         """Wait until nothing is on its way: no memory may go that is sent or received into."""
         if self._under is not None:
-            try:
-                self._under.pending.wait()
-            except RuntimeError as e:
-                logger.debug("copies that nobody needs any more: %s", e)
+            self._end(self._under)
             self._under = None
+
+    def _end(self, under: _Under) -> None:
+        assert under.thread is not None
+        try:
+            under.thread.wait()
+        except RuntimeError as e:
+            logger.debug("copies that nobody needs any more: %s", e)
 
     # -- after a death -------------------------------------------------------------------------------------------------
 
     def stop(self) -> None:
-        """The groups have ended. What is complete may yet turn out to be whole."""
-        if self._under is not None and not self._under.is_complete:
-            if self._under.staged is not None:
-                self.settle()
+        """The groups have ended. What is complete may yet turn out to be whole.
+
+        Raises:
+            ValueError: parameters have changed since ``take``.
+        """
+        under = self._under
+        if under is None:
+            return
+        self._end(under)
+        if under.is_complete:
+            self._check_as_taken(under)
+        if under.is_whole:
+            self._keep(under)
+        elif not under.is_complete:
             self._under = None
 
     @property
@@ -366,16 +468,17 @@ class Copies:
     def go_back(self, number: Number) -> Generation:
         """Keep generation ``number``, which is whole."""
         if self._under is not None and self._under.generation.number == number:
+            self._fill(self._under)
             self._keep(self._under)
         self._under = None
         assert self.generation is not None
         assert self.generation.number == number, (self.generation.number, number)
-        self._spare, self._free = [], None
+        self._spare = []
         return self.generation
 
     def forget(self) -> None:
         """What is kept is not whole."""
-        self.generation, self._under, self._spare, self._free = None, None, [], None
+        self.generation, self._under, self._spare = None, None, []
 
 
 def _as_ints(tensor: torch.Tensor) -> torch.Tensor:

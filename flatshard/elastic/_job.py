@@ -81,8 +81,8 @@ class Job:
         extra: what else goes back with the model, anything with ``state_dict`` and ``load_state_dict``: schedulers, samplers,
             counters.
         copies: how many ranks keep copies of each rank's parts: so many may die at once. Each rank keeps ``1 + 2 * copies``
-            times its parts in host memory beside the model, one more with parameters on an accelerator, and a recovery up to
-            ``2 + copies`` times more. What is frozen is not sent again after the first steps.
+            times its parts in host memory beside the model, with parameters on an accelerator 8 MiB more, and a recovery
+            up to ``2 + copies`` times more. What is frozen is not sent again after the first steps.
         every: take copies after so many steps. A death loses as many.
         checkpoints: a directory that all ranks see. Every ``save_every`` steps all is saved to ``step-<number>`` in it, while
             training goes on, and the newest two are kept. The job begins at the newest one there is, and goes back to it if
@@ -118,7 +118,7 @@ class Job:
         _check_extra(self._extra)
         self._copies = Copies(job, self._extra, copies)
         for number, optimizer in enumerate(job.optimizers):
-            optimizer.register_step_pre_hook(lambda *_: self._commit())
+            optimizer.register_step_pre_hook(lambda *_: self._copies.commit())
             optimizer.register_step_post_hook(lambda *_, number=number: self._copies.note_stepped(number))
         self._checkpoints = (
             None if checkpoints is None else Checkpoints(Path(checkpoints), save_every, self._tell_first)
@@ -230,12 +230,8 @@ class Job:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> bool:
         if error is None:
             self._at += 1
-            if self._at % self._every == 0:
-                self._try(lambda: self._copies.take(self._at))
-            else:  # no optimizer may have stepped
-                self._try(self._commit)
-            if self._checkpoints is not None and self._failed is None:
-                self._try(self._save)
+            if self._checkpoints is None or self._try(self._save):  # first: one that fails comes again with its step
+                self._try(self._copy)
             return False
         if isinstance(error, GeneratorExit) or not _may_be_death(error):
             self._world.fail(f"{type(error).__name__}: {error}")
@@ -261,10 +257,17 @@ class Job:
     def _fail(self, error: BaseException) -> None:
         self._failed = f"{type(error).__name__}: {error}"
         self._world.abort()  # so that the others notice, and nothing writes to the copies
-        self._copies.stop()
+        try:
+            self._copies.stop()
+        except Exception as e:
+            self._world.fail(f"{type(e).__name__}: {e}")
+            raise
 
-    def _commit(self) -> None:
-        self._copies.commit(self._world.rank == 0 and self._world.called())
+    def _copy(self) -> None:
+        if self._at % self._every == 0:
+            self._copies.take(self._at, self._world.rank == 0 and self._world.called())
+        else:  # no optimizer may have stepped
+            self._copies.commit()
 
     def _save(self) -> None:
         assert self._checkpoints is not None

@@ -272,10 +272,13 @@ def _options(given: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in given.items() if key not in ("params", "param_names")}
 
 
+def aligned(nbytes: int) -> int:
+    """Where the next value begins, of any dtype, behind one of ``nbytes``."""
+    return -(-nbytes // 16) * 16
+
+
 class Image:
     """A copy of one rank's parts, in one buffer in host memory."""
-
-    _ALIGNMENT = 16  # bytes
 
     def __init__(self, manifest: Manifest, number: int, with_replicated: bool = True, pin: bool = False) -> None:
         """``number``: of the shard. ``with_replicated``: also units that each rank has all of. ``pin``: in memory that an
@@ -291,7 +294,7 @@ class Image:
                 start, stop = manifest.span(value.at, own)
                 nbytes = (stop - start) * value.dtype.itemsize
                 self._at[value.at, value.name] = end, end + nbytes
-                end += -(-nbytes // self._ALIGNMENT) * self._ALIGNMENT
+                end += aligned(nbytes)
         self.buffer = torch.empty(end, dtype=torch.uint8, pin_memory=pin)
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -12,6 +13,7 @@ import flatshard
 from flatshard import CPUOffload, MixedPrecision
 from flatshard import ShardingStrategy as S
 from flatshard._comm.monitor.messages import interrupt
+from flatshard.elastic import _copies
 from flatshard.elastic._exchange import Channel
 from flatshard.elastic._world import Member, World
 
@@ -88,6 +90,16 @@ def lost_connection(*_: Any) -> None:
     raise RuntimeError("gloo: connection lost")
 
 
+def lose_answer(collectives: Any) -> None:
+    combine = collectives.combine
+
+    def lost(*args: Any) -> None:
+        combine(*args).wait()
+        lost_connection()
+
+    collectives.combine = lost
+
+
 @cases.add(
     {
         "full": {},
@@ -101,20 +113,25 @@ def lost_connection(*_: Any) -> None:
 )
 def job(env: Env, **options: Any) -> dict[str, Any]:
     """Steps fail on the device, while copies to the host, gathers or reductions are under way; on CPU none fails. The host
-    does not wait when copies begin.
+    does not wait when copies begin, and keeps three times its parts, and two small buffers to send from.
     """
+    with mock.patch.object(_copies, "_PIECE", 256):  # bytes: less than most parts have
+        return train_job(env, **options)
+
+
+def train_job(env: Env, **options: Any) -> dict[str, Any]:
     world = Here(env)
     model = env.shard(env.make(), process_group=world.group, **options)
     optimizer = sgd(model.parameters())
     made = flatshard.elastic.Job(world, model, optimizer, say=lambda _: None)
-    fails, take = {1, 2, 3, 4} if env.is_simulated else set(), made._copies.take
+    fails, take, kept = {1, 2, 3, 4, 5} if env.is_simulated else set(), made._copies.take, list[int]()
 
-    def take_at_once(step: int) -> None:
+    def take_at_once(*args: Any) -> None:
         from accelerator.machine import lines_of
         from accelerator.sim import sim
 
         before = len(sim.host_syncs)
-        take(step)
+        take(*args)
         for why, stack in sim.host_syncs[before:]:
             if any(line.endswith(" take") for line in lines_of(stack)):  # and not by the thread
                 env.problems.append("\n    ".join([f"the host waits: {why}", *lines_of(stack)[:8]]))
@@ -134,6 +151,7 @@ def job(env: Env, **options: Any) -> dict[str, Any]:
                 loss = mean_square(output)
                 if step == 4 and failing:
                     output.register_hook(lost_connection)
+                kept.append(made.copied_nbytes)
                 loss.backward()
             finally:
                 if hook is not None:
@@ -141,4 +159,17 @@ def job(env: Env, **options: Any) -> dict[str, Any]:
             if step == 3 and failing:
                 lost_connection()
             optimizer.step()
+            if step == 4 and 5 in fails and env.rank == 1:  # alone it does not learn that all ranks have their copies
+                lose_answer(made._copies._collectives)
+            if step == 5 and failing:
+                if env.rank == 3:  # as one that takes its place: what it gets are the copies of another rank
+                    made._copies.forget()
+                lost_connection()
+    newest = made._copies.generation
+    assert newest is not None
+    assert newest.own is not None
+    values = [v for p in model.parameters() for v in (p, optimizer.state[p]["momentum_buffer"])]
+    assert newest.own.nbytes <= sum(v.nbytes + 15 for v in values)  # each begins at a multiple of 16
+    buffers = 2 * 256 if env.is_simulated and "cpu_offload" not in options else 0
+    assert max(kept) <= 3 * max(image.nbytes for image in (newest.own, *newest.others)) + buffers
     return numbers(model)

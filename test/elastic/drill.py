@@ -33,7 +33,7 @@ ROWS = 12
 
 POINTS: dict[str, list[tuple[Any, str]]] = {
     "step": [(Runtime, "all_gather"), (Runtime, "reduce_scatter"), (torch.optim.AdamW, "step")],
-    "copies": [(_copies.Copies, "take"), (_copies.Copies, "commit"), (_copies.Copies, "_keep")],
+    "copies": [(_copies.Copies, name) for name in ("take", "_send", "_fill", "commit", "_keep")],
     "saving": [
         (_checkpoints.Checkpoints, "save"),
         (_checkpoints.Checkpoints, "wait"),
