@@ -10,6 +10,8 @@ autocast. ``flatshard, gloo alone`` shares no memory between ranks. ``--full`` a
 (``no_communication.py``).
 
 CPU is what rank 0 spends in a step, user and system, in all of its threads: the load of the machine changes it less.
+Page faults are rank 0's minor ones in a step: memory that the process had not, which the system zeroes. They are a count.
+All contenders share one process and its heap.
 
 The floor is the plain model's step without any communication, on each rank's own batch (bf16: all of it in bfloat16).
 """
@@ -18,9 +20,10 @@ from __future__ import annotations
 
 import argparse
 import gc
+import resource
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
@@ -46,8 +49,17 @@ def config(args: argparse.Namespace) -> GPTConfig:
     return GPTConfig(256, args.context, args.layers, args.width, heads=8)
 
 
-def contender(name: str, args: argparse.Namespace, setting: Setting, cpu: list[float]) -> Callable[[], float]:
-    """Seconds of a step, until the slowest rank is done. ``cpu``: gets the seconds of CPU of this one."""
+@dataclass
+class Used:
+    """What a contender's steps took of this rank."""
+
+    cpu: list[float] = field(default_factory=list)
+    """Seconds, user and system."""
+    faults: list[int] = field(default_factory=list)
+
+
+def contender(name: str, args: argparse.Namespace, setting: Setting, used: Used) -> Callable[[], float]:
+    """Seconds of a step, until the slowest rank is done. ``used``: gets what this one took."""
     if name == EACH:
         setting = replace(setting, reduced=True)
     elif name == ALONE:
@@ -63,46 +75,57 @@ def contender(name: str, args: argparse.Namespace, setting: Setting, cpu: list[f
 
     def step() -> None:
         before, _config.SHARED_MEMORY = _config.SHARED_MEMORY, shared
-        began = time.process_time()
+        began, faults = time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_minflt
         job.step()
-        cpu.append(time.process_time() - began)
+        used.faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - faults)
+        used.cpu.append(time.process_time() - began)
         _config.SHARED_MEMORY = before
 
     return lambda: seconds_of_all(step)
 
 
-def column(args: argparse.Namespace, setting: Setting) -> tuple[dict[str, Figure], dict[str, Figure], Figure]:
-    """Every contender's ratio to FSDP2, that of its CPU, and FSDP2's milliseconds."""
+def column(args: argparse.Namespace, setting: Setting) -> tuple[list[dict[str, Figure]], Figure]:
+    """Every contender's ratio to FSDP2, that of its CPU, its page faults; and FSDP2's milliseconds."""
     more = {EACH: setting.microbatches > 1, ALONE: args.full}
     names = [*SHARDED, GLOO, "DDP", *(name for name, is_there in more.items() if is_there), FLOOR]
-    cpu: dict[str, list[float]] = {name: [] for name in names}
-    times = interleaved({name: contender(name, args, setting, cpu[name]) for name in names}, args.rounds, warm_up=1)
-    base, base_cpu = times["FSDP2"], cpu["FSDP2"][1:]
-    found = ({n: over(series, base) for n, series in times.items()}, {n: over(cpu[n][1:], base_cpu) for n in names})
-    return *found, spread(1e3 * value for value in base)
+    used = {name: Used() for name in names}
+    times = interleaved({name: contender(name, args, setting, used[name]) for name in names}, args.rounds, warm_up=1)
+    base, base_cpu = times["FSDP2"], used["FSDP2"].cpu[1:]
+    found = [
+        {n: over(series, base) for n, series in times.items()},
+        {n: over(each.cpu[1:], base_cpu) for n, each in used.items()},
+        {n: spread(each.faults[1:]) for n, each in used.items()},
+    ]
+    return found, spread(1e3 * value for value in base)
 
 
 def measure(args: argparse.Namespace) -> list[Table]:
-    columns: dict[str, dict[str, Figure]] = {}
-    cpu: dict[str, dict[str, Figure]] = {}
+    kinds: list[dict[str, dict[str, Figure]]] = [{}, {}, {}]
     base = []
     for name, setting in COLUMNS.items():
         progress(f"step time, {name}")
-        columns[name], cpu[name], milliseconds = column(args, setting)
+        found, milliseconds = column(args, setting)
+        for columns, figures in zip(kinds, found, strict=True):
+            columns[name] = figures
         base.append(f"{name} {milliseconds.text(0)}")
         gc.collect()
     tables = []
     floor = "the plain model's step without communication, on each rank's own batch, in the same rounds"
     what = (
-        f"over FSDP2's, GPT of {numel(config(args)) / 1e6:.1f} M parameters, {dist.get_world_size()} gloo ranks; "
+        f"GPT of {numel(config(args)) / 1e6:.1f} M parameters, {dist.get_world_size()} gloo ranks; "
         f"medians of {args.rounds} rounds"
     )
-    for name, title, found in (("step_time", "step time", columns), ("step_cpu", "CPU of a step", cpu)):
-        rows = by_column(found)
+    names = (
+        ("step_time", "step time over FSDP2's"),
+        ("step_cpu", "CPU of a step over FSDP2's"),
+        ("step_faults", "page faults of a step"),
+    )
+    for (name, title), columns in zip(names, kinds, strict=True):
+        rows = by_column(columns)
         rows[FLOOR] = rows.pop(FLOOR)  # the last row
-        tables.append(Table(name, f"{title} {what}", floor, rows))
+        tables.append(Table(name, f"{title}, {what}", floor, rows, digits=0 if name == "step_faults" else 2))
     targets, notes = {OURS: TARGETS}, [f"FSDP2's milliseconds: {'; '.join(base)}"]
-    return [replace(tables[0], targets=targets, notes=notes), tables[1]]
+    return [replace(tables[0], targets=targets, notes=notes), *tables[1:]]
 
 
 BENCHMARK = Benchmark(
