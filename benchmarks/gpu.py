@@ -14,6 +14,7 @@ finding, and the others go on:
 - step time, memory, overlap: a GPT of 670 million parameters on all GPUs, in fp32 and bf16, against FSDP2, FSDP1 and DDP.
 - capture: a step in a CUDA graph, over NCCL, on all GPUs.
 - one GPU: ``one_gpu.py``: the same contenders over the fake group and NCCL with one rank. Kernels, bytes copied, host waits.
+- switch: ``switch.py``: seconds for each GiB of training that goes to host memory and comes back.
 - the tests that need a GPU, where pytest is installed (``pip install -e '.[test]'``).
 
 ``gpu-report.txt`` (``--out``) is written anew after each part, so there is a report whenever it is stopped. With torchrun,
@@ -248,9 +249,16 @@ class Machine:
         return [sys.executable, str(HERE / f"{name}.py")]
 
     def one_gpu(self) -> Section:
+        return self.tables("one GPU", "one_gpu")
+
+    def switch(self) -> Section:
+        return self.tables("to the host and back", "switch")
+
+    def tables(self, title: str, script: str) -> Section:
+        """Of a benchmark in a process of its own."""
         options = ["--simulated"] if self.device == "simulated" else []
-        printed, problem = run_all([*self.script("one_gpu"), *options], [without_a_job()], 20 * MINUTE)
-        return with_problem(Section("one GPU", printed.rstrip()), problem)
+        printed, problem = run_all([*self.script(script), *options], [without_a_job()], 20 * MINUTE)
+        return with_problem(Section(title, printed.rstrip()), problem)
 
     def memcheck(self) -> Section:
         title = "compute-sanitizer, memcheck"
@@ -293,11 +301,16 @@ def parts_of(machine: Machine) -> dict[str, Callable[[], Section]]:
     found = {part: on_all(part, 6 * MINUTE) for part in gpu_ranks.PARITY}
     found |= {"steps": on_all("steps", 12 * MINUTE), "capture": on_all("capture", 4 * MINUTE)}
     found |= {"races": on_all("races", 6 * MINUTE, **races)}
-    found |= {"one_gpu": machine.one_gpu, "memcheck": machine.memcheck, "tests": machine.tests}
+    found |= {
+        "one_gpu": machine.one_gpu,
+        "switch": machine.switch,
+        "memcheck": machine.memcheck,
+        "tests": machine.tests,
+    }
     return found
 
 
-ALONE = ("one_gpu", "memcheck", "tests")
+ALONE = ("one_gpu", "switch", "memcheck", "tests")
 ON_GPUS_ONLY = ("memcheck", "tests")
 
 

@@ -5,7 +5,8 @@
 The engine is beside rank 0, in bfloat16. Every round trains for a step of AdamW, and then each contender brings the engine to
 where the model is. "full gather": ``iter_full_params`` on all ranks, and rank 0 copies each tensor. "flatshard.weights": what
 has changed, found by each rank, sent to rank 0 and written there. How much changes depends on the learning rate: that of
-columns, from reinforcement learning's to pretraining's.
+columns, from reinforcement learning's to pretraining's. Here bytes cost nothing, as ranks of one host share memory: with
+``links.py`` each rank has a network link of a stated bandwidth.
 
 Seconds are until the slowest rank is done. CPU is that of all ranks. Bytes are counted, with their headers: those that ranks
 send to the engine, over those of all weights, and over those of the elements that have changed: the floor, if it was known

@@ -14,7 +14,7 @@ from torch import nn
 
 from flatshard._comm.progress import Label
 from flatshard._composable.features.whole_parameters import Gathering
-from flatshard._composable.find import units_of
+from flatshard._composable.find import settle, units_of
 from flatshard._composable.state import Unit
 from flatshard._errors import name_list
 from flatshard._handle.adapters.tensor_subclass import TensorSubclass
@@ -335,8 +335,8 @@ def idle_flats(module: nn.Module, verb: str) -> list[Flat]:
             f"{verb}: {name_list(busy)} are in a forward or in summon_full_params, where state_dict() has whole tensors. "
             "Call it outside"
         )
-    reached = [u.fqn or "<root>" for u in units if u.is_in_backward]
-    if reached and any(u.context.backward is not None and not u.context.backward.has_failed for u in units):
+    settle(unit for unit in units if unit.is_in_backward)
+    if reached := [u.fqn or "<root>" for u in units if u.is_in_backward]:
         raise RuntimeError(f"{verb}: {name_list(reached)} are in a backward. Call it when loss.backward() has returned")
     whole = [u.fqn or "<root>" for u in units if u.handle.flats and u.handle.registrations.shows is not SHARDED]
     if whole:

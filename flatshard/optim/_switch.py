@@ -208,7 +208,7 @@ def offload(module: nn.Module, optimizers: Optimizers = (), *, gradients: bool =
     Args:
         module: a sharded module, outside of forward and backward. A backward of a forward that ran before raises.
         optimizers: one or several. State of an ``OffloadedOptimizer`` is on the host anyway.
-        gradients: False: they stay on the device.
+        gradients: False: they stay on the device, and no optimizer can step until ``back()``.
 
     Returns:
         What has moved where: ``back()`` brings it back, and so does the end of a ``with`` block.

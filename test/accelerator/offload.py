@@ -7,6 +7,7 @@ import copy
 import itertools
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 from accelerator.harness import Cases, Env, Net, mean_square, numbers
@@ -18,6 +19,7 @@ from torch.utils import _pytree as pytree
 import flatshard
 from flatshard import MixedPrecision
 from flatshard import ShardingStrategy as S
+from flatshard._composable.backward import Backward
 from flatshard.checkpoint import full_state_dict, optim_state_dict
 from flatshard.optim import OffloadedOptimizer
 
@@ -415,3 +417,42 @@ def gradients_stay(env: Env) -> Any:
         results.append([*model.parameters(), *(v for p in model.parameters() for v in optimizer.state[p].values())])
     _same_bits(env, "gradients stay", *results)
     return numbers(model)
+
+
+@cases.add()
+def in_and_after_a_step(env: Env) -> Any:
+    """A forward that ran before has no backward any more. A backward that failed is over, though the engine still has it."""
+    model = env.shard(env.make())
+    optimizer = optim.SGD(model.parameters(), lr=0.1)
+    for hold in (False, True):
+        loss, tasks = mean_square(model(env.batch(0))), list[Any]()
+        if hold:
+            fails = flatshard.optim.register_gradients_reduced_hook(model.blocks[1], lambda _: 1 // 0)
+            with contextlib.suppress(ZeroDivisionError), mock.patch.object(Backward, "_enter", _kept(tasks)):
+                loss.backward()
+            fails.remove()
+            tasks = tasks if env.is_simulated else []  # on CPU the engine has no threads of its own
+        flatshard.optim.offload(model, optimizer).back()
+        if env.is_simulated and not hold:
+            try:
+                loss.backward()
+                env.problems.append("a backward of a forward from before ran")
+            except RuntimeError as e:
+                if "between its forward and its backward" not in str(e):
+                    raise
+        optimizer.zero_grad()
+        _backward(env, model, 1)
+        optimizer.step()
+        optimizer.zero_grad()
+    return numbers(model)
+
+
+def _kept(tasks: list[Any]) -> Any:
+    """As ``Backward._enter``, and the task lives on."""
+    enter = Backward._enter
+
+    def entered(self: Backward, task: int) -> None:
+        enter(self, task)
+        tasks.append(self._tasks[task]())
+
+    return entered

@@ -1,0 +1,110 @@
+"""On one GPU: how long training takes to go to host memory and to come back (``flatshard.optim.offload``).
+
+``gpu.py`` runs this.
+
+    python benchmarks/switch.py
+    python benchmarks/switch.py --simulated
+
+A GPT in float32 has trained for two steps with AdamW, as rank 0 of the fake group of 8. Parameters, gradients and optimizer
+state go out and come back, several times. Columns:
+
+- out, back: seconds for each GiB that moves, by the wall clock: "first" when host memory is allocated and pinned, and the
+  median of later times. Floor: one copy of as many bytes, between pinned memory and the device.
+- copies: how often something is copied, out; each costs a launch. Floor: 1.
+- bytes copied: over the bytes that move, out and back. Floor: 1.
+- remain: bytes that PyTorch has on the device while all is away, beyond those before the model was made; and how many
+  ``device_nbytes`` tells. Floor: 0, as this GPT has no buffers, and nothing that is in no unit; on CUDA cuBLAS keeps some.
+
+Without a GPU it says so, and there are no tables. ``--simulated``: as in ``one_gpu.py``, on the simulated accelerator of the
+tests, which has no clock. There copies, bytes and what remains are counts; seconds are no results.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+import torch
+from contenders import Job, Setting
+from counting import CopiedBytes
+from devices import Cuda, Device, Simulated
+from gpt import Block, GPTConfig
+from one_gpu import marked
+from suite import Benchmark, Figure, Table, fake_world, progress, spread
+
+import flatshard
+
+SIZES = {"layers": 12, "width": 2048, "context": 512, "vocabulary": 8192, "rounds": 7}
+SIMULATED_SIZES = {"layers": 2, "width": 64, "context": 4, "vocabulary": 8, "rounds": 2}
+GIB = 2**30
+
+
+def floor_row(device: Device, nbytes: int, rounds: int) -> dict[str, Figure]:
+    """One copy of as many bytes."""
+    here = torch.empty(nbytes, dtype=torch.uint8, device=device.device)
+    there = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+    ways = {"out": (there, here), "back": (here, there)}
+    return {
+        f"{way}, s/GiB": spread(
+            device.seconds(lambda to=to, source=source: to.copy_(source, non_blocking=True)) * GIB / nbytes  # type: ignore[misc]
+            for _ in range(rounds)
+        )
+        for way, (to, source) in ways.items()
+    }
+
+
+def switched(device: Device, job: Job, rounds: int, base: int) -> tuple[dict[str, Figure], int]:
+    """A row, and how many bytes move. ``base``: bytes on the device without the job."""
+    seconds: dict[str, list[float]] = {"out": [], "back": []}
+    for _ in range(1 + rounds):
+        away = flatshard.optim.offload(job.model, job.optimizer)
+        moved, left, told = away.host_nbytes, device.allocated() - base, away.device_nbytes
+        seconds["out"].append(away.seconds)
+        seconds["back"].append(device.seconds(away.back))
+    row = {}
+    for way, found in seconds.items():
+        first, *later = (value * GIB / moved for value in found)
+        row |= {f"{way}, s/GiB": spread(later), f"{way}, first": Figure(first)}
+    copies = device.count(lambda: flatshard.optim.offload(job.model, job.optimizer).back()).copies
+    with CopiedBytes() as copied:
+        flatshard.optim.offload(job.model, job.optimizer).back()
+    counted = copied.total / 4  # read and written, out and back
+    row |= {"copies": Figure(copies // 2), "bytes copied": Figure(counted / moved)}
+    return row | {"remain": Figure(left), "remain, told": Figure(told)}, moved
+
+
+def measure(args: argparse.Namespace) -> list[Table]:
+    if args.simulated:
+        if args.json:
+            raise SystemExit("switch.py: --simulated writes no files: its figures are no results")
+        vars(args).update(SIMULATED_SIZES)
+    elif not torch.cuda.is_available():
+        progress("no GPU is available here: switch.py has no tables")
+        return []
+    device = Simulated() if args.simulated else Cuda()
+    with fake_world(8):
+        tokens = torch.zeros(1, args.context, dtype=torch.int64, device=device.device)
+        base = device.allocated()
+        config = GPTConfig(args.vocabulary, args.context, args.layers, args.width, heads=8)
+        job = Job("flatshard", config, Setting(Block, device=device.device), tokens)
+        for _ in range(2):
+            job.step()
+        device.finish()
+        row, moved = switched(device, job, args.rounds, base)
+    rows = {"flatshard": row, "one copy": floor_row(device, moved, args.rounds)}
+    sizes = f"a GPT of {args.layers} blocks of width {args.width}, rank 0 of 8: {moved:,} bytes"
+    table = Table(
+        "switch",
+        f"training to the host and back, {sizes}",
+        "one pinned copy of as many bytes; bytes copied: 1; remain: 0",
+        rows,
+        digits=3,
+    )
+    return [marked(table) if args.simulated else table]
+
+
+BENCHMARK = Benchmark(
+    measure, __doc__, sizes=SIZES, flags={"simulated": "on the simulated device: seconds are no results"}
+)
+
+if __name__ == "__main__":
+    BENCHMARK.main()
