@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Container, Iterable, Iterator
 from typing import Any, TypeVar
 
@@ -13,6 +14,7 @@ import torch
 from torch import nn
 
 from flatshard._comm.progress import Label
+from flatshard._composable.completion import current_graph_task
 from flatshard._composable.features.whole_parameters import Gathering
 from flatshard._composable.find import settle, units_of
 from flatshard._composable.state import Unit
@@ -30,6 +32,7 @@ from flatshard.checkpoint._barrier import barrier
 from flatshard.checkpoint._gathering import check_one_value, exchange_over, unwrapped_whole
 
 _FORMAT = 1  # of local_state_dict
+_LET_GO = 2.0  # seconds: see `_is_running`
 
 Flat = tuple[Unit, FlatParam]
 T = TypeVar("T")
@@ -335,9 +338,11 @@ def idle_flats(module: nn.Module, verb: str) -> list[Flat]:
             f"{verb}: {name_list(busy)} are in a forward or in summon_full_params, where state_dict() has whole tensors. "
             "Call it outside"
         )
-    settle(unit for unit in units if unit.is_in_backward)
-    if reached := [u.fqn or "<root>" for u in units if u.is_in_backward]:
-        raise RuntimeError(f"{verb}: {name_list(reached)} are in a backward. Call it when loss.backward() has returned")
+    if reached := [u for u in units if u.is_in_backward]:
+        if _is_running(reached):
+            names = name_list(u.fqn or "<root>" for u in reached)
+            raise RuntimeError(f"{verb}: {names} are in a backward. Call it when loss.backward() has returned")
+        settle(reached)
     whole = [u.fqn or "<root>" for u in units if u.handle.flats and u.handle.registrations.shows is not SHARDED]
     if whole:
         raise RuntimeError(
@@ -345,6 +350,19 @@ def idle_flats(module: nn.Module, verb: str) -> list[Flat]:
         )
     check_has_memory([unit.handle for unit in units], verb)
     return [(unit, flat) for unit in units for flat in unit.handle.flats]
+
+
+def _is_running(units: list[Unit]) -> bool:
+    """Whether a backward that has reached them has not failed. On an accelerator the engine's threads let go of one that has
+    failed a little later than ``backward()`` raises: that is waited for.
+    """
+    end = time.monotonic() + _LET_GO
+    while any(u.context.backward is not None and not u.context.backward.has_failed for u in units):
+        on_device = all(u.context.runtime.streams is not None for u in units)
+        if not on_device or current_graph_task() != -1 or time.monotonic() > end:
+            return True
+        time.sleep(0.001)
+    return False
 
 
 def is_first_rank(units: list[Unit]) -> bool:
