@@ -1,7 +1,5 @@
 """A model that checkpoints its activations in any way and place."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What must be left of a step, however it ended: nothing."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

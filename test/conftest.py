@@ -3,8 +3,6 @@
 torch is imported inside functions here: it takes seconds, and first pytest says that it collects.
 """
 
-from __future__ import annotations
-
 import contextlib
 import faulthandler
 import gc

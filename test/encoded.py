@@ -1,7 +1,5 @@
 """A linear layer whose weight says what of it is sent: float8 numbers with one scale, as torchao's does."""
 
-from __future__ import annotations
-
 from typing import Any, ClassVar
 
 import torch

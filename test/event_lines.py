@@ -1,7 +1,5 @@
 """The events of a step as lines, on all ranks alike. A small model to see them on."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -12,8 +12,6 @@ While :func:`install` is in force,
 A rule that is checked beats a fence of pages: a thread need not come by at the wrong moment for it to show.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import dataclasses

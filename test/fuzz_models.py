@@ -4,8 +4,6 @@ A :class:`Spec` prints and shrinks well; :meth:`Model.build` makes the same modu
 width) to (batch, width), in whatever dtype they get. :data:`NOW` says what a forward is to do besides computing.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools

@@ -9,8 +9,6 @@ the coarsest dtype, relative to the largest gradient of any rank. A missing 1/N,
 off by tens of percent.
 """
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import itertools
@@ -139,7 +137,7 @@ class Sharding:
         groups = [ranks.group if n > 1 else ranks.alone for n in reversed(self.mesh)]
         return {"process_group": tuple(groups)}
 
-    def over(self, ranks: Ranks) -> tuple[Sharding, dict[str, Any]]:
+    def over(self, ranks: Ranks) -> tuple["Sharding", dict[str, Any]]:
         """The same over other ranks, and how these are told to a verb."""
         fits = self.mesh is None or self.mesh[0] * self.mesh[1] == ranks.size
         new = self if fits else dataclasses.replace(self, mesh=(1, ranks.size))

@@ -7,8 +7,6 @@ model in one process. A statement that has nothing to act on (a backward of a lo
 of a program is a program: :func:`smaller` lists programs with something left out, for a minimiser.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import random
 from collections.abc import Callable, Iterator

@@ -12,8 +12,6 @@ If a fork dies, the test that it was in has failed, with the fork's last output,
 If this process ends in any way, so do the forks.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import itertools
@@ -173,7 +171,7 @@ class Fork:
     """Another lane, as the first one sees it."""
 
     def __init__(
-        self, session: pytest.Session, chunks: list[list[pytest.Item]], ends: Ends, others: Sequence[Fork]
+        self, session: pytest.Session, chunks: list[list[pytest.Item]], ends: Ends, others: Sequence["Fork"]
     ) -> None:
         self.ended: set[str] = set()
         """The tests that it ran to their end."""

@@ -1,7 +1,5 @@
 """What a training step takes, measured: live bytes of all memory behind tensors, phase by phase."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any

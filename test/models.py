@@ -1,7 +1,5 @@
 """Small models that many tests train. One with a feature of its own belongs into the test that needs it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

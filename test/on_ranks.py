@@ -9,8 +9,6 @@ Of more than two sizes a run that is not thorough takes the last, and one of the
 Other arguments are fixtures or parameters, which must pickle. ``path`` is a path in ``tmp_path`` where nothing is yet.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 import inspect

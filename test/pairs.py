@@ -1,7 +1,5 @@
 """Fewer cases than there are: all pairs of some choices, or some of many. All of them in a thorough run."""
 
-from __future__ import annotations
-
 import itertools
 import os
 from collections.abc import Iterable, Sequence

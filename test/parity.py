@@ -17,8 +17,6 @@ decides. A tolerance wide enough for that in float32 would hide real mistakes. H
   whole model: a tensor that consists of rounding only (that same bias) has no scale of its own.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import ctypes
@@ -78,7 +76,7 @@ def check_parity(
     set_to_none: bool = True,
     replicated: bool | None = None,
     clip: Callable[[nn.Module], Tensor] | None = None,
-) -> ParityRun:
+) -> "ParityRun":
     """Train a model twice, plain and sharded, and assert that losses, gradients, parameters and buffers agree.
 
     :param make_model: builds the model from torch's global RNG (and no other), so that two calls give the same one.

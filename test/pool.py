@@ -23,8 +23,6 @@ What a shared pool must guarantee, and how it does:
 - Ranks never outlive pytest: they are daemons, and each watches for the parent's death on a thread.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import dataclasses

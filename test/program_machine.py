@@ -15,8 +15,6 @@ the user keeps parameters unsharded, an optimizer's step inside ``summon_full_pa
 ``p.data = ...``.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import dataclasses

@@ -1,7 +1,5 @@
 """A small model, collectives that note what they are asked for, and what a model sends."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from typing import Any

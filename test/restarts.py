@@ -1,7 +1,5 @@
 """A run that other ranks go on with midway, through every path that saves an optimizer's state; beside it one process."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """What the tests of checkpoints share: models with every kind of parameter, comparisons, and watches."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

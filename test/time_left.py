@@ -1,7 +1,5 @@
 """How far a long run of the tests is."""
 
-from __future__ import annotations
-
 import time
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Tiny models of transformers from configs, their data, and what its libraries ask of a rank's environment."""
 
-from __future__ import annotations
-
 import os
 from typing import Any
 

@@ -4,8 +4,6 @@ PyPI's torchvision is built for CUDA. Beside a torch without CUDA its C++ librar
 it describes two operators of that library. In this case they are declared here; nothing in the tests calls them.
 """
 
-from __future__ import annotations
-
 import importlib.util
 from pathlib import Path
 

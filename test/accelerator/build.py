@@ -1,7 +1,5 @@
 """Builds ``shim.cpp``, the part of the simulated accelerator that is C++. Half a minute of one core, once per machine."""
 
-from __future__ import annotations
-
 import fcntl
 import hashlib
 import importlib.util

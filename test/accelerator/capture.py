@@ -1,7 +1,5 @@
 """A whole step, captured as in a CUDA graph: nothing outside of it is waited for, by streams or by the host."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

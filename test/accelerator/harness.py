@@ -16,8 +16,6 @@ one of ``POLICIES``, or all. :func:`check` wants the same numbers, no race, no w
 This module does not import the simulator, which would change torch for all other tests: the ranks do.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools

@@ -1,7 +1,5 @@
 """The simulated accelerator's streams, events and memory, and what watches over them. See ``sim.py``."""
 
-from __future__ import annotations
-
 import bisect
 import collections
 import contextlib

@@ -1,7 +1,5 @@
 """Models that move to other ranks between steps, on the simulated accelerator: nothing is sent before it is written."""
 
-from __future__ import annotations
-
 from typing import Any
 from unittest import mock
 

@@ -1,7 +1,5 @@
 """Optimizer state on the host, on the simulated accelerator: what is where, when, and that nothing is read too early."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import itertools

@@ -3,8 +3,6 @@
 A kernel holds no memory, as a real one does not: it gets addresses, and the allocator may give them to somebody else.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

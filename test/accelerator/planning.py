@@ -1,7 +1,5 @@
 """``plan`` for an accelerator: the collectives and the peak of a real step on the simulated one, with its streams."""
 
-from __future__ import annotations
-
 import contextlib
 import re
 from collections.abc import Callable, Iterator

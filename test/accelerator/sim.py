@@ -23,8 +23,6 @@ the dtypes of results are those of the meta device; host memory is only seen whe
 inside a ``HostWatch``.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import importlib

@@ -6,8 +6,6 @@ on another rank. The bytes travel by shared memory. Tensors on CPU are gloo's, i
 (``cpu:gloo,simdev:simccl``).
 """
 
-from __future__ import annotations
-
 import mmap
 import struct
 import tempfile

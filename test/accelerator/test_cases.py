@@ -1,7 +1,5 @@
 """The cases of the modules here: on the fake group, and on real ranks where that would not do."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -4,8 +4,6 @@ One GPU is enough: what is looked at needs no values, so it runs over the fake g
 a machine, ``benchmarks/gpu.py`` tells.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Programs of the fuzzer on the simulated device: the numbers of one process, and no race."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The simulator itself: what it lets be late, what it reports, what it refuses."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

@@ -4,8 +4,6 @@ No GPU is needed to see who waits for whom: the runtime asks its device module f
 module writes down what it is asked. What the collectives themselves would do is in the text by their trace events.
 """
 
-from __future__ import annotations
-
 import contextlib
 import types
 from collections.abc import Iterator
@@ -32,7 +30,7 @@ class Recorder:
         self.names = iter(("gather", "reduce"))
         self.events = 0
 
-    def Stream(self, device: torch.device, priority: int = 0) -> Stream:
+    def Stream(self, device: torch.device, priority: int = 0) -> "Stream":
         return Stream(self, next(self.names))
 
     def current_stream(self, device: torch.device) -> Stream:
@@ -59,7 +57,7 @@ class Stream:
     def wait_event(self, event: str) -> None:
         self.device.lines.append(f"{self.name} waits for {event}")
 
-    def wait_stream(self, stream: Stream) -> None:
+    def wait_stream(self, stream: "Stream") -> None:
         self.device.lines.append(f"{self.name} waits for {stream.name}")
 
 

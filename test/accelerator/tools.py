@@ -1,7 +1,5 @@
 """What goes around training, on the simulated accelerator: hooks, collectives, checkpoints, copies, tensor parallelism."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import shutil

@@ -1,7 +1,5 @@
 """Training on the simulated accelerator: strategies, precision, accumulation, prefetch, offload, order of computation."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Parts of tensors as boxes, in integers: each element once, in memory order, and no more boxes than promised."""
 
-from __future__ import annotations
-
 import itertools
 import math
 

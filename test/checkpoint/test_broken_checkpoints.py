@@ -1,7 +1,5 @@
 """Saves and loads that break at any point: what was there stays, nothing is changed, and an error names what is wrong."""
 
-from __future__ import annotations
-
 import contextlib
 import datetime
 import errno

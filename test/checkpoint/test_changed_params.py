@@ -1,7 +1,5 @@
 """Weights for another system: what has changed in each rank's shards, put in place by a receiver."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -1,7 +1,5 @@
 """Whole tensors on one rank or all, a stream and a folder of them, and each rank's shards as they are."""
 
-from __future__ import annotations
-
 import copy
 import importlib.util
 import io

@@ -1,7 +1,5 @@
 """save_checkpoint and load_checkpoint: a whole job, resumed by any number of ranks; what goes wrong does so on all ranks."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import os

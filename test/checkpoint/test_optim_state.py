@@ -1,7 +1,5 @@
 """An optimizer's state by name: against the plain optimizer's own, from it, and through checkpoints."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 from collections.abc import Callable

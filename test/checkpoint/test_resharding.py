@@ -3,8 +3,6 @@
 From one layout and number of ranks to another: the fuzzer, in whose programs jobs are restarted.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

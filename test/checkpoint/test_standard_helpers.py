@@ -1,7 +1,5 @@
 """``torch.distributed.checkpoint.state_dict`` on sharded models: right, or an error that names what to call."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from typing import Any

@@ -1,7 +1,5 @@
 """``state_dict()`` and ``load_state_dict()`` of sharded models, and what is in the dict."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import pickle

@@ -4,8 +4,6 @@ The oracle for collectives that claim to be exact is the run without them; for q
 follows from the format.
 """
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import functools

@@ -3,8 +3,6 @@
 Ranks die and leave in the middle of a step, over gloo; collectives fail when they are waited for, and the next step works.
 """
 
-from __future__ import annotations
-
 import datetime
 import functools
 import os

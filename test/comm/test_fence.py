@@ -3,8 +3,6 @@
 What the fence sees is said in fence.py.
 """
 
-from __future__ import annotations
-
 import datetime
 import gc
 import time

@@ -3,8 +3,6 @@
 Each case has a process group of its own, of no use afterwards, over real gloo.
 """
 
-from __future__ import annotations
-
 import datetime
 import functools
 import re

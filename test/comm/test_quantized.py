@@ -1,7 +1,5 @@
 """Block-wise int8 collectives: how far off, how many bytes, what they keep, and that a model trains as well with them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -4,8 +4,6 @@ What follows from messages alone (the order check, the watch, interrupts, the fe
 folder, which ``FLATSHARD_SHARED_MEMORY=1`` runs with every payload in shared memory, 0 with none.
 """
 
-from __future__ import annotations
-
 import contextlib
 import datetime
 import errno

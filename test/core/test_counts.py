@@ -8,8 +8,6 @@ allocations, and arguments that are only written are not read. A model's own cos
 every number here is the difference to that.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import gc

@@ -3,8 +3,6 @@
 What ``fully_shard`` refuses is refused by looking, never by trying, so one process with the fake process group is enough.
 """
 
-from __future__ import annotations
-
 import contextlib
 import inspect
 import re

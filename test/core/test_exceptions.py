@@ -7,8 +7,6 @@ All ranks raise at the same place. A failure on one rank alone leaves its peers 
 Exceptions among other verbs are the fuzzer's.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """A sharded model that is dropped is freed: its cycles run through Python alone, where the collector sees them."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import weakref

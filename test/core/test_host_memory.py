@@ -1,7 +1,5 @@
 """The C library keeps freed memory where units live on CPU: no page faults from one step to the next."""
 
-from __future__ import annotations
-
 import platform
 import resource
 

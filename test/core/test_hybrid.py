@@ -1,7 +1,5 @@
 """Hybrid sharding: shard within a group, replicate across groups. Meshes (1,1), (1,n), (n,1), (a,b) against one process."""
 
-from __future__ import annotations
-
 import collections
 import copy
 import math

@@ -1,7 +1,5 @@
 """From a module without values to a sharded one: the meta device, ``to_empty`` after it, ``sync_module_states``, meshes."""
 
-from __future__ import annotations
-
 import copy
 import functools
 from collections.abc import Callable, Iterable

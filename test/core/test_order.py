@@ -6,8 +6,6 @@ would be matched with the wrong ones, so :func:`same_everywhere` checks that in 
 Accept a wanted change with ``EXPECTTEST_ACCEPT=1 python -m pytest test/core/test_order.py``, and read the diff.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 from collections.abc import Callable

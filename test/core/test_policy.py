@@ -3,8 +3,6 @@
 Everything here is decided before the first collective, so one process with the fake process group is enough.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import warnings

@@ -3,8 +3,6 @@
 The orders are text, as in ``test_order.py``: accept a wanted change with ``EXPECTTEST_ACCEPT=1``, and read the diff.
 """
 
-from __future__ import annotations
-
 import copy
 import gc
 import itertools

@@ -1,7 +1,5 @@
 """How long parameters stay unsharded, as the user says: ``reshard_after_forward`` at run time, and ``keep_unsharded``."""
 
-from __future__ import annotations
-
 import contextlib
 from typing import Any
 from unittest import mock

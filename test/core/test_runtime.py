@@ -4,8 +4,6 @@ Several forwards and backwards, units left out, accumulation, and checkpoints in
 ``together/test_programs`` and ``test_checkpointing``. Here is what these don't draw.
 """
 
-from __future__ import annotations
-
 import collections
 import dataclasses
 import functools
@@ -206,7 +204,7 @@ OUTPUTS = {name: Case(lambda pack=pack, take=take: Net(Returns(pack), take)) for
 # -- What leaves a unit past its output --------------------------------------------------------------------------------
 
 
-STASHES: dict[str, tuple[Callable[[Stash, Tensor], None], Callable[[Stash], Tensor]]] = {
+STASHES: dict[str, tuple[Callable[["Stash", Tensor], None], Callable[["Stash"], Tensor]]] = {
     "attribute": (lambda m, value: setattr(m, "kept", value), lambda m: [m.kept, setattr(m, "kept", None)][0]),
     "list": (lambda m, value: m.listed.append(value), lambda m: m.listed.pop()),
     "dict": (lambda m, value: m.named.update(value=value), lambda m: m.named.pop("value")),

@@ -1,7 +1,5 @@
 """``reshard_after_forward=k``: backward's all-gathers among k ranks, from what they keep of their forward."""
 
-from __future__ import annotations
-
 import gc
 from typing import Any
 from unittest import mock

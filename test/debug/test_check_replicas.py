@@ -1,7 +1,5 @@
 """``check_replicas``: what must be equal on several ranks is, bit for bit, or all ranks hear what is not."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

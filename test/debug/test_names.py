@@ -1,7 +1,5 @@
 """Names are those of state dicts, without what ``checkpoint_wrapper`` adds, whether it or the units were there first."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Jobs of processes that are killed, stopped or added while they train, and the run that they must equal."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import hashlib
@@ -96,7 +94,7 @@ class Death:
 
     phase: str
     number: int
-    signal: signal.Signals = signal.SIGKILL
+    signal: "signal.Signals" = signal.SIGKILL
     is_over: ClassVar[bool] = False  # the job: what this process does now is none of it
 
     def install(self) -> None:

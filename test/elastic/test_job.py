@@ -1,7 +1,5 @@
 """Ranks die, stop, fail and join, at any point: those that are left go on as a run that lost them without a death."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import signal

@@ -1,7 +1,5 @@
 """The loop of a job, on one rank: what it refuses, how it ends, and that it goes on where a checkpoint is."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """``reshard_over``: a model in training on other ranks is the same model, bit for bit, and what it sends is counted."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from collections.abc import Callable, Iterable

@@ -1,7 +1,5 @@
 """Gradient accumulation: by default into ``.grad``, under ``no_sync`` on each rank; against one process."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 

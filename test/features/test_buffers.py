@@ -1,7 +1,5 @@
 """``sync_buffers``: what each rank has written into its buffers becomes one value on all ranks."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

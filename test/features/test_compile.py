@@ -1,7 +1,5 @@
 """torch.compile: blocks compiled before or after sharding, and whole models. The graph breaks at the hooks of units."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import shutil

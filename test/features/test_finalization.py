@@ -1,7 +1,5 @@
 """The end of a backward as a call of the user's: ``manual_finalization``, and ``reduce_gradients(async_op=True)``."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import pytest

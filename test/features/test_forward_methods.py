@@ -1,7 +1,5 @@
 """Methods besides ``forward``, registered by ``register_forward_method``: they compute, train and fail as forwards do."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import inspect

@@ -1,7 +1,5 @@
 """``p.grad_dtype``, against one process that has the same: 256 + 1 - 256 is 1 in float32, and 0 in bfloat16."""
 
-from __future__ import annotations
-
 import copy
 import functools
 from typing import Any

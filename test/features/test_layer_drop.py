@@ -1,7 +1,5 @@
 """Models that leave out layers at random, as Hugging Face's do: each rank drops its own, and the numbers are the model's."""
 
-from __future__ import annotations
-
 import copy
 import warnings
 from collections.abc import Callable

@@ -2,8 +2,6 @@
 oracle casts, computes, averages in the reduce dtype and casts back by hand.
 """
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import functools

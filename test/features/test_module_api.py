@@ -3,8 +3,6 @@
 Orders of these verbs, and what they do to training: ``together/test_programs.py``.
 """
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 from typing import Any

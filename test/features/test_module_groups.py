@@ -3,8 +3,6 @@
 What they compute, and verbs on them: the fuzzer's policies ``groups`` and ``lists``, ``together/test_programs.py``.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 from typing import Any

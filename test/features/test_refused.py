@@ -1,7 +1,5 @@
 """What cannot be done to a sharded model: one error on every rank, with a cure that works, and nothing is changed."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import os

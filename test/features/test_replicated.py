@@ -1,7 +1,5 @@
 """DistributedDataParallel around a model that has sharded units: tools put it there unasked."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Servers: requests come on many threads; one thread has the model, which stays unsharded, or all have. And notebooks."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import copy

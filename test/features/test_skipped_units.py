@@ -3,8 +3,6 @@
 The fuzzer skips, too: tied and frozen units, in some of several backwards, under every option.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import random

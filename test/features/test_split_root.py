@@ -1,7 +1,5 @@
 """``policies.SplitRoot``: what the beginning and the end of a model need are units, in place of the outermost one."""
 
-from __future__ import annotations
-
 import functools
 from collections import Counter
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """``torch.func`` and higher derivatives: right inside ``summon_full_params``, a clear error outside of it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What users register to run as gradients come: on their parameters, as in plain torch, and on units."""
 
-from __future__ import annotations
-
 import copy
 import functools
 from collections.abc import Iterator

@@ -6,8 +6,6 @@ that runs it alone. ``--minimise`` then looks for a shorter one that fails alike
 ``fuzz_models.py``, ``fuzz_options.py``; how it is run and compared: ``program_machine.py``.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import re
 import time

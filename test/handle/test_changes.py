@@ -1,7 +1,5 @@
 """Values that change behind a unit's back are what its next forward computes with, wherever it had been gathered by then."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import itertools

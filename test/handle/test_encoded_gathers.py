@@ -1,7 +1,5 @@
 """Parameters whose class says what of them is sent: float8 numbers, of which a fourth of the bytes travel."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any, ClassVar
 

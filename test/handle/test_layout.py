@@ -3,8 +3,6 @@
 And layouts whose cuts fall between blocks only, against the exact optimum.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import random

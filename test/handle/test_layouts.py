@@ -3,8 +3,6 @@
 Training and checkpoints in all layouts are in the fuzzers (test_fuzz.py, test_resharding.py); plans in test_layout.py.
 """
 
-from __future__ import annotations
-
 import copy
 import textwrap
 import warnings

@@ -1,7 +1,5 @@
 """The state machines, walked through their tables: what is in them works, what is not raises and changes nothing."""
 
-from __future__ import annotations
-
 import itertools
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 Parameters of the usual kinds, frozen and thawed at any time, are the fuzzer's; see also ``together/test_programs``.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import functools

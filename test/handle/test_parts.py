@@ -1,7 +1,5 @@
 """What may be done with a part of a parameter or a gradient, by kind: the table in ``tensors/operations.py``."""
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Buffers that are made once: ``static_buffers=True``, and collectives with an ``allocate``."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from typing import Any

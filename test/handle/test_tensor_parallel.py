@@ -4,8 +4,6 @@ A model is parallelised by ``parallelize_module`` over one dimension of a mesh a
 plain model in one process, on the whole batch.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import itertools

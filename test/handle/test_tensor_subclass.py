@@ -1,7 +1,5 @@
 """Parameters that are tensor subclasses: quantised weights as bytes, weights with a dispatch of their own."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import math
@@ -31,13 +29,13 @@ class Quantised(Tensor):
     fields: ClassVar[list[str]] = ["stored", "scale", "zero"]
 
     @staticmethod
-    def __new__(cls, stored: Tensor, scale: Tensor, zero: Tensor, dtype: torch.dtype) -> Quantised:
+    def __new__(cls, stored: Tensor, scale: Tensor, zero: Tensor, dtype: torch.dtype) -> "Quantised":
         result = Tensor._make_wrapper_subclass(cls, stored.shape, dtype=dtype, device=stored.device)
         result.stored, result.scale, result.zero = stored, scale, zero
         return result
 
     @classmethod
-    def of(cls, weight: Tensor) -> Quantised:
+    def of(cls, weight: Tensor) -> "Quantised":
         weight = weight.detach()
         scale = weight.abs().amax(1, keepdim=True) / 127
         zero = torch.ones(len(weight), dtype=torch.int32)
@@ -50,7 +48,7 @@ class Quantised(Tensor):
         return self.fields, self.dtype
 
     @classmethod
-    def __tensor_unflatten__(cls, inner: dict[str, Tensor], dtype: Any, size: Any, stride: Any) -> Quantised:
+    def __tensor_unflatten__(cls, inner: dict[str, Tensor], dtype: Any, size: Any, stride: Any) -> "Quantised":
         return cls(*(inner[name] for name in cls.fields), dtype)
 
     @classmethod
@@ -77,7 +75,7 @@ class Wrapped(Tensor):
     """One tensor of the same shape and dtype inside, which may be another subclass."""
 
     @staticmethod
-    def __new__(cls, inner: Tensor) -> Wrapped:
+    def __new__(cls, inner: Tensor) -> "Wrapped":
         kept = {"strides": inner.stride(), "dtype": inner.dtype, "requires_grad": inner.requires_grad}
         result = Tensor._make_wrapper_subclass(cls, inner.shape, device=inner.device, **kept)
         result.inner = inner
@@ -87,7 +85,7 @@ class Wrapped(Tensor):
         return ["inner"], None
 
     @classmethod
-    def __tensor_unflatten__(cls, inner: dict[str, Tensor], context: Any, size: Any, stride: Any) -> Wrapped:
+    def __tensor_unflatten__(cls, inner: dict[str, Tensor], context: Any, size: Any, stride: Any) -> "Wrapped":
         return cls(inner["inner"])
 
     @classmethod

@@ -3,8 +3,6 @@
 The oracle is one process in which every slice of the batch uses what its rank uses.
 """
 
-from __future__ import annotations
-
 import contextlib
 from typing import Any
 

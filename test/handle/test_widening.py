@@ -1,7 +1,5 @@
 """Gradients are sent in the dtype that they were computed in, and added in the reduce dtype: bit for bit the same sums."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -64,7 +62,7 @@ class Trained:
     """A model, what its reductions have sent, and its gradients."""
 
     def __init__(
-        self, ctx: Any, policy: MixedPrecision, width: int, strategy: ShardingStrategy, widens: bool, steps: Steps
+        self, ctx: Any, policy: MixedPrecision, width: int, strategy: ShardingStrategy, widens: bool, steps: "Steps"
     ) -> None:
         options: dict[str, Any] = {"process_group": ctx.group}
         if strategy is HYBRID:

@@ -3,8 +3,6 @@
 Where one of them is absent its tests skip. So a file of tests imports them inside its bodies only.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import os
 from collections.abc import Iterator

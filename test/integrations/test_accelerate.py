@@ -1,7 +1,5 @@
 """accelerate around a sharded model: two ranks against one process."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

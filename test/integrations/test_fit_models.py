@@ -4,8 +4,6 @@ Two of the forty run, others with ``FIT_MODELS_SEED=1`` and so on; all of them w
 absent are left out.
 """
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import os
@@ -218,7 +216,7 @@ def made(name: str, device: str = "cpu") -> tuple[nn.Module, Callable[[int], Bat
         return make().train(), batch
 
 
-def fits(name: str, example: Batch, world_size: int, shares: tuple[float, ...]) -> list[flatshard.Fit]:
+def fits(name: str, example: Batch, world_size: int, shares: tuple[float, ...]) -> list[flatshard.planning.Fit]:
     """By budgets from nearly the least possible to all that is needed."""
     model = made(name, "meta")[0]
     given = {"world_size": world_size, "optimizer": torch.optim.AdamW, "loss": loss_of, "example_inputs": example}
@@ -229,7 +227,7 @@ def fits(name: str, example: Batch, world_size: int, shares: tuple[float, ...]) 
     return [flatshard.fit(model, bytes_per_rank=budget, **given) for budget in budgets]
 
 
-def check(fitted: flatshard.Fit, model: nn.Module, batch: Batch) -> float:
+def check(fitted: flatshard.planning.Fit, model: nn.Module, batch: Batch) -> float:
     """Returns by which part of the peak the prediction is off."""
     peaks = measured(model, torch.optim.AdamW(model.parameters()), batch, loss_of)
     assert max(peaks.values()) <= fitted.budget, (peaks, str(fitted))

@@ -1,7 +1,5 @@
 """Lightning's ``Trainer`` and ``Fabric`` on sharded models, against plain training in one process."""
 
-from __future__ import annotations
-
 import os
 from typing import Any
 

@@ -1,7 +1,5 @@
 """All optimizers of timm, and Adafactor of transformers: stopped midway, and gone on with by another number of ranks."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

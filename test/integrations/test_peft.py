@@ -1,7 +1,5 @@
 """LoRA by peft on a sharded base model: two ranks against one process."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

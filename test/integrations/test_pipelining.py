@@ -1,7 +1,5 @@
 """torch.distributed.pipelining with sharded stages: losses and weights are those of one process. It needs torch alone."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

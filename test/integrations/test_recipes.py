@@ -1,7 +1,5 @@
 """Every recipe of flatshard/integrations/README.md runs, on two ranks."""
 
-from __future__ import annotations
-
 import os
 import re
 from pathlib import Path

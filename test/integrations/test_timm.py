@@ -1,7 +1,5 @@
 """timm's optimizers and groups of parameters on sharded models, against one process."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """torchao's classes for training in low precision, sharded: products, losses and weights are those of one process."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Two replica groups of two ranks under torchft: one is killed, the other goes on, and the first comes back."""
 
-from __future__ import annotations
-
 import os
 import signal
 import socket

@@ -1,7 +1,5 @@
 """torchtitan's decoder, optimizer container, clipping and checkpoints on sharded ranks, against one process."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import re

@@ -1,7 +1,5 @@
 """transformers' Trainer with a sharded model: two ranks against one process, checkpoints of either resumed by the other."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -4,8 +4,6 @@ Prints a line for each committed step: step, groups that took part, and a sum ov
 group. It ends after the step whose number is in the file LAST, as soon as there is one.
 """
 
-from __future__ import annotations
-
 import sys
 import time
 from datetime import timedelta

@@ -7,8 +7,6 @@ of the repository; a later run has those left that no test has killed. In the en
 a mutant: one that fails there, too, has shown nothing.
 """
 
-from __future__ import annotations
-
 import argparse
 import collections
 import contextlib

@@ -1,7 +1,5 @@
 """Every mutant of ``table.txt`` still changes the package, and its tests are there. ``run.py`` tells which are noticed."""
 
-from __future__ import annotations
-
 import re
 
 from mutants import run

@@ -1,7 +1,5 @@
 """Norms of gradients over all ranks: flatshard's own functions, torch's own tools on sharded gradients, GradScaler."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import functools

@@ -1,7 +1,5 @@
 """Optimizers whose state is on the host, stepped unit by unit: the same bits as without. See ``accelerator/offload.py``."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import functools

@@ -1,7 +1,5 @@
 """Steps that would change nothing, or the wrong thing: they raise, and nothing is changed."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import warnings

@@ -1,8 +1,6 @@
 """What would not train as in one process is found out before the first step: optimizers that look at more than single
 elements, and groups by what parts have no more."""
 
-from __future__ import annotations
-
 import functools
 import random
 import warnings

@@ -1,7 +1,5 @@
 """Optimizers of whole parameters: bit for bit what one process computes from the same gradients, in any layout."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import math

@@ -1,7 +1,5 @@
 """``fit``: no step takes more than its budget, and what is predicted is what is counted; nothing cheaper fits."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import random

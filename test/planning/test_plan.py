@@ -1,7 +1,5 @@
 """``plan``: what it predicts is what is counted when the same model is built and trained."""
 
-from __future__ import annotations
-
 import functools
 import math
 import sys

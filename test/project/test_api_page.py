@@ -1,7 +1,5 @@
 """The page of public names: it is what its script writes, says what a user needs, and each of its examples runs."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import inspect

@@ -3,8 +3,6 @@
 Nothing is timed here. Where a target is not met yet, the present figure is the bound, and the comment has the target.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import gc

@@ -1,7 +1,5 @@
 """The core trains without the features: with all of their files gone, and with each one left out."""
 
-from __future__ import annotations
-
 import ast
 import copy
 import os

@@ -1,7 +1,5 @@
 """Lanes: the outcome of a run is that of one lane, whatever happens in any."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

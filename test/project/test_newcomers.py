@@ -1,7 +1,5 @@
 """A newcomer's mistakes that no other test makes: each is told early, with who it is about and what to do."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """flatshard as a package: what an archive and a wheel contain, and what a bug report says."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The pool of ranks itself: every distributed test leans on how it reports failures and recovers from them."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -3,8 +3,6 @@
 So do the tables of ``flatshard/migration.md``. Its recipes for clients are run in ``integrations``.
 """
 
-from __future__ import annotations
-
 import inspect
 import json
 import os

@@ -4,8 +4,6 @@ Imports go down only. Each fact has one writer. Files and functions fit on a few
 it does, and every note that is cited is there to read. A rule with exceptions lists them here, with their reasons.
 """
 
-from __future__ import annotations
-
 import ast
 import re
 import sys

@@ -1,7 +1,5 @@
 """The job that trains: as a command at a small size, and part by part."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

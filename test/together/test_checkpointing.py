@@ -4,8 +4,6 @@ The oracle is the plain model without checkpoints in one process, which runs one
 random state. In bfloat16 it is the sharded model without checkpoints, bit for bit.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 from collections import Counter

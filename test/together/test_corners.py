@@ -1,7 +1,5 @@
 """What modules and users do rarely: each once went wrong, or was refused without need."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator
 from typing import Any

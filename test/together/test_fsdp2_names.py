@@ -1,7 +1,5 @@
 """FSDP2's names: signatures, methods, dimensions of a mesh. Scripts and their numbers: ``test_parity_with_fsdp2.py``."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 import itertools

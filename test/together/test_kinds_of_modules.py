@@ -3,8 +3,6 @@
 A unit may be the module, inside it, around it, or beside it (a tied parameter). One process says which values are right.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,7 +1,5 @@
 """Experts, which some ranks share, beside what all share: in one unit by ``shard_mesh_fn``, or in units of their own."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import itertools

@@ -3,8 +3,6 @@
 Their collectives interleave in one order. The oracle is the same code on plain models with the whole batch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

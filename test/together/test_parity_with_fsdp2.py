@@ -4,8 +4,6 @@ Bit for bit where both add the same numbers in the same order, as two ranks do; 
 table in ``flatshard/migration.md`` of what differs on purpose has a test at the end.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 from collections.abc import Callable, Sequence

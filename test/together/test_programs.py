@@ -3,8 +3,6 @@
 After each statement all parameters, gradients and buffers are compared; see ``program_machine.py``.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Weights for receivers: bit for bit, whole versions only, whatever is lost; and at which cost."""
 
-from __future__ import annotations
-
 import contextlib
 import random
 import re
