@@ -84,11 +84,18 @@ def parts(model: nn.Module, optimizers: Iterable[Optimizer]) -> dict[Any, tuple[
 
 def whole(model: nn.Module, optimizers: Iterable[Optimizer], group: Any) -> dict[Any, Tensor]:
     """All values of all ranks, put together by the test."""
+    mine = parts(model, optimizers)
+    spans = {key: (start, stop, value.dtype) for key, (start, stop, value) in mine.items()}
+    in_one = torch.cat([value.double() for _, _, value in mine.values()])  # exact, and quicker to send than many tensors
     every: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(every, parts(model, optimizers), group=group)
+    dist.all_gather_object(every, (spans, in_one), group=group)
+    every = [
+        (found, dict(zip(found, values.split([stop - start for start, stop, _ in found.values()]), strict=True)))
+        for found, values in every
+    ]
     result: dict[Any, Tensor] = {}
-    for key in every[0]:
-        pieces = sorted(((start, stop, v) for start, stop, v in (each[key] for each in every)), key=lambda p: p[:2])
+    for key in mine:
+        pieces = sorted(((*found[key][:2], values[key]) for found, values in every), key=lambda p: p[:2])
         end, row = 0, list[Tensor]()
         for start, stop, value in pieces:
             if stop > end:
@@ -97,7 +104,7 @@ def whole(model: nn.Module, optimizers: Iterable[Optimizer], group: Any) -> dict
                 end = stop
             elif value.numel() and key[1] != "buffer":  # a replica
                 assert torch.equal(torch.cat(row)[start:stop], value), key
-        result[key] = torch.cat(row) if row else torch.empty(0)
+        result[key] = (torch.cat(row) if row else torch.empty(0)).to(spans[key][2])
     return result
 
 
