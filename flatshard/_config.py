@@ -22,7 +22,7 @@ class Placement(enum.Enum):
 
     SHARDED = "sharded"  # each has another part
     REPLICATED = "replicated"  # each has all of it
-    PARTIAL = "partial"  # each has a summand of it
+    SUMMAND = "summand"  # each has a summand of it
 
 
 class Until(enum.IntEnum):

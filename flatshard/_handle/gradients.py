@@ -347,7 +347,7 @@ class FlatGradients:
         self.partial = None
 
     def drop_partial(self) -> None:
-        """Drop what earlier reductions have held."""
+        """Drop what earlier reductions have left partial."""
         self.partial = None
 
     def free_reduced(self) -> None:
@@ -392,7 +392,7 @@ class FlatGradients:
             return None
         shard = None
         if self.reduction is not None:
-            shard, self.partial = self.reduction.take(), self.reduction.held
+            shard, self.partial = self.reduction.take(), self.reduction.partial
         self._drop()
         if not assign:
             self.partial = None

@@ -7,8 +7,8 @@ The gradients are averaged over the ranks that the parameters are sharded over, 
 dtype. The result is scaled, cast to the dtype of ``.grad`` and, under offload, copied to the CPU.
 
 [Note: Accumulating within the shard group]
-With replicas (hybrid sharding) the output of the reduce-scatter can be held from one backward to the next
-(``Reduction.held``), so that only the last microbatch averages over the replicas.
+With replicas (hybrid sharding) the output of the reduce-scatter can be kept from one backward to the next
+(``Reduction.partial``), so that only the last microbatch averages over the replicas.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ class Reduction:
         input: torch.Tensor,
         dtypes: tuple[torch.dtype, torch.dtype],
         unused: Unused,
-        held: Partial | None,
+        partial: Partial | None,
     ) -> None:
         """Allocate the output, on the stream that will use it.
 
@@ -124,14 +124,14 @@ class Reduction:
             input: ``padded_numel`` elements.
             dtypes: of the sums, and of the result.
             unused: the parameters that this rank has no gradients for; at the end, those that no rank has any for.
-            held: what earlier reductions have held. At the end, what this one holds.
+            partial: what earlier reductions have left partial. At the end, what this one leaves.
         """
         self.flat = flat
         self._runtime = runtime
         self._input = input
         self._dtype = dtypes[1]
         self._unused = unused
-        self.held = held
+        self.partial = partial
         self._pending: Pending | None = None  # from `start` on
         if self.flat.is_whole:  # reduced in place
             self._output: torch.Tensor | None = input
@@ -174,7 +174,7 @@ class Reduction:
             return runtime.issued(Done())
         if self._pending is not None:
             unused.ask(self._pending)
-        earlier, self.held = self.held, None
+        earlier, self.partial = self.partial, None
         if earlier is not None:
             output.add_(earlier[0])
             unused.narrow(earlier[1])
@@ -184,7 +184,7 @@ class Reduction:
             unused.tell(replicas, ranks.label)
             pending = replicas.all_reduce(output, ranks.label)
         else:
-            self.held, self._output = (output, unused.found), None
+            self.partial, self._output = (output, unused.found), None
             pending = runtime.issued(Done())
         return holding(pending, earlier)
 
@@ -231,7 +231,7 @@ class Reduction:
         return pending is None or settle([pending])
 
     def take(self) -> torch.Tensor | None:
-        """After ``wait``: take the gradient shard, or None if it is held. Under offload the host waits for it."""
+        """After ``wait``: take the gradient shard, or None if it is partial. Under offload the host waits for it."""
         output, self._output = self._output, None
         pending, self._pending = self._pending, None  # it refers to this object
         if pending is not None and self.flat.kind.is_offloaded:

@@ -86,7 +86,9 @@ def whole(model: nn.Module, optimizers: Iterable[Optimizer], group: Any) -> dict
     """All values of all ranks, put together by the test."""
     mine = parts(model, optimizers)
     spans = {key: (start, stop, value.dtype) for key, (start, stop, value) in mine.items()}
-    in_one = torch.cat([value.double() for _, _, value in mine.values()])  # exact, and quicker to send than many tensors
+    in_one = torch.cat(
+        [value.double() for _, _, value in mine.values()]
+    )  # exact, and quicker to send than many tensors
     every: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(every, (spans, in_one), group=group)
     every = [
