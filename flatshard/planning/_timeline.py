@@ -70,10 +70,13 @@ class _Stretch(NamedTuple):
     left: int  # at the end, without gathered parameters
     # From each time that something is gathered: its bytes, and the most bytes then.
     parts: tuple[tuple[int, int], ...] = ()
+    first: int = 0  # bytes that are gathered as it begins
 
-    def with_kept(self, size: int) -> int:
-        """The most bytes, if the unit of this ``size`` that is gathered in it had stayed gathered."""
-        at = next((at for at, (gathered, _) in enumerate(self.parts) if at and gathered == size), 0)
+    def with_kept(self, size: int, later: bool) -> int:
+        """The most bytes, if the unit of this ``size`` that is gathered in it had stayed gathered; ``later``: after it, if
+        not in it."""
+        none = len(self.parts) if later else 0
+        at = next((at for at, (gathered, _) in enumerate(self.parts) if at and gathered == size), none)
         return max([self.total, *(most + size for _, most in self.parts[:at])])
 
 
@@ -87,7 +90,7 @@ def _stretches(plan: Plan, units: Sequence[str]) -> dict[Place, _Stretch]:
     found: dict[Place, _Stretch] = {}
     runs: dict[tuple[str, str], int] = {}
     since: dict[tuple[str, str], int] = {}
-    after = "", "", 0
+    after, held = ("", "", 0), 0
     for key, group in itertools.groupby(plan.samples, key=lambda sample: (sample.phase, sample.unit)):
         if key[1] in units:
             runs[key] = runs.get(key, 0) + 1
@@ -99,8 +102,9 @@ def _stretches(plan: Plan, units: Sequence[str]) -> dict[Place, _Stretch]:
             parts += [(now.unsharded - before, 0)] if now.unsharded > before else []
             parts[-1] = parts[-1][0], max(parts[-1][1], now.total)
             before = now.unsharded
-        left = memory[-1].total - memory[-1].unsharded
-        found[Place(*key, since[key], after)] = _Stretch(max(m.total for m in memory), left, tuple(parts))
+        left, first = memory[-1].total - memory[-1].unsharded, max(0, memory[0].unsharded - held)
+        found[Place(*key, since[key], after)] = _Stretch(max(m.total for m in memory), left, tuple(parts), first)
+        held = before
     return found
 
 
@@ -184,12 +188,18 @@ class Timeline:
             at = self.places.get(place, at)  # one that other choices do not have belongs to the one before it
             known = seen[at]
             if known is not None:
-                stretch = _Stretch(max(known.total, stretch.total), stretch.left, known.parts + stretch.parts)
+                most = max(known.total, stretch.total)
+                stretch = _Stretch(most, stretch.left, known.parts + stretch.parts, known.first)
             seen[at] = stretch
         level = self.begins
         for row, kept in zip(self.rows, self.kept(choices), strict=True):
             stretch = seen[row.like] or _Stretch(level + kept, level)
-            stayed = stretch.total if row.ahead is None else stretch.with_kept(self.size[row.ahead])
+            stayed = stretch.total
+            if row.ahead is not None:
+                size = self.size[row.ahead]
+                runs = next(each for each in self.rows[row.like :] if each.own == row.ahead)
+                begins = seen[runs.like]
+                stayed = stretch.with_kept(size, later=begins is not None and begins.first >= size)
             taken = _Taken(stretch.total - kept - level, stretch.left - level, stayed - kept - level)
             self.takes[row.like][self.pair(row, choices)] = taken
             level = stretch.left

@@ -298,6 +298,16 @@ def test_a_few_plans_say_the_peak_of_any_choice(monkeypatch, name: str):
                 assert abs(max(timeline.memory(choices)) - peak) <= 0.005 * peak, (changes, setting, choices)
 
 
+def test_a_unit_that_is_gathered_after_a_stretch(monkeypatch):
+    """The last one, as backward begins: where it has stayed, its parameters are there before."""
+    found, keeps = searches(monkeypatch), _timeline.Keeps
+    given = options("uneven", policy=Uneven, device="cuda", microbatches=2, world_size=8)
+    fit(on_meta(uneven), bytes_per_rank="1 GiB", **given)
+    choices = keeps(2, True), keeps(0, False), keeps(1, False)
+    peak = found[0].peak(_fit.Setting(), choices)
+    assert max(found[0]._timeline(_fit.Setting()).memory(choices)) == peak
+
+
 def all_choices(search: Any, setting: Any) -> tuple[Tensor, Tensor]:
     """Peaks and costs of all choices of what units give up, by the timeline: by those of the first half, and of the other."""
     timeline, costs = search._timeline(setting), search._costs(setting)
