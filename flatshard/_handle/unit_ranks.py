@@ -24,8 +24,8 @@ VERBS = {
 
 [Note: From one placement to another]
 The names of a unit's collectives, for traces and errors: a gather goes from how the parts are placed to replicated, a
-reduction from summands to how the parts are placed, over the inner axis and then over the outer one. Each row is issued in one
-place only: gathers in ``FlatShard.gather``, reductions in ``Reduction``.
+reduction from summands to how the parts are placed, over the inner axis and then over the outer one. Each row is issued in
+one place only: gathers in ``FlatShard.gather``, reductions in ``Reduction``.
 """
 
 Runtimes = Mapping[Groups | None, tuple[Runtime, Runtime | None]]
@@ -46,7 +46,8 @@ class UnitRanks:
     """Each rank of ``shards`` holds another part of the parameters, and each rank of ``replicas`` the same part.
 
     A unit has one, and one more for each other mesh that parameters of it are on (``shard_mesh_fn``). ``FULL_SHARD`` has no
-    replicas, ``NO_SHARD`` no shards; a hybrid strategy has both, but for ``HYBRID_FULL_SHARD``, which shards over all ranks. A group of one rank counts as none.
+    replicas, ``NO_SHARD`` no shards, a hybrid strategy has both; ``HYBRID_FULL_SHARD`` shards over all ranks. A group
+    of one rank counts as none.
     """
 
     runtime: Runtime  # issues the collectives: that of the shards or, where nothing is sharded, of the replicas
