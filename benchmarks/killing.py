@@ -15,6 +15,7 @@ def start_and_kill(count: int, script: str, arguments: Sequence[str], every: int
     """Run ``script`` in ``count`` processes until all have ended. The store that they meet at is here: it outlives them.
 
     The first rank sets ``step`` in it, to the number of the step and of the ranks. None is killed before all are there.
+    ``killed`` is when that was, by this machine's monotonic clock.
 
     Returns:
         The number of processes that failed without being killed.
@@ -33,6 +34,7 @@ def start_and_kill(count: int, script: str, arguments: Sequence[str], every: int
             if step >= next_kill and size == len(alive) == count:
                 victim = draw.choice(alive)
                 print(f"killing process {victim.pid}, and starting another", flush=True)
+                store.set("killed", str(time.monotonic()))
                 victim.kill()
                 victim.wait()
                 alive.remove(victim)

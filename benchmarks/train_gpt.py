@@ -127,7 +127,8 @@ def train_elastic(options: Options, corpus: Corpus) -> None:
     set_environment()
     assert options.store is not None
     store = dist.TCPStore("localhost", options.store, is_master=False)  # type: ignore[attr-defined]
-    world = flatshard.elastic.World(store, options.ranks or 4)
+    world_size = options.ranks or 4
+    world = flatshard.elastic.World(store, world_size)
     trainer = Trainer(build_sharded_model(options, Ranks(0, 1, torch.device("cpu"))), options)
     job = flatshard.elastic.Job(
         world, trainer.model, trainer.optimizer, [trainer.schedule], say=lambda text: print(text, flush=True)
@@ -135,6 +136,12 @@ def train_elastic(options: Options, corpus: Corpus) -> None:
     for step in job.steps(range(1, options.steps + 1)):
         with job.attempt():
             ranks = Ranks(job.rank, job.world_size, torch.device("cpu"))
+            if ranks.rank == 0 and ranks.size < world_size and store.check(["killed"]):
+                print(
+                    f"step {step} begins {time.monotonic() - float(store.get('killed')):.2f} s after the kill",
+                    flush=True,
+                )
+                store.delete_key("killed")
             loss = ranks.mean(trainer.step(ranks.own_rows(global_batch(options, corpus, ranks, step))))
             if step % 5 == 0 or step == options.steps:
                 ranks.say(f"step {step:>4}/{options.steps}  loss {loss:.3f}  {ranks}")

@@ -143,6 +143,17 @@ def test_imports_go_down():
     assert not up
 
 
+def test_products_do_nothing_when_they_are_imported():
+    """The core imports none of them, so what does not call them pays nothing in its steps."""
+    allowed = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.ClassDef, ast.AnnAssign, ast.Assign)
+    for name in (name for name in TREES if package_of(name) in ("planning", "elastic", "weights")):
+        for node in TREES[name].body:
+            is_text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+            assert is_text or isinstance(node, allowed), (name, node.lineno)
+            for target in getattr(node, "targets", ()):
+                assert isinstance(target, ast.Name | ast.Tuple), (name, node.lineno)
+
+
 def test_no_files_know_each_other():
     """No ring of imports, also of those that only a type checker sees."""
     direct = {name: needed(name) | needed(name, type_checking=True) for name in TREES}
