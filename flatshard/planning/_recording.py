@@ -32,6 +32,7 @@ from flatshard._comm.collectives import Done, Pending
 from flatshard._comm.progress import Label
 from flatshard._composable.features import kept_shards
 from flatshard._handle import gradients, pool, reduction
+from flatshard.planning._convolution import computed
 from flatshard.planning._records import CATEGORIES, Collective, Memory, Sample
 from flatshard.planning._values import Values
 
@@ -232,7 +233,7 @@ class MadeOnce:
             return func(*args, **kwargs)
         if known is not None:
             return args[0] if not makes else _like(known)
-        result = func(*args, **kwargs)
+        result = computed(func, args, kwargs)
         described = _described(result, args, kwargs) if makes else ()
         if described is not None:
             self._results[key] = described

@@ -35,6 +35,7 @@ from flatshard._handle.unit_gradients import UnitGradients
 from flatshard._mesh_runtime import MeshRuntime
 from flatshard.layouts import Blocks, Layout, Rows, Whole
 from flatshard.planning import Memory, Plan
+from flatshard.planning._recording import Books, Recorder
 
 FULL, GRAD_OP, NO_SHARD = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD
 OPTIM, JOINED = ShardingStrategy.SHARD_OPTIM, ShardingStrategy.HYBRID_FULL_SHARD
@@ -445,6 +446,19 @@ def test_inputs_are_freed_as_in_training():
         most[sample.phase] = max(most[sample.phase], sample.device.activations)
     assert most["forward"] >= 2 * x.nbytes
     assert most["backward"] < x.nbytes
+
+
+def test_convolutions_return_the_format_of_a_device():
+    """Of images that are channels-last, are parts of such, are not, or have one channel; and by a weight that is."""
+    plain, weight, one = torch.ones(2, 6, 5, 5), torch.ones(4, 3, 3, 3), torch.ones(4, 1, 3, 3)
+    last, turned = (t.contiguous(memory_format=torch.channels_last) for t in (plain, weight))
+    images = (last[:, :3], weight), (last[:, :3].clone(), weight), (plain[:, :3], weight), (plain[:, :3], turned)
+    for image, by in (*images, (plain[:, :1], one), (last[:, :1], one), (plain[:, :3, 0], weight[..., 0])):
+        ones, zeros = [1] * (by.dim() - 2), [0] * (by.dim() - 2)
+        with Books(Recorder()):
+            copies = (torch.empty_strided(t.shape, t.stride(), device="meta") for t in (image, by))
+            found = torch.convolution(*copies, None, ones, zeros, ones, False, zeros, 1)
+        assert found.stride() == torch.convolution(image, by, None, ones, zeros, ones, False, zeros, 1).stride()
 
 
 def test_optimizers_that_look_at_shapes():
