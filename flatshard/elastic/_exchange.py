@@ -3,7 +3,8 @@
 [Note: As few bytes as the two cuts allow]
 A rank that needs elements of a parameter takes those that it holds already from itself. Each of the others it gets once, from
 one of the ranks that hold them. Padding is not sent. Every rank finds by the two cuts what it sends and receives, so no
-message says what it contains: between two ranks there is one message for each unit.
+message says what it contains. What is large is sent from where it lies to where it is to lie, and what a rank takes from
+itself is copied meanwhile. What is small goes in one message for each unit between two ranks.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import pickle
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +23,8 @@ from flatshard._comm.progress import NOBODY
 from flatshard._errors import CollectiveError
 
 Span = tuple[int, int]
+
+_LARGE = 1 << 16  # bytes of a tensor that is a message of its own
 
 
 class Range(NamedTuple):
@@ -76,22 +79,32 @@ class Channel:
             return output.cpu()
 
     def exchange(
-        self, sent: dict[int, list[torch.Tensor]], received: dict[int, list[torch.Tensor]], unit: str = ""
+        self,
+        sent: dict[int, list[torch.Tensor]],
+        received: dict[int, list[torch.Tensor]],
+        unit: str = "",
+        meanwhile: Callable[[], object] = lambda: None,
     ) -> None:
-        """Send tensors (1-D) to ranks, and fill others from ranks, of ``unit``: one message to each.
+        """Send tensors (1-D) to ranks, and fill others from ranks, of ``unit``. ``meanwhile`` is called when all is on its way.
 
         Raises:
             CollectiveError: a rank has died, or left.
         """
         with self.failing("exchange", unit), torch.no_grad():
-            out = [(self._packed(tensors), rank) for rank, tensors in sorted(sent.items())]
-            into = [(self._empty(tensors), rank) for rank, tensors in sorted(received.items())]
+            out = [(message, rank) for rank, tensors in sorted(sent.items()) for message in self._packed(tensors)]
+            into, places = list[tuple[torch.Tensor, int]](), list[list[torch.Tensor]]()
+            for rank, tensors in sorted(received.items()):
+                for targets in _messages(tensors):
+                    into.append((self._memory(targets), rank))
+                    places.append(targets)
             self.sent += sum(message.nbytes for message, _ in out)
-            self._collectives.exchange(out, into, NOBODY).wait()
-            for message, rank in into:
-                parts = torch.split(message, [t.nbytes for t in received[rank]])
-                for part, target in zip(parts, received[rank], strict=True):
-                    as_bytes(target).copy_(part)
+            pending = self._collectives.exchange(out, into, NOBODY)
+            meanwhile()
+            pending.wait()
+            for (message, _), targets in zip(into, places, strict=True):
+                for part, target in zip(torch.split(message, [t.nbytes for t in targets]), targets, strict=True):
+                    if part.data_ptr() != target.data_ptr():
+                        as_bytes(target).copy_(part)
 
     @contextlib.contextmanager
     def failing(self, phase: str, unit: str) -> Iterator[None]:
@@ -103,11 +116,23 @@ class Channel:
         except RuntimeError as e:
             raise CollectiveError(phase, unit, self.rank, self.size, str(e)) from e
 
-    def _packed(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        return torch.cat([as_bytes(t).to(self._device) for t in tensors])
+    def _packed(self, tensors: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
+        for parts in _messages(tensors):
+            here = [as_bytes(part).to(self._device) for part in parts]
+            yield here[0] if len(here) == 1 else torch.cat(here)
 
-    def _empty(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        return torch.empty(sum(t.nbytes for t in tensors), dtype=torch.uint8, device=self._device)
+    def _memory(self, targets: Sequence[torch.Tensor]) -> torch.Tensor:
+        """To receive ``targets`` in: where it shall lie, if that can be."""
+        if len(targets) == 1 and targets[0].device == self._device:
+            return as_bytes(targets[0])
+        return torch.empty(sum(t.nbytes for t in targets), dtype=torch.uint8, device=self._device)
+
+
+def _messages(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """Which of ``tensors`` go together: the same on both sides."""
+    yield from ([t] for t in tensors if t.nbytes >= _LARGE)
+    if small := [t for t in tensors if t.nbytes < _LARGE]:
+        yield small
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -335,6 +335,7 @@ class Move:
             )
         sent: dict[int, list[torch.Tensor]] = {}
         received: dict[int, list[torch.Tensor]] = {}
+        own: list[tuple[torch.Tensor, torch.Tensor]] = []
         with torch.no_grad():
             for value in manifest.values[number]:
                 cut = [manifest.span(value.at, shard) for shard in range(count)]
@@ -346,15 +347,19 @@ class Move:
                         if rank == me:
                             target = targets[value.at, value.name][start - need[0] : stop - need[0]]
                             if source == me:
-                                target.copy_(
-                                    self._held_part(number, shard, value)[start - cut[shard][0] : stop - cut[shard][0]]
-                                )
+                                part = self._held_part(number, shard, value)
+                                own.append((target, part[start - cut[shard][0] : stop - cut[shard][0]]))
                             else:
                                 received.setdefault(source, []).append(target)
                         elif source == me:
                             part = self._held_part(number, shard, value)
                             sent.setdefault(rank, []).append(part[start - cut[shard][0] : stop - cut[shard][0]])
-        self._channel.exchange(sent, received, self._job.units[number].fqn)
+
+        def copy_own() -> None:
+            for target, part in own:
+                target.copy_(part)
+
+        self._channel.exchange(sent, received, self._job.units[number].fqn, copy_own)
 
     def _held_part(self, unit: int, shard: int, value: Value) -> torch.Tensor:
         for number, holder in self._holders.items():
