@@ -208,7 +208,7 @@ class Copies:
         Raises:
             CollectiveError: a rank has died.
         """
-        self._epoch = epoch
+        self._epoch, self.is_called = epoch, False
         self._channel = Channel(group, torch.device("cpu"))
         self._collectives = GlooCollectives(group)
         self._numbers = self._channel.objects(_units.place_of(self._job.units)[0])

@@ -85,7 +85,7 @@ class Channel:
         unit: str = "",
         meanwhile: Callable[[], object] = lambda: None,
     ) -> None:
-        """Send tensors (1-D) to ranks, and fill others from ranks, of ``unit``. ``meanwhile`` is called when all is on its way.
+        """Send tensors (1-D) to ranks, and fill others from ranks, of ``unit``. ``meanwhile``: called when all is on its way.
 
         Raises:
             CollectiveError: a rank has died, or left.

@@ -80,9 +80,10 @@ class Job:
         optimizers: all that step it.
         extra: what else goes back with the model, anything with ``state_dict`` and ``load_state_dict``: schedulers, samplers,
             counters.
-        copies: how many ranks keep copies of each rank's parts: so many may die at once. Each rank keeps ``1 + 2 * copies``
-            times its parts in host memory beside the model, with parameters on an accelerator 8 MiB more, and a recovery
-            up to ``2 + copies`` times more. What is frozen is not sent again after the first steps.
+        copies: how many ranks keep copies of each rank's parts: so many may die at once. After a death copies are made anew
+            while the next step runs, and who dies before that died at once. Each rank keeps ``1 + 2 * copies`` times its
+            parts in host memory beside the model, with parameters on an accelerator 8 MiB more, and a recovery up to
+            ``2 + copies`` times more. What is frozen is not sent again after the first steps.
         every: take copies after so many steps. A death loses as many.
         checkpoints: a directory that all ranks see. Every ``save_every`` steps all is saved to ``step-<number>`` in it, while
             training goes on, and the newest two are kept. The job begins at the newest one there is, and goes back to it if
@@ -294,6 +295,7 @@ class Job:
         if self._checkpoints is not None:
             self._load(Channel(self._world.group, torch.device("cpu")))
         self._first_copies()
+        self._copies.commit()  # there is nothing to go back to
 
     def _load(self, channel: Channel) -> bool:
         """Load the newest checkpoint. Returns whether there is one."""
@@ -310,7 +312,6 @@ class Job:
         assert world.copies_group is not None
         self._copies.follow(world.epoch, world.copies_group, [member.host for member in world.members])
         self._copies.take(self._at)
-        self._copies.commit()
 
     def _regroup(self, decided: list[tuple[Member, Any]] | None = None) -> None:
         """Go on over those who are left and those who join. ``decided``: who they are; None: find out."""
@@ -386,7 +387,7 @@ class Job:
             self._at = newest[0]
         for param in job.others.values():
             param.grad = None
-        self._first_copies()
+        self._first_copies()  # while the next step runs: what was moved is kept until they are there
 
     def _home(self) -> _units.Destination:
         """Where the units move: over all ranks."""

@@ -152,6 +152,7 @@ def test_a_rank_joins(pool):
     left = check(pool, plan, job.outcomes)
     assert len(left) == 3
     assert {len(members) for members in history(job.outcomes[0])} == {2, 3}
+    assert not [text for each in left for text in each.said if "met again" in text]
     for each in left:
         assert each.end is not None
         _, kept, state, sent, _ = each.end

@@ -2,6 +2,8 @@
 
 import contextlib
 import os
+import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -81,6 +83,22 @@ def test_a_step_that_failed_comes_again(alone):
         loop()
     assert seen == [0, 1, 2, 2]
     torch.testing.assert_close(before[3], before[2], rtol=0, atol=0)
+
+
+def test_copies_that_are_under_way(alone):
+    """When a step fails, the thread that fills them is waited for."""
+    job, model, optimizer = job_in(alone())
+    seen, fill, begun = [], job._copies._fill, threading.Event()
+    job._copies._fill = lambda under: begun.set() or time.sleep(0.3) or fill(under)
+    for step in job.steps(range(3)):
+        seen.append(step)
+        with job.attempt():
+            if len(seen) == 2:
+                begun.wait()
+                lost_connection()
+            one_step(model, optimizer, step)
+            begun.clear()
+    assert seen == [0, 1, 1, 2]
 
 
 def test_gradients_between_steps(alone):
