@@ -208,7 +208,7 @@ def test_registering(fake_group):
     model = shard(Model(), None)
     before = model.loss
     assert before.__doc__ == Model.loss.__doc__
-    assert str(inspect.signature(before)) == "(ids: 'Tensor', *, weight: 'float' = 1.0) -> 'Tensor'"
+    assert str(inspect.signature(before)) == "(ids: torch.Tensor, *, weight: float = 1.0) -> torch.Tensor"
     register_forward_method(model, "loss")
     assert model.loss is before
     inner = fully_shard(Model(), policy={Block})
