@@ -147,7 +147,8 @@ class BackwardPrefetch(enum.Enum):
     """
 
     BACKWARD_PRE = "backward_pre"
-    """Before the current unit's backward computes: most overlap, one more unit unsharded."""
+    """Before the current unit's backward computes: most overlap, one more unit unsharded. On CPU when the reduction in flight
+    has ended, which is soon after."""
     BACKWARD_POST = "backward_post"
     """After the current unit's backward, when its parameters are freed: less overlap, less memory."""
 

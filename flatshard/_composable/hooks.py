@@ -368,7 +368,8 @@ class UnitHooks:
                 "(by an optimizer step, for example), so its gradients would be wrong. Call backward before the step, or "
                 "run forward again after it"
             )
-        if prefetches_before(unit):
+        # Where the input of a reduction is to be freed first, `finish_previous` gathers. [Note: Reductions in flight]
+        if prefetches_before(unit) and not (context.reductions.frees and unit.completion.finish_at > 1):
             prefetch(record)
 
     def take(self, group: int, index: int, task: int) -> int | None:
@@ -383,11 +384,17 @@ class UnitHooks:
     def finish_previous(self) -> None:
         """See ``Takes``."""
         self.unit.context.reductions.finish_previous()
+        if prefetches_before(self.unit):
+            prefetch_after(self.unit)
 
     def complete(self) -> None:
         """All gradients of the unit have come."""
         unit, backward = self.unit, self.unit.context.backward
         assert isinstance(backward, Backward)
+        if (
+            unit.completion.finish_at > 1
+        ):  # it was not called: all ranks gather the next unit before they reduce this one
+            self.finish_previous()
         if unit.completion.comes_again() or (unit.completion.lacks_some and may_reach_inside(unit)):
             backward.postpone(unit)
             return

@@ -86,7 +86,7 @@ def lose_a_rank(ctx, how: str, where: str, options: dict[str, Any]) -> str:
         ("leaves", "forward", {}, r"^the all-gather of unit 'blocks\.1' .*while receiving from rank 2 of the group"),
         ("interrupted", "backward", {}, r"^the (reduce-scatter|all-gather) of unit 'blocks\.[01]' "),
         ("leaves", "backward", {"strategy": NO_SHARD}, r"^the all-reduce of unit 'blocks\.1' "),
-        ("leaves", "backward", {"collectives": QuantizedCollectives()}, r"^the reduce-scatter of unit 'blocks\.1' "),
+        ("leaves", "backward", {"collectives": QuantizedCollectives()}, r"^the \S+ of unit 'blocks\.[01]' "),
         # What the dead rank had sent may or may not have arrived.
         ("dies", "backward", {}, r"^the (reduce-scatter|all-gather) of unit '(blocks\.[012]|<root>)' "),
         ("dies", "norm", {}, r"^the all-reduce for the norm of order 2.0 of the gradient of 'head.weight' failed"),

@@ -336,22 +336,22 @@ def test_traces_of_models(world):
         "\n".join(lines),
         """\
                        sent     kept       peak     copied  ops  collectives
-full              1,799,680   75,104    572,488  3,135,084  203  7GRGRG3R
-full, small         124,416    5,216     41,224    315,244  187  7GRGRG3R
+full              1,799,680   75,104    496,712  3,135,084  203  7GRGRG3R
+full, small         124,416    5,216     35,592    315,244  187  7GRGRG3R
 no prefetch       1,799,680   75,104    438,584  3,135,084  203  6GRGRGRG2R
 evaluated           600,832   75,104    305,688    647,956   33  5G
 shard-grad-op     1,201,664   75,104    764,520  3,135,084  203  5G5R
 no-shard            600,320  600,320    678,200  3,134,572  251  5A
 hybrid            2,100,096  300,416    758,344  3,135,084  203  7GRGARGARARARA
-checkpointed      1,799,680   75,104    570,168  3,463,852  279  7GRGRG3R
-3 x no_sync       4,197,376   75,104  1,007,052 10,593,140  583  25GRGRG3R
-3 x reduced       5,399,040   75,104    631,992  9,855,876  619  7GRGRG3R7GRGRG3R7GRGRG3R
-skipped           1,799,680   75,104    553,800  2,008,626  175  7GRGRG3R
-tensor parallel     908,672   75,984    310,792  3,158,956  227  7GRGRG3R
-bf16              1,200,256   75,104    379,684  2,095,606  213  7GRGRG3R
-bf16, widened       899,840   75,104    304,932  1,792,374  213  7GRGRG3R
-frozen            1,502,976   75,200    483,544  2,228,588  157  9GRGRG2R
-resharded to 2    1,802,496   75,104    631,640  4,336,748  233  8GRGRG3R""",
+checkpointed      1,799,680   75,104    493,624  3,463,852  279  7GRGRG3R
+3 x no_sync       4,197,376   75,104    991,452 10,593,140  583  25GRGRG3R
+3 x reduced       5,399,040   75,104    540,616  9,855,876  619  7GRGRG3R7GRGRG3R7GRGRG3R
+skipped           1,799,680   75,104    493,752  2,008,626  175  7GRGRG3R
+tensor parallel     908,672   75,984    272,776  3,158,956  227  7GRGRG3R
+bf16              1,200,256   75,104    340,252  2,095,606  213  7GRGRG3R
+bf16, widened       899,840   75,104    267,044  1,792,374  213  7GRGRG3R
+frozen            1,502,976   75,200    464,744  2,228,588  157  9GRGRG2R
+resharded to 2    1,802,496   75,104    615,016  4,336,748  233  8GRGRG3R""",
     )
 
 
