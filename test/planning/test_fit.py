@@ -205,9 +205,9 @@ def test_several_microbatches():
 def test_the_page(tmp_path):
     least, most = bounds("gpt")
     fitted = fit(on_meta(Gpt), bytes_per_rank=(least + most) // 2, **options("gpt"))
-    assert repr(fitted) == "Fit(Gpt over 4 ranks: peak 482 KiB of 531 KiB, 2 given up)"
+    assert repr(fitted) == "Fit(Gpt over 4 ranks: peak 482 KiB of 509 KiB, 2 given up)"
     for line in (
-        "peak 494,044 bytes (482 KiB), in backward at unit 'blocks.1'; 48.1 KiB (9.1%) below the budget",
+        "peak 494,044 bytes (482 KiB), in backward at unit 'blocks.1'; 26.5 KiB (5.2%) below the budget",
         "blocks.0 ... blocks.1 (2)  SHARD_GRAD_OP  yes",
         f"all of it costs in a step: 0 B sent more (242 KiB in all), {fitted.flops:,} operations computed again",
     ):
@@ -358,7 +358,7 @@ def test_the_cheapest_of_all_choices(monkeypatch, make: Any, changes: dict[str, 
 
 def test_a_long_model_is_planned_once(monkeypatch):
     """What follows from a few of its blocks is what its own plans say; where blocks differ unseen, these are used."""
-    model = on_meta(lambda: Gpt(14))
+    model = on_meta(lambda: Gpt(10))
     given = options("gpt")
     planned: list[int] = []
     plan_step = _fit.Step.plan
@@ -372,21 +372,23 @@ def test_a_long_model_is_planned_once(monkeypatch):
     budget = most // 2
     expected = fit(model, bytes_per_rank=budget, **given)
     monkeypatch.setattr(_shorter, "LONG", 10)
-    monkeypatch.setattr(_shorter, "KEPT", 6)
-    monkeypatch.setattr(_fit, "KEPT", 6)
+    monkeypatch.setattr(_shorter, "KEPT", 4)
+    monkeypatch.setattr(_fit, "KEPT", 4)
     planned.clear()
     fitted = fit(model, bytes_per_rank=budget, **given)
-    assert planned.count(14) == 1
+    assert planned.count(10) == 1
     assert fitted.unlimited == expected.unlimited
     assert cost_of(fitted.plan, fitted.unlimited, 8000.0) <= 1.05 * cost_of(expected.plan, expected.unlimited, 8000.0)
-    model.blocks[7].forward = functools.partial(twice, model.blocks[7])
+    model.blocks[5].forward = functools.partial(thrice, model.blocks[5])
     planned.clear()
     assert fit(model, bytes_per_rank=budget, **given).margin >= 0
-    assert planned.count(14) > 1
+    assert planned.count(10) > 1
 
 
-def twice(block: Block, x: Tensor) -> Tensor:
-    return Block.forward(block, Block.forward(block, x))
+def thrice(block: Block, x: Tensor) -> Tensor:
+    for _ in range(3):
+        x = Block.forward(block, x)
+    return x
 
 
 def test_the_limit_for_what_is_gathered_ahead():
