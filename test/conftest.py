@@ -32,7 +32,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--thorough", action="store_true", help="every case, where else pairs or some are run: see pairs.py"
     )
     group.addoption("--once", action="store_true", help="of each test that has several cases, one")
-    group.addoption("--fuzz", type=int, default=80, metavar="N", help="random programs that test_fuzz.py runs")
+    group.addoption("--fuzz", type=int, default=40, metavar="N", help="random programs that test_fuzz.py runs")
     group.addoption("--fuzz-seed", type=int, default=0, metavar="S", help="seed of the first random program")
     group.addoption("--lanes", type=int, default=3, help="tests at a time: see lanes.py")
     group.addoption("--minimise", action="store_true", help="make failing random programs shorter")
@@ -162,6 +162,14 @@ def _simulator(pytestconfig: pytest.Config) -> None:
     faulthandler.dump_traceback_later(BUILD_TIMEOUT + 30, exit=True, file=pytestconfig.stash[_stderr_fd])
     build.build()
     signal.alarm(TEST_TIMEOUT)
+
+
+@pytest.fixture(scope="session")
+def two_ranks() -> Iterator[Pool]:
+    """A pool whose default group has two ranks."""
+    p = Pool(2)
+    yield p
+    p.close()
 
 
 @pytest.fixture(scope="session")

@@ -31,6 +31,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import IO, Any
 
 import pytest
+from pool import share_start
 
 ENOUGH = 300
 """Tests that a run must have for more than one lane: each starts pools of its own, which takes some seconds."""
@@ -49,6 +50,8 @@ def run(session: pytest.Session) -> bool:
         ends = Ends(len(chunks), lock)
         forks: list[Fork] = []
         try:
+            if any("pool" in item.fixturenames for item in session.items):
+                share_start()
             for _ in range(session.config.option.lanes - 1):
                 forks.append(Fork(session, chunks, ends, forks))
             for fork in forks:  # not before all are there: a process with threads should not fork

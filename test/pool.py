@@ -43,6 +43,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -345,6 +346,19 @@ class _Rank:
     note: str = ""
 
 
+def _environment() -> Any:
+    return mock.patch.dict(os.environ, OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME=_loopback())  # OMP reads it at import
+
+
+def share_start() -> None:
+    """Let the pools of this process and of its forks start from one process that has imported torch, which is begun now."""
+    multiprocessing.get_context("forkserver").set_forkserver_preload(list(PRELOAD))
+    with _environment():
+        forkserver.ensure_running()
+    # It is no child of the forks, which could not ask whether it lives.
+    os.register_at_fork(after_in_child=lambda: setattr(forkserver._forkserver, "ensure_running", lambda: None))
+
+
 class Pool:
     """Ranks, started at first use, that run test bodies; see the module's docstring."""
 
@@ -444,8 +458,8 @@ class Pool:
         if self._store is None:  # port 0: the system picks a free one, so no two sessions can race for it
             self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         start = multiprocessing.get_context("forkserver")
-        start.set_forkserver_preload([*PRELOAD, *self._preload])
-        with mock.patch.dict(os.environ, OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME=_loopback()):  # OMP reads it at import
+        with _environment():
+            start.set_forkserver_preload([*PRELOAD, *self._preload])
             for rank in range(self._size):
                 here, there = start.Pipe()
                 stacks = self._dir / f"stacks-{rank}"

@@ -183,8 +183,9 @@ class Queue:
 
 
 def _merge(into: Clock, other: Clock) -> None:
+    get = into.get
     for key, value in other.items():
-        if into.get(key, 0) < value:
+        if get(key, 0) < value:
             into[key] = value
 
 
@@ -219,21 +220,21 @@ class Machine:
         self._just_freed: dict[Any, list[Block]] = collections.defaultdict(list)
         self._limbo: list[tuple[Block, list[Record]]] = []  # freed, and recorded streams are not over
 
-    @contextlib.contextmanager
-    def inside(self) -> Iterator[None]:
+    def inside(self) -> "Machine":
         """Nobody else changes anything meanwhile. Memory that Python frees inside is freed at the end."""
-        with self._lock:
-            self._depth += 1
-            try:
-                yield
-            finally:
-                self._depth -= 1
-                while not self._depth and self._freed_inside:
-                    self._depth += 1
-                    try:
-                        self._free(*self._freed_inside.popleft())
-                    finally:
-                        self._depth -= 1
+        return self
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+        self._depth += 1
+
+    def __exit__(self, *_: Any) -> None:
+        try:
+            while self._depth == 1 and self._freed_inside:
+                self._free(*self._freed_inside.popleft())
+        finally:
+            self._depth -= 1
+            self._lock.release()
 
     # -- streams and events
 
@@ -633,8 +634,14 @@ class Machine:
     # -- between two programs
 
     def reset(self) -> None:
-        """Wait for everything, and forget what was found, and what free memory holds: it might be right by chance."""
+        """Wait for everything, and forget what was found, and what free memory holds: it might be right by chance.
+
+        What was accessed is forgotten as well, so clocks begin anew: else they would grow with each program.
+        """
         self.drain()
+        self._host.clear()
+        for q in self._queues.values():
+            q.clock = {}
         self.races.clear()
         self.host_syncs.clear()
         self.launched.clear()

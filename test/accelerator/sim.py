@@ -25,6 +25,7 @@ inside a ``HostWatch``.
 
 import atexit
 import contextlib
+import functools
 import importlib
 import sys
 import types
@@ -170,20 +171,30 @@ def _install() -> None:
 _install()
 
 
+@functools.cache
+def _watched(func: Any) -> tuple[str, tuple[bool, ...]]:
+    """An operator's name; and for each argument, unless no values on the host are read, whether it is written to."""
+    schema = func._schema
+    if func.is_view or schema.name in ("aten::_copy_from", "aten::_to_copy", "aten::copy_", "aten::empty_like"):
+        return schema.name, ()
+    return schema.name, tuple(a.alias_info is not None and a.alias_info.is_write for a in schema.arguments)
+
+
 class HostWatch(torch.utils._python_dispatch.TorchDispatchMode):
     """Reports, among the races, code on the CPU that reads what the device has not written yet, or the other way round."""
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # a wrapper around each call
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        schema = func._schema
-        no_reader = ("aten::_copy_from", "aten::_to_copy", "aten::copy_", "aten::empty_like")  # of values on the host
-        if schema.name not in no_reader and not func.is_view:
-            for argument, value in zip(schema.arguments, args, strict=False):
-                for t in value if isinstance(value, list | tuple) else [value]:
-                    if isinstance(t, torch.Tensor) and t.layout is torch.strided:
-                        self._look_at(t, argument.alias_info is not None and argument.alias_info.is_write, schema.name)
-        elif schema.name == "aten::copy_" and args[0].device.type == args[1].device.type:
-            self._look_at(args[0], True, schema.name)
-            self._look_at(args[1], False, schema.name)
+        name, writes = _watched(func)
+        if name == "aten::copy_":
+            writes = (True, False) if args[0].device.type == args[1].device.type else ()
+        for value, write in zip(args, writes, strict=False):
+            for t in value if isinstance(value, list | tuple) else [value]:
+                if isinstance(t, torch.Tensor) and t.layout is torch.strided:
+                    self._look_at(t, write, name)
         return func(*args, **(kwargs or {}))
 
     @staticmethod

@@ -90,4 +90,4 @@ def test_example(request, tmp_path, monkeypatch, name: str):
         monkeypatch.chdir(tmp_path)
         run_examples(None, name, str(tmp_path))
     else:
-        request.getfixturevalue("pool").run(run_examples, name, str(tmp_path), world_size=4)
+        request.getfixturevalue("two_ranks").run(run_examples, name, str(tmp_path))

@@ -1,10 +1,9 @@
 """The core trains without the features: with all of their files gone, and with each one left out."""
 
 import ast
-import copy
+import functools
 import os
 import shutil
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -38,15 +37,23 @@ def train(model: torch.nn.Module, rank: int, world_size: int) -> None:
 
 def check(group: torch.distributed.ProcessGroup | None, rank: int, world_size: int, shard=fully_shard) -> None:
     """Sharded training is training in one process."""
-    torch.manual_seed(0)
-    reference = GPT(CONFIG)
-    model = copy.deepcopy(reference)
+    model = make()
     shard(model, policy={Block}, process_group=group)
     train(model, rank, world_size)
-    train(reference, 0, 1)
-    tokens = batch(0, 2, 7)
-    with torch.no_grad():
-        torch.testing.assert_close(model(tokens), reference(tokens))
+    torch.testing.assert_close(model(batch(0, 2, 7)).detach(), reference())
+
+
+def make() -> GPT:
+    torch.manual_seed(0)
+    return GPT(CONFIG)
+
+
+@functools.cache
+def reference() -> torch.Tensor:
+    """What the model gives that one process has trained."""
+    model = make()
+    train(model, 0, 1)
+    return model(batch(0, 2, 7)).detach()
 
 
 # -- all of them -------------------------------------------------------------------------------------------------------
@@ -56,17 +63,19 @@ CORE_ALONE = (
 )
 
 SCRIPT = """
-import sys
-import torch.distributed as dist
+import os, sys
+import torch._dynamo, torch.distributed as dist
 import flatshard
-from {module} import check
+from alone import check
 
 absent = [m for m in sys.modules if m.startswith("flatshard.") and m.removeprefix("flatshard.") not in {core!r}]
 assert not absent, absent
-store = dist.TCPStore("127.0.0.1", {port}, is_master={rank} == 0)
-dist.init_process_group("gloo", store=store, rank={rank}, world_size=2)
-check(None, {rank}, 2, flatshard.fully_shard)
+other = os.fork()  # a rank that need not import torch again
+dist.init_process_group("gloo", init_method="file://{store}", rank=int(other == 0), world_size=2)
+check(None, dist.get_rank(), 2, flatshard.fully_shard)
 dist.destroy_process_group()
+if other:
+    sys.exit(os.waitstatus_to_exitcode(os.waitpid(other, 0)[1]))
 """
 
 
@@ -90,23 +99,12 @@ def test_the_core_alone(tmp_path):
     lines = [line for line in body.splitlines() if not line.startswith("from test_structure")]
     text = "\n".join(lines).replace("from flatshard import fully_shard", "fully_shard = None")
     (tmp_path / "alone.py").write_text(text.replace("from flatshard._composable import extensions", ""))
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     paths = os.pathsep.join([str(tmp_path), str(here.parents[2] / "benchmarks")])
     environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    ranks = []
-    for rank in range(2):
-        script = SCRIPT.format(module="alone", core=sorted(kept), port=port, rank=rank)
-        command = [sys.executable, "-W", "ignore", "-c", script]
-        ranks.append(subprocess.Popen(command, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True))
-    try:
-        for process in ranks:
-            _, errors = process.communicate(timeout=90)
-            assert process.returncode == 0, errors
-    finally:
-        for process in ranks:
-            process.kill()
+    script = SCRIPT.format(core=sorted(kept), store=tmp_path / "store")
+    command = [sys.executable, "-W", "ignore", "-c", script]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=90)
+    assert done.returncode == 0, done.stderr
 
 
 # What features are about. Identifiers only: docstrings may say where a fact is used.

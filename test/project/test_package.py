@@ -1,6 +1,6 @@
 """flatshard as a package: what an archive and a wheel contain, and what a bug report says."""
 
-import os
+import runpy
 import subprocess
 import sys
 import tarfile
@@ -13,12 +13,11 @@ import torch
 ROOT = Path(__file__).parents[2]
 
 
-def test_the_report(tmp_path):
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "FLATSHARD_TRACE": "0", "SECRET_TOKEN": "hidden"}
-    run = [sys.executable, "-m", "flatshard.env"]
-    done = subprocess.run(run, env=environment, capture_output=True, text=True, timeout=100, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    facts = dict(line.split(": ", 1) for line in done.stdout.splitlines())
+def test_the_report(monkeypatch, capsys):
+    monkeypatch.setenv("FLATSHARD_TRACE", "0")
+    monkeypatch.setenv("SECRET_TOKEN", "hidden")
+    runpy.run_module("flatshard.env", run_name="__main__", alter_sys=True)
+    facts = dict(line.split(": ", 1) for line in capsys.readouterr().out.splitlines())
     assert facts["torch"].startswith(torch.__version__)
     assert facts["FLATSHARD_TRACE"] == "0"
     assert "gloo" in facts["backends"]

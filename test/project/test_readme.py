@@ -169,9 +169,13 @@ def run_recipe(ctx, name: str, directory: str) -> None:
     assert changed or name == "LoRA", "its adapters have names of their own"
 
 
+NEED_FOUR = ("tensor parallel",)
+
+
 @pytest.mark.parametrize("name", RECIPES)
-def test_recipe(pool, tmp_path, name: str):
-    pool.run(run_recipe, name, str(tmp_path), world_size=1 if name == "Plan" else 4)
+def test_recipe(pool, two_ranks, tmp_path, name: str):
+    where = pool if name in NEED_FOUR else two_ranks
+    where.run(run_recipe, name, str(tmp_path), world_size=1 if name == "Plan" else where.size)
 
 
 # -- tables ------------------------------------------------------------------------------------------------------------

@@ -124,7 +124,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 # Every two choices come together in 70 cases, of which a part is run: the fuzzer has checkpoints everywhere, too.
-CASES = some(all_pairs(list(OPTIONS), PLACES, KINDS), 16)
+CASES = some(all_pairs(list(OPTIONS), PLACES, KINDS), 11)
 
 
 @pytest.mark.parametrize(("name", "place"), sorted({case[:2] for case in CASES}))

@@ -320,10 +320,8 @@ def run(ctx: Any, name: str, where: list[str]) -> None:
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_program(pool, name):
     turn = list(PROGRAMS).index(name)
-    for world_size, count in ((2, 1), (3 if turn % 3 else 1, 1)):
-        where = some(WHERE, count, turn + world_size)
-        if name in WENT_WRONG and world_size == 2:
-            where = list({WENT_WRONG[name], *where})
+    where = [WENT_WRONG[name]] if name in WENT_WRONG else some(WHERE, 1, turn + 2)
+    for world_size in some((3, 2, 1, 2), 1, turn):
         pool.run(run, name, where, world_size=world_size)
 
 
