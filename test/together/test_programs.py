@@ -299,7 +299,7 @@ WHERE = {
     "large, NO_SHARD": (LARGE, Sharding(UNITS, "NO_SHARD")),
 }
 
-WENT_WRONG = {"what the inner one has written": "NO_SHARD"}
+WENT_WRONG = {"what the inner one has written": "NO_SHARD", "held, and frozen": "NO_SHARD"}
 """Programs that go wrong in one of these places only."""
 
 
@@ -321,7 +321,7 @@ def run(ctx: Any, name: str, where: list[str]) -> None:
 def test_program(pool, name):
     turn = list(PROGRAMS).index(name)
     where = [WENT_WRONG[name]] if name in WENT_WRONG else some(WHERE, 1, turn + 2)
-    for world_size in some((3, 2, 1, 2), 1, turn):
+    for world_size in some((3, 2, 2, 2, 1, 2, 2, 2), 1, turn):
         pool.run(run, name, where, world_size=world_size)
 
 
