@@ -378,14 +378,14 @@ def run_case(
 # -- in pytest -------------------------------------------------------------------------------------------------------
 
 
-def check(pool: Pool, case: Case, every_policy: bool = False, backend: str | None = None) -> None:
+def check(pool: Pool, case: Case, backend: str | None = None) -> None:
     """Fail with all that is wrong with the case, if anything is. ``pool``: of the fixtures in ``conftest.py``.
 
     Races are found by the clocks of streams, whatever the policy, which only decides what numbers a race gives. So a case
     runs under one of them, by its name.
     """
     at = zlib.crc32(case.name.encode()) % len(POLICIES)
-    policies = POLICIES if every_policy or pairs.thorough else POLICIES[at : at + 1]
+    policies = POLICIES if pairs.thorough else POLICIES[at : at + 1]
     ranks = pool.size if pool.size == 1 or backend is not None else case.ranks  # all of them make a group
     answers = pool.run(run_case, case.module, case.name, policies, backend, world_size=ranks, timeout=60)
     problems: dict[str, list[str]] = {}  # where each was seen
