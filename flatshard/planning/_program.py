@@ -18,9 +18,9 @@ import copy
 import functools
 import itertools
 import operator
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -40,8 +40,8 @@ from flatshard._mesh_runtime import MeshRuntime
 from flatshard._runtime import Peers, Runtime, Streams
 from flatshard.planning._attention import attention_as_on
 from flatshard.planning._optimizer import OptimizerChoice, planned_optimizer
-from flatshard.planning._recording import Books, CountedBuffer, Recorder, RecordingCollectives
-from flatshard.planning._records import Ranks
+from flatshard.planning._recording import Books, CountedBuffer, MadeOnce, Recorder, RecordingCollectives
+from flatshard.planning._records import MemoryPair, Ranks
 
 LossChoice = Callable[[Any], Tensor] | None
 """The loss of what the model returns. None: the sum of all its tensors that require grad."""
@@ -76,10 +76,30 @@ class StepOptions:
             raise ValueError("plan: with example_inputs, activations are recorded: leave out activations")
 
 
+class OptimizerMemory(NamedTuple):
+    """What an optimizer takes. Memory is a pair: on the device, and on the host."""
+
+    states: list[int]  # bytes of state of each part
+    held: MemoryPair  # between steps
+    steps: Sequence[MemoryPair] = ()  # at each change while it steps, beside what there is as it begins
+    largest: int = 0  # elements of the largest part that it steps
+    flops: int = 0
+
+
+class Learnt:
+    """What programs of one module, with the same ``StepOptions``, find out once."""
+
+    def __init__(self) -> None:
+        self.operations = MadeOnce()
+        self.optimizers: dict[Any, OptimizerMemory] = {}  # by the parts, as far as steps on them may differ
+
+
 class Program:
     """A copy of a module, sharded as on one of ``ranks``. ``run`` records a step of it. [Note: The plan is the program]"""
 
-    def __init__(self, module: nn.Module, choice: Choice, ranks: Ranks, options: StepOptions) -> None:
+    def __init__(
+        self, module: nn.Module, choice: Choice, ranks: Ranks, options: StepOptions, learnt: Learnt | None = None
+    ) -> None:
         self.ranks, self.options = ranks, options
         self.parts = ranks.total if choice.strategy.joins_axes else ranks.shards
         self.layout_warnings = choice.check_layouts(self.parts)
@@ -92,8 +112,8 @@ class Program:
         )
         memo |= {id(config): config for config in choice.configs}
         self.root, self.choice = copy.deepcopy((module, choice), memo)
-        self.recorder = Recorder()
-        self.books = Books(self.recorder)
+        self.recorder, self.learnt = Recorder(), learnt or Learnt()
+        self.books = Books(self.recorder, self.learnt.operations)
         with self.books:
             self.units = self._sharded()
         self.inputs = options.example_inputs
@@ -141,15 +161,8 @@ class Program:
         """Run steps, and record the last one."""
         run_once = self._run_once if self.options.example_inputs is not None else _InOrder(self).run_once
         self._step(run_once)
-        with self.books:  # which computes what is alike once
-            optimizer = planned_optimizer(self.options.optimizer, self.params, self.options.device)
-        self.states = optimizer.nbytes  # by this rank's part
-        for flat in self.flats:
-            for part in flat.params:
-                if state := optimizer.state_of(part):
-                    self.books.track(state, "optimizer", flat.kind.is_offloaded)
-                else:
-                    self.books.add("optimizer", self.states.get(part, 0), flat.kind.is_offloaded)
+        optimizer = self._optimizer()
+        self.states = dict(zip(self.params.values(), optimizer.states, strict=True))  # bytes by this rank's part
         self._end_step()
         if any(unit.handle.has_static_buffers for unit in self.units):  # the second step may allocate more of them
             self._step(run_once)
@@ -157,23 +170,58 @@ class Program:
         self.recorder.is_recording = True
         self._step(run_once)
         self._enter("optimizer")
-        if optimizer.made is not None and not any(flat.kind.is_offloaded for flat in self.flats):
-            self._record_optimizer(optimizer.made)
+        self._record_optimizer(optimizer)
 
-    def _record_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+    def _optimizer(self) -> OptimizerMemory:
+        """What the optimizer holds from now on, and takes while it steps."""
+        flats = {part: flat for flat in self.flats for part in flat.params}
+        parts = [
+            (p.shape, p.dtype, None if p.grad is None else p.grad.dtype, flats[p].kind.is_offloaded)
+            for p in self.params.values()
+        ]
+        if (known := self.learnt.optimizers.get(tuple(parts))) is not None:
+            self.books.hold(known.held)
+            return known
+        before, samples, flops = self.books.now(), self.books.samples, self.recorder.flops
+        with self.books:  # which computes what is alike once
+            planned = planned_optimizer(self.options.optimizer, self.params, self.options.device)
+        self.made = planned.made  # what it holds is counted while it lives
+        for part, flat in flats.items():
+            if state := planned.state_of(part):
+                self.books.track(state, "optimizer", flat.kind.is_offloaded)
+            else:
+                self.books.add("optimizer", planned.nbytes.get(part, 0), flat.kind.is_offloaded)
+        held = _less(self.books.now(), before)
+        found = OptimizerMemory([planned.nbytes.get(p, 0) for p in self.params.values()], held)
+        if planned.made is not None and not any(flat.kind.is_offloaded for flat in self.flats):
+            self.recorder.is_recording = True
+            self._enter("optimizer")
+            first = len(samples)
+            with self.books:
+                planned.made.step()
+            self.recorder.is_recording = False
+            now = samples[first - 1].device, samples[first - 1].host
+            largest = max(param.numel() for group in planned.made.param_groups for param in group["params"])
+            steps = [_less((sample.device, sample.host), now) for sample in samples[first:]]
+            found = found._replace(steps=steps, largest=largest, flops=flops.total())
+            samples.clear()
+            flops.clear()
+        self.learnt.optimizers[tuple(parts)] = found
+        return found
+
+    def _record_optimizer(self, optimizer: OptimizerMemory) -> None:
         """Record its step. One that goes over its parameters takes most memory on the rank that has the largest part."""
         samples = self.books.samples
-        first, before = len(samples), samples[-1].device.activations
-        with self.books:
-            optimizer.step()
-        temporary = max((sample.device.activations for sample in samples[first:]), default=before) - before
-        mine = max(param.numel() for group in optimizer.param_groups for param in group["params"])
-        if temporary <= FEW_COPIES * mine:
-            more = temporary * max(0, self.largest_part - mine) // max(1, mine)
-            for at, sample in enumerate(samples[first:], first):
-                if sample.device.activations > before:
-                    memory = replace(sample.device, activations=sample.device.activations + more)
-                    samples[at] = sample._replace(device=memory)
+        now, steps = samples[-1], optimizer.steps
+        temporary = max((device.activations for device, _ in steps), default=0)
+        more = 0
+        if temporary <= FEW_COPIES * optimizer.largest:
+            more = temporary * max(0, self.largest_part - optimizer.largest) // max(1, optimizer.largest)
+        for device, host in steps:
+            if device.activations > 0:
+                device = replace(device, activations=device.activations + more)
+            samples.append(now._replace(device=now.device + device, host=now.host + host))
+        self.recorder.flops[""] += optimizer.flops
 
     def _step(self, run_once: Callable[[], None]) -> None:
         """Run the forwards and backwards of a step."""
@@ -367,3 +415,7 @@ def _rank_numels(choice: Choice, shards: int) -> tuple[list[int], int]:
                 parts[rank] -= min(stop, (rank + 1) * size) - max(start, rank * size)
         numels = list(map(operator.add, numels, itertools.cycle(parts)))  # one part for all ranks, or one for each
     return numels, largest
+
+
+def _less(one: MemoryPair, other: MemoryPair) -> MemoryPair:
+    return one[0] - other[0], one[1] - other[1]

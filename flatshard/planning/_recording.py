@@ -33,7 +33,7 @@ from flatshard._comm.progress import Label
 from flatshard._composable.features import kept_shards
 from flatshard._handle import gradients, pool, reduction
 from flatshard.planning._convolution import computed
-from flatshard.planning._records import CATEGORIES, Collective, Memory, Sample
+from flatshard.planning._records import CATEGORIES, Collective, Memory, MemoryPair, Sample
 from flatshard.planning._values import Values
 
 
@@ -99,7 +99,7 @@ class _LiveStorage(NamedTuple):
 class Books(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Sees all operations, and records their memory and floating-point operations. [Note: What is counted]"""
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: Recorder, made: MadeOnce) -> None:
         from torch.utils.flop_counter import flop_registry
 
         super().__init__()  # type: ignore[no-untyped-call]
@@ -110,7 +110,8 @@ class Books(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._storages: dict[int, _LiveStorage] = {}  # by id
         self._resized: dict[int, _LiveStorage] = {}  # those that may be resized, unless a `CountedBuffer` tells
         self._empty: dict[int, _LiveStorage] = {}  # those of them that had no memory when they were looked at last
-        self._made = MadeOnce()
+        self._has_changed, self._looked_at = True, ("", "")  # since ``look`` was last called, and where that was
+        self._made = made
         self.values = Values()
 
     def track(self, tensors: Iterable[torch.Tensor], category: str, on_host: bool = False) -> None:
@@ -142,6 +143,7 @@ class Books(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def add(self, category: str, nbytes: int, on_host: bool) -> None:
         """Count that many bytes more."""
         self._nbytes[on_host][category] += nbytes
+        self._has_changed = True
 
     def _end(self, key: int, ended: object = None) -> None:
         self._resized.pop(key, None)
@@ -154,18 +156,32 @@ class Books(TorchDispatchMode):  # type: ignore[no-untyped-call]
         recorder = self.recorder
         if not recorder.is_recording:
             return
-        if may_have_grown:
+        if may_have_grown and self._empty:
             self._resized |= self._empty
             self._empty.clear()
-        now = tuple(dict(nbytes) for nbytes in self._nbytes)
+        at = recorder.phase, recorder.unit
+        if not (self._resized or self._has_changed or at != self._looked_at):
+            return
+        self._has_changed, self._looked_at = False, at
+        sample = Sample(*at, *self.now())
+        if not self.samples or self.samples[-1] != sample:
+            self.samples.append(sample)
+
+    def now(self) -> MemoryPair:
+        """What is in memory."""
+        device, host = now = tuple(dict(nbytes) for nbytes in self._nbytes)
         for key, live in list(self._resized.items()):
             if (storage := live.ref()) is not None:
                 now[live.on_host][live.category] += (nbytes := storage.nbytes())
                 if not nbytes:
                     self._empty[key] = self._resized.pop(key)
-        sample = Sample(recorder.phase, recorder.unit, *(Memory(**nbytes) for nbytes in now))
-        if not self.samples or self.samples[-1] != sample:
-            self.samples.append(sample)
+        return Memory(**device), Memory(**host)
+
+    def hold(self, memory: MemoryPair) -> None:
+        """Count ``memory`` from now on."""
+        for on_host, held in enumerate(memory):
+            for category in CATEGORIES:
+                self.add(category, getattr(held, category), bool(on_host))
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -183,10 +199,10 @@ class Books(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 if id(storage) not in self._storages and storage.nbytes():
                     on_host = bool(kwargs.get("pin_memory"))  # under CPU offload
                     self.track([tensor], "gradients" if on_host else category, on_host)
-        formula = self._flops_of.get(func._overloadpacket)
-        if formula is not None and self.recorder.is_recording:
-            self.recorder.flops[self.recorder.unit] += formula(*args, **kwargs, out_val=result)
-        self.look(category != "activations")  # what is resized is used next by the file that resized it
+        if self.recorder.is_recording:
+            if (formula := self._flops_of.get(func._overloadpacket)) is not None:
+                self.recorder.flops[self.recorder.unit] += formula(*args, **kwargs, out_val=result)
+            self.look(category != "activations")  # what is resized is used next by the file that resized it
         return result
 
 
@@ -216,18 +232,14 @@ class MadeOnce:
 
     def __init__(self) -> None:
         self._results: dict[Any, Any] = {}  # how to make the results, by the operation and its arguments
-        self._kinds: dict[Any, bool | None] = {}  # by operation: False: in place, True: it makes tensors, None: other
 
     def __call__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What ``func`` returns."""
-        if func not in self._kinds:
-            self._kinds[func] = _makes_tensors(func)
-        makes = self._kinds[func]
+        makes, is_foreach = _kind(func)
         if makes is None:
-            is_foreach = func._schema.name.startswith("aten::_foreach_") and not kwargs
-            return _each_once(func, args) if is_foreach else func(*args, **kwargs)
+            return _each_once(func, args) if is_foreach and not kwargs else func(*args, **kwargs)
         try:
-            key = func, _signature(args), _signature(tuple(kwargs.items()))
+            key = func, _signature(args), _signature(tuple(kwargs.items())) if kwargs else ()
             known = self._results.get(key)
         except TypeError:  # an argument is not hashable
             return func(*args, **kwargs)
@@ -264,18 +276,23 @@ def _each_once(func: Any, args: tuple[Any, ...]) -> Any:
     return [_like(by_key[key]) for key in keys]
 
 
-def _makes_tensors(func: Any) -> bool | None:
-    """See ``MadeOnce._kinds``."""
+@functools.cache
+def _kind(func: Any) -> tuple[bool | None, bool]:
+    """Whether the operation makes tensors; False: it is in place; None: it does something else. And whether it is one on each
+    element of lists."""
     schema = func._schema
     if schema.name.startswith("aten::_foreach_"):
-        return None
+        return None, True
     if func.is_view or torch.Tag.inplace_view in func.tags or torch.Tag.data_dependent_output in func.tags:
-        return None
+        return None, False
     aliases = [a.alias_info is not None for a in (*schema.arguments, *schema.returns)]
     if not any(aliases):
-        return True
+        return True, False
     in_place = schema.name.endswith("_") and not schema.name.endswith("__") and len(schema.returns) == 1
-    return False if in_place and aliases[0] and aliases[-1] and sum(aliases) == 2 else None
+    return False if in_place and aliases[0] and aliases[-1] and sum(aliases) == 2 else None, False
+
+
+_PLAIN = torch.Tensor, torch.nn.Parameter
 
 
 def _signature(value: Any) -> Any:
@@ -285,12 +302,12 @@ def _signature(value: Any) -> Any:
         TypeError: it cannot be said.
     """
     if isinstance(value, torch.Tensor):
-        is_plain = type(value).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
+        is_plain = type(value) in _PLAIN or type(value).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
         if not (is_plain and value.is_meta and value.layout is torch.strided):
             raise TypeError
         return value.shape, value.stride(), value.dtype, value.is_conj(), value.is_neg()
     if isinstance(value, list | tuple):
-        return tuple(map(_signature, value))
+        return tuple([_signature(each) for each in value])
     return type(value), value
 
 

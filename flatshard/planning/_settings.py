@@ -16,7 +16,7 @@ from flatshard._composable.fully_shard import choose
 from flatshard._composable.state import ModuleGroup
 from flatshard._config import ShardingStrategy
 from flatshard.planning import _plan
-from flatshard.planning._program import Program, StepOptions
+from flatshard.planning._program import Learnt, Program, StepOptions
 from flatshard.planning._records import Ranks
 from flatshard.planning._report import Plan, in_bytes
 
@@ -48,6 +48,7 @@ class Step:
 
     def __init__(self, module: nn.Module, options: StepOptions, others: dict[str, Any]) -> None:
         self.module, self.options, self.others = module, options, others
+        self.learnt = Learnt()
         validate.check_module(module)
 
     def units(self, policy: Policy, ranks: Ranks) -> list[str]:
@@ -83,7 +84,7 @@ class Step:
             warnings.simplefilter("ignore")
             choice = self._choice(arguments, ranks)
             _plan.check(choice, 0)
-            return _plan.plan_of(Program(self.module, _plan.changed(choice), ranks, self.options))
+            return _plan.plan_of(Program(self.module, _plan.changed(choice), ranks, self.options, self.learnt))
 
 
 def steps_to(setting: Setting) -> list[Setting]:

@@ -10,7 +10,8 @@ tensor, and from all that share its memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import functools
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -37,26 +38,37 @@ class Values:
 
     def call(self, func: Any, args: Any, kwargs: dict[str, Any], compute: Callable[[], Any]) -> Any:
         """What ``func`` returns on meta, where ``compute`` does it, with values if they are known."""
+        if not self._are_known(args) or not self._are_known(kwargs.values()) or _is_random(func):
+            result = compute()
+            if self._memory and (writes := _writes(func)):
+                self._forget(_written(writes, args, kwargs))
+            return result
         given = list(_tensors(args, kwargs))
-        known = all(map(self._is_known, given)) and torch.Tag.nondeterministic_seeded not in func.tags
-        if known and given and torch.Tag.data_dependent_output in func.tags:
+        if given and torch.Tag.data_dependent_output in func.tags:
             return self._on_cpu(func, args, kwargs)
-        if known and given and torch.Tag.dynamic_output_shape in func.tags:
+        if given and torch.Tag.dynamic_output_shape in func.tags:
             values = self._on_cpu(func, args, kwargs)
             result = _mapped(lambda tensor: torch.empty_like(tensor, device="meta"), values)
             self._note(result, values)
             return result
         result = compute()
         made = list(_tensors(result))
-        is_small = known and all(t.numel() <= LARGEST for t in made) and any(t.is_meta for t in made)
+        is_small = all(t.numel() <= LARGEST for t in made) and any(t.is_meta for t in made)
         if is_small and (given or "empty" not in func._schema.name):
             self._note(result, self._on_cpu(func, args, kwargs))
-        elif func._schema.is_mutable:
-            self._forget(_written(func, args, kwargs))
+        elif writes := _writes(func):
+            self._forget(_written(writes, args, kwargs))
         return result
 
-    def _is_known(self, tensor: Tensor) -> bool:
-        return not tensor.is_meta or tensor in self._of
+    def _are_known(self, values: Iterable[Any]) -> bool:
+        """Whether all tensors in ``values`` have values. Most operations have one that does not, and it comes first."""
+        for value in values:
+            if isinstance(value, Tensor):
+                if value.is_meta and (id(value.untyped_storage()) not in self._memory or value not in self._of):
+                    return False
+            elif isinstance(value, list | tuple) and not self._are_known(value):
+                return False
+        return True
 
     def _forget(self, tensors: list[Tensor]) -> None:
         """Those that have been written to, and what shares their memory, have no values any more."""
@@ -81,12 +93,21 @@ class Values:
                 self._memory.add(id(tensor.untyped_storage()))
 
 
-def _written(func: Any, args: Any, kwargs: dict[str, Any]) -> list[Tensor]:
-    """The arguments that ``func`` writes."""
-    arguments = func._schema.arguments
-    given = dict(zip((a.name for a in arguments), args, strict=False)) | kwargs
-    names = [a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write]
-    return list(_tensors([given[name] for name in names if name in given]))
+@functools.cache
+def _is_random(func: Any) -> bool:
+    return torch.Tag.nondeterministic_seeded in func.tags
+
+
+@functools.cache
+def _writes(func: Any) -> tuple[tuple[int, str], ...]:
+    """The places and names of the arguments that ``func`` writes."""
+    arguments = enumerate(func._schema.arguments)
+    return tuple((at, a.name) for at, a in arguments if a.alias_info is not None and a.alias_info.is_write)
+
+
+def _written(writes: Iterable[tuple[int, str]], args: Any, kwargs: dict[str, Any]) -> list[Tensor]:
+    """The arguments at these places and of these names."""
+    return list(_tensors([args[at] if at < len(args) else kwargs.get(name) for at, name in writes]))
 
 
 def _is_whole(tensor: Tensor) -> bool:

@@ -35,7 +35,7 @@ from flatshard._handle.unit_gradients import UnitGradients
 from flatshard._mesh_runtime import MeshRuntime
 from flatshard.layouts import Blocks, Layout, Rows, Whole
 from flatshard.planning import Memory, Plan
-from flatshard.planning._recording import Books, Recorder
+from flatshard.planning._recording import Books, MadeOnce, Recorder
 
 FULL, GRAD_OP, NO_SHARD = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD
 OPTIM, JOINED = ShardingStrategy.SHARD_OPTIM, ShardingStrategy.HYBRID_FULL_SHARD
@@ -455,7 +455,7 @@ def test_convolutions_return_the_format_of_a_device():
     images = (last[:, :3], weight), (last[:, :3].clone(), weight), (plain[:, :3], weight), (plain[:, :3], turned)
     for image, by in (*images, (plain[:, :1], one), (last[:, :1], one), (plain[:, :3, 0], weight[..., 0])):
         ones, zeros = [1] * (by.dim() - 2), [0] * (by.dim() - 2)
-        with Books(Recorder()):
+        with Books(Recorder(), MadeOnce()):
             copies = (torch.empty_strided(t.shape, t.stride(), device="meta") for t in (image, by))
             found = torch.convolution(*copies, None, ones, zeros, ones, False, zeros, 1)
         assert found.stride() == torch.convolution(image, by, None, ones, zeros, ones, False, zeros, 1).stride()
