@@ -331,7 +331,7 @@ class _Search:
         """The cheapest choice in ``setting`` that fits. None: there is none."""
         if self.peak(setting, self.start) <= self.budget:
             return self.start
-        if not self.names:
+        if not self.names or not self._may_fit(setting):
             return None
         timeline, costs = self._timeline(setting), self._costs(setting)
         best = self.least if self.peak(setting, self.least) <= self.budget else None
@@ -381,14 +381,23 @@ class _Search:
             self.timelines[setting] = self._learnt(setting) if self.short is None else self.short.timeline(setting)
         return self.timelines[setting]
 
-    def _learnt(self, setting: Setting) -> Timeline:
+    def _learnt(self, setting: Setting, *, roughly: bool = False) -> Timeline:
+        """A timeline that has learned from plans. ``roughly``: from those alone in which all units do the same."""
         learnt = [self.least, self.start]
         if self.recomputes:
-            learnt += [tuple(Keeps(UNTIL_FORWARD, again) for again in row) for row in patterns(len(self.names))]
+            rows = patterns(len(self.names))
+            learnt += [tuple(Keeps(UNTIL_FORWARD, again) for again in row) for row in (rows[:1] if roughly else rows)]
         timeline = Timeline(self.plan(setting, self.least), self.names, setting.limit)
         for choices in learnt:
             timeline.learn(choices, self.plan(setting, choices))
         return timeline
+
+    def _may_fit(self, setting: Setting) -> bool:
+        """Whether some choice may fit, by fewer plans than it takes to find the cheapest."""
+        if self.short is not None or setting in self.timelines:
+            return True
+        rough = self._learnt(setting, roughly=True)
+        return cheapest(rough, self._costs(setting), ROUGHLY * self.budget, self.start, self.recomputes) is not None
 
     def _costs(self, setting: Setting) -> Costs:
         if self.short is not None:
@@ -541,6 +550,8 @@ def _has(module: nn.Module, name: str) -> bool:
     return True
 
 
+ROUGHLY = 1.1
+"""How far over the budget a choice may be by a rough timeline, for the search to go on."""
 TRIES = 8
 """How often a search is corrected by what the program says."""
 

@@ -199,7 +199,8 @@ class Timeline:
                 size = self.size[row.ahead]
                 runs = next(each for each in self.rows[row.like :] if each.own == row.ahead)
                 begins = seen[runs.like]
-                stayed = stretch.with_kept(size, later=begins is not None and begins.first >= size)
+                is_later = stretch.first < size and begins is not None and begins.first >= size
+                stayed = stretch.with_kept(size, is_later)
             taken = _Taken(stretch.total - kept - level, stretch.left - level, stayed - kept - level)
             self.takes[row.like][self.pair(row, choices)] = taken
             level = stretch.left
@@ -306,6 +307,6 @@ def steps_between(start: Choices, end: Choices, order: Sequence[int]) -> Iterato
 
 
 def patterns(units: int) -> list[tuple[bool, ...]]:
-    """Rows of what is computed again, in which each two neighbours have each two choices, and each is alone once."""
-    row = (False, False, True, True)
-    return [tuple(row[(unit + first) % 4] for unit in range(units)) for first in range(4)]
+    """What is computed again: nothing, or every other unit. With a row in which all are, each two neighbours have each two
+    choices."""
+    return [(False,) * units, *(tuple(unit % 2 == first for unit in range(units)) for first in range(2))]
