@@ -1,5 +1,6 @@
 """Models that move to other ranks between steps, on the simulated accelerator: nothing is sent before it is written."""
 
+from datetime import timedelta
 from typing import Any
 from unittest import mock
 
@@ -59,7 +60,8 @@ class Here(World):
 
     def form(self, epoch: int, members: list[Member]) -> None:
         self.epoch, self.members = epoch, members
-        self.here, self.copies_group = dist.new_group(), dist.new_group(backend="gloo")
+        timeout = timedelta(seconds=self.patience)  # gloo may lose a send that begins as its group is interrupted
+        self.here, self.copies_group = dist.new_group(timeout=timeout), dist.new_group(backend="gloo", timeout=timeout)
 
     @property
     def group(self) -> dist.ProcessGroup:
