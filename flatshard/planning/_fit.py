@@ -228,12 +228,18 @@ class _Search:
         Raises:
             ValueError: nothing fits.
         """
-        for kind in self._kinds(offload):
-            found = self._best(kind) or self._best_with_limit(kind)
-            if found is not None:
-                return self._fitted(*found, offload, policy)
-        failed = [(self.peak(each, self._lowest(each)), each) for each in self._possible(offload)]
-        raise ValueError(self._nothing_fits(*min(failed, key=lambda each: each[0])))
+        if (found := self._first_that_fits(offload)) is None:
+            failed = [(self.peak(each, self._lowest(each)), each) for each in self._possible(offload)]
+            peak, setting = min(failed, key=lambda each: each[0])
+            if peak > self.budget:
+                raise ValueError(self._nothing_fits(peak, setting))
+            # A rough timeline had left it out. By now each setting has learned from all of its plans.
+            found = self._first_that_fits(offload) or (setting, self._lowest(setting))
+        return self._fitted(*found, offload, policy)
+
+    def _first_that_fits(self, offload: bool) -> tuple[Setting, Choices] | None:
+        """The cheapest choice of the first kind of setting in which there is one."""
+        return next(filter(None, (self._best(k) or self._best_with_limit(k) for k in self._kinds(offload))), None)
 
     def _kinds(self, offload: bool) -> list[Setting]:
         """The settings without what bytes say, and without limits, in order."""
@@ -337,15 +343,16 @@ class _Search:
         best = self.least if self.peak(setting, self.least) <= self.budget else None
         for _ in range(TRIES):
             choices = cheapest(timeline, costs, self.budget, self.start, self.recomputes)
-            if choices is None or self.short is not None:
-                best = choices
+            if self.short is not None:
+                return choices
+            if choices is None:
                 break
             plan = self.plan(setting, choices)
             is_exact = plan.total_peak.nbytes == max(timeline.memory(choices))
             if plan.total_peak.nbytes <= self.budget:
                 return choices if is_exact else self._refined(setting, choices, costs)
             timeline.learn(choices, plan)
-        return best if best is None or self.short is not None else self._refined(setting, best, costs)
+        return None if best is None else self._refined(setting, best, costs)
 
     def _refined(self, setting: Setting, choices: Choices, costs: Costs) -> Choices:
         """``choices`` without what the program does not need."""
@@ -393,7 +400,8 @@ class _Search:
         return timeline
 
     def _may_fit(self, setting: Setting) -> bool:
-        """Whether some choice may fit, by fewer plans than it takes to find the cheapest."""
+        """Whether some choice may fit: by a rough timeline, within ``ROUGHLY`` times the budget. It takes fewer plans than to
+        find the cheapest choice. What it leaves out is looked at again before ``run`` says that nothing fits."""
         if self.short is not None or setting in self.timelines:
             return True
         rough = self._learnt(setting, roughly=True)
@@ -551,7 +559,7 @@ def _has(module: nn.Module, name: str) -> bool:
 
 
 ROUGHLY = 1.1
-"""How far over the budget a choice may be by a rough timeline, for the search to go on."""
+"""So many times the budget a choice may take by a rough timeline, for the search in its setting to go on."""
 TRIES = 8
 """How often a search is corrected by what the program says."""
 

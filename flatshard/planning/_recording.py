@@ -123,7 +123,7 @@ class Books(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._end(key)
             is_resized = category in ("unsharded", "reductions")
             ref = weakref.ref(storage, functools.partial(self._end, key))
-            at = on_host if known is None else known.on_host
+            at = on_host or (known is not None and known.on_host)
             live = _LiveStorage(ref, category, at, 0 if is_resized else storage.nbytes())
             self._storages[key] = live
             self.add(category, live.nbytes, live.on_host)

@@ -199,6 +199,8 @@ class Timeline:
                 size = self.size[row.ahead]
                 runs = next(each for each in self.rows[row.like :] if each.own == row.ahead)
                 begins = seen[runs.like]
+                # Whether that unit is gathered only as the stretch begins in which it runs. If it had stayed, its parameters
+                # would be in memory all through this one.
                 is_later = stretch.first < size and begins is not None and begins.first >= size
                 stayed = stretch.with_kept(size, is_later)
             taken = _Taken(stretch.total - kept - level, stretch.left - level, stayed - kept - level)
@@ -307,6 +309,6 @@ def steps_between(start: Choices, end: Choices, order: Sequence[int]) -> Iterato
 
 
 def patterns(units: int) -> list[tuple[bool, ...]]:
-    """What is computed again: nothing, or every other unit. With a row in which all are, each two neighbours have each two
-    choices."""
+    """Three rows that say of each unit whether it is computed again: none, the odd ones, the even ones. With a row in which
+    all are, each two neighbours have each two choices."""
     return [(False,) * units, *(tuple(unit % 2 == first for unit in range(units)) for first in range(2))]

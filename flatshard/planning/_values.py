@@ -38,12 +38,8 @@ class Values:
 
     def call(self, func: Any, args: Any, kwargs: dict[str, Any], compute: Callable[[], Any]) -> Any:
         """What ``func`` returns on meta, where ``compute`` does it, with values if they are known."""
-        if not self._are_known(args) or not self._are_known(kwargs.values()) or _is_random(func):
-            result = compute()
-            if self._memory and (writes := _writes(func)):
-                self._forget(_written(writes, args, kwargs))
-            return result
-        given = list(_tensors(args, kwargs))
+        is_known = self._are_known(args) and self._are_known(kwargs.values()) and not _is_random(func)
+        given = is_known and any(True for _ in _tensors(args, kwargs))
         if given and torch.Tag.data_dependent_output in func.tags:
             return self._on_cpu(func, args, kwargs)
         if given and torch.Tag.dynamic_output_shape in func.tags:
@@ -52,11 +48,9 @@ class Values:
             self._note(result, values)
             return result
         result = compute()
-        made = list(_tensors(result))
-        is_small = all(t.numel() <= LARGEST for t in made) and any(t.is_meta for t in made)
-        if is_small and (given or "empty" not in func._schema.name):
+        if is_known and (given or "empty" not in func._schema.name) and _is_small(list(_tensors(result))):
             self._note(result, self._on_cpu(func, args, kwargs))
-        elif writes := _writes(func):
+        elif self._memory and (writes := _writes(func)):
             self._forget(_written(writes, args, kwargs))
         return result
 
@@ -108,6 +102,10 @@ def _writes(func: Any) -> tuple[tuple[int, str], ...]:
 def _written(writes: Iterable[tuple[int, str]], args: Any, kwargs: dict[str, Any]) -> list[Tensor]:
     """The arguments at these places and of these names."""
     return list(_tensors([args[at] if at < len(args) else kwargs.get(name) for at, name in writes]))
+
+
+def _is_small(made: list[Tensor]) -> bool:
+    return all(t.numel() <= LARGEST for t in made) and any(t.is_meta for t in made)
 
 
 def _is_whole(tensor: Tensor) -> bool:

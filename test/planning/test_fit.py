@@ -141,6 +141,9 @@ def test_what_is_predicted_is_measured(world, monkeypatch, name: str, share: flo
     peaks = measured(model, torch.optim.AdamW(model.parameters()), batch, loss_of)
     assert max(peaks.values()) <= budget
     assert abs(max(peaks.values()) - fitted.peak.nbytes) <= 0.01 * fitted.peak.nbytes
+    for phase, most in peaks.items():
+        predicted = max(sample.device.total for sample in fitted.plan.samples if sample.phase == phase)
+        assert abs(most - predicted) <= max(0.01 * predicted, 2**12), phase  # another rank has the largest part
     assert fitted.margin == budget - fitted.peak.nbytes >= 0
     assert bool(fitted.given_up) == (share < 1)
 
@@ -214,6 +217,14 @@ def test_the_page(tmp_path):
         assert line in str(fitted).splitlines()
     fitted.plot(tmp_path / "step.svg")
     assert "budget" in (tmp_path / "step.svg").read_text()
+
+
+def test_what_a_rough_timeline_leaves_out(monkeypatch):
+    """It is found, if nothing else fits."""
+    budget, given = (bounds("gpt")[0] + bounds("gpt")[1]) // 2, options("gpt")
+    expected = fit(on_meta(Gpt), bytes_per_rank=budget, **given)
+    monkeypatch.setattr(_fit, "ROUGHLY", 0.0)
+    assert str(fit(on_meta(Gpt), bytes_per_rank=budget, **given)) == str(expected)
 
 
 def test_what_does_not_fit():
@@ -295,14 +306,19 @@ def test_a_few_plans_say_the_peak_of_any_choice(monkeypatch, name: str):
             for _ in range(2):
                 choices = tuple(draws.choice(kinds) for _ in search.names)
                 peak = search.peak(setting, choices)
-                assert abs(max(timeline.memory(choices)) - peak) <= 0.005 * peak, (changes, setting, choices)
+                most = max(timeline.memory(choices))
+                assert abs(most - peak) <= 0.01 * peak, (changes, setting, choices)
+                steps = list(_timeline.steps_between(search.start, choices, timeline.order))
+                assert _chooser.peaks_along(timeline, search.start, steps, True)[-1:] == [most][: len(steps)]
 
 
-def test_a_unit_that_is_gathered_after_a_stretch(monkeypatch):
+@pytest.mark.parametrize("name", ["uneven", "gpt"])
+def test_a_unit_that_is_gathered_after_a_stretch(monkeypatch, name: str):
     """The last one, as backward begins: where it has stayed, its parameters are there before."""
     found, keeps = searches(monkeypatch), _timeline.Keeps
-    given = options("uneven", policy=Uneven, device="cuda", microbatches=2, world_size=8)
-    fit(on_meta(uneven), bytes_per_rank="1 GiB", **given)
+    policy = {"uneven": Uneven, "gpt": Block}[name]
+    given = options(name, policy=policy, device="cuda", microbatches=2, world_size=8)
+    fit(on_meta(MODELS[name][0]), bytes_per_rank="1 GiB", **given)
     choices = keeps(2, True), keeps(0, False), keeps(1, False)
     peak = found[0].peak(_fit.Setting(), choices)
     assert max(found[0]._timeline(_fit.Setting()).memory(choices)) == peak
@@ -344,7 +360,7 @@ def test_the_cheapest_of_all_choices(monkeypatch, make: Any, changes: dict[str, 
     free = fit(on_meta(make), bytes_per_rank="1 GiB", **given)
     tables = [all_choices(found[0], _fit.Setting(split=split)) for split in (False, True)]
     low, high = min(int(peaks.min()) for peaks, _ in tables), free.peak.nbytes
-    for share in some([0.0, 0.1, 0.6, 0.9], 2, turn=1):
+    for share in some([0.0, 0.1, 0.7, 0.9], 2):
         budget = low + int(share * (high - low))
         fitted = fit(on_meta(make), bytes_per_rank=budget, **given)
         assert fitted.margin >= 0
@@ -466,6 +482,7 @@ def test_parts_on_the_host():
     given = options("gpt", example_inputs=(IDS[:1, :1],), device="cuda")
     fitted = fit(on_meta(Gpt), bytes_per_rank=95 * lowest(given) // 100, cpu_offload=True, **given)
     assert fitted.arguments["cpu_offload"] is True
+    assert fitted.plan.total_peak.memory.optimizer == 0
     assert sum(each.copied_nbytes for each in fitted.given_up) > 0
     assert "copied" in str(fitted)
 
