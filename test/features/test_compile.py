@@ -45,9 +45,10 @@ def make(checkpointed: bool = False) -> nn.Sequential:
 
 
 def compile_part(model: nn.Sequential, what: str, backend: Any) -> None:
-    """``"inner"``: part of a unit."""
+    """``"inner"``: part of a unit. ``"block"``: one unit."""
     blocks = model[:BLOCKS]
-    for module in {"blocks": blocks, "inner": [block.inner for block in blocks], "model": [model]}[what]:
+    inner = [block.inner for block in blocks]
+    for module in {"blocks": blocks, "block": blocks[1:2], "inner": inner, "model": [model]}[what]:
         module.compile(backend=backend)
 
 
@@ -153,10 +154,18 @@ def test_tensor_parallel(ctx):
             torch.testing.assert_close(got.full_tensor() if isinstance(got, DTensor) else got.data, expected.data)
 
 
+def with_inductor(ctx) -> None:
+    """One unit, and kernels that a C++ compiler is done with soon."""
+    import torch._inductor.config as config
+
+    with config.patch({"cpp.vec_isa_ok": False, "cpp_cache_precompile_headers": False, "compile_threads": 1}):
+        train(ctx, "block after", "inductor", False, {})
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
 def test_inductor(pool):
-    pool.run(train, "blocks after", "inductor", False, {}, timeout=110.0)
+    pool.run(with_inductor, timeout=110.0)
 
 
 @pytest.mark.slow
