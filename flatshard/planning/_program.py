@@ -89,8 +89,8 @@ class OptimizerMemory(NamedTuple):
 class Learnt:
     """What programs of one module, with the same ``StepOptions``, find out once."""
 
-    def __init__(self) -> None:
-        self.operations = MadeOnce()
+    def __init__(self, device: str) -> None:
+        self.operations = MadeOnce(device)
         self.optimizers: dict[Any, OptimizerMemory] = {}  # by the parts, as far as steps on them may differ
 
 
@@ -112,7 +112,7 @@ class Program:
         )
         memo |= {id(config): config for config in choice.configs}
         self.root, self.choice = copy.deepcopy((module, choice), memo)
-        self.recorder, self.learnt = Recorder(), learnt or Learnt()
+        self.recorder, self.learnt = Recorder(), learnt or Learnt(options.device)
         self.books = Books(self.recorder, self.learnt.operations)
         with self.books:
             self.units = self._sharded()

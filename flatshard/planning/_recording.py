@@ -230,7 +230,8 @@ class CountedBuffer(pool.FlatBuffer):
 class MadeOnce:
     """Calls operations on meta, each once for the same arguments. [Note: Operations computed once]"""
 
-    def __init__(self) -> None:
+    def __init__(self, device: str) -> None:
+        self._on_cpu = device.partition(":")[0] == "cpu"
         self._results: dict[Any, Any] = {}  # how to make the results, by the operation and its arguments
 
     def __call__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -242,10 +243,10 @@ class MadeOnce:
             key = func, _signature(args), _signature(tuple(kwargs.items())) if kwargs else ()
             known = self._results.get(key)
         except TypeError:  # an argument is not hashable
-            return func(*args, **kwargs)
+            return computed(func, args, kwargs, self._on_cpu)
         if known is not None:
             return args[0] if not makes else _like(known)
-        result = computed(func, args, kwargs)
+        result = computed(func, args, kwargs, self._on_cpu)
         described = _described(result, args, kwargs) if makes else ()
         if described is not None:
             self._results[key] = described

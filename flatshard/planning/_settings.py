@@ -48,7 +48,7 @@ class Step:
 
     def __init__(self, module: nn.Module, options: StepOptions, others: dict[str, Any]) -> None:
         self.module, self.options, self.others = module, options, others
-        self.learnt = Learnt()
+        self.learnt = Learnt(options.device)
         validate.check_module(module)
 
     def units(self, policy: Policy, ranks: Ranks) -> list[str]:

@@ -455,10 +455,30 @@ def test_convolutions_return_the_format_of_a_device():
     images = (last[:, :3], weight), (last[:, :3].clone(), weight), (plain[:, :3], weight), (plain[:, :3], turned)
     for image, by in (*images, (plain[:, :1], one), (last[:, :1], one), (plain[:, :3, 0], weight[..., 0])):
         ones, zeros = [1] * (by.dim() - 2), [0] * (by.dim() - 2)
-        with Books(Recorder(), MadeOnce()):
+        with Books(Recorder(), MadeOnce("cpu")):
             copies = (torch.empty_strided(t.shape, t.stride(), device="meta") for t in (image, by))
             found = torch.convolution(*copies, None, ones, zeros, ones, False, zeros, 1)
         assert found.stride() == torch.convolution(image, by, None, ones, zeros, ones, False, zeros, 1).stride()
+
+
+def test_norms_and_groups_of_matrices_are_those_of_a_cpu():
+    """Group norm of images that are channels-last, or are not, or were turned; matrices of fp32, which meta refuses."""
+    last, turned = torch.ones(2, 4, 3, 3).to(memory_format=torch.channels_last), torch.ones(2, 6, 4).transpose(1, 2)
+    ends = torch.tensor([2, 8], dtype=torch.int32)
+
+    def strides(image: Tensor, whole: Tensor, groups: Tensor) -> list[Any]:
+        x = image.requires_grad_()
+        normed = torch.nn.functional.group_norm(x, 2)
+        (grad,) = torch.autograd.grad(normed, x, normed.new_empty(normed.shape))
+        products = [torch._grouped_mm(*pair, e) for pair, e in (((whole, groups), ends), ((groups, groups), None))]
+        products.append(torch._grouped_mm(whole.t(), whole, ends))
+        return [(t.shape, t.stride()) for t in (normed, grad, *products)]
+
+    for image in (last, last.contiguous(), turned):
+        given = image, torch.ones(8, 8), torch.ones(2, 8, 8)
+        expected = strides(*[t.clone() for t in given])
+        with Books(Recorder(), MadeOnce("cpu")):
+            assert strides(*[torch.empty_strided(t.shape, t.stride(), device="meta") for t in given]) == expected
 
 
 def test_optimizers_that_look_at_shapes():
