@@ -306,7 +306,7 @@ class SharedMemory:
     def _tell(self, collectives: GlooCollectives, rows: torch.Tensor) -> Pending:
         """Send this rank's row to all others, and receive theirs."""
         sent = [(rows[self._rank], k) for k in reversed(self._others)]
-        return collectives._messages(sent, [(rows[k], k) for k in self._others], _INTRODUCTION_TAG)
+        return collectives.messages(sent, [(rows[k], k) for k in self._others], _INTRODUCTION_TAG)
 
     def _introduce(self, collectives: GlooCollectives, addresses: torch.Tensor, told: Pending) -> None:
         """Map what other ranks have, find out what they have mapped, and begin what waits for that. A thread runs this."""
@@ -342,7 +342,7 @@ class SharedMemory:
             k: torch.empty(_HEADER, dtype=torch.int64) if k in self._peers else receive(k) for k in self._others
         }
         outgoing = [(headers.get(k, sent[k]), k) for k in reversed(self._others)]
-        works = collectives._messages(outgoing, [(received[k], k) for k in self._others], tag)
+        works = collectives.messages(outgoing, [(received[k], k) for k in self._others], tag)
 
         def place(parts: Sequence[torch.Tensor]) -> None:
             for k in self._peers:
@@ -386,7 +386,7 @@ class SharedMemory:
                 raise RuntimeError(f"no shared memory to say that there is none ({e}): {_CURE}") from e
             tag = next(self._tags)
             own.await_readers(block, [k])
-            self._messages.append((block, collectives._messages([(copies[id(sent[k])], k)], [], tag)))
+            self._messages.append((block, collectives.messages([(copies[id(sent[k])], k)], [], tag)))
             headers[k] = torch.tensor([block.start, -tag, sent[k].nbytes])
         return headers
 
@@ -453,7 +453,7 @@ class _Reading:
         """[Note: No room]"""
         if rank not in self._messages:
             part = self._receive(rank)
-            self._messages[rank] = part, self._collectives._messages([], [(part, rank)], tag)
+            self._messages[rank] = part, self._collectives.messages([], [(part, rank)], tag)
         part, message = self._messages[rank]
         message.wait()
         return part

@@ -20,6 +20,14 @@ tag for each unit, and nothing more is needed. Over NCCL both kinds share the gr
 NCCL's AVG multiplies by 1/N before it adds. That is exact if N is a power of two. For other N the collective computes a
 sum, and only the result is divided. Exception: in float16 AVG is used for every N, because the sum of N gradients may
 overflow where their average does not.
+
+[Note: What ends a wait]
+When a connection of gloo closes, as a rank has died, waits for messages that have not begun end with an error. Gloo forgets
+those for a message of which a part is there or gone: they end at the timeout (``signalException`` in gloo's ``tcp/pair.cc``).
+So a wait is for a message that begins when others are over. What is large is sent in two messages, and of those from one rank
+the last is waited for first. What is sent to a rank has arrived when that rank asks for a last, empty message: an exchange
+waits for this one before it waits for what it has sent. Gathers and reductions do not ask, as ranks may wait for them in
+different orders. There, every rank sends as much as it receives, and what it receives is waited for first.
 """
 
 from __future__ import annotations
@@ -37,6 +45,8 @@ from flatshard._comm.collectives import Collectives, Done, Pending, Works, as_re
 from flatshard._comm.progress import EXCHANGE, GATHER, REDUCE, Label, here, mixed_all_reduce
 
 _PIECE = 2**17  # elements that a thread adds at a time
+_LARGE = 2**16  # bytes of a message that is sent in two
+_LAST = 64  # elements of the second of them
 
 Addressed = Sequence[tuple[torch.Tensor, int]]
 """Tensors, each with its destination or source: a rank of the group."""
@@ -142,6 +152,15 @@ def _average(output: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
             piece.copy_(total)
 
 
+def _in_two(messages: Addressed) -> Addressed:
+    """The same messages, with two for each large one. [Note: What ends a wait]"""
+    return [
+        (part, rank)
+        for tensor, rank in messages
+        for part in ((tensor[:-_LAST], tensor[-_LAST:]) if tensor.nbytes >= _LARGE else (tensor,))
+    ]
+
+
 class GlooCollectives(BuiltinCollectives):
     """Gloo on CPU. All-gather and reduce-scatter use point-to-point messages instead of gloo's own collectives.
 
@@ -215,26 +234,40 @@ class GlooCollectives(BuiltinCollectives):
         sources = [(self.rank - step) % self.size for step in range(1, self.size)]
         parts = [sent[self.rank] if rank == self.rank else receive(rank) for rank in range(self.size)]
         to, from_ = [(sent[k], k) for k in reversed(sources)], [(parts[k], k) for k in sources]
-        return self._messages(to, from_, tag, None if then is None else functools.partial(then, parts))
+        return self.messages(to, from_, tag, None if then is None else functools.partial(then, parts))
 
     def exchange(self, sent: Addressed, received: Addressed, label: Label | None = None) -> Pending:
+        """See :class:`BuiltinCollectives`. It ends when all that was sent has arrived: ranks wait in the same order."""
         as_bytes = [[(tensor.view(torch.uint8), rank) for tensor, rank in messages] for messages in (sent, received)]
-        return self._messages(as_bytes[0], as_bytes[1], (label or here.label).tag + EXCHANGE)
+        group, tag, nothing = self.group, (label or here.label).tag + EXCHANGE, torch.empty(0, dtype=torch.uint8)
+        last = Works([])
 
-    def _messages(
+        def ask() -> None:
+            last.add([group.recv([nothing], rank, tag) for rank in dict.fromkeys(rank for _, rank in received)])
+
+        receiving, sending = self._receive(as_bytes[1], tag), self._send(as_bytes[0], tag)
+        asked = self._send([(nothing, rank) for rank in dict.fromkeys(rank for _, rank in sent)], tag)
+        return Works([Works([receiving], ask), last, asked, sending])
+
+    def messages(
         self, sent: Addressed, received: Addressed, tag: int, then: Callable[[], object] | None = None
     ) -> Pending:
-        """As ``exchange``, with any ``tag``. ``then`` runs when all have arrived."""
-        group = self.group
+        """As ``exchange``, with any ``tag``; it ends when all has been received, and handed to the system that was sent.
+        ``then`` runs when all have arrived.
+        """
+        receiving = self._receive(received, tag)
+        return Works([receiving, self._send(sent, tag)], then)
+
+    def _receive(self, received: Addressed, tag: int) -> Works:
+        group, received = self.group, _in_two(received)
         works = [group.recv([tensor], rank, tag) for tensor, rank in received]
-        works += [group.send([tensor], rank, tag) for tensor, rank in sent]
+        ranks = [rank for _, rank in received[::-1]]
+        return Works(works[::-1], None, lambda index: f"while receiving from rank {ranks[index]} of the group")
 
-        def describe(index: int) -> str:
-            if index < len(received):
-                return f"while receiving from rank {received[index][1]} of the group"
-            return f"while sending to rank {sent[index - len(received)][1]} of the group"
-
-        return Works(works, then, describe)
+    def _send(self, sent: Addressed, tag: int) -> Works:
+        group, sent = self.group, _in_two(sent)
+        works = [group.send([tensor], rank, tag) for tensor, rank in sent]
+        return Works(works, None, lambda index: f"while sending to rank {sent[index][1]} of the group")
 
     def all_reduce(self, tensor: torch.Tensor, label: Label | None = None) -> Pending:
         tensor, tag = as_real(tensor), (label or here.label).tag

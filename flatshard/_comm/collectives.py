@@ -89,6 +89,10 @@ class Works:
         self._then = then
         self._describe = describe
 
+    def add(self, works: Sequence[Any]) -> None:
+        """Wait for ``works``, too."""
+        self._works += works
+
     def wait(self) -> None:
         while self._done < len(self._works):
             work = self._works[self._done]

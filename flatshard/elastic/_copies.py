@@ -26,6 +26,12 @@ are read twice: that is the price of three copies in place of four. Neither the 
 optimizer is to step. Then the host waits for the thread. Where ranks have died it does so, too: neither side of a copy is
 freed or written to while the device may be at it.
 
+[Note: Waits that gloo has forgotten]
+When groups end, or a rank dies, gloo forgets some waits until its timeout: those for messages that are on their way. So who
+waits for the thread looks whether the ranks live that it exchanges with. When groups have ended, nothing is on its way any
+more. A thread that still waits then is left alone: should it ever come back, it may do nothing but end. What it refers to is
+kept until then, at most for the timeout.
+
 [Note: Gradients between two steps]
 A gradient that an optimizer has stepped is done with, whether the user drops it now or at the begin of the next step. One
 that none has stepped is part of what training keeps, as under accumulation over several steps. Backward will add to it while
@@ -49,7 +55,7 @@ import torch.distributed as dist
 
 from flatshard._comm.backends import GlooCollectives
 from flatshard._comm.collectives import Done, Pending, Works
-from flatshard._comm.progress import NOBODY
+from flatshard._comm.progress import EXCHANGE, NOBODY
 from flatshard._composable.features.user_hooks import register_gradients_reduced_hook
 from flatshard._errors import name_list
 from flatshard._runtime import Streams
@@ -62,6 +68,8 @@ Number = tuple[int, int]
 """Of a generation: the number of steps before it, and the epoch that it was taken in. A later one is greater."""
 
 _PIECE = 1 << 22  # bytes of a message at most
+_TAG = NOBODY.tag + EXCHANGE
+_LOOK = 0.5  # seconds in which a wait ends that gloo has not forgotten
 
 
 @dataclass
@@ -162,24 +170,61 @@ def _cut(part: torch.Tensor) -> Sequence[torch.Tensor]:
 
 
 class _Thread:
-    """What is done on a thread; ``wait`` raises what it raised."""
+    """What is done on a thread. [Note: Waits that gloo has forgotten]"""
 
-    def __init__(self, do: Callable[[], object]) -> None:
+    def __init__(self, do: Callable[[_Thread], object]) -> None:
         self._do = do
         self._error: BaseException | None = None
+        self._acts = threading.Lock()  # held, but while it waits for other ranks
+        self._has_ended = self._is_left = False
         self._thread = threading.Thread(target=self._run, name="flatshard-copies", daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
-        try:
-            self._do()
-        except BaseException as e:
-            self._error = e
+        with self._acts:
+            try:
+                self._do(self)
+            except BaseException as e:
+                self._error = e
+            self._has_ended = True
 
-    def wait(self) -> None:
-        self._thread.join()
+    @contextlib.contextmanager
+    def pausing(self) -> Iterator[None]:
+        """Context in which the thread does nothing but wait for other ranks."""
+        self._acts.release()
+        try:
+            yield
+        finally:
+            self._acts.acquire()
+            if self._is_left:
+                raise SystemExit  # of this thread
+
+    def wait(self, look: Callable[[], object]) -> None:
+        """Wait for its end, and raise what it raised. ``look`` is called now and then."""
+        self._thread.join(_LOOK)
+        while self._thread.is_alive():
+            look()
+            self._thread.join(_LOOK)
         if self._error is not None:
             raise self._error
+
+    def leave(self) -> bool:
+        """The groups have ended: wait for its end, or leave it in a wait that gloo has forgotten. Returns if it ended."""
+        self._thread.join(_LOOK)
+        with self._acts:
+            self._is_left = not self._has_ended
+        return self._has_ended
+
+
+class _Paused:
+    """Messages, while which a thread pauses."""
+
+    def __init__(self, thread: _Thread, pending: Pending) -> None:
+        self._thread, self._pending = thread, pending
+
+    def wait(self) -> None:
+        with self._thread.pausing():
+            self._pending.wait()
 
 
 class Copies:
@@ -202,8 +247,14 @@ class Copies:
         self._epoch, self._numbers, self._shifts = -1, list[int](), list[int]()
         self._frozen: list[Key] = []  # the same on all ranks: [Note: What is not sent again]
 
-    def follow(self, epoch: int, group: dist.ProcessGroup, hosts: Sequence[str]) -> None:
-        """Send over ``group`` from now on. ``hosts``: of its ranks.
+    def follow(
+        self,
+        epoch: int,
+        group: dist.ProcessGroup,
+        hosts: Sequence[str],
+        check_alive: Callable[[Iterable[int]], object],
+    ) -> None:
+        """Send over ``group`` from now on. ``hosts``: of its ranks. ``check_alive``: raises if one of some ranks has died.
 
         Raises:
             CollectiveError: a rank has died.
@@ -213,6 +264,9 @@ class Copies:
         self._collectives = GlooCollectives(group)
         self._numbers = self._channel.objects(_units.place_of(self._job.units)[0])
         self._shifts = shifts(hosts, self._numbers, self._count)
+        rank, size = self._channel.rank, self._channel.size
+        partners = {(rank + step) % size for shift in self._shifts for step in (shift, -shift)}
+        self._look = functools.partial(check_alive, partners)
 
     def note_stepped(self, number: int) -> None:
         """An optimizer has stepped its parameters by their gradients. [Note: Gradients between two steps]"""
@@ -318,22 +372,23 @@ class Copies:
             self._source.follow()
         under.thread = _Thread(functools.partial(self._copy, under))
 
-    def _copy(self, under: _Under) -> None:
+    def _copy(self, under: _Under, thread: _Thread) -> None:
         """Send this rank's parts, and receive others'. When all are there, overwrite what is kept of its own."""
         with self._channel.failing("copy", ""):
-            self._send(under).wait()
+            self._send(under, thread).wait()
             under.is_complete = True
-            told = torch.tensor([float(under.is_called)])
-            self._collectives.combine(told, "max").wait()
-        under.is_called, under.is_whole = bool(told), True
+            with thread.pausing():
+                told = self._channel.gather(torch.tensor([under.is_called]))
+        under.is_called, under.is_whole = bool(told.any()), True
         self._fill(under)
 
-    def _send(self, under: _Under) -> Pending:
+    def _send(self, under: _Under, thread: _Thread) -> Pending:
         """Begin to send this rank's parts, and to receive others'."""
         rank, size, generation, before = self._channel.rank, self._channel.size, under.generation, under.before
         manifest = generation.manifest
         generation.same = frozenset() if before is None else self._unchanged(before, under.parts)
-        left_out = self._told(generation.same & before.same if before is not None else frozenset())
+        with thread.pausing():
+            left_out = self._told(generation.same & before.same if before is not None else frozenset())
         pieces = [
             piece
             for unit, values in enumerate(manifest.values)
@@ -352,9 +407,9 @@ class Copies:
         def send(pieces: list[torch.Tensor]) -> Pending:
             to = [(as_bytes(piece), (rank + shift) % size) for shift in self._shifts for piece in pieces]
             self.sent += sum(piece.nbytes for piece, _ in to)
-            return self._collectives.exchange(to, [], NOBODY)
+            return _Paused(thread, self._collectives.messages(to, [], _TAG))
 
-        receiving = self._collectives.exchange([], into, NOBODY)
+        receiving = _Paused(thread, self._collectives.messages([], into, _TAG))
         return Works([receiving, self._source.read(pieces, send)])
 
     def _unchanged(self, before: Generation, parts: dict[Key, torch.Tensor]) -> frozenset[Key]:
@@ -394,7 +449,7 @@ class Copies:
         if under is None:
             return
         assert under.thread is not None
-        under.thread.wait()
+        under.thread.wait(self._look)
         self._check_as_taken(under)
         self._keep(under)
 
@@ -426,16 +481,11 @@ class Copies:
 
     def settle(self) -> None:
         """Wait until nothing is on its way: no memory may go that is sent or received into."""
-        if self._under is not None:
-            self._end(self._under)
-            self._under = None
-
-    def _end(self, under: _Under) -> None:
-        assert under.thread is not None
         try:
-            under.thread.wait()
-        except RuntimeError as e:
+            self.commit()
+        except (RuntimeError, ValueError) as e:
             logger.debug("copies that nobody needs any more: %s", e)
+        self._under = None
 
     # -- after a death -------------------------------------------------------------------------------------------------
 
@@ -448,7 +498,9 @@ class Copies:
         under = self._under
         if under is None:
             return
-        self._end(under)
+        assert under.thread is not None
+        if not under.thread.leave():
+            logger.debug("copies were on their way when the groups ended")
         if under.is_complete:
             self._check_as_taken(under)
         if under.is_whole:

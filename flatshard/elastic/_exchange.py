@@ -65,13 +65,14 @@ class Channel:
         if self.size == 1:
             return [value]
         data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-        sizes = self._gather(torch.tensor([data.numel()])).tolist()
+        sizes = self.gather(torch.tensor([data.numel()])).tolist()
         padded = torch.zeros(max(sizes), dtype=torch.uint8)
         padded[: data.numel()] = data
-        rows = self._gather(padded).view(self.size, -1)
+        rows = self.gather(padded).view(self.size, -1)
         return [pickle.loads(ctypes.string_at(row.data_ptr(), n)) for row, n in zip(rows, sizes, strict=True)]
 
-    def _gather(self, row: torch.Tensor) -> torch.Tensor:
+    def gather(self, row: torch.Tensor) -> torch.Tensor:
+        """``row`` of each rank, one after the other."""
         with self.failing("exchange", ""):
             row = row.to(self._device)
             output = row.new_empty(self.size * row.numel())

@@ -265,6 +265,7 @@ class Job:
             raise
 
     def _copy(self) -> None:
+        self._world.hang_up()
         if self._at % self._every == 0:
             self._copies.take(self._at, self._world.rank == 0 and self._world.called())
         else:  # no optimizer may have stepped
@@ -310,7 +311,8 @@ class Job:
     def _first_copies(self) -> None:
         world = self._world
         assert world.copies_group is not None
-        self._copies.follow(world.epoch, world.copies_group, [member.host for member in world.members])
+        hosts = [member.host for member in world.members]
+        self._copies.follow(world.epoch, world.copies_group, hosts, world.check_alive)
         self._copies.take(self._at)
 
     def _regroup(self, decided: list[tuple[Member, Any]] | None = None) -> None:

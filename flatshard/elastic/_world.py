@@ -143,6 +143,7 @@ class World:
         self._socket = socket.socket()
         self._socket.bind(("", 0))
         self._socket.listen(1024)
+        self._socket.setblocking(False)
         os.register_at_fork(after_in_child=self._socket.close)  # a child that lives on is no rank
         number = self._store.add("processes", 1)
         address = _address_towards(store), self._socket.getsockname()[1]
@@ -348,6 +349,7 @@ class World:
         self.epoch, self.members = epoch, members
         self._mark(epoch, "ready")
         until, probes = time.monotonic() + self.patience, _Probes()
+        self._probes = probes
         while self._store.add(f"{epoch}/ready", 0) < len(members):
             if (gone := probes.dead(members)) and (waits := gone.intersection(self._unmarked(epoch, "ready"))):
                 raise dist.DistError(f"{min(waits)} died when a group was made")
@@ -362,6 +364,17 @@ class World:
         made = dist.new_group(backend="gloo")
         assert isinstance(made, dist.ProcessGroup)
         self.copies_group = made
+
+    def hang_up(self) -> None:
+        """End the connections of those that looked whether this process lives: the system keeps so many only."""
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                self._socket.accept()[0].close()
+
+    def check_alive(self, ranks: Iterable[int]) -> None:
+        """Raise DistError if one of ``ranks`` has died."""
+        if gone := self._probes.dead(self.members[rank] for rank in ranks):
+            raise dist.DistError(f"{min(gone)} has died")
 
     def _mark(self, epoch: int, what: str) -> None:
         self._store.set(f"{epoch}/{what}/{self.me.number}", "1")

@@ -1,5 +1,6 @@
 """Models that move to other ranks between steps, on the simulated accelerator: nothing is sent before it is written."""
 
+from collections.abc import Iterable
 from datetime import timedelta
 from typing import Any
 from unittest import mock
@@ -60,7 +61,7 @@ class Here(World):
 
     def form(self, epoch: int, members: list[Member]) -> None:
         self.epoch, self.members = epoch, members
-        timeout = timedelta(seconds=self.patience)  # gloo may lose a send that begins as its group is interrupted
+        timeout = timedelta(seconds=self.patience)
         self.here, self.copies_group = dist.new_group(timeout=timeout), dist.new_group(backend="gloo", timeout=timeout)
 
     @property
@@ -78,6 +79,10 @@ class Here(World):
     def fail(self, text: str) -> None:
         self.has_ended = True
 
+    def hang_up(self) -> None: ...
+
+    def check_alive(self, ranks: Iterable[int]) -> None: ...
+
     def meet(self, note: Any) -> list[tuple[Member, Any]]:
         return list(zip(self.members, Channel(self.everyone, torch.device("cpu")).objects(note), strict=True))
 
@@ -90,14 +95,14 @@ def lost_connection(*_: Any) -> None:
     raise RuntimeError("gloo: connection lost")
 
 
-def lose_answer(collectives: Any) -> None:
-    combine = collectives.combine
+def lose_answer(channel: Any) -> None:
+    gather = channel.gather
 
     def lost(*args: Any) -> None:
-        combine(*args).wait()
+        gather(*args)
         lost_connection()
 
-    collectives.combine = lost
+    channel.gather = lost
 
 
 @cases.add(
@@ -160,7 +165,7 @@ def train_job(env: Env, **options: Any) -> dict[str, Any]:
                 lost_connection()
             optimizer.step()
             if step == 4 and 5 in fails and env.rank == 1:  # alone it does not learn that all ranks have their copies
-                lose_answer(made._copies._collectives)
+                lose_answer(made._copies._channel)
             if step == 5 and failing:
                 if env.rank == 3:  # as one that takes its place: what it gets are the copies of another rank
                     made._copies.forget()

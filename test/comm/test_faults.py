@@ -9,6 +9,8 @@ import os
 import pickle
 import re
 import signal
+import threading
+import time
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -26,7 +28,9 @@ from torch import Tensor, nn
 
 import flatshard
 from flatshard import CollectiveError, OutOfStepError, _config, fully_shard, summon_full_params
+from flatshard._comm.backends import GlooCollectives
 from flatshard._comm.collectives import Done, Works, settle
+from flatshard._comm.progress import NOBODY
 from flatshard.comm import QuantizedCollectives
 
 
@@ -106,6 +110,34 @@ def test_when_a_rank_is_lost_the_others_say_where(pool, monkeypatch, how, where,
         assert re.search(message, failure.message, re.DOTALL), failure.message
         lead = f"failed on rank {failure.rank} of 3: if it waited in vain or lost a connection, look for the first error on"
         assert lead in failure.message  # before gloo's text
+
+
+def lose_a_rank_in_a_message(ctx, verb: str) -> None:
+    group = dist.new_group(list(range(ctx.world_size)), timeout=datetime.timedelta(seconds=30))
+    collectives = GlooCollectives(group)
+    large = torch.zeros(1 << 26, dtype=torch.uint8)  # takes longer than the rank lives
+    there = [(large, 1)] if ctx.rank == 0 else []
+    here = [(large, 0)] if ctx.rank == 1 else []
+    collectives.combine(torch.zeros(1), "sum").wait()
+    if ctx.rank == 1:
+        threading.Timer(0.005, go, ["dies"]).start()
+    if verb == "gather":
+        pending = collectives.all_gather(large, large.view(2, -1)[ctx.rank], NOBODY)
+    else:
+        pending = collectives.exchange(*((there, here) if verb == "send" else (here, there)), NOBODY)
+    began = time.monotonic()
+    with pytest.raises(RuntimeError, match=r"while (sending to|receiving from) rank 1 of the group|onnection"):
+        pending.wait()
+    assert time.monotonic() - began < 15
+    raise Leaves("in time")
+
+
+@pytest.mark.parametrize("verb", ["gather", "send", "receive"])
+def test_a_rank_dies_in_the_middle_of_a_message(pool, verb: str):
+    """Gloo forgets who waits for that message until its timeout: the others wait for what it does not forget."""
+    with pytest.raises(RankFailure) as e:
+        pool.run(lose_a_rank_in_a_message, verb, world_size=2, timeout=40)
+    assert {f.rank: (f.kind, f.type_name) for f in e.value.failures}[0] == ("raised", "Leaves"), e.value
 
 
 class Failing(Recording):

@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import random
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -39,6 +40,7 @@ POINTS: dict[str, list[tuple[Any, str]]] = {
         (_disk.NewFile, "flush"),
         (_disk.NewDirectory, "publish"),
     ],
+    "messages": [(_copies.Copies, "_send")],  # later: in the middle of one, if it is large
     "recovery": [
         (World, "meet"),
         (World, "form"),
@@ -51,9 +53,9 @@ POINTS: dict[str, list[tuple[Any, str]]] = {
 """Where a rank may die: before and after a call of one of these."""
 
 
-def network(freezes: bool = False) -> nn.Module:
+def network(freezes: bool = False, width: int = 8) -> nn.Module:
     torch.manual_seed(0)
-    model = NormNet(blocks=2, width=8).double()
+    model = NormNet(blocks=2, width=width).double()
     model.blocks[0].requires_grad_(not freezes)
     return model
 
@@ -95,6 +97,7 @@ class Death:
     phase: str
     number: int
     signal: "signal.Signals" = signal.SIGKILL
+    seconds: float = 0.0  # later
     is_over: ClassVar[bool] = False  # the job: what this process does now is none of it
 
     def install(self) -> None:
@@ -103,7 +106,9 @@ class Death:
         def count() -> None:
             left[0] -= 1
             if left[0] == 0 and not Death.is_over:
-                os.kill(os.getpid(), self.signal)
+                threading.Timer(self.seconds, os.kill, (os.getpid(), self.signal)).start() if self.seconds else os.kill(
+                    os.getpid(), self.signal
+                )
 
         def counted(method: Callable[..., Any]) -> Callable[..., Any]:
             def run(*args: Any, **kwargs: Any) -> Any:
@@ -128,6 +133,7 @@ class Plan:
     strategy: str = "FULL_SHARD"
     accumulates: bool = False
     freezes: bool = False
+    width: int = 8
     steps: int = STEPS
     patience: float = 20.0
     raises: int | None = None  # the process that raises an error of its own in step 2
@@ -155,7 +161,7 @@ def run_rank(plan: Plan, process: int, port: int, pipe: Any) -> None:
             pipe.send(("end", made, 0, 0, 0, 0))
             os._exit(0)
         world = World(dist.TCPStore("127.0.0.1", port, is_master=False), plan.ranks, patience=plan.patience)
-        model = network(plan.freezes)
+        model = network(plan.freezes, plan.width)
         if world.joins:
             model.to("meta")
         strategy, mesh = flatshard.ShardingStrategy[plan.strategy], None
@@ -328,7 +334,7 @@ def twin(ctx: Any, plan: Plan, made: list[tuple[int, ...]]) -> str | None:
             return {}
         return {"device_mesh": meshes[members]} if strategy.is_hybrid else {"process_group": groups[members]}
 
-    here, model, result = ctx.rank + 1, network(plan.freezes), None
+    here, model, result = ctx.rank + 1, network(plan.freezes, plan.width), None
     if here > ranks:
         model.to("meta")
     where = over(first if here <= ranks else (here,)) if strategy.is_hybrid or here <= ranks else {}

@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import flatshard
-from flatshard.elastic import Job, World
+from flatshard.elastic import Job, World, _copies
 
 
 @pytest.fixture
@@ -89,7 +89,7 @@ def test_copies_that_are_under_way(alone):
     """When a step fails, the thread that fills them is waited for."""
     job, model, optimizer = job_in(alone())
     seen, fill, begun = [], job._copies._fill, threading.Event()
-    job._copies._fill = lambda under: begun.set() or time.sleep(0.3) or fill(under)
+    job._copies._fill = lambda under: begun.set() or time.sleep(2 * _copies._LOOK) or fill(under)
     for step in job.steps(range(3)):
         seen.append(step)
         with job.attempt():
@@ -99,6 +99,22 @@ def test_copies_that_are_under_way(alone):
             one_step(model, optimizer, step)
             begun.clear()
     assert seen == [0, 1, 1, 2]
+
+
+def test_a_thread_that_is_left():
+    """It may do nothing but end, should its wait ever come to an end."""
+    comes, done = threading.Event(), list[int]()
+
+    def do(thread: _copies._Thread) -> None:
+        with thread.pausing():
+            comes.wait()
+        done.append(1)
+
+    thread = _copies._Thread(do)
+    assert not thread.leave()
+    comes.set()
+    thread._thread.join()
+    assert not done
 
 
 def test_gradients_between_steps(alone):
@@ -113,7 +129,7 @@ def test_gradients_between_steps(alone):
             backward(model, step)
             if step not in failed and step in (0, 2):  # this rank does not learn that copies are there
                 failed.add(step)
-                job._copies._collectives.combine = lost_connection
+                job._copies._channel.gather = lost_connection
             if step % 2:
                 optimizer.step()
             if step not in failed and step == 5:  # the copies of step 4 are there

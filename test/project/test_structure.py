@@ -315,7 +315,6 @@ def test_only_handles_start_collectives_and_construction_broadcasts():
         ("optim._owned", "exchange"),
         ("elastic._exchange", "exchange"),  # between ranks that share no handle yet
         ("elastic._reshard", "exchange"),
-        ("elastic._copies", "exchange"),
         ("elastic._exchange", "all_gather"),
     }
 

@@ -13,10 +13,10 @@ itself stuck, from positions that have not changed in between, publishes the ver
 
 [Note: Interrupting gloo]
 A blocked wait has no handle to end it, and ``abort`` does nothing. But a receive that times out, on any thread, closes all
-connections of its rank. This ends every wait on this rank, and every wait for this rank. A rank that still waits for a
-third rank finds the verdict in the store the next time its thread wakes, and interrupts the group too. A message that
-another thread begins to send at that very moment may be lost to gloo (torch 2.15: about one interrupt in 200, under a thread
-that sends all the time). Its wait ends at the group's timeout.
+connections of its rank. This ends every wait on this rank, and every wait for this rank, but for those that gloo forgets
+([Note: What ends a wait] in ``backends.py``). An all-reduce on torch's own thread may wait for such a message, until the
+group's timeout. A rank that still waits for a third rank finds the verdict in the store the next time its thread wakes, and
+interrupts the group too.
 """
 
 from __future__ import annotations
