@@ -237,13 +237,15 @@ class GlooCollectives(BuiltinCollectives):
         return self.messages(to, from_, tag, None if then is None else functools.partial(then, parts))
 
     def exchange(self, sent: Addressed, received: Addressed, label: Label | None = None) -> Pending:
-        """See :class:`BuiltinCollectives`. It ends when all that was sent has arrived: ranks wait in the same order."""
+        """See :class:`BuiltinCollectives`. It ends when all that was sent has arrived. So all ranks must wait for their
+        exchanges in the same order.
+        """
         as_bytes = [[(tensor.view(torch.uint8), rank) for tensor, rank in messages] for messages in (sent, received)]
-        group, tag, nothing = self.group, (label or here.label).tag + EXCHANGE, torch.empty(0, dtype=torch.uint8)
+        tag, nothing = (label or here.label).tag + EXCHANGE, torch.empty(0, dtype=torch.uint8)
         last = Works([])
 
         def ask() -> None:
-            last.add([group.recv([nothing], rank, tag) for rank in dict.fromkeys(rank for _, rank in received)])
+            last.add([self.group.recv([nothing], rank, tag) for rank in dict.fromkeys(rank for _, rank in received)])
 
         receiving, sending = self._receive(as_bytes[1], tag), self._send(as_bytes[0], tag)
         asked = self._send([(nothing, rank) for rank in dict.fromkeys(rank for _, rank in sent)], tag)
@@ -252,8 +254,8 @@ class GlooCollectives(BuiltinCollectives):
     def messages(
         self, sent: Addressed, received: Addressed, tag: int, then: Callable[[], object] | None = None
     ) -> Pending:
-        """As ``exchange``, with any ``tag``; it ends when all has been received, and handed to the system that was sent.
-        ``then`` runs when all have arrived.
+        """As ``exchange``, with any ``tag``. It ends when this rank has received all, and the system has taken what it sends.
+        Then ``then`` runs.
         """
         receiving = self._receive(received, tag)
         return Works([receiving, self._send(sent, tag)], then)

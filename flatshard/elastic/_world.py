@@ -97,6 +97,7 @@ class _Probes:
 
     def dead(self, members: Iterable[Member]) -> set[Member]:
         """Those of ``members`` that have ended, as far as is known."""
+        members = set(members)
         if time.monotonic() >= self._next:
             self._dead |= {member for member in members if member not in self._dead and member.is_dead()}
             self._next = time.monotonic() + _PROBE

@@ -32,7 +32,7 @@ from flatshard._comm.collectives import Done, Pending
 from flatshard._comm.progress import Label
 from flatshard._composable.features import kept_shards
 from flatshard._handle import gradients, pool, reduction
-from flatshard.planning._convolution import computed
+from flatshard.planning._on_meta import computed
 from flatshard.planning._records import CATEGORIES, Collective, Memory, MemoryPair, Sample
 from flatshard.planning._values import Values
 

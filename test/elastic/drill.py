@@ -40,7 +40,7 @@ POINTS: dict[str, list[tuple[Any, str]]] = {
         (_disk.NewFile, "flush"),
         (_disk.NewDirectory, "publish"),
     ],
-    "messages": [(_copies.Copies, "_send")],  # later: in the middle of one, if it is large
+    "messages": [(_copies.Copies, "_send")],  # with Death.seconds: in the middle of a large one
     "recovery": [
         (World, "meet"),
         (World, "form"),
@@ -97,7 +97,7 @@ class Death:
     phase: str
     number: int
     signal: "signal.Signals" = signal.SIGKILL
-    seconds: float = 0.0  # later
+    seconds: float = 0.0  # between that point and its death
     is_over: ClassVar[bool] = False  # the job: what this process does now is none of it
 
     def install(self) -> None:
@@ -106,9 +106,11 @@ class Death:
         def count() -> None:
             left[0] -= 1
             if left[0] == 0 and not Death.is_over:
-                threading.Timer(self.seconds, os.kill, (os.getpid(), self.signal)).start() if self.seconds else os.kill(
-                    os.getpid(), self.signal
-                )
+                end = functools.partial(os.kill, os.getpid(), self.signal)
+                if self.seconds:
+                    threading.Timer(self.seconds, end).start()
+                else:
+                    end()
 
         def counted(method: Callable[..., Any]) -> Callable[..., Any]:
             def run(*args: Any, **kwargs: Any) -> Any:
