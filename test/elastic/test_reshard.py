@@ -176,8 +176,12 @@ def test_worlds(ctx):
                         reshard_over(mine.model, [mine.optimizer], process_group=group, over=over)
                 if ctx.rank < now:
                     found = whole(mine.model, [mine.optimizer], new)
+                    own = torch.cat([buffer.double().reshape(-1) for buffer in mine.model.buffers()])
+                    dist.broadcast(first := own.clone(), 0, group=new)
                     if expected is not None:
                         same(found, expected)
+                    else:  # who joins has the buffers of the first rank
+                        torch.testing.assert_close(own, first, rtol=0, atol=0)
                     mine.check_objects()
                     for i in range(2):
                         step(mine.model, mine.optimizer, number + i, ctx.rank, now)
