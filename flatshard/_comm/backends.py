@@ -247,9 +247,9 @@ class GlooCollectives(BuiltinCollectives):
         def ask() -> None:
             last.add([self.group.recv([nothing], rank, tag) for rank in dict.fromkeys(rank for _, rank in received)])
 
-        receiving, sending = self._receive(as_bytes[1], tag), self._send(as_bytes[0], tag)
-        asked = self._send([(nothing, rank) for rank in dict.fromkeys(rank for _, rank in sent)], tag)
-        return Works([Works([receiving], ask), last, asked, sending])
+        receiving, sending = self.messages([], as_bytes[1], tag, ask), self.messages(as_bytes[0], [], tag)
+        asked = self.messages([(nothing, rank) for rank in dict.fromkeys(rank for _, rank in sent)], [], tag)
+        return Works([receiving, last, asked, sending])
 
     def messages(
         self, sent: Addressed, received: Addressed, tag: int, then: Callable[[], object] | None = None
@@ -257,19 +257,16 @@ class GlooCollectives(BuiltinCollectives):
         """As ``exchange``, with any ``tag``. It ends when this rank has received all, and the system has taken what it sends.
         Then ``then`` runs.
         """
-        receiving = self._receive(received, tag)
-        return Works([receiving, self._send(sent, tag)], then)
+        group, sent, received = self.group, _in_two(sent), _in_two(received)
+        works = [group.recv([tensor], rank, tag) for tensor, rank in received][::-1]  # [Note: What ends a wait]
+        works += [group.send([tensor], rank, tag) for tensor, rank in sent]
 
-    def _receive(self, received: Addressed, tag: int) -> Works:
-        group, received = self.group, _in_two(received)
-        works = [group.recv([tensor], rank, tag) for tensor, rank in received]
-        ranks = [rank for _, rank in received[::-1]]
-        return Works(works[::-1], None, lambda index: f"while receiving from rank {ranks[index]} of the group")
+        def describe(index: int) -> str:
+            if index < len(received):
+                return f"while receiving from rank {received[-1 - index][1]} of the group"
+            return f"while sending to rank {sent[index - len(received)][1]} of the group"
 
-    def _send(self, sent: Addressed, tag: int) -> Works:
-        group, sent = self.group, _in_two(sent)
-        works = [group.send([tensor], rank, tag) for tensor, rank in sent]
-        return Works(works, None, lambda index: f"while sending to rank {sent[index][1]} of the group")
+        return Works(works, then, describe)
 
     def all_reduce(self, tensor: torch.Tensor, label: Label | None = None) -> Pending:
         tensor, tag = as_real(tensor), (label or here.label).tag
