@@ -313,8 +313,7 @@ class Peers:
     host: torch.device | None = None  # where CPU offload keeps the shards; None: ``device`` is the host
     progress: Progress | None = None  # None for a world of one rank and for the fake group, where there is nobody else
     monitor: Monitor | None = None
-    # Increases in the order in which groups are first used. This order is the same on all ranks.
-    number: int = field(default_factory=RankGroup.numbers.__next__)
+    number: int = field(default_factory=RankGroup.next_number)  # see ``RankGroup``
     made: dict[CollectivesFactory, Collectives] = field(default_factory=dict)  # see ``Runtime.using``
 
     make_monitor: ClassVar[Callable[[BuiltinCollectives, torch.device, Progress], Monitor] | None] = None
@@ -324,8 +323,11 @@ class Peers:
         weakref.WeakKeyDictionary()
     )
 
-    # Lives as long as the group: the numbering must be the same on all ranks, whenever each collects garbage.
+    # These live as long as the group. rank_group.py, [Note: Ranks collect garbage at different times]
     _progress: ClassVar[weakref.WeakKeyDictionary[dist.ProcessGroup, Progress]] = weakref.WeakKeyDictionary()
+    _numbers: ClassVar[weakref.WeakKeyDictionary[dist.ProcessGroup, dict[torch.device, int]]] = (
+        weakref.WeakKeyDictionary()
+    )
 
     @classmethod
     def of(cls, group: dist.ProcessGroup, device: torch.device) -> Peers:
@@ -341,7 +343,10 @@ class Peers:
                 progress = cls._progress.setdefault(group, Progress())
                 monitor = None if cls.make_monitor is None else cls.make_monitor(builtin, device, progress)
             host = None if on_cpu else torch.device("cpu")
-            found = known[device] = cls(builtin, device, Streams.of(device), host, progress, monitor)
+            numbers = cls._numbers.setdefault(group, {})
+            number = numbers[device] if device in numbers else RankGroup.next_number()
+            found = cls(builtin, device, Streams.of(device), host, progress, monitor, number)
+            known[device], numbers[device] = found, number
         return found
 
 

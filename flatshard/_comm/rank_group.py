@@ -1,9 +1,16 @@
-"""Ranks over which a few numbers can be reduced: those of a process group, or of several, or of some among others."""
+"""Ranks over which a few numbers can be reduced: those of a process group, or of several, or of some among others.
+
+[Note: Ranks collect garbage at different times]
+A model that nobody refers to may live on for a while, as modules and hooks are cycles, and each rank's garbage collector
+ends it at another time. So what decides which collectives are issued, and in which order, must not depend on whether it
+still lives. It belongs to one module tree (the buffers that units share, the order of its units), or it lives as long as the
+process group (how many collectives each unit has had, the groups' numbers).
+"""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Hashable
 from typing import ClassVar, Literal
 
 import torch
@@ -14,18 +21,27 @@ class RankGroup:
     are added up together.
     """
 
-    numbers: ClassVar[Iterator[int]] = itertools.count()
+    _numbers: ClassVar[dict[tuple[Hashable, ...], int]] = {}  # of what is made of other groups
+    next_number: ClassVar[Callable[[], int]] = itertools.count().__next__
 
-    def __init__(self, device: torch.device, rank: int, world_size: int, number: int | None = None) -> None:
+    def __init__(self, device: torch.device, rank: int, world_size: int, number: int) -> None:
         """
         Args:
             device: of the numbers.
             rank: of this process in the group of ``world_size`` ranks.
-            number: None: a new one. They increase in the order in which groups are first used, the same on all ranks.
+            number: it says in which order groups are first used, and is the same on all ranks.
         """
-        self.number = next(self.numbers) if number is None else number
+        self.number = number
         self.device = device
         self.rank, self.world_size = rank, world_size
+
+    @classmethod
+    def number_of(cls, *parts: RankGroup) -> int:
+        """The number of a group of this class that is made of ``parts``: the same each time. See the note above."""
+        key = cls, *(part.number for part in parts)
+        if (found := cls._numbers.get(key)) is None:
+            found = cls._numbers[key] = cls.next_number()
+        return found
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, RankGroup) and self.number == other.number

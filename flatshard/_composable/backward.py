@@ -123,7 +123,7 @@ class Backward:
             self.touch(unit)
         if task in completion.expected:
             return
-        self.keeps_unsharded |= torch.is_grad_enabled() or (self._context.kept_unsharded and _keeps_graph())
+        self.keeps_unsharded |= torch.is_grad_enabled() or (unit.was_kept_unsharded and _keeps_graph())
         nodes, _, all_train = unit.handle.gradients.accumulators
         if nodes and not completion.expected:
             self._queue.add_back(unit)
@@ -239,8 +239,8 @@ class Backward:
             context.reductions.reduce_held({u for u in inside if u.context is context and u.handle.gradients.reduces})
 
     def _forget_reached(self) -> None:
-        self._context.note_end(self.keeps_unsharded)
         for unit in self._reached:
+            unit.was_kept_unsharded = self.keeps_unsharded
             unit.completion.end()
             unit.last_forward, unit.open_forwards = None, -1
             if unit.leaks and not self._retains_graph:

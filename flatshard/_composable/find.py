@@ -119,4 +119,4 @@ def settle(units: Iterable[Unit]) -> None:
 
 def contexts_of(units: Iterable[Unit]) -> list[Context]:
     """The contexts of ``units``, in an order that is the same on all ranks."""
-    return sorted({unit.context for unit in units}, key=lambda context: context.runtime.number)
+    return list(dict.fromkeys(u.context for u in sorted(units, key=lambda unit: unit.runtime.number)))

@@ -34,6 +34,7 @@ from flatshard._errors import InternalError
 from flatshard._handle.adapters.tensor_subclass import wrapping_of
 from flatshard._handle.handle import FlatParamHandle
 from flatshard._handle.planned import Groups, PlannedFlat
+from flatshard._handle.pool import Pools
 from flatshard._handle.unit_ranks import Runtimes, UnitRanks
 from flatshard._mesh_runtime import MeshRuntime
 from flatshard._names import plain_name
@@ -125,8 +126,8 @@ def fully_shard(
         static_buffers: gather parameters into a few buffers that are allocated once and used in turn, and reduce gradients
             from such buffers, instead of memory that the device's allocator provides each time. For CUDA graphs and
             registered buffers. The buffers permanently take the memory that two units and the outermost one need in any
-            case. Collectives with an ``allocate`` always use such buffers. Two units that did not run at the same time in
-            the first pass cannot do so later.
+            case; a model shares them with no other. Collectives with an ``allocate`` always use such buffers. Two units
+            that did not run at the same time in the first pass cannot do so later.
         shard_mesh_fn: a callable ``(fqn, parameter) -> mesh`` that chooses the mesh of single parameters, such as experts.
             It returns a mesh as for ``device_mesh``, here of the ranks that hold the same experts (``mesh["dp"]``), or None
             for the mesh of the call. The gradients are summed over that mesh, and divided by the number of ranks of the
@@ -192,6 +193,7 @@ def fully_shard(
     chosen = [each for unit in planned for each in unit.groups]
     runtime, runtimes = runtimes_over(chosen, (group, replica_group), axes, device)
     context = Context.of(runtime, *runtimes.values())
+    pools = Pools(flat.ranks.pool for unit in units_below(root) for flat in unit.handle.flats)
     for unit in planned:
         if (factory := unit.config.collectives) is not None:
             for groups in unit.groups:
@@ -200,7 +202,7 @@ def fully_shard(
         extension.prepare(root, choice.configs, runtime)
     values.agree(runtimes)
     with _changing(root):
-        made = build(choice, context, runtime, runtimes, values.prepare)
+        made = build(choice, context, runtime, runtimes, pools, values.prepare)
         install(root, choice, made, extensions())
     validate.warn_of_old_parameters(planned)
     below = [unit for unit in units_below(root) if unit.module not in made]
@@ -285,6 +287,7 @@ def build(
     context: Context,
     runtime: Runtime,
     runtimes: Runtimes,
+    pools: Pools,
     prepare: Callable[[PlannedUnit], None],
 ) -> dict[nn.Module, Unit]:
     """Shard the parameters of every unit, and call ``prepare`` with each before. ``install`` must follow."""
@@ -292,7 +295,7 @@ def build(
     loads: Loads = {}
     for unit in choice.planned:  # one by one, so that at most one unit is whole on the device
         prepare(unit)
-        made[unit.module] = _make_unit(unit, context, runtime, runtimes, loads)
+        made[unit.module] = _make_unit(unit, context, runtime, runtimes, pools, loads)
     for unit in choice.planned:
         _link(made[unit.module], unit, made)
     return made
@@ -318,7 +321,9 @@ def _changing(module: nn.Module) -> Iterator[None]:
         raise
 
 
-def _make_unit(planned: PlannedUnit, context: Context, every: Runtime, runtimes: Runtimes, loads: Loads) -> Unit:
+def _make_unit(
+    planned: PlannedUnit, context: Context, every: Runtime, runtimes: Runtimes, pools: Pools, loads: Loads
+) -> Unit:
     config = planned.config
     for owned in planned.owned:
         if (wrapping := wrapping_of(owned.param)) is not None:
@@ -328,7 +333,7 @@ def _make_unit(planned: PlannedUnit, context: Context, every: Runtime, runtimes:
     all_ranks: dict[Groups | None, UnitRanks] = {}
     for groups in planned.groups:
         on_these = [flat for flat in flats if flat.groups == groups]
-        all_ranks[groups] = ranks_of(planned.fqn, config, on_these, context, runtimes[groups], all_ranks.get(None))
+        all_ranks[groups] = ranks_of(planned.fqn, config, on_these, pools, runtimes[groups], all_ranks.get(None))
     handle = FlatParamHandle.shard(flats, all_ranks)
     unit = Unit(planned.module, handle, context, every, config)
     set_unit(planned.module, unit)
@@ -339,14 +344,14 @@ def ranks_of(
     fqn: str,
     config: UnitConfig,
     flats: Sequence[PlannedFlat],
-    context: Context,
+    pools: Pools,
     runtimes: tuple[Runtime, Runtime | None],
     unit: UnitRanks | None = None,
 ) -> UnitRanks:
     """The ranks of ``runtimes`` that have ``flats``, of the unit ``fqn``. ``unit``: see ``UnitRanks.of``."""
     shards, replicas = (runtime and runtime.using(config.collectives) for runtime in runtimes)
     assert shards is not None
-    pool = context.pool_of(shards, config.static_buffers)
+    pool = pools.of(shards, config.static_buffers)
     if config.strategy.is_whole:
         shards, replicas = None, shards  # the ranks to shard over are replicas
     return UnitRanks.of(fqn, flats, shards, replicas, pool, unit)

@@ -33,7 +33,6 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from flatshard import _frames
-from flatshard._comm.collectives import Collectives
 from flatshard._comm.progress import Place
 from flatshard._composable.claims import Claim, Claims
 from flatshard._composable.completion import UNTOUCHED, Completion, current_graph_task
@@ -42,7 +41,6 @@ from flatshard._composable.reduction_queue import ReductionQueue
 from flatshard._composable.unit_config import UnitConfig
 from flatshard._handle.handle import FlatParamHandle
 from flatshard._handle.lifetime import BY_USER, ParamState
-from flatshard._handle.pool import Pool
 from flatshard._handle.registrations import SHARDED, Shown
 from flatshard._names import UNIT_KEY
 from flatshard._runtime import Runtime
@@ -126,6 +124,7 @@ class Unit:
         self.last_forward: ForwardRecord | None = None  # that the running `Backward` has reached
         # Steps that it has reached and not left yet; only counted if some parameters are frozen. -1: none was reached.
         self.open_forwards = -1
+        self.was_kept_unsharded = False  # `Backward.keeps_unsharded` of the last backward that has reached it
         self.turn = 0  # its place in the order of reductions, which `ReductionQueue` gives
 
     def move(self, context: Context, runtime: Runtime) -> None:
@@ -296,13 +295,11 @@ class Context:
         self.reductions: ReductionQueue[Unit] = ReductionQueue(runtime)
         self.backward: RunningBackward | None = None  # that is running, or has failed
         self.backwards = 0  # counts backwards that have reached a unit
-        self.kept_unsharded = False  # `Backward.keeps_unsharded` of the last backward
         self.pass_id = 0  # counts passes; a pass is one call of an outermost unit, outside backward
         self._latest: ForwardRecord | None = None  # of the last forward of the current pass
         self.forwards: list[Forward] = []  # running now, outermost first
         self.order = ForwardOrder()  # of the current pass
         self._prefetched: dict[Unit, None] = {}  # gathered ahead, and not used yet
-        self._pools: dict[Collectives, Pool] = {}  # where there are static buffers
 
     @classmethod
     def of(cls, runtime: Runtime, *others: tuple[Runtime, Runtime | None]) -> Context:
@@ -332,20 +329,12 @@ class Context:
         for unit in units:
             unit.context = self
         self.pass_id = max(self.pass_id, other.pass_id)
-        self.kept_unsharded |= other.kept_unsharded
-        self._pools = {**other._pools, **self._pools}
         self._instances.update({number: self for number, context in self._instances.items() if context is other})
 
     @classmethod
     def only_check(cls, check: Callable[[Unit], bool]) -> None:
         """Have ``check`` be the only one from now on."""
         cls.checks[:] = [check]
-
-    def pool_of(self, runtime: Runtime, static_buffers: bool) -> Pool | None:
-        """The pool for units with the collectives of ``runtime``. None: each unit has memory of its own."""
-        if not (static_buffers or hasattr(runtime.collectives, "allocate")):
-            return None
-        return self._pools.setdefault(runtime.collectives, Pool(runtime))
 
     @classmethod
     def _place(cls, number: int) -> Place | None:
@@ -475,10 +464,6 @@ class Context:
         for unit in prefetched:
             unit.free_unless_kept()
 
-    def note_end(self, keeps_unsharded: bool) -> None:
-        """Called when a backward has ended. ``keeps_unsharded``: see ``Backward``."""
-        self.kept_unsharded = keeps_unsharded
-
     # -- exceptions ----------------------------------------------------------------------------------------------------
 
     def settle(self, frame: FrameType | None = None) -> None:
@@ -540,7 +525,6 @@ class Context:
         if self.backward is not None:
             self.backward.drop()
         self.reductions.discard(keeps_held=not drop_held)
-        self.note_end(keeps_unsharded=False)
         self.free_unused()
 
 

@@ -12,6 +12,8 @@ once, and kept.
   remains. So a unit and the unit that is prefetched next never share a buffer. A model of equal blocks takes two buffers for
   the blocks, and one for the outermost unit, which stays unsharded. This much is in use at a time anyway. If another unit
   is using the buffer, because units now run in a different order, the unit is bound again, unless a graph of it is alive.
+  Until then it is not gathered ahead. So all ranks must bind alike: the units of one module tree share buffers, and no others
+  do. rank_group.py, [Note: Ranks collect garbage at different times]
 - *Reduction inputs* take any free buffer each time, because autograd has no views of them.
 
 Streams: a buffer for gathered parameters is written on the gather stream, which waits for whatever was freed before. A buffer
@@ -22,11 +24,12 @@ that stream, and reuses it after that stream has waited for the reduction.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 
+from flatshard._comm.collectives import Collectives
 from flatshard._runtime import Runtime
 
 Allocate = Callable[[int, torch.dtype, torch.device], torch.Tensor]
@@ -81,13 +84,35 @@ class StaticBuffer(FlatBuffer):
         self.user, self.freed = None, next(_clock)
 
 
+class Pools:
+    """The pools of one module tree. Inner units that an earlier call has sharded may have brought some."""
+
+    def __init__(self, inner: Iterable[Pool | None] = ()) -> None:
+        self._by_collectives: dict[Collectives, Pool] = {}
+        for pool in inner:
+            if pool is not None:
+                pool.join(self._by_collectives.setdefault(pool.runtime.collectives, pool))
+
+    def of(self, runtime: Runtime, static_buffers: bool) -> Pool | None:
+        """The pool for units with the collectives of ``runtime``. None: each unit has memory of its own."""
+        if not (static_buffers or hasattr(runtime.collectives, "allocate")):
+            return None
+        return self._by_collectives.setdefault(runtime.collectives, Pool(runtime))
+
+
 class Pool:
-    """The buffers of the units that share a process group, a device and collectives. [Note: Static buffers]"""
+    """The buffers of the units of a module tree that share collectives. [Note: Static buffers]"""
 
     def __init__(self, runtime: Runtime) -> None:
-        self._runtime = runtime
+        self.runtime = runtime
         self._for_parameters: list[StaticBuffer] = []
         self._inputs: list[StaticBuffer] = []
+
+    def join(self, other: Pool) -> None:
+        """Share all buffers, also later ones, with ``other``."""
+        for mine, shared in ((self._for_parameters, other._for_parameters), (self._inputs, other._inputs)):
+            shared.extend(buffer for buffer in mine if buffer not in shared)
+        self._for_parameters, self._inputs = other._for_parameters, other._inputs
 
     def allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Allocate a 1-D tensor of ``numel`` elements, with the collectives' ``allocate`` if they have one.
@@ -95,12 +120,12 @@ class Pool:
         Raises:
             TypeError: ``allocate`` returned something else. The user gets a ``CollectiveError`` with the unit's name.
         """
-        device = self._runtime.device
-        allocate: Allocate | None = getattr(self._runtime.collectives, "allocate", None)
+        device = self.runtime.device
+        allocate: Allocate | None = getattr(self.runtime.collectives, "allocate", None)
         if allocate is None:
             return torch.empty(numel, dtype=dtype, device=device)
         made = allocate(numel, dtype, device)
-        who = f"{type(self._runtime.collectives).__name__}.allocate({numel}, {dtype}, {str(device)!r})"
+        who = f"{type(self.runtime.collectives).__name__}.allocate({numel}, {dtype}, {str(device)!r})"
         if made.shape != (numel,) or made.dtype is not dtype or made.device != device or not made.is_contiguous():
             raise TypeError(
                 f"{who} returned a tensor of shape {tuple(made.shape)}, {made.dtype} on {made.device}: it must be 1-D and "
@@ -118,7 +143,7 @@ class Pool:
 
     def buffer_for_input(self, numel: int, dtype: torch.dtype) -> StaticBuffer:
         """A free buffer for the input of one reduction."""
-        stream = self._runtime.current_stream
+        stream = self.runtime.current_stream
         for buffer in self._inputs:
             fits = buffer.flat.dtype is dtype and buffer.flat.numel() >= numel
             if fits and buffer.stream == stream and buffer.user is None:
@@ -127,10 +152,15 @@ class Pool:
 
     def _add(self, buffers: list[StaticBuffer], numel: int, dtype: torch.dtype) -> StaticBuffer:
         with torch.inference_mode(False):  # the next user may be no inference
-            buffers.append(StaticBuffer(self.allocate(numel, dtype), self._runtime.current_stream))
+            buffers.append(StaticBuffer(self.allocate(numel, dtype), self.runtime.current_stream))
         return buffers[-1]
+
+    @property
+    def buffers(self) -> list[StaticBuffer]:
+        """All buffers, of all that share them."""
+        return [*self._for_parameters, *self._inputs]
 
     @property
     def nbytes(self) -> int:
         """Bytes of all buffers."""
-        return sum(buffer.flat.nbytes for buffer in [*self._for_parameters, *self._inputs])
+        return sum(buffer.flat.nbytes for buffer in self.buffers)

@@ -29,6 +29,7 @@ from flatshard._composable.state import Context, Unit
 from flatshard._errors import name_list
 from flatshard._handle.lifetime import GradState
 from flatshard._handle.planned import PlannedFlat
+from flatshard._handle.pool import Pools
 from flatshard._handle.registrations import SHARDED
 from flatshard._runtime import Runtime
 
@@ -38,6 +39,7 @@ class Destination:
     """Where units may move: ``size`` shards of each, of which this rank has number ``rank``."""
 
     context: Context
+    pools: Pools
     runtime: Runtime  # of all ranks
     runtimes: tuple[Runtime, Runtime | None]
     rank: int
@@ -56,7 +58,7 @@ def home_over(units: Sequence[Unit], process_group: Any, device_mesh: DeviceMesh
     runtime, runtimes = runtimes_over([None], groups, axes, device)
     context = Context.of(runtime, *runtimes.values())
     shards, _ = runtimes[None]
-    return Destination(context, runtime, runtimes[None], shards.rank, shards.world_size)
+    return Destination(context, Pools(), runtime, runtimes[None], shards.rank, shards.world_size)
 
 
 def place_of(units: Sequence[Unit]) -> tuple[int, int]:
@@ -143,7 +145,7 @@ def check_reduced(units: Iterable[Unit], verb: str) -> None:
 def move(unit: Unit, home: Destination, planned: Sequence[PlannedFlat], shards: Sequence[torch.Tensor]) -> None:
     """Shard ``unit`` as ``planned``, with the values of ``shards``, of each flat parameter. There must be no gradients."""
     old = unit.handle.ranks
-    ranks = ranks_of(unit.handle.fqn, unit.config, planned, home.context, home.runtimes)
+    ranks = ranks_of(unit.handle.fqn, unit.config, planned, home.pools, home.runtimes)
     ranks = replace(ranks, averaging=replace(old.averaging, size=ranks.averaging.size))
     unit.handle.move(ranks, [flat.layout for flat in planned], shards)
     unit.move(home.context, home.runtime)

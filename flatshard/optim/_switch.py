@@ -85,9 +85,10 @@ class Offloaded:
         found += [value for optimizer in self._states for _, value in _values(optimizer)]
         there = {id(t): t.nbytes for t in found if t is not None and t.device.type not in ("cpu", "meta")}
         flats = [flat for flat in self._flats if flat.kind.compute_device.type != "cpu"]
-        pools = {id(pool): pool.nbytes for flat in flats if (pool := flat.ranks.pool) is not None}
+        pools = (pool for flat in flats if (pool := flat.ranks.pool) is not None)
+        static = {buffer: buffer.flat.nbytes for pool in pools for buffer in pool.buffers}
         gathered = [flat.unsharded.nbytes for flat in flats if flat.ranks.pool is None]
-        return sum(there.values()) + sum(pools.values()) + sum(gathered)
+        return sum(there.values()) + sum(static.values()) + sum(gathered)
 
     def __repr__(self) -> str:
         if not self._units:

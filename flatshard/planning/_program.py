@@ -33,6 +33,7 @@ from flatshard._composable.features.grad_sync import no_sync
 from flatshard._composable.fully_shard import Choice, build, install
 from flatshard._composable.outputs import tensors_in
 from flatshard._composable.state import Context, Forward, Unit, called_modules, unit_of
+from flatshard._handle.pool import Pools
 from flatshard._handle.tensors.grad_dtype import hand_on
 from flatshard._handle.tensors.sharded_parameter import shard_info
 from flatshard._handle.unit_ranks import Runtimes
@@ -153,7 +154,7 @@ class Program:
         for size in kept_shards.sizes(choice.configs):
             kept_shards.add_subgroup(shards, runtime("inner", rank % size, size))
         runtimes: Runtimes = {None: (shards, replicas)}
-        made = build(choice, Context.of(every, *runtimes.values()), every, runtimes, prepare=lambda unit: None)
+        made = build(choice, Context.of(every, *runtimes.values()), every, runtimes, Pools(), prepare=lambda unit: None)
         install(self.root, choice, made, (*extensions(), _Observer(self.books)))
         return list(made.values())
 

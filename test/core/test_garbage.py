@@ -1,11 +1,14 @@
 """A sharded model that is dropped is freed: its cycles run through Python alone, where the collector sees them."""
 
 import copy
+import functools
 import gc
 import weakref
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from models import Block, Net
 from on_ranks import ranks
 from torch import nn
 
@@ -50,3 +53,53 @@ def test_a_skipped_unit_keeps_no_tensors(fake_group):
             assert reference() is None
     finally:
         gc.enable()
+
+
+def train_with_static_buffers(group: Any) -> nn.Module:
+    """Runs the blocks in another order, in which a unit that is gathered ahead may find its buffer taken."""
+    model = Net(6, width=4, inputs=4, outputs=4)
+    flatshard.fully_shard(model, policy={Block}, process_group=group, static_buffers=True)
+    for order in (range(6), reversed(range(6)), reversed(range(6))):
+        model.order = [*order]
+        model(torch.ones(2, 4)).sum().backward()
+    return model
+
+
+def norm_over_two_groups(group: Any, other: Any) -> nn.Module:
+    """Their numbers tell which is reduced over first."""
+    first, second = (flatshard.fully_shard(nn.Linear(3, 3), process_group=each) for each in (other, group))
+    both = nn.Sequential(first, second)
+    both(torch.ones(2, 3)).sum().backward()
+    flatshard.optim.clip_grad_norm_(both, 1.0)
+    return second
+
+
+def retain_a_graph_and_build_one(group: Any) -> nn.Module:
+    """Units stay unsharded after a backward that builds a graph, and after one that retains such a graph."""
+    for builds in (False, True):
+        model = flatshard.fully_shard(nn.Linear(3, 3), process_group=group)
+        x = torch.ones(2, 3, requires_grad=True)
+        loss = model(x).square().sum()
+        if builds:
+            torch.autograd.grad(loss, x, create_graph=True)
+        else:
+            loss.backward(retain_graph=True)
+            loss.backward()
+    return model
+
+
+@ranks(4)
+def test_ranks_collect_garbage_at_different_times(ctx):
+    """What lives on for a while, here on all ranks but rank 0, makes no difference for the order of collectives."""
+    other, kept = dist.new_group(), []  # all of the pool's ranks must call this
+    makers = [
+        train_with_static_buffers,
+        functools.partial(norm_over_two_groups, other=other),
+        retain_a_graph_and_build_one,
+    ]
+    for make in (maker for maker in makers for _ in range(3)):
+        ctx.note(str(make))
+        model = make(ctx.group)
+        kept += [model] if ctx.rank else []
+        del model
+        gc.collect()

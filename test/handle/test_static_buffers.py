@@ -113,6 +113,17 @@ def test_addresses_stay_and_are_few(world):
     assert pool.nbytes == (root + 2 * block) + (root + block)  # gathered: as many as are in use at a time; and inputs
 
 
+def test_units_of_earlier_calls_share_the_buffers(world):
+    world(4)
+    inner = [static(Block(10)), static(net(2))]
+    inner[1](torch.randn(2, 10)).sum().backward()
+    model = static(nn.Sequential(*inner))
+    model(torch.randn(2, 10)).sum().backward()
+    first, *others = [flat.ranks.pool.buffers for unit in units_below(model) for flat in unit.handle.flats]
+    assert others == [first] * 3
+    assert len({*first}) == len(first)
+
+
 def test_a_unit_whose_memory_is_taken_gets_other_memory_unless_its_graph_has_views_of_it(world):
     world(4)
     model = static(net())

@@ -23,7 +23,7 @@ from flatshard._runtime import Awaited, Then
 class GroupMonitor:
     """The monitor of one process group and device. See ``_runtime.Monitor``."""
 
-    # Lives as long as the group: the hashes must be the same on all ranks, whenever each collects garbage.
+    # Lives as long as the group. rank_group.py, [Note: Ranks collect garbage at different times]
     _orders: ClassVar[weakref.WeakKeyDictionary[dist.ProcessGroup, OrderCheck]] = weakref.WeakKeyDictionary()
 
     def __init__(self, builtin: BuiltinCollectives, device: torch.device, progress: Progress) -> None:

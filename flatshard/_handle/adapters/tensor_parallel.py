@@ -112,7 +112,7 @@ class ManyGroups(RankGroup):
         for each in groups:
             rank = rank * each.world_size + each.rank
             world_size *= each.world_size
-        super().__init__(groups[0].device, rank, world_size)
+        super().__init__(groups[0].device, rank, world_size, self.number_of(*groups))
 
     @classmethod
     def of(cls, groups: Sequence[RankGroup]) -> ManyGroups:

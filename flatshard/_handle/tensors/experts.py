@@ -22,7 +22,7 @@ class ExpertRanks(RankGroup):
     _by_parts: ClassVar[weakref.WeakValueDictionary[tuple[int, int], ExpertRanks]] = weakref.WeakValueDictionary()
 
     def __init__(self, runtime: Runtime, around: Runtime) -> None:
-        super().__init__(runtime.device, runtime.rank, runtime.world_size)
+        super().__init__(runtime.device, runtime.rank, runtime.world_size, self.number_of(runtime, around))
         self.runtime, self.around = runtime, around
 
     @classmethod
