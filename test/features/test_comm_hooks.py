@@ -331,7 +331,7 @@ def test_what_a_hook_hands_on_of_the_collectives_below(ctx):
     with mock.patch.object(OrderCheck, "announce", note):
         for policy in (None, flatshard.MixedPrecision(torch.bfloat16, torch.float32)):
             model = built(ctx.group, collectives=Watched, mixed_precision=policy)
-            (watched,) = {unit.context.runtime.using(Watched).collectives for unit in units_below(model)}
+            (watched,) = {unit.runtime.using(Watched).collectives for unit in units_below(model)}
             register_comm_hook(model, None, average)
             backward(model, ctx.rank)
             if policy is None:
