@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -32,7 +32,10 @@ class PlannedOptimizer(NamedTuple):
 
 
 def planned_optimizer(
-    choice: OptimizerChoice, params: Mapping[nn.Parameter, nn.Parameter], device: str
+    choice: OptimizerChoice,
+    params: Mapping[nn.Parameter, nn.Parameter],
+    device: str,
+    on_host: Collection[nn.Parameter],
 ) -> PlannedOptimizer:
     """Make the optimizer, and have it step once, as on ``device``.
 
@@ -40,6 +43,7 @@ def planned_optimizer(
         choice: the argument ``optimizer`` of ``plan``.
         params: from the parameters of the planned module to this rank's parts on the meta device, which have gradients.
         device: the type of device to train on.
+        on_host: the parts that are offloaded.
 
     Raises:
         TypeError: ``choice`` has the wrong type.
@@ -56,8 +60,9 @@ def planned_optimizer(
         return PlannedOptimizer(None, {})
     optimizer = _made(choice, params)
     for options in optimizer.param_groups:
-        if device.partition(":")[0] != "cpu" and options.get("foreach", 0) is None and not options.get("fused"):
-            options["foreach"] = True  # torch's own choice on a device, but not on meta
+        on_device = device.partition(":")[0] != "cpu" and not any(part in on_host for part in options["params"])
+        if on_device and options.get("foreach", 0) is None and not options.get("fused"):
+            options["foreach"] = True  # torch's own choice if all are on a device, but not on meta
     try:
         optimizer.step()
     except Exception as e:

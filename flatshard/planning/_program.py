@@ -183,9 +183,10 @@ class Program:
         if (known := self.learnt.optimizers.get(tuple(parts))) is not None:
             self.books.hold(known.held)
             return known
+        on_host = {part for part in self.params.values() if flats[part].kind.is_offloaded}
         before, samples, flops = self.books.now(), self.books.samples, self.recorder.flops
         with self.books:  # which computes what is alike once
-            planned = planned_optimizer(self.options.optimizer, self.params, self.options.device)
+            planned = planned_optimizer(self.options.optimizer, self.params, self.options.device, on_host)
         self.made = planned.made  # what it holds is counted while it lives
         for part, flat in flats.items():
             if state := planned.state_of(part):
@@ -194,7 +195,10 @@ class Program:
                 self.books.add("optimizer", planned.nbytes.get(part, 0), flat.kind.is_offloaded)
         held = _less(self.books.now(), before)
         found = OptimizerMemory([planned.nbytes.get(p, 0) for p in self.params.values()], held)
-        if planned.made is not None and not any(flat.kind.is_offloaded for flat in self.flats):
+        if planned.made is not None and len(on_host) < len(self.params):
+            kept = {part: part.grad for part in on_host}
+            for part in on_host:
+                part.grad = None  # so it is not stepped: that takes nothing on the device
             self.recorder.is_recording = True
             self._enter("optimizer")
             first = len(samples)
@@ -202,7 +206,10 @@ class Program:
                 planned.made.step()
             self.recorder.is_recording = False
             now = samples[first - 1].device, samples[first - 1].host
-            largest = max(param.numel() for group in planned.made.param_groups for param in group["params"])
+            stepped = (p for group in planned.made.param_groups for p in group["params"] if p not in on_host)
+            largest = max((part.numel() for part in stepped), default=0)
+            for part, grad in kept.items():
+                part.grad = grad
             steps = [_less((sample.device, sample.host), now) for sample in samples[first:]]
             found = found._replace(steps=steps, largest=largest, flops=flops.total())
             samples.clear()

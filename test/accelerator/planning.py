@@ -124,17 +124,41 @@ def a_step(env: Env, micro: int = 1, holds: bool = False, **options: Any) -> Any
     return numbers(model)
 
 
+@cases.add(ranks=2, fake=False)
+def an_optimizers_step_with_some_units_on_the_host(env: Env) -> Any:
+    """torch does not step parameters on two devices as one."""
+    policy: Any = {f"blocks.{at}": {"cpu_offload": at in (1, 3)} for at in range(4)}
+    model = env.shard(env.make(Wide), policy)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(env.tensor(16, 64)).sum().backward()
+        if not env.is_simulated:
+            optimizer.step()
+            continue
+        from accelerator.sim import sim
+
+        sim.drain()
+        with counted_bytes(sim) as counts:
+            optimizer.step()
+    if env.is_simulated and env.rank == 0:
+        planned = planned_step(env, 1, False, {"policy": policy, "optimizer": torch.optim.AdamW})
+        memory = [sample.device.total for sample in planned.samples if sample.phase == "optimizer"]
+        if (took := max(counts) - held(sim)) != max(memory) - memory[0]:
+            env.problems.append(f"took {took}, planned {memory}")
+    return numbers(model)
+
+
 def planned_step(env: Env, micro: int, holds: bool, options: dict[str, Any]) -> flatshard.planning.Plan:
     return flatshard.plan(
         Wide(),
-        policy=Block,
         world_size=(2, 2) if "strategy" in options and options["strategy"].is_hybrid else env.size,
         example_inputs=torch.ones(16, 64),
         microbatches=micro,
         no_sync=holds,
         device=env.device.type,
         compare=False,
-        **options,
+        **{"policy": Block} | options,
     )
 
 
