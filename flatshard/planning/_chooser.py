@@ -36,45 +36,59 @@ class _Partials(NamedTuple):
 
 def cheapest(timeline: Timeline, costs: Costs, limit: float, start: Choices, recomputes: bool) -> Choices | None:
     """The choice of the least cost within ``limit`` that gives up something of ``start``. None: there is none."""
-    options = options_of(start[0], recomputes)
-    last_of = torch.tensor([-1 if r.pair[1] is None else timeline.place[r.pair[1]] for r in timeline.rows])
-    base, rows = _rows(timeline, options)
-    _settle(rows, last_of)
-    least, changes = [torch.zeros_like(base)], [torch.zeros(len(base), dtype=torch.bool)]
-    for each in reversed(rows):
-        low, high = each.flatten(0, 1).amin(0), each.flatten(0, 1).amax(0)
-        least.insert(0, least[0] + low)
-        changes.insert(0, changes[0] | (low < high))
-    stays_until_change = start[0].stays == UNTIL_CHANGE
-    most = MOST if len(timeline.order) <= FEW else MOST_OF_MANY
-    steps: list[list[_Partials]] = []
-    nothing = torch.zeros(1, dtype=torch.int64)
-    front = [_Partials(nothing.double(), nothing, base[None], torch.zeros(1, 2, dtype=torch.int64))]
-    open_rows = torch.arange(len(base))
-    for place, unit in enumerate(timeline.order):
-        still = changes[place + 1][open_rows]
-        coming = last_of[open_rows[still]] > place
-        grown = []
-        for at, keeps in enumerate(options):
-            taken = [each.rows + rows[place][before, at, open_rows] for before, each in enumerate(front)]
-            every = _Partials(
-                torch.cat([each.costs for each in front]) + costs.of(unit, keeps),
-                torch.cat([each.peaks for each in front]),
-                torch.cat(taken),
-                torch.cat([_links(before, len(each.costs)) for before, each in enumerate(front)]),
-            )
-            rest = rows[place + 1][at].amin(0) + least[place + 2] if place + 1 < len(rows) else least[-1]
-            within = _within(every, rest[open_rows], still, limit)
-            grown.append(_unbeaten(within, coming, stays_until_change, most))
-        front = grown
-        steps.append(front)
-        open_rows = open_rows[still]
-    found = [
-        (cost, peak, at, number)
-        for at, each in enumerate(front)
-        for number, (cost, peak) in enumerate(zip(each.costs.tolist(), each.peaks.tolist(), strict=True))
-    ]
-    return None if not found else _followed(timeline, options, steps, *min(found)[2:])
+    return Sums(timeline, start, recomputes).cheapest(costs, limit)
+
+
+class Sums:
+    """What each stretch takes, as sums: the same for all costs and limits. [Note: Choosing]"""
+
+    def __init__(self, timeline: Timeline, start: Choices, recomputes: bool) -> None:
+        self.timeline, self.options = timeline, options_of(start[0], recomputes)
+        self.stays_until_change = start[0].stays == UNTIL_CHANGE
+        self.last_of = torch.tensor([-1 if r.pair[1] is None else timeline.place[r.pair[1]] for r in timeline.rows])
+        self.base, self.rows = _rows(timeline, self.options)
+        _settle(self.rows, self.last_of)
+        # For each unit: the least that it and later ones add, by the choice before it; and the stretches that they change.
+        least, changes = torch.zeros_like(self.base), torch.zeros(len(self.base), dtype=torch.bool)
+        self.least, self.changes = [least[None].expand(len(self.options), -1)], [changes]
+        for each in reversed(self.rows):
+            low = each.amin(1)
+            self.least.insert(0, low + least)
+            least = least + low.amin(0)
+            changes = changes | (low.amin(0) < each.flatten(0, 1).amax(0))
+            self.changes.insert(0, changes)
+
+    def cheapest(self, costs: Costs, limit: float) -> Choices | None:
+        """See the function ``cheapest``."""
+        most = MOST if len(self.timeline.order) <= FEW else MOST_OF_MANY
+        steps: list[list[_Partials]] = []
+        nothing = torch.zeros(1, dtype=torch.int64)
+        front = [_Partials(nothing.double(), nothing, self.base[None], torch.zeros(1, 2, dtype=torch.int64))]
+        open_rows = torch.arange(len(self.base))
+        for place, unit in enumerate(self.timeline.order):
+            still = self.changes[place + 1][open_rows]
+            coming = self.last_of[open_rows[still]] > place
+            before_it = torch.cat([each.costs for each in front])
+            peaks = torch.cat([each.peaks for each in front])
+            links = torch.cat([_links(before, len(each.costs)) for before, each in enumerate(front)])
+            adds, rest = self.rows[place][:, :, open_rows], self.least[place + 1][:, open_rows]
+            grown = []
+            for at, keeps in enumerate(self.options):
+                rows = torch.cat([each.rows + adds[before, at] for before, each in enumerate(front)])
+                every = _Partials(before_it + costs.of(unit, keeps), peaks, rows, links)
+                within = _within(every, rest[at], still, limit)
+                grown.append(_unbeaten(within, coming, self.stays_until_change, most))
+            front = grown
+            if not any(len(each.costs) for each in front):
+                return None
+            steps.append(front)
+            open_rows = open_rows[still]
+        found = [
+            (cost, peak, at, number)
+            for at, each in enumerate(front)
+            for number, (cost, peak) in enumerate(zip(each.costs.tolist(), each.peaks.tolist(), strict=True))
+        ]
+        return _followed(self.timeline, self.options, steps, *min(found)[2:])
 
 
 def _settle(rows: list[Tensor], last_of: Tensor) -> None:
@@ -162,7 +176,7 @@ def _rows(timeline: Timeline, options: Sequence[Keeps]) -> tuple[Tensor, list[Te
     before (one row for the first unit), its own choice, and the stretch."""
     count = len(timeline.rows)
     base = torch.full((count,), timeline.begins, dtype=torch.int64)
-    befores = [[None] if place == 0 else list(options) for place in range(len(timeline.order))]
+    befores: list[list[Keeps | None]] = [[None] if place == 0 else [*options] for place in range(len(timeline.order))]
     found = [torch.zeros(len(before), len(options), count, dtype=torch.int64) for before in befores]
     for number, row in enumerate(timeline.rows):
         if row.pair[1] is None:
@@ -171,11 +185,10 @@ def _rows(timeline: Timeline, options: Sequence[Keeps]) -> tuple[Tensor, list[Te
             base[number + 1 :] += left
             continue
         place = timeline.place[row.pair[1]]
-        for first, before in enumerate(befores[place]):
-            for second, keeps in enumerate(options):
-                taken, left = timeline.taken(row, (before, keeps))
-                found[place][first, second, number] += taken
-                found[place][first, second, number + 1 :] += left
+        each = [[timeline.taken(row, (before, keeps)) for keeps in options] for before in befores[place]]
+        taken_left = torch.tensor(each)[..., None]
+        found[place][..., number : number + 1] += taken_left[:, :, 0]
+        found[place][..., number + 1 :] += taken_left[:, :, 1]
     alive = torch.tensor([row.alive for row in timeline.rows])
     here: list[list[int]] = [[] for _ in timeline.order]
     for number, row in enumerate(timeline.rows):

@@ -23,7 +23,7 @@ from flatshard._composable.construct.policy import Policy, SplitRoot
 from flatshard._composable.find import units_of_parameters
 from flatshard._config import MixedPrecision, ShardingStrategy
 from flatshard.planning._arguments import default_loss, parse_bytes, ranks_of, repeated
-from flatshard.planning._chooser import cheapest, peaks_along
+from flatshard.planning._chooser import Sums, cheapest, peaks_along
 from flatshard.planning._fitted import Fit, GivenUp, UnitFit, Unlimited
 from flatshard.planning._optimizer import OptimizerChoice
 from flatshard.planning._program import StepOptions
@@ -178,6 +178,7 @@ class _Search:
         self.start: Choices = tuple(Keeps(stays, False) for _ in names)
         self.plans: dict[tuple[Setting, Choices, Ranks], Plan] = {}
         self.timelines: dict[Setting, Timeline] = {}
+        self.lowest: dict[Setting, Choices] = {}  # the choice of the lowest peak
         self.possible: dict[Setting, bool] = {}  # whether a step can run
         self.short: _Shorter | None = None  # for a long model
 
@@ -371,14 +372,20 @@ class _Search:
 
     def _lowest(self, setting: Setting) -> Choices:
         """The choice of the lowest peak that is found."""
+        if setting not in self.lowest:
+            self.lowest[setting] = self._find_lowest(setting)
+        return self.lowest[setting]
+
+    def _find_lowest(self, setting: Setting) -> Choices:
         best = self.least
         if not self.names:
             return best
         timeline, costs = self._timeline(setting), self._costs(setting)
+        sums = Sums(timeline, self.start, self.recomputes)
         over, fits = self.budget, max(timeline.memory(best))
         while fits - over > max(1, fits // 1000):
             limit = (over + fits) // 2
-            choices = cheapest(timeline, costs, limit, self.start, self.recomputes)
+            choices = sums.cheapest(costs, limit)
             over, fits = (limit, fits) if choices is None else (over, limit)
             best = best if choices is None else choices
         return min(best, self.least, key=lambda choices: self.peak(setting, choices))
@@ -427,7 +434,7 @@ class _Search:
     def _fitted(self, setting: Setting, choices: Choices, offload: bool, policy: str) -> Fit:
         plan = self.plan(setting, choices)
         if self.short is not None and plan.total_peak.nbytes != self.peak(setting, choices):
-            self.short, self.timelines = None, {}  # its blocks are not as alike as they look
+            self.short, self.timelines, self.lowest = None, {}, {}  # its blocks are not as alike as they look
             return self.run(offload, policy)
         strategies = dict(self.strategies)
         if setting.joined:

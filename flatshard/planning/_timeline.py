@@ -146,6 +146,7 @@ class Timeline:
         self.begins = plan.samples[0].device.total - plan.samples[0].device.unsharded
         # By stretch and pair of choices: what it adds at its highest, and what it leaves.
         self.takes: list[dict[Pair, _Taken]] = [{} for _ in places]
+        self.similar: dict[tuple[int, Pair], Pair] = {}  # of those that were in no plan: the one whose numbers are used
 
     def _rows(self, places: list[Place], owns: list[int | None], limit: int | None) -> list[Wanted]:
         at = self.place
@@ -191,6 +192,7 @@ class Timeline:
                 most = max(known.total, stretch.total)
                 stretch = _Stretch(most, stretch.left, known.parts + stretch.parts, known.first)
             seen[at] = stretch
+        self.similar.clear()
         level = self.begins
         for row, kept in zip(self.rows, self.kept(choices), strict=True):
             stretch = seen[row.like] or _Stretch(level + kept, level)
@@ -212,7 +214,9 @@ class Timeline:
         known = self.takes[row.like]
         if (exact := known.get(pair)) is not None:
             return exact.most, exact.left
-        alike = min(known, key=lambda other: _difference(pair, other))
+        if (alike := self.similar.get((row.like, pair))) is None:
+            alike = min(known, key=lambda other: _difference(pair, other))
+            self.similar[row.like, pair] = alike
         taken = known[alike]
         stays, stayed = (self._ahead_stays(row, each) for each in (pair, alike))
         return taken.with_kept if stays and not stayed else taken.most, taken.left
