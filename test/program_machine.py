@@ -475,7 +475,11 @@ class Machine:
         first = self.program.optimizer_first and plain_opt is None
         opt = self._optimizer(model) if first else None
         sharding.shard(model, ranks, plain)
-        if sharding.start == "to_empty":  # up to the first use, parameters that are read from modules are whole
+        # Up to the first use, parameters that are read from modules are whole. Islands don't evaluate in full precision.
+        if sharding.start == "to_empty" and sharding.full_precision_in_eval and self.program.model.has("island"):
+            flatshard.unshard(model)
+            flatshard.reshard(model)
+        elif sharding.start == "to_empty":
             with torch.no_grad(), during(Env(first=False)):
                 model.eval()(self._inputs(0, twin, True, plain)[ranks.rank].to(self.device))
             model.train()
