@@ -7,6 +7,13 @@ units may be gathered ahead, whether a hybrid strategy's parts are over all rank
 not say what these cost. So such settings are tried in a fixed order, the next one only if nothing fits in those before it.
 Of limits for what is gathered ahead the highest is taken that fits. ``_timeline.py`` finds a choice; each choice that is
 returned has been planned itself, so that its peak is that of the program.
+
+[Note: Units on the host]
+As few units are on the host as are enough, with everything else given up: first those for which the fewest bytes are copied
+for each byte that is freed (not those that are frozen, if others are left), small ones before large ones, and of those that
+are alike the last ones in the model. A gradient of theirs comes first in backward, so nothing that is freed would be freed
+for longer elsewhere; their copies have most time; and forward begins with units that need not come from the host. If it is
+not enough that all units are, the outermost one is, too.
 """
 
 from __future__ import annotations
@@ -14,7 +21,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -22,15 +29,16 @@ from torch import Tensor, nn
 from flatshard._composable.construct.policy import Policy, SplitRoot
 from flatshard._composable.find import units_of_parameters
 from flatshard._config import MixedPrecision, ShardingStrategy
+from flatshard._errors import name_list
 from flatshard.planning._arguments import default_loss, parse_bytes, ranks_of, repeated
 from flatshard.planning._chooser import Sums, cheapest, peaks_along
-from flatshard.planning._fitted import Fit, GivenUp, UnitFit, Unlimited
+from flatshard.planning._fitted import Fit, GivenUp, UnitFit, Unlimited, runs_of
 from flatshard.planning._optimizer import OptimizerChoice
 from flatshard.planning._program import StepOptions
 from flatshard.planning._records import Ranks
 from flatshard.planning._report import Plan, in_bytes
-from flatshard.planning._settings import Setting, Step, steps_to
-from flatshard.planning._shorter import KEPT, Shortened, shortened
+from flatshard.planning._settings import EVERYTHING, Setting, Step, steps_to
+from flatshard.planning._shorter import KEPT, Shortened, like_with, shortened
 from flatshard.planning._timeline import (
     UNTIL_BACKWARD,
     UNTIL_CHANGE,
@@ -71,8 +79,8 @@ def fit(
     It decides for each unit whether its parameters stay gathered from forward to backward, and whether it computes its
     forward again in backward in place of keeping activations. If that is not enough: whether embeddings, final norm and
     head are units of their own (:class:`~flatshard.policies.SplitRoot`), which units are too large to be gathered ahead, and,
-    with ``cpu_offload``, whether parameters, gradients and optimizer state are on the host. The peak that it predicts is
-    that of :func:`plan`, which runs the program on the meta device.
+    with ``cpu_offload``, which units have parameters, gradients and optimizer state on the host: as few as are enough. The
+    peak that it predicts is that of :func:`plan`, which runs the program on the meta device.
 
     Example::
 
@@ -98,7 +106,7 @@ def fit(
         largest_batch: True: find the largest microbatch with which a step fits, whatever is given up for it: ``Fit.batch``.
             ``example_inputs`` are repeated along the first dimension of those tensors that have as many rows as the first.
         recompute: False: no unit computes its forward again.
-        cpu_offload: True: parts may be on the host, if nothing else is enough.
+        cpu_offload: True: units may be on the host, or all of the model, if nothing else is enough.
         flops_per_byte: how many floating-point operations take as long as to send one byte: what is dear on your machine. It
             decides between gathering again and computing again.
 
@@ -197,13 +205,14 @@ class _Search:
             if setting.joined and stays:
                 stays = {"reshard_after_forward": False}
             policy[name] = stays | ({"recompute": True} if choice.recomputes else {})
+            policy[name] |= {"cpu_offload": True} if name in setting.offload else {}
         given: dict[str, Any] = {"policy": SplitRoot(policy) if setting.split else policy}
         if self.ranks.replicas > 1:
             given["strategy"] = ShardingStrategy.HYBRID_FULL_SHARD if setting.joined else self.strategies[UNTIL_FORWARD]
         if setting.limit is not None:
             none = {"backward_prefetch": None, "forward_prefetch": False}
             given |= {"prefetch_limit_bytes": setting.limit} if setting.limit else none
-        given |= {"cpu_offload": True} if setting.offload else {}
+        given |= {"cpu_offload": True} if setting.offload == EVERYTHING else {}
         return given
 
     @property
@@ -240,14 +249,22 @@ class _Search:
 
     def _first_that_fits(self, offload: bool) -> tuple[Setting, Choices] | None:
         """The cheapest choice of the first kind of setting in which there is one."""
-        return next(filter(None, (self._best(k) or self._best_with_limit(k) for k in self._kinds(offload))), None)
+        for kind in self._kinds(offload):
+            found = self._best_on_host() if kind.offload else self._best(kind) or self._best_with_limit(kind)
+            if found is not None:
+                return found
+        return None
 
     def _kinds(self, offload: bool) -> list[Setting]:
         """The settings without what bytes say, and without limits, in order."""
         self.peak(Setting(), self.start)
         self._check_recompute()
         joins = self.ranks.replicas > 1 and self.step.options.microbatches == 1
-        return [Setting(), *([Setting(joined=True)] if joins else []), *([Setting(offload=True)] if offload else [])]
+        return [
+            Setting(),
+            *([Setting(joined=True)] if joins else []),
+            *([Setting(offload=EVERYTHING)] if offload else []),
+        ]
 
     def _possible(self, offload: bool) -> Iterator[Setting]:
         """The settings in which a step can run, in order, without those that limit what is gathered ahead."""
@@ -295,21 +312,80 @@ class _Search:
         fits, over = 0, len(limits)
         while over - fits > 1:
             middle = (fits + over) // 2
-            settings = [dataclasses.replace(kind, limit=limits[middle], split=split) for split in (False, True)]
-            is_enough = any(self._is_possible(s) and self.peak(s, self.least) <= self.budget for s in settings)
+            is_enough = self._least_fits(dataclasses.replace(kind, limit=limits[middle]))
             fits, over = (middle, over) if is_enough else (fits, middle)
         return self._best(dataclasses.replace(kind, limit=limits[fits])) or lowest
 
+    def _least_fits(self, setting: Setting) -> bool:
+        """Whether it fits if everything is given up that units have."""
+        settings = [dataclasses.replace(setting, split=split) for split in (False, True)]
+        return any(self._is_possible(each) and self.peak(each, self.least) <= self.budget for each in settings)
+
+    def _best_on_host(self) -> tuple[Setting, Choices] | None:
+        """The cheapest choice with as few units on the host as fit. None: nothing fits. [Note: Units on the host]"""
+        for limit in (None, 0):
+            kind = Setting(offload=EVERYTHING, limit=limit)
+            if self._least_fits(kind):
+                kind = dataclasses.replace(kind, offload=self._fewest_on_host(kind), limit=None)
+                if (found := (self._best if limit is None else self._best_with_limit)(kind)) is not None:
+                    return found
+        return None
+
+    def _fewest_on_host(self, kind: Setting) -> tuple[str, ...]:
+        """The fewest units, beginning with those that are best on the host, with which it fits."""
+        order = self._host_order()
+        rows = [*([False] * len(order) for _ in order)]
+        for at, unit in enumerate(order):
+            for row in rows[at:]:
+                row[unit] = True
+        if self.short is not None:
+            rows = [row for row in rows if self.short.can_have(row)]
+
+        def with_these(row: Sequence[bool]) -> Setting:
+            return dataclasses.replace(kind, offload=tuple(itertools.compress(self.names, row)))
+
+        fits, over = len(rows), -1
+        while fits - over > 1:
+            middle = (fits + over) // 2
+            fits, over = (middle, over) if self._least_fits(with_these(rows[middle])) else (fits, middle)
+        if fits == len(rows):
+            return EVERYTHING
+        few = rows[fits]
+        for unit in reversed(order if len(order) <= REFINED else ()):
+            fewer = [on_host and at != unit for at, on_host in enumerate(few)]
+            if few[unit] and self._least_fits(with_these(fewer)):
+                few = fewer
+        return with_these(few).offload
+
+    def _host_order(self) -> list[int]:
+        """The units, those first that are best on the host."""
+        search, _ = self._alike(Setting())
+        plan = search.plan(Setting(), search.least)
+        units = {unit.fqn: unit for unit in plan.units}
+        found = []
+        for name in search.names:
+            unit = units[name]
+            freed = unit.shard_nbytes + unit.gradient_nbytes + unit.optimizer_nbytes
+            found.append((round(_copied(plan, [name]) / max(1, freed), 2), freed))
+        like = range(len(self.names)) if self.short is None else self.short.made.like
+        return sorted(range(len(self.names)), key=lambda unit: (*found[like[unit]], -unit))
+
+    def _alike(self, setting: Setting) -> tuple[_Search, Setting]:
+        """The search whose plans say what is the same for the whole model, and ``setting`` there."""
+        return (self, setting) if self.short is None else (self.short.search, self.short.setting(setting))
+
     def _sizes(self, kind: Setting) -> list[int]:
         """The sizes that units have which may be gathered ahead, the smallest first."""
-        search = self if self.short is None else self.short.search
+        search, kind = self._alike(kind)
         split = dataclasses.replace(kind, limit=0, split=True)
-        plan = search.plan(split if self._is_possible(split) else dataclasses.replace(split, split=False), search.least)
+        plan = search.plan(
+            split if search._is_possible(split) else dataclasses.replace(split, split=False), search.least
+        )
         return sorted({unit.unsharded_nbytes for unit in plan.units if unit.fqn and unit.unsharded_nbytes})
 
     def _sent_at_start(self, setting: Setting) -> int:
         """The bytes that a rank sends more in a step because of ``setting``."""
-        search = self if self.short is None else self.short.search  # the rest of the model is the same
+        search, setting = self._alike(setting)
         return search.plan(setting, search.start).sent_nbytes - search.plan(Setting(), search.start).sent_nbytes
 
     def least_peak(self, offload: bool) -> int:
@@ -440,7 +516,7 @@ class _Search:
         if setting.joined:
             strategies[UNTIL_FORWARD] = ShardingStrategy.HYBRID_FULL_SHARD
         units = [
-            UnitFit(name, strategies[choice.stays].name, choice.recomputes)
+            UnitFit(name, strategies[choice.stays].name, choice.recomputes, self._is_on_host(name, setting))
             for name, choice in zip(self.names, choices, strict=True)
         ]
         others = {name: value for name, value in self.step.others.items() if value is not None}
@@ -463,19 +539,37 @@ class _Search:
         sent = plan.sent_nbytes - sum(each.sent_nbytes for each in given)
         return Unlimited(self.peak(Setting(), self.start), sent, (plan.flops or 0) - sum(each.flops for each in given))
 
+    @staticmethod
+    def _is_on_host(name: str, setting: Setting) -> bool:
+        return setting.offload == EVERYTHING or name in setting.offload
+
     def _given_up(self, setting: Setting, choices: Choices) -> list[GivenUp]:
         """In order, each with what is in memory after it: of settings by the program, of units by the timeline."""
         found = []
-        search = self if self.short is None else self.short.search  # the rest of the model is the same
-        now, before = search.plan(Setting(), search.start), Setting()
+        search, now = self._alike(Setting())
         for text, changed in zip(setting.given_up, steps_to(setting), strict=True):
-            after_it = search.plan(changed, search.start)
-            sent = after_it.sent_nbytes - now.sent_nbytes
-            copied = (_copied(after_it) if changed.offload else 0) - (_copied(now) if before.offload else 0)
-            found.append(GivenUp("", text, self.peak(changed, self.start), sent, copied, 0))
-            now, before = after_it, changed
-        if choices == self.start:
-            return found
+            alike = self._alike(changed)[1]
+            sent = search.plan(alike, search.start).sent_nbytes - search.plan(now, search.start).sent_nbytes
+            of = "" if not changed.offload or changed.offload == EVERYTHING else self._said(changed.offload)
+            found.append(GivenUp(of, text, self.peak(changed, self.start), sent, 0, 0))
+            now = alike
+        if choices != self.start:
+            found += self._given_up_by_units(setting, choices)
+        if setting.offload:  # what is copied beside is because of that
+            hosts = None if setting.offload == EVERYTHING else setting.offload
+            copied = _copied(self.plan(setting, choices), hosts) - sum(each.copied_nbytes for each in found)
+            at = len(setting.given_up) - 1
+            found[at] = found[at]._replace(copied_nbytes=copied)
+        return found
+
+    def _said(self, names: Sequence[str]) -> str:
+        """``names`` of units in short."""
+        first = self.names.index(names[0])
+        is_run = tuple(self.names[first : first + len(names)]) == tuple(names)
+        return runs_of(names) if is_run else name_list(names, 3)
+
+    def _given_up_by_units(self, setting: Setting, choices: Choices) -> list[GivenUp]:
+        found = []
         timeline, costs = self._timeline(setting), self._costs(setting)
         steps = list(steps_between(self.start, choices, timeline.order))
         done = list(self.start)
@@ -483,9 +577,10 @@ class _Search:
             cost = costs.of(unit, keeps) - costs.of(unit, done[unit])
             what = "activations" if keeps.recomputes != done[unit].recomputes else _STAYS[keeps.stays]
             more, again = (0.0, costs.flops[unit]) if what == "activations" else (cost, 0.0)
-            copied = round(more / max(1, self.ranks.shards - 1)) if setting.offload else 0
+            name = self.names[unit]
+            copied = round(more / max(1, self.ranks.shards - 1)) if self._is_on_host(name, setting) else 0
             done[unit] = keeps
-            found.append(GivenUp(self.names[unit], _GIVES[what], peak, round(more), copied, round(again)))
+            found.append(GivenUp(name, _GIVES[what], peak, round(more), copied, round(again)))
         return [*found[:-1], found[-1]._replace(peak=self.peak(setting, choices))]
 
     def _nothing_fits(self, peak: int, setting: Setting) -> str:
@@ -525,6 +620,7 @@ class _Shorter:
 
     def __init__(self, whole: _Search, made: Shortened) -> None:
         self.whole, self.made = whole, made
+        self.growths: dict[tuple[int, Setting, bool], tuple[int, int]] = {}
         self.search = self._search_of(made.module)
         self.search.plan(Setting(), self.search.start)
         self.search._check_recompute()
@@ -535,24 +631,63 @@ class _Shorter:
         names = [name for name in whole.names if _has(module, name)]
         return _Search(step, whole.ranks, names, whole.budget, whole.flops_per_byte, whole.recomputes)
 
+    def setting(self, setting: Setting) -> Setting:
+        """The same for the shortened model."""
+        if not setting.offload or setting.offload == EVERYTHING:
+            return setting
+        hosts, names = set(setting.offload), self.search.names
+        firsts = [self.made.like.index(unit) for unit in range(len(names))]
+        offload = tuple(name for name, first in zip(names, firsts, strict=True) if self.whole.names[first] in hosts)
+        return dataclasses.replace(setting, offload=offload)
+
+    def can_have(self, on_host: Sequence[bool]) -> bool:
+        """Whether the shortened model can stand for the whole one, if these units are on the host. [Note: Long models]"""
+        for run, first in zip(self.made.runs, self.made.firsts, strict=True):
+            flags = list(on_host[first : first + run.length])
+            hosted = sum(flags)
+            is_both = KEPT // 2 <= hosted <= run.length - KEPT // 2 and all(flags[run.length - hosted :])
+            if hosted not in (0, run.length) and not is_both:
+                return False
+        return True
+
     def timeline(self, setting: Setting) -> Timeline:
         """That of the whole model."""
-        short = self.search._timeline(setting)
+        here = self.setting(setting)
+        short = self.search._timeline(here)
+        hosts = set(setting.offload)
+        on_host = [name in hosts for name in self.whole.names]
         begins = more = 0
-        for run, module in zip(self.made.runs, self.made.grown, strict=True):
-            search = self._search_of(module)
+        for number, (run, first) in enumerate(zip(self.made.runs, self.made.firsts, strict=True)):
+            at = self.made.like[first]
+            kept = [name in here.offload for name in self.search.names[at : at + KEPT]]
+            for hosted in {*kept}:
+                times = on_host[first : first + run.length].count(hosted) - kept.count(hosted)
+                grown = self._growth(number, here, hosted)
+                begins += times * grown[0]
+                more += times * grown[1]
+        return short.repeated(self.whole.names, like_with(self.made, on_host), begins, more)
+
+    def _growth(self, number: int, setting: Setting, hosted: bool) -> tuple[int, int]:
+        """What one block more of the run of this ``number`` takes all the time, and what the optimizer takes more."""
+        key = number, setting, hosted
+        if key not in self.growths:
+            short = self.search._timeline(setting)
+            search = self._search_of(self.made.grown[number])
             search.recomputes = self.search.recomputes
+            middle = self.made.like[self.made.firsts[number]] + KEPT // 2
+            if setting.offload != EVERYTHING:
+                flags = [name in setting.offload for name in self.search.names]
+                flags.insert(middle, hosted)
+                setting = dataclasses.replace(setting, offload=tuple(itertools.compress(search.names, flags)))
             grown = Timeline(search.plan(setting, search.least), search.names, setting.limit)
             grown.learn(search.least, search.plan(setting, search.least))
-            times = run.length - KEPT
-            begins += times * (grown.begins - short.begins)
             steps = [line.taken(line.rows[-1], (None, None))[0] for line in (short, grown)]
-            more += times * (steps[1] - steps[0])
-        return short.repeated(self.whole.names, self.made.like, begins, more)
+            self.growths[key] = grown.begins - short.begins, steps[1] - steps[0]
+        return self.growths[key]
 
     def costs(self, setting: Setting) -> Costs:
         """Those of the whole model."""
-        costs = self.search._costs(setting)
+        costs = self.search._costs(self.setting(setting))
         gather, flops = ([each[unit] for unit in self.made.like] for each in (costs.gather, costs.flops))
         return dataclasses.replace(costs, gather=gather, flops=flops)
 
@@ -588,7 +723,9 @@ _GIVES = {
 _STAYS = {UNTIL_BACKWARD: "step", UNTIL_FORWARD: "backward"}
 
 
-def _copied(plan: Plan) -> int:
-    """Bytes between host and device in a step, if all parts are on the host: parts to gather, and reduced gradients."""
+def _copied(plan: Plan, units: Collection[str] | None) -> int:
+    """Bytes between host and device in a step, if ``units`` are on the host: parts to gather, and reduced gradients. None:
+    all are."""
     kinds = "all-gather", "reduce-scatter"
-    return sum(collective.nbytes // collective.ranks for collective in plan.collectives if collective.kind in kinds)
+    those = [c for c in plan.collectives if c.kind in kinds and (units is None or c.unit in units)]
+    return sum(collective.nbytes // collective.ranks for collective in those)

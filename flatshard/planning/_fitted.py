@@ -34,6 +34,7 @@ class UnitFit:
     fqn: str  # of the module
     strategy: str  # a name of ``ShardingStrategy``: how long its parameters stay gathered
     recompute: bool  # whether it computes its forward again in backward
+    offload: bool = False  # whether its parameters, gradients and optimizer state are on the host
 
 
 class GivenUp(NamedTuple):
@@ -46,7 +47,7 @@ class GivenUp(NamedTuple):
             print(each.unit, each.what, each.peak, each.sent_nbytes, each.flops)
     """
 
-    unit: str  # the FQN; "": of all units
+    unit: str  # the FQN, or those of several; "": of all units
     what: str  # in words
     peak: int  # bytes, with this and everything before it
     sent_nbytes: int  # what it costs: bytes sent by a rank in a step
@@ -111,6 +112,11 @@ class Fit:
         """Operations that a rank computes again in a step."""
         return (self.plan.flops or 0) - self.unlimited.flops
 
+    @property
+    def copied_nbytes(self) -> int:
+        """Bytes that are copied between a rank's host and device in a step."""
+        return sum(each.copied_nbytes for each in self.given_up)
+
     def apply(self, module: M, **arguments: Any) -> M:
         """``fully_shard(module, **fit.arguments)``, and ``arguments`` beside, such as ``process_group=``.
 
@@ -148,7 +154,8 @@ class Fit:
             *(table(_given_rows(self.given_up), left=2) if self.given_up else ()),
             "",
             f"all of it costs in a step: {in_bytes(self.sent_nbytes)} sent more ({in_bytes(self.plan.sent_nbytes)} in all), "
-            f"{self.flops:,} operations computed again",
+            + (f"{in_bytes(self.copied_nbytes)} copied, " if self.copied_nbytes else "")
+            + f"{self.flops:,} operations computed again",
             "",
             "memory at the peak",
             *table([["", "bytes"], *([c, in_bytes(n)] for c in CATEGORIES if (n := getattr(peak.memory, c)))]),
@@ -163,15 +170,17 @@ class Fit:
         )
 
 
-def _runs(names: Sequence[str]) -> str:
+def runs_of(names: Sequence[str]) -> str:
     return names[0] if len(names) == 1 else f"{names[0]} ... {names[-1]} ({len(names)})"
 
 
 def _unit_rows(units: Sequence[UnitFit]) -> list[list[str]]:
-    rows = [["unit", "strategy", "recomputes", ""]]
-    for (strategy, recompute), group in itertools.groupby(units, key=lambda unit: (unit.strategy, unit.recompute)):
-        rows.append([_runs([unit.fqn for unit in group]), strategy, "yes" if recompute else "no", ""])
-    return [row[:3] for row in rows]
+    hosts = any(unit.offload for unit in units)
+    rows = [["unit", "strategy", "recomputes", *["on the host"][: int(hosts)], ""]]
+    for kept, group in itertools.groupby(units, key=lambda unit: (unit.strategy, unit.recompute, unit.offload)):
+        says = ["yes" if each else "no" for each in kept[1 : 2 + hosts]]
+        rows.append([runs_of([unit.fqn for unit in group]), kept[0], *says, ""])
+    return [row[:-1] for row in rows]
 
 
 def _given_rows(given: Sequence[GivenUp]) -> list[list[str]]:
@@ -179,7 +188,7 @@ def _given_rows(given: Sequence[GivenUp]) -> list[list[str]]:
     rows = [["what", "of", "peak after it", "sent more", *["copied"][: int(copies)], "computed again"]]
     for what, group in itertools.groupby(given, key=lambda each: each.what):
         these = list(group)
-        units = _runs([each.unit for each in these]) if these[0].unit else "all"
+        units = runs_of([each.unit for each in these]) if these[0].unit else "all"
         cost = [in_bytes(sum(each.sent_nbytes for each in these)), f"{sum(each.flops for each in these):,}"]
         if copies:
             cost.insert(1, in_bytes(sum(each.copied_nbytes for each in these)))

@@ -20,6 +20,9 @@ from flatshard.planning._program import Learnt, Program, StepOptions
 from flatshard.planning._records import Ranks
 from flatshard.planning._report import Plan, in_bytes
 
+EVERYTHING = ("",)
+"""In place of names of units: all of the model, with the outermost unit."""
+
 
 @dataclass(frozen=True)
 class Setting:
@@ -28,7 +31,7 @@ class Setting:
     split: bool = False
     limit: int | None = None  # for what is gathered ahead: ``prefetch_limit_bytes``. 0: nothing is
     joined: bool = False  # of a hybrid strategy: the parts are over all ranks
-    offload: bool = False
+    offload: tuple[str, ...] = ()  # the units that are on the host. ``EVERYTHING``: all of the model is
 
     @property
     def given_up(self) -> list[str]:
@@ -38,7 +41,7 @@ class Setting:
             "the outermost unit is split": self.split,
             larger or "units are not gathered ahead": self.limit is not None,
             "gradients and optimizer state are over all ranks, and parameters come across groups once": self.joined,
-            "parameters, gradients and optimizer state are on the host": self.offload,
+            "parameters, gradients and optimizer state are on the host": bool(self.offload),
         }
         return [text for text, holds in texts.items() if holds]
 

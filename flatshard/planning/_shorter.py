@@ -5,6 +5,10 @@ Blocks that are alike take alike. So what a step of a long model takes follows f
 stretch of a block in the middle is repeated as often as there are blocks, and what all blocks have between steps grows with
 each. The search is made on what follows so, and the choice that it finds is planned itself, at its full length. If that plan
 says something else, the search is made on plans of the whole model.
+
+Units that are on the host differ from those on the device. So of blocks that are alike either all are, or a run of them at
+the end: then the first half of those that remain is on the device, the other half on the host, and a block of each half is
+repeated. At least half of ``KEPT`` are on each side. [Note: Units on the host]
 """
 
 from __future__ import annotations
@@ -36,6 +40,7 @@ class Shortened(NamedTuple):
     module: nn.Module
     like: list[int]  # for each unit of the whole model one of this model's
     runs: list[Run]
+    firsts: list[int]  # for each of the runs: the unit of the whole model with which it begins
     grown: list[nn.Module]  # for each of the runs: the same with one block more of it
 
 
@@ -45,9 +50,10 @@ def shortened(module: nn.Module, units: Sequence[str]) -> Shortened | None:
     if not runs:
         return None
     by_name = {name: at for at, name in enumerate(units)}
-    gone = [0] * len(units)
+    gone, firsts = [0] * len(units), []
     for run in runs:
         keys = list(module.get_submodule(run.holder)._modules)
+        firsts.append(by_name[_joined(run.holder, keys[run.first])])
         for key in keys[run.first + KEPT // 2 : run.first + run.length - KEPT // 2]:
             gone[by_name[_joined(run.holder, key)]] = 1
     like, kept = [], -1
@@ -56,7 +62,22 @@ def shortened(module: nn.Module, units: Sequence[str]) -> Shortened | None:
         like.append(kept)  # one that is gone is like the last one before it
     counts = [KEPT] * len(runs)
     grown = [_without(module, runs, [*counts[:at], KEPT + 1, *counts[at + 1 :]]) for at in range(len(runs))]
-    return Shortened(_without(module, runs, counts), like, runs, grown)
+    return Shortened(_without(module, runs, counts), like, runs, firsts, grown)
+
+
+def like_with(made: Shortened, on_host: Sequence[bool]) -> list[int]:
+    """For each unit of the whole model one of the shortened one's that is in the same place. [Note: Long models]"""
+    like = list(made.like)
+    half = KEPT // 2
+    for run, first in zip(made.runs, made.firsts, strict=True):
+        hosted = sum(on_host[first : first + run.length])
+        if 0 < hosted < run.length:
+            begin = made.like[first]
+            for start, count in ((0, run.length - hosted), (run.length - hosted, hosted)):
+                for at in range(count):
+                    same = min(at, half // 2 - 1) if at < count - (half - half // 2) else half - (count - at)
+                    like[first + start + at] = begin + half * bool(start) + same
+    return like
 
 
 def _joined(holder: str, key: str) -> str:

@@ -454,10 +454,10 @@ def test_values_of_constants():
     assert planned.total_peak.nbytes > 0
 
 
-def lowest(given: dict[str, Any]) -> int:
+def lowest(given: dict[str, Any], blocks: int = 3) -> int:
     """The peak when everything is given up, with all parts on the device."""
     nothing = {"backward_prefetch": None, "forward_prefetch": False, "recompute": True, "compare": False}
-    return plan(on_meta(Gpt), policy=SplitRoot("auto"), **given | nothing).total_peak.nbytes
+    return plan(on_meta(lambda: Gpt(blocks)), policy=SplitRoot("auto"), **given | nothing).total_peak.nbytes
 
 
 def test_hybrid_strategies():
@@ -480,11 +480,52 @@ def test_hybrid_strategies():
 def test_parts_on_the_host():
     """Bytes that are copied are among the costs."""
     given = options("gpt", example_inputs=(IDS[:1, :1],), device="cuda")
-    fitted = fit(on_meta(Gpt), bytes_per_rank=95 * lowest(given) // 100, cpu_offload=True, **given)
+    budget = 102 * lowest(given | {"cpu_offload": True}) // 100
+    fitted = fit(on_meta(Gpt), bytes_per_rank=budget, cpu_offload=True, **given)
     assert fitted.arguments["cpu_offload"] is True
     assert fitted.plan.total_peak.memory.optimizer == 0
     assert sum(each.copied_nbytes for each in fitted.given_up) > 0
     assert "copied" in str(fitted)
+
+
+@pytest.mark.parametrize("share", [0.75, 0.4])
+def test_as_little_on_the_host_as_is_enough(monkeypatch, share: float):
+    """Of all sets of units that may be there, none that is enough copies less."""
+    found, given = (
+        searches(monkeypatch),
+        options("uneven", policy=Uneven, device="cuda", example_inputs=(torch.ones(1, 16),)),
+    )
+    model = on_meta(lambda: uneven(5))
+    model[0].requires_grad_(False)
+    least = plan(model, recompute=True, cpu_offload=True, **given | {"compare": False}).total_peak.nbytes
+    most = plan(model, recompute=True, **given | {"compare": False}).total_peak.nbytes
+    budget = int(least + share * (most - least))
+    fitted = fit(model, bytes_per_rank=budget, cpu_offload=True, **given)
+    names = [unit.fqn for unit in fitted.units if unit.offload]
+    fits = {}
+    for row in itertools.product((False, True), repeat=5):
+        hosts = tuple(itertools.compress(found[0].names, row))
+        if found[0]._least_fits(_fit.Setting(offload=hosts)):
+            fits[hosts] = _fit._copied(found[0].plan(_fit.Setting(), found[0].least), hosts)
+    assert 0 < fits[tuple(names)] <= 1.05 * min(fits.values()) < max(fits.values()), (names, fits)
+    assert fitted.copied_nbytes == _fit._copied(fitted.plan, names)
+    assert "recomputes  on the host" in str(fitted)
+
+
+def test_a_run_of_a_long_models_units_on_the_host(monkeypatch):
+    """What follows from a few blocks on the device and a few on the host is what the program says."""
+    monkeypatch.setattr(_shorter, "LONG", 10)
+    model, given = on_meta(lambda: Gpt(17)), options("gpt", device="cuda", example_inputs=(IDS[:1, :1],))
+    planned, plan_step = list[int](), _fit.Step.plan
+    monkeypatch.setattr(
+        _fit.Step, "plan", lambda step, *a: planned.append(len(step.module.blocks)) or plan_step(step, *a)
+    )
+    given |= {"bytes_per_rank": lowest(given, 17) * 7 // 10, "recompute": False}
+    fitted = fit(model, cpu_offload=True, **given)
+    hosts = [unit.offload for unit in fitted.units]
+    assert hosts == sorted(hosts)
+    assert 4 <= sum(hosts) <= 13
+    assert planned.count(17) == 1
 
 
 def test_the_largest_batch():
