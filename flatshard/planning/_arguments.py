@@ -1,9 +1,10 @@
-"""What ``fit`` is given, read and checked: sizes, ranks, the loss, and inputs of another size."""
+"""What ``fit`` is given, read and checked: sizes, ranks, the loss, inputs of another size, and the largest that fit."""
 
 from __future__ import annotations
 
 import copy
 import re
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -67,3 +68,22 @@ def repeated(inputs: Any, rows: int) -> Any:
         return tensor[torch.arange(rows, device=tensor.device) % count]
 
     return copy.deepcopy(inputs, {id(t): grown(t) for t in tensors})
+
+
+def largest(peak: Callable[[int], int], budget: int) -> int:
+    """The most rows with which ``peak`` is within ``budget``, at least 1; it grows with them."""
+    peaks = {rows: peak(rows) for rows in (1, 2)}
+    fits, over = (2 if peaks[2] <= budget else 1), (None if peaks[2] <= budget else 2)
+    while over is None or over - fits > 1:
+        low, high = sorted(peaks)[-2:] if over is None else (fits, over)
+        slope = max(1.0, (peaks[high] - peaks[low]) / (high - low))
+        guess = int(low + (budget - peaks[low]) / slope)
+        rows = max(fits + 1, min(guess, 2 * fits * 8 if over is None else over - 1))
+        peaks[rows] = peak(rows)
+        fits, over = (rows, over) if peaks[rows] <= budget else (fits, rows)
+        if fits >= MOST_ROWS:
+            break
+    return fits
+
+
+MOST_ROWS = 2**20

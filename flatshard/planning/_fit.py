@@ -7,13 +7,6 @@ units may be gathered ahead, whether a hybrid strategy's parts are over all rank
 not say what these cost. So such settings are tried in a fixed order, the next one only if nothing fits in those before it.
 Of limits for what is gathered ahead the highest is taken that fits. ``_timeline.py`` finds a choice; each choice that is
 returned has been planned itself, so that its peak is that of the program.
-
-[Note: Units on the host]
-As few units are on the host as are enough, with everything else given up: first those for which the fewest bytes are copied
-for each byte that is freed (not those that are frozen, if others are left), small ones before large ones, and of those that
-are alike the last ones in the model. A gradient of theirs comes first in backward, so nothing that is freed would be freed
-for longer elsewhere; their copies have most time; and forward begins with units that need not come from the host. If it is
-not enough that all units are, the outermost one is, too.
 """
 
 from __future__ import annotations
@@ -21,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -29,16 +22,17 @@ from torch import Tensor, nn
 from flatshard._composable.construct.policy import Policy, SplitRoot
 from flatshard._composable.find import units_of_parameters
 from flatshard._config import MixedPrecision, ShardingStrategy
-from flatshard._errors import name_list
-from flatshard.planning._arguments import default_loss, parse_bytes, ranks_of, repeated
+from flatshard.planning._arguments import default_loss, largest, parse_bytes, ranks_of, repeated
 from flatshard.planning._chooser import Sums, cheapest, peaks_along
-from flatshard.planning._fitted import Fit, GivenUp, UnitFit, Unlimited, runs_of
+from flatshard.planning._fitted import Fit, GivenUp, UnitFit, Unlimited, names_in_short
+from flatshard.planning._on_host import best_on_host, copied_nbytes, fewest_on_host
 from flatshard.planning._optimizer import OptimizerChoice
 from flatshard.planning._program import StepOptions
 from flatshard.planning._records import Ranks
 from flatshard.planning._report import Plan, in_bytes
 from flatshard.planning._settings import EVERYTHING, Setting, Step, steps_to
-from flatshard.planning._shorter import KEPT, Shortened, like_with, shortened
+from flatshard.planning._shorter import shortened
+from flatshard.planning._stand_in import StandIn
 from flatshard.planning._timeline import (
     UNTIL_BACKWARD,
     UNTIL_CHANGE,
@@ -154,25 +148,6 @@ def fit(
     return dataclasses.replace(fitted, batch=size)
 
 
-def largest(peak: Callable[[int], int], budget: int) -> int:
-    """The most rows with which ``peak`` is within ``budget``, at least 1; it grows with them."""
-    peaks = {rows: peak(rows) for rows in (1, 2)}
-    fits, over = (2 if peaks[2] <= budget else 1), (None if peaks[2] <= budget else 2)
-    while over is None or over - fits > 1:
-        low, high = sorted(peaks)[-2:] if over is None else (fits, over)
-        slope = max(1.0, (peaks[high] - peaks[low]) / (high - low))
-        guess = int(low + (budget - peaks[low]) / slope)
-        rows = max(fits + 1, min(guess, 2 * fits * 8 if over is None else over - 1))
-        peaks[rows] = peak(rows)
-        fits, over = (rows, over) if peaks[rows] <= budget else (fits, rows)
-        if fits >= MOST_ROWS:
-            break
-    return fits
-
-
-MOST_ROWS = 2**20
-
-
 class _Search:
     """Finds the cheapest choice within ``budget``. [Note: What is given up]"""
 
@@ -188,14 +163,14 @@ class _Search:
         self.timelines: dict[Setting, Timeline] = {}
         self.lowest: dict[Setting, Choices] = {}  # the choice of the lowest peak
         self.possible: dict[Setting, bool] = {}  # whether a step can run
-        self.short: _Shorter | None = None  # for a long model
+        self.short: StandIn | None = None  # for a long model
 
     def shorten(self) -> None:
         """Search on a shorter model, if this one is long. [Note: Long models]"""
         ignores = self.step.others["ignored_states"] is not None
         made = None if ignores else shortened(self.step.module, self.names)
         if made is not None:
-            self.short = _Shorter(self, made)
+            self.short = StandIn(self, made)
 
     def arguments(self, setting: Setting, choices: Choices) -> dict[str, Any]:
         """For ``fully_shard``."""
@@ -332,43 +307,17 @@ class _Search:
         return None
 
     def _fewest_on_host(self, kind: Setting) -> tuple[str, ...]:
-        """The fewest units, beginning with those that are best on the host, with which it fits."""
-        order = self._host_order()
-        rows = [*([False] * len(order) for _ in order)]
-        for at, unit in enumerate(order):
-            for row in rows[at:]:
-                row[unit] = True
-        if self.short is not None:
-            rows = [row for row in rows if self.short.can_have(row)]
+        """The fewest units with which it fits, or ``EVERYTHING``."""
+        search, setting = self._alike(Setting())
+        like = range(len(self.names)) if self.short is None else self.short.made.like
+        order = best_on_host(search.plan(setting, search.least), search.names, like)
 
         def with_these(row: Sequence[bool]) -> Setting:
             return dataclasses.replace(kind, offload=tuple(itertools.compress(self.names, row)))
 
-        fits, over = len(rows), -1
-        while fits - over > 1:
-            middle = (fits + over) // 2
-            fits, over = (middle, over) if self._least_fits(with_these(rows[middle])) else (fits, middle)
-        if fits == len(rows):
-            return EVERYTHING
-        few = rows[fits]
-        for unit in reversed(order if len(order) <= REFINED else ()):
-            fewer = [on_host and at != unit for at, on_host in enumerate(few)]
-            if few[unit] and self._least_fits(with_these(fewer)):
-                few = fewer
-        return with_these(few).offload
-
-    def _host_order(self) -> list[int]:
-        """The units, those first that are best on the host."""
-        search, _ = self._alike(Setting())
-        plan = search.plan(Setting(), search.least)
-        units = {unit.fqn: unit for unit in plan.units}
-        found = []
-        for name in search.names:
-            unit = units[name]
-            freed = unit.shard_nbytes + unit.gradient_nbytes + unit.optimizer_nbytes
-            found.append((round(_copied(plan, [name]) / max(1, freed), 2), freed))
-        like = range(len(self.names)) if self.short is None else self.short.made.like
-        return sorted(range(len(self.names)), key=lambda unit: (*found[like[unit]], -unit))
+        can_have = None if self.short is None else self.short.can_have
+        few = fewest_on_host(order, can_have, lambda row: self._least_fits(with_these(row)))
+        return EVERYTHING if few is None else with_these(few).offload
 
     def _alike(self, setting: Setting) -> tuple[_Search, Setting]:
         """The search whose plans say what is the same for the whole model, and ``setting`` there."""
@@ -550,23 +499,21 @@ class _Search:
         for text, changed in zip(setting.given_up, steps_to(setting), strict=True):
             alike = self._alike(changed)[1]
             sent = search.plan(alike, search.start).sent_nbytes - search.plan(now, search.start).sent_nbytes
-            of = "" if not changed.offload or changed.offload == EVERYTHING else self._said(changed.offload)
+            of = (
+                ""
+                if not changed.offload or changed.offload == EVERYTHING
+                else names_in_short(changed.offload, self.names)
+            )
             found.append(GivenUp(of, text, self.peak(changed, self.start), sent, 0, 0))
             now = alike
         if choices != self.start:
             found += self._given_up_by_units(setting, choices)
         if setting.offload:  # what is copied beside is because of that
             hosts = None if setting.offload == EVERYTHING else setting.offload
-            copied = _copied(self.plan(setting, choices), hosts) - sum(each.copied_nbytes for each in found)
+            copied = copied_nbytes(self.plan(setting, choices), hosts) - sum(each.copied_nbytes for each in found)
             at = len(setting.given_up) - 1
             found[at] = found[at]._replace(copied_nbytes=copied)
         return found
-
-    def _said(self, names: Sequence[str]) -> str:
-        """``names`` of units in short."""
-        first = self.names.index(names[0])
-        is_run = tuple(self.names[first : first + len(names)]) == tuple(names)
-        return runs_of(names) if is_run else name_list(names, 3)
 
     def _given_up_by_units(self, setting: Setting, choices: Choices) -> list[GivenUp]:
         found = []
@@ -615,91 +562,6 @@ class _Search:
         return None
 
 
-class _Shorter:
-    """The search on a shortened model, for that on the whole one. [Note: Long models]"""
-
-    def __init__(self, whole: _Search, made: Shortened) -> None:
-        self.whole, self.made = whole, made
-        self.growths: dict[tuple[int, Setting, bool], tuple[int, int]] = {}
-        self.search = self._search_of(made.module)
-        self.search.plan(Setting(), self.search.start)
-        self.search._check_recompute()
-
-    def _search_of(self, module: nn.Module) -> _Search:
-        whole = self.whole
-        step = Step(module, whole.step.options, whole.step.others)
-        names = [name for name in whole.names if _has(module, name)]
-        return _Search(step, whole.ranks, names, whole.budget, whole.flops_per_byte, whole.recomputes)
-
-    def setting(self, setting: Setting) -> Setting:
-        """The same for the shortened model."""
-        if not setting.offload or setting.offload == EVERYTHING:
-            return setting
-        hosts, names = set(setting.offload), self.search.names
-        firsts = [self.made.like.index(unit) for unit in range(len(names))]
-        offload = tuple(name for name, first in zip(names, firsts, strict=True) if self.whole.names[first] in hosts)
-        return dataclasses.replace(setting, offload=offload)
-
-    def can_have(self, on_host: Sequence[bool]) -> bool:
-        """Whether the shortened model can stand for the whole one, if these units are on the host. [Note: Long models]"""
-        for run, first in zip(self.made.runs, self.made.firsts, strict=True):
-            flags = list(on_host[first : first + run.length])
-            hosted = sum(flags)
-            is_both = KEPT // 2 <= hosted <= run.length - KEPT // 2 and all(flags[run.length - hosted :])
-            if hosted not in (0, run.length) and not is_both:
-                return False
-        return True
-
-    def timeline(self, setting: Setting) -> Timeline:
-        """That of the whole model."""
-        here = self.setting(setting)
-        short = self.search._timeline(here)
-        hosts = set(setting.offload)
-        on_host = [name in hosts for name in self.whole.names]
-        begins = more = 0
-        for number, (run, first) in enumerate(zip(self.made.runs, self.made.firsts, strict=True)):
-            at = self.made.like[first]
-            kept = [name in here.offload for name in self.search.names[at : at + KEPT]]
-            for hosted in {*kept}:
-                times = on_host[first : first + run.length].count(hosted) - kept.count(hosted)
-                grown = self._growth(number, here, hosted)
-                begins += times * grown[0]
-                more += times * grown[1]
-        return short.repeated(self.whole.names, like_with(self.made, on_host), begins, more)
-
-    def _growth(self, number: int, setting: Setting, hosted: bool) -> tuple[int, int]:
-        """What one block more of the run of this ``number`` takes all the time, and what the optimizer takes more."""
-        key = number, setting, hosted
-        if key not in self.growths:
-            short = self.search._timeline(setting)
-            search = self._search_of(self.made.grown[number])
-            search.recomputes = self.search.recomputes
-            middle = self.made.like[self.made.firsts[number]] + KEPT // 2
-            if setting.offload != EVERYTHING:
-                flags = [name in setting.offload for name in self.search.names]
-                flags.insert(middle, hosted)
-                setting = dataclasses.replace(setting, offload=tuple(itertools.compress(search.names, flags)))
-            grown = Timeline(search.plan(setting, search.least), search.names, setting.limit)
-            grown.learn(search.least, search.plan(setting, search.least))
-            steps = [line.taken(line.rows[-1], (None, None))[0] for line in (short, grown)]
-            self.growths[key] = grown.begins - short.begins, steps[1] - steps[0]
-        return self.growths[key]
-
-    def costs(self, setting: Setting) -> Costs:
-        """Those of the whole model."""
-        costs = self.search._costs(self.setting(setting))
-        gather, flops = ([each[unit] for unit in self.made.like] for each in (costs.gather, costs.flops))
-        return dataclasses.replace(costs, gather=gather, flops=flops)
-
-
-def _has(module: nn.Module, name: str) -> bool:
-    try:
-        module.get_submodule(name)
-    except AttributeError:
-        return False
-    return True
-
-
 ROUGHLY = 1.1
 """So many times the budget a choice may take by a rough timeline, for the search in its setting to go on."""
 TRIES = 8
@@ -721,11 +583,3 @@ _GIVES = {
     "activations": "computes its forward again",
 }
 _STAYS = {UNTIL_BACKWARD: "step", UNTIL_FORWARD: "backward"}
-
-
-def _copied(plan: Plan, units: Collection[str] | None) -> int:
-    """Bytes between host and device in a step, if ``units`` are on the host: parts to gather, and reduced gradients. None:
-    all are."""
-    kinds = "all-gather", "reduce-scatter"
-    those = [c for c in plan.collectives if c.kind in kinds and (units is None or c.unit in units)]
-    return sum(collective.nbytes // collective.ranks for collective in those)

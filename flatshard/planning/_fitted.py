@@ -170,8 +170,14 @@ class Fit:
         )
 
 
-def runs_of(names: Sequence[str]) -> str:
+def _runs(names: Sequence[str]) -> str:
     return names[0] if len(names) == 1 else f"{names[0]} ... {names[-1]} ({len(names)})"
+
+
+def names_in_short(names: Sequence[str], units: Sequence[str]) -> str:
+    """Some of ``units``, in their order: the first and the last, if they are in a row."""
+    first = units.index(names[0])
+    return _runs(names) if tuple(units[first : first + len(names)]) == tuple(names) else name_list(names, 3)
 
 
 def _unit_rows(units: Sequence[UnitFit]) -> list[list[str]]:
@@ -179,7 +185,7 @@ def _unit_rows(units: Sequence[UnitFit]) -> list[list[str]]:
     rows = [["unit", "strategy", "recomputes", *["on the host"][: int(hosts)], ""]]
     for kept, group in itertools.groupby(units, key=lambda unit: (unit.strategy, unit.recompute, unit.offload)):
         says = ["yes" if each else "no" for each in kept[1 : 2 + hosts]]
-        rows.append([runs_of([unit.fqn for unit in group]), kept[0], *says, ""])
+        rows.append([_runs([unit.fqn for unit in group]), kept[0], *says, ""])
     return [row[:-1] for row in rows]
 
 
@@ -188,7 +194,7 @@ def _given_rows(given: Sequence[GivenUp]) -> list[list[str]]:
     rows = [["what", "of", "peak after it", "sent more", *["copied"][: int(copies)], "computed again"]]
     for what, group in itertools.groupby(given, key=lambda each: each.what):
         these = list(group)
-        units = runs_of([each.unit for each in these]) if these[0].unit else "all"
+        units = _runs([each.unit for each in these]) if these[0].unit else "all"
         cost = [in_bytes(sum(each.sent_nbytes for each in these)), f"{sum(each.flops for each in these):,}"]
         if copies:
             cost.insert(1, in_bytes(sum(each.copied_nbytes for each in these)))

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from flatshard import fit, fully_shard, plan
-from flatshard.planning import _arguments, _chooser, _fit, _shorter, _timeline
+from flatshard.planning import _arguments, _chooser, _fit, _on_host, _shorter, _stand_in, _timeline
 from flatshard.policies import SplitRoot
 
 WIDTH, TOKENS = 32, 24
@@ -389,7 +389,7 @@ def test_a_long_model_is_planned_once(monkeypatch):
     expected = fit(model, bytes_per_rank=budget, **given)
     monkeypatch.setattr(_shorter, "LONG", 10)
     monkeypatch.setattr(_shorter, "KEPT", 4)
-    monkeypatch.setattr(_fit, "KEPT", 4)
+    monkeypatch.setattr(_stand_in, "KEPT", 4)
     planned.clear()
     fitted = fit(model, bytes_per_rank=budget, **given)
     assert planned.count(10) == 1
@@ -506,9 +506,9 @@ def test_as_little_on_the_host_as_is_enough(monkeypatch, share: float):
     for row in itertools.product((False, True), repeat=5):
         hosts = tuple(itertools.compress(found[0].names, row))
         if found[0]._least_fits(_fit.Setting(offload=hosts)):
-            fits[hosts] = _fit._copied(found[0].plan(_fit.Setting(), found[0].least), hosts)
+            fits[hosts] = _on_host.copied_nbytes(found[0].plan(_fit.Setting(), found[0].least), hosts)
     assert 0 < fits[tuple(names)] <= 1.05 * min(fits.values()) < max(fits.values()), (names, fits)
-    assert fitted.copied_nbytes == _fit._copied(fitted.plan, names)
+    assert fitted.copied_nbytes == _on_host.copied_nbytes(fitted.plan, names)
     assert "recomputes  on the host" in str(fitted)
 
 
