@@ -973,6 +973,8 @@ class Machine:
             return False  # refused after some units have been stepped, or not all are reduced
         if twin.rounding:  # the oracle goes on from the gradients, which are gone
             return False
+        if any(isinstance(m, Checkpoint) and m.reentrant for m in twin.model.modules()):  # refused around a unit's part
+            return False
         steps = flatshard.optim.step_in_backward(twin.model, opt)
         try:
             if not self._backward(programs.Backward((s.loss,)), None, None):

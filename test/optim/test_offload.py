@@ -18,10 +18,12 @@ from fuzz_programs import ROOT, Forward, Program, Scaled, ZeroGrad
 from models import Block, Net
 from on_ranks import ranks
 from pairs import all_pairs, some
+from parity import full_params
 from program_machine import run_program
 from restarts import Clipping, Counting
 from torch import Tensor, nn, optim
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.utils.checkpoint import checkpoint
 
 import flatshard
 from flatshard import MixedPrecision, ShardingStrategy, fully_shard
@@ -323,6 +325,37 @@ def test_what_needs_all_gradients_is_refused_in_backward(ctx) -> None:
     steps.remove()
     backward(ctx, model, 0)
     scaler.step(optimizer)
+
+
+class Recomputed(nn.Module):
+    """A part is in a reentrant checkpoint."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.inner, self.last = (nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(checkpoint(self.inner, self.first(x), use_reentrant=True))
+
+
+@ranks(2)
+def test_a_checkpoint_around_a_part_of_a_unit(ctx):
+    """The unit would be stepped twice; the cure is as the message says."""
+    for policy in ({"first": {}}, {"first": {}, "inner": {}}):
+        torch.manual_seed(0)
+        model = fully_shard(Recomputed(), policy=policy, process_group=ctx.group)
+        optimizer = OffloadedOptimizer(model.parameters(), optim.SGD, lr=0.1)
+        flatshard.optim.step_in_backward(model, optimizer)
+        if "inner" not in policy:
+            with pytest.raises(
+                RuntimeError, match="make a module a unit if a checkpoint with use_reentrant=True is around"
+            ):
+                backward(ctx, model, 0)
+            continue
+        before = full_params(model)
+        backward(ctx, model, 0)
+        optimizer.step()
+        assert not any(torch.equal(before[name], value) for name, value in full_params(model).items())
 
 
 class CountingAside(optim.SGD):
