@@ -60,8 +60,8 @@ class BackwardSteps:
                 f"step_in_backward: the gradients of unit {self._names[number] or '<root>'!r} were reduced twice before "
                 f"{type(optimizer).__name__}.step(), so that it would be stepped twice, each time by a part of its gradient. "
                 "Call optimizer.step() after each backward; run all but the last of several in flatshard.no_sync; make a "
-                "module a unit if a checkpoint with use_reentrant=True is around it; and with several losses, or forwards that one "
-                "backward reaches separately, do without step_in_backward"
+                "module a unit if a checkpoint with use_reentrant=True is around it; and with several losses, or forwards "
+                "that one backward reaches separately, do without step_in_backward"
             )
         if optimizer.ahead and self._last is not None:
             self._next[self._last] = number
