@@ -48,6 +48,7 @@ import torch
 from torch import nn
 
 from flatshard._handle.flat_shard import FlatShard
+from flatshard._handle.pool import FlatBuffer
 from flatshard._handle.reduction import Partial, Reduction, ReductionInput
 from flatshard._handle.tensors.aggregate import plainly
 from flatshard._handle.tensors.grad_dtype import choose, has_chosen, promoted
@@ -345,6 +346,11 @@ class FlatGradients:
         dtypes = self.reduce_dtype, self.dtype
         self.reduction = Reduction(flat, self.runtime, self._input.flat, dtypes, self.unused, self.partial)
         self.partial = None
+
+    def use_buffers(self, make: Callable[[torch.Tensor], FlatBuffer]) -> None:
+        """See ``ReductionInput.use_buffers``."""
+        if self._input is not None:
+            self._input.use_buffers(make)
 
     def drop_partial(self) -> None:
         """Drop what earlier reductions have left partial."""

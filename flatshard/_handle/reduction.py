@@ -13,6 +13,7 @@ With replicas (hybrid sharding) the output of the reduce-scatter can be kept fro
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NoReturn
 
 import torch
@@ -47,6 +48,7 @@ class ReductionInput:
         self._of, self._layout, self._pool = flat, flat.layout, flat.ranks.pool
         self._buffer: FlatBuffer | None = None  # in use
         self._known: dict[FlatBuffer, _Views] = {}  # the buffers used so far, with their views
+        self._make_buffer: Callable[[torch.Tensor], FlatBuffer] = FlatBuffer  # for memory of its own
         self._nothing: _Views = torch.empty(0, device=flat.kind.compute_device), [], []
         self.flat, self.views, self.gaps = self._nothing
         if self._pool is None and flat.is_trainable and not flat.is_whole:
@@ -75,7 +77,7 @@ class ReductionInput:
         for buffer in self._known:
             if buffer.flat.dtype is dtype:
                 return buffer
-        return FlatBuffer(self._new(dtype))
+        return self._make_buffer(self._new(dtype))
 
     def _new(self, dtype: torch.dtype) -> torch.Tensor:
         numel = self._layout.padded_numel
@@ -87,6 +89,12 @@ class ReductionInput:
         flat = buffer.flat[: self._layout.padded_numel]
         self._known[buffer] = views = flat, *views_of(flat, self._layout)
         return views
+
+    def use_buffers(self, make: Callable[[torch.Tensor], FlatBuffer]) -> None:
+        """Have ``make`` make the buffers of its own. None of them is in use."""
+        self._make_buffer = make
+        if self._pool is None:
+            self._known = {make(before.flat): views for before, views in self._known.items()}
 
     def free(self) -> None:
         """Free the memory. Idempotent."""

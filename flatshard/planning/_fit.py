@@ -159,7 +159,7 @@ class _Search:
         self.notes: list[str] = []
         stays = UNTIL_CHANGE if step.options.microbatches > 1 else UNTIL_BACKWARD
         self.start: Choices = tuple(Keeps(stays, False) for _ in names)
-        self.plans: dict[tuple[Setting, Choices, Ranks], Plan] = {}
+        self.plans: dict[tuple[Setting, Choices], Plan] = {}
         self.timelines: dict[Setting, Timeline] = {}
         self.lowest: dict[Setting, Choices] = {}  # the choice of the lowest peak
         self.possible: dict[Setting, bool] = {}  # whether a step can run
@@ -195,11 +195,11 @@ class _Search:
         """By how long a unit's parameters stay gathered."""
         return _STRATEGIES if self.ranks.replicas == 1 else _HYBRID_STRATEGIES
 
-    def plan(self, setting: Setting, choices: Choices, ranks: Ranks | None = None) -> Plan:
+    def plan(self, setting: Setting, choices: Choices) -> Plan:
         """The step of these choices."""
-        key = setting, choices, ranks or self.ranks
+        key = setting, choices
         if key not in self.plans:
-            self.plans[key] = self.step.plan(self.arguments(setting, choices), key[2])
+            self.plans[key] = self.step.plan(self.arguments(setting, choices), self.ranks)
         return self.plans[key]
 
     @property
@@ -557,7 +557,10 @@ class _Search:
                 return None
             shards = max(self.ranks.shards + 1, int(more * self.ranks.shards * sharded / room))
             ranks = Ranks(self.ranks.replicas, shards if shards <= 8 else -(-shards // 8) * 8)
-            if self.plan(setting, lowest, ranks).total_peak.nbytes <= self.budget:
+            other = _Search(self.step, ranks, self.names, self.budget, self.flops_per_byte, self.recomputes)
+            if self.short is not None:
+                other.shorten()
+            if other.peak(setting, lowest) <= self.budget:
                 return ranks
         return None
 

@@ -124,8 +124,10 @@ class Program:
         self.flats = [flat for unit in self.units for flat in unit.handle.flats]
         for flat in self.flats:
             self.books.track([flat.shard], "shards")
+            counted = functools.partial(CountedBuffer, self.books)
+            flat.gradients.use_buffers(counted)
             if not flat.unsharded.is_alias:
-                flat.unsharded.use_buffers(functools.partial(CountedBuffer, self.books))
+                flat.unsharded.use_buffers(counted)
         self.books.track((*self.root.buffers(), *self.choice.ignored_params), "others")
         copies = ((param, memo[id(param)]) for param in module.parameters())
         # The trainable sharded parameters, by the parameters of the original module.
@@ -399,7 +401,10 @@ def _meta_copies(tensors: Iterable[Tensor]) -> dict[int, Any]:
     memo: dict[int, Any] = {}
     for tensor in tensors:
         if id(tensor) not in memo:
-            made = torch.empty_like(tensor, device=META, requires_grad=tensor.requires_grad)
+            if tensor.layout is torch.strided and tensor.is_contiguous():  # without torch's Python of ``empty_like``
+                made = torch.empty(tensor.shape, dtype=tensor.dtype, device=META, requires_grad=tensor.requires_grad)
+            else:
+                made = torch.empty_like(tensor, device=META, requires_grad=tensor.requires_grad)
             if isinstance(tensor, nn.Parameter):
                 made = nn.Parameter(made.detach(), tensor.requires_grad)
                 hand_on(tensor, made)

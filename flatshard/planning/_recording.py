@@ -9,8 +9,8 @@ sees every operation, and so every new storage. The file that called the operati
 [Note: Operations computed once]
 What an operation makes on meta follows from the shapes, strides and dtypes of its tensors and from its other arguments.
 Models repeat their blocks, and many operations on meta are computed in Python. So the second time that an operation is called
-with the same it is not computed: memory like that of the first results is made. Views are always computed, and so is whatever
-returns memory that it was given.
+with the same it is not computed: memory like that of the first results is made, or what it writes on meta is returned. Views
+are always computed, and so is whatever else returns memory that it was given.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class _LiveStorage(NamedTuple):
     ref: weakref.ref[torch.UntypedStorage]
     category: str
     on_host: bool
-    nbytes: int  # 0 for a storage that may be resized unseen: its size is read each time
+    nbytes: int
 
 
 class Books(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -105,11 +105,9 @@ class Books(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.recorder, self._flops_of = recorder, flop_registry
         self.samples: list[Sample] = []
-        # Bytes by category, of what keeps its size: on the device, and on the host.
+        # Bytes by category: on the device, and on the host.
         self._nbytes = (dict.fromkeys(CATEGORIES, 0), dict.fromkeys(CATEGORIES, 0))
         self._storages: dict[int, _LiveStorage] = {}  # by id
-        self._resized: dict[int, _LiveStorage] = {}  # those that may be resized, unless a `CountedBuffer` tells
-        self._empty: dict[int, _LiveStorage] = {}  # those of them that had no memory when they were looked at last
         self._has_changed, self._looked_at = True, ("", "")  # since ``look`` was last called, and where that was
         self._made = made
         self.values = Values()
@@ -121,20 +119,15 @@ class Books(TorchDispatchMode):  # type: ignore[no-untyped-call]
             key = id(storage)
             known = self._storages.get(key)
             self._end(key)
-            is_resized = category in ("unsharded", "reductions")
             ref = weakref.ref(storage, functools.partial(self._end, key))
             at = on_host or (known is not None and known.on_host)
-            live = _LiveStorage(ref, category, at, 0 if is_resized else storage.nbytes())
+            live = _LiveStorage(ref, category, at, storage.nbytes())
             self._storages[key] = live
             self.add(category, live.nbytes, live.on_host)
-            if is_resized:
-                self._resized[key] = live
 
     def resized(self, storage: torch.UntypedStorage) -> None:
-        """Count the present size of a storage that ``track`` knows. From now on this is called when it changes."""
+        """Count the present size of a storage that ``track`` knows."""
         key = id(storage)
-        self._resized.pop(key, None)
-        self._empty.pop(key, None)
         if (live := self._storages.get(key)) is None:  # of no elements: it never has memory
             return
         self._storages[key] = live._replace(nbytes=storage.nbytes())
@@ -146,21 +139,16 @@ class Books(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._has_changed = True
 
     def _end(self, key: int, ended: object = None) -> None:
-        self._resized.pop(key, None)
-        self._empty.pop(key, None)
         if (live := self._storages.pop(key, None)) is not None:
             self.add(live.category, -live.nbytes, live.on_host)
 
-    def look(self, may_have_grown: bool = True) -> None:
-        """Record what is in memory now, if the step is recorded. ``may_have_grown``: what had no memory may have some."""
+    def look(self) -> None:
+        """Record what is in memory now, if the step is recorded."""
         recorder = self.recorder
         if not recorder.is_recording:
             return
-        if may_have_grown and self._empty:
-            self._resized |= self._empty
-            self._empty.clear()
         at = recorder.phase, recorder.unit
-        if not (self._resized or self._has_changed or at != self._looked_at):
+        if not (self._has_changed or at != self._looked_at):
             return
         self._has_changed, self._looked_at = False, at
         sample = Sample(*at, *self.now())
@@ -169,12 +157,7 @@ class Books(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def now(self) -> MemoryPair:
         """What is in memory."""
-        device, host = now = tuple(dict(nbytes) for nbytes in self._nbytes)
-        for key, live in list(self._resized.items()):
-            if (storage := live.ref()) is not None:
-                now[live.on_host][live.category] += (nbytes := storage.nbytes())
-                if not nbytes:
-                    self._empty[key] = self._resized.pop(key)
+        device, host = self._nbytes
         return Memory(**device), Memory(**host)
 
     def hold(self, memory: MemoryPair) -> None:
@@ -189,8 +172,7 @@ class Books(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        category = _category(_frames.of_caller(1))
-        if func is torch.ops.aten._local_scalar_dense.default and category != "activations":
+        if func is _LOCAL_SCALAR and _category(_frames.of_caller(1)) != "activations":
             return True  # the answer to "did no rank use this parameter?": all ranks do what this one does
         result = self.values.call(func, args, kwargs, functools.partial(self._made, func, args, kwargs))
         for tensor in result if isinstance(result, tuple | list) else (result,):
@@ -198,16 +180,16 @@ class Books(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 storage = tensor.untyped_storage()
                 if id(storage) not in self._storages and storage.nbytes():
                     on_host = bool(kwargs.get("pin_memory"))  # under CPU offload
-                    self.track([tensor], "gradients" if on_host else category, on_host)
+                    self.track([tensor], "gradients" if on_host else _category(_frames.of_caller(1)), on_host)
         if self.recorder.is_recording:
             if (formula := self._flops_of.get(func._overloadpacket)) is not None:
-                self.recorder.flops[self.recorder.unit] += formula(*args, **kwargs, out_val=result)
-            self.look(category != "activations")  # what is resized is used next by the file that resized it
+                self.recorder.flops[self.recorder.unit] += self._made.flops(formula, args, kwargs, result)
+            self.look()
         return result
 
 
 class CountedBuffer(pool.FlatBuffer):
-    """A buffer of unsharded parameters that tells ``books`` when it is resized."""
+    """A buffer that tells ``books`` when it is resized."""
 
     __slots__ = ("books",)
 
@@ -233,24 +215,47 @@ class MadeOnce:
     def __init__(self, device: str) -> None:
         self._on_cpu = device.partition(":")[0] == "cpu"
         self._results: dict[Any, Any] = {}  # how to make the results, by the operation and its arguments
+        self._flops: dict[Any, int] = {}  # by the formula and its arguments
 
     def __call__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What ``func`` returns."""
         makes, is_foreach = _kind(func)
-        if makes is None:
+        if makes is None or not (makes or _written(args, kwargs).is_meta):
             return _each_once(func, args) if is_foreach and not kwargs else func(*args, **kwargs)
         try:
-            key = func, _signature(args), _signature(tuple(kwargs.items())) if kwargs else ()
+            key = _signatures(func, args, kwargs)
             known = self._results.get(key)
         except TypeError:  # an argument is not hashable
             return computed(func, args, kwargs, self._on_cpu)
         if known is not None:
-            return args[0] if not makes else _like(known)
+            return _like(known) if makes else _written(args, kwargs)
         result = computed(func, args, kwargs, self._on_cpu)
         described = _described(result, args, kwargs) if makes else ()
-        if described is not None:
+        is_as_before = makes or _signature(tuple(kwargs.items())) == key[2]  # else it has resized ``out``
+        if described is not None and is_as_before:
             self._results[key] = described
         return result
+
+    def flops(self, formula: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
+        """The floating-point operations of one that has returned ``result``, by ``formula``."""
+        try:
+            key = _signatures(formula, args, kwargs)
+            known = self._flops.get(key)
+        except TypeError:
+            return int(formula(*args, **kwargs, out_val=result))
+        if known is None:
+            self._flops[key] = known = formula(*args, **kwargs, out_val=result)
+        return known
+
+
+def _signatures(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``func`` and ``_signature`` of its arguments."""
+    return func, _signature(args), _signature(tuple(kwargs.items())) if kwargs else ()
+
+
+def _written(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The tensor that an operation writes and returns."""
+    return kwargs["out"] if "out" in kwargs else args[0]
 
 
 def _each_once(func: Any, args: tuple[Any, ...]) -> Any:
@@ -279,8 +284,8 @@ def _each_once(func: Any, args: tuple[Any, ...]) -> Any:
 
 @functools.cache
 def _kind(func: Any) -> tuple[bool | None, bool]:
-    """Whether the operation makes tensors; False: it is in place; None: it does something else. And whether it is one on each
-    element of lists."""
+    """Whether the operation makes tensors; False: it writes one that it returns; None: it does something else. And whether it
+    is one on each element of lists."""
     schema = func._schema
     if schema.name.startswith("aten::_foreach_"):
         return None, True
@@ -289,10 +294,12 @@ def _kind(func: Any) -> tuple[bool | None, bool]:
     aliases = [a.alias_info is not None for a in (*schema.arguments, *schema.returns)]
     if not any(aliases):
         return True, False
-    in_place = schema.name.endswith("_") and not schema.name.endswith("__") and len(schema.returns) == 1
-    return False if in_place and aliases[0] and aliases[-1] and sum(aliases) == 2 else None, False
+    writes_one = len(schema.returns) == 1 and aliases[-1] and sum(aliases) == 2
+    in_place = aliases[0] and schema.name.endswith("_") and not schema.name.endswith("__")
+    return False if writes_one and (in_place or schema.arguments[-1].name == "out") else None, False
 
 
+_LOCAL_SCALAR = torch.ops.aten._local_scalar_dense.default
 _PLAIN = torch.Tensor, torch.nn.Parameter
 
 
@@ -304,8 +311,12 @@ def _signature(value: Any) -> Any:
     """
     if isinstance(value, torch.Tensor):
         is_plain = type(value) in _PLAIN or type(value).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
-        if not (is_plain and value.is_meta and value.layout is torch.strided):
+        if not is_plain or value.layout is not torch.strided:
             raise TypeError
+        if not value.is_meta:
+            if value.dim() or not value.is_floating_point():
+                raise TypeError
+            return value.dtype, value.device  # no shape follows from a number
         return value.shape, value.stride(), value.dtype, value.is_conj(), value.is_neg()
     if isinstance(value, list | tuple):
         return tuple([_signature(each) for each in value])
@@ -313,7 +324,7 @@ def _signature(value: Any) -> Any:
 
 
 def _described(result: Any, args: Any, kwargs: Any) -> Any:
-    """How to make tensors like ``result``. None: they are not all plain and new."""
+    """How to make what is like ``result``: tensors and numbers. None: the tensors are not all plain and new."""
     given = [t for v in (*args, *kwargs.values()) for t in (v if isinstance(v, list | tuple) else (v,))]
     return _described_new(result, {id(t.untyped_storage()) for t in given if isinstance(t, torch.Tensor)})
 
@@ -321,7 +332,11 @@ def _described(result: Any, args: Any, kwargs: Any) -> Any:
 def _described_new(result: Any, given: set[int]) -> Any:
     """See ``_described``. ``given``: the storages of the arguments, by id."""
     if isinstance(result, list | tuple):
-        parts = [() if each is None else _described_new(each, given) for each in result]
+        numbers = int, float
+        parts = [
+            () if each is None else (each,) if isinstance(each, numbers) else _described_new(each, given)
+            for each in result
+        ]
         own = [id(t.untyped_storage()) for t in result if isinstance(t, torch.Tensor)]
         return None if None in parts or len(set(own)) < len(own) else (type(result), parts)
     if type(result) is not torch.Tensor or result.layout is not torch.strided or result.device.type != "meta":
@@ -340,6 +355,8 @@ def _like(described: Any) -> Any:
     if isinstance(described[0], type):
         kind, parts = described
         return kind(map(_like, parts))
+    if len(described) == 1:
+        return described[0]
     shape, stride, dtype = described
     return torch.empty_strided(shape, stride, dtype=dtype, device="meta")
 

@@ -395,6 +395,10 @@ def test_a_long_model_is_planned_once(monkeypatch):
     assert planned.count(10) == 1
     assert fitted.unlimited == expected.unlimited
     assert cost_of(fitted.plan, fitted.unlimited, 8000.0) <= 1.05 * cost_of(expected.plan, expected.unlimited, 8000.0)
+    planned.clear()
+    with pytest.raises(ValueError, match=r"The least possible peak is 786,988 bytes .* It would fit on 6 ranks"):
+        fit(model, bytes_per_rank=660_000, **given)
+    assert planned.count(10) == 1
     model.blocks[5].forward = functools.partial(thrice, model.blocks[5])
     planned.clear()
     assert fit(model, bytes_per_rank=budget, **given).margin >= 0

@@ -351,10 +351,10 @@ def test_bytes_over_each_axis(world):
 
 def test_operations_are_recorded():
     """And the module stays as it is."""
-    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4), nn.Linear(4, 2))
     before = [p.clone() for p in model.parameters()]
     planned = plan(model, policy=nn.Linear, world_size=2, example_inputs=torch.ones(5, 8))
-    assert planned.flops == 2 * 5 * (8 * 16 * 2 + 16 * 4 * 3)
+    assert planned.flops == 2 * 5 * (8 * 16 * 2 + 16 * 4 * 3 + 4 * 2 * 3)
     assert f"{planned.flops:,} floating-point operations" in str(planned)
     assert planned.samples[-1].device.activations == 0
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
@@ -479,6 +479,15 @@ def test_norms_and_groups_of_matrices_are_those_of_a_cpu():
         expected = strides(*[t.clone() for t in given])
         with Books(Recorder(), MadeOnce("cpu")):
             assert strides(*[torch.empty_strided(t.shape, t.stride(), device="meta") for t in given]) == expected
+
+
+def test_what_operations_write():
+    """Each time: memory where there is too little, and numbers on the CPU."""
+    with Books(Recorder(), MadeOnce("cpu")):
+        for _ in range(2):
+            out, count = torch.empty(0, device="meta"), torch.zeros(())
+            assert torch.add(torch.empty(3, device="meta"), 1, out=out).shape == (3,)
+            assert count.add_(1).item() == 1
 
 
 def test_optimizers_that_look_at_shapes():
