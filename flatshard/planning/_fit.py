@@ -65,6 +65,7 @@ def fit(
     largest_batch: bool = False,
     recompute: bool = True,
     cpu_offload: bool = False,
+    offload_optimizer: bool = False,
     flops_per_byte: float = 8000.0,
     device: str = "cuda",
 ) -> Fit:
@@ -72,9 +73,9 @@ def fit(
 
     It decides for each unit whether its parameters stay gathered from forward to backward, and whether it computes its
     forward again in backward in place of keeping activations. If that is not enough: whether embeddings, final norm and
-    head are units of their own (:class:`~flatshard.policies.SplitRoot`), which units are too large to be gathered ahead, and,
-    with ``cpu_offload``, which units have parameters, gradients and optimizer state on the host: as few as are enough. The
-    peak that it predicts is that of :func:`plan`, which runs the program on the meta device.
+    head are units of their own (:class:`~flatshard.policies.SplitRoot`), which units are too large to be gathered ahead, with
+    ``offload_optimizer`` whether optimizer state is on the host, and with ``cpu_offload`` which units have all that is theirs
+    there: as few as are enough. The peak that it predicts is that of :func:`plan`, which runs the program on the meta device.
 
     Example::
 
@@ -101,6 +102,8 @@ def fit(
             ``example_inputs`` are repeated along the first dimension of those tensors that have as many rows as the first.
         recompute: False: no unit computes its forward again.
         cpu_offload: True: units may be on the host, or all of the model, if nothing else is enough.
+        offload_optimizer: True: optimizer state may be on the host, and come to the device unit by unit. Then train with
+            ``fit.optimizer(model.parameters())``. ``optimizer`` must be a class or a function.
         flops_per_byte: how many floating-point operations take as long as to send one byte: what is dear on your machine. It
             decides between gathering again and computing again.
 
@@ -132,7 +135,11 @@ def fit(
         receives=True,
     )
     others = {"mixed_precision": mixed_precision, "ignored_states": ignored_states}
-    offload = cpu_offload and device.partition(":")[0] != "cpu"
+    if offload_optimizer and not callable(optimizer):
+        raise ValueError("fit: with offload_optimizer, optimizer must be a class or a function that makes one")
+    offloads = [Setting(states=True)] if offload_optimizer else []
+    offloads += [Setting(states=offload_optimizer, offload=EVERYTHING)] if cpu_offload else []
+    offloads = [] if device.partition(":")[0] == "cpu" else offloads
 
     def search_of(inputs: Any) -> _Search:
         step = Step(module, dataclasses.replace(options, example_inputs=inputs), others)
@@ -142,9 +149,9 @@ def fit(
 
     size, inputs = None, example_inputs
     if largest_batch:
-        size = largest(lambda rows: search_of(repeated(example_inputs, rows)).least_peak(offload), budget)
+        size = largest(lambda rows: search_of(repeated(example_inputs, rows)).least_peak(offloads), budget)
         inputs = repeated(example_inputs, size)
-    fitted = search_of(inputs).run(offload, "auto" if policy is None else "given")
+    fitted = search_of(inputs).run(offloads, "auto" if policy is None else "given")
     return dataclasses.replace(fitted, batch=size)
 
 
@@ -199,7 +206,7 @@ class _Search:
         """The step of these choices."""
         key = setting, choices
         if key not in self.plans:
-            self.plans[key] = self.step.plan(self.arguments(setting, choices), self.ranks)
+            self.plans[key] = self.step.plan(self.arguments(setting, choices), self.ranks, setting.states)
         return self.plans[key]
 
     @property
@@ -207,43 +214,39 @@ class _Search:
         """Everything is given up."""
         return tuple(Keeps(UNTIL_FORWARD, self.recomputes) for _ in self.names)
 
-    def run(self, offload: bool, policy: str) -> Fit:
+    def run(self, offloads: Sequence[Setting], policy: str) -> Fit:
         """Try the settings in order. [Note: What is given up]
 
         Raises:
             ValueError: nothing fits.
         """
-        if (found := self._first_that_fits(offload)) is None:
-            failed = [(self.peak(each, self._lowest(each)), each) for each in self._possible(offload)]
+        if (found := self._first_that_fits(offloads)) is None:
+            failed = [(self.peak(each, self._lowest(each)), each) for each in self._possible(offloads)]
             peak, setting = min(failed, key=lambda each: each[0])
             if peak > self.budget:
                 raise ValueError(self._nothing_fits(peak, setting))
             # A rough timeline had left it out. By now each setting has learned from all of its plans.
-            found = self._first_that_fits(offload) or (setting, self._lowest(setting))
-        return self._fitted(*found, offload, policy)
+            found = self._first_that_fits(offloads) or (setting, self._lowest(setting))
+        return self._fitted(*found, offloads, policy)
 
-    def _first_that_fits(self, offload: bool) -> tuple[Setting, Choices] | None:
+    def _first_that_fits(self, offloads: Sequence[Setting]) -> tuple[Setting, Choices] | None:
         """The cheapest choice of the first kind of setting in which there is one."""
-        for kind in self._kinds(offload):
-            found = self._best_on_host() if kind.offload else self._best(kind) or self._best_with_limit(kind)
+        for kind in self._kinds(offloads):
+            found = self._best_on_host(kind) if kind.offload else self._best(kind) or self._best_with_limit(kind)
             if found is not None:
                 return found
         return None
 
-    def _kinds(self, offload: bool) -> list[Setting]:
+    def _kinds(self, offloads: Sequence[Setting]) -> list[Setting]:
         """The settings without what bytes say, and without limits, in order."""
         self.peak(Setting(), self.start)
         self._check_recompute()
         joins = self.ranks.replicas > 1 and self.step.options.microbatches == 1
-        return [
-            Setting(),
-            *([Setting(joined=True)] if joins else []),
-            *([Setting(offload=EVERYTHING)] if offload else []),
-        ]
+        return [Setting(), *([Setting(joined=True)] if joins else []), *offloads]
 
-    def _possible(self, offload: bool) -> Iterator[Setting]:
+    def _possible(self, offloads: Sequence[Setting]) -> Iterator[Setting]:
         """The settings in which a step can run, in order, without those that limit what is gathered ahead."""
-        for kind in self._kinds(offload):
+        for kind in self._kinds(offloads):
             for limit, split in itertools.product((None, 0), (False, True)):
                 setting = dataclasses.replace(kind, limit=limit, split=split)
                 if self._is_possible(setting):
@@ -296,15 +299,13 @@ class _Search:
         settings = [dataclasses.replace(setting, split=split) for split in (False, True)]
         return any(self._is_possible(each) and self.peak(each, self.least) <= self.budget for each in settings)
 
-    def _best_on_host(self) -> tuple[Setting, Choices] | None:
+    def _best_on_host(self, kind: Setting) -> tuple[Setting, Choices] | None:
         """The cheapest choice with as few units on the host as fit. None: nothing fits. [Note: Units on the host]"""
-        for limit in (None, 0):
-            kind = Setting(offload=EVERYTHING, limit=limit)
-            if self._least_fits(kind):
-                kind = dataclasses.replace(kind, offload=self._fewest_on_host(kind), limit=None)
-                if (found := (self._best if limit is None else self._best_with_limit)(kind)) is not None:
-                    return found
-        return None
+        limited = dataclasses.replace(kind, limit=0)
+        if not self._least_fits(limited):
+            return None
+        few = dataclasses.replace(kind, offload=self._fewest_on_host(limited))
+        return self._best(few) or self._best_with_limit(few)
 
     def _fewest_on_host(self, kind: Setting) -> tuple[str, ...]:
         """The fewest units with which it fits, or ``EVERYTHING``."""
@@ -337,9 +338,9 @@ class _Search:
         search, setting = self._alike(setting)
         return search.plan(setting, search.start).sent_nbytes - search.plan(Setting(), search.start).sent_nbytes
 
-    def least_peak(self, offload: bool) -> int:
+    def least_peak(self, offloads: Sequence[Setting]) -> int:
         """That of a step in which everything is given up, in the setting in which it is lowest."""
-        return min(self.peak(setting, self.least) for setting in self._possible(offload))
+        return min(self.peak(setting, self.least) for setting in self._possible(offloads))
 
     def peak(self, setting: Setting, choices: Choices) -> int:
         """The most bytes that a step takes."""
@@ -456,11 +457,11 @@ class _Search:
             self.flops_per_byte,
         )
 
-    def _fitted(self, setting: Setting, choices: Choices, offload: bool, policy: str) -> Fit:
+    def _fitted(self, setting: Setting, choices: Choices, offloads: Sequence[Setting], policy: str) -> Fit:
         plan = self.plan(setting, choices)
         if self.short is not None and plan.total_peak.nbytes != self.peak(setting, choices):
             self.short, self.timelines, self.lowest = None, {}, {}  # its blocks are not as alike as they look
-            return self.run(offload, policy)
+            return self.run(offloads, policy)
         strategies = dict(self.strategies)
         if setting.joined:
             strategies[UNTIL_FORWARD] = ShardingStrategy.HYBRID_FULL_SHARD
@@ -479,6 +480,8 @@ class _Search:
             arguments=self.arguments(setting, choices) | others,
             found="blocks that are repeated" if policy == "auto" else "the units of the policy",
             notes=tuple(self.notes),
+            makes_optimizer=self.step.options.optimizer,
+            offloads_optimizer=setting.states,
         )
 
     def _unlimited(self, plan: Plan, given: list[GivenUp]) -> Unlimited:
@@ -494,26 +497,22 @@ class _Search:
 
     def _given_up(self, setting: Setting, choices: Choices) -> list[GivenUp]:
         """In order, each with what is in memory after it: of settings by the program, of units by the timeline."""
-        found = []
-        search, now = self._alike(Setting())
+        by_units = [] if choices == self.start else self._given_up_by_units(setting, choices)
+        found, plan, before = [], self.plan(setting, choices), Setting()
         for text, changed in zip(setting.given_up, steps_to(setting), strict=True):
-            alike = self._alike(changed)[1]
-            sent = search.plan(alike, search.start).sent_nbytes - search.plan(now, search.start).sent_nbytes
-            of = (
-                ""
-                if not changed.offload or changed.offload == EVERYTHING
-                else names_in_short(changed.offload, self.names)
-            )
-            found.append(GivenUp(of, text, self.peak(changed, self.start), sent, 0, 0))
-            now = alike
-        if choices != self.start:
-            found += self._given_up_by_units(setting, choices)
-        if setting.offload:  # what is copied beside is because of that
-            hosts = None if setting.offload == EVERYTHING else setting.offload
-            copied = copied_nbytes(self.plan(setting, choices), hosts) - sum(each.copied_nbytes for each in found)
-            at = len(setting.given_up) - 1
-            found[at] = found[at]._replace(copied_nbytes=copied)
-        return found
+            (search, now), (_, then) = self._alike(changed), self._alike(before)
+            sent = search.plan(now, search.start).sent_nbytes - search.plan(then, search.start).sent_nbytes
+            of, copied = "", 0
+            if changed.offload:
+                hosts = None if changed.offload == EVERYTHING else changed.offload
+                of = names_in_short(hosts, self.names) if hosts else ""
+                copied = copied_nbytes(plan, hosts) - sum(each.copied_nbytes for each in by_units)
+            elif changed.states and not before.states:
+                stay = [each.optimizer_nbytes for each in plan.units if self._is_on_host(each.fqn, setting)]
+                copied = 2 * (plan.host.optimizer - sum(stay))
+            found.append(GivenUp(of, text, self.peak(changed, self.start), sent, copied, 0))
+            before = changed
+        return found + by_units
 
     def _given_up_by_units(self, setting: Setting, choices: Choices) -> list[GivenUp]:
         found = []

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+import torch
 from torch import nn
 
 from flatshard._composable.fully_shard import fully_shard
 from flatshard._errors import name_list
 from flatshard._names import plain_name
 from flatshard.debug._describe import table
+from flatshard.optim._offload import OffloadedOptimizer
+from flatshard.planning._optimizer import OptimizerChoice
 from flatshard.planning._records import CATEGORIES, Peak, Sample
 from flatshard.planning._report import Plan, in_bytes
 
@@ -91,6 +94,8 @@ class Fit:
     found: str  # where the units come from
     notes: tuple[str, ...]  # what was not possible
     batch: int | None = None  # rows of the largest microbatch, if it was asked for
+    makes_optimizer: OptimizerChoice = None  # the argument ``optimizer`` of ``fit``
+    offloads_optimizer: bool = False  # whether optimizer state is on the host: ``optimizer()`` makes one that does it
 
     @property
     def peak(self) -> Peak:
@@ -131,6 +136,17 @@ class Fit:
             )
         return fully_shard(module, **self.arguments | arguments)
 
+    def optimizer(self, params: Iterable[Any], **options: Any) -> torch.optim.Optimizer:
+        """The optimizer that was fitted, made of ``params``: an ``OffloadedOptimizer`` of it, if its state is on the host.
+
+        Raises:
+            TypeError: ``fit`` was given no class or function that makes one.
+        """
+        make: Any = self.makes_optimizer
+        if not callable(make):
+            raise TypeError(f"fit.optimizer: fit was given {make!r}, not a class or a function that makes an optimizer")
+        return OffloadedOptimizer(params, make, **options) if self.offloads_optimizer else make(params, **options)
+
     def __repr__(self) -> str:
         return (
             f"Fit({self.plan.module} over {self.plan.world_size}: peak {in_bytes(self.peak.nbytes)} of "
@@ -149,6 +165,10 @@ class Fit:
             "",
             f"units: {len(self.units)} of {self.found}, and the rest of the model",
             *table(_unit_rows(self.units), left=4),
+            *(
+                ["", "optimizer: fit.optimizer(model.parameters()), with its state on the host"]
+                * self.offloads_optimizer
+            ),
             "",
             "given up, in this order" if self.given_up else "nothing has to be given up",
             *(table(_given_rows(self.given_up), left=2) if self.given_up else ()),

@@ -1,11 +1,11 @@
 """Which units are on the host, where not all have to be.
 
 [Note: Units on the host]
-As few units are on the host as are enough, with everything else given up: first those for which the fewest bytes are copied
-for each byte that is freed (not those that are frozen, if others are left), small ones before large ones, and of those that
-are alike the last ones in the model. Their gradients come first in backward, so nothing that is freed would be freed for
-longer elsewhere; their copies have most time; and forward begins with units that need not come from the host. If it is not
-enough that all units are, the outermost one is, too.
+As few units are on the host as are enough, with everything else given up, gathering ahead, too; then as little else as is
+enough with those. First those for which the fewest bytes are copied for each byte that is freed (not those that are frozen,
+if others are left), small ones before large ones, and of those that are alike the last ones in the model. Their gradients
+come first in backward, so nothing that is freed would be freed for longer elsewhere; their copies have most time; and forward
+begins with units that need not come from the host. If it is not enough that all units are, the outermost one is, too.
 """
 
 from __future__ import annotations

@@ -47,7 +47,6 @@ def planned_optimizer(
 
     Raises:
         TypeError: ``choice`` has the wrong type.
-        NotImplementedError: it keeps its state on the host.
         ValueError: the optimizer has parameters that are not the model's; or it looks at whole parameters, and ranks have
             parts; or it cannot step on the meta device.
     """
@@ -59,9 +58,15 @@ def planned_optimizer(
     if choice is None or not parts:
         return PlannedOptimizer(None, {})
     optimizer = _made(choice, params)
+    in_turns = isinstance(optimizer, OffloadedOptimizer)  # what is on one device is stepped together
     for options in optimizer.param_groups:
-        on_device = device.partition(":")[0] != "cpu" and not any(part in on_host for part in options["params"])
-        if on_device and options.get("foreach", 0) is None and not options.get("fused"):
+        are_here = in_turns or not any(part in on_host for part in options["params"])
+        if (
+            device.partition(":")[0] != "cpu"
+            and are_here
+            and options.get("foreach", 0) is None
+            and not options.get("fused")
+        ):
             options["foreach"] = True  # torch's own choice if all are on a device, but not on meta
     try:
         optimizer.step()
@@ -80,15 +85,17 @@ def _made(choice: Any, params: Mapping[nn.Parameter, nn.Parameter]) -> torch.opt
     """The optimizer on this rank's parts. If ``choice`` is an optimizer: one of its class, with its options."""
     make, groups = choice, list(params.values())
     if isinstance(choice, torch.optim.Optimizer):
-        known = inspect.signature(type(choice).__init__).parameters
-        make = functools.partial(type(choice), **{k: v for k, v in choice.defaults.items() if k in known})
+        kind: Any = type(choice.inner if isinstance(choice, OffloadedOptimizer) else choice)
+        known = inspect.signature(kind.__init__).parameters
+        make = functools.partial(kind, **{k: v for k, v in choice.defaults.items() if k in known})
+        if isinstance(choice, OffloadedOptimizer):
+            make = functools.partial(OffloadedOptimizer, optimizer_class=kind, **make.keywords)
         groups = _groups(choice, params)
     cut = [part for part in params.values() if part.shape != full_shape(part)]
     cure = (
         "For training, flatshard.optim.WholeParameterOptimizer keeps the state of each parameter on one rank. For the plan, "
         "pass the average number of bytes of state per element: optimizer=8"
     )
-    _refuse_offloaded(getattr(make, "func", make))
     try:
         made = make(groups) if callable(make) else None
     except ValueError as e:
@@ -97,24 +104,16 @@ def _made(choice: Any, params: Mapping[nn.Parameter, nn.Parameter]) -> torch.opt
         kind = getattr(make, "func", make)
         name = getattr(kind, "__name__", type(kind).__name__)
         raise ValueError(f"plan: {name} takes no parts of parameters ({e}). {cure}") from e
-    _refuse_offloaded(type(made))
     if not isinstance(made, torch.optim.Optimizer):
         raise TypeError(
             "plan: optimizer must be an optimizer on the model's parameters, a class or function that makes one of a list of "
             f"parameters, a number of bytes per element, or None, got {choice!r}"
         )
-    steps_empty = steps_empty_parts(made)
+    stepping: Any = made.inner if isinstance(made, OffloadedOptimizer) else made
+    steps_empty = steps_empty_parts(stepping)
     if steps_empty is not None and any(part.numel() or not steps_empty for part in cut):
-        raise ValueError(f"plan: {type(made).__name__} looks at whole parameters, and a rank has parts. {cure}")
+        raise ValueError(f"plan: {type(stepping).__name__} looks at whole parameters, and a rank has parts. {cure}")
     return made
-
-
-def _refuse_offloaded(kind: Any) -> None:
-    if isinstance(kind, type) and issubclass(kind, OffloadedOptimizer):
-        raise NotImplementedError(
-            "plan: an OffloadedOptimizer has its state on the host, which plans do not follow: pass optimizer=0 (bytes of "
-            "state per element) for the memory beside it. While it steps, the state of two units is on the device, too"
-        )
 
 
 def _groups(given: torch.optim.Optimizer, params: Mapping[nn.Parameter, nn.Parameter]) -> list[Any]:

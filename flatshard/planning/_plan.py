@@ -91,7 +91,8 @@ def plan(
         optimizer: for the size of its state: a class or function that makes an optimizer of a list of parameters
             (``torch.optim.AdamW``, ``functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)``); or an optimizer on
             ``module``'s parameters; or the number of bytes of state per element. None: no state. The size is measured by a
-            step on the meta device.
+            step on the meta device. That of an ``OffloadedOptimizer`` is on the host, and comes unit by unit in its step;
+            ``step_in_backward`` is not planned.
         microbatches: the number of forwards and backwards in a step.
         no_sync: whether all but the last of them run under :func:`no_sync`.
         example_inputs: arguments of ``module``'s forward: a tuple, or a dict of keyword arguments. Only shapes and dtypes

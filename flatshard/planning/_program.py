@@ -39,8 +39,11 @@ from flatshard._handle.tensors.sharded_parameter import shard_info
 from flatshard._handle.unit_ranks import Runtimes
 from flatshard._mesh_runtime import MeshRuntime
 from flatshard._runtime import Peers, Runtime, Streams
+from flatshard.checkpoint._optim_params import params_of
+from flatshard.optim._offload import OffloadedOptimizer, in_turns, units_of_params
+from flatshard.optim._trial import unhooked_step
 from flatshard.planning._attention import attention_as_on
-from flatshard.planning._optimizer import OptimizerChoice, planned_optimizer
+from flatshard.planning._optimizer import OptimizerChoice, PlannedOptimizer, planned_optimizer
 from flatshard.planning._recording import Books, CountedBuffer, MadeOnce, Recorder, RecordingCollectives
 from flatshard.planning._records import MemoryPair, Ranks
 
@@ -190,9 +193,11 @@ class Program:
         with self.books:  # which computes what is alike once
             planned = planned_optimizer(self.options.optimizer, self.params, self.options.device, on_host)
         self.made = planned.made  # what it holds is counted while it lives
+        moves = isinstance(planned.made, OffloadedOptimizer) and self.options.device.partition(":")[0] != "cpu"
         for part, flat in flats.items():
             if state := planned.state_of(part):
-                self.books.track(state, "optimizer", flat.kind.is_offloaded)
+                for value in state:
+                    self.books.track([value], "optimizer", flat.kind.is_offloaded or (moves and value.dim() > 0))
             else:
                 self.books.add("optimizer", planned.nbytes.get(part, 0), flat.kind.is_offloaded)
         held = _less(self.books.now(), before)
@@ -205,7 +210,10 @@ class Program:
             self._enter("optimizer")
             first = len(samples)
             with self.books:
-                planned.made.step()
+                if moves:
+                    self._step_in_turns(planned)
+                else:
+                    planned.made.step()
             self.recorder.is_recording = False
             now = samples[first - 1].device, samples[first - 1].host
             stepped = (p for group in planned.made.param_groups for p in group["params"] if p not in on_host)
@@ -218,6 +226,20 @@ class Program:
             flops.clear()
         self.learnt.optimizers[tuple(parts)] = found
         return found
+
+    def _step_in_turns(self, planned: PlannedOptimizer) -> None:
+        """A step of an ``OffloadedOptimizer``: beside a unit's state, that of the next one is on the device."""
+        optimizer: Any = planned.made
+        units = units_of_params(params_of(optimizer))
+        sizes = [
+            sum(value.nbytes for p in unit if p.grad is not None for value in planned.state_of(p) if value.dim())
+            for unit in units
+        ]
+        for here, later, _ in zip(sizes, [*sizes[1:], 0], in_turns(optimizer.inner, units), strict=False):
+            self.books.add("optimizer", here + later, False)
+            self.books.look()
+            unhooked_step(optimizer.inner)(optimizer.inner)
+            self.books.add("optimizer", -here - later, False)
 
     def _record_optimizer(self, optimizer: OptimizerMemory) -> None:
         """Record its step. One that goes over its parameters takes most memory on the rank that has the largest part."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import warnings
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,7 @@ from flatshard._composable.construct.policy import Policy
 from flatshard._composable.fully_shard import choose
 from flatshard._composable.state import ModuleGroup
 from flatshard._config import ShardingStrategy
+from flatshard.optim._offload import OffloadedOptimizer
 from flatshard.planning import _plan
 from flatshard.planning._program import Learnt, Program, StepOptions
 from flatshard.planning._records import Ranks
@@ -31,6 +33,7 @@ class Setting:
     split: bool = False
     limit: int | None = None  # for what is gathered ahead: ``prefetch_limit_bytes``. 0: nothing is
     joined: bool = False  # of a hybrid strategy: the parts are over all ranks
+    states: bool = False  # optimizer state is on the host: by an ``OffloadedOptimizer``
     offload: tuple[str, ...] = ()  # the units that are on the host. ``EVERYTHING``: all of the model is
 
     @property
@@ -41,6 +44,7 @@ class Setting:
             "the outermost unit is split": self.split,
             larger or "units are not gathered ahead": self.limit is not None,
             "gradients and optimizer state are over all ranks, and parameters come across groups once": self.joined,
+            "optimizer state is on the host, and comes unit by unit": self.states,
             "parameters, gradients and optimizer state are on the host": bool(self.offload),
         }
         return [text for text, holds in texts.items() if holds]
@@ -51,7 +55,8 @@ class Step:
 
     def __init__(self, module: nn.Module, options: StepOptions, others: dict[str, Any]) -> None:
         self.module, self.options, self.others = module, options, others
-        self.learnt = Learnt(options.device)
+        self.learnt = {states: Learnt(options.device) for states in (False, True)}
+        self.learnt[True].operations = self.learnt[False].operations
         validate.check_module(module)
 
     def units(self, policy: Policy, ranks: Ranks) -> list[str]:
@@ -81,13 +86,19 @@ class Step:
         policy, ignored = given.pop("policy"), given.pop("ignored_states")
         return choose(self.module, policy, unit_config(**given), ignored, ranks.shards)
 
-    def plan(self, arguments: dict[str, Any], ranks: Ranks) -> Plan:
-        """The step, if the module is sharded with these arguments of ``fully_shard``."""
+    def plan(self, arguments: dict[str, Any], ranks: Ranks, states: bool = False) -> Plan:
+        """The step, if the module is sharded with these arguments of ``fully_shard``. ``states``: see ``Setting``."""
+        options = self.options
+        if states:
+            make: Any = options.optimizer
+            options = dataclasses.replace(
+                options, optimizer=functools.partial(OffloadedOptimizer, optimizer_class=make)
+            )
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             choice = self._choice(arguments, ranks)
             _plan.check(choice, 0)
-            return _plan.plan_of(Program(self.module, _plan.changed(choice), ranks, self.options, self.learnt))
+            return _plan.plan_of(Program(self.module, _plan.changed(choice), ranks, options, self.learnt[states]))
 
 
 def steps_to(setting: Setting) -> list[Setting]:

@@ -1,6 +1,7 @@
 """``plan`` for an accelerator: the collectives and the peak of a real step on the simulated one, with its streams."""
 
 import contextlib
+import functools
 import re
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -15,6 +16,7 @@ from flatshard import MixedPrecision, ShardingStrategy
 S = ShardingStrategy
 BF16 = MixedPrecision(torch.bfloat16, torch.float32)
 KEPT = MixedPrecision(torch.bfloat16, torch.float32, keep_cast_shard=True)
+AWAY = functools.partial(flatshard.optim.OffloadedOptimizer, optimizer_class=torch.optim.AdamW)
 cases = Cases()
 
 
@@ -124,12 +126,14 @@ def a_step(env: Env, micro: int = 1, holds: bool = False, **options: Any) -> Any
     return numbers(model)
 
 
-@cases.add(ranks=2, fake=False)
-def an_optimizers_step_with_some_units_on_the_host(env: Env) -> Any:
-    """torch does not step parameters on two devices as one."""
-    policy: Any = {f"blocks.{at}": {"cpu_offload": at in (1, 3)} for at in range(4)}
+@cases.add({"": {}, "in_turns": {"makes": AWAY, "hosts": (1,)}}, ranks=2, fake=False)
+def an_optimizers_step_with_some_units_on_the_host(
+    env: Env, makes: Any = torch.optim.AdamW, hosts: tuple[int, ...] = (1, 3)
+) -> Any:
+    """torch does not step parameters on two devices as one. An ``OffloadedOptimizer`` steps units."""
+    policy: Any = {f"blocks.{at}": {"cpu_offload": at in hosts} for at in range(4)}
     model = env.shard(env.make(Wide), policy)
-    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer = makes(model.parameters())
     for _ in range(2):
         optimizer.zero_grad()
         model(env.tensor(16, 64)).sum().backward()
@@ -142,22 +146,29 @@ def an_optimizers_step_with_some_units_on_the_host(env: Env) -> Any:
         with counted_bytes(sim) as counts:
             optimizer.step()
     if env.is_simulated and env.rank == 0:
-        planned = planned_step(env, 1, False, {"policy": policy, "optimizer": torch.optim.AdamW})
+        planned = planned_step(env, 1, False, {"policy": policy, "optimizer": makes})
         memory = [sample.device.total for sample in planned.samples if sample.phase == "optimizer"]
         if (took := max(counts) - held(sim)) != max(memory) - memory[0]:
-            env.problems.append(f"took {took}, planned {memory}")
+            env.problems.append(f"took {took}, planned {max(memory) - memory[0]} {memory}")
     return numbers(model)
 
 
-@cases.add(ranks=2, fake=False)
-def a_fit_with_some_units_on_the_host(env: Env) -> Any:
+@cases.add(
+    {"": {"hosts": ["blocks.2", "blocks.3"]}, "and_states": {"hosts": ["blocks.3"], "offload_optimizer": True}},
+    ranks=2,
+    fake=False,
+)
+def a_fit_with_some_units_on_the_host(env: Env, hosts: list[str], **options: Any) -> Any:
     """The peak of a step is the one that was predicted."""
-    given: Any = {"world_size": 2, "example_inputs": torch.ones(16, 64), "optimizer": torch.optim.AdamW}
-    made = flatshard.fit(
-        Wide(), bytes_per_rank=500_000, cpu_offload=True, device="cuda", policy=Block, loss=torch.Tensor.sum, **given
-    )
-    hosts = [unit.fqn for unit in made.units if unit.offload]
-    if hosts != ["blocks.1", "blocks.2", "blocks.3"]:
+    options |= {
+        "world_size": 2,
+        "example_inputs": torch.ones(16, 64),
+        "optimizer": torch.optim.AdamW,
+        "cpu_offload": True,
+    }
+    budget = 400_000 if "offload_optimizer" in options else 500_000
+    made = flatshard.fit(Wide(), bytes_per_rank=budget, policy=Block, loss=torch.Tensor.sum, **options)
+    if hosts != [unit.fqn for unit in made.units if unit.offload]:
         env.problems.append(str(made))
     before = 0
     if env.is_simulated:
@@ -166,7 +177,7 @@ def a_fit_with_some_units_on_the_host(env: Env) -> Any:
         sim.drain()
         before = held(sim)
     model = made.apply(env.make(Wide), process_group=env.group)
-    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer = made.optimizer(model.parameters())
     batch = env.tensor(16, 64)
 
     def step() -> None:
@@ -182,7 +193,7 @@ def a_fit_with_some_units_on_the_host(env: Env) -> Any:
     with counted_bytes(sim) as counts:
         step()
     took = max(counts) - before
-    if env.rank == 0 and not 0 <= made.peak.nbytes - took <= 24:  # the optimizer's counts of steps are on the host
+    if env.rank == 0 and not 0 <= made.peak.nbytes - took <= 4 * 18:  # the optimizer's counts of steps are on the host
         env.problems.append(f"took {took}, planned {made.peak}")
     return numbers(model)
 

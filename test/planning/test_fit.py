@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from flatshard import fit, fully_shard, plan
+from flatshard.optim import OffloadedOptimizer
 from flatshard.planning import _arguments, _chooser, _fit, _on_host, _shorter, _stand_in, _timeline
 from flatshard.policies import SplitRoot
 
@@ -501,19 +502,47 @@ def test_as_little_on_the_host_as_is_enough(monkeypatch, share: float):
     )
     model = on_meta(lambda: nn.Sequential(*[Uneven(width) for width in (32, 8, 64, 48, 64)]))
     model[1].requires_grad_(False)
-    least = plan(model, recompute=True, cpu_offload=True, **given | {"compare": False}).total_peak.nbytes
-    most = plan(model, recompute=True, **given | {"compare": False}).total_peak.nbytes
+    planned = given | {"recompute": True, "compare": False, "backward_prefetch": None, "forward_prefetch": False}
+    least, most = (plan(model, cpu_offload=there, **planned).total_peak.nbytes for there in (True, False))
     budget = int(least + share * (most - least))
     fitted = fit(model, bytes_per_rank=budget, cpu_offload=True, **given)
     names = [unit.fqn for unit in fitted.units if unit.offload]
     fits = {}
     for row in itertools.product((False, True), repeat=5):
         hosts = tuple(itertools.compress(found[0].names, row))
-        if found[0]._least_fits(_fit.Setting(offload=hosts)):
+        if found[0]._least_fits(_fit.Setting(limit=0, offload=hosts)):
             fits[hosts] = _on_host.copied_nbytes(found[0].plan(_fit.Setting(), found[0].least), hosts)
     assert 0 < fits[tuple(names)] <= 1.05 * min(fits.values()) < max(fits.values()), (names, fits)
     assert fitted.copied_nbytes == _on_host.copied_nbytes(fitted.plan, names)
     assert "recomputes  on the host" in str(fitted)
+
+
+def test_optimizer_state_on_the_host(world):
+    """It comes first, and what it copies is counted; units follow, if it is not enough."""
+    given = options("gpt", example_inputs=(IDS[:1, :1],), device="cuda", cpu_offload=True, offload_optimizer=True)
+    planned = {k: v for k, v in given.items() if not k.endswith(("_offload", "_optimizer"))}
+    fitted = fit(on_meta(Gpt), bytes_per_rank=85 * lowest(planned) // 100, **given)
+    assert fitted.offloads_optimizer
+    assert not any(unit.offload for unit in fitted.units)
+    assert fitted.copied_nbytes == 2 * fitted.plan.host.optimizer > 0
+    assert "fit.optimizer(model.parameters()), with its state on the host" in str(fitted)
+    state = functools.partial(OffloadedOptimizer, optimizer_class=torch.optim.AdamW)
+    budget = 98 * lowest(planned | {"optimizer": state}) // 100
+    both = fit(on_meta(Gpt), bytes_per_rank=budget, **given)
+    hosts = [unit.fqn for unit in both.units if unit.offload]
+    assert hosts == ["blocks.2"]
+    rest = both.plan.host.optimizer - sum(each.optimizer_nbytes for each in both.plan.units if each.fqn in hosts)
+    assert both.copied_nbytes == 2 * rest + _on_host.copied_nbytes(both.plan, hosts)
+    world(4)
+    model = both.apply(Gpt())
+    assert isinstance(both.optimizer(model.parameters(), lr=0.5), OffloadedOptimizer)
+    none = fit(on_meta(Gpt), bytes_per_rank="1 GiB", **given)
+    assert type(none.optimizer(model.parameters(), lr=0.5)) is torch.optim.AdamW
+    for choice in (None, 8):
+        with pytest.raises(ValueError, match="optimizer must be a class or a function"):
+            fit(on_meta(Gpt), bytes_per_rank="1 GiB", **given | {"optimizer": choice})
+    with pytest.raises(TypeError, match="fit was given 8, not a class"):
+        fit(on_meta(Gpt), bytes_per_rank="1 GiB", **planned | {"optimizer": 8}).optimizer(model.parameters())
 
 
 def test_a_run_of_a_long_models_units_on_the_host(monkeypatch):

@@ -573,11 +573,21 @@ def test_what_cannot_be_recorded():
     assert "leave example_inputs out" in caught.value.__notes__[0]
 
 
-def test_state_on_the_host_is_not_planned():
-    model = nn.Linear(64, 64, device="meta")
+def test_optimizer_state_on_the_host():
+    """On the device there is that of two units, while they are stepped."""
+    model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(3)])
+    adamw, away = torch.optim.AdamW, flatshard.optim.OffloadedOptimizer
+    state = 2 * 4 * 64 * 65 // 2
     for choice in (
-        functools.partial(flatshard.optim.OffloadedOptimizer, optimizer_class=torch.optim.AdamW),
-        lambda params: flatshard.optim.OffloadedOptimizer(params, torch.optim.AdamW),
+        functools.partial(away, optimizer_class=adamw),
+        lambda params: away(params, adamw, lr=0.1),
+        away(model.parameters(), adamw, weight_decay=0.1),
     ):
-        with pytest.raises(NotImplementedError, match=r"state on the host, .* pass optimizer=0"):
-            plan(model, world_size=2, optimizer=choice)
+        planned = plan(model, policy={nn.Linear}, world_size=2, optimizer=choice, compare=False)
+        assert planned.host.optimizer == 3 * state
+        assert planned.between_steps.optimizer == 3 * 2 * 4  # counts of steps
+        assert max(sample.device.optimizer for sample in planned.samples) == 2 * state + 3 * 2 * 4
+    on_cpu = plan(model, policy={nn.Linear}, world_size=2, optimizer=choice, compare=False, device="cpu")
+    assert on_cpu.between_steps.optimizer > 3 * state
+    with pytest.raises(ValueError, match="Adafactor looks at whole parameters"):
+        plan(model, world_size=2, optimizer=functools.partial(away, optimizer_class=torch.optim.Adafactor))
