@@ -575,7 +575,7 @@ def test_what_cannot_be_recorded():
 
 def test_optimizer_state_on_the_host():
     """On the device there is that of two units, while they are stepped."""
-    model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(3)])
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 3 * 64))
     adamw, away = torch.optim.AdamW, flatshard.optim.OffloadedOptimizer
     state = 2 * 4 * 64 * 65 // 2
     for choice in (
@@ -584,10 +584,18 @@ def test_optimizer_state_on_the_host():
         away(model.parameters(), adamw, weight_decay=0.1),
     ):
         planned = plan(model, policy={nn.Linear}, world_size=2, optimizer=choice, compare=False)
-        assert planned.host.optimizer == 3 * state
+        assert planned.host.optimizer == 5 * state
         assert planned.between_steps.optimizer == 3 * 2 * 4  # counts of steps
-        assert max(sample.device.optimizer for sample in planned.samples) == 2 * state + 3 * 2 * 4
+        assert max(sample.device.optimizer for sample in planned.samples) == 4 * state + 3 * 2 * 4
     on_cpu = plan(model, policy={nn.Linear}, world_size=2, optimizer=choice, compare=False, device="cpu")
-    assert on_cpu.between_steps.optimizer > 3 * state
+    assert on_cpu.between_steps.optimizer > 5 * state
     with pytest.raises(ValueError, match="Adafactor looks at whole parameters"):
         plan(model, world_size=2, optimizer=functools.partial(away, optimizer_class=torch.optim.Adafactor))
+
+
+def test_a_step_on_the_host_takes_nothing_on_the_device():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(64, 64))
+    policy = {"0": {}, "1": {"cpu_offload": True}}
+    planned = plan(model, policy=policy, world_size=2, optimizer=torch.optim.AdamW, compare=False)
+    taken = [sample.device.activations for sample in planned.samples if sample.phase == "optimizer"]
+    assert 0 < max(taken) <= 2 * 4 * 8 * 8
