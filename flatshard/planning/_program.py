@@ -107,7 +107,7 @@ class Program:
         self.ranks, self.options = ranks, options
         self.parts = ranks.total if choice.strategy.joins_axes else ranks.shards
         self.layout_warnings = choice.check_layouts(self.parts)
-        self.numels, self.largest_part = _rank_numels(choice, self.parts)
+        self.numels, self.largest_part = _rank_numels(choice, self.parts, options.device)
         memo = _meta_copies(
             tensor
             for each in module.modules()
@@ -435,14 +435,15 @@ def _meta_copies(tensors: Iterable[Tensor]) -> dict[int, Any]:
     return memo
 
 
-def _rank_numels(choice: Choice, shards: int) -> tuple[list[int], int]:
-    """The elements that each rank has, without padding; and the most that one has of one parameter."""
+def _rank_numels(choice: Choice, shards: int, device: str) -> tuple[list[int], int]:
+    """The elements that each rank has, without padding; and the most that one has of one parameter on the device."""
     numels, largest = [0] * shards, 0
     loads: Loads = {}
-    for flat in (flat for unit in choice.planned for flat in plan_flats(unit, shards, loads)):
+    for unit, flat in ((each, flat) for each in choice.planned for flat in plan_flats(each, shards, loads)):
         size = flat.layout.shard_numel
         parts = [size] * flat.layout.world_size
-        for start, stop in ((info.start, info.stop) for info in flat.layout.params):
+        is_offloaded = unit.config.cpu_offload.offload_params and device.partition(":")[0] != "cpu"
+        for start, stop in ((info.start, info.stop) for info in (() if is_offloaded else flat.layout.params)):
             ends = min(stop, (start // max(1, size) + 1) * size)  # of the first part; those between are whole shards
             largest = max(largest, ends - start, min(size, stop - ends))
         for start, stop in flat.layout.gaps():
