@@ -165,6 +165,34 @@ def test_the_state_of_either_goes_on_in_the_other(ctx) -> None:
 
 
 @ranks(2)
+def test_a_job_goes_on_from_its_checkpoint(ctx, path: str) -> None:
+    """With its scheduler, by an optimizer with and one without offloading: the bits of the job that was not interrupted."""
+
+    def job(make: Callable[..., Optimizer]) -> dict[str, Any]:
+        model = sharded(ctx)
+        optimizer = make(groups(model), lr=0.1)
+        return {"model": model, "optimizer": optimizer, "scheduler": optim.lr_scheduler.ExponentialLR(optimizer, 0.9)}
+
+    def train(job: dict[str, Any], steps: range) -> None:
+        for step in steps:
+            backward(ctx, job["model"], step)
+            job["optimizer"].step()
+            job["optimizer"].zero_grad()
+            job["scheduler"].step()
+
+    away = functools.partial(OffloadedOptimizer, optimizer_class=optim.AdamW)
+    first = job(away)
+    train(first, range(3))
+    flatshard.save_checkpoint(path, first, process_group=ctx.group)
+    train(first, range(3, 6))
+    for make in (away, optim.AdamW):
+        then = job(make)
+        flatshard.load_checkpoint(path, then, process_group=ctx.group)
+        train(then, range(3, 6))
+        same(first["optimizer"], then["optimizer"])
+
+
+@ranks(2)
 def test_grad_scaler(ctx) -> None:
     """A step that overflows is skipped."""
     body = [(Forward(loss, 0, ROOT, i), Scaled(loss, 0, loss == "b"), ZeroGrad(0)) for i, loss in enumerate("abc")]

@@ -47,6 +47,10 @@ def test_every_python_block_is_run():
     assert marked("part of")["quickstart"].strip() in EXAMPLES["quickstart"]
 
 
+def test_recipes_are_short():
+    assert {name for name, code in RECIPES.items() if code.count("\n") > 10} <= {"server"}
+
+
 def test_the_table_of_strategies_is_that_of_the_code():
     moves = {
         Until.FORWARD: "forward, backward | forward, backward",
