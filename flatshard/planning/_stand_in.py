@@ -71,7 +71,11 @@ class StandIn:
 
     def _growth(self, number: int, setting: Setting, hosted: bool) -> tuple[int, int]:
         """What one block more of the run of this ``number`` takes all the time, and what the optimizer takes more."""
-        key = number, setting, hosted
+        key = (
+            number,
+            dataclasses.replace(setting, limit=None, split=False),
+            hosted,
+        )  # which change nothing between steps
         if key not in self.growths:
             short = self.search._timeline(setting)
             search = self._search_of(self.made.grown[number])
