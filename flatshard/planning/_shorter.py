@@ -45,9 +45,10 @@ class Shortened(NamedTuple):
 
 
 def shortened(module: nn.Module, units: Sequence[str]) -> Shortened | None:
-    """``module`` with fewer of its ``units``. None: they are not alike, or few."""
+    """``module`` with fewer of its ``units``. None: they are not alike, or few; or some have units inside."""
     runs = [run for run in _runs(module, units) if run.length > 2 * KEPT] if len(units) >= LONG else []
-    if not runs:
+    around = {holder for unit in units for holder in itertools.accumulate(unit.split(".")[:-1], _joined)}
+    if not runs or not around.isdisjoint(units):
         return None
     by_name = {name: at for at, name in enumerate(units)}
     gone, firsts = [0] * len(units), []

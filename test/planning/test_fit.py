@@ -406,6 +406,16 @@ def test_a_long_model_is_planned_once(monkeypatch):
     assert planned.count(10) > 1
 
 
+def test_units_inside_of_units_are_not_shortened():
+    """The units of a block would be others than those of the block that stands for it."""
+    model = on_meta(lambda: Gpt(17))
+    for block in model.blocks:
+        block.inside = nn.Sequential(nn.LayerNorm(2))
+    names = [f"blocks.{at}{inside}" for at in range(17) for inside in ("", ".inside.0")]
+    assert _shorter.shortened(model, names) is None
+    assert len(_shorter.shortened(model, [*names[::2], *(f"x{at}" for at in range(7))]).module.blocks) == 8
+
+
 def thrice(block: Block, x: Tensor) -> Tensor:
     for _ in range(3):
         x = Block.forward(block, x)
