@@ -214,7 +214,9 @@ def test_only_lifetime_assigns_a_state():
             assert not dotted(value).startswith(("ParamState.", "GradState.")), show(name, node)
 
 
-FRAME_WORDS = {"_getframe", "_current_frames", "f_back", "f_code", "f_locals", "f_globals", "__code__"}
+FRAME_WORDS = {"_getframe", "_current_frames", "f_back", "f_code", "f_locals", "f_globals", "__code__"} | {
+    *("currentframe", "getouterframes", "extract_stack", "walk_stack", "tb_frame", "gi_frame", "cr_frame")
+}
 WORDS_OF = {
     ("_handle.pool",): {"resize_"},  # of a storage
     # By rows, in blocks or whole: nobody else rounds up or cuts shards.
@@ -413,6 +415,10 @@ def test_who_asks_for_frames_is_listed():
 
 INSTALLED_AT_IMPORT = {
     ("_", "_extensions.plug_in"),  # our own features into our own core
+    ("_", "_value.__module__"),  # of our public functions
+    ("_trace", "sinks.append"),  # the logger, where the environment asks for it
+    ("_handle.tensors.sharded_parameter", "locals().update"),  # methods of our class
+    ("checkpoint._job", "atexit.register"),  # for who saves: no save is left unfinished
     ("_handle.tensors.sharded_gradient", "HANDLERS[torch._foreach_norm]"),  # a table of our own
     ("_handle.tensors.sharded_gradient", "HANDLERS[UNSCALE]"),
     ("_handle.tensors.sharded_gradient", "HANDLERS[torch._foreach_max]"),
@@ -425,14 +431,29 @@ INSTALLED_AT_IMPORT = {
 """(module, what it replaces, or calls) when it is imported."""
 
 
+def at_import(statements: list[ast.stmt]) -> Iterator[ast.stmt]:
+    """Each statement that runs when a module is imported, also in an ``if`` or a loop, and in a class."""
+    for statement in statements:
+        yield statement
+        if not isinstance(statement, ast.FunctionDef) and "__main__" not in ast.unparse(
+            getattr(statement, "test", statement)
+        ):
+            for block in ("body", "orelse", "finalbody"):
+                yield from at_import(getattr(statement, block, []))
+
+
 def test_nothing_is_replaced_at_import():
     """In what other modules own: attributes, entries, registrations."""
     found = set()
     for name, tree in TREES.items():
         own = {target.id for statement in tree.body for target in written(statement) if isinstance(target, ast.Name)}
-        for statement in tree.body:
+        for statement in at_import(tree.body):
             if isinstance(statement, ast.Expr) and isinstance(call := statement.value, ast.Call):
                 found.add((name, ast.unparse(call.func)))
+            for each in [getattr(statement, "value", None), *getattr(statement, "decorator_list", [])]:
+                called = ast.unparse(each.func if isinstance(each, ast.Call) else each) if each is not None else ""
+                if re.search(r"(^|[._])(register|install|patch)(_\w+)?$", called):
+                    found.add((name, called))
             for target in written(statement):
                 if isinstance(target, ast.Attribute | ast.Subscript) and dotted(target.value) not in own:
                     found.add((name, ast.unparse(target)))
