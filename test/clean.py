@@ -7,7 +7,6 @@ from flatshard._composable.completion import UNTOUCHED
 from flatshard._composable.find import units_below
 from flatshard._composable.state import Unit
 from flatshard._config import Until
-from flatshard._handle.flat_param import FlatParam
 from flatshard._handle.lifetime import GradState
 from flatshard._handle.registrations import SHARDED
 
@@ -15,11 +14,6 @@ from flatshard._handle.registrations import SHARDED
 def storage_nbytes(tensor: torch.Tensor | None) -> int:
     """Bytes of what a tensor lies in; None has none."""
     return 0 if tensor is None else tensor.untyped_storage().nbytes()
-
-
-def resident_nbytes(flat: FlatParam) -> int:
-    """Bytes of parameter storage allocated now: the shard, and the unsharded buffer if it has its own storage."""
-    return storage_nbytes(flat.shard) + flat.unsharded.nbytes
 
 
 def units(model: nn.Module) -> list[Unit]:

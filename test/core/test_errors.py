@@ -25,7 +25,6 @@ from torch.distributed.tensor import distribute_tensor
 
 from flatshard import CustomPolicy, ShardingStrategy, describe, fully_shard
 from flatshard._composable.construct.renamed import OTHER_VALUES, SAME_VALUES
-from flatshard._composable.find import units_below
 from flatshard._composable.state import unit_of
 
 
@@ -168,7 +167,7 @@ def test_names_are_accepted():
     fully_shard(model, ignored_params={ignored}, **arguments)
     config = unit_of(model.blocks[0]).config
     assert (config.mixed_precision.param_dtype, config.cpu_offload.offload_params) == (BF16, True)
-    assert unit_of(model.blocks[1]).config.strategy is ShardingStrategy.SHARD_GRAD_OP
+    assert describe(model.blocks[1]).units[0].strategy == "SHARD_GRAD_OP"
     assert model.head.weight is ignored
 
 
@@ -187,7 +186,7 @@ def test_names_are_refused():
     for arguments, error in WRONG_NAMES:
         with pytest.raises(TypeError, match=error):
             fully_shard(model, **arguments)
-    assert not units_below(model)
+    assert type(model.head.weight) is nn.Parameter
 
 
 ODD: list[tuple[Callable[[], Any], type[Exception], str]] = [
@@ -235,7 +234,7 @@ def test_parameters_that_only_look_odd():
     model.num_replicates = 2
     model[1]._replicate = True
     fully_shard(model, policy={DDP})
-    assert [len(u.handle.flats[0].params) for u in units_below(model)] == [2, 2]
+    assert [len(u.flats[0].fqns) for u in describe(model).units] == [2, 2]
 
 
 @pytest.mark.parametrize("policy", [None, {nn.Linear}], ids=["one unit", "two units"])
@@ -274,7 +273,7 @@ def test_what_another_wrapper_manages(name: str):
     model.blocks[1] = WRAPPERS[name](model.blocks[1])
     with pytest.raises(ValueError, match=f"'blocks.1' is managed by {name} already: unwrap it, or pass it in ignored"):
         fully_shard(model)
-    assert not units_below(model)
+    assert type(model.head.weight) is nn.Parameter
     fully_shard(model, ignored_states=[model.blocks[1]])
     assert describe(model).numel == sum(p.numel() for p in Net(2).parameters())
 

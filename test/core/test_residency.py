@@ -26,7 +26,6 @@ from flatshard import (
     summon_full_params,
 )
 from flatshard._composable.features import whole_parameters
-from flatshard._composable.find import units_below
 from flatshard._trace import record_events
 from flatshard.tensors import ShardedParameter
 
@@ -34,7 +33,7 @@ STRATEGIES = (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, Shard
 
 
 def unsharded(model: nn.Module) -> list[str]:
-    return [u.fqn for u in units_below(model) if not u.handle.is_sharded]
+    return [u.fqn for u in describe(model).units if u.state == "unsharded"]
 
 
 def last_of_two(model: nn.Module) -> list[str]:
@@ -88,7 +87,7 @@ def test_what_is_no_value(fake_group):
         for call in (fully_shard, configure):
             with pytest.raises(ValueError, match=f"reshard_after_forward{message}"):
                 call(model if call is fully_shard else other, reshard_after_forward=value)
-        assert not units_below(model)
+        assert type(model.head.weight) is nn.Parameter
     with pytest.raises(ValueError, match=r"this Linear is part of unit 'blocks\.0', and not a unit itself"):
         configure(other.blocks[0].linear, reshard_after_forward=True)
     no_shard = ShardingStrategy.NO_SHARD
@@ -184,9 +183,10 @@ def test_on_entry_and_exit(ctx):
             assert torch.equal(model(x), expected)
         assert not [e for e in events if "gather" in e]
         assert not unsharded(model)
+        parts = [*model.parameters()]
         flatshard.unshard(model, recurse=True)
         with torch.no_grad():
-            for p in [p for u in units_below(model) for b in u.handle.flats for p in b.params]:
+            for p in parts:
                 p.mul_(0.5)
             with keep_unsharded(model):
                 assert not torch.equal(model(x), expected)
@@ -248,7 +248,7 @@ def test_full_precision_in_eval(ctx):
                 p.data.add_(1)
             assert model(x.double()).any()
             assert counted.call_count == 12
-        assert not any(u.claims for u in units_below(model))
+        check_clean(model)
     model.float().train()
     model(x).sum().backward()
 

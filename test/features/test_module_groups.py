@@ -21,7 +21,6 @@ from torch import Tensor, nn
 import flatshard
 import flatshard.fsdp2
 from flatshard import BackwardPrefetch, ShardingStrategy, fully_shard
-from flatshard._composable.state import unit_of
 from flatshard._trace import record_events
 
 GRAD_OP = ShardingStrategy.SHARD_GRAD_OP
@@ -218,9 +217,8 @@ def test_names(world):
     model, other = Model(), Model()
     pair = fully_shard([model.norm, model.head])
     assert pair[0] is model.norm
-    unit = unit_of(model.norm)
-    assert unit is unit_of(model.head)
-    assert [i.fqn for f in unit.handle.flats for i in f.layout.params] == ["0.weight", "0.bias", "1.weight"]
+    (unit,) = flatshard.describe(model).units
+    assert [f for flat in unit.flats for f in flat.fqns] == ["0.weight", "0.bias", "1.weight"]
     fully_shard(model, policy={Block})
     by_policy(other, None)
     for each in (model, other):
@@ -228,12 +226,12 @@ def test_names(world):
         assert [u.fqn for u in units] == ["", "blocks.0", "blocks.1", "norm, head"]
         assert units[-1].module == "Norm, Linear"
         assert [f for flat in units[-1].flats for f in flat.fqns] == ["norm.weight", "norm.bias", "head.weight"]
-    fully_shard(nn.Sequential(model, nn.Linear(2, 2)))
-    assert unit.fqn == "0.norm, 0.head"
+    outer = fully_shard(nn.Sequential(model, nn.Linear(2, 2)))
+    assert flatshard.describe(outer).units[-1].fqn == "0.norm, 0.head"
     assert flatshard.tensors.shard_info(model.head.weight).fqn == "0.head.weight"
     one = Model()
     fully_shard([one.norm])
-    assert unit_of(one.norm).module is one.norm
+    assert flatshard.describe(one).units[0].module == "Norm"
 
 
 @ranks(2)
@@ -242,7 +240,7 @@ def test_hooks_methods_and_copies(ctx):
     model = by_policy(copy.deepcopy(plain), ctx.group)
     flatshard.register_forward_method(model.norm, "extra")
     copied, alone = copy.deepcopy(model), copy.deepcopy(model.norm)
-    assert unit_of(copied.norm) is unit_of(copied.head) is not unit_of(model.norm)
+    assert flatshard.describe(copied) == flatshard.describe(model)
     x = torch.randn(2, WIDTH)
     called: list[nn.Module] = []
     for each in (model, copied):
@@ -291,7 +289,7 @@ def test_mistakes(world):
     refused("has a Linear, which is not a submodule of the Model", policy={(norm, nn.Linear(2, 2))})
     refused("'head', which is in ignored_states, too", policy={(norm, head)}, ignored_states=[head])
     refused("'head', which is in another tuple", policy=[(norm, head), (head, model.embed)])
-    assert not any(unit_of(m) for m in model.modules())
+    assert all(type(p) is nn.Parameter for p in model.parameters())
     fully_shard([norm, head])
     refused("this Linear is sharded already", [model.embed, head])
     refused("this Norm is sharded already", policy={Block, (norm, model.embed)})

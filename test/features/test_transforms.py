@@ -6,13 +6,13 @@ from typing import Any
 import pytest
 import torch
 import torch.autograd.forward_ad as forward_ad
+from clean import check_clean
 from on_ranks import ranks
 from parity import check_same_gradients, twins
 from torch import Tensor, nn
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vmap
 
 import flatshard
-from flatshard._composable.find import units_below
 from flatshard.tensors import ShardedParameter
 
 WIDTH = 6
@@ -39,7 +39,7 @@ def total(x: Tensor) -> Tensor:
 def is_as_before(model: nn.Module, plain: nn.Module) -> None:
     """Nothing was changed: the model computes and trains as ``plain`` does."""
     assert all(type(p) is ShardedParameter for p in model.parameters())
-    assert not any(u.claims for u in units_below(model))
+    check_clean(model)
     x = inputs()
     torch.testing.assert_close(model(x), plain(x))
     for each in (model, plain):

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from clean import check_clean
 from on_ranks import ranks
 from pairs import all_pairs
 from parity import check_same_gradients, step_all
@@ -202,7 +203,7 @@ def test_parameters_assigned_in_summon_full_params(ctx: Any) -> None:
             with pytest.raises(RuntimeError, match=why):  # noqa: SIM117
                 with summon_full_params(model, offload_to_cpu=offload):
                     setattr(model[0], name, model[2].bias if name == "bias" else other)
-        assert not any(unit.claims for unit in units_below(model))
+        check_clean(model)
         model(X).sum().backward()
         optimizer.step()
         assert (full_state_dict(model)["0.weight"] != 0.25).any()

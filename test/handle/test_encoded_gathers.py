@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 import flatshard
 from flatshard import MixedPrecision, ShardingStrategy, fully_shard
-from flatshard._composable.find import units_below
 
 
 def net(dtype: torch.dtype = torch.float64) -> nn.Module:
@@ -40,7 +39,7 @@ def test_trains_as_in_one_process(ctx: Any) -> None:
 
         def shard(model: nn.Module, group: Any, options: Any = options, is_cut: bool = not replicated) -> None:
             fully_shard(model, policy={Linear8}, process_group=group, **options)
-            kinds = {b.kind.compute_dtype for u in units_below(model) for b in u.handle.flats}
+            kinds = {f.compute_dtype for u in flatshard.describe(model).units for f in u.flats}
             assert (FLOAT8 in kinds) is is_cut
 
         check_parity(ctx, net, vectors, steps=3, dtype=None, shard=shard, replicated=replicated)
@@ -61,7 +60,7 @@ def test_one_byte_per_element_and_one_gather_of_scales(ctx: Any) -> None:
     model = fully_shard(net(torch.float32), policy={Linear8}, process_group=ctx.group, collectives=Counting)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     ((weight, bias),) = {
-        tuple(flat.unsharded.flat.nbytes for flat in unit.handle.flats) for unit in units_below(model)[1:]
+        tuple(f.padded_numel * f.compute_dtype.itemsize for f in u.flats) for u in flatshard.describe(model).units[1:]
     }
     assert WIDTH * WIDTH <= weight < WIDTH * WIDTH + 32
     scales = 3 * 4 * ctx.world_size
@@ -109,8 +108,8 @@ def test_changes(ctx: Any) -> None:
     torch.set_grad_enabled(False)
     before = model(x)
     model[0](x)  # has shared the scales of all, but they are outdated when the others are gathered
-    for unit in units_below(model)[1:]:
-        for p in unit.module.parameters():
+    for module in model:
+        for p in module.parameters() if isinstance(module, Linear8) else ():
             p.mul_(2)
     assert torch.equal(model[4](x), model[4](x))
     for p in model.parameters():

@@ -7,6 +7,7 @@ import contextlib
 import copy
 import functools
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -21,8 +22,7 @@ from torch.nn.utils import parametrizations
 
 import flatshard
 from flatshard import ShardingStrategy, fully_shard
-from flatshard._composable.find import units_below
-from flatshard._composable.state import Context, owner_of, unit_of
+from flatshard._composable.state import Context
 from flatshard.tensors import ShardedParameter, num_parameters
 
 STRATEGIES = (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD)
@@ -225,7 +225,7 @@ def test_a_tied_parameter_that_an_earlier_call_sharded(ctx) -> None:
     for parts, policy in ((("embed", "head", "body"), None), (("embed", ""), None), (("embed", ""), {nn.Linear})):
         ctx.note(f"{parts}, policy {policy}")
         model = check(ctx, Case(Lm, inputs=tokens), functools.partial(shard, parts, policy)).sharded
-        assert owner_of(model.embed.weight) is unit_of(model.embed)
+        assert flatshard.describe(model.embed).numel == math.prod(flatshard.full_shape(model.embed.weight))
         assert model.head.weight is model.embed.weight
 
 
@@ -323,7 +323,7 @@ def test_ignored_states_stay_whole_with_local_gradients(ctx):
     before = [(p, p.data_ptr(), p.shape, nn.Parameter) for p in ignored]
     fully_shard(model, policy={models.Mlp}, process_group=ctx.group, ignored_states=[model[1], model[0].up.weight])
     assert [(p, p.data_ptr(), p.shape, type(p)) for p in ignored] == before
-    assert len(units_below(model)) == 3  # the root and two of the blocks
+    assert len(flatshard.describe(model).units) == 3  # the root and two of the blocks
     x = vectors(0, ctx.world_size).double()
     mine = x[ctx.rank : ctx.rank + 1]
     for other, part in ((local, mine), (whole, x), (model, mine)):

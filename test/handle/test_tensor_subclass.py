@@ -16,7 +16,6 @@ from torch.utils import _pytree as pytree
 
 import flatshard
 from flatshard import MixedPrecision, ShardingStrategy, full_shape, fully_shard
-from flatshard._composable.find import units_below
 from flatshard.tensors import ShardedParameter
 
 WIDTH = 7
@@ -185,8 +184,7 @@ def test_bytes_travel_and_only_adapters_have_gradients(ctx) -> None:
         block.base.bias.data = block.base.bias.data.bfloat16()
     for options in ({}, {"layout": flatshard.layouts.Whole(math.inf)}):
         model = made(ctx, copy.deepcopy(plain), policy={Adapted}, **options)
-        flats = units_below(model)[1].handle.flats
-        found = [(b.kind.dtype, b.layout.numel, any(b.requires_grad)) for b in flats]
+        found = [(f.dtype, f.numel, f.trainable) for f in flatshard.describe(model).units[1].flats]
         assert found == [(torch.uint8, 108, False), (torch.bfloat16, 7, True), (torch.float32, 28, True)]
         weight = model[0].base.weight
         assert type(weight) is ShardedParameter
@@ -256,7 +254,7 @@ def test_gradients_and_hooks_after_a_change_of_dtype(ctx) -> None:
 
 
 def kinds(model: nn.Module) -> set[tuple[torch.dtype, torch.dtype]]:
-    return {(b.kind.dtype, b.kind.compute_dtype) for u in units_below(model) for b in u.handle.flats}
+    return {(f.dtype, f.compute_dtype) for u in flatshard.describe(model).units for f in u.flats}
 
 
 @ranks(2)
