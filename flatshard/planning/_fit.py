@@ -25,7 +25,7 @@ from flatshard._config import MixedPrecision, ShardingStrategy
 from flatshard.planning._arguments import default_loss, largest, parse_bytes, ranks_of, repeated
 from flatshard.planning._chooser import Sums, cheapest, peaks_along
 from flatshard.planning._fitted import Fit, GivenUp, UnitFit, Unlimited, names_in_short
-from flatshard.planning._on_host import best_on_host, copied_nbytes, fewest_on_host
+from flatshard.planning._on_host import best_on_host, copied_for, copied_nbytes, fewest_on_host
 from flatshard.planning._optimizer import OptimizerChoice
 from flatshard.planning._program import StepOptions
 from flatshard.planning._records import Ranks
@@ -518,13 +518,15 @@ class _Search:
         found = []
         timeline, costs = self._timeline(setting), self._costs(setting)
         steps = list(steps_between(self.start, choices, timeline.order))
+        plans = {unit.fqn: unit for unit in self.plan(setting, choices).units}
         done = list(self.start)
         for (unit, keeps), peak in zip(steps, peaks_along(timeline, self.start, steps, self.recomputes), strict=True):
             cost = costs.of(unit, keeps) - costs.of(unit, done[unit])
             what = "activations" if keeps.recomputes != done[unit].recomputes else _STAYS[keeps.stays]
             more, again = (0.0, costs.flops[unit]) if what == "activations" else (cost, 0.0)
             name = self.names[unit]
-            copied = round(more / max(1, self.ranks.shards - 1)) if self._is_on_host(name, setting) else 0
+            gathered = more * self.ranks.shards / max(1, self.ranks.shards - 1)
+            copied = round(copied_for(plans[name], gathered)) if self._is_on_host(name, setting) else 0
             done[unit] = keeps
             found.append(GivenUp(name, _GIVES[what], peak, round(more), copied, round(again)))
         return [*found[:-1], found[-1]._replace(peak=self.peak(setting, choices))]

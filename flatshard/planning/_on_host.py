@@ -10,9 +10,10 @@ begins with units that need not come from the host. If it is not enough that all
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 
-from flatshard.planning._report import Plan
+from flatshard.planning._report import Plan, UnitPlan
 
 FEW = 16
 """Units, up to which it is tried to leave out each of them."""
@@ -61,8 +62,15 @@ def fewest_on_host(
 
 
 def copied_nbytes(plan: Plan, units: Collection[str] | None) -> int:
-    """Bytes between host and device in a step, if ``units`` are on the host: parts to gather, and reduced gradients. None:
-    all are."""
-    kinds = "all-gather", "reduce-scatter"
-    those = [c for c in plan.collectives if c.kind in kinds and (units is None or c.unit in units)]
-    return sum(collective.nbytes // collective.ranks for collective in those)
+    """Bytes between host and device in a step, if ``units`` are on the host: parts to gather, and gradients, which are
+    reduced once. None: all are."""
+    gathered: Counter[str] = Counter()
+    for each in plan.collectives:
+        gathered[each.unit] += each.nbytes * (each.kind == "all-gather")
+    those = [unit for unit in plan.units if units is None or unit.fqn in units]
+    return round(sum(copied_for(unit, gathered[unit.fqn]) + unit.gradient_nbytes for unit in those))
+
+
+def copied_for(unit: UnitPlan, gathered: float) -> float:
+    """Bytes that are copied so that so many are gathered. A part is copied as it is kept, and cast on the device."""
+    return unit.shard_nbytes * gathered / max(1, unit.unsharded_nbytes)

@@ -34,7 +34,7 @@ from flatshard._composable.reduction_queue import ReductionQueue
 from flatshard._handle.unit_gradients import UnitGradients
 from flatshard._mesh_runtime import MeshRuntime
 from flatshard.layouts import Blocks, Layout, Rows, Whole
-from flatshard.planning import Memory, Plan
+from flatshard.planning import Memory, Plan, _on_host
 from flatshard.planning._recording import Books, MadeOnce, Recorder
 
 FULL, GRAD_OP, NO_SHARD = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD
@@ -599,3 +599,12 @@ def test_a_step_on_the_host_takes_nothing_on_the_device():
     planned = plan(model, policy=policy, world_size=2, optimizer=torch.optim.AdamW, compare=False)
     taken = [sample.device.activations for sample in planned.samples if sample.phase == "optimizer"]
     assert 0 < max(taken) <= 2 * 4 * 8 * 8
+
+
+def test_a_part_on_the_host_is_copied_as_it_is_kept():
+    """In float32, and cast on the device; gradients as well."""
+    model, mixed = nn.Sequential(*[nn.Linear(64, 64) for _ in range(3)]), MixedPrecision(torch.bfloat16)
+    planned = plan(model, policy={nn.Linear}, world_size=2, mixed_precision=mixed, cpu_offload=True, compare=False)
+    unit = next(unit for unit in planned.units if unit.fqn == "1")
+    assert unit.gradient_nbytes == unit.shard_nbytes >= 4 * 64 * 65 // 2
+    assert _on_host.copied_nbytes(planned, ["1"]) == 3 * unit.shard_nbytes  # gathered twice
