@@ -242,6 +242,7 @@ def test_words_of_few_modules():
 
 
 WRITING_METHODS = {"pop", "update", "setdefault", "clear", "popitem", "__setitem__", "__delitem__"}
+CHANGING_METHODS = {*WRITING_METHODS, "append", "appendleft", "popleft", "extend", "insert", "remove", "add", "discard"}
 
 
 def test_only_slots_registers_parameters():
@@ -363,17 +364,29 @@ def attributes_of_the_core() -> dict[str, set[str]]:
 
 
 def writers() -> Iterator[tuple[str, str, bool]]:
-    """(attribute, module, whether it is another's) for each attribute that a function assigns. Constructors declare."""
+    """(attribute, module, whether it is another's) for each attribute that a function assigns, or whose list, set or dict it
+    changes. Constructors declare.
+    """
     for name in [n for n in TREES if package_of(n) in (*CORE, "_composable.features", "_comm.monitor")]:
         for function in functions(TREES[name]):
             for node in ast.walk(function):
                 target = node.value if isinstance(node, ast.Subscript) else node
                 stores = isinstance(getattr(node, "ctx", None), ast.Store | ast.Del)
+                if isinstance(node, ast.Call) and getattr(node.func, "attr", "") in CHANGING_METHODS:
+                    target, stores = node.func.value, True
                 if stores and isinstance(target, ast.Attribute):
                     base = dotted(target.value)
                     if (base == "self" and function.name in ("__init__", "_reset")) or function.name == "__deepcopy__":
                         continue
                     yield target.attr, name, base != "self"
+
+
+MANY_WRITERS = {
+    "checks",  # what features ask before a unit's parameters are used: each adds its own
+    "claims",  # each is added and removed by who has it
+    "gradients",  # `discard` is a method of ours
+    "registrations",  # so is `add`; and while units are planned it is a list
+}
 
 
 def test_no_two_files_write_one_attribute():
@@ -383,8 +396,8 @@ def test_no_two_files_write_one_attribute():
             found.setdefault(attribute, set()).add(name)
         if is_foreign and name not in owners.get(attribute, ()):
             foreign.add(attribute)
-    several = {a: names for a, names in found.items() if len(names) > 1 and a in foreign and a in owners}
-    assert not several
+    several = {a for a, names in found.items() if len(names) > 1 and a in foreign and a in owners}
+    assert several == MANY_WRITERS
 
 
 ASKS_WHO_CALLS = {
