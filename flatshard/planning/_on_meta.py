@@ -6,7 +6,8 @@ the same, but what follows is not: ``contiguous()`` copies or does not, and auto
 strides are not those of the weight. Backward has this rule on meta, too. Over one dimension they are contiguous, unless the
 weight is channels-last. Over three it depends on the kernel that is chosen. Neither is recorded: they stay contiguous.
 
-Group norm keeps channels-last on a CPU, and is contiguous on other devices; on meta it has strides like its input's.
+Group norm keeps channels-last on a CPU, and is contiguous on other devices; on meta it has strides like its input's. Torch
+2.13 makes its input contiguous on meta before anything here can tell: such a plan for a CPU counts one more copy of it.
 Products of groups of matrices are computed in fp32, too, but on meta they are refused.
 """
 

@@ -33,6 +33,7 @@ from flatshard._composable.hooks import UnitHooks
 from flatshard._composable.reduction_queue import ReductionQueue
 from flatshard._handle.unit_gradients import UnitGradients
 from flatshard._mesh_runtime import MeshRuntime
+from flatshard._torch import VERSION
 from flatshard.layouts import Blocks, Layout, Rows, Whole
 from flatshard.planning import Memory, Plan, _on_host
 from flatshard.planning._recording import Books, MadeOnce, Recorder
@@ -474,7 +475,7 @@ def test_norms_and_groups_of_matrices_are_those_of_a_cpu():
         products.append(torch._grouped_mm(whole.t(), whole, ends))
         return [(t.shape, t.stride()) for t in (normed, grad, *products)]
 
-    for image in (last, last.contiguous(), turned):
+    for image in (last.contiguous(), turned, *([last] if VERSION > (2, 13) else [])):  # 2.13: see the package's note
         given = image, torch.ones(8, 8), torch.ones(2, 8, 8)
         expected = strides(*[t.clone() for t in given])
         with Books(Recorder(), MadeOnce("cpu")):
