@@ -13,6 +13,7 @@ import functools
 
 import torch
 
+from flatshard._comm.backends import Take
 from flatshard._comm.collectives import CollectivesFactory, Done, Pending
 from flatshard._comm.progress import GATHER, REDUCE, Label
 from flatshard._runtime import Runtime, holding
@@ -25,6 +26,7 @@ class MeshRuntime(Runtime):
         """``every``: of all ranks, in the order of the note."""
         super().__init__(every.peers, inner.collectives)
         self.monitor = None  # each axis has one of its own
+        self.takes = False  # the second gather reads what the first one wrote
         self.inner, self.outer = inner, outer
         assert self.rank == inner.rank * outer.world_size + outer.rank
 
@@ -46,7 +48,10 @@ class MeshRuntime(Runtime):
         """Of what is gathered over all ranks: what this rank has once the outer axis is gathered."""
         return output.view(self.inner.world_size, -1)[self.inner.rank]
 
-    def all_gather(self, output: torch.Tensor, shard: torch.Tensor, label: Label, again: bool = False) -> Pending:
+    def all_gather(
+        self, output: torch.Tensor, shard: torch.Tensor, label: Label, again: bool = False, take: Take | None = None
+    ) -> Pending:
+        assert take is None
         if self.outer.world_size == 1:
             return self.gather_inner(output, shard, label, again)
         if self.inner.world_size == 1:

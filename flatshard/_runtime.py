@@ -45,7 +45,7 @@ from typing import Any, ClassVar, Literal, NoReturn, Protocol
 import torch
 import torch.distributed as dist
 
-from flatshard._comm.backends import Addressed, BuiltinCollectives, builtin_collectives
+from flatshard._comm.backends import Addressed, BuiltinCollectives, Take, builtin_collectives
 from flatshard._comm.collectives import Collectives, CollectivesFactory, Pending, settle
 from flatshard._comm.progress import EXCHANGE, GATHER, NUMBERS, REDUCE, Issued, Label, Progress, describe_place, here
 from flatshard._comm.rank_group import RankGroup
@@ -361,6 +361,7 @@ class Runtime(RankGroup):
         super().__init__(peers.device, self._builtin.rank, self._builtin.size, peers.number)
         self.host, self.progress, self.monitor, self.streams = peers.host, peers.progress, peers.monitor, peers.streams
         self.collectives: Collectives = collectives or self._builtin
+        self.takes: bool = getattr(self.collectives, "takes", False)  # see ``BuiltinCollectives``
 
     @classmethod
     def of(cls, group: dist.ProcessGroup, device: torch.device) -> Runtime:
@@ -460,9 +461,17 @@ class Runtime(RankGroup):
 
     # -- collectives -------------------------------------------------------------------------------------------------
 
-    def all_gather(self, output: torch.Tensor, shard: torch.Tensor, label: Label, again: bool = False) -> Pending:
-        """``label``: the unit. ``again``: the backward gathers parameters that the forward has already gathered."""
-        return self._issue("all-gather", GATHER, label, self.collectives.all_gather, output, shard, again=again)
+    def all_gather(
+        self, output: torch.Tensor, shard: torch.Tensor, label: Label, again: bool = False, take: Take | None = None
+    ) -> Pending:
+        """``label``: the unit. ``again``: the backward gathers parameters that the forward has already gathered.
+
+        ``take``: see ``BuiltinCollectives.takes``.
+        """
+        start: Callable[..., Pending] = self.collectives.all_gather
+        if take is not None:
+            start = functools.partial(start, take=take)
+        return self._issue("all-gather", GATHER, label, start, output, shard, again=again)
 
     def reduce_scatter(self, output: torch.Tensor, input: torch.Tensor, label: Label) -> Pending:
         return self._issue("reduce-scatter", REDUCE, label, self.collectives.reduce_scatter, output, input)

@@ -11,7 +11,9 @@ A payload is read in one pass: a gather copies it to its place, a reduction adds
 
 [Note: What is copied before it is sent]
 The input of a reduction lies in the segment from the start (``lend``), as nobody but flatshard writes there: it is not
-copied. A gather copies this rank's shard to the segment. A shard may not be read where it lies: an optimizer, a hook or any
+copied. A gather copies this rank's shard to the segment, cast if needed, and all parts from the segments when it is waited
+for. So what it fills needs no memory before (``BuiltinCollectives.takes``): a unit that is gathered ahead takes one shard of
+the segment. A shard may not be read where it lies: an optimizer, a hook or any
 code of the user may write there as soon as the gather has been issued, and must not wait for other ranks. Nor may this
 rank's part of the gathered values, which the module may change.
 
@@ -479,10 +481,12 @@ def through_memory(
     return by_messages() if known is None else known.when_met(by_messages)
 
 
-def lend_memory(collectives: GlooCollectives, numel: int, dtype: torch.dtype) -> torch.Tensor | None:
-    """See ``GlooCollectives._lend_memory``."""
+def lend_memory(
+    collectives: GlooCollectives, numel: int, dtype: torch.dtype, to_all: bool = False
+) -> torch.Tensor | None:
+    """See ``GlooCollectives._lend_memory``. ``to_all``: every rank reads all of it, and not each its part."""
     memory = SharedMemory.known(collectives)
-    is_large = 0 < _config.SHARED_MEMORY * collectives.size <= numel * dtype.itemsize
+    is_large = 0 < _config.SHARED_MEMORY * (1 if to_all else collectives.size) <= numel * dtype.itemsize
     # While ranks meet, the thread takes memory of the segment.
     if memory is None or memory._own is None or not (is_large and memory._have_met.is_set() and memory._readers):
         return None

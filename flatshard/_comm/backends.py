@@ -57,8 +57,12 @@ Receive = Callable[[int], torch.Tensor]
 ThroughMemory = Callable[["GlooCollectives", Sequence[torch.Tensor], Receive, int, Then | None], Pending]
 """Does what ``GlooCollectives._by_messages`` does, with large payloads by memory that ranks of one host share."""
 
-LendMemory = Callable[["GlooCollectives", int, torch.dtype], torch.Tensor | None]
-"""What ``GlooCollectives._lend_memory`` is: called with the collectives, a number of elements and their dtype."""
+LendMemory = Callable[["GlooCollectives", int, torch.dtype, bool], torch.Tensor | None]
+"""What ``GlooCollectives._lend_memory`` is: called with the collectives, a number of elements, their dtype, and whether
+every rank reads all of them, or each its part."""
+
+Take = Callable[[], object]
+"""Allocates a tensor's memory. It may be called again."""
 
 
 class BuiltinCollectives(Collectives):
@@ -74,6 +78,9 @@ class BuiltinCollectives(Collectives):
     """Whether ``all_gather`` also takes a shard outside of ``output``, and copies it there. Saves some callers a copy."""
     widens = False
     """Whether ``reduce_scatter`` also takes an input of a narrower dtype than the output's, and adds in the output's."""
+    takes = False
+    """Whether ``all_gather`` has a fourth argument, ``take``, which allocates the memory of ``output``: then ``output`` has
+    none before, and ``shard`` may be of another dtype."""
     imitates = False
     """Whether the other ranks are imitated: there is nobody to wait for, or to differ from."""
     compared: tuple[int, ...] = (GATHER, REDUCE)
@@ -183,19 +190,43 @@ class GlooCollectives(BuiltinCollectives):
         group: the ranks to communicate among. It is held weakly.
     """
 
-    out_of_place = widens = True
+    out_of_place = widens = takes = True
 
     _through_memory: ClassVar[ThroughMemory | None] = None
     """Does what ``_by_messages`` does, or calls it: see ``_shared_memory.py``. None: there is none."""
     _lend_memory: ClassVar[LendMemory | None] = None
-    """Lends memory for so many elements, the input of a reduction, which ranks read where it lies: nobody writes there after
+    """Lends memory for so many elements, the input of a collective, which ranks read where it lies: nobody writes there after
     it was issued. It is in use as long as a tensor lies in it. Returns None if there is none to lend."""
 
-    def all_gather(self, output: torch.Tensor, shard: torch.Tensor, label: Label | None = None) -> Pending:
+    def all_gather(
+        self, output: torch.Tensor, shard: torch.Tensor, label: Label | None = None, take: Take | None = None
+    ) -> Pending:
+        """See :class:`Collectives`, and ``takes``."""
+        if take is not None:
+            if self._lend_memory is not None:
+                sent = self._lend_memory(shard.numel(), output.dtype, True)
+                if sent is not None:
+                    return self._gather_late(output, sent.copy_(shard), label, take)
+            take()
         rows = output.view(self.size, -1).unbind()
         if rows[self.rank].data_ptr() != shard.data_ptr():
             rows[self.rank].copy_(shard)  # and sent from there: the shard may change before the send has ended
         return self._exchange([rows[self.rank]] * self.size, rows.__getitem__, label, GATHER)
+
+    def _gather_late(self, output: torch.Tensor, sent: torch.Tensor, label: Label | None, take: Take) -> Pending:
+        """``all_gather`` of what lies in memory that was lent: ``output`` is filled, and its memory taken, when it is waited
+        for. Messages need it earlier.
+        """
+
+        def receive(rank: int) -> torch.Tensor:
+            take()
+            return output.view(self.size, -1)[rank]
+
+        def place(parts: Sequence[torch.Tensor]) -> None:
+            for rank, part in enumerate(parts):
+                receive(rank).copy_(part)
+
+        return self._exchange([sent] * self.size, receive, label, GATHER, place)
 
     def reduce_scatter(self, output: torch.Tensor, input: torch.Tensor, label: Label | None = None) -> Pending:
         """See :class:`Collectives`. 16-bit inputs are summed in float32."""

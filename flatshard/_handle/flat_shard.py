@@ -350,6 +350,8 @@ class FlatShard:
         if self.is_whole:
             target.allocate(shard)
             return runtime.issued(Done())
+        if runtime.takes and (take := target.later()) is not None:
+            return runtime.all_gather(target.wire, shard, self.ranks.label, again, take)
         fits = kept is None and self.kind.dtype is self.kind.compute_dtype
         as_it_is = fits and getattr(runtime.collectives, "out_of_place", False)
         target.allocate(None if as_it_is else shard)

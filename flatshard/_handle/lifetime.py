@@ -3,7 +3,8 @@
 Parameters, in terms of memory:
 
 - SHARDED      only the local shard exists; the unsharded buffer has no storage.
-- UNSHARDING   the unsharded buffer has storage, and an all-gather is writing to it: it must not be read.
+- UNSHARDING   an all-gather is writing to the unsharded buffer, which must not be read. It has storage, at the latest when
+               the all-gather is waited for.
 - UNSHARDED    the unsharded buffer holds every parameter: which values, a :class:`UnshardedStamp` says.
 
 Gradients between a unit's first gradient and the end of its reduction:

@@ -60,7 +60,7 @@ class ReductionInput:
         """Allocate the memory, and zero the padding. ``collectives``: those that reduce it."""
         new = self._new(dtype) if self._of.is_whole else None
         if new is None and self._pool is None and (lend := getattr(collectives, "_lend_memory", None)) is not None:
-            new = lend(self._layout.padded_numel, dtype)
+            new = lend(self._layout.padded_numel, dtype, False)
         if new is not None:
             self.flat = new
             self.views, self.gaps = views_of(self.flat, self._layout)

@@ -152,6 +152,20 @@ class UnshardedBuffer:
         if shard is not None:
             self.own.copy_(shard)
 
+    def later(self) -> Callable[[], None] | None:
+        """``allocate(None)``, to be called by who fills the storage. None: it must be allocated first."""
+        flat, buffer = self.flat, self._buffer
+        if buffer is None or self._pool is not None or self.wire is not flat:
+            return None
+
+        def take() -> None:
+            assert self.flat is flat
+            assert self._buffer is not None
+            if self._buffer.user is not self or not self._storage.nbytes():  # a storage that is resized anew is copied
+                self._buffer.take(self)
+
+        return take
+
     def free(self) -> None:
         """Free the storage. Views stay valid as objects; their values are undefined until the next ``allocate``."""
         if self._buffer is not None and self._buffer.user is self:

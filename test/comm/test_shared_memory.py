@@ -27,6 +27,9 @@ from torch import Tensor
 import flatshard
 from flatshard import ShardingStrategy, _config, _shared_memory, fully_shard
 from flatshard._comm.backends import GlooCollectives
+from flatshard._composable.find import units_below
+from flatshard._handle.pool import FlatBuffer
+from flatshard._handle.unsharded import UnshardedBuffer
 from flatshard._shared_memory import _FIRST_BYTES, SharedMemory, lend_memory
 
 NUMEL = 1037
@@ -340,19 +343,64 @@ def test_inputs_of_reductions_are_read_where_they_lie(ctx) -> None:
 
 @ranks(2)
 def test_gradients_are_copied_to_where_they_are_read(ctx) -> None:
-    real, lent = _shared_memory._Segment.lend, list[Tensor]()
+    lent = list[Any]()
 
-    def lend(self: Any, numel: int, dtype: torch.dtype) -> Tensor:
-        lent.append(real(self, numel, dtype))
-        return lent[-1]
+    def lend(self: Any, numel: int, dtype: torch.dtype, to_all: bool) -> Tensor | None:
+        found = lend_memory(self, numel, dtype, to_all)
+        lent.extend([] if to_all else [found])
+        return found
 
     with sharing(), pytest.MonkeyPatch.context() as patch:
         model = fully_shard(Net(blocks=3), policy={Block}, process_group=ctx.group)
         model(make_input(0, 2)).sum().backward()
-        patch.setattr(_shared_memory._Segment, "lend", lend)
+        patch.setattr(GlooCollectives, "_lend_memory", lend)
         model(make_input(0, 2)).sum().backward()
     assert len(lent) == len(flatshard.describe(model).units)
     assert all(each.abs().sum() > 0 for each in lent)
+
+
+@pytest.mark.parametrize("least", [1, 0])
+@ranks(2)
+def test_a_gather_takes_its_memory_when_it_is_waited_for(ctx, least: int) -> None:
+    with sharing(least):
+        collectives = GlooCollectives(new_group(2))
+        for dtype, is_late in ((torch.float32, False), (torch.bfloat16, least > 0), (torch.float32, least > 0)):
+            output, shard = torch.empty(2 * NUMEL, dtype=dtype), torch.full((NUMEL,), 1.0 + ctx.rank)
+            memory, nbytes = output.untyped_storage(), output.nbytes
+            memory.resize_(0)
+            pending = collectives.all_gather(output, shard, None, lambda: memory.resize_(nbytes))  # noqa: B023
+            assert memory.nbytes() == (0 if is_late else nbytes)  # ranks have not met before the first one
+            shard.zero_()  # it is the caller's again
+            dist.barrier(ctx.group)
+            beside = collectives.all_gather(torch.empty(2 * NUMEL), shard)
+            pending.wait()
+            beside.wait()
+            assert output.view(2, -1).float().mean(1).tolist() == [1, 2]
+
+
+@ranks(2)
+def test_units_ahead_take_no_memory(ctx) -> None:
+    ahead, taken, gathers, real = list[int](), list[Any](), list[Any](), (FlatBuffer.take, GlooCollectives.all_gather)
+
+    def look(*_: Any) -> None:
+        handles = [unit.handle for unit in units_below(model)]
+        ahead.extend(
+            flat.unsharded.nbytes for h in handles if h.lifetime.params.name == "UNSHARDING" for flat in h.flats
+        )
+
+    with sharing(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FlatBuffer, "take", lambda *args: (taken.append(args[1]), real[0](*args)))
+        patch.setattr(GlooCollectives, "all_gather", lambda *args, **kw: (gathers.extend(kw), real[1](*args, **kw))[1])
+        model = fully_shard(Net(blocks=4), policy={Block}, process_group=ctx.group)
+        for module in model.modules():
+            if isinstance(module, Block):
+                module.register_full_backward_pre_hook(look)
+                module.register_forward_pre_hook(look)
+        for _ in range(2):
+            del ahead[:], taken[:], gathers[:]
+            model(make_input(0, 2)).sum().backward()
+    assert {*ahead} == {0}
+    assert len([each for each in taken if isinstance(each, UnshardedBuffer)]) == len(gathers) > 4
 
 
 # -- training --------------------------------------------------------------------------------------------------------

@@ -79,6 +79,9 @@ class EncodedBuffer(UnshardedBuffer):
         else:
             super().allocate(shard)
 
+    def later(self) -> None:
+        """See ``UnshardedBuffer``: what is sent is encoded into the storage."""
+
     def encode(self, shard: torch.Tensor, output: torch.Tensor) -> None:
         """Encode ``shard`` into ``output``. The parameters that modules see get their scales."""
         flat = self._of
