@@ -328,6 +328,9 @@ class Peers:
     _numbers: ClassVar[weakref.WeakKeyDictionary[dist.ProcessGroup, dict[torch.device, int]]] = (
         weakref.WeakKeyDictionary()
     )
+    _made: ClassVar[
+        weakref.WeakKeyDictionary[dist.ProcessGroup, dict[torch.device, dict[CollectivesFactory, Collectives]]]
+    ] = weakref.WeakKeyDictionary()
 
     @classmethod
     def of(cls, group: dist.ProcessGroup, device: torch.device) -> Peers:
@@ -345,7 +348,8 @@ class Peers:
             host = None if on_cpu else torch.device("cpu")
             numbers = cls._numbers.setdefault(group, {})
             number = numbers[device] if device in numbers else RankGroup.next_number()
-            found = cls(builtin, device, Streams.of(device), host, progress, monitor, number)
+            made = cls._made.setdefault(group, {}).setdefault(device, {})
+            found = cls(builtin, device, Streams.of(device), host, progress, monitor, number, made)
             known[device], numbers[device] = found, number
         return found
 

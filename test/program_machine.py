@@ -441,6 +441,9 @@ class Machine:
         self.outcomes: list[str] = []
         self.counts: Counter[str] = Counter()
         self.interrupted = False  # a forward, and nothing has cleaned up since
+        self.models: list[
+            set[int]
+        ] = []  # numbers of twins that a backward has reached together, while some held gradients
         self.folders = 0
         for number in range(program.models):
             twin = Twin(number, 0, program.shardings[0], self.ranks[0])
@@ -890,7 +893,13 @@ class Machine:
             if not self._holds_back(twin):
                 twin.reduce_held(list(twin.synced))
         groups = {unit.context for loss in losses for unit in loss.twin.units}
+        involved = {loss.twin.number for loss in losses}
+        if any(twin.held for twin in self._alive):
+            involved |= {number for model in self.models if model & involved for number in model}
+            self.models = [*(model for model in self.models if not model & involved), involved]
         for twin in self._alive if brought else ():
+            if twin.number not in involved:
+                continue
             mine = [unit for unit, synced in twin.synced.items() if synced]
             twin.reduce_held([unit for unit in mine if unit < 0 or twin.units[unit].context in groups])
 

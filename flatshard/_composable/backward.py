@@ -218,9 +218,15 @@ class Backward:
         self._complete_all([u for u in self._queue.units() if u.completion.task == task], brings_gradients)
         if self._tasks:
             return
-        if brings_gradients:  # gradients held by earlier backwards are reduced now, even if this one added none to them
-            held = (unit for unit in self._queue.units() if unit.handle.gradients.wants_reduction)
-            self._ready.update(unit for unit in held if unit.handle.gradients.reduces)
+        held = [unit for unit in self._queue.units() if unit.handle.gradients.wants_reduction]
+        if held:
+            for unit in self._reached:
+                unit.tree.join(self._reached[0].tree)
+        if (
+            brings_gradients
+        ):  # what its model holds of earlier backwards is reduced now, even if this one added none to it
+            mine = {unit.tree.model for unit in self._reached[:1]}
+            self._ready.update(u for u in held if u.handle.gradients.reduces and u.tree.model in mine)
         self._queue.reduce_all(self._ready)
         if brings_gradients:
             self._reduce_held_inside()

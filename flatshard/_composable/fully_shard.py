@@ -27,7 +27,7 @@ from flatshard._composable.construct.renamed import check_named, renamed
 from flatshard._composable.extensions import Extension, extensions
 from flatshard._composable.find import units_below
 from flatshard._composable.hooks import UnitHooks
-from flatshard._composable.state import Context, ModuleGroup, Unit, owner_of, set_unit
+from flatshard._composable.state import Context, ModuleGroup, ModuleTree, Unit, owner_of, set_unit
 from flatshard._composable.unit_config import MeshChoice, UnitConfig
 from flatshard._config import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from flatshard._errors import InternalError
@@ -205,6 +205,9 @@ def fully_shard(
         made = build(choice, context, runtime, runtimes, pools, values.prepare)
         install(root, choice, made, extensions())
     validate.warn_of_old_parameters(planned)
+    tree = ModuleTree()
+    for unit_below in units_below(root):
+        unit_below.tree = tree
     below = [unit for unit in units_below(root) if unit.module not in made]
     for unit_below in below:  # units of earlier calls have FQNs that start further in
         unit_below.rename(names)

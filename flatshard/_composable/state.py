@@ -72,6 +72,32 @@ _owners_of_copies: MutableMapping[nn.Parameter, weakref.ref[Unit]] = WeakIdKeyDi
 made_units: weakref.WeakValueDictionary[int, Unit] = weakref.WeakValueDictionary()  # by their id, in order of creation
 
 
+class ModuleTree:
+    """The units of one module tree, and of those that a backward has reached together with it: a model. What it holds
+    (``no_sync``) is reduced by a backward of its own, and not by that of another model: it may be gone on some ranks.
+    rank_group.py, [Note: Ranks collect garbage at different times]
+    """
+
+    __slots__ = ("_with",)
+
+    def __init__(self) -> None:
+        self._with: ModuleTree | None = None  # another of the same model
+
+    @property
+    def model(self) -> ModuleTree:
+        """The one tree that stands for all of the model."""
+        tree = self
+        while tree._with is not None:
+            tree = tree._with
+        return tree
+
+    def join(self, other: ModuleTree) -> None:
+        """Be of one model with ``other``."""
+        mine, theirs = self.model, other.model
+        if mine is not theirs:
+            mine._with = theirs
+
+
 class ModuleGroup(nn.ModuleList):
     """The modules that are one unit together. Such a group is not in the user's module tree, and is never called."""
 
@@ -83,6 +109,7 @@ class Unit:
         self, module: nn.Module, handle: FlatParamHandle, context: Context, runtime: Runtime, config: UnitConfig
     ) -> None:
         self.module = module  # or a `ModuleGroup`
+        self.tree = ModuleTree()  # that of the outermost call of `fully_shard`
         self.handle = handle
         self.context = context
         self.runtime = runtime  # of the ranks that the call of `fully_shard` has sharded over
@@ -229,6 +256,7 @@ class Unit:
         result.forward_targets = copy.deepcopy(self.forward_targets, memo)
         result.backward_targets = copy.deepcopy(self.backward_targets, memo)
         result.module = module
+        result.tree = copy.deepcopy(self.tree, memo)
         result.handle = copy.deepcopy(self.handle, memo)
         result.needs = tuple(copy.deepcopy(unit, memo) for unit in self.needs)
         result.completion = Completion(result.handle.ranks.label)

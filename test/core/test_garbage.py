@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from models import Block, Net
 from on_ranks import ranks
+from recording import Recording
 from torch import nn
 
 import flatshard
@@ -55,6 +56,12 @@ def test_a_skipped_unit_keeps_no_tensors(fake_group):
         gc.enable()
 
 
+class Meeting(Recording):
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        super().__init__(group, device)
+        dist.barrier(group)
+
+
 def train_with_static_buffers(group: Any) -> nn.Module:
     """Runs the blocks in another order, in which a unit that is gathered ahead may find its buffer taken."""
     model = Net(6, width=4, inputs=4, outputs=4)
@@ -88,6 +95,20 @@ def retain_a_graph_and_build_one(group: Any) -> nn.Module:
     return model
 
 
+def accumulate(group: Any) -> nn.Module:
+    """Goes before its last microbatch comes."""
+    model = flatshard.fully_shard(nn.Linear(3, 3), process_group=group)
+    model(torch.ones(2, 3)).sum().backward()
+    with flatshard.no_sync(model):
+        model(torch.ones(2, 3)).sum().backward()
+    return model
+
+
+def with_collectives_that_meet(group: Any) -> nn.Module:
+    """The factory is called once for all models of the group."""
+    return flatshard.fully_shard(nn.Linear(3, 3), process_group=group, collectives=Meeting)
+
+
 @ranks(4)
 def test_ranks_collect_garbage_at_different_times(ctx):
     """What lives on for a while, here on all ranks but rank 0, makes no difference for the order of collectives."""
@@ -96,6 +117,8 @@ def test_ranks_collect_garbage_at_different_times(ctx):
         train_with_static_buffers,
         functools.partial(norm_over_two_groups, other=other),
         retain_a_graph_and_build_one,
+        accumulate,
+        with_collectives_that_meet,
     ]
     for make in (maker for maker in makers for _ in range(3)):
         ctx.note(str(make))

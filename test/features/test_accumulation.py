@@ -147,3 +147,26 @@ def test_gradients_held_on_another_group(ctx):
                 m(part).square().mean().backward()
     check_clean(model)
     check_same_gradients(model, plain)
+
+
+@ranks(2)
+def test_which_modules_a_backward_reduces_too(ctx):
+    """Those in the same call of fully_shard, or that an earlier one has reached with it, which then are one model."""
+    tree = fully_shard(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), policy={nn.Linear}, process_group=ctx.group)
+    trunk, first, second, other = modules = [fully_shard(nn.Linear(3, 3), process_group=ctx.group) for _ in range(4)]
+    x = torch.ones(2, 3)
+    for is_last in (False, True):
+        for module in (tree, *modules):
+            flatshard.configure(module, gradient_sync=is_last)
+        tree[is_last](x).sum().backward()
+        (second if is_last else first)(trunk(x)).sum().backward()
+        if not is_last:
+            other(x).sum().backward()
+
+    def reduced(module: nn.Module) -> list[bool]:
+        return [p.grad is not None for p in module.parameters() if p.numel()]
+
+    assert all(all(reduced(module)) for module in (tree, trunk, first, second))
+    assert not any(reduced(other))
+    flatshard.reduce_gradients(other)
+    assert all(reduced(other))

@@ -25,7 +25,7 @@ def no_sync(module: nn.Module, recurse: bool = True) -> Iterator[None]:
     """Backwards inside accumulate gradients on this rank. The first backward after it reduces their sum.
 
     This is about where backward *runs*; it does not matter where its forward ran. All ranks must enter together. Inside,
-    ``.grad`` does not change, and ``zero_grad()`` does not drop the accumulated gradients: the next backward outside reduces
+    ``.grad`` does not change, and ``zero_grad()`` does not drop the accumulated gradients: its next backward outside reduces
     them. To drop them, call :func:`recover`; an exception in a backward drops them, too. With a single rank gradients are
     added to ``.grad`` at once.
 
