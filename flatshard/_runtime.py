@@ -36,6 +36,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -365,7 +366,9 @@ class Runtime(RankGroup):
         super().__init__(peers.device, self._builtin.rank, self._builtin.size, peers.number)
         self.host, self.progress, self.monitor, self.streams = peers.host, peers.progress, peers.monitor, peers.streams
         self.collectives: Collectives = collectives or self._builtin
-        self.takes: bool = getattr(self.collectives, "takes", False)  # see ``BuiltinCollectives``
+        # See ``BuiltinCollectives.takes``. A class of the user's may inherit it, or pass it on, and know no such argument.
+        accepted = inspect.signature(self.collectives.all_gather).parameters
+        self.takes = getattr(self.collectives, "takes", False) and "take" in accepted
 
     @classmethod
     def of(cls, group: dist.ProcessGroup, device: torch.device) -> Runtime:
