@@ -388,9 +388,13 @@ def test_units_ahead_take_no_memory(ctx) -> None:
             flat.unsharded.nbytes for h in handles if h.lifetime.params.name == "UNSHARDING" for flat in h.flats
         )
 
+    def gather(*args: Any, take: Any = None) -> Any:
+        gathers.extend([] if take is None else [take])
+        return real[1](*args, take=take)
+
     with sharing(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(FlatBuffer, "take", lambda *args: (taken.append(args[1]), real[0](*args)))
-        patch.setattr(GlooCollectives, "all_gather", lambda *args, **kw: (gathers.extend(kw), real[1](*args, **kw))[1])
+        patch.setattr(GlooCollectives, "all_gather", gather)
         model = fully_shard(Net(blocks=4), policy={Block}, process_group=ctx.group)
         for module in model.modules():
             if isinstance(module, Block):
