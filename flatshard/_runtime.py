@@ -367,8 +367,8 @@ class Runtime(RankGroup):
         self.host, self.progress, self.monitor, self.streams = peers.host, peers.progress, peers.monitor, peers.streams
         self.collectives: Collectives = collectives or self._builtin
         # See ``BuiltinCollectives.takes``. A class of the user's may inherit it, or pass it on, and know no such argument.
-        accepted = inspect.signature(self.collectives.all_gather).parameters
-        self.takes = getattr(self.collectives, "takes", False) and "take" in accepted
+        gather = self.collectives.all_gather
+        self.takes = getattr(self.collectives, "takes", False) and "take" in inspect.signature(gather).parameters
 
     @classmethod
     def of(cls, group: dist.ProcessGroup, device: torch.device) -> Runtime:

@@ -219,12 +219,11 @@ class Backward:
         if self._tasks:
             return
         held = [unit for unit in self._queue.units() if unit.handle.gradients.wants_reduction]
-        if held:
+        if held:  # what is reached together is one model, until the units are gone
             for unit in self._reached:
                 unit.tree.join(self._reached[0].tree)
-        if (
-            brings_gradients
-        ):  # what its model holds of earlier backwards is reduced now, even if this one added none to it
+        if held and brings_gradients:
+            # What this model holds of earlier backwards is reduced now, even if this one added nothing to it.
             mine = {unit.tree.model for unit in self._reached[:1]}
             self._ready.update(u for u in held if u.handle.gradients.reduces and u.tree.model in mine)
         self._queue.reduce_all(self._ready)
