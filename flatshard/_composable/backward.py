@@ -219,7 +219,7 @@ class Backward:
         if self._tasks:
             return
         held = [unit for unit in self._queue.units() if unit.handle.gradients.wants_reduction]
-        if held:  # what is reached together is one model, until the units are gone
+        if held:  # what is reached together is one model from now on
             for unit in self._reached:
                 unit.tree.join(self._reached[0].tree)
         if held and brings_gradients:
