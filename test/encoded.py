@@ -8,6 +8,8 @@ from torch.utils import _pytree as pytree
 
 WIDTH = 21
 FLOAT8 = torch.float8_e4m3fn
+KEPT = (torch.ops.aten.detach.default, torch.ops.aten.clone.default)
+"""Operations whose result is of the subclass, too."""
 
 
 def encoded(tensor: Tensor, scale: Tensor) -> Tensor:
@@ -32,6 +34,10 @@ class Inner(Tensor):
         return self.names, self.dtype
 
     @classmethod
+    def __tensor_unflatten__(cls, inner: dict[str, Tensor], dtype: Any, size: Any, stride: Any) -> Any:
+        return cls.make(dtype, *(inner[name] for name in cls.names))
+
+    @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         assert func in (torch.ops.aten.detach.default, torch.ops.aten.view.default), func
         first, *others = (getattr(args[0], name) for name in cls.names)
@@ -47,34 +53,38 @@ class Received(Inner):
     def decoded(self) -> Tensor:
         return self.data8.to(self.dtype) / self.scale.to(self.dtype)
 
-    @classmethod
-    def __tensor_unflatten__(cls, inner: dict[str, Tensor], dtype: Any, size: Any, stride: Any) -> Any:
-        return cls.make(dtype, inner["data8"], inner["scale"])
-
     __torch_function__ = torch._C._disabled_torch_function_impl
 
 
-class Weight(Inner):
-    """Products are of float8 numbers, with one scale for all of a weight."""
+class Wrapped(Inner):
+    """One tensor of the same shape and dtype inside, which may be another subclass."""
 
     names: ClassVar[list[str]] = ["inner"]
+
+    @classmethod
+    def of(cls, inner: Tensor) -> Any:
+        return cls.make(inner.dtype, inner)
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner: dict[str, Tensor], dtype: Any, size: Any, stride: Any) -> Any:
+        return cls.of(inner["inner"])
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        plain = pytree.tree_map_only(Wrapped, lambda t: t.inner, (args, kwargs or {}))
+        out = func(*plain[0], **plain[1])
+        return cls.of(out) if func in KEPT else out
+
+
+class Weight(Wrapped):
+    """Products are of float8 numbers, with one scale for all of a weight."""
+
     _precomputed_scale: Tensor | None = None
 
     @property
     def decoded(self) -> Tensor:
         scale = (448 / self.inner.abs().max().double()).float()
         return encoded(self.inner, scale).to(self.dtype) / scale.to(self.dtype)
-
-    @classmethod
-    def __tensor_unflatten__(cls, inner: dict[str, Tensor], dtype: Any, size: Any, stride: Any) -> Any:
-        return cls.make(inner["inner"].dtype, inner["inner"])
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        plain = pytree.tree_map_only(Weight, lambda t: t.inner, (args, kwargs or {}))
-        out = func(*plain[0], **plain[1])
-        kept = (torch.ops.aten.detach.default, torch.ops.aten.clone.default)
-        return cls.make(out.dtype, out) if func in kept else out
 
     __torch_function__ = torch._C._disabled_torch_function_impl
 
@@ -112,7 +122,7 @@ class Linear8(nn.Linear):
             self.encode()
 
     def encode(self) -> None:
-        self.weight = nn.Parameter(Weight.make(self.weight.dtype, self.weight.detach()))
+        self.weight = nn.Parameter(Weight.of(self.weight.detach()))
 
     def forward(self, x: Tensor) -> Tensor:
         return Product.apply(x, self.weight) + self.bias

@@ -11,17 +11,12 @@ import pytest
 import torch
 
 from flatshard._composable.construct.layout_plan import PARAM_ALIGNMENT, SHARD_ALIGNMENT, Cut, balanced, plan_layout
-from flatshard._handle.layout import FlatLayout, ShardSlice, dense_stride
+from flatshard._handle.layout import FlatLayout, ShardSlice, dense_stride, row_major
 from flatshard.layouts.packing import Piece, pack, round_up
 
 CASES = 3000
 ITEMSIZES = (1, 2, 4, 8, 16)  # bool to complex128
 KINDS = ("elements", "rows", "rows", "pairs", "blocks", "whole")
-
-
-def row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The strides of a contiguous tensor, as torch has them."""
-    return tuple(math.prod(max(n, 1) for n in shape[i + 1 :]) for i in range(len(shape)))
 
 
 def plan(shapes: list[tuple[int, ...]], itemsize: int, world_size: int, cuts: list[Cut] | None = None) -> FlatLayout:
@@ -93,47 +88,14 @@ def test_random_plans(cuts_anywhere: bool):
                 assert all(a.stop <= b.start for a, b in itertools.pairwise([p for p in slices if p.numel])), seed
 
 
-def test_little_plans():
-    layout = plan([], 4, 8)
-    assert (layout.numel, layout.padded_numel, layout.shard_numel, layout.gaps()) == (0, 0, 0, ())
-    layout = plan([(0,), (3, 0), (0, 2)], 4, 4)
-    assert layout.padded_numel == 0
-    assert layout.shard_slices(0) == (ShardSlice(0, 0, 0),) * 3
-    layout = plan([(3,), (0, 7), (), (2,)], 4, 1)
-    assert [(i.start, i.stop) for i in layout.params] == [(0, 3), (4, 4), (4, 5), (8, 10)]
-    assert layout.gaps() == ((3, 4), (5, 8), (10, 12))
-    layout = plan([(3,), (2,)], 256, 2)  # an item larger than the alignment: no torch dtype today
-    assert ([i.start for i in layout.params], layout.shard_numel) == ([0, 3], 3)
-    for numel, align in ((7, 4), (255, 4), (256 * 97, 32)):  # full shards, then the rest, then nothing
-        layout = plan([(numel,)], 4, 97)
-        held = [layout.shard_slices(rank)[0].numel for rank in range(97)]
-        assert (sum(held), held) == (numel, sorted(held, reverse=True))
-        assert layout.shard_numel == align * -(-numel // (align * 97))
-
-
-DENSE = [
-    ((), ()),
-    ((5,), (1,)),
-    ((2, 3), (1, 2)),  # transposed
-    ((2, 3, 4), (1, 8, 2)),  # permuted
-    ((2, 3, 4, 5), (60, 1, 15, 3)),  # channels-last
-    ((1, 3), (99, 1)),  # the stride of a dimension of size 1 means nothing, and is kept
-    ((1, 1), (0, 0)),
-]
-OTHERS = [
-    ((3,), (0,)),  # expanded
-    ((2, 3), (0, 1)),  # expanded rows
-    ((3,), (2,)),  # every other element
-    ((2, 3), (4, 1)),  # a slice of columns
-    ((2, 2), (1, 1)),  # overlapping, as of unfold
-    ((2, 0, 3), (1, 7, 9)),  # empty
-]
-
-
 def test_a_dense_stride_is_kept_and_any_other_becomes_row_major():
-    for shape, stride in DENSE:
+    """Kept: transposed, permuted, channels-last, of a dimension of size 1. Others have holes or overlap, or are empty."""
+    for shape, stride in (
+        *(((2, 3), (1, 2)), ((2, 3, 4), (1, 8, 2)), ((2, 3, 4, 5), (60, 1, 15, 3))),
+        *(((1, 3), (99, 1)), ((1, 1), (0, 0))),
+    ):
         assert dense_stride(shape, stride) == stride
-    for shape, stride in OTHERS:
+    for shape, stride in (((2, 3), (0, 1)), ((3,), (2,)), ((2, 3), (4, 1)), ((2, 2), (1, 1)), ((2, 0, 3), (1, 7, 9))):
         assert dense_stride(shape, stride) == row_major(shape) == torch.empty(shape).stride()
 
 
@@ -155,15 +117,9 @@ def test_shards_are_near_the_smallest_possible():
     assert sum(ratios) / len(ratios) < 1.08
 
 
-def test_work_is_balanced_over_many_layouts():
-    loads = [0] * 4
-    for _ in range(8):  # one matrix each: without balance all would lie on the first rank
-        layout = plan_layout([("w", (8, 8), (8, 1))], 4, 4, [Cut(64, True)])
-        moved = balanced(layout, [512], loads)
-        assert moved.shard_numel == layout.shard_numel
-    assert loads == [1024] * 4
+def test_shards_of_a_cut_parameter_keep_their_ranks():
     layout = plan_layout([("w", (9, 8), (8, 1)), ("v", (2, 8), (8, 1))], 4, 3, [Cut(8, True), Cut(16, True)])
     loads = [5, 0, 9]
     moved = balanced(layout, [0, 7], loads)
-    assert [list(moved.holders(i)) for i in range(2)] == [[0, 1, 2], [2]]  # a cut parameter's shards stay
+    assert [list(moved.holders(i)) for i in range(2)] == [[0, 1, 2], [2]]
     assert loads == [5, 0, 16]

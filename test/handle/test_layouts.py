@@ -4,7 +4,6 @@ Training and checkpoints in all layouts are in the fuzzers (test_fuzz.py, test_r
 """
 
 import copy
-import textwrap
 import warnings
 from typing import Any
 
@@ -155,16 +154,8 @@ def test_too_much_padding_is_cut_anywhere_with_a_warning_or_raises(world):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         fully_shard(copy.deepcopy(odd), strategy=flatshard.ShardingStrategy.NO_SHARD, layout=Whole(0.0))
-    with pytest.warns(UserWarning, match="padding") as caught:
+    with pytest.warns(UserWarning, match=r"would take 105% padding.*cut anywhere.* allow it by max_padding=1\.06"):
         fully_shard(odd, layout=Whole(max_padding=0.01))
-    assert_expected_inline(
-        "\n".join(textwrap.wrap(str(caught[0].message), 110)),
-        """\
-unit '<root>': the layout of '0.weight', '1.weight' (Whole) would take 105% padding, over the limit of 1%, so
-they are cut anywhere, as by Elements(). To keep the layout, allow it by max_padding=1.06, make larger units
-(several layers each), or choose Elements() for some of the parameters by a callable layout;
-flatshard.optim.WholeParameterOptimizer steps whole matrices in any layout""",
-    )
 
 
 @ranks(2)
@@ -178,13 +169,14 @@ def test_a_policy_overrides_it_for_a_unit(ctx) -> None:
 
 
 def test_choices_that_cannot_be(fake_group):
-    for made, match in (
+    for make, match in (
         (lambda: Rows(0), "Rows.multiple=0.*: cuts are between at least 1"),
         (lambda: Blocks(0), "Blocks.numel=0.*: cuts are between at least 1"),
         (lambda: Whole(max_padding=-1), "max_padding is a fraction of at least 0"),
+        (
+            lambda: fully_shard(nn.Linear(2, 2), layout=lambda fqn, p: 3),
+            "layout of 'weight': 3. It must be flatshard.lay",
+        ),
     ):
-        with pytest.raises(ValueError, match=match):
-            made()
-    for layout, given in ((lambda fqn, p: 3, "3"), ("rows", "'rows'")):
-        with pytest.raises(TypeError, match=rf"layout of 'weight': {given}\. It must be flatshard\.layouts\.Elements"):
-            fully_shard(nn.Linear(2, 2), layout=layout)
+        with pytest.raises((TypeError, ValueError), match=match):
+            make()

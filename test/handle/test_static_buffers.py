@@ -1,5 +1,6 @@
 """Buffers that are made once: ``static_buffers=True``, and collectives with an ``allocate``."""
 
+import functools
 import itertools
 import random
 from typing import Any
@@ -8,13 +9,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from models import Block, Net
-from pairs import some
+from on_ranks import ranks
 from parity import full_params
-from recording import Recording, collectives_of
+from recording import GRAD_OP, NO_SHARD, Recording, collectives_of
 from torch import Tensor, nn
 
 import flatshard
-from flatshard import MixedPrecision, ShardingStrategy, fully_shard
+from flatshard import CustomPolicy, MixedPrecision, fully_shard
 from flatshard._composable.find import units_below
 
 BF16 = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -48,14 +49,9 @@ class Allocating(Recording):
         super().note(call)
 
 
-def trained(ctx: Any, **options: Any) -> tuple[list[Tensor], Any]:
-    """The parameters after four steps, and the collectives."""
+def trained(ctx: Any, **options: Any) -> nn.Module:
     torch.manual_seed(0)
     model = fully_shard(net(), policy={Block}, process_group=ctx.group, **options)
-    collectives = collectives_of(model)
-    if isinstance(collectives, Allocating):
-        collectives.elsewhere.clear()  # of an earlier model's summon_full_params
-        collectives.calls.clear()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     for number in range(4):
         torch.manual_seed(10 * number + ctx.rank)
@@ -66,33 +62,22 @@ def trained(ctx: Any, **options: Any) -> tuple[list[Tensor], Any]:
         model(torch.randn(3, 10)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-    assert not isinstance(collectives, Allocating) or not collectives.elsewhere
-    return list(full_params(model).values()), collectives
+    return model
 
 
-CASES: dict[str, dict[str, Any]] = {
-    "full shard": {},
-    "bf16": {"mixed_precision": BF16},
-    "grad op": {"strategy": ShardingStrategy.SHARD_GRAD_OP},
-    "no shard": {"strategy": ShardingStrategy.NO_SHARD},
-}
-
-
-def train_alike(ctx: Any, names: list[str]) -> None:
-    for name in names:
-        ctx.note(name)
-        usual, _ = trained(ctx, **CASES[name])
-        once, _ = trained(ctx, static_buffers=True, **CASES[name])
-        allocated, collectives = trained(ctx, collectives=Allocating, **CASES[name])
-        for a, b, c in zip(usual, once, allocated, strict=True):
+@ranks(2, 3)
+def test_trains_alike(ctx: Any) -> None:
+    for options in ({}, {"mixed_precision": BF16}, {"strategy": GRAD_OP}, {"strategy": NO_SHARD}):
+        ctx.note(str(options))
+        usual, once = trained(ctx, **options), trained(ctx, static_buffers=True, **options)
+        allocated = trained(ctx, collectives=lambda *place: Allocating(*place), **options)
+        collectives = collectives_of(allocated)
+        assert not collectives.elsewhere
+        uses = {"all_reduce"} if options.get("strategy") is NO_SHARD else {"all_gather", "reduce_scatter"}
+        assert {*collectives.calls} >= uses
+        for a, b, c in zip(*(full_params(model).values() for model in (usual, once, allocated)), strict=True):
             assert torch.equal(a, b)
             torch.testing.assert_close(a, c)  # gloo adds them in another dtype where it need not cast
-        assert {*collectives.calls} >= ({"all_reduce"} if name == "no shard" else {"all_gather", "reduce_scatter"})
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_trains_alike(pool, world_size: int):
-    pool.run(train_alike, some(CASES, 2, turn=world_size), world_size=world_size)
 
 
 def test_addresses_stay_and_are_few(world):
@@ -142,26 +127,16 @@ def test_a_unit_whose_memory_is_taken_gets_other_memory_unless_its_graph_has_vie
     model(torch.randn(2, 10)).sum().backward()
 
 
-class Pair(nn.Module):
-    """Has two flat parameters: one is frozen."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = (nn.Parameter(torch.ones(64), requires_grad=trains) for trains in (True, False))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.a * self.b
-
-
 def test_units_of_several_flat_parameters_are_unsharded_in_any_order(world):
     world(4)
-    layers = [*(Pair() for _ in range(3)), *(nn.Linear(8, 8, bias=False) for _ in range(3))]
-    model = static(nn.Sequential(*layers), (Pair, nn.Linear))
-    rng = random.Random(0)
-    units = [unit for unit in units_below(model) if unit.handle.flats]
-    assert [len(unit.handle.flats) for unit in units] == [2, 2, 2, 1, 1, 1]
+    linear = functools.partial(nn.Linear, 8, 8, bias=False)
+    pairs = [nn.Sequential(linear(), linear().requires_grad_(False)) for _ in range(3)]  # of two flat parameters each
+    units = [*pairs, *(linear() for _ in range(3))]
+    fully_shard(nn.Sequential(*units), policy=CustomPolicy(lambda m: m in units), static_buffers=True)
+    rng, are_whole = random.Random(0), dict.fromkeys(units, False)
     for _ in range(100):
         unit = rng.choice(units)
-        (flatshard.unshard if unit.handle.is_sharded else flatshard.reshard)(unit.module)
-        flats = [flat for unit in units if not unit.handle.is_sharded for flat in unit.handle.flats]
-        assert len({flat.unsharded.flat.data_ptr() for flat in flats}) == len(flats)
+        (flatshard.reshard if are_whole[unit] else flatshard.unshard)(unit)
+        are_whole[unit] = not are_whole[unit]
+        weights = [p for unit, is_whole in are_whole.items() if is_whole for p in unit.parameters()]
+        assert len({p.data_ptr() for p in weights}) == len(weights)

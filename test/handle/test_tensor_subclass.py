@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from encoded import KEPT, Inner, Wrapped
 from on_ranks import ranks
 from pairs import some
 from parity import check_parity
@@ -22,44 +23,27 @@ WIDTH = 7
 STRATEGIES = list(ShardingStrategy)[:3]
 
 
-class Quantised(Tensor):
+class Quantised(Inner):
     """int8 values with a scale and a zero point for each row, as libraries for quantisation have them."""
 
-    fields: ClassVar[list[str]] = ["stored", "scale", "zero"]
-
-    @staticmethod
-    def __new__(cls, stored: Tensor, scale: Tensor, zero: Tensor, dtype: torch.dtype) -> "Quantised":
-        result = Tensor._make_wrapper_subclass(cls, stored.shape, dtype=dtype, device=stored.device)
-        result.stored, result.scale, result.zero = stored, scale, zero
-        return result
+    names: ClassVar[list[str]] = ["stored", "scale", "zero"]
 
     @classmethod
     def of(cls, weight: Tensor) -> "Quantised":
         weight = weight.detach()
         scale = weight.abs().amax(1, keepdim=True) / 127
         zero = torch.ones(len(weight), dtype=torch.int32)
-        return cls((weight / scale + 1).round().to(torch.int8), scale, zero, weight.dtype)
+        return cls.make(weight.dtype, (weight / scale + 1).round().to(torch.int8), scale, zero)
 
     def dequantise(self) -> Tensor:
         return ((self.stored - self.zero[:, None]) * self.scale).to(self.dtype)
 
-    def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        return self.fields, self.dtype
-
-    @classmethod
-    def __tensor_unflatten__(cls, inner: dict[str, Tensor], dtype: Any, size: Any, stride: Any) -> "Quantised":
-        return cls(*(inner[name] for name in cls.fields), dtype)
-
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in (torch.ops.aten.detach.default, torch.ops.aten.clone.default):
-            inner = {name: func(getattr(args[0], name)) for name in cls.fields}
-            return cls.__tensor_unflatten__(inner, args[0].dtype, None, None)
+        if func in KEPT:
+            return cls.make(args[0].dtype, *(func(getattr(args[0], name)) for name in cls.names))
         whole = pytree.tree_map_only(Quantised, lambda t: t.dequantise(), (args, kwargs or {}))
         return func(*whole[0], **whole[1])
-
-    def __repr__(self, **_: Any) -> str:
-        return "Quantised(...)"
 
 
 class Copying(Quantised):
@@ -67,34 +51,7 @@ class Copying(Quantised):
 
     @classmethod
     def __tensor_unflatten__(cls, inner: dict[str, Tensor], dtype: Any, size: Any, stride: Any) -> Quantised:
-        return cls(*(inner[name].clone() for name in cls.fields), dtype)
-
-
-class Wrapped(Tensor):
-    """One tensor of the same shape and dtype inside, which may be another subclass."""
-
-    @staticmethod
-    def __new__(cls, inner: Tensor) -> "Wrapped":
-        kept = {"strides": inner.stride(), "dtype": inner.dtype, "requires_grad": inner.requires_grad}
-        result = Tensor._make_wrapper_subclass(cls, inner.shape, device=inner.device, **kept)
-        result.inner = inner
-        return result
-
-    def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        return ["inner"], None
-
-    @classmethod
-    def __tensor_unflatten__(cls, inner: dict[str, Tensor], context: Any, size: Any, stride: Any) -> "Wrapped":
-        return cls(inner["inner"])
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        plain = pytree.tree_map_only(Wrapped, lambda t: t.inner, (args, kwargs or {}))
-        out = func(*plain[0], **plain[1])
-        return cls(out) if func in (torch.ops.aten.detach.default, torch.ops.aten.clone.default) else out
-
-    def __repr__(self, **_: Any) -> str:
-        return "Wrapped(...)"
+        return cls.make(dtype, *(inner[name].clone() for name in cls.names))
 
 
 def frozen(tensor: Tensor) -> nn.Parameter:
@@ -122,7 +79,7 @@ def wrapped() -> nn.Module:
     """Trainable, and one of them shared by two modules."""
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 3))
     for layer in (model[0], model[3]):
-        layer.weight = nn.Parameter(Wrapped(layer.weight.detach()))
+        layer.weight = nn.Parameter(Wrapped.of(layer.weight.detach()))
     model[2].weight = model[0].weight
     return model
 
@@ -130,7 +87,7 @@ def wrapped() -> nn.Module:
 def nested() -> nn.Module:
     model = adapted()
     for block in model:
-        block.base.weight = frozen(Wrapped(block.base.weight.detach()))
+        block.base.weight = frozen(Wrapped.of(block.base.weight.detach()))
     return model
 
 
@@ -211,7 +168,7 @@ def test_summoned_copied_and_evaluated(ctx) -> None:
         whole = model[0].base.weight
         assert type(whole) is Quantised
         assert whole.note == [1]
-        for name in Quantised.fields:
+        for name in Quantised.names:
             got, expected = getattr(whole, name), getattr(plain[0].base.weight, name)
             assert torch.equal(got, expected)
             assert got.dtype is expected.dtype
@@ -284,7 +241,7 @@ class Asked(Wrapped):
 @ranks(1, 2, 3)
 def test_a_class_that_is_asked_what_to_gather(ctx) -> None:
     def asked() -> nn.Module:
-        return nn.Sequential(linear(Asked(torch.randn(WIDTH, WIDTH)), True), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+        return nn.Sequential(linear(Asked.of(torch.randn(WIDTH, WIDTH)), True), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
 
     torch.manual_seed(0)
     plain, x = asked(), vectors(0, 2)
@@ -355,8 +312,8 @@ def test_refused(ctx) -> None:
             weight.as_subclass(Opaque),
             False,
         ),
-        ("is a Wrapped, which has a DTensor inside", Wrapped(distributed), False),
-        ("is a Wrapped on the meta device", Wrapped(weight.to("meta")), False),
+        ("is a Wrapped, which has a DTensor inside", Wrapped.of(distributed), False),
+        ("is a Wrapped on the meta device", Wrapped.of(weight.to("meta")), False),
     ):
         module = linear(of, requires_grad)
         before = module.weight

@@ -9,14 +9,13 @@ from typing import Any
 import pytest
 import torch
 from on_ranks import ranks
-from parity import check_same_params, in_texts, step_all, twins
+from parity import check_same_params, step_all, twins
 from pool import Context
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import flatshard
 from flatshard import ShardingStrategy, fully_shard
-from flatshard._composable.find import units_below
 
 WIDTH = 4
 
@@ -88,8 +87,6 @@ def train(ctx: Context, strategy: str, optimizer: str, accumulate: str = "") -> 
             for m, o in zip((model, plain), optimizers, strict=True)
         )
         assert ours == theirs
-        versions = in_texts(ctx, str([unit.handle.version() for unit in units_below(model)]))
-        assert len(set(versions)) == 1, versions
 
 
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD", "HYBRID_SHARD"])
