@@ -8,7 +8,7 @@ import torch
 from clean import check_clean
 from models import Block
 from on_ranks import ranks
-from parity import check_same_gradients, parts, step_all, twins
+from parity import check_same_gradients, parts, twins
 from torch import nn
 
 import flatshard
@@ -33,24 +33,6 @@ class Net(models.Net):
 def leave_out(block: int | None, *nets: nn.Module) -> None:
     for net in nets:
         net.order = [i for i in range(3) if i != block]
-
-
-@ranks(1, 3)
-def test_parameters_used_in_some_microbatches_only(ctx):
-    """What programs do not draw: used in the first microbatch only, or never. Both have a None where one process has."""
-    for width, strategy, policy in ((5, FULL, {Block}), (200, FULL, None), (5, NO_SHARD, None), (200, OPTIM, {Block})):
-        plain, model = twins(ctx, lambda width=width: Net(width), policy, strategy=strategy)
-        optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-3) for m in (plain, model)]
-        for i, sync in enumerate((False, True, False, True)):
-            flatshard.configure(model, gradient_sync=sync)
-            leave_out(1 if i == 3 else None, plain, model)
-            x = torch.randn(2 * ctx.world_size, width, dtype=torch.double)
-            for m, part in zip((plain, model), parts(ctx, x), strict=True):
-                m.use_sometimes = i == 0
-                m(part).square().mean().backward()
-        check_same_gradients(model, plain)
-        step_all(optimizers)
-        check_clean(model)
 
 
 @ranks(2)

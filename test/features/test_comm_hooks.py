@@ -1,20 +1,17 @@
 """Communication hooks in the place of the reductions: FSDP1's own work unchanged, ready-made ones halve the bytes."""
 
-import contextlib
 import copy
 import functools
 import itertools
-from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from models import Block
 from on_ranks import ranks
 from pairs import some
-from parity import check_parity, whole_gradients
+from parity import whole_gradients
 from recording import FULL, GRAD_OP, NO_SHARD, Net, Recording, make_input, sent_bytes
 from suite import fake_world
 from torch import Tensor, nn
@@ -24,14 +21,7 @@ import flatshard
 from flatshard import CollectiveError, CustomPolicy, ShardingStrategy, fully_shard
 from flatshard._comm.monitor.order_check import OrderCheck
 from flatshard._comm.progress import GATHER
-from flatshard._composable.find import units_below
-from flatshard.comm import (
-    CommHookState,
-    QuantizedCollectives,
-    bf16_compress_hook,
-    fp16_compress_hook,
-    register_comm_hook,
-)
+from flatshard.comm import CommHookState, bf16_compress_hook, fp16_compress_hook, register_comm_hook
 
 STRATEGIES = (FULL, GRAD_OP, NO_SHARD, ShardingStrategy.SHARD_OPTIM)
 
@@ -56,52 +46,6 @@ def backward(model: nn.Module, rank: int) -> None:
     model(x).square().sum().backward()
 
 
-class Seen:
-    """A hook that reduces by torch's own calls and looks at what it is given."""
-
-    def __init__(self, group: Any) -> None:
-        self.group = group
-        self.calls: list[tuple[torch.dtype, int, int]] = []
-
-    def __call__(self, state: Any, gradient: Tensor, output: Tensor | None = None) -> None:
-        assert state == "mine"
-        assert not torch.is_grad_enabled()
-        assert not gradient.requires_grad
-        assert (gradient.dim(), gradient.is_contiguous()) == (1, True)
-        if output is None:
-            dist.all_reduce(gradient, group=self.group)
-            gradient.div_(self.group.size())
-        else:
-            dist.reduce_scatter_tensor(output, gradient, group=self.group)
-            output.div_(self.group.size())
-        self.calls.append((gradient.dtype, gradient.numel(), 0 if output is None else output.numel()))
-
-
-@pytest.mark.parametrize("strategy", [FULL, NO_SHARD])
-@ranks(3)
-def test_a_hook_does_the_reduction(ctx, strategy: ShardingStrategy):
-    hook = Seen(ctx.group)
-
-    def shard(model: nn.Module, group: Any) -> None:
-        fully_shard(model, policy={Block}, process_group=group, strategy=strategy)
-        register_comm_hook(model, "mine", hook)
-
-    def make() -> nn.Module:
-        model = Net()
-        model.front.weight.requires_grad_(False)  # in a flat parameter of its own: nothing to reduce
-        model.unused = nn.Parameter(torch.ones(3))
-        return model
-
-    run = check_parity(ctx, make, make_input, steps=2, shard=shard)
-    sizes = [
-        (flat.dtype, flat.padded_numel, 0 if strategy is NO_SHARD else flat.shard_numel)
-        for unit in reversed(flatshard.describe(run.sharded).units)  # in the order in which backward completes them
-        for flat in unit.flats
-        if flat.trainable
-    ]
-    assert hook.calls == sizes * 2
-
-
 def average(state: Any, gradient: Tensor, output: Tensor | None = None) -> Any:
     return state.all_reduce(gradient) if output is None else state.reduce_scatter(output, gradient)
 
@@ -109,11 +53,14 @@ def average(state: Any, gradient: Tensor, output: Tensor | None = None) -> Any:
 @ranks(2)
 def test_where_hooks_are_registered(ctx):
     """Which units, for how long, and in copies. A hook without a state gets the reduction that it takes the place of."""
-    calls: list[CommHookState] = []
+    calls: list[list[int]] = []
 
     def hook(state: CommHookState, *tensors: Tensor) -> Any:
-        calls.append(state)
+        calls.append([t.numel() for t in tensors])
         assert (state.process_group, state.rank, state.world_size) == (ctx.group, ctx.rank, ctx.world_size)
+        assert not torch.is_grad_enabled()
+        assert not any(t.requires_grad for t in tensors)
+        assert all(t.dim() == 1 and t.is_contiguous() for t in tensors)
         return average(state, *tensors)
 
     def count(model: nn.Module) -> int:
@@ -126,6 +73,8 @@ def test_where_hooks_are_registered(ctx):
     assert count(model) == 1  # the root
     inner = register_comm_hook(model.blocks, None, hook)  # not a unit itself: those below
     assert count(model) == count(copy.deepcopy(model)) == 3
+    units = reversed(flatshard.describe(model).units)  # in the order in which backward completes them
+    assert calls == [[flat.padded_numel, flat.shard_numel] for unit in units for flat in unit.flats]
     with pytest.raises(ValueError, match=r"units the root module, 'blocks.0', 'blocks.1' have a communication hook"):
         register_comm_hook(model, None, hook)
     handle.remove()
@@ -193,18 +142,8 @@ def test_a_hook_that_goes_wrong_is_named(ctx):
         same_gradients(ctx, model, plain)
 
 
-@contextlib.contextmanager
-def record_stream_on_cpu() -> Iterator[None]:
-    """torch's 16-bit hooks call it on whatever the device; on CPU it raises, though there is nothing to do."""
-    torch.Tensor.record_stream = lambda tensor, stream: None
-    try:
-        yield
-    finally:
-        del torch.Tensor.record_stream
-
-
 @ranks(3)
-@record_stream_on_cpu()
+@mock.patch.object(Tensor, "record_stream", mock.Mock())  # torch's hooks call it; on CPU it raises
 def test_hooks_of_fsdp1_work_unchanged(ctx):
     """torch's own hooks, with their own states: the averages are those without a hook, up to rounding."""
     low = functools.partial(default_hooks.LowPrecisionState, ctx.group)
@@ -235,14 +174,14 @@ def test_compression_to_16_bits(ctx, strategy: ShardingStrategy, dtype: torch.dt
     hook = bf16_compress_hook if dtype is torch.bfloat16 else fp16_compress_hook
     plain, model = built(ctx.group, strategy), built(ctx.group, strategy)
     register_comm_hook(model, None, hook)
-    for _ in range(4):  # in which the order is checked
-        for each in (plain, model):
+    sent: list[list[int]] = []
+    for each in (plain, model):
+        for _ in range(4):  # in which the order is checked
             backward(each, ctx.rank)
             each.zero_grad()
-    with sent_bytes() as sent:
-        backward(plain, ctx.rank)
-    with sent_bytes() as compressed:
-        backward(model, ctx.rank)
+        with sent_bytes() as bytes_of_step:
+            backward(each, ctx.rank)
+        sent.append(bytes_of_step)
     expected, got = whole_gradients(plain), whole_gradients(model)
     for name, grad in got.items():
         assert torch.equal(grad, grad.to(dtype).float()), name
@@ -252,29 +191,8 @@ def test_compression_to_16_bits(ctx, strategy: ShardingStrategy, dtype: torch.dt
         shards = [u.flats[0].shard_numel for u in flatshard.describe(model).units]
         gathered = {FULL: sum(shards) + sum(shards[1:]), GRAD_OP: sum(shards)}.get(strategy, 0)
         peers = ctx.world_size - 1
-        assert sum(sent) == peers * 4 * (gathered + sum(shards))
-        assert sum(compressed) == peers * (4 * gathered + 2 * sum(shards))
-
-
-@ranks(2)
-def test_training_with_int8_is_close(ctx):
-    """To training in full precision: the loss of each of 30 steps, which falls to a tenth."""
-    losses: dict[bool, list[Tensor]] = {}
-    for narrow in (False, True):
-        model = built(ctx.group, collectives=QuantizedCollectives() if narrow else None)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        x = torch.randn(8, 8, generator=torch.Generator().manual_seed(ctx.rank))
-        losses[narrow] = []
-        for _ in range(30):
-            loss = (model(x) - x[:, :4].sin()).square().mean()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses[narrow].append(loss.detach())
-    found, expected = (torch.stack(losses[narrow]) for narrow in (True, False))
-    assert not torch.equal(found, expected)
-    assert expected[-1] < expected[0] / 10
-    torch.testing.assert_close(found, expected, rtol=0.05, atol=float(expected[0]) / 100)
+        expected_bytes = [peers * (4 * gathered + width * sum(shards)) for width in (4, 2)]
+        assert [sum(each) for each in sent] == expected_bytes
 
 
 class Switch(nn.Module):
@@ -306,21 +224,17 @@ def test_compression_keeps_unused_parameters_apart(ctx):
 
 
 class Watched(Recording):
-    """Notes whether shards come from elsewhere. Its reductions may be issued in another order on another rank."""
+    """Its reductions may be issued in another order on another rank, and may widen."""
 
-    out_of_place, widens = True, True
-    compared = (GATHER,)
+    widens, compared = True, (GATHER,)
 
     def note(self, call: str, *tensors: Tensor) -> None:
-        output, sent = tensors
-        assert output.dtype == sent.dtype
-        inside = output.data_ptr() <= sent.data_ptr() < output.data_ptr() + output.nbytes
-        super().note(f"{call} in place" if inside else call)
+        assert len({t.dtype for t in tensors}) == 1  # a hook gets no output of another dtype
 
 
 @ranks(2)
 def test_what_a_hook_hands_on_of_the_collectives_below(ctx):
-    """With a hook the collectives below are used as without: no copy more, and nothing compared that may differ."""
+    """Nothing is compared that may differ between ranks."""
     compared: list[int] = []
     announce = OrderCheck.announce
 
@@ -328,12 +242,9 @@ def test_what_a_hook_hands_on_of_the_collectives_below(ctx):
         compared.append(issued.kind)
         return announce(self, issued)
 
-    with mock.patch.object(OrderCheck, "announce", note):
-        for policy in (None, flatshard.MixedPrecision(torch.bfloat16, torch.float32)):
-            model = built(ctx.group, collectives=Watched, mixed_precision=policy)
-            (watched,) = {unit.runtime.using(Watched).collectives for unit in units_below(model)}
-            register_comm_hook(model, None, average)
+    for policy in (None, flatshard.MixedPrecision(torch.bfloat16, torch.float32)):
+        model = built(ctx.group, collectives=Watched, mixed_precision=policy)
+        register_comm_hook(model, None, average)
+        with mock.patch.object(OrderCheck, "announce", note):
             backward(model, ctx.rank)
-            if policy is None:
-                assert {call for call in watched.calls if "gather" in call} == {"all_gather"}
     assert set(compared) == {GATHER}

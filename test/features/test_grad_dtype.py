@@ -75,10 +75,6 @@ def in_one_process(names: str, *steps: tuple[float, ...]) -> dict[tuple[str, Any
     return {(n[-1], p.grad.dtype): set(p.grad.unique().tolist()) for n, p in plain.named_parameters()}
 
 
-def dtypes(model: nn.Module) -> dict[str, Any]:
-    return {n[-1]: p.grad.dtype for n, p in model.named_parameters()}
-
-
 def train(model: nn.Module, *inputs: float) -> nn.Module:
     """A backward each."""
     for x in inputs:
@@ -97,7 +93,6 @@ def test_accumulates_as_in_one_process(ctx, strategy: ShardingStrategy):
     for names, expected, after in (("ab", WIDE, True), ("a", MIXED, False)):
         ctx.note(f"{strategy}, {names}, {after}")
         model = train(sharded(ctx, names, after, strategy=strategy), *STEPS)  # into .grad
-        assert dtypes(model) == dict(expected.keys())
         assert gradients(model) == expected
         model.zero_grad()
         with flatshard.no_sync(model):
@@ -185,8 +180,7 @@ def test_conversions_and_copies(ctx):
         model = train(sharded(ctx, names), 4.0)
         model.to(FP16)
         assert {n[-1]: p.grad_dtype for n, p in model.named_parameters()} == dict(expected.keys())
-        train(model, -4.0)
-        assert dtypes(model) == dict(expected.keys())
+        assert gradients(train(model, -4.0)) == {key: {0.0} for key in expected}
         model.zero_grad()
         assert gradients(train(model, 2048.0, 1.0, -2048.0)) == expected
     model = sharded(ctx)

@@ -18,20 +18,11 @@ from torch.utils.checkpoint import checkpoint
 import flatshard
 from flatshard import OutOfStepError, fully_shard
 
-RATE = 0.5
-
-
-def is_fsdp_managed_module(module: nn.Module) -> bool:
-    """As in transformers.integrations.fsdp."""
-    return getattr(module, "_is_fsdp_managed_module", False)
-
 
 class SpeechEncoder(nn.Module):
     """As Wav2Vec2Encoder: it looks for FSDP, and then uses what it should drop."""
 
-    checkpointed: bool | None = None  # None: not; else use_reentrant
-
-    def __init__(self, rate: float = RATE) -> None:
+    def __init__(self, rate: float) -> None:
         super().__init__()
         self.config = SimpleNamespace(layerdrop=rate)
         self.front = nn.Linear(4, 4)
@@ -40,7 +31,7 @@ class SpeechEncoder(nn.Module):
 
     def forward(self, x: Tensor) -> dict[str, Tensor]:
         x = self.front(x)
-        synced_gpus = is_fsdp_managed_module(self)
+        synced_gpus = getattr(self, "_is_fsdp_managed_module", False)
         for layer in self.layers:
             skipped = self.training and bool(torch.rand([]) < self.config.layerdrop)
             if not skipped or synced_gpus:
@@ -48,16 +39,10 @@ class SpeechEncoder(nn.Module):
         return {"last_hidden_state": self.norm(x)}
 
 
-class ReentrantEncoder(SpeechEncoder):
-    checkpointed = True
-
-
 class BartEncoder(nn.Module):
     """Its layers have their input by name, and units inside."""
 
-    checkpointed = False
-
-    def __init__(self, rate: float = RATE) -> None:
+    def __init__(self, rate: float) -> None:
         super().__init__()
         self.layerdrop = rate
         self.layers = nn.ModuleList(nn.Sequential(Block(), Block()) for _ in range(4))
@@ -65,29 +50,24 @@ class BartEncoder(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
             if not (self.training and bool(torch.rand([]) < self.layerdrop)):
-                x = checkpoint(layer, x, use_reentrant=False) if self.checkpointed else layer(input=x)
+                x = layer(input=x) if self.checkpointed is None else checkpoint(layer, x, use_reentrant=False)
         return x
-
-
-class CheckpointedBart(BartEncoder):
-    checkpointed = True
 
 
 class TwoLists(nn.Module):
     """As Flaubert: what is dropped is in several lists."""
 
-    def __init__(self, rate: float = RATE) -> None:
+    def __init__(self, rate: float) -> None:
         super().__init__()
         self.layerdrop = rate
         self.attentions = nn.ModuleList(Block() for _ in range(4))
         self.ffns = nn.ModuleList(Block() for _ in range(4))
-        self.skips = False
 
     def forward(self, x: Tensor) -> Tensor:
         for attention, ffn in zip(self.attentions, self.ffns, strict=True):
             if bool(torch.rand([]) >= self.layerdrop):
                 x = ffn(attention(x))
-            elif self.skips:
+            elif getattr(self, "skips", False):
                 x = flatshard.skip(ffn, flatshard.skip(attention, x))
         return x
 
@@ -105,9 +85,12 @@ class Around(nn.Module):
         return self.head(output if isinstance(output, Tensor) else output["last_hidden_state"])
 
 
-def make(kind: Callable[[], nn.Module]) -> nn.Module:
+def make(kind: Callable[[float], nn.Module], rate: float = 0.5, checkpointed: bool | None = None) -> nn.Module:
+    """``checkpointed``: the layers' ``use_reentrant``; None: they are not."""
     torch.manual_seed(0)
-    return Around(kind()).double()
+    model = Around(kind(rate)).double()
+    model.encoder.checkpointed = checkpointed
+    return model
 
 
 def shard(ctx, model: nn.Module, policy: Any = frozenset({Block, nn.Sequential}), group: Any = None) -> list[str]:
@@ -153,21 +136,17 @@ def test_each_rank_drops_its_own_layers(ctx, kind: Any):
 def test_checkpoints_that_do_not_fit(ctx):
     """Every rank raises, whether it drops a layer or not, and each of the cures works."""
     units, reentrant = {Block, nn.Sequential}, "'encoder.layers.0' is in a reentrant .* Use use_reentrant=False"
-    for kind, what, cure, policy in (
-        (ReentrantEncoder, reentrant, {"checkpointed": False}, units),
-        (CheckpointedBart, "'encoder.layers.3.1' has several units .* Make the layer one unit", {}, {nn.Sequential}),
-        (CheckpointedBart, "or set layerdrop to 0", {"layerdrop": 0.0}, units),
+    inside = "'encoder.layers.3.1' has several units .* Make the layer one unit, or set layerdrop to 0"
+    for kind, checkpointed, what, cure, policy in (
+        (SpeechEncoder, True, reentrant, {"checkpointed": False}, units),
+        (BartEncoder, False, inside, {}, {nn.Sequential}),
+        (BartEncoder, False, inside, {"rate": 0.0}, units),
     ):
-        model = make(kind)
+        model = make(kind, 1e-12, checkpointed)  # no rank drops a layer
         shard(ctx, model)
-        model.encoder.layerdrop = 1e-12  # no rank drops a layer
-        if kind is ReentrantEncoder:
-            model.encoder.config.layerdrop = 1e-12
         with pytest.raises(RuntimeError, match=what):
             model(torch.ones(2, 4).double()).sum().backward()
-        reference, model = make(kind), make(kind)
-        for each in (reference, model):
-            vars(each.encoder).update(cure)
+        reference, model = (make(kind, **({"checkpointed": checkpointed} | cure)) for _ in range(2))
         shard(ctx, model, policy)
         train(ctx, reference, model, steps=4)
 
@@ -194,13 +173,11 @@ def run_passes(model: nn.Module) -> None:
 @ranks(2)
 def test_a_warning_where_layers_are_in_several_lists(ctx):
     """What cannot be told apart is warned about, and each of the cures works."""
-    for cure in ({"layerdrop": 0.0}, {"skips": True}):
-        reference, model = make(TwoLists), make(TwoLists)
-        shard(ctx, model)
-        for each in (reference, model):
-            vars(each.encoder).update(cure | {"skips": "skips" in cure and each is model})
+    for rate, skips in ((0.0, False), (0.5, True)):
+        reference, model = make(TwoLists, rate), make(TwoLists, rate)
+        assert bool(shard(ctx, model)) == skips
+        model.encoder.skips = skips
         train(ctx, reference, model)
-    assert shard(ctx, make(lambda: TwoLists(0.0))) == []
     model = make(TwoLists)
     (told,) = shard(ctx, model, group=dist.new_group(list(range(ctx.world_size))))  # it will be of no use afterwards
     assert "'encoder' may leave out layers at random" in told

@@ -1,6 +1,5 @@
 """Servers: requests come on many threads; one thread has the model, which stays unsharded, or all have. And notebooks."""
 
-import asyncio
 import contextlib
 import copy
 import functools
@@ -18,6 +17,7 @@ import torch
 from clean import check_clean
 from models import Block, Net
 from on_ranks import ranks
+from parity import twins
 from torch import Tensor, nn
 
 import flatshard
@@ -30,27 +30,6 @@ REQUESTS = [torch.full((1, 4), float(i)) for i in range(6)]
 def answer(model: nn.Module, x: Tensor) -> Tensor:
     with torch.no_grad():  # of this thread
         return model(x)
-
-
-@ranks(2)
-def test_threads_and_coroutines_that_wait_for_one(ctx):
-    torch.manual_seed(0)
-    plain = Net()
-    model = fully_shard(copy.deepcopy(plain), policy={Block}, process_group=ctx.group)
-    expected = [answer(plain, x) for x in REQUESTS]
-    with flatshard.keep_unsharded(model), ThreadPoolExecutor(max_workers=1) as one:
-        one.submit(answer, model, REQUESTS[0]).result()
-        with record_events() as events, ThreadPoolExecutor(max_workers=3) as many:  # each waits for the one
-            got = list(many.map(lambda x: one.submit(answer, model, x).result(), REQUESTS))
-
-            async def requests() -> list[Tensor]:
-                loop = asyncio.get_running_loop()
-                return await asyncio.gather(*[loop.run_in_executor(one, answer, model, x) for x in REQUESTS])
-
-            got += asyncio.run(requests())
-    assert not [e for e in events if e.startswith("all-gather")]  # so even the order may differ on ranks
-    assert all(torch.equal(x, y) for x, y in zip(got, expected * 2, strict=True))
-    model(REQUESTS[0]).sum().backward()  # the main thread trains on
 
 
 @contextlib.contextmanager
@@ -75,9 +54,12 @@ def inside(model: nn.Module, call: Callable[[], Any]) -> Iterator[None]:
 @ranks(2)
 def test_two_threads_at_a_time(ctx):
     """A second thread is told what to do; ``threads=True`` is refused while another one trains, which goes on."""
-    model = fully_shard(Net(), policy={Block}, process_group=ctx.group)
+    plain, model = twins(ctx, Net, {Block}, torch.float32)
     with flatshard.keep_unsharded(model):
-        answer(model, REQUESTS[0])
+        with ThreadPoolExecutor(max_workers=1) as one, record_events() as events:
+            answers = list(one.map(functools.partial(answer, model), REQUESTS))
+        assert sum(event.startswith("all-gather") for event in events) == 4  # one a unit
+        assert all(torch.equal(y, answer(plain, x)) for x, y in zip(REQUESTS, answers, strict=True))
         message = r"on another thread.*ThreadPoolExecutor\(max_workers=1\).*threads=True"
         with inside(model, lambda: answer(model, REQUESTS[0])), pytest.raises(RuntimeError, match=message):
             answer(model, REQUESTS[1])

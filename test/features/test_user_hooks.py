@@ -1,7 +1,6 @@
 """What users register to run as gradients come: on their parameters, as in plain torch, and on units."""
 
 import copy
-import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,11 +10,11 @@ import torch
 from clean import check_clean
 from on_ranks import ranks
 from pairs import some
-from parity import adamw, check_same_gradients, check_same_params, parts, step_all
+from parity import adamw, check_same_params, parts, step_all
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from flatshard import MixedPrecision, ShardingStrategy, describe, flat_parameters, full_shape, fully_shard, no_sync
+from flatshard import MixedPrecision, ShardingStrategy, describe, flat_parameters, fully_shard, no_sync, recover
 from flatshard.optim import register_gradients_reduced_hook
 
 STRATEGIES = tuple(strategy for strategy in ShardingStrategy if not strategy.is_hybrid)
@@ -69,64 +68,33 @@ def each_strategy(ctx: Any, count: int = 3) -> Iterator[ShardingStrategy]:
         yield strategy
 
 
-def note_calls(model: nn.Module) -> list[tuple[str, Any]]:
-    """(name, shape of the gradient) of each call."""
-    calls: list[tuple[str, Any]] = []
-
-    def note(name: str, param: nn.Parameter, p: Tensor) -> None:
-        assert p is param
-        assert p.grad.shape == p.shape
-        assert not torch.is_grad_enabled()
-        calls.append((name, tuple(full_shape(p))))
-
-    for name, param in model.named_parameters():
-        if param.requires_grad:
-            param.register_post_accumulate_grad_hook(functools.partial(note, name, param))
-    return calls
-
-
-@ranks(1, 3)
-def test_fires_once_per_backward(ctx):
-    for number, strategy in enumerate(each_strategy(ctx)):
-        before = bool(number % 2)
-        model, plain = make(), make()
-        # Hooks that were registered before sharding count too.
-        calls = note_calls(model) if before else []
-        shard(ctx, model, strategy)
-        calls = calls if before else note_calls(model)
-        expected = note_calls(plain)
-        for reentrant in (None, False, True):
-            ctx.note(f"{strategy.name}, {before=}, {reentrant=}")
-            model.use_checkpoint = plain.use_checkpoint = reentrant
-            for step in range(2):  # the first makes .grad, the other adds to it
-                backward(ctx, model, plain, step)
-                assert sorted(calls) == sorted(expected)  # not for those that are unused
-                calls.clear(), expected.clear()
-        check_same_gradients(model, plain)
-    if ctx.world_size > 1:
-        with no_sync(model):
-            backward(ctx, model, plain, 0)
-        assert not calls
-
-
 def in_backward(params: Any) -> None:
     """The tutorial's: https://pytorch.org/tutorials/intermediate/optimizer_step_in_backward_tutorial.html"""
     optimizers = {p: adamw([p]) for p in params if p.requires_grad}
+
+    def step(param: Tensor) -> None:
+        assert param.grad.shape == param.shape  # not None, as it would be if hooks ran twice
+        assert not torch.is_grad_enabled()
+        step_all([optimizers[param]])
+
     for param in optimizers:
-        param.register_post_accumulate_grad_hook(lambda p: step_all([optimizers[p]]))
+        param.register_post_accumulate_grad_hook(step)
 
 
 @pytest.mark.parametrize("flat", [False, True])
 @ranks(1, 3)
 def test_optimizer_in_backward(ctx, flat: bool):
-    """With flat parameters the fewest operations: one step a unit."""
-    for strategy in each_strategy(ctx):
+    """Hooks run once per backward, on complete gradients. With flat parameters the fewest operations: one step a unit."""
+    for number, strategy in enumerate(each_strategy(ctx)):
         model, plain = make(), make()
         for block in (*model.blocks, *plain.blocks) if flat else ():
             del block.unused  # with flat parameters an unused one gets a zero gradient
+        if before := not flat and number % 2:
+            in_backward(model.parameters())
         shard(ctx, model, strategy)
         params = flat_parameters(model) if flat else [*model.parameters()]
-        in_backward(params)
+        if not before:
+            in_backward(params)
         optimizer = adamw(plain.parameters())
         for step in range(4):
             model.use_checkpoint = plain.use_checkpoint = (None, False, True)[step % 3]
@@ -135,11 +103,15 @@ def test_optimizer_in_backward(ctx, flat: bool):
             assert all(p.grad is None for p in (*params, *model.parameters()))
         check_same_params(model, plain)
         check_clean(model)
+        if ctx.world_size > 1:
+            with no_sync(model):
+                backward(ctx, model, plain, 0)
+            check_same_params(model, plain)  # nothing has been reduced, so no hook has run
+            recover(model)
         if flat:
             model.front.weight.register_post_accumulate_grad_hook(lambda p: None)
-            with pytest.raises(
-                RuntimeError, match=r"'front\.weight' have hooks that would never run: since flat_param"
-            ):
+            message = r"'front\.weight' have hooks that would never run: since flat_param"
+            with pytest.raises(RuntimeError, match=message):
                 backward(ctx, model, plain, 0)
 
 
