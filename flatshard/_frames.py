@@ -13,7 +13,7 @@ import itertools
 import sys
 import threading
 from collections.abc import Callable, Collection, Iterator
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 from torch import nn
@@ -75,6 +75,11 @@ def threads() -> set[int]:
 def is_of(frame: FrameType | None, function: Callable[..., Any]) -> bool:
     """Whether ``function``, written in Python, runs in ``frame``."""
     return frame is not None and frame.f_code is function.__code__
+
+
+def code_of(function: Callable[..., Any]) -> CodeType:
+    """The code of ``function``, written in Python: what torch knows a function by that dynamo is not to look below."""
+    return function.__code__
 
 
 def is_in_module_file(frame: FrameType) -> bool:

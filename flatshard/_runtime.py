@@ -304,6 +304,9 @@ class Users:
                 streams.let_wait(streams.gather, stream)
 
 
+_Numbers = dict[torch.device, tuple[int, dict[CollectivesFactory, Collectives]]]
+
+
 @dataclass(frozen=True, eq=False)
 class Peers:
     """One process group on one device: what does not change, and what all runtimes that are made from it share."""
@@ -326,12 +329,7 @@ class Peers:
 
     # These live as long as the group. rank_group.py, [Note: Ranks collect garbage at different times]
     _progress: ClassVar[weakref.WeakKeyDictionary[dist.ProcessGroup, Progress]] = weakref.WeakKeyDictionary()
-    _numbers: ClassVar[weakref.WeakKeyDictionary[dist.ProcessGroup, dict[torch.device, int]]] = (
-        weakref.WeakKeyDictionary()
-    )
-    _made: ClassVar[
-        weakref.WeakKeyDictionary[dist.ProcessGroup, dict[torch.device, dict[CollectivesFactory, Collectives]]]
-    ] = weakref.WeakKeyDictionary()
+    _numbers: ClassVar[weakref.WeakKeyDictionary[dist.ProcessGroup, _Numbers]] = weakref.WeakKeyDictionary()
 
     @classmethod
     def of(cls, group: dist.ProcessGroup, device: torch.device) -> Peers:
@@ -347,11 +345,9 @@ class Peers:
                 progress = cls._progress.setdefault(group, Progress())
                 monitor = None if cls.make_monitor is None else cls.make_monitor(builtin, device, progress)
             host = None if on_cpu else torch.device("cpu")
-            numbers = cls._numbers.setdefault(group, {})
-            number = numbers[device] if device in numbers else RankGroup.next_number()
-            made = cls._made.setdefault(group, {}).setdefault(device, {})
-            found = cls(builtin, device, Streams.of(device), host, progress, monitor, number, made)
-            known[device], numbers[device] = found, number
+            streams, numbers = Streams.of(device), cls._numbers.setdefault(group, {})
+            number, made = numbers.get(device) or numbers.setdefault(device, (RankGroup.next_number(), {}))
+            found = known[device] = cls(builtin, device, streams, host, progress, monitor, number, made)
         return found
 
 

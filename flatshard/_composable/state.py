@@ -404,7 +404,8 @@ class Context:
             last = self.forwards[-1]
         except IndexError:  # not asked first: forwards without a record may end on other threads
             return None
-        return None if last.module is not module or (raised and self._is_elsewhere()) else self.forwards.pop()
+        is_elsewhere = raised and _frames.runs(last.frame, elsewhere=True)
+        return None if last.module is not module or is_elsewhere else self.forwards.pop()
 
     def record_forward(self, forward: Forward) -> ForwardRecord:
         """Create the record of a forward that has just ended, for backward to reach."""
@@ -539,10 +540,6 @@ class Context:
                 "concurrent.futures.ThreadPoolExecutor(max_workers=1). Or, without gradients, run them inside "
                 "flatshard.keep_unsharded(module, threads=True), where nothing is communicated"
             )
-
-    def _is_elsewhere(self) -> bool:
-        """Whether the innermost running forward is on another thread."""
-        return _frames.runs(self.forwards[-1].frame, elsewhere=True)
 
     def recover(self, drop_held: bool = False) -> None:
         """After an exception: restore the state between two steps.

@@ -72,7 +72,7 @@ class FlatShard:
         self.is_whole = ranks.is_whole
         self.slices = layout.shard_slices(ranks.rank)
         self.wrappings = tuple(map(wrapping_of, params))  # None for a plain parameter
-        self.shard = self.cut(params) if shard is None else self._new_shard().copy_(shard)
+        self.shard = self.cut(params) if shard is None else self.shard_for(self.layout).copy_(shard)
         self.unsharded = self._make_buffer(params)
         self.is_watched = False
         self.filling: Filling | None = None
@@ -103,12 +103,9 @@ class FlatShard:
     def _make_buffer(self, params: Sequence[nn.Parameter]) -> UnshardedBuffer:
         return UnshardedBuffer(self.layout, self.kind, self.ranks, self.shard, params, self.wrappings)
 
-    def _new_shard(self) -> torch.Tensor:
-        return self.shard_for(self.layout)
-
     def cut(self, whole: Sequence[torch.Tensor]) -> torch.Tensor:
         """This rank's part of whole parameters, on any device: a new tensor like the shard."""
-        shard = self._new_shard()
+        shard = self.shard_for(self.layout)
         for info, part, param, wrapping in zip(self.layout.params, self.slices, whole, self.wrappings, strict=True):
             if part.numel:
                 plain = param.detach() if wrapping is None else wrapping.unwrap(param)
@@ -296,7 +293,7 @@ class FlatShard:
         Offsets stay the same, so a smaller dtype may have a smaller alignment than [Note: Alignment] says.
         """
         self.kind = self.kind.converted(dtype, device, self.options)
-        self.shard = self._new_shard()
+        self.shard = self.shard_for(self.layout)
         self.unsharded.place(self.kind, self.shard)
 
     def rehome(self, home: torch.device) -> torch.Tensor:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -100,6 +101,7 @@ def save_checkpoint(
             write()
             save.set_result(None)
         else:
+            _report_at_exit()
             _background.append(save)
             arguments = (stack.pop_all(), write, job.is_first)  # the thread leaves the barrier
             threading.Thread(target=save.follow, args=arguments, name="flatshard-save").start()
@@ -246,7 +248,11 @@ def _known_by_some(before: Sequence[str | None]) -> None:
         raise MeetingError(f"not begun, as the save before this call had failed in the background: {before[0]}")
 
 
-@atexit.register
+@functools.cache
+def _report_at_exit() -> None:
+    atexit.register(_report)
+
+
 def _report() -> None:
     if failure := _ended():
         logger.error("a save in the background had failed, and nobody asked for its result(): %s", failure)

@@ -228,7 +228,7 @@ WORDS_OF = {
     },
     ("_config", "env"): {"environ", "getenv", "putenv"},  # the report shows it
     ("_torch", "env"): {"__version__"},
-    ("_frames", "_composable.features.transforms"): FRAME_WORDS,  # which tells dynamo not to look below a hook's code
+    ("_frames",): FRAME_WORDS,
 }
 
 
@@ -405,6 +405,7 @@ ASKS_WHO_CALLS = {
     "_composable.features.keep",
     "_composable.features.skip",
     "_composable.state",
+    "_composable.features.transforms",  # below which code dynamo does not look
     "_errors",
     "_comm.monitor.watch",  # for errors
     "_handle.tensors.guard",  # who reads a module's parameters, and who replaces them: see the note there
@@ -431,7 +432,6 @@ INSTALLED_AT_IMPORT = {
     ("_", "_value.__module__"),  # of our public functions
     ("_trace", "sinks.append"),  # the logger, where the environment asks for it
     ("_handle.tensors.sharded_parameter", "locals().update"),  # methods of our class
-    ("checkpoint._job", "atexit.register"),  # for who saves: no save is left unfinished
     ("_handle.tensors.sharded_gradient", "HANDLERS[torch._foreach_norm]"),  # a table of our own
     ("_handle.tensors.sharded_gradient", "HANDLERS[UNSCALE]"),
     ("_handle.tensors.sharded_gradient", "HANDLERS[torch._foreach_max]"),

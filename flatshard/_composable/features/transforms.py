@@ -23,6 +23,7 @@ import torch
 from torch import nn
 from torch.autograd import forward_ad
 
+from flatshard import _frames
 from flatshard._composable.extensions import Extension, ForwardFeature
 from flatshard._composable.hooks import UnitHooks
 from flatshard._composable.outputs import tensors_in
@@ -113,4 +114,4 @@ def _skip() -> None:
         # As torch.compiler.disable(reason=...) has them: what dynamo says with fullgraph=True.
         vars(hook)["_torchdynamo_disable"] = True
         vars(hook)["_torchdynamo_disable_msg"] = _REASON
-        set_code_exec_strategy(hook.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))
+        set_code_exec_strategy(_frames.code_of(hook), _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))
