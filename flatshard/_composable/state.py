@@ -7,7 +7,8 @@ works across units that were sharded by separate calls, and no unit needs to kno
 [Note: One context for groups that are connected]
 A unit may reduce over two groups: over its shards, and over its replicas. Another may share only one of them (experts that
 are sharded over fewer ranks, and replicated over the same). Collectives of a group match by order, so both need one order of
-reductions. All groups that units connect are one context. ``fully_shard`` joins contexts when it connects their groups.
+reductions. All groups that units connect are one context. ``fully_shard`` joins contexts when it connects their groups. They
+stay connected when those units are gone. rank_group.py, [Note: Ranks collect garbage at different times]
 
 [Note: Gathered before it changes]
 A module may change parameters of units inside it, in its own forward: a momentum encoder (MoCo, BYOL) does. A unit that was
@@ -312,6 +313,9 @@ class Context:
 
     _instances: ClassVar[weakref.WeakValueDictionary[int, Context]] = weakref.WeakValueDictionary()
 
+    _connected: ClassVar[dict[int, tuple[int, ...]]] = {}
+    """By the number of a group, those of all that it is connected with."""
+
     passes: ClassVar[list[weakref.ref[Context]]] = []
     """The contexts in a pass, outermost first. More than one: units on other process groups run inside a unit."""
 
@@ -333,12 +337,15 @@ class Context:
     def of(cls, runtime: Runtime, *others: tuple[Runtime, Runtime | None]) -> Context:
         """The context of units over these runtimes. Joins contexts if need be; raises ``RuntimeError`` within a step."""
         given = [runtime, *(axis for pair in others for each in pair if each is not None for axis in each.axes)]
-        known = dict.fromkeys(context for each in given if (context := cls._instances.get(each.number)) is not None)
+        numbers = tuple(dict.fromkeys(n for each in given for n in cls._connected.get(each.number, (each.number,))))
+        if len(numbers) > 1:
+            cls._connected.update(dict.fromkeys(numbers, numbers))
+        known = dict.fromkeys(context for n in numbers if (context := cls._instances.get(n)) is not None)
         first, *rest = known or (cls(runtime),)
         for context in rest:
             first._take_over(context)
+        cls._instances.update(dict.fromkeys(numbers, first))
         for each in given:
-            cls._instances[each.number] = first
             if each.progress is not None:
                 each.progress.place = functools.partial(cls._place, each.number)
         return first

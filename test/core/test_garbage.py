@@ -126,3 +126,17 @@ def test_ranks_collect_garbage_at_different_times(ctx):
         kept += [model] if ctx.rank else []
         del model
         gc.collect()
+
+
+@ranks(4)
+def test_groups_that_were_connected_stay_so(ctx):
+    """Whether the units that connected them still live, here on two ranks, makes no difference for who shares an order."""
+    mesh = ctx.device_mesh((2, 2), ("replicate", "shard"))
+    groups = mesh.get_group(1), mesh.get_group(0)
+    between = flatshard.fully_shard(nn.Linear(3, 3), device_mesh=mesh, strategy=flatshard.ShardingStrategy.HYBRID_SHARD)
+    kept = between if ctx.rank in (1, 2) else None
+    del between
+    gc.collect()
+    first, second = (flatshard.fully_shard(nn.Linear(3, 3), process_group=group) for group in groups)
+    assert unit_of(first).context is unit_of(second).context
+    del kept
