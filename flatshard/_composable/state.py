@@ -75,9 +75,7 @@ made_units: weakref.WeakValueDictionary[int, Unit] = weakref.WeakValueDictionary
 
 class ModuleTree:
     """The units of one module tree, and of those that a backward has reached together with it: a model. What it holds
-    (``no_sync``) is reduced by a backward of its own, and not by that of another model: it may be gone on some ranks.
-    rank_group.py, [Note: Ranks collect garbage at different times]
-    """
+    (``no_sync``) is reduced by a backward of its own, and not by that of another model, which may be gone on some ranks."""
 
     __slots__ = ("_with",)
 
@@ -313,8 +311,7 @@ class Context:
 
     _instances: ClassVar[weakref.WeakValueDictionary[int, Context]] = weakref.WeakValueDictionary()
 
-    _connected: ClassVar[dict[int, tuple[int, ...]]] = {}
-    """By the number of a group, those of all that it is connected with."""
+    _connected: ClassVar[dict[int, tuple[int, ...]]] = {}  # by a group's number, those of all that it is connected with
 
     passes: ClassVar[list[weakref.ref[Context]]] = []
     """The contexts in a pass, outermost first. More than one: units on other process groups run inside a unit."""
@@ -503,9 +500,8 @@ class Context:
     # -- exceptions ----------------------------------------------------------------------------------------------------
 
     def settle(self, frame: FrameType | None = None) -> None:
-        """Clean up after an exception that skipped hooks (an interrupt, a failed backward).
-
-        ``frame``: the caller's frame (default: found); forwards that do not enclose it are over.
+        """Clean up after an exception that skipped hooks (an interrupt, a failed backward). ``frame``: the caller's (default:
+        found); forwards that do not enclose it are over.
 
         Raises:
             RuntimeError: another thread is in a forward or a backward.

@@ -9,6 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from models import Block, Mlp, Net
 from on_ranks import ranks
 from parity import by_pointer, check_same_gradients, check_same_params, full_params, parts, step_all, twins
@@ -63,11 +64,13 @@ def test_units_that_share_a_process_group_are_reduced_in_one_order(ctx, shared_l
     A rank that leaves a unit out completes it late. ``shared_later``: another call tells that the groups have to do with it.
     """
 
+    alone = dist.new_group([ctx.rank], use_local_synchronization=True)  # that nothing has connected yet
+
     def shard(model: nn.Module) -> nn.Module:
         if shared_later:
-            model[2] = fully_shard(model[2], strategy="FULL_SHARD", process_group=ctx.alone)
+            model[2] = fully_shard(model[2], strategy="FULL_SHARD", process_group=alone)
         fully_shard(model[1], strategy="NO_SHARD", process_group=ctx.group)
-        groups = (ctx.alone, ctx.group)
+        groups = (alone, ctx.group)
         return fully_shard(model, policy={nn.Linear}, strategy="HYBRID_SHARD", process_group=groups)
 
     torch.manual_seed(0)
