@@ -4,8 +4,7 @@ import torch
 from torch import nn
 
 from flatshard._composable.completion import UNTOUCHED
-from flatshard._composable.find import units_below
-from flatshard._composable.state import Unit
+from flatshard._composable.find import units_below as units
 from flatshard._config import Until
 from flatshard._handle.lifetime import GradState
 from flatshard._handle.registrations import SHARDED
@@ -14,10 +13,6 @@ from flatshard._handle.registrations import SHARDED
 def storage_nbytes(tensor: torch.Tensor | None) -> int:
     """Bytes of what a tensor lies in; None has none."""
     return 0 if tensor is None else tensor.untyped_storage().nbytes()
-
-
-def units(model: nn.Module) -> list[Unit]:
-    return units_below(model)
 
 
 def check_clean(model: nn.Module) -> None:
@@ -43,6 +38,5 @@ def check_clean(model: nn.Module) -> None:
         assert not context.forwards
         assert context.backward is None
         assert context.reductions._reducing is None, unit
-        assert (
-            unit not in context.reductions.units()
-        )  # another model may be: one that awaits the garbage collector, too
+        # Those of another model may be there, also of one that awaits the garbage collector.
+        assert unit not in context.reductions.units()

@@ -8,8 +8,8 @@ import faulthandler
 import gc
 import os
 import signal
-import threading
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import lanes
 import pairs
@@ -98,57 +98,42 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
     return lanes.run(session) or None  # None: pytest's own
 
 
-@contextlib.contextmanager
-def _time_limit(item: pytest.Item, phase: str) -> Iterator[None]:
-    """Fail a phase of a test that takes too long, by an alarm that interrupts Python code and blocking waits in it.
+def _limited(phase: str) -> Callable[[pytest.Item], Any]:
+    """A hook that fails a phase of a test that takes too long, by an alarm that interrupts Python code and waits in it.
 
-    Where even the alarm cannot run, because the main thread never returns from C++, end the session with all stacks:
+    Where even the alarm cannot run, because the main thread never returns from C++, it ends the session with all stacks:
     worse than a failed test, better than a hang.
     """
-    marker = item.get_closest_marker("time_limit")
-    seconds = int(marker.args[0]) if marker else TEST_TIMEOUT
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
 
-    def on_alarm(signum: int, frame: object) -> None:
-        pytest.fail(f"{item.nodeid}: {phase} took longer than {seconds} s")
+    @pytest.hookimpl(wrapper=True)
+    def hook(item: pytest.Item) -> Any:
+        marker = item.get_closest_marker("time_limit")
+        seconds = int(marker.args[0]) if marker else TEST_TIMEOUT
 
-    before = signal.signal(signal.SIGALRM, on_alarm)
-    signal.alarm(seconds)
-    faulthandler.dump_traceback_later(seconds + 30, exit=True, file=item.config.stash[_stderr_fd])
-    try:
-        yield
-    finally:
-        signal.alarm(0)
-        faulthandler.cancel_dump_traceback_later()
-        signal.signal(signal.SIGALRM, before)
+        def on_alarm(signum: int, frame: object) -> None:
+            pytest.fail(f"{item.nodeid}: {phase} took longer than {seconds} s")
 
+        before = signal.signal(signal.SIGALRM, on_alarm)
+        signal.alarm(seconds)
+        faulthandler.dump_traceback_later(seconds + 30, exit=True, file=item.config.stash[_stderr_fd])
+        try:
+            return (yield)
+        finally:
+            signal.alarm(0)
+            faulthandler.cancel_dump_traceback_later()
+            signal.signal(signal.SIGALRM, before)
 
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_setup(item: pytest.Item):
-    with _time_limit(item, "setup"):
-        return (yield)
+    return hook
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_call(item: pytest.Item):
-    with _time_limit(item, "the test"):
-        return (yield)
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_teardown(item: pytest.Item):
-    with _time_limit(item, "teardown"):
-        return (yield)
+pytest_runtest_setup, pytest_runtest_call, pytest_runtest_teardown = map(_limited, ("setup", "the test", "teardown"))
 
 
 @pytest.fixture(scope="session")
 def pool() -> Iterator[Pool]:
     """Four gloo ranks, started at the first ``pool.run(body, ...)`` of the session."""
-    p = Pool()
-    yield p
-    p.close()
+    with contextlib.closing(Pool()) as p:
+        yield p
 
 
 @pytest.fixture(scope="session")
@@ -167,9 +152,8 @@ def _simulator(pytestconfig: pytest.Config) -> None:
 @pytest.fixture(scope="session")
 def two_ranks() -> Iterator[Pool]:
     """A pool whose default group has two ranks."""
-    p = Pool(2)
-    yield p
-    p.close()
+    with contextlib.closing(Pool(2)) as p:
+        yield p
 
 
 @pytest.fixture(scope="session")
@@ -177,9 +161,8 @@ def simulated_pool(_simulator: None) -> Iterator[Pool]:
     """Four ranks with a simulated accelerator each."""
     from accelerator import harness
 
-    p = Pool(backend="cpu:gloo,simdev:simccl", prepare=harness.prepare)
-    yield p
-    p.close()
+    with contextlib.closing(Pool(backend="cpu:gloo,simdev:simccl", prepare=harness.prepare)) as p:
+        yield p
 
 
 @pytest.fixture(scope="session")
@@ -187,9 +170,8 @@ def simulated_process(_simulator: None) -> Iterator[Pool]:
     """One process with a simulated accelerator and without a process group."""
     from accelerator import harness
 
-    p = Pool(1, backend=None, prepare=harness.prepare)
-    yield p
-    p.close()
+    with contextlib.closing(Pool(1, backend=None, prepare=harness.prepare)) as p:
+        yield p
 
 
 @pytest.fixture(autouse=True)

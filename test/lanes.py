@@ -1,9 +1,9 @@
 """Runs the tests in lanes side by side: this process, and forks of it. Nothing else about a run changes.
 
 The ranks of a pool wait for each other, and a test without ranks uses one core. With one lane more than there are cores, the
-cores are always busy. All lanes take chunks of tests from the same list, this process from its front and the forks from its
-back, until they meet; each has pools of its own. A fork sends what it has to report, and pytest hears it here as if the test
-had run here: dots, failures, durations, ``-x``, ``--lf``, ``--junitxml`` and the exit status are pytest's own.
+cores are always busy. All lanes take chunks of tests from the same list; each has pools of its own. A fork sends what it has
+to report, and pytest hears it here as if the test had run here: dots, failures, durations, ``-x``, ``--lf``, ``--junitxml``
+and the exit status are pytest's own.
 
 A run takes one lane if it is small, if pytest would talk to the user meanwhile (``--pdb``, ``-s``), where a process that has
 looked at a GPU must not fork, and with ``--lanes 1``.
@@ -13,12 +13,10 @@ If this process ends in any way, so do the forks.
 """
 
 import contextlib
-import fcntl
+import io
 import itertools
-import mmap
 import os
 import pickle
-import queue
 import signal
 import struct
 import sys
@@ -27,7 +25,7 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import IO, Any
 
 import pytest
@@ -46,31 +44,31 @@ def run(session: pytest.Session) -> bool:
     if not _is_for_lanes(session):
         return False
     chunks = _chunks(session.items)
-    with tempfile.TemporaryFile() as lock:
-        ends = Ends(len(chunks), lock)
-        forks: list[Fork] = []
-        try:
-            if any("pool" in item.fixturenames for item in session.items):
-                share_start()
-            for _ in range(session.config.option.lanes - 1):
-                forks.append(Fork(session, chunks, ends, forks))
-            for fork in forks:  # not before all are there: a process with threads should not fork
-                fork.listen()
-            own: set[str] = set()
-            for item, following in _take(chunks, ends.take_first):
-                own.add(item.nodeid)
-                _run_one(session, item, following)
-                for fork in forks:
-                    fork.hear(session)
+    numbers, write = os.pipe()  # each lane reads the number of its next chunk, two bytes
+    os.write(write, struct.pack(f"{len(chunks)}H", *range(len(chunks))))
+    os.close(write)
+    forks: list[Fork] = []
+    try:
+        if any("pool" in item.fixturenames for item in session.items):
+            share_start()
+        for _ in range(session.config.option.lanes - 1):
+            forks.append(Fork(session, chunks, numbers))
+        own: set[str] = set()
+        for item, following in _take(chunks, numbers):
+            own.add(item.nodeid)
+            _run_one(session, item, following)
             for fork in forks:
-                fork.hear(session, to_its_end=True)
-            ended = own.union(*(fork.ended for fork in forks))
-            left = [item for item in session.items if item.nodeid not in ended]
-            for item, following in itertools.zip_longest(left, left[1:]):
-                _run_one(session, item, following)
-        finally:
-            for fork in forks:
-                fork.close()
+                fork.hear(session)
+        for fork in forks:
+            fork.hear(session, to_its_end=True)
+        ended = own.union(*(fork.ended for fork in forks))
+        left = [item for item in session.items if item.nodeid not in ended]
+        for item, following in itertools.zip_longest(left, left[1:]):
+            _run_one(session, item, following)
+    finally:
+        for fork in forks:
+            fork.close()
+        os.close(numbers)
     return True
 
 
@@ -115,44 +113,18 @@ def _shares(item: pytest.Item) -> bool:
     return any(f.scope not in ("function", "session") for found in fixtures for f in found)
 
 
-class Ends:
-    """How many chunks are taken from the front and from the back of the list, by any process."""
-
-    _TAKEN = struct.Struct("qq")
-
-    def __init__(self, count: int, lock: IO[bytes]) -> None:
-        self._count = count
-        self._lock = lock
-        self._memory = mmap.mmap(-1, self._TAKEN.size)  # shared with forks
-
-    def take_first(self) -> int | None:
-        return self._take(1, 0)
-
-    def take_last(self) -> int | None:
-        return self._take(0, 1)
-
-    def _take(self, first: int, last: int) -> int | None:
-        fcntl.lockf(self._lock, fcntl.LOCK_EX)  # of this process, and given back if it dies
-        try:
-            front, back = self._TAKEN.unpack_from(self._memory)
-            if front + back == self._count:
-                return None
-            self._TAKEN.pack_into(self._memory, 0, front + first, back + last)
-            return front if first else self._count - 1 - back
-        finally:
-            fcntl.lockf(self._lock, fcntl.LOCK_UN)
-
-
-def _take(
-    chunks: list[list[pytest.Item]], take: Callable[[], int | None]
-) -> Iterator[tuple[pytest.Item, pytest.Item | None]]:
+def _take(chunks: list[list[pytest.Item]], numbers: int) -> Iterator[tuple[pytest.Item, pytest.Item | None]]:
     """The tests of a lane, each with the one after it, whose fixtures stay."""
-    taken = take()
-    while taken is not None:
-        chunk = chunks[taken]
+
+    def next_chunk() -> list[pytest.Item]:
+        number = os.read(numbers, 2)
+        return chunks[struct.unpack("H", number)[0]] if number else []
+
+    chunk = next_chunk()
+    while chunk:
         yield from itertools.pairwise(chunk)
-        taken = take()
-        yield chunk[-1], None if taken is None else chunks[taken][0]
+        last, chunk = chunk[-1], next_chunk()
+        yield last, chunk[0] if chunk else None
 
 
 def _run_one(session: pytest.Session, item: pytest.Item, following: pytest.Item | None) -> None:
@@ -173,52 +145,43 @@ def _stop_if_told(session: pytest.Session) -> None:
 class Fork:
     """Another lane, as the first one sees it."""
 
-    def __init__(
-        self, session: pytest.Session, chunks: list[list[pytest.Item]], ends: Ends, others: Sequence["Fork"]
-    ) -> None:
+    def __init__(self, session: pytest.Session, chunks: list[list[pytest.Item]], numbers: int) -> None:
         self.ended: set[str] = set()
         """The tests that it ran to their end."""
         self._under_way: tuple[str, Any] | None = None
-        self._is_done = False
-        self._output = tempfile.TemporaryFile()  # noqa: SIM115
-        self._items = {item.nodeid: item for item in session.items}
-        self._messages: queue.SimpleQueue[tuple[str, Any] | None] = queue.SimpleQueue()
-        read, write = os.pipe()
+        self._how_it_ended, self._is_told = "", False
+        self._messages, self._output = tempfile.TemporaryFile(), tempfile.TemporaryFile()  # noqa: SIM115
+        self._heard = 0
+        sender = _Sender(session, self._messages)
         sys.stdout.flush()
         sys.stderr.flush()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # there is one thread, but torch's own C++ ones
             self._pid = os.fork()
         if self._pid == 0:
-            os.close(read)
-            for other in others:  # else another fork could still write once the first lane is gone
-                other._pipe.close()
-            _be_the_fork(session, chunks, ends, os.fdopen(write, "wb"), self._output)
-        os.close(write)
-        self._pipe = os.fdopen(read, "rb")
-
-    def listen(self) -> None:
-        """Take in what the fork reports, to be heard later."""
-        threading.Thread(target=self._read, args=(self._pipe,), daemon=True).start()
-
-    def _read(self, pipe: IO[bytes]) -> None:
-        """On a thread, so that the fork never waits for this process."""
-        with pipe, contextlib.suppress(EOFError, pickle.UnpicklingError):  # it died, maybe while it wrote
-            while True:
-                self._messages.put(pickle.load(pipe))
-        self._messages.put(None)
+            _be_the_fork(session, chunks, numbers, sender, self._output)
 
     def hear(self, session: pytest.Session, to_its_end: bool = False) -> None:
         """Report what the fork has reported."""
-        while to_its_end or not self._messages.empty():
-            message = self._messages.get()
-            if message is None:
-                self._messages.put(None)  # for the next time
-                if not self._is_done:
-                    self._report_death(session)
-                return
-            self._replay(session, *message)
-            _stop_if_told(session)
+        runs = True
+        while runs:
+            runs = self._runs() and to_its_end  # asked before: it says no more once it has ended
+            for message in self._new_messages():
+                self._replay(session, *message)
+                _stop_if_told(session)
+            if runs:
+                time.sleep(0.02)
+        if self._how_it_ended not in ("", "exit status 0") and not self._is_told:
+            self._report_death(session)
+
+    def _new_messages(self) -> Iterator[tuple[str, Any]]:
+        start, size = self._heard, os.fstat(self._messages.fileno()).st_size
+        stream = io.BytesIO(os.pread(self._messages.fileno(), size - start, start))
+        with contextlib.suppress(EOFError, pickle.UnpicklingError):  # the rest is being written
+            while True:
+                message = pickle.load(stream)
+                self._heard = start + stream.tell()
+                yield message
 
     def _replay(self, session: pytest.Session, kind: str, value: Any) -> None:
         hook = session.config.hook
@@ -234,14 +197,11 @@ class Fork:
             self._under_way = None
             self.ended.add(value[0])
             hook.pytest_runtest_logfinish(nodeid=value[0], location=value[1])
-        elif kind == "done":
-            self._is_done = True
 
     def _report_death(self, session: pytest.Session) -> None:
-        self._is_done = True
-        how = self._wait(PATIENCE)
+        self._is_told = True
         self._output.seek(0)
-        text = f"Another lane ended ({how}); the first runs what is left. Its last output:\n"
+        text = f"Another lane ended ({self._how_it_ended}); the first runs what is left. Its last output:\n"
         text += self._output.read().decode(errors="replace")[-10_000:]
         if self._under_way is None:  # between two tests
             raise pytest.UsageError(text)
@@ -253,37 +213,39 @@ class Fork:
 
     def close(self) -> None:
         """End it, if it has not ended."""
-        if self._pid and not self._is_done:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self._pid, signal.SIGINT)  # fixtures end
-        self._wait(PATIENCE)
-        self._output.close()
-
-    def _wait(self, seconds: float) -> str:
-        """How it ended. It is killed if it takes longer than that."""
-        end = time.monotonic() + seconds
-        while self._pid:
-            pid, status = os.waitpid(self._pid, os.WNOHANG)
-            if pid:
-                self._pid = 0
-                code = os.waitstatus_to_exitcode(status)
-                return f"exit status {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
+        end = time.monotonic() + PATIENCE
+        if self._runs():
+            os.kill(self._pid, signal.SIGINT)  # fixtures end
+        while self._runs():
             if time.monotonic() > end:
                 os.kill(self._pid, signal.SIGKILL)
             time.sleep(0.01)
-        return "before"
+        self._messages.close()
+        self._output.close()
+
+    def _runs(self) -> bool:
+        if not self._how_it_ended:
+            pid, status = os.waitpid(self._pid, os.WNOHANG)
+            if not pid:
+                return True
+            code = os.waitstatus_to_exitcode(status)
+            self._how_it_ended = f"exit status {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
+        return False
 
 
 class _Sender:
     """The plugin that tells the first lane what happens in another."""
 
-    def __init__(self, session: pytest.Session, pipe: IO[bytes]) -> None:
+    def __init__(self, session: pytest.Session, messages: IO[bytes]) -> None:
         self._config = session.config
-        self._pipe = pipe
+        self._messages = messages
+        self._first_lane = os.getpid()
 
     def send(self, kind: str, value: Any) -> None:
-        pickle.dump((kind, value), self._pipe)
-        self._pipe.flush()
+        if os.getppid() != self._first_lane:  # it has ended
+            os._exit(1)
+        pickle.dump((kind, value), self._messages)
+        self._messages.flush()
 
     def pytest_runtest_logstart(self, nodeid: str, location: Any) -> None:
         self.send("start", (nodeid, location))
@@ -306,7 +268,7 @@ class _Sender:
 
 
 def _be_the_fork(
-    session: pytest.Session, chunks: list[list[pytest.Item]], ends: Ends, pipe: IO[bytes], output: IO[bytes]
+    session: pytest.Session, chunks: list[list[pytest.Item]], numbers: int, sender: _Sender, output: IO[bytes]
 ) -> None:
     """The fork's whole life. Never returns."""
     try:
@@ -318,17 +280,15 @@ def _be_the_fork(
         os.dup2(output.fileno(), 2)
         capture.start_global_capturing()
         capture.suspend_global_capture()
-        sender = _Sender(session, pipe)
         plugins.register(sender, "lane")
         try:
-            for item, following in _take(chunks, ends.take_last):
+            for item, following in _take(chunks, numbers):
                 _run_one(session, item, following)
         finally:
             session._setupstate.teardown_exact(None)
-        sender.send("done", None)
         os._exit(0)
-    except (session.Failed, session.Interrupted, KeyboardInterrupt, BrokenPipeError):
-        os._exit(1)  # the first lane knows, or is gone
+    except (session.Failed, session.Interrupted, KeyboardInterrupt):
+        os._exit(1)  # the first lane knows
     except BaseException:
         os.write(output.fileno(), traceback.format_exc().encode())
         os._exit(1)

@@ -21,10 +21,12 @@ class Block(nn.Module):
 class Net(nn.Module):
     """Blocks between two layers of its own, called in the order of ``order``."""
 
-    def __init__(self, blocks: int = 3, width: int = 4, inputs: int = 4, outputs: int = 2) -> None:
+    def __init__(
+        self, blocks: int = 3, width: int = 4, inputs: int = 4, outputs: int = 2, block: type[nn.Module] = Block
+    ) -> None:
         super().__init__()
         self.front = nn.Linear(inputs, width)
-        self.blocks = nn.ModuleList(Block(width) for _ in range(blocks))
+        self.blocks = nn.ModuleList(block(width) for _ in range(blocks))
         self.head = nn.Linear(width, outputs)
         self.order = list(range(blocks))
 
@@ -65,20 +67,11 @@ class NormBlock(nn.Module):
         return x + self.down(torch.relu(self.up(self.norm(x))))
 
 
-class NormNet(nn.Module):
+class NormNet(Net):
     """Such blocks between two layers."""
 
     def __init__(self, blocks: int = 4, width: int = WIDTH) -> None:
-        super().__init__()
-        self.front = nn.Linear(3, width)
-        self.blocks = nn.ModuleList(NormBlock(width) for _ in range(blocks))
-        self.head = nn.Linear(width, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.front(x)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
+        super().__init__(blocks, width, 3, 3, NormBlock)
 
 
 class Gather(torch.autograd.Function):

@@ -139,9 +139,7 @@ class RankFailure(AssertionError):
         return [f.rank for f in self.failures if f.kind == kind]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The rank's side
-# ---------------------------------------------------------------------------------------------------------------------
+# -- The rank's side ---------------------------------------------------------------------------------------------------
 
 
 def _exit_with_parent() -> None:
@@ -195,36 +193,29 @@ def _yield_to_others() -> None:
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))  # threads inherit it
 
 
-def _make_gloo_device() -> Any:
-    """A device whose thread makes room for whoever holds the lock that it asks for: see :func:`_yield_to_others`."""
-    from torch.distributed import ProcessGroupGloo
-
-    devices: list[Any] = []
-
-    def make() -> None:
-        if sys.platform == "linux":
-            os.nice(10)  # this thread, and those that it makes
-        devices.append(ProcessGroupGloo.create_default_device())
-
-    thread = threading.Thread(target=make)
-    thread.start()
-    thread.join()
-    return devices[0]
-
-
 def _share_gloo_device() -> None:
     """Let all gloo groups of this process share one device.
 
     Each device has a thread that wakes up a hundred times a second. A rank has dozens of groups, each with its own device
-    by default. In a run of all tests these threads took a quarter of the time.
+    by default. In a run of all tests these threads took a quarter of the time. The thread of this one makes room for
+    whoever holds the lock that it asks for: see :func:`_yield_to_others`.
     """
     from torch.distributed import ProcessGroupGloo
 
-    device, make = _make_gloo_device(), ProcessGroupGloo.__init__
+    def make_device() -> None:
+        if sys.platform == "linux":
+            os.nice(10)  # this thread, and those that it makes
+        devices.append(ProcessGroupGloo.create_default_device())
+
+    devices: list[Any] = []
+    thread = threading.Thread(target=make_device)
+    thread.start()
+    thread.join()
+    make = ProcessGroupGloo.__init__
 
     def make_with_device(self: Any, store: Any, rank: int, size: int, timeout: Any, **more: Any) -> None:
         options = ProcessGroupGloo._Options()
-        options._devices, options._threads, options._timeout = [device], 2, timeout
+        options._devices, options._threads, options._timeout = devices, 2, timeout
         for name, value in more.items():  # torch 2.15: enable_reconfigure
             setattr(options, name, value)
         make(self, store, rank, size, options)
@@ -333,9 +324,7 @@ def _rank_main(
             send(answer)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# pytest's side
-# ---------------------------------------------------------------------------------------------------------------------
+# -- pytest's side ------------------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass
@@ -368,15 +357,18 @@ class Pool:
         backend: str | None = "gloo",
         prepare: Callable[[], None] | None = None,
         preload: tuple[str, ...] = (),
+        timeout: float = 60.0,
     ) -> None:
         """``prepare``: a module-level function that ranks call first. ``backend`` None: bodies make their own groups.
 
         ``preload``: modules that ranks have from the start, if they are installed and this is the session's first pool.
+        ``timeout``: of a run, if it has none of its own.
         """
-        self._size = size
+        self.size = size
         self._backend = backend
         self._prepare = prepare
         self._preload = preload
+        self._timeout = timeout
         self._ranks: list[_Rank] = []
         self._store: Any = None
         self._groups_made = 0
@@ -384,26 +376,16 @@ class Pool:
         self._dir = Path(tempfile.mkdtemp(prefix="flatshard-pool-"))
         atexit.register(self.close)
 
-    @property
-    def size(self) -> int:
-        """How many ranks there are."""
-        return self._size
-
-    @property
-    def pids(self) -> list[int]:
-        """The process ids of the ranks (none before the first use)."""
-        return [r.process.pid for r in self._ranks]
-
     def run(
-        self, fn: Callable[..., Any], *args: Any, world_size: int = 2, timeout: float = 60.0, **kwargs: Any
+        self, fn: Callable[..., Any], *args: Any, world_size: int = 2, timeout: float | None = None, **kwargs: Any
     ) -> list[Any]:
         """Run ``fn(ctx, *args, **kwargs)`` on ranks ``0..world_size-1`` and return their results in rank order.
 
         ``fn`` must be importable: a module-level function (or a ``functools.partial`` of one). Results must pickle.
         The timeout counts from the last :meth:`Context.note`, if the body makes any, and does not include starting.
         """
-        if not 1 <= world_size <= self._size:
-            raise ValueError(f"world_size must be 1..{self._size}, got {world_size}")
+        if not 1 <= world_size <= self.size:
+            raise ValueError(f"world_size must be 1..{self.size}, got {world_size}")
         try:
             payload = pickle.dumps((fn, args, kwargs))
         except Exception as e:
@@ -413,6 +395,7 @@ class Pool:
             self._get_ready()
             for rank in range(world_size):
                 self._post(rank, ("run", (world_size, payload)))
+            timeout = timeout or self._timeout
             answers = self._collect(range(world_size), timeout)
             failures = self._failures(answers, range(world_size))
         if not failures:
@@ -423,7 +406,7 @@ class Pool:
                 pytest.skip(skips[0])
             return [pickle.loads(answers[rank][1]) for rank in range(world_size)]
         self._in_step = False
-        if len(answers) < world_size:
+        if any(f.kind != "raised" for f in failures):
             self._stop_ranks()
         hung = [f.rank for f in failures if f.kind == "hung"]
         if hung:
@@ -442,14 +425,16 @@ class Pool:
 
     def _get_ready(self) -> None:
         """Have live ranks whose groups are in step: nothing to do, or new groups, or new processes."""
-        alive = bool(self._ranks) and all(r.process.is_alive() for r in self._ranks)
-        if alive and (self._in_step or self._make_groups(RENEW_TIMEOUT)):
-            return
+        if self._ranks and all(r.process.is_alive() for r in self._ranks):
+            if not self._in_step:
+                self._make_groups(RENEW_TIMEOUT)
+            if self._in_step:
+                return
         self._stop_ranks()
         self._start()
-        if not self._make_groups(START_TIMEOUT):
-            answered = {rank: ("ok", None) for rank in range(self._size) if self._ranks[rank].process.is_alive()}
-            raise RankFailure("the pool of ranks did not start", self._failures(answered, range(self._size)))
+        answers = self._make_groups(START_TIMEOUT)
+        if not self._in_step:
+            raise RankFailure("the pool of ranks did not start", self._failures(answers, range(self.size)))
 
     def _start(self) -> None:
         import torch.distributed as dist
@@ -460,12 +445,12 @@ class Pool:
         start = multiprocessing.get_context("forkserver")
         with _environment():
             start.set_forkserver_preload([*PRELOAD, *self._preload])
-            for rank in range(self._size):
+            for rank in range(self.size):
                 here, there = start.Pipe()
                 stacks = self._dir / f"stacks-{rank}"
                 process = start.Process(
                     target=_rank_main,
-                    args=(rank, self._size, self._store.port, there, str(stacks), self._backend, self._prepare),
+                    args=(rank, self.size, self._store.port, there, str(stacks), self._backend, self._prepare),
                     name=f"flatshard-rank-{rank}",
                     daemon=True,
                 )
@@ -473,13 +458,13 @@ class Pool:
                 there.close()
                 self._ranks.append(_Rank(process, here, stacks))
 
-    def _make_groups(self, timeout: float) -> bool:
+    def _make_groups(self, timeout: float) -> dict[int, tuple[str, Any]]:
         self._groups_made += 1
-        for rank in range(self._size):
+        for rank in range(self.size):
             self._post(rank, ("groups", f"groups-{self._groups_made}"))
-        answers = self._collect(range(self._size), timeout)
-        self._in_step = len(answers) == self._size and all(kind == "ok" for kind, _ in answers.values())
-        return self._in_step
+        answers = self._collect(range(self.size), timeout)
+        self._in_step = len(answers) == self.size and all(kind == "ok" for kind, _ in answers.values())
+        return answers
 
     def _stop_ranks(self) -> None:
         for r in self._ranks:
@@ -507,7 +492,7 @@ class Pool:
             self._ranks[rank].conn.send_bytes(pickle.dumps(message))
 
     def _collect(self, ranks: range, timeout: float) -> dict[int, tuple[str, Any]]:
-        """The answers of the ranks by rank; those that died or did not answer in time are missing."""
+        """The answers of the ranks by rank; those that did not answer in time are missing."""
         answers: dict[int, tuple[str, Any]] = {}
         waiting = {self._ranks[rank].conn: rank for rank in ranks}
         deadline, failed = time.monotonic() + timeout, False
@@ -531,8 +516,7 @@ class Pool:
                         deadline = time.monotonic() + timeout
                     continue
                 del waiting[conn]
-                if kind != "died":
-                    answers[rank] = kind, value
+                answers[rank] = kind, value
                 if kind in ("raised", "died"):
                     failed = True
                     deadline = min(deadline, time.monotonic() + GRACE)
@@ -541,40 +525,25 @@ class Pool:
     def _failures(self, answers: dict[int, tuple[str, Any]], ranks: range) -> list[Failure]:
         """An account of every rank that did not end well. Ranks without an answer are stopped for their stacks."""
         failures = []
-        silent = [rank for rank in ranks if rank not in answers]
-        dead = {rank for rank in silent if self._wait_dead(rank)}
-        one_failed = bool(dead) or any(kind == "raised" for kind, _ in answers.values())
-        for rank in silent:
-            if rank not in dead:
+        one_failed = any(kind in ("raised", "died") for kind, _ in answers.values())
+        for rank in set(ranks) - answers.keys():
+            with contextlib.suppress(ProcessLookupError):
                 os.kill(self._ranks[rank].process.pid, signal.SIGABRT)  # faulthandler writes the stacks
         for rank in ranks:
             r = self._ranks[rank]
-            if rank in answers:
-                kind, value = answers[rank]
-                if kind == "raised":
-                    type_name, message, text = value
-                    failures.append(Failure(rank, kind, text, type_name, message, r.note))
-                continue
-            r.process.join(5)
-            if r.process.is_alive():
-                r.process.kill()
-                r.process.join()
-            text = r.stacks.read_text() if r.stacks.exists() else ""
-            if rank in dead:
-                text = f"exit code {r.process.exitcode}\n{text}"
-            kind = "died" if rank in dead else "blocked" if one_failed else "hung"
-            failures.append(Failure(rank, kind, text, note=r.note))
+            kind, value = answers.get(rank, ("blocked" if one_failed else "hung", None))
+            if kind == "raised":
+                type_name, message, text = value
+                failures.append(Failure(rank, kind, text, type_name, message, r.note))
+            elif kind not in ("ok", "skip"):
+                r.process.join(5)
+                if r.process.is_alive():
+                    r.process.kill()
+                    r.process.join()
+                text = r.stacks.read_text() if r.stacks.exists() else ""
+                text = f"exit code {r.process.exitcode}\n{text}" if kind == "died" else text
+                failures.append(Failure(rank, kind, text, note=r.note))
         return failures
-
-    def _wait_dead(self, rank: int) -> bool:
-        """Whether a rank without an answer died. Its closed pipe shows a moment before its exit does."""
-        r = self._ranks[rank]
-        if r.process.is_alive() and r.conn.poll():
-            with contextlib.suppress(EOFError, OSError):
-                r.conn.recv_bytes()  # a late answer: the rank lives, but the test has failed already
-                return False
-            r.process.join(5)
-        return not r.process.is_alive()
 
 
 def _name_ranks(ranks: Any) -> str:

@@ -21,10 +21,7 @@ def tiny_llama(tied: bool = False, **changes: Any) -> nn.Module:
         num_hidden_layers=2,
         num_attention_heads=6,
         num_key_value_heads=3,
-        max_position_embeddings=64,
         tie_word_embeddings=tied,
-        bos_token_id=1,
-        eos_token_id=2,
         pad_token_id=0,
         **changes,
     )
@@ -67,18 +64,15 @@ class Tokens(Dataset):
 
 
 def be_a_rank(ctx: Any) -> None:
-    """What ``torchrun`` sets, and a fresh state of accelerate, whose singletons outlive a body."""
-    from accelerate.state import AcceleratorState, GradientState
-
-    AcceleratorState._reset_state(True)
-    GradientState._reset_state()
+    """What ``torchrun`` sets, and a fresh state of accelerate."""
+    be_alone()
     rank, size = str(ctx.rank), str(ctx.world_size)
     os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "ACCELERATE_USE_CPU": "true"}
 
 
 def be_alone() -> None:
-    """One process without a process group, and a fresh state of accelerate."""
+    """One process without a process group, and a fresh state of accelerate, whose singletons outlive a body."""
     from accelerate.state import AcceleratorState, GradientState
 
     AcceleratorState._reset_state(True)
@@ -89,9 +83,7 @@ def be_alone() -> None:
 
 def check_equal(state: dict[str, Tensor], expected: dict[str, Tensor], near: float = 1e-9) -> None:
     """State of a run on ranks, and of one process."""
-    assert state.keys() == expected.keys()
-    for name, value in expected.items():
-        torch.testing.assert_close(state[name], value, rtol=near, atol=near, msg=lambda m, name=name: f"{name}: {m}")
+    torch.testing.assert_close(dict(state), dict(expected), rtol=near, atol=near)
 
 
 def copied(model: nn.Module) -> dict[str, Tensor]:

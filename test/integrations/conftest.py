@@ -3,11 +3,11 @@
 Where one of them is absent its tests skip. So a file of tests imports them inside its bodies only.
 """
 
+import contextlib
 import importlib.util
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from pool import Pool
@@ -39,24 +39,15 @@ PRELOAD = (
 )
 
 
-class PatientPool(Pool):
-    """Waits longer."""
-
-    def run(self, fn: Any, *args: Any, timeout: float = TIMEOUT, **kwargs: Any) -> list[Any]:
-        return super().run(fn, *args, timeout=timeout, **kwargs)
-
-
 @pytest.fixture(scope="session")
 def pair() -> Iterator[Pool]:
     """Two ranks whose default group has these two: the clients train on the default group."""
-    p = PatientPool(2, preload=PRELOAD)
-    yield p
-    p.close()
+    with contextlib.closing(Pool(2, preload=PRELOAD, timeout=TIMEOUT)) as p:
+        yield p
 
 
 @pytest.fixture(scope="session")
 def single() -> Iterator[Pool]:
     """One process without a process group: what two ranks are compared with."""
-    p = PatientPool(1, backend=None, preload=PRELOAD)
-    yield p
-    p.close()
+    with contextlib.closing(Pool(1, backend=None, preload=PRELOAD, timeout=TIMEOUT)) as p:
+        yield p

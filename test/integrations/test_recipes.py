@@ -1,5 +1,6 @@
 """Every recipe of flatshard/integrations/README.md runs, on two ranks."""
 
+import importlib
 import os
 import re
 from pathlib import Path
@@ -26,19 +27,6 @@ def test_every_python_block_is_a_recipe():
     assert len(re.findall("```python", README)) == len(RECIPES) + len(elsewhere)
 
 
-def trainer_names(folder: str) -> dict[str, Any]:
-    from transformers import TrainingArguments
-
-    quiet = {"report_to": [], "disable_tqdm": True, "dataloader_pin_memory": False, "use_cpu": True}
-    return {"args": TrainingArguments(output_dir=folder, max_steps=2, per_device_train_batch_size=2, **quiet)}
-
-
-def peft_names(folder: str) -> dict[str, Any]:
-    import peft
-
-    return {"peft": peft, "batch": {n: v[None] for n, v in Tokens(1)[0].items()}}
-
-
 class Engine:
     def __init__(self) -> None:
         self.loaded: set[str] = set()
@@ -47,8 +35,6 @@ class Engine:
         self.loaded |= {name for name, value in weights if value.dtype is torch.bfloat16}
 
 
-NAMES = {"trainer": trainer_names, "peft": peft_names, "weight sync": lambda folder: {"engine": Engine()}}
-NAMES["changed weights"] = lambda folder: {"engine": Engine(), "send": lambda *each: None, "post": lambda *each: None}
 WRITES = {"accelerate": "model/model.safetensors", "trainer": "model/config.json", "peft": "adapter_model.safetensors"}
 WRITES |= {"lightning": "last.ckpt", "fabric": "step-1"}
 """What is there after a recipe."""
@@ -60,7 +46,8 @@ class Network(torch.nn.Sequential):
         super().__init__(*[Block(8) for _ in range(3)])
 
 
-def lightning_names(ctx: Any) -> dict[str, Any]:
+def lightning_names(ctx: Any, name: str) -> dict[str, Any]:
+    os.environ |= {"LOCAL_RANK": str(ctx.rank), "NODE_RANK": "0"}
     import lightning
 
     class Task(lightning.LightningModule):
@@ -74,21 +61,16 @@ def lightning_names(ctx: Any) -> dict[str, Any]:
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
-    quiet = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False)
-    loader = torch.utils.data.DataLoader(torch.randn(8, 8), batch_size=2)
-    names = fabric_names(ctx)
-    return names | {"model": Task(), "loader": loader, "options": names["options"] | quiet}
+    options: dict[str, Any] = {"accelerator": "cpu", "devices": 2}
+    if name == "lightning":
+        options |= dict.fromkeys(
+            ("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False
+        )
+    names = {"lightning": lightning, "Block": Block, "options": options, "network": Network(), "x": torch.randn(2, 8)}
+    return names | {"model": Task(), "loader": torch.utils.data.DataLoader(torch.randn(8, 8), batch_size=2)}
 
 
-def fabric_names(ctx: Any) -> dict[str, Any]:
-    os.environ |= {"LOCAL_RANK": str(ctx.rank), "NODE_RANK": "0"}
-    import lightning
-
-    options = {"accelerator": "cpu", "devices": 2}
-    return {"lightning": lightning, "Block": Block, "network": Network(), "x": torch.randn(2, 8), "options": options}
-
-
-def timm_names(ctx: Any) -> dict[str, Any]:
+def timm_names(ctx: Any, name: str) -> dict[str, Any]:
     import timm
 
     sizes = {"img_size": 8, "patch_size": 4, "embed_dim": 16, "depth": 2, "num_heads": 2, "num_classes": 4}
@@ -96,7 +78,7 @@ def timm_names(ctx: Any) -> dict[str, Any]:
     return {"timm": timm, "model": model, "images": torch.randn(2, 3, 8, 8)}
 
 
-def pipelining_names(ctx: Any) -> dict[str, Any]:
+def pipelining_names(ctx: Any, name: str) -> dict[str, Any]:
     mesh = ctx.device_mesh((2, 1), ("pp", "dp"))
     parts = {index: Network() for index in (ctx.rank, ctx.rank + 2)}
     x = torch.randn(8, 8)
@@ -113,22 +95,28 @@ def pipelining_names(ctx: Any) -> dict[str, Any]:
     }
 
 
-OTHERS = {"lightning": lightning_names, "fabric": fabric_names, "timm": timm_names, "pipelining": pipelining_names}
-"""What recipes with other models than transformers' need."""
-
-
 def transformers_names(ctx: Any, name: str, folder: str) -> dict[str, Any]:
+    from transformers import TrainingArguments
     from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
     be_a_rank(ctx)
     data = Tokens(8)
     loader = torch.utils.data.DataLoader(data, batch_size=2)
     names = {"LlamaDecoderLayer": LlamaDecoderLayer, "model": tiny_llama(), "dataset": data, "loader": loader}
-    return names | NAMES.get(name, lambda folder: {})(folder)
+    if name == "trainer":
+        quiet = {"report_to": [], "disable_tqdm": True, "dataloader_pin_memory": False, "use_cpu": True}
+        names["args"] = TrainingArguments(output_dir=folder, max_steps=2, per_device_train_batch_size=2, **quiet)
+    if name == "peft":
+        names |= {"peft": importlib.import_module("peft"), "batch": {n: v[None] for n, v in data[0].items()}}
+    return names | {"engine": Engine(), "send": lambda *each: None, "post": lambda *each: None}
+
+
+OTHERS = {"lightning": lightning_names, "fabric": lightning_names, "timm": timm_names, "pipelining": pipelining_names}
+"""What recipes with other models than transformers' need."""
 
 
 def run_recipe(ctx, name: str, folder: str) -> None:
-    own = OTHERS[name](ctx) if name in OTHERS else transformers_names(ctx, name, folder)
+    own = OTHERS[name](ctx, name) if name in OTHERS else transformers_names(ctx, name, folder)
     names: dict[str, Any] = {"torch": torch, "flatshard": flatshard, "folder": folder, **own}
     exec(compile(RECIPES[name], "README.md", "exec"), names)
     assert flatshard.describe(names["model"]).units

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from tiny import Tokens, be_a_rank, be_alone, copied, tiny_gpt2, tiny_llama
-from torch import Tensor, nn
+from torch import Tensor
 
 import flatshard
 from flatshard import ShardingStrategy
@@ -14,8 +14,6 @@ from flatshard import ShardingStrategy
 pytestmark = [pytest.mark.clients("accelerate", "transformers", "safetensors"), pytest.mark.time_limit(600)]
 
 BATCH, STEPS, HALF = 2, 4, 2
-
-
 MODELS = {"llama": tiny_llama, "gpt2": tiny_gpt2, "adafactor": tiny_llama}
 Log = list[tuple[float, float]]
 
@@ -136,18 +134,3 @@ def test_evaluation_first(pair, tmp_path: Path):
     (loss, units), (other, _) = pair.run(evaluates_first, str(tmp_path), world_size=2)
     assert loss == other
     assert units == ["", "model.layers.0", "model.layers.1"]
-
-
-def refused(ctx, folder: str) -> None:
-    from transformers import TrainingArguments
-
-    from flatshard.integrations.trainer import ShardedTrainer
-
-    be_a_rank(ctx)
-    args = TrainingArguments(output_dir=folder, use_cpu=True, report_to=[])
-    with pytest.raises(ValueError, match=r"Linear does not name its layers \(_no_split_modules\): pass policy="):
-        ShardedTrainer(nn.Linear(2, 2), args)
-
-
-def test_what_is_refused(pair, tmp_path: Path):
-    pair.run(refused, str(tmp_path), world_size=2)

@@ -11,7 +11,10 @@ import pytest
 COUNT = lanes.ENOUGH // 2
 TOTAL = 2 * COUNT + 4
 CONFTEST = """
+import os
 import lanes
+
+os.environ["FIRST"] = str(os.getpid())
 
 def pytest_addoption(parser):
     parser.addoption("--lanes", type=int, default=2)
@@ -19,6 +22,7 @@ def pytest_addoption(parser):
 def pytest_runtestloop(session):
     return lanes.run(session) or None
 """
+AT_LAST = "Path(__file__).with_name('last').touch()"
 TESTS = """
 import os, signal, time, warnings
 from pathlib import Path
@@ -28,7 +32,8 @@ import pytest
 def test_it(i):
     with open(Path(__file__).with_name("ran"), "a") as file:
         print(os.getpid(), __name__, i, file=file)
-    time.sleep(0.001)
+    while os.environ["FIRST"] == str(os.getpid()) and not Path(__file__).with_name("last").exists():
+        time.sleep(0.001)  # so a fork has the last one
 
 def test_last():
     {last}
@@ -36,9 +41,13 @@ def test_last():
 
 
 def run(folder: Path, last: str, *arguments: str) -> tuple[int, str]:
-    """pytest on tests that pass, and one that does ``last``: in the last file, with which a fork begins."""
+    """pytest on tests that pass, and one that does ``last``, in a fork."""
     (folder / "conftest.py").write_text(CONFTEST)
-    for name, count, its_last in (("a", COUNT - 1, "pass"), ("b", COUNT - 1, "pass"), ("c", 3, last)):
+    for name, count, its_last in (
+        ("a", COUNT - 1, "pass"),
+        ("b", COUNT - 1, "pass"),
+        ("c", 3, "Path(__file__).with_name('last').touch(); " + last),
+    ):
         (folder / f"test_{name}.py").write_text(TESTS.format(count=count, last=its_last))
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments, str(folder)],

@@ -2,29 +2,16 @@
 
 import io
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 from models import Block, Net
+from torch import nn
 
 import flatshard
 from flatshard import fully_shard
 
-X = torch.ones(2, 4)
-
-
-def inside_inference_mode(model: Any) -> None:
-    with torch.inference_mode():
-        fully_shard(Net())
-
-
-@torch.no_grad()
-def copy_a_whole_value(model: Any) -> None:
-    model.head.weight.copy_(torch.zeros(2, 4))
-
-
-MISTAKES: dict[str, tuple[Callable[[Any], object], type[Exception], str]] = {
+MISTAKES: dict[str, tuple[Callable[[nn.Module], object], type[Exception], str]] = {
     "parameters in the place of the module": (
         lambda _: fully_shard(Net().parameters()),
         TypeError,
@@ -35,7 +22,11 @@ MISTAKES: dict[str, tuple[Callable[[Any], object], type[Exception], str]] = {
         TypeError,
         r"got torch.bfloat16.*pass flatshard.MixedPrecision\(param_dtype=torch.bfloat16, reduce_dtype",
     ),
-    "inference mode": (inside_inference_mode, RuntimeError, r"called inside torch.inference_mode\(\).*call it outside"),
+    "inference mode": (
+        torch.inference_mode()(lambda _: fully_shard(Net())),
+        RuntimeError,
+        r"called inside torch.inference_mode\(\).*call it outside",
+    ),
     "pickling the model": (
         lambda m: torch.save(m, io.BytesIO()),
         TypeError,
@@ -47,7 +38,7 @@ MISTAKES: dict[str, tuple[Callable[[Any], object], type[Exception], str]] = {
         "takes the module, got a generator.*pass the model.*torch.nn.utils.clip_grad_norm_",
     ),
     "copying a whole value into a part": (
-        copy_a_whole_value,
+        torch.no_grad()(lambda m: m.head.weight.copy_(torch.zeros(2, 4))),
         RuntimeError,
         r"'head.weight' is sharded.*was given the whole.*module.load_state_dict\(...\)",
     ),

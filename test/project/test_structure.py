@@ -5,11 +5,14 @@ it does, and every note that is cited is there to read. A rule with exceptions l
 """
 
 import ast
+import graphlib
 import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
+import pytest
 import torch
 
 import flatshard
@@ -65,18 +68,20 @@ def _name_of(path: Path) -> str:
 
 SOURCES = {_name_of(p): p.read_text() for p in sorted(PACKAGE.rglob("*.py"))}
 TREES = {name: ast.parse(source) for name, source in SOURCES.items()}
-NODES = {name: list(ast.walk(tree)) for name, tree in TREES.items()}
+TESTS = {path: ast.parse(path.read_text()) for path in sorted(Path(__file__).parents[1].rglob("*.py"))}
 
 
-def outside(*names: str) -> Iterator[tuple[str, ast.AST]]:
-    """Every syntax node of every module but ``names``, with the module's name."""
-    for name, nodes in NODES.items():
-        if name not in names:
-            yield from ((name, node) for node in nodes)
+class _WithoutText(ast.NodeTransformer):
+    def visit_Constant(self, node: ast.Constant) -> ast.Constant:
+        return ast.Constant("") if isinstance(node.value, str) else node
 
 
-def show(name: str, node: ast.AST) -> str:
-    return f"{name}:{getattr(node, 'lineno', '?')}: {ast.unparse(node)}"
+def code(source: str) -> list[str]:
+    """The lines of a module, a statement each, without comments; texts are empty."""
+    return ast.unparse(_WithoutText().visit(ast.parse(source))).splitlines()
+
+
+CODE = {name: code(source) for name, source in SOURCES.items()}
 
 
 def dotted(node: ast.AST) -> str:
@@ -84,13 +89,6 @@ def dotted(node: ast.AST) -> str:
     if isinstance(node, ast.Name):
         return node.id
     return f"{dotted(node.value)}.{node.attr}" if isinstance(node, ast.Attribute) else ""
-
-
-def written(node: ast.AST) -> list[ast.expr]:
-    """The targets that a statement assigns to, adds to or deletes."""
-    if isinstance(node, ast.Assign | ast.Delete):
-        return node.targets
-    return [node.target] if isinstance(node, ast.AugAssign | ast.AnnAssign) else []
 
 
 # -- imports -----------------------------------------------------------------------------------------------------------
@@ -108,7 +106,7 @@ def imports(tree: ast.AST) -> Iterator[tuple[ast.stmt, str, list[str]]]:
 
 
 def imported_modules(module: str, names: list[str]) -> set[str]:
-    """Which of our modules ``from module import names`` needs, as named in ``LAYERS``."""
+    """Which of our modules ``from module import names`` needs, by its name in ``TREES``."""
     if module.partition(".")[0] != "flatshard":
         return set()
     short = module.removeprefix("flatshard").removeprefix(".")
@@ -143,26 +141,9 @@ def test_imports_go_down():
     assert not up
 
 
-def test_products_do_nothing_when_they_are_imported():
-    """The core imports none of them, so what does not call them pays nothing in its steps."""
-    allowed = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.ClassDef, ast.AnnAssign, ast.Assign)
-    for name in (name for name in TREES if package_of(name) in ("planning", "elastic", "weights")):
-        for node in TREES[name].body:
-            is_text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
-            assert is_text or isinstance(node, allowed), (name, node.lineno)
-            for target in getattr(node, "targets", ()):
-                assert isinstance(target, ast.Name | ast.Tuple), (name, node.lineno)
-
-
 def test_no_files_know_each_other():
     """No ring of imports, also of those that only a type checker sees."""
-    direct = {name: needed(name) | needed(name, type_checking=True) for name in TREES}
-    reached = {name: set(modules) for name, modules in direct.items()}
-    for middle in reached:
-        for modules in reached.values():
-            if middle in modules:
-                modules |= reached[middle]
-    assert not {name: {m for m in found if name in reached[m]} for name, found in reached.items() if name in found}
+    graphlib.TopologicalSorter({n: needed(n) | needed(n, type_checking=True) for n in TREES}).prepare()
 
 
 def test_imports_for_the_type_checker_are_listed():
@@ -179,112 +160,87 @@ def test_imports_inside_functions_are_listed():
     assert found == INNER_IMPORTS
 
 
-def test_nothing_imports_the_fsdp_of_torch():
-    """This project re-does it, and it is on its way out upstream. Its policies are known by their shape."""
-    for name in TREES:
-        banned = ("torch.distributed.fsdp", "torch.distributed._composable", "torch.distributed._tools")
-        for statement, module, names in imports(TREES[name]):
-            full = [module, *(f"{module}.{n}" for n in names)]
-            assert not any(f.startswith(banned) for f in full), show(name, statement)
-
-
 def test_nothing_imports_beyond_torch_and_the_standard_library():
     ours = {n: tree for n, tree in TREES.items() if package_of(n) != "integrations"}
     found = {module.partition(".")[0] for tree in ours.values() for _, module, _ in imports(tree)}
     assert found - set(sys.stdlib_module_names) <= {"flatshard", "torch", "typing_extensions"}
 
 
-def test_integrations_use_public_names():
-    for name in [n for n in TREES if package_of(n) == "integrations"]:
-        for statement, module, names in imports(TREES[name]):
-            public = [part for n in names or [""] for part in f"{module}.{n}".split(".")]
-            ours = module.partition(".")[0] == "flatshard"
-            assert not (ours and any(p.startswith("_") for p in public)), show(name, statement)
+# -- what few modules may do -------------------------------------------------------------------------------------------
 
 
-# -- one writer per fact -----------------------------------------------------------------------------------------------
+class Rule(NamedTuple):
+    """No line of code matches ``pattern``, but in the modules ``but``; ``of``: in modules whose names begin so."""
+
+    pattern: str
+    but: str = ""
+    of: str = ""
 
 
-def test_only_lifetime_assigns_a_state():
-    for name, node in outside("_handle.lifetime"):
-        for target in written(node):
-            assert ".lifetime." not in dotted(target), show(name, node)
-        value = getattr(node, "value", None)
-        if isinstance(node, ast.Assign | ast.AnnAssign) and value is not None and not isinstance(value, ast.Compare):
-            assert not dotted(value).startswith(("ParamState.", "GradState.")), show(name, node)
-
-
-FRAME_WORDS = {"_getframe", "_current_frames", "f_back", "f_code", "f_locals", "f_globals", "__code__"} | {
-    *("currentframe", "getouterframes", "extract_stack", "walk_stack", "tb_frame", "gi_frame", "cr_frame")
-}
-WORDS_OF = {
-    ("_handle.pool",): {"resize_"},  # of a storage
+AN_IMPORT = r"^\s*(from|import) "
+FRAMES = (
+    "_getframe|_current_frames|f_back|f_code|f_locals|f_globals|__code__|"
+    "currentframe|getouterframes|extract_stack|walk_stack|tb_frame|gi_frame|cr_frame"
+)
+# What may be asked of torch.distributed without communicating, and the types to annotate with.
+QUERIES = (
+    "ProcessGroup|GroupMember.NON_GROUP_MEMBER|is_available|is_backend_available|is_initialized|get_process_group_ranks|"
+    "get_rank|get_world_size|get_backend_config|distributed_c10d._get_default_group"
+)
+# Types, arithmetic on them, names of actions; and checkpoints, whose plans torch's own functions exchange.
+QUIET_MODULES = r"device_mesh|tensor|checkpoint|pipelining\.schedules"
+COMMUNICATING = "_comm.backends _fake_group _comm.monitor.messages elastic._world _composable.construct.groups"
+HOOKING = "_composable.hooks planning._program optim._hooks elastic._job"
+HOOKING += " checkpoint._state_dict_hooks checkpoint._optim_state_dict "
+HOOKING += " ".join(name for name in TREES if name.startswith(("_composable.features.", "integrations.")))
+OF_PARAMETERS = "_handle.tensors.sharded_parameter"  # hooking one is part of what the user sees of it
+TREE_WORDS = r"\b((named_)?(modules|children)|get_submodule|_modules|named_parameters)\b"
+RULES = [
+    # This project re-does torch's FSDP, which is on its way out upstream. Its policies are known by their shape.
+    Rule(AN_IMPORT + r".*\btorch\.distributed(\.| import (.*, )?)(fsdp|_composable|_tools)"),
+    Rule(AN_IMPORT + r"flatshard\b.*[ .]_", of="integrations"),
+    # Products define, and do nothing: the core imports none of them, so what does not call them pays nothing in its steps.
+    Rule(
+        r"^((if|for|while|with|try|match|assert|del|raise)\b|[\w.]+\(|\w+[.\[]\S* \S?= )", of="planning|elastic|weights"
+    ),
+    Rule(r"\.lifetime\.[\w.]+(: .*)? \S?= |\bdel .*\.lifetime\.| = (Param|Grad)State\.\w+$", "_handle.lifetime"),
+    Rule(r"\bresize_\b", "_handle.pool"),  # of a storage
     # By rows, in blocks or whole: nobody else rounds up or cuts shards.
-    ("_composable.construct.layout_plan", "layouts.packing"): {
-        "PARAM_ALIGNMENT",
-        "SHARD_ALIGNMENT",
-        "round_up",
-        "pack",
-    },
-    ("_config", "env"): {"environ", "getenv", "putenv"},  # the report shows it
-    ("_torch", "env"): {"__version__"},
-    ("_frames",): FRAME_WORDS,
-}
+    Rule(r"\b(PARAM_ALIGNMENT|SHARD_ALIGNMENT|round_up|pack)\b", "_composable.construct.layout_plan layouts.packing"),
+    Rule(r"\b(environ|getenv|putenv)\b", "_config env"),  # the report shows it
+    Rule(r"\b__version__\b", "_torch env"),
+    Rule(rf"\b({FRAMES})\b", "_frames"),
+    Rule(r"\._parameters\[[^=]*\] \S?= |\bdel .*\._parameters\[|\bregister_parameter\(", "_handle.registrations"),
+    Rule(r"\._parameters\.(pop|update|setdefault|clear|popitem|__setitem__|__delitem__)\(", "_handle.registrations"),
+    Rule(r"(?<![\w.])(setattr|delattr)\(", "_handle.registrations"),
+    Rule(rf"^(?!{AN_IMPORT}).*(?<![\w.])(dist|torch\.distributed)\.(?!({QUERIES})(?![\w.]))", COMMUNICATING),
+    Rule(rf"^\s*from torch\.distributed(?!\.({QUIET_MODULES})\b)", COMMUNICATING),
+    Rule(r"\b(process_)?group\.\w", COMMUNICATING),
+    Rule(r"\bsuper\(\)\._?register_\w*hook|\._backward_hooks( \S?= |$)", f"{HOOKING} {OF_PARAMETERS}"),
+    Rule(r"(?<!\bsuper\(\))\._?register_\w*hook|\._(forward|forward_pre|backward_pre)_hooks( \S?= |$)", HOOKING),
+    # A handle looks at a module by its parameters only. Others may name the type, and hand modules on.
+    Rule(rf"^(?!{AN_IMPORT}).*hook", OF_PARAMETERS, of=r"_handle\."),
+    Rule(r"\b_(parameters|buffers)\b", "_handle.registrations", of=r"_handle\."),
+    Rule(TREE_WORDS, "_handle.tensors.guard", of=r"_handle\."),
+    Rule(rf"(?<!nn\.Module\.){TREE_WORDS}", of=r"_handle\."),  # who reads a dict of a module, `guard` asks by these
+    Rule(AN_IMPORT + "torch", of=r"_handle\.layout"),
+]
 
 
-def test_words_of_few_modules():
-    for modules, words in WORDS_OF.items():
-        for name, node in outside(*modules):
-            said = {getattr(node, "attr", ""), getattr(node, "id", "")} | {
-                a.name for a in getattr(node, "names", ()) if isinstance(a, ast.alias)
-            }
-            assert said.isdisjoint(words), show(name, node)
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.pattern[:40])
+def test_what_few_modules_may_do(rule: Rule):
+    those = {name: lines for name, lines in CODE.items() if re.match(rule.of, name) and name not in rule.but.split()}
+    assert not [f"{name}: {line}" for name, lines in those.items() for line in lines if re.search(rule.pattern, line)]
 
 
-WRITING_METHODS = {"pop", "update", "setdefault", "clear", "popitem", "__setitem__", "__delitem__"}
-CHANGING_METHODS = {*WRITING_METHODS, "append", "appendleft", "popleft", "extend", "insert", "remove", "add", "discard"}
-
-
-def test_only_slots_registers_parameters():
-    for name, node in outside("_handle.registrations"):
-        for target in written(node):
-            if isinstance(target, ast.Subscript):
-                assert not dotted(target.value).endswith("._parameters"), show(name, node)
-        if isinstance(node, ast.Call):
-            called = dotted(node.func) or getattr(node.func, "attr", "")
-            assert called not in ("setattr", "delattr"), show(name, node)
-            assert called.rpartition(".")[2] != "register_parameter", show(name, node)
-            owner, _, method = called.rpartition(".")
-            assert not (owner.endswith("._parameters") and method in WRITING_METHODS), show(name, node)
-
-
-DISTRIBUTED_QUERIES = {
-    *("ProcessGroup", "GroupMember.NON_GROUP_MEMBER", "is_available", "is_backend_available", "is_initialized"),
-    *("get_process_group_ranks", "get_rank", "get_world_size", "get_backend_config"),
-    "distributed_c10d._get_default_group",
-}
-"""What may be asked of torch.distributed without communicating, and the types to annotate with."""
-
-DISTRIBUTED_MODULES = ("device_mesh", "tensor", "checkpoint", "pipelining.schedules")
-"""Types, arithmetic on them, names of actions; and checkpoints, whose plans torch's own functions exchange."""
-
-
-def test_only_backends_communicates():
-    communicating = ("_comm.backends", "_fake_group", "_comm.monitor.messages", "elastic._world")
-    for name, node in outside(*communicating, "_composable.construct.groups"):
-        if isinstance(node, ast.Attribute):
-            for prefix in ("dist.", "torch.distributed."):
-                if dotted(node).startswith(prefix):
-                    query = dotted(node).removeprefix(prefix)
-                    assert any(q == query or q.startswith(f"{query}.") for q in DISTRIBUTED_QUERIES), show(name, node)
-            assert dotted(node.value).rpartition(".")[2] not in ("group", "process_group"), show(name, node)
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch.distributed"):
-            assert f"{node.module}.".startswith(tuple(f"torch.distributed.{m}." for m in DISTRIBUTED_MODULES)), (
-                node.module
-            )
-
-
-COLLECTIVES = {"all_gather", "reduce_scatter", "all_reduce", "all_reduce_now", "broadcast_now", "exchange"}
+def test_only_torch_asks_for_a_version():
+    """Nor do tests and benchmarks, neither by its number nor by ``hasattr(torch, ...)``."""
+    of_torch = r"\((torch|dist|nn)\b[\w.]*"
+    asks = r"__version__.* (<|>|!=|in |is )|((<|>|!=).*|'' (not )?in \S*)__version__"
+    asks += rf"|hasattr{of_torch}|getattr{of_torch}, '', "
+    files = [path for folder in ("flatshard", "test", "benchmarks") for path in (PACKAGE.parent / folder).rglob("*.py")]
+    lines = [(path, line) for path in files for line in code(path.read_text())]
+    assert not [f"{path}: {line}" for path, line in lines if re.search(asks, line)]
 
 
 MADE_OF_OTHERS = (
@@ -296,13 +252,9 @@ MADE_OF_OTHERS = (
 
 def test_only_handles_start_collectives_and_construction_broadcasts():
     """``_composable`` decides when; ``_handle`` and the runtime do. Only new modules are broadcast from above."""
-    found = {
-        (name, node.func.attr)
-        for name, node in outside(*MADE_OF_OTHERS)
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in COLLECTIVES
-    }
-    above = {(name, verb) for name, verb in found if not name.startswith("_handle.")}
-    assert above == {
+    verbs = r"\.(all_gather|reduce_scatter|all_reduce|all_reduce_now|broadcast_now|exchange)\("
+    above = {n: lines for n, lines in CODE.items() if n not in MADE_OF_OTHERS and not n.startswith("_handle.")}
+    assert {(name, verb) for name, lines in above.items() for verb in re.findall(verbs, "\n".join(lines))} == {
         ("_composable.construct.materialize", "broadcast_now"),
         ("_composable.features.filled_later", "broadcast_now"),  # as materialize, later
         ("_composable.features.filled_later", "all_reduce_now"),
@@ -322,39 +274,19 @@ def test_only_handles_start_collectives_and_construction_broadcasts():
     }
 
 
-def test_only_hooks_registers_hooks():
-    features = {n for n in TREES if n.startswith(("_composable.features.", "integrations."))}
-    # Those of a copy on meta; and hooks of no forward.
-    others = ("planning._program", "checkpoint._state_dict_hooks", "checkpoint._optim_state_dict", "optim._hooks")
-    others = (*others, "elastic._job")
-    for name, node in outside("_composable.hooks", *features, *others):
-        if name == "_handle.tensors.sharded_parameter" and (
-            dotted(getattr(node, "value", node)) == "" or getattr(node, "attr", "") == "_backward_hooks"
-        ):
-            continue  # super().register_hook: what a user may call on a parameter includes this. And a tensor's hooks
-        if isinstance(node, ast.Attribute):
-            assert not re.fullmatch(r"_?register_\w*hook\w*", node.attr), show(name, node)
-            writes_hooks = re.fullmatch(r"_(forward|backward)_(pre_)?hooks", node.attr)
-            assert not (writes_hooks and isinstance(node.ctx, ast.Store | ast.Del)), show(name, node)
+# -- one writer per fact -----------------------------------------------------------------------------------------------
 
 
-def test_only_torch_asks_for_a_version():
-    """Nor do tests and benchmarks, neither by its number nor by ``hasattr(torch, ...)``."""
-    trees = {**TREES, **{path.name: tree for path, tree in TESTS.items()}, **BENCHMARKS}
-    for name, node in ((name, node) for name, tree in trees.items() for node in ast.walk(tree)):
-        if isinstance(node, ast.Compare) and not all(isinstance(op, ast.Eq) for op in node.ops):  # a record of what ran
-            assert not any(getattr(part, "attr", "") == "__version__" for part in ast.walk(node)), show(name, node)
-        if isinstance(node, ast.Call) and node.args:
-            asked, of_torch = dotted(node.func), dotted(node.args[0]).partition(".")[0] in ("torch", "dist", "nn")
-            optional = asked == "getattr" and len(node.args) == 3 and isinstance(node.args[1], ast.Constant)
-            assert not (of_torch and (asked == "hasattr" or optional)), show(name, node)
+CHANGING_METHODS = (
+    r"pop|popitem|popleft|append|appendleft|extend|insert|add|remove|discard|clear|update|setdefault|__(set|del)item__"
+)
 
 
 def attributes_of_the_core() -> dict[str, set[str]]:
     """The modules of the core's classes that have an attribute, by its name. Not what tensors have, too."""
     owners, of_tensors = dict[str, set[str]](), set(dir(torch.Tensor))
     for name in [n for n in TREES if package_of(n) in CORE]:
-        for node in NODES[name]:
+        for node in ast.walk(TREES[name]):
             for each in ast.walk(node) if isinstance(node, ast.ClassDef) else ():
                 if isinstance(each, ast.Attribute) and isinstance(each.ctx, ast.Store) and dotted(each.value) == "self":
                     owners.setdefault(each.attr, set()).add(name)
@@ -372,7 +304,7 @@ def writers() -> Iterator[tuple[str, str, bool]]:
             for node in ast.walk(function):
                 target = node.value if isinstance(node, ast.Subscript) else node
                 stores = isinstance(getattr(node, "ctx", None), ast.Store | ast.Del)
-                if isinstance(node, ast.Call) and getattr(node.func, "attr", "") in CHANGING_METHODS:
+                if isinstance(node, ast.Call) and re.fullmatch(CHANGING_METHODS, getattr(node.func, "attr", "")):
                     target, stores = node.func.value, True
                 if stores and isinstance(target, ast.Attribute):
                     base = dotted(target.value)
@@ -418,12 +350,8 @@ ASKS_WHO_CALLS = {
 
 
 def test_who_asks_for_frames_is_listed():
-    asks = {
-        name
-        for name, tree in TREES.items()
-        for _, module, names in imports(tree)
-        if name != "_frames" and "_frames" in imported_modules(module, names)
-    }
+    lines = [(name, line) for name in TREES if name != "_frames" for line in CODE[name]]
+    asks = {name for name, line in lines if re.match(AN_IMPORT + r".*\b_frames\b", line)}
     assert asks == ASKS_WHO_CALLS
 
 
@@ -431,7 +359,7 @@ INSTALLED_AT_IMPORT = {
     ("_", "_extensions.plug_in"),  # our own features into our own core
     ("_", "_value.__module__"),  # of our public functions
     ("_trace", "sinks.append"),  # the logger, where the environment asks for it
-    ("_handle.tensors.sharded_parameter", "locals().update"),  # methods of our class
+    ("_handle.tensors.sharded_parameter", "locals"),  # methods of our class
     ("_handle.tensors.sharded_gradient", "HANDLERS[torch._foreach_norm]"),  # a table of our own
     ("_handle.tensors.sharded_gradient", "HANDLERS[UNSCALE]"),
     ("_handle.tensors.sharded_gradient", "HANDLERS[torch._foreach_max]"),
@@ -444,84 +372,49 @@ INSTALLED_AT_IMPORT = {
 """(module, what it replaces, or calls) when it is imported."""
 
 
-def at_import(statements: list[ast.stmt]) -> Iterator[ast.stmt]:
-    """Each statement that runs when a module is imported, also in an ``if`` or a loop, and in a class."""
-    for statement in statements:
-        yield statement
-        if not isinstance(statement, ast.FunctionDef) and "__main__" not in ast.unparse(
-            getattr(statement, "test", statement)
-        ):
-            for block in ("body", "orelse", "finalbody"):
-                yield from at_import(getattr(statement, block, []))
+def at_import(lines: list[str]) -> Iterator[str]:
+    """Each line that runs when a module is imported, also in an ``if`` or a loop, and in a class."""
+    later = 1000
+    for line in lines:
+        depth = len(line) - len(line.lstrip())
+        if line and depth <= later:
+            yield line.strip()
+            later = depth if re.match(r"\s*(async def|def|if __name__) ", line) else 1000
 
 
 def test_nothing_is_replaced_at_import():
     """In what other modules own: attributes, entries, registrations."""
     found = set()
-    for name, tree in TREES.items():
-        own = {target.id for statement in tree.body for target in written(statement) if isinstance(target, ast.Name)}
-        for statement in at_import(tree.body):
-            if isinstance(statement, ast.Expr) and isinstance(call := statement.value, ast.Call):
-                found.add((name, ast.unparse(call.func)))
-            for each in [getattr(statement, "value", None), *getattr(statement, "decorator_list", [])]:
-                called = ast.unparse(each.func if isinstance(each, ast.Call) else each) if each is not None else ""
-                if re.search(r"(^|[._])(register|install|patch)(_\w+)?$", called):
-                    found.add((name, called))
-            for target in written(statement):
-                if isinstance(target, ast.Attribute | ast.Subscript) and dotted(target.value) not in own:
-                    found.add((name, ast.unparse(target)))
+    for name, lines in CODE.items():
+        own = set(re.findall(r"^(\w+)(?:: .*)? = ", "\n".join(lines), re.MULTILINE))
+        for line in at_import(lines):
+            called = re.match(
+                r"([\w.]+)\(.*\)$|(?:@|.* = )((?:[\w.]*[._])?(?:register|install|patch)(?:_\w+)?)\b", line
+            )
+            target = re.match(r"(?:del )?(([\w.]+)(?:\.\w+|\[[^=]*\]))(?:: .*)?( \S?= |$)", line)
+            found |= {(name, called[1] or called[2])} if called else set()
+            found |= {(name, target[1])} if target and target[2] not in own else set()
     assert found == INSTALLED_AT_IMPORT
-
-
-# -- what a layer must not know ----------------------------------------------------------------------------------------
-
-TREE_WORDS = {"modules", "named_modules", "children", "named_children", "get_submodule", "_modules", "named_parameters"}
-
-
-def test_a_handle_knows_no_hooks_and_no_module_tree():
-    """Only ``slots`` looks at a module, by its parameters. Others may name the type, and hand modules on."""
-    for name in [n for n in TREES if n.startswith("_handle.")]:
-        for node in ast.walk(TREES[name]):
-            word = node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
-            if name != "_handle.tensors.sharded_parameter":  # hooking a parameter is part of what the user sees of it
-                assert "hook" not in word, show(name, node)
-            known = name == "_handle.tensors.guard" and ast.unparse(node).startswith("nn.Module.")  # who reads a dict
-            assert known or word not in TREE_WORDS, show(name, node)
-            if name != "_handle.registrations":
-                assert word not in ("_parameters", "_buffers"), show(name, node)
-
-
-def test_layout_knows_no_torch():
-    found = {module for _, module, _ in imports(TREES["_handle.layout"])}
-    assert not any(m.startswith("torch") for m in found)
 
 
 # -- private API of torch ----------------------------------------------------------------------------------------------
 
 
-def private_torch_api() -> set[tuple[str, str]]:
-    """(module, API): attribute chains from torch, or from what is imported from torch, with a ``_private`` part.
+def test_each_private_api_of_torch_is_used_in_one_file():
+    """Attribute chains from torch, or from what is imported from torch, with a ``_private`` part.
 
     Not the ``_foreach`` functions: their underscore is history, every optimizer is built on them.
     """
-    found = set()
+    apis: list[str] = []
     for name, tree in TREES.items():
-        from_torch = {"torch", "dist"}
+        from_torch, found = {"torch", "dist"}, set[str]()
         for statement, module, names in imports(tree):
             if module.partition(".")[0] == "torch" and isinstance(statement, ast.ImportFrom):
-                from_torch |= {a.asname or a.name for a in statement.names}
-                found |= {(name, f"{module}.{n}") for n in names if "._" in f".{module}.{n}"}
-        inner = {n.value for n in ast.walk(tree) if isinstance(n, ast.Attribute)}  # of a longer chain
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Attribute) and node not in inner:
-                chain = dotted(node)
-                if chain.partition(".")[0] in from_torch and re.search(r"\._(?!foreach_[a-z_]+$)[a-z]", chain):
-                    found.add((name, chain))
-    return found
-
-
-def test_each_private_api_of_torch_is_used_in_one_file():
-    apis = [api for _, api in private_torch_api()]
+                from_torch |= {alias.asname or alias.name for alias in statement.names}
+                found |= {f"{module}.{n}" for n in names if "._" in f".{module}.{n}"}
+        lines = "\n".join(line for line in CODE[name] if not re.match(AN_IMPORT, line))
+        chains = re.findall(rf"(?<![\w.])(?:{'|'.join(from_torch)})(?:\.\w+)+", lines)
+        apis += found | {chain for chain in chains if re.search(r"\._(?!foreach_[a-z_]+$)[a-z]", chain)}
     assert len(apis) == len(set(apis)), sorted({a for a in apis if apis.count(a) > 1})
 
 
@@ -566,25 +459,11 @@ def test_no_two_classes_have_one_name():
     assert not {name for name in names if names.count(name) > 1}
 
 
-IMPORT_TESTS = {
-    ("test_core_alone.py", "test_structure"),  # the packages as they are listed there
-}
-
-
-BENCHMARKS = {path.name: ast.parse(path.read_text()) for path in sorted((PACKAGE.parent / "benchmarks").glob("*.py"))}
-TESTS = {path: ast.parse(path.read_text()) for path in sorted(Path(__file__).parents[1].rglob("*.py"))}
-
-
 def test_no_tests_import_from_other_tests():
     """What two files of tests need is in a module beside them: see test/README.md."""
-    found = set()
-    for path, tree in TESTS.items():
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Import | ast.ImportFrom):
-                names = {getattr(node, "module", None) or "", *(alias.name for alias in node.names)}
-                modules = {part for name in names for part in name.split(".")}
-                found |= {(path.name, m) for m in modules if m.startswith("test_")}
-    assert found <= IMPORT_TESTS
+    lines = [(path.name, line) for path in TESTS for line in code(path.read_text()) if re.match(AN_IMPORT, line)]
+    found = {(name, module) for name, line in lines for module in re.findall(r"\btest_\w+", line)}
+    assert found <= {("test_core_alone.py", "test_structure")}  # the packages as they are listed here
 
 
 def test_no_two_files_of_tests_have_the_same_helper():

@@ -55,35 +55,11 @@ def test_an_interrupt_ends_all_ranks_at_once():
     assert process.returncode == 128 + signal.SIGINT
 
 
-FAILING = """
-import os, sys
-
-assert sys.argv[1:] == ["--some", "option"]
-assert os.environ["RANK"] == "0", "this rank fails"
-"""
-
-
-@pytest.mark.slow
-def test_a_rank_that_fails(tmp_path):
-    """Of a script that imports nothing. What is no checkpoint to resume from, the tests of checkpoints say."""
-    script = tmp_path / "script.py"
-    script.write_text(FAILING)
-    path = [str(ROOT / "benchmarks"), str(ROOT)]
-    code = (
-        f"import sys; sys.path[:0] = {path}; from ranks import start; start(2, {str(script)!r}, ['--some', 'option'])"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=110)
-    assert done.returncode == 1
-    assert "this rank fails" in done.stderr, done.stderr
-    assert done.stderr.rstrip().endswith("rank 1 ended with exit code 1"), done.stderr
-
-
 def test_help_has_the_examples(capsys, tmp_path, monkeypatch):
     (tmp_path / "run" / "step-50").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(SystemExit) as caught:
+    with pytest.raises(SystemExit, match="0"):
         train_gpt.parse_options(["--help"])
-    assert caught.value.code == 0
     shown = capsys.readouterr().out
     assert "examples, in an activated environment:\n" in shown
     assert "python benchmarks/train_gpt.py --ranks 2 --verify" in shown
