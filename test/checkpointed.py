@@ -1,4 +1,4 @@
-"""A model that checkpoints its activations in any way and place."""
+"""A model that checkpoints its activations in any way and place; perhaps with tensor parallelism."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,6 +7,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed._composable import checkpoint as composable_checkpoint
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -17,8 +20,7 @@ from torch.utils.checkpoint import (
 from flatshard import MixedPrecision, ShardingStrategy
 
 WIDTH = 6
-
-
+BF16 = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 FULL, GRAD_OP, HYBRID = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.HYBRID_SHARD
 
 
@@ -28,8 +30,6 @@ def save_products(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPol
 
 
 Call = Callable[[nn.Module, Tensor], Tensor]
-
-
 CALLS: dict[str, Call] = {
     "none": lambda module, x: module(x),
     "reentrant": lambda module, x: checkpoint(module, x, use_reentrant=True),
@@ -41,17 +41,13 @@ CALLS: dict[str, Call] = {
 }
 """How a module is called."""
 
-
 WRAPS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "wrapper": lambda module: checkpoint_wrapper(module),
     "composable": lambda module: composable_checkpoint(module),
 }
 """How a module is made to checkpoint itself."""
 
-
 KINDS = [*CALLS, *WRAPS]
-
-
 PLACES = ["inside", "around", "across", "nested"]
 
 
@@ -115,11 +111,31 @@ class Net(nn.Module):
         return self.head(x)
 
 
-BF16 = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+def make(kind: str = "none", place: str = "inside", drops: bool = False) -> Net:
+    """In float64. Without ``drops`` no dropout: of a part of the sequence it would draw other numbers than of the whole."""
+    torch.manual_seed(0)
+    model = Net(kind, place).double()
+    for module in model.modules():
+        if isinstance(module, nn.Dropout) and not drops:
+            module.p = 0.0
+    return model
+
+
+def parallelize(model: Net, mesh: DeviceMesh, sequence: bool) -> None:
+    """With ``sequence`` all activations between ``front`` and ``head`` are sharded along the sequence."""
+    between = {"input_layouts": Shard(1)} if sequence else {}
+    for inner in [m for m in model.modules() if isinstance(m, Inner)]:
+        after = {"output_layouts": Shard(1)} if sequence else {}
+        plan = {"up": ColwiseParallel(use_local_output=False, **between), "down": RowwiseParallel(**after)}
+        parallelize_module(inner, mesh, plan)
+    if sequence:
+        for block in model.blocks:
+            parallelize_module(block, mesh, {"norm": SequenceParallel()})
+        front = RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1))
+        head = ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate())
+        parallelize_module(model, mesh, {"front": front, "head": head})
 
 
 def loss_of(model: nn.Module, x: Tensor, rank: int, step: int) -> Tensor:
-    torch.manual_seed(
-        100 * step + rank
-    )  # the dropout of each data-parallel rank, the same on its tensor-parallel ranks
+    torch.manual_seed(100 * step + rank)  # for dropout: the same on ranks that are tensor-parallel
     return model(x).double().square().mean()

@@ -5,7 +5,6 @@ Training and checkpoints in all layouts are in the fuzzers (test_fuzz.py, test_r
 
 import copy
 import warnings
-from typing import Any
 
 import fence
 import pytest
@@ -45,15 +44,15 @@ def net() -> Net:
 
 def mixed(fqn: str, param: nn.Parameter) -> flatshard.layouts.Layout | None:
     return {
-        "conv.weight": Rows(max_padding=FREE),
-        "up.weight": Whole(max_padding=FREE),
+        **dict.fromkeys(("conv.weight", "up.weight"), Rows(max_padding=FREE)),
         "norm.weight": Blocks(4, FREE),
+        "down.weight": Whole(max_padding=FREE),
     }.get(fqn)
 
 
-def parts(ctx, layout: Any) -> list[list[str]]:
+def parts(ctx) -> list[list[str]]:
     """Of each parameter: its name, its owner, and the shape of what this rank has, with the row that it begins at."""
-    model = fully_shard(net(), process_group=ctx.group, layout=layout)
+    model = fully_shard(net(), process_group=ctx.group, layout=mixed)
     found = []
     for name, param in model.named_parameters():
         info = shard_info(param)
@@ -68,35 +67,20 @@ def parts(ctx, layout: Any) -> list[list[str]]:
 def test_parts(pool):
     """By rows they keep their dimensions, whole ones lie on one rank; a layout for each parameter."""
     lines = []
-    for head, layout, world_size in (("Rows", Rows(max_padding=FREE), 2), ("mixed", mixed, 3)):
-        first, *others = pool.run(parts, layout, world_size=world_size)
-        lines.append(f"{head + ', ' + str(world_size) + ' ranks':18}owner")
-        for i, (name, owner, shape) in enumerate(first):
-            columns = "".join(f"{text:17}" for text in (shape, *(rank[i][2] for rank in others)))
-            lines.append(f"  {name:16}{owner:6}{columns}".rstrip())
+    for rows in zip(*pool.run(parts, world_size=3), strict=True):
+        lines.append("".join(f"{text:17}" for text in (*rows[0][:2], *(row[2] for row in rows))).rstrip())
     assert_expected_inline(
         "\n".join(lines),
         """\
-Rows, 2 ranks     owner
-  scale           0     1                -
-  conv.weight     0     5x3x3x3 from 0   -
-  conv.bias       0     5 from 0         -
-  up.weight       None  7x20 from 0      6x20 from 7
-  up.bias         1     -                13 from 0
-  norm.weight     1     -                13 from 0
-  norm.bias       1     -                13 from 0
-  down.weight     1     -                7x13 from 0
-  down.bias       1     -                7 from 0
-mixed, 3 ranks    owner
-  scale           1     -                1                -
-  conv.weight     1     -                5x3x3x3 from 0   -
-  conv.bias       1     -                5                -
-  up.weight       0     13x20 from 0     -                -
-  up.bias         1     -                13               -
-  norm.weight     1     -                13               -
-  norm.bias       1     -                13               -
-  down.weight     2     -                -                91
-  down.bias       1     -                7                -""",
+scale            0                1                -                -
+conv.weight      0                5x3x3x3 from 0   -                -
+conv.bias        0                5                -                -
+up.weight        None             -                9x20 from 0      4x20 from 9
+up.bias          0                13               -                -
+norm.weight      0                13               -                -
+norm.bias        None             8                5                -
+down.weight      2                -                -                7x13 from 0
+down.bias        2                -                -                7""",
     )
 
 

@@ -57,20 +57,6 @@ class Apply(nn.Module):
         return self.function(x, **self._parameters)
 
 
-class TwoHalves(nn.Module):
-    """Whose halves may be called on their own."""
-
-    def __init__(self, tied: bool = False) -> None:
-        super().__init__()
-        self.encoder, self.decoder = Mlp(), Mlp()
-        if tied:
-            self.decoder.down.weight = self.encoder.down.weight
-        self.scale = nn.Parameter(torch.rand(WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.decoder(self.encoder(x) * self.scale)
-
-
 class MixedDtypes(nn.Module):
     """float32 and float64 train in one unit, beside frozen bfloat16."""
 
@@ -104,10 +90,6 @@ def vectors(step: int, n: int) -> Tensor:
 
 def tokens(step: int, n: int) -> Tensor:
     return torch.randint(11, (n, 5))
-
-
-def images(step: int, n: int) -> Tensor:
-    return torch.randn(n, 3, 5, 5)
 
 
 def few_elements() -> nn.Module:
@@ -152,7 +134,7 @@ class Case(NamedTuple):
 DTYPES = {"oracle": "slices", "optimizer": adamw_float32, "rtol": 1e-5}
 CASES = {
     "several dtypes": Case(MixedDtypes, options=DTYPES),
-    "channels last": Case(convolution, [None, {nn.Conv2d}], images),
+    "channels last": Case(convolution, [None, {nn.Conv2d}], lambda step, n: torch.randn(n, 3, 5, 5)),
     "fewer elements than ranks": Case(few_elements, [None, {Apply, nn.LayerNorm}]),
     "frozen int64 and bool": Case(lambda: nn.Sequential(integers(), nn.Linear(3, 3)), [None, {Apply}]),
     "complex": Case(complex_numbers, [None, {Apply}]),
@@ -215,10 +197,16 @@ def test_units_called_on_their_own(ctx) -> None:
         (loss * scale).backward()
         return loss.detach()
 
+    def tied() -> nn.Module:
+        model = net()
+        model.blocks[1].linear.weight = model.blocks[0].linear.weight
+        return model
+
+    net = functools.partial(models.Net, 2, WIDTH, WIDTH, WIDTH)
     for make, policy, forward in (  # in the first, embedding and head own no parameter
         (Lm, {nn.Embedding, nn.Linear}, lambda model, ids: model.head(model.body(model.embed(ids)))),
-        (TwoHalves, {models.Mlp}, lambda model, x: model.encoder(x)),
-        (functools.partial(TwoHalves, True), {models.Mlp}, lambda model, x: model.decoder(x) + model(x)),
+        (net, {models.Block}, lambda model, x: model.blocks[0](x)),
+        (tied, {models.Block}, lambda model, x: model.blocks[1](x) + model(x)),
     ):
         for strategy in strategies(ctx):
             case = Case(make, inputs=tokens if make is Lm else vectors)
@@ -279,7 +267,6 @@ def test_ignored_states_stay_whole_with_local_gradients(ctx):
     before = [(p, p.data_ptr(), p.shape, nn.Parameter) for p in ignored]
     fully_shard(model, policy={models.Mlp}, process_group=ctx.group, ignored_states=[model[1], model[0].up.weight])
     assert [(p, p.data_ptr(), p.shape, type(p)) for p in ignored] == before
-    assert len(flatshard.describe(model).units) == 3  # the root and two of the blocks
     x = vectors(0, ctx.world_size).double()
     mine = x[ctx.rank : ctx.rank + 1]
     for other, part in ((local, mine), (whole, x), (model, mine)):
@@ -304,21 +291,7 @@ def test_sparse_gradients_are_refused(ctx):
 
 @ranks(2)
 def test_a_parameter_tied_after_sharding(ctx):
-    for policy in (None, {nn.Linear}):
-        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-        expected = model(torch.ones(1, 4))
-        fully_shard(model, policy=policy, process_group=ctx.group)
-        own = model[1].weight
-        model[1].weight = model[0].weight
-        for _ in range(2):
-            with pytest.raises(RuntimeError, match=r"'weight' of a Linear in unit .* replaced by '(0\.)?weight'"):
-                model(torch.ones(1, 4))
-        model[1].weight = own
-        assert torch.equal(model(torch.ones(1, 4)), expected)
-
-
-@ranks(2)
-def test_a_parameter_tied_to_a_new_name_after_sharding(ctx):
+    """In the place of another parameter, in that of None, and under a new name."""
     x = torch.ones(1, 4)
     for policy, strategy in all_pairs((None, {nn.Linear}), STRATEGIES):
         ctx.note(f"{policy} {strategy.name}")
@@ -328,15 +301,17 @@ def test_a_parameter_tied_to_a_new_name_after_sharding(ctx):
         fully_shard(model, policy=policy, process_group=ctx.group, strategy=strategy)
         own = model[0].weight
         outside = nn.ParameterList([own, model[1][0].bias])  # as of an optimizer, or an average of the weights
-        for name in ("weight", "new"):
-            norm.register_parameter(name, own)
+        for module, name, why in (
+            (model[1][0], "weight", r"'weight' of a Linear in unit .* replaced by '(0\.)?weight'"),
+            (norm, "weight", r"'1\.1\.weight' was registered after .* is the sharded .* '0\.weight': .*before fully"),
+            (norm, "new", r"'1\.1\.new' was registered after .* is the sharded .* '0\.weight': .*before fully"),
+        ):
+            before = getattr(module, name, None)
+            setattr(module, name, own)
             for _ in range(2):
-                with pytest.raises(
-                    RuntimeError,
-                    match=rf"'1\.1\.{name}' was registered after .* is the sharded parameter '0\.weight': .*before fully",
-                ):
+                with pytest.raises(RuntimeError, match=why):
                     model(x)
-            setattr(norm, name, None)
+            setattr(module, name, before)
             assert torch.equal(model(x), expected)
         assert outside[0] is own
 
@@ -365,12 +340,14 @@ def test_parameters_added_after_sharding(ctx):
         optimizer.add_param_group({"params": model[2].adapter.parameters()})
         before = [p.detach().clone() for p in model.parameters()]
         for _ in range(2):
-            message = r"SGD steps '2.adapter.weight', '2.adapter.bias', registered .* after"
-            with pytest.raises(RuntimeError, match=message):
+            with pytest.raises(
+                RuntimeError, match=r"SGD steps '2.adapter.weight', '2.adapter.bias', registered .* after"
+            ):
                 train(model, optimizer, ctx.rank)
         assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
         with torch.no_grad():
             model[2].adapter.weight.add_(ctx.rank)
-        message = r"1 of 2 values: '2.adapter.weight' .* averages the gradients of '2.adap"
-        with pytest.raises(RuntimeError, match=message):
+        with pytest.raises(
+            RuntimeError, match=r"1 of 2 values: '2.adapter.weight' .* averages the gradients of '2.adap"
+        ):
             flatshard.debug.check_replicas(model)

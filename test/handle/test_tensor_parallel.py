@@ -12,14 +12,14 @@ from typing import Any
 
 import pytest
 import torch
+from checkpointed import WIDTH, Block, Net, make, parallelize
 from on_ranks import ranks
 from pairs import all_pairs
-from parity import step_all
+from parity import full_params, step_all
 from recording import same_everywhere
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import flatshard
 from flatshard import ShardingStrategy, full_shape, fully_shard
@@ -28,78 +28,10 @@ from flatshard.optim import get_total_norm, gradient_statistics
 from flatshard.tensors import ShardedParameter
 
 FULL, GRAD_OP, NO_SHARD = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD
-WIDTH, LENGTH = 6, 4
-
-
-class Block(nn.Module):
-    """``hidden`` 7 does not divide by two: uneven shards of the tensor-parallel mesh."""
-
-    def __init__(self, hidden: int) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.up, self.down = nn.Linear(WIDTH, hidden), nn.Linear(hidden, WIDTH)
-        self.scale = nn.Parameter(torch.ones(()))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.tanh(self.up(self.norm(x)))) * self.scale
-
-
-class SequenceBlock(Block):
-    """Without a plain parameter, as activations are sharded along the sequence."""
-
-    def __init__(self, hidden: int) -> None:
-        super().__init__(hidden)
-        del self.scale
-        self.scale = 1
-
-
-class Net(nn.Module):
-    def __init__(self, block: type[nn.Module] = Block, hidden: int = 8) -> None:
-        super().__init__()
-        self.front = nn.Linear(WIDTH, WIDTH)
-        self.blocks = nn.ModuleList(block(hidden) for _ in range(2))
-        self.head = nn.Linear(WIDTH, 3, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.front(x)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
-
-
-def make(block: type[nn.Module] = Block, hidden: int = 8) -> Net:
-    torch.manual_seed(0)
-    return Net(block, hidden).double()
-
-
-def parallelize(model: Net, mesh: DeviceMesh, sequence: bool) -> None:
-    for block in model.blocks:
-        # Between the two stays a DTensor: local tensors would not say that they are uneven.
-        if sequence:
-            plan = {
-                "norm": SequenceParallel(),
-                "up": ColwiseParallel(input_layouts=Shard(1), use_local_output=False),
-                "down": RowwiseParallel(output_layouts=Shard(1)),
-            }
-        else:
-            plan = {"up": ColwiseParallel(use_local_output=False), "down": RowwiseParallel()}
-        parallelize_module(block, mesh, plan)
-    if sequence:
-        plan = {
-            "front": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
-            "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
-        }
-        parallelize_module(model, mesh, plan)
 
 
 def whole_of(value: Any) -> Tensor:
     return (value.full_tensor() if isinstance(value, DTensor) else value).detach()
-
-
-def whole(model: nn.Module) -> dict[str, Tensor]:
-    """The parameters in whole, over both meshes."""
-    with flatshard.summon_full_params(model, writeback=False):
-        return {name: whole_of(p).clone() for name, p in model.named_parameters()}
 
 
 def check_same(model: nn.Module, plain: nn.Module, rtol: float = 1e-9) -> None:
@@ -113,8 +45,8 @@ def check_same(model: nn.Module, plain: nn.Module, rtol: float = 1e-9) -> None:
                 close(whole_of(p.grad), q.grad, msg=lambda m, n=name: f"gradient of {n}: {m}")
 
 
-def batch(step: int, ranks: int = 2) -> Tensor:
-    return torch.randn(ranks, 2, LENGTH, WIDTH, generator=torch.Generator().manual_seed(step)).double()
+def batch(step: int) -> Tensor:
+    return torch.randn(2, 2, 4, WIDTH, generator=torch.Generator().manual_seed(step)).double()
 
 
 def backward(plain: nn.Module, model: nn.Module, x: Tensor, mine: int) -> None:
@@ -124,47 +56,39 @@ def backward(plain: nn.Module, model: nn.Module, x: Tensor, mine: int) -> None:
     (output.full_tensor() if isinstance(output, DTensor) else output).square().mean().backward()
 
 
-def assert_same_statistics(model: nn.Module, plain: nn.Module) -> None:
-    found = gradient_statistics(model)
-    grads = {n: p.grad for n, p in plain.named_parameters() if p.grad is not None}
-    assert found.keys() == grads.keys()
-    for name, grad in grads.items():
-        stats = found[name]
-        got = torch.tensor([stats.norm, stats.max_abs, stats.mean, stats.nonfinite, stats.numel]).double()
-        numbers = [grad.norm(), grad.abs().max(), grad.mean(), (~grad.isfinite()).sum(), grad.numel()]
-        torch.testing.assert_close(got, torch.tensor(numbers).double(), msg=lambda m, n=name: f"{n}: {m}")
-
-
-def two_dimensions(ctx, block: type[nn.Module] = Block, hidden: int = 7, **options: Any) -> tuple[Net, Net, int, Any]:
-    """(plain, sharded, this rank's place in the data-parallel mesh, the whole mesh)."""
+def two_dimensions(ctx, sequence: bool = False, **options: Any) -> tuple[Net, Net, int]:
+    """(plain, sharded, this rank's place in the data-parallel mesh)."""
     mesh = ctx.device_mesh((2, 2), ("dp", "tp"))
-    plain, model = make(block, hidden), make(block, hidden)
-    parallelize(model, mesh["tp"], block is SequenceBlock)
-    fully_shard(model, policy={block}, device_mesh=mesh["dp"], **options)
-    return plain, model, mesh["dp"].get_local_rank(), mesh
+    plain, model = make(), make()
+    parallelize(model, mesh["tp"], sequence)
+    fully_shard(model, policy={Block}, device_mesh=mesh["dp"], **options)
+    return plain, model, mesh["dp"].get_local_rank()
 
 
-CASES = all_pairs((SequenceBlock, Block), (8, 7), (FULL, GRAD_OP, NO_SHARD))
+def placements(model: nn.Module) -> dict[str, Any]:
+    return {n: p.placements for n, p in model.named_parameters() if isinstance(p, DTensor)}
 
 
-@pytest.mark.parametrize(("block", "hidden", "strategy"), CASES)
+@pytest.mark.parametrize(("sequence", "strategy"), all_pairs((True, False), (FULL, GRAD_OP, NO_SHARD)))
 @ranks(4)
-def test_parity(ctx, block: type[nn.Module], hidden: int, strategy: ShardingStrategy) -> None:
-    plain, model, mine, mesh = two_dimensions(ctx, block, hidden, strategy=strategy)
-    placed = make(block, hidden)
-    parallelize(placed, mesh["tp"], block is SequenceBlock)
-    placements = {n: p.placements for n, p in placed.named_parameters() if isinstance(p, DTensor)}
+def test_parity(ctx, sequence: bool, strategy: ShardingStrategy) -> None:
+    plain, model, mine = two_dimensions(ctx, sequence, strategy=strategy)
+    placed = make()
+    parallelize(placed, ctx.device_mesh((2, 2), ("dp", "tp"))["tp"], sequence)
     assert {n: full_shape(p) for n, p in model.named_parameters()} == {n: p.shape for n, p in plain.named_parameters()}
     assert all(type(p) is ShardedParameter for p in model.parameters())
     optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (plain, model)]
     for step in range(4):
         for m in (plain, model):
-            m.blocks[0].up.requires_grad_(step != 2)
+            m.blocks[0].inner.up.requires_grad_(step != 2)
         if step == 3:
             with flatshard.no_sync(model):
                 backward(plain, model, batch(5), mine)
         backward(plain, model, batch(step), mine)
-        assert_same_statistics(model, plain)
+        for name, each in gradient_statistics(model).items():
+            grad = plain.get_parameter(name).grad
+            numbers = [float(n) for n in (grad.norm(), grad.abs().max(), grad.mean(), grad.numel())]
+            assert [each.norm, each.max_abs, each.mean, each.numel] == pytest.approx(numbers), name
         expected = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.3)
         clip = torch.nn.utils.clip_grad_norm_ if step % 2 else flatshard.clip_grad_norm_
         norm = clip(model.parameters() if step % 2 else model, 0.3)
@@ -173,12 +97,12 @@ def test_parity(ctx, block: type[nn.Module], hidden: int, strategy: ShardingStra
         step_all(optimizers)
     check_same(model, plain)
     with flatshard.summon_full_params(model):
-        assert placements == {n: p.placements for n, p in model.named_parameters() if isinstance(p, DTensor)}
+        assert placements(model) == placements(placed)
 
 
 def change(ctx) -> None:
     """Copied, converted, written back."""
-    plain, model, mine, _ = two_dimensions(ctx)
+    plain, model, mine = two_dimensions(ctx)
     copied = copy.deepcopy(model)
     with torch.no_grad():
         for param in model.parameters():
@@ -217,7 +141,7 @@ def replicate(ctx) -> None:
 
 def train_flat(ctx) -> None:
     """Flat parameters of DTensors and plain parameters: elements that tensor-parallel ranks have alike count once."""
-    plain, model, mine, _ = two_dimensions(ctx)
+    plain, model, mine = two_dimensions(ctx)
     flats = flatshard.flat_parameters(model)
     optimizers = [torch.optim.SGD(p, lr=0.1) for p in (plain.parameters(), flats)]
     norm, clip = torch.nn.utils.get_total_norm, torch.nn.utils.clip_grad_norm_
@@ -284,7 +208,8 @@ def initialise_on_meta(ctx) -> None:
                 model(torch.ones(2, WIDTH))
             torch.manual_seed(0)
             draw(model)
-        for name, value in whole(model).items():
+        for name, value in full_params(model).items():
+            value = whole_of(value)
             assert value.shape == {"0.weight": (8, WIDTH), "2.weight": (WIDTH, 8)}.get(name, value.shape)
             assert same_everywhere(ctx.group, value.flatten())
         model(torch.randn(2, WIDTH)).sum().backward()
@@ -293,24 +218,22 @@ def initialise_on_meta(ctx) -> None:
 def fill_later(ctx) -> None:
     """On meta: tensor parallelism, sharding, memory, values. Initialisers see DTensors."""
     mesh = ctx.device_mesh((2, 2), ("dp", "tp"))
-    ways: list[tuple[int, dict[str, Any]]] = [(7, {}), (7, {"strategy": NO_SHARD}), (7, {"layout": Whole(9.0)})]
-    ways += [(8, {"layout": Rows(max_padding=9.0)}), (8, {"layout": Blocks(6, 9.0)})]
-    for hidden, options in ways:
-        plain = make(hidden=hidden)
+    ways: list[dict[str, Any]] = [{}, {"strategy": NO_SHARD}, {"layout": Whole(9.0)}]
+    for options in (*ways, {"layout": Rows(max_padding=9.0)}, {"layout": Blocks(6, 9.0)}):
+        plain = make()
         with torch.device("meta"):
-            model = Net(hidden=hidden).double()
+            model = make()
         parallelize(model, mesh["tp"], False)
-        placements = {n: p.placements for n, p in model.named_parameters() if isinstance(p, DTensor)}
+        placed = placements(model)
         fully_shard(model, policy={Block}, device_mesh=mesh["dp"], **options)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         model.to_empty(device="cpu")
-        model.blocks[0].up.reset_parameters()  # then over again
+        model.blocks[0].inner.up.reset_parameters()  # then over again
         with torch.no_grad():
             for fqn, value in plain.named_parameters():
-                prefix, _, name = fqn.rpartition(".")
-                mine = getattr(model.get_submodule(prefix), name)
-                assert (mine.placements if isinstance(mine, DTensor) else None) == placements.get(fqn)
-                mine.copy_(distribute_tensor(value, mine.device_mesh, mine.placements) if fqn in placements else value)
+                mine = model.get_parameter(fqn)
+                assert (mine.placements if isinstance(mine, DTensor) else None) == placed.get(fqn)
+                mine.copy_(distribute_tensor(value, mine.device_mesh, mine.placements) if fqn in placed else value)
         own = torch.optim.AdamW(plain.parameters(), lr=1e-2)
         for step in range(2):
             backward(plain, model, batch(step), mesh["dp"].get_local_rank())
@@ -321,7 +244,7 @@ def fill_later(ctx) -> None:
 def scale_gradients(ctx) -> None:
     """An overflow on one tensor-parallel rank skips the step on all."""
     for flat, overflow in itertools.product((False, True), (False, True)):
-        _, model, mine, _ = two_dimensions(ctx)
+        _, model, mine = two_dimensions(ctx)
         params = flatshard.flat_parameters(model) if flat else list(model.parameters())
         optimizer, scaler = torch.optim.SGD(params, lr=0.1), torch.amp.GradScaler("cpu", init_scale=8.0)
         before = [p.detach().clone() for p in model.parameters()]
@@ -339,7 +262,9 @@ def refuse(ctx) -> None:
     mesh = ctx.device_mesh((2, 2), ("dp", "tp"))
     model = make()
     parallelize(model, mesh["tp"], False)
-    with pytest.raises(ValueError, match=r"'blocks.0.up.weight' is a DTensor over ranks .*device_mesh=mesh\['dp'\]"):
+    with pytest.raises(
+        ValueError, match=r"'blocks.0.inner.up.weight' is a DTensor over ranks .*device_mesh=mesh\['dp'\]"
+    ):
         fully_shard(model, process_group=ctx.group)
     with pytest.raises(ValueError, match=r"is a DTensor over ranks"):
         fully_shard(model, device_mesh=mesh["tp"])

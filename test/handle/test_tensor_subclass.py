@@ -282,9 +282,7 @@ def test_checkpoints(ctx, path: str) -> None:
 
 
 class Opaque(Tensor):
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return super().__torch_function__(func, types, args, kwargs or {})
+    pass
 
 
 class Packed(Quantised):
@@ -307,19 +305,13 @@ def test_refused(ctx) -> None:
     for error, of, requires_grad in (
         ("is a Quantised, which requires grad, but has 3 tensors inside.*Freeze it", Quantised.of(weight), True),
         ("is a Copying, which copies the tensors that its __tensor_unflatten__ is", Copying.of(weight), False),
-        (
-            "is a Opaque, a tensor subclass that does not say which tensors are inside",
-            weight.as_subclass(Opaque),
-            False,
-        ),
+        ("is a Opaque, a tensor subclass that does not say which tensors", weight.as_subclass(Opaque), False),
         ("is a Wrapped, which has a DTensor inside", Wrapped.of(distributed), False),
         ("is a Wrapped on the meta device", Wrapped.of(weight.to("meta")), False),
     ):
         module = linear(of, requires_grad)
-        before = module.weight
         with pytest.raises(ValueError, match=rf"parameter 'weight' {error}"):
             made(ctx, module)
-        assert module.weight is before
         made(ctx, module, ignored_states=[module.weight])
     packed, x = linear(Packed.of(weight)), torch.randn(2, WIDTH)
     expected = packed(x)

@@ -58,54 +58,42 @@ class Net(nn.Module):
         return self.blocks[1](y.detach() if self.skips else y)
 
 
-class Trained:
-    """A model, what its reductions have sent, and its gradients."""
-
-    def __init__(
-        self, ctx: Any, policy: MixedPrecision, width: int, strategy: ShardingStrategy, widens: bool, steps: "Steps"
-    ) -> None:
-        options: dict[str, Any] = {"process_group": ctx.group}
-        if strategy is HYBRID:
-            options = {"device_mesh": ctx.device_mesh((2, 2), ("replicate", "shard"))}
-        made: list[Recording] = []
-
-        def make(group: Any, device: torch.device) -> Recording:
-            made.append(Recording(group, device, widens))
-            return made[-1]
-
-        torch.manual_seed(1)
-        self.model = fully_shard(
-            Net(width), policy={Block}, strategy=strategy, mixed_precision=policy, collectives=make, **options
-        )
-        self.rank = ctx.rank
-        self.sent: list[set[tuple[torch.dtype, torch.dtype]]] = []
-        self.grads: list[dict[str, Tensor | None]] = []
-        for _ in steps(self):
-            self.sent.append({dtypes for each in made for dtypes in each.sent})
-            for each in made:
-                each.sent.clear()
-            self.grads.append({name: p.grad for name, p in self.model.named_parameters() if p.numel()})
-            self.model.zero_grad()
-
-    def run(self, step: int, sync: bool = True, uses: bool = True) -> None:
-        torch.manual_seed(10 * step + self.rank)
-        for block in self.model.blocks:
-            block.uses = uses
-        with contextlib.nullcontext() if sync else flatshard.no_sync(self.model):
-            self.model(torch.randn(3, self.model.blocks[0].inner.in_features)).square().sum().backward()
+Sent = set[tuple[torch.dtype, torch.dtype]]
+Steps = Callable[[Net, int], Iterator[None]]
+"""Trains a model on a rank; yields where gradients are to be looked at."""
 
 
-Steps = Callable[[Trained], Iterator[None]]
-"""Trains; yields where gradients are to be looked at."""
+def trained(
+    ctx: Any, policy: MixedPrecision, width: int, strategy: ShardingStrategy, widens: bool, steps: Steps
+) -> list[tuple[Sent, dict[str, Tensor | None]]]:
+    """What reductions have sent, and the gradients, each time."""
+    options: dict[str, Any] = {"process_group": ctx.group}
+    if strategy is HYBRID:
+        options = {"device_mesh": ctx.device_mesh((2, 2), ("replicate", "shard"))}
+    made: list[Recording] = []
+
+    def make(group: Any, device: torch.device) -> Recording:
+        made.append(Recording(group, device, widens))
+        return made[-1]
+
+    torch.manual_seed(1)
+    model = Net(width)
+    fully_shard(model, policy={Block}, strategy=strategy, mixed_precision=policy, collectives=make, **options)
+    found = []
+    for _ in steps(model, ctx.rank):
+        sent = {dtypes for each in made for dtypes in each.sent}
+        for each in made:
+            each.sent.clear()
+        found.append((sent, {name: p.grad for name, p in model.named_parameters() if p.numel()}))
+        model.zero_grad()
+    return found
 
 
-def same_bits(
-    ctx: Any, policy: MixedPrecision, width: int, strategy: ShardingStrategy, steps: Steps
-) -> list[set[tuple[torch.dtype, torch.dtype]]]:
+def same_bits(ctx: Any, policy: MixedPrecision, width: int, strategy: ShardingStrategy, steps: Steps) -> list[Sent]:
     """Train with and without widening, and compare all gradients. Returns what was sent with it, each time."""
-    narrow, wide = (Trained(ctx, policy, width, strategy, widens, steps) for widens in (True, False))
-    assert all(sent is summed for each in wide.sent for sent, summed in each)
-    for mine, others in zip(narrow.grads, wide.grads, strict=True):
+    narrow, wide = (trained(ctx, policy, width, strategy, widens, steps) for widens in (True, False))
+    for (_, mine), (sent, others) in zip(narrow, wide, strict=True):
+        assert all(dtype is summed for dtype, summed in sent)
         for name, a in mine.items():
             b = others[name]
             assert (a is None) is (b is None) is ("never" in name), name
@@ -113,30 +101,51 @@ def same_bits(
                 assert a.dtype is b.dtype
                 assert torch.equal(a, b), name
                 assert torch.equal(torch.signbit(a), torch.signbit(b)), name
-    return narrow.sent
+    return [sent for sent, _ in narrow]
 
 
-def accumulate(trained: Trained) -> Iterator[None]:
+def train(model: Net, rank: int, step: int, sync: bool = True, uses: bool = True) -> None:
+    torch.manual_seed(10 * step + rank)
+    for block in model.blocks:
+        block.uses = uses
+    with contextlib.nullcontext() if sync else flatshard.no_sync(model):
+        model(torch.randn(3, model.blocks[0].inner.in_features)).square().sum().backward()
+
+
+def accumulate(model: Net, rank: int) -> Iterator[None]:
     for step in range(2):
-        trained.run(step, uses=step == trained.rank)  # another parameter is unused on each rank
+        train(model, rank, step, uses=step == rank)  # another parameter is unused on each rank
         yield
-    trained.run(2)
-    trained.run(3, uses=trained.rank == 0)  # added to what is in .grad
+    train(model, rank, 2)
+    train(model, rank, 3, uses=rank == 0)  # added to what is in .grad
     yield
     for step in (4, 5):
-        trained.run(step, sync=False, uses=trained.rank == 0)
-    trained.run(6)
+        train(model, rank, step, sync=False, uses=rank == 0)
+    train(model, rank, 6)
     yield
-    trained.run(7)
+    train(model, rank, 7)
     yield
-    trained.run(8, sync=False)
-    flatshard.reduce_gradients(trained.model)
+    train(model, rank, 8, sync=False)
+    flatshard.reduce_gradients(model)
     yield
-    trained.run(9)
+    train(model, rank, 9)
     yield
 
 
-def train(ctx, policy: MixedPrecision, width: int, strategy: ShardingStrategy) -> None:
+TO_FP32 = MixedPrecision(BF16, reduce_dtype=FP32)
+CASES = [
+    (TO_FP32, 5, FULL, 3),
+    (MixedPrecision(FP16, reduce_dtype=FP32), 200, GRAD_OP, 3),
+    (TO_FP32, 5, HYBRID, 4),
+    (MixedPrecision(reduce_dtype=FP64), 200, FULL, 3),
+    (MixedPrecision(BF16), 5, FULL, 3),
+    (MixedPrecision(reduce_dtype=BF16), 200, FULL, 3),
+]
+
+
+@pytest.mark.parametrize(("policy", "width", "strategy", "world_size"), CASES)
+@ranks()
+def test_the_same_bits(ctx, policy: MixedPrecision, width: int, strategy: ShardingStrategy) -> None:
     reduce, param = policy.reduce_dtype or policy.param_dtype, policy.param_dtype or FP32
     assert reduce is not None
     fits = reduce in (FP32, FP64) and param.itemsize < reduce.itemsize
@@ -147,34 +156,17 @@ def train(ctx, policy: MixedPrecision, width: int, strategy: ShardingStrategy) -
     assert same_bits(ctx, policy, width, strategy, accumulate) == [narrow, narrow, narrow, wide, narrow, wide, narrow]
 
 
-POLICIES = {
-    "bf16 to fp32": MixedPrecision(BF16, reduce_dtype=FP32),
-    "fp16 to fp32": MixedPrecision(FP16, reduce_dtype=FP32),
-    "bf16 to fp32 over replicas": MixedPrecision(BF16, reduce_dtype=FP32),
-    "fp32 to fp64": MixedPrecision(reduce_dtype=FP64),
-    "bf16 to bf16": MixedPrecision(BF16),
-    "fp32 to bf16": MixedPrecision(reduce_dtype=BF16),
-}
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-def test_the_same_bits(pool, policy: str):
-    turn = list(POLICIES).index(policy)
-    strategy, world_size = ((FULL, 3), (GRAD_OP, 3), (HYBRID, 4))[turn % 3 if turn < 3 else 0]
-    pool.run(train, POLICIES[policy], (5, 200)[turn % 2], strategy, world_size=world_size)
-
-
-def hold_on_one_rank(trained: Trained) -> Iterator[None]:
-    trained.model.skips = trained.rank == 1  # its first block gets no gradient there
-    trained.run(0, sync=False)
-    trained.model.skips = False
-    trained.run(1)
+def hold_on_one_rank(model: Net, rank: int) -> Iterator[None]:
+    model.skips = rank == 1  # its first block gets no gradient there
+    train(model, rank, 0, sync=False)
+    model.skips = False
+    train(model, rank, 1)
     yield
-    flatshard.configure(trained.model, gradient_sync=False)  # told so, and does not hold
-    flatshard.configure(trained.model, gradient_sync=True)
-    trained.run(2)
+    flatshard.configure(model, gradient_sync=False)  # told so, and does not hold
+    flatshard.configure(model, gradient_sync=True)
+    train(model, rank, 2)
     yield
-    trained.run(3)
+    train(model, rank, 3)
     yield
 
 
@@ -182,4 +174,4 @@ def hold_on_one_rank(trained: Trained) -> Iterator[None]:
 def test_ranks_that_hold_nothing_decide_alike(ctx) -> None:
     """What decides is what the unit was told, not whether this rank holds anything."""
     wide, narrow = {(FP32, FP32)}, {(BF16, FP32)}
-    assert same_bits(ctx, POLICIES["bf16 to fp32"], 40, FULL, hold_on_one_rank) == [wide, wide, narrow]
+    assert same_bits(ctx, TO_FP32, 40, FULL, hold_on_one_rank) == [wide, wide, narrow]

@@ -11,43 +11,17 @@ from typing import Any
 
 import pytest
 import torch
-from checkpointed import BF16, FULL, GRAD_OP, HYBRID, KINDS, PLACES, WIDTH, Block, Inner, Net, loss_of
+from checkpointed import BF16, FULL, GRAD_OP, HYBRID, KINDS, PLACES, WIDTH, WRAPS, Block, loss_of, make, parallelize
 from on_ranks import ranks
 from pairs import all_pairs, some
 from parity import check_same_gradients, full_params, parts, step_all, twins
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 import flatshard
 from flatshard import CustomPolicy, fully_shard
 from flatshard._trace import record_events
-
-
-def parallelize(model: Net, mesh: DeviceMesh, sequence: bool) -> None:
-    """With ``sequence`` all activations between ``front`` and ``head`` are sharded along the sequence."""
-    between = {"input_layouts": Shard(1)} if sequence else {}
-    for inner in [m for m in model.modules() if isinstance(m, Inner)]:
-        after = {"output_layouts": Shard(1)} if sequence else {}
-        plan = {"up": ColwiseParallel(use_local_output=False, **between), "down": RowwiseParallel(**after)}
-        parallelize_module(inner, mesh, plan)
-    if sequence:
-        for block in model.blocks:
-            parallelize_module(block, mesh, {"norm": SequenceParallel()})
-        front = RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1))
-        head = ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate())
-        parallelize_module(model, mesh, {"front": front, "head": head})
-
-
-def make(kind: str, place: str, drops: bool) -> Net:
-    torch.manual_seed(0)
-    model = Net(kind, place).double()
-    for module in model.modules():
-        if isinstance(module, nn.Dropout) and not drops:
-            module.p = 0.0  # of a part of the sequence it would draw other numbers than of the whole
-    return model
 
 
 def where(ctx, tensor_parallel: bool, hybrid: bool) -> tuple[dict[str, Any], Any, int, int]:
@@ -101,18 +75,6 @@ def check_collectives(events: list[str], gathers: int) -> None:
         assert counts[f"reduce-scatter blocks.{index}"] == 1, events
 
 
-def run_place(ctx, kinds: list[str], place: str, options: dict[str, Any]) -> None:
-    expected: dict[str, Tensor] | None = None
-    for kind in kinds:
-        ctx.note(f"{kind} {place} {options}")
-        got = train(ctx, kind, place, options)
-        if expected is None:
-            expected = got
-        if "mixed_precision" in options:
-            for (name, a), b in zip(expected.items(), got.values(), strict=True):
-                assert torch.equal(a, b), f"{kind}: {name}"
-
-
 OPTIONS: dict[str, dict[str, Any]] = {
     **{f"{s.name}": {"strategy": s} for s in (FULL, GRAD_OP, HYBRID)},
     "bf16": {"strategy": FULL, "mixed_precision": BF16},
@@ -127,13 +89,22 @@ OPTIONS: dict[str, dict[str, Any]] = {
 CASES = some(all_pairs(list(OPTIONS), PLACES, KINDS), 11)
 
 
-@pytest.mark.parametrize(("name", "place"), sorted({case[:2] for case in CASES}))
-def test_every_kind(pool, name: str, place: str):
-    kinds = [kind for other, where, kind in CASES if (other, where) == (name, place)]
-    if "mixed_precision" in OPTIONS[name]:
-        kinds = [KINDS[0], *(kind for kind in kinds if kind != KINDS[0])]  # to compare bits with
-    world_size = 4 if "parallel" in OPTIONS[name] else 3 if name == "FULL_SHARD" else 2
-    pool.run(run_place, kinds, place, OPTIONS[name], world_size=world_size)
+def world_size(name: str) -> int:
+    return 4 if "parallel" in OPTIONS[name] else 3 if name == "FULL_SHARD" else 2
+
+
+@pytest.mark.parametrize(
+    ("name", "place", "world_size"), sorted({(name, place, world_size(name)) for name, place, _ in CASES})
+)
+@ranks()
+def test_every_kind(ctx, name: str, place: str):
+    options = OPTIONS[name]
+    expected = train(ctx, "none", place, options) if "mixed_precision" in options else {}
+    for kind in [kind for other, where, kind in CASES if (other, where) == (name, place)]:
+        ctx.note(kind)
+        got = train(ctx, kind, place, options)
+        for fqn, value in expected.items():
+            assert torch.equal(value, got[fqn]), f"{kind}: {fqn}"
 
 
 def test_what_recompute_changes(world):
@@ -167,21 +138,15 @@ class Around(nn.Module):
         return checkpoint(self.inner, x, use_reentrant=True)
 
 
-class Nested(nn.Module):
+def nested() -> nn.Module:
     """A unit around a reentrant checkpoint, inside another checkpoint."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.front, self.unit, self.head = nn.Linear(4, 4), Around(), nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(torch.tanh(checkpoint(self.unit, self.front(x), use_reentrant=False)))
+    return nn.Sequential(nn.Linear(4, 4), WRAPS["wrapper"](Around()), nn.Tanh(), nn.Linear(4, 4))
 
 
 @ranks(1, 3)
 def test_two_forwards_of_a_unit_around_a_reentrant_checkpoint(ctx):
     """The unit gets its gradients in nested backwards, and is come to once more when the first have been reduced."""
-    plain, model = twins(ctx, Nested, {Around}, strategy=GRAD_OP)
+    plain, model = twins(ctx, nested, {Around}, strategy=GRAD_OP)
     for _ in range(2):
         x = torch.randn(2 * ctx.world_size, 3, 4).double()
         for module, given in zip((plain, model), parts(ctx, x), strict=True):

@@ -1,30 +1,29 @@
 """What modules and users do rarely: each once went wrong, or was refused without need."""
 
 import copy
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
+import models
+import pytest
 import torch
+from checkpointed import WIDTH, Block, make
+from clean import units
 from on_ranks import ranks
-from parity import check_same_gradients, parts, twins
+from parity import check_same_gradients, full_params, parts, twins
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
-from flatshard import ShardingStrategy
-from flatshard._composable.features.escapes import EscapeWatch
-from flatshard._composable.find import units_below
+import flatshard
+from flatshard import ShardingStrategy, fully_shard
 
 FULL, GRAD_OP, NO_SHARD = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD
-
-
-def net() -> nn.Module:
-    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 4))
 
 
 def each(ctx: Any, plain: nn.Module, model: nn.Module, seed: int = 0) -> Iterator[tuple[nn.Module, Tensor]]:
     """The plain model with a whole batch, and the sharded one with this rank's part of it."""
     torch.manual_seed(seed)
-    return zip((plain, model), parts(ctx, torch.randn(3 * ctx.world_size, 4, dtype=torch.double)), strict=True)
+    return zip((plain, model), parts(ctx, torch.randn(3 * ctx.world_size, WIDTH, dtype=torch.double)), strict=True)
 
 
 class Shows(nn.Module):
@@ -32,7 +31,7 @@ class Shows(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.randn(4, 4))
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / 2)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         return x @ self.weight, self.weight
@@ -41,7 +40,7 @@ class Shows(nn.Module):
 class Uses(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.shows, self.last = Shows(), nn.Linear(4, 4)
+        self.shows, self.last = Shows(), nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
         y, weight = self.shows(x)
@@ -64,7 +63,7 @@ def test_a_parameter_that_is_handed_out_lives_as_long_as_its_graphs(ctx):
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
-        assert not any(unit.leaks for unit in units_below(model))
+        assert not any(unit.leaks for unit in units(model))
 
 
 class Aux(nn.Module):
@@ -72,7 +71,7 @@ class Aux(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.up, self.down, self.aux = nn.Linear(4, 6), nn.Linear(6, 4), 0.0
+        self.up, self.down, self.aux = nn.Linear(WIDTH, 4), nn.Linear(4, WIDTH), 0.0
 
     def forward(self, x: Tensor) -> Tensor:
         self.aux = self.down(self.up(x).tanh()).square().mean()
@@ -91,34 +90,43 @@ def test_an_attribute_that_is_a_number_first_and_a_loss_later(ctx):
         check_same_gradients(model, plain)
 
 
-class Checkpointed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = net()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + checkpoint(self.inner, x, use_reentrant=False)
-
-
-def caught_in(model: nn.Module) -> list[torch.Tensor]:
-    """What the units' watches hold of inner modules' outputs."""
-    watches = [watch for unit in units_below(model) if (watch := unit.feature(EscapeWatch)) is not None]
-    assert watches
-    return [tensor for watch in watches for tensor in watch._caught]
-
-
 @ranks(2)
 def test_a_hook_inside_a_checkpoint_keeps_nothing_alive(ctx):
-    plain, model = twins(ctx, lambda: nn.Sequential(Checkpointed(), Checkpointed()), {Checkpointed})
+    plain, model = twins(ctx, lambda: make("non-reentrant"), {Block})
     seen: list[Any] = []
     for m in (plain, model):
-        for block in m:
-            block.inner[0].register_forward_hook(lambda module, args, output: seen.append(output.shape))
+        for block in m.blocks:
+            block.inner.up.register_forward_hook(lambda module, args, output: seen.append(weakref.ref(output)))
     for step in range(3):
         model = copy.deepcopy(model) if step == 2 else model
         for m, x in each(ctx, plain, model, step):
-            if step == 2:
-                m.zero_grad()
+            m.zero_grad()
             m(x).square().mean().backward()
-        assert not caught_in(model)
+        assert not any(ref() is not None for ref in seen)
         check_same_gradients(model, plain)
+
+
+@ranks(3)
+def test_a_job_of_a_part(ctx, path: str):
+    """A job whose model is a part of what was sharded is loaded into that part, and into nothing beside it."""
+    for number, name in enumerate(("front", "blocks.0", "blocks.1.linear")):
+        torch.manual_seed(0)
+        model = fully_shard(models.Net(), policy={models.Block}, process_group=ctx.group)
+        part = model.get_submodule(name)
+        optimizer = torch.optim.SGD(part.parameters(), lr=0.1, momentum=0.9)
+        model(torch.randn(4, 4)).sum().backward()
+        optimizer.step()
+        stepped = full_params(model)
+        job = {"model": part, "optimizer": optimizer}
+        flatshard.save_checkpoint(f"{path}{number}", job, process_group=ctx.group)
+        with torch.no_grad():
+            for param in model.parameters():
+                param.zero_()
+        flatshard.load_checkpoint(f"{path}{number}", job, process_group=ctx.group)
+        mine = {id(p) for p in part.parameters()}
+        for (fqn, value), param in zip(full_params(model).items(), model.parameters(), strict=True):
+            assert torch.equal(value, stepped[fqn] if id(param) in mine else torch.zeros_like(value)), fqn
+    with pytest.raises(
+        ValueError, match=r"this Linear has a part of unit .<root>., whose flat parameter also has 'head\."
+    ):
+        flatshard.flat_parameters(model.front)

@@ -2,13 +2,11 @@
 
 import copy
 import inspect
-import itertools
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed.fsdp
-from models import NormBlock
+from models import NormBlock, NormNet
 from on_ranks import ranks
 from parity import full_params
 from torch import Tensor, nn
@@ -16,19 +14,6 @@ from torch.distributed.fsdp import FSDPModule
 
 import flatshard
 import flatshard.fsdp2
-
-
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(11, 8)
-        self.layers = nn.ModuleList([NormBlock(8, hidden) for hidden in (16, 24)])
-
-    def forward(self, ids: Tensor) -> Tensor:
-        x = self.embed(ids)
-        for layer in self.layers:
-            x = layer(x)
-        return x
 
 
 def test_signatures():
@@ -43,7 +28,7 @@ def test_signatures():
 
 def test_methods(world):
     world(2)
-    model = flatshard.fully_shard(Model(), policy={NormBlock})
+    model = flatshard.fully_shard(NormNet(2, 8), policy={NormBlock})
     assert not hasattr(model, "no_sync")
     flatshard.fsdp2.add_methods(model)
     clone = copy.deepcopy(model)
@@ -55,7 +40,7 @@ def test_methods(world):
     with pytest.raises(NotImplementedError, match="keep_unsharded"):
         model.set_reshard_after_backward(False)
     with pytest.raises(NotImplementedError, match=r"layout=flatshard\.layouts\.Rows"):
-        flatshard.fsdp2.fully_shard(Model(), shard_placement_fn=lambda p: None)
+        flatshard.fsdp2.fully_shard(NormNet(2, 8), shard_placement_fn=lambda p: None)
 
     class Own(nn.Linear):
         def unshard(self) -> None:
@@ -85,9 +70,9 @@ def test_dimensions_of_a_mesh(ctx):
             (flatshard.fsdp2.fully_shard, {"mesh": mesh, "dp_mesh_dims": dims}),
         ):
             torch.manual_seed(0)
-            models.append(shard(Model(), **given))
+            models.append(shard(NormNet(2, 8), **given))
             torch.manual_seed(ctx.rank)
-            models[-1](torch.randint(11, (2, 3))).square().sum().backward()
+            models[-1](torch.randn(2, 3)).square().sum().backward()
         for model in models[1:]:
             assert str(flatshard.describe(model)) == str(flatshard.describe(models[0]))
             for p, q in zip(model.parameters(), models[0].parameters(), strict=True):
@@ -98,51 +83,39 @@ def test_dimensions_of_a_mesh(ctx):
         (DIMS(shard=("replicate", "shard")), "are several dimensions, and flatshard needs one to shard over"),
     ):
         with pytest.raises(ValueError, match=message):
-            flatshard.fully_shard(Model(), mesh=mesh, dp_mesh_dims=dims)
-
-
-def sharded(api: Any, mesh: Any, **precision: Any) -> nn.Module:
-    torch.manual_seed(0)
-    model = Model()
-    for unit in (*model.layers, model):
-        api.fully_shard(unit, mesh=mesh, mp_policy=api.MixedPrecisionPolicy(**precision))
-    return model
-
-
-def unsharded(model: nn.Module) -> list[Tensor]:
-    for module in (*model.layers, model):
-        module.unshard()
-    shown = [p.detach() for p in model.parameters()]
-    for module in (*model.layers, model):
-        module.reshard()
-    return shown
+            flatshard.fully_shard(NormNet(2, 8), mesh=mesh, dp_mesh_dims=dims)
 
 
 @ranks(2)
 def test_addresses(ctx):
     """The memory stays, and so do addresses, until it is switched off; values are those of the shards."""
-    apis = [flatshard.fsdp2, *([torch.distributed.fsdp] if hasattr(FSDPModule, "finalize_backward") else [])]
-    for api, dtype in itertools.product(apis, (None, torch.bfloat16)):
-        model = sharded(api, ctx.mesh, param_dtype=dtype)
+
+    def unsharded() -> list[Tensor]:
+        flatshard.unshard(model, recurse=True)
+        shown = [p.detach() for p in model.parameters()]
+        flatshard.reshard(model)
+        return shown
+
+    for dtype in (None, torch.bfloat16):
+        model = NormNet(1, 8)
+        for unit in (*model.blocks, model):
+            flatshard.fsdp2.fully_shard(
+                unit, mesh=ctx.mesh, mp_policy=flatshard.fsdp2.MixedPrecisionPolicy(param_dtype=dtype)
+            )
         model.set_keep_unsharded_storage(True)
-        first = unsharded(model)
+        first = unsharded()
         pointers = [p.data_ptr() for p in first]
         between: list[Tensor] = []
         for step in range(3):
             assert all(p.untyped_storage().nbytes() for p in first)
-            model(torch.full((1, 2), step)).square().mean().backward()
+            model(torch.full((1, 3), step, dtype=torch.float)).square().mean().backward()
             torch.optim.SGD(model.parameters(), lr=0.1).step()
             model.zero_grad()
             between.append(torch.randn(1000))  # the allocator has other clients
-            assert [p.data_ptr() for p in unsharded(model)] == pointers
-        if api is flatshard.fsdp2:
-            flatshard.unshard(model, recurse=True)
-            values = [p.detach().float().clone() for p in model.parameters()]
-            flatshard.reshard(model)
-            for whole, value in zip(full_params(model).values(), values, strict=True):
-                assert torch.equal(whole.to(dtype or whole.dtype).float(), value)
+            assert [p.data_ptr() for p in unsharded()] == pointers
+        for param, value in zip(first, full_params(model).values(), strict=True):
+            assert torch.equal(param, value.to(param.dtype))
         model.set_keep_unsharded_storage(False)
-        held = sum(p.untyped_storage().nbytes() for p in first)
-        assert held == 0 or api is not flatshard.fsdp2  # theirs: at the next reshard
-        unsharded(model)
+        assert not any(p.untyped_storage().nbytes() for p in first)
+        unsharded()
         assert not any(p.untyped_storage().nbytes() for p in first)

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from models import Gather, Mlp
+from models import Gather
 from on_ranks import ranks
 from pairs import some
-from parity import adamw, check_same_params, step_all
+from parity import adamw, step_all
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
@@ -24,22 +24,31 @@ WIDTH, EXPERTS = 6, 4
 FULL, GRAD_OP, HYBRID = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.HYBRID_SHARD
 
 
-class Moe(nn.Module):
-    """A dense part, and experts that every token goes through. ``group``: each of its ranks has some of the experts."""
+class Experts(nn.Module):
+    """Every token goes through all of them. ``group``: each of its ranks has some."""
 
-    def __init__(self, group: Any = None) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.norm, self.front = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.experts = nn.Parameter(torch.randn(EXPERTS, WIDTH, WIDTH) / WIDTH)
-        self.group = group
+        self.weight = nn.Parameter(torch.randn(EXPERTS, WIDTH, WIDTH) / WIDTH)
+        self.group: Any = None
 
     def forward(self, x: Tensor) -> Tensor:
-        h = self.front(self.norm(x))
-        local = self.experts.to_local() if isinstance(self.experts, DTensor) else self.experts
+        local = self.weight.to_local() if isinstance(self.weight, DTensor) else self.weight
         if self.group is None:
-            return x + torch.tanh(torch.einsum("bi,eij->bj", h, local))
-        mine = torch.einsum("rbi,eij->rbj", Gather.apply(h, self.group), local)
-        return x + torch.tanh(Gather.apply(mine, self.group).sum(0)[self.group.rank()])
+            return torch.einsum("bi,eij->bj", x, local)
+        mine = torch.einsum("rbi,eij->rbj", Gather.apply(x, self.group), local)
+        return Gather.apply(mine, self.group).sum(0)[self.group.rank()]
+
+
+class Moe(nn.Module):
+    """A dense part, and experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.front, self.experts = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), Experts()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.experts(self.front(self.norm(x))))
 
 
 class Model(nn.Module):
@@ -55,7 +64,7 @@ class Model(nn.Module):
 
 
 def is_expert(name: str) -> bool:
-    return name.endswith("experts")
+    return "experts" in name
 
 
 def build(mesh: Any, as_dtensor: bool) -> tuple[Model, Model]:
@@ -64,9 +73,9 @@ def build(mesh: Any, as_dtensor: bool) -> tuple[Model, Model]:
     plain = Model().double()
     model = copy.deepcopy(plain)
     for block in model.blocks:
-        block.group = mesh.get_group("ep")
-        whole = distribute_tensor(block.experts.detach(), mesh["ep"], [Shard(0)])
-        block.experts = nn.Parameter(whole if as_dtensor else whole.to_local())
+        block.experts.group = mesh.get_group("ep")
+        whole = distribute_tensor(block.experts.weight.detach(), mesh["ep"], [Shard(0)])
+        block.experts.weight = nn.Parameter(whole if as_dtensor else whole.to_local())
     return plain, model
 
 
@@ -84,24 +93,19 @@ def shard(ctx: Any, mesh: Any, model: nn.Module, strategy: ShardingStrategy, **o
     )
 
 
-def local_experts(mesh: Any, whole: Tensor) -> Tensor:
-    return whole.chunk(mesh["ep"].size())[mesh["ep"].get_local_rank()]
-
-
 def assert_like(mesh: Any, model: nn.Module, plain: nn.Module, what: str) -> None:
     """Weights, or gradients, equal to those of the plain model; of experts those that this rank has."""
     with flatshard.summon_full_params(model, writeback=False, with_grads=True):
         for (name, param), (_, expected) in zip(model.named_parameters(), plain.named_parameters(), strict=True):
             got, want = getattr(param, what), getattr(expected, what)
             got = got.to_local() if isinstance(got, DTensor) else got
-            want = local_experts(mesh, want) if is_expert(name) else want
+            want = want.chunk(mesh["ep"].size())[mesh["ep"].get_local_rank()] if is_expert(name) else want
             torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}")
 
 
 def meshes(ctx: Any, strategy: ShardingStrategy) -> Any:
-    return (
-        ctx.device_mesh((2, 1, 2), ("dp", "one", "ep")) if strategy is HYBRID else ctx.device_mesh((2, 2), ("dp", "ep"))
-    )
+    shape, names = ((2, 1, 2), ("dp", "one", "ep")) if strategy is HYBRID else ((2, 2), ("dp", "ep"))
+    return ctx.device_mesh(shape, names)
 
 
 def batch(seed: int) -> Tensor:
@@ -143,10 +147,10 @@ def test_features_over_two_meshes(ctx, path: str):
     plain, model = build(mesh, True)
     shard(ctx, mesh, model, FULL)
     flats = [flat for unit in flatshard.describe(model).units for flat in unit.flats]
-    assert [flat.world_size for flat in flats] == [4, 2, 4, 2, 4]
-    assert [is_expert(flat.fqns[0]) for flat in flats] == [False, True, False, True, False]
+    assert [flat.world_size for flat in flats] == [4, 4, 2, 4, 2]
+    assert [is_expert(flat.fqns[0]) for flat in flats] == [False, False, True, False, True]
     assert str(flatshard.describe(model)).count(" of 2 ranks") == 2
-    copied = copy.deepcopy(model, {id(block.group): block.group for block in model.blocks})
+    copied = copy.deepcopy(model, {id(block.experts.group): block.experts.group for block in model.blocks})
     flatshard.comm.register_comm_hook(model, None, lambda state, *tensors: state.reduce_scatter(*reversed(tensors)))
     x = batch(1)
     plain(x.flatten(0, 1)).square().mean().backward()
@@ -163,7 +167,7 @@ def test_features_over_two_meshes(ctx, path: str):
     for name, param in plain.named_parameters():
         torch.testing.assert_close(saved[name], param.detach(), rtol=1e-9, atol=1e-12)
     whole = flatshard.checkpoint.optim_state_dict(model, optimizers[1], full=True)
-    assert whole["state"]["blocks.1.experts"]["exp_avg"].shape == (EXPERTS, WIDTH, WIDTH)
+    assert whole["state"]["blocks.1.experts.weight"]["exp_avg"].shape == (EXPERTS, WIDTH, WIDTH)
     flatshard.save_checkpoint(path, {"model": model, "optimizer": optimizers[1]})
     _, other = build(mesh, True)
     shard(ctx, mesh, other, GRAD_OP)
@@ -180,14 +184,13 @@ def test_features_over_two_meshes(ctx, path: str):
 def test_what_is_refused(ctx, path: str):
     mesh = meshes(ctx, FULL)
     _, model = build(mesh, True)
-    with pytest.raises(
-        ValueError, match=r"'blocks\.0\.experts' is a DTensor over ranks .* first call fully_shard\(exp"
-    ):
+    name = r"'blocks\.0\.experts\.weight'"
+    with pytest.raises(ValueError, match=f"{name} is a DTensor over ranks .* first call fully_shard"):
         fully_shard(model, policy={Moe}, process_group=ctx.group)
     _, model = build(mesh, False)
     for options, message in (
-        ({"reshard_after_forward": 2}, r"'blocks\.0\.experts' .* reshard_after_forward=2 .* pass True or False"),
-        ({"strategy": ShardingStrategy.NO_SHARD}, r"'blocks\.0\.experts' .* use FULL_SHARD"),
+        ({"reshard_after_forward": 2}, f"{name} .* reshard_after_forward=2 .* pass True or False"),
+        ({"strategy": ShardingStrategy.NO_SHARD}, f"{name} .* use FULL_SHARD"),
         ({"shard_mesh_fn": lambda fqn, param: mesh}, r"'head\.weight': device_mesh has 2 dimensions"),
         ({"shard_mesh_fn": lambda fqn, param: 2}, r"'head\.weight': device_mesh must be a DeviceMesh"),
         ({"shard_placement_fn": None}, r"shard_mesh_fn="),
@@ -199,7 +202,7 @@ def test_what_is_refused(ctx, path: str):
     shard(ctx, mesh, model, FULL)
     with pytest.raises(ValueError, match=r"reshard_after_forward=2 is for one group of ranks"):
         flatshard.configure(model.blocks[0], reshard_after_forward=2)
-    lost = r"blocks\.0\.experts'.*ranks \[0, 2\] and \[1, 3\] have different values of this name"
+    lost = r"experts\.weight'.*ranks \[0, 2\] and \[1, 3\] have different values of this name"
     with pytest.raises(RuntimeError, match=lost):
         flatshard.save_checkpoint(path, {"model": model})
     with pytest.raises(ValueError, match=lost):
@@ -227,54 +230,32 @@ def test_each_expert_on_one_rank(ctx):
 @ranks(4)
 def test_runtimes_that_are_added_up_together(ctx):
     """Experts of a unit of their own, and others over the same ranks by ``shard_mesh_fn``, are added up over other ranks."""
-    group = ctx.device_mesh((2, 2), ("dp", "ep"))["dp"].get_group()
-    everyone, runtime = Runtime.of(ctx.group, torch.device("cpu")), Runtime.of(group, torch.device("cpu"))
+    mesh = meshes(ctx, FULL)
+    everyone, runtime, other = (
+        Runtime.of(group, torch.device("cpu")) for group in (ctx.group, mesh.get_group("dp"), mesh.get_group("ep"))
+    )
     among = ExpertRanks.within(runtime, everyone)
     assert among == ExpertRanks.within(runtime, everyone)
     assert among != runtime
     assert runtime == runtime.using(lambda *place: flatshard.comm.builtin_collectives(*place))
-    other = Runtime.of(ctx.device_mesh((2, 2), ("dp", "ep"))["ep"].get_group(), torch.device("cpu"))
     _, counts = common_runtime([runtime, other, None])
     assert counts == [other.rank == 0, runtime.rank == 0, runtime.rank == other.rank == 0]
 
 
-class Experts(nn.Module):
-    """Every token goes through all experts. ``group``: each of its ranks has one of them."""
-
-    def __init__(self, experts: int, group: Any = None) -> None:
-        super().__init__()
-        self.front, self.back = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.experts = nn.ModuleList(Mlp(WIDTH) for _ in range(experts))
-        self.group = group
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.front(x)
-        if self.group is None:
-            return self.back(torch.tanh(sum(expert(x) for expert in self.experts)))
-        mine = self.experts[0](Gather.apply(x, self.group))
-        return self.back(torch.tanh(Gather.apply(mine, self.group).sum(0)[self.group.rank()]))
-
-
 @ranks(4)
 def test_experts_on_other_groups(ctx):
-    """Experts are sharded over the ranks that hold the same one, the rest over all; each with its own divisor."""
-    mesh = ctx.device_mesh((2, 2), ("dp", "ep"))
-    torch.manual_seed(0)
-    plain = Experts(2).double()
-    mine = plain.experts[mesh["ep"].get_local_rank()]
-    model = Experts(1, mesh.get_group("ep")).double()
-    for name, param in model.named_parameters():
-        param.data = (mine if "experts" in name else plain).get_parameter(name.removeprefix("experts.0.")).data.clone()
-    fully_shard(model.experts[0], device_mesh=mesh["dp"])
+    """Experts are sharded over the ranks that hold the same ones, the rest over all; each with its own divisor."""
+    mesh = meshes(ctx, FULL)
+    plain, model = build(mesh, False)
+    fully_shard(model.blocks[0].experts, device_mesh=mesh["dp"])
     # Its gradient on a rank is the sum over the tokens of two ranks, so the mean over all ranks is a quarter of the sum.
-    flatshard.configure(model.experts[0], divide_factor=4)
-    with pytest.warns(UserWarning, match=r"'experts\.0\.\S+', .* were sharded by an earlier call.* shard_mesh_fn="):
-        fully_shard(model, process_group=ctx.group)
+    flatshard.configure(model.blocks[0].experts, divide_factor=4)
+    with pytest.warns(UserWarning, match=r"'blocks\.0\.experts\.\S+' .*sharded by an earlier call.* shard_mesh_fn="):
+        shard(ctx, mesh, model, FULL)
     optimizers = [adamw(m.parameters()) for m in (plain, model)]
     for step in range(2):
-        x = torch.randn(4, 3, WIDTH, generator=torch.Generator().manual_seed(step)).double()
+        x = batch(step)
         plain(x.flatten(0, 1)).square().mean().backward()
         model(x[ctx.rank]).square().mean().backward()
         step_all(optimizers)
-    for part, expected in ((model.front, plain.front), (model.back, plain.back), (model.experts[0], mine)):
-        check_same_params(part, expected)
+    assert_like(mesh, model, plain, "data")

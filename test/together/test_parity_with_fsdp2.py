@@ -6,6 +6,7 @@ table in ``flatshard/migration.md`` of what differs on purpose has a test at the
 
 import contextlib
 import functools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,19 +16,16 @@ import torch
 import torch.distributed.fsdp
 from models import NormBlock
 from torch import Tensor, nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
-    apply_activation_checkpointing,
-)
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import flatshard
 import flatshard.fsdp2
-from flatshard import _torch
 
 THEIRS, OURS = torch.distributed.fsdp, flatshard.fsdp2
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-IS_NEW = _torch.VERSION >= (2, 15)
+IS_NEW = hasattr(THEIRS.FSDPModule, "finalize_backward")
 WIDTH, VOCABULARY = 6, 11
 
 
@@ -119,6 +117,8 @@ def finalized(model: nn.Module, rank: int, step: int) -> Tensor:
 class Case:
     """A script of one model. What is left out is the simplest."""
 
+    where: str = "two ranks"
+    """One of ``MESHES``."""
     make: Callable[[], nn.Module] = Net
     before: Callable[[nn.Module, Any], object] = lambda model, mesh: None
     """What happens to the model before it is sharded."""
@@ -138,12 +138,25 @@ class Case:
     """How far gradients and parameters may be off, over the largest of their tensor."""
 
 
+def whole(value: Tensor | None) -> Tensor | None:
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def values(model: nn.Module, of: Callable[[nn.Parameter], Tensor | None]) -> dict[str, Tensor | None]:
+    """Of each parameter, whole: under FSDP2 or flatshard."""
+    is_theirs = isinstance(model, THEIRS.FSDPModule)
+    with contextlib.nullcontext() if is_theirs else flatshard.summon_full_params(model, with_grads=True):
+        found = {name: whole(of(param)) for name, param in model.named_parameters()}
+        return {name: None if value is None else value.clone() for name, value in found.items()}
+
+
 class Script:
     """A case under one of the two."""
 
     def __init__(self, api: Any, case: Case, ctx: Any, mesh: Any) -> None:
-        self.case, names = case, [name for name in mesh.mesh_dim_names if name != "tp"]
-        self.rank = ctx.rank if "tp" not in mesh.mesh_dim_names else mesh.get_local_rank("dp")
+        self.case, self.rank, over = case, ctx.rank, mesh
+        if case.where == "tensor parallel":
+            over, self.rank = mesh["dp"], mesh.get_local_rank("dp")
         torch.manual_seed(0)
         self.model = model = case.make()
         case.before(model, mesh)
@@ -153,77 +166,35 @@ class Script:
         if case.offload:
             options["offload_policy"] = api.CPUOffloadPolicy(pin_memory=False)
         for unit in case.units(model):
-            api.fully_shard(unit, mesh=mesh[tuple(names)], **options)
+            api.fully_shard(unit, mesh=over, **options)
         api.register_fsdp_forward_method(model, "embedded")
         case.after(model)
         self.optimizer = case.optimizer([p for p in model.parameters() if p.requires_grad])
 
     def step(self, number: int) -> dict[str, Tensor | None]:
-        """All numbers of a step, by name: under FSDP2 a rank's parts, as DTensors, else whole."""
+        """All numbers of a step, by name."""
         self.optimizer.zero_grad()
         found: dict[str, Tensor | None] = {"loss": self.case.step(self.model, self.rank, number).detach()}
-        found |= self.named("gradient", lambda p: p.grad)
+        found |= {f"gradient of {name}": value for name, value in values(self.model, lambda p: p.grad).items()}
         if self.case.clip is not None:
-            norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.case.clip)
-            found["norm"] = norm.full_tensor() if isinstance(norm, DTensor) else norm
+            found["norm"] = whole(torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.case.clip))
         self.optimizer.step()
-        return found | self.named("parameter", lambda p: p.detach())
-
-    def named(self, what: str, of: Callable[[nn.Parameter], Tensor | None]) -> dict[str, Tensor | None]:
-        is_ours = any(isinstance(p, flatshard.tensors.ShardedParameter) for p in self.model.parameters())
-        found = {}
-        with flatshard.summon_full_params(self.model, with_grads=True) if is_ours else contextlib.nullcontext():
-            for name, param in self.model.named_parameters():
-                value = of(param)
-                if is_ours and isinstance(value, DTensor):
-                    value = value.full_tensor()
-                found[f"{what} {name}"] = None if value is None else value.clone()
-        return found
-
-
-def part_like(whole: Tensor, theirs: Tensor) -> tuple[Tensor, Tensor]:
-    """The same part of both."""
-    if not isinstance(theirs, DTensor):
-        return whole, theirs
-    if len(theirs.device_mesh.mesh_dim_names or ()) > 1 and "tp" in theirs.device_mesh.mesh_dim_names:
-        return whole, theirs.full_tensor()
-    parts, number = theirs.device_mesh.size(-1), theirs.device_mesh.get_local_rank(-1)
-    assert theirs.placements[-1] == Shard(0)
-    cut = [*whole.chunk(parts), *[whole[:0]] * parts]
-    return cut[number], theirs.to_local()
+        return found | values(self.model, lambda p: p.detach())
 
 
 def differences(theirs: dict[str, Tensor | None], ours: dict[str, Tensor | None]) -> dict[str, float]:
     """By name, how far off the largest is, over the largest of the tensor."""
     assert list(theirs) == list(ours)
     found = {}
-    for name, value in theirs.items():
-        whole = ours[name]
-        assert (whole is None) == (value is None), f"{name}: {whole}, under FSDP2 {value}"
-        if whole is None or value is None:
+    for name, expected in theirs.items():
+        got = ours[name]
+        assert (got is None) == (expected is None), f"{name}: {got}, under FSDP2 {expected}"
+        if got is None or expected is None:
             continue
-        got, expected = part_like(whole, value)
         assert (got.dtype, got.shape) == (expected.dtype, expected.shape), f"{name}: {got.dtype}, {expected.dtype}"
         if not torch.equal(got, expected):
-            found[name] = ((got.double() - expected.double()).abs().max() / whole.double().abs().max()).item()
+            found[name] = ((got.double() - expected.double()).abs().max() / got.double().abs().max()).item()
     return found
-
-
-def compare(ctx: Any, table: str, cases: list[str], shape: tuple[int, ...] = (), names: tuple[str, ...] = ()) -> None:
-    mesh = ctx.device_mesh(shape, names) if shape else ctx.mesh
-    wrong = {}
-    for name in cases:
-        case = globals()[table][name]
-        if not case.needs:
-            continue
-        ctx.note(name)
-        theirs, ours = (Script(api, case, ctx, mesh) for api in (THEIRS, OURS))
-        for step in range(case.steps):
-            off = differences(theirs.step(step), ours.step(step))
-            if far := {what: by for what, by in off.items() if not by <= case.bound}:
-                wrong[name] = f"step {step}: {far}"
-                break
-    assert not wrong, "\n".join(f"{name}, {what}" for name, what in wrong.items())
 
 
 def mark_norms(model: nn.Module, mesh: Any) -> None:
@@ -243,10 +214,6 @@ def checkpointed(model: nn.Module, mesh: Any) -> None:
 def parallelize(model: nn.Module, mesh: Any) -> None:
     for block in model.blocks:
         parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
-
-
-def without_extra(model: nn.Module) -> dict[str, Any]:
-    return {"ignored_params": set(model.blocks[0].norm.parameters())}
 
 
 def divide(model: nn.Module, factor: float) -> None:
@@ -270,27 +237,21 @@ WIDE, LOW = UNSAID | {"reduce_dtype": FP32}, UNSAID | {"reduce_dtype": BF16}
 OWN = {"before": mark_norms, "needs": IS_NEW}
 """Norms compute in their own dtype."""
 
-PRECISIONS = {
+CASES = {
     "bf16, reduced in fp32": Case(precision=WIDE),
     "bf16, reduced in bf16": Case(precision=LOW),
     "bf16, reduced in None": Case(precision=UNSAID),
     "fp32, reduced in bf16": Case(precision={"reduce_dtype": BF16}),
     "bf16, outputs in fp32": Case(precision=WIDE | {"output_dtype": FP32}, units=lambda model: [model]),
     "bf16, norms in fp32": Case(precision=UNSAID | {"param_dtype_override_fn": norms_in_their_own}, **OWN),
-}
-
-UNITS = {
     "nested, tied": Case(
         make=functools.partial(Net, tied=True), units=lambda model: [model.blocks[0].up, *model.blocks, model]
     ),
     "groups of modules": Case(units=lambda model: [*model.blocks, [model.norm, model.head], model]),
     "kept from forward to backward": Case(options=lambda model: {"reshard_after_forward": False}),
     "gathered ahead": Case(after=prefetch_by_hand, step=a_method),
-    "ignored": Case(options=without_extra),
+    "ignored": Case(options=lambda model: {"ignored_params": set(model.blocks[0].norm.parameters())}),
     "checkpointed": Case(before=checkpointed),
-}
-
-STEPPED = {
     "two forwards in bf16, of repeated blocks": Case(
         make=functools.partial(Net, order=(0, 0, 1, 0)), step=two_forwards, precision=WIDE
     ),
@@ -299,39 +260,46 @@ STEPPED = {
     "accumulated, each reduced": Case(step=microbatches),
     "accumulated in bf16, reduced in None": Case(step=LAST, precision=UNSAID),
     "finalized by a call": Case(
-        step=finalized,
-        precision=WIDE,
-        after=lambda model: model.set_manual_backward_finalization(True),
-        needs=IS_NEW,
+        step=finalized, precision=WIDE, after=lambda model: model.set_manual_backward_finalization(True), needs=IS_NEW
     ),
     "clipped": Case(clip=0.05, bound=1e-6),
+    "bf16, on three ranks": Case("three ranks", optimizer=SGD, precision=WIDE, bound=1e-6),
+    "replicated in bf16, norms in fp32": Case(
+        "replicas", precision=WIDE | {"param_dtype_override_fn": norms_in_their_own}, **OWN
+    ),
+    "accumulated over the replicas": Case("replicas", step=functools.partial(microbatches, sync="replicas"), steps=1),
+    "tensor parallel, accumulated": Case(
+        "tensor parallel", make=functools.partial(Net, hidden=(8, 10)), before=parallelize, step=LAST, steps=1
+    ),
+}
+MESHES: dict[str, tuple[tuple[int, ...], tuple[str, ...]]] = {
+    "two ranks": ((2,), ("dp",)),
+    "three ranks": ((3,), ("dp",)),
+    "replicas": ((2, 2), ("replicate", "shard")),
+    "tensor parallel": ((2, 2), ("dp", "tp")),
 }
 
 
-HYBRID = {
-    "bf16, norms in fp32": Case(precision=WIDE | {"param_dtype_override_fn": norms_in_their_own}, **OWN),
-    "accumulated over the replicas": Case(step=functools.partial(microbatches, sync="replicas"), steps=1),
-}
+def compare(ctx: Any, where: str) -> None:
+    shape, names = MESHES[where]
+    mesh = ctx.device_mesh(shape, names) if len(shape) > 1 else ctx.mesh
+    wrong = []
+    for name, case in CASES.items():
+        if case.where != where or not case.needs:
+            continue
+        ctx.note(name)
+        theirs, ours = (Script(api, case, ctx, mesh) for api in (THEIRS, OURS))
+        for step in range(case.steps):
+            off = differences(theirs.step(step), ours.step(step))
+            if far := {what: by for what, by in off.items() if not by <= case.bound}:
+                wrong.append(f"{name}, step {step}: {far}")
+                break
+    assert not wrong, "\n".join(wrong)
 
 
-TENSOR_PARALLEL = {
-    "accumulated": Case(make=functools.partial(Net, hidden=(8, 10)), before=parallelize, step=LAST, steps=1),
-}
-SEVERAL = {"bf16, reduced in fp32": Case(optimizer=SGD, precision=WIDE, bound=1e-6)}
-
-
-@pytest.mark.parametrize("table", ["PRECISIONS", "UNITS", "STEPPED"])
-def test_two_ranks(pool, table):
-    pool.run(compare, table, list(globals()[table]), timeout=300)
-
-
-def test_two_by_two(pool):
-    pool.run(compare, "HYBRID", list(HYBRID), (2, 2), ("replicate", "shard"), world_size=4)
-    pool.run(compare, "TENSOR_PARALLEL", list(TENSOR_PARALLEL), (2, 2), ("dp", "tp"), world_size=4)
-
-
-def test_more_ranks(pool):
-    pool.run(compare, "SEVERAL", list(SEVERAL), world_size=3)
+@pytest.mark.parametrize("where", MESHES)
+def test_the_same_numbers(pool, where):
+    pool.run(compare, where, world_size=math.prod(MESHES[where][0]))
 
 
 # -- what differs on purpose: the table of migration.md ----------------------------------------------------------------
@@ -362,10 +330,8 @@ def gradients(
         api.fully_shard(model, mesh=ctx.mesh, mp_policy=api.MixedPrecisionPolicy(**precision))
         after(model)
         train(model)
-        with flatshard.summon_full_params(model, with_grads=True) if api is OURS else contextlib.nullcontext():
-            grads = {name: p.grad for name, p in model.named_parameters()}
-        whole = {n: g.full_tensor() if isinstance(g, DTensor) else g for n, g in grads.items()}
-        found.append({n: None if g is None else set(g.tolist()) for n, g in whole.items()})
+        grads = values(model, lambda p: p.grad)
+        found.append({name: None if grad is None else set(grad.tolist()) for name, grad in grads.items()})
     return found
 
 
