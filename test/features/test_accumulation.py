@@ -3,31 +3,15 @@
 import contextlib
 import copy
 
-import models
 import torch
 from clean import check_clean
-from models import Block
+from models import Block, Net
 from on_ranks import ranks
 from parity import check_same_gradients, parts, twins
 from torch import nn
 
 import flatshard
 from flatshard import MixedPrecision, ShardingStrategy, fully_shard
-
-FULL, NO_SHARD, OPTIM = ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD, ShardingStrategy.SHARD_OPTIM
-
-
-class Net(models.Net):
-    """``width`` 200: flat parameters too large for their gradients to be copied together."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__(width=width, inputs=width)
-        self.sometimes, self.never = (nn.Linear(width, 2) for _ in range(2))
-        self.head.bias.requires_grad_(False)
-        self.use_sometimes = False
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x) + (self.sometimes(x) if self.use_sometimes else 0)
 
 
 def leave_out(block: int | None, *nets: nn.Module) -> None:
@@ -80,7 +64,7 @@ def test_converted_while_flat_gradients_are_held(ctx):
 
 @ranks(2)
 def test_a_copy_made_inside_no_sync_is_outside(ctx):
-    plain, model = twins(ctx, lambda: Net(5), {Block}, torch.float32)
+    plain, model = twins(ctx, lambda: Net(width=5, inputs=5), {Block}, torch.float32)
     x = torch.randn(2, 5)
     with flatshard.no_sync(model):
         with flatshard.no_sync(model.blocks[0]):
@@ -100,7 +84,7 @@ def test_a_copy_made_inside_no_sync_is_outside(ctx):
 @ranks(2)
 def test_autograd_grad_adds_nothing_to_what_is_held(ctx):
     """With respect to the input it comes to all units, and adds to none of them."""
-    plain, model = twins(ctx, lambda: Net(5), {Block})
+    plain, model = twins(ctx, lambda: Net(width=5, inputs=5), {Block})
     x = torch.randn(2, 5, dtype=torch.double, requires_grad=True)
     with flatshard.no_sync(model):
         model(x).square().mean().backward()
@@ -116,9 +100,9 @@ def test_autograd_grad_adds_nothing_to_what_is_held(ctx):
 def test_gradients_held_on_another_group(ctx):
     """The last microbatch leaves out the unit on the other process group, of which gradients are held."""
     torch.manual_seed(0)
-    plain = Net(5).double()
+    plain = Net(width=5, inputs=5).double()
     model = copy.deepcopy(plain)
-    fully_shard(model.blocks[1], process_group=ctx.group, strategy=NO_SHARD)
+    fully_shard(model.blocks[1], process_group=ctx.group, strategy=ShardingStrategy.NO_SHARD)
     mesh = ctx.device_mesh((2, 2), ("replicate", "shard"))
     fully_shard(model, device_mesh=mesh, strategy=ShardingStrategy.HYBRID_SHARD)
     for skips in (False, True):

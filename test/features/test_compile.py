@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import functools
 import shutil
 from collections.abc import Iterator
 from typing import Any
@@ -16,15 +17,14 @@ from parity import check_parity, check_same_gradients, full_params, step_all
 from pool import Pool
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
-from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 
 import flatshard
 from flatshard import MixedPrecision, ShardingStrategy, fully_shard
-from flatshard._config import Until
 from flatshard._trace import record_events
 
+FULL = ShardingStrategy.FULL_SHARD
 WIDTH, BLOCKS = 8, 3
 
 
@@ -74,18 +74,18 @@ def pool() -> Iterator[Pool]:
     p.close()
 
 
-def train(ctx, order: str, backend: str, checkpointed: bool, options: dict[str, Any]) -> None:
+def train(ctx, order: str, backend: str, checkpointed: bool, strategy: ShardingStrategy) -> None:
     torch._dynamo.reset()
-    model: list[nn.Module] = []
-
-    def shard_it(m: nn.Sequential, group: Any) -> None:
-        model.append(shard(m, group, order, backend, **options))
-
-    check_parity(ctx, lambda: make(checkpointed), lambda step, n: torch.randn(n, WIDTH), steps=4, shard=shard_it)
+    model = check_parity(
+        ctx,
+        functools.partial(make, checkpointed),
+        lambda step, n: torch.randn(n, WIDTH),
+        steps=4,
+        shard=functools.partial(shard, order=order, backend=backend, strategy=strategy),
+    ).sharded
     with record_events() as events:
-        model[0](torch.randn(2, WIDTH).double()).sum().backward()
-    whole = options.get("strategy", ShardingStrategy.FULL_SHARD).placements.until > Until.FORWARD
-    assert events.count("all-gather 1") == (1 if whole else 2)
+        model(torch.randn(2, WIDTH).double()).sum().backward()
+    assert events.count("all-gather 1") == (2 if strategy is FULL else 1)
     assert events.count("reduce-scatter 1") == 1
 
 
@@ -99,36 +99,27 @@ def train(ctx, order: str, backend: str, checkpointed: bool, options: dict[str, 
     ),
 )
 def test_parity(pool, order: str, backend: str, strategy: str, checkpointed: bool, world_size: int):
-    options = {"strategy": ShardingStrategy[strategy]}
-    pool.run(train, order, backend, checkpointed, options, world_size=world_size)
-
-
-def count_graphs(ctx, order: str, options: dict[str, Any]) -> list[int]:
-    """How many graphs have been compiled after each step."""
-    torch._dynamo.reset()
-    counter = CompileCounterWithBackend("eager")  # Dynamo decides what is compiled again, before any backend
-    model = shard(make(), ctx.group, order, counter, **options)
-    x = torch.randn(2, WIDTH)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    counts = []
-    for _ in range(3):
-        model(x).sum().backward()
-        step_all([optimizer])
-        counts.append(counter.frame_count)
-    return counts
+    pool.run(train, order, backend, checkpointed, ShardingStrategy[strategy], world_size=world_size)
 
 
 GRAPHS = 2  # that of the first block, whose input requires no gradient, and that of the others
 
 
 @pytest.mark.parametrize("order", some(ORDERS, 3))
-def test_nothing_is_compiled_twice(pool, order: str):
+@ranks(2)
+def test_nothing_is_compiled_twice(ctx, order: str):
     """All blocks share one graph: it breaks before and after them, at a unit's hooks, and nowhere else."""
     bf16 = MixedPrecision(param_dtype=torch.bfloat16)
     cases = [{}, {"strategy": ShardingStrategy.SHARD_GRAD_OP}, {"mixed_precision": bf16}]
     for options in some(cases, 1, turn=ORDERS.index(order) // 2):
-        for counts in pool.run(count_graphs, order, options):
-            assert counts == [GRAPHS] * 3, options
+        torch._dynamo.reset()
+        counter = CompileCounterWithBackend("eager")  # Dynamo decides what is compiled again, before any backend
+        model = shard(make(), ctx.group, order, counter, **options)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(3):
+            model(torch.randn(2, WIDTH)).sum().backward()
+            step_all([optimizer])
+            assert counter.frame_count == GRAPHS, options
 
 
 @ranks(4, timeout=110.0)
@@ -144,14 +135,12 @@ def test_tensor_parallel(ctx):
     shard(model, mesh["dp"].get_group(), "inner after", counter)
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (plain, model)]
     for step in range(3):
-        x = torch.randn(2, 2, WIDTH, generator=torch.Generator().manual_seed(step)).double()
-        plain(x.flatten(0, 1)).square().mean().backward()
-        model(x[mesh["dp"].get_local_rank()]).square().mean().backward()
+        x = torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(step)).double()
+        for each in (plain, model):
+            each(x).square().mean().backward()
         step_all(optimizers)
         assert counter.frame_count == GRAPHS
-    with flatshard.summon_full_params(model, writeback=False):
-        for got, expected in zip(model.parameters(), plain.parameters(), strict=True):
-            torch.testing.assert_close(got.full_tensor() if isinstance(got, DTensor) else got.data, expected.data)
+    torch.testing.assert_close(model(x), plain(x))
 
 
 def with_inductor(ctx) -> None:
@@ -159,7 +148,7 @@ def with_inductor(ctx) -> None:
     import torch._inductor.config as config
 
     with config.patch({"cpp.vec_isa_ok": False, "cpp_cache_precompile_headers": False, "compile_threads": 1}):
-        train(ctx, "block after", "inductor", False, {})
+        train(ctx, "block after", "inductor", False, FULL)
 
 
 @pytest.mark.slow
@@ -173,10 +162,8 @@ def test_inductor(pool):
 def test_a_compiled_step_of_an_optimizer(ctx):
     torch._dynamo.reset()
     torch.manual_seed(0)
-    models = [make(), make()]
-    models[1].load_state_dict(models[0].state_dict())
-    for model in models:
-        fully_shard(model, policy={Block}, process_group=ctx.group, strategy="shard_optim")
+    model = fully_shard(make(), policy={Block}, process_group=ctx.group, strategy="shard_optim")
+    models = [model, copy.deepcopy(model)]
     optimizers = [torch.optim.AdamW(model.parameters(), lr=0.1, fused=True) for model in models]
     x = torch.ones(2, WIDTH)
     for model in models:

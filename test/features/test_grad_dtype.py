@@ -1,7 +1,7 @@
 """``p.grad_dtype``, against one process that has the same: 256 + 1 - 256 is 1 in float32, and 0 in bfloat16."""
 
 import copy
-import functools
+import itertools
 from typing import Any
 
 import pytest
@@ -27,7 +27,7 @@ class Scale(nn.Module):
         self.a, self.b = nn.Parameter(torch.ones(size, 3)), nn.Parameter(torch.ones(size + 2))
 
     def forward(self, *inputs: float) -> Tensor:
-        return sum((p * torch.tensor(x, dtype=p.dtype)).sum() for x in inputs for p in (self.a, self.b))
+        return sum((p * x).sum() for x in inputs for p in (self.a, self.b))
 
 
 class Net(nn.Sequential):
@@ -56,23 +56,19 @@ def sharded(ctx: Any, names: str = "ab", after: bool = False, dtype: Any = BF16,
     return model
 
 
-def gradients(model: nn.Module) -> dict[tuple[str, Any], set[float]]:
-    """The values of all whole gradients, by the parameters' names and the gradients' dtypes."""
+def values(model: nn.Module) -> dict[tuple[str, Any], set[float]]:
+    """Those of all gradients, by the parameters' names and the gradients' dtypes."""
     found: dict[tuple[str, Any], set[float]] = {}
-    with flatshard.summon_full_params(model, with_grads=True, writeback=False):
-        for name, param in model.named_parameters():
-            assert param.grad is not None, name
-            assert param.grad.shape == param.shape
-            found.setdefault((name[-1], param.grad.dtype), set()).update(param.grad.unique().tolist())
+    for name, param in model.named_parameters():
+        assert param.grad is not None, name
+        assert param.grad.shape == param.shape
+        found.setdefault((name[-1], param.grad.dtype), set()).update(param.grad.unique().tolist())
     return found
 
 
-def in_one_process(names: str, *steps: tuple[float, ...]) -> dict[tuple[str, Any], set[float]]:
-    plain = Net().to(BF16)
-    choose(plain, names)
-    for inputs in steps:
-        plain(*inputs).backward()
-    return {(n[-1], p.grad.dtype): set(p.grad.unique().tolist()) for n, p in plain.named_parameters()}
+def gradients(model: nn.Module) -> dict[tuple[str, Any], set[float]]:
+    with flatshard.summon_full_params(model, with_grads=True, writeback=False):
+        return values(model)
 
 
 def train(model: nn.Module, *inputs: float) -> nn.Module:
@@ -86,23 +82,25 @@ WIDE = {("a", FP32): {1.0}, ("b", FP32): {1.0}}
 MIXED = {("a", FP32): {1.0}, ("b", BF16): {0.0}}
 
 
-@pytest.mark.parametrize("strategy", [FULL, NO_SHARD], ids=lambda s: s.name)
 @ranks(1, 3)
-def test_accumulates_as_in_one_process(ctx, strategy: ShardingStrategy):
-    assert in_one_process("a", *[(x,) for x in STEPS]) == MIXED
-    for names, expected, after in (("ab", WIDE, True), ("a", MIXED, False)):
+def test_accumulates_as_in_one_process(ctx):
+    cases = (("ab", WIDE, True), ("a", MIXED, False))
+    for strategy, (names, expected, after) in itertools.product((FULL, NO_SHARD), cases):
         ctx.note(f"{strategy}, {names}, {after}")
-        model = train(sharded(ctx, names, after, strategy=strategy), *STEPS)  # into .grad
-        assert gradients(model) == expected
+        plain = Net().to(BF16)
+        choose(plain, names)
+        model = sharded(ctx, names, after, strategy=strategy)
+        assert gradients(train(model, *STEPS)) == values(train(plain, *STEPS)) == expected  # into .grad
         model.zero_grad()
         with flatshard.no_sync(model):
             train(model, *STEPS[:2])
         train(model, STEPS[2])
         held = {(n, d): {1.0} for n, d in expected}  # in the dtype of the reduction
         assert gradients(model) == (held if ctx.world_size > 1 else expected)
-        model.zero_grad()
-        model(*USES).backward()  # autograd adds them up
-        assert gradients(model) == in_one_process(names, USES)
+        for m in (model, plain):
+            m.zero_grad()
+            m(*USES).backward()  # autograd adds them up
+        assert gradients(model) == values(plain)
 
 
 @ranks(2)
@@ -226,10 +224,6 @@ def test_chosen_in_between(ctx):
     assert gradients(train(model, 1.0)) == {key: {2.0} for key in WIDE}
 
 
-def uses(model: nn.Module, *inputs: float) -> Tensor:
-    return sum((p * x).sum() for x in inputs for p in (model.a, model.b)).full_tensor()
-
-
 @ranks(4)
 def test_dtensors(ctx):
     mesh = ctx.device_mesh((2, 2), ("dp", "tp"))
@@ -239,10 +233,9 @@ def test_dtensors(ctx):
     choose(model, "a")
     fully_shard(model, device_mesh=mesh["dp"])
     choose(model, "b")
-    model.forward = functools.partial(uses, model)
     for inputs in ([(x,) for x in STEPS], [STEPS]):
         model.zero_grad()
         for each in inputs:
-            model(*each).backward()
+            model(*each).full_tensor().backward()
         assert {p.grad.dtype for p in model.parameters()} == {FP32}
         assert {v for p in model.parameters() for v in p.grad.tolist()} <= {1.0}

@@ -123,10 +123,8 @@ def test_summon_full_params(ctx):
 @ranks(2)
 def test_summon_full_params_of_some_units(ctx, output_dtype: torch.dtype | None):
     """A unit in full precision inside one that is not, or around one. Tensors are cast on the way from one to the other."""
+    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3))
-    with torch.no_grad():
-        for number, param in enumerate(model.parameters()):
-            param.copy_(torch.arange(1.0, 1 + param.numel()).view_as(param).sin() / (number + 1))
     x, dtype = torch.linspace(-1, 1, 6).view(2, 3), output_dtype or BF16
     full = model(x).detach()
     first, inner, last = (copy.deepcopy(m) for m in model)
@@ -171,10 +169,6 @@ def test_a_forward_that_changes_its_parameters(ctx):
         assert torch.equal(model.weight, torch.tensor([0.1, 0.5, 1 / 3, -0.2, 0.5]))
 
 
-def norms_in_their_own(p: nn.Parameter) -> torch.dtype | None:
-    return p.dtype if tuple(p.shape) == (6,) else None
-
-
 def test_a_dtype_for_each_parameter():
     """Each dtype is gathered by itself. Numbers: bit for bit as FSDP2's, in ``together/test_parity_with_fsdp2``."""
     model = norm_block()
@@ -186,7 +180,7 @@ def test_a_dtype_for_each_parameter():
 
     norm, linear, padding = 2 * 6, 6 * 9 + 9 + 9 * 6, 64
     assert len(gathers(None)) == 1
-    of_norm, of_linear = gathers(norms_in_their_own)
+    of_norm, of_linear = gathers(lambda p: p.dtype if tuple(p.shape) == (6,) else None)  # the norm's
     assert 4 * norm <= of_norm <= 4 * norm + padding
     assert 2 * linear <= of_linear <= 2 * linear + padding
     for wrong, shown in ((FP16, "torch.float16"), ("bf16", "'bf16'"), (FP64, "torch.float64")):
@@ -199,10 +193,8 @@ def test_policies_of_fsdp_are_accepted():
     one = MixedPrecision.of(fsdp.MixedPrecision(BF16, FP32, FP16, keep_low_precision_grads=True))
     assert one == MixedPrecision(BF16, FP32, FP16, keep_low_precision_grads=True)
     two = MixedPrecision.of(fsdp.MixedPrecisionPolicy(BF16, FP32, output_dtype=FP16))
-    expected = MixedPrecision(BF16, FP32, output_dtype=FP16, cast_forward_inputs=True, module_classes_to_ignore=())
-    assert (
-        dataclasses.replace(two, reduce_in_param_dtype=True) == expected
-    )  # that one is FSDP2's of the installed torch
+    two = dataclasses.replace(two, reduce_in_param_dtype=True)  # FSDP2's depends on the installed torch
+    assert two == MixedPrecision(BF16, FP32, output_dtype=FP16, cast_forward_inputs=True, module_classes_to_ignore=())
     assert MixedPrecision.of(None) == MixedPrecision()
     assert CPUOffload.of(fsdp.CPUOffload(True)) == CPUOffload(True)
     assert CPUOffload.of(fsdp.CPUOffloadPolicy(pin_memory=False)) == CPUOffload(True, False)
@@ -211,27 +203,22 @@ def test_policies_of_fsdp_are_accepted():
     assert CPUOffload.of(True).offload_params
 
 
-@pytest.mark.parametrize(
-    ("kind", "argument"),
-    [
-        *((kind, "mixed_precision") for kind in (fsdp.MixedPrecision, flatshard.fsdp2.MixedPrecisionPolicy)),
-        *((kind, "cpu_offload") for kind in (fsdp.CPUOffload, fsdp.OffloadPolicy)),
-    ],
-)
-def test_what_a_later_torch_can_say_is_refused(kind: type, argument: str):
+def test_what_a_later_torch_can_say_is_refused():
     """A field that is not known is refused unless it says nothing."""
-    later = dataclasses.make_dataclass(
-        kind.__name__,
-        [("sum_backwards", bool, False), ("axes", list, dataclasses.field(default_factory=list))],
-        bases=(kind,),
-        frozen=kind.__dataclass_params__.frozen,
-    )
-    for name, value in (("sum_backwards", True), ("axes", [1])):
-        message = rf"^{argument}: {kind.__name__}\({name}=.* has no counterpart .*: leave it out"
-        with pytest.raises(ValueError, match=message):
-            fully_shard(nn.Linear(2, 2), **{argument: later(**{name: value})})
-    ours = MixedPrecision if argument == "mixed_precision" else CPUOffload
-    assert ours.of(later()) == ours.of(kind())
+    fields = [("sum_backwards", bool, False), ("axes", list, dataclasses.field(default_factory=list))]
+    for kind, argument, ours in (
+        (fsdp.MixedPrecision, "mixed_precision", MixedPrecision),
+        (flatshard.fsdp2.MixedPrecisionPolicy, "mixed_precision", MixedPrecision),
+        (fsdp.CPUOffload, "cpu_offload", CPUOffload),
+        (fsdp.OffloadPolicy, "cpu_offload", CPUOffload),
+    ):
+        frozen = kind.__dataclass_params__.frozen
+        later = dataclasses.make_dataclass(kind.__name__, fields, bases=(kind,), frozen=frozen)
+        for name, value in (("sum_backwards", True), ("axes", [1])):
+            message = rf"^{argument}: {kind.__name__}\({name}=.* has no counterpart .*: leave it out"
+            with pytest.raises(ValueError, match=message):
+                fully_shard(nn.Linear(2, 2), **{argument: later(**{name: value})})
+        assert ours.of(later()) == ours.of(kind())
 
 
 def test_what_is_no_dtype():

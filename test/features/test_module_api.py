@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 import flatshard
 from flatshard import ShardingStrategy, fully_shard, summon_full_params
-from flatshard.tensors import ShardedParameter
 
 FULL, GRAD_OP, NO_SHARD = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD
 WIDTH = 13
@@ -43,14 +42,6 @@ class Model(nn.Module):
         return torch.cat([self.head(x), self.rnn(x.unsqueeze(1))[0].squeeze(1)], -1)
 
 
-KINDS: tuple[tuple[ShardingStrategy, Any], ...] = (
-    (FULL, {Block}),
-    (GRAD_OP, None),
-    (NO_SHARD, {Block, nn.GRU, nn.Linear}),
-    (ShardingStrategy.SHARD_OPTIM, {Block}),
-)
-
-
 def vectors(step: int, n: int) -> Tensor:
     """The same for the same step, whoever asks."""
     return torch.randn(n, WIDTH, generator=torch.Generator().manual_seed(step)).double()
@@ -58,7 +49,12 @@ def vectors(step: int, n: int) -> Tensor:
 
 def each_kind(ctx: Any):
     """A plain model, and the same one sharded by some strategies, each with some policy."""
-    for strategy, policy in KINDS:
+    for strategy, policy in (
+        (FULL, {Block}),
+        (GRAD_OP, None),
+        (NO_SHARD, {Block, nn.GRU, nn.Linear}),
+        (ShardingStrategy.SHARD_OPTIM, {Block}),
+    ):
         ctx.note(f"{strategy.name}, policy {policy}")
         yield strategy, *twins(ctx, Model, policy, strategy=strategy)
 
@@ -72,10 +68,6 @@ def train_both(ctx: Any, model: nn.Module, plain: nn.Module, optimizer: Any = No
             mean_square(m(part), x).backward()
         step_all(optimizers)
     check_same_params(model, plain)
-
-
-def values(model: nn.Module) -> dict[str, Tensor]:
-    return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
 @ranks(2)
@@ -226,33 +218,6 @@ def test_flat_parameters(ctx):
     model.blocks[1].requires_grad_(False)
     with pytest.raises(ValueError, match=r"blocks.1.down.weight'\] were frozen after fully_shard"):
         flatshard.flat_parameters(model)
-
-
-def states(model: nn.Module) -> list[str]:
-    return [u.state for u in flatshard.describe(model).units]
-
-
-@ranks(2, 3)
-def test_unshard_and_reshard(ctx):
-    """Ahead of what waits; synchronously: ``together/test_programs``."""
-    plain, model = twins(ctx, Model, {Block})
-    params = list(model.parameters())
-    sharded, gathered, whole = ["sharded"] * 3, ["unsharding", *["sharded"] * 2], ["unsharded", *["sharded"] * 2]
-    handle = flatshard.unshard(model, async_op=True)
-    assert states(model) == gathered
-    assert isinstance(model.scale, ShardedParameter)
-    for _ in range(2):
-        handle.wait()
-        assert states(model) == whole
-        assert torch.equal(model.scale, plain.scale)
-    flatshard.reshard(model, recurse=False)
-    flatshard.unshard(model, async_op=True)
-    flatshard.reshard(model)  # never waited for
-    assert states(model) == sharded
-    handle = flatshard.unshard(model, recurse=True, async_op=True)  # ahead of forward, and waited for by nobody
-    train_both(ctx, model, plain, adamw(params))
-    handle.wait()  # too late: there is nothing to show
-    assert states(model) == sharded
 
 
 @ranks(1, 3)

@@ -68,27 +68,22 @@ def test_two_threads_at_a_time(ctx):
     with inside(model, lambda: model(REQUESTS[1]).sum().backward()), pytest.raises(RuntimeError, match=message):
         flatshard.keep_unsharded(model, threads=True).__enter__()
     assert all(p.grad is not None for p in model.parameters())
-    with flatshard.keep_unsharded(model, threads=True), ThreadPoolExecutor(max_workers=2) as two:
-        list(two.map(functools.partial(answer, model), REQUESTS))
 
 
-class Tied(nn.Module):
-    """Nested units, one of which needs the parameter of another. ``meet`` lets threads be in forwards at the same time."""
+class Tied(nn.Sequential):
+    """Nested units, one of which needs the parameter of another."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.net = Net()
-        self.tied = nn.Linear(4, 4)
-        self.tied.weight = self.net.blocks[0].linear.weight
-        self.meet: threading.Barrier | None = None
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.meet is not None:
-            self.meet.wait(30)
-        return self.net(self.tied(x))
+        net, tied = Net(), nn.Linear(4, 4)
+        tied.weight = net.blocks[0].linear.weight
+        super().__init__(tied, net)
 
     def twice(self, x: Tensor) -> Tensor:
         return self(x) * 2
+
+
+def wait_at(barrier: threading.Barrier, *_: object) -> None:
+    barrier.wait(30)
 
 
 @ranks(2)
@@ -108,7 +103,8 @@ def test_many_threads(ctx):
             expected = {float(x[0, 0]): answer(alone, x) for x in everyones}
             trainings = [nn.MSELoss()(m(everyones[ctx.rank]).float(), torch.ones(1, 2)) for m in models]
             with flatshard.keep_unsharded(model, threads=True), ThreadPoolExecutor(max_workers=8) as eight:
-                model.meet = threading.Barrier(8)
+                meet = threading.Barrier(8)  # all are in forwards at the same time
+                together = model[1].register_forward_pre_hook(functools.partial(wait_at, meet))
                 with record_events() as events:
                     found = list(eight.map(functools.partial(answer, model), requests))
                     with flatshard.keep_unsharded(model, threads=True):
@@ -118,7 +114,7 @@ def test_many_threads(ctx):
                     assert torch.equal(y, expected[float(x[0, 0])]), x
                 with pytest.raises(RuntimeError, match=r"unit '<root>' runs forward .*with gradients.*no_grad"):
                     model(requests[0])
-                model.meet = None
+                together.remove()
                 trainings[0].backward()  # of a forward before
             trainings[1].backward()
             check_clean(model)
@@ -162,7 +158,7 @@ def test_what_needs_a_record_is_refused(ctx):
 
 # -- ranks that a notebook starts: its __main__ has no file, as that of a script read from stdin has none -----------------
 
-TRAIN = """
+NOTEBOOK = """
 import pathlib, sys
 import torch, torch.distributed as dist, torch.multiprocessing as mp
 from torch import nn
@@ -177,21 +173,17 @@ def train(rank, store):
     if rank == 0:
         pathlib.Path(f"{store}.norm").write_text(f"{total.item():.4f}")
     dist.destroy_process_group()
-"""
-NOTEBOOK = """
+
+vars(sys.modules["__main__"]).pop("__file__", None)  # IPython's has none
 nn.Linear(300, 300)(torch.ones(300, 300)).sum().backward()  # cells that compute before
 mp.start_processes(train, (sys.argv[1],), nprocs=2, start_method="fork")
 """
 
 
 def test_ranks_by_fork(tmp_path: Path):
-    notebook = TRAIN + "vars(sys.modules['__main__']).pop('__file__', None)\n" + NOTEBOOK  # IPython's has none
-    env = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    env["PYTHONPATH"] = str(Path(__file__).parents[2])
-    store = tmp_path / "store"
-    ran = subprocess.run(
-        [sys.executable, "-", str(store)], input=notebook, text=True, capture_output=True, env=env, timeout=100
-    )
+    root, command = str(Path(__file__).parents[2]), [sys.executable, "-", str(tmp_path / "store")]
+    env = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "PYTHONPATH": root}
+    ran = subprocess.run(command, input=NOTEBOOK, text=True, capture_output=True, env=env, timeout=100)
     assert ran.returncode == 0, ran.stderr[-2000:]
     # Of bias: 2 per row and rank; of weight: 2 on rank 1 only. Averaged, the norm is sqrt(3 * 2**2 + 9 * 1**2).
     assert (tmp_path / "store.norm").read_text() == f"{21**0.5:.4f}"

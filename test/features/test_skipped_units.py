@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from checkpointed import CALLS
 from models import Block, Net
 from on_ranks import ranks
 from parity import check_same_gradients, check_same_params, everybody, step_all, twins
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from flatshard import BackwardPrefetch, describe, fully_shard, skip
 from flatshard._trace import record_events
@@ -36,7 +36,7 @@ class Tower(nn.Module):
 class Chosen(nn.Module):
     """Leaves and towers, of which the data choose. Without ``sharded``, what is not chosen is left out."""
 
-    sharded, checkpointed = False, None  # None: not; else use_reentrant
+    sharded, kind = False, "none"  # how the modules are called
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,18 +47,17 @@ class Chosen(nn.Module):
         x = self.front(x)
         for module, runs in zip(self.chosen, choices, strict=True):
             if runs or self.sharded:
-                call = functools.partial(module if runs else skip, *(() if runs else (module,)))
-                x = call(x) if self.checkpointed is None else checkpoint(call, x, use_reentrant=self.checkpointed)
+                x = CALLS[self.kind](module if runs else functools.partial(skip, module), x)
         return self.head(x)
 
 
-WAYS: list[tuple[bool | None, dict[str, Any]]] = [
-    (None, {}),
-    (None, {"backward_prefetch": BackwardPrefetch.BACKWARD_POST}),
-    (None, {"backward_prefetch": None, "forward_prefetch": False}),
-    *((None, {"strategy": strategy}) for strategy in ("shard_grad_op", "no_shard", "shard_optim", "hybrid_shard")),
-    (False, {"backward_prefetch": None}),
-    (True, {"backward_prefetch": BackwardPrefetch.BACKWARD_POST}),
+WAYS: list[tuple[str, dict[str, Any]]] = [
+    ("none", {}),
+    ("none", {"backward_prefetch": BackwardPrefetch.BACKWARD_POST}),
+    ("none", {"backward_prefetch": None, "forward_prefetch": False}),
+    *(("none", {"strategy": strategy}) for strategy in ("shard_grad_op", "no_shard", "shard_optim", "hybrid_shard")),
+    ("non-reentrant", {"backward_prefetch": None}),
+    ("reentrant", {"backward_prefetch": BackwardPrefetch.BACKWARD_POST}),
 ]
 
 
@@ -69,11 +68,11 @@ def test_each_rank_chooses(pool, way: int):
 
 def choose(ctx, way: int) -> None:
     """As in one process, and all ranks issue the same gathers, and the same reductions, in the same order."""
-    checkpointed, options = WAYS[way]
+    kind, options = WAYS[way]
     if options.get("strategy") == "hybrid_shard":
         options = options | {"device_mesh": ctx.device_mesh((2, 2), ("replicate", "shard"))}
     plain, model = twins(ctx, Chosen, {Block, Tower}, **options)
-    model.sharded, model.checkpointed = True, checkpointed
+    model.sharded, model.kind = True, kind
     optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2, weight_decay=0.1) for m in (plain, model)]
     rng = random.Random(way)
     for step in range(3):
@@ -83,9 +82,9 @@ def choose(ctx, way: int) -> None:
             (plain(x, chosen).square().mean() / ctx.world_size).backward()
         with record_events() as events:
             model(xs[ctx.rank], choices[ctx.rank]).square().mean().backward()
-        for kind in ("all-gather", "reduce-scatter", "all-reduce"):
-            first, *others = everybody(ctx, [event for event in events if event.startswith(kind)])
-            assert all(each == first for each in others), kind
+        for verb in ("all-gather", "reduce-scatter", "all-reduce"):
+            first, *others = everybody(ctx, [event for event in events if event.startswith(verb)])
+            assert all(each == first for each in others), verb
         check_same_gradients(model, plain)
         step_all(optimizers)
     check_same_params(model, plain)
@@ -120,67 +119,22 @@ def test_the_call(ctx):
     assert {u.state for u in describe(model).units} == {"sharded"}
 
 
-class Outermost(nn.Module):
-    """``around``: a unit with one on other process groups in it, which has one on the first group in it."""
-
-    sharded = False
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.front, self.head = Block(), Block()
-        self.around = nn.Sequential(Block(), nn.Sequential(Block(), Block()), Block())
-
-    def forward(self, x: Tensor, runs: bool) -> Tensor:
-        y = self.front(x)
-        if runs:
-            y = self.around(y)
-        elif self.sharded:
-            y = skip(self.around, y)
-        return self.head(y)
-
-
 @ranks(4)
 def test_units_on_other_process_groups_inside(ctx):
     """They are skipped with the unit around them, whether the rank has run it before or not."""
     elsewhere = torch.distributed.new_group()
     for before in (0, 2):  # steps in which it has
         torch.manual_seed(0)
-        plain = Outermost().double()
+        plain = nn.Sequential(Block(), nn.Sequential(Block(), Block()), Block()).double()
         model = copy.deepcopy(plain)
-        model.sharded = True
-        first, inner, _ = model.around
-        for module in (inner[1], inner, first, model.around, model):
+        first, inner, _ = model
+        for module in (inner[1], inner, first, model):
             fully_shard(module, process_group=elsewhere if module is inner else ctx.group)
         x = torch.randn(4, 3, WIDTH, dtype=torch.double)
         for step in range(before + 2):
-            runs = [step < before or rank != 1 for rank in range(4)]
-            for rank in range(4):
-                (plain(x[rank], runs[rank]).square().mean() / 4).backward()
-            model(x[ctx.rank], runs[ctx.rank]).square().mean().backward()
-        check_same_gradients(model, plain)
-
-
-class Checkpointed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + checkpoint(lambda y: torch.tanh(self.up(y)), x, use_reentrant=True)
-
-
-@ranks(2)
-def test_a_unit_skipped_in_one_of_two_forwards_of_a_backward(ctx):
-    """The rank that skips it last waits for what the checkpoint of the first has."""
-    for runs in ((True, False), (False, True), (True, True)):
-        ctx.note(str(runs))
-        front = nn.Linear(WIDTH, WIDTH).double()
-        plain, model = twins(ctx, Checkpointed)
-        for net, of in ((plain, range(2)), (model, [ctx.rank])):
-            losses = []
-            for rank in of:
-                x = front(torch.full((2, WIDTH), 1.0 + rank, dtype=torch.double))
-                for run in runs if rank == 0 else reversed(runs):
-                    losses.append((net(x) if run else x if net is plain else skip(net, x)).square().mean())
-            (sum(losses) / len(of)).backward()
+            running = [rank for rank in range(4) if step < before or rank != 1]
+            for rank in running:
+                (plain(x[rank]).square().mean() / 4).backward()
+            mine = x[ctx.rank]
+            (model(mine) if ctx.rank in running else skip(model, mine)).square().mean().backward()
         check_same_gradients(model, plain)

@@ -2,7 +2,7 @@
 
 import functools
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -62,65 +62,56 @@ class Outer(nn.Module):
         return self.head(self.drop(self.model(tokens)))
 
 
-class Towers(nn.Module):
+class Towers(nn.Sequential):
     """Two rows of blocks, and something between them."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.front, self.first = nn.Linear(WIDTH, WIDTH), nn.Sequential(Block(WIDTH), Block(WIDTH))
-        self.between, self.second = nn.LayerNorm(WIDTH), nn.Sequential(Block(WIDTH))
-        self.head = nn.Linear(WIDTH, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.second(self.between(self.first(self.front(x)))))
+        rows = nn.Sequential(Block(WIDTH), Block(WIDTH)), nn.Sequential(Block(WIDTH))
+        super().__init__(nn.Linear(WIDTH, WIDTH), rows[0], nn.LayerNorm(WIDTH), rows[1], nn.Linear(WIDTH, 2))
 
 
-def lists(model: Lm) -> None:
+def cases() -> Iterator[tuple[str, nn.Module, SplitRoot]]:
+    yield "plain", Lm(), SPLIT
+    yield "tied", Lm(tied=True), SPLIT
+    yield "further in", Outer(), SPLIT
+    yield "between", Towers(), SPLIT
+    model = Lm()
     model.alone = nn.ParameterList([nn.Parameter(torch.ones(2))])  # it is not called
     model.more = nn.ModuleList([nn.Linear(2, 2, bias=False)])  # nor is this, but its items are
-
-
-def earlier_calls(model: Lm) -> None:
+    yield "lists", model, SPLIT
+    model = Lm()
+    model.alias = model.head.weight
+    yield "tied to the root", model, SPLIT
+    model = Lm()
+    model.blocks[1].alias = model.norm.weight
+    yield "tied to a block", model, SPLIT
+    model = Lm()
+    model.norm.part = model.blocks[0].linear
+    yield "has a part of a block", model, SPLIT
+    model = Lm()
+    model.pair = nn.Sequential(model.head)
+    yield "in two modules", model, SPLIT
+    model = Lm()
+    yield "a group of the user's", model, SplitRoot({Block, (model.places, model.norm)})
+    model = Lm()
     for module in (*model.blocks, model.places):
         fully_shard(module)
-
-
-def change(name: str, value: Callable[[Lm], Any]) -> Callable[[Lm], None]:
-    """Sets an attribute of the module of this name."""
-    path, _, last = name.rpartition(".")
-    return lambda model: setattr(model.get_submodule(path), last, value(model))
-
-
-MADE: dict[str, tuple[Callable[[], nn.Module], Callable[[Any], object] | None, Callable[[Any], SplitRoot]]] = {
-    "plain": (Lm, None, lambda m: SPLIT),
-    "tied": (lambda: Lm(tied=True), None, lambda m: SPLIT),
-    "further in": (Outer, None, lambda m: SPLIT),
-    "between": (Towers, None, lambda m: SPLIT),
-    "lists": (Lm, lists, lambda m: SPLIT),
-    "tied to the root": (Lm, change("alias", lambda m: m.head.weight), lambda m: SPLIT),
-    "tied to a block": (Lm, change("blocks.1.alias", lambda m: m.norm.weight), lambda m: SPLIT),
-    "has a part of a block": (Lm, change("norm.part", lambda m: m.blocks[0].linear), lambda m: SPLIT),
-    "in two modules": (Lm, change("pair", lambda m: nn.Sequential(m.head)), lambda m: SPLIT),
-    "a group of the user's": (Lm, None, lambda m: SplitRoot({Block, (m.places, m.norm)})),
-    "units of earlier calls": (Lm, earlier_calls, lambda m: SplitRoot(None)),
-}
+    yield "units of earlier calls", model, SplitRoot(None)
 
 
 def test_units(world):
     world(2)
-    lines = []
-    for case, (make, prepare, policy) in MADE.items():
-        model = make()
-        if prepare is not None:
-            prepare(model)
-        fully_shard(model, policy=policy(model))
+    lines = list[str]()  # of the first case all units, of others those that differ
+    for case, model, policy in cases():
+        fully_shard(model, policy=policy)
         names = {p: name for name, p in model.named_parameters()}
         lines.append(f"{case}:")
         for unit in units_below(model):
             has = [name for flat in unit.handle.flats for p in flat.params if ".linear." not in (name := names[p])]
             uses = [f"({each.fqn or '<root>'})" for each in unit.needs[1:]]
-            if not isinstance(unit.module, Block) or uses:
-                lines.append(" ".join([f"  {unit.fqn or '<root>'} |", *has, *uses]))
+            line = " ".join([f"  {unit.fqn or '<root>'} |", *has, *uses])
+            if (not isinstance(unit.module, Block) or uses) and line not in lines[:4]:
+                lines.append(line)
     assert_expected_inline(
         "\n".join(lines),
         """\
@@ -129,8 +120,6 @@ plain:
   words, places | words.weight places.weight
   norm, head | norm.weight norm.bias head.weight
 tied:
-  <root> | scale
-  words, places | words.weight places.weight
   norm, head | norm.weight norm.bias (words, places)
 further in:
   <root> | model.scale
@@ -138,46 +127,38 @@ further in:
   model.norm, head | model.norm.weight model.norm.bias head.0.weight head.0.bias head.1.weight head.1.bias
 between:
   <root> |
-  front | front.weight front.bias
-  between | between.weight between.bias
-  head | head.weight head.bias
+  0 | 0.weight 0.bias
+  2 | 2.weight 2.bias
+  4 | 4.weight 4.bias
 lists:
   <root> | scale alone.0
-  words, places | words.weight places.weight
   norm, head, more.0 | norm.weight norm.bias head.weight more.0.weight
 tied to the root:
   <root> | scale alias
-  words, places | words.weight places.weight
   norm, head | norm.weight norm.bias (<root>)
 tied to a block:
   <root> | scale blocks.1.alias
-  words, places | words.weight places.weight
   blocks.1 | (<root>)
   norm, head | norm.bias head.weight (<root>)
 has a part of a block:
   <root> | scale norm.weight norm.bias
-  words, places | words.weight places.weight
   blocks.0 | (<root>)
   head | head.weight
 in two modules:
   <root> | scale head.weight
-  words, places | words.weight places.weight
   norm | norm.weight norm.bias
 a group of the user's:
-  <root> | scale
   words | words.weight
   places, norm | places.weight norm.weight norm.bias
   head | head.weight
 units of earlier calls:
-  <root> | scale
   words | words.weight
-  places | places.weight
-  norm, head | norm.weight norm.bias head.weight""",
+  places | places.weight""",
     )
 
 
 def test_options(world):
-    """They are those of the outermost unit, a policy's own for it, too."""
+    """They are those of the outermost unit, also if the policy says so."""
     world(2)
     model = Lm()
     chosen = CustomPolicy(lambda m: {"strategy": GRAD_OP} if m is model else isinstance(m, Block))
@@ -192,32 +173,23 @@ def tokens(step: int, n: int) -> Tensor:
     return torch.randint(0, WORDS, (n, 5))
 
 
-def vectors(step: int, n: int) -> Tensor:
-    return torch.randn(n, WIDTH)
-
-
-PARITY: list[tuple[Callable[[], nn.Module], dict[str, Any]]] = [
-    (lambda: Lm(tied=True), {"backward_prefetch": None, "forward_prefetch": False}),
-    (lambda: Lm(tied=True), {"backward_prefetch": BackwardPrefetch.BACKWARD_POST, "static_buffers": True}),
-    (lambda: Lm(tied=True), {"strategy": GRAD_OP}),
-    (lambda: Lm(tied=True, call="reentrant"), {}),
-    (lambda: Lm(call="non-reentrant"), {"reshard_after_forward": True}),
-    (lambda: Outer(tied=True), {}),
-    (Towers, {"forward_prefetch": False}),
-]
+def split(model: nn.Module, group: Any, **options: Any) -> nn.Module:
+    return fully_shard(model, policy=SPLIT, process_group=group, **options)
 
 
 @ranks(2)
 def test_parity(ctx):
-    for number, (make, options) in enumerate(PARITY):
-        ctx.note(f"{number} {options}")
-        make_input = vectors if make is Towers else tokens
-        shard = functools.partial(split, **options)
-        check_clean(check_parity(ctx, make, make_input, steps=2, shard=shard).sharded)
-
-
-def split(model: nn.Module, group: Any, **options: Any) -> nn.Module:
-    return fully_shard(model, policy=SPLIT, process_group=group, **options)
+    """Under options that decide when units are gathered; for the rest a group of modules is as any other."""
+    post, never = BackwardPrefetch.BACKWARD_POST, {"backward_prefetch": None, "forward_prefetch": False}
+    for make, options in (
+        (lambda: Lm(tied=True, call="reentrant"), {"backward_prefetch": post, "static_buffers": True}),
+        (lambda: Lm(tied=True), {"strategy": GRAD_OP}),
+        (lambda: Lm(call="non-reentrant"), {"reshard_after_forward": True}),
+        (lambda: Outer(tied=True), never),
+    ):
+        ctx.note(str(options))
+        run = check_parity(ctx, make, tokens, steps=2, shard=functools.partial(split, **options))
+        check_clean(run.sharded)
 
 
 def test_collectives_and_what_is_unsharded(world):

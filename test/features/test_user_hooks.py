@@ -7,12 +7,12 @@ from typing import Any
 import models
 import pytest
 import torch
+from checkpointed import CALLS
 from clean import check_clean
 from on_ranks import ranks
 from pairs import some
 from parity import adamw, check_same_params, parts, step_all
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from flatshard import MixedPrecision, ShardingStrategy, describe, flat_parameters, fully_shard, no_sync, recover
 from flatshard.optim import register_gradients_reduced_hook
@@ -21,25 +21,21 @@ STRATEGIES = tuple(strategy for strategy in ShardingStrategy if not strategy.is_
 WIDTH = 8
 
 
-class Block(models.Block):
-    def __init__(self) -> None:
-        super().__init__(WIDTH)
-        self.unused = nn.Parameter(torch.rand(3))
+class Model(models.Net):
+    """Blocks that have an unused parameter each, and are called as ``kind`` says; a frozen bias."""
 
+    kind = "none"
 
-class Model(nn.Module):
     def __init__(self) -> None:
-        super().__init__()
-        self.front = nn.Linear(WIDTH, WIDTH)
-        self.frozen = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
-        self.blocks = nn.ModuleList(Block() for _ in range(3))
-        self.head = nn.Linear(WIDTH, 2)
-        self.use_checkpoint: bool | None = None
+        super().__init__(width=WIDTH, inputs=WIDTH)
+        for block in self.blocks:
+            block.unused = nn.Parameter(torch.rand(3))
+        self.head.bias.requires_grad_(False)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.frozen(self.front(x))
+        x = self.front(x)
         for block in self.blocks:
-            x = block(x) if self.use_checkpoint is None else checkpoint(block, x, use_reentrant=self.use_checkpoint)
+            x = CALLS[self.kind](block, x)
         return self.head(x)
 
 
@@ -49,7 +45,9 @@ def make() -> Model:
 
 
 def shard(ctx: Any, model: nn.Module, strategy: ShardingStrategy = STRATEGIES[0], **options: Any) -> nn.Module:
-    return fully_shard(model, policy=Block, process_group=getattr(ctx, "group", None), strategy=strategy, **options)
+    return fully_shard(
+        model, policy=models.Block, process_group=getattr(ctx, "group", None), strategy=strategy, **options
+    )
 
 
 def inputs(step: int, n: int) -> Tensor:
@@ -97,7 +95,7 @@ def test_optimizer_in_backward(ctx, flat: bool):
             in_backward(params)
         optimizer = adamw(plain.parameters())
         for step in range(4):
-            model.use_checkpoint = plain.use_checkpoint = (None, False, True)[step % 3]
+            model.kind = plain.kind = ("none", "non-reentrant", "reentrant")[step % 3]
             backward(ctx, model, plain, step)
             step_all([optimizer])
             assert all(p.grad is None for p in (*params, *model.parameters()))
@@ -120,22 +118,20 @@ def test_tensor_hooks_get_the_whole_local_gradient(ctx):
     mask = torch.tensor([1.0, 0, 0, 1, 1, 0, 1, 0], dtype=torch.float64).unsqueeze(1)  # only these rows are trained
     for number, strategy in enumerate(each_strategy(ctx)):
         model, plain = make(), make()
-        handles = []
+        if number % 2:
+            shard(ctx, model, strategy)
         for m in (model, plain):
-            if m is model and number % 2:
-                shard(ctx, model, strategy)
             m.front.weight.register_hook(lambda grad: grad * mask)
-            handles.append(m.blocks[1].linear.weight.register_hook(lambda grad: -3 * grad))
-            if m is model and not number % 2:  # hooks that were there before
-                shard(ctx, model, strategy)
+        handles = [m.blocks[1].linear.weight.register_hook(lambda grad: -3 * grad) for m in (model, plain)]
+        if not number % 2:  # hooks that were there before
+            shard(ctx, model, strategy)
         optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, plain)]
         for step in range(2):
-            if step == 1:
-                for handle in handles:
-                    handle.remove()
             for _ in range(2):
                 backward(ctx, model, plain, step)
             step_all(optimizers)
+            for handle in handles:
+                handle.remove()
         check_same_params(model, plain)
 
 
@@ -202,7 +198,7 @@ def test_misuse(fake_group):
     with pytest.raises(ValueError, match=r"this Linear is part of unit 'blocks\.0', and not a unit itself"):
         register_gradients_reduced_hook(model.blocks[0].linear, print)
     with pytest.raises(RuntimeError, match="doesn't require gradient"):
-        model.frozen.weight.register_hook(lambda grad: grad)
+        model.head.bias.register_hook(lambda grad: grad)
     kept = model.front.weight
     del model
     assert kept.register_hook(print) is not None  # of a model that is gone
