@@ -25,7 +25,7 @@ from flatshard._config import MixedPrecision, ShardingStrategy
 from flatshard.planning._arguments import default_loss, largest, parse_bytes, ranks_of, repeated
 from flatshard.planning._chooser import Sums, cheapest, peaks_along
 from flatshard.planning._fitted import Fit, GivenUp, UnitFit, Unlimited, names_in_short
-from flatshard.planning._on_host import best_on_host, copied_for, copied_nbytes, fewest_on_host
+from flatshard.planning._on_host import best_on_host, cheaper_on_host, copied_for, copied_nbytes, fewest_on_host
 from flatshard.planning._optimizer import OptimizerChoice
 from flatshard.planning._program import StepOptions
 from flatshard.planning._records import Ranks
@@ -296,8 +296,12 @@ class _Search:
 
     def _least_fits(self, setting: Setting) -> bool:
         """Whether it fits if everything is given up that units have."""
+        return self._least_over(setting) <= 0
+
+    def _least_over(self, setting: Setting) -> int:
+        """By how many bytes it is over the budget then."""
         settings = [dataclasses.replace(setting, split=split) for split in (False, True)]
-        return any(self._is_possible(each) and self.peak(each, self.least) <= self.budget for each in settings)
+        return min(self.peak(each, self.least) for each in settings if self._is_possible(each)) - self.budget
 
     def _best_on_host(self, kind: Setting) -> tuple[Setting, Choices] | None:
         """The cheapest choice with as few units on the host as fit. None: nothing fits. [Note: Units on the host]"""
@@ -311,13 +315,18 @@ class _Search:
         """The fewest units with which it fits, or ``EVERYTHING``."""
         search, setting = self._alike(Setting())
         like = range(len(self.names)) if self.short is None else self.short.made.like
-        order = best_on_host(search.plan(setting, search.least), search.names, like)
+        plan = search.plan(setting, search.least)
 
         def with_these(row: Sequence[bool]) -> Setting:
             return dataclasses.replace(kind, offload=tuple(itertools.compress(self.names, row)))
 
+        def over(row: Sequence[bool]) -> int:
+            return self._least_over(with_these(row))
+
         can_have = None if self.short is None else self.short.can_have
-        few = fewest_on_host(order, can_have, lambda row: self._least_fits(with_these(row)))
+        few = fewest_on_host(best_on_host(plan, search.names, like), can_have, lambda row: over(row) <= 0)
+        if few is not None and self.short is None:
+            few = cheaper_on_host(few, plan, self.names, over([False] * len(few)), over)
         return EVERYTHING if few is None else with_these(few).offload
 
     def _alike(self, setting: Setting) -> tuple[_Search, Setting]:

@@ -6,27 +6,87 @@ enough with those. First those for which the fewest bytes are copied for each by
 if others are left), small ones before large ones, and of those that are alike the last ones in the model. Their gradients
 come first in backward, so nothing that is freed would be freed for longer elsewhere; their copies have most time; and forward
 begins with units that need not come from the host. If it is not enough that all units are, the outermost one is, too.
+
+Of few units any may be there in place of those: one large unit for two smaller ones. So of the sets that copy less those are
+tried, the cheapest first, whose parts, gradients and optimizer state are as much as has to be freed.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
+from typing import NamedTuple
 
 from flatshard.planning._report import Plan, UnitPlan
 
 FEW = 16
-"""Units, up to which it is tried to leave out each of them."""
+"""Units, up to which others are tried, too."""
+TRIES = 32
+"""Sets of few units that are tried because they copy less."""
 
 
 def best_on_host(plan: Plan, names: Sequence[str], like: Sequence[int]) -> list[int]:
     """The units, those first that are best on the host. ``like``: for each the one of ``names`` that ``plan`` has."""
-    units = {unit.fqn: unit for unit in plan.units}
-    costs = []
-    for name in names:
-        freed = units[name].shard_nbytes + units[name].gradient_nbytes + units[name].optimizer_nbytes
-        costs.append((round(copied_nbytes(plan, [name]) / max(1, freed), 2), freed))
+    costs = [(round(copied / max(1, freed), 2), freed) for copied, freed in map(_sizes(plan).__getitem__, names)]
     return sorted(range(len(like)), key=lambda unit: (*costs[like[unit]], -unit))
+
+
+def _sizes(plan: Plan) -> dict[str, tuple[int, int]]:
+    """Of each unit the bytes that are copied in a step if it is on the host, and those that are freed."""
+    return {
+        unit.fqn: (copied_nbytes(plan, [unit.fqn]), unit.shard_nbytes + unit.gradient_nbytes + unit.optimizer_nbytes)
+        for unit in plan.units
+    }
+
+
+def cheaper_on_host(
+    few: Sequence[bool], plan: Plan, names: Sequence[str], least: int, over: Callable[[Sequence[bool]], int]
+) -> Sequence[bool]:
+    """The units, of few, that copy least and are enough; or ``few``, which are enough.
+
+    First without those sets that would need more freed by what one that has failed says: it was over the limit by so much,
+    and its largest unit, of which more is on the device while it runs, was no larger. Then these are tried, too.
+
+    Args:
+        few, plan, names: see the functions above and below.
+        least: bytes to be freed.
+        over: by how many bytes a set is over the limit.
+    """
+    if len(few) > FEW:
+        return few
+    sizes = [_sizes(plan)[name] for name in names]
+    rows = [_HostSet.of(row, sizes) for row in itertools.product((False, True), repeat=len(few))]
+    best = _HostSet.of(few, sizes)
+    rows = sorted(row for row in rows if row.copied < best.copied and row.freed >= least)
+    failed: dict[_HostSet, float] = {}  # with the bytes that another one has to free
+    for is_last in (False, True):
+        for row in rows:
+            if row.copied >= best.copied:
+                break
+            is_doubtful = any(row.freed < freed and row.largest >= other.largest for other, freed in failed.items())
+            if row in failed or (is_doubtful and not is_last) or len(failed) == TRIES:
+                continue
+            if (more := over(row.on_host)) <= 0:
+                best = row
+                break
+            failed[row] = row.freed + more - 0.1 * row.largest
+    return best.on_host
+
+
+class _HostSet(NamedTuple):
+    """Units on the host."""
+
+    copied: int  # bytes, in a step
+    freed: int
+    largest: int  # bytes that one of them frees
+    on_host: tuple[bool, ...]  # for each unit
+
+    @classmethod
+    def of(cls, on_host: Sequence[bool], sizes: Sequence[tuple[int, int]]) -> _HostSet:
+        """``sizes``: of each unit: see ``_sizes``."""
+        copied, freed = zip((0, 0), *itertools.compress(sizes, on_host), strict=True)
+        return cls(sum(copied), sum(freed), max(freed), tuple(on_host))
 
 
 def fewest_on_host(
@@ -53,12 +113,7 @@ def fewest_on_host(
         enough, less = (middle, less) if is_enough(rows[middle]) else (enough, middle)
     if enough == len(rows):
         return None
-    few = rows[enough]
-    for unit in reversed(order if len(order) <= FEW else ()):
-        fewer = [on_host and at != unit for at, on_host in enumerate(few)]
-        if few[unit] and is_enough(fewer):
-            few = fewer
-    return few
+    return rows[enough]
 
 
 def copied_nbytes(plan: Plan, units: Collection[str] | None) -> int:

@@ -503,15 +503,19 @@ def test_parts_on_the_host():
     assert "copied" in str(fitted)
 
 
-@pytest.mark.parametrize("share", [0.9, 0.3])
-def test_as_little_on_the_host_as_is_enough(monkeypatch, share: float):
-    """Of all sets of units that may be there, none that is enough copies less."""
+@pytest.mark.parametrize(
+    ("widths", "share", "few"),
+    [((32, 8, 64, 48, 64), 0.9, 0), ((64, 32, 48, 48, 96), 0.72, 16)],
+)
+def test_as_little_on_the_host_as_is_enough(monkeypatch, widths: tuple[int, ...], share: float, few: int):
+    """Of all sets of units that may be there, none that is enough copies less; of many units in place of few, 5 % less."""
+    monkeypatch.setattr(_on_host, "FEW", few)
     found, given = (
         searches(monkeypatch),
         options("uneven", policy=Uneven, device="cuda", example_inputs=(torch.ones(1, 16),)),
     )
-    model = on_meta(lambda: nn.Sequential(*[Uneven(width) for width in (32, 8, 64, 48, 64)]))
-    model[1].requires_grad_(False)
+    model = on_meta(lambda: nn.Sequential(*[Uneven(width) for width in widths]))
+    model[1].requires_grad_(widths[1] > 8)
     planned = given | {"recompute": True, "compare": False, "backward_prefetch": None, "forward_prefetch": False}
     least, most = (plan(model, cpu_offload=there, **planned).total_peak.nbytes for there in (True, False))
     budget = int(least + share * (most - least))
@@ -522,7 +526,7 @@ def test_as_little_on_the_host_as_is_enough(monkeypatch, share: float):
         hosts = tuple(itertools.compress(found[0].names, row))
         if found[0]._least_fits(_fit.Setting(limit=0, offload=hosts)):
             fits[hosts] = _on_host.copied_nbytes(found[0].plan(_fit.Setting(), found[0].least), hosts)
-    assert 0 < fits[tuple(names)] <= 1.05 * min(fits.values()) < max(fits.values()), (names, fits)
+    assert 0 < fits[tuple(names)] <= min(fits.values()) * (1 if few else 1.05) < max(fits.values()), (names, fits)
     assert fitted.copied_nbytes == _on_host.copied_nbytes(fitted.plan, names)
     assert "recomputes  on the host" in str(fitted)
 
