@@ -103,7 +103,9 @@ def plan(
         activations: without ``example_inputs``: the bytes that autograd saves in each unit except the outermost, or a dict of
             them by FQN.
         ranks_per_node: for hybrid strategies whose shape is not given, and for comparing with them.
-        device: the type of device to train on. On ``"cpu"`` nothing is offloaded.
+        device: the type of device to train on. On ``"cpu"`` nothing is offloaded; memory is that of ranks on several hosts.
+            Ranks of one host take the memory of what is gathered ahead later, and beside it shared memory: in training about
+            two shards and two inputs of reductions of the largest unit, if these are large (``FLATSHARD_SHARED_MEMORY``).
         compare: also plan the other strategies over as many ranks, for ``Plan.strategies``.
 
     Raises:

@@ -503,6 +503,14 @@ def test_parts_on_the_host():
     assert "copied" in str(fitted)
 
 
+def test_units_are_gathered_ahead_where_those_on_the_host_free_enough():
+    """On two ranks a unit frees more than one that is gathered ahead takes."""
+    given = options("gpt", example_inputs=(IDS[:1, :1],), device="cuda", world_size=2)
+    fitted = fit(on_meta(Gpt), bytes_per_rank=99 * lowest(given) // 100, cpu_offload=True, **given)
+    assert [unit.offload for unit in fitted.units] == [False, False, True]
+    assert fitted.arguments.keys() == {"policy"}
+
+
 @pytest.mark.parametrize(
     ("widths", "share", "few"),
     [((32, 8, 64, 48, 64), 0.9, 0), ((64, 32, 48, 48, 96), 0.72, 16)],
