@@ -127,6 +127,8 @@ def evaluates_first(ctx, folder: str) -> tuple[float, list[str]]:
         first.train()
         logs.append(log_of(first))
     assert logs[0] == logs[1]
+    with pytest.raises(ValueError, match=r"Linear does not name its layers \(_no_split_modules\): pass policy="):
+        type(first)(torch.nn.Linear(2, 2), first.args)
     return loss, units
 
 

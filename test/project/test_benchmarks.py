@@ -29,6 +29,11 @@ from suite import fake_world
 BENCHMARKS = Path(run.__file__).parent
 
 
+def test_results_hold_no_paths():
+    for file in (each for each in (BENCHMARKS / "results").rglob("*") if each.is_file()):
+        assert not re.search(r"(?<![\w.])/(home|root|work|tmp|usr|opt)/", file.read_text()), file
+
+
 # -- counts ------------------------------------------------------------------------------------------------------------
 
 
