@@ -33,50 +33,31 @@ def missing() -> str:
     return ""
 
 
-def directory() -> Path:
-    """Where it is built: ``SIM_BUILD``, or a directory of its own for each version of torch, Python and the source."""
-    if given := os.environ.get("SIM_BUILD"):
-        return Path(given)
+def library() -> Path:
+    """Where it is built: a directory of its own for each version of torch, Python and the source."""
     identity = hashlib.sha256(SOURCE.read_bytes())
     identity.update(f"{torch.__version__} {sys.version} {os.getuid()}".encode())
-    return Path(tempfile.gettempdir()) / f"flatshard-simulator-{identity.hexdigest()[:16]}"
+    return Path(tempfile.gettempdir()) / f"flatshard-simulator-{identity.hexdigest()[:16]}" / f"{NAME}.so"
+
+
+# Another process builds it: torch loads what it builds, and that registers a device, once and for all.
+COMMAND = [sys.executable, "-P", __file__]
+_started: list[subprocess.Popen[bytes]] = []
 
 
 def start() -> None:
     """Begin to build beside what else runs, unless that was done. :func:`build` then waits for it, and says what is wrong."""
-    if not missing() and not _is_done():
-        command = [sys.executable, "-P", __file__]
-        _started.append(subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL))
-
-
-_started: list[subprocess.Popen[bytes]] = []
-
-
-def _is_done() -> bool:
-    done = directory() / f"{NAME}.so"
-    return done.exists() and done.stat().st_mtime >= SOURCE.stat().st_mtime
+    if not missing() and not library().exists():
+        _started.append(subprocess.Popen(COMMAND, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL))
 
 
 def build() -> Path:
-    """The shared library, built unless that was done. Processes that call it at once wait for the first.
-
-    By a process of its own: torch loads what it builds, and that registers a device, once and for all.
-    """
-    where = directory()
-    done = where / f"{NAME}.so"
-    where.mkdir(parents=True, exist_ok=True)
-    with open(where / "lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not _is_done():
-            with tempfile.TemporaryDirectory(dir=where) as temporary:
-                # ninja is next to this Python, which may run without its virtual environment being activated
-                path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
-                command = [sys.executable, "-P", __file__, temporary]
-                made = subprocess.run(command, env={**os.environ, "PATH": path}, capture_output=True, text=True)
-                if made.returncode:
-                    raise RuntimeError(f"the simulated accelerator does not build:\n{made.stdout}\n{made.stderr}")
-                os.replace(Path(temporary) / done.name, done)  # whole or not at all
-    return done
+    """The shared library, built unless that was done. Processes that call it at once wait for the first."""
+    if not library().exists():
+        made = subprocess.run(COMMAND, capture_output=True, text=True)
+        if made.returncode:
+            raise RuntimeError(f"the simulated accelerator does not build:\n{made.stdout}\n{made.stderr}")
+    return library()
 
 
 def load() -> ModuleType:
@@ -89,14 +70,19 @@ def load() -> ModuleType:
     return module
 
 
-def _compile(where: str) -> None:
+def _compile() -> None:
     from torch.utils import cpp_extension
 
-    cpp_extension.load(NAME, [str(SOURCE)], build_directory=where, extra_cflags=["-O1", "-w"])
+    # ninja is next to this Python, which may run without its virtual environment being activated
+    os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+    done = library()
+    done.parent.mkdir(exist_ok=True)
+    with open(done.with_name("lock"), "w") as lock, tempfile.TemporaryDirectory(dir=done.parent) as where:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not done.exists():
+            cpp_extension.load(NAME, [str(SOURCE)], build_directory=where, extra_cflags=["-O1", "-w"])
+            os.replace(Path(where) / done.name, done)  # whole or not at all
 
 
 if __name__ == "__main__":
-    if len(sys.argv) > 1:
-        _compile(sys.argv[1])
-    else:
-        build()
+    _compile()

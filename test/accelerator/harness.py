@@ -158,12 +158,6 @@ class Env:
             for other in others:
                 waiter.stream.wait_stream(other.stream)
 
-    @staticmethod
-    def follow(side: Any) -> None:
-        """Make one of the ``side_streams`` wait for the current stream."""
-        if isinstance(side, _OnStream):
-            side.stream.wait_stream(torch.accelerator.current_stream())
-
     @contextlib.contextmanager
     def side_stream(self) -> Iterator[None]:
         """Compute on another stream."""
@@ -230,13 +224,11 @@ class Env:
                 stepper.step()
         return {**numbers(model), "losses": losses, "norms": norms}
 
-    def steps(
-        self, model: nn.Module, run: Callable[[int], object], steps: int = 3, steady: bool = True
-    ) -> dict[str, Any]:
-        """``run(step)``, forward and backward, and a step of the optimizer. The host must not wait in the last of them."""
+    def steps(self, model: nn.Module, run: Callable[[int], object]) -> dict[str, Any]:
+        """Three of the optimizer, each after ``run(step)``. The host must not wait in the last of them."""
         optimizer = sgd(model.parameters())
-        for step in range(steps):
-            with self.steady(steady and step == steps - 1):
+        for step in range(3):
+            with self.steady(step == 2):
                 optimizer.zero_grad()
                 run(step)
                 optimizer.step()

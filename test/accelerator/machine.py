@@ -90,7 +90,7 @@ class Block:
     free: bool = False
     asked: int = 0  # bytes that were asked for
     accesses: list[Access] = field(default_factory=list)
-    recorded: set[Key] = field(default_factory=set)  # by record_stream
+    recorded: bool = False  # by record_stream
     stack: Stack = ()  # of the allocation
     free_stack: Stack = ()
 
@@ -218,7 +218,6 @@ class Machine:
         self._starts: list[int] = []
         self._pools: dict[Any, list[Block]] = collections.defaultdict(list)
         self._just_freed: dict[Any, list[Block]] = collections.defaultdict(list)
-        self._limbo: list[tuple[Block, list[Record]]] = []  # freed, and recorded streams are not over
 
     def inside(self) -> "Machine":
         """Nobody else changes anything meanwhile. Memory that Python frees inside is freed at the end."""
@@ -473,7 +472,6 @@ class Machine:
         with self.inside():
             key, stack = (device, stream), stack_here()
             q, size = self._queues[key], _round_up(nbytes)
-            self._leave_limbo()
             for block in self._just_freed.pop(key, []):
                 self._overwrite(q, block, "the next tensor that is allocated", stack)
             fits = [b for b in self._pools[key] if size <= b.size <= 2 * size]
@@ -487,16 +485,6 @@ class Machine:
             self.allocated += block.size
             self.peak = max(self.peak, self.allocated)
             return block.ptr
-
-    def _leave_limbo(self) -> None:
-        still = []
-        for block, records in self._limbo:
-            if all(r.done for r in records):
-                block.accesses, block.recorded = [], set()
-                self._pools[block.home].append(block)
-            else:
-                still.append((block, records))
-        self._limbo = still
 
     def free(self, ptr: int) -> None:
         stack = stack_here()
@@ -516,20 +504,13 @@ class Machine:
         if not block.recorded:
             self._pools[block.home].append(block)
             self._just_freed[block.home].append(block)
-            return
-        records = []
-        for key in block.recorded:
-            q = self._queues[key]
-            self._advance(q)
-            records.append(Record(dict(q.clock)))
-            q.tasks.append(Task("record", self._number, record=records[-1]))
-        self._limbo.append((block, records))
 
     def record_stream(self, ptr: int, device: int, stream: int) -> None:
+        """Once it is freed, it is never used again: that is later than what the stream was given."""
         with self.inside():
             block = self.find(ptr)
             if block is not None and block.home != (device, stream):
-                block.recorded.add((device, stream))
+                block.recorded = True
 
     def alloc_pinned(self, nbytes: int) -> int:
         with self.inside():

@@ -10,7 +10,7 @@ from unittest import mock
 
 import torch
 from accelerator.harness import Cases, Env, Net, mean_square, numbers
-from accelerator.planning import at_allocations, counted_bytes, held
+from accelerator.planning import at_allocations, held, peak
 from torch import Tensor, nn, optim
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.utils import _pytree as pytree
@@ -101,21 +101,6 @@ def stepped(env: Env, kind: Any, settings: dict[str, Any], **options: Any) -> An
     return numbers(model)
 
 
-@contextlib.contextmanager
-def _peak(env: Env) -> Iterator[list[int]]:
-    """The most bytes on the device inside, beyond those before; and those that are left."""
-    found: list[int] = []
-    if not env.is_simulated:
-        yield found
-        return
-    from accelerator.sim import sim
-
-    before = held(sim)
-    with counted_bytes(sim) as counts:
-        yield found
-    found += [max([before, *counts]) - before, held(sim) - before]
-
-
 @cases.add(
     {
         "full": {},
@@ -165,7 +150,7 @@ def _two_units_at_most(env: Env, optimizer: OffloadedOptimizer) -> Iterator[None
     of_units = [
         sum(v.nbytes for p in unit for v in optimizer.state[p].values() if v.dim()) for unit in optimizer._units()
     ]
-    with at_allocations(sim, count):
+    with at_allocations(count):
         yield
     two = max(a + b for a, b in itertools.pairwise(of_units))
     if max(found) != two:
@@ -183,7 +168,7 @@ def bounded(env: Env, steps: int = 3, **options: Any) -> Any:
     for step in range(steps):
         optimizer.zero_grad()
         _backward(env, model, step)
-        with _peak(env) as found:
+        with peak(env) as found:
             optimizer.step()
         if found and (found[0] > two or found[1] != optimizer.device_nbytes * (step == 0)):
             env.problems.append(f"step {step}: {found[0]} bytes at most and {found[1]} left, two units have {two}")
@@ -207,7 +192,7 @@ def interrupted(env: Env) -> Any:
         optimizer.zero_grad()
         _backward(env, model, step)
         optimizer.inner.fails_at = len(optimizer.inner.turns) + 2 if step in (0, 2) else -1
-        with _peak(env) as found, contextlib.suppress(ArithmeticError):
+        with peak(env) as found, contextlib.suppress(ArithmeticError):
             optimizer.step()
         if found and found[1]:
             env.problems.append(f"step {step}: {found[1]} bytes are left on the device")
@@ -227,8 +212,6 @@ def lacking_memory(env: Env, unit: int) -> Any:
     units = optimizer._units()
     stepped = {p for each in units[: max(0, unit - 1)] for p in each}
     if env.is_simulated:
-        from accelerator.sim import sim
-
         calls, side = itertools.count(), optimizer._traffic[0].side.stream_id
         last = sum(p.numel() > 0 for each in units[:unit] for p in each)
 
@@ -237,7 +220,7 @@ def lacking_memory(env: Env, unit: int) -> Any:
                 raise torch.OutOfMemoryError("simulated")
 
         try:
-            with at_allocations(sim, lack):
+            with at_allocations(lack):
                 optimizer.step()
             env.problems.append("the step did not raise")
         except RuntimeError as e:
@@ -273,7 +256,7 @@ def saved(env: Env) -> Any:
         other: Any = optim.AdamW(model.parameters(), **ADAMW)
         if load:
             other = OffloadedOptimizer(model.parameters(), optim.AdamW, **ADAMW)
-        with _peak(env) as found:
+        with peak(env) as found:
             if load == 2:
                 flatshard.checkpoint.load_optim_state_dict(model, other, copy.deepcopy(whole))
             else:
@@ -333,20 +316,12 @@ def switched_hybrid(env: Env) -> Any:
     return switched(env, strategy=S.HYBRID_FULL_SHARD, device_mesh=env.replicas)
 
 
-def _held(env: Env) -> int:
-    if not env.is_simulated:
-        return 0
-    from accelerator.sim import sim
-
-    return held(sim)
-
-
 def _away(env: Env, model: nn.Module, optimizer: Any, options: dict[str, Any]) -> None:
     tensors = [*model.parameters(), *(p.grad for p in model.parameters()), *optimizer.state.values()]
     before = [t.detach().clone() for t in pytree.tree_leaves(tensors) if isinstance(t, Tensor)]
     del tensors
-    start = _held(env)
-    with _peak(env) as change:
+    start = held(env)
+    with peak(env) as change:
         away = flatshard.optim.offload(model, optimizer)
         if env.is_simulated and flatshard.optim.offload(model, [optimizer]) is not away:
             env.problems.append("another object for what is away already")
@@ -355,7 +330,7 @@ def _away(env: Env, model: nn.Module, optimizer: Any, options: dict[str, Any]) -
                 env.problems.append(repr(away))
             away.back()
             return
-        there = _held(env)
+        there = held(env)
         if not all(p.device.type == "cpu" and p.is_pinned() for p in model.parameters() if p.numel()):
             env.problems.append("parameters are not in pinned memory")
         saved = optim_state_dict(model, optimizer, full=True)["state"] if optimizer.state else {}
@@ -378,11 +353,11 @@ def _away(env: Env, model: nn.Module, optimizer: Any, options: dict[str, Any]) -
             if "is offloaded already, with another module: call back()" not in str(e):
                 raise
         del saved
-        if (now := _held(env)) > there:
+        if (now := held(env)) > there:
             env.problems.append(f"reading it leaves {now - there} bytes on the device")
         away.back()
         away.back()
-        moved = _held(env) - now
+        moved = held(env) - now
         if moved < away.host_nbytes or repr(away) != "Offloaded (all is back)":
             env.problems.append(f"{away!r}: {moved} bytes came back of {away.host_nbytes}")
     if change and change[1] > 0:

@@ -34,14 +34,20 @@ class Wide(nn.Module):
         return self.head(x)
 
 
-def held(sim: Any) -> int:
+def held(env: Env) -> int:
     """Bytes of tensors on the device, as they were asked for."""
+    if not env.is_simulated:
+        return 0
+    from accelerator.sim import sim
+
     return sum(block.asked for block in sim._blocks if not block.free and block.home != "host")
 
 
 @contextlib.contextmanager
-def at_allocations(sim: Any, call: Callable[[int, int], object]) -> Iterator[None]:
+def at_allocations(call: Callable[[int, int], object]) -> Iterator[None]:
     """``call(bytes, stream)`` before each allocation inside, which may raise."""
+    from accelerator.sim import sim
+
     allocate = sim.alloc
 
     def alloc(nbytes: int, device: int, stream: int) -> int:
@@ -56,11 +62,17 @@ def at_allocations(sim: Any, call: Callable[[int, int], object]) -> Iterator[Non
 
 
 @contextlib.contextmanager
-def counted_bytes(sim: Any) -> Iterator[list[int]]:
-    """``held`` after each allocation inside."""
-    counts: list[int] = []
-    with at_allocations(sim, lambda nbytes, stream: counts.append(held(sim) + nbytes)):
-        yield counts
+def peak(env: Env) -> Iterator[list[int]]:
+    """The most bytes on the device inside, beyond those before; and those that are left. On CPU: nothing."""
+    found: list[int] = []
+    if not env.is_simulated:
+        yield found
+        return
+    before = held(env)
+    counts = [before]
+    with at_allocations(lambda nbytes, stream: counts.append(held(env) + nbytes)):
+        yield found
+    found += [max(counts) - before, held(env) - before]
 
 
 def issued(order: list[tuple[str, int, str]]) -> list[tuple[str, int, int]]:
@@ -109,20 +121,16 @@ def a_step(env: Env, micro: int = 1, holds: bool = False, **options: Any) -> Any
         step()
         optimizer.step()
         optimizer.zero_grad()
-    if not env.is_simulated:
-        step()
-        return numbers(model)
-    from accelerator.sim import sim
-    from accelerator.sim_ccl import order
+    if env.is_simulated:
+        from accelerator.sim_ccl import order
 
-    sim.drain()
-    del order[:]
-    with counted_bytes(sim) as counts:
-        before = held(sim)
+        order.clear()
+    with peak(env) as found:
         step()
-        peak = max(counts) - before
-    if env.rank == 0:  # a plan takes a second, and `check` asserts for every case that all ranks issue the same
-        env.problems += differences(planned_step(env, micro, holds, asked), issued(order), peak)
+    if (
+        found and env.rank == 0
+    ):  # a plan takes a second, and `check` asserts for every case that all ranks issue the same
+        env.problems += differences(planned_step(env, micro, holds, asked), issued(order), found[0])
     return numbers(model)
 
 
@@ -137,18 +145,12 @@ def an_optimizers_step_with_some_units_on_the_host(
     for _ in range(2):
         optimizer.zero_grad()
         model(env.tensor(16, 64)).sum().backward()
-        if not env.is_simulated:
+        with peak(env) as found:
             optimizer.step()
-            continue
-        from accelerator.sim import sim
-
-        sim.drain()
-        with counted_bytes(sim) as counts:
-            optimizer.step()
-    if env.is_simulated and env.rank == 0:
+    if found and env.rank == 0:
         planned = planned_step(env, 1, False, {"policy": policy, "optimizer": makes})
         memory = [sample.device.total for sample in planned.samples if sample.phase == "optimizer"]
-        if (took := max(counts) - held(sim)) != max(memory) - memory[0]:
+        if (took := found[0] - found[1]) != max(memory) - memory[0]:
             env.problems.append(f"took {took}, planned {max(memory) - memory[0]} {memory}")
     return numbers(model)
 
@@ -170,12 +172,7 @@ def a_fit_with_some_units_on_the_host(env: Env, hosts: list[str], **options: Any
     made = flatshard.fit(Wide(), bytes_per_rank=budget, policy=Block, loss=torch.Tensor.sum, **options)
     if hosts != [unit.fqn for unit in made.units if unit.offload]:
         env.problems.append(str(made))
-    before = 0
-    if env.is_simulated:
-        from accelerator.sim import sim
-
-        sim.drain()
-        before = held(sim)
+    before = held(env)
     model = made.apply(env.make(Wide), process_group=env.group)
     optimizer = made.optimizer(model.parameters())
     batch = env.tensor(16, 64)
@@ -186,13 +183,10 @@ def a_fit_with_some_units_on_the_host(env: Env, hosts: list[str], **options: Any
         optimizer.zero_grad()
 
     step()
-    if not env.is_simulated:
+    between = held(env)
+    with peak(env) as found:
         step()
-        return numbers(model)
-    sim.drain()
-    with counted_bytes(sim) as counts:
-        step()
-    took = max(counts) - before
+    took = between - before + found[0] if found else made.peak.nbytes
     if env.rank == 0 and not 0 <= made.peak.nbytes - took <= 4 * 18:  # the optimizer's counts of steps are on the host
         env.problems.append(f"took {took}, planned {made.peak}")
     return numbers(model)

@@ -281,18 +281,6 @@ class SimCCL(dist.ProcessGroup):
         """Of objects, which are on the CPU."""
         return self._cpu.gather(outputs, inputs, opts)
 
-    def scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
-        (output,) = outputs
-        if cpu := self._on_cpu(output):
-            return cpu.scatter(outputs, inputs, opts or dist.ScatterOptions())
-        to, root = operators.late(output), opts.rootRank if opts is not None else 0
-        sent = torch.cat([t.reshape(-1) for t in inputs[0]]) if self._rank == root else output
-
-        def pick(parts: list[torch.Tensor]) -> None:
-            to.now().view(-1).copy_(parts[root].view(self._size, -1)[self._rank])
-
-        return self._launch("scatter", opts, [sent], [output], self._exchange(sent, pick))
-
     def all_to_all_single(
         self, output: torch.Tensor, input: torch.Tensor, out_splits: Any = None, in_splits: Any = None, opts: Any = None
     ) -> Any:

@@ -1,14 +1,12 @@
-"""The simulator itself: what it lets be late, what it reports, what it refuses."""
+"""The simulator itself: what it lets be late, and what it reports."""
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from accelerator.harness import POLICIES
-from pool import Context, Pool, RankFailure
+from pool import Context, Pool
 from torch import Tensor
 
 SIZE = 256  # a block of the allocator, so that the next tensor of this size takes the last one's memory
@@ -104,102 +102,3 @@ def test_races(simulated_process: Pool, name: str) -> None:
     expected = PROGRAMS[name][1]
     assert kinds == ({expected} if expected else set())
     assert right == {True} if not expected else False in right, "a race shows in the numbers under some policy"
-
-
-# -- captures --------------------------------------------------------------------------------------------------------
-
-
-def _fork(device: Any, side: Any, a: Tensor, joins: bool = False) -> None:
-    side.wait_stream(device.current_stream())
-    with device.stream(side):
-        a * 2
-    if joins:
-        device.current_stream().wait_stream(side)
-
-
-CAPTURES: dict[str, tuple[Callable[[Any, Any, Tensor], Any], str]] = {
-    "fork_and_join": (functools.partial(_fork, joins=True), ""),
-    "fork": (_fork, "cudaErrorStreamCaptureUnjoined"),
-    "past": (lambda device, side, a: device.current_stream().wait_stream(side), "cudaErrorStreamCaptureIsolation"),
-    "default_stream": (
-        lambda device, side, a: device.default_stream().wait_stream(device.current_stream()),
-        "cudaErrorStreamCaptureImplicit",
-    ),
-    "host": (lambda device, side, a: a.sum().item(), "cudaErrorStreamCaptureUnsupported"),
-}
-
-
-def run_captures(ctx: Context) -> dict[str, str]:
-    """The errors of what is run inside a capture, or nothing."""
-    from accelerator.sim import CaptureError, sim
-
-    device = torch.get_device_module("simdev")
-    errors = {}
-    for name, (body, _) in CAPTURES.items():
-        sim.reset()
-        a, errors[name] = _new(), ""
-        with device.stream(device.Stream()):
-            try:
-                with sim.capture():
-                    body(device, device.Stream(), a)
-            except CaptureError as e:
-                errors[name] = str(e).split(":")[0]
-    return errors
-
-
-def test_captures(simulated_process: Pool) -> None:
-    expected = {name: error for name, (_, error) in CAPTURES.items()}
-    assert simulated_process.run(run_captures, world_size=1) == [expected]
-
-
-# -- collectives -----------------------------------------------------------------------------------------------------
-
-
-def run_collectives(ctx: Context) -> None:
-    """Under all policies, with ranks that come at different times."""
-    from accelerator.sim import sim
-
-    n, rank = ctx.world_size, ctx.rank
-    for policy in POLICIES:
-        sim.reset()
-        sim.policy = policy
-        mine = (torch.arange(4.0) + 10 * rank).to("simdev", non_blocking=True)
-        every = torch.arange(4.0) + 10 * torch.arange(n).view(n, 1)
-        gathered, part = torch.empty(4 * n, device="simdev"), torch.empty(4 // n, device="simdev")
-        work = dist.all_gather_into_tensor(gathered, mine, group=ctx.group, async_op=True)
-        total = mine.clone()
-        dist.all_reduce(total, op=dist.ReduceOp.AVG, group=ctx.group)
-        dist.reduce_scatter_tensor(part, mine, group=ctx.group)
-        work.wait()
-        assert torch.equal(gathered.cpu(), every.flatten())
-        assert torch.equal(total.cpu(), every.mean(0))
-        assert torch.equal(part.cpu(), every.sum(0).view(n, -1)[rank])
-        sent, came = _new(float(rank)), _new()
-        operations = [dist.P2POp(dist.isend, sent, (rank + 1) % n, ctx.group)]
-        operations.append(dist.P2POp(dist.irecv, came, (rank - 1) % n, ctx.group))
-        for work in dist.batch_isend_irecv(operations):
-            work.wait()
-        assert (came.cpu() == (rank - 1) % n).all()
-        sim.drain()
-        assert not sim.races
-
-
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_collectives(simulated_pool: Pool, world_size: int) -> None:
-    simulated_pool.run(run_collectives, world_size=world_size)
-
-
-def run_mismatch(ctx: Context) -> None:
-    from accelerator.sim import sim
-
-    try:
-        dist.all_reduce(torch.ones(2 + ctx.rank, device="simdev"), group=ctx.group)
-        sim.drain()
-    finally:
-        sim.abandon()
-
-
-def test_mismatch(simulated_pool: Pool) -> None:
-    """NCCL would hang, or mix the data."""
-    with pytest.raises(RankFailure, match=r"all_reduce\(2 x float32\), rank 1 in all_reduce\(3 x float32\)"):
-        simulated_pool.run(run_mismatch, world_size=2)

@@ -1,4 +1,4 @@
-"""What goes around training, on the simulated accelerator: hooks, collectives, checkpoints, copies, tensor parallelism."""
+"""What goes around training, on the simulated accelerator: hooks, collectives, checkpoints, copies."""
 
 import contextlib
 import copy
@@ -10,9 +10,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from accelerator.harness import WIDTH, Block, Cases, Env, mean_square, numbers, sgd
+from accelerator.harness import Cases, Env, mean_square, numbers, sgd
 from torch import Tensor, nn
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import flatshard
 from flatshard import CPUOffload, MixedPrecision
@@ -155,24 +154,3 @@ def second_device(env: Env) -> Any:
     if env.is_simulated:
         env.device = torch.device("simdev", 1)
     return env.train(env.shard(env.make()))
-
-
-# -- with tensor parallelism -----------------------------------------------------------------------------------------
-
-
-@cases.add(ranks=4, fake=False)
-def tensor_parallel(env: Env) -> Any:
-    mesh = env.mesh((2, 2), "dp", "tp")
-    model = env.make(lambda: nn.Sequential(Block(WIDTH), Block(WIDTH)))
-    for block in model:
-        parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
-    model = env.shard(model, device_mesh=mesh["dp"])
-    optimizer = sgd(model.parameters())
-    norms = []
-    for step in range(3):
-        x = env.tensor(2, WIDTH, seed=10 * step + mesh["dp"].get_local_rank())
-        optimizer.zero_grad()
-        mean_square(model(x)).backward()
-        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5))
-        optimizer.step()
-    return norms, numbers(model)

@@ -265,37 +265,7 @@ def encoded_on_streams(env: Env) -> Any:
     return outputs, numbers(model)
 
 
-@cases.add()
-def gradient_penalty(env: Env) -> Any:
-    model = env.shard(env.make())
-
-    def run(step: int) -> None:
-        x = env.batch(step).requires_grad_()
-        loss = mean_square(model(x))
-        (grad,) = torch.autograd.grad(loss, x, create_graph=True)
-        (loss + grad.square().sum()).backward()
-
-    return env.steps(model, run, steps=2, steady=False)
-
-
 # -- streams ---------------------------------------------------------------------------------------------------------
-
-
-@cases.add({"default": {}, "all_resharded": {"reshard_after_forward": True}, "not_sharded": {"strategy": S.NO_SHARD}})
-def side_stream(env: Env, **options: Any) -> Any:
-    """The user runs forward, or forward and backward, on a stream of the user's own."""
-    model = env.shard(env.make(), **options)
-
-    def run(step: int) -> None:
-        batch = env.batch(step)
-        with env.side_stream():
-            loss = mean_square(model(batch))
-            if step % 2:
-                loss.backward()
-        if not step % 2:
-            loss.backward()
-
-    return env.steps(model, run, steps=4)
 
 
 class Towers(nn.Module):
@@ -404,43 +374,6 @@ def _train_towers(
     return results, numbers(model)
 
 
-class Halves(nn.Module):
-    """Two outputs, each made on a stream of its own, and one parameter for both."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.full((8,), 1.5))
-        self.left, self.right = nn.Linear(8, 8), nn.Linear(8, 8)
-        self.sides: Any = tuple
-
-    def forward(self, x: Tensor) -> list[Tensor]:
-        outputs = []
-        for side, linear in zip(self.sides(), (self.left, self.right), strict=True):
-            Env.follow(side)
-            with side:
-                outputs.append(linear(x * self.scale).tanh() * self.scale)
-        return outputs
-
-
-@cases.add({"resharded": {"reshard_after_forward": True}, "not_sharded": {"strategy": S.NO_SHARD}})
-def halves(env: Env, **options: Any) -> Any:
-    """A unit whose outputs are on two streams, which the caller joins."""
-    model = env.make(lambda: nn.ModuleList([Halves(), Halves()]))
-    for half in model:
-        env.shard(half, policy={Halves}, **options)
-
-    def run(step: int) -> None:
-        values = [env.batch(step)] * 2
-        for half in model:
-            given = values[0] * values[1]
-            with env.side_streams(2) as sides:
-                half.sides = functools.partial(tuple, sides)  # an attribute's value would be searched for tensors
-                values = half(given)
-        mean_square(values[0] + values[1]).backward()
-
-    return env.steps(model, run)
-
-
 class Either(nn.Module):
     """A unit that uses one of two parameters at a time."""
 
@@ -508,16 +441,3 @@ def independent_streams(env: Env) -> Any:
             with sides[i % 2]:
                 outputs.append(model(batch))
     return outputs
-
-
-@cases.add({"default": {}, "static_buffers": {"static_buffers": True}})
-def independent_trainings(env: Env, **options: Any) -> Any:
-    """Two models, each on a stream of its own."""
-    models = [env.shard(env.make(lambda: nn.Sequential(Block(), Block()), seed=i), **options) for i in range(2)]
-    batches = [env.batch(step) for step in range(3)]
-    with env.side_streams(2) as sides:
-        for batch in batches:
-            for model, side in zip(models, sides, strict=True):
-                with side:
-                    mean_square(model(batch)).backward()
-    return [numbers(model) for model in models]
