@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from models import Mlp
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -42,16 +43,6 @@ def during(env: Env) -> Iterator[None]:
         yield
     finally:
         NOW = before
-
-
-class Mlp(nn.Module):
-    def __init__(self, width: int, hidden: int, bias: bool) -> None:
-        super().__init__()
-        self.up = nn.Linear(width, hidden, bias=bias)
-        self.down = nn.Linear(hidden, width, bias=bias)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(torch.tanh(self.up(x)))
 
 
 class Scale(nn.Module):

@@ -67,11 +67,7 @@ class Statement:
 
     def __str__(self) -> str:
         model, place = getattr(self, "model", 0), getattr(self, "place", ROOT)
-        return self.text.format(m=place.of(model), s=self, note=self.note())
-
-    def note(self) -> str:
-        """A comment at the end."""
-        return ""
+        return self.text.format(m=place.of(model), s=self)
 
     def lines(self) -> Iterator[str]:
         yield str(self)
@@ -105,17 +101,13 @@ class Forward(Statement):
     bomb: Bomb | None = None
     method: bool = False
     """Whether it is the registered method ``encode`` of the root."""
-    text = "{s.loss} = mean_square({m}{s.called}(x{s.inputs})){note}"
 
-    @property
-    def called(self) -> str:
-        return ".encode" if self.method else ""
-
-    def note(self) -> str:
+    def __str__(self) -> str:
+        call = f"{self.place.of(self.model)}{'.encode' if self.method else ''}(x{self.inputs})"
         notes = [f"mode {self.mode}"] if self.mode else []
         notes += [f"rank {rank} drops {number}" for rank, number in self.left_out]
         notes += [str(self.bomb)] if self.bomb else []
-        return f"  # {', '.join(notes)}" if notes else ""
+        return f"{self.loss} = mean_square({call})" + (f"  # {', '.join(notes)}" if notes else "")
 
 
 class Evaluate(Statement):
@@ -125,14 +117,10 @@ class Evaluate(Statement):
     guard: str
     bomb: Bomb | None = None
     is_eval: bool = False
-    text = "with torch.{s.guard}(): {m}{s.evaluated}(x{s.inputs}){note}"
 
-    @property
-    def evaluated(self) -> str:
-        return ".eval()" if self.is_eval else ""
-
-    def note(self) -> str:
-        return f"  # {self.bomb}" if self.bomb else ""
+    def __str__(self) -> str:
+        call = f"{self.place.of(self.model)}{'.eval()' if self.is_eval else ''}(x{self.inputs})"
+        return f"with torch.{self.guard}(): {call}" + (f"  # {self.bomb}" if self.bomb else "")
 
 
 class Backward(Statement):
@@ -140,14 +128,10 @@ class Backward(Statement):
     retain: bool = False
     hook: tuple[int, Place, str] | None = None
     """(model, unit, error): a hook on the unit's reduced gradients raises."""
-    text = "({s.sum}).backward(retain_graph={s.retain}){note}"
 
-    @property
-    def sum(self) -> str:
-        return " + ".join(self.losses)
-
-    def note(self) -> str:
-        return f"  # {self.hook[2]} in a reduced hook of {self.hook[1].of(self.hook[0])}" if self.hook else ""
+    def __str__(self) -> str:
+        note = f"  # {self.hook[2]} in a reduced hook of {self.hook[1].of(self.hook[0])}" if self.hook else ""
+        return f"({' + '.join(self.losses)}).backward(retain_graph={self.retain}){note}"
 
 
 class Forget(Statement):

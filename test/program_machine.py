@@ -441,9 +441,7 @@ class Machine:
         self.outcomes: list[str] = []
         self.counts: Counter[str] = Counter()
         self.interrupted = False  # a forward, and nothing has cleaned up since
-        self.models: list[
-            set[int]
-        ] = []  # numbers of twins that a backward has reached together, while some held gradients
+        self.models: list[set[int]] = []  # numbers of twins that a backward reached together, while some held gradients
         self.folders = 0
         for number in range(program.models):
             twin = Twin(number, 0, program.shardings[0], self.ranks[0])
@@ -571,9 +569,7 @@ class Machine:
                 e.add_note(f"at: {next(statement.lines())}")
             raise
         outcome = "refused" if len(self.outcomes) > before else "left out" if done is False else "done"
-        names = [getattr(statement, field, None) for field in ("kind", "option", "what", "how", "whose", "to")]
-        name = " ".join([type(statement).__name__.lower(), *(n for n in names if isinstance(n, str))])
-        self.counts[f"{name} | {statement.place.kind if module is not None else '-'} | {outcome}"] += 1
+        self.counts[f"{type(statement).__name__.lower()} | {outcome}"] += 1
 
     @staticmethod
     def rank0_only(twin: Twin) -> bool:
@@ -833,9 +829,7 @@ class Machine:
             return True
         try:
             self._run_plain_backward(losses, s.retain, scale)
-        except (
-            CheckpointError
-        ):  # frozen since forward: in one process the recomputation follows that, which nobody needs
+        except CheckpointError:  # frozen since forward: in one process the recomputation follows that, as nobody needs
             self._fail_backward(involved)
         except RuntimeError as e:
             if any(loss.twin.shown for loss in losses):  # what was changed may be copies, which the graph does not hold
@@ -1128,9 +1122,8 @@ class Machine:
     def _unshard(self, s: programs.Unshard, twin: Twin, module: nn.Module) -> bool:
         if self.interrupted:
             return False
-        fresh = (
-            twin.shows_own and all(u.handle.is_sharded for u in twin.units) and not twin.kept
-        )  # else what is whole already stays as it is
+        # Else what is whole already stays as it is.
+        fresh = twin.shows_own and all(u.handle.is_sharded for u in twin.units) and not twin.kept
         if self.attempt(lambda: flatshard.unshard(module, recurse=s.recurse, async_op=not s.wait), twin, module):
             twin.unsharded_at = twin.changes if fresh else -1
         return True
@@ -1377,7 +1370,7 @@ class Machine:
         verbs: dict[str, Callable[[], Any]] = {
             "full": lambda: saving.full_state_dict(module),
             "stream": lambda: dict(saving.iter_full_params(module)),
-            "files": lambda: self._export(module),
+            "files": lambda: self._export(twin, module),
             "sharded": lambda: copy.deepcopy(module.state_dict()),
             "local": lambda: copy.deepcopy(saving.local_state_dict(module)),
             "optim": lambda: saving.optim_state_dict(twin.model, twin.opt, full=True),
@@ -1404,19 +1397,16 @@ class Machine:
         )
         return True
 
-    def _export(self, module: nn.Module) -> dict[str, Tensor]:
+    def _export(self, twin: Twin, module: nn.Module) -> dict[str, Tensor]:
         """What ``export_safetensors`` writes, read back."""
         state: dict[str, Tensor] = {}
-        first = dist.get_global_rank(self._group_of(module), 0)
         with self._folder() as folder:
-            saving.export_safetensors(module, folder / str(first))
+            path = folder / str(self._first(twin))
+            saving.export_safetensors(module, path)
             dist.barrier(self.ctx.group)
-            for file in sorted((folder / str(first)).glob("*.safetensors")):
+            for file in sorted(path.glob("*.safetensors")):
                 state |= read_safetensors(file)
         return state
-
-    def _group_of(self, module: nn.Module) -> Any:
-        return next(t.ranks.group for t in self._alive if module in {*t.model.modules()})
 
     @staticmethod
     def _compare_optimizers(state: dict[str, Any], twin: Twin) -> None:

@@ -38,7 +38,7 @@ from torch.utils import _pytree as pytree
 
 import flatshard
 
-POLICIES = ("late_side", "late_main", "random:1")
+POLICIES = ("late_side", "late_main", "random")
 """The orders of kernels that cases are tried in: see ``sim.py``."""
 FAKE_SIZE = 8
 WIDTH = 8
@@ -120,6 +120,10 @@ class Env:
         """This rank's."""
         return self.tensor(rows, WIDTH, seed=1000 * step + self.rank)
 
+    def backward(self, model: nn.Module, step: int = 0) -> None:
+        """On this rank's batch."""
+        mean_square(model(self.batch(step))).backward()
+
     def mesh(self, shape: tuple[int, ...], *names: str) -> DeviceMesh:
         """A device mesh over all ranks, made once."""
         key = self.device.type, shape, names
@@ -134,10 +138,7 @@ class Env:
 
     @contextlib.contextmanager
     def side_streams(self, count: int) -> Iterator[list[contextlib.AbstractContextManager[Any]]]:
-        """Contexts to compute in on other streams, which wait for this one at first, and it for them at last.
-
-        On CPU, just compute.
-        """
+        """Other streams, which wait for this one at first, and it for them at last. On CPU, contexts that do nothing."""
         if not self.is_simulated:
             yield [contextlib.nullcontext() for _ in range(count)]
             return
@@ -147,16 +148,16 @@ class Env:
         here, sides = device.current_stream(self.device), self._streams[:count]
         for side in sides:
             side.wait_stream(here)
-        yield [_OnStream(device, side) for side in sides]
+        yield sides
         for side in sides:
             here.wait_stream(side)
 
     @staticmethod
     def wait(waiter: Any, *others: Any) -> None:
         """Make one of the ``side_streams`` wait for others."""
-        if isinstance(waiter, _OnStream):
+        if isinstance(waiter, torch.Stream):
             for other in others:
-                waiter.stream.wait_stream(other.stream)
+                waiter.wait_stream(other)
 
     @contextlib.contextmanager
     def side_stream(self) -> Iterator[None]:
@@ -233,21 +234,6 @@ class Env:
                 run(step)
                 optimizer.step()
         return numbers(model)
-
-
-class _OnStream:
-    """A context that can be entered again."""
-
-    def __init__(self, device: Any, stream: Any) -> None:
-        self._device = device
-        self.stream = stream
-
-    def __enter__(self) -> None:
-        self._entered = self._device.stream(self.stream)
-        self._entered.__enter__()
-
-    def __exit__(self, *exc: Any) -> None:
-        self._entered.__exit__(*exc)
 
 
 def numbers(model: nn.Module) -> dict[str, Any]:

@@ -170,9 +170,8 @@ class Task:
 class Queue:
     """A stream."""
 
-    def __init__(self, key: Key, priority: int = 0) -> None:
+    def __init__(self, key: Key) -> None:
         self.key = key
-        self.priority = priority
         self.tasks: collections.deque[Task] = collections.deque()
         self.clock: Clock = {}
         self.issued = 0
@@ -212,7 +211,7 @@ class Machine:
         self._host: Clock = {}
         self._number = 0
         self._touched = time.monotonic()  # when the host last issued anything
-        self._random: tuple[str, random.Random] = "", random.Random()
+        self._random = random.Random(1)
         self._capturing: set[Key] = set()
         self._blocks: list[Block] = []  # by address
         self._starts: list[int] = []
@@ -237,16 +236,13 @@ class Machine:
 
     # -- streams and events
 
-    def queue(self, key: Key) -> Queue:
-        return self._queues[key]
-
     def current(self, device: int) -> Key:
         """The current stream there."""
         return device, self.shim.stream_on(device)
 
     def new_stream(self, device: int, priority: int) -> int:
         number = next(self._stream_ids)
-        self._queues[device, number] = Queue((device, number), priority)
+        self._queues[device, number] = Queue((device, number))
         return number
 
     def _advance(self, q: Queue) -> None:
@@ -435,10 +431,8 @@ class Machine:
             return min(able, key=lambda q: (q.is_side, q.tasks[0].number))
         if policy == "late_main":
             return min(able, key=lambda q: (not q.is_side, q.tasks[0].number))
-        if policy.startswith("random"):
-            if self._random[0] != policy:
-                self._random = policy, random.Random(policy)
-            return self._random[1].choice(able)
+        if policy == "random":
+            return self._random.choice(able)
         raise ValueError(f"no such policy: {policy!r}")
 
     # -- memory
@@ -562,8 +556,8 @@ class Machine:
                 self.access(q, lo, hi, True, name, stack)
             q.tasks.append(Task(name, self._number, run=run, ready=ready, record=record))
 
-    def access(self, q: Queue, lo: int, hi: int, write: bool, name: str, stack: Stack, peer: bool = False) -> None:
-        """What ``q`` was given last reads or writes these bytes. ``peer``: also those of another device."""
+    def access(self, q: Queue, lo: int, hi: int, write: bool, name: str, stack: Stack) -> None:
+        """What ``q`` was given last reads or writes these bytes."""
         if hi <= lo:
             return
         access = Access(lo, hi, write, q.key, q.issued, name, stack)
@@ -574,7 +568,7 @@ class Machine:
             free = Access(lo, hi, True, q.key, 0, "free", block.free_stack)
             self._race("use of freed memory", free, access, block, block.free_stack)
         self._check(q, block, access)
-        if block.home != "host" and block.home[0] != q.key[0] and not peer:
+        if block.home != "host" and block.home[0] != q.key[0]:
             self._race("a stream of another device", access, access, block)
         if write:
             block.accesses = [a for a in block.accesses if not (lo <= a.lo and a.hi <= hi)]
@@ -626,7 +620,7 @@ class Machine:
         self.races.clear()
         self.host_syncs.clear()
         self.launched.clear()
-        self._random = "", random.Random()
+        self._random = random.Random(1)
         for block in self._blocks:
             block.accesses.clear()
             if block.free:

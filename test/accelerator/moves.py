@@ -86,15 +86,11 @@ def lose_answer(channel: Any) -> None:
     rtol=2e-2,
     atol=2e-3,
 )
+@mock.patch.object(_copies, "_PIECE", 256)  # bytes: less than most parts have
 def job(env: Env, **options: Any) -> dict[str, Any]:
     """Steps fail on the device, while copies to the host, gathers or reductions are under way; on CPU none fails. The host
     does not wait when copies begin, and keeps three times its parts, and two small buffers to send from.
     """
-    with mock.patch.object(_copies, "_PIECE", 256):  # bytes: less than most parts have
-        return train_job(env, **options)
-
-
-def train_job(env: Env, **options: Any) -> dict[str, Any]:
     world = Here(env)
     model = env.shard(env.make(), process_group=world.group, **options)
     optimizer = sgd(model.parameters())

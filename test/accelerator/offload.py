@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 from accelerator.harness import Cases, Env, Net, mean_square, numbers
 from accelerator.planning import at_allocations, held, peak
@@ -47,16 +48,9 @@ class Momentum(optim.Optimizer):
             raise ArithmeticError
 
 
-def _backward(env: Env, model: nn.Module, step: int) -> Tensor:
-    loss = mean_square(model(env.batch(step)))
-    loss.backward()
-    return loss.detach()
-
-
-def _same_bits(env: Env, what: str, ours: list[Any], theirs: list[Any]) -> None:
+def _same_bits(what: str, ours: list[Any], theirs: list[Any]) -> None:
     for i, (a, b) in enumerate(zip(ours, theirs, strict=True)):
-        if not torch.equal(a.detach().cpu(), b.detach().cpu()):
-            env.problems.append(f"other bits than without offloading: {what} {i}")
+        assert torch.equal(a.detach().cpu(), b.detach().cpu()), f"other bits than without offloading: {what} {i}"
 
 
 ADAMW = {"lr": 0.01, "eps": 1e-3}
@@ -84,20 +78,20 @@ def stepped(env: Env, kind: Any, settings: dict[str, Any], **options: Any) -> An
         optimizer = make(model.parameters(), **settings)
         for step in range(3):
             optimizer.zero_grad()
-            _backward(env, model, step)
+            env.backward(model, step)
             with env.steady(step == 2 and kind is Momentum):  # others look at counts on the host
                 optimizer.step()
         state = [v for p in model.parameters() for v in optimizer.state[p].values()]
         on_host = {v.device.type == "cpu" for v in state if v.dim()}
         if make is not kind and env.is_simulated:
-            if on_host != {True} or not all(v.is_pinned() for v in state if v.numel() and v.dim()):
-                env.problems.append("state is not in pinned memory")
+            assert on_host == {True}
+            assert all(v.is_pinned() for v in state if v.numel() and v.dim())
             left = sum(v.nbytes for v in state if v.device.type != "cpu")  # of a parameter without dimensions
             told = f"{sum(v.nbytes for v in state) - left:,} bytes on the host, pinned, {left} on the device"
-            if told not in repr(optimizer) or bool(left) != (options.get("strategy") is S.NO_SHARD):
-                env.problems.append(f"{told}: {optimizer!r}")
+            assert told in repr(optimizer)
+            assert bool(left) == (options.get("strategy") is S.NO_SHARD)
         results.append([*model.parameters(), *(v.clone() for v in state)])  # read on the host
-    _same_bits(env, kind.__name__, *results)
+    _same_bits(kind.__name__, *results)
     return numbers(model)
 
 
@@ -128,11 +122,11 @@ def in_backward(env: Env, kind: Any = Momentum, settings: dict[str, Any] | None 
                 if env.is_simulated and is_ahead and step:
                     inside.enter_context(_two_units_at_most(env, optimizer))
                 with env.steady(step == 3 and kind is Momentum):
-                    _backward(env, model, step)
+                    env.backward(model, step)
                     optimizer.step()
                     optimizer.zero_grad()
         results.append([*model.parameters(), *(v for p in model.parameters() for v in optimizer.state[p].values())])
-    _same_bits(env, "stepped in backward", *results)
+    _same_bits("stepped in backward", *results)
     return numbers(model)
 
 
@@ -153,8 +147,7 @@ def _two_units_at_most(env: Env, optimizer: OffloadedOptimizer) -> Iterator[None
     with at_allocations(count):
         yield
     two = max(a + b for a, b in itertools.pairwise(of_units))
-    if max(found) != two:
-        env.problems.append(f"{max(found)} bytes of state on the device, two units have {two}")
+    assert max(found) == two
 
 
 @cases.add({"full": {}, "none": {"strategy": S.NO_SHARD}, "first": {"steps": 1}})
@@ -167,18 +160,14 @@ def bounded(env: Env, steps: int = 3, **options: Any) -> Any:
     where: list[list[int]] = []
     for step in range(steps):
         optimizer.zero_grad()
-        _backward(env, model, step)
+        env.backward(model, step)
         with peak(env) as found:
             optimizer.step()
-        if found and (found[0] > two or found[1] != optimizer.device_nbytes * (step == 0)):
-            env.problems.append(f"step {step}: {found[0]} bytes at most and {found[1]} left, two units have {two}")
-        if found and step and found[0] < two:
-            env.problems.append(
-                f"step {step}: {found[0]} bytes of {two}: the state of the next unit does not come in meanwhile"
-            )
+        if found:
+            assert found[1] == optimizer.device_nbytes * (step == 0)
+            assert found[0] == two if step else found[0] <= two  # the state of the next unit comes in meanwhile
         where.append([v["momentum"].data_ptr() for v in optimizer.state.values() if v["momentum"].dim()])
-        if where[0] != where[-1]:
-            env.problems.append(f"step {step}: other memory of the host than before")
+        assert where[0] == where[-1], "other memory of the host than before"
     return numbers(model)
 
 
@@ -190,15 +179,14 @@ def interrupted(env: Env) -> Any:
     states = []
     for step in range(4):
         optimizer.zero_grad()
-        _backward(env, model, step)
+        env.backward(model, step)
         optimizer.inner.fails_at = len(optimizer.inner.turns) + 2 if step in (0, 2) else -1
         with peak(env) as found, contextlib.suppress(ArithmeticError):
             optimizer.step()
-        if found and found[1]:
-            env.problems.append(f"step {step}: {found[1]} bytes are left on the device")
+        assert not found or found[1] == 0
         states.append([values["momentum"].clone() for values in optimizer.state.values()])
-    if [len(state) for state in states][:2] != [sum(map(len, optimizer._units()[:2])), len(list(model.parameters()))]:
-        env.problems.append(f"states of {[len(state) for state in states]} parameters")
+    assert len(states[0]) == sum(map(len, optimizer._units()[:2]))
+    assert len(states[1]) == len(list(model.parameters()))
     return numbers(model), states
 
 
@@ -207,7 +195,7 @@ def lacking_memory(env: Env, unit: int) -> Any:
     """The device has no memory for the state of one unit: the unit before it, and those behind, have not been stepped."""
     model = env.shard(env.make())
     optimizer = OffloadedOptimizer(model.parameters(), Momentum)
-    _backward(env, model, 0)
+    env.backward(model, 0)
     optimizer.step()
     units = optimizer._units()
     stepped = {p for each in units[: max(0, unit - 1)] for p in each}
@@ -219,13 +207,8 @@ def lacking_memory(env: Env, unit: int) -> Any:
             if stream == side and next(calls) == last:
                 raise torch.OutOfMemoryError("simulated")
 
-        try:
-            with at_allocations(lack):
-                optimizer.step()
-            env.problems.append("the step did not raise")
-        except RuntimeError as e:
-            if "simulated" not in str(e):
-                raise
+        with at_allocations(lack), pytest.raises(RuntimeError, match="simulated"):
+            optimizer.step()
     else:
         grads = {p: p.grad for p in model.parameters() if p not in stepped}
         for p in grads:
@@ -245,7 +228,7 @@ def saved(env: Env) -> Any:
     optimizer = OffloadedOptimizer(model.parameters(), optim.AdamW, **ADAMW)
     for step in range(2):
         optimizer.zero_grad()
-        _backward(env, model, step)
+        env.backward(model, step)
         optimizer.step()
     by_number = copy.deepcopy(optimizer.state_dict())
     whole = optim_state_dict(model, optimizer, full=True)
@@ -261,17 +244,17 @@ def saved(env: Env) -> Any:
                 flatshard.checkpoint.load_optim_state_dict(model, other, copy.deepcopy(whole))
             else:
                 other.load_state_dict(copy.deepcopy(by_number))
-        if load and found and found[0] > other.host_nbytes / 2:
-            env.problems.append(f"loading takes {found[0]} bytes of the device, all state is {other.host_nbytes}")
+        if load and found:
+            assert found[0] <= other.host_nbytes / 2
         with torch.no_grad():
             for p, value in zip(model.parameters(), start, strict=True):
                 p.copy_(value)
         other.zero_grad()
-        _backward(env, model, 2)
+        env.backward(model, 2)
         other.step()
         results.append([p.detach().clone() for p in model.parameters()])
-    _same_bits(env, "loaded", results[-1], results[-3])
-    _same_bits(env, "loaded", results[-2], results[-3])
+    _same_bits("loaded", results[-1], results[-3])
+    _same_bits("loaded", results[-2], results[-3])
     return results
 
 
@@ -295,7 +278,7 @@ def switched(env: Env, is_flat: bool = False, **options: Any) -> Any:
         params = flatshard.flat_parameters(model) if is_flat else model.parameters()
         optimizer = optim.AdamW(params, **ADAMW)
         for step in range(4):
-            _backward(env, model, step)
+            env.backward(model, step)
             if is_switched and step in (0, 2):
                 _away(env, model, optimizer, options)
             with flatshard.optim.offload(model, optimizer) if is_switched and step == 3 else contextlib.nullcontext():
@@ -305,8 +288,8 @@ def switched(env: Env, is_flat: bool = False, **options: Any) -> Any:
                 _away(env, model, optimizer, options)
         own = [p for group in optimizer.param_groups for p in group["params"]]
         results.append([*model.parameters(), *(v for p in own for v in optimizer.state[p].values())])
-        env.problems += [f"{p.device}" for p in results[-1][: len(list(model.parameters()))] if p.device != env.device]
-    _same_bits(env, "switched", *results)
+        assert {p.device for p in model.parameters()} == {env.device}
+    _same_bits("switched", *results)
     return numbers(model)
 
 
@@ -317,54 +300,40 @@ def switched_hybrid(env: Env) -> Any:
 
 
 def _away(env: Env, model: nn.Module, optimizer: Any, options: dict[str, Any]) -> None:
-    tensors = [*model.parameters(), *(p.grad for p in model.parameters()), *optimizer.state.values()]
-    before = [t.detach().clone() for t in pytree.tree_leaves(tensors) if isinstance(t, Tensor)]
-    del tensors
+    def tensors() -> list[Tensor]:
+        every = [*model.parameters(), *(p.grad for p in model.parameters()), *optimizer.state.values()]
+        return [t for t in pytree.tree_leaves(every) if isinstance(t, Tensor)]
+
+    before = [t.detach().clone() for t in tensors()]
     start = held(env)
     with peak(env) as change:
         away = flatshard.optim.offload(model, optimizer)
-        if env.is_simulated and flatshard.optim.offload(model, [optimizer]) is not away:
-            env.problems.append("another object for what is away already")
         if not env.is_simulated:
-            if away.host_nbytes or repr(away) != "Offloaded (nothing: the parameters were on the host)":
-                env.problems.append(repr(away))
+            assert away.host_nbytes == 0
+            assert repr(away) == "Offloaded (nothing: the parameters were on the host)"
             away.back()
             return
+        assert flatshard.optim.offload(model, [optimizer]) is away
         there = held(env)
-        if not all(p.device.type == "cpu" and p.is_pinned() for p in model.parameters() if p.numel()):
-            env.problems.append("parameters are not in pinned memory")
+        assert all(p.device.type == "cpu" and p.is_pinned() for p in model.parameters() if p.numel())
         saved = optim_state_dict(model, optimizer, full=True)["state"] if optimizer.state else {}
         full_state_dict(model)
-        try:
+        with pytest.raises(RuntimeError, match=r"are in host memory \(flatshard.optim.offload\): call back\(\)"):
             model(env.batch(0))
-            env.problems.append("a forward ran")
-        except RuntimeError as e:
-            if "whose parameters are in host memory (flatshard.optim.offload): call back()" not in str(e):
-                raise
         flatshard.recover(model)
-        if bool(away.device_nbytes) is not bool(options.get("static_buffers")):
-            env.problems.append(f"{away!r}")
-        if start - there < away.host_nbytes:
-            env.problems.append(f"{away!r}: of {start} bytes {there} remain")
-        try:
+        assert bool(away.device_nbytes) is bool(options.get("static_buffers"))
+        assert start - there >= away.host_nbytes
+        with pytest.raises(ValueError, match=r"is offloaded already, with another module: call back\(\)"):
             flatshard.optim.offload(model.blocks[0])
-            env.problems.append("a part of what is away was taken")
-        except ValueError as e:
-            if "is offloaded already, with another module: call back()" not in str(e):
-                raise
         del saved
-        if (now := held(env)) > there:
-            env.problems.append(f"reading it leaves {now - there} bytes on the device")
+        now = held(env)
+        assert now <= there, "reading it leaves something on the device"
         away.back()
         away.back()
-        moved = held(env) - now
-        if moved < away.host_nbytes or repr(away) != "Offloaded (all is back)":
-            env.problems.append(f"{away!r}: {moved} bytes came back of {away.host_nbytes}")
-    if change and change[1] > 0:
-        env.problems.append(f"{change[1]} bytes more than before")
-    tensors = [*model.parameters(), *(p.grad for p in model.parameters()), *optimizer.state.values()]
-    after = [t for t in pytree.tree_leaves(tensors) if isinstance(t, Tensor)]
-    _same_bits(env, "brought back", before, after)
+        assert held(env) - now >= away.host_nbytes
+        assert repr(away) == "Offloaded (all is back)"
+    assert not change or change[1] <= 0
+    _same_bits("brought back", before, tensors())
 
 
 @cases.add(fake=False)
@@ -375,21 +344,18 @@ def gradients_stay(env: Env) -> Any:
         model = env.shard(env.make())
         optimizer = optim.AdamW(model.parameters(), **ADAMW)
         for step in range(2):
-            _backward(env, model, step)
+            env.backward(model, step)
             grads = [p.grad for p in model.parameters()]
             if is_switched:
                 with flatshard.optim.offload(model, optimizer, gradients=False) as away:
                     there = [g for g in grads if g is not None and g.device == env.device]
-                    if len(there) != sum(g is not None for g in grads):
-                        env.problems.append("gradients have left the device")
-                    if env.is_simulated and away.device_nbytes != sum(g.nbytes for g in there):
-                        env.problems.append(f"{away!r} does not count the gradients that stay")
-                if any(p.grad is not g for p, g in zip(model.parameters(), grads, strict=True)):
-                    env.problems.append("gradients are other objects")
+                    assert len(there) == sum(g is not None for g in grads)
+                    assert away.device_nbytes == env.is_simulated * sum(g.nbytes for g in there)
+                assert all(p.grad is g for p, g in zip(model.parameters(), grads, strict=True))
             optimizer.step()
             optimizer.zero_grad()
         results.append([*model.parameters(), *(v for p in model.parameters() for v in optimizer.state[p].values())])
-    _same_bits(env, "gradients stay", *results)
+    _same_bits("gradients stay", *results)
     return numbers(model)
 
 
@@ -410,14 +376,10 @@ def in_and_after_a_step(env: Env) -> Any:
             tasks = []
         flatshard.optim.offload(model, optimizer).back()
         if env.is_simulated and not hold:
-            try:
+            with pytest.raises(RuntimeError, match="between its forward and its backward"):
                 loss.backward()
-                env.problems.append("a backward of a forward from before ran")
-            except RuntimeError as e:
-                if "between its forward and its backward" not in str(e):
-                    raise
         optimizer.zero_grad()
-        _backward(env, model, 1)
+        env.backward(model, 1)
         optimizer.step()
         optimizer.zero_grad()
     return numbers(model)

@@ -237,17 +237,9 @@ class Operators:
         return target
 
     def _copy_within(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        # Between devices it runs on the source's; the other's current stream is waited for before, and waits after.
-        machine, key, other = self.machine, self.stream_of(source), self.stream_of(target)
-        is_peer = source.device != target.device
-        if is_peer:
-            machine.block(machine.record(0, *other), *key)
-        a, b = self.late(source), self.late(target)
-        with machine.inside():
-            machine.enqueue(key, "copy_", functools.partial(_copy, b, a), [extent(source)], [])
-            machine.access(machine.queue(key), *extent(target), True, "copy_", stack_here(), peer=True)
-        if is_peer:
-            machine.block(machine.record(0, *key), *other)
+        reads, writes = [extent(source)], [extent(target)]
+        copying = functools.partial(_copy, self.late(target), self.late(source))
+        self.machine.enqueue(self.stream_of(source), "copy_", copying, reads, writes)
 
     def _copy_in(self, source: torch.Tensor, target: torch.Tensor, non_blocking: bool) -> None:
         machine, key, name = self.machine, self.stream_of(target), "copy from host"

@@ -9,7 +9,7 @@ Kernels go into a queue per stream. They run when the host waits for something (
 
 - ``late_side``: the default stream first, side streams only where something waits for them;
 - ``late_main``: side streams first;
-- ``random:SEED``: any.
+- ``random``: any.
 
 The allocator is the worst that a caching allocator may be. Memory that is freed belongs to the stream that it was allocated
 on, and the next allocation on that stream may take it at once: it is overwritten with NaN then, on that stream. Pinned

@@ -181,7 +181,7 @@ def offload(env: Env, **options: Any) -> Any:
 def offload_evaluates(env: Env, then: str) -> Any:
     """What follows an evaluation at once must not change what that computes with."""
     model = env.shard(env.make(), cpu_offload=CPUOffload(True))
-    mean_square(model(env.batch(0))).backward()
+    env.backward(model, 0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     state = {n: torch.ones_like(t) for n, t in flatshard.checkpoint.full_state_dict(model).items()}
     outputs = []
@@ -208,7 +208,7 @@ def offload_reads(env: Env, how: str) -> Any:
     for step in range(2):
         if how == "held":
             with flatshard.no_sync(model):
-                mean_square(model(env.batch(step))).backward()
+                env.backward(model, step)
         elif how == "summon":
             with flatshard.summon_full_params(model, writeback=False), torch.no_grad():
                 seen += [p.clone() for p in model.parameters()]
@@ -222,7 +222,7 @@ def offload_reads(env: Env, how: str) -> Any:
         with torch.no_grad():
             for p in model.parameters():
                 p.mul_(0.9).add_(step + 1)
-    mean_square(model(env.batch(2))).backward()
+    env.backward(model, 2)
     return seen, numbers(model)
 
 
@@ -315,47 +315,24 @@ class Towers(nn.Module):
         "holds": {"in_turn": True, "micro": 3, "no_sync": True},
         "offload": {"in_turn": True, **OFFLOAD},
         "keep_cast": {**KEPT, "micro": 2},
-        "frozen": {"in_turn": True, "frozen": True},
         "checkpointed": {"checkpointed": True, "reshard_after_forward": True},
         "kept": {"kept": True},
         "quantized": {"collectives": QuantizedCollectives(reduce=False)},
     },
     **BF16,
 )
-def towers(env: Env, **options: Any) -> Any:
-    """Branches on several streams of the user's own."""
-    return _train_towers(env, **options)
-
-
-@cases.add(
-    {
-        "hybrid_all_reduces_later": {"strategy": S.HYBRID_SHARD, "micro": 2, "all_reduce": False},
-        "subgroups": {"reshard_after_forward": 2, "in_turn": True},
-    },
-    ranks=4,
-)
-def towers_on_four(env: Env, **options: Any) -> Any:
-    if "strategy" in options:
-        options["device_mesh"] = env.replicas
-    return _train_towers(env, **options)
-
-
-def _train_towers(
+def towers(
     env: Env,
     micro: int = 1,
     no_sync: bool = False,
-    all_reduce: bool = True,
     in_turn: bool = False,
     checkpointed: bool = False,
-    frozen: bool = False,
     kept: bool = False,
     **options: Any,
 ) -> Any:
+    """Branches on several streams of the user's own."""
     model = env.make(lambda: Towers(in_turn, checkpointed))
     model.env = env
-    if frozen:
-        model.towers[0].requires_grad_(False)
-        model.neck.up.requires_grad_(False)
     model = env.shard(model, **options)
     optimizer = sgd(model.parameters())
     results = []
@@ -366,8 +343,6 @@ def _train_towers(
                 results += [model(batches[step][0]) for _ in range(2)]
             optimizer.zero_grad()
             for i, batch in enumerate(batches[step]):
-                if not all_reduce:
-                    flatshard.configure(model, all_reduce=i == micro - 1)
                 with flatshard.no_sync(model) if no_sync and i < micro - 1 else contextlib.nullcontext():
                     mean_square(model(batch)).backward()
             optimizer.step()

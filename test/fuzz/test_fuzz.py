@@ -52,9 +52,6 @@ MAX_FAILURES = 3
 MINIMISING = 120.0
 """Seconds that a failing program is made shorter for."""
 
-OPEN: set[int] = set()
-"""Draws that fail, and are left out of longer runs; ``--fuzz 1 --fuzz-seed N`` shows one."""
-
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "seeds" not in metafunc.fixturenames:
@@ -62,8 +59,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     first, count = metafunc.config.getoption("--fuzz-seed"), metafunc.config.getoption("--fuzz")
     params = []
     for world_size in range(1, 5):
-        wanted = [seed for seed in range(first, first + count) if seed not in OPEN or count == 1]
-        seeds = [seed for seed in wanted if make_world_size(seed) == world_size]
+        seeds = [seed for seed in range(first, first + count) if make_world_size(seed) == world_size]
         for start in range(0, len(seeds), CHUNK):
             chunk = seeds[start : start + CHUNK]
             params.append(pytest.param(world_size, chunk, id=f"world{world_size}-seeds{chunk[0]}to{chunk[-1]}"))
