@@ -209,6 +209,9 @@ def lacking_memory(env: Env, unit: int) -> Any:
 
         with at_allocations(lack), pytest.raises(RuntimeError, match="simulated"):
             optimizer.step()
+        assert all(
+            v.device.type == "cpu" for of_param in optimizer.state.values() for v in of_param.values() if v.dim()
+        )
     else:
         grads = {p: p.grad for p in model.parameters() if p not in stepped}
         for p in grads:
