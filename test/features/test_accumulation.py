@@ -49,10 +49,8 @@ def test_accumulation_in_the_reduce_dtype(ctx):
 def test_converted_while_flat_gradients_are_held(ctx):
     """What is held follows the parameters to another dtype; so it does for flat parameters, of whom all have gradients."""
     for mixed in (None, MixedPrecision(reduce_dtype=torch.float32)):
-        plain, model = twins(
-            ctx, lambda: nn.Sequential(Block(5), Block(5)), {Block}, torch.float32, mixed_precision=mixed
-        )
-        flats, x = flatshard.flat_parameters(model), torch.randn(2, 5)
+        plain, model = twins(ctx, Net, {Block}, torch.float32, mixed_precision=mixed)
+        flats, x = flatshard.flat_parameters(model), torch.randn(2, 4)
         with flatshard.no_sync(model):
             model(x).square().mean().backward()
         plain(x).square().mean().backward()

@@ -21,10 +21,11 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.utils.checkpoint import checkpoint
 
 import flatshard
-from flatshard import MixedPrecision, ShardingStrategy, fully_shard
+from flatshard import MixedPrecision, fully_shard
+from flatshard import ShardingStrategy as S
 from flatshard._trace import record_events
 
-FULL = ShardingStrategy.FULL_SHARD
+FULL = S.FULL_SHARD
 WIDTH, BLOCKS = 8, 3
 
 
@@ -74,7 +75,7 @@ def pool() -> Iterator[Pool]:
     p.close()
 
 
-def train(ctx, order: str, backend: str, checkpointed: bool, strategy: ShardingStrategy) -> None:
+def train(ctx, order: str, backend: str, checkpointed: bool, strategy: S) -> None:
     torch._dynamo.reset()
     model = check_parity(
         ctx,
@@ -89,17 +90,13 @@ def train(ctx, order: str, backend: str, checkpointed: bool, strategy: ShardingS
     assert events.count("reduce-scatter 1") == 1
 
 
-@pytest.mark.parametrize(
-    ("order", "backend", "strategy", "checkpointed", "world_size"),
-    some(
-        all_pairs(
-            ORDERS, ("aot_eager", "eager"), ("FULL_SHARD", "SHARD_GRAD_OP", "SHARD_OPTIM"), (False, True), (2, 3)
-        ),
-        3,
-    ),
-)
-def test_parity(pool, order: str, backend: str, strategy: str, checkpointed: bool, world_size: int):
-    pool.run(train, order, backend, checkpointed, ShardingStrategy[strategy], world_size=world_size)
+CASES = all_pairs(ORDERS, ("aot_eager", "eager"), (FULL, S.SHARD_GRAD_OP, S.SHARD_OPTIM), (False, True), (2, 3))
+
+
+@pytest.mark.parametrize(("order", "backend", "strategy", "checkpointed", "world_size"), some(CASES, 3))
+@ranks()
+def test_parity(ctx, order: str, backend: str, strategy: S, checkpointed: bool):
+    train(ctx, order, backend, checkpointed, strategy)
 
 
 GRAPHS = 2  # that of the first block, whose input requires no gradient, and that of the others
@@ -110,7 +107,7 @@ GRAPHS = 2  # that of the first block, whose input requires no gradient, and tha
 def test_nothing_is_compiled_twice(ctx, order: str):
     """All blocks share one graph: it breaks before and after them, at a unit's hooks, and nowhere else."""
     bf16 = MixedPrecision(param_dtype=torch.bfloat16)
-    cases = [{}, {"strategy": ShardingStrategy.SHARD_GRAD_OP}, {"mixed_precision": bf16}]
+    cases = [{}, {"strategy": S.SHARD_GRAD_OP}, {"mixed_precision": bf16}]
     for options in some(cases, 1, turn=ORDERS.index(order) // 2):
         torch._dynamo.reset()
         counter = CompileCounterWithBackend("eager")  # Dynamo decides what is compiled again, before any backend
@@ -143,18 +140,15 @@ def test_tensor_parallel(ctx):
     torch.testing.assert_close(model(x), plain(x))
 
 
-def with_inductor(ctx) -> None:
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
+@ranks(2, timeout=110.0)
+def test_inductor(ctx):
     """One unit, and kernels that a C++ compiler is done with soon."""
     import torch._inductor.config as config
 
     with config.patch({"cpp.vec_isa_ok": False, "cpp_cache_precompile_headers": False, "compile_threads": 1}):
         train(ctx, "block after", "inductor", False, FULL)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
-def test_inductor(pool):
-    pool.run(with_inductor, timeout=110.0)
 
 
 @pytest.mark.slow

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 import flatshard
 from flatshard import ShardingStrategy as S
-from flatshard._trace import record_events
 
 
 def make(ctx, width: int = 5, **options: Any) -> tuple[nn.Module, nn.Module]:
@@ -42,8 +41,18 @@ def check_ended(plain: nn.Module, model: nn.Module, flat: bool) -> None:
     check_clean(model)
 
 
-def train(ctx, cases: list[Any]) -> None:
+SYNCS = ((True,), (False, True), (False, False), (True, True), (True, False))
+STRATEGIES = (S.FULL_SHARD, S.SHARD_GRAD_OP, S.NO_SHARD, S.SHARD_OPTIM)
+CHOICES = {
+    2: (STRATEGIES, (5, 200), (False, True), SYNCS, ("at once", "async", "later")),
+    4: ((S.HYBRID_SHARD,), (5,), (False, True), SYNCS, ("async", "later")),
+}
+
+
+@ranks(2, 4)
+def test_training(ctx):
     """Steps of several microbatches, against one process. ``.grad`` changes in the finalization only."""
+    cases = some(all_pairs(*CHOICES[ctx.world_size]), 8 if ctx.world_size == 2 else 3)
     for strategy, width, flat, syncs, ends in cases:
         ctx.note(f"{strategy} {width} {flat} {syncs} {ends}")
         options: dict[str, Any] = {"strategy": strategy}
@@ -74,19 +83,6 @@ def train(ctx, cases: list[Any]) -> None:
                 handle.wait()
             check_ended(plain, model, flat)
             step_all(optimizers)
-
-
-SYNCS = ((True,), (False, True), (False, False), (True, True), (True, False))
-STRATEGIES = (S.FULL_SHARD, S.SHARD_GRAD_OP, S.NO_SHARD, S.SHARD_OPTIM)
-CHOICES = {
-    2: (STRATEGIES, (5, 200), (False, True), SYNCS, ("at once", "async", "later")),
-    4: ((S.HYBRID_SHARD,), (5,), (False, True), SYNCS, ("async", "later")),
-}
-
-
-@pytest.mark.parametrize("world_size", CHOICES)
-def test_training(pool, world_size):
-    pool.run(train, some(all_pairs(*CHOICES[world_size]), 8 if world_size == 2 else 3), world_size=world_size)
 
 
 @ranks(1)
@@ -196,25 +192,6 @@ def test_failures(ctx):
         pending.wait()
 
 
-@ranks(2)
-def test_order(ctx):
-    """Reductions start where they always do; those of held gradients all at once, before a wait."""
-    _, model = make(ctx)
-    found = []
-    for manual, held in ((False, False), (True, False), (True, True)):
-        flatshard.configure(model, manual_finalization=manual, gradient_sync=not held)
-        with record_events() as events:
-            backward(ctx, None, model)
-            events.append("end of backward")
-            handle = flatshard.reduce_gradients(model, async_op=True)
-            events.append("finalized")
-            handle.wait()
-        found.append([e for e in events if not e.startswith(("all-gather", "reshard"))])
-    reductions = [f"reduce-scatter {unit}" for unit in ("blocks.2", "blocks.1", "blocks.0", "<root>")]
-    by_themselves = [*reductions, "end of backward", "finalized"]
-    assert found == [by_themselves, by_themselves, ["end of backward", *reductions, "finalized"]]
-
-
 class Waited(Recording):
     """Notes when a reduction is waited for."""
 
@@ -224,10 +201,20 @@ class Waited(Recording):
 
 
 @ranks(2)
-def test_the_last_reduction_is_in_flight_when_backward_ends(ctx):
+def test_order(ctx):
+    """Reductions start where they always do, and the last is in flight when backward ends; those of held gradients start in
+    the finalization.
+    """
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     flatshard.fully_shard(model, policy={nn.Linear}, process_group=ctx.group, collectives=Waited)
-    flatshard.configure(model, manual_finalization=True)
-    model(torch.ones(1, 4)).sum().backward()
-    calls = [call for call in collectives_of(model[0]).calls if call != "all_gather"]
-    assert calls == ["reduce_scatter", "wait", "reduce_scatter"]
+    calls = collectives_of(model[0]).calls
+    for held, expected in ((False, ["reduce_scatter", "wait", "reduce_scatter"]), (True, [])):
+        flatshard.configure(model, manual_finalization=True, gradient_sync=not held)
+        calls.clear()
+        model(torch.ones(1, 4)).sum().backward()
+        assert [call for call in calls if call != "all_gather"] == expected
+        handle = flatshard.reduce_gradients(model, async_op=True)
+        assert calls.count("reduce_scatter") == 2
+        assert calls[-1] == "reduce_scatter"  # also in flight
+        handle.wait()
+        assert calls.count("wait") == 2

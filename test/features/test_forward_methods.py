@@ -85,10 +85,6 @@ class Model(nn.Module):
     async def later(self) -> None: ...
 
 
-def batch(step: int, n: int) -> Tensor:
-    return torch.randint(TOKENS, (n,))
-
-
 def shard(model: nn.Module, group: Any, strategy: ShardingStrategy = STRATEGIES[0], **options: Any) -> nn.Module:
     fully_shard(model, policy={Block}, strategy=strategy, process_group=group, **options)
     register_forward_method(model, ["encode", "decode", "loss", "generate", "stream"])
@@ -96,9 +92,9 @@ def shard(model: nn.Module, group: Any, strategy: ShardingStrategy = STRATEGIES[
     return model
 
 
-def make(dtype: torch.dtype = torch.float64) -> Model:
+def make() -> Model:
     torch.manual_seed(0)
-    return Model().to(dtype)
+    return Model().double()
 
 
 @ranks(1, 3)
@@ -129,7 +125,8 @@ def train(model: nn.Module, ids: Tensor, scale: float) -> Tensor:
 def test_training(ctx):
     for strategy in some(STRATEGIES, 2, turn=1) if ctx.world_size == 2 else STRATEGIES[:1]:
         ctx.note(strategy.name)
-        check_parity(ctx, Model, batch, steps=2, train=train, shard=functools.partial(shard, strategy=strategy))
+        how = functools.partial(shard, strategy=strategy)
+        check_parity(ctx, Model, lambda step, n: torch.randint(TOKENS, (n,)), steps=2, train=train, shard=how)
 
 
 @ranks(2)
@@ -213,15 +210,6 @@ def test_registering(fake_group):
         register_forward_method("generate", model)
 
 
-def checking(method: Any) -> Any:
-    """A decorator whose inner function does some of the work."""
-
-    def wrapper(self: Any, x: Tensor) -> Tensor:
-        return method(self, self.narrow(x))
-
-    return wrapper
-
-
 class Careless(Model):
     def __init__(self) -> None:
         super().__init__()
@@ -236,10 +224,6 @@ class Careless(Model):
 
     def _project(self, x: Tensor) -> Tensor:
         return self.narrow(x)
-
-    @checking
-    def score(self, x: Tensor) -> Tensor:
-        return x
 
     @property
     def weights(self) -> Tensor:
@@ -257,7 +241,7 @@ def test_a_method_that_was_not_registered(ctx):
     model(ids).sum().backward()
     with pytest.raises(RuntimeError, match=r"parameter 'embed\.weight' is sharded"):
         copy.deepcopy(model).encode(ids)
-    for called, named in (("through", "project"), ("score", "score"), ("ask", "ask")):
+    for called, named in (("through", "project"), ("ask", "ask")):
         ctx.note(called)
         with pytest.raises(RuntimeError) as caught:  # whose shapes would fit
             getattr(model, called)(x)

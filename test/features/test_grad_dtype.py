@@ -46,14 +46,10 @@ def choose(model: nn.Module, names: str, dtype: torch.dtype | None = FP32) -> No
             param.grad_dtype = dtype
 
 
-def sharded(ctx: Any, names: str = "ab", after: bool = False, dtype: Any = BF16, **options: Any) -> nn.Module:
+def sharded(ctx: Any, names: str = "ab", dtype: Any = BF16, **options: Any) -> nn.Module:
     model = Net().to(dtype)
-    if not after:
-        choose(model, names)
-    fully_shard(model, policy={Scale}, process_group=ctx.group, **options)
-    if after:
-        choose(model, names)
-    return model
+    choose(model, names)
+    return fully_shard(model, policy={Scale}, process_group=ctx.group, **options)
 
 
 def values(model: nn.Module) -> dict[tuple[str, Any], set[float]]:
@@ -84,12 +80,11 @@ MIXED = {("a", FP32): {1.0}, ("b", BF16): {0.0}}
 
 @ranks(1, 3)
 def test_accumulates_as_in_one_process(ctx):
-    cases = (("ab", WIDE, True), ("a", MIXED, False))
-    for strategy, (names, expected, after) in itertools.product((FULL, NO_SHARD), cases):
-        ctx.note(f"{strategy}, {names}, {after}")
+    for strategy, (names, expected) in itertools.product((FULL, NO_SHARD), (("ab", WIDE), ("a", MIXED))):
+        ctx.note(f"{strategy}, {names}")
         plain = Net().to(BF16)
         choose(plain, names)
-        model = sharded(ctx, names, after, strategy=strategy)
+        model = sharded(ctx, names, strategy=strategy)
         assert gradients(train(model, *STEPS)) == values(train(plain, *STEPS)) == expected  # into .grad
         model.zero_grad()
         with flatshard.no_sync(model):

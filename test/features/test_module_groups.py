@@ -46,10 +46,6 @@ class Model(nn.Module):
         return self.call(self.head, x) if self.runs_head else x
 
 
-def make_input(step: int, n: int) -> Tensor:
-    return torch.randn(n, WIDTH)
-
-
 # How a model is sharded: by calls, or by a policy.
 
 
@@ -121,7 +117,7 @@ def test_values_are_there_after_all_gradients_have_come(ctx):
     for number, (how, model, options) in enumerate(cases):
         ctx.note(f"{number} {options}")
         shard = functools.partial(how, **options)
-        check_clean(check_parity(ctx, model, make_input, steps=2, shard=shard).sharded)
+        check_clean(check_parity(ctx, model, lambda step, n: torch.randn(n, WIDTH), steps=2, shard=shard).sharded)
 
 
 @ranks(2)

@@ -22,15 +22,11 @@ from flatshard._trace import record_events
 WIDTH = 4
 
 
-class Tower(nn.Module):
+class Tower(nn.Sequential):
     """A unit with units inside, whose own parameters come after them."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.blocks, self.after = nn.Sequential(*(Block() for _ in range(3))), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.after(self.blocks(x))
+        super().__init__(*(Block() for _ in range(3)), nn.Linear(WIDTH, WIDTH))
 
 
 class Chosen(nn.Module):
@@ -61,12 +57,9 @@ WAYS: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize("way", range(len(WAYS)))
-def test_each_rank_chooses(pool, way: int):
-    pool.run(choose, way, world_size=4 if way in (0, 6, 7) else 2)  # hybrid sharding needs four
-
-
-def choose(ctx, way: int) -> None:
+@pytest.mark.parametrize(("way", "world_size"), [(way, 4 if way in (0, 6, 7) else 2) for way in range(len(WAYS))])
+@ranks()  # of four where hybrid sharding needs them
+def test_each_rank_chooses(ctx, way: int):
     """As in one process, and all ranks issue the same gathers, and the same reductions, in the same order."""
     kind, options = WAYS[way]
     if options.get("strategy") == "hybrid_shard":

@@ -14,7 +14,6 @@ from on_ranks import ranks
 from parity import check_parity
 from torch import Tensor, nn
 
-import flatshard
 from flatshard import BackwardPrefetch, CustomPolicy, ShardingStrategy, fully_shard
 from flatshard._composable.find import units_below
 from flatshard._trace import record_events
@@ -165,8 +164,6 @@ def test_options(world):
     fully_shard(model, policy=SplitRoot(chosen))
     strategies = {u.fqn: u.config.strategy for u in units_below(model)}
     assert {fqn for fqn, strategy in strategies.items() if strategy is GRAD_OP} == {"", "words, places", "norm, head"}
-    plan = flatshard.plan(Lm(), policy=SPLIT, world_size=4, device="cpu", compare=False)
-    assert [unit.fqn for unit in plan.units] == ["", "words, places", *(f"blocks.{i}" for i in range(3)), "norm, head"]
 
 
 def tokens(step: int, n: int) -> Tensor:

@@ -69,9 +69,12 @@ TRANSFORMS: dict[str, Callable[[nn.Module, Tensor], Any]] = {
 
 @ranks(1, 2)
 def test_inside_summon_full_params(ctx):
-    for policy, precision in ((None, None), ({nn.Linear}, None), ({nn.Linear}, torch.float32)):
-        options = {"mixed_precision": flatshard.MixedPrecision(param_dtype=precision)} if precision else {}
-        model, plain = make(ctx, policy, **options)
+    for policy, precision in (
+        (None, None),
+        ({nn.Linear}, None),
+        ({nn.Linear}, flatshard.MixedPrecision(torch.float32)),
+    ):
+        model, plain = make(ctx, policy, mixed_precision=precision)
         for name, transform in TRANSFORMS.items():
             ctx.note(f"{name}, {policy}, {precision}")
             with torch.no_grad(), flatshard.summon_full_params(model, writeback=False):
