@@ -22,7 +22,7 @@ from flatshard.planning._report import Plan, UnitPlan
 
 FEW = 16
 """Units, up to which others are tried, too."""
-TRIES = 32
+TRIES = 96
 """Sets of few units that are tried because they copy less."""
 
 
