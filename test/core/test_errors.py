@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -278,36 +279,19 @@ def test_what_another_wrapper_manages(name: str):
     assert describe(model).numel == sum(p.numel() for p in Net(2).parameters())
 
 
-class Forgetful(nn.Module):
-    """Its initialiser leaves the buffer out."""
-
-    def __init__(self):
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(4))
-        self.register_buffer("table", torch.ones(3), persistent=False)
-
-    def reset_parameters(self):
-        nn.init.ones_(self.scale)
-
-    def forward(self, x):
-        return x * self.scale
-
-
-class Broken(Forgetful):
-    def reset_parameters(self):
-        raise ZeroDivisionError("mine")
-
-
-def on_meta(make: Callable[[], nn.Module]) -> nn.Sequential:
+def on_meta() -> nn.Sequential:
+    """The second layer's initialiser leaves the buffer out."""
     with torch.device("meta"):
-        return nn.Sequential(nn.Linear(4, 4), make())
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        model[1].register_buffer("table", torch.ones(3))
+    return model
 
 
 def test_a_failure_after_the_change_has_begun_says_so():
     """What an initialiser leaves out can only show when it has run, unit by unit, with earlier units sharded by then."""
-    model = on_meta(Forgetful)
+    model = on_meta()
     with pytest.raises(RuntimeError, match=r"'1\.table' were on the meta device and have not been initialised") as e:
-        fully_shard(model, policy={Forgetful}, device_id="cpu")
+        fully_shard(model, policy={nn.Linear}, device_id="cpu")
     assert e.value.__notes__ == ["fully_shard had begun to change this Sequential: build it anew before you try again."]
     # What is left. Nothing hooked, so a half-sharded module does not train; and it is not sharded again by mistake.
     assert not any(m._forward_pre_hooks or m._forward_hooks for m in model.modules())
@@ -315,7 +299,11 @@ def test_a_failure_after_the_change_has_begun_says_so():
     with pytest.raises(ValueError, match="this Sequential is sharded already"):
         fully_shard(model)
     for init in (None, lambda m: m.reset_parameters()):
-        with pytest.raises(ZeroDivisionError, match="mine") as e:
-            fully_shard(on_meta(Broken), policy={Broken}, param_init_fn=init, device_id="cpu")
+        model = on_meta()
+        with (
+            mock.patch.object(nn.Linear, "reset_parameters", side_effect=ZeroDivisionError("mine")),
+            pytest.raises(ZeroDivisionError, match="mine") as e,
+        ):
+            fully_shard(model, policy={nn.Linear}, param_init_fn=init, device_id="cpu")
         assert "build it anew" in e.value.__notes__[0]
         assert not torch.__future__.get_swap_module_params_on_conversion()
