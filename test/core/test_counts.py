@@ -75,15 +75,12 @@ def extra(model: nn.Module, plain: nn.Module) -> Cost:
     return Cost(costs[0].operations - costs[1].operations, costs[0].total - costs[1].total)
 
 
-@pytest.mark.parametrize("size", [1, 64])
-def test_local_bytes_of_a_step(world, size: int):
-    """Each gradient is read and written once on its way to its reduction. A single rank copies and sends nothing."""
-    world(size)
-    numel = sum(p.numel() for p in Net().parameters())
+def test_a_single_rank_copies_and_sends_nothing(world):
+    world(1)
     for strategy in (FULL, GRAD_OP, NO_SHARD):
         wire = Wire()
-        copied = extra(sharded(strategy=strategy, collectives=wire.factory), Net()).bytes
-        assert 8 * numel <= copied <= (8 + 24 / size) * numel * 1.05 if size > 1 else (copied, wire.sent) == (0, [])
+        assert extra(sharded(strategy=strategy, collectives=wire.factory), Net()).bytes == 0
+        assert not wire.sent
 
 
 BF16 = flatshard.MixedPrecision(torch.bfloat16, reduce_dtype=torch.float32)
@@ -355,37 +352,20 @@ resharded to 2    1,802,496   75,104    615,016  4,336,748  233  8GRGRG3R""",
     )
 
 
-def calls_of_a_step(make: Callable[..., torch.optim.Optimizer], is_sharded: bool) -> int:
-    """The calls of Python and C functions in a step of 20 parameters."""
-    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(10)))
-    if is_sharded:
-        fully_shard(model, policy={nn.Linear})
-    optimizer = make(model.parameters())
-    for p in model.parameters():
-        p.grad = torch.ones_like(p)
-    optimizer.step()  # makes its state
-    calls = [0]
-
-    def note(frame: Any, event: str, arg: Any) -> None:
-        calls[0] += event in ("call", "c_call")
-
-    before = sys.getprofile()
-    sys.setprofile(note)
-    try:
-        optimizer.step()
-    finally:
-        sys.setprofile(before)
-    return calls[0]
+MOST = {"SGD": 10, "AdamW": 18, "RMSprop": 18, "NAdam": 26, "ASGD": 10, "Adamax": 70, "Rprop": 180}
+"""Lines of this library that run for each parameter, where an optimizer steps one after the other. A function of a gradient
+whose result is a part costs most of them. In a step of all together: hardly any."""
 
 
-MOST = {"SGD": 6, "AdamW": 10, "RMSprop": 10, "NAdam": 14, "ASGD": 6, "Adamax": 43, "Rprop": 90}
-"""Of an optimizer that steps one parameter after the other, for each of them. A function of a gradient costs four calls, and
-one whose result is another part costs ten. In a step of all together: hardly any."""
-
-
-def test_a_step_of_parts_costs_few_calls(world):
+def test_a_step_of_parts_costs_few_lines(world):
     world(2)
     for name, most in MOST.items():
-        for options, allowed in ({"foreach": False}, 20 * most + 30), ({"foreach": True}, 40):
-            make = functools.partial(getattr(torch.optim, name), lr=0.1, **options)
-            assert calls_of_a_step(make, True) - calls_of_a_step(make, False) <= allowed, (name, options)
+        for foreach, allowed in ((False, 20 * most), (True, 60)):
+            model = fully_shard(nn.Sequential(*(nn.Linear(4, 4) for _ in range(10))), policy={nn.Linear})
+            optimizer = getattr(torch.optim, name)(model.parameters(), lr=0.1, foreach=foreach)
+            for p in model.parameters():
+                p.grad = torch.ones_like(p)
+            optimizer.step()  # makes its state
+            with lines_of_flatshard() as lines:
+                optimizer.step()
+            assert lines[0] <= allowed, (name, foreach, lines[0])

@@ -500,6 +500,14 @@ class Skipping(nn.Sequential):
         return x
 
 
+def collectives_of_a_step(model: Skipping) -> list[str]:
+    with record_events() as events:
+        loss = model(torch.ones(2, 4)).sum()
+        with pytest.raises(ZeroDivisionError) if model.fails else contextlib.nullcontext():
+            loss.backward()
+    return [e for e in events if not e.startswith("reshard")]
+
+
 def test_what_a_rank_left_out_before_does_not_change_its_order(world):
     """Other ranks may have left out nothing: also in a backward that fails, all have begun the same reductions."""
     world(8)
@@ -508,11 +516,7 @@ def test_what_a_rank_left_out_before_does_not_change_its_order(world):
     fully_shard(model, policy={nn.Linear})
     steps = []
     for model.short, model.fails in [(False, False), (False, True), (True, False), (False, False), (False, True)]:
-        with record_events() as events:
-            loss = model(torch.ones(2, 4)).sum()
-            with pytest.raises(ZeroDivisionError) if model.fails else contextlib.nullcontext():
-                loss.backward()
-        steps.append([e for e in events if not e.startswith("reshard")])
+        steps.append(collectives_of_a_step(model))
     assert steps[1] == steps[4] != steps[2]
     assert "reduce-scatter 1, 3" in steps[1]
 
@@ -537,12 +541,9 @@ def test_what_a_unit_around_others_left_out_before_does_not_change_when_it_is_re
     fully_shard(model, policy={nn.Linear, Scaled})
     steps = []
     for model.fails, model[1].short in [(True, False), (False, True), (True, False)]:
-        with record_events() as events:
-            loss = model(torch.ones(2, 4)).sum()
-            with pytest.raises(ZeroDivisionError) if model.fails else contextlib.nullcontext():
-                loss.backward()
-        steps.append([e for e in events if e.startswith("reduce-scatter")])
-    assert steps[0] == steps[2] == ["reduce-scatter 1.inner", "reduce-scatter 1"]
+        steps.append(collectives_of_a_step(model))
+    assert steps[0] == steps[2]
+    assert [e for e in steps[0] if e.startswith("reduce-scatter")] == ["reduce-scatter 1.inner", "reduce-scatter 1"]
 
 
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])

@@ -4,7 +4,6 @@ Several forwards and backwards, units left out, accumulation, and checkpoints in
 ``together/test_programs`` and ``test_checkpointing``. Here is what these don't draw.
 """
 
-import collections
 import dataclasses
 import functools
 from collections.abc import Callable
@@ -158,16 +157,6 @@ class Slotted:
         self.hidden = hidden
 
 
-class ModelOutput(collections.OrderedDict):
-    """As in transformers: a dict and a dataclass at once, whose items can be read as attributes."""
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return self[name]
-        except KeyError:
-            raise AttributeError(name) from None
-
-
 class Returns(Block):
     """Returns what ``pack`` makes of two tensors, of which each uses one of two layers; and of the first."""
 
@@ -185,7 +174,6 @@ FORMS: dict[str, tuple[Callable[..., Any], Callable[[Any], Tensor]]] = {
     "nested": (lambda a, b, *_: [{"x": (a, [b, None])}, 1.0], lambda out: out[0]["x"][0] * out[0]["x"][1][0]),
     "object": (lambda a, b, *_: SimpleNamespace(a=a, b=SimpleNamespace(c=b)), lambda out: out.a * out.b.c),
     "dataclass": (lambda a, b, *_: Record(a, [Slotted(b)]), lambda out: out.hidden * out.extra[0].hidden),
-    "model output": (lambda a, b, *_: ModelOutput(a=a, past=(b, b)), lambda out: out.a * out.past[1]),
     "one of two used": (lambda a, b, *_: (a, b), lambda out: out[1]),
     "view changed in place": (lambda a, b, *_: (a * b).view(-1), lambda out: out.mul_(2).view(-1, WIDTH)),
     "slices changed": (lambda a, b, *_: (a * b).unbind(), lambda out: torch.stack([t * 2 for t in out])),
@@ -207,9 +195,7 @@ OUTPUTS = {name: Case(lambda pack=pack, take=take: Net(Returns(pack), take)) for
 STASHES: dict[str, tuple[Callable[["Stash", Tensor], None], Callable[["Stash"], Tensor]]] = {
     "attribute": (lambda m, value: setattr(m, "kept", value), lambda m: [m.kept, setattr(m, "kept", None)][0]),
     "list": (lambda m, value: m.listed.append(value), lambda m: m.listed.pop()),
-    "dict": (lambda m, value: m.named.update(value=value), lambda m: m.named.pop("value")),
     "buffer": (lambda m, value: setattr(m, "buffer", value), lambda m: [m.buffer, m.forget_buffer()][0]),
-    "new attribute": (lambda m, value: setattr(m, "fresh", value), lambda m: m.__dict__.pop("fresh")),
     "inner module": (lambda m, value: setattr(m.aux, "fresh", value), lambda m: m.aux.__dict__.pop("fresh")),
 }
 """Where a unit leaves a tensor, and how the loss takes it."""
@@ -224,7 +210,6 @@ class Stash(Block):
         self.drops = drops
         self.kept: Any = None
         self.listed: list[Tensor] = []
-        self.named: dict[str, Tensor] = {}
         self.register_buffer("buffer", torch.zeros(()), persistent=False)
 
     def forget_buffer(self) -> None:
