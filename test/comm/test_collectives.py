@@ -16,7 +16,7 @@ import torch.distributed as dist
 from models import Block
 from no_communication import NoCommunication
 from on_ranks import ranks
-from parity import check_parity, full_params
+from parity import check_parity, full_params, whole_gradients
 from pool import Pool
 from recording import FULL, GRAD_OP, NO_SHARD, Net, Recording, collectives_of, make_input
 from torch import Tensor, nn
@@ -176,6 +176,46 @@ def test_changes_in_forward_under_approximate_gathers(ctx, strategy: ShardingStr
     for value in (0.7, rounded):  # with gradients, under GRAD_OP: whole from the first call to the second
         model[0](torch.ones(2), value)
     assert torch.equal(full_params(model)["0.weight"], expected)
+
+
+class Mixed(nn.Module):
+    """A unit of several dtypes: so many flat parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4, dtype=dtype) for dtype in DTYPES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return sum(layer(x.to(dtype)).double().sum() for layer, dtype in zip(self.layers, DTYPES, strict=True))
+
+
+DTYPES = (torch.float32, torch.float64, torch.bfloat16)
+
+
+@ranks(2)
+def test_hooks_reduce_each_dtype_of_a_unit(ctx) -> None:
+    """An overflow of 16 bits is an infinity on all ranks that hold the element, and nothing else changes."""
+    seen: list[torch.dtype] = []
+
+    def hook(state: Any, gradient: Tensor, output: Tensor) -> Any:
+        seen.append(gradient.dtype)
+        return state.reduce_scatter(output, gradient)
+
+    def gradients(used: Any, x: float) -> dict[str, Tensor | None]:
+        torch.manual_seed(0)
+        model = fully_shard(Mixed(), process_group=ctx.group)
+        if used is not None:
+            flatshard.comm.register_comm_hook(model, None, used)
+        model(torch.tensor([1.0, 2.0, 3.0, x]) * (1 + ctx.rank)).backward()
+        return whole_gradients(model)
+
+    expected = gradients(None, 1e6)
+    torch.testing.assert_close(gradients(hook, 1e6), expected, rtol=0, atol=0)
+    assert seen == list(DTYPES)
+    for name, grad in gradients(flatshard.comm.fp16_compress_hook, 1e6).items():
+        overflows = (expected[name].abs() > 65504) & torch.tensor(expected[name].itemsize > 2)
+        assert torch.equal(grad.isinf(), overflows), name
+        assert torch.equal(grad[~overflows], expected[name][~overflows]), name
 
 
 @ranks(4)
