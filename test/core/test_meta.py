@@ -451,3 +451,12 @@ def test_converted_on_meta(world):
             layer.reset_parameters()
         model(torch.ones(2, 3, dtype=torch.bfloat16)).sum().backward()
         assert {p.dtype for p in model.parameters()} == {torch.bfloat16} == {p.grad.dtype for p in model.parameters()}
+
+
+def test_a_plan_while_another_model_waits_for_values(fake_group):
+    with torch.device("meta"):
+        waiting = nn.Linear(3, 3)
+    fully_shard(waiting)
+    assert flatshard.plan(nn.Linear(4, 4), world_size=2).collectives
+    with pytest.raises(RuntimeError, match="are on the meta device"):
+        waiting(torch.ones(3))

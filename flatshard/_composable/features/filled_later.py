@@ -169,13 +169,14 @@ def _check(made: weakref.WeakSet[Unit], outermost: Unit) -> bool:
     cut_all()
     inside = units_of_parameters(outermost.module)
     todo = [unit for unit in inside if unit in made]
+    if not todo:
+        return bool(made)
     for unit in todo:
         unit.handle.check_parameters()
     # What is on meta is so on all ranks.
     left = [i.fqn for unit in todo for flat in unit.handle.on_meta for i in flat.layout.params]
     prefix = f"{outermost.fqn}." if outermost.fqn else ""
-    if todo:
-        left += [prefix + plain_name(name) for name, b in outermost.module.named_buffers() if b.is_meta]
+    left += [prefix + plain_name(name) for name, b in outermost.module.named_buffers() if b.is_meta]
     if left:
         raise RuntimeError(f"{name_list(left)} are on the meta device. {FILL}")
     filled = [flat for unit in todo for flat in unit.handle.flats if flat.filling is not None]
