@@ -208,8 +208,8 @@ class MixedPrecision:
     keep_cast_shard: bool = False
     """Keep this rank's cast shard from forward to backward: one cast instead of two, ``param_dtype`` bytes / N more memory.
 
-    Pays with CPU offload, where it halves what travels to the device. Has no effect with ``reshard_after_forward=k``, which
-    keeps more, nor with collectives that approximate."""
+    Pays with CPU offload, where it halves what travels to the device. Has no effect with ``reshard_after_forward=k`` and
+    ``HYBRID_FULL_SHARD``, which keep more, nor with collectives that approximate."""
 
     def __post_init__(self) -> None:
         for name in ("param_dtype", "reduce_dtype", "buffer_dtype", "output_dtype"):

@@ -391,9 +391,8 @@ class UnitHooks:
         """All gradients of the unit have come."""
         unit, backward = self.unit, self.unit.context.backward
         assert isinstance(backward, Backward)
-        if (
-            unit.completion.finish_at > 1
-        ):  # it was not called: all ranks gather the next unit before they reduce this one
+        # If it was not called: all ranks gather the next unit before they reduce this one.
+        if unit.completion.finish_at > 1:
             self.finish_previous()
         if unit.completion.comes_again() or (unit.completion.lacks_some and may_reach_inside(unit)):
             backward.postpone(unit)
