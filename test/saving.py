@@ -140,29 +140,6 @@ def options(state: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(5, 7), nn.Linear(7, 5)
-        self.norm = nn.BatchNorm1d(5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.norm(self.down(self.up(x)))
-
-
-def net(seed: int) -> Net:
-    torch.manual_seed(seed)
-    return Net()
-
-
-def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    torch.manual_seed(3)
-    for _ in range(2):
-        model(torch.randn(4, 5)).square().sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
 def layers(seed: int = 0) -> nn.Module:
     """Uneven for two ranks."""
     torch.manual_seed(seed)

@@ -6,13 +6,14 @@ import errno
 import functools
 import itertools
 import logging
+import mmap
 import os
 import pickle
 import random
 import shutil
 import threading
 import time
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -46,20 +47,17 @@ from flatshard.checkpoint import (
 from flatshard.checkpoint._container import memory_of
 from flatshard.checkpoint._disk import METADATA
 
+FULL = mock.Mock(side_effect=OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
 SHORT = datetime.timedelta(seconds=1.5)
 
 
-class Four(nn.Module):
+class Four(nn.Sequential):
     """Four matrices, to be in one group of parameters or another."""
 
     def __init__(self, value: float = 1.0) -> None:
-        super().__init__()
-        for name in "abcd":
-            setattr(self, name, nn.Linear(3, 3, bias=False))
-            nn.init.constant_(getattr(self, name).weight, value)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.d(self.c(self.b(self.a(x))))
+        super().__init__(OrderedDict((name, nn.Linear(3, 3, bias=False)) for name in "abcd"))
+        for layer in self:
+            nn.init.constant_(layer.weight, value)
 
 
 def four(ctx: Any, value: float = 1.0) -> nn.Module:
@@ -166,14 +164,10 @@ def test_a_module_with_a_say_in_its_loading(tmp_path):
 # -- in the background -------------------------------------------------------------------------------------------------
 
 
-def full(*_: Any) -> None:
-    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-
 def test_a_background_save_that_fails_is_known(tmp_path, caplog):
     state = {"m": Four()}
     save = functools.partial(save_checkpoint, state=state, wait=False)
-    with patched(_disk, "write", full):
+    with patched(_disk, "write", FULL):
         save(tmp_path / "1")
         with expect("not begun, .* before .* failed in the background: .*No space left on device: '/.*/.1.saving/"):
             save(tmp_path / "2")
@@ -195,7 +189,7 @@ def test_a_background_save_that_fails_is_known(tmp_path, caplog):
 @ranks(2)
 def test_a_background_save_that_fails_on_one_rank(ctx, path: str) -> None:
     save = functools.partial(save_checkpoint, path, {"m": four(ctx)}, process_group=ctx.group)
-    with patched(_disk, "write", full, when=ctx.rank == 1):
+    with patched(_disk, "write", FULL, when=ctx.rank == 1):
         save(wait=False)
         with expect("had failed in the background: .*rank 1: OSError.*No space"):
             save()
@@ -273,10 +267,6 @@ def test_ranks_meet_again_after_one_has_skipped_a_save(ctx, path: str) -> None:
     assert store.num_keys() <= keys + 1
 
 
-def interrupt(*_: Any) -> None:
-    raise KeyboardInterrupt
-
-
 @ranks(3)
 def test_a_rank_that_dies_is_named(ctx, path: str) -> None:
     """A rank that comes, and gives no sign of life then; and one that is interrupted."""
@@ -289,7 +279,7 @@ def test_a_rank_that_dies_is_named(ctx, path: str) -> None:
     dist.barrier(ctx.group)
     state = {"model": fully_shard(nn.Linear(30, 30), process_group=ctx.group)}  # each rank writes its part
     outcome = pytest.raises(KeyboardInterrupt) if ctx.rank == 2 else expect("rank 2: KeyboardInterrupt")
-    with patched(_disk, "create", interrupt, when=ctx.rank == 2), outcome:
+    with patched(_disk, "create", mock.Mock(side_effect=KeyboardInterrupt), when=ctx.rank == 2), outcome:
         save_checkpoint(path, state, process_group=ctx.group)
     dist.barrier(ctx.group)
     save_checkpoint(path, {"step": 1}, process_group=ctx.group)
@@ -581,23 +571,14 @@ def test_sums_are_those_of_earlier_checkpoints():
     ]
 
 
-def refuse_to_map(*_: Any, **__: Any) -> None:
-    raise OSError(errno.ENODEV, os.strerror(errno.ENODEV))
-
-
 @pytest.mark.parametrize("maps", ["all", "nothing", "no page"])
 def test_large_tensors_are_verified_where_files_cannot_be_mapped_too(tmp_path, monkeypatch, maps):
     """Several blocks of one tensor at once, and what is over."""
     saved = {"a": torch.arange(700_003), "b": torch.arange(256).to(torch.uint8).repeat(2**16 + 4)}
     save_checkpoint(tmp_path / "x", saved)
-    seen: list[int] = []
-    map_file = _spans.mmap.mmap
-
-    def watched(*args: Any, **options: Any) -> Any:
-        seen.append(1)
-        return map_file(*args, **options)
-
-    monkeypatch.setattr(_spans.mmap, "mmap", refuse_to_map if maps == "nothing" else watched)
+    refuses = OSError(errno.ENODEV, os.strerror(errno.ENODEV))
+    mapped = mock.Mock(side_effect=refuses if maps == "nothing" else mmap.mmap)
+    monkeypatch.setattr(_spans.mmap, "mmap", mapped)
     monkeypatch.setattr(_spans, "_POPULATE_READ", 10_000 if maps == "no page" else _spans._POPULATE_READ)
     (file,) = (tmp_path / "x").glob("*.distcp")
     intact = file.read_bytes()
@@ -612,7 +593,7 @@ def test_large_tensors_are_verified_where_files_cannot_be_mapped_too(tmp_path, m
     file.write_bytes(intact)
     found = load_checkpoint(tmp_path / "x", target)
     assert all(torch.equal(found[n], v) for n, v in saved.items())
-    assert bool(seen) == (maps != "nothing")
+    assert mapped.called
 
 
 @pytest.mark.parametrize("late", [False, True], ids=["before it is mapped", "before the system has it there"])

@@ -109,25 +109,6 @@ def trained_layers() -> tuple[Optimizer, dict[str, Any]]:
     return optimizer, by_name(plain, optimizer)
 
 
-@ranks(2)
-def test_several_optimizers(ctx) -> None:
-    def halves(model: Model) -> list[Optimizer]:
-        params = list(model.parameters())
-        return [torch.optim.AdamW(params[:4]), torch.optim.SGD(params[4:], lr=0.1, momentum=0.5)]
-
-    model = shard(ctx, make(), policy={nn.Linear})
-    optimizers = halves(model)
-    for optimizer in optimizers:
-        train(model, optimizer)
-    expected = optim_state_dict(model, optimizers, full=True)
-    for given in (optim_state_dict(model, optimizers), expected):
-        others = halves(model)
-        load_optim_state_dict(model, others, given)
-        whole(model, others, expected)
-    with pytest.raises(ValueError, match=r"unexpected: .*'conv.bias'"):
-        load_optim_state_dict(model, others[0], given)
-
-
 class Wrapper(torch.optim.Optimizer):
     """Holds another one, as accelerate's does."""
 
@@ -139,15 +120,26 @@ class Wrapper(torch.optim.Optimizer):
 
 
 @ranks(2)
-def test_an_optimizer_that_holds_another(ctx) -> None:
+def test_several_optimizers_of_which_one_holds_another(ctx) -> None:
+    def halves(model: Model) -> list[Optimizer]:
+        params = list(model.parameters())
+        return [torch.optim.AdamW(params[:4]), torch.optim.SGD(params[4:], lr=0.1, momentum=0.5)]
+
     model = shard(ctx, make(), policy={nn.Linear})
-    optimizer, fresh = adamw(model), adamw(model)
-    train(model, optimizer)
-    state = optim_state_dict(model, Wrapper(optimizer), full=True)
-    assert optim_state_dict(model, Wrapper(fresh), for_load=True)["state"].keys() >= state["state"].keys()
-    assert not fresh.state
-    load_optim_state_dict(model, Wrapper(fresh), state)
-    whole(model, fresh, state)
+    first, second = halves(model)
+    for optimizer in (first, second):
+        train(model, optimizer)
+    expected = optim_state_dict(model, [first, second], full=True)
+    for given in (optim_state_dict(model, [Wrapper(first), second]), expected):
+        others = halves(model)
+        holding = [Wrapper(others[0]), others[1]]
+        template = optim_state_dict(model, holding, for_load=True)
+        assert template["state"].keys() >= expected["state"].keys()
+        assert not any(other.state for other in others)
+        load_optim_state_dict(model, holding, given)
+        whole(model, others, expected)
+    with pytest.raises(ValueError, match=r"unexpected: .*'conv.bias'"):
+        load_optim_state_dict(model, others[0], given)
 
 
 class Factored(torch.optim.SGD):
@@ -300,22 +292,11 @@ def forms(state: dict[str, Any]) -> dict[tuple[str, str], Any]:
     return {k: (type(v), v.shape, v.dtype) if isinstance(v, Tensor) else type(v) for k, v in every.items()}
 
 
-class Tied(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.inner = nn.Linear(5, 6, bias=False), nn.Linear(6, 6)
-        self.head = nn.Linear(5, 6, bias=False)
-        self.head.weight = self.embed.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.inner(self.embed(x)) @ self.head.weight
-
-
 @ranks(2)
 def test_tied_weights_and_flat_parameters(ctx, path: str) -> None:
     jobs = []
     for _ in range(2):
-        model = fully_shard(Tied(), process_group=ctx.group)
+        model = shard(ctx, make())
         jobs.append({"model": model, "optim": torch.optim.AdamW(flatshard.flat_parameters(model), lr=1e-2)})
     train(*jobs[0].values())
     flatshard.save_checkpoint(path, jobs[0], process_group=ctx.group)

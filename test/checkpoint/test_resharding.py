@@ -3,6 +3,7 @@
 From one layout and number of ranks to another: the fuzzer, in whose programs jobs are restarted.
 """
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,94 +12,80 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from on_ranks import ranks
-from saving import net, same_tensors, step
+from saving import layers, same, same_tensors, train
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
-from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp import fully_shard as fsdp2
 
-import flatshard
-from flatshard import fully_shard
-from flatshard.checkpoint import full_state_dict, load_optim_state_dict, optim_state_dict
+from flatshard import ShardingStrategy, fully_shard, load_checkpoint
+
+WHOLE = StateDictOptions(full_state_dict=True)
 
 
-class Ours:
-    def __init__(self, ctx, seed: int) -> None:
-        self.model = fully_shard(net(seed), policy={nn.Linear}, process_group=ctx.group)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
-
-    def state(self, for_load: bool = False) -> dict[str, Any]:
-        optim = optim_state_dict(self.model, self.optimizer, for_load=for_load)
-        return {"model": self.model.state_dict(), "optim": optim}
-
-    def whole(self) -> dict[str, Any]:
-        return {"model": full_state_dict(self.model), "optim": optim_state_dict(self.model, self.optimizer, full=True)}
-
-    def load(self, state: dict[str, Any]) -> None:
-        self.model.load_state_dict(state["model"])
-        load_optim_state_dict(self.model, self.optimizer, state["optim"])
+def ours(ctx, seed: int) -> nn.Module:
+    return fully_shard(layers(seed), policy={nn.Linear}, process_group=ctx.group)
 
 
-class Torchs:
-    """A model of torch's own: plain or FSDP2, whose state is read by torch's own functions, and loaded in place."""
-
-    def __init__(self, ctx, seed: int, sharded: bool) -> None:
-        self.model: nn.Module = net(seed)
-        if sharded:
-            for child in (self.model.up, self.model.down, self.model):
-                fsdp2(child, mesh=ctx.mesh)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
-
-    def state(self, for_load: bool = False) -> dict[str, Any]:
-        if for_load:
-            get_optimizer_state_dict(self.model, self.optimizer)  # which makes it
-        return {"model": self.model.state_dict(), "optim": get_optimizer_state_dict(self.model, self.optimizer)}
-
-    def whole(self) -> dict[str, Any]:
-        return torch.utils._pytree.tree_map(lambda v: v.full_tensor() if hasattr(v, "full_tensor") else v, self.state())
-
-    def load(self, state: dict[str, Any]) -> None: ...
+def not_sharded(ctx, seed: int) -> nn.Module:
+    return fully_shard(layers(seed), strategy=ShardingStrategy.NO_SHARD, process_group=ctx.group)
 
 
-def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
-    same_tensors(found["model"], expected["model"])
-    for name, values in expected["optim"]["state"].items():
-        same_tensors(found["optim"]["state"][name], values)
+def plain(ctx, seed: int) -> nn.Module:
+    return layers(seed)
 
 
-@pytest.mark.parametrize(("sharded", "world_size"), [(True, 3), (False, 2)])
-@ranks()
-def test_to_and_from_fsdp2_and_plain_models(ctx, path: str, sharded: bool) -> None:
-    for source, target in ((Torchs(ctx, 0, sharded), Ours(ctx, 1)), (Ours(ctx, 0), Torchs(ctx, 1, sharded))):
-        step(source.model, source.optimizer)
-        at = f"{path}/{type(source).__name__}"
-        dcp.save(source.state(), checkpoint_id=at, process_group=ctx.group)
-        state = target.state(for_load=True)
+def by_fsdp1(ctx, seed: int) -> nn.Module:
+    options = {"process_group": ctx.group, "device_id": torch.device("cpu"), "use_orig_params": True}
+    return FullyShardedDataParallel(layers(seed), **options)
+
+
+def by_fsdp2(ctx, seed: int) -> nn.Module:
+    model = layers(seed)
+    for module in (*model, model):
+        fsdp2(module, mesh=ctx.mesh)
+    return model
+
+
+FLAT, ON_CPU = StateDictOptions(flatten_optimizer_state_dict=True), StateDictOptions(cpu_offload=True)
+
+
+@pytest.mark.parametrize("theirs", [plain, by_fsdp1, by_fsdp2, not_sharded])
+@ranks(2, 3)
+def test_to_and_from_others(ctx, path: str, theirs: Callable[..., nn.Module]) -> None:
+    """By torch's helpers, the same for all; and what others have saved is loaded by ``load_checkpoint``, too."""
+    for number, (saves, loads, options) in enumerate(
+        ((theirs, ours, None), (ours, theirs, None), (ours, theirs, ON_CPU), (theirs, ours, FLAT))
+    ):
+        at = f"{path}/{number}"
+        ctx.note(f"{saves.__name__} to {loads.__name__}, {options}")
+        source, target, other = saves(ctx, 0), loads(ctx, 1), ours(ctx, 2)
+        optimizers = [torch.optim.AdamW(each.parameters(), lr=1e-2) for each in (source, target, other)]
+        train(source, optimizers[0])
+        names = ("model", "optim")
+        dcp.save(
+            dict(zip(names, get_state_dict(source, optimizers[0], options=options), strict=True)),
+            checkpoint_id=at,
+            process_group=ctx.group,
+        )
+        state: dict[str, Any] = dict(zip(names, get_state_dict(target, optimizers[1], options=options), strict=True))
         dcp.load(state, checkpoint_id=at, process_group=ctx.group)
-        target.load(state)
-        assert_same(target.whole(), source.whole())
-        other = Ours(ctx, 2)
-        flatshard.load_checkpoint(at, {"model": other.model, "optim": other.optimizer}, process_group=ctx.group)
-        assert_same(other.whole(), source.whole())
-
-
-@ranks(2)
-def test_to_and_from_fsdp1(ctx, path: str) -> None:
-    def build(seed: int) -> nn.Module:
-        options = {"process_group": ctx.group, "device_id": torch.device("cpu"), "use_orig_params": True}
-        wrapped = FullyShardedDataParallel(net(seed), **options)
-        FullyShardedDataParallel.set_state_dict_type(wrapped, StateDictType.SHARDED_STATE_DICT)
-        return wrapped
-
-    model, theirs = fully_shard(net(1), process_group=ctx.group), build(2)
-    for number, (source, target) in enumerate(((build(0), model), (model, theirs))):
-        dcp.save(source.state_dict(), checkpoint_id=f"{path}/{number}", process_group=ctx.group)
-        state = target.state_dict()
-        dcp.load(state, checkpoint_id=f"{path}/{number}", process_group=ctx.group)
-        target.load_state_dict(state)
-    same_tensors(full_state_dict(model), net(0).state_dict())
-    with FullyShardedDataParallel.summon_full_params(theirs):
-        same_tensors({n: p.detach() for n, p in theirs.module.named_parameters()}, dict(net(0).named_parameters()))
+        given = {f"{name}_state_dict": value for name, value in state.items()}
+        set_state_dict(target, optimizers[1], **given, options=options)
+        expected, optim = get_state_dict(source, optimizers[0], options=WHOLE)
+        found, its_optim = get_state_dict(target, optimizers[1], options=WHOLE)
+        same_tensors(found, expected)
+        same(its_optim, optim)
+        train(target, optimizers[1])
+        if options is not FLAT:
+            load_checkpoint(at, {"model": other, "optim": optimizers[2]}, process_group=ctx.group)
+            found, its_optim = get_state_dict(other, optimizers[2], options=WHOLE)
+            same_tensors(found, expected)
+            same(its_optim, optim)
+        if ctx.rank == 0:
+            dcp_to_torch_save(at, f"{at}.pt")
+            same_tensors(torch.load(f"{at}.pt", weights_only=True)["model"], expected)
 
 
 @pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="asks Linux which pages were read")
