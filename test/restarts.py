@@ -111,17 +111,15 @@ def save_dcp(ctx: Any, path: str, model: nn.Module, optimizer: Optimizer) -> Non
     dcp.save({"optim": optim_state_dict(model, optimizer)}, checkpoint_id=path, process_group=ctx.group)
 
 
-def load_dcp(ctx: Any, path: str, model: nn.Module, optimizer: Optimizer) -> None:
-    state = {"optim": optim_state_dict(model, optimizer, for_load=True)}
+def load_dcp(ctx: Any, path: str, model: nn.Module, optimizer: Optimizer, saved: Any = True) -> None:
+    state = {"optim": optim_state_dict(model, optimizer, for_load=saved)}
     dcp.load(state, checkpoint_id=path, process_group=ctx.group)
     load_optim_state_dict(model, optimizer, state["optim"])
 
 
 def load_dcp_as_it_is(ctx: Any, path: str, model: nn.Module, optimizer: Optimizer) -> None:
     saved = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
-    state = {"optim": optim_state_dict(model, optimizer, for_load=saved)}
-    dcp.load(state, checkpoint_id=path, process_group=ctx.group)
-    load_optim_state_dict(model, optimizer, state["optim"])
+    load_dcp(ctx, path, model, optimizer, saved)
 
 
 def save_helper(ctx: Any, path: str, model: nn.Module, optimizer: Optimizer) -> None:

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from on_ranks import ranks
-from saving import MemoryWatch
+from saving import CommunicationWatch, MemoryWatch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
@@ -379,14 +379,19 @@ def test_saved_after_an_exception_in_any_part_of_a_step(ctx, path: str) -> None:
 
 @ranks(2)
 def test_loading_holds_no_more_than_training(ctx, path: str) -> None:
-    """Optimizer state once, where there is none yet, and little beside: also of parameters that lie on one rank whole."""
+    """Optimizer state once, where there is none yet, and little beside: also of parameters that lie on one rank whole.
+
+    Saving takes no collective.
+    """
     layers = [nn.Sequential(*[nn.Linear(32, 32) for _ in range(4)]) for _ in range(4)]
     model = fully_shard(nn.Sequential(*layers), policy={nn.Sequential}, process_group=ctx.group)
     unit = 4 * 32 * 33 * 4
     optimizer, fresh = (torch.optim.AdamW(model.parameters()) for _ in range(2))
     model(torch.ones(2, 32)).sum().backward()
     optimizer.step()
-    save_checkpoint(path, {"m": model, "o": optimizer}, process_group=ctx.group)
+    with CommunicationWatch() as communication:
+        save_checkpoint(path, {"m": model, "o": optimizer}, process_group=ctx.group)
+    assert communication.seen == []
     for target, state in ((fresh, 2 * 4 * unit // ctx.world_size), (optimizer, 0)):
         with MemoryWatch() as watch:
             load_checkpoint(path, {"m": model, "o": target}, process_group=ctx.group)

@@ -562,9 +562,8 @@ def test_mistakes(alone):
     assert (sender.versions, receiver.apply().version, sender.versions) == ({0: None}, 1, {0: 1})
 
 
-def test_a_receiver_that_never_had_all_cells_of_one_version_catches_up(world):
+def test_a_receiver_that_never_had_all_cells_of_one_version_catches_up(alone):
     """Nothing is kept, each second message is lost, and versions come as fast as it asks: then for once it is kept."""
-    world(1)
     model = fully_shard(nn.Linear(100, 100, bias=False))
     draws, most, applied = random.Random(0), 0, list[int]()
     with small_messages():
