@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from on_ranks import ranks
+from parity import everybody
 from saving import (
     MemoryWatch,
     by_name,
@@ -105,7 +106,8 @@ def test_peak_memory_of_exports(ctx, path: str) -> None:
         assert sum(v.nbytes for v in found.values()) == least if isinstance(found, dict) else not found
 
 
-def stream(ctx) -> list[str]:
+@ranks(3)
+def test_iter_full_params(ctx) -> None:
     source = make()
     params = {n: p.detach() for n, p in source.named_parameters()}
     for strategy in STRATEGIES:
@@ -120,12 +122,8 @@ def stream(ctx) -> list[str]:
     assert all(torch.equal(value, source.get_parameter(name).bfloat16()) for name, value in some.items())
     with pytest.raises(ValueError, match=r"Model has no parameters 'nothing'"):
         iter_full_params(model, names=["nothing"])
-    return [n for n, _ in iter_full_params(shard(ctx, make(), policy={nn.Linear}))]
-
-
-def test_iter_full_params(pool):
-    first, *others = pool.run(stream, world_size=3)
-    assert all(names == first for names in others)
+    names = [n for n, _ in iter_full_params(shard(ctx, make(), policy={nn.Linear}))]
+    assert everybody(ctx, names) == [names] * 3
 
 
 @ranks(2)

@@ -1,7 +1,6 @@
 """save_checkpoint and load_checkpoint: a whole job, resumed by any number of ranks; what goes wrong does so on all ranks."""
 
 import contextlib
-import copy
 import os
 import pickle
 from pathlib import Path
@@ -12,23 +11,23 @@ import pytest
 import torch
 import torch.distributed as dist
 from on_ranks import ranks
-from saving import by_name, make
+from saving import make
 from torch import Tensor, nn
 
-import flatshard
 from flatshard import ShardingStrategy, fully_shard, load_checkpoint, save_checkpoint
-from flatshard.checkpoint import MeetingError, Writer, full_state_dict
+from flatshard.checkpoint import MeetingError, Writer, full_state_dict, optim_state_dict
 from flatshard.checkpoint._disk import METADATA
+
+FULL = ShardingStrategy.FULL_SHARD
 
 
 class Job:
     """A model with what trains it."""
 
-    def __init__(self, group: Any, sharded: bool = True, seed: int = 0, **options: Any) -> None:
-        self.group, self.sharded, self.model = group, sharded, make(seed).double()
+    def __init__(self, group: Any, seed: int = 0, strategy: ShardingStrategy = FULL) -> None:
+        self.group, self.model = group, make(seed).double()
         self.model.frozen.data = self.model.frozen.data.bfloat16()
-        if sharded:
-            fully_shard(self.model, policy={nn.Linear}, process_group=group, **options)
+        fully_shard(self.model, policy={nn.Linear}, process_group=group, strategy=strategy)
         params = list(self.model.parameters())
         self.optimizer = torch.optim.AdamW(
             [{"params": params[:4]}, {"params": params[4:], "weight_decay": 0.0}], lr=0.01
@@ -56,12 +55,11 @@ class Job:
 
     def values(self) -> dict[str, Tensor]:
         """Everything in whole."""
-        if self.sharded:
-            model = full_state_dict(self.model)
-            optim = flatshard.checkpoint.optim_state_dict(self.model, self.optimizer, full=True)
-        else:
-            model, optim = copy.deepcopy((self.model.state_dict(), by_name(self.model, self.optimizer)))
-        return {**model, **{f"{n}.{k}": v for n, s in optim["state"].items() for k, v in s.items()}}
+        optim = optim_state_dict(self.model, self.optimizer, full=True)
+        return {
+            **full_state_dict(self.model),
+            **{f"{n}.{k}": v for n, s in optim["state"].items() for k, v in s.items()},
+        }
 
 
 def assert_same(got: dict[str, Tensor], expected: dict[str, Tensor], rtol: float = 0.0) -> None:
@@ -75,9 +73,9 @@ def assert_same(got: dict[str, Tensor], expected: dict[str, Tensor], rtol: float
 Values = dict[str, Tensor]
 
 
-def save(ctx, path: str, options: dict[str, Any]) -> tuple[Values, Values]:
+def save(ctx, path: str, strategy: ShardingStrategy) -> tuple[Values, Values]:
     """What is saved, and what comes of two more steps."""
-    job = Job(ctx.group, **options)
+    job = Job(ctx.group, strategy=strategy)
     job.train(3)
     job.save(Path(path))
     saved = job.values()
@@ -85,9 +83,9 @@ def save(ctx, path: str, options: dict[str, Any]) -> tuple[Values, Values]:
     return saved, job.values()
 
 
-def resume(ctx, path: str, saved: Values, then: Values, options: dict[str, Any]) -> None:
+def resume(ctx, path: str, saved: Values, then: Values, strategy: ShardingStrategy) -> None:
     """By another number of ranks, sharded otherwise: the same values, and the same two steps."""
-    job = Job(ctx.group, seed=1, **options)
+    job = Job(ctx.group, 1, strategy)
     places = {n: p.data_ptr() for n, p in job.model.named_parameters()}
     job.load(Path(path))
     assert {n: p.data_ptr() for n, p in job.model.named_parameters()} == places
@@ -97,23 +95,15 @@ def resume(ctx, path: str, saved: Values, then: Values, options: dict[str, Any])
     assert_same(job.values(), then, rtol=1e-9)
 
 
-HOW: dict[str, dict[str, Any]] = {
-    "full": {},
-    "grad op": {"strategy": ShardingStrategy.SHARD_GRAD_OP},
-    "no shard": {"strategy": ShardingStrategy.NO_SHARD},
-    "plain": {"sharded": False},
-}
-
-
 @pytest.mark.parametrize(
     ("before", "after"),
-    [(("full", 4), ("full", 3)), (("plain", 1), ("full", 4)), (("no shard", 3), ("grad op", 2))],
+    [((FULL, 4), (FULL, 3)), ((ShardingStrategy.NO_SHARD, 3), (ShardingStrategy.SHARD_GRAD_OP, 2))],
     ids=str,
 )
 def test_resumed_by_another_number_of_ranks(pool, tmp_path, before, after):
     path = str(tmp_path / "checkpoint")
-    expected = pool.run(save, path, HOW[before[0]], world_size=before[1])[0]
-    pool.run(resume, path, *expected, HOW[after[0]], world_size=after[1])
+    expected = pool.run(save, path, before[0], world_size=before[1])[0]
+    pool.run(resume, path, *expected, after[0], world_size=after[1])
 
 
 @ranks(3)
