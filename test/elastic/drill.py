@@ -257,21 +257,23 @@ class Processes:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(process.pid, by)
 
-    def read(self, seconds: float, until: Callable[[], bool] = lambda: False) -> bool:
-        """Take what comes until all have ended, or ``until``. Returns whether that was in time."""
+    def read(self, until: Callable[[], bool] = lambda: False, seconds: float = 60) -> None:
+        """Take what comes until all have ended, or ``until``: in so many seconds."""
         end = time.monotonic() + seconds
         while self._pipes and not until():
-            if time.monotonic() > end:
-                return False
+            assert time.monotonic() < end, (self.plan, [(o.steps[-2:], o.said, o.raised) for o in self.outcomes])
             for pipe in wait(list(self._pipes), timeout=0.1):
                 try:
                     self._pipes[pipe].take(*pipe.recv())  # type: ignore[index, union-attr]
                 except EOFError:
                     del self._pipes[pipe]  # type: ignore[arg-type]
-        return True
 
-    def finish(self, seconds: float) -> bool:
-        """Read until all have ended, and wake those that are stopped. Returns whether that was in time."""
+    def read_steps(self, count: int) -> None:
+        """Until each process has begun so many."""
+        self.read(lambda: all(len(outcome.steps) >= count for outcome in self.outcomes))
+
+    def finish(self) -> None:
+        """Read until all have ended, and wake those that are stopped."""
         stopped = self.plan.stopped
         if stopped:
 
@@ -280,10 +282,9 @@ class Processes:
                     return True
                 return all(outcome.number in stopped for outcome in self._pipes.values())
 
-            if not self.read(seconds, is_over):
-                return False
+            self.read(is_over)
             self.kill(*stopped, by=signal.SIGCONT)
-        return self.read(seconds)
+        self.read()
 
 
 @contextlib.contextmanager
@@ -303,10 +304,7 @@ def processes(plan: Plan) -> Iterator[Processes]:
 
 def history(outcome: Outcome) -> list[tuple[int, ...]]:
     """Who made each step in the end."""
-    made: dict[int, tuple[int, ...]] = {}
-    for step, members in outcome.steps:
-        made[step] = tuple(members)
-    return [made[step] for step in sorted(made)]
+    return [tuple(members) for _, members in sorted(dict(outcome.steps).items())]
 
 
 def shape_of(size: int) -> tuple[int, int]:

@@ -3,22 +3,24 @@
 import itertools
 import os
 import signal
+import time
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from drill import Death, Outcome, Plan, drawn, history, processes, twin
+from drill import Death, Outcome, Plan, Processes, drawn, history, processes, twin
 from pairs import some
 
 from flatshard.elastic._copies import shifts
 
 DRAWS = int(os.environ.get("ELASTIC_DRAWS", "4"))
 FIRST = int(os.environ.get("ELASTIC_SEED", "0"))
-SECONDS = 60
+pytestmark = pytest.mark.time_limit(110)
 
 
-def check(pool, plan: Plan, outcomes: list[Outcome]) -> list[Outcome]:
+def check(pool, job: Processes) -> list[Outcome]:
     """Those that are left have the bits of the twin, and no more than one completed step was made again."""
+    plan, outcomes = job.plan, job.outcomes
     left = [each for each in outcomes if each.end is not None]
     assert left, [each.raised for each in outcomes]
     for each in outcomes:
@@ -36,131 +38,116 @@ def check(pool, plan: Plan, outcomes: list[Outcome]) -> list[Outcome]:
 
 
 @pytest.mark.parametrize("seed", range(FIRST, FIRST + DRAWS))
-@pytest.mark.time_limit(110)
 def test_drawn_deaths(pool, tmp_path, seed: int):
     plan = drawn(seed, str(tmp_path))
     with processes(plan) as job:
-        assert job.finish(SECONDS), (plan, [(o.steps[-2:], o.said, o.raised) for o in job.outcomes])
-    left = check(pool, plan, job.outcomes)
+        job.finish()
+    left = check(pool, job)
     assert len(left) >= plan.ranks - len(plan.deaths)
     if len(left) < plan.ranks:
         assert any("lost process" in text for each in left for text in each.said)
 
 
 @pytest.mark.parametrize(("rank", "number"), some([(1, 3), (0, 3), (1, 11), (2, 3)], 2))
-@pytest.mark.time_limit(110)
 def test_a_death_in_the_middle_of_a_message(pool, rank: int, number: int):
     """Of copies, while a step runs, and of the last step's. No rank waits for a timeout, though gloo forgets waits."""
     plan = Plan(3, {rank: Death("messages", number, seconds=0.004)}, width=512, patience=50.0)
     with processes(plan) as job:
-        assert job.finish(35), [(o.steps[-2:], o.said) for o in job.outcomes]
-    assert len(check(pool, plan, job.outcomes)) == 2
+        job.read(seconds=35)
+    assert len(check(pool, job)) == 2
 
 
 NEIGHBOURS = Plan(4, options={"copies": 2}, pause=0.3)
 FROZEN = Plan(3, freezes=True, steps=9, pause=0.2)
 
 
-@pytest.mark.parametrize(("plan", "steps", "dead"), [(NEIGHBOURS, 1, [2, 3]), (FROZEN, 7, [2])])
-@pytest.mark.time_limit(110)
+@pytest.mark.parametrize(("plan", "steps", "dead"), [(NEIGHBOURS, 2, [2, 3]), (FROZEN, 8, [2])])
 def test_deaths_at_once(pool, plan: Plan, steps: int, dead: list[int]):
     """Of neighbours: with two copies of each part nothing is lost. Copies have what is frozen, though sent steps before."""
     with processes(plan) as job:
-        assert job.read(SECONDS, lambda: all(len(o.steps) > steps for o in job.outcomes))
+        job.read_steps(steps)
         job.kill(*dead)
-        assert job.read(SECONDS), [(o.steps[-2:], o.said) for o in job.outcomes]
-    assert len(check(pool, plan, job.outcomes)) == plan.ranks - len(dead)
+        job.read()
+    assert len(check(pool, job)) == plan.ranks - len(dead)
 
 
-@pytest.mark.time_limit(110)
 def test_too_many_deaths():
     """An error on all that are left says which parts nobody has."""
     with processes(Plan(4, pause=0.3)) as job:
-        assert job.read(SECONDS, lambda: all(len(o.steps) > 1 for o in job.outcomes))
+        job.read_steps(2)
         job.kill(2, 3)
-        assert job.read(SECONDS), [(o.steps[-2:], o.said) for o in job.outcomes]
+        job.read()
     raised = [o.raised for o in job.outcomes if o.raised is not None]
     assert [name for name, _ in raised] == ["LostError"] * 2, raised
     assert "nobody has shards [1] of 4" in raised[0][1]
     assert "weight'" in raised[0][1]
 
 
-@pytest.mark.time_limit(110)
 def test_too_many_deaths_with_a_checkpoint(pool, tmp_path):
     """Those that are left go on where it is, with the bits of a run that lost the others there."""
     options = {"checkpoints": str(tmp_path), "save_every": 2, "every": 6}  # so the checkpoint is newer than the copies
     plan = Plan(4, pause=0.3, patience=8.0, options=options)
     with processes(plan) as job:
-        assert job.read(SECONDS, lambda: all(len(o.steps) > 3 for o in job.outcomes))
+        job.read_steps(4)
         job.kill(2, 3)
-        assert job.read(SECONDS), [(o.steps[-2:], o.said) for o in job.outcomes]
-    left = check(pool, plan, job.outcomes)
+        job.read()
+    left = check(pool, job)
     assert len(left) == 2
     said = [text for each in left for text in each.said]
     assert any("loaded" in text and "step-2" in text for text in said), said
     assert any("nobody has shards [1] of 4" in text for text in said), said
 
 
-@pytest.mark.time_limit(110)
 def test_a_replacement_that_waits_when_a_rank_dies(pool):
     """The cut stays as it was, and the ranks change places: what they keep is labelled anew, as the next death shows."""
     plan = Plan(3, steps=9, pause=0.5)
     with processes(plan) as job:
-        assert job.read(SECONDS, lambda: all(len(o.steps) > 1 for o in job.outcomes))
+        job.read_steps(2)
         job.start()
         arrived = dist.PrefixStore("flatshard/elastic", job.store)
-        assert job.read(SECONDS, lambda: arrived.check(["1/in/1"]))
+        job.read(lambda: arrived.check(["1/in/1"]))
         job.kill(1)
-        assert job.read(SECONDS, lambda: len(job.outcomes[3].steps) > 2)
+        job.read(lambda: len(job.outcomes[3].steps) > 2)
         job.kill(2)
-        assert job.read(SECONDS), [(o.steps[-2:], o.said) for o in job.outcomes]
-    assert len(check(pool, plan, job.outcomes)) == 2
+        job.read()
+    assert len(check(pool, job)) == 2
     assert (2, 3, 4) in history(next(each for each in job.outcomes if each.number == 3))
 
 
-@pytest.mark.time_limit(110)
 def test_the_store_ends():
     with processes(Plan(2, pause=0.2)) as job:
-        assert job.read(SECONDS, lambda: all(len(o.steps) > 1 for o in job.outcomes))
+        job.read_steps(2)
         job.store = None
-        assert job.read(SECONDS), [(o.steps[-2:], o.said) for o in job.outcomes]
+        job.read()
     for each in job.outcomes:
         assert each.raised is not None
         assert each.raised[0] == "RuntimeError"
         assert "the store does not answer" in each.raised[1]
 
 
-@pytest.mark.time_limit(110)
-def test_one_rank_leaves_the_loop():
-    """That is no death: the others are told, and do not go on alone."""
-    with processes(Plan(3, leaves=1)) as job:
-        assert job.read(SECONDS), [(o.steps[-2:], o.said) for o in job.outcomes]
-    for each in (job.outcomes[0], job.outcomes[2]):
-        assert each.raised is not None
-        assert "left the loop after 3 steps" in each.raised[1]
-
-
-@pytest.mark.time_limit(110)
-def test_an_error_of_ones_own_is_no_death():
-    plan = Plan(3, raises=1)
-    with processes(plan) as job:
-        assert job.read(SECONDS), [(o.steps[-2:], o.said) for o in job.outcomes]
-    assert job.outcomes[1].raised == ("ValueError", "my own mistake")
+@pytest.mark.parametrize(
+    ("how", "text"), [("raises", "ValueError: my own mistake"), ("leaves", "left the loop after 3 steps")]
+)
+def test_what_is_no_death(how: str, text: str):
+    """An error of one's own, and leaving the loop: the others are told, and do not go on alone."""
+    with processes(Plan(3, **{how: 1})) as job:
+        job.read()
+    if how == "raises":
+        assert job.outcomes[1].raised == ("ValueError", "my own mistake")
     for each in (job.outcomes[0], job.outcomes[2]):
         assert each.raised is not None
         assert each.raised[0] == "RuntimeError"
-        assert "ValueError: my own mistake" in each.raised[1]
+        assert text in each.raised[1]
 
 
-@pytest.mark.time_limit(110)
 def test_a_rank_joins(pool):
     """In between two steps, with the values of the others. What it keeps and sends is counted."""
     plan = Plan(2, steps=30, pause=0.1)
     with processes(plan) as job:
-        assert job.read(SECONDS, lambda: any(o.steps for o in job.outcomes))
+        job.read(lambda: any(o.steps for o in job.outcomes))
         job.start()
-        assert job.read(SECONDS), [(o.steps[-2:], o.said) for o in job.outcomes]
-    left = check(pool, plan, job.outcomes)
+        job.read()
+    left = check(pool, job)
     assert len(left) == 3
     assert {len(members) for members in history(job.outcomes[0])} == {2, 3}
     assert not [text for each in left for text in each.said if "met again" in text]
@@ -174,15 +161,14 @@ def test_a_rank_joins(pool):
 @pytest.mark.parametrize(
     ("strategy", "ranks", "freezes"), [("FULL_SHARD", 2, False), ("FULL_SHARD", 2, True), ("HYBRID_SHARD", 4, False)]
 )
-@pytest.mark.time_limit(110)
 def test_bytes_of_copies(pool, strategy: str, ranks: int, freezes: bool):
     """Each rank sends its parts after each step, and before the first what there is then; two replicas send nothing. What is
     frozen is sent until both buffers have it: three times, and when somebody has written to it twice.
     """
     plan = Plan(ranks, strategy=strategy, freezes=freezes)
     with processes(plan) as job:
-        assert job.read(SECONDS), [(o.steps[-2:], o.said) for o in job.outcomes]
-    for each in check(pool, plan, job.outcomes):
+        job.read()
+    for each in check(pool, job):
         assert each.end is not None
         _, kept, state, sent, frozen = each.end
         trained = state - frozen
@@ -192,45 +178,44 @@ def test_bytes_of_copies(pool, strategy: str, ranks: int, freezes: bool):
         assert (frozen > 0) == freezes
 
 
-@pytest.mark.time_limit(110)
 def test_the_recipe():
     """README's, on four processes of which the first is killed."""
     readme = (Path(__file__).parents[2] / "README.md").read_text()
     code = readme.partition("<!-- recipe: A rank dies -->\n```python\n")[2].partition("```")[0]
     with processes(Plan(4, recipe=code.replace("range(1000)", "range(5)"))) as job:
-        assert job.read(SECONDS)
+        job.read()
     ends = [each.end[0] for each in job.outcomes if each.end is not None]
     assert len(ends) == 3, [each.raised for each in job.outcomes]
     assert all(sorted(set(made)) == [0, 1, 2, 3, 4] for made in ends)
 
 
 @pytest.mark.parametrize(("rank", "strategy"), [(0, "FULL_SHARD"), (1, "HYBRID_SHARD")])
-@pytest.mark.time_limit(110)
 def test_a_rank_that_is_stopped(pool, rank: int, strategy: str):
     """For less than ``patience`` it is only slow. Then it is out: it finds that when it wakes, and makes no step more. That
     holds in groups that the world has not made.
     """
     plan = Plan(3 if strategy == "FULL_SHARD" else 4, strategy=strategy, steps=12, pause=0.1, patience=3.0)
     with processes(plan) as job:
-        assert job.read(SECONDS, lambda: all(len(o.steps) > 1 for o in job.outcomes))
+        job.read_steps(2)
         slow = next(o for o in job.outcomes if o.number == rank + 1)
         others = [o for o in job.outcomes if o is not slow]
         job.kill(slow.number, by=signal.SIGSTOP)
-        job.read(0.5)
+        waits_until = time.monotonic() + 0.5
+        job.read(lambda: time.monotonic() > waits_until)
         job.kill(slow.number, by=signal.SIGCONT)
         before = len(slow.steps)
-        assert job.read(SECONDS, lambda: len(slow.steps) > before)
+        job.read(lambda: len(slow.steps) > before)
         job.kill(slow.number, by=signal.SIGSTOP)
-        assert job.read(SECONDS, lambda: all(o.end for o in others)), [(o.steps[-2:], o.said) for o in job.outcomes]
+        job.read(lambda: all(o.end for o in others))
         before = len(slow.steps)
         job.kill(slow.number, by=signal.SIGCONT)
-        assert job.read(SECONDS)
+        job.read()
     assert slow.raised is not None
     assert slow.raised[0] == "OutError"
     assert f"was rank {rank} and did not come to them for 3 s" in slow.raised[1]
     assert len(slow.steps) == before
     slow.raised = None
-    assert len(check(pool, plan, job.outcomes)) == plan.ranks - 1
+    assert len(check(pool, job)) == plan.ranks - 1
     assert sum("lost process" in text for o in others for text in o.said) == 1  # once, and not when it was slow
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from event_lines import sharded, train
+from fuzz_options import layout_named
 from models import Block, NormNet
 from models import Net as PlainNet
 from on_ranks import ranks
@@ -17,7 +18,7 @@ from pairs import all_pairs
 from torch import Tensor, nn
 
 import flatshard
-from flatshard import MixedPrecision, ShardingStrategy, fully_shard, layouts
+from flatshard import MixedPrecision, ShardingStrategy, fully_shard
 from flatshard.elastic import LostError, _exchange, reshard_over
 from flatshard.tensors import shard_info
 
@@ -124,14 +125,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "bf16 sums": {"mixed_precision": MixedPrecision(torch.bfloat16), "dtype": torch.float32},
     "static": {"static_buffers": True, "backward_prefetch": None},
 }
-LAYOUTS = {
-    "elements": None,
-    "rows": layouts.Rows(max_padding=9.0),
-    "whole": layouts.Whole(max_padding=99.0),
-    "blocks": layouts.Blocks(8, max_padding=9.0),
-}
 STRATEGIES = (S.FULL_SHARD, S.SHARD_GRAD_OP, S.SHARD_OPTIM, S.NO_SHARD)
-CASES = all_pairs(STRATEGIES, tuple(OPTIONS), tuple(LAYOUTS), (adamw, momentum))
+CASES = all_pairs(STRATEGIES, tuple(OPTIONS), (None, "rows", "whole", "blocks"), (adamw, momentum))
 
 
 class OfRank:
@@ -160,7 +155,7 @@ def test_worlds(ctx):
     groups = {size: dist.new_group(list(range(size))) for size in (1, 2, 3)} | {4: ctx.group}
     for strategy, option, layout, make in CASES:
         ctx.note(f"{strategy} {option} {layout} {make.__name__}")
-        options = {"strategy": strategy, "layout": LAYOUTS[layout], **OPTIONS[option]}
+        options = {"strategy": strategy, "layout": layout_named(layout), **OPTIONS[option]}
         mine = OfRank(ctx.alone, make, False, **options) if ctx.rank == 0 else None
         alone, number = network(options.get("dtype", torch.float64)), 0
         twin = make(alone)

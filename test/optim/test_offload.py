@@ -12,18 +12,14 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from encoded import Inner
-from fuzz_models import Model
-from fuzz_options import Sharding
-from fuzz_programs import ROOT, Forward, Program, Scaled, ZeroGrad
 from models import Block, Net
 from on_ranks import ranks
 from pairs import all_pairs, some
 from parity import full_params
-from program_machine import run_program
 from restarts import Clipping, Counting
 from torch import Tensor, nn, optim
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
-from torch.utils.checkpoint import checkpoint
 
 import flatshard
 from flatshard import MixedPrecision, ShardingStrategy, fully_shard
@@ -84,14 +80,6 @@ def same(one: Optimizer, other: Optimizer) -> None:
     same_bits(*([{k: v for k, v in g.items() if k != "params"} for g in each.param_groups] for each in (one, other)))
 
 
-def twins(ctx, kind: str, arrange: Callable[..., Any] = groups, **options: Any) -> list[tuple[nn.Module, Optimizer]]:
-    """Two models of the same values, and their optimizers: offloaded, and not. ``arrange``: makes groups of a model."""
-    cls, settings = KINDS[kind]
-    models = [sharded(ctx, **options) for _ in range(2)]
-    makes = [functools.partial(OffloadedOptimizer, optimizer_class=cls), cls]
-    return [(m, make(arrange(m), **copy.deepcopy(settings))) for m, make in zip(models, makes, strict=True)]
-
-
 def flat_and_alone(model: nn.Module) -> list[dict[str, Any]]:
     return [{"params": [*flatshard.flat_parameters(model), nn.Parameter(torch.ones(3))]}]
 
@@ -119,7 +107,10 @@ def test_the_same_bits(ctx, kind: str, strategy: str, precision: Any, micro: int
     where: dict[str, Any] = {"strategy": ShardingStrategy[strategy], "mixed_precision": precision}
     if strategy.startswith("HYBRID"):
         where["device_mesh"] = ctx.device_mesh((2, 2), ("replicate", "shard"))
-    both = twins(ctx, kind, flat_and_alone if is_flat else groups_and_alone, **where)
+    (cls, settings), arrange = KINDS[kind], flat_and_alone if is_flat else groups_and_alone
+    models = [sharded(ctx, **where) for _ in range(2)]
+    makes = [functools.partial(OffloadedOptimizer, optimizer_class=cls), cls]
+    both = [(m, make(arrange(m), **copy.deepcopy(settings))) for m, make in zip(models, makes, strict=True)]
     schedulers = [optim.lr_scheduler.ExponentialLR(o, 0.9) for _, o in both]
     if ahead:
         flatshard.optim.step_in_backward(*both[0])
@@ -190,15 +181,6 @@ def test_a_job_goes_on_from_its_checkpoint(ctx, path: str) -> None:
         flatshard.load_checkpoint(path, then, process_group=ctx.group)
         train(then, range(3, 6))
         same(first["optimizer"], then["optimizer"])
-
-
-@ranks(2)
-def test_grad_scaler(ctx) -> None:
-    """A step that overflows is skipped."""
-    body = [(Forward(loss, 0, ROOT, i), Scaled(loss, 0, loss == "b"), ZeroGrad(0)) for i, loss in enumerate("abc")]
-    model, sharding = Model(("seq", ("linear", True), ("residual", ("mlp", 3, True))), 5), Sharding(("set", "Residual"))
-    statements = tuple(statement for step in body for statement in step)
-    run_program(ctx, Program(0, 2, model, (sharding, sharding), "same", "offloaded", False, 1, statements))
 
 
 @ranks(2)
@@ -355,24 +337,14 @@ def test_what_needs_all_gradients_is_refused_in_backward(ctx) -> None:
     scaler.step(optimizer)
 
 
-class Recomputed(nn.Module):
-    """A part is in a reentrant checkpoint."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.inner, self.last = (nn.Linear(4, 4) for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(checkpoint(self.inner, self.first(x), use_reentrant=True))
-
-
 @ranks(2)
 def test_a_checkpoint_around_a_part_of_a_unit(ctx):
     """The unit would be stepped twice; the cure is as the message says."""
     for is_unit in (False, True):
         torch.manual_seed(0)
-        model = Recomputed()
-        policy: Any = {nn.Linear} if is_unit else {(model.inner, model.last)}
+        first, inner, last = (nn.Linear(4, 4) for _ in range(3))
+        model = nn.Sequential(first, checkpoint_wrapper(inner, CheckpointImpl.REENTRANT), last)
+        policy: Any = {nn.Linear} if is_unit else {(inner, last)}
         fully_shard(model, policy=policy, process_group=ctx.group)
         optimizer = OffloadedOptimizer(model.parameters(), optim.SGD, lr=0.1)
         flatshard.optim.step_in_backward(model, optimizer)
