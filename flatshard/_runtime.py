@@ -304,7 +304,8 @@ class Users:
                 streams.let_wait(streams.gather, stream)
 
 
-_Numbers = dict[torch.device, tuple[int, dict[CollectivesFactory, Collectives]]]
+_Lasting = dict[torch.device, tuple[int, dict[CollectivesFactory, Collectives]]]
+"""The ``number`` and ``made`` of the ``Peers`` of one group, by device."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -329,7 +330,7 @@ class Peers:
 
     # These live as long as the group. rank_group.py, [Note: Ranks collect garbage at different times]
     _progress: ClassVar[weakref.WeakKeyDictionary[dist.ProcessGroup, Progress]] = weakref.WeakKeyDictionary()
-    _numbers: ClassVar[weakref.WeakKeyDictionary[dist.ProcessGroup, _Numbers]] = weakref.WeakKeyDictionary()
+    _lasting: ClassVar[weakref.WeakKeyDictionary[dist.ProcessGroup, _Lasting]] = weakref.WeakKeyDictionary()
 
     @classmethod
     def of(cls, group: dist.ProcessGroup, device: torch.device) -> Peers:
@@ -345,8 +346,8 @@ class Peers:
                 progress = cls._progress.setdefault(group, Progress())
                 monitor = None if cls.make_monitor is None else cls.make_monitor(builtin, device, progress)
             host = None if on_cpu else torch.device("cpu")
-            streams, numbers = Streams.of(device), cls._numbers.setdefault(group, {})
-            number, made = numbers.get(device) or numbers.setdefault(device, (RankGroup.next_number(), {}))
+            streams, lasting = Streams.of(device), cls._lasting.setdefault(group, {})
+            number, made = lasting.get(device) or lasting.setdefault(device, (RankGroup.next_number(), {}))
             found = known[device] = cls(builtin, device, streams, host, progress, monitor, number, made)
         return found
 

@@ -7,8 +7,8 @@ works across units that were sharded by separate calls, and no unit needs to kno
 [Note: One context for groups that are connected]
 A unit may reduce over two groups: over its shards, and over its replicas. Another may share only one of them (experts that
 are sharded over fewer ranks, and replicated over the same). Collectives of a group match by order, so both need one order of
-reductions. All groups that units connect are one context. ``fully_shard`` joins contexts when it connects their groups. They
-stay connected when those units are gone. rank_group.py, [Note: Ranks collect garbage at different times]
+reductions. All groups that units connect are one context. ``fully_shard`` joins contexts when it connects their groups.
+Groups stay connected when those units are gone. rank_group.py, [Note: Ranks collect garbage at different times]
 
 [Note: Gathered before it changes]
 A module may change parameters of units inside it, in its own forward: a momentum encoder (MoCo, BYOL) does. A unit that was
@@ -500,8 +500,8 @@ class Context:
     # -- exceptions ----------------------------------------------------------------------------------------------------
 
     def settle(self, frame: FrameType | None = None) -> None:
-        """Clean up after an exception that skipped hooks (an interrupt, a failed backward). ``frame``: the caller's (default:
-        found); forwards that do not enclose it are over.
+        """Clean up after an exception that skipped hooks (an interrupt, a failed backward). Forwards that do not enclose
+        ``frame``, by default the caller's, are over.
 
         Raises:
             RuntimeError: another thread is in a forward or a backward.

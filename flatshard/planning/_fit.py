@@ -298,10 +298,11 @@ class _Search:
         """Whether it fits if everything is given up that units have."""
         return self._least_over(setting) <= 0
 
-    def _least_over(self, setting: Setting) -> int:
-        """By how many bytes it is over the budget then."""
+    def _least_over(self, setting: Setting) -> float:
+        """By how many bytes it is over the budget then. Infinite: ``setting`` is not possible."""
         settings = [dataclasses.replace(setting, split=split) for split in (False, True)]
-        return min(self.peak(each, self.least) for each in settings if self._is_possible(each)) - self.budget
+        peaks = [self.peak(each, self.least) for each in settings if self._is_possible(each)]
+        return min(peaks, default=math.inf) - self.budget
 
     def _best_on_host(self, kind: Setting) -> tuple[Setting, Choices] | None:
         """The cheapest choice with as few units on the host as fit. None: nothing fits. [Note: Units on the host]"""
@@ -320,7 +321,7 @@ class _Search:
         def with_these(row: Sequence[bool]) -> Setting:
             return dataclasses.replace(kind, offload=tuple(itertools.compress(self.names, row)))
 
-        def over(row: Sequence[bool]) -> int:
+        def over(row: Sequence[bool]) -> float:
             return self._least_over(with_these(row))
 
         can_have = None if self.short is None else self.short.can_have

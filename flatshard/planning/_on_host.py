@@ -41,31 +41,34 @@ def _sizes(plan: Plan) -> dict[str, tuple[int, int]]:
 
 
 def cheaper_on_host(
-    few: Sequence[bool], plan: Plan, names: Sequence[str], least: int, over: Callable[[Sequence[bool]], int]
+    few: Sequence[bool], plan: Plan, names: Sequence[str], least: float, over: Callable[[Sequence[bool]], float]
 ) -> Sequence[bool]:
-    """The units, of few, that copy least and are enough; or ``few``, which are enough.
+    """The set of units that copies least, of those that are enough. ``few`` is enough.
 
-    First without those sets that would need more freed by what one that has failed says: it was over the limit by so much,
-    and its largest unit, of which more is on the device while it runs, was no larger. Then these are tried, too.
+    A set that is not enough tells about how many bytes are needed: those that it frees, and those by which it is over the
+    limit. A unit on the host is on the device while it runs, so with a smaller largest unit less may be needed; for this a
+    tenth of the largest is taken off, and such sets are not judged. Sets that free less than is needed are tried last.
 
     Args:
-        few, plan, names: see the functions above and below.
+        few: for each unit, whether it is on the host.
+        plan: of the model with no unit on the host.
+        names: of the units.
         least: bytes to be freed.
         over: by how many bytes a set is over the limit.
     """
     if len(few) > FEW:
         return few
-    sizes = [_sizes(plan)[name] for name in names]
+    sizes = [*map(_sizes(plan).__getitem__, names)]
     rows = [_HostSet.of(row, sizes) for row in itertools.product((False, True), repeat=len(few))]
     best = _HostSet.of(few, sizes)
     rows = sorted(row for row in rows if row.copied < best.copied and row.freed >= least)
-    failed: dict[_HostSet, float] = {}  # with the bytes that another one has to free
+    failed: dict[_HostSet, float] = {}  # with the bytes that are needed
     for is_last in (False, True):
         for row in rows:
-            if row.copied >= best.copied:
+            if row.copied >= best.copied or len(failed) == TRIES:
                 break
             is_doubtful = any(row.freed < freed and row.largest >= other.largest for other, freed in failed.items())
-            if row in failed or (is_doubtful and not is_last) or len(failed) == TRIES:
+            if row in failed or (is_doubtful and not is_last):
                 continue
             if (more := over(row.on_host)) <= 0:
                 best = row

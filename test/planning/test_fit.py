@@ -523,6 +523,19 @@ def test_as_little_on_the_host_as_is_enough(monkeypatch, widths: tuple[int, ...]
     assert "recomputes  on the host" in str(fitted)
 
 
+def test_a_model_that_cannot_be_on_the_host(monkeypatch):
+    made = _fit._Search.peak
+
+    def peak(self: Any, setting: Any, choices: Any) -> int:
+        if setting.offload:
+            raise NotImplementedError
+        return made(self, setting, choices)
+
+    monkeypatch.setattr(_fit._Search, "peak", peak)
+    with pytest.raises(ValueError, match="The least possible peak is"):
+        fit(on_meta(Gpt), bytes_per_rank=2**10, cpu_offload=True, **options("gpt", device="cuda"))
+
+
 def test_optimizer_state_on_the_host(world):
     """It comes first, and what it copies is counted; units follow, if it is not enough."""
     given = options("gpt", example_inputs=(IDS[:1, :1],), device="cuda", cpu_offload=True, offload_optimizer=True)

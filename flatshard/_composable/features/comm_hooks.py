@@ -149,12 +149,12 @@ def register_comm_hook(
       with S elements, uninitialised. Rank r's part is elements r * S to (r + 1) * S.
     - ``hook(state, gradient)`` for ``NO_SHARD`` units: replace ``gradient`` by its average over all ranks, in place.
 
-    Both tensors have the dtype of the sums (``reduce_dtype``, else that of the gradients) and the device that computes. The
-    hook must divide by the number of ranks itself. It may overwrite ``gradient``, and may assign to the ``.data`` of its
-    arguments, but the result must have the dtype and shape that the argument had. ``gradient``'s memory is freed
-    afterwards, so the hook must clone what it wants to keep. It returns None, or an object whose ``wait()`` completes the
-    reduction (a ``Work`` or a :class:`Pending`), so that backward can continue meanwhile. On an accelerator the hook runs
-    on a side stream, and should leave its collectives and kernels there.
+    Both tensors have the dtype that gradients are reduced in (see :class:`MixedPrecision`), and are on the device that
+    computes. The hook must divide by the number of ranks itself. It may overwrite ``gradient``, and may assign to the
+    ``.data`` of its arguments, but the result must have the dtype and shape that the argument had. ``gradient``'s memory is
+    freed afterwards, so the hook must clone what it wants to keep. It returns None, or an object whose ``wait()`` completes
+    the reduction (a ``Work`` or a :class:`Pending`), so that backward can continue meanwhile. On an accelerator the hook
+    runs on a side stream, and should leave its collectives and kernels there.
 
     ``-0.0`` marks the elements of parameters that a rank did not use. Sums and casts of ``-0.0`` keep it. A hook that turns
     ``-0.0`` into ``+0.0`` (a sum that starts from ``+0.0``, or rounding to integers) gives a parameter that no rank used a
@@ -239,7 +239,7 @@ def bf16_compress_hook(
 
     Args:
         state: the unit's process group and reductions.
-        gradient: 1-D: this rank's gradients, in the dtype of the sums.
+        gradient: 1-D: this rank's gradients, in the dtype that they are reduced in.
         output: 1-D: gets this rank's part of the average. None for ``NO_SHARD`` units, where ``gradient`` gets the average.
     """
     return _compress(torch.bfloat16, state, gradient, output)
@@ -259,7 +259,7 @@ def fp16_compress_hook(
 
     Args:
         state: the unit's process group and reductions.
-        gradient: 1-D: this rank's gradients, in the dtype of the sums.
+        gradient: 1-D: this rank's gradients, in the dtype that they are reduced in.
         output: 1-D: gets this rank's part of the average. None for ``NO_SHARD`` units, where ``gradient`` gets the average.
     """
     return _compress(torch.float16, state, gradient, output)
