@@ -37,18 +37,12 @@ def _four_ranks(world) -> None:
 
 def seen_of(root: nn.Module) -> list[Any]:
     """What can be seen of a module tree: classes, objects, values, attributes, hooks."""
-    modules = [
-        (
-            name,
-            id(m),
-            type(m),
-            list(m.__dict__),
-            [list(v.items()) for k, v in m.__dict__.items() if k.endswith("_hooks")],
-        )
-        for name, m in root.named_modules()
-    ]
+    seen: list[Any] = []
+    for name, m in root.named_modules():
+        hooks = [list(v.items()) for k, v in m.__dict__.items() if k.endswith("_hooks")]
+        seen.append((name, id(m), type(m), list(m.__dict__), hooks))
     tensors = [*root.named_parameters(remove_duplicate=False), *root.named_buffers(remove_duplicate=False)]
-    return [modules, [(name, id(t), type(t), dict(t.__dict__), t._version) for name, t in tensors]]
+    return [seen, [(name, id(t), type(t), dict(t.__dict__), t._version) for name, t in tensors]]
 
 
 @contextlib.contextmanager
@@ -102,12 +96,6 @@ def test_sharded_twice():
             fully_shard(model, ignored_states=[model.get_submodule(ignored)])
 
 
-def test_no_process_group():
-    dist.destroy_process_group()
-    with refused(model := Net(), RuntimeError, "needs a process group: call torch.distributed.init_process_group(...)"):
-        fully_shard(model)
-
-
 def chosen(overrides: dict[str, Any]) -> CustomPolicy:
     return CustomPolicy(lambda m: overrides if isinstance(m, Block) else False)
 
@@ -140,6 +128,12 @@ WRONG: list[tuple[Callable[[Net], dict[str, Any]], type[Exception], str]] = [
     (lambda m: {"ignored_states": [m]}, ValueError, "ignored_states contains the module that is to be sharded"),
     (lambda m: {"ignored_states": m.head.weight}, TypeError, "ignored_states contains a Tensor"),
     (lambda m: {"ignored_states": "head"}, TypeError, "ignored_states contains a str; it takes modules and"),
+    (lambda m: {"polcy": {Block}}, TypeError, "no argument 'polcy': did you mean 'policy'?"),
+    (lambda m: {"zzz": 1}, TypeError, "no argument 'zzz'"),
+    (lambda m: {"auto_wrap_policy": {Block}, "policy": {Block}}, TypeError, "'policy' and 'auto_wrap_policy' are two"),
+    (lambda m: {"shard_placement_fn": None}, TypeError, "no argument 'shard_placement_fn': "),
+    (lambda m: {"dp_mesh_dims": 1}, TypeError, "must be a torch.distributed.fsdp.DataParallelMeshDims, got 1"),
+    (lambda m: {"use_orig_params": True}, TypeError, "no argument 'use_orig_params': omit it"),
 ]
 
 
@@ -149,6 +143,9 @@ def test_wrong_or_missing_choices():
         model = Net()
         with refused(model, kind, message):
             fully_shard(model, **arguments(model))
+    dist.destroy_process_group()
+    with refused(model, RuntimeError, "needs a process group: call torch.distributed.init_process_group(...)"):
+        fully_shard(model)
 
 
 def test_every_name_of_fsdp_is_known():
@@ -172,35 +169,9 @@ def test_names_are_accepted():
     assert model.head.weight is ignored
 
 
-WRONG_NAMES: list[tuple[dict[str, Any], str]] = [
-    ({"polcy": {Block}}, r"no argument 'polcy': did you mean 'policy'\?"),
-    ({"zzz": 1}, r"no argument 'zzz'$"),
-    ({"auto_wrap_policy": {Block}, "policy": {Block}}, "'policy' and 'auto_wrap_policy' are two names of 'policy'"),
-    ({"shard_placement_fn": None}, r"no argument 'shard_placement_fn': .*layouts\.Rows\(\)"),
-    ({"dp_mesh_dims": 1}, r"dp_mesh_dims must be a torch\.distributed\.fsdp\.DataParallelMeshDims, got 1"),
-    ({"use_orig_params": True}, "no argument 'use_orig_params': omit it"),
-]
-
-
-def test_names_are_refused():
-    model = Net()
-    for arguments, error in WRONG_NAMES:
-        with pytest.raises(TypeError, match=error):
-            fully_shard(model, **arguments)
-    assert type(model.head.weight) is nn.Parameter
-
-
 ODD: list[tuple[Callable[[], Any], type[Exception], str]] = [
-    (
-        lambda: torch.ones(4, 4),
-        NotImplementedError,
-        "is annotated by spmd_types with {'tp': 'R'}, which flatshard does",
-    ),
-    (
-        lambda: distribute_tensor(torch.ones(4, 4), mesh(4)),
-        ValueError,
-        "is a DTensor over ranks [0, 1, 2, 3], and would",
-    ),
+    (lambda: torch.ones(4, 4), NotImplementedError, "is annotated by spmd_types with {'tp': 'R'}, which flatshard"),
+    (lambda: distribute_tensor(torch.ones(4, 4), mesh(4)), ValueError, "is a DTensor over ranks [0, 1, 2, 3], and"),
     (lambda: torch.eye(4).to_sparse(), ValueError, "has layout torch.sparse_coo: only dense parameters can be sharded"),
     (nn.UninitializedParameter, ValueError, "is lazy and has no shape yet: run one forward before fully_shard"),
 ]

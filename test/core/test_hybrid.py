@@ -141,13 +141,17 @@ def test_parity(ctx, strategy: ShardingStrategy):
 
 @ranks(4)
 def test_every_replica_starts_from_rank_0(ctx):
+    """Whatever the random generators do, where ``fully_shard`` fills what is on meta, and where it is filled later."""
     mesh = ctx.device_mesh((2, 2), ("replicate", "shard"))
-    for meta in (False, True):
+    for device, options in (("cpu", {"sync_module_states": True}), ("meta", {"device_id": "cpu"}), ("meta", {})):
         torch.manual_seed(ctx.rank)
-        with torch.device("meta" if meta else "cpu"):
+        with torch.device(device):
             model = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 3))
-        options = {"sync_module_states": not meta, "device_id": "cpu"}
         fully_shard(model, policy={nn.Linear}, device_mesh=mesh, strategy=HYBRID[0], **options)
+        if not options:
+            for layer in model.to_empty(device="cpu"):
+                layer.reset_parameters()
+        model(torch.ones(1, 5))  # from here on no value is to come
         assert same_everywhere(ctx.group, torch.cat([p.flatten() for p in full_params(model).values()]))
 
 

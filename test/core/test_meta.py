@@ -175,6 +175,10 @@ def test_what_is_no_initialiser(fake_group):
         with pytest.raises(RuntimeError, match=r"'weight', 'bias' were .*param_init_fn was called"):
             fully_shard(on_meta(linear), param_init_fn=init)
     assert not torch.are_deterministic_algorithms_enabled()  # a mode that is on for the call only
+    lists = on_meta(lambda: nn.Sequential(nn.ParameterList([torch.ones(3)])))
+    with pytest.raises(RuntimeError, match=r"'0.0' are on the meta device and their modules cannot") as e:
+        fully_shard(lists, sync_module_states=True)
+    assert not hasattr(e.value, "__notes__")
 
 
 @ranks(2)
@@ -206,6 +210,8 @@ def test_partly_on_meta(ctx):
 
 @ranks(1, 3)
 def test_sync_module_states(ctx):
+    """The other ranks may be on meta, as FSDP1 loads a large model once a node. What is sent needs no initialiser."""
+
     def make(seed: int) -> nn.Module:
         """Parameters and buffers of many dtypes, shapes and strides."""
         model = saving.make(seed)
@@ -218,31 +224,19 @@ def test_sync_module_states(ctx):
 
     reference = make(5)
     expected = {**dict(reference.named_parameters()), **dict(reference.named_buffers())}
-    for strategy, policy in ((ShardingStrategy.FULL_SHARD, {nn.Conv2d}), (ShardingStrategy.NO_SHARD, None)):
-        model = make(5 + ctx.rank)
-        buffers = [(n, id(b)) for n, b in model.named_buffers(remove_duplicate=False)]
+    for strategy, policy, device in (
+        ("FULL_SHARD", {nn.Conv2d}, "cpu"),
+        ("NO_SHARD", None, "cpu"),
+        ("FULL_SHARD", None, "meta"),
+    ):
+        with torch.device(device if ctx.rank else "cpu"):
+            model = make(5 + ctx.rank)
+        buffers = [(n, id(b)) for n, b in model.named_buffers(remove_duplicate=False) if not b.is_meta]
         fully_shard(model, policy=policy, process_group=ctx.group, strategy=strategy, sync_module_states=True)
-        assert [(n, id(b)) for n, b in model.named_buffers(remove_duplicate=False)] == buffers
+        assert device == "meta" or [(n, id(b)) for n, b in model.named_buffers(remove_duplicate=False)] == buffers
         for name, value in tensors_of(model).items():
             assert torch.equal(value, expected[name]), name
             assert value.stride() == expected[name].stride(), name
-
-
-@ranks(3)
-def test_meta_on_all_ranks_but_0(ctx):
-    """FSDP1's way to load a large model once a node; what rank 0 sends needs no initialiser."""
-
-    def make() -> nn.Module:
-        return nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.ParameterList([torch.ones(3)]))
-
-    real = make()
-    expected = copy.deepcopy(real.state_dict())
-    model = real if ctx.rank == 0 else on_meta(make)
-    fully_shard(model, process_group=ctx.group, policy={nn.Linear}, sync_module_states=True)
-    assert all(torch.equal(value, expected[name]) for name, value in tensors_of(model).items())
-    with pytest.raises(RuntimeError, match=r"'2.0' are on the meta device and their modules cannot") as e:
-        fully_shard(on_meta(make), process_group=ctx.group, sync_module_states=True)
-    assert not hasattr(e.value, "__notes__")  # nothing has been changed
 
 
 @ranks(4)
@@ -316,8 +310,13 @@ def each_its_own(model: nn.Module) -> None:
 @pytest.mark.parametrize("fill", [apply, each_its_own], ids=lambda f: f.__name__)
 @ranks(1, 3)
 def test_other_ways_to_initialise(ctx, fill: Callable[[nn.Module], None]):
-    for options in ({}, {"layout": layouts.Rows()}, {"mixed_precision": MixedPrecision(reduce_dtype=torch.float64)}):
-        expected, model = Lm(), sharded_on_meta(ctx, **options).to_empty(device="cpu")
+    float64 = torch.float64
+    for options, dtype in (
+        ({}, torch.float32),
+        ({"layout": layouts.Rows()}, float64),  # converted before it has values
+        ({"mixed_precision": MixedPrecision(reduce_dtype=float64)}, torch.float32),
+    ):
+        expected, model = Lm().to(dtype), sharded_on_meta(ctx, **options).to(dtype).to_empty(device="cpu")
         for each in (expected, model):
             torch.manual_seed(5)
             each.rotary.reset_parameters()
@@ -425,32 +424,6 @@ def test_what_needs_values_says_so(ctx, tmp_path: Path):
     assert "blocks.0" not in str(e.value)
     model.init_weights()
     model(x).sum().backward()
-
-
-@ranks(4)
-def test_replicas(ctx):
-    """Replicas end equal, whatever their random generators do."""
-    mesh = ctx.device_mesh((2, 2), ("replicate", "shard"))
-    model = fully_shard(on_meta(), policy={Block}, device_mesh=mesh, strategy=ShardingStrategy.HYBRID_SHARD)
-    model.to_empty(device="cpu")
-    torch.manual_seed(ctx.rank)
-    model.init_weights()
-    model(torch.zeros(2, dtype=torch.int64))
-    mine = torch.cat([p.detach().clone().reshape(-1) for p in model.parameters()])
-    assert same_everywhere(mesh.get_group("replicate"), mine)
-
-
-def test_converted_on_meta(world):
-    """``module.half()`` between ``fully_shard`` and ``to_empty``: as in one process, the values come in the new dtype."""
-    for size in (1, 2):
-        world(size)
-        model = on_meta(lambda: nn.Sequential(nn.Linear(3, WIDTH), nn.Linear(WIDTH, 2)))
-        fully_shard(model, policy={nn.Linear}).bfloat16()
-        model.to_empty(device="cpu")
-        for layer in model:
-            layer.reset_parameters()
-        model(torch.ones(2, 3, dtype=torch.bfloat16)).sum().backward()
-        assert {p.dtype for p in model.parameters()} == {torch.bfloat16} == {p.grad.dtype for p in model.parameters()}
 
 
 def test_a_plan_while_another_model_waits_for_values(fake_group):

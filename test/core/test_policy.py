@@ -90,6 +90,7 @@ BY_CLASS = {
     "ModuleWrapPolicy": ModuleWrapPolicy([Block]),
     "torch's ModuleWrapPolicy": torch_wrap.ModuleWrapPolicy({Block}),
     "function": CustomPolicy(lambda m: isinstance(m, Block)),
+    "an empty dict is a no": CustomPolicy(lambda m: {} if isinstance(m, nn.Linear) else isinstance(m, Block)),
     "lambda": functools.partial(OURS.lambda_auto_wrap_policy, lambda_fn=lambda m: isinstance(m, Block)),
     "torch's lambda": functools.partial(THEIRS.lambda_auto_wrap_policy, lambda_fn=lambda m: isinstance(m, Block)),
     "transformer": functools.partial(OURS.transformer_auto_wrap_policy, transformer_layer_cls={Block}),
@@ -165,39 +166,39 @@ def test_size_based_policies_decide_alike_on_all_ranks_where_something_is_sharde
     assert sum(name == "Block" for name, _, _ in seen) == 2  # once to recurse, once to choose: not asked about blocks.0
 
 
-DEFAULTS = (ShardingStrategy.FULL_SHARD, BackwardPrefetch.BACKWARD_PRE, True)
-OVERRIDES = [
-    ({"strategy": ShardingStrategy.SHARD_GRAD_OP}, (ShardingStrategy.SHARD_GRAD_OP, *DEFAULTS[1:])),
-    ({"sharding_strategy": TorchStrategy.NO_SHARD}, (ShardingStrategy.NO_SHARD, *DEFAULTS[1:])),
-    ({"backward_prefetch": TorchPrefetch.BACKWARD_POST}, (DEFAULTS[0], BackwardPrefetch.BACKWARD_POST, True)),
-    ({"mixed_precision": None, "backward_prefetch": None, "forward_prefetch": False}, (DEFAULTS[0], None, False)),
+FULL, GRAD_OP, NO_SHARD = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD
+PRE, POST = BackwardPrefetch.BACKWARD_PRE, BackwardPrefetch.BACKWARD_POST
+NO_PREFETCH = {"backward_prefetch": None, "forward_prefetch": False}
+USUAL = (FULL, PRE, True)
+# A policy's settings for the head and for the root, and the call's; what the head, the root and a block have then.
+SETTINGS: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any], Any, Any, Any]] = [
+    ({"strategy": GRAD_OP}, {}, {}, (GRAD_OP, PRE, True), USUAL, USUAL),
+    ({"sharding_strategy": TorchStrategy.NO_SHARD}, {}, {}, (NO_SHARD, PRE, True), USUAL, USUAL),
+    ({"backward_prefetch": TorchPrefetch.BACKWARD_POST}, {}, {}, (FULL, POST, True), USUAL, USUAL),
+    ({"mixed_precision": None, **NO_PREFETCH}, {}, {}, (FULL, None, False), USUAL, USUAL),
+    ({"forward_prefetch": True}, {}, NO_PREFETCH, (FULL, None, True), *[(FULL, None, False)] * 2),
+    (
+        {},
+        NO_PREFETCH,
+        {"strategy": TorchStrategy.SHARD_GRAD_OP},
+        (GRAD_OP, PRE, True),
+        (GRAD_OP, None, False),
+        (GRAD_OP, PRE, True),
+    ),
 ]
 
 
-@pytest.mark.parametrize("kind", [CustomPolicy, torch_wrap.CustomPolicy])
-def test_an_override_is_for_that_unit_only(kind):
-    for override, expected in OVERRIDES:
+@pytest.mark.parametrize("kind", [dict, CustomPolicy, torch_wrap.CustomPolicy])
+def test_settings(kind):
+    """A policy's are for that unit only, also those of the root; all others have what the call was given."""
+    for of_head, of_root, given, *expected in SETTINGS:
         model = Net()
-        chosen = model.blocks[1]
-        fully_shard(model, policy=kind(lambda m, o=override, c=chosen: o if m is c else isinstance(m, Block)))
-        assert configs(model) == {name: expected if name == "blocks.1" else DEFAULTS for name in BLOCKS}
-        assert (chosen.up.weight.shape == (16, 8)) is (expected[0] is ShardingStrategy.NO_SHARD)
-    # An empty dict is a no, as FSDP1's CustomPolicy has it.
-    model = fully_shard(Net(), policy=kind(lambda m: {} if isinstance(m, Block) else isinstance(m, nn.Linear)))
-    assert units(model) == ["", *[f"blocks.{i}.{name}" for i in range(3) for name in ("up", "down")], "head"]
-
-
-def test_all_others_have_the_roots_settings():
-    """What the root was given goes to every unit that says nothing else; an override of the root is for the root."""
-    model = Net()
-    policy = CustomPolicy(lambda m: {"forward_prefetch": True} if m is model.head else isinstance(m, Block))
-    options = {"strategy": TorchStrategy.SHARD_GRAD_OP, "backward_prefetch": None, "forward_prefetch": False}
-    fully_shard(model, policy=policy, **options)
-    given = (ShardingStrategy.SHARD_GRAD_OP, None, False)
-    assert configs(model) == {**dict.fromkeys(BLOCKS, given), "head": (*given[:2], True)}
-    model = Net()
-    fully_shard(model, policy=CustomPolicy(lambda m: {"forward_prefetch": False} if m is model else m is model.head))
-    assert configs(model) == {"": (*DEFAULTS[:2], False), "head": DEFAULTS}
+        chosen = {"head": of_head, "": of_root, "blocks.0": {}}
+        names = {m: n for n, m in model.named_modules()}
+        policy = chosen if kind is dict else kind(lambda m, c=chosen, n=names: c.get(n[m]) or n[m] in c)
+        fully_shard(model, policy=policy, **given)
+        assert [configs(model)[name] for name in ("head", "", "blocks.0")] == expected
+        assert (model.head.weight.shape == (11, 8)) is (expected[0][0] is NO_SHARD)
 
 
 def overriding(**arguments) -> CustomPolicy:
@@ -219,6 +220,9 @@ NO_POLICIES: list[tuple[Any, str]] = [
     (functools.partial(OURS.transformer_auto_wrap_policy), "missing a required argument: 'transformer_layer_cl"),
     (overriding(device_id=3), r"the policy overrides 'device_id' for a Block; it can override \['backward_prefetch', "),
     (overriding(strategy="full"), "the policy's strategy='full' is not one of ShardingStrategy.FULL_SHARD, "),
+    ({"blocks.3": {}}, "the policy names 'blocks.3', and Net has no such module. Its modules: .*'blocks.2'"),
+    ({"blocks.2": {}}, "and Net has it, but it is ignored or sharded already"),
+    ({"head": True}, "the policy has True for 'head': it must be a dict of arguments"),
 ]
 
 
@@ -226,28 +230,12 @@ def test_what_is_no_policy():
     for policy, message in NO_POLICIES:
         model = Net()
         with pytest.raises(ValueError, match=message):
-            fully_shard(model, policy=policy)
+            fully_shard(model, policy=policy, ignored_states=[model.blocks[2]])
         assert not units_below(model)
         assert type(model.scale) is nn.Parameter
     for classes in ({"Block"}, set(), [Block()]):  # ours looks when it is made
         with pytest.raises(ValueError, match=r"is not an nn\.Module class|holds an instance of Block|selects nothing"):
             ModuleWrapPolicy(classes)
-
-
-def test_units_by_name():
-    """With the options of each; "" is the module itself."""
-    options = {"backward_prefetch": None}
-    model = fully_shard(Net(), policy={"blocks.1": {}, "head": options, "": {"forward_prefetch": False}})
-    full, pre, ahead = DEFAULTS
-    assert configs(model) == {"": (full, pre, False), "blocks.1": DEFAULTS, "head": (full, None, ahead)}
-    model = Net()
-    for policy, message in (
-        ({"blocks.3": {}}, "the policy names 'blocks.3', and Net has no such module. Its modules: .*'blocks.2'"),
-        ({"blocks.0": {}}, "and Net has it, but it is ignored or sharded already"),
-        ({"head": True}, "the policy has True for 'head': it must be a dict of arguments"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            fully_shard(model, policy=policy, ignored_states=[model.blocks[0]])
 
 
 def staged(*widths: int, count: int = 3) -> nn.Module:
@@ -377,12 +365,12 @@ def test_earlier_calls():
     """A policy leaves their units as they are; the root owns what none of them has taken; device names are one device."""
     for device_id in (None, 0, "cpu:0", torch.device("cpu", 0)):
         model = Net()
-        fully_shard(model.blocks[1], strategy=ShardingStrategy.NO_SHARD)
+        fully_shard(model.blocks[1], strategy=NO_SHARD)
         before = unit_of(model.blocks[1])
         policy = CustomPolicy(lambda m: {"forward_prefetch": False} if isinstance(m, Block) else False)
         fully_shard(model, policy=policy, device_id=device_id)
         assert unit_of(model.blocks[1]) is before
-        assert configs(model)["blocks.1"] == (ShardingStrategy.NO_SHARD, *DEFAULTS[1:])
+        assert configs(model)["blocks.1"] == (NO_SHARD, PRE, True)
         assert units(model) == BLOCKS
         assert describe(model).device == torch.device("cpu")
         assert len({id(u.context) for u in units_below(model)}) == 1

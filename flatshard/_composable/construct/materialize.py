@@ -278,4 +278,4 @@ def fill_with_pattern(tensor: torch.Tensor) -> None:
 
 def shows_pattern(tensor: torch.Tensor) -> bool:
     """Whether ``tensor``, plain and not empty, is as ``fill_with_pattern`` left it."""
-    return bool((tensor.detach().reshape(-1).view(torch.uint8) == PATTERN).all())
+    return bool((tensor.detach().contiguous().view(-1).view(torch.uint8) == PATTERN).all())
