@@ -98,12 +98,7 @@ class MemoryWatch(LiveBytes):
 
 def same_tensors(found: dict[str, Any], expected: dict[str, Tensor], strides: bool = False) -> None:
     """Plain tensors, bit for bit; in any order."""
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        assert type(found[name]) is Tensor, name
-        assert (found[name].dtype, found[name].shape) == (value.dtype, value.shape), name
-        assert torch.equal(found[name], value), name
-        assert not strides or found[name].stride() == value.stride(), name
+    torch.testing.assert_close(found, expected, rtol=0, atol=0, allow_subclasses=False, check_stride=strides)
 
 
 def by_name(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -115,18 +110,8 @@ def by_name(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any
 
 def same(found: dict[str, Any], expected: dict[str, Any]) -> None:
     """Bit for bit; groups may come in another order of parameters."""
-    assert found["state"].keys() == expected["state"].keys()
-    for fqn, values in expected["state"].items():
-        assert found["state"][fqn].keys() == values.keys(), fqn
-        for key, value in values.items():
-            other = found["state"][fqn][key]
-            if isinstance(value, Tensor):
-                assert type(other) is Tensor, (fqn, key)
-                assert (other.dtype, other.shape) == (value.dtype, value.shape), (fqn, key)
-                assert torch.equal(other, value), (fqn, key)
-            else:
-                assert other == value
-    assert options(found) == options(expected)
+    for part in (lambda state: state["state"], options):
+        torch.testing.assert_close(part(found), part(expected), rtol=0, atol=0, allow_subclasses=False)
 
 
 def options(state: dict[str, Any]) -> dict[str, Any]:

@@ -235,11 +235,14 @@ def test_what_could_not_be_loaded_is_not_saved(tmp_path):
             save_checkpoint(tmp_path / "x", {"step": 1, "odd": value})
     for state, message in (
         ({3: 1}, "state has the name 3, which is no string"),
+        ({"a.b": 1}, "a name with a dot"),
         ([1], "state must be a dict of what the job consists of, such as .* got a list"),
     ):
         with expect(message):
             save_checkpoint(tmp_path / "x", state)  # type: ignore[arg-type]
     assert list(tmp_path.iterdir()) == []
+    with expect("exists and is no checkpoint"):
+        save_checkpoint(tmp_path, {"step": 1}, overwrite=True)
 
 
 # -- ranks that do not come, or die ------------------------------------------------------------------------------------
@@ -377,6 +380,22 @@ def test_saved_after_an_exception_in_any_part_of_a_step(ctx, path: str) -> None:
         assert same(values(model, optimizer), saved)
 
 
+@ranks(3)
+def test_of_what_is_not_sharded_rank_0s_is_saved(ctx, path: str) -> None:
+    """Not one tensor of one rank, the next of another."""
+    model = nn.Sequential(nn.Linear(5, 5), nn.BatchNorm1d(5), nn.BatchNorm1d(5))
+    fully_shard(model, process_group=ctx.group)
+    for buffer in model.buffers():
+        buffer.fill_(ctx.rank)
+    state = {"model": model, "numbers": [torch.full((n,), ctx.rank) for n in range(1, 6)], "own": ctx.rank}
+    save_checkpoint(path, state, process_group=ctx.group)
+    for buffer in model.buffers():
+        buffer.fill_(9)
+    loaded = load_checkpoint(path, state, process_group=ctx.group)
+    assert not any(value.any() for value in (*model.buffers(), *loaded["numbers"]))
+    assert loaded["own"] == 0
+
+
 @ranks(2)
 def test_loading_holds_no_more_than_training(ctx, path: str) -> None:
     """Optimizer state once, where there is none yet, and little beside: also of parameters that lie on one rank whole.
@@ -497,8 +516,40 @@ def job(tmp_path) -> Job:
     return Job(tmp_path / "job")
 
 
-def without_chunks(found: Any) -> None:
-    found.state_dict_metadata["m.a.weight"].chunks.clear()
+def test_what_is_not_in_a_checkpoint(job):
+    """It is named; or stays as it is, an optimizer's state included."""
+    other, saved_with = Four(), "it was saved with 'm', 'o', 'step'"
+    other.a, other.e = nn.Linear(6, 3), nn.Linear(2, 2)
+    for state, pattern in (
+        (job.state() | {"extra": torch.ones(2)}, f"'extra'; {saved_with}"),
+        ({"net": job.model}, f"'net'; {saved_with}"),
+        ({"m": other}, r"'m.a.bias', 'm.e.weight', 'm.e.bias'.*'m.a.weight' has shape \(3, 3\) in the"),
+    ):
+        with expect(f"not in the checkpoint: {pattern}"):
+            load_checkpoint(job.path, state)
+    save_checkpoint(job.path, {"m": job.model}, overwrite=True)
+    nn.init.zeros_(job.model.a.weight)
+    job.check_refused("not in the checkpoint: .*'o")
+    job.give([torch.zeros(3, 3)] * 4 + job.saved[4:])
+    job.load(strict=False)
+    assert same(job.values(), job.saved)
+
+
+class Evil:
+    def __reduce__(self) -> Any:
+        return os.system, ("exit 1",)
+
+
+def sealed(change: Callable[[Any], object]) -> Callable[[bytes], bytes]:
+    """Metadata that are changed, with the right sum."""
+
+    def of(intact: bytes) -> bytes:
+        found = _metadata.unpickled(intact)
+        change(found)
+        data = pickle.dumps(found)
+        return data + _metadata.seal(data)
+
+    return of
 
 
 def without_a_place(found: Any) -> None:
@@ -510,20 +561,29 @@ def elsewhere(found: Any) -> None:
         info.relative_path = "../elsewhere"
 
 
-def test_metadata_that_is_wrong(job, tmp_path):
-    """With the right sum: also what names a file outside of the directory, which is there."""
+DAMAGE: list[tuple[Callable[[bytes], bytes], str]] = [
+    (sealed(lambda found: found.state_dict_metadata["m.a.weight"].chunks.clear()), "'m.a.weight' has 0 of 9 elements"),
+    (sealed(without_a_place), r"does not say where 'm.a.weight' at \(0, 0\) is"),
+    (sealed(elsewhere), "names a file outside of its directory"),  # which is there
+    (lambda intact: intact[:100], "cannot be read: pickle data was truncated"),
+    (lambda _: pickle.dumps(Evil()), r"checkpoint's metadata names posix\.system"),
+]
+
+
+def test_damage_is_named(job, tmp_path):
     shutil.copy(job.file, tmp_path / "elsewhere")
-    intact = (job.path / METADATA).read_bytes()
-    for change, pattern in (
-        (without_chunks, "'m.a.weight' has 0 of 9 elements in the checkpoint"),
-        (without_a_place, r"does not say where 'm.a.weight' at \(0, 0\) is"),
-        (elsewhere, "names a file outside of its directory"),
-    ):
-        found = _metadata.unpickled(intact)
-        change(found)
-        data = pickle.dumps(found)
-        (job.path / METADATA).write_bytes(data + _metadata.seal(data))
+    metadata = job.path / METADATA
+    intact = metadata.read_bytes()
+    for change, pattern in DAMAGE:
+        metadata.write_bytes(change(intact))
         job.check_refused(pattern)
+    metadata.write_bytes(intact)
+    os.truncate(job.file, job.file.stat().st_size // 2)
+    job.check_refused(r"files of the checkpoint are incomplete: .*distcp' \(\d+ of")
+    job.file.unlink()
+    job.check_refused(r"files of the checkpoint are incomplete: .*distcp' \(missing\)")
+    metadata.unlink()
+    job.check_refused(r"is no checkpoint: it has no \.metadata, so a save that did not end")
 
 
 @pytest.mark.parametrize("cores", [1, 2])
@@ -901,21 +961,6 @@ def test_a_progress_that_raises(tmp_path, caplog):
 
 
 # -- the files by torch's own functions --------------------------------------------------------------------------------
-
-
-@ranks(2)
-def test_written_and_read_by_torchs_own_functions(ctx, path: str) -> None:
-    model, other = four(ctx, 2.0), four(ctx, 4.0)
-    state = {"turned": torch.arange(6).view(2, 3).t(), "half": torch.ones(3).bfloat16(), "n": 3}
-    writer = flatshard.checkpoint.Writer(path)
-    dcp.save({"m": model.state_dict(), **state}, storage_writer=writer, process_group=ctx.group)
-    for reader in (Reader(path), dcp.FileSystemReader(path)):
-        found = {"m": other.state_dict(), "turned": torch.zeros(3, 2).long(), "half": torch.zeros(3), "n": 0}
-        dcp.load(found, storage_reader=reader, process_group=ctx.group)
-        assert same(values(other), values(model))
-        assert same([found["turned"], found["half"]], [state["turned"], torch.ones(3)])
-        assert found["n"] == 3
-        nn.init.zeros_(other.a.weight)
 
 
 def test_a_reader_that_is_used_again_looks_again(job):

@@ -2,7 +2,7 @@
 
 import gc
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
 
@@ -15,10 +15,12 @@ from models import Block, NormNet
 from models import Net as PlainNet
 from on_ranks import ranks
 from pairs import all_pairs
+from parity import whole_gradients
 from torch import Tensor, nn
 
 import flatshard
 from flatshard import MixedPrecision, ShardingStrategy, fully_shard
+from flatshard.checkpoint import full_state_dict, optim_state_dict
 from flatshard.elastic import LostError, _exchange, reshard_over
 from flatshard.tensors import shard_info
 
@@ -65,58 +67,13 @@ def step(model: nn.Module, optimizer: Optimizer, number: int, rank: int = 0, siz
     optimizer.step()
 
 
-def parts(model: nn.Module, optimizers: Iterable[Optimizer]) -> dict[Any, tuple[int, int, Tensor]]:
-    """Of each value that lies as a parameter: first and last element here, and the elements. Others as they are."""
-    found: dict[Any, tuple[int, int, Tensor]] = {}
-    for name, p in model.named_parameters():
-        values: dict[Any, Any] = {"": p, "grad": p.grad}
-        for number, optimizer in enumerate(optimizers):
-            values.update(((number, key), value) for key, value in optimizer.state.get(p, {}).items())
-        info = shard_info(p)
-        for key, value in values.items():
-            if value is None:
-                continue
-            flat = value.detach().as_subclass(torch.Tensor).clone().reshape(-1)
-            is_part = info is not None and (value.shape == p.shape) and key != (0, "step")
-            found[name, key] = (info.start, info.stop, flat) if is_part else (0, flat.numel(), flat)
-    for name, b in model.named_buffers():
-        found[name, "buffer"] = (0, b.numel(), b.clone().reshape(-1))
-    return found
+def whole(model: nn.Module, optimizer: Optimizer) -> list[dict[str, Any]]:
+    """All values of all ranks that the model is on."""
+    return [full_state_dict(model), whole_gradients(model), optim_state_dict(model, optimizer, full=True)["state"]]
 
 
-def whole(model: nn.Module, optimizers: Iterable[Optimizer], group: Any) -> dict[Any, Tensor]:
-    """All values of all ranks, put together by the test."""
-    mine = parts(model, optimizers)
-    spans = {key: (start, stop, value.dtype) for key, (start, stop, value) in mine.items()}
-    in_one = torch.cat(
-        [value.double() for _, _, value in mine.values()]
-    )  # exact, and quicker to send than many tensors
-    every: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(every, (spans, in_one), group=group)
-    every = [
-        (found, dict(zip(found, values.split([stop - start for start, stop, _ in found.values()]), strict=True)))
-        for found, values in every
-    ]
-    result: dict[Any, Tensor] = {}
-    for key in mine:
-        pieces = sorted(((*found[key][:2], values[key]) for found, values in every), key=lambda p: p[:2])
-        end, row = 0, list[Tensor]()
-        for start, stop, value in pieces:
-            if stop > end:
-                assert start == end, key
-                row.append(value)
-                end = stop
-            elif value.numel() and key[1] != "buffer":  # a replica
-                assert torch.equal(torch.cat(row)[start:stop], value), key
-        result[key] = (torch.cat(row) if row else torch.empty(0)).to(spans[key][2])
-    return result
-
-
-def same(a: dict[Any, Tensor], b: dict[Any, Tensor]) -> None:
-    assert a.keys() == b.keys(), a.keys() ^ b.keys()
-    for key, value in a.items():
-        assert value.dtype is b[key].dtype, key
-        assert torch.equal(value, b[key]), key
+def same(found: Any, expected: Any) -> None:
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -161,16 +118,16 @@ def test_worlds(ctx):
         twin = make(alone)
         for before, now in zip((1, *WORLDS), WORLDS, strict=False):
             if ctx.rank < max(before, now):
-                old, new, over = groups[before], groups[now], groups[max(before, now)]
+                new, over = groups[now], groups[max(before, now)]
                 if mine is None:
                     mine = OfRank(ctx.alone, make, True, **options)
-                expected = whole(mine.model, [mine.optimizer], old) if ctx.rank < before else None
+                expected = whole(mine.model, mine.optimizer) if ctx.rank < before else None
                 group = new if ctx.rank < now else None
                 if before != now:
                     with patch.object(_exchange, "_LARGE", 100 * (before % 3)):  # bytes of a message of its own
                         reshard_over(mine.model, [mine.optimizer], process_group=group, over=over)
                 if ctx.rank < now:
-                    found = whole(mine.model, [mine.optimizer], new)
+                    found = whole(mine.model, mine.optimizer)
                     own = torch.cat([buffer.double().reshape(-1) for buffer in mine.model.buffers()])
                     dist.broadcast(first := own.clone(), 0, group=new)
                     if expected is not None:
@@ -188,7 +145,7 @@ def test_worlds(ctx):
                 step(alone, twin, number + i)
             number += 2
         if mine is not None and option in ("plain", "static"):
-            values = flatshard.checkpoint.full_state_dict(mine.model)
+            values = full_state_dict(mine.model)
             for name, value in alone.state_dict().items():
                 if not name.startswith("mean."):
                     torch.testing.assert_close(
@@ -210,12 +167,12 @@ def test_meshes(ctx, strategy):
     for number, shape in enumerate(((2, 2), (1, 4), (4, 1), (2, 2))):
         step(mine.model, mine.optimizer, number, ctx.rank, 4)
         step(alone, twin, number)
-        expected = whole(mine.model, [mine.optimizer], ctx.group)
+        expected = whole(mine.model, mine.optimizer)
         sent = reshard_over(mine.model, mine.optimizer, device_mesh=mesh_of(ctx, shape))
         assert sent == 0 or number
-        same(whole(mine.model, [mine.optimizer], ctx.group), expected)
+        same(whole(mine.model, mine.optimizer), expected)
         mine.check_objects()
-    values = flatshard.checkpoint.full_state_dict(mine.model)
+    values = full_state_dict(mine.model)
     torch.testing.assert_close(values["head.weight"], alone.head.weight.detach(), rtol=1e-9, atol=1e-9)
 
 
@@ -247,10 +204,10 @@ def test_refusals(ctx):
     """Whatever cannot move raises on all ranks, and nothing is changed."""
 
     def refused(error: type[Exception], text: str, model: nn.Module, optimizer: Any = (), **given: Any) -> None:
-        before = whole(model, [], ctx.group)
+        before = full_state_dict(model)
         with pytest.raises(error, match=text):
             reshard_over(model, optimizer, **{"process_group": ctx.alone, "over": ctx.group, **given})
-        same(whole(model, [], ctx.group), before)
+        same(full_state_dict(model), before)
 
     def sharded(**options: Any) -> nn.Module:
         return fully_shard(network(), policy={nn.Linear}, process_group=ctx.group, **options)

@@ -131,16 +131,31 @@ def test_the_same_bits(ctx, kind: str, strategy: str, precision: Any, micro: int
 
 
 @ranks(2)
-def test_the_state_of_either_goes_on_in_the_other(ctx) -> None:
-    """By number and by name, sharded and whole; and by torch's helper."""
+def test_the_state_of_either_goes_on_in_the_other(ctx, path: str) -> None:
+    """By number and by name, sharded and whole, and by torch's helper; and from a checkpoint, with its scheduler: the bits of
+    the job that was not interrupted.
+    """
+
+    def job(make: Callable[..., Optimizer]) -> dict[str, Any]:
+        model = sharded(ctx)
+        optimizer = make(groups(model), **options)
+        return {"model": model, "optimizer": optimizer, "scheduler": optim.lr_scheduler.ExponentialLR(optimizer, 0.9)}
+
+    def train(job: dict[str, Any], steps: range) -> None:
+        for step in steps:
+            backward(ctx, job["model"], step)
+            job["optimizer"].step()
+            job["optimizer"].zero_grad()
+            job["scheduler"].step()
+
     for kind in some(KINDS, 4):
         cls, options = KINDS[kind]
-        model = sharded(ctx)
-        makes = [functools.partial(OffloadedOptimizer, optimizer_class=cls), cls]
-        for make, other in (makes, makes[::-1]):
-            optimizer = make(groups(model), **options)
-            backward(ctx, model, 0)
-            optimizer.step()
+        away = functools.partial(OffloadedOptimizer, optimizer_class=cls)
+        for make, other in ((away, cls), (cls, away), (away, away)):
+            ctx.note(f"{kind} {make} {other}")
+            first = job(make)
+            train(first, range(2))
+            model, optimizer = first["model"], first["optimizer"]
             fresh = other(groups(model), **options)
             fresh.load_state_dict(copy.deepcopy(optimizer.state_dict()))
             if isinstance(fresh, OffloadedOptimizer):
@@ -153,34 +168,12 @@ def test_the_state_of_either_goes_on_in_the_other(ctx) -> None:
             helped = [get_optimizer_state_dict(model, o)["state"].keys() for o in (optimizer, fresh)]
             assert helped[0] == helped[1]
             assert type(copy.deepcopy(fresh)) is type(fresh)
-
-
-@ranks(2)
-def test_a_job_goes_on_from_its_checkpoint(ctx, path: str) -> None:
-    """With its scheduler, by an optimizer with and one without offloading: the bits of the job that was not interrupted."""
-
-    def job(make: Callable[..., Optimizer]) -> dict[str, Any]:
-        model = sharded(ctx)
-        optimizer = make(groups(model), lr=0.1)
-        return {"model": model, "optimizer": optimizer, "scheduler": optim.lr_scheduler.ExponentialLR(optimizer, 0.9)}
-
-    def train(job: dict[str, Any], steps: range) -> None:
-        for step in steps:
-            backward(ctx, job["model"], step)
-            job["optimizer"].step()
-            job["optimizer"].zero_grad()
-            job["scheduler"].step()
-
-    away = functools.partial(OffloadedOptimizer, optimizer_class=optim.AdamW)
-    first = job(away)
-    train(first, range(3))
-    flatshard.save_checkpoint(path, first, process_group=ctx.group)
-    train(first, range(3, 6))
-    for make in (away, optim.AdamW):
-        then = job(make)
-        flatshard.load_checkpoint(path, then, process_group=ctx.group)
-        train(then, range(3, 6))
-        same(first["optimizer"], then["optimizer"])
+            flatshard.save_checkpoint(path, first, overwrite=True, process_group=ctx.group)
+            train(first, range(2, 4))
+            then = job(other)
+            flatshard.load_checkpoint(path, then, process_group=ctx.group)
+            train(then, range(2, 4))
+            same(first["optimizer"], then["optimizer"])
 
 
 @ranks(2)
@@ -399,9 +392,14 @@ REFUSED = [
 
 
 def test_what_cannot_step_unit_by_unit_is_refused(fake_group):
+    """And what needs whole matrices is, as without offloading: the optimizer inside is looked at."""
     for kind, options, error, text in REFUSED:
         with pytest.raises(error, match=re.escape(text)):
             OffloadedOptimizer(sharded(None).parameters(), kind, **options)
+    parts, whole = (OffloadedOptimizer(sharded(None).parameters(), each) for each in (optim.AdamW, optim.Adafactor))
+    assert (flatshard.optim.steps_parts(parts), flatshard.optim.steps_parts(whole)) == (True, False)
+    with pytest.raises(RuntimeError, match="Adafactor looks at whole parameters"):
+        whole.step()
 
 
 def test_what_couples_parameters_or_keeps_something_aside_is_refused(world):
@@ -415,18 +413,6 @@ def test_what_couples_parameters_or_keeps_something_aside_is_refused(world):
             with pytest.raises(RuntimeError, match=rf"{kind.__name__} cannot be stepped unit by unit"):
                 optimizer.step()
             assert all(map(torch.equal, before, model.parameters()))
-
-
-@ranks(2)
-def test_what_needs_whole_matrices_is_refused(ctx) -> None:
-    """As without offloading: the optimizer inside is looked at."""
-    model = sharded(ctx)
-    optimizer = OffloadedOptimizer(model.parameters(), optim.Adafactor)
-    backward(ctx, model, 0)
-    assert not flatshard.optim.steps_parts(optimizer)
-    with pytest.raises(RuntimeError, match="Adafactor looks at whole parameters"):
-        optimizer.step()
-    assert flatshard.optim.steps_parts(OffloadedOptimizer(model.parameters(), optim.AdamW))
 
 
 class Coded(Inner):
