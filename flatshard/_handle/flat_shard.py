@@ -236,6 +236,7 @@ class FlatShard:
 
     def given(self, copies: Mapping[int, nn.Parameter] | None = None) -> list[Given]:
         """What the user gave to parameters while modules showed them whole: another dtype or device, as ``module.to()`` does.
+        It gives that to the user's own, too, if these differ from what is shown.
 
         ``copies``: what modules showed, in the parameters' own dtypes, by their ids. None: the unsharded parameters.
         """
@@ -245,7 +246,7 @@ class FlatShard:
             shown = compute if copies is None else copies[id(param)]
             new = param.dtype if shown.dtype is dtype else shown.dtype
             to = param.device if device in (None, shown.device) else shown.device
-            if not isinstance(wrapping, TensorSubclass) and (new, to) != (param.dtype, param.device):
+            if not isinstance(wrapping, TensorSubclass) and (new, to) != (self.kind.dtype, self.kind.device):
                 found.append(Given(param, new, to))
         return found
 

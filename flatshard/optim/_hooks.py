@@ -42,7 +42,6 @@ from flatshard._config import Until
 from flatshard._errors import name_list
 from flatshard._handle.registrations import UNSHARDED
 from flatshard._handle.tensors.changes import changes
-from flatshard._handle.tensors.shard_info import ShardInfo
 from flatshard._handle.tensors.sharded_parameter import ShardedParameter, full_shape, shard_info
 from flatshard._runtime import Runtime
 from flatshard.checkpoint._optim_params import params_of, take_loaded
@@ -349,7 +348,7 @@ def _try_it(optimizer: Optimizer) -> str | None:
             info = shard_info(param)
             if info is None or info.is_whole:
                 continue
-            ndim, is_cut, by_rows, block = max(1, len(info.shape)), _is_cut(info), info.by_rows, _block_of(param)
+            ndim, is_cut, by_rows, block = max(1, len(info.shape)), info.is_cut, info.by_rows, _block_of(param)
             if (case := (options, ndim, is_cut, by_rows, block)) in tried:
                 continue
             tried.add(case)
@@ -444,15 +443,10 @@ def _why_not_whole(params: Iterable[torch.Tensor], optimizer: str, steps_empty: 
             f"{optimizer} looks at whole parameters, and no rank has the whole of {name_list(parallel, 3)}, which are "
             "sharded by tensor parallelism: use an optimizer that treats every element alone, such as AdamW"
         )
-    if cut := [i.fqn for i in infos if _is_cut(i)]:
+    if cut := [i.fqn for i in infos if i.is_cut]:
         return (
             f"{optimizer} looks at whole parameters, but ranks have parts of {name_list(cut, 3)}: on parts it would compute "
             f"wrong updates. Use flatshard.optim.WholeParameterOptimizer(params, {optimizer}, ...), which works in any layout"
             + (f", {_KEEP_WHOLE}" if steps_empty else "")
         )
     return None
-
-
-def _is_cut(info: ShardInfo) -> bool:
-    """Whether ranks have parts of a parameter, or its owner has it in another shape."""
-    return not info.is_whole and (info.owner is None or not (info.by_rows or len(info.shape) < 2))

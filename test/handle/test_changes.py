@@ -176,7 +176,7 @@ def test_parameters_assigned_in_summon_full_params(ctx: Any) -> None:
 
 
 WHOLE: dict[str, Callable[..., Any]] = {
-    "unshard": lambda m: contextlib.nullcontext(flatshard.unshard(m)),
+    "unshard": lambda m: contextlib.nullcontext(flatshard.unshard(m, recurse=True)),
     "unshard a unit": lambda m: contextlib.nullcontext(flatshard.unshard(m[0])),
     "keep": lambda m: flatshard.keep_unsharded(m),
     "summon": lambda m: summon_full_params(m, with_grads=True),
@@ -215,6 +215,25 @@ def test_converted_while_whole(ctx: Any) -> None:
         for key, value in plain.state_dict().items():
             torch.testing.assert_close(values[key], value, rtol=0, atol=0)
         check_same_gradients(model, plain, rtol=1e-6 if dtype is torch.float64 else 1e-2)
+
+
+@ranks(2)
+def test_converted_while_shown_in_another_dtype(ctx: Any) -> None:
+    """What is shown may have the new dtype already."""
+    plain = nn.Sequential(nn.Linear(4, 6), nn.LSTM(6, 3))
+    dtypes = (torch.bfloat16, torch.float16, torch.float64, torch.float32)
+    for name, dtype in itertools.product(WHOLE, dtypes):
+        ctx.note(f"{name}, {dtype}")
+        model = fully_shard(
+            copy.deepcopy(plain), policy={nn.Linear, nn.LSTM}, mixed_precision=BF16, process_group=ctx.group
+        )
+        with WHOLE[name](model):
+            model.to(dtype)
+        flatshard.reshard(model)
+        assert {p.dtype for p in model.parameters()} == {dtype}
+        for key, value in full_state_dict(model).items():
+            assert torch.equal(value, plain.state_dict()[key].to(dtype)), key
+        assert model(X.to(dtype))[0].dtype is torch.bfloat16
 
 
 @ranks(2)

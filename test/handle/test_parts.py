@@ -1,6 +1,7 @@
 """What may be done with a part of a parameter or a gradient, by kind: the table in ``tensors/operations.py``."""
 
 import copy
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -94,13 +95,29 @@ def test_where_rows_are_whole_a_part_is_a_matrix(ctx) -> None:
     with pytest.raises(RuntimeError, match=r"'bias' is sharded: .*of shape \(4,\)"):
         model.bias[0] = 1  # another element on each rank
     assert model.bias.T.shape == model.bias.shape  # of a vector right
-    for initialiser in (nn.init.kaiming_uniform_, nn.init.orthogonal_):
-        with pytest.raises(RuntimeError, match=r"'weight' is sharded: .*needs the whole.*summon_full_params"):
-            initialiser(model.weight)
     with summon_full_params(model):
         model.weight[3] = 0
     with summon_full_params(model):
         assert model.weight.any(1).tolist() == [True, True, True, False]
+
+
+INITIALISERS = ("kaiming_uniform_", "kaiming_normal_", "xavier_normal_", "orthogonal_", "eye_", "sparse_", "dirac_")
+
+
+@ranks(2)
+def test_initialisers_that_ask_for_the_shape(ctx) -> None:
+    """They do the same on all ranks, also where one has all of a parameter, and another nothing."""
+    for name, layout in itertools.product(INITIALISERS, (None, Rows(), Whole(math.inf))):
+        ctx.note(f"{name} {layout}")
+        model = nn.Sequential(nn.Conv1d(2, 2, 2) if name == "dirac_" else nn.Linear(2, 2), nn.Linear(4, 4))
+        fully_shard(model, process_group=ctx.group, layout=layout)
+        arguments = {"sparsity": 0.5} if name == "sparse_" else {}
+        for param in (model[0].weight, model[0].bias):
+            if layout is not None and shard_info(param).owner is not None and param.ndim > 1:
+                getattr(nn.init, name)(param, **arguments)
+            else:
+                with pytest.raises((RuntimeError, ValueError), match=r"'0.*is sharded: .*needs the whole|tensor"):
+                    getattr(nn.init, name)(param, **arguments)
 
 
 DRAWS: dict[str, Callable[[nn.Parameter], object]] = {

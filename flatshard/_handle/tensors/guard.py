@@ -13,7 +13,8 @@ A forward that reads ``self.weight`` while it is sharded is wrong; a script that
 Both read the same attribute of the same module, and torch tells a dict of neither. Only the frames of the callers differ. So
 they are looked at here, in reads and writes while parameters are sharded, which no step makes for each parameter. They decide
 whether to raise; and for parameters on meta, which code sees whole ones, and whether ``to_empty`` gives memory: that has no
-values, where what ``load_state_dict(assign=True)`` registers in the same way has.
+values, where what ``load_state_dict(assign=True)`` registers in the same way has. While parameters are unsharded in another
+dtype, ``module.to()`` is to convert those of the user, too.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from __future__ import annotations
 import copy
 import itertools
 import operator
-from collections.abc import ItemsView, Iterator, ValuesView
+from collections.abc import ItemsView, Iterable, Iterator, ValuesView
 from types import FrameType
 from typing import Any, NoReturn, Self
 
@@ -34,7 +35,7 @@ from flatshard._errors import RESTRUCTURE_BEFORE, cannot_trace, refuse_other_sha
 from flatshard._frames import is_of, outward, self_of
 from flatshard._handle.tensors.changes import changes
 from flatshard._handle.tensors.shard_info import ShardInfo
-from flatshard._handle.tensors.sharded_parameter import ShardedParameter, fillings, handle_to_empty, show_whole
+from flatshard._handle.tensors.sharded_parameter import ShardedParameter, fillings, handle_to_empty, own_of, show_whole
 from flatshard._names import UNIT_KEY
 
 _COPY = (
@@ -94,7 +95,8 @@ class GuardedParameters(Parameters):
         # In C, because `zero_grad` calls this. Parameters that are registered as None are in `attributes`, too.
         if not any(map(operator.is_not, map(self.attributes.get, self.keys()), itertools.repeat(None))):
             return super().items()
-        return {name: self._look(name) for name in self}.items()
+        shown = {name: self._look(name) for name in self}.items()
+        return _with_own(shown, _frames.of_caller(1))  # type: ignore[return-value]
 
     def values(self) -> ValuesView[nn.Parameter | None]:  # type: ignore[override]
         return {name: self._look(name) for name in self}.values()
@@ -241,6 +243,9 @@ class WatchedParameters(Parameters):
         else:
             super().__setitem__(name, param)
 
+    def items(self) -> ItemsView[str, nn.Parameter | None]:  # type: ignore[override]
+        return _with_own(super().items(), _frames.of_caller(1))  # type: ignore[return-value]
+
     def __deepcopy__(self, memo: dict[int, Any]) -> WatchedParameters:
         result = memo[id(self)] = WatchedParameters()
         for name, param in self.items():
@@ -249,6 +254,19 @@ class WatchedParameters(Parameters):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return dict, (dict(self),)
+
+
+def _with_own(
+    shown: ItemsView[str, nn.Parameter | None], reader: FrameType
+) -> Iterable[tuple[str, nn.Parameter | None]]:
+    """What ``reader`` goes over. ``module.to()``, ``half()`` and the like also get the user's own parameters where modules
+    show others, of another dtype or on another device: with these they may have nothing to do.
+    """
+    if not is_of(reader, nn.Module._apply):
+        return shown
+    both = [(name, param, own_of(param)) for name, param in shown if param is not None]
+    kinds = [(name, own, (own.dtype, own.device) != (p.dtype, p.device)) for name, p, own in both if own is not None]
+    return [*shown, *((name, own) for name, own, differs in kinds if differs)]
 
 
 def _lists_own(reader: FrameType) -> bool:

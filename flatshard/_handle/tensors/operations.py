@@ -30,7 +30,10 @@ class OperationKind(enum.Enum):
     SELECT = "some elements: all of them (`[:]`) or a mask of the part's shape; anything else is refused"
     SHAPE = "rows, columns, places or the shape: refused, unless this rank's part is whole rows"
     TRANSPOSE = "rows as columns: the same, but a vector may"
-    WHOLE_SHAPE = "the shape of the whole, also where the part is whole rows: refused. torch's initialisers ask"
+    WHOLE_SHAPE = (
+        "the shape of the whole: refused, also where the part is whole rows, unless a rank has all of them. torch's "
+        "initialisers ask"
+    )
 
 
 _OPERATIONS = {

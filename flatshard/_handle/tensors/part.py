@@ -258,10 +258,9 @@ def _transpose(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 
 def _whole_shape(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    part = args[0]
-    with plainly():
-        if tuple(part.shape) != part._flatshard_info.shape:
-            refuse(part._flatshard_info, name_of(func))
+    info = args[0]._flatshard_info
+    if info.is_cut:
+        refuse(info, name_of(func))
     return _plainly(func, args, kwargs)
 
 

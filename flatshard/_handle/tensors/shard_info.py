@@ -56,6 +56,11 @@ class ShardInfo:
         return self.shard_world_size == 1
 
     @property
+    def is_cut(self) -> bool:
+        """Internal: whether no rank has all of it in its own shape."""
+        return not self.is_whole and (self.owner is None or not (self.by_rows or len(self.shape) < 2))
+
+    @property
     def part_shape(self) -> tuple[int, ...]:
         """The shape of this rank's part: 1-D; ``(rows, *rest)`` if cut by rows; the whole shape on a single rank."""
         if self.is_whole:

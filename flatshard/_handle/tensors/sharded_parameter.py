@@ -20,8 +20,9 @@ even fit. Code that means the whole parameter uses these on the parameter itself
 which check first; optimizers use none of them. ``p.detach()`` and ``p.data`` are a :class:`PartTensor`, which checks every
 function. Functions such as ``torch.matmul`` of the parameter itself are not checked, and ``torch.rand_like`` draws for the
 part alone: ranks no longer draw alike. ``torch.rand_like(p.data)`` draws for the whole.
-Initialisers that compute from the shape (``kaiming_uniform_``, ``orthogonal_``) ask for the number of dimensions first. They
-are refused for any part, as whole rows have another fan-out, too. Those that treat each element alike are left alone.
+Initialisers that compute from the shape (``kaiming_uniform_``, ``orthogonal_``) ask for the number of dimensions first, some
+after they have left an empty tensor alone. They are refused on all ranks, as whole rows have another fan-out, too, unless one
+rank has all of the parameter in its shape. Those that treat each element alike are left alone.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ from torch.overrides import has_torch_function
 from torch.utils.hooks import RemovableHandle
 
 from flatshard._errors import RESTRUCTURE_BEFORE
-from flatshard._frames import function_name, is_of, of_caller, outward
+from flatshard._frames import function_name, is_of, module_name, of_caller, outward
 from flatshard._handle.tensors.changes import changes
 from flatshard._handle.tensors.grad_dtype import hand_on, plain_grad_dtype
 from flatshard._handle.tensors.operations import OperationKind, kind_of
@@ -52,8 +53,7 @@ from flatshard._handle.tensors.sharded_gradient import mark, plain_grad
 
 _plain_data: Any = torch.Tensor.data
 _plain_requires_grad: Any = torch.Tensor.requires_grad
-# Called by `kaiming_*` and `xavier_*`. They ask for the fans of the whole.
-_FAN = nn.init._calculate_fan_in_and_fan_out
+_plain_shape: Any = torch.Tensor.shape
 
 
 class Filling(Protocol):
@@ -88,8 +88,9 @@ class Home(Protocol):
 
 
 _homes: weakref.WeakValueDictionary[int, Home] = weakref.WeakValueDictionary()  # by the sharded parameter's id
-# Gives each parameter a weak reference, against `swap_tensors`: see [Note: Looking only after a change].
-_unswappable: weakref.WeakValueDictionary[int, nn.Parameter] = weakref.WeakValueDictionary()
+# By the id of its `__dict__`, which what modules show in its place shares. It also gives each parameter a weak reference,
+# against `swap_tensors`: see [Note: Looking only after a change].
+_by_attributes: weakref.WeakValueDictionary[int, ShardedParameter] = weakref.WeakValueDictionary()
 
 
 def _filled_or_drawn(name: str) -> Any:
@@ -234,12 +235,20 @@ class ShardedParameter(nn.Parameter):
         super().copy_(src, non_blocking)
         return self
 
+    # [Note: Parts are not matrices]
+
     def dim(self) -> int:
         """As in torch: of this rank's part."""
-        info = self._flatshard_info
-        if is_of(of_caller(1), _FAN) and _is_part(self) and not info.never_cut and self.shape != full_shape(self):
-            refuse(self._flatshard_info, "dim")
+        _check_initialiser(self, of_caller(1))
         return super().dim()
+
+    def _get_shape(self) -> torch.Size:
+        shape: torch.Size = _plain_shape.__get__(self)
+        if 0 in shape:  # initialisers leave it alone, where those of other ranks go on
+            _check_initialiser(self, of_caller(1))
+        return shape
+
+    shape = property(_get_shape)
 
     def __repr__(self) -> str:  # type: ignore[override]  # as nn.Parameter has it
         info: ShardInfo | None = self.__dict__.get("_flatshard_info")
@@ -297,7 +306,7 @@ class ShardedParameter(nn.Parameter):
         param.__class__ = cls  # [Note: The user's Parameter objects survive]
         assert isinstance(param, cls)
         param._flatshard_info = info
-        _unswappable[id(param)] = param
+        _by_attributes[id(vars(param))] = param
         _homes[id(param)] = home
         param._share_hooks()
         return param
@@ -328,9 +337,22 @@ def handle_to_empty(param: ShardedParameter, writer: FrameType, new: torch.Tenso
     )
 
 
+def _check_initialiser(param: ShardedParameter, reader: FrameType) -> None:
+    """Raise if one of torch's initialisers asks for the shape of a part: for that of the whole, from which it computes."""
+    if module_name(reader) == nn.init.__name__ and _is_part(param):
+        info = param._flatshard_info
+        if info.is_cut or info.wrapping is not None or len(info.shape) < 2:
+            refuse(info, function_name(reader))
+
+
 def home_of(param: ShardedParameter) -> Home | None:
     """The flat parameter that ``param`` is a slice of. None for an unpickled copy."""
     return _homes.get(id(param))
+
+
+def own_of(shown: nn.Parameter) -> ShardedParameter | None:
+    """The sharded parameter in whose place modules show ``shown``. None for a plain one, and some tensor subclasses."""
+    return _by_attributes.get(id(vars(shown)))
 
 
 def show_whole(param: ShardedParameter) -> nn.Parameter:
