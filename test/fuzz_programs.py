@@ -4,7 +4,7 @@ A program is a function of its seed alone: :func:`draw` makes a :class:`Program`
 (``str(program)``), and whose ``repr`` makes it again. It has a model (``fuzz_models.py``), ways to shard it
 (``fuzz_options.py``), and statements. ``program_machine.py`` runs it on the ranks, and beside it the same program on a plain
 model in one process. A statement that has nothing to act on (a backward of a loss that is no more) does nothing, so any part
-of a program is a program: :func:`smaller` lists programs with something left out, for a minimiser.
+of a program is a program: :func:`smaller` lists what is left where something is left out, for a minimiser.
 """
 
 import dataclasses
@@ -141,21 +141,7 @@ class Forget(Statement):
 
 class Step(Statement):
     model: int
-    text = "opt{s.model}.step(); scheduler{s.model} and scheduler{s.model}.step()"
-
-
-class Scaled(Statement):
-    """A step by a GradScaler. ``inf``: on the way one element of a gradient becomes infinite."""
-
-    loss: str
-    model: int
-    inf: bool
-
-    def __str__(self) -> str:
-        return (
-            f"scaler.scale({self.loss}).backward(); {'params[0].grad[0] = inf; ' if self.inf else ''}"
-            f"scaler.unscale_(opt{self.model}); scaler.step(opt{self.model}); scaler.update()"
-        )
+    text = "opt{s.model}.step()"
 
 
 class Ahead(Statement):
@@ -183,17 +169,6 @@ class NoSync(Block):
 
 class Keep(Block):
     text = "keep_unsharded({m})"
-
-
-class Offload(Block):
-    """What may be done with a model that is on the host. ``optimizer``: its state goes there, too."""
-
-    optimizer: bool
-    gradients: bool
-
-    def __str__(self) -> str:
-        state = f", opt{self.model}" if self.optimizer else ""
-        return f"offload(m{self.model}{state}, gradients={self.gradients})"
 
 
 class Summon(Block):
@@ -289,26 +264,13 @@ class Copy(Statement):
     text = "m{s.to} = copy.deepcopy(m{s.model}); opt{s.to} = optimizer(m{s.to})"
 
 
-class Ema(Statement):
-    model: int
-    to: int
-    text = "params(m{s.to}).lerp_(params(m{s.model}), 0.1)"
-
-
-class Schedule(Statement):
-    model: int
-    text = "scheduler{s.model} = LambdaLR(opt{s.model}, lambda step: 0.8**step)"
-
-
 class Restart(Statement):
     """Save all, build the model again, shard it in another way over other ranks, load all."""
 
     model: int
     how: str
-    """``"job"``: save_checkpoint; ``"dcp"``: torch.distributed.checkpoint; ``"full"``: whole state dicts."""
-    scheduled: bool
-    """Whether a scheduler is made before loading."""
-    text = "m{s.model}, opt{s.model} = restarted, by {s.how!r}, scheduler first: {s.scheduled}"
+    """``"job"``: save_checkpoint; ``"full"``: whole state dicts."""
+    text = "m{s.model}, opt{s.model} = restarted, by {s.how!r}"
 
 
 class ReshardOver(Statement):
@@ -370,9 +332,8 @@ class Ask(Statement):
 
 
 ASKED = (
-    *("describe", "full_shape", "plan", "check_replicas", "num_parameters", "shard_info", "get_total_norm"),
-    *("gradient_statistics", "segment_reduce", "check_whole_parameters", "iter_changed_params", "rekey"),
-    *("optim_state_dict", "optim_state_dict_to_load", "summed_gradients"),
+    *("describe", "check_replicas", "num_parameters", "get_total_norm", "gradient_statistics", "segment_reduce"),
+    *("iter_changed_params", "optim_state_dict", "summed_gradients"),
 )
 
 
@@ -456,7 +417,8 @@ def draw(seed: int) -> Program:
     optimizer_first = rng.random() < 0.5 and optimizer in ("sgd", "adamw") and shardings[0].start == "as it is"
     if optimizer == "adamw" and not optimizer_first and seed % 3:
         optimizer = "offloaded"
-    body = _with_offloading(seed, drawing.models, optimizer, body)
+    if optimizer == "offloaded":
+        body = _with_steps_in_backward(seed, drawing.models, body)
     return Program(
         seed=seed,
         world_size=world_size,
@@ -478,24 +440,10 @@ def _with_moves(seed: int, models: int, body: tuple[Statement, ...]) -> tuple[St
     return tuple(found)
 
 
-def _with_offloading(seed: int, models: int, optimizer: str, body: tuple[Statement, ...]) -> tuple[Statement, ...]:
-    """Some programs move what they have to the host, or step in backward. Drawn apart, as moves are."""
+def _with_steps_in_backward(seed: int, models: int, body: tuple[Statement, ...]) -> tuple[Statement, ...]:
+    """Drawn apart, as moves are."""
     rng, found = random.Random(f"offloading {seed}"), list(body)
-    for _ in range(rng.choice([0, 0, 1])):
-        verbs: list[Callable[[int], Statement]] = [
-            lambda model: Save(model, ROOT, rng.choice(list(SAVES))),
-            lambda model: Load(model, ROOT, rng.choice(LOADS)),
-            lambda model: Change(model, rng.randrange(30), rng.choice(list(CHANGES))),
-            Step,
-            ZeroGrad,
-        ]
-        model = rng.randrange(models)
-        inside = tuple(rng.choice(verbs)(model) for _ in range(rng.randint(1, 3)))
-        raises = "ValueError" if rng.random() < 0.15 else None
-        place = Place(rng.choice(KINDS[1:]), rng.randrange(10)) if rng.random() < 0.5 else ROOT
-        away = Offload(model, place, inside, raises, rng.random() < 0.7, rng.random() < 0.7)
-        found.insert(rng.randint(0, len(found)), away)
-    for i in range(rng.choice([1, 1, 2]) if optimizer == "offloaded" else 0):
+    for i in range(rng.choice([1, 1, 2])):
         model = rng.randrange(models)
         at = rng.randint(0, len(found))
         found[at:at] = [Forward(f"A{i}", model, ROOT, 1000 + i), Ahead(f"A{i}", model)]
@@ -532,10 +480,6 @@ class _Drawing:
     def _train(self, depth: int) -> Iterator[Statement]:
         model, loss = self._model(), self._forward()
         yield dataclasses.replace(loss, model=model)
-        if self.rng.random() < 0.1:
-            yield Scaled(loss.loss, model, self.rng.random() < 0.3)
-            yield ZeroGrad(model)
-            return
         yield self._backward((loss.loss,))
         yield from self._end(model)
 
@@ -614,8 +558,7 @@ class _Drawing:
             (1.5, lambda: self._save(model)),
             (0.7, lambda: self._load(model)),
             (2, lambda: Ask(model, self._place(), rng.choice(ASKED))),
-            (0.4, lambda: Restart(model, rng.choice(["job", "dcp", "full"]), rng.random() < 0.5)),
-            (0.3, lambda: Schedule(model)),
+            (0.4, lambda: Restart(model, rng.choice(["job", "full"]))),
             (0.5, lambda: Recover(model)),
             (0.5, lambda: Reduce(model, self._place())),
             (0.4, lambda: ZeroGrad(model, rng.random() < 0.7)),
@@ -626,7 +569,6 @@ class _Drawing:
             simple += [
                 (0.3, lambda: Convert(model, rng.choice(["float32", "float64"]))),
                 (0.5, self._copy),
-                (0.3, lambda: Ema(model, self._model())),
             ]
         blocks: list[tuple[float, Callable[[], Statement]]] = [
             (2.5, lambda: self._summon(depth)),
@@ -738,56 +680,26 @@ class _Drawing:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def smaller(program: Program) -> Iterator[Program]:
-    """Programs with something left out: large parts first."""
-    for body in _without_parts(program.body):
-        yield dataclasses.replace(program, body=body)
-    for body in _simpler(program.body):
-        yield dataclasses.replace(program, body=body)
-    simplest: dict[str, Any] = {"models": 1, "elsewhere": "same", "optimizer": "sgd", "optimizer_first": False}
-    if not any(s.mesh or s.hook or s.divide_factor for s in program.shardings):
-        simplest["world_size"] = max(1, program.world_size - 1)
-    yield from _with_defaults(program, simplest)
-    for i, sharding in enumerate(program.shardings):
-        fields = {f.name: f.default for f in dataclasses.fields(Sharding)}
-        for new in _with_defaults(sharding, fields):
-            if not new.strategy.startswith("HYBRID") or new.mesh:
-                pair = [new if i == j else other for j, other in enumerate(program.shardings)]
-                yield dataclasses.replace(program, shardings=(pair[0], pair[1]))
-    model = program.model
-    for new in _with_defaults(model, {"front": "none", "output": "tensor", "ties": (), "float32": False, "width": 3}):
-        yield dataclasses.replace(program, model=new)
-    for parts in _without_parts(model.tree[1:]):
-        yield dataclasses.replace(program, model=dataclasses.replace(model, tree=("seq", *parts)))
+SIMPLEST = dict[str, Any](models=1, elsewhere="same", optimizer="sgd", optimizer_first=False, width=3)
+SIMPLEST |= {"raises": None, "options": (), "place": ROOT, "guard": "no_grad"}
+"""Values of fields that have no default."""
 
 
-def _with_defaults(what: Any, defaults: dict[str, Any]) -> Iterator[Any]:
-    for field, value in defaults.items():
-        if getattr(what, field) != value:
-            yield dataclasses.replace(what, **{field: value})
-
-
-def _without_parts(parts: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
-    size = len(parts)
-    while size:
-        for start in range(0, len(parts), size):
-            yield parts[:start] + parts[start + size :]
-        size //= 2
-
-
-def _simpler(body: tuple[Statement, ...]) -> Iterator[tuple[Statement, ...]]:
-    for i, statement in enumerate(body):
-        for new in _simpler_statements(statement):
-            yield body[:i] + new + body[i + 1 :]
-
-
-def _simpler_statements(statement: Statement) -> Iterator[tuple[Statement, ...]]:
-    """What may stand in the statement's place."""
-    if isinstance(statement, Block):
-        yield statement.body
-        for body in (*_without_parts(statement.body), *_simpler(statement.body)):
-            yield (dataclasses.replace(statement, body=body),)
-    simplest: dict[str, Any] = {"raises": None, "options": (), "place": ROOT, "guard": "no_grad"}
-    defaults = {field.name: simplest.get(field.name, field.default) for field in dataclasses.fields(statement)}
-    plain = {name: value for name, value in defaults.items() if value is not dataclasses.MISSING}
-    yield from ((new,) for new in _with_defaults(statement, plain))
+def smaller(what: Any) -> Iterator[Any]:
+    """The same with something left out, or as it is by default: large parts first. Some of them are no programs."""
+    if type(what) is tuple:
+        size, kept = len(what), bool(what) and isinstance(what[0], str)  # a kind of module, or of policy
+        while size:
+            for start in range(kept, len(what), size):
+                yield what[:start] + what[start + size :]
+            size //= 2
+        for i, each in enumerate(what):
+            if isinstance(each, Block):
+                yield what[:i] + each.body + what[i + 1 :]
+            yield from ((*what[:i], new, *what[i + 1 :]) for new in smaller(each))
+    elif dataclasses.is_dataclass(what):
+        for field in reversed(dataclasses.fields(what)):
+            value, simplest = getattr(what, field.name), SIMPLEST.get(field.name, field.default)
+            if simplest not in (value, dataclasses.MISSING):
+                yield dataclasses.replace(what, **{field.name: simplest})
+            yield from (dataclasses.replace(what, **{field.name: new}) for new in smaller(value))

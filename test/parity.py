@@ -73,7 +73,6 @@ def check_parity(
     dtype: torch.dtype | None = torch.float64,
     oracle: str = "batch",
     train: Callable[[nn.Module, Any, float], Tensor] | None = None,
-    set_to_none: bool = True,
     replicated: bool | None = None,
     clip: Callable[[nn.Module], Tensor] | None = None,
 ) -> "ParityRun":
@@ -90,7 +89,6 @@ def check_parity(
     :param oracle: ``"batch"`` trains the reference on the whole batch, ``"slices"`` on the mean of the slices' losses.
     :param train: ``train(model, inputs, scale)`` runs forward, loss and the backward of ``scale * loss``, and returns the
         loss, for steps that are more than ``loss_fn(model(inputs), inputs).backward()``.
-    :param set_to_none: passed to ``zero_grad``.
     :param replicated: whether every rank must hold whole parameters (NO_SHARD); None accepts either.
     :param clip: clips the gradients of either model, and returns their norm.
     """
@@ -126,7 +124,7 @@ def check_parity(
             batch = pytree.tree_map(lambda t: t.to(dtype) if _is_float(t) else t, batch)
         slices = [_slice(batch, rank) for rank in range(ctx.world_size)]
         for each in optimizers:
-            each.zero_grad(set_to_none)
+            each.zero_grad()
         given = [batch] if oracle == "batch" else slices
         losses = [train(reference, part, 1 / len(given)).double() for part in given]
         losses_of_steps.append((train(sharded, slices[ctx.rank], 1.0).double(), torch.stack(losses).mean()))

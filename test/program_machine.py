@@ -34,7 +34,6 @@ from typing import Any
 import fuzz_programs as programs
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from clean import check_clean
 from fuzz_models import Checkpoint, Drop, Env, Island, Stash, during
 from fuzz_options import CPU, Ranks, Rounding, Sharding
@@ -42,7 +41,6 @@ from fuzz_programs import KINDS, ROOT, Bomb, Place, Program, Statement
 from parity import FLOOR, everybody, mean_square
 from saving import read_safetensors
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import LambdaLR
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointError
 
@@ -185,7 +183,6 @@ class Twin:
     def __init__(self, number: int, which: int, sharding: Sharding, ranks: Ranks) -> None:
         self.number, self.which = number, which
         self.sharding, self.ranks = sharding, ranks
-        self.schedulers: tuple[Any, Any] | None = None
         self.sent: Any = None
         self.changes = 0  # of parameters' values
         self.converted = False
@@ -788,7 +785,7 @@ class Machine:
 
     # -- backwards
 
-    def _backward(self, s: programs.Backward, twin: None, module: None, scale: float = 1.0) -> bool:
+    def _backward(self, s: programs.Backward, twin: None, module: None) -> bool:
         losses = [self.losses[name] for name in dict.fromkeys(s.losses) if name in self.losses]
         if not losses or any(self.rank0_only(loss.twin) for loss in losses) or self._mixes_gradients():
             return False
@@ -805,7 +802,7 @@ class Machine:
                 hook = flatshard.optim.register_gradients_reduced_hook(place, fuse)
                 involved[id(hooked)] = hooked
         try:
-            (sum(loss.sharded for loss in losses) * scale).backward(retain_graph=s.retain)
+            sum(loss.sharded for loss in losses).backward(retain_graph=s.retain)
             failed = False
         except (Bang, Interrupt):
             failed = True
@@ -828,7 +825,7 @@ class Machine:
             self._fail_backward(involved, reached)
             return True
         try:
-            self._run_plain_backward(losses, s.retain, scale)
+            self._run_plain_backward(losses, s.retain)
         except CheckpointError:  # frozen since forward: in one process the recomputation follows that, as nobody needs
             self._fail_backward(involved)
         except RuntimeError as e:
@@ -857,10 +854,10 @@ class Machine:
         """Then new gradients are refused."""
         return any(s.options.get("with_grads") for twin in self._alive for s in twin.shown)
 
-    def _run_plain_backward(self, losses: list[Loss], retain: bool, scale: float) -> None:
+    def _run_plain_backward(self, losses: list[Loss], retain: bool) -> None:
         if any(loss.twin.rounding for loss in losses):
             for loss in losses:
-                self._run_rounded_backward(loss, retain, scale)
+                self._run_rounded_backward(loss, retain)
             at_once = not self._holds_back(loss.twin)
             loss.twin.reduce_held([unit for unit, synced in loss.twin.synced.items() if synced or at_once])
             return
@@ -870,8 +867,7 @@ class Machine:
                 p.grad = None
         found: list[dict[str, Tensor | None]] = []
         try:
-            means = [sum(loss.plain) / len(loss.plain) for loss in losses]
-            total = sum(means) * scale
+            total = sum(sum(loss.plain) / len(loss.plain) for loss in losses)
             brought = has_leaves(total)  # also those that were frozen since
             total.backward(retain_graph=retain)
         finally:
@@ -901,10 +897,10 @@ class Machine:
         """Whether ``no_sync`` keeps gradients out of ``.grad``."""
         return twin.ranks.size > 1 or self.program.optimizer == "flat"
 
-    def _run_rounded_backward(self, loss: Loss, retain: bool, scale: float) -> None:
+    def _run_rounded_backward(self, loss: Loss, retain: bool) -> None:
         twin = loss.twin
         for rank, (of_slice, runs) in enumerate(zip(loss.plain, loss.copies, strict=True)):
-            (of_slice * scale).backward(retain_graph=retain)
+            of_slice.backward(retain_graph=retain)
             for name, p in runs.named_parameters():
                 if p.grad is not None and twin.plain.get_parameter(name).requires_grad:
                     every = twin.held.setdefault(name, [None] * twin.ranks.size)
@@ -921,51 +917,15 @@ class Machine:
 
     # -- the optimizer
 
-    def _may_step(self, twin: Twin) -> bool:
-        return not (twin.undefined or twin.shown)
-
     def _step(self, s: programs.Step, twin: Twin, module: None) -> bool:
-        if not self._may_step(twin):
+        if twin.undefined or twin.shown:
             return False
         if self.attempt(twin.opt.step, twin):
             held = map(twin.plain.get_parameter, twin.held)  # those of frozen parameters are not wanted
             assert not any(p.requires_grad and p.numel() for p in held), "stepped while gradients are held"
             twin.plain_opt.step()
             twin.changes += 1
-            for scheduler in twin.schedulers or ():
-                scheduler.step()
-            lrs = [[float(group["lr"]) for group in opt.param_groups] for opt in (twin.opt, twin.plain_opt)]
-            assert lrs[0] == lrs[1], lrs
             self._adopt(twin)
-        return True
-
-    def _scaled(self, s: programs.Scaled, twin: Twin, module: None) -> bool:
-        loss = self.losses.get(s.loss)
-        if loss is None or loss.twin is not twin or not self._may_step(twin) or self.program.optimizer == "flat":
-            return False
-        if not self._backward(programs.Backward((s.loss,)), None, None, scale=8.0) or twin.undefined or twin.held:
-            return False
-        grads = {name: p.grad for name, p in twin.plain.named_parameters() if p.grad is not None}
-        if not grads or not twin.shows_own:
-            return False
-        if s.inf:
-            name = next((name for name, grad in grads.items() if grad.numel()), None)
-            if name is not None:
-                own, info = twin.own[name], flatshard.tensors.shard_info(twin.own[name])
-                grads[name].view(-1)[:1] = torch.inf
-                if info is None or (info.start == 0 and info.stop > 0):
-                    own.grad.as_subclass(torch.Tensor).view(-1)[:1] = torch.inf
-        where = CPU if twin.sharding.cpu_offload else self.device  # a scale on the device would be read before it came
-        scalers = [torch.amp.GradScaler(d.type, init_scale=8.0, growth_interval=1) for d in (where, CPU)]
-        for scaler, opt in zip(scalers, (twin.opt, twin.plain_opt), strict=True):
-            scaler.scale(torch.ones((), device=scaler._device))
-            scaler.unscale_(opt)
-            scaler.step(opt)
-            scaler.update()
-        assert scalers[0].get_scale() == scalers[1].get_scale()
-        twin.changes += not s.inf
-        twin.undefined |= s.inf
-        self._adopt(twin)
         return True
 
     def _ahead(self, s: programs.Ahead, twin: Twin, module: None) -> bool:
@@ -1014,15 +974,6 @@ class Machine:
             close(norms[0].double(), expected.double(), twin.rtol, "the norm")
         return True
 
-    def _schedule(self, s: programs.Schedule, twin: Twin, module: None) -> bool:
-        if twin.schedulers is None:
-            twin.schedulers = self._scheduler(twin.opt), self._scheduler(twin.plain_opt)
-        return True
-
-    @staticmethod
-    def _scheduler(opt: Any, last_epoch: int = -1) -> LambdaLR:
-        return LambdaLR(opt, lambda step: 0.8**step, last_epoch)
-
     # -- blocks
 
     def _within(
@@ -1069,14 +1020,6 @@ class Machine:
             twin.kept = kept
 
         self._within(s, module, flatshard.keep_unsharded, lambda: count(before + 1), lambda well: count(before))
-
-    def _offload(self, s: programs.Offload, twin: Twin, module: nn.Module) -> None:
-        optimizers = [twin.opt] if s.optimizer else []
-
-        def away(module: nn.Module) -> Any:
-            return flatshard.optim.offload(module, optimizers, gradients=s.gradients)
-
-        self._within(s, module, away, lambda: None, lambda well: None)
 
     def _summon(self, s: programs.Summon, twin: Twin, module: nn.Module) -> bool:
         options = dict(s.options)
@@ -1225,7 +1168,7 @@ class Machine:
         twin.plain.to(dtype)
         twin.held = {name: grad.to(dtype) for name, grad in twin.held.items()}
         twin.opt, twin.plain_opt = self._optimizer(twin.model), self._optimizer(twin.plain)
-        twin.schedulers = twin.sent = None
+        twin.sent = None
         return True
 
     # -- copies and files
@@ -1249,20 +1192,6 @@ class Machine:
         self.twins[s.to] = new
         return True
 
-    def _ema(self, s: programs.Ema, twin: Twin, module: None) -> bool:
-        to = self.twins[s.to]
-        if to is None or not (twin.is_idle and to.is_idle) or self.interrupted or to.dtype is not twin.dtype:
-            return False
-        if to.ranks is not twin.ranks or any(to.own[name].shape != own.shape for name, own in twin.own.items()):
-            return False
-        with torch.no_grad():
-            for name, own in twin.own.items():
-                if own.is_floating_point():
-                    to.own[name].lerp_(own, 0.1)
-                    to.plain.get_parameter(name).lerp_(twin.plain.get_parameter(name), 0.1)
-        to.changes += 1
-        return True
-
     @contextlib.contextmanager
     def _folder(self) -> Iterator[Path]:
         """A new name, the same on all ranks."""
@@ -1281,7 +1210,6 @@ class Machine:
             return False
         if any(u.is_unsharded_by_user for u in twin.units) or twin.converted:
             return False
-        scheduled = twin.schedulers is not None and s.scheduled
         new = Twin(twin.number, 1 - twin.which, self.program.shardings[1 - twin.which], self.ranks[1 - twin.which])
         new.rtol = twin.rtol
         plain, plain_opt = twin.plain, twin.plain_opt
@@ -1289,54 +1217,24 @@ class Machine:
         plain_opt.zero_grad()
         with self._folder() as folder:
             path = folder / str(self._first(twin))
-            state: dict[str, Any] = {"model": twin.model, "optimizer": twin.opt}
-            scheduler = {} if twin.schedulers is None else twin.schedulers[0].state_dict()
-            match s.how:
-                case "job":
-                    folder.mkdir(exist_ok=True)
-                    flatshard.save_checkpoint(path, {**state, "step": 5}, process_group=twin.ranks.group)
-                case "dcp":
-                    state = {
-                        "model": twin.model.state_dict(),
-                        "optimizer": saving.optim_state_dict(twin.model, twin.opt),
-                    }
-                    dcp.save(state, storage_writer=saving.Writer(path), process_group=twin.ranks.group)
-                case _:
-                    whole = saving.full_state_dict(twin.model), saving.optim_state_dict(twin.model, twin.opt, full=True)
-            dist.barrier(self.ctx.group)
-            path = folder / "0"
-            model, plain, opt, plain_opt = self._make(new, plain, plain_opt)
-            if scheduled:
-                scheduler_now = self._scheduler(opt)
-            match s.how:
-                case "job":
-                    state = {"model": model, "optimizer": opt, "step": 0}
-                    loaded = flatshard.load_checkpoint(path, state, process_group=new.ranks.group)
-                    assert loaded["step"] == 5
-                case "dcp":
-                    keys = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
-                    optim = saving.optim_state_dict(model, opt, for_load=keys)
-                    state = {"model": model.state_dict(), "optimizer": optim}
-                    dcp.load(state, storage_reader=saving.Reader(path), process_group=new.ranks.group)
-                    model.load_state_dict(state["model"])
-                    saving.load_optim_state_dict(model, opt, optim)
-                case _:
-                    model.load_state_dict(whole[0])
-                    saving.load_optim_state_dict(model, opt, whole[1])
-        for mine, theirs in zip(plain.buffers(), model.buffers(), strict=True):
             if s.how == "job":
-                dist.broadcast(mine.data, dist.get_global_rank(self.ctx.group, 0), self.ctx.group)
-            elif s.how == "dcp":  # torch chooses which rank's
-                every = [torch.empty_like(mine) for _ in range(self.ctx.world_size)]
-                dist.all_gather(every, mine.data, self.ctx.group)
-                assert any(torch.allclose(theirs.cpu(), of_rank, twin.rtol) for of_rank in every), "a buffer of no rank"
-                mine.data.copy_(theirs)
+                folder.mkdir(exist_ok=True)
+                job = {"model": twin.model, "optimizer": twin.opt, "step": 5}
+                flatshard.save_checkpoint(path, job, process_group=twin.ranks.group)
+            else:
+                whole = saving.full_state_dict(twin.model), saving.optim_state_dict(twin.model, twin.opt, full=True)
+            dist.barrier(self.ctx.group)
+            model, plain, opt, plain_opt = self._make(new, plain, plain_opt)
+            if s.how == "job":
+                job = {"model": model, "optimizer": opt, "step": 0}
+                loaded = flatshard.load_checkpoint(folder / "0", job, process_group=new.ranks.group)
+                assert loaded["step"] == 5
+            else:
+                model.load_state_dict(whole[0])
+                saving.load_optim_state_dict(model, opt, whole[1])
+        for buffer in plain.buffers() if s.how == "job" else ():
+            dist.broadcast(buffer.data, dist.get_global_rank(self.ctx.group, 0), self.ctx.group)
         new.begin(model, plain, opt, plain_opt)
-        if twin.schedulers is not None:
-            if not scheduled:
-                scheduler_now = self._scheduler(opt, twin.schedulers[1].last_epoch - 1)  # making it steps it
-            scheduler_now.load_state_dict(scheduler)
-            new.schedulers = scheduler_now, twin.schedulers[1]
         new.changes = twin.changes + 1
         self.twins[twin.number] = new
         return True
@@ -1448,7 +1346,7 @@ class Machine:
     # -- questions
 
     def _ask(self, s: programs.Ask, twin: Twin, module: nn.Module) -> bool:
-        if self.interrupted or (not twin.is_idle and s.what not in ("describe", "num_parameters", "full_shape")):
+        if self.interrupted or (not twin.is_idle and s.what not in ("describe", "num_parameters")):
             return False
         if self.program.optimizer == "flat" and s.what in ("get_total_norm", "gradient_statistics"):
             return False
@@ -1463,26 +1361,10 @@ class Machine:
         assert found.world_size == twin.ranks.size or twin.sharding.mesh
         assert str(found)
 
-    def _ask_full_shape(self, twin: Twin, module: nn.Module, plain: nn.Module) -> None:
-        shapes = [flatshard.full_shape(p) for p in twin.own.values()]
-        assert shapes == [p.shape for p in twin.plain.parameters()]
-
     def _ask_num_parameters(self, twin: Twin, module: nn.Module, plain: nn.Module) -> None:
         numels = [(p.numel(), p.requires_grad) for p in plain.parameters()]
         assert flatshard.tensors.num_parameters(module) == sum(n for n, _ in numels)
         assert flatshard.tensors.num_parameters(module, trainable_only=True) == sum(n for n, trains in numels if trains)
-
-    def _ask_shard_info(self, twin: Twin, module: nn.Module, plain: nn.Module) -> None:
-        for mine, theirs in zip(module.parameters(), plain.parameters(), strict=True):
-            if (info := flatshard.tensors.shard_info(mine)) is not None:
-                assert info.shape == theirs.shape
-                assert info.stop - info.start == mine.numel()
-
-    def _ask_plan(self, twin: Twin, module: nn.Module, plain: nn.Module) -> None:
-        if twin.rounding or not any(p.requires_grad for p in twin.plain.parameters()):
-            return
-        found = flatshard.plan(self._build(0), world_size=4, compare=False)
-        assert "unit" in str(found)
 
     def _ask_check_replicas(self, twin: Twin, module: nn.Module, plain: nn.Module) -> None:
         flatshard.debug.check_replicas(module)
@@ -1505,16 +1387,6 @@ class Machine:
         expected = [p.norm().item() for p in plain.parameters() if p.is_floating_point()]
         close(found.double(), torch.tensor(expected, dtype=torch.float64), max(twin.rtol, 1e-6), "norms")
 
-    def _ask_check_whole_parameters(self, twin: Twin, module: nn.Module, plain: nn.Module) -> None:
-        infos = [flatshard.tensors.shard_info(p) for p in module.parameters()]
-        cut = any(i is not None and i.stop - i.start not in (0, i.numel) for i in infos)
-        refused = False
-        try:
-            flatshard.optim.check_whole_parameters(module.parameters())
-        except (RuntimeError, ValueError, TypeError):
-            refused = True
-        assert twin.ranks.size > 1 if refused else not cut
-
     def _ask_iter_changed_params(self, twin: Twin, module: nn.Module, plain: nn.Module) -> None:
         """What a server has after each ask is what the model had."""
         if twin.sent is not None and twin.sent[0]._module is twin.model:
@@ -1531,21 +1403,10 @@ class Machine:
         for name, p in twin.plain.named_parameters():
             close(weights[name], p, twin.rtol, f"the server's {name}")
 
-    def _ask_rekey(self, twin: Twin, module: nn.Module, plain: nn.Module) -> None:
-        state = twin.plain_opt.state_dict()
-        names = [name for name, _ in twin.plain.named_parameters()]
-        there = saving.rekey(state, names)
-        assert set(there["state"]) <= set(names)
-        assert set(saving.rekey(there, names, "ids")["state"]) == set(state["state"])
-
     def _ask_optim_state_dict(self, twin: Twin, module: nn.Module, plain: nn.Module) -> None:
         state = saving.optim_state_dict(twin.model, twin.opt)
         saving.load_optim_state_dict(twin.model, twin.opt, state)
         self._compare_optimizers(saving.optim_state_dict(twin.model, twin.opt, full=True), twin)
-
-    def _ask_optim_state_dict_to_load(self, twin: Twin, module: nn.Module, plain: nn.Module) -> None:
-        whole = saving.optim_state_dict(twin.model, twin.opt, full=True)
-        twin.opt.load_state_dict(saving.optim_state_dict_to_load(twin.model, twin.opt, whole))
 
     def _ask_summed_gradients(self, twin: Twin, module: nn.Module, plain: nn.Module) -> None:
         infos = [flatshard.tensors.shard_info(p) for p in module.parameters()]

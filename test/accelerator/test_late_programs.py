@@ -6,20 +6,17 @@ from typing import Any
 import pytest
 import torch
 from accelerator.harness import POLICIES
-from fuzz_programs import Offload, Program, draw
+from fuzz_programs import Program, draw
 from pairs import some
 from pool import Pool
 from program_machine import run_program
 
 
 def on_the_device(program: Program) -> Program:
-    """The simulator's groups are the CPU's as well, so ``to_empty`` would be for that. ``offload`` is left out: there
-    it makes backwards of earlier forwards raise, on each rank at another point. See ``accelerator/offload.py``.
-    """
+    """The simulator's groups are the CPU's as well, so ``to_empty`` would be for that."""
     starts = ["as it is" if s.start == "to_empty" else s.start for s in program.shardings]
     first, second = (dataclasses.replace(s, start=at) for s, at in zip(program.shardings, starts, strict=True))
-    body = tuple(s for s in program.body if not isinstance(s, Offload))
-    return dataclasses.replace(program, shardings=(first, second), body=body)
+    return dataclasses.replace(program, shardings=(first, second))
 
 
 SEEDS = (103, 110, 113, 121, 122, 123, 131, 137, 138, 141, 151, 155, 161, 163, 167, 170, 173, 174, 181, 310005, 310386)

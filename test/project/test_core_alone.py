@@ -2,7 +2,6 @@
 
 import functools
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -92,24 +91,6 @@ def test_the_core_alone(tmp_path):
     command = [sys.executable, "-W", "ignore", "-c", script]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=90)
     assert done.returncode == 0, done.stderr
-
-
-# What features are about. In code only: docstrings may say where a fact is used.
-OF_FEATURES = (
-    "inner_shard|anchor|skip|pass_by|ran_inside|summon|keep_unsharded|no_sync|escape|"
-    "not_sharded|late_tie|layerdrop|layer_drop|callback|quantized|functorch|dynamo"
-)
-
-
-def test_the_core_names_no_feature():
-    from test_structure import CODE
-
-    core = [name for name in core_modules() if name.startswith(("_composable", "_handle", "_runtime"))]
-    names = {(name, i) for name in core for i in re.findall(r"\w+", "\n".join(CODE[name]))}
-    assert {(name, i) for name, i in names if re.search(OF_FEATURES, i, re.IGNORECASE)} == {
-        ("_composable.backward", "callback"),  # of autograd's engine
-        ("_composable.backward", "queue_callback"),
-    }
 
 
 def without_each(ctx) -> None:

@@ -22,7 +22,6 @@ def pytest_addoption(parser):
 def pytest_runtestloop(session):
     return lanes.run(session) or None
 """
-AT_LAST = "Path(__file__).with_name('last').touch()"
 TESTS = """
 import os, signal, time, warnings
 from pathlib import Path

@@ -39,9 +39,6 @@ the longest package that its name begins with; "" is the top one."""
 CORE = [package for row in PACKAGES[:5] for package in row]
 """Packages, or modules beside packages, that know no feature and no product."""
 
-TYPE_CHECKING_IMPORTS = {"checkpoint": {"checkpoint._reader", "checkpoint._writer"}}
-"""Imports that only a type checker sees: here public names that are imported when they are asked for."""
-
 INNER_IMPORTS = {
     ("checkpoint", "flatshard.checkpoint"),  # as the next
     ("checkpoint._job", "flatshard.checkpoint"),  # a third of a second of `import flatshard`
@@ -114,11 +111,6 @@ def imported_modules(module: str, names: list[str]) -> set[str]:
     return {n for n in inner if n in TREES} or {short or "_"}
 
 
-def type_checking_only(tree: ast.AST) -> set[ast.stmt]:
-    guarded = [n for n in ast.walk(tree) if isinstance(n, ast.If) and dotted(n.test) == "TYPE_CHECKING"]
-    return {s for block in guarded for s in block.body}
-
-
 def package_of(name: str) -> str:
     """The package of ``PACKAGES`` that a module belongs to."""
     known = {package for row in PACKAGES for package in row}
@@ -127,11 +119,9 @@ def package_of(name: str) -> str:
     return name
 
 
-def needed(name: str, type_checking: bool = False) -> set[str]:
-    """Our modules that ``name`` imports when it runs; or for a type checker only."""
-    hidden = type_checking_only(TREES[name])
-    chosen = [i for i in imports(TREES[name]) if (i[0] in hidden) == type_checking]
-    return {m for _, module, names in chosen for m in imported_modules(module, names)} - {name}
+def needed(name: str) -> set[str]:
+    """Our modules that ``name`` imports, be it for a type checker only."""
+    return {m for _, module, names in imports(TREES[name]) for m in imported_modules(module, names)} - {name}
 
 
 def test_imports_go_down():
@@ -142,13 +132,8 @@ def test_imports_go_down():
 
 
 def test_no_files_know_each_other():
-    """No ring of imports, also of those that only a type checker sees."""
-    graphlib.TopologicalSorter({n: needed(n) | needed(n, type_checking=True) for n in TREES}).prepare()
-
-
-def test_imports_for_the_type_checker_are_listed():
-    found = {name: needed(name, type_checking=True) for name in TREES}
-    assert {name: modules for name, modules in found.items() if modules} == TYPE_CHECKING_IMPORTS
+    """No ring of imports."""
+    graphlib.TopologicalSorter({n: needed(n) for n in TREES}).prepare()
 
 
 def test_imports_inside_functions_are_listed():
@@ -194,7 +179,30 @@ HOOKING = "_composable.hooks planning._program optim._hooks elastic._job"
 HOOKING += " checkpoint._state_dict_hooks checkpoint._optim_state_dict "
 HOOKING += " ".join(name for name in TREES if name.startswith(("_composable.features.", "integrations.")))
 OF_PARAMETERS = "_handle.tensors.sharded_parameter"  # hooking one is part of what the user sees of it
+OF_FEATURES = (
+    "inner_shard|anchor|skip|pass_by|ran_inside|summon|keep_unsharded|no_sync|escape|"
+    "not_sharded|late_tie|layerdrop|layer_drop|callback|quantized|functorch|dynamo"
+)
 TREE_WORDS = r"\b((named_)?(modules|children)|get_submodule|_modules|named_parameters)\b"
+# Whether a forward is still running; for errors; who reads a module's parameters, and who replaces them (see the note in
+# guard.py); torch's helpers, by their variables; whose memory an allocation is. No more may come.
+ASKING_WHO_CALLS = """
+_composable.features.forward_method _composable.features.keep _composable.features.skip _composable.features.transforms
+_composable.state _errors _comm.monitor.watch _handle.tensors.guard _handle.tensors.sharded_parameter planning._recording
+checkpoint._standard_helpers checkpoint._state_dict_hooks
+"""
+# `_composable` decides when collectives start; handles and the runtime start them, and modules that make them of others.
+STARTING = """
+_mesh_runtime _runtime _comm.backends _composable.construct.groups _quantized _fake_group _composable.features.comm_hooks
+checkpoint._gathering elastic._exchange
+"""
+# Scales, before a handle gathers; for a handle, in place of its own; whole values, for those who read them.
+GATHERING = """
+_composable.features.encoded_gathers _composable.features.kept_shards _composable.features.whole_parameters
+_comm.monitor.order_check debug._replicas
+"""
+# New modules, also later; buffers, which belong to no handle.
+BROADCASTING = "_composable.construct.materialize _composable.features.filled_later _composable.features.buffers"
 RULES = [
     # This project re-does torch's FSDP, which is on its way out upstream. Its policies are known by their shape.
     Rule(AN_IMPORT + r".*\btorch\.distributed(\.| import (.*, )?)(fsdp|_composable|_tools)"),
@@ -210,6 +218,11 @@ RULES = [
     Rule(r"\b(environ|getenv|putenv)\b", "_config env"),  # the report shows it
     Rule(r"\b__version__\b", "_torch env"),
     Rule(rf"\b({FRAMES})\b", "_frames"),
+    Rule(AN_IMPORT + r".*\b_frames\b", ASKING_WHO_CALLS),
+    Rule(r"\.(reduce_scatter|all_reduce)\(", STARTING, of=r"(?!_handle\.)"),
+    Rule(r"\.all_gather\(", f"{STARTING} {GATHERING}", of=r"(?!_handle\.)"),
+    Rule(r"\.(broadcast_now|all_reduce_now)\(", f"{STARTING} {BROADCASTING}", of=r"(?!_handle\.)"),
+    Rule(r"\.exchange\(", f"{STARTING} optim._owned elastic._reshard", of=r"(?!_handle\.)"),
     Rule(r"\._parameters\[[^=]*\] \S?= |\bdel .*\._parameters\[|\bregister_parameter\(", "_handle.registrations"),
     Rule(r"\._parameters\.(pop|update|setdefault|clear|popitem|__setitem__|__delitem__)\(", "_handle.registrations"),
     Rule(r"(?<![\w.])(setattr|delattr)\(", "_handle.registrations"),
@@ -218,6 +231,8 @@ RULES = [
     Rule(r"\b(process_)?group\.\w", COMMUNICATING),
     Rule(r"\bsuper\(\)\._?register_\w*hook|\._backward_hooks( \S?= |$)", f"{HOOKING} {OF_PARAMETERS}"),
     Rule(r"(?<!\bsuper\(\))\._?register_\w*hook|\._(forward|forward_pre|backward_pre)_hooks( \S?= |$)", HOOKING),
+    # The core names no feature. The exception has callbacks of autograd's engine.
+    Rule(rf"(?i){OF_FEATURES}", "_composable.backward", of=r"_composable(?!\.features)|_handle|_runtime"),
     # A handle looks at a module by its parameters only. Others may name the type, and hand modules on.
     Rule(rf"^(?!{AN_IMPORT}).*hook", OF_PARAMETERS, of=r"_handle\."),
     Rule(r"\b_(parameters|buffers)\b", "_handle.registrations", of=r"_handle\."),
@@ -241,37 +256,6 @@ def test_only_torch_asks_for_a_version():
     files = [path for folder in ("flatshard", "test", "benchmarks") for path in (PACKAGE.parent / folder).rglob("*.py")]
     lines = [(path, line) for path in files for line in code(path.read_text())]
     assert not [f"{path}: {line}" for path, line in lines if re.search(asks, line)]
-
-
-MADE_OF_OTHERS = (
-    *("_mesh_runtime", "_runtime", "_comm.backends", "_composable.construct.groups", "_quantized", "_fake_group"),
-    "_composable.features.comm_hooks",
-)
-"""Modules in which collectives are made of others."""
-
-
-def test_only_handles_start_collectives_and_construction_broadcasts():
-    """``_composable`` decides when; ``_handle`` and the runtime do. Only new modules are broadcast from above."""
-    verbs = r"\.(all_gather|reduce_scatter|all_reduce|all_reduce_now|broadcast_now|exchange)\("
-    above = {n: lines for n, lines in CODE.items() if n not in MADE_OF_OTHERS and not n.startswith("_handle.")}
-    assert {(name, verb) for name, lines in above.items() for verb in re.findall(verbs, "\n".join(lines))} == {
-        ("_composable.construct.materialize", "broadcast_now"),
-        ("_composable.features.filled_later", "broadcast_now"),  # as materialize, later
-        ("_composable.features.filled_later", "all_reduce_now"),
-        ("_composable.features.buffers", "all_reduce_now"),  # buffers belong to no handle
-        ("_composable.features.buffers", "broadcast_now"),
-        ("_composable.features.encoded_gathers", "all_gather"),  # scales, before a handle gathers
-        ("_composable.features.kept_shards", "all_gather"),  # for a handle, in place of its own
-        ("_composable.features.whole_parameters", "all_gather"),  # whole values, for those who read them
-        ("checkpoint._gathering", "all_gather"),
-        ("checkpoint._gathering", "all_reduce_now"),
-        ("_comm.monitor.order_check", "all_gather"),
-        ("debug._replicas", "all_gather"),
-        ("optim._owned", "exchange"),
-        ("elastic._exchange", "exchange"),  # between ranks that share no handle yet
-        ("elastic._reshard", "exchange"),
-        ("elastic._exchange", "all_gather"),
-    }
 
 
 # -- one writer per fact -----------------------------------------------------------------------------------------------
@@ -330,29 +314,6 @@ def test_no_two_files_write_one_attribute():
             foreign.add(attribute)
     several = {a for a, names in found.items() if len(names) > 1 and a in foreign and a in owners}
     assert several == MANY_WRITERS
-
-
-ASKS_WHO_CALLS = {
-    "_composable.features.forward_method",  # and the next three: whether a forward is still running
-    "_composable.features.keep",
-    "_composable.features.skip",
-    "_composable.state",
-    "_composable.features.transforms",  # below which code dynamo does not look
-    "_errors",
-    "_comm.monitor.watch",  # for errors
-    "_handle.tensors.guard",  # who reads a module's parameters, and who replaces them: see the note there
-    "_handle.tensors.sharded_parameter",
-    "checkpoint._standard_helpers",  # torch's helpers, by their variables
-    "checkpoint._state_dict_hooks",
-    "planning._recording",  # whose memory an allocation is
-}
-"""Modules that ask ``_frames``. No more may come."""
-
-
-def test_who_asks_for_frames_is_listed():
-    lines = [(name, line) for name in TREES if name != "_frames" for line in CODE[name]]
-    asks = {name for name, line in lines if re.match(AN_IMPORT + r".*\b_frames\b", line)}
-    assert asks == ASKS_WHO_CALLS
 
 
 INSTALLED_AT_IMPORT = {

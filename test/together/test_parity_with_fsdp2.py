@@ -7,7 +7,7 @@ table in ``flatshard/migration.md`` of what differs on purpose has a test at the
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +16,6 @@ import torch
 import torch.distributed.fsdp
 from models import NormBlock
 from torch import Tensor, nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -32,7 +31,7 @@ WIDTH, VOCABULARY = 6, 11
 class Net(nn.Module):
     """Two blocks of sizes that no number of ranks divides, between an embedding and a head."""
 
-    def __init__(self, tied: bool = False, hidden: tuple[int, int] = (7, 9), order: tuple[int, ...] = (0, 1)) -> None:
+    def __init__(self, hidden: tuple[int, int] = (7, 9), order: tuple[int, ...] = (0, 1)) -> None:
         super().__init__()
         self.order = order
         self.embed = nn.Embedding(VOCABULARY, WIDTH)
@@ -40,8 +39,6 @@ class Net(nn.Module):
         self.norm = nn.LayerNorm(WIDTH)
         self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
         self.extra = nn.Linear(WIDTH, WIDTH)  # that most never use
-        if tied:
-            self.head.weight = self.embed.weight
 
     def embedded(self, ids: Tensor) -> Tensor:
         return self.embed(ids)
@@ -51,10 +48,6 @@ class Net(nn.Module):
         for i in self.order:
             x = self.blocks[i](x)
         return self.head(self.norm(x))
-
-
-def each_block(model: nn.Module) -> list[Any]:
-    return [*model.blocks, model]
 
 
 Step = Callable[[nn.Module, Any, int], Tensor]
@@ -122,15 +115,11 @@ class Case:
     make: Callable[[], nn.Module] = Net
     before: Callable[[nn.Module, Any], object] = lambda model, mesh: None
     """What happens to the model before it is sharded."""
-    units: Callable[[nn.Module], Sequence[Any]] = each_block
     precision: dict[str, Any] = field(default_factory=dict)
-    offload: bool = False
-    options: Callable[[nn.Module], dict[str, Any]] = lambda model: {}
     after: Callable[[nn.Module], object] = lambda model: None
     """What happens to the model once it is sharded."""
     step: Step = one_backward
     optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW
-    clip: float | None = None
     needs: bool = True
     """Whether FSDP2 of the installed torch has it."""
     steps: int = 2
@@ -160,13 +149,10 @@ class Script:
         torch.manual_seed(0)
         self.model = model = case.make()
         case.before(model, mesh)
-        options = case.options(model)
-        if case.precision:
-            options["mp_policy"] = api.MixedPrecisionPolicy(**case.precision)
-        if case.offload:
-            options["offload_policy"] = api.CPUOffloadPolicy(pin_memory=False)
-        for unit in case.units(model):
-            api.fully_shard(unit, mesh=over, **options)
+        options = {"mesh": over, "mp_policy": api.MixedPrecisionPolicy(**case.precision)}
+        options["ignored_params"] = {*model.blocks[0].norm.parameters()}
+        for unit in (model.blocks[0].up, *model.blocks, [model.norm, model.head], model):
+            api.fully_shard(unit, **options)
         api.register_fsdp_forward_method(model, "embedded")
         case.after(model)
         self.optimizer = case.optimizer([p for p in model.parameters() if p.requires_grad])
@@ -176,8 +162,6 @@ class Script:
         self.optimizer.zero_grad()
         found: dict[str, Tensor | None] = {"loss": self.case.step(self.model, self.rank, number).detach()}
         found |= {f"gradient of {name}": value for name, value in values(self.model, lambda p: p.grad).items()}
-        if self.case.clip is not None:
-            found["norm"] = whole(torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.case.clip))
         self.optimizer.step()
         return found | values(self.model, lambda p: p.detach())
 
@@ -205,10 +189,6 @@ def mark_norms(model: nn.Module, mesh: Any) -> None:
 
 def norms_in_their_own(p: nn.Parameter) -> torch.dtype | None:
     return p.dtype if p.is_norm else None
-
-
-def checkpointed(model: nn.Module, mesh: Any) -> None:
-    apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, NormBlock))
 
 
 def parallelize(model: nn.Module, mesh: Any) -> None:
@@ -242,27 +222,17 @@ CASES = {
     "bf16, reduced in bf16": Case(precision=LOW),
     "bf16, reduced in None": Case(precision=UNSAID),
     "fp32, reduced in bf16": Case(precision={"reduce_dtype": BF16}),
-    "bf16, outputs in fp32": Case(precision=WIDE | {"output_dtype": FP32}, units=lambda model: [model]),
     "bf16, norms in fp32": Case(precision=UNSAID | {"param_dtype_override_fn": norms_in_their_own}, **OWN),
-    "nested, tied": Case(
-        make=functools.partial(Net, tied=True), units=lambda model: [model.blocks[0].up, *model.blocks, model]
-    ),
-    "groups of modules": Case(units=lambda model: [*model.blocks, [model.norm, model.head], model]),
-    "kept from forward to backward": Case(options=lambda model: {"reshard_after_forward": False}),
     "gathered ahead": Case(after=prefetch_by_hand, step=a_method),
-    "ignored": Case(options=lambda model: {"ignored_params": set(model.blocks[0].norm.parameters())}),
-    "checkpointed": Case(before=checkpointed),
     "two forwards in bf16, of repeated blocks": Case(
         make=functools.partial(Net, order=(0, 0, 1, 0)), step=two_forwards, precision=WIDE
     ),
-    "offload": Case(offload=True),
     "divided by four": Case(after=functools.partial(divide, factor=4.0)),
     "accumulated, each reduced": Case(step=microbatches),
     "accumulated in bf16, reduced in None": Case(step=LAST, precision=UNSAID),
     "finalized by a call": Case(
         step=finalized, precision=WIDE, after=lambda model: model.set_manual_backward_finalization(True), needs=IS_NEW
     ),
-    "clipped": Case(clip=0.05, bound=1e-6),
     "bf16, on three ranks": Case("three ranks", optimizer=SGD, precision=WIDE, bound=1e-6),
     "replicated in bf16, norms in fp32": Case(
         "replicas", precision=WIDE | {"param_dtype_override_fn": norms_in_their_own}, **OWN
