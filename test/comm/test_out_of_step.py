@@ -7,7 +7,7 @@ import datetime
 import functools
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 from unittest import TestCase
 
@@ -73,10 +73,10 @@ def run(ctx, body: Any) -> None:
 def errors(pool, monkeypatch) -> Iterator[Any]:
     monkeypatch.setattr(pool_module, "GRACE", float(SECONDS))
 
-    def run_body(body: Any, world_size: int = 2, **arguments: Any) -> list[tuple[str, str]]:
+    def run_body(body: Any, world_size: int = 2) -> list[tuple[str, str]]:
         """Every rank's error: its type and its message."""
         with pytest.raises(RankFailure) as e:
-            pool.run(run, functools.partial(body, **arguments), world_size=world_size, timeout=40)
+            pool.run(run, body, world_size=world_size, timeout=40)
         failures = sorted(e.value.failures, key=lambda f: f.rank)
         assert [f.kind for f in failures] == ["raised"] * world_size, str(e.value)
         return [(f.type_name, f.message) for f in failures]
@@ -84,18 +84,33 @@ def errors(pool, monkeypatch) -> Iterator[Any]:
     return run_body
 
 
-def all_out_of_step(found: list[tuple[str, str]], *patterns: str) -> None:
-    for type_name, message in found:
-        assert type_name == "OutOfStepError", message
-        for pattern in patterns:
-            assert re.search(pattern, message, re.DOTALL), message
+CASES: dict[str, tuple[Callable[[Any], None], int, Iterable[int], tuple[str, ...]]] = {}
 
 
+def tells(*patterns: str, size: int = 2, ranks: Iterable[int] = (), **arguments: str) -> Callable[[Any], Any]:
+    """What ``ranks`` of ``size`` must be told, all by default, where they run the body with ``arguments``."""
+
+    def add(body: Any) -> Any:
+        name = " ".join([body.__name__, *arguments.values()])
+        CASES[name] = functools.partial(body, **arguments), size, ranks or range(size), patterns
+        return body
+
+    return add
+
+
+@tells(
+    r"ranks run different units.*\(in pass 1 of this process\)",
+    r"ranks 0, 2: [^\n]*all-gather of 'blocks\.0'; all-gather of 'blocks\.1'\n",
+    r"rank 1: [^\n]*all-gather of 'blocks\.0'; all-gather of 'blocks\.2'\n",
+    r"have it call flatshard\.skip",
+    size=3,
+)
 def swap_at_first(ctx) -> None:
     model, _ = make(ctx, order_check="first")
     train(model, "0213" if ctx.rank == 1 else "0123")
 
 
+@tells(r"all-gather of 'blocks\.0' was not issued: ranks got out of step before", r"restart all ranks")
 def go_on_after(ctx) -> None:
     """What one rank has sent for a unit, nobody has received: another gather of it would take that for its own."""
     model, _ = make(ctx, order_check="first")
@@ -107,6 +122,12 @@ def go_on_after(ctx) -> None:
     train(model)
 
 
+@tells(
+    r"ranks wait for each other, as they run different units",
+    r"rank [02] waits for the all-gather of 'blocks\.[01]'.*which rank 1 has not come to",
+    r"rank 1 waits for the all-gather of 'blocks\.[123]'",
+    size=3,
+)
 def swap_later(ctx) -> None:
     model, _ = make(ctx)
     for _ in range(2):
@@ -133,6 +154,7 @@ def test_interrupt_when_a_connection_is_closed_already(errors):
     assert [type_name for type_name, _ in errors(interrupt_after_another, world_size=3)] == ["Ends"] * 3
 
 
+@tells(r"as they run different units", r"rank 0 waits for the all-gather of 'blocks\.0'", size=4, ranks=(0, 1))
 def swap_in_a_smaller_group(ctx) -> None:
     """After forward all ranks keep a half of each unit: backward gathers it among two of the four."""
     _config.WATCH_SECONDS, _config.ORDER_CHECK = 1.0, "off"
@@ -146,13 +168,7 @@ def swap_in_a_smaller_group(ctx) -> None:
         output.backward()
 
 
-def test_another_order_in_a_smaller_group(errors):
-    found = errors(swap_in_a_smaller_group, world_size=4)
-    assert [type_name for type_name, _ in found[2:]] == ["Ends"] * 2
-    waits = r"rank 0 waits for the all-gather of 'blocks\.0'"
-    all_out_of_step(found[:2], r"ranks wait for each other, as they run different units", waits)
-
-
+@tells(r"ranks reduced the gradients of different units together: '(blocks\.[12])' and '(?!\1)blocks\.[12]'")
 def mix_all_reduces(ctx) -> None:
     model, _ = make(ctx, ShardingStrategy.NO_SHARD)
     train(model)
@@ -164,6 +180,14 @@ def mix_all_reduces(ctx) -> None:
         raise
 
 
+ONE = r"not all of them compute the same norm.* waits for the all-reduce for %s \(after pass 1 of this process\)"
+OTHER = r"rank [012] waits for the all-gather of 'blocks\.0' \(in pass 2 of this process\), which rank \d"
+NORM = ONE % r"the norm of order 2\.0 of the gradient of 'blocks\.0\.weight'"
+STATISTICS = ONE % r"statistics of 8 gradients, the first of which is 'blocks\.0\.weight'"
+
+
+@tells(NORM, OTHER, r"Have all ranks call what computes it", what="norm")
+@tells(STATISTICS, OTHER, size=3, what="statistics")
 def compute_on_one_rank(ctx, what: str) -> None:
     model, _ = make(ctx)
     train(model)
@@ -174,23 +198,13 @@ def compute_on_one_rank(ctx, what: str) -> None:
     train(model)
 
 
-@pytest.mark.parametrize(
-    ("what", "world_size", "rank", "text"),
-    [
-        ("norm", 2, 0, r"the norm of order 2\.0 of the gradient of 'blocks\.0\.weight'"),
-        ("statistics", 3, 1, r"statistics of 8 gradients, the first of which is 'blocks\.0\.weight'"),
-    ],
+@tells(
+    r"rank 0 waits for the all-gather of 'blocks\.\d'",
+    r"rank [12] is in torch\.distributed\.all_reduce\(\)",
+    r"All ranks must run the same units",
+    size=3,
+    ranks=(0,),
 )
-def test_a_norm_that_one_rank_computes(errors, what, world_size, rank, text):
-    all_out_of_step(
-        errors(compute_on_one_rank, world_size, what=what),
-        r"not all of them compute the same norm, sum or maximum",
-        rf"rank {rank} waits for the all-reduce for {text} \(after pass 1 of this process\), which rank",
-        r"rank [012] waits for the all-gather of 'blocks\.0' \(in pass 2 of this process\), which rank \d has not come to",
-        r"Have all ranks call what computes it",
-    )
-
-
 def wait_in_the_users_collective(ctx) -> None:
     """Rank 0 alone evaluates."""
     model, group = make(ctx)
@@ -201,14 +215,14 @@ def wait_in_the_users_collective(ctx) -> None:
     dist.all_reduce(torch.ones(()), group=group)
 
 
-def test_a_rank_that_others_wait_for_in_a_collective_of_the_users(errors):
-    first = errors(wait_in_the_users_collective, 3)[0]
-    where = r"rank [12] is in torch\.distributed\.all_reduce\(\)"
-    all_out_of_step(
-        [first], r"rank 0 waits for the all-gather of 'blocks\.\d'", where, "All ranks must run the same units"
-    )
+SIZE = r"rank 0 has '0\.weight' of shape \(4, 4\) where rank 1 has '0\.weight' of shape \(5, 4\).*Build the same model"
 
 
+@tells(SIZE, r"unit '0' is not the same on all ranks", how="size", order_check="first")
+@tells(SIZE, how="size", order_check="off")  # the watch says the same
+@tells(r"units have different names: rank 0 has 'last' where rank 1 has 'other'", how="module", order_check="first")
+@tells(r"2 parameters on rank 0, and 1 on rank 1; only rank 0 has 'last\.bias'", how="bias", order_check="first")
+@tells(r"as \d+ elements of torch.float32 a rank on rank 0, and .* of torch.bf", how="dtype", order_check="first")
 def build_another(ctx, how: str, order_check: str) -> None:
     _, group = make(ctx, order_check=order_check)
     odd = ctx.rank == 1
@@ -220,58 +234,14 @@ def build_another(ctx, how: str, order_check: str) -> None:
     model(torch.ones(2, 4, dtype=next(model.parameters()).dtype)).sum().backward()
 
 
-OTHERS = {
-    "size": r"unit '0' is not the same on all ranks: rank 0 has '0\.weight' of shape \(4, 4\) where rank 1 has '0\.weight' "
-    r"of shape \(5, 4\)",
-    "module": r"units have different names: rank 0 has 'last' where rank 1 has 'other'",
-    "bias": r"unit 'last' is not the same .* it has 2 parameters on rank 0, and 1 on rank 1; only rank 0 has 'last\.bias'",
-    "dtype": r"unit .0. is not .* as \d+ elements of torch.float32 a rank on rank 0, and as \d+ elements of torch.bf",
-}
-
-
-@pytest.mark.parametrize(("how", "order_check"), [*((how, "first") for how in OTHERS), ("size", "off")])
-def test_another_model_by_the_order_check(errors, how, order_check):
-    """Without it, the watch says the same."""
-    all_out_of_step(errors(build_another, how=how, order_check=order_check), OTHERS[how], "Build the same model on all")
-
-
-CASES: dict[str, tuple[Callable[[Any], None], int, tuple[str, ...]]] = {
-    "another order in the first pass": (
-        swap_at_first,
-        3,
-        (
-            r"ranks run different units.*\(in pass 1 of this process\)",
-            r"ranks 0, 2: [^\n]*all-gather of 'blocks\.0'; all-gather of 'blocks\.1'\n",
-            r"rank 1: [^\n]*all-gather of 'blocks\.0'; all-gather of 'blocks\.2'\n",
-            r"have it call flatshard\.skip",
-        ),
-    ),
-    "a group out of step is not used again": (
-        go_on_after,
-        2,
-        (r"all-gather of 'blocks\.0' was not issued: ranks got out of step before", r"restart all ranks"),
-    ),
-    "another order later": (
-        swap_later,
-        3,
-        (
-            r"ranks wait for each other, as they run different units",
-            r"rank [02] waits for the all-gather of 'blocks\.[01]'.*which rank 1 has not come to",
-            r"rank 1 waits for the all-gather of 'blocks\.[123]'",
-        ),
-    ),
-    "all-reduces of different units are not mixed": (
-        mix_all_reduces,
-        2,
-        (r"ranks reduced the gradients of different units together: '(blocks\.[12])' and '(?!\1)blocks\.[12]'",),
-    ),
-}
-
-
 @pytest.mark.parametrize("case", CASES)
 def test_ranks_that_do_different_things(errors, case):
-    body, world_size, patterns = CASES[case]
-    all_out_of_step(errors(body, world_size), *patterns)
+    body, size, told, patterns = CASES[case]
+    found = errors(body, size)
+    for type_name, message in (found[rank] for rank in told):
+        assert type_name == "OutOfStepError", message
+        for pattern in patterns:
+            assert re.search(pattern, message, re.DOTALL), message
 
 
 def be_slow(ctx) -> None:

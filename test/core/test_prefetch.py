@@ -54,7 +54,7 @@ def test_what_changes_in_a_forward_is_not_gathered_before(ctx):
     assert columns[2].index("reshard student") < columns[2].index("all-gather teacher")
 
 
-def chosen_forward(ctx) -> list[list[str]]:
+def chosen(ctx) -> list[list[str]]:
     model = sharded(ctx, Net())
     plain = last_step(model)
     configure(model, forward_prefetch=[model.blocks[0], model.blocks[1]])
@@ -67,39 +67,34 @@ def chosen_forward(ctx) -> list[list[str]]:
     model = sharded(ctx, Net(), forward_prefetch=False)
     configure(model.blocks[0], forward_prefetch=[model.blocks[1]])
     one = train(model)  # nothing is recorded yet
-    return [c[: c.index("-- backward")] for c in (far, one)]
-
-
-def test_forward(pool):
-    far, one = same_everywhere(pool.run(chosen_forward))
-    assert_expected_inline(
-        as_text([["root: 0, 1; 0: 2; 1: none", *far], ["only 0: 1", *one]]),
-        """\
-root: 0, 1; 0: 2; 1: none  only 0: 1
-all-gather <root>          all-gather <root>
-all-gather blocks.0        all-gather blocks.0
-all-gather blocks.1        all-gather blocks.1
-all-gather blocks.2        reshard blocks.0
-reshard blocks.0           reshard blocks.1
-reshard blocks.1           all-gather blocks.2
-reshard blocks.2           reshard blocks.2""",
-    )
-
-
-def chosen_backward(ctx) -> list[str]:
     model = sharded(ctx, Net(), backward_prefetch=BackwardPrefetch.BACKWARD_POST)
     configure(model.blocks[2], backward_prefetch=[model.blocks[1], model.blocks[0]])
     configure(model.blocks[1], backward_prefetch=[])
-    column = last_step(model)
-    return column[column.index("-- backward") + 1 :]
+    post = last_step(model)
+    return [*(c[: c.index("-- backward")] for c in (far, one)), post[post.index("-- backward") :]]
 
 
-def test_backward(pool):
-    """Of chosen modules, too, ``BACKWARD_POST`` says when."""
-    freed, *rest = (f"{e} blocks.{i}" for i in (2, 1, 0) for e in ("reshard", "reduce-scatter"))
-    ahead = ["all-gather blocks.1", "all-gather blocks.0"]
-    expected = ["all-gather blocks.2", freed, rest[0], *ahead, *rest[1:], "reshard <root>", "reduce-scatter <root>"]
-    assert same_everywhere(pool.run(chosen_backward)) == expected
+def test_chosen_modules(pool):
+    """Of these, too, ``BACKWARD_POST`` says when."""
+    heads = "root: 0, 1; 0: 2; 1: none", "only 0: 1", "POST, 2: 1, 0; 1: none"
+    columns = same_everywhere(pool.run(chosen))
+    assert_expected_inline(
+        as_text([[head, *column] for head, column in zip(heads, columns, strict=True)]),
+        """\
+root: 0, 1; 0: 2; 1: none  only 0: 1                  POST, 2: 1, 0; 1: none
+all-gather <root>          all-gather <root>          -- backward
+all-gather blocks.0        all-gather blocks.0        all-gather blocks.2
+all-gather blocks.1        all-gather blocks.1        reshard blocks.2
+all-gather blocks.2        reshard blocks.0           reduce-scatter blocks.2
+reshard blocks.0           reshard blocks.1           all-gather blocks.1
+reshard blocks.1           all-gather blocks.2        all-gather blocks.0
+reshard blocks.2           reshard blocks.2           reshard blocks.1
+                                                      reduce-scatter blocks.1
+                                                      reshard blocks.0
+                                                      reduce-scatter blocks.0
+                                                      reshard <root>
+                                                      reduce-scatter <root>""",
+    )
 
 
 def limited(ctx) -> list[list[str]]:

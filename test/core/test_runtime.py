@@ -142,11 +142,6 @@ for reentrant in (False, True):
 # -- What a unit may return --------------------------------------------------------------------------------------------
 
 
-class Pair(NamedTuple):
-    first: Tensor
-    second: Tensor | None
-
-
 Record = dataclasses.make_dataclass("Record", ["hidden", "extra"])
 
 
@@ -169,18 +164,15 @@ class Returns(Block):
 
 
 FORMS: dict[str, tuple[Callable[..., Any], Callable[[Any], Tensor]]] = {
-    "list with others": (lambda a, b, *_: [a, None, "text", 3, b], lambda out: out[0] * out[4]),
-    "namedtuple with None": (lambda a, b, *_: Pair(a + b, None), lambda out: out.first),
-    "nested": (lambda a, b, *_: [{"x": (a, [b, None])}, 1.0], lambda out: out[0]["x"][0] * out[0]["x"][1][0]),
-    "object": (lambda a, b, *_: SimpleNamespace(a=a, b=SimpleNamespace(c=b)), lambda out: out.a * out.b.c),
-    "dataclass": (lambda a, b, *_: Record(a, [Slotted(b)]), lambda out: out.hidden * out.extra[0].hidden),
-    "one of two used": (lambda a, b, *_: (a, b), lambda out: out[1]),
+    "objects": (
+        lambda a, b, *_: SimpleNamespace(a=a, b=Record(None, [Slotted(b)])),
+        lambda out: out.a * out.b.extra[0].hidden,
+    ),
     "view changed in place": (lambda a, b, *_: (a * b).view(-1), lambda out: out.mul_(2).view(-1, WIDTH)),
     "slices changed": (lambda a, b, *_: (a * b).unbind(), lambda out: torch.stack([t * 2 for t in out])),
     "changed in place": (lambda a, b, *_: a + b, lambda out: out.mul_(0.5).add_(1)),
     "changed through a view": (lambda a, b, *_: a + b, lambda out: out.t().mul_(0.5).t()),
     "detached part": (lambda a, b, *_: (a, b.detach()), lambda out: out[0] * out[1]),
-    "its input": (lambda a, b, x, own: x, lambda out: out),
     "its input and its parameters": (
         lambda a, b, x, own: (x, own.weight, own.weight.t(), own.bias),
         lambda out: out[0] @ out[1] + out[0] @ out[2] + out[3],
@@ -348,19 +340,12 @@ def test_frozen_units_are_freed_in_backward(ctx):
 
 
 @ranks(2)
-def test_refusals(ctx):
+def test_gradients_with_graphs_are_refused(ctx):
     for strategy in STRATEGIES:
         _, model = twins(ctx, plain, Block, torch.float32, strategy=strategy)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         x = torch.ones(2, WIDTH)
         with pytest.raises(RuntimeError, match=r"gradient of '[\w.]+' has a graph of its own.*create_graph"):
             model(x).sum().backward(create_graph=True)
-        optimizer.zero_grad()
-        model(x).sum().backward()
-        loss = model.middle(x).sum()
-        optimizer.step()
-        with pytest.raises(RuntimeError, match="parameters of unit 'middle' were changed in place between"):
-            loss.backward()
-        optimizer.zero_grad()
+        model.zero_grad()
         model(x).sum().backward()
         check_clean(model)
