@@ -275,7 +275,10 @@ def accumulate(model: nn.Module, holds: bool) -> None:
 
 def traced(tp: DeviceMesh) -> dict[str, tuple[nn.Module, dict[str, Any], Callable[[nn.Module], None]]]:
     """The model, the options of ``fully_shard``, and the step, by name. ``tp``: (4, 2)."""
-    hybrid = {"strategy": ShardingStrategy.HYBRID_SHARD, "device_mesh": tp}
+
+    def hybrid(mesh: DeviceMesh) -> dict[str, Any]:
+        return {"strategy": ShardingStrategy.HYBRID_SHARD, "device_mesh": mesh}
+
     return {
         "full": (Net(), {}, step),
         "full, small": (Net(width=SMALL_WIDTH), {}, step),
@@ -283,7 +286,9 @@ def traced(tp: DeviceMesh) -> dict[str, tuple[nn.Module, dict[str, Any], Callabl
         "evaluated": (Net(), {}, evaluate),
         "shard-grad-op": (Net(), {"strategy": GRAD_OP}, step),
         "no-shard": (Net(), {"strategy": NO_SHARD}, step),
-        "hybrid": (Net(), hybrid, step),
+        "hybrid": (Net(), hybrid(tp), step),
+        "one replica": (Net(), hybrid(init_device_mesh("cpu", (1, 8))), step),  # as "full"
+        "replicas of one": (Net(), hybrid(init_device_mesh("cpu", (8, 1))), step),  # as "no-shard"
         "checkpointed": (checkpointed(Net()), {}, step),
         "3 x no_sync": (Net(), {}, functools.partial(accumulate, holds=True)),
         "3 x reduced": (Net(), {}, functools.partial(accumulate, holds=False)),
@@ -340,6 +345,8 @@ evaluated           600,832   75,104    305,688    647,956   33  5G
 shard-grad-op     1,201,664   75,104    764,520  3,135,084  203  5G5R
 no-shard            600,320  600,320    678,200  3,134,572  251  5A
 hybrid            2,100,096  300,416    758,344  3,135,084  203  7GRGARGARARARA
+one replica       1,799,680   75,104    496,712  3,135,084  203  7GRGRG3R
+replicas of one     600,320  600,320    678,200  3,134,572  251  5A
 checkpointed      1,799,680   75,104    493,624  3,463,852  279  7GRGRG3R
 3 x no_sync       4,197,376   75,104    991,452 10,593,140  583  25GRGRG3R
 3 x reduced       5,399,040   75,104    540,616  9,855,876  619  7GRGRG3R7GRGRG3R7GRGRG3R

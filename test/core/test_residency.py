@@ -7,8 +7,7 @@ from unittest import mock
 import pytest
 import torch
 from clean import check_clean
-from event_lines import as_text, same_everywhere, sharded, train
-from expecttest import assert_expected_inline
+from event_lines import sharded, train
 from models import Block, Net
 from on_ranks import ranks
 from parity import adamw, by_pointer, check_same_gradients, check_same_params, step_all, twins
@@ -41,40 +40,21 @@ def last_of_two(model: nn.Module) -> list[str]:
     return train(model)
 
 
-def each_value(ctx) -> list[list[str]]:
+@ranks(2)
+def test_reshard_after_forward(ctx):
     """Given at construction and set at run time: the same; and None is what the strategy says."""
-    columns = []
-    plain = {s: last_of_two(sharded(ctx, Net(), strategy=s)) for s in STRATEGIES[:2]}
-    for strategy in STRATEGIES[:2]:
-        model = sharded(ctx, Net(), strategy=strategy)
+    full, grad_op = (last_of_two(sharded(ctx, Net(), strategy=s)) for s in STRATEGIES[:2])
+    for strategy, plain in zip(STRATEGIES[:2], (full, grad_op), strict=True):
+        model, steps = sharded(ctx, Net(), strategy=strategy), {}
         for value in (True, False):
             configure(model, reshard_after_forward=value)
-            columns.append(last_of_two(model))
-            assert columns[-1] == last_of_two(sharded(ctx, Net(), strategy=strategy, reshard_after_forward=value))
+            steps[value] = last_of_two(model)
+            assert steps[value] == last_of_two(sharded(ctx, Net(), strategy=strategy, reshard_after_forward=value))
+        assert steps[False] == grad_op  # it keeps all parameters; FULL_SHARD keeps those of the outermost unit
+        assert [e for e in steps[True] if "<root>" not in e] == [e for e in full if "<root>" not in e]
+        assert steps[True].count("all-gather <root>") == 2
         configure(model, reshard_after_forward=None)
-        assert last_of_two(model) == plain[strategy]
-    # All of SHARD_GRAD_OP keeps its parameters; FULL_SHARD keeps those of the outermost unit unless it is told not to.
-    assert columns[1] == plain[ShardingStrategy.SHARD_GRAD_OP]
-    assert columns[0] != plain[ShardingStrategy.FULL_SHARD]
-    assert columns[:2] == columns[2:]
-    return columns[:2]
-
-
-def test_reshard_after_forward(pool):
-    columns = same_everywhere(pool.run(each_value))
-    assert_expected_inline(
-        as_text(columns, "all-gather"),
-        """\
-all-gather <root>    all-gather <root>
-all-gather blocks.0  all-gather blocks.0
-all-gather blocks.1  all-gather blocks.1
-all-gather blocks.2  all-gather blocks.2
--- backward          -- backward
-all-gather <root>
-all-gather blocks.2
-all-gather blocks.1
-all-gather blocks.0""",
-    )
+        assert last_of_two(model) == plain
 
 
 def test_what_is_no_value(fake_group):
@@ -101,8 +81,9 @@ def test_what_is_no_value(fake_group):
     assert [u.reshard_after_forward for u in describe(model).units] == [True, None, False, None]
 
 
-def forwards(ctx) -> list[list[str]]:
-    columns = []
+@ranks(2)
+def test_ten_forwards_are_one_gather(ctx):
+    units = ["<root>", "blocks.0", "blocks.1", "blocks.2"]
     for guard in (torch.no_grad, torch.inference_mode, contextlib.nullcontext):
         model = sharded(ctx, Net())
         expected = model(torch.ones(2, 4))
@@ -114,16 +95,8 @@ def forwards(ctx) -> list[list[str]]:
                     assert all(isinstance(p, ShardedParameter) for p in model.parameters())
                 events.append("-- exit")
             assert not unsharded(model)
-        columns.append(events)
-    return columns
-
-
-def test_ten_forwards_are_one_gather(pool):
-    columns = same_everywhere(pool.run(forwards))
-    assert columns[0] == columns[1] == columns[2]
-    units = ["<root>", "blocks.0", "blocks.1", "blocks.2"]
-    expected = ["reshard <root>", *(f"all-gather {u}" for u in units), "-- exit", *(f"reshard {u}" for u in units)]
-    assert columns[0] == expected
+        gathers, frees = ([f"{verb} {u}" for u in units] for verb in ("all-gather", "reshard"))
+        assert events == ["reshard <root>", *gathers, "-- exit", *frees]
 
 
 @ranks(1, 2, 3)
