@@ -22,7 +22,7 @@ from flatshard._composable.features.user_hooks import UserHooks
 from flatshard._fake_group import FakeCollectives
 from flatshard._handle.flat_param import FlatParam
 from flatshard._runtime import Peers
-from flatshard._shared_memory import lend_memory, through_memory
+from flatshard._shared_memory import lend_memory, rest_memory, through_memory
 from flatshard.checkpoint._state_dict_hooks import StateDicts
 from flatshard.optim._hooks import Optimizers
 
@@ -32,6 +32,7 @@ def plug_in() -> None:
     Peers.make_monitor = GroupMonitor
     by_backend["fake"] = FakeCollectives
     GlooCollectives._through_memory, GlooCollectives._lend_memory = through_memory, lend_memory
+    GlooCollectives._rest_memory = rest_memory
     FlatParam.encoded = EncodedFlatParam
     use(
         Compile(),

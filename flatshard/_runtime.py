@@ -440,6 +440,7 @@ class Runtime(RankGroup):
         """Called at the end of a pass or a backward: make the current stream wait for all work on side streams."""
         if self.streams is not None:
             self.streams.join()
+        self._builtin.rest()
 
     def join_reductions_later(self) -> None:
         """Have the next ``join`` not wait for reductions that are in flight: ``join_reductions`` will."""

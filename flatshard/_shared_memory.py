@@ -34,12 +34,17 @@ small that is, and the system frees it with the last process that has mapped it,
 segment proves that a rank has mapped the right one. A forked process lets go of its copies.
 
 [Note: The size of a segment]
-It grows to what is under way at a time, and is freed with its group. In training that is two shards of the largest unit, and
-the inputs of two reductions, which take no other memory; nor does what is received.
+It grows to what is under way at a time. In training that is two shards of the largest unit, and the input of a reduction, or
+two where another rank lags; they take no other memory, nor does what is received. Payloads lie as low as there is room.
+At the end of a pass and of a backward (``rest``) the segment gives back the memory above what both of the last two have used:
+in training, that of reductions. So it holds none for them while an optimizer steps, and where a forward leaves the most to be
+kept. What other ranks have yet to read is given back when they have, at the next payload. To give back all would save two
+shards more, and cost as much time again: the system clears each page. Addresses stay, and the file is freed with its group.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import itertools
@@ -61,6 +66,7 @@ from flatshard._comm.progress import RESERVED
 _TOKEN_BYTES = 8
 _FIRST_BYTES = 2**16  # of a new segment: room to say that there is no more
 _ALIGNMENT = 64
+_POPULATE_WRITE = 23  # MADV_POPULATE_WRITE of Linux 5.14, which Python's mmap does not name
 _HEADER = (
     3  # numbers in a header: where the block begins, where its payload is (or minus the tag of its message), bytes
 )
@@ -77,8 +83,13 @@ class _Mapping:
     """A segment, mapped."""
 
     def __init__(self, fd: int) -> None:
-        self.map = mmap.mmap(fd, 0, mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0))  # all pages at once
+        self.map = mmap.mmap(fd, 0)
         self.bytes = torch.frombuffer(self.map, dtype=torch.uint8)
+
+    def map_pages(self, first: int, last: int) -> None:
+        """All at once, where the system can: one by one, when they are written first, takes longer."""
+        with contextlib.suppress(OSError):
+            self.map.madvise(_POPULATE_WRITE, first * mmap.PAGESIZE, (last - first) * mmap.PAGESIZE)
 
     @property
     def token(self) -> bytes:
@@ -114,9 +125,11 @@ class _Segment:
         """
         self._size = size
         self._blocks: list[_Block] = []  # those in use, by where they lie
+        self._late: list[_Block] = []  # those that were in use at the last rest
+        self._kept = self._before = self._top = 0  # where blocks end: that rest keeps; before the last rest; since then
         self._fd = os.memfd_create("flatshard")
-        self.nbytes = 0
-        self._grow(_FIRST_BYTES)
+        self._pages = bytearray()  # 1 for each page that the system has given memory for
+        self._fill(0, _FIRST_BYTES)
         self.token = self.mapping.map[:_TOKEN_BYTES] = os.urandom(_TOKEN_BYTES)
 
     def __del__(self) -> None:
@@ -128,10 +141,52 @@ class _Segment:
         """By this others find it: see ``_Peer``."""
         return [int.from_bytes(self.token, "little", signed=True), os.getpid(), self._fd, os.fstat(self._fd).st_ino]
 
-    def _grow(self, nbytes: int) -> None:
-        nbytes = _up(nbytes, mmap.PAGESIZE)
-        os.posix_fallocate(self._fd, self.nbytes, nbytes - self.nbytes)  # fails now, not when the memory is used
-        self.mapping, self.nbytes = _Mapping(self._fd), nbytes
+    @property
+    def nbytes(self) -> int:
+        """Up to the last page that there has been memory for."""
+        return len(self._pages) * mmap.PAGESIZE
+
+    def _fill(self, start: int, stop: int) -> None:
+        """Have memory from ``start`` to ``stop``.
+
+        Raises:
+            OSError: the system gives no more memory.
+        """
+        first, last, size = start // mmap.PAGESIZE, -(-stop // mmap.PAGESIZE), len(self._pages)
+        if last > size or 0 in self._pages[first:last]:  # fails now, not when the memory is used
+            os.posix_fallocate(self._fd, first * mmap.PAGESIZE, (last - first) * mmap.PAGESIZE)
+            self._pages[first:last] = bytes([1]) * (last - first)
+            if last > size:
+                self.mapping = _Mapping(self._fd)
+            self.mapping.map_pages(first, last)
+
+    def _empty(self, start: int, stop: int) -> None:
+        """Give back the memory of the pages from ``start`` to ``stop``, as far as it is not to be kept."""
+        first, last = -(-max(start, self._kept) // mmap.PAGESIZE), stop // mmap.PAGESIZE
+        if 1 in self._pages[first:last]:
+            try:
+                self.mapping.map.madvise(mmap.MADV_REMOVE, first * mmap.PAGESIZE, (last - first) * mmap.PAGESIZE)
+            except OSError as e:
+                _trace.logger.debug("the system takes no shared memory back: %s", e)
+            else:
+                self._pages[first:last] = bytes(last - first)
+
+    def _gaps(self) -> list[tuple[int, int]]:
+        """What lies between the blocks in use, and behind them."""
+        starts = [_up(_TOKEN_BYTES, _ALIGNMENT), *[block.stop for block in self._blocks]]
+        return list(zip(starts, [*[block.start for block in self._blocks], self.nbytes], strict=True))
+
+    def _drop_read(self) -> None:
+        """Forget the blocks that are no longer in use."""
+        self._blocks = [b for b in self._blocks if (b.lent is not None and b.lent() is not None) or not self.is_read(b)]
+
+    def rest(self) -> None:
+        """Give back memory that is not in use. [Note: The size of a segment]"""
+        self._drop_read()
+        self._kept, self._before, self._top = min(self._before, self._top), self._top, 0
+        for start, stop in self._gaps():
+            self._empty(start, stop)
+        self._late = [*self._blocks]
 
     def _marks(self, block: _Block) -> slice:
         return slice(block.start, block.start + self._size)
@@ -150,16 +205,17 @@ class _Segment:
         Raises:
             OSError: the system gives no more memory.
         """
-        used = [b for b in self._blocks if (b.lent is not None and b.lent() is not None) or not self.is_read(b)]
-        self._blocks, size = used, _Block(0, self._size, nbytes).stop
-        starts = [_up(_TOKEN_BYTES, _ALIGNMENT), *[block.stop for block in used]]
-        ends = [*[block.start for block in used], self.nbytes]
-        index = next((i for i, start in enumerate(starts) if start + size <= ends[i]), len(used))
-        if starts[index] + size > self.nbytes:
-            self._grow(starts[index] + size)
-        block = _Block(starts[index], self._size, nbytes)
+        self._drop_read()
+        for late in [block for block in self._late if block not in self._blocks]:
+            self._empty(late.start, late.stop)
+            self._late.remove(late)
+        size, gaps = _Block(0, self._size, nbytes).stop, self._gaps()
+        index = next((i for i, (start, stop) in enumerate(gaps) if start + size <= stop), len(gaps) - 1)
+        block = _Block(gaps[index][0], self._size, nbytes)
+        self._fill(block.start, block.stop)
+        self._top = max(self._top, block.stop)
         self.await_readers(block, ())
-        used.insert(index, block)
+        self._blocks.insert(index, block)
         return block
 
     def lend(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -479,6 +535,14 @@ def through_memory(
         return memory.when_met(functools.partial(memory.swap, collectives, sent, receive, tag, then))
     known = SharedMemory.known(collectives)
     return by_messages() if known is None else known.when_met(by_messages)
+
+
+def rest_memory(collectives: GlooCollectives) -> None:
+    """See ``GlooCollectives._rest_memory``."""
+    memory = SharedMemory.known(collectives)
+    # While ranks meet, the thread takes memory of the segment.
+    if memory is not None and memory._own is not None and memory._have_met.is_set():
+        memory._own.rest()
 
 
 def lend_memory(

@@ -124,6 +124,9 @@ class BuiltinCollectives(Collectives):
         """Overwrite ``tensor`` with the values of the group's rank 0."""
         raise NotImplementedError
 
+    def rest(self) -> None:
+        """Called at the end of a pass and of a backward: memory that is not in use may be given back."""
+
     def combine(self, numbers: torch.Tensor, op: Literal["sum", "max"]) -> Pending:
         """Replace ``numbers`` by their sum or maximum over the ranks, on the current stream."""
         dist.all_reduce(numbers, op=dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX, group=self.group)
@@ -197,6 +200,8 @@ class GlooCollectives(BuiltinCollectives):
     _lend_memory: ClassVar[LendMemory | None] = None
     """Lends memory for so many elements, the input of a collective, which ranks read where it lies: nobody writes there after
     it was issued. It is in use as long as a tensor lies in it. Returns None if there is none to lend."""
+    _rest_memory: ClassVar[Callable[[GlooCollectives], object] | None] = None
+    """What ``rest`` does."""
 
     def all_gather(
         self, output: torch.Tensor, shard: torch.Tensor, label: Label | None = None, take: Take | None = None
@@ -320,6 +325,9 @@ class GlooCollectives(BuiltinCollectives):
 
     def broadcast(self, tensor: torch.Tensor) -> Pending:
         return Works([self.group.broadcast(as_real(tensor), 0)])
+
+    def rest(self) -> None:
+        (self._rest_memory or super().rest)()
 
 
 class DefaultCollectives(BuiltinCollectives):

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from models import Block
 from on_ranks import ranks
 from recording import FULL, NO_SHARD, Net, make_input, sent_bytes
-from torch import Tensor
+from torch import Tensor, nn
 
 import flatshard
 from flatshard import ShardingStrategy, _config, _shared_memory, fully_shard
@@ -405,6 +405,58 @@ def test_units_ahead_take_no_memory(ctx) -> None:
             model(make_input(0, 2)).sum().backward()
     assert {*ahead} == {0}
     assert len([each for each in taken if isinstance(each, UnshardedBuffer)]) == len(gathers) > 4
+
+
+def held(segment: Any) -> int:
+    return os.fstat(segment._fd).st_blocks * 512
+
+
+def test_memory_that_no_pass_uses_any_more_is_given_back() -> None:
+    def send(nbytes: int) -> Any:
+        block = segment.take(nbytes)
+        segment.await_readers(block, [1])
+        return block
+
+    def read(block: Any) -> None:
+        segment.mapping.map[block.start + 1] = 1
+
+    segment, shard, input, pages = _shared_memory._Segment(2), 16 * mmap.PAGESIZE, 32 * mmap.PAGESIZE, list[int]()
+    for lends in (False, True, False):  # a forward, a backward, a forward
+        sent = send(shard)
+        lent = segment.lend(input // 4, torch.float32).fill_(1) if lends else None
+        pages.append(held(segment) // mmap.PAGESIZE)
+        del lent
+        read(sent)
+        segment.rest()
+        pages.append(held(segment) // mmap.PAGESIZE)
+    assert pages == [17, 1, 49, 17, 17, 17]
+    sent, lent, late = send(shard), segment.lend(input // 4, torch.float32).fill_(1), send(input)
+    read(sent)
+    segment.rest()
+    assert held(segment) == segment.nbytes == 81 * mmap.PAGESIZE  # all above the shard is in use
+    assert lent.sum() == input // 4
+    read(late)
+    segment.take(1)
+    assert held(segment) == 50 * mmap.PAGESIZE  # it was read after the rest
+    del lent
+    segment.rest()
+    assert held(segment) == mmap.PAGESIZE
+
+
+@ranks(2)
+def test_memory_of_reductions_is_given_back_when_a_backward_has_ended(ctx) -> None:
+    with sharing():
+        torch.manual_seed(0)
+        model = nn.Sequential(*[nn.Linear(128, 128, bias=False) for _ in range(6)])
+        fully_shard(model, policy={nn.Linear}, process_group=new_group(2))
+        _, memory = in_memory(next(iter(units_below(model))).context.runtime.group)
+        for _ in range(4):
+            model(torch.ones(2, 128)).sum().backward()
+            dist.barrier(ctx.group)
+            memory._own.take(1)  # what was read after the end of backward
+        shard = 128 * 128 // 2 * 4
+        assert memory._own.nbytes > 3 * shard
+        assert held(memory._own) < 2 * shard + 3 * mmap.PAGESIZE
 
 
 # -- training --------------------------------------------------------------------------------------------------------
