@@ -438,7 +438,11 @@ def test_memory_that_no_pass_uses_any_more_is_given_back() -> None:
     read(late)
     segment.take(1)
     assert held(segment) == 50 * mmap.PAGESIZE  # it was read after the rest
-    del lent
+    again = segment.lend(input // 4, torch.float32).fill_(2)
+    segment.take(1)
+    assert again.sum() == 2 * input // 4
+    del lent, again
+    segment.rest()
     segment.rest()
     assert held(segment) == mmap.PAGESIZE
 
