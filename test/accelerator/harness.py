@@ -124,17 +124,13 @@ class Env:
         """On this rank's batch."""
         mean_square(model(self.batch(step))).backward()
 
-    def mesh(self, shape: tuple[int, ...], *names: str) -> DeviceMesh:
-        """A device mesh over all ranks, made once."""
-        key = self.device.type, shape, names
-        if key not in self.meshes:
-            self.meshes[key] = init_device_mesh(self.device.type, shape, mesh_dim_names=names)
-        return self.meshes[key]
-
     @property
     def replicas(self) -> DeviceMesh:
-        """Two replicas, each of half of the ranks."""
-        return self.mesh((2, self.size // 2), "replicate", "shard")
+        """A device mesh over all ranks, made once: two replicas, each of half of them."""
+        kind, shape, names = self.device.type, (2, self.size // 2), ("replicate", "shard")
+        if (kind, shape, names) not in self.meshes:
+            self.meshes[kind, shape, names] = init_device_mesh(kind, shape, mesh_dim_names=names)
+        return self.meshes[kind, shape, names]
 
     @contextlib.contextmanager
     def side_streams(self, count: int) -> Iterator[list[contextlib.AbstractContextManager[Any]]]:
@@ -198,30 +194,31 @@ class Env:
         *,
         steps: int = 2,
         micro: int = 1,
-        optimizer: Callable[[Iterable[Tensor]], torch.optim.Optimizer] = sgd,
-        before: Callable[[int, int], object] = lambda step, micro: None,
-        clip: Callable[[], Tensor] | None = None,
+        holds: str = "",
+        optimizer: Callable[[nn.Module], torch.optim.Optimizer] = lambda model: sgd(model.parameters()),
+        clip: Callable[[nn.Module], Tensor] | None = None,
         waits: bool = False,
         steady_from: int = 1,
     ) -> dict[str, Any]:
         """Train for some steps. Returns parameters, gradients, losses and norms.
 
-        ``before(step, micro)`` is called before every forward; the first steps, and all if it ``waits``, may make the host
-        wait.
+        ``holds``: what is configured to be False for all ``micro`` batches of a step but the last. The first steps, and all
+        if it ``waits``, may make the host wait.
         """
-        stepper = optimizer(model.parameters())
+        stepper = optimizer(model)
         losses, norms = [], []
         for step in range(steps):
             batches = [self.batch(10 * step + i) for i in range(micro)]
             with self.steady(step >= steady_from and not waits):
                 stepper.zero_grad()
                 for i, batch in enumerate(batches):
-                    before(step, i)
+                    if holds:
+                        flatshard.configure(model, **{holds: i == micro - 1})
                     value = mean_square(model(batch))
                     value.backward()
                     losses.append(value.detach())
                 if clip is not None:
-                    norms.append(clip())
+                    norms.append(clip(model))
                 stepper.step()
         return {**numbers(model), "losses": losses, "norms": norms}
 

@@ -126,39 +126,27 @@ class CaptureError(RuntimeError):
     """What CUDA would say while a graph is captured."""
 
 
+@dataclass(slots=True, eq=False)
 class Record:
     """One recording of an event."""
 
-    __slots__ = ("captured", "clock", "done")
-
-    def __init__(self, clock: Clock, captured: bool = False) -> None:
-        self.clock = clock
-        self.done = False
-        self.captured = captured
+    clock: Clock
+    captured: bool = False
+    done: bool = False
 
 
+@dataclass(slots=True, eq=False)
 class Task:
     """One entry of a stream: a kernel, the recording of an event, or a wait for one."""
 
-    __slots__ = ("busy", "finish", "name", "number", "ready", "record", "run", "wait")
-
-    def __init__(
-        self,
-        name: str,
-        number: int,
-        run: Callable[[], Any] | None = None,
-        record: Record | None = None,
-        wait: Record | None = None,
-        ready: Callable[[], bool] | None = None,
-    ) -> None:
-        self.name = name
-        self.number = number  # among all that was issued
-        self.run = run  # a collective returns (whether it is over, what to do then)
-        self.record = record
-        self.wait = wait
-        self.ready = ready
-        self.busy: Callable[[], bool] | None = None
-        self.finish: Callable[[], Any] | None = None
+    name: str
+    number: int  # among all that was issued
+    run: Callable[[], Any] | None = None  # a collective returns (whether it is over, what to do then)
+    record: Record | None = None
+    wait: Record | None = None
+    ready: Callable[[], bool] | None = None
+    busy: Callable[[], bool] | None = None
+    finish: Callable[[], Any] | None = None
 
     @property
     def can_go_on(self) -> bool:
@@ -167,14 +155,14 @@ class Task:
         return (self.wait is None or self.wait.done) and (self.ready is None or self.ready())
 
 
+@dataclass(eq=False)
 class Queue:
     """A stream."""
 
-    def __init__(self, key: Key) -> None:
-        self.key = key
-        self.tasks: collections.deque[Task] = collections.deque()
-        self.clock: Clock = {}
-        self.issued = 0
+    key: Key
+    tasks: collections.deque[Task] = field(default_factory=collections.deque)
+    clock: Clock = field(default_factory=dict)
+    issued: int = 0
 
     @property
     def is_side(self) -> bool:
@@ -218,11 +206,8 @@ class Machine:
         self._pools: dict[Any, list[Block]] = collections.defaultdict(list)
         self._just_freed: dict[Any, list[Block]] = collections.defaultdict(list)
 
-    def inside(self) -> "Machine":
-        """Nobody else changes anything meanwhile. Memory that Python frees inside is freed at the end."""
-        return self
-
     def __enter__(self) -> None:
+        """Nobody else changes anything inside. Memory that Python frees there is freed at the end."""
         self._lock.acquire()
         self._depth += 1
 
@@ -255,7 +240,7 @@ class Machine:
 
     def record(self, event: int, device: int, stream: int) -> int:
         """Record ``event`` (0: a new one) on a stream. Returns the event."""
-        with self.inside():
+        with self:
             q = self._queues[device, stream]
             self._advance(q)
             record = Record(dict(q.clock), q.key in self._capturing)
@@ -266,7 +251,7 @@ class Machine:
 
     def block(self, event: int, device: int, stream: int) -> None:
         """Let a stream wait for an event."""
-        with self.inside():
+        with self:
             record, q = self._events.get(event), self._queues[device, stream]
             if record is not None:
                 self._capture_wait(q, record)
@@ -275,21 +260,21 @@ class Machine:
                 q.tasks.append(Task("wait", self._number, wait=record))
 
     def query_event(self, event: int) -> bool:
-        with self.inside():
+        with self:
             record = self._events.get(event)
             if record is not None and record.done:
                 _merge(self._host, record.clock)
             return record is None or record.done
 
     def query_stream(self, device: int, stream: int) -> bool:
-        with self.inside():
+        with self:
             q = self._queues[device, stream]
             if not q.tasks:
                 _merge(self._host, q.clock)
             return not q.tasks
 
     def synchronize_event(self, event: int) -> None:
-        with self.inside():
+        with self:
             record = self._events.get(event)
             self.host_syncs.append(("event.synchronize", stack_here()))
             if record is not None:
@@ -297,20 +282,20 @@ class Machine:
                 _merge(self._host, record.clock)
 
     def synchronize_stream(self, device: int, stream: int, why: str = "stream.synchronize") -> None:
-        with self.inside():
+        with self:
             self.host_syncs.append((why, stack_here()))
             q = self._queues[device, stream]
             self.run_until(lambda: not q.tasks)
             _merge(self._host, q.clock)
 
     def synchronize_device(self, device: int) -> None:
-        with self.inside():
+        with self:
             self.host_syncs.append(("device.synchronize", stack_here()))
             self._wait_for([q for key, q in self._queues.items() if key[0] == device])
 
     def drain(self) -> None:
         """Wait for everything. This is no wait of the program's."""
-        with self.inside():
+        with self:
             self._wait_for(list(self._queues.values()))
 
     def _wait_for(self, queues: list[Queue]) -> None:
@@ -392,7 +377,7 @@ class Machine:
             while True:
                 time.sleep(patience / 4)
                 if time.monotonic() - self._touched > patience:
-                    with self.inside():
+                    with self:
                         while self.step():
                             pass
 
@@ -431,9 +416,7 @@ class Machine:
             return min(able, key=lambda q: (q.is_side, q.tasks[0].number))
         if policy == "late_main":
             return min(able, key=lambda q: (not q.is_side, q.tasks[0].number))
-        if policy == "random":
-            return self._random.choice(able)
-        raise ValueError(f"no such policy: {policy!r}")
+        return self._random.choice(able)
 
     # -- memory
 
@@ -463,7 +446,7 @@ class Machine:
         q.tasks.append(Task(name, self._number, run=lambda: self.shim.fill(ptr, size, 255)))  # NaN
 
     def alloc(self, nbytes: int, device: int, stream: int) -> int:
-        with self.inside():
+        with self:
             key, stack = (device, stream), stack_here()
             q, size = self._queues[key], _round_up(nbytes)
             for block in self._just_freed.pop(key, []):
@@ -486,7 +469,7 @@ class Machine:
             if self._depth:
                 self._freed_inside.append((ptr, stack))
                 return
-        with self.inside():
+        with self:
             self._free(ptr, stack)
 
     def _free(self, ptr: int, stack: Stack) -> None:
@@ -501,13 +484,13 @@ class Machine:
 
     def record_stream(self, ptr: int, device: int, stream: int) -> None:
         """Once it is freed, it is never used again: that is later than what the stream was given."""
-        with self.inside():
+        with self:
             block = self.find(ptr)
             if block is not None and block.home != (device, stream):
                 block.recorded = True
 
     def alloc_pinned(self, nbytes: int) -> int:
-        with self.inside():
+        with self:
             block = self._new_block(nbytes, "host", stack_here())
             self.shim.fill(block.ptr, block.size, 255)
             return block.ptr
@@ -546,7 +529,7 @@ class Machine:
         record: Record | None = None,
     ) -> None:
         """Give a stream a kernel. ``record`` is done when it is over; it does not start before ``ready``."""
-        with self.inside():
+        with self:
             q, stack = self._queues[key], stack_here()
             self._advance(q)
             self.launched[name] += 1
@@ -590,7 +573,7 @@ class Machine:
 
     def host_access(self, ptr: int, nbytes: int, write: bool, name: str) -> None:
         """Code on the CPU reads or writes memory now. Of pinned memory the device may be using it."""
-        with self.inside():
+        with self:
             block = self.find(ptr)
             if block is None or block.home != "host":
                 return
@@ -628,7 +611,7 @@ class Machine:
 
     def abandon(self) -> None:
         """After an error: drop what was issued and never ran, as of collectives that other ranks never come to."""
-        with self.inside():
+        with self:
             for q in self._queues.values():
                 for task in q.tasks:
                     if task.record is not None:

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import functools
 import itertools
 import threading
 from collections.abc import Iterator
@@ -267,14 +268,16 @@ def saved(env: Env) -> Any:
         "kept": {"mixed_precision": MixedPrecision(torch.bfloat16, torch.float32, keep_cast_shard=True)},
         "static": {"static_buffers": True},
         "flat": {"is_flat": True},
+        "gradients_stay": {"gradients": False},
     },
     fake=False,
     watch_host=True,
     rtol=2e-2,
     atol=2e-3,
 )
-def switched(env: Env, is_flat: bool = False, **options: Any) -> Any:
+def switched(env: Env, is_flat: bool = False, gradients: bool = True, **options: Any) -> Any:
     """Between backward and step, and between steps, all goes to the host and comes back: the same bits as without."""
+    move = functools.partial(flatshard.optim.offload, gradients=gradients)
     results = []
     for is_switched in (False, True):
         model = env.shard(env.make(), **options)
@@ -283,12 +286,12 @@ def switched(env: Env, is_flat: bool = False, **options: Any) -> Any:
         for step in range(4):
             env.backward(model, step)
             if is_switched and step in (0, 2):
-                _away(env, model, optimizer, options)
-            with flatshard.optim.offload(model, optimizer) if is_switched and step == 3 else contextlib.nullcontext():
+                _away(env, model, optimizer, move, options)
+            with move(model, optimizer) if is_switched and gradients and step == 3 else contextlib.nullcontext():
                 optimizer.step()
             optimizer.zero_grad()
             if is_switched and step == 1:
-                _away(env, model, optimizer, options)
+                _away(env, model, optimizer, move, options)
         own = [p for group in optimizer.param_groups for p in group["params"]]
         results.append([*model.parameters(), *(v for p in own for v in optimizer.state[p].values())])
         assert {p.device for p in model.parameters()} == {env.device}
@@ -296,27 +299,23 @@ def switched(env: Env, is_flat: bool = False, **options: Any) -> Any:
     return numbers(model)
 
 
-@cases.add(ranks=4, fake=False, watch_host=True)
-def switched_hybrid(env: Env) -> Any:
-    """What was gathered over one axis, and kept until the parts change, is given up."""
-    return switched(env, strategy=S.HYBRID_FULL_SHARD, device_mesh=env.replicas)
-
-
-def _away(env: Env, model: nn.Module, optimizer: Any, options: dict[str, Any]) -> None:
+def _away(env: Env, model: nn.Module, optimizer: Any, move: Any, options: dict[str, Any]) -> None:
     def tensors() -> list[Tensor]:
         every = [*model.parameters(), *(p.grad for p in model.parameters()), *optimizer.state.values()]
         return [t for t in pytree.tree_leaves(every) if isinstance(t, Tensor)]
 
     before = [t.detach().clone() for t in tensors()]
-    start = held(env)
+    start, kept = held(env), list[Tensor]()
+    if not move.keywords["gradients"]:
+        kept += [p.grad for p in model.parameters() if p.grad is not None]
     with peak(env) as change:
-        away = flatshard.optim.offload(model, optimizer)
+        away = move(model, optimizer)
         if not env.is_simulated:
             assert away.host_nbytes == 0
             assert repr(away) == "Offloaded (nothing: the parameters were on the host)"
             away.back()
             return
-        assert flatshard.optim.offload(model, [optimizer]) is away
+        assert move(model, [optimizer]) is away
         there = held(env)
         assert all(p.device.type == "cpu" and p.is_pinned() for p in model.parameters() if p.numel())
         saved = optim_state_dict(model, optimizer, full=True)["state"] if optimizer.state else {}
@@ -324,7 +323,9 @@ def _away(env: Env, model: nn.Module, optimizer: Any, options: dict[str, Any]) -
         with pytest.raises(RuntimeError, match=r"are in host memory \(flatshard.optim.offload\): call back\(\)"):
             model(env.batch(0))
         flatshard.recover(model)
-        assert bool(away.device_nbytes) is bool(options.get("static_buffers"))
+        assert all(grad.device == env.device for grad in kept)
+        static = away.device_nbytes - sum(grad.nbytes for grad in kept)
+        assert static > 0 if options.get("static_buffers") else static == 0
         assert start - there >= away.host_nbytes
         with pytest.raises(ValueError, match=r"is offloaded already, with another module: call back\(\)"):
             flatshard.optim.offload(model.blocks[0])
@@ -337,29 +338,6 @@ def _away(env: Env, model: nn.Module, optimizer: Any, options: dict[str, Any]) -
         assert repr(away) == "Offloaded (all is back)"
     assert not change or change[1] <= 0
     _same_bits("brought back", before, tensors())
-
-
-@cases.add(fake=False)
-def gradients_stay(env: Env) -> Any:
-    """Between backward and step, with ``gradients=False``: they are counted on the device, and the step has the same bits."""
-    results = []
-    for is_switched in (False, True):
-        model = env.shard(env.make())
-        optimizer = optim.AdamW(model.parameters(), **ADAMW)
-        for step in range(2):
-            env.backward(model, step)
-            grads = [p.grad for p in model.parameters()]
-            if is_switched:
-                with flatshard.optim.offload(model, optimizer, gradients=False) as away:
-                    there = [g for g in grads if g is not None and g.device == env.device]
-                    assert len(there) == sum(g is not None for g in grads)
-                    assert away.device_nbytes == env.is_simulated * sum(g.nbytes for g in there)
-                assert all(p.grad is g for p, g in zip(model.parameters(), grads, strict=True))
-            optimizer.step()
-            optimizer.zero_grad()
-        results.append([*model.parameters(), *(v for p in model.parameters() for v in optimizer.state[p].values())])
-    _same_bits("gradients stay", *results)
-    return numbers(model)
 
 
 @cases.add()

@@ -1,17 +1,17 @@
-"""What goes around training, on the simulated accelerator: hooks, collectives, checkpoints, copies."""
+"""What goes around training, on the simulated accelerator: collectives, checkpoints, copies."""
 
 import copy
 import functools
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from accelerator.harness import Cases, Env, numbers, sgd
+from accelerator.harness import Cases, Env, numbers
 from torch import Tensor
 
 import flatshard
@@ -21,32 +21,7 @@ from flatshard.comm import DefaultCollectives
 cases = Cases()
 
 
-# -- hooks -----------------------------------------------------------------------------------------------------------
-
-
-def _step_at_once(params: Iterable[Tensor]) -> Callable[[Any], None]:
-    """A hook that steps an optimizer of its own."""
-    optimizer = sgd(params)
-
-    def step(_: Any) -> None:
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return step
-
-
-@cases.add({"of_units": {"of_units": True}, "of_parameters": {"of_units": False}})
-def optimizer_in_backward(env: Env, of_units: bool) -> Any:
-    model = env.shard(env.make())
-    for module in [model, *model.blocks] if of_units else ():
-        step = _step_at_once(flatshard.flat_parameters(module))
-        flatshard.optim.register_gradients_reduced_hook(module, step)
-    for p in [] if of_units else model.parameters():
-        p.register_post_accumulate_grad_hook(_step_at_once([p]))
-    for step in range(4):
-        with env.steady(step == 3):
-            env.backward(model, step)
-    return numbers(model)
+# -- collectives -----------------------------------------------------------------------------------------------------
 
 
 def _on_device(make: Callable[[Any], Any]) -> Any:

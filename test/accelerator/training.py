@@ -2,18 +2,15 @@
 
 import contextlib
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from accelerator.harness import WIDTH, Block, Cases, Env, Net, mean_square, numbers, sgd
 from encoded import Linear8
-from no_communication import NoCommunication
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 import flatshard
-from flatshard import BackwardPrefetch, CPUOffload, MixedPrecision
+from flatshard import CPUOffload, MixedPrecision
 from flatshard import ShardingStrategy as S
 from flatshard.comm import QuantizedCollectives
 
@@ -24,41 +21,14 @@ KEPT = {"mixed_precision": MixedPrecision(torch.bfloat16, torch.float32, keep_ca
 OFFLOAD = {"cpu_offload": CPUOffload(True)}
 
 
-def train(
-    env: Env,
-    micro: int = 1,
-    holds: bool = False,
-    all_reduce: bool = True,
-    clip: Callable[[nn.Module], Tensor] | None = None,
-    make_optimizer: Callable[[nn.Module], torch.optim.Optimizer] = lambda model: sgd(model.parameters()),
-    hook: Any = None,
-    divide_factor: float | None = None,
-    **options: Any,
-) -> Any:
-    """A model that is sharded with ``options``. The last of ``micro`` backwards reduces what the others hold."""
-    model = env.shard(env.make(), **options)
-    flatshard.configure(model, divide_factor=divide_factor)
-    if hook is not None:
-        flatshard.comm.register_comm_hook(model, None, hook)
-
-    def before(step: int, i: int) -> None:
-        if holds:
-            flatshard.configure(model, gradient_sync=i == micro - 1)
-        if not all_reduce:
-            flatshard.configure(model, all_reduce=i == micro - 1)
-
-    return env.train(
-        model,
-        micro=micro,
-        optimizer=lambda params: make_optimizer(model),
-        before=before,
-        clip=clip and functools.partial(clip, model),
-        waits="cpu_offload" in options,
-    )
+def train(env: Env, **options: Any) -> Any:
+    """A model that is sharded with those of ``options`` that are not ``Env.train``'s."""
+    own = {name: options.pop(name) for name in ("micro", "holds", "optimizer", "clip") if name in options}
+    return env.train(env.shard(env.make(), **options), waits="cpu_offload" in options, **own)
 
 
-def clip(model: nn.Module, p: float = 2.0) -> Tensor:
-    return flatshard.clip_grad_norm_(model, 0.1, p)
+def clip(model: nn.Module) -> Tensor:
+    return flatshard.clip_grad_norm_(model, 0.1)
 
 
 # -- strategies, precision, accumulation, norms: in none of them the host may wait -------------------------------------
@@ -70,18 +40,12 @@ def clip(model: nn.Module, p: float = 2.0) -> Tensor:
         "grad_op": {"strategy": S.SHARD_GRAD_OP},
         "none": {"strategy": S.NO_SHARD},
         "optim_static": {"strategy": S.SHARD_OPTIM, "static_buffers": True},
-        "each_linear": {"policy": {nn.Linear}},
-        "backward_post": {"backward_prefetch": BackwardPrefetch.BACKWARD_POST},
-        "prefetch_limit": {"prefetch_limit_bytes": 1500},
-        "blocks": {"layout": flatshard.layouts.Blocks(4)},
         "each_reduced": {"micro": 3},
-        "no_sync": {"micro": 3, "holds": True},
-        "no_sync_not_sharded": {"micro": 3, "holds": True, "strategy": S.NO_SHARD},
+        "no_sync": {"micro": 3, "holds": "gradient_sync"},
         "clips": {"clip": clip},
         "clips_by_torch": {"clip": lambda model: nn.utils.clip_grad_norm_(model.parameters(), 0.1)},
-        "adamw": {"make_optimizer": lambda m: torch.optim.AdamW(m.parameters(), lr=0.01, eps=1e-3, foreach=True)},
-        "flat": {"make_optimizer": lambda model: sgd(flatshard.flat_parameters(model))},
-        "nothing_sent": {"collectives": NoCommunication()},
+        "adamw": {"optimizer": lambda m: torch.optim.AdamW(m.parameters(), lr=0.01, eps=1e-3, foreach=True)},
+        "flat": {"optimizer": lambda model: sgd(flatshard.flat_parameters(model))},
     }
 )
 def sharded(env: Env, **options: Any) -> Any:
@@ -90,7 +54,7 @@ def sharded(env: Env, **options: Any) -> Any:
 
 @cases.add(
     {
-        "hybrid_all_reduces_later": {"strategy": S.HYBRID_SHARD, "micro": 3, "all_reduce": False},
+        "hybrid_all_reduces_later": {"strategy": S.HYBRID_SHARD, "micro": 3, "holds": "all_reduce"},
         "hybrid_full_bf16": {"strategy": S.HYBRID_FULL_SHARD, "micro": 2, **LOW},
         "clips": {"strategy": S.HYBRID_SHARD, "clip": clip},
     },
@@ -109,7 +73,7 @@ def subgroups(env: Env) -> Any:
     return results, env.train(model, steps=2)
 
 
-@cases.add({"three": {}, "replicated": {"strategy": S.NO_SHARD}}, fake=False, ranks=3)
+@cases.add({"three": {}}, fake=False, ranks=3)
 def averaged(env: Env, **options: Any) -> Any:
     return train(env, **options)
 
@@ -125,25 +89,19 @@ def many_steps(env: Env) -> Any:
 
 @cases.add(
     {
-        "full": {},
-        "not_sharded": {"strategy": S.NO_SHARD},
         "bf16_held": {"holds": True, **LOW},
-        "static_buffers": {"static_buffers": True},
         "offload_held": {**OFFLOAD, "holds": True},
-        "kept_storage": {"keeps": True},
         "on_streams": {"on_streams": True},
     },
     **BF16,
 )
-def finalized_later(
-    env: Env, holds: bool = False, keeps: bool = False, on_streams: bool = False, micro: int = 2, **options: Any
-) -> Any:
+def finalized_later(env: Env, holds: bool = False, on_streams: bool = False, **options: Any) -> Any:
     """The user ends backwards, while another model computes on the same group, perhaps on another stream."""
     model, other = env.shard(env.make(), **options), env.shard(env.make(seed=1))
-    flatshard.configure(model, manual_finalization=True, keep_unsharded_storage=keeps)
+    flatshard.configure(model, manual_finalization=True)
     optimizers = [sgd(m.parameters()) for m in (model, other)]
     for step in range(3):
-        batches = [env.batch(10 * step + i) for i in range(micro)]
+        batches = [env.batch(10 * step + i) for i in range(2)]
         with env.steady(step == 2 and "cpu_offload" not in options):
             for i, batch in enumerate(batches):
                 flatshard.configure(model, gradient_sync=not holds)
@@ -167,7 +125,7 @@ def finalized_later(
     {
         "pinned": OFFLOAD,
         "not_pinned": {"cpu_offload": CPUOffload(True, pin_memory=False)},
-        "holds": {**OFFLOAD, "micro": 2, "holds": True},
+        "holds": {**OFFLOAD, "micro": 2, "holds": "gradient_sync"},
         "bf16": {**OFFLOAD, **LOW},
     },
     watch_host=True,
@@ -236,23 +194,14 @@ class Encoded(nn.Sequential):
         super().__init__(Linear8(torch.float32, WIDTH, later=True), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
 
 
-def encoded_net(env: Env, **options: Any) -> nn.Module:
+@cases.add({"default": {}, "offload": OFFLOAD}, **BF16)
+def encoded_on_streams(env: Env, **options: Any) -> Any:
+    """The scales are shared on whichever stream runs the first of the units that gather ahead."""
     model = env.make(functools.partial(Net, Encoded))
     for module in model.modules():
         if isinstance(module, Linear8):
             module.encode()
-    return env.shard(model, policy={Encoded}, **options)
-
-
-@cases.add({"bf16": LOW, "static_buffers": {"static_buffers": True}, "offload": {**OFFLOAD, "micro": 2}}, **BF16)
-def encoded(env: Env, micro: int = 1, **options: Any) -> Any:
-    return env.train(encoded_net(env, **options), micro=micro, waits="cpu_offload" in options)
-
-
-@cases.add(**BF16)
-def encoded_on_streams(env: Env) -> Any:
-    """The scales are shared on whichever stream runs the first of the units that gather ahead."""
-    model = encoded_net(env)
+    model = env.shard(model, policy={Encoded}, **options)
     optimizer, outputs = sgd(model.parameters()), []
     for step in range(3):
         with env.side_streams(2) as streams:
@@ -271,12 +220,11 @@ def encoded_on_streams(env: Env) -> Any:
 class Towers(nn.Module):
     """Two towers on two streams, and their loss on a third. A neck that both use, each on its own stream."""
 
-    def __init__(self, in_turn: bool = False, checkpointed: bool = False) -> None:
+    def __init__(self, in_turn: bool) -> None:
         super().__init__()
         self.towers = nn.ModuleList(nn.Sequential(Block(), Block()) for _ in range(2))
         self.neck = Block()
         self.in_turn = in_turn
-        self.checkpointed = checkpointed
         self.env: Any = None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -290,48 +238,30 @@ class Towers(nn.Module):
             else:
                 for i, (side, tower) in enumerate(zip(sides, self.towers, strict=True)):
                     with side:
-                        values[i] = self._run(tower, values[i])
+                        values[i] = tower(values[i])
             for i, side in enumerate(sides):
                 with side:
-                    values[i] = self._run(self.neck, values[i])
+                    values[i] = self.neck(values[i])
             self.env.wait(last, *sides)
             with last:
                 return (values[0] * values[1]).sum(-1)
 
-    def _run(self, module: nn.Module, x: Tensor) -> Tensor:
-        if self.checkpointed and torch.is_grad_enabled():
-            return checkpoint(module, x, use_reentrant=False)
-        return module(x)
-
 
 @cases.add(
     {
-        "default": {},
         "in_turn": {"in_turn": True},
-        "all_resharded": {"in_turn": True, "reshard_after_forward": True},
         "none_resharded": {"reshard_after_forward": False},
-        "not_sharded": {"in_turn": True, "strategy": S.NO_SHARD},
         "static_buffers": {"in_turn": True, "static_buffers": True},
         "holds": {"in_turn": True, "micro": 3, "no_sync": True},
         "offload": {"in_turn": True, **OFFLOAD},
         "keep_cast": {**KEPT, "micro": 2},
-        "checkpointed": {"checkpointed": True, "reshard_after_forward": True},
-        "kept": {"kept": True},
         "quantized": {"collectives": QuantizedCollectives(reduce=False)},
     },
     **BF16,
 )
-def towers(
-    env: Env,
-    micro: int = 1,
-    no_sync: bool = False,
-    in_turn: bool = False,
-    checkpointed: bool = False,
-    kept: bool = False,
-    **options: Any,
-) -> Any:
+def towers(env: Env, micro: int = 1, no_sync: bool = False, in_turn: bool = False, **options: Any) -> Any:
     """Branches on several streams of the user's own."""
-    model = env.make(lambda: Towers(in_turn, checkpointed))
+    model = env.make(lambda: Towers(in_turn))
     model.env = env
     model = env.shard(model, **options)
     optimizer = sgd(model.parameters())
@@ -339,7 +269,7 @@ def towers(
     batches = [[env.batch(10 * step + i) for i in range(micro)] for step in range(3)]
     for step in range(3):
         with env.steady(step == 2 and "cpu_offload" not in options):
-            with torch.no_grad(), flatshard.keep_unsharded(model) if kept else contextlib.nullcontext():
+            with torch.no_grad():
                 results += [model(batches[step][0]) for _ in range(2)]
             optimizer.zero_grad()
             for i, batch in enumerate(batches[step]):
@@ -360,34 +290,25 @@ class Either(nn.Module):
         return x * self.choices[which]
 
 
-@cases.add({"default": {}, "not_sharded": {"strategy": S.NO_SHARD}, "holds": {"holds": True}}, **BF16)
-def gradients_of_one_unit(env: Env, holds: bool = False, **options: Any) -> Any:
+@cases.add({"default": {}, "not_sharded": {"strategy": S.NO_SHARD}}, **BF16)
+def gradients_of_one_unit(env: Env, **options: Any) -> Any:
     """Autograd accumulates the gradients of one unit on two streams."""
     model = env.shard(env.make(Either), policy={Either}, **options)
 
     def run(step: int) -> None:
         batch = env.tensor(2, 2**15, seed=step)
-        for micro in range(2):
+        for _ in range(2):
             values = []
             with env.side_streams(2) as sides:
                 for i, side in enumerate(sides):
                     with side:
                         values.append(model(batch, i).tanh())
-            with flatshard.no_sync(model) if holds and not micro else contextlib.nullcontext():
-                (mean_square(values[0]) + mean_square(values[1])).backward()
+            (mean_square(values[0]) + mean_square(values[1])).backward()
 
     return env.steps(model, run)
 
 
-@cases.add(
-    {
-        "default": {},
-        "grad_op": {"strategy": S.SHARD_GRAD_OP},
-        "not_sharded": {"strategy": S.NO_SHARD},
-        "optim": {"strategy": S.SHARD_OPTIM},
-        "holds": {"holds": True},
-    }
-)
+@cases.add({"grad_op": {"strategy": S.SHARD_GRAD_OP}, "holds": {"holds": True}})
 def microbatches_on_streams(env: Env, holds: bool = False, **options: Any) -> Any:
     """The graphs of two microbatches at once, each on a stream of its own, and then two backwards."""
     model = env.shard(env.make(), **options)
