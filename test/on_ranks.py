@@ -22,8 +22,11 @@ import pytest
 Test = Callable[..., None]
 
 
-def ranks(*world_sizes: int, **options: Any) -> Callable[[Test], Test]:
-    """Without ``world_sizes``, ``world_size`` is a parameter of the test. ``options``: of ``pool.run``, as ``timeout``."""
+def ranks(*world_sizes: int, pool: str = "pool", **options: Any) -> Callable[[Test], Test]:
+    """Without ``world_sizes``, ``world_size`` is a parameter of the test.
+
+    ``pool``: the fixture; ``options``: of its ``run``, as ``timeout``.
+    """
 
     def decorate(body: Test) -> Test:
         sizes = world_sizes
@@ -31,14 +34,15 @@ def ranks(*world_sizes: int, **options: Any) -> Callable[[Test], Test]:
             sizes = (sizes[zlib.crc32(body.__name__.encode()) % (len(sizes) - 1)], sizes[-1])
         wanted = [name for name in inspect.signature(body).parameters if name != "ctx"]
 
-        def test(pool: Any, world_size: int = world_sizes[0] if world_sizes else 0, **values: Any) -> None:
+        def test(world_size: int = world_sizes[0] if world_sizes else 0, **values: Any) -> None:
+            run = values.pop(pool).run
             if "path" in wanted:
                 values["path"] = str(values.pop("tmp_path") / "x")
             call = functools.partial(_run, body.__module__, body.__name__)
             call.__name__ = body.__name__  # type: ignore[attr-defined]
-            pool.run(call, world_size=world_size, **values, **options)
+            run(call, world_size=world_size, **values, **options)
 
-        asked = ["pool", *("tmp_path" if name == "path" else name for name in wanted)]
+        asked = [pool, *("tmp_path" if name == "path" else name for name in wanted)]
         if len(sizes) != 1:
             asked.append("world_size")
         kind = inspect.Parameter.KEYWORD_ONLY

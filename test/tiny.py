@@ -49,6 +49,16 @@ def tiny_gpt2() -> nn.Module:
     return GPT2LMHeadModel(config)
 
 
+def tiny_vit() -> nn.Module:
+    """timm's, of images of 8 x 8 in 4 classes. The same values whenever it is called."""
+    from timm.models.vision_transformer import VisionTransformer
+
+    torch.manual_seed(0)
+    sizes = {"img_size": 8, "patch_size": 4, "embed_dim": 16, "depth": 2, "num_heads": 2, "num_classes": 4}
+    # The gradient of keys' biases is 0 but for rounding errors, which Adafactor steps by.
+    return VisionTransformer(**sizes, qkv_bias=False)
+
+
 class Tokens(Dataset):
     """Random tokens, each sample its own labels."""
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from models import Block
+from on_ranks import ranks
 from tiny import check_equal
 from torch import nn
 
@@ -28,8 +29,11 @@ def network() -> nn.Module:
     return nn.Sequential(*[Block(WIDTH) for _ in range(3)]).double()
 
 
-def task(seed: int = 0, sharded: Any = None) -> Any:
-    """A LightningModule with parameters of its own, which its steps use outside of ``forward``."""
+def task(seed: int = 0, shards: bool = False) -> Any:
+    """A LightningModule with parameters of its own, which its steps use outside of ``forward``.
+
+    ``shards``: its blocks itself.
+    """
     import lightning
 
     class Task(lightning.LightningModule):
@@ -41,8 +45,9 @@ def task(seed: int = 0, sharded: Any = None) -> Any:
             self.scale = nn.Parameter(torch.ones((), dtype=torch.float64))
 
         def configure_model(self) -> None:
-            if sharded is not None:
-                sharded(self)
+            # Lightning calls it for each fit and validate.
+            for block in self.net if shards and type(self.net[0].linear.weight) is nn.Parameter else ():
+                flatshard.fully_shard(block)
 
         def loss(self, batch: Any) -> torch.Tensor:
             x, y = batch
@@ -106,15 +111,10 @@ def plain(epochs: int = 2) -> tuple[dict[str, Any], float]:
         return model.state_dict(), model.loss(next(iter(loader(48)))).item()
 
 
-def shard_blocks(module: nn.Module) -> None:
-    if type(module.net[0].linear.weight) is nn.Parameter:  # Lightning calls configure_model for each fit and validate
-        for block in module.net:
-            flatshard.fully_shard(block)
-
-
-def fit_by_name(ctx: Any) -> None:
+@ranks(2, pool="pair")
+def test_fit_by_name(ctx):
     """Units that ``configure_model`` makes; other initial values on rank 1: the strategy sends rank 0's."""
-    model = task(seed=ctx.rank, sharded=shard_blocks)
+    model = task(seed=ctx.rank, shards=True)
     run = trainer(ctx, "flatshard", **CLIPPED, num_sanity_val_steps=1)
     run.fit(model, loader(4, ctx.rank), loader(4))
     assert len(flatshard.describe(model).units) == 4
@@ -125,29 +125,19 @@ def fit_by_name(ctx: Any) -> None:
     assert again["val_loss"] == pytest.approx(validated, rel=1e-9)
 
 
-def validate_by_ddp(ctx: Any) -> None:
-    """Lightning's "ddp" broadcasts rank 0's parameters before it validates: not the parts of other ranks."""
-    module = task()
-    trainer(ctx, epochs=1, limit_val_batches=0).fit(module, loader(4, ctx.rank))
-    before = [p.detach().clone() for p in module.parameters()]
-    [one], [two] = (
-        trainer(ctx, strategy).validate(module, loader(4, ctx.rank), verbose=False) for strategy in (None, "ddp")
-    )
-    assert one["val_loss"] == pytest.approx(two["val_loss"], rel=1e-12)
-    assert all(map(torch.equal, before, module.parameters()))
-
-
-def copies_of_the_model(ctx: Any) -> None:
+@ranks(2, pool="pair")
+def test_what_is_refused(ctx):
     from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging
+
+    from flatshard.integrations.lightning import FlatshardStrategy
 
     for callback in StochasticWeightAveraging(swa_lrs=1e-2), EMAWeightAveraging(decay=0.9):
         with pytest.raises(TypeError, match=f"{type(callback).__name__} copies the model .*in a callback of your own"):
             trainer(ctx, callbacks=[callback]).fit(task(), loader(4, ctx.rank))
-
-
-@pytest.mark.parametrize("body", [fit_by_name, validate_by_ddp, copies_of_the_model])
-def test_habits(pair, body):
-    pair.run(body, timeout=400)
+    with pytest.raises(ValueError, match="'full' or 'sharded', got 'local'"):
+        FlatshardStrategy(state_dict_type="local")
+    with pytest.raises(TypeError, match="find_unused_parameters; arguments of fully_shard go into shard_options="):
+        FlatshardStrategy(find_unused_parameters=True)
 
 
 def resume(ctx: Any, kind: str, directory: str) -> None:
@@ -179,7 +169,7 @@ def resume(ctx: Any, kind: str, directory: str) -> None:
 @pytest.mark.parametrize("kind", ["full", "sharded"])
 def test_resume_is_an_uninterrupted_run(pair, kind, tmp_path):
     """As in one process; and a plain Trainer goes on from a whole file, with its optimizer state."""
-    pair.run(resume, kind, str(tmp_path), timeout=400)
+    pair.run(resume, kind, str(tmp_path))
     if kind == "full":
         import lightning
 
@@ -190,43 +180,30 @@ def test_resume_is_an_uninterrupted_run(pair, kind, tmp_path):
         check_equal(model.state_dict(), plain(epochs=3)[0])
 
 
-def fabric(ctx: Any) -> None:
+@ranks(2, pool="pair")
+def test_fabric_is_one_process(ctx):
     from lightning.fabric import Fabric
     from lightning.fabric.strategies import ModelParallelStrategy
 
     from flatshard.integrations.lightning import parallelize_fn
 
-    def with_head(seed: int) -> nn.Module:
-        torch.manual_seed(seed)
-        return nn.Sequential(network(), nn.Linear(WIDTH, 1).double())
+    def distance(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return F.mse_loss(model(x).mean(1, keepdim=True), y)
 
     os.environ |= {"LOCAL_RANK": str(ctx.rank), "NODE_RANK": "0"}
     strategy = ModelParallelStrategy(parallelize_fn({Block}), data_parallel_size=2, tensor_parallel_size=1)
     fabric = Fabric(accelerator="cpu", devices=2, strategy=strategy)
     fabric.launch()
-    model = fabric.setup(with_head(0))
+    model = fabric.setup(network())
     optimizer = fabric.setup_optimizers(torch.optim.AdamW(model.parameters(), lr=1e-2))
     for index, (x, y) in enumerate(loader(8)):
         with fabric.no_backward_sync(model, enabled=index % 2 == 0):
-            fabric.backward(F.mse_loss(model(x[ctx.rank :: 2]), y[ctx.rank :: 2]) / 2)
+            fabric.backward(distance(model, x[ctx.rank :: 2], y[ctx.rank :: 2]) / 2)
         if index % 2:
             fabric.clip_gradients(model, optimizer, max_norm=0.3)
             optimizer.step()
             optimizer.zero_grad()
-    alone = with_head(0)
+    alone = network()
     steps = torch.optim.AdamW(alone.parameters(), lr=1e-2)
-    step_every_other(alone, steps, (F.mse_loss(alone(x), y) for x, y in loader(8)))
+    step_every_other(alone, steps, (distance(alone, x, y) for x, y in loader(8)))
     check_equal(full_state_dict(model.module), alone.state_dict())
-
-
-def test_fabric_is_one_process(pair):
-    pair.run(fabric, timeout=400)
-
-
-def test_wrong_arguments():
-    from flatshard.integrations.lightning import FlatshardStrategy
-
-    with pytest.raises(ValueError, match="'full' or 'sharded', got 'local'"):
-        FlatshardStrategy(state_dict_type="local")
-    with pytest.raises(TypeError, match="find_unused_parameters; arguments of fully_shard go into shard_options="):
-        FlatshardStrategy(find_unused_parameters=True)

@@ -1,11 +1,12 @@
 """LoRA by peft on a sharded base model: two ranks against one process."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tiny import Tokens, be_alone, copied, tiny_llama
+from on_ranks import ranks
+from parity import check_same_params, everybody, step_all
+from tiny import Tokens, tiny_llama
 from torch import Tensor, nn
 
 import flatshard
@@ -26,7 +27,7 @@ def with_adapter(kind: str) -> nn.Module:
     return get_peft_model(tiny_llama(), LoraConfig(r=3, lora_alpha=6, init_lora_weights=False, **CONFIGS[kind]))
 
 
-def train(model: nn.Module, rank: int, ranks: int) -> list[Tensor]:
+def train(model: nn.Module, rank: int, ranks: int) -> Tensor:
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
     losses = []
     for step in range(3):
@@ -34,54 +35,39 @@ def train(model: nn.Module, rank: int, ranks: int) -> list[Tensor]:
         loss = model(input_ids=batch, labels=batch).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        optimizer.step()
-        optimizer.zero_grad()
+        step_all([optimizer])
         losses.append(loss.detach())
-    return losses
+    return torch.stack(losses)
 
 
-def alone(ctx, kind: str, folder: str) -> tuple[list[Tensor], dict[str, Tensor], Tensor]:
-    """Trains; and opens what two ranks have saved."""
+@pytest.mark.parametrize("kind", CONFIGS)
+@ranks(2, pool="pair")
+def test_as_one_process(ctx, path: str, kind: str):
     from peft import PeftModel
 
-    be_alone()
-    model = with_adapter(kind)
-    losses = train(model, 0, 1)
-    opened = PeftModel.from_pretrained(tiny_llama(), folder)
-    with torch.no_grad():
-        return losses, copied(model), opened(input_ids=TOKENS[:2]).logits
-
-
-def sharded(ctx, kind: str, folder: str) -> tuple[list[Tensor], dict[str, Tensor], Tensor, Tensor]:
     from flatshard.integrations.peft import adapter_state_dict, save_adapter
     from flatshard.integrations.state import count_whole, policy_of
 
-    model = with_adapter(kind)
+    plain, model = with_adapter(kind), with_adapter(kind)
     counted = model.get_nb_trainable_parameters()
     flatshard.fully_shard(model, policy=policy_of(model))
     count_whole(model)
     assert model.get_nb_trainable_parameters() == counted
     model.print_trainable_parameters()
-    losses = train(model, ctx.rank, 2)
+    losses, expected = train(model, ctx.rank, 2), train(plain, 0, 1)
+    torch.testing.assert_close(sum(everybody(ctx, losses)) / 2, expected, rtol=1e-5, atol=1e-5)
+    check_same_params(model, plain, rtol=1e-4)
     whole, state = flatshard.checkpoint.full_state_dict(model), adapter_state_dict(model)
     assert set(state) == {n for n, p in model.named_parameters() if p.requires_grad}
     torch.testing.assert_close(state, {n: whole[n] for n in state}, rtol=0, atol=0)
-    save_adapter(model, folder)
+    save_adapter(model, path)
+    torch.distributed.barrier(ctx.group)
+    opened = PeftModel.from_pretrained(tiny_llama(), path)
     with torch.no_grad():
         logits = model(input_ids=TOKENS[:2]).logits
+        torch.testing.assert_close(opened(input_ids=TOKENS[:2]).logits, logits, rtol=1e-4, atol=1e-5)
         with pytest.raises(RuntimeError, match="summon_full_params"):
             model.merge_adapter()
         with flatshard.summon_full_params(model):
             model.merge_adapter()
-        merged = model(input_ids=TOKENS[:2]).logits
-    return losses, whole, logits, merged
-
-
-@pytest.mark.parametrize("kind", CONFIGS)
-def test_as_one_process(pair, single, tmp_path: Path, kind: str):
-    (two, whole, logits, merged), (other, *_) = pair.run(sharded, kind, str(tmp_path), world_size=2)
-    [(one, weights, opened)] = single.run(alone, kind, str(tmp_path), world_size=1)
-    torch.testing.assert_close((torch.stack(two) + torch.stack(other)) / 2, torch.stack(one), rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close({n: whole[n] for n in weights}, weights, rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(opened, logits, rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(merged, logits, rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(model(input_ids=TOKENS[:2]).logits, logits, rtol=1e-3, atol=1e-4)

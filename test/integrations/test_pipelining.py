@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from models import Mlp
+from on_ranks import ranks
 from parity import check_same_gradients, check_same_params, step_all
 from torch import Tensor, nn
 from torch.distributed.pipelining import (
@@ -81,7 +82,9 @@ class Pipeline:
         return zip(self.parts, (self.plain[i] for i in self.indices), strict=True)
 
 
-def run(ctx, name: str) -> None:
+@pytest.mark.parametrize("name", SCHEDULES)
+@ranks(4)
+def test_schedules(ctx, name: str):
     """Three steps of Adam."""
     pipeline = Pipeline(ctx, *SCHEDULES[name])
     optimizers = [torch.optim.Adam(m.parameters(), lr=1e-2) for m in (pipeline.plain, pipeline.parts)]
@@ -100,7 +103,8 @@ def run(ctx, name: str) -> None:
         check_same_params(part, plain)
 
 
-def run_placed(ctx) -> list[str]:
+@ranks(4)
+def test_reductions_that_a_schedule_places(ctx):
     """The first reduction is placed before the last backward of the other stage."""
     pipeline = Pipeline(ctx, *SCHEDULES["interleaved"])
     for actions in pipeline.schedule.pipeline_order_with_comms.values():
@@ -114,20 +118,10 @@ def run_placed(ctx) -> list[str]:
         _, _, events = pipeline.step(step, pipeline.parts)
         for part, plain in pipeline.each():
             check_same_gradients(part, plain)
-    return [e for e in events if e.startswith(("backward", "reduce-scatter"))]
-
-
-def test_reductions_that_a_schedule_places(pool):
-    for events in pool.run(run_placed, world_size=4):
-        kinds = "".join("B" if e == "backward" else "r" for e in events)
-        # A backward's hook runs in it, before its end; two units a stage.
-        assert kinds.endswith("BrrBrr"), events
-        assert kinds.count("B") == 2 * MICROBATCHES, events
-
-
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_schedules(pool, name: str):
-    pool.run(run, name, world_size=4)
+    kinds = "".join(e[0] for e in events if e.startswith(("backward", "reduce-scatter")))
+    # A backward's hook runs in it, before its end; two units a stage.
+    assert kinds.endswith("brrbrr"), events
+    assert kinds.count("b") == 2 * MICROBATCHES, events
 
 
 def test_a_schedule_without_such_actions(fake_group):

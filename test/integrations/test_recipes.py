@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from models import Block
-from tiny import Tokens, be_a_rank, tiny_llama
+from tiny import Tokens, be_a_rank, tiny_llama, tiny_vit
 
 import flatshard
 
@@ -73,9 +73,7 @@ def lightning_names(ctx: Any, name: str) -> dict[str, Any]:
 def timm_names(ctx: Any, name: str) -> dict[str, Any]:
     import timm
 
-    sizes = {"img_size": 8, "patch_size": 4, "embed_dim": 16, "depth": 2, "num_heads": 2, "num_classes": 4}
-    model = timm.models.vision_transformer.VisionTransformer(**sizes)
-    return {"timm": timm, "model": model, "images": torch.randn(2, 3, 8, 8)}
+    return {"timm": timm, "model": tiny_vit(), "images": torch.randn(2, 3, 8, 8)}
 
 
 def pipelining_names(ctx: Any, name: str) -> dict[str, Any]:

@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from tiny import check_equal
+from on_ranks import ranks
+from tiny import check_equal, tiny_vit
 from torch import nn
 
 import flatshard
@@ -13,19 +14,10 @@ import flatshard
 pytestmark = [pytest.mark.clients("timm", "torchvision"), pytest.mark.slow, pytest.mark.time_limit(600)]
 
 
-def vit() -> nn.Module:
-    from timm.models.vision_transformer import VisionTransformer
-
-    torch.manual_seed(0)
-    sizes = {"img_size": 8, "patch_size": 4, "embed_dim": 16, "depth": 2, "num_heads": 2, "num_classes": 4}
-    # The gradient of keys' biases is 0 but for rounding errors, which Adafactor steps by.
-    return VisionTransformer(**sizes, qkv_bias=False).double()
-
-
 def sharded() -> nn.Module:
     from timm.models.vision_transformer import Block
 
-    return flatshard.fully_shard(vit(), policy={Block})
+    return flatshard.fully_shard(tiny_vit().double(), policy={Block})
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int | None, steps: int = 3) -> None:
@@ -47,14 +39,16 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
 }
 
 
-def step_all(ctx: Any) -> None:
+@ranks(2, pool="pair")
+def test_optimizers(ctx):
+    """Those of whole matrices train as in one process where they are told so, and are refused where not."""
     from timm.optim import create_optimizer_v2
 
     from flatshard.integrations.timm import create_optimizer
 
     for name, settings in OPTIMIZERS.items():
         ctx.note(name)
-        alone, model = vit(), sharded()
+        alone, model = tiny_vit().double(), sharded()
         theirs = create_optimizer_v2(alone, name, **{k: v for k, v in settings.items() if k != "whole"})
         ours = create_optimizer(model, name, **settings)
         described = [[(len(g["params"]), g["weight_decay"]) for g in o.param_groups] for o in (ours, theirs)]
@@ -69,8 +63,3 @@ def step_all(ctx: Any) -> None:
         model = sharded()
         with pytest.raises(RuntimeError, match=match):
             train(model, create_optimizer(model, name, whole=whole, lr=1e-2), ctx.rank)
-
-
-def test_optimizers(pair):
-    """Those of whole matrices train as in one process where they are told so, and are refused where not."""
-    pair.run(step_all, timeout=400)

@@ -1,10 +1,10 @@
 """torchao's classes for training in low precision, sharded: products, losses and weights are those of one process."""
 
 import copy
-from typing import Any
 
 import pytest
 import torch
+from on_ranks import ranks
 from torch import nn
 
 import flatshard
@@ -60,7 +60,15 @@ def model_of(name: str) -> nn.Module:
     return model
 
 
-def fit(ctx: Any, name: str) -> None:
+GATHERED = "WeightWithDynamicFloat8CastTensor"
+"""Of a ``Float8Linear`` of which one byte per element travels."""
+NAMES = ["Float8Linear", GATHERED, "BitNetTrainingLinearWeight", "Int8MixedPrecisionTrainingLinearWeight"]
+NAMES += ["MXFP8TrainingWeightWrapperTensor", "Float8TrainingWeightWrapperTensor"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+@ranks(2, pool="pair")
+def test_as_one_process(ctx, name: str):
     from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
 
     plain, sharded = model_of(name), model_of(name)
@@ -76,18 +84,8 @@ def fit(ctx: Any, name: str) -> None:
         torch.testing.assert_close(inside(whole[key]), inside(value))
 
 
-GATHERED = "WeightWithDynamicFloat8CastTensor"
-"""Of a ``Float8Linear`` of which one byte per element travels."""
-NAMES = ["Float8Linear", GATHERED, "BitNetTrainingLinearWeight", "Int8MixedPrecisionTrainingLinearWeight"]
-NAMES += ["MXFP8TrainingWeightWrapperTensor", "Float8TrainingWeightWrapperTensor"]
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_as_one_process(pair, name):
-    pair.run(fit, name, world_size=2)
-
-
-def quantised(ctx: Any) -> None:
+@ranks(2, pool="pair")
+def test_a_quantised_weight_is_frozen(ctx):
     from torchao.prototype.quantized_training.int8 import Int8QuantizedTrainingLinearWeight
 
     plain = nn.Linear(WIDTH, WIDTH, bias=False)
@@ -97,7 +95,3 @@ def quantised(ctx: Any) -> None:
         flatshard.fully_shard(sharded, process_group=ctx.group)
     flatshard.fully_shard(sharded.requires_grad_(False), process_group=ctx.group)
     assert torch.equal(sharded(data(0)), plain(data(0)))
-
-
-def test_a_quantised_weight_is_frozen(pair):
-    pair.run(quantised, world_size=2)

@@ -11,6 +11,7 @@ from unittest import mock
 
 import pytest
 import torch
+from on_ranks import ranks
 from tiny import check_equal
 from torch import nn
 
@@ -129,7 +130,9 @@ def manager(model: nn.Module, steps: Any, folder: str, spec: Any, **options: Any
     )
 
 
-def resume(ctx: Any, folder: str) -> None:
+@ranks(2, pool="pair", timeout=400)
+def test_checkpoints(ctx, path: str):
+    """Of a model that is compiled, loaded into one that is not."""
     spec = llama()
     models = [shard(filled(spec.model.build(), seed=seed), compiled=seed == 0) for seed in (0, 9, 11)]
     model, again, other = models
@@ -138,24 +141,19 @@ def resume(ctx: Any, folder: str) -> None:
     alone, expected = plain(2)
     assert train(model, steps, ctx.rank, 2) == pytest.approx(expected, rel=1e-4)
     check_equal(whole_state(model), alone.state_dict(), NEAR)
-    manager(model, steps, f"{folder}/torch", spec).save(2)
+    manager(model, steps, f"{path}/torch", spec).save(2)
     straight = train(model, steps, ctx.rank, 1, seed=5)
     after = whole_state(model)
-    assert manager(again, steps_again, f"{folder}/torch", spec).load()
+    assert manager(again, steps_again, f"{path}/torch", spec).load()
     assert train(again, steps_again, ctx.rank, 1, seed=5) == pytest.approx(straight, rel=1e-6)
     check_equal(whole_state(again), after, NEAR)
 
     ctx.note("Hugging Face's format")
     options = {"last_save_in_hf": True, "last_save_model_only": True, "export_dtype": "float32"}
-    manager(model, steps, f"{folder}/hf", spec, **options).save(3, last_step=True)
-    load = {"initial_load_path": f"{folder}/hf/step-3", "initial_load_in_hf": True, "initial_load_model_only": True}
-    assert manager(other, others, f"{folder}/none", spec, **load).load()
+    manager(model, steps, f"{path}/hf", spec, **options).save(3, last_step=True)
+    load = {"initial_load_path": f"{path}/hf/step-3", "initial_load_in_hf": True, "initial_load_model_only": True}
+    assert manager(other, others, f"{path}/none", spec, **load).load()
     check_equal(whole_state(other), after, NEAR)
-
-
-def test_checkpoints(pair, tmp_path):
-    """Of a model that is compiled, loaded into one that is not."""
-    pair.run(resume, str(tmp_path), timeout=400)
 
 
 PROCESSOR = mock.MagicMock(
@@ -241,21 +239,17 @@ def trainers_config(ctx: Any, folder: str) -> Any:
     )
 
 
-def by_the_trainer(ctx: Any, folder: str, recipe: str) -> None:
+@ranks(2, pool="pair", timeout=400)
+def test_the_trainer_by_the_page_s_recipe(ctx, path: str):
     from torchtitan.components.metrics import MetricsProcessor
 
+    marker = rf"<!-- run by: test/integrations/{Path(__file__).name} -->\n```python\n(.*?)```"
+    page = Path(flatshard.__file__).parent / "integrations" / "README.md"
+    (recipe,) = re.findall(marker, page.read_text(), re.DOTALL)
     alone, expected = plain()
-    names, norms = {"config": trainers_config(ctx, folder)}, []
+    names, norms = {"config": trainers_config(ctx, path)}, []
     with mock.patch.object(MetricsProcessor, "log", lambda self, step, loss, most, norm, **rest: norms.append(norm)):
         exec(compile(recipe, "README.md", "exec"), names)
     assert norms == pytest.approx(expected, rel=1e-4)
     check_equal(whole_state(names["trainer"].model_parts[0]), alone.state_dict(), NEAR)
-
-
-def test_the_trainer_by_the_page_s_recipe(pair, tmp_path):
-    marker = rf"<!-- run by: test/integrations/{Path(__file__).name} -->\n```python\n(.*?)```"
-    (recipe,) = re.findall(
-        marker, (Path(flatshard.__file__).parent / "integrations" / "README.md").read_text(), re.DOTALL
-    )
-    pair.run(by_the_trainer, str(tmp_path), recipe, timeout=400)
-    assert (tmp_path / "checkpoint" / f"step-{STEPS}").exists()
+    assert (Path(path) / "checkpoint" / f"step-{STEPS}").exists()

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from on_ranks import ranks
 from tiny import Tokens, be_a_rank, be_alone, copied, tiny_gpt2, tiny_llama
 from torch import Tensor
 
@@ -116,23 +117,17 @@ def test_as_one_process(pair, single, tmp_path: Path, kind: str):
     torch.testing.assert_close(states[1]["state"], states[0]["state"], rtol=0, atol=0)
 
 
-def evaluates_first(ctx, folder: str) -> tuple[float, list[str]]:
+@ranks(2, pool="pair")
+def test_evaluation_first(ctx, path: str):
     """Evaluation without training shards; then it trains, with and without checkpointing alike."""
     logs = []
     for checkpointing in (False, True):
         be_a_rank(ctx)
-        first = trainer("llama", folder, BATCH, checkpointing, sharding={"strategy": ShardingStrategy.SHARD_GRAD_OP})
-        loss = first.evaluate()["eval_loss"]
-        units = [unit.fqn for unit in flatshard.describe(first.model).units]
+        first = trainer("llama", path, BATCH, checkpointing, sharding={"strategy": ShardingStrategy.SHARD_GRAD_OP})
+        first.evaluate()
+        assert [unit.fqn for unit in flatshard.describe(first.model).units] == ["", "model.layers.0", "model.layers.1"]
         first.train()
         logs.append(log_of(first))
     assert logs[0] == logs[1]
     with pytest.raises(ValueError, match=r"Linear does not name its layers \(_no_split_modules\): pass policy="):
         type(first)(torch.nn.Linear(2, 2), first.args)
-    return loss, units
-
-
-def test_evaluation_first(pair, tmp_path: Path):
-    (loss, units), (other, _) = pair.run(evaluates_first, str(tmp_path), world_size=2)
-    assert loss == other
-    assert units == ["", "model.layers.0", "model.layers.1"]

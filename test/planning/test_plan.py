@@ -27,15 +27,13 @@ from torch.utils.checkpoint import checkpoint
 
 import flatshard
 from flatshard import BackwardPrefetch, CustomPolicy, MixedPrecision, ShardingStrategy, describe, fully_shard, plan
-from flatshard._composable.features.kept_shards import SubgroupShards
 from flatshard._composable.find import units_below
 from flatshard._composable.hooks import UnitHooks
 from flatshard._composable.reduction_queue import ReductionQueue
 from flatshard._handle.unit_gradients import UnitGradients
-from flatshard._mesh_runtime import MeshRuntime
 from flatshard._torch import VERSION
 from flatshard.layouts import Blocks, Layout, Rows, Whole
-from flatshard.planning import Memory, Plan, _on_host
+from flatshard.planning import Memory, _on_host
 from flatshard.planning._recording import Books, MadeOnce, Recorder
 
 FULL, GRAD_OP, NO_SHARD = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD
@@ -100,19 +98,6 @@ def _caller() -> str:
     return Path(frame.f_code.co_filename).name
 
 
-def put_on_wire(model: nn.Module) -> Wire:
-    wire = Wire(widens=True)  # as gloo
-    for unit in units_below(model):
-        own = unit.handle.runtime
-        axes = (own.inner, own.outer) if isinstance(own, MeshRuntime) else ()
-        for runtime in (unit.context.runtime, own, unit.handle.ranks.replicas, *axes):
-            if runtime is not None:
-                runtime.collectives = wire
-        if isinstance(unit.handle.source, SubgroupShards):
-            unit.handle.source.runtime.collectives = wire
-    return wire
-
-
 def check(
     world: Callable[[int], None],
     make: Callable[[], nn.Module] = Net,
@@ -148,8 +133,8 @@ def check(
     model = make()
     freeze(model)
     mesh = init_device_mesh("cpu", size) if isinstance(size, tuple) else None
-    fully_shard(model, policy=policy, device_mesh=mesh, **options)
-    wire = put_on_wire(model)
+    wire = Wire(widens=True)  # as gloo
+    fully_shard(model, policy=policy, device_mesh=mesh, collectives=wire.factory, **options)
     shown = [
         [(u.fqn, u.module, u.strategy, u.flats) for u in units] for units in (predicted.units, describe(model).units)
     ]
@@ -398,24 +383,21 @@ def test_layers_of_70_billion_parameters_on_10_000_ranks():
     assert (len(planned.units), len(planned.collectives)) == (layers + 1, 3 * layers + 2)
 
 
-def example() -> Plan:
+def test_the_table():
+    alone = plan(Net(), policy=Block, world_size=1)
+    assert alone.device == "cuda"  # the steps of accelerators are counted on the simulated one: accelerator/planning.py
+    assert "Net, FULL_SHARD over 1 rank:" in str(alone)
     with torch.device("meta"):
-        model = nn.Sequential(nn.Linear(4096, 4096), *[nn.Linear(4096, 4096) for _ in range(3)])
-    return plan(
-        nn.Sequential(model, nn.Linear(4096, 10, device="meta")),
+        model = nn.Sequential(nn.Sequential(*[nn.Linear(4096, 4096) for _ in range(4)]), nn.Linear(4096, 10))
+    planned = plan(
+        model,
         policy=lambda module, recurse, nonwrapped_numel: recurse or nonwrapped_numel == 4096 * 4097,
         world_size=16,
         optimizer=torch.optim.AdamW,
         mixed_precision=BF16,
         activations=2**27,
     )
-
-
-def test_the_table():
-    alone = plan(Net(), policy=Block, world_size=1)
-    assert alone.device == "cuda"  # the steps of accelerators are counted on the simulated one: accelerator/planning.py
-    assert "Net, FULL_SHARD over 1 rank:" in str(alone)
-    lines = [" ".join(line.split()) for line in str(example()).splitlines()]
+    lines = [" ".join(line.split()) for line in str(planned).splitlines()]
     for line in (
         "Sequential, FULL_SHARD over 16 ranks: 67,166,218 elements",
         "<root> Sequential 40,970 1,014 10.2 KiB 10.2 KiB 20.5 KiB 82 KiB 174 KiB 2 231 KiB",
