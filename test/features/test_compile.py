@@ -75,15 +75,21 @@ def pool() -> Iterator[Pool]:
     p.close()
 
 
+GRAPHS = 2  # that of the first block, whose input requires no gradient, and that of the others
+
+
 def train(ctx, order: str, backend: str, checkpointed: bool, strategy: S) -> None:
+    """All blocks share one graph: it breaks before and after them, at a unit's hooks, and nothing is compiled twice."""
     torch._dynamo.reset()
+    counter = CompileCounterWithBackend(backend)
     model = check_parity(
         ctx,
         functools.partial(make, checkpointed),
         lambda step, n: torch.randn(n, WIDTH),
         steps=4,
-        shard=functools.partial(shard, order=order, backend=backend, strategy=strategy),
+        shard=functools.partial(shard, order=order, backend=counter, strategy=strategy),
     ).sharded
+    assert counter.frame_count == GRAPHS
     with record_events() as events:
         model(torch.randn(2, WIDTH).double()).sum().backward()
     assert events.count("all-gather 1") == (2 if strategy is FULL else 1)
@@ -93,30 +99,10 @@ def train(ctx, order: str, backend: str, checkpointed: bool, strategy: S) -> Non
 CASES = all_pairs(ORDERS, ("aot_eager", "eager"), (FULL, S.SHARD_GRAD_OP, S.SHARD_OPTIM), (False, True), (2, 3))
 
 
-@pytest.mark.parametrize(("order", "backend", "strategy", "checkpointed", "world_size"), some(CASES, 3))
+@pytest.mark.parametrize(("order", "backend", "strategy", "checkpointed", "world_size"), some(CASES, 5))
 @ranks()
 def test_parity(ctx, order: str, backend: str, strategy: S, checkpointed: bool):
     train(ctx, order, backend, checkpointed, strategy)
-
-
-GRAPHS = 2  # that of the first block, whose input requires no gradient, and that of the others
-
-
-@pytest.mark.parametrize("order", some(ORDERS, 3))
-@ranks(2)
-def test_nothing_is_compiled_twice(ctx, order: str):
-    """All blocks share one graph: it breaks before and after them, at a unit's hooks, and nowhere else."""
-    bf16 = MixedPrecision(param_dtype=torch.bfloat16)
-    cases = [{}, {"strategy": S.SHARD_GRAD_OP}, {"mixed_precision": bf16}]
-    for options in some(cases, 1, turn=ORDERS.index(order) // 2):
-        torch._dynamo.reset()
-        counter = CompileCounterWithBackend("eager")  # Dynamo decides what is compiled again, before any backend
-        model = shard(make(), ctx.group, order, counter, **options)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for _ in range(3):
-            model(torch.randn(2, WIDTH)).sum().backward()
-            step_all([optimizer])
-            assert counter.frame_count == GRAPHS, options
 
 
 @ranks(4, timeout=110.0)
