@@ -100,7 +100,7 @@ CASES = all_pairs(ORDERS, ("aot_eager", "eager"), (FULL, S.SHARD_GRAD_OP, S.SHAR
 
 
 @pytest.mark.parametrize(("order", "backend", "strategy", "checkpointed", "world_size"), some(CASES, 5))
-@ranks()
+@ranks(timeout=110.0)
 def test_parity(ctx, order: str, backend: str, strategy: S, checkpointed: bool):
     train(ctx, order, backend, checkpointed, strategy)
 

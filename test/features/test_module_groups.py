@@ -4,120 +4,59 @@ What they compute, and verbs on them: the fuzzer's policies ``groups`` and ``lis
 """
 
 import copy
-import functools
 from typing import Any
 
 import pytest
 import torch
-from checkpointed import CALLS
 from clean import check_clean
 from event_lines import as_text, same_everywhere, train
 from expecttest import assert_expected_inline
 from models import Block
 from on_ranks import ranks
-from parity import check_parity, check_same_gradients, parts
+from parity import check_same_gradients, parts
 from torch import Tensor, nn
 
 import flatshard
-from flatshard import BackwardPrefetch, ShardingStrategy, fully_shard
+from flatshard import fully_shard
 from flatshard._trace import record_events
 
-GRAD_OP = ShardingStrategy.SHARD_GRAD_OP
 WIDTH = 12
 
 
 class Model(nn.Module):
     """Its norm and head can be one unit, or its embedding and head."""
 
-    def __init__(self, call: str = "none") -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Linear(WIDTH, WIDTH, bias=False)
         self.blocks = nn.ModuleList(Block(WIDTH) for _ in range(2))
         self.norm = nn.LayerNorm(WIDTH)
         self.head = nn.Linear(WIDTH, WIDTH, bias=False)
-        self.call = CALLS[call]
         self.runs_head = True
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.embed(x)
         for block in self.blocks:
             x = block(x)
-        x = self.call(self.norm, x)
-        return self.call(self.head, x) if self.runs_head else x
+        x = self.norm(x)
+        return self.head(x) if self.runs_head else x
 
 
 # How a model is sharded: by calls, or by a policy.
 
 
-def by_list(model: Model, group: Any, **options: Any) -> Model:
+def by_list(model: Model, group: Any) -> Model:
     pair = [model.norm, model.head]
-    assert fully_shard(pair, process_group=group, **options) is pair
-    return fully_shard(model, policy={Block}, process_group=group, **options)
+    assert fully_shard(pair, process_group=group) is pair
+    return fully_shard(model, policy={Block}, process_group=group)
 
 
-def by_policy(model: Model, group: Any, **options: Any) -> Model:
-    return fully_shard(model, policy={Block, (model.norm, model.head)}, process_group=group, **options)
+def by_policy(model: Model, group: Any) -> Model:
+    return fully_shard(model, policy={Block, (model.norm, model.head)}, process_group=group)
 
 
-def around(model: Model, group: Any, **options: Any) -> Model:
-    return fully_shard(model, policy=[Block, [model.embed, model.head]], process_group=group, **options)
-
-
-def across(model: Model, group: Any, **options: Any) -> Model:
-    """Modules of two other units, in one of their own."""
-    policy = {Block, (model.blocks[0].linear, model.head)}
-    return fully_shard(model, policy=policy, process_group=group, **options)
-
-
-def outermost(model: Model, group: Any, **options: Any) -> Model:
-    """Only units of several modules: each call of one is a pass of its own."""
-    fully_shard([model.embed, model.blocks[0]], process_group=group, **options)
-    fully_shard([model.blocks[1], model.norm, model.head], policy={nn.Linear}, process_group=group, **options)
-    return model
-
-
-class Halves(nn.Module):
-    """Called twice in a pass: first for the half that is frozen, then for the one that trains."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.frozen, self.trained = nn.Linear(WIDTH, WIDTH).requires_grad_(False), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor, half: str) -> Tensor:
-        return torch.tanh(getattr(self, half)(x))
-
-
-class TwoCalls(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.front, self.halves, self.head = nn.Linear(WIDTH, WIDTH), Halves(), nn.Linear(WIDTH, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.halves(self.halves(self.front(x), "frozen"), "trained"))
-
-
-@ranks(1, 2)
-def test_values_are_there_after_all_gradients_have_come(ctx):
-    """The gradients of a unit are complete before backward comes to a forward of it that used frozen parameters only."""
-
-    def make(frozen: str, call: str = "none") -> Model:
-        model = Model(call=call)
-        model.get_submodule(frozen).requires_grad_(False)
-        return model
-
-    post = {"backward_prefetch": BackwardPrefetch.BACKWARD_POST}
-    cases = [
-        (by_policy, lambda: make("norm", "reentrant"), {"strategy": GRAD_OP}),
-        (by_list, lambda: make("norm"), post),
-        (outermost, lambda: make("norm", "reentrant"), {}),
-        (across, lambda: make("blocks.0"), {}),
-        (across, lambda: make("blocks.0", "reentrant"), post),
-        (lambda m, group: fully_shard(m, policy={Halves}, process_group=group), TwoCalls, {}),
-    ]
-    for number, (how, model, options) in enumerate(cases):
-        ctx.note(f"{number} {options}")
-        shard = functools.partial(how, **options)
-        check_clean(check_parity(ctx, model, lambda step, n: torch.randn(n, WIDTH), steps=2, shard=shard).sharded)
+def around(model: Model, group: Any) -> Model:
+    return fully_shard(model, policy=[Block, [model.embed, model.head]], process_group=group)
 
 
 @ranks(2)
@@ -214,7 +153,9 @@ def test_names(world):
 def test_a_copy_that_was_refused_leaves_no_units(world):
     """The group is copied, and some of its modules are not."""
     world(2)
-    model = outermost(Model(), None)
+    model = Model()
+    fully_shard([model.embed, model.blocks[0]])
+    fully_shard([model.blocks[1], model.norm, model.head], policy={nn.Linear})
     inner = model.blocks[1].linear
     with flatshard.summon_full_params(inner), pytest.raises(RuntimeError, match="cannot copy unit") as refused:
         copy.deepcopy(model)
