@@ -55,9 +55,7 @@ def check_equal(model: nn.Module, expected: dict[str, Tensor]) -> None:
     with flatshard.summon_full_params(model):
         found = model.state_dict()
         assert list(found) == list(expected)
-        for name, value in expected.items():
-            assert found[name].dtype == value.dtype, name
-            assert torch.equal(found[name], value), name
+        same_tensors(found, expected)
 
 
 class CommunicationWatch(TorchDispatchMode):
@@ -115,11 +113,9 @@ def same(found: dict[str, Any], expected: dict[str, Any]) -> None:
 
 
 def options(state: dict[str, Any]) -> dict[str, Any]:
-    """Each parameter's. torch's helpers make lists of tuples."""
+    """Each parameter's."""
     return {
-        name: {
-            k: tuple(v) if isinstance(v, list) else v for k, v in group.items() if k not in ("params", "param_names")
-        }
+        name: {k: v for k, v in group.items() if k not in ("params", "param_names")}
         for group in state["param_groups"]
         for name in group["params"]
     }

@@ -35,10 +35,16 @@ def another_torch(more: int) -> Iterator[None]:
         yield
 
 
-def state(seed: int) -> dict[str, Any]:
+def state(seed: int, is_saved: bool = True) -> dict[str, Any]:
+    """What is saved; and what it is loaded to, of another memory order and dtype."""
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 4))
-    return {"model": model, "transposed": torch.randn(3, 4).T}
+    turned, short = torch.randn(3, 4).T, torch.randn(3).bfloat16()
+    return {
+        "model": model,
+        "turned": turned if is_saved else torch.zeros(4, 3),
+        "short": short if is_saved else short.float(),
+    }
 
 
 def by_torch(path: str, job: dict[str, Any], **options: Any) -> None:
@@ -66,12 +72,13 @@ READERS = {
 @pytest.mark.parametrize(("writer", "reader"), list(zip(WRITERS, [*READERS][1:] + [*READERS][:1], strict=True)))
 def test_read_under_another_torch(tmp_path, writer, reader):
     for saved_by, loaded_by in ((0, 1), (1, 0), (2, 0), (2, 1)):
-        path, job, other = str(tmp_path / f"{saved_by}{loaded_by}"), state(1), state(2)
+        path, job, other = str(tmp_path / f"{saved_by}{loaded_by}"), state(1), state(2, is_saved=False)
         with another_torch(saved_by):
             WRITERS[writer](path, job)
         with another_torch(loaded_by):
             got = READERS[reader](path, other)
-        assert torch.equal(got["transposed"], job["transposed"])
+        assert torch.equal(got["turned"], job["turned"])
+        assert torch.equal(got["short"], job["short"].float())
         torch.testing.assert_close(other["model"].state_dict(), job["model"].state_dict(), rtol=0, atol=0)
 
 
@@ -83,6 +90,6 @@ def test_what_is_written_is_the_same_under_each(tmp_path):
             save_checkpoint(tmp_path / f"{more}", state(1))
             written.append((tmp_path / f"{more}" / ".metadata").read_bytes())
         properties = [e.properties for e in pickle.load(io.BytesIO(written[-1])).state_dict_metadata.values()]
-        assert len(properties) == 5
-        assert len({id(p) for p in properties}) == 1
+        assert len(properties) == 6
+        assert len({id(p) for p in properties}) == 2
     assert len(written[0]) == len(written[1])

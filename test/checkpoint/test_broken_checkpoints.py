@@ -45,10 +45,10 @@ from flatshard.checkpoint import (
     _writer,
 )
 from flatshard.checkpoint._container import memory_of
-from flatshard.checkpoint._disk import METADATA
 
 FULL = mock.Mock(side_effect=OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
 SHORT = datetime.timedelta(seconds=1.5)
+METADATA = ".metadata"
 
 
 class Four(nn.Sequential):

@@ -110,20 +110,16 @@ def test_peak_memory_of_exports(ctx, path: str) -> None:
 def test_iter_full_params(ctx) -> None:
     source = make()
     params = {n: p.detach() for n, p in source.named_parameters()}
-    for strategy in STRATEGIES:
-        model = shard(ctx, make(), strategy, {nn.Linear})
-        for bucket_bytes in (1, 10**9):
-            found = dict(iter_full_params(model, bucket_bytes=bucket_bytes))
-            same({n: found.pop(n) for n in params}, params)
-            assert not found
     names = ["head.weight", "ignored", "down.weight", "up.bias"]
-    some = dict(iter_full_params(model, names=names, dtype=torch.bfloat16))
-    assert some.keys() == set(names)
-    assert all(torch.equal(value, source.get_parameter(name).bfloat16()) for name, value in some.items())
+    for strategy, bucket_bytes in itertools.product(STRATEGIES, (1, 10**9)):
+        model = shard(ctx, make(), strategy, {nn.Linear})
+        found = dict(iter_full_params(model, bucket_bytes=bucket_bytes))
+        assert everybody(ctx, list(found)) == [list(found)] * 3
+        same_tensors(found, params, strides=True)
+        some = dict(iter_full_params(model, names=names, dtype=torch.bfloat16))
+        same_tensors(some, {n: source.get_parameter(n).detach().bfloat16() for n in names})
     with pytest.raises(ValueError, match=r"Model has no parameters 'nothing'"):
         iter_full_params(model, names=["nothing"])
-    names = [n for n, _ in iter_full_params(shard(ctx, make(), policy={nn.Linear}))]
-    assert everybody(ctx, names) == [names] * 3
 
 
 @ranks(2)

@@ -1,7 +1,6 @@
 """``state_dict()`` and ``load_state_dict()`` of sharded models, and what is in the dict."""
 
 import copy
-import itertools
 import pickle
 import re
 import warnings
@@ -11,7 +10,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from on_ranks import ranks
-from pairs import some
+from pairs import all_pairs
 from saving import STRATEGIES, CommunicationWatch, check_equal, make, shard
 from torch import Tensor, nn
 
@@ -21,51 +20,36 @@ from flatshard.checkpoint import ShardedValue, _sharded_value, full_state_dict
 
 
 @ranks(1, 3)
-def test_names_shapes_and_memory(ctx) -> None:
-    plain = make().state_dict()
-    for strategy, policy in itertools.product(STRATEGIES, (None, {nn.Linear})):
-        model = shard(ctx, make(), strategy, policy)
-        with CommunicationWatch() as watch:
-            state = model.state_dict()
-        assert watch.seen == []
-        assert list(state) == list(plain)
-        is_cut = ctx.world_size > 1 and strategy is not ShardingStrategy.NO_SHARD
-        params = dict(model.named_parameters(remove_duplicate=False))
-        for name, whole in plain.items():
-            value = state[name]
-            assert (value.shape, value.dtype, value.requires_grad) == (whole.shape, whole.dtype, False), name
-            assert type(value) is (ShardedValue if name in params and name != "ignored" and is_cut else Tensor), name
-            if type(value) is ShardedValue:
-                assert value.to_local().data_ptr() == params[name].data_ptr()
-                assert value.to_local().shape == params[name].shape
-            else:
-                assert torch.equal(value, whole)
-        assert type(model.state_dict(keep_vars=True)["scale"]) is flatshard.tensors.ShardedParameter
-        assert {n: v.shape for n, v in model.up.state_dict(prefix="x.").items()} == {"x.weight": (7, 5), "x.bias": (7,)}
-        check_equal(model, plain)
-
-
-@ranks(3)
-def test_loading_whole_and_sharded_values(ctx) -> None:
-    for strategy, assign in some(itertools.product(STRATEGIES, (False, True)), 4):
+def test_saved_and_loaded_whole_and_sharded(ctx) -> None:
+    for strategy, policy, assign in all_pairs(STRATEGIES, (None, {nn.Linear}), (False, True)):
+        ctx.note(f"{strategy} {policy} {assign}")
         source = make(1).state_dict()  # anew, as torch's `assign` keeps a plain parameter's tensor
-        model, other = (shard(ctx, make(), strategy, {nn.Linear}) for _ in range(2))
-        params = dict(model.named_parameters())
+        model, other, third = (shard(ctx, make(), strategy, policy) for _ in range(3))
+        params = dict(model.named_parameters(remove_duplicate=False))
         with CommunicationWatch() as watch:
             assert not any(model.load_state_dict(source, assign=assign))
             state = model.state_dict()
         assert watch.seen == []
         check_equal(model, source)
         assert all(p is params[n] or n == "ignored" for n, p in model.named_parameters())
+        assert list(state) == list(source)
+        is_cut = ctx.world_size > 1 and strategy is not ShardingStrategy.NO_SHARD
+        for name, whole in source.items():
+            value = state[name]
+            assert (value.shape, value.dtype, value.requires_grad) == (whole.shape, whole.dtype, False), name
+            assert type(value) is (ShardedValue if name in params and name != "ignored" and is_cut else Tensor), name
+            if type(value) is ShardedValue:
+                assert value.to_local().data_ptr() == params[name].data_ptr()
+                assert value.to_local().shape == params[name].shape
+        assert type(model.state_dict(keep_vars=True)["scale"]) is flatshard.tensors.ShardedParameter
+        assert {n: v.shape for n, v in model.up.state_dict(prefix="x.").items()} == {"x.weight": (7, 5), "x.bias": (7,)}
         assert not any(other.load_state_dict(state, assign=assign))
         check_equal(other, source)
-        other = shard(ctx, make(), strategy, {nn.Linear})
-        other.load_state_dict(doubled(state))
-        check_equal(other, doubled(source))
-        other.load_state_dict(model.state_dict(keep_vars=True))
-        check_equal(other, source)
-        other(torch.ones(3, 5)).sum().backward()
-    source = doubled(source)
+        third.load_state_dict(doubled(state))
+        check_equal(third, doubled(source))
+        third.load_state_dict(model.state_dict(keep_vars=True))
+        check_equal(third, source)
+        third(torch.ones(3, 5)).sum().backward()
     model.load_state_dict({n: v.double() for n, v in source.items()})  # cast, as torch does
     check_equal(model, source)
 

@@ -1,11 +1,10 @@
-"""Jobs of processes that are killed, stopped or added while they train, and the run that they must equal."""
+"""Jobs of processes that are killed, stopped or added while they train, and the run in one process that they must equal."""
 
 import contextlib
 import functools
-import hashlib
-import itertools
 import multiprocessing
 import os
+import pickle
 import random
 import signal
 import threading
@@ -20,12 +19,12 @@ import torch.distributed as dist
 from models import NormBlock, NormNet
 from pool import PRELOAD
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 
 import flatshard
 from flatshard._runtime import Runtime
 from flatshard.checkpoint import _disk, _writer
-from flatshard.elastic import Job, World, _checkpoints, _copies, _reshard, reshard_over
+from flatshard.elastic import Job, World, _checkpoints, _copies, _reshard
 
 STEPS = 6
 ROWS = 12
@@ -81,13 +80,6 @@ def parts_of_job(model: nn.Module) -> tuple[Any, Any]:
     vectors = [p for p in model.parameters() if len(flatshard.full_shape(p)) < 2]  # so it steps in another order
     optimizer = torch.optim.AdamW([{"params": matrices}, {"params": vectors, "weight_decay": 0.0}], lr=1e-2)
     return optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
-
-
-def digest(model: nn.Module, scheduler: Any) -> str:
-    """Of all values of the model, whole, and of the learning rate."""
-    values = flatshard.checkpoint.full_state_dict(model)
-    told = [(name, value.flatten().tolist()) for name, value in values.items()]
-    return hashlib.blake2b(repr((told, scheduler.get_last_lr())).encode(), digest_size=12).hexdigest()
 
 
 @dataclass(frozen=True)
@@ -151,7 +143,7 @@ class Plan:
 
 
 def run_rank(plan: Plan, process: int, port: int, pipe: Any) -> None:
-    """One process of a job. It sends the steps that it begins, with who is there, and at the end the model's digest."""
+    """One process of a job. It sends the steps that it begins, with who is there, and at the end what came of it."""
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     try:
@@ -190,7 +182,8 @@ def run_rank(plan: Plan, process: int, port: int, pipe: Any) -> None:
             sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad is wanted)
             for wanted in (True, False)
         )
-        pipe.send(("end", digest(model, scheduler), job.copied_nbytes, 3 * trained + frozen, job.sent_nbytes, frozen))
+        made = pickle.dumps([flatshard.checkpoint.full_state_dict(model), scheduler.get_last_lr()])
+        pipe.send(("end", made, job.copied_nbytes, 3 * trained + frozen, job.sent_nbytes, frozen))
     except BaseException as e:
         pipe.send(("raised", type(e).__name__, str(e)))
     pipe.close()
@@ -313,49 +306,13 @@ def shape_of(size: int) -> tuple[int, int]:
     return size // shards, shards
 
 
-def twin(ctx: Any, plan: Plan, made: list[tuple[int, ...]]) -> str | None:
-    """The digest of the run without deaths: sharded over other ranks, by ``reshard_over``, where the job was. ``made``: who
-    made each step; numbers up to ``plan.ranks`` began the job.
-    """
-    ranks, strategy = plan.ranks, flatshard.ShardingStrategy[plan.strategy]
-    first = tuple(range(1, ranks + 1))
-    run = [first, *made]
-    every = dict.fromkeys([*run, *(tuple(sorted({*a, *b})) for a, b in itertools.pairwise(run))])
-    groups = {members: dist.new_group([m - 1 for m in members], sort_ranks=False) for members in every}
-    alone = [(number,) for number in range(ranks + 1, ctx.world_size + 1)]
-
-    def place(members: tuple[int, ...]) -> Any:
-        return DeviceMesh("cpu", torch.tensor(members).sub(1).view(shape_of(len(members))))
-
-    meshes = {members: place(members) for members in (dict.fromkeys([*run, *alone]) if strategy.is_hybrid else ())}
-
-    def over(members: tuple[int, ...]) -> dict[str, Any]:
-        if here not in members:
-            return {}
-        return {"device_mesh": meshes[members]} if strategy.is_hybrid else {"process_group": groups[members]}
-
-    here, model, result = ctx.rank + 1, network(plan.freezes, plan.width), None
-    if here > ranks:
-        model.to("meta")
-    where = over(first if here <= ranks else (here,)) if strategy.is_hybrid or here <= ranks else {}
-    where = where or {"process_group": ctx.alone}
-    flatshard.fully_shard(model, policy={NormBlock}, strategy=strategy, **where)
+def in_one_process(plan: Plan) -> list[Any]:
+    """The values of the model and the learning rates of the run without deaths."""
+    model = network(plan.freezes, plan.width)
     optimizer, scheduler = parts_of_job(model)
-    before = first
-    for step, members in enumerate(made):
-        if members != before:
-            if here in before or here in members:
-                together = groups[tuple(sorted({*before, *members}))]
-                scheduled = torch.tensor([float(scheduler.last_epoch)])
-                dist.all_reduce(scheduled, dist.ReduceOp.MAX, group=together)
-                reshard_over(model, optimizer, over=together, **over(members))
-                if here not in before:
-                    scheduler.last_epoch = int(scheduled.item())
-            before = members
-        if here in members:
-            train(model, optimizer, scheduler, step, members.index(here), len(members), plan.accumulates)
-            result = digest(model, scheduler) if step == len(made) - 1 else None
-    return result
+    for step in range(plan.steps):
+        train(model, optimizer, scheduler, step, 0, 1, plan.accumulates)
+    return [model.state_dict(), scheduler.get_last_lr()]
 
 
 def drawn(seed: int, directory: str) -> Plan:

@@ -1,14 +1,16 @@
-"""Ranks die, stop, fail and join, at any point: those that are left go on as a run that lost them without a death."""
+"""Ranks die, stop, fail and join, at any point: those that are left train on as one process that lost nothing."""
 
 import itertools
 import os
+import pickle
 import signal
 import time
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
-from drill import Death, Outcome, Plan, Processes, drawn, history, processes, twin
+from drill import Death, Outcome, Plan, Processes, drawn, history, in_one_process, processes
 from pairs import some
 
 from flatshard.elastic._copies import shifts
@@ -18,43 +20,43 @@ FIRST = int(os.environ.get("ELASTIC_SEED", "0"))
 pytestmark = pytest.mark.time_limit(110)
 
 
-def check(pool, job: Processes) -> list[Outcome]:
-    """Those that are left have the bits of the twin, and no more than one completed step was made again."""
+def check(job: Processes) -> list[Outcome]:
+    """Those that are left trained as one process, and no more than one completed step was made again."""
     plan, outcomes = job.plan, job.outcomes
     left = [each for each in outcomes if each.end is not None]
     assert left, [each.raised for each in outcomes]
     for each in outcomes:
         assert each.raised is None or (each.number in plan.stopped and each.raised[0] == "OutError"), each.raised
     assert len({tuple(history(each)[-3:]) for each in left}) == 1
-    longest = max(left, key=lambda each: len(history(each)))
-    full = history(longest)
-    assert len(full) == plan.steps, full
+    assert max(len(history(each)) for each in left) == plan.steps
     for each in left:
         for (step, _), (again, _) in itertools.pairwise(each.steps):
             assert step - plan.options.get("every", 1) <= again <= step + 1, each.steps
-    expected = [d for d in pool.run(twin, plan, full, world_size=4) if d is not None]
-    assert {each.end[0] for each in left if each.end} == set(expected), (full, [each.said for each in left])
+    first, *others = (pickle.loads(each.end[0]) for each in left)
+    for other in others:
+        torch.testing.assert_close(other, first, rtol=0, atol=0)
+    torch.testing.assert_close(first, in_one_process(plan), rtol=1e-9, atol=1e-9)
     return left
 
 
 @pytest.mark.parametrize("seed", range(FIRST, FIRST + DRAWS))
-def test_drawn_deaths(pool, tmp_path, seed: int):
+def test_drawn_deaths(tmp_path, seed: int):
     plan = drawn(seed, str(tmp_path))
     with processes(plan) as job:
         job.finish()
-    left = check(pool, job)
+    left = check(job)
     assert len(left) >= plan.ranks - len(plan.deaths)
     if len(left) < plan.ranks:
         assert any("lost process" in text for each in left for text in each.said)
 
 
 @pytest.mark.parametrize(("rank", "number"), some([(1, 3), (0, 3), (1, 11), (2, 3)], 2))
-def test_a_death_in_the_middle_of_a_message(pool, rank: int, number: int):
+def test_a_death_in_the_middle_of_a_message(rank: int, number: int):
     """Of copies, while a step runs, and of the last step's. No rank waits for a timeout, though gloo forgets waits."""
     plan = Plan(3, {rank: Death("messages", number, seconds=0.004)}, width=512, patience=50.0)
     with processes(plan) as job:
         job.read(seconds=35)
-    assert len(check(pool, job)) == 2
+    assert len(check(job)) == 2
 
 
 NEIGHBOURS = Plan(4, options={"copies": 2}, pause=0.3)
@@ -62,13 +64,13 @@ FROZEN = Plan(3, freezes=True, steps=9, pause=0.2)
 
 
 @pytest.mark.parametrize(("plan", "steps", "dead"), [(NEIGHBOURS, 2, [2, 3]), (FROZEN, 8, [2])])
-def test_deaths_at_once(pool, plan: Plan, steps: int, dead: list[int]):
+def test_deaths_at_once(plan: Plan, steps: int, dead: list[int]):
     """Of neighbours: with two copies of each part nothing is lost. Copies have what is frozen, though sent steps before."""
     with processes(plan) as job:
         job.read_steps(steps)
         job.kill(*dead)
         job.read()
-    assert len(check(pool, job)) == plan.ranks - len(dead)
+    assert len(check(job)) == plan.ranks - len(dead)
 
 
 def test_too_many_deaths():
@@ -83,7 +85,7 @@ def test_too_many_deaths():
     assert "weight'" in raised[0][1]
 
 
-def test_too_many_deaths_with_a_checkpoint(pool, tmp_path):
+def test_too_many_deaths_with_a_checkpoint(tmp_path):
     """Those that are left go on where it is, with the bits of a run that lost the others there."""
     options = {"checkpoints": str(tmp_path), "save_every": 2, "every": 6}  # so the checkpoint is newer than the copies
     plan = Plan(4, pause=0.3, patience=8.0, options=options)
@@ -91,14 +93,14 @@ def test_too_many_deaths_with_a_checkpoint(pool, tmp_path):
         job.read_steps(4)
         job.kill(2, 3)
         job.read()
-    left = check(pool, job)
+    left = check(job)
     assert len(left) == 2
     said = [text for each in left for text in each.said]
     assert any("loaded" in text and "step-2" in text for text in said), said
     assert any("nobody has shards [1] of 4" in text for text in said), said
 
 
-def test_a_replacement_that_waits_when_a_rank_dies(pool):
+def test_a_replacement_that_waits_when_a_rank_dies():
     """The cut stays as it was, and the ranks change places: what they keep is labelled anew, as the next death shows."""
     plan = Plan(3, steps=9, pause=0.5)
     with processes(plan) as job:
@@ -110,7 +112,7 @@ def test_a_replacement_that_waits_when_a_rank_dies(pool):
         job.read(lambda: len(job.outcomes[3].steps) > 2)
         job.kill(2)
         job.read()
-    assert len(check(pool, job)) == 2
+    assert len(check(job)) == 2
     assert (2, 3, 4) in history(next(each for each in job.outcomes if each.number == 3))
 
 
@@ -140,35 +142,30 @@ def test_what_is_no_death(how: str, text: str):
         assert text in each.raised[1]
 
 
-def test_a_rank_joins(pool):
-    """In between two steps, with the values of the others. What it keeps and sends is counted."""
+def test_a_rank_joins():
+    """In between two steps, with the values of the others."""
     plan = Plan(2, steps=30, pause=0.1)
     with processes(plan) as job:
         job.read(lambda: any(o.steps for o in job.outcomes))
         job.start()
         job.read()
-    left = check(pool, job)
+    left = check(job)
     assert len(left) == 3
     assert {len(members) for members in history(job.outcomes[0])} == {2, 3}
     assert not [text for each in left for text in each.said if "met again" in text]
-    for each in left:
-        assert each.end is not None
-        _, kept, state, sent, _ = each.end
-        assert 0 < kept <= 3.3 * state  # each part begins at a multiple of 16 bytes, and parts are small here
-        assert sent > 0
 
 
 @pytest.mark.parametrize(
     ("strategy", "ranks", "freezes"), [("FULL_SHARD", 2, False), ("FULL_SHARD", 2, True), ("HYBRID_SHARD", 4, False)]
 )
-def test_bytes_of_copies(pool, strategy: str, ranks: int, freezes: bool):
+def test_bytes_of_copies(strategy: str, ranks: int, freezes: bool):
     """Each rank sends its parts after each step, and before the first what there is then; two replicas send nothing. What is
     frozen is sent until both buffers have it: three times, and when somebody has written to it twice.
     """
     plan = Plan(ranks, strategy=strategy, freezes=freezes)
     with processes(plan) as job:
         job.read()
-    for each in check(pool, job):
+    for each in check(job):
         assert each.end is not None
         _, kept, state, sent, frozen = each.end
         trained = state - frozen
@@ -190,7 +187,7 @@ def test_the_recipe():
 
 
 @pytest.mark.parametrize(("rank", "strategy"), [(0, "FULL_SHARD"), (1, "HYBRID_SHARD")])
-def test_a_rank_that_is_stopped(pool, rank: int, strategy: str):
+def test_a_rank_that_is_stopped(rank: int, strategy: str):
     """For less than ``patience`` it is only slow. Then it is out: it finds that when it wakes, and makes no step more. That
     holds in groups that the world has not made.
     """
@@ -215,7 +212,7 @@ def test_a_rank_that_is_stopped(pool, rank: int, strategy: str):
     assert f"was rank {rank} and did not come to them for 3 s" in slow.raised[1]
     assert len(slow.steps) == before
     slow.raised = None
-    assert len(check(pool, job)) == plan.ranks - 1
+    assert len(check(job)) == plan.ranks - 1
     assert sum("lost process" in text for o in others for text in o.said) == 1  # once, and not when it was slow
 
 
