@@ -413,12 +413,10 @@ def draw(seed: int) -> Program:
     if optimizer == "flat":  # an optimizer of flat parameters has those that train
         shardings = [dataclasses.replace(sharding, ignored=None) for sharding in shardings]
     drawing = _Drawing(rng, world_size, model, bool(rounding), 1 if rounding else rng.choice([1, 1, 1, 2]))
-    body = _with_moves(seed, drawing.models, tuple(drawing.body(0, rng.randint(2, 4))))
+    body = tuple(drawing.body(0, rng.randint(2, 4)))
     optimizer_first = rng.random() < 0.5 and optimizer in ("sgd", "adamw") and shardings[0].start == "as it is"
     if optimizer == "adamw" and not optimizer_first and seed % 3:
         optimizer = "offloaded"
-    if optimizer == "offloaded":
-        body = _with_steps_in_backward(seed, drawing.models, body)
     return Program(
         seed=seed,
         world_size=world_size,
@@ -428,24 +426,17 @@ def draw(seed: int) -> Program:
         optimizer=optimizer,
         optimizer_first=optimizer_first,
         models=drawing.models,
-        body=body,
+        body=_with_more(seed, drawing.models, optimizer, body),
     )
 
 
-def _with_moves(seed: int, models: int, body: tuple[Statement, ...]) -> tuple[Statement, ...]:
-    """Some programs move models at any time. Drawn apart: seeds keep the rest of their programs."""
+def _with_more(seed: int, models: int, optimizer: str, body: tuple[Statement, ...]) -> tuple[Statement, ...]:
+    """Some programs move models at any time, or step in backward. Drawn apart: seeds keep the rest of their programs."""
     rng, found = random.Random(f"moves {seed}"), list(body)
     for _ in range(rng.choice([0, 0, 1, 2])):
         found.insert(rng.randint(0, len(found)), ReshardOver(rng.randrange(models), rng.choice(MOVES)))
-    return tuple(found)
-
-
-def _with_steps_in_backward(seed: int, models: int, body: tuple[Statement, ...]) -> tuple[Statement, ...]:
-    """Drawn apart, as moves are."""
-    rng, found = random.Random(f"offloading {seed}"), list(body)
-    for i in range(rng.choice([1, 1, 2])):
-        model = rng.randrange(models)
-        at = rng.randint(0, len(found))
+    for i in range(rng.choice([1, 1, 2]) if optimizer == "offloaded" else 0):
+        at, model = rng.randint(0, len(found)), rng.randrange(models)
         found[at:at] = [Forward(f"A{i}", model, ROOT, 1000 + i), Ahead(f"A{i}", model)]
     return tuple(found)
 
