@@ -29,24 +29,21 @@ from flatshard._composable.find import units_below
 from flatshard.comm import DefaultCollectives, QuantizedCollectives
 
 
-def parity_with_others(ctx, strategy: ShardingStrategy) -> list[str]:
-    def shard(model: nn.Module, group: Any) -> None:
-        fully_shard(model, policy={Block}, process_group=group, strategy=strategy, collectives=Recording)
-        collectives_of(model).calls.clear()
+@ranks(2, 3)
+def test_other_collectives_do_all_the_work_of_a_step(ctx):
+    found = []
+    for strategy in (FULL, NO_SHARD):
 
-    run = check_parity(ctx, Net, make_input, steps=2, shard=shard)
-    return collectives_of(run.sharded).calls
+        def shard(model: nn.Module, group: Any, strategy: ShardingStrategy = strategy) -> None:
+            fully_shard(model, policy={Block}, process_group=group, strategy=strategy, collectives=Recording)
+            collectives_of(model).calls.clear()
 
-
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_other_collectives_do_all_the_work_of_a_step(pool, world_size):
-    calls = pool.run(parity_with_others, FULL, world_size=world_size)[0]
-    per_step = 1 + 2 * 2  # the root once, every block in forward and in backward
-    summoned = len(calls) - 2 * per_step - 2 * 3  # check_parity looks at whole parameters and gradients
-    assert calls.count("reduce_scatter") == 2 * 3
-    assert calls.count("all_gather") == 2 * per_step + summoned
-    assert "all_reduce" not in calls
-    assert set(pool.run(parity_with_others, NO_SHARD, world_size=world_size)[0]) == {"all_reduce"}
+        run = check_parity(ctx, Net, make_input, steps=2, shard=shard)
+        found.append([*collectives_of(run.sharded).calls])
+    sharded, whole = found
+    assert {*whole} == {"all_reduce"}
+    assert {*sharded} == {"all_gather", "reduce_scatter"}
+    assert sharded.count("reduce_scatter") == 2 * 3
 
 
 @ranks(2)

@@ -103,22 +103,8 @@ def test_whole_parameters_are_exact(ctx) -> None:
         assert torch.equal(model.weight, whole)
 
 
-def bytes_of_a_step(ctx, collectives: Any) -> tuple[int, int, list[int]]:
-    """Of forward, of backward; and the shards' elements."""
-    model = Net(blocks=2, width=64)
-    fully_shard(model, policy={Block}, process_group=ctx.group, collectives=collectives)
-    for _ in range(4):  # in which the order is checked
-        model(make_input(0, 2)).sum().backward()
-    with sent_bytes() as forward:
-        loss = model(make_input(0, 2)).sum()
-    with sent_bytes() as backward:
-        loss.backward()
-    return sum(forward), sum(backward), [flat.shard_numel for unit in describe(model).units for flat in unit.flats]
-
-
-def test_bytes_on_the_wire(pool):
-    _, _, (root, *blocks) = pool.run(bytes_of_a_step, None, world_size=3)[0]
-
+@ranks(3)
+def test_bytes_on_the_wire(ctx):
     def wire(numel: int, block: int) -> int:
         """Bytes; ``block`` 0: as they are."""
         return -(-(numel + 4 * -(-numel // block)) // 16) * 16 if block else 4 * numel
@@ -130,6 +116,15 @@ def test_bytes_on_the_wire(pool):
         (QuantizedCollectives(reduce=False), 256, 0),
         (QuantizedCollectives(all_gather=False), 0, 256),
     ):
-        forward, backward, _ = pool.run(bytes_of_a_step, collectives, world_size=3)[0]
-        assert forward == 2 * sum(wire(n, gathers) for n in (root, *blocks))
-        assert backward == 2 * (wire(root, reduces) + sum(wire(n, gathers) + wire(n, reduces) for n in blocks))
+        model = Net(blocks=2, width=64)
+        fully_shard(model, policy={Block}, process_group=ctx.group, collectives=collectives)
+        for _ in range(4):  # in which the order is checked
+            model(make_input(0, 2)).sum().backward()
+        with sent_bytes() as forward:
+            loss = model(make_input(0, 2)).sum()
+        with sent_bytes() as backward:
+            loss.backward()
+        root, *blocks = (flat.shard_numel for unit in describe(model).units for flat in unit.flats)
+        assert sum(forward) == 2 * sum(wire(n, gathers) for n in (root, *blocks))
+        of_blocks = sum(wire(n, gathers) + wire(n, reduces) for n in blocks)
+        assert sum(backward) == 2 * (wire(root, reduces) + of_blocks)

@@ -130,33 +130,27 @@ reshard blocks.1                          reshard blocks.2     reshard blocks.0 
     )
 
 
-def gathers_in_backward(ctx):
+@ranks(2)
+def test_a_partly_frozen_unit_called_twice_stays_until_backward_has_left_its_first_forward(ctx):
     model = Net()
     model.blocks[0].linear.bias.requires_grad_(False)
     model.order = [0, 1, 0]
-    steps = train(sharded(ctx, model)), train(model)
-    return [step[step.index("-- backward") :].count("all-gather blocks.0") for step in steps]
+    sharded(ctx, model)
+    for _ in range(2):
+        step = train(model)
+        assert step[step.index("-- backward") :].count("all-gather blocks.0") == 1
 
 
-def test_a_partly_frozen_unit_called_twice_stays_until_backward_has_left_its_first_forward(pool):
-    assert pool.run(gathers_in_backward) == [[1, 1]] * 2
-
-
-def gradients_before_the_end_of_a_reduction(ctx):
-    model = sharded(
-        ctx, nn.Sequential(*(nn.Sequential(*(nn.Linear(2, 2) for _ in range(12))) for _ in range(2))), nn.Sequential
-    )
+@ranks(2)
+def test_a_reduction_ends_when_a_sixth_of_the_next_units_gradients_have_come(ctx):
+    units = [nn.Sequential(*(nn.Linear(2, 2) for _ in range(12))) for _ in range(2)]
+    model = sharded(ctx, nn.Sequential(*units), nn.Sequential)
     seen: list[str] = []
     optim.register_gradients_reduced_hook(model[1], lambda _: seen.append("reduced"))
     for param in model[0].parameters():
         param.register_hook(lambda grad: seen.append("gradient"))
     model(torch.ones(1, 2)).sum().backward()
-    assert seen.count("gradient") == 24
-    return seen.index("reduced")
-
-
-def test_a_reduction_ends_when_a_sixth_of_the_next_units_gradients_have_come(pool):
-    assert pool.run(gradients_before_the_end_of_a_reduction) == [24 // 6] * 2
+    assert (seen.count("gradient"), seen.index("reduced")) == (24, 24 // 6)
 
 
 # -- One order of reductions on all ranks ------------------------------------------------------------------------------
@@ -217,19 +211,15 @@ PATHS: dict[str, list[dict[str, str]]] = {
 }
 
 
-UNEVEN_OPTIONS: dict[str, dict[str, Any]] = {
-    "FULL_SHARD": {},
-    "BACKWARD_POST": {"backward_prefetch": BackwardPrefetch.BACKWARD_POST},
-    "NO_SHARD": {"strategy": ShardingStrategy.NO_SHARD},
-}
+POST, NO_SHARD = {"backward_prefetch": BackwardPrefetch.BACKWARD_POST}, {"strategy": ShardingStrategy.NO_SHARD}
 IN_TURN = ["two.second", "two.first", "two", "fork", "one.second", "one.first", "one", "<root>"]
 
 
-@pytest.mark.parametrize("options", UNEVEN_OPTIONS)
+@pytest.mark.parametrize("options", [{}, POST, NO_SHARD], ids=["FULL_SHARD", "BACKWARD_POST", "NO_SHARD"])
 @ranks(3, timeout=20)
-def test_ranks_that_take_different_paths_reduce_in_one_order(ctx, options):
+def test_ranks_that_take_different_paths_reduce_in_one_order(ctx, options: dict[str, Any]):
     """Several steps, the paths changing: what one step leaves behind would show in the next."""
-    plain, model = twins(ctx, Uneven, {Block, Around, Fork}, **UNEVEN_OPTIONS[options])
+    plain, model = twins(ctx, Uneven, {Block, Around, Fork}, **options)
     optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2, weight_decay=0.1) for m in (plain, model)]
     for name, paths in [*PATHS.items(), *PATHS.items()]:
         ctx.note(name)
@@ -314,7 +304,9 @@ UNUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
 }
 
 
-def unused_on_rank_0(ctx, name: str) -> str:
+@pytest.mark.parametrize("name", UNUSED)
+@ranks(2, timeout=20)
+def test_what_one_rank_does_not_use(ctx, name: str):
     make, expected = UNUSED[name]
     model = sharded(ctx, nn.Sequential(nn.Linear(4, 4), make()), {Late, Block, Fork, Recomputed, Passing})
     for module in model.modules() if ctx.rank == 0 else ():
@@ -325,13 +317,8 @@ def unused_on_rank_0(ctx, name: str) -> str:
     loss = model(torch.ones(2, 4)).sum()
     with record_events() as events:
         loss.backward()
-    kind = expected.split()[0]
-    return " ".join([kind, *(line.split()[1] for line in events if line.startswith(kind))])
-
-
-@pytest.mark.parametrize("name", UNUSED)
-def test_what_one_rank_does_not_use(pool, name: str):
-    assert same_everywhere(pool.run(unused_on_rank_0, name, timeout=20)) == UNUSED[name][1]
+    kind, *units = expected.split()
+    assert [line.split()[1] for line in events if line.startswith(kind)] == units
 
 
 @ranks(2, timeout=20)
