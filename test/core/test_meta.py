@@ -145,24 +145,6 @@ def test_materialises(ctx, own_values: bool):
         assert not any(torch.equal(after[name], whole[name]) for name in whole)
 
 
-@ranks(4)
-def test_one_unit_is_whole_at_a_time(ctx):
-    """The most elements that parameters had memory for, over and above the shards, at any initialisation."""
-    peak = 0
-    model = on_meta(lambda: nn.Sequential(*(Block() for _ in range(6))))
-    params = list(model.parameters())
-    one_block = sum(p.numel() for p in model[0].parameters())
-
-    def init(module: nn.Module) -> None:
-        nonlocal peak
-        whole = [p for p in params if not p.is_meta and shard_info(p) is None]
-        peak = max(peak, sum(p.untyped_storage().nbytes() // p.itemsize for p in whole))
-        module.reset_parameters()
-
-    fully_shard(model, policy={Block}, process_group=ctx.group, param_init_fn=init)
-    assert 0 < peak <= one_block
-
-
 def test_what_is_no_initialiser(fake_group):
     """Of modules that initialise only a part of themselves see ``test_errors``."""
     linear = functools.partial(nn.Linear, 3, 3)
@@ -183,14 +165,17 @@ def test_what_is_no_initialiser(fake_group):
 
 @ranks(2)
 def test_partly_on_meta(ctx):
-    """Only what is on meta is initialised: not what has values, nor what an earlier call has sharded."""
+    """Only what is on meta is initialised, one unit at a time: not what has values, nor what an earlier call has sharded."""
     model = nn.Sequential(Block(), on_meta(Block), Block(), on_meta(Block))
     model[2].up.weight = nn.Parameter(torch.empty_like(model[2].up.weight, device="meta"))
     before = {n: p.detach().clone() for n, p in model.named_parameters() if not p.is_meta}
     fully_shard(model[3], process_group=ctx.group, device_id="cpu")
-    calls = []
+    calls, waiting = [], [p for p in model.parameters() if p.is_meta]
+    one_block = sum(p.nbytes for p in model[0].parameters())
 
     def init(module: nn.Module) -> None:
+        whole = [p for p in waiting if not p.is_meta and shard_info(p) is None]
+        assert 0 < sum(p.untyped_storage().nbytes() for p in whole) <= one_block
         calls.append(next(n for n, m in model.named_modules() if m is module))
         if module is model[2].up:  # one of two: the other one's value is not to be touched
             nn.init.zeros_(module.weight)
