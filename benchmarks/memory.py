@@ -16,8 +16,7 @@ gradients and moments alone.
 On CPU flatshard ends a reduction when a sixth of the next unit's gradients are there; on an accelerator, which would stand
 idle, when all of them are (``_composable/backward.py``). And over gloo it sends bfloat16 gradients as they are, to be added
 in float32 (``_handle/reduction.py``); NCCL adds in what it sends. The accelerator's way is a row of its own, counted under
-the same fake group. So is that of ranks of one host: what they send lies in shared memory (counted), and a unit's memory is
-taken when its gather is waited for.
+the same fake group. ``shared_memory.py`` counts the memory of ranks of one host.
 
 The last table: the embedding, and norm and head, in units of their own (``policies.SplitRoot``), with the head tied to the
 embedding and not, and with more words. Over the floors above.
@@ -37,13 +36,8 @@ from copied_bytes import CONFIG, RANKS, TOKENS, P, unit_bytes
 from counting import LiveBytes
 from gpt import GPT, Block, GPTConfig
 from suite import OURS, Benchmark, Figure, Table, by_column, fake_world, progress
-from torch import Tensor
 
-from flatshard._comm.backends import Take
-from flatshard._comm.collectives import Pending, Works
-from flatshard._comm.progress import Label
 from flatshard._composable.find import units_below
-from flatshard._fake_group import FakeCollectives
 from flatshard.comm import Collectives, builtin_collectives
 from flatshard.policies import SplitRoot
 
@@ -57,8 +51,7 @@ CASES = {
 }
 TARGETS = {"fp32": 1.10, "bf16": 1.06, "fp32, no prefetch": 1.02, "bf16, no prefetch": 1.02, "fp32, 4 x reduced": 1.12}
 LATER = "flatshard, on an accelerator"
-NEAR = "flatshard, ranks of one host"
-NAMES = [OURS, LATER, NEAR, "FSDP2", "FSDP1"]
+NAMES = [OURS, LATER, "FSDP2", "FSDP1"]
 SPLIT = "flatshard, SplitRoot"
 ROOTS = {
     "tied": CONFIG,
@@ -74,20 +67,6 @@ def as_nccl(group: dist.ProcessGroup, device: torch.device) -> Collectives:
     made = builtin_collectives(group, device)
     made.widens = False
     return made
-
-
-class Near(FakeCollectives):
-    """Takes memory for what is gathered when ``GlooCollectives`` does, over shared memory."""
-
-    takes = True
-
-    def all_gather(
-        self, output: Tensor, shard: Tensor, label: Label | None = None, take: Take | None = None
-    ) -> Pending:
-        if take is None:
-            return super().all_gather(output, shard, label)
-        sent = shard.to(output.dtype, copy=True)
-        return Works([], lambda: (take(), super(Near, self).all_gather(output, sent, label).wait()))
 
 
 @dataclass(frozen=True)
@@ -118,8 +97,6 @@ def held(name: str, setting: Setting, config: GPTConfig = CONFIG) -> Held:
             queues = {unit.context.reductions for unit in units_below(job.model)}
             for queue in queues:
                 queue.waits_early = False
-        elif name == NEAR:
-            job = Job(OURS, config, replace(setting, collectives=Near), TOKENS, adamw, loss)
         elif name == SPLIT:
             job = Job(OURS, config, replace(setting, options={"policy": SplitRoot({Block})}), TOKENS, adamw, loss)
         else:

@@ -31,7 +31,7 @@ from suite import Table, arguments
 
 HERE = Path(__file__).parent
 QUICK = ("copied_bytes", "memory", "host_overhead", "optimizer_overhead", "setup_time", "step_time", "one_gpu")
-MORE = ("checkpoint", "instructions", "weight_updates")
+MORE = ("checkpoint", "instructions", "shared_memory", "weight_updates")
 """With ``--full``, or by name."""
 
 

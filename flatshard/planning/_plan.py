@@ -104,8 +104,8 @@ def plan(
             them by FQN.
         ranks_per_node: for hybrid strategies whose shape is not given, and for comparing with them.
         device: the type of device to train on. On ``"cpu"`` nothing is offloaded; memory is that of ranks on several hosts.
-            Ranks of one host take the memory of what is gathered ahead later, and beside it shared memory: in training about
-            two shards and two inputs of reductions of the largest unit, if these are large (``FLATSHARD_SHARED_MEMORY``).
+            Ranks of one host take the memory of what is gathered ahead later, and have shared memory beside it
+            (``FLATSHARD_SHARED_MEMORY``). In all they hold at most about two shards of the largest unit more.
         compare: also plan the other strategies over as many ranks, for ``Plan.strategies``.
 
     Raises:
