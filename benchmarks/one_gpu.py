@@ -27,7 +27,7 @@ What the columns are, all of a GPU, and what could not be less:
   a CUDA graph and replayed: the replay's time, or the error. Over NCCL its numbers are compared with those of eager steps.
   Captured last, as a failed one may leave the process unable to go on. Floor: the plain model's.
 
-Whether collectives run under compute, ``gpu.py`` measures.
+Whether collectives run under compute is tested (``test/accelerator/test_gpu.py``).
 
 Rows of flatshard: as it is, with ``static_buffers=True``, with ``CPUOffload``, and in bf16 also with
 ``DefaultCollectives(group, widens=True)``, which sends gradients in bf16 and adds them in float32. A contender that fails has

@@ -164,12 +164,13 @@ class _Segment:
         """Give back the memory of the pages from ``start`` to ``stop``, as far as it is not to be kept."""
         first, last = -(-max(start, self._kept) // mmap.PAGESIZE), stop // mmap.PAGESIZE
         if 1 in self._pages[first:last]:
+            self._pages[first:last] = bytes(
+                last - first
+            )  # first: an interrupt must not leave pages that are thought to be there
             try:
                 self.mapping.map.madvise(mmap.MADV_REMOVE, first * mmap.PAGESIZE, (last - first) * mmap.PAGESIZE)
             except OSError as e:
                 _trace.logger.debug("the system takes no shared memory back: %s", e)
-            else:
-                self._pages[first:last] = bytes(last - first)
 
     def _gaps(self) -> list[tuple[int, int]]:
         """What lies between the blocks in use, and behind them."""

@@ -1,4 +1,4 @@
-"""What every test gets: the pool of ranks, a time limit, the fuzzer's options.
+"""What every test gets: the pool of ranks, a time limit, the ``gpu`` marker, the fuzzer's options.
 
 torch is imported inside functions here: it takes seconds, and first pytest says that it collects.
 """
@@ -60,6 +60,8 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    import torch
+
     if config.getoption("--once"):
         cases: dict[str, list[pytest.Item]] = {}
         for item in items:
@@ -73,6 +75,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         others = [item for item in items if not _is_simulated(item)]
         half = next((i for i in range(len(others) // 2, len(others)) if others[i].path != others[i - 1].path), 0)
         items[:] = [*others[:half], *simulated, *others[half:]]
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="needs CUDA"))
 
 
 def _is_simulated(item: pytest.Item) -> bool:
