@@ -14,7 +14,7 @@ from on_ranks import ranks
 from parity import check_parity
 from torch import Tensor, nn
 
-from flatshard import BackwardPrefetch, CustomPolicy, ShardingStrategy, fully_shard
+from flatshard import BackwardPrefetch, CustomPolicy, ShardingStrategy, describe, fully_shard
 from flatshard._composable.find import units_below
 from flatshard._trace import record_events
 from flatshard.policies import SplitRoot
@@ -162,8 +162,8 @@ def test_options(world):
     model = Lm()
     chosen = CustomPolicy(lambda m: {"strategy": GRAD_OP} if m is model else isinstance(m, Block))
     fully_shard(model, policy=SplitRoot(chosen))
-    strategies = {u.fqn: u.config.strategy for u in units_below(model)}
-    assert {fqn for fqn, strategy in strategies.items() if strategy is GRAD_OP} == {"", "words, places", "norm, head"}
+    found = {u.fqn for u in describe(model).units if u.strategy == GRAD_OP.name}
+    assert found == {"", "words, places", "norm, head"}
 
 
 def tokens(step: int, n: int) -> Tensor:
@@ -196,17 +196,13 @@ def test_collectives_and_what_is_unsharded(world):
         model = split(Lm(tied), None)
         x = tokens(0, 2)
         model(x).sum().backward()
-        units = units_below(model)
-        unsharded: dict[str, int] = {}
-
-        def note(module: nn.Module, *_: Any, units: Any = units, unsharded: Any = unsharded) -> None:
-            unsharded.update({u.fqn: 1 for u in units if not u.handle.is_sharded})
-
-        model.blocks[1].linear.register_forward_hook(note)
-        with record_events() as events:
+        seen: list[Any] = []
+        look = model.blocks[1].linear.register_forward_hook(lambda *_, m=model, to=seen: to.append(describe(m).units))
+        with look, record_events() as events:
             model(x).sum().backward()
-        assert unsharded.keys() == {"", "blocks.1", "blocks.2"}  # the last one is gathered ahead
+        unsharded = {u.fqn for u in seen[0] if u.state != "sharded"}
+        assert unsharded == {"", "blocks.1", "blocks.2"}  # the last one is gathered ahead
         counts = Counter(tuple(event.split(" ", 1)) for event in events)
-        gathers = {u.fqn or "<root>": 2 - (u is units[0]) for u in units} | {"words, places": 2 + tied}
+        gathers = {u.fqn or "<root>": 1 + bool(u.fqn) for u in seen[0]} | {"words, places": 2 + tied}
         assert {fqn: n for (verb, fqn), n in counts.items() if verb == "all-gather"} == gathers
         assert {fqn: n for (verb, fqn), n in counts.items() if verb == "reduce-scatter"} == dict.fromkeys(gathers, 1)
