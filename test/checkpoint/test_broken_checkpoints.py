@@ -949,10 +949,8 @@ def test_a_line_of_long_saves(tmp_path, monkeypatch, capsys):
 
 def test_a_progress_that_raises(tmp_path, caplog):
     """It is told of, once, and the checkpoint does not suffer."""
-    state, breaks = (
-        {str(i): torch.ones(2**18) for i in range(9)},
-        mock.Mock(side_effect=[None, BrokenPipeError("gone")]),
-    )
+    state = {str(i): torch.ones(2**18) for i in range(9)}
+    breaks = mock.Mock(side_effect=[None, BrokenPipeError("gone")])
     save_checkpoint(tmp_path / "x", state, progress=breaks)
     assert "goes on, without progress, which raised" in caplog.text
     found = load_checkpoint(tmp_path / "x", {n: torch.zeros_like(t) for n, t in state.items()})

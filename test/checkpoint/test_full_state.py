@@ -7,6 +7,7 @@ import itertools
 import json
 from collections import deque
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -184,27 +185,20 @@ def test_tensor_parallel_modules_and_replicas(ctx, path: str) -> None:
 # -- files -----------------------------------------------------------------------------------------------------------------
 
 
-def read_folder(path: Path) -> tuple[dict[str, Tensor], int]:
-    """By the index, where there is one; and how many files there are."""
+def check(path: Path, expected: dict[str, Tensor], count: int | None = None) -> None:
+    """The files, by the index where there is one. ``count``: how many there are."""
     files = sorted(p.name for p in path.iterdir())
     if files == ["model.safetensors"]:
-        return read_safetensors(path / files[0]), 1
-    index = json.loads((path / "model.safetensors.index.json").read_text())
-    assert set(files) == {*index["weight_map"].values(), "model.safetensors.index.json"}
-    found: dict[str, Tensor] = {}
-    for file in files[:-1]:
-        assert file.endswith(f"-of-{len(files) - 1:05d}.safetensors")
-        content = read_safetensors(path / file)
-        assert {n for n, f in index["weight_map"].items() if f == file} == content.keys()
-        found |= content
-    assert index["metadata"]["total_size"] == sum(v.nbytes for v in found.values())
-    return found, len(files) - 1
-
-
-def check(path: Path, expected: dict[str, Tensor], files: int | None = None) -> None:
-    found, count = read_folder(path)
-    assert files in (None, count)
+        found = read_safetensors(path / files[0])
+    else:
+        index = json.loads((path / files.pop()).read_text())
+        contents = {file: read_safetensors(path / file) for file in files}
+        assert files == [f"model-{i + 1:05d}-of-{len(files):05d}.safetensors" for i in range(len(files))]
+        assert index["weight_map"] == {name: file for file, content in contents.items() for name in content}
+        found = {name: value for content in contents.values() for name, value in content.items()}
+        assert index["metadata"]["total_size"] == sum(v.nbytes for v in found.values())
     same_tensors(found, expected)
+    assert count in (None, len(files))
 
 
 @ranks(3)
@@ -226,10 +220,6 @@ def once() -> dict[str, Tensor]:
     return {n: v for n, v in make().state_dict().items() if n != "head.weight"}
 
 
-def full(*_: object) -> None:
-    raise OSError(28, "No space left on device")
-
-
 @ranks(2)
 def test_one_rank_that_cannot_write(ctx, path: str) -> None:
     """Where one rank cannot write, all raise, and no file is left."""
@@ -237,6 +227,7 @@ def test_one_rank_that_cannot_write(ctx, path: str) -> None:
     no_space = r"^export_safetensors: rank 1: OSError: \[Errno 28\] No space left on device$"
     with pytest.MonkeyPatch.context() as patch:
         if ctx.rank == 1:
+            full = mock.Mock(side_effect=OSError(28, "No space left on device"))
             patch.setattr(_safetensors._File, "put", full)
         with pytest.raises(RuntimeError, match=no_space):
             export_safetensors(model, path, max_file_bytes=100)

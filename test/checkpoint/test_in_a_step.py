@@ -29,16 +29,13 @@ REFUSED = {
 }
 
 
-class Asking(nn.Module):
+class Asking(nn.Linear):
     """Calls ``ask`` in its forward, or in its backward."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(5, 5)
-        self.when = ""
+    when = ""
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.linear(x).tanh()
+        x = super().forward(x).tanh()
         if self.when == "forward":
             self.ask()
         elif self.when == "backward":
@@ -65,7 +62,7 @@ def test_state_in_a_step(ctx, strategy) -> None:
     inputs = torch.randn(2, 5, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     for name, when, on_a_thread in all_pairs([*VERBS], ("forward", "between", "backward"), (False, True)):
         ctx.note(f"{name} {when} {on_a_thread}")
-        plain, model = twins(ctx, lambda: nn.Sequential(Asking(), Asking(), Asking()), {Asking}, strategy=strategy)
+        plain, model = twins(ctx, lambda: nn.Sequential(*(Asking(5, 5) for _ in range(3))), {Asking}, strategy=strategy)
         plain(inputs).sum().backward()
         parts = {n: p.detach().clone() for n, p in model.named_parameters()}
         gathers = name == "full_state_dict" or (name.endswith("whole") and strategy is not STRATEGIES[-1])
