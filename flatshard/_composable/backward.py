@@ -76,7 +76,7 @@ class Backward:
         self._tasks: dict[int, weakref.ref[Callable[[], None]]] = {}
         self._bringing: set[int] = set()  # graph tasks with gradients for at least one unit
         self._reached: list[Unit] = []  # or gathered for it
-        self._idle: dict[Unit, None] = {}  # reached, and they await no gradients, or no more
+        self._idle: dict[Unit, None] = {}  # those in the state IDLE, in the order in which they came to it
         self._ready: set[Unit] = set()  # complete units in the queue
         # It builds a graph (create_graph), or retains a graph that was built so (retain_graph). A backward of that graph
         # runs none of flatshard's hooks, so units stay unsharded.

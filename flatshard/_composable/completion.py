@@ -138,7 +138,8 @@ class Completion:
         # The one whose gradients are only counted: they stay where autograd puts them until all have come. -1: none.
         self.counts_in = -1
         self.some_frozen = False  # whether some parameters did not require grad when it was reached last
-        self.finish_at = 1  # if this many are pending, the next gradient ends the reduction of the previous unit
+        # If this many are pending, the next gradient ends the reduction of the previous unit. 1: none is left to be ended.
+        self.finish_at = 1
         self.finished_in = -1  # the graph task in which the unit was last completed
         self.lacks_some = False  # of the parameters in its graph: they are unused, or recomputed later
         # These outlive the backward. Leaves besides the parameters whose gradients count: where forwards may not have run

@@ -30,13 +30,20 @@ class ForwardFeature:
         """Called before a forward. If the unit's hooks should do nothing in it, returns what to call with its output."""
 
     def enter(self, forward: Forward) -> None:
-        """Called before the unit is gathered. May show other parameters, and set ``forward.gathers`` to False."""
+        """Called before the unit is gathered. May show other parameters, and set ``forward.gathers`` to False.
+
+        Where a rank passes the unit by (``skip``), this and ``before`` are called, without arguments, and ``after`` is not.
+        """
 
     def before(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
         """Called when the parameters are unsharded. Returns new arguments, or None."""
 
     def after(self, forward: Forward, output: Any) -> Any:
-        """Called when the module has returned ``output``, or with None if it raised. Returns a new output, or None."""
+        """Called when the module has returned ``output``. Returns a new output, or None.
+
+        It has also ended if it raised: then ``output`` is None, as it is where the module returned None. Who must tell the
+        two apart finds the exception in ``sys.exc_info()``.
+        """
 
     def before_unrecorded(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], outermost: bool

@@ -94,6 +94,9 @@ def train(ctx, order: str, backend: str, checkpointed: bool, strategy: S) -> Non
         model(torch.randn(2, WIDTH).double()).sum().backward()
     assert events.count("all-gather 1") == (2 if strategy is FULL else 1)
     assert events.count("reduce-scatter 1") == 1
+    counter = CompileCounterWithBackend("eager")
+    torch.compile(lambda x: (flatshard.clip_grad_norm_(model, 1.0), x + 1), backend=counter)(torch.ones(2))
+    assert (counter.frame_count, counter.op_count) == (1, 1)  # that of the user's own operation
 
 
 CASES = all_pairs(ORDERS, ("aot_eager", "eager"), (FULL, S.SHARD_GRAD_OP, S.SHARD_OPTIM), (False, True), (2, 3))

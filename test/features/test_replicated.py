@@ -51,6 +51,12 @@ def shard_all_but_one(model: Around, **arguments: Any) -> Around:
     return fully_shard(model, ignored_states=[model.out], **arguments)
 
 
+def shard_before_one_is_added(model: Around, **arguments: Any) -> Around:
+    out, model.out = model.out, nn.Identity()
+    fully_shard(model, **arguments).out = out
+    return model
+
+
 def train(ctx, plain: nn.Module, model: nn.Module) -> None:
     optimizers = [adamw(m.parameters()) for m in (plain, model)]
     for _ in range(2):
@@ -59,7 +65,7 @@ def train(ctx, plain: nn.Module, model: nn.Module) -> None:
         step_all(optimizers)
 
 
-@pytest.mark.parametrize("shard", [shard_but_some, shard_blocks, shard_all_but_one])
+@pytest.mark.parametrize("shard", [shard_but_some, shard_blocks, shard_all_but_one, shard_before_one_is_added])
 @ranks(2)
 def test_layers_beside_units_train_as_in_one_process(ctx, shard):
     plain = plain_around(tied=shard is shard_all_but_one)
