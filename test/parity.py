@@ -17,12 +17,11 @@ decides. A tolerance wide enough for that in float32 would hide real mistakes. H
   whole model: a tensor that consists of rounding only (that same bias) has no scale of its own.
 """
 
-import contextlib
 import copy
 import ctypes
 import dataclasses
 import pickle
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -128,37 +127,26 @@ def check_parity(
         given = [batch] if oracle == "batch" else slices
         losses = [train(reference, part, 1 / len(given)).double() for part in given]
         losses_of_steps.append((train(sharded, slices[ctx.rank], 1.0).double(), torch.stack(losses).mean()))
-        with explain(f"step {step}"):
-            expected = {name: p.grad for name, p in reference.named_parameters()}
-            got = [name for name, p in sharded.named_parameters() if p.grad is not None]
-            wrong = [name for name in got if expected[name] is None]  # by zeros an optimizer decays the parameter
-            assert not wrong, f"gradients where the reference has None: {wrong}"
-            if step == 0:
-                _assert_close(whole_gradients(sharded), expected, rtol, "gradient")
-            stepped |= {name for name, grad in expected.items() if grad is not None}
-            if clip:
-                _assert_close({"norm": clip(sharded).double()}, {"norm": clip(reference).double()}, rtol, "norm")
-            for each in optimizers:
-                each.step()
+        expected = {name: p.grad for name, p in reference.named_parameters()}
+        got = [name for name, p in sharded.named_parameters() if p.grad is not None]
+        wrong = [name for name in got if expected[name] is None]  # by zeros an optimizer decays the parameter
+        assert not wrong, f"step {step}: gradients where the reference has None: {wrong}"
+        if step == 0:
+            _assert_close(whole_gradients(sharded), expected, rtol, "gradients")
+        stepped |= {name for name, grad in expected.items() if grad is not None}
+        if clip:
+            norms = ({"norm": clip(model).double()} for model in (sharded, reference))
+            _assert_close(*norms, rtol, f"step {step}: norms")
+        for each in optimizers:
+            each.step()
 
     means = torch.stack([loss for loss, _ in losses_of_steps]) / ctx.world_size
     dist.all_reduce(means, group=ctx.group)  # once, as small collectives are what takes most of the time
     for step, (_, expected_loss) in enumerate(losses_of_steps):
-        with explain(f"step {step}"):
-            _assert_close({"loss": means[step]}, {"loss": expected_loss}, rtol, "loss")
-    with explain(f"after {steps} steps"):
-        run.check_registration(originals)
-        run.check_values(start, stepped)
+        _assert_close({"loss": means[step]}, {"loss": expected_loss}, rtol, f"step {step}: losses")
+    run.check_registration(originals)
+    run.check_values(start, stepped)
     return run
-
-
-@contextlib.contextmanager
-def explain(when: str) -> Iterator[None]:
-    """Say on a failure at which step it was: the first wrong step is the first thing to know."""
-    try:
-        yield
-    except AssertionError as e:
-        raise AssertionError(f"{when}: {e}") from None
 
 
 @dataclasses.dataclass
@@ -193,7 +181,7 @@ class ParityRun:
         """Full parameters agree, in shape, dtype, strides and values; what nothing has changed is bitwise as before."""
         full = full_params(self.sharded)
         expected = {name: _clone(p) if _is_subclass(p) else p.detach() for name, p in self.reference.named_parameters()}
-        _assert_close(full, expected, self.rtol, "parameter", strides=True)
+        _assert_close(full, expected, self.rtol, "parameters", strides=True)
         buffers = dict(self.reference.named_buffers())
         still = [n for n in start if (n not in stepped if n in full else _same_bits(buffers[n], start[n]))]
         now = full | dict(self.sharded.named_buffers())
@@ -275,7 +263,7 @@ def _assert_close(
                 index = (g.double() - e.double()).abs().flatten().nan_to_num(torch.inf).argmax().item()
                 values = f"{g.flatten()[index].item():.9g} instead of {e.flatten()[index].item():.9g}"
                 wrong.append(f"{name} {tuple(e.shape)}: {error:.2g} relative, element {index} is {values}")
-    assert not wrong, f"{what}s differ (tolerance {rtol:g}):\n  " + "\n  ".join(wrong)
+    assert not wrong, f"{what} differ (tolerance {rtol:g}):\n  " + "\n  ".join(wrong)
 
 
 def in_texts(ctx, text: str) -> list[str]:

@@ -293,6 +293,15 @@ class Machine:
             self.host_syncs.append(("device.synchronize", stack_here()))
             self._wait_for([q for key, q in self._queues.items() if key[0] == device])
 
+    def given(self) -> Clock:
+        """How much each stream has been given."""
+        return {key: q.issued for key, q in self._queues.items()}
+
+    def waits_for_all(self, since: Clock) -> bool:
+        """Whether the current stream comes after all that others have been given since they had been given so much."""
+        clock = self._queues[self.current(0)].clock
+        return all(clock.get(key, 0) >= now for key, now in self.given().items() if now > since.get(key, 0))
+
     def drain(self) -> None:
         """Wait for everything. This is no wait of the program's."""
         with self:
@@ -330,7 +339,7 @@ class Machine:
         if not self._queues[key].is_side:
             raise CaptureError("capture needs a stream other than the default one")
         self._capturing, before = {key}, len(self.host_syncs)
-        given = {other: q.issued for other, q in self._queues.items()}
+        given = self.given()
         try:
             yield
             origin = self._queues[key]

@@ -84,6 +84,25 @@ def many_steps(env: Env) -> Any:
     return env.train(env.shard(env.make(), reshard_after_forward=2), steps=6, steady_from=5)
 
 
+@cases.add()
+def overlapped(env: Env) -> Any:
+    """While a unit computes, nothing has waited for what side streams do meanwhile: the next gather, or a reduction."""
+    model = env.shard(env.make())
+    env.backward(model)  # the first pass knows no order to prefetch by
+    seen: list[bool] = []
+    if env.is_simulated:
+        from accelerator.sim import sim
+
+        before = sim.given()
+        for block in model.blocks[:2]:
+            block.down.register_forward_hook(lambda *_: seen.append(sim.waits_for_all(before)))
+            block.down.register_full_backward_hook(lambda *_: seen.append(sim.waits_for_all(before)))
+    env.backward(model, 1)
+    assert not any(seen)
+    assert len(seen) == 4 * env.is_simulated
+    return numbers(model)
+
+
 # -- the end of a backward as a call ----------------------------------------------------------------------------------
 
 

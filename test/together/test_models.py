@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 import flatshard
 from flatshard import ShardingStrategy, configure, fully_shard
-from flatshard._trace import record_events
 
 STRATEGIES = tuple(strategy for strategy in ShardingStrategy if not strategy.is_hybrid)
 WIDTH = 6
@@ -125,23 +124,3 @@ def test_script(ctx, make: Callable[..., Models], shard: Callable[..., None], tr
             flatshard.recover(model)
         for model in models.values():
             check_clean(model)
-
-
-@ranks(2)
-def test_prefetching(ctx):
-    """Each model keeps the order of its own passes, whatever runs in between: both are gathered one unit ahead."""
-    a, b = (fully_shard(net(), policy={Block}, process_group=ctx.group) for _ in range(2))
-    x = torch.ones(2, WIDTH)
-    for _ in range(2):
-        with record_events() as events:
-            out = a(x)
-            events.append("-- b")
-            other = b(out.detach())
-            events.append("-- backward of a")
-            out.sum().backward()
-            events.append("-- backward of b")
-            other.sum().backward()
-    forward = ["all-gather <root>", "all-gather blocks.0", "all-gather blocks.1"]
-    backward = ["all-gather blocks.1", "all-gather blocks.0"]
-    expected = [*forward, "-- b", *forward, "-- backward of a", *backward, "-- backward of b", *backward]
-    assert [e for e in events if e.startswith(("all-gather", "--"))] == expected
