@@ -7,6 +7,7 @@ folder, which ``FLATSHARD_SHARED_MEMORY=1`` runs with every payload in shared me
 import contextlib
 import datetime
 import errno
+import functools
 import gc
 import mmap
 import os
@@ -21,6 +22,7 @@ import torch
 import torch.distributed as dist
 from models import Block
 from on_ranks import ranks
+from parity import check_parity
 from recording import FULL, NO_SHARD, Net, make_input, sent_bytes
 from torch import Tensor, nn
 
@@ -466,33 +468,18 @@ def test_memory_of_reductions_is_given_back_when_a_backward_has_ended(ctx) -> No
 # -- training --------------------------------------------------------------------------------------------------------
 
 
-def train(steps: int, **options: Any) -> list[Tensor]:
-    """Two models, one beside the other: all their parameters."""
-    torch.manual_seed(0)
-    models = [fully_shard(Net(blocks), policy={Block}, **options) for blocks in (2, 3)]
-    optimizers = [torch.optim.AdamW(model.parameters(), lr=0.1) for model in models]
-    torch.manual_seed(dist.get_rank())
-    for step in range(steps):
-        losses = [model(make_input(step, 3)).square().mean() for model in models]
-        for loss in reversed(losses):
-            loss.backward()
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-    return [p.detach().clone() for model in models for p in model.parameters()]
-
-
 @pytest.mark.parametrize("strategy", [FULL, NO_SHARD, ShardingStrategy.HYBRID_FULL_SHARD])
 @ranks(4)
-def test_two_models_train_as_over_gloo(ctx, strategy: ShardingStrategy) -> None:
+def test_training_is_that_of_one_process(ctx, strategy: ShardingStrategy) -> None:
     where: dict[str, Any] = {"process_group": ctx.group}
     if strategy.is_hybrid:
         where = {"device_mesh": ctx.device_mesh((2, 2), ("replicate", "shard"))}
-    with sharing(0):
-        expected = train(3, strategy=strategy, **where)
+
+    def shard(model: nn.Module, group: Any) -> None:
+        fully_shard(model, policy={Block}, strategy=strategy, **where)
+
     with sharing():
-        found = train(3, strategy=strategy, **where)
-    assert all(torch.equal(value, other) for value, other in zip(found, expected, strict=True))
+        check_parity(ctx, functools.partial(Net, blocks=3), make_input, steps=3, shard=shard)
 
 
 @ranks(2)
