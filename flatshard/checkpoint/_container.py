@@ -82,13 +82,17 @@ def _ints(width: int, *numbers: int) -> bytes:
     return b"".join([n.to_bytes(width, "little") for n in numbers])
 
 
+_Memory = ctypes.c_char * 2**62
+"""Of any size: to make a type for each takes ten times as long as a view."""
+
+
 def memory_of(tensor: torch.Tensor) -> memoryview:
     """The bytes of a dense tensor on CPU: shared, and alive for as long as the view is."""
     if tensor.nbytes == 0:
         return memoryview(b"")
-    array = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
+    array = _Memory.from_address(tensor.data_ptr())
     array.tensor = tensor  # type: ignore[attr-defined]
-    return memoryview(array).cast("B")
+    return memoryview(array).cast("B")[: tensor.nbytes]
 
 
 @functools.cache
