@@ -332,8 +332,6 @@ LEAVES = ("linear", "mlp", "norm", "scale", "empty", "transposed", "frozen", "in
 LEAVES += ("modify",)
 CONTAINERS = ("seq", "residual", "branch", "twice", "two_names", "skip", "unused", "island", "checkpoint", "stash")
 CONTAINERS += ("chunked", "compiled")
-TOP = ("change", "batchnorm", "drop")
-"""Only in the outermost sequence: nothing runs them twice, or computes them again."""
 FORMS = ("tuple", "dict", "nested", "drop")
 CHANGES = ("mul", "data", "data_in_place")
 CLASSES: dict[str, type[nn.Module]] = {
@@ -436,10 +434,6 @@ class Model:
                 b.weight = a.weight
         return model
 
-    @property
-    def dtype(self) -> torch.dtype:
-        return torch.float32 if self.float32 else torch.float64
-
     def has(self, *names: str) -> bool:
         return any(repr(name) in repr(self.tree) for name in names)
 
@@ -491,6 +485,7 @@ def make_tree(rng: random.Random, depth: int, among: tuple[str, ...] = CONTAINER
 
 def draw_model(rng: random.Random) -> Model:
     parts = [make_tree(rng, rng.randint(0, 2)) for _ in range(rng.randint(1, 4))]
+    # The others in the outermost sequence only: nothing runs them twice, or computes them again.
     if rng.random() < 0.15:
         parts.insert(rng.randint(0, len(parts)), ("change", rng.choice(CHANGES)))
     if rng.random() < 0.1:

@@ -336,7 +336,8 @@ class _Rank:
 
 
 def _environment() -> Any:
-    return mock.patch.dict(os.environ, OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME=_loopback())  # OMP reads it at import
+    loopback = "lo0" if sys.platform == "darwin" else "lo"
+    return mock.patch.dict(os.environ, OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME=loopback)  # OMP reads it at import
 
 
 def share_start() -> None:
@@ -549,7 +550,3 @@ class Pool:
 def _name_ranks(ranks: Any) -> str:
     names = ", ".join(map(str, sorted(ranks)))
     return f"rank{'s' if ',' in names else ''} {names}" if names else "no rank"
-
-
-def _loopback() -> str:
-    return "lo0" if sys.platform == "darwin" else "lo"

@@ -1,17 +1,13 @@
-"""What goes around training, on the simulated accelerator: collectives, checkpoints, copies."""
+"""What goes around training, on the simulated accelerator: collectives, copies."""
 
 import copy
 import functools
-import os
-import shutil
-import tempfile
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from accelerator.harness import Cases, Env, numbers
+from accelerator.harness import Cases, Env
 from torch import Tensor
 
 import flatshard
@@ -61,30 +57,6 @@ def widened(env: Env, **options: Any) -> Any:
 
         assert any(what.startswith("all_to_all") for _, _, what in sim_ccl.order) is bool(options)
     return found
-
-
-# -- state -----------------------------------------------------------------------------------------------------------
-
-
-@cases.add(fake=False)
-def checkpoint(env: Env) -> Any:
-    """Written in the background, while the job trains."""
-    model = env.shard(env.make())
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-3)
-    env.backward(model)
-    optimizer.step()
-    job = {"model": model, "optimizer": optimizer}
-    path = Path(tempfile.gettempdir(), f"flatshard-{os.getppid()}-{env.device.type}")  # the same on all ranks
-    saved = flatshard.save_checkpoint(path, job, process_group=env.group, wait=False)
-    env.backward(model, 1)
-    optimizer.step()
-    saved.result()
-    trained = numbers(model)
-    flatshard.load_checkpoint(path, job, process_group=env.group)
-    dist.barrier(group=env.group)
-    if env.rank == 0:
-        shutil.rmtree(path)
-    return trained, numbers(model), env.train(model, optimizer=lambda _: optimizer)
 
 
 # -- copies, dtypes, devices --------------------------------------------------------------------------------------------

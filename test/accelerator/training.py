@@ -103,40 +103,6 @@ def overlapped(env: Env) -> Any:
     return numbers(model)
 
 
-# -- the end of a backward as a call ----------------------------------------------------------------------------------
-
-
-@cases.add(
-    {
-        "bf16_held": {"holds": True, **LOW},
-        "offload_held": {**OFFLOAD, "holds": True},
-        "on_streams": {"on_streams": True},
-    },
-    **BF16,
-)
-def finalized_later(env: Env, holds: bool = False, on_streams: bool = False, **options: Any) -> Any:
-    """The user ends backwards, while another model computes on the same group, perhaps on another stream."""
-    model, other = env.shard(env.make(), **options), env.shard(env.make(seed=1))
-    flatshard.configure(model, manual_finalization=True)
-    optimizers = [sgd(m.parameters()) for m in (model, other)]
-    for step in range(3):
-        batches = [env.batch(10 * step + i) for i in range(2)]
-        with env.steady(step == 2 and "cpu_offload" not in options):
-            for i, batch in enumerate(batches):
-                flatshard.configure(model, gradient_sync=not holds)
-                with env.side_stream() if on_streams and i else contextlib.nullcontext():
-                    mean_square(model(batch)).backward()
-            handle = flatshard.reduce_gradients(model, async_op=True)
-            with env.side_stream() if on_streams else contextlib.nullcontext():
-                mean_square(other(batches[0])).backward()
-            optimizers[1].step()
-            handle.wait()
-            optimizers[0].step()
-            for optimizer in optimizers:
-                optimizer.zero_grad()
-    return numbers(model), numbers(other)
-
-
 # -- offload ---------------------------------------------------------------------------------------------------------
 
 
