@@ -311,6 +311,24 @@ def microbatches_on_streams(env: Env, holds: bool = False, **options: Any) -> An
     return env.steps(model, run)
 
 
+@cases.add({"deferred": {}, "held": {"holds": True}})
+def added_by_a_call(env: Env, holds: bool = False) -> Any:
+    """What backwards on another stream bring is added, by a call, to gradients that this stream has just changed."""
+    model = env.shard(env.make())
+    flatshard.configure(model, manual_finalization=not holds)
+
+    def run(step: int) -> None:
+        for i in range(2):
+            with env.side_stream(), flatshard.no_sync(model) if holds else contextlib.nullcontext():
+                env.backward(model, 10 * step + i)
+            for p in model.parameters():
+                if p.grad is not None:
+                    p.grad.mul_(0.5)
+            flatshard.reduce_gradients(model)
+
+    return env.steps(model, run)
+
+
 @cases.add()
 def independent_streams(env: Env) -> Any:
     """Evaluations at once, on two streams that do not wait for each other."""
