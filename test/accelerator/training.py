@@ -17,7 +17,6 @@ from flatshard.comm import QuantizedCollectives
 cases = Cases()
 BF16 = {"rtol": 2e-2, "atol": 2e-3}
 LOW = {"mixed_precision": MixedPrecision(torch.bfloat16, torch.float32)}
-KEPT = {"mixed_precision": MixedPrecision(torch.bfloat16, torch.float32, keep_cast_shard=True)}
 OFFLOAD = {"cpu_offload": CPUOffload(True)}
 
 
@@ -237,29 +236,25 @@ class Towers(nn.Module):
         "in_turn": {"in_turn": True},
         "none_resharded": {"reshard_after_forward": False},
         "static_buffers": {"in_turn": True, "static_buffers": True},
-        "holds": {"in_turn": True, "micro": 3, "no_sync": True},
         "offload": {"in_turn": True, **OFFLOAD},
-        "keep_cast": {**KEPT, "micro": 2},
         "quantized": {"collectives": QuantizedCollectives(reduce=False)},
     },
     **BF16,
 )
-def towers(env: Env, micro: int = 1, no_sync: bool = False, in_turn: bool = False, **options: Any) -> Any:
+def towers(env: Env, in_turn: bool = False, **options: Any) -> Any:
     """Branches on several streams of the user's own."""
     model = env.make(lambda: Towers(in_turn))
     model.env = env
     model = env.shard(model, **options)
     optimizer = sgd(model.parameters())
     results = []
-    batches = [[env.batch(10 * step + i) for i in range(micro)] for step in range(3)]
-    for step in range(3):
+    batches = [env.batch(step) for step in range(3)]
+    for step, batch in enumerate(batches):
         with env.steady(step == 2 and "cpu_offload" not in options):
             with torch.no_grad():
-                results += [model(batches[step][0]) for _ in range(2)]
+                results += [model(batch) for _ in range(2)]
             optimizer.zero_grad()
-            for i, batch in enumerate(batches[step]):
-                with flatshard.no_sync(model) if no_sync and i < micro - 1 else contextlib.nullcontext():
-                    mean_square(model(batch)).backward()
+            mean_square(model(batch)).backward()
             optimizer.step()
     return results, numbers(model)
 
