@@ -13,7 +13,7 @@ import mmap
 import os
 import random
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -56,9 +56,9 @@ def new_group(size: int) -> Any:
     return dist.new_group(list(range(size)), timeout=datetime.timedelta(seconds=20))
 
 
-def issue(collectives: GlooCollectives, size: int, rank: int, seed: int) -> list[tuple[str, Tensor, Any]]:
-    """Every collective on every dtype, all under way at a time: what it is, its result, and what is waited for."""
-    found = []
+def results(collectives: GlooCollectives, size: int, rank: int, seed: int) -> dict[str, Tensor]:
+    """Of every collective on every dtype, all under way at a time."""
+    issued: list[tuple[str, Tensor, Any]] = []
     for dtype in (*FLOATS, torch.uint8, torch.int64):
         torch.manual_seed(seed * size + rank)
         values = (torch.randn(size, NUMEL) * 100).to(dtype)
@@ -66,20 +66,15 @@ def issue(collectives: GlooCollectives, size: int, rank: int, seed: int) -> list
         if dtype.is_complex:
             shard = shard.view(torch.uint8)  # as flatshard sends it
         output = shard.new_empty(size * shard.numel())
-        found.append((f"gather {dtype}", output, collectives.all_gather(output, shard)))
+        issued.append((f"gather {dtype}", output, collectives.all_gather(output, shard)))
         shard.zero_()  # it is the caller's again
         output = torch.empty(size * NUMEL, dtype=dtype)
-        found.append((f"all-to-all {dtype}", output, collectives.all_to_all(output, values.flatten())))
+        issued.append((f"all-to-all {dtype}", output, collectives.all_to_all(output, values.flatten())))
         if dtype in FLOATS:
             for wide in {dtype, torch.float32 if dtype.itemsize == 2 else dtype}:
                 output = torch.empty(NUMEL, dtype=wide)
                 pending = collectives.reduce_scatter(output, values.flatten())
-                found.append((f"reduce-scatter {dtype} in {wide}", output, pending))
-    return found
-
-
-def results(collectives: GlooCollectives, size: int, rank: int, seed: int) -> dict[str, Tensor]:
-    issued = issue(collectives, size, rank, seed)
+                issued.append((f"reduce-scatter {dtype} in {wide}", output, pending))
     random.Random(f"{seed}, {rank}").shuffle(issued)  # ranks wait in any order
     for _, _, pending in issued:
         pending.wait()
@@ -125,19 +120,19 @@ def test_gloo_carries_headers_alone(ctx) -> None:
 # -- ranks that cannot share memory ----------------------------------------------------------------------------------
 
 
-def refuse(rank: int, refused: set[tuple[int, int]], addresses: dict[int, int]) -> Callable[..., Any]:
-    """A ``_Peer`` that this rank cannot map, for pairs of a reader and a sender."""
-    real = _shared_memory._Peer.__init__
+def fill(patch: pytest.MonkeyPatch) -> None:
+    """From now on there is memory to say that there is no more, and none for payloads."""
+    real = _shared_memory._Segment.take
 
-    def init(self: Any, address: Any) -> None:
-        if (rank, addresses.get(address[1])) in refused:
-            raise PermissionError("another host")
-        real(self, address)
+    def take(self: Any, nbytes: int) -> Any:
+        if nbytes > 0:
+            raise OSError(errno.ENOSPC, "no space")
+        return real(self, nbytes)
 
-    return init
+    patch.setattr(_shared_memory._Segment, "take", take)
 
 
-@pytest.mark.parametrize("refused", ["one pair", "one rank", "two hosts", "all", "no memory"])
+@pytest.mark.parametrize("refused", ["one pair", "one rank", "two hosts", "all", "no memory", "no room"])
 @ranks(4)
 def test_ranks_that_share_no_memory_get_the_same_bits(ctx, refused: str) -> None:
     every = {(reader, sender) for reader in range(4) for sender in range(4) if reader != sender}
@@ -146,48 +141,30 @@ def test_ranks_that_share_no_memory_get_the_same_bits(ctx, refused: str) -> None
         "one rank": {pair for pair in every if 3 in pair},
         "two hosts": {(a, b) for a, b in every if a // 2 != b // 2},
         "all": every,
-        "no memory": set(),
-    }[refused]
+    }.get(refused, set())
     pids = torch.zeros(4, dtype=torch.int64)
     dist.all_gather_into_tensor(pids, torch.tensor([os.getpid()]))
+    real = _shared_memory._Peer.__init__
+
+    def init(self: Any, address: Any) -> None:
+        if any((ctx.rank, sender) in pairs for sender, pid in enumerate(pids.tolist()) if pid == address[1]):
+            raise PermissionError("another host")
+        real(self, address)
+
     with sharing(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            _shared_memory._Peer, "__init__", refuse(ctx.rank, pairs, {p: r for r, p in enumerate(pids.tolist())})
-        )
+        patch.setattr(_shared_memory._Peer, "__init__", init)
         if refused == "no memory" and ctx.rank == 2:
             patch.delattr(os, "memfd_create")
+        is_full = refused == "no room" and ctx.rank != 1
+        if is_full:
+            fill(patch)
         group = new_group(4)
         check_bits(ctx, group)
         _, memory = in_memory(group)
         expected = {sender for reader, sender in every - pairs if reader == ctx.rank}
         assert {*memory._peers} == expected - ({2} if refused == "no memory" else set())
+        assert bool(memory._messages) is is_full  # what has no room goes by gloo
     dist.barrier()
-
-
-def limit(most: int) -> Callable[[Any, int, int], None]:
-    """A file system on which a segment has no more than ``most`` bytes."""
-    real = os.posix_fallocate
-
-    def fallocate(fd: int, start: int, nbytes: int) -> None:
-        if start + nbytes > most:
-            raise OSError(errno.ENOSPC, "no space")
-        real(fd, start, nbytes)
-
-    return fallocate
-
-
-@ranks(2, 3)
-def test_what_has_no_room_goes_by_gloo(ctx) -> None:
-    with sharing(), pytest.MonkeyPatch.context() as patch:
-        for most in (0, _FIRST_BYTES, _FIRST_BYTES + 2 * NUMEL):
-            group = new_group(ctx.world_size) if ctx.world_size == dist.get_world_size() else ctx.group
-            if ctx.rank != 1:  # one rank has room for all
-                patch.setattr(os, "posix_fallocate", limit(most))
-            check_bits(ctx, group)
-            _, memory = in_memory(group)
-            if ctx.rank != 1 and most and group is not ctx.group:
-                assert memory._messages
-                assert memory._own.nbytes <= _FIRST_BYTES + mmap.PAGESIZE
 
 
 @ranks(2)
@@ -195,9 +172,9 @@ def test_who_has_no_room_does_not_wait_for_its_readers(ctx) -> None:
     shard = torch.full((_FIRST_BYTES,), float(ctx.rank))
     outputs = [torch.empty(2 * _FIRST_BYTES) for _ in range(2)]
     with sharing(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(os, "posix_fallocate", limit(_FIRST_BYTES))
         collectives, memory = in_memory(new_group(2))
         collectives.all_gather(torch.empty(2 * NUMEL), torch.ones(NUMEL)).wait()  # ranks meet
+        fill(patch)
         pending = []
         for number, output in enumerate(outputs, 1):
             pending.append(collectives.all_gather(output, shard))
@@ -359,25 +336,6 @@ def test_gradients_are_copied_to_where_they_are_read(ctx) -> None:
         model(make_input(0, 2)).sum().backward()
     assert len(lent) == len(flatshard.describe(model).units)
     assert all(each.abs().sum() > 0 for each in lent)
-
-
-@pytest.mark.parametrize("least", [1, 0])
-@ranks(2)
-def test_a_gather_takes_its_memory_when_it_is_waited_for(ctx, least: int) -> None:
-    with sharing(least):
-        collectives = GlooCollectives(new_group(2))
-        for dtype, is_late in ((torch.float32, False), (torch.bfloat16, least > 0), (torch.float32, least > 0)):
-            output, shard = torch.empty(2 * NUMEL, dtype=dtype), torch.full((NUMEL,), 1.0 + ctx.rank)
-            memory, nbytes = output.untyped_storage(), output.nbytes
-            memory.resize_(0)
-            pending = collectives.all_gather(output, shard, None, lambda: memory.resize_(nbytes))  # noqa: B023
-            assert memory.nbytes() == (0 if is_late else nbytes)  # ranks have not met before the first one
-            shard.zero_()  # it is the caller's again
-            dist.barrier(ctx.group)
-            beside = collectives.all_gather(torch.empty(2 * NUMEL), shard)
-            pending.wait()
-            beside.wait()
-            assert output.view(2, -1).float().mean(1).tolist() == [1, 2]
 
 
 @ranks(2)

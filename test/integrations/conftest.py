@@ -44,10 +44,3 @@ def pair() -> Iterator[Pool]:
     """Two ranks whose default group has these two: the clients train on the default group."""
     with contextlib.closing(Pool(2, preload=PRELOAD, timeout=TIMEOUT)) as p:
         yield p
-
-
-@pytest.fixture(scope="session")
-def single() -> Iterator[Pool]:
-    """One process without a process group: what two ranks are compared with."""
-    with contextlib.closing(Pool(1, backend=None, preload=PRELOAD, timeout=TIMEOUT)) as p:
-        yield p

@@ -16,6 +16,8 @@ import flatshard
 pytestmark = [pytest.mark.clients("accelerate", "transformers", "safetensors"), pytest.mark.time_limit(600)]
 
 BATCH, ACCUMULATE = 2, 2
+Seen = list[tuple[float, float]]
+"""(Loss, norm) of each step."""
 
 
 def start(model: nn.Module, mixed: str, batch: int = BATCH, **sharding: Any) -> tuple[Any, ...]:
@@ -38,8 +40,8 @@ def start(model: nn.Module, mixed: str, batch: int = BATCH, **sharding: Any) -> 
     return accelerator, *prepare(accelerator, *objects, **sharding)
 
 
-def train(accelerator: Any, model: nn.Module, optimizer: Any, loader: Any, scheduler: Any) -> list[tuple[float, float]]:
-    """(loss, norm) of each step: the loop of accelerate's own examples."""
+def train(accelerator: Any, model: nn.Module, optimizer: Any, loader: Any, scheduler: Any) -> Seen:
+    """The loop of accelerate's own examples."""
     seen, losses = [], []
     for batch in loader:
         with accelerator.accumulate(model):
@@ -56,15 +58,7 @@ def train(accelerator: Any, model: nn.Module, optimizer: Any, loader: Any, sched
     return seen
 
 
-def alone(ctx, kind: str, mixed: str, folder: str) -> tuple[Any, dict[str, Tensor]]:
-    be_alone()
-    parts = start(MODELS[kind](), mixed, batch=2 * BATCH)
-    seen = train(*parts)
-    parts[0].save_state(folder)
-    return seen + train(*parts), copied(parts[1])
-
-
-def sharded(ctx, kind: str, mixed: str, folder: str) -> tuple[Any, ...]:
+def check_ranks(ctx, kind: str, mixed: str, folder: str, expected: Seen, weights: dict[str, Tensor]) -> Any:
     """Two epochs; the second one once more in a new model, from ``save_state``; and once from the state of one process."""
     be_a_rank(ctx)
     parts = start(MODELS[kind](), mixed)
@@ -92,37 +86,34 @@ def sharded(ctx, kind: str, mixed: str, folder: str) -> tuple[Any, ...]:
     layers[0].mlp.register_forward_hook(lambda module, args, out: made.append(out.dtype))
     made.append(model(**{n: v[None] for n, v in Tokens(1)[0].items()}).logits.dtype)
     assert made == [torch.bfloat16 if mixed == "bf16" else torch.float32, torch.float32]
-    return seen, whole, *again[1]
-
-
-def resumed_alone(ctx, kind: str, mixed: str, folder: str) -> tuple[Any, dict[str, Tensor]]:
-    """The second epoch in plain accelerate, from what two ranks have saved."""
-    be_alone()
-    parts = start(MODELS[kind](), mixed, batch=2 * BATCH)
-    parts[0].load_state(f"{folder}/two")
-    return train(*parts), copied(parts[1])
+    for found, values, losses in ((seen, whole, expected), (*again[1], expected[len(expected) // 2 :])):
+        torch.testing.assert_close(torch.tensor(found), torch.tensor(losses), **CLOSE[mixed])
+        torch.testing.assert_close({n: values[n] for n in weights}, weights, **CLOSE[mixed])
+    return whole
 
 
 MODELS = {"llama": tiny_llama, "gpt2": tiny_gpt2}
+CLOSE = {"no": {"rtol": 1e-4, "atol": 1e-5}, "bf16": {"rtol": 2e-2, "atol": 2e-2}}
 
 
 @pytest.mark.parametrize(("kind", "mixed"), [("gpt2", "no"), ("llama", "bf16")])
-def test_as_one_process(pair, single, tmp_path: Path, kind: str, mixed: str):
+def test_as_one_process(pair, tmp_path: Path, kind: str, mixed: str):
     """Losses, norms, weights; state saved by either and loaded by the other; plain libraries open what the model saves."""
     from safetensors.torch import load_file
     from transformers import AutoModelForCausalLM
 
-    [(expected, weights)] = single.run(alone, kind, mixed, str(tmp_path / "one"), world_size=1)
-    results = pair.run(sharded, kind, mixed, str(tmp_path), world_size=2)
-    [(seen_again, weights_again)] = single.run(resumed_alone, kind, mixed, str(tmp_path), world_size=1)
-    second = expected[len(expected) // 2 :]
-    found = [(weights_again, seen_again, second)]
-    for seen, whole, seen_from_one, from_one in results:
-        found += [(whole, seen, expected), (from_one, seen_from_one, second)]
-    close = {"rtol": 2e-2, "atol": 2e-2} if mixed == "bf16" else {"rtol": 1e-4, "atol": 1e-5}
-    for values, seen, losses in found:
-        torch.testing.assert_close({n: values[n] for n in weights}, weights, **close)
-        torch.testing.assert_close(torch.tensor(seen), torch.tensor(losses), **close)
+    be_alone()
+    parts = start(MODELS[kind](), mixed, batch=2 * BATCH)
+    first = train(*parts)
+    parts[0].save_state(f"{tmp_path}/one")
+    second = train(*parts)
+    weights = copied(parts[1])
+    whole, _ = pair.run(check_ranks, kind, mixed, str(tmp_path), first + second, weights, world_size=2)
+    be_alone()
+    parts = start(MODELS[kind](), mixed, batch=2 * BATCH)
+    parts[0].load_state(f"{tmp_path}/two")
+    torch.testing.assert_close(torch.tensor(train(*parts)), torch.tensor(second), **CLOSE[mixed])
+    torch.testing.assert_close(copied(parts[1]), weights, **CLOSE[mixed])
     opened = AutoModelForCausalLM.from_pretrained(tmp_path / "pretrained").state_dict()
     for state in (load_file(tmp_path / "model" / "model.safetensors"), opened):
         assert len(whole.keys() - state.keys()) <= (kind == "gpt2")  # one name of its tied weights is enough

@@ -6,7 +6,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -54,17 +54,6 @@ class Group:
         return "".join((self.folder / f"{rank}.err").read_text()[-2000:] for rank in range(2))
 
 
-@pytest.fixture
-def lighthouse() -> Iterator[str]:
-    from torchft.coordination import LighthouseServer
-
-    server = LighthouseServer(
-        bind="[::]:0", min_replicas=1, join_timeout_ms=500, quorum_tick_ms=50, heartbeat_timeout_ms=2000
-    )
-    yield server.address()
-    server.shutdown()
-
-
 def wait_for(what: Callable[[], bool], groups: list[Group]) -> None:
     end = time.monotonic() + 200
     while not what():
@@ -72,16 +61,20 @@ def wait_for(what: Callable[[], bool], groups: list[Group]) -> None:
         time.sleep(0.1)
 
 
-def test_a_group_dies_and_comes_back(lighthouse, tmp_path):
+def test_a_group_dies_and_comes_back(tmp_path):
+    from torchft.coordination import LighthouseServer
+
+    limits = {"join_timeout_ms": 500, "quorum_tick_ms": 50, "heartbeat_timeout_ms": 2000}
+    lighthouse = LighthouseServer(bind="[::]:0", min_replicas=1, **limits)
     last = tmp_path / "last"
-    first, second = groups = [Group(n, lighthouse, tmp_path / str(n), last) for n in range(2)]
+    first, second = groups = [Group(n, lighthouse.address(), tmp_path / str(n), last) for n in range(2)]
     try:
         wait_for(lambda: len(first.steps(2)) >= 3 and len(second.steps(2)) >= 3, groups)
         second.ranks[1].send_signal(signal.SIGKILL)
         time.sleep(1)
         second.kill()  # as its launcher does, and starts it again
         wait_for(lambda: len(first.steps(1)) >= 3, groups)
-        back = Group(2, lighthouse, tmp_path / "2", last)
+        back = Group(2, lighthouse.address(), tmp_path / "2", last)
         groups.append(back)
         wait_for(lambda: len(back.steps(2)) >= 3, groups)
         last.write_text(str(max(first.steps(2)) + 3))
@@ -96,6 +89,7 @@ def test_a_group_dies_and_comes_back(lighthouse, tmp_path):
     finally:
         for group in groups:
             group.kill()
+        lighthouse.shutdown()
 
 
 def test_single_parameters_are_refused(world):

@@ -15,6 +15,7 @@ from flatshard import ShardingStrategy
 pytestmark = [pytest.mark.clients("accelerate", "transformers", "safetensors"), pytest.mark.time_limit(600)]
 
 BATCH, STEPS, HALF = 2, 4, 2
+NEAR = {"rtol": 1e-4, "atol": 1e-5}
 MODELS = {"llama": tiny_llama, "gpt2": tiny_gpt2, "adafactor": tiny_llama}
 Log = list[tuple[float, float]]
 
@@ -51,14 +52,8 @@ def log_of(trained: Any) -> Log:
     return [(entry["loss"], float(entry["grad_norm"])) for entry in trained.state.log_history if "loss" in entry]
 
 
-def alone(ctx, kind: str, folder: str) -> tuple[Log, dict[str, Tensor], float, float]:
-    be_alone()
-    plain = trainer(kind, folder, 2 * BATCH)
-    plain.train()
-    return log_of(plain), copied(plain.model), plain.evaluate()["eval_loss"], plain.state.total_flos
-
-
-def sharded(ctx, kind: str, folder: str, flops: float) -> tuple[Log, dict[str, Tensor], float, Any, Any]:
+def check_ranks(ctx, kind: str, folder: str, log: Log, weights: dict[str, Tensor], loss: float, flops: float) -> None:
+    """Two ranks, against what one process has found; resumed from what either has saved; and what they save is opened."""
     be_a_rank(ctx)
     first = trainer(kind, f"{folder}/two", BATCH, sharding={})
     first.train()
@@ -68,11 +63,16 @@ def sharded(ctx, kind: str, folder: str, flops: float) -> tuple[Log, dict[str, T
     assert first.model.num_parameters() == unsharded.num_parameters()
     assert first.get_num_trainable_parameters() == unsharded.num_parameters(only_trainable=True)
     assert first.state.total_flos == flops
-    loss = first.evaluate()["eval_loss"]
+    torch.testing.assert_close(torch.tensor(log_of(first)), torch.tensor(log), rtol=1e-3, atol=1e-4)  # four digits
+    assert first.evaluate()["eval_loss"] == pytest.approx(loss, rel=1e-4)
     whole = flatshard.checkpoint.full_state_dict(first.model)
     first.save_model(f"{folder}/saved")
+    asked = {"input_ids": Tokens(2).tokens, "max_new_tokens": 4, "do_sample": False}
     with torch.no_grad(), flatshard.keep_unsharded(first.model):
-        generated = first.model.generate(input_ids=Tokens(2).tokens, max_new_tokens=4, do_sample=False)
+        generated = first.model.generate(**asked)
+    opened = type(unsharded).from_pretrained(f"{folder}/saved")
+    torch.testing.assert_close(copied(opened), {n: whole[n] for n in weights}, rtol=0, atol=0)
+    assert torch.equal(opened.generate(**asked), generated)
     resumed = {}
     for saved_by in ("two", "one"):
         ctx.note(f"resume what {saved_by} saved")
@@ -82,37 +82,21 @@ def sharded(ctx, kind: str, folder: str, flops: float) -> tuple[Log, dict[str, T
         resumed[saved_by] = flatshard.checkpoint.full_state_dict(again.model)
         assert saved_by == "one" or log_of(again) == log_of(first)
     torch.testing.assert_close(resumed["two"], whole, rtol=0, atol=0)
-    return log_of(first), whole, loss, resumed["one"], generated
-
-
-def afterwards(ctx, kind: str, folder: str) -> tuple[dict[str, Tensor], dict[str, Tensor], Any]:
-    """In one process: training resumed from what two ranks have saved; their model by ``from_pretrained``, and its tokens."""
-    be_alone()
-    plain = trainer(kind, f"{folder}/one", 2 * BATCH)
-    plain.train(resume_from_checkpoint=f"{folder}/two/checkpoint-{HALF}")
-    opened = type(plain.model).from_pretrained(f"{folder}/saved")
-    with torch.no_grad():
-        generated = opened.generate(input_ids=Tokens(2).tokens, max_new_tokens=4, do_sample=False)
-    return copied(plain.model), copied(opened), generated
+    for found in (whole, resumed["one"]):
+        torch.testing.assert_close({n: found[n] for n in weights}, weights, **NEAR)
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "adafactor"])
-def test_as_one_process(pair, single, tmp_path: Path, kind: str):
-    folder = str(tmp_path)
-    [(log, weights, loss, flops)] = single.run(alone, kind, f"{folder}/one", world_size=1)
-    results = pair.run(sharded, kind, folder, flops, world_size=2)
-    [(resumed, opened, tokens)] = single.run(afterwards, kind, folder, world_size=1)
-    near = {"rtol": 1e-4, "atol": 1e-5}
-    for seen, whole, evaluated, from_one, generated in results:
-        torch.testing.assert_close(torch.tensor(seen), torch.tensor(log), rtol=1e-3, atol=1e-4)  # four digits
-        assert evaluated == pytest.approx(loss, rel=1e-4)
-        for found in (whole, from_one):
-            torch.testing.assert_close({n: found[n] for n in weights}, weights, **near)
-        torch.testing.assert_close(opened, {n: whole[n] for n in opened}, rtol=0, atol=0)
-        assert torch.equal(generated, tokens)
-    torch.testing.assert_close(resumed, weights, **near)
+def test_as_one_process(pair, tmp_path: Path, kind: str):
+    be_alone()
+    plain, again = (trainer(kind, f"{tmp_path}/one", 2 * BATCH) for _ in range(2))
+    plain.train()
+    weights, loss = copied(plain.model), plain.evaluate()["eval_loss"]
+    pair.run(check_ranks, kind, str(tmp_path), log_of(plain), weights, loss, plain.state.total_flos, world_size=2)
+    again.train(resume_from_checkpoint=f"{tmp_path}/two/checkpoint-{HALF}")
+    torch.testing.assert_close(copied(again.model), weights, **NEAR)
     runs = ("two", "two again", "one")
-    states = [torch.load(f"{folder}/{run}/checkpoint-{STEPS}/optimizer.pt", weights_only=False) for run in runs]
+    states = [torch.load(f"{tmp_path}/{run}/checkpoint-{STEPS}/optimizer.pt", weights_only=False) for run in runs]
     assert states[0].keys() == states[1].keys() == states[2].keys()
     torch.testing.assert_close(states[1]["state"], states[0]["state"], rtol=0, atol=0)
 

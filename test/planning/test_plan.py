@@ -3,13 +3,11 @@
 import functools
 import math
 import sys
-import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import pairs
 import pytest
 import torch
 from counting import Wire, storages
@@ -362,25 +360,7 @@ def test_widening():
     assert sizes[True, "cuda"] == sizes[True, "cpu"] == sizes[False, "cuda"] // 2
 
 
-# -- Size, text and drawing -------------------------------------------------------------------------------------------
-
-
-def test_layers_of_70_billion_parameters_on_10_000_ranks():
-    """In seconds, of which most go into four strategies; the bound is for the slowest of machines."""
-    layers = 80 if pairs.thorough else 8
-    sizes = [(8192, 8192), (8192, 1024), (8192, 1024), (8192, 8192), (8192, 28672), (8192, 28672), (28672, 8192)]
-    with torch.device("meta"):
-        ends = nn.Embedding(128256, 8192), nn.RMSNorm(8192), nn.Linear(8192, 128256, bias=False)
-        blocks = [
-            nn.Sequential(nn.RMSNorm(8192), nn.RMSNorm(8192), *(nn.Linear(a, b, bias=False) for a, b in sizes))
-            for _ in range(layers)
-        ]
-        model = nn.Sequential(*ends, *blocks)
-    start = time.process_time()
-    planned = plan(model, policy={nn.Sequential}, world_size=10_000, optimizer=torch.optim.AdamW, mixed_precision=BF16)
-    assert time.process_time() - start < 30
-    assert planned.numel == sum(p.numel() for p in model.parameters())
-    assert (len(planned.units), len(planned.collectives)) == (layers + 1, 3 * layers + 2)
+# -- Text, and what is passed -----------------------------------------------------------------------------------------
 
 
 def test_the_table():
