@@ -31,8 +31,9 @@ from flatshard.planning._program import StepOptions
 from flatshard.planning._records import Ranks
 from flatshard.planning._report import Plan, in_bytes
 from flatshard.planning._settings import EVERYTHING, Setting, Step, steps_to
-from flatshard.planning._shorter import shortened
+from flatshard.planning._shorter import joined, shortened
 from flatshard.planning._stand_in import StandIn
+from flatshard.planning._stitched import Stitched, runs_of_blocks
 from flatshard.planning._timeline import (
     UNTIL_BACKWARD,
     UNTIL_CHANGE,
@@ -171,13 +172,21 @@ class _Search:
         self.lowest: dict[Setting, Choices] = {}  # the choice of the lowest peak
         self.possible: dict[Setting, bool] = {}  # whether a step can run
         self.short: StandIn | None = None  # for a long model
+        self.stitched: Stitched | None = None  # the same
 
     def shorten(self) -> None:
         """Search on a shorter model, if this one is long. [Note: Long models]"""
-        ignores = self.step.others["ignored_states"] is not None
-        made = None if ignores else shortened(self.step.module, self.names)
+        made = shortened(self.step.module, self.names) if self._stitch() else None
         if made is not None:
             self.short = StandIn(self, made)
+
+    def _stitch(self) -> bool:
+        """Plan shorter models, if this one is long. [Note: Blocks with units inside]"""
+        if self.step.others["ignored_states"] is not None:
+            return False
+        if runs := runs_of_blocks(self.step.module, self.names):
+            self.stitched = Stitched(self, runs)
+        return True
 
     def arguments(self, setting: Setting, choices: Choices) -> dict[str, Any]:
         """For ``fully_shard``."""
@@ -206,8 +215,12 @@ class _Search:
         """The step of these choices."""
         key = setting, choices
         if key not in self.plans:
-            self.plans[key] = self.step.plan(self.arguments(setting, choices), self.ranks, setting.states)
+            made = None if self.stitched is None else self.stitched.plan(setting, choices)
+            self.plans[key] = made or self._planned(setting, choices)
         return self.plans[key]
+
+    def _planned(self, setting: Setting, choices: Choices) -> Plan:
+        return self.step.plan(self.arguments(setting, choices), self.ranks, setting.states)
 
     @property
     def least(self) -> Choices:
@@ -445,7 +458,7 @@ class _Search:
     def _may_fit(self, setting: Setting) -> bool:
         """Whether some choice may fit: by a rough timeline, within ``ROUGHLY`` times the budget. It takes fewer plans than to
         find the cheapest choice. What it leaves out is looked at again before ``run`` says that nothing fits."""
-        if self.short is not None or setting in self.timelines:
+        if self.short is not None or self.stitched is not None or setting in self.timelines:
             return True
         rough = self._learnt(setting, roughly=True)
         return cheapest(rough, self._costs(setting), ROUGHLY * self.budget, self.start, self.recomputes) is not None
@@ -459,19 +472,37 @@ class _Search:
         for collective in least.collectives:
             if collective.kind == "all-gather" and collective.unit in sent:
                 sent[collective.unit] += collective.sent_nbytes
-        before, now = ({unit.fqn: unit.flops for unit in plan.units} for plan in (kept, least))
         return Costs(
             [sent[name] / (2 * microbatches) for name in self.names],
-            [float(now[name] - before[name]) for name in self.names],
+            self._flops_again(setting, kept),
             microbatches,
             self.flops_per_byte,
         )
 
+    def _flops_again(self, setting: Setting, kept: Plan) -> list[float]:
+        """For each unit the operations to compute its forward again, with the units inside, if none of these does."""
+        number = {name: at for at, name in enumerate(self.names)}
+        parents = [itertools.accumulate(name.split("."), joined) for name in self.names]
+        chains = [[name for name in each if name in number] for each in parents]  # from the outermost unit to each
+        before = {unit.fqn: unit.flops for unit in kept.units}
+        found = [0.0] * len(self.names)
+        for depth in range(max(map(len, chains), default=0)):
+            choices = tuple(Keeps(UNTIL_FORWARD, self.recomputes and len(chain) == depth + 1) for chain in chains)
+            now = {unit.fqn: unit.flops for unit in self.plan(setting, choices).units}
+            for chain in chains:
+                if len(chain) > depth:
+                    found[number[chain[depth]]] += now[chain[-1]] - before[chain[-1]]
+        return found
+
     def _fitted(self, setting: Setting, choices: Choices, offloads: Sequence[Setting], policy: str) -> Fit:
+        if self.short is not None or self.stitched is not None:
+            peak, plan = self.peak(setting, choices), self._planned(setting, choices)
+            self.plans[setting, choices] = plan
+            if plan.total_peak.nbytes != peak:  # its blocks are not as alike as they look
+                self.short = self.stitched = None
+                self.plans, self.timelines, self.lowest, self.possible = {}, {}, {}, {}
+                return self.run(offloads, policy)
         plan = self.plan(setting, choices)
-        if self.short is not None and plan.total_peak.nbytes != self.peak(setting, choices):
-            self.short, self.timelines, self.lowest = None, {}, {}  # its blocks are not as alike as they look
-            return self.run(offloads, policy)
         strategies = dict(self.strategies)
         if setting.joined:
             strategies[UNTIL_FORWARD] = ShardingStrategy.HYBRID_FULL_SHARD
@@ -569,9 +600,8 @@ class _Search:
             shards = max(self.ranks.shards + 1, int(more * self.ranks.shards * sharded / room))
             ranks = Ranks(self.ranks.replicas, shards if shards <= 8 else -(-shards // 8) * 8)
             other = _Search(self.step, ranks, self.names, self.budget, self.flops_per_byte, self.recomputes)
-            if self.short is not None:
-                other.shorten()
-            if other.peak(setting, lowest) <= self.budget:
+            other._stitch()
+            if other.plan(setting, lowest).total_peak.nbytes <= self.budget:
                 return ranks
         return None
 

@@ -46,24 +46,24 @@ class Shortened(NamedTuple):
 
 def shortened(module: nn.Module, units: Sequence[str]) -> Shortened | None:
     """``module`` with fewer of its ``units``. None: they are not alike, or few; or some have units inside."""
-    runs = [run for run in _runs(module, units) if run.length > 2 * KEPT] if len(units) >= LONG else []
-    around = {holder for unit in units for holder in itertools.accumulate(unit.split(".")[:-1], _joined)}
+    runs = [run for run in runs_of(module, units) if run.length > 2 * KEPT] if len(units) >= LONG else []
+    around = {holder for unit in units for holder in itertools.accumulate(unit.split(".")[:-1], joined)}
     if not runs or not around.isdisjoint(units):
         return None
     by_name = {name: at for at, name in enumerate(units)}
     gone, firsts = [0] * len(units), []
     for run in runs:
         keys = list(module.get_submodule(run.holder)._modules)
-        firsts.append(by_name[_joined(run.holder, keys[run.first])])
+        firsts.append(by_name[joined(run.holder, keys[run.first])])
         for key in keys[run.first + KEPT // 2 : run.first + run.length - KEPT // 2]:
-            gone[by_name[_joined(run.holder, key)]] = 1
+            gone[by_name[joined(run.holder, key)]] = 1
     like, kept = [], -1
     for is_gone in gone:
         kept += 0 if is_gone else 1
         like.append(kept)  # one that is gone is like the last one before it
     counts = [KEPT] * len(runs)
-    grown = [_without(module, runs, [*counts[:at], KEPT + 1, *counts[at + 1 :]]) for at in range(len(runs))]
-    return Shortened(_without(module, runs, counts), like, runs, firsts, grown)
+    grown = [without(module, runs, [*counts[:at], KEPT + 1, *counts[at + 1 :]]) for at in range(len(runs))]
+    return Shortened(without(module, runs, counts), like, runs, firsts, grown)
 
 
 def like_with(made: Shortened, on_host: Sequence[bool]) -> list[int]:
@@ -81,16 +81,16 @@ def like_with(made: Shortened, on_host: Sequence[bool]) -> list[int]:
     return like
 
 
-def _joined(holder: str, key: str) -> str:
+def joined(holder: str, key: str) -> str:
     return f"{holder}.{key}" if holder else key
 
 
-def _runs(module: nn.Module, units: Sequence[str]) -> Iterator[Run]:
+def runs_of(module: nn.Module, units: Sequence[str]) -> Iterator[Run]:
     """The longest rows of units that are alike, one in each numbered list of modules."""
     known = set(units)
     for holder in dict.fromkeys(unit.rpartition(".")[0] for unit in units):
         children = module.get_submodule(holder)._modules
-        names = [_joined(holder, key) for key in children]
+        names = [joined(holder, key) for key in children]
         if not isinstance(module.get_submodule(holder), nn.ModuleList | nn.Sequential) or not known.issuperset(names):
             continue
         kinds = [None if child is None else _kind(child) for child in children.values()]
@@ -108,7 +108,7 @@ def _kind(block: nn.Module) -> Any:
     return type(block), str(block), tuple((name, t.shape, t.dtype, t.requires_grad) for name, t in tensors)
 
 
-def _without(module: nn.Module, runs: Sequence[Run], counts: Sequence[int]) -> nn.Module:
+def without(module: nn.Module, runs: Sequence[Run], counts: Sequence[int]) -> nn.Module:
     """A shallow copy that has only so many blocks of each of ``runs``."""
     root = _copied(module)
     for run, count in zip(runs, counts, strict=True):

@@ -383,11 +383,52 @@ def test_a_long_model_is_planned_once(monkeypatch):
     planned.clear()
     with pytest.raises(ValueError, match=r"The least possible peak is 786,988 bytes .* It would fit on 6 ranks"):
         fit(model, bytes_per_rank=660_000, **given)
-    assert planned.count(10) == 1
+    assert planned.count(10) == 0
     model.blocks[5].forward = functools.partial(thrice, model.blocks[5])
     planned.clear()
     assert fit(model, bytes_per_rank=budget, **given).margin >= 0
     assert planned.count(10) > 1
+
+
+def test_a_long_model_whose_blocks_have_units_inside(monkeypatch):
+    """The choice is that of a search on the model's own plans. It takes few of them."""
+    model, given = on_meta(lambda: Gpt(12)), options("gpt", policy={Block, nn.LayerNorm})
+    budget = plan(model, strategy="shard_grad_op", compare=False, **given).total_peak.nbytes // 2
+    planned, plan_step = list[int](), _fit.Step.plan
+    monkeypatch.setattr(
+        _fit.Step, "plan", lambda step, *a: planned.append(len(step.module.blocks)) or plan_step(step, *a)
+    )
+    fitted = str(fit(model, bytes_per_rank=budget, **given))
+    count = planned.count(12)
+    monkeypatch.setattr(_shorter, "LONG", 1000)
+    assert fitted == str(fit(model, bytes_per_rank=budget, **given))
+    assert 2 * count < planned.count(12)
+
+
+def test_what_a_block_with_units_inside_computes_again(monkeypatch):
+    """All that they compute, too."""
+    found, given = searches(monkeypatch), options("gpt", policy={Block, nn.Linear})
+    fit(on_meta(lambda: Gpt(2)), bytes_per_rank="1 GiB", **given)
+    search, setting = found[0], _fit.Setting()
+    again = tuple(each._replace(recomputes=unit == 0) for unit, each in enumerate(search.start))
+    more = search.plan(setting, again).flops - search.plan(setting, search.start).flops
+    assert search._costs(setting).flops[0] == more > 0
+
+
+def test_the_plan_of_a_long_model_from_one_with_fewer_blocks(monkeypatch):
+    """With choices that change in the middle, units on the host, and several microbatches."""
+    found, given = searches(monkeypatch), options("gpt", policy={Block, nn.LayerNorm}, device="cuda", microbatches=2)
+    fit(on_meta(lambda: Gpt(20)), bytes_per_rank="1 GiB", **given)
+    search = found[0]
+    draw = functools.partial(random.Random(0).choice, _timeline.options_of(search.start[0], True))
+    for setting in (_fit.Setting(), _fit.Setting(split=True, limit=0, offload=tuple(search.names[20:]))):
+        one, two = ((draw(), draw()) * 10 for _ in range(2))
+        choices = *one, *two, draw()
+        made, own = search.stitched.plan(setting, choices), search._planned(setting, choices)
+        steps = [[sample for sample in each.samples if sample.phase != "optimizer"] for each in (made, own)]
+        assert steps[0] == steps[1]
+        assert (made.total_peak.nbytes, made.flops) == (own.total_peak.nbytes, own.flops)
+        assert sorted(map(str, made.collectives)) == sorted(map(str, own.collectives))
 
 
 def test_units_inside_of_units_are_not_shortened():
