@@ -11,13 +11,25 @@ all stretches to come, and what is dropped cannot be part of the cheapest choice
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from flatshard.planning._timeline import UNTIL_BACKWARD, UNTIL_CHANGE, Choices, Costs, Keeps, Timeline, options_of
+from flatshard.planning._report import Plan
+from flatshard.planning._shorter import joined
+from flatshard.planning._timeline import (
+    UNTIL_BACKWARD,
+    UNTIL_CHANGE,
+    UNTIL_FORWARD,
+    Choices,
+    Costs,
+    Keeps,
+    Timeline,
+    options_of,
+)
 
 MOST = 4000
 """Partial choices that are kept for each choice of the last unit."""
@@ -206,3 +218,22 @@ def _rows(timeline: Timeline, options: Sequence[Keeps]) -> tuple[Tensor, list[Te
             stays[here[place]] = False
             found[place][:, second] += stays * timeline.size[unit]
     return base, found
+
+
+def flops_again(names: Sequence[str], kept: Plan, planned: Callable[[Choices], Plan], recomputes: bool) -> list[float]:
+    """For each unit the operations to compute its forward again, with the units inside, if none of these does.
+
+    ``kept``: the plan in which no unit does. ``planned``: makes that of other choices.
+    """
+    number = {name: at for at, name in enumerate(names)}
+    parents = [itertools.accumulate(name.split("."), joined) for name in names]
+    chains = [[name for name in each if name in number] for each in parents]  # from the outermost unit to each
+    before = {unit.fqn: unit.flops for unit in kept.units}
+    found = [0.0] * len(names)
+    for depth in range(max(map(len, chains), default=0)):
+        choices = tuple(Keeps(UNTIL_FORWARD, recomputes and len(chain) == depth + 1) for chain in chains)
+        now = {unit.fqn: unit.flops for unit in planned(choices).units}
+        for chain in chains:
+            if len(chain) > depth:
+                found[number[chain[depth]]] += now[chain[-1]] - before[chain[-1]]
+    return found

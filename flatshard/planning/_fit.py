@@ -23,15 +23,15 @@ from flatshard._composable.construct.policy import Policy, SplitRoot
 from flatshard._composable.find import units_of_parameters
 from flatshard._config import MixedPrecision, ShardingStrategy
 from flatshard.planning._arguments import default_loss, largest, parse_bytes, ranks_of, repeated
-from flatshard.planning._chooser import Sums, cheapest, peaks_along
+from flatshard.planning._chooser import Sums, cheapest, flops_again, peaks_along
 from flatshard.planning._fitted import Fit, GivenUp, UnitFit, Unlimited, names_in_short
 from flatshard.planning._on_host import best_on_host, cheaper_on_host, copied_for, copied_nbytes, fewest_on_host
 from flatshard.planning._optimizer import OptimizerChoice
 from flatshard.planning._program import StepOptions
 from flatshard.planning._records import Ranks
 from flatshard.planning._report import Plan, in_bytes
-from flatshard.planning._settings import EVERYTHING, Setting, Step, steps_to
-from flatshard.planning._shorter import joined, shortened
+from flatshard.planning._settings import EVERYTHING, Setting, Step, steps_to, strategies_of
+from flatshard.planning._shorter import shortened
 from flatshard.planning._stand_in import StandIn
 from flatshard.planning._stitched import Stitched, runs_of_blocks
 from flatshard.planning._timeline import (
@@ -192,24 +192,23 @@ class _Search:
         """For ``fully_shard``."""
         policy: Any = {}
         for name, choice in zip(self.names, choices, strict=True):
-            stays: dict[str, Any] = {} if choice.stays == UNTIL_FORWARD else {"strategy": self.strategies[choice.stays]}
+            stays: dict[str, Any] = (
+                {} if choice.stays == UNTIL_FORWARD else {"strategy": strategies_of(self.ranks)[choice.stays]}
+            )
             if setting.joined and stays:
                 stays = {"reshard_after_forward": False}
             policy[name] = stays | ({"recompute": True} if choice.recomputes else {})
             policy[name] |= {"cpu_offload": True} if name in setting.offload else {}
         given: dict[str, Any] = {"policy": SplitRoot(policy) if setting.split else policy}
         if self.ranks.replicas > 1:
-            given["strategy"] = ShardingStrategy.HYBRID_FULL_SHARD if setting.joined else self.strategies[UNTIL_FORWARD]
+            given["strategy"] = (
+                ShardingStrategy.HYBRID_FULL_SHARD if setting.joined else strategies_of(self.ranks)[UNTIL_FORWARD]
+            )
         if setting.limit is not None:
             none = {"backward_prefetch": None, "forward_prefetch": False}
             given |= {"prefetch_limit_bytes": setting.limit} if setting.limit else none
         given |= {"cpu_offload": True} if setting.offload == EVERYTHING else {}
         return given
-
-    @property
-    def strategies(self) -> dict[int, ShardingStrategy]:
-        """By how long a unit's parameters stay gathered."""
-        return _STRATEGIES if self.ranks.replicas == 1 else _HYBRID_STRATEGIES
 
     def plan(self, setting: Setting, choices: Choices) -> Plan:
         """The step of these choices."""
@@ -474,25 +473,10 @@ class _Search:
                 sent[collective.unit] += collective.sent_nbytes
         return Costs(
             [sent[name] / (2 * microbatches) for name in self.names],
-            self._flops_again(setting, kept),
+            flops_again(self.names, kept, lambda choices: self.plan(setting, choices), self.recomputes),
             microbatches,
             self.flops_per_byte,
         )
-
-    def _flops_again(self, setting: Setting, kept: Plan) -> list[float]:
-        """For each unit the operations to compute its forward again, with the units inside, if none of these does."""
-        number = {name: at for at, name in enumerate(self.names)}
-        parents = [itertools.accumulate(name.split("."), joined) for name in self.names]
-        chains = [[name for name in each if name in number] for each in parents]  # from the outermost unit to each
-        before = {unit.fqn: unit.flops for unit in kept.units}
-        found = [0.0] * len(self.names)
-        for depth in range(max(map(len, chains), default=0)):
-            choices = tuple(Keeps(UNTIL_FORWARD, self.recomputes and len(chain) == depth + 1) for chain in chains)
-            now = {unit.fqn: unit.flops for unit in self.plan(setting, choices).units}
-            for chain in chains:
-                if len(chain) > depth:
-                    found[number[chain[depth]]] += now[chain[-1]] - before[chain[-1]]
-        return found
 
     def _fitted(self, setting: Setting, choices: Choices, offloads: Sequence[Setting], policy: str) -> Fit:
         if self.short is not None or self.stitched is not None:
@@ -503,11 +487,11 @@ class _Search:
                 self.plans, self.timelines, self.lowest, self.possible = {}, {}, {}, {}
                 return self.run(offloads, policy)
         plan = self.plan(setting, choices)
-        strategies = dict(self.strategies)
+        strategies = dict(strategies_of(self.ranks))
         if setting.joined:
             strategies[UNTIL_FORWARD] = ShardingStrategy.HYBRID_FULL_SHARD
         units = [
-            UnitFit(name, strategies[choice.stays].name, choice.recomputes, self._is_on_host(name, setting))
+            UnitFit(name, strategies[choice.stays].name, choice.recomputes, setting.is_on_host(name))
             for name, choice in zip(self.names, choices, strict=True)
         ]
         others = {name: value for name, value in self.step.others.items() if value is not None}
@@ -532,10 +516,6 @@ class _Search:
         sent = plan.sent_nbytes - sum(each.sent_nbytes for each in given)
         return Unlimited(self.peak(Setting(), self.start), sent, (plan.flops or 0) - sum(each.flops for each in given))
 
-    @staticmethod
-    def _is_on_host(name: str, setting: Setting) -> bool:
-        return setting.offload == EVERYTHING or name in setting.offload
-
     def _given_up(self, setting: Setting, choices: Choices) -> list[GivenUp]:
         """In order, each with what is in memory after it: of settings by the program, of units by the timeline."""
         by_units = [] if choices == self.start else self._given_up_by_units(setting, choices)
@@ -549,7 +529,7 @@ class _Search:
                 of = names_in_short(hosts, self.names) if hosts else ""
                 copied = copied_nbytes(plan, hosts) - sum(each.copied_nbytes for each in by_units)
             elif changed.states and not before.states:
-                stay = [each.optimizer_nbytes for each in plan.units if self._is_on_host(each.fqn, setting)]
+                stay = [each.optimizer_nbytes for each in plan.units if setting.is_on_host(each.fqn)]
                 copied = 2 * (plan.host.optimizer - sum(stay))
             found.append(GivenUp(of, text, self.peak(changed, self.start), sent, copied, 0))
             before = changed
@@ -567,7 +547,7 @@ class _Search:
             more, again = (0.0, costs.flops[unit]) if what == "activations" else (cost, 0.0)
             name = self.names[unit]
             gathered = more * self.ranks.shards / max(1, self.ranks.shards - 1)
-            copied = round(copied_for(plans[name], gathered)) if self._is_on_host(name, setting) else 0
+            copied = round(copied_for(plans[name], gathered)) if setting.is_on_host(name) else 0
             done[unit] = keeps
             found.append(GivenUp(name, _GIVES[what], peak, round(more), copied, round(again)))
         return [*found[:-1], found[-1]._replace(peak=self.peak(setting, choices))]
@@ -611,16 +591,6 @@ ROUGHLY = 1.1
 TRIES = 8
 """How often a search is corrected by what the program says."""
 
-_STRATEGIES = {
-    UNTIL_CHANGE: ShardingStrategy.SHARD_OPTIM,
-    UNTIL_BACKWARD: ShardingStrategy.SHARD_GRAD_OP,
-    UNTIL_FORWARD: ShardingStrategy.FULL_SHARD,
-}
-_HYBRID_STRATEGIES = {
-    UNTIL_CHANGE: ShardingStrategy.HYBRID_SHARD_OPTIM,
-    UNTIL_BACKWARD: ShardingStrategy.HYBRID_SHARD_ZERO2,
-    UNTIL_FORWARD: ShardingStrategy.HYBRID_SHARD,
-}
 _GIVES = {
     "step": "is freed after each backward",
     "backward": "is freed after forward",

@@ -21,9 +21,26 @@ from flatshard.planning import _plan
 from flatshard.planning._program import Learnt, Program, StepOptions
 from flatshard.planning._records import Ranks
 from flatshard.planning._report import Plan, in_bytes
+from flatshard.planning._timeline import UNTIL_BACKWARD, UNTIL_CHANGE, UNTIL_FORWARD
 
 EVERYTHING = ("",)
 """In place of names of units: all of the model, with the outermost unit."""
+
+_STRATEGIES = {
+    UNTIL_CHANGE: ShardingStrategy.SHARD_OPTIM,
+    UNTIL_BACKWARD: ShardingStrategy.SHARD_GRAD_OP,
+    UNTIL_FORWARD: ShardingStrategy.FULL_SHARD,
+}
+_HYBRID_STRATEGIES = {
+    UNTIL_CHANGE: ShardingStrategy.HYBRID_SHARD_OPTIM,
+    UNTIL_BACKWARD: ShardingStrategy.HYBRID_SHARD_ZERO2,
+    UNTIL_FORWARD: ShardingStrategy.HYBRID_SHARD,
+}
+
+
+def strategies_of(ranks: Ranks) -> dict[int, ShardingStrategy]:
+    """By how long a unit's parameters stay gathered."""
+    return _STRATEGIES if ranks.replicas == 1 else _HYBRID_STRATEGIES
 
 
 @dataclass(frozen=True)
@@ -35,6 +52,9 @@ class Setting:
     joined: bool = False  # of a hybrid strategy: the parts are over all ranks
     states: bool = False  # optimizer state is on the host: by an ``OffloadedOptimizer``
     offload: tuple[str, ...] = ()  # the units that are on the host. ``EVERYTHING``: all of the model is
+
+    def is_on_host(self, unit: str) -> bool:
+        return self.offload == EVERYTHING or unit in self.offload
 
     @property
     def given_up(self) -> list[str]:

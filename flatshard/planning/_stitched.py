@@ -55,7 +55,7 @@ def _names(run: Run) -> list[str]:
     return [joined(run.holder, str(run.first + number)) for number in range(run.length)]
 
 
-class _Segment(NamedTuple):
+class _Passage(NamedTuple):
     """Samples while one block runs, or none."""
 
     phase: str
@@ -149,7 +149,7 @@ class Stitched:
         return self.growths[key]
 
     def _stitched(
-        self, short: Plan, order: Sequence[tuple[_Segment, int]], grown: Sequence[_Growth], doubles: Sequence[list[int]]
+        self, short: Plan, order: Sequence[tuple[_Passage, int]], grown: Sequence[_Growth], doubles: Sequence[list[int]]
     ) -> Plan:
         """The plan of the long model. Its collectives are not in order."""
         level = functools.reduce(_more, (each.begins for each in grown), _pair(short.samples[0]))
@@ -214,9 +214,9 @@ def fewest(around: Sequence[Hashable]) -> list[int]:
     return kept
 
 
-def _segments(plan: Plan, block_of: Callable[[str], Block | None]) -> list[_Segment]:
+def _segments(plan: Plan, block_of: Callable[[str], Block | None]) -> list[_Passage]:
     """The samples of ``plan`` before the optimizer steps. The outermost unit's after a block's are its own."""
-    found: list[_Segment] = []
+    found: list[_Passage] = []
     before = _pair(plan.samples[0])
     for sample in plan.samples:
         if sample.phase == "optimizer":
@@ -224,15 +224,15 @@ def _segments(plan: Plan, block_of: Callable[[str], Block | None]) -> list[_Segm
         is_new = not found or found[-1].phase != sample.phase
         block = block_of(sample.unit) if sample.unit or is_new else found[-1].block
         if is_new or found[-1].block != block:
-            found.append(_Segment(sample.phase, block, before, []))
+            found.append(_Passage(sample.phase, block, before, []))
         found[-1].samples.append(sample)
         before = _pair(sample)
     return found
 
 
-def _in_order(segments: Sequence[_Segment], doubles: Sequence[list[int]]) -> list[tuple[_Segment, int]] | None:
+def _in_order(segments: Sequence[_Passage], doubles: Sequence[list[int]]) -> list[tuple[_Passage, int]] | None:
     """The segments of the long model, each as its double's, and the block's number. None: blocks do not run in a row."""
-    order: list[tuple[_Segment, int]] = []
+    order: list[tuple[_Passage, int]] = []
     for (_, run), group in itertools.groupby(segments, key=lambda each: (each.phase, each.block and each.block[0])):
         parts = list(group)
         if run is None:
