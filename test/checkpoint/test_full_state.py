@@ -59,9 +59,12 @@ def same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 
 
 @ranks(3)
-def test_full_state_dict(ctx) -> None:
-    source = make().state_dict()
+def test_whole_values(ctx) -> None:
+    """All at once, and as a stream, whose order is that of all ranks, and which may be of some names."""
+    plain = make()
+    source, params = plain.state_dict(), {n: p.detach() for n, p in plain.named_parameters()}
     up = {n.removeprefix("up."): v for n, v in source.items() if n.startswith("up.")}
+    names = ["head.weight", "ignored", "down.weight", "up.bias"]
     for strategy, policy in itertools.product(STRATEGIES, (None, {nn.Linear})):
         model = shard(ctx, make(), strategy, policy)
         state = full_state_dict(model)
@@ -77,10 +80,18 @@ def test_full_state_dict(ctx) -> None:
         make(1).load_state_dict(state)
         if policy:
             same(full_state_dict(model.up), up)
+        for bucket_bytes in (1, 10**9):
+            found = dict(iter_full_params(model, bucket_bytes=bucket_bytes))
+            assert everybody(ctx, list(found)) == [list(found)] * 3
+            same_tensors(found, params, strides=True)
+        some = dict(iter_full_params(model, names=names, dtype=torch.bfloat16))
+        same_tensors(some, {n: plain.get_parameter(n).detach().bfloat16() for n in names})
     with flatshard.summon_full_params(model), pytest.raises(RuntimeError, match=r"full_state_dict: .*Call it outside"):
         full_state_dict(model)
     with pytest.raises(ValueError, match="floating-point dtype or None"):
         full_state_dict(model, dtype=torch.int8)
+    with pytest.raises(ValueError, match=r"Model has no parameters 'nothing'"):
+        iter_full_params(model, names=["nothing"])
 
 
 @ranks(2)
@@ -105,22 +116,6 @@ def test_peak_memory_of_exports(ctx, path: str) -> None:
         assert least <= watch.peak <= most + CHECK
         assert watch.peak > unit / 2  # it sees the gathered one
         assert sum(v.nbytes for v in found.values()) == least if isinstance(found, dict) else not found
-
-
-@ranks(3)
-def test_iter_full_params(ctx) -> None:
-    source = make()
-    params = {n: p.detach() for n, p in source.named_parameters()}
-    names = ["head.weight", "ignored", "down.weight", "up.bias"]
-    for strategy, bucket_bytes in itertools.product(STRATEGIES, (1, 10**9)):
-        model = shard(ctx, make(), strategy, {nn.Linear})
-        found = dict(iter_full_params(model, bucket_bytes=bucket_bytes))
-        assert everybody(ctx, list(found)) == [list(found)] * 3
-        same_tensors(found, params, strides=True)
-        some = dict(iter_full_params(model, names=names, dtype=torch.bfloat16))
-        same_tensors(some, {n: source.get_parameter(n).detach().bfloat16() for n in names})
-    with pytest.raises(ValueError, match=r"Model has no parameters 'nothing'"):
-        iter_full_params(model, names=["nothing"])
 
 
 @ranks(2)

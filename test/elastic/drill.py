@@ -183,7 +183,7 @@ def run_rank(plan: Plan, process: int, port: int, pipe: Any) -> None:
             model.to("meta")
         strategy, mesh = flatshard.ShardingStrategy[plan.strategy], None
         if strategy.is_hybrid:
-            mesh = init_device_mesh("cpu", shape_of(world.size))
+            mesh = init_device_mesh("cpu", (world.size // 2, 2))
         flatshard.fully_shard(model, policy={NormBlock}, strategy=strategy, device_mesh=mesh)
         optimizer, scheduler = parts_of_job(model)
         job = Job(world, model, optimizer, [scheduler], say=lambda text: pipe.send(("said", text)), **plan.options)
@@ -252,8 +252,8 @@ class Processes:
         self.outcomes: list[Outcome] = []
         self._pipes: dict[Any, Outcome] = {}
 
-    def start(self) -> int:
-        """Start one more. Returns its process id."""
+    def start(self) -> None:
+        """Start one more."""
         context = multiprocessing.get_context("forkserver")
         ours, theirs = context.Pipe(duplex=False)
         arguments = (self.plan, len(self.started), self.store.port, theirs)
@@ -263,8 +263,6 @@ class Processes:
         self.started.append(process)
         self.outcomes.append(Outcome())
         self._pipes[ours] = self.outcomes[-1]
-        assert process.pid is not None
-        return process.pid
 
     def kill(self, *numbers: int, by: signal.Signals = signal.SIGKILL) -> None:
         """At once. One that has ended is left alone: it may have been to stop later than its job took."""
@@ -289,17 +287,15 @@ class Processes:
         self.read(lambda: all(len(outcome.steps) >= count for outcome in self.outcomes))
 
     def finish(self) -> None:
-        """Read until all have ended, and wake those that are stopped."""
+        """Read until all have ended, and wake those that are stopped when the others have, or have lost them."""
         stopped = self.plan.stopped
-        if stopped:
 
-            def is_over() -> bool:
-                if self.plan.wakes_early and any("lost process" in text for o in self.outcomes for text in o.said):
-                    return True
-                return all(outcome.number in stopped for outcome in self._pipes.values())
+        def is_over() -> bool:
+            lost = any("lost process" in text for o in self.outcomes for text in o.said)
+            return (self.plan.wakes_early and lost) or all(o.number in stopped for o in self._pipes.values())
 
-            self.read(is_over)
-            self.kill(*stopped, by=signal.SIGCONT)
+        self.read(is_over)
+        self.kill(*stopped, by=signal.SIGCONT)
         self.read()
 
 
@@ -321,12 +317,6 @@ def processes(plan: Plan) -> Iterator[Processes]:
 def history(outcome: Outcome) -> list[tuple[int, ...]]:
     """Who made each step in the end."""
     return [tuple(members) for _, members in sorted(dict(outcome.steps).items())]
-
-
-def shape_of(size: int) -> tuple[int, int]:
-    """Of a mesh that is sharded over two ranks, or the least number above that divides ``size``."""
-    shards = next(n for n in range(min(2, size), size + 1) if size % n == 0)
-    return size // shards, shards
 
 
 def in_one_process(plan: Plan) -> list[Any]:

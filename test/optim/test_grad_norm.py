@@ -1,19 +1,20 @@
 """Norms of gradients over all ranks: flatshard's own functions, torch's own tools on sharded gradients, GradScaler."""
 
-import contextlib
 import copy
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from models import Mlp
 from on_ranks import ranks
 from pairs import all_pairs, some
 from parity import adamw, in_texts, mean_square, whole_gradients
+from saving import CommunicationWatch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_ as stock_clip
 from torch.nn.utils import get_total_norm as stock_norm
@@ -22,7 +23,6 @@ import flatshard
 from flatshard import ShardingStrategy, fully_shard
 from flatshard._handle.tensors.aggregate import checked_all_reduce
 from flatshard._handle.tensors.part import PartTensor
-from flatshard._runtime import Runtime
 from flatshard.optim import gradient_statistics
 from flatshard.tensors import ShardedGradient, ShardedParameter, shard_info
 
@@ -32,24 +32,14 @@ WIDTH = 7
 total_norm = flatshard.optim.get_total_norm
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Linear(WIDTH, 11)
-        self.down = nn.Linear(11, WIDTH)
-        self.gain = nn.Parameter(torch.rand(()))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.gain * self.down(torch.tanh(self.up(x)))
-
-
 class Model(nn.Module):
     """Tied across units, a frozen parameter, 0-dim and empty ones, one that nobody uses; of doubles."""
 
     def __init__(self, empty: int = 0) -> None:
         super().__init__()
         self.scale = nn.Parameter(torch.rand(WIDTH))
-        self.blocks = nn.Sequential(Block(), Block())
+        self.gain = nn.Parameter(torch.rand(()))
+        self.blocks = nn.Sequential(Mlp(WIDTH, 11), Mlp(WIDTH, 11))
         self.head = nn.Linear(WIDTH, 11)
         self.head.weight = self.blocks[0].up.weight
         self.frozen = nn.Parameter(torch.rand(WIDTH), requires_grad=False)
@@ -58,7 +48,7 @@ class Model(nn.Module):
         self.double()
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.blocks(x * self.scale + self.frozen)) + self.empty.sum()
+        return self.head(self.blocks(x * self.gain * self.scale + self.frozen)) + self.empty.sum()
 
 
 class Mixed(Model):
@@ -144,22 +134,6 @@ def check_statistics(ctx: Any, sharded: nn.Module, plain: nn.Module) -> None:
     assert set(in_texts(ctx, repr(found))) == {repr(found)}
 
 
-@contextlib.contextmanager
-def counted() -> Iterator[list[str]]:
-    """The all-reduces of the runtime inside. Nothing else communicates there."""
-    found: list[str] = []
-    original = Runtime.all_reduce_now
-
-    def count(self: Runtime, tensor: Tensor, op: Any, question: str) -> None:
-        found.append(f"{op} of {tensor.numel()}")
-        original(self, tensor, op, question)
-
-    with pytest.MonkeyPatch.context() as patch, flatshard._trace.record_events() as events:
-        patch.setattr(Runtime, "all_reduce_now", count)
-        yield found
-    assert not events
-
-
 def put(param: nn.Parameter, index: int, value: float) -> None:
     """Set one element of a gradient, on the rank that has it."""
     info = shard_info(param)
@@ -174,7 +148,7 @@ def put(param: nn.Parameter, index: int, value: float) -> None:
 @ranks(4)
 def test_norms_are_those_of_one_process(ctx) -> None:
     """Also of flat parameters, and of a part of the model, which is a part of a unit, or has units."""
-    policies = (None, {Block}, {Block, nn.Linear})
+    policies = (None, {Mlp}, {Mlp, nn.Linear})
     for strategy, policy, flat in some(all_pairs((FULL, GRAD_OP, NO_SHARD), policies, (False, True)), 6):
         ctx.note(f"{strategy}, {policy}, {flat}")
         plain, sharded = pair(ctx, policy=policy, strategy=strategy)
@@ -204,7 +178,7 @@ CLIPS: tuple[Callable[..., Tensor], ...] = (
 @ranks(3)
 def test_clipping_mixed_dtypes(ctx) -> None:
     """Norms are of float32 at least; torch's are of the gradients' own dtype."""
-    plain, sharded = pair(ctx, Mixed, policy={Block})
+    plain, sharded = pair(ctx, Mixed, policy={Mlp})
     backward(ctx, plain, sharded)
     check_statistics(ctx, sharded, plain)
     for most, p, clip in all_pairs((0.1, 1e9), (2, 3, math.inf), CLIPS):
@@ -221,9 +195,9 @@ def test_clipping_mixed_dtypes(ctx) -> None:
                 torch.testing.assert_close(after, scaled, rtol=near, atol=1e-30)
     real = [g for g in grads(sharded) if not g.is_complex()]
     for norm in (lambda: total_norm(sharded), lambda: stock_norm(real)):
-        with counted() as collectives:
+        with CommunicationWatch() as watch:
             norm()
-        assert len(collectives) == 1, "of all dtypes"
+        assert len(watch.seen) == 1, "of all dtypes"
     sharded = shard(Model().bfloat16(), ctx.group)
     mean_square(sharded(inputs(2).bfloat16()), None).backward()
     assert (total_norm(sharded).dtype, stock_norm(grads(sharded)).dtype) == (torch.float32, torch.bfloat16)
@@ -246,29 +220,28 @@ def test_units_on_different_groups(ctx) -> None:
     check_norms(sharded, plain)
     check_statistics(ctx, sharded, plain)
     for norm in (total_norm, lambda m: stock_norm(grads(m))):
-        with counted() as found:
+        with CommunicationWatch() as watch:
             norm(sharded)
-        assert len(found) == 2
+        assert len(watch.seen) == 2
     # An overflow in a part that one pair alone has, in one of its ranks.
-    with counted() as found:
+    with CommunicationWatch() as watch:
         scaler = torch.amp.GradScaler("cpu")
         scaler.scale(torch.zeros(()))
         if ctx.rank == 3 and sharded.blocks[0].down.bias.grad.numel():
             sharded.blocks[0].down.bias.grad.as_subclass(Tensor)[-1] = math.inf
         before = [p.detach().clone() for p in sharded.parameters()]
         scaler.step(adamw(list(sharded.parameters())))
-    assert len(found) == 2
+    assert len(watch.seen) == 2
     assert all(map(torch.equal, before, sharded.parameters()))
-    sharded.blocks[0].gain.grad = torch.zeros_like(sharded.blocks[0].gain)
     dist.destroy_process_group(pairs[ctx.rank // 2])
     pairs.clear()
     with pytest.raises(RuntimeError, match="process group that this module was sharded over has been destroyed"):
-        sharded.blocks[0].gain.grad.norm()
+        sharded.blocks[0].up.bias.grad.norm()
 
 
 @ranks(3)
 def test_ignored_parameters_count_once(ctx) -> None:
-    plain, sharded = pair(ctx, Model, lambda m, g: shard(m, g, {Block}, ignored_states=[m.scale, m.blocks[0]]))
+    plain, sharded = pair(ctx, Model, lambda m, g: shard(m, g, {Mlp}, ignored_states=[m.scale, m.blocks[0]]))
     backward(ctx, plain, sharded)
     norms = repr([total_norm(sharded, p) for p in ORDERS])
     assert set(in_texts(ctx, norms)) == {norms}, "equal, though ignored gradients differ by rank"
@@ -283,7 +256,7 @@ def test_ignored_parameters_count_once(ctx) -> None:
 
 @ranks(3)
 def test_what_is_not_finite(ctx) -> None:
-    plain, sharded = pair(ctx, Trained, policy={Block})
+    plain, sharded = pair(ctx, Trained, policy={Mlp})
     for value in math.inf, -math.inf, math.nan:
         for module in plain, sharded:
             module.zero_grad()
@@ -343,7 +316,7 @@ def test_ranks_that_use_different_parameters(ctx) -> None:
 
 @ranks(3)
 def test_idioms_for_norms(ctx) -> None:
-    plain, sharded = pair(ctx, policy={Block})
+    plain, sharded = pair(ctx, policy={Mlp})
     backward(ctx, plain, sharded)
     found, expected = grads(sharded), plain_norm(plain)
     norm, float64 = torch.linalg.norm, torch.float64
@@ -378,7 +351,7 @@ def test_idioms_for_norms(ctx) -> None:
 
 @ranks(3)
 def test_gradients_that_users_change_stay_sharded(ctx) -> None:
-    plain, sharded = pair(ctx, Trained, policy={Block})
+    plain, sharded = pair(ctx, Trained, policy={Mlp})
 
     def check(factor: float = 1.0) -> None:
         assert all(type(g) is ShardedGradient for g in grads(sharded))
@@ -415,7 +388,7 @@ def test_gradients_that_users_change_stay_sharded(ctx) -> None:
     # Gradients that were there before sharding.
     model = copy.deepcopy(plain)
     expected = plain_norm(model)
-    check_norm(stock_norm(grads(shard(model, ctx.group, {Block}))), expected)
+    check_norm(stock_norm(grads(shard(model, ctx.group, {Mlp}))), expected)
 
 
 # -- Mistakes ---------------------------------------------------------------------------------------------------------
@@ -428,7 +401,7 @@ class Special(Tensor):
 def test_refusals(fake_group):
     """Of unsharded parameters, orders that are no norms, gradients of other classes."""
     functions = total_norm, functools.partial(flatshard.clip_grad_norm_, max_norm=1.0), gradient_statistics
-    model = shard(Model(), None, {Block})
+    model = shard(Model(), None, {Mlp})
     mean_square(model(inputs(2)), None).backward()
     for function in functions:
         with flatshard.summon_full_params(model), pytest.raises(RuntimeError, match=r"unsharded.*outside of these"):

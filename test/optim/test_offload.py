@@ -319,7 +319,7 @@ def test_what_needs_all_gradients_is_refused_in_backward(ctx) -> None:
     backward(ctx, model, 0)
     with pytest.raises(RuntimeError, match="GradScaler with step_in_backward"):
         scaler.step(optimizer)
-    with pytest.raises(RuntimeError, match=r"unit 'blocks.2'.* reduced twice before OffloadedOptimizer.step\(\)"):
+    with pytest.raises(RuntimeError, match=r"unit 'blocks.2'.* reduced twice before .*use_reentrant=True is around it"):
         backward(ctx, model, 1)
     flatshard.recover(model)
     optimizer.step()
@@ -330,24 +330,17 @@ def test_what_needs_all_gradients_is_refused_in_backward(ctx) -> None:
 
 
 @ranks(2)
-def test_a_checkpoint_around_a_part_of_a_unit(ctx):
-    """The unit would be stepped twice; the cure is as the message says."""
-    for is_unit in (False, True):
-        torch.manual_seed(0)
-        first, inner, last = (nn.Linear(4, 4) for _ in range(3))
-        model = nn.Sequential(first, checkpoint_wrapper(inner, CheckpointImpl.REENTRANT), last)
-        policy: Any = {nn.Linear} if is_unit else {(inner, last)}
-        fully_shard(model, policy=policy, process_group=ctx.group)
-        optimizer = OffloadedOptimizer(model.parameters(), optim.SGD, lr=0.1)
-        flatshard.optim.step_in_backward(model, optimizer)
-        before = full_params(model)
-        if is_unit:
-            backward(ctx, model, 0)
-            optimizer.step()
-            assert not any(torch.equal(before[name], value) for name, value in full_params(model).items())
-        else:
-            with pytest.raises(RuntimeError, match="unit if a checkpoint with use_reentrant=True is around it"):
-                backward(ctx, model, 0)
+def test_a_unit_in_a_reentrant_checkpoint(ctx):
+    """Is stepped once, as the message says: a part of a unit in there would step the unit twice."""
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
+    model[1] = checkpoint_wrapper(model[1], CheckpointImpl.REENTRANT)
+    fully_shard(model, policy={nn.Linear}, process_group=ctx.group)
+    optimizer = OffloadedOptimizer(model.parameters(), optim.SGD, lr=0.1)
+    flatshard.optim.step_in_backward(model, optimizer)
+    before = full_params(model)
+    backward(ctx, model, 0)
+    optimizer.step()
+    assert not any(torch.equal(before[name], value) for name, value in full_params(model).items())
 
 
 class CountingAside(optim.SGD):

@@ -84,11 +84,12 @@ CASES = [
 CASES += [("counting", "mixed", world_size, limit, "FULL_SHARD") for world_size, limit in ((2, 300), (3, 1))]
 CASES += [("adafactor", "", 4, 1, "FULL_SHARD"), ("adafactor", "", 2, 1, "NO_SHARD")]
 CASES += [("adafactor", "", 4, 300, "HYBRID_SHARD"), ("adafactor", "", 3, 300, "beside")]
+CASES += [("muon", "whole", 3, None, "FULL_SHARD")]  # Muon itself
 
 
 @pytest.mark.parametrize(("kind", "layout", "world_size", "limit", "strategy"), CASES)
 @ranks()
-def test_as_one_process_bit_for_bit(ctx, kind: str, layout: str, limit: int, strategy: str) -> None:
+def test_as_one_process_bit_for_bit(ctx, kind: str, layout: str, limit: int | None, strategy: str) -> None:
     """In batches of any size; each state is on one rank."""
     cls, options = KINDS[kind]
     reference, where = make(kind == "muon"), {"process_group": ctx.group}
@@ -100,7 +101,8 @@ def test_as_one_process_bit_for_bit(ctx, kind: str, layout: str, limit: int, str
         fully_shard(model[0], strategy="NO_SHARD", process_group=ctx.group)
     fully_shard(model, strategy="FULL_SHARD" if strategy == "beside" else strategy, **where)
     ref_optimizer = cls(reference.parameters(), **options)
-    optimizer = WholeParameterOptimizer(model.parameters(), cls, limit_bytes=limit, **options)
+    by_whole = functools.partial(WholeParameterOptimizer, optimizer_class=cls, limit_bytes=limit)
+    optimizer = (by_whole if limit else cls)(model.parameters(), **options)
     schedulers = [torch.optim.lr_scheduler.StepLR(o, 1, 0.5) for o in (optimizer, ref_optimizer)]
     for step in range(3):
         train(ctx, (model, optimizer), (reference, ref_optimizer), step)
@@ -108,16 +110,17 @@ def test_as_one_process_bit_for_bit(ctx, kind: str, layout: str, limit: int, str
             each.step()
     expected = by_name(reference, ref_optimizer)
     same(optim_state_dict(model, optimizer, full=True), expected)
-    if strategy == "FULL_SHARD":
+    if strategy == "FULL_SHARD" and limit:
         assert total(ctx, len(optimizer.state)) == len(expected["state"])
 
 
 @ranks(2)
 def test_what_travels(ctx) -> None:
     """None for what lies on one rank; of the rest two parts to the owner and one back, and nothing else."""
-    for layout in (Whole(FREE), None):
+    whole = functools.partial(WholeParameterOptimizer, optimizer_class=torch.optim.Adafactor)
+    for layout, kind in ((Whole(FREE), whole), (Whole(FREE), Muon), (None, whole)):
         model = fully_shard(make(True), process_group=ctx.group, layout=layout)
-        optimizer = WholeParameterOptimizer(model.parameters(), torch.optim.Adafactor)
+        optimizer = kind(model.parameters())
         model(torch.ones(1, 9)).sum().backward()
         with sent_bytes() as sent, CommunicationWatch() as watch:
             optimizer.step()
@@ -329,19 +332,6 @@ def test_tensor_parallel_matrices_are_refused(ctx) -> None:
     with pytest.raises(RuntimeError, match=r"no rank has the whole of '0.weight', '0.bias', '1.weight'"):
         check_whole_parameters(model.parameters())
     WholeParameterOptimizer(model[2].parameters(), torch.optim.Adafactor)
-
-
-@ranks(3)
-def test_muon_itself_on_whole_parameters(ctx) -> None:
-    reference = make(True)
-    model = fully_shard(copy.deepcopy(reference), process_group=ctx.group, layout=Whole(FREE))
-    optimizer, ref_optimizer = Muon(model.parameters(), lr=0.05), Muon(reference.parameters(), lr=0.05)
-    for step in range(3):
-        train(ctx, (model, optimizer), (reference, ref_optimizer), step)
-    backward(ctx, model, reference, 3)
-    with CommunicationWatch() as watch:
-        optimizer.step()
-    assert watch.seen == []
 
 
 # -- segments ----------------------------------------------------------------------------------------------------------

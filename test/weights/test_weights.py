@@ -3,7 +3,7 @@
 import contextlib
 import random
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 from unittest import mock
 
@@ -97,15 +97,20 @@ def half(rank: int) -> list[Target]:
     ]
 
 
-class Post:
-    """Messages between senders and receivers, one of each on every rank: some are lost, doubled, late or damaged."""
+class Follower:
+    """A rank of the training, and a receiver beside it. ``kinds``: what receivers ask for, one after the other. ``is_bad``:
+    of the messages some are lost, doubled, late or damaged.
+    """
 
-    def __init__(self, ctx: Any, is_bad: bool) -> None:
-        self.ctx, self.is_bad, self.random = ctx, is_bad, random.Random(ctx.rank)
+    def __init__(self, ctx: Any, model: nn.Module, kinds: list[Any], is_bad: bool = False) -> None:
+        self.ctx, self.model, self.kinds, self.is_bad, self.random = ctx, model, kinds, is_bad, random.Random(ctx.rank)
         self.out, self.late = list[tuple[str, int, bytes]](), list[tuple[str, int, bytes]]()
+        self.applied = self.damaged = 0
+        self.wholes: dict[int, dict[str, Tensor]] = {}  # by version
+        self.start_sender(0)
+        self.start_receiver()
 
-    def exchange(self, take: Callable[[str, bytes], None]) -> None:
-        """``take``: is given each message for this rank, and for whom it is."""
+    def exchange(self) -> None:
         arrived = [each for mail in everybody(self.ctx, self.out) for each in mail if each[1] == self.ctx.rank]
         arrived += self.late
         self.out, self.late = [], []
@@ -123,23 +128,17 @@ class Post:
                 damaged[self.random.randrange(20, len(message))] ^= 1 << self.random.randrange(8)
                 message = bytes(damaged)
             for _ in range(1 + (fate > 0.9)):
-                take(kind, message)
-
-
-class Follower:
-    """A rank of the training, and a receiver beside it. ``kinds``: what receivers ask for, one after the other."""
-
-    def __init__(self, ctx: Any, model: nn.Module, kinds: list[Any], is_bad: bool = False) -> None:
-        self.ctx, self.model, self.kinds, self.post = ctx, model, kinds, Post(ctx, is_bad)
-        self.counts = dict.fromkeys(("applied", "damaged"), 0)
-        self.wholes: dict[int, dict[str, Tensor]] = {}  # by version
-        self.start_sender(0)
-        self.start_receiver()
+                (self.sender if kind == "sender" else self.receiver).receive(message)
 
     def start_sender(self, version: int) -> None:
-        send = lambda name, message: self.post.out.append(("receiver", name, message))  # noqa: E731
-        options: dict[str, Any] = {"version": version, "history_bytes": 10000, "process_group": self.ctx.group}
-        self.sender = Sender(self.model, send, dtype=torch.bfloat16, **options)
+        self.sender = Sender(
+            self.model,
+            lambda name, message: self.out.append(("receiver", name, message)),
+            version=version,
+            dtype=torch.bfloat16,
+            history_bytes=10000,
+            process_group=self.ctx.group,
+        )
         self.note()
 
     def note(self) -> None:
@@ -148,31 +147,29 @@ class Follower:
         self.wholes[self.sender.version] = {name: value for name, value in whole.items() if name in names}
 
     def start_receiver(self) -> None:
-        kind, like, weights = self.kinds[0], self.wholes[self.sender.version], None
-        self.kinds = self.kinds[1:] + self.kinds[:1]
-        if kind == "by name":
-            weights = {name: torch.zeros_like(value) for name, value in like.items()}
+        kind, *others = self.kinds
+        self.kinds = [*others, kind]
         self.targets = half(kind) if isinstance(kind, int) else None
-        send = lambda to, message: self.post.out.append(("sender", to, message))  # noqa: E731
-        self.receiver = Receiver(self.targets or weights, send, name=self.ctx.rank)
-
-    def take(self, kind: str, message: bytes) -> None:
-        (self.sender if kind == "sender" else self.receiver).receive(message)
+        by_name = {name: torch.zeros_like(value) for name, value in self.wholes[self.sender.version].items()}
+        wanted = self.targets or (by_name if kind == "by name" else None)
+        self.receiver = Receiver(
+            wanted, lambda to, message: self.out.append(("sender", to, message)), name=self.ctx.rank
+        )
 
     def follow(self, asks: bool = True) -> None:
         if asks:
             self.receiver.poll()
-            self.post.exchange(self.take)
-        self.post.exchange(self.take)
+            self.exchange()
+        self.exchange()
         served = self.receiver.version
         if served is not None:
             self.check(served)
         applied = self.receiver.apply()
         if applied is not None:
-            self.counts["applied"] += 1
+            self.applied += 1
             assert served is None or applied.version > served
             self.check(applied.version)
-        self.counts["damaged"] = max(self.counts["damaged"], self.receiver.damaged)
+        self.damaged = max(self.damaged, self.receiver.damaged)
 
     def check(self, version: int) -> None:
         weights = self.receiver.weights
@@ -187,12 +184,11 @@ class Follower:
         self.note()
 
 
-def small_messages() -> Any:
+@contextlib.contextmanager
+def small_messages(cell: int = 400, message: int = 1000) -> Iterator[None]:
     """So that an update of a tiny model has many cells and messages."""
-    stack = contextlib.ExitStack()
-    stack.enter_context(mock.patch.object(_cells, "CELL", 400))
-    stack.enter_context(mock.patch.object(_sender, "_MESSAGE", 1000))
-    return stack
+    with mock.patch.object(_cells, "CELL", cell), mock.patch.object(_sender, "_MESSAGE", message):
+        yield
 
 
 @ranks(2)
@@ -212,8 +208,7 @@ def test_updates_over_a_bad_network(ctx) -> None:
             change(job.model, 100 * step + ctx.rank, [0.02, 0.05, 0, 0.02, 1.0, 0.1][step % 6])
             job.publish()
             job.follow(asks=step % 2 == 0)
-        assert job.counts["applied"] > 60, job.counts
-        assert job.counts["damaged"] > 1, job.counts
+        assert (job.applied > 60, job.damaged > 1) == (True, True), (job.applied, job.damaged)
         ctx.note("the end")
         for _ in range(20):
             job.follow()
@@ -246,17 +241,13 @@ def test_shardings(ctx) -> None:
         assert job.sender.versions == (dict.fromkeys(range(4), 3) if ctx.rank in senders else {})
 
 
-BYTES = [
-    (torch.bfloat16, 0.002, 1.6),
-    (torch.bfloat16, 0.02, 1.2),
-    (torch.bfloat16, 0.1, 1.15),
-    (torch.bfloat16, 0.3, 1.0),
-    (torch.bfloat16, 0.9, 0.75),
-]
-BYTES += [(torch.float32, 0.02, 1.25), (torch.float32, 0.5, 1.15), (torch.float32, 1.0, 1.01)]
+MOST_BYTES = {
+    torch.bfloat16: ((0.002, 1.6), (0.02, 1.2), (0.1, 1.15), (0.3, 1.0), (0.9, 0.75)),
+    torch.float32: ((0.02, 1.25), (0.5, 1.15), (1.0, 1.01)),
+}
 
 
-@pytest.mark.parametrize(("dtype", "share", "most"), BYTES, ids=str)
+@pytest.mark.parametrize(("dtype", "share", "most"), [(d, *row) for d, of in MOST_BYTES.items() for row in of], ids=str)
 def test_bytes(alone, dtype: torch.dtype, share: float, most: float):
     """At most 1.6 times the bytes of the elements that have changed; all that is sent is counted."""
     model = fully_shard(nn.Sequential(nn.Linear(1000, 1000), nn.Linear(1000, 1000)))
@@ -436,7 +427,7 @@ def test_memory(ctx) -> None:
     model = fully_shard(nn.Sequential(*[nn.Linear(256, 256) for _ in range(6)]), process_group=ctx.group)
     shard_nbytes = sum(p.nbytes for p in model.parameters())
     mail, held = list[bytes](), MemoryWatch()
-    with mock.patch.object(_cells, "CELL", 2**11), mock.patch.object(_sender, "_MESSAGE", 2**14):
+    with small_messages(2**11, 2**14):
         with held:
             sender = Sender(model, lambda *each: None, dtype=torch.bfloat16, process_group=ctx.group)
         targets = [Target(f"{i}.weight", torch.zeros(256, 256).bfloat16()) for i in range(6)]
