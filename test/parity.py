@@ -266,11 +266,6 @@ def _assert_close(
     assert not wrong, f"{what} differ (tolerance {rtol:g}):\n  " + "\n  ".join(wrong)
 
 
-def in_texts(ctx, text: str) -> list[str]:
-    """Every rank's ``text``."""
-    return everybody(ctx, text)
-
-
 def everybody(ctx, value: object) -> list[Any]:
     """Every rank's ``value``: anything that pickles. Not ``all_gather_object``, which needs numpy."""
     mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)

@@ -32,20 +32,6 @@ STRATEGIES = tuple(strategy for strategy in ShardingStrategy if not strategy.is_
 ERRORS: tuple[type[BaseException], ...] = (ValueError, torch.OutOfMemoryError, KeyboardInterrupt)
 
 
-class Raises(torch.autograd.Function):
-    """The identity, whose backward calls a function."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, call: Callable[[], None]) -> Tensor:
-        ctx.call = call
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        ctx.call()
-        return grad, None
-
-
 class Bomb:
     """Raises at the ``number``-th call, once."""
 
@@ -71,10 +57,6 @@ def in_forward(bomb: Bomb) -> Callable[[Tensor], Tensor]:
 
 
 def in_backward(bomb: Bomb) -> Callable[[Tensor], Tensor]:
-    return lambda x: Raises.apply(x, bomb)
-
-
-def in_tensor_hook(bomb: Bomb) -> Callable[[Tensor], Tensor]:
     return lambda x: (x.register_hook(bomb) if x.requires_grad else None, x)[1]
 
 
@@ -88,7 +70,7 @@ PLACES: dict[str, Place] = {
     "hook before ours": lambda model, i, bomb: model.blocks[i].register_forward_hook(bomb, prepend=True),
     "full backward hook": lambda model, i, bomb: model.blocks[i].register_full_backward_hook(bomb),
     "backward in a unit": lambda model, i, bomb: in_unit(model, i, in_backward(bomb)),
-    "tensor hook between units": lambda model, i, bomb: between_units(model, i, in_tensor_hook(bomb)),
+    "tensor hook between units": lambda model, i, bomb: between_units(model, i, in_backward(bomb)),
 }
 
 
@@ -245,7 +227,7 @@ def test_recover_inside_a_step(ctx):
     """Refused: it would free what is in use."""
     run, refused = Run(ctx, ShardingStrategy.FULL_SHARD), []
 
-    def attempt() -> None:
+    def attempt(*_: Any) -> None:
         with pytest.raises(RuntimeError, match="inside a forward or a backward"):
             flatshard.recover(run.model)
         refused.append(None)

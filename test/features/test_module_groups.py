@@ -1,6 +1,7 @@
 """Units of several modules: ``fully_shard([norm, head])``, or a tuple of modules in a policy.
 
 What they compute, and verbs on them: the fuzzer's policies ``groups`` and ``lists``, ``together/test_programs.py``.
+How often they are gathered: ``test_split_root``.
 """
 
 import copy
@@ -9,8 +10,6 @@ from typing import Any
 import pytest
 import torch
 from clean import check_clean
-from event_lines import as_text, same_everywhere, train
-from expecttest import assert_expected_inline
 from models import Block
 from on_ranks import ranks
 from parity import check_same_gradients, parts
@@ -24,7 +23,7 @@ WIDTH = 12
 
 
 class Model(nn.Module):
-    """Its norm and head can be one unit, or its embedding and head."""
+    """Its norm and head can be one unit. The loss calls the head."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -32,31 +31,12 @@ class Model(nn.Module):
         self.blocks = nn.ModuleList(Block(WIDTH) for _ in range(2))
         self.norm = nn.LayerNorm(WIDTH)
         self.head = nn.Linear(WIDTH, WIDTH, bias=False)
-        self.runs_head = True
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.embed(x)
         for block in self.blocks:
             x = block(x)
-        x = self.norm(x)
-        return self.head(x) if self.runs_head else x
-
-
-# How a model is sharded: by calls, or by a policy.
-
-
-def by_list(model: Model, group: Any) -> Model:
-    pair = [model.norm, model.head]
-    assert fully_shard(pair, process_group=group) is pair
-    return fully_shard(model, policy={Block}, process_group=group)
-
-
-def by_policy(model: Model, group: Any) -> Model:
-    return fully_shard(model, policy={Block, (model.norm, model.head)}, process_group=group)
-
-
-def around(model: Model, group: Any) -> Model:
-    return fully_shard(model, policy=[Block, [model.embed, model.head]], process_group=group)
+        return self.norm(x)
 
 
 @ranks(2)
@@ -64,8 +44,10 @@ def test_chunked_loss(ctx):
     """The head is called per chunk, after the model's forward: one gather and one reduction, as migration.md has it."""
     torch.manual_seed(0)
     plain = Model().double()
-    plain.runs_head = False
-    model = by_list(copy.deepcopy(plain), ctx.group)
+    model = copy.deepcopy(plain)
+    pair = [model.norm, model.head]
+    assert fully_shard(pair, process_group=ctx.group) is pair
+    fully_shard(model, policy={Block}, process_group=ctx.group)
     x = torch.randn(2 * ctx.world_size, WIDTH).double()
     mine = parts(ctx, x)[1]
     plain.head(plain(x)).square().mean().backward()
@@ -84,42 +66,6 @@ def test_chunked_loss(ctx):
         check_clean(model)
 
 
-def events(ctx, how: Any) -> list[list[str]]:
-    model = how(Model(), ctx.group)
-    x = torch.ones(2, WIDTH)
-    train(model, x)
-    return [train(model, x)]
-
-
-def test_one_gather_for_all_members(pool):
-    (adjacent,) = same_everywhere(pool.run(events, by_policy))
-    (apart,) = same_everywhere(pool.run(events, around))
-    assert (adjacent,) == tuple(same_everywhere(pool.run(events, by_list)))
-    assert_expected_inline(
-        as_text([adjacent, apart]),
-        """\
-all-gather <root>           all-gather <root>
-all-gather blocks.0         all-gather embed, head
-all-gather blocks.1         all-gather blocks.0
-reshard blocks.0            all-gather blocks.1
-all-gather norm, head       reshard blocks.0
-reshard blocks.1            reshard blocks.1
-reshard norm, head          reshard embed, head
--- backward                 -- backward
-all-gather norm, head       all-gather embed, head
-all-gather blocks.1         all-gather blocks.1
-reshard norm, head          reshard <root>
-reduce-scatter norm, head   all-gather blocks.0
-all-gather blocks.0         reshard blocks.1
-reshard blocks.1            reduce-scatter blocks.1
-reduce-scatter blocks.1     reshard blocks.0
-reshard blocks.0            reduce-scatter blocks.0
-reduce-scatter blocks.0     reshard embed, head
-reshard <root>              reduce-scatter embed, head
-reduce-scatter <root>       reduce-scatter <root>""",
-    )
-
-
 def test_members_are_freed_when_all_have_run(world):
     """And at the end of the pass, where some do not run."""
     world(2)
@@ -129,8 +75,8 @@ def test_members_are_freed_when_all_have_run(world):
     with torch.no_grad(), record_events() as events:
         model(torch.ones(2, 4))
     assert events.index("reshard 0, 1") < events.index("reshard 2")
-    model = by_policy(Model(), None)
-    model.runs_head = False
+    model = Model()
+    fully_shard(model, policy={Block, (model.norm, model.head)})
     for _ in range(2):
         model(torch.ones(2, WIDTH)).sum().backward()
         check_clean(model)

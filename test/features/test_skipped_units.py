@@ -1,86 +1,23 @@
-"""``flatshard.skip``: ranks that run different units, against one process in which every slice of the batch runs its own.
+"""``flatshard.skip``: what it takes and returns, and units on other process groups inside.
 
-The fuzzer skips, too: tied and frozen units, in some of several backwards, under every option.
+Ranks that run different units: the fuzzer's, under every option, and ``test_layer_drop``.
 """
 
 import copy
 import functools
-import random
-from typing import Any
 
 import pytest
 import torch
-from checkpointed import CALLS
 from models import Block, Net
 from on_ranks import ranks
-from parity import check_same_gradients, check_same_params, everybody, step_all, twins
-from torch import Tensor, nn
+from parity import check_same_gradients, twins
+from torch import nn
+from torch.utils.checkpoint import checkpoint
 
-from flatshard import BackwardPrefetch, describe, fully_shard, skip
+from flatshard import describe, fully_shard, skip
 from flatshard._trace import record_events
 
 WIDTH = 4
-
-
-class Tower(nn.Sequential):
-    """A unit with units inside, whose own parameters come after them."""
-
-    def __init__(self) -> None:
-        super().__init__(*(Block() for _ in range(3)), nn.Linear(WIDTH, WIDTH))
-
-
-class Chosen(nn.Module):
-    """Leaves and towers, of which the data choose. Without ``sharded``, what is not chosen is left out."""
-
-    sharded, kind = False, "none"  # how the modules are called
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.front, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.chosen = nn.ModuleList([*(Block() for _ in range(6)), Tower(), Tower(), Block()])
-
-    def forward(self, x: Tensor, choices: list[bool]) -> Tensor:
-        x = self.front(x)
-        for module, runs in zip(self.chosen, choices, strict=True):
-            if runs or self.sharded:
-                x = CALLS[self.kind](module if runs else functools.partial(skip, module), x)
-        return self.head(x)
-
-
-WAYS: list[tuple[str, dict[str, Any]]] = [
-    ("none", {}),
-    ("none", {"backward_prefetch": BackwardPrefetch.BACKWARD_POST}),
-    ("none", {"backward_prefetch": None, "forward_prefetch": False}),
-    *(("none", {"strategy": strategy}) for strategy in ("shard_grad_op", "no_shard", "shard_optim", "hybrid_shard")),
-    ("non-reentrant", {"backward_prefetch": None}),
-    ("reentrant", {"backward_prefetch": BackwardPrefetch.BACKWARD_POST}),
-]
-
-
-@pytest.mark.parametrize(("way", "world_size"), [(way, 4 if way in (0, 6, 7) else 2) for way in range(len(WAYS))])
-@ranks()  # of four where hybrid sharding needs them
-def test_each_rank_chooses(ctx, way: int):
-    """As in one process, and all ranks issue the same gathers, and the same reductions, in the same order."""
-    kind, options = WAYS[way]
-    if options.get("strategy") == "hybrid_shard":
-        options = options | {"device_mesh": ctx.device_mesh((2, 2), ("replicate", "shard"))}
-    plain, model = twins(ctx, Chosen, {Block, Tower}, **options)
-    model.sharded, model.kind = True, kind
-    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2, weight_decay=0.1) for m in (plain, model)]
-    rng = random.Random(way)
-    for step in range(3):
-        xs = torch.randn(ctx.world_size, 2, WIDTH, generator=torch.Generator().manual_seed(step)).double()
-        choices = [[step == way % 2 or rng.random() < 0.4 for _ in model.chosen] for _ in xs]
-        for x, chosen in zip(xs, choices, strict=True):
-            (plain(x, chosen).square().mean() / ctx.world_size).backward()
-        with record_events() as events:
-            model(xs[ctx.rank], choices[ctx.rank]).square().mean().backward()
-        for verb in ("all-gather", "reduce-scatter", "all-reduce"):
-            first, *others = everybody(ctx, [event for event in events if event.startswith(verb)])
-            assert all(each == first for each in others), verb
-        check_same_gradients(model, plain)
-        step_all(optimizers)
-    check_same_params(model, plain)
 
 
 @ranks(2)
@@ -110,6 +47,18 @@ def test_the_call(ctx):
     with torch.no_grad():
         assert torch.equal(model(x), plain(x)) if ctx.rank == 0 else skip(model) == ()
     assert {u.state for u in describe(model).units} == {"sharded"}
+
+
+def test_a_checkpoint_recomputes_it(world):
+    """So units inside are gathered in the order of a forward, as on ranks that run them."""
+    world(2)
+    model = fully_shard(nn.Sequential(*(Block() for _ in range(3))), policy={Block}, backward_prefetch=None)
+    steps = []
+    for call in (model, functools.partial(skip, model)):
+        with record_events() as events:
+            checkpoint(call, torch.ones(2, WIDTH, requires_grad=True), use_reentrant=False).sum().backward()
+        steps.append([event for event in events if event.startswith("all-gather")])
+    assert steps[0] == steps[1]
 
 
 @ranks(4)

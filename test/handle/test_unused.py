@@ -1,21 +1,15 @@
 """Parameters that some ranks do not use, and of which some hold no element: all ranks agree whether there is a gradient.
 
-The oracle is one process in which every slice of the batch uses what its rank uses.
+Steps of such, against one process: the fuzzer's, and ``core/test_order``.
 """
 
-import contextlib
-from typing import Any
-
-import pytest
 import torch
 from on_ranks import ranks
-from parity import check_same_params, step_all, twins
 from pool import Context
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 
 import flatshard
-from flatshard import ShardingStrategy, fully_shard
+from flatshard import fully_shard
 
 WIDTH = 4
 
@@ -33,69 +27,15 @@ class Scales(nn.Module):
         return x
 
 
-class Net(nn.Module):
-    def __init__(self, count: int = 6) -> None:
-        super().__init__()
-        self.inner = Scales(count)
-        self.scale = nn.Parameter(torch.rand(WIDTH) + 0.5)
-
-    def forward(self, x: Tensor, used: list[int]) -> Tensor:
-        return self.inner(x * self.scale, used)
-
-
-def used_by(rank: int, step: int) -> list[int]:
-    """0: by all. 1: by none. 2: by rank 0. 3: by odd ranks. 4: by other ranks in each step. 5: in step 1 only."""
-    return [0] + [2] * (rank == 0) + [3] * (rank % 2 == 1) + [4] * (step % 2 == rank % 2) + [5] * (step == 1)
-
-
-def train(ctx: Context, strategy: str, optimizer: str, accumulate: str = "") -> None:
-    where: dict[str, Any] = {"strategy": ShardingStrategy[strategy]}
-    if strategy.startswith("HYBRID"):
-        where["device_mesh"] = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    plain, model = twins(ctx, Net, {Scales}, **where)
-    if optimizer == "whole":
-        made = flatshard.optim.WholeParameterOptimizer(model.parameters(), torch.optim.Adam, lr=0.1)
-        optimizers = [made, torch.optim.Adam(plain.parameters(), lr=0.1)]
-    else:
-        optimizers = [torch.optim.AdamW(m.parameters(), lr=0.1, weight_decay=0.1) for m in (model, plain)]
-    for step in range(3):
-        ctx.note(f"{strategy} {optimizer} {accumulate} step {step}")
-        for backward in range(2 if accumulate else 1):
-            torch.manual_seed(10 * step + backward)
-            xs = torch.randn(ctx.world_size, WIDTH, dtype=torch.double)
-            for rank, x in enumerate(xs):
-                (plain(x, used_by(rank, step + backward)).square().mean() / ctx.world_size).backward()
-            if accumulate == "replicas":
-                flatshard.configure(model, all_reduce=bool(backward))
-            flatshard.unshard(model, recurse=True)
-            holds = accumulate == "no_sync" and not backward
-            with flatshard.no_sync(model) if holds else contextlib.nullcontext():
-                model(xs[ctx.rank], used_by(ctx.rank, step + backward)).square().mean().backward()
-        expected = [n for n, p in plain.named_parameters() if p.grad is not None]
-        found = [n for n, p in model.named_parameters() if p.grad is not None]
-        assert found == expected, f"gradients of {found}, expected {expected}"
-        for name in found:  # communicates, so all ranks must have it
-            whole, part = plain.get_parameter(name).grad, model.get_parameter(name).grad
-            torch.testing.assert_close(part.norm(), whole.norm(), rtol=1e-9, atol=0)
-        flatshard.unshard(model, recurse=True)  # what is gathered here is outdated after the step, on all ranks
-        step_all(optimizers)
-    flatshard.reshard(model)
-    check_same_params(model, plain)
-    if optimizer == "adamw":
-        ours, theirs = (
-            {n: int(o.state[p]["step"]) for n, p in m.named_parameters() if p in o.state}
-            for m, o in zip((model, plain), optimizers, strict=True)
-        )
-        assert ours == theirs
-
-
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD", "HYBRID_SHARD"])
 @ranks(4)
-def test_all_ranks_agree_what_was_used(ctx: Context, strategy: str) -> None:
-    for optimizer, accumulate in [("adamw", ""), ("whole", ""), ("adamw", "no_sync")]:
-        train(ctx, strategy, optimizer, accumulate)
-    if strategy == "HYBRID_SHARD":
-        train(ctx, strategy, "adamw", "replicas")
+def test_what_an_earlier_backward_used_has_a_gradient(ctx: Context) -> None:
+    """Averaged within the shard group at first, and over the replicas by a backward that uses another parameter."""
+    mesh = ctx.device_mesh((2, 2), ("replicate", "shard"))
+    model = fully_shard(Scales(3), device_mesh=mesh, strategy="HYBRID_SHARD")
+    for used in (0, 1):
+        flatshard.configure(model, all_reduce=used == 1)
+        model(torch.ones(WIDTH), [used]).sum().backward()
+    assert [p.grad is not None for p in model.scales] == [True, True, False]
 
 
 @ranks(2)
@@ -108,6 +48,16 @@ def test_a_gradient_of_negative_zero_is_a_gradient(ctx: Context) -> None:
         flatshard.unshard(model)
         sum((w * -0.0).sum() for i, w in enumerate(model.scales) if i != 1 or ctx.rank).backward()
         assert all(p.grad is not None for p in model.parameters())
+
+
+class Net(nn.Module):
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.inner = Scales(count)
+        self.scale = nn.Parameter(torch.rand(WIDTH) + 0.5)
+
+    def forward(self, x: Tensor, used: list[int]) -> Tensor:
+        return self.inner(x * self.scale, used)
 
 
 @ranks(3)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from models import Mlp
 from on_ranks import ranks
 from pairs import all_pairs, some
-from parity import adamw, in_texts, mean_square, whole_gradients
+from parity import adamw, everybody, mean_square, whole_gradients
 from saving import CommunicationWatch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_ as stock_clip
@@ -131,7 +131,7 @@ def check_statistics(ctx: Any, sharded: nn.Module, plain: nn.Module) -> None:
         assert stats.max_abs == pytest.approx(grad.abs().max().item() if grad.numel() else 0.0, rel=rel), name
         assert stats.mean == pytest.approx(real.mean().item(), rel=rel, abs=1e-9, nan_ok=True), name
         assert (stats.numel, stats.nonfinite) == (grad.numel(), 0), name
-    assert set(in_texts(ctx, repr(found))) == {repr(found)}
+    assert set(everybody(ctx, repr(found))) == {repr(found)}
 
 
 def put(param: nn.Parameter, index: int, value: float) -> None:
@@ -244,7 +244,7 @@ def test_ignored_parameters_count_once(ctx) -> None:
     plain, sharded = pair(ctx, Model, lambda m, g: shard(m, g, {Mlp}, ignored_states=[m.scale, m.blocks[0]]))
     backward(ctx, plain, sharded)
     norms = repr([total_norm(sharded, p) for p in ORDERS])
-    assert set(in_texts(ctx, norms)) == {norms}, "equal, though ignored gradients differ by rank"
+    assert set(everybody(ctx, norms)) == {norms}, "equal, though ignored gradients differ by rank"
     for param in sharded.parameters():
         if not isinstance(param, ShardedParameter) and param.grad is not None:
             assert type(param.grad) is Tensor
