@@ -27,7 +27,8 @@ def test_a_steady_step_takes_no_new_memory(ctx):
         model.zero_grad()
         found.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
     pages = 4 * WIDTH * WIDTH // resource.getpagesize()
-    assert min(found) < pages  # of some 14 units gathered and reduced, not even one's
+    # Of some 14 units gathered and reduced: an input of a reduction that shared memory has given back, or two if a rank lags.
+    assert min(found) < 3 * pages
 
 
 def test_it_can_be_left_alone(monkeypatch):

@@ -89,7 +89,7 @@ def train(ctx, order: str, backend: str, checkpointed: bool, strategy: S) -> Non
         steps=4,
         shard=functools.partial(shard, order=order, backend=counter, strategy=strategy),
     ).sharded
-    assert counter.frame_count == GRAPHS
+    assert 0 < counter.frame_count <= GRAPHS
     with record_events() as events:
         model(torch.randn(2, WIDTH).double()).sum().backward()
     assert events.count("all-gather 1") == (2 if strategy is FULL else 1)
