@@ -414,13 +414,15 @@ def test_memory_of_reductions_is_given_back_when_a_backward_has_ended(ctx) -> No
         model = nn.Sequential(*[nn.Linear(128, 128, bias=False) for _ in range(6)])
         fully_shard(model, policy={nn.Linear}, process_group=new_group(2))
         _, memory = in_memory(next(iter(units_below(model))).context.runtime.group)
+        for layer in model:  # in step, so that at most three shards are under way in a forward
+            layer.register_forward_pre_hook(lambda *_: dist.barrier(ctx.group))
         for _ in range(4):
             model(torch.ones(2, 128)).sum().backward()
             dist.barrier(ctx.group)
             memory._own.take(1)  # what was read after the end of backward
         shard = 128 * 128 // 2 * 4
-        assert memory._own.nbytes > 3 * shard
-        assert held(memory._own) < 2 * shard + 3 * mmap.PAGESIZE
+        assert memory._own.nbytes > 4 * shard
+        assert held(memory._own) < 3 * shard + 3 * mmap.PAGESIZE
 
 
 # -- training --------------------------------------------------------------------------------------------------------
