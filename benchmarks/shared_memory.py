@@ -34,7 +34,7 @@ COLUMNS = {
     "bf16": Setting(Block, bf16=True),
     "fp32, 4 x no_sync": Setting(Block, microbatches=4, reduced=False),
 }
-GLOO, TENSORS = "flatshard, gloo alone", "flatshard, its tensors"
+TENSORS = "flatshard, its tensors"
 
 
 class WithSegments(LiveBytes):
@@ -95,8 +95,8 @@ def measure(args: argparse.Namespace) -> list[Table]:
     for column, setting in COLUMNS.items():
         progress(f"shared memory, {column}")
         floor, _ = held(setting, config, 0)
-        peak, tensors = held(setting, config, 2**16)
-        columns[column] = {OURS: Figure(peak / floor), TENSORS: Figure(tensors / floor), GLOO: Figure(1.0)}
+        peak, tensors = held(setting, config, _config.SHARED_MEMORY)
+        columns[column] = {OURS: Figure(peak / floor), TENSORS: Figure(tensors / floor)}
         floors.append(f"{column} {floor / 2**20:.1f}")
     what = f"GPT of {config.layers} blocks of width {config.width}, {dist.get_world_size()} ranks of one host"
     return [

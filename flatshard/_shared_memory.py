@@ -164,9 +164,8 @@ class _Segment:
         """Give back the memory of the pages from ``start`` to ``stop``, as far as it is not to be kept."""
         first, last = -(-max(start, self._kept) // mmap.PAGESIZE), stop // mmap.PAGESIZE
         if 1 in self._pages[first:last]:
-            self._pages[first:last] = bytes(
-                last - first
-            )  # first: an interrupt must not leave pages that are thought to be there
+            # Before the memory is gone, so that an interrupt in between does not leave pages that only seem to have some.
+            self._pages[first:last] = bytes(last - first)
             try:
                 self.mapping.map.madvise(mmap.MADV_REMOVE, first * mmap.PAGESIZE, (last - first) * mmap.PAGESIZE)
             except OSError as e:

@@ -103,7 +103,7 @@ class Stitched:
             for at, names in enumerate(self.names)
             for block in sorted({*range(len(names))} - {*kept[at]})
         ]
-        order = _in_order(_segments(short, self._block), doubles)
+        order = _in_order(_passages(short, self._block), doubles)
         return None if order is None else self._stitched(short, order, grown, doubles)
 
     def _find_block(self, unit: str) -> Block | None:
@@ -154,10 +154,10 @@ class Stitched:
         """The plan of the long model. Its collectives are not in order."""
         level = functools.reduce(_more, (each.begins for each in grown), _pair(short.samples[0]))
         samples = []
-        for segment, number in order:
+        for passage, number in order:
             begin = level
-            for sample in segment.samples:
-                level = _more(begin, _less(_pair(sample), segment.before))
+            for sample in passage.samples:
+                level = _more(begin, _less(_pair(sample), passage.before))
                 samples.append(Sample(sample.phase, self._name(sample.unit, number), *level))
         steps, growths = _steps(short), [each.steps for each in grown]
         if {*map(len, itertools.chain(*growths))} - {len(steps)}:  # it steps parameters one after the other
@@ -214,7 +214,7 @@ def fewest(around: Sequence[Hashable]) -> list[int]:
     return kept
 
 
-def _segments(plan: Plan, block_of: Callable[[str], Block | None]) -> list[_Passage]:
+def _passages(plan: Plan, block_of: Callable[[str], Block | None]) -> list[_Passage]:
     """The samples of ``plan`` before the optimizer steps. The outermost unit's after a block's are its own."""
     found: list[_Passage] = []
     before = _pair(plan.samples[0])
@@ -230,10 +230,10 @@ def _segments(plan: Plan, block_of: Callable[[str], Block | None]) -> list[_Pass
     return found
 
 
-def _in_order(segments: Sequence[_Passage], doubles: Sequence[list[int]]) -> list[tuple[_Passage, int]] | None:
-    """The segments of the long model, each as its double's, and the block's number. None: blocks do not run in a row."""
+def _in_order(passages: Sequence[_Passage], doubles: Sequence[list[int]]) -> list[tuple[_Passage, int]] | None:
+    """The passages of the long model, each as its double's, and the block's number. None: blocks do not run in a row."""
     order: list[tuple[_Passage, int]] = []
-    for (_, run), group in itertools.groupby(segments, key=lambda each: (each.phase, each.block and each.block[0])):
+    for (_, run), group in itertools.groupby(passages, key=lambda each: (each.phase, each.block and each.block[0])):
         parts = list(group)
         if run is None:
             order += [(each, 0) for each in parts]
