@@ -12,24 +12,14 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from flatshard.planning._report import Plan
-from flatshard.planning._shorter import joined
-from flatshard.planning._timeline import (
-    UNTIL_BACKWARD,
-    UNTIL_CHANGE,
-    UNTIL_FORWARD,
-    Choices,
-    Costs,
-    Keeps,
-    Timeline,
-    options_of,
-)
+from flatshard.planning._choices import UNTIL_BACKWARD, UNTIL_CHANGE, Choices, Costs, Keeps, State, options_of
+from flatshard.planning._timeline import Timeline, pair_of
 
 MOST = 4000
 """Partial choices that are kept for each choice of the last unit."""
@@ -56,16 +46,27 @@ class Sums:
     """What each stretch takes, as sums: the same for all costs and limits. [Note: Choosing]"""
 
     def __init__(self, timeline: Timeline, start: Choices, recomputes: bool) -> None:
-        self.timeline, self.options = timeline, options_of(start[0], recomputes)
+        self.timeline = timeline
+        options = options_of(start[0], recomputes)
+        self.states = states_of(timeline, options)
         self.stays_until_change = start[0].stays == UNTIL_CHANGE
         self.last_of = torch.tensor([-1 if r.pair[1] is None else timeline.place[r.pair[1]] for r in timeline.rows])
-        self.base, self.rows = _rows(timeline, self.options)
+        self.base, self.rows = _rows(timeline, options)
         _settle(self.rows, self.last_of)
-        # For each unit: the least that it and later ones add, by the choice before it; and the stretches that they change.
+        # For each unit and state: the states of the one before with which it may be.
+        self.befores = _befores(timeline, self.states)
+        # For each unit: the least that it and later ones add, by the state before it; and the stretches that they change.
         least, changes = torch.zeros_like(self.base), torch.zeros(len(self.base), dtype=torch.bool)
-        self.least, self.changes = [least[None].expand(len(self.options), -1)], [changes]
-        for each in reversed(self.rows):
-            low = functools.reduce(torch.minimum, each.unbind(1))  # quicker than ``amin`` of integers
+        self.least, self.changes = [least[None].expand(len(self.states[-1]), -1)], [changes]
+        for each, befores in zip(reversed(self.rows), reversed(self.befores), strict=True):
+            low = torch.stack(
+                [
+                    functools.reduce(
+                        torch.minimum, [each[before, at] for at, those in enumerate(befores) if before in those]
+                    )
+                    for before in range(len(each))
+                ]
+            )
             self.least.insert(0, low + least)
             lowest = functools.reduce(torch.minimum, low.unbind(0))
             least = least + lowest
@@ -82,13 +83,13 @@ class Sums:
         for place, unit in enumerate(self.timeline.order):
             still = self.changes[place + 1][open_rows]
             coming = self.last_of[open_rows[still]] > place
-            before_it = torch.cat([each.costs for each in front])
-            peaks = torch.cat([each.peaks for each in front])
-            links = torch.cat([_links(before, len(each.costs)) for before, each in enumerate(front)])
             adds, rest = self.rows[place][:, :, open_rows], self.least[place + 1][:, open_rows]
+            those = functools.cache(functools.partial(_joined, front))
             grown = []
-            for at, keeps in enumerate(self.options):
-                rows = torch.cat([each.rows + adds[before, at] for before, each in enumerate(front)])
+            for at, (keeps, _) in enumerate(self.states[place]):
+                befores = self.befores[place][at]
+                before_it, peaks, links = those(befores)
+                rows = torch.cat([front[before].rows + adds[before, at] for before in befores])
                 every = _Partials(before_it + costs.of(unit, keeps), peaks, rows, links)
                 within = _within(every, rest[at], still, limit)
                 grown.append(_unbeaten(within, coming, self.stays_until_change, most))
@@ -102,7 +103,31 @@ class Sums:
             for at, each in enumerate(front)
             for number, (cost, peak) in enumerate(zip(each.costs.tolist(), each.peaks.tolist(), strict=True))
         ]
-        return _followed(self.timeline, self.options, steps, *min(found)[2:])
+        return _followed(self.timeline, self.states, steps, *min(found)[2:])
+
+
+def states_of(timeline: Timeline, options: Sequence[Keeps]) -> list[list[State]]:
+    """Of each unit, in the order of forward. ``options``: what it may keep."""
+    return [timeline.nesting.states(unit, options) for unit in timeline.order]
+
+
+def _befores(timeline: Timeline, states: Sequence[list[State]]) -> list[list[tuple[int, ...]]]:
+    """For each unit and state the numbers of those of the unit before with which it may be."""
+    found: list[list[tuple[int, ...]]] = [[(0,) for _ in states[0]]]
+    for place, (before, here) in enumerate(itertools.pairwise(states), start=1):
+        last, unit = timeline.order[place - 1 : place + 1]
+        rows = [[timeline.nesting.follows(last, each, unit, state) for each in before] for state in here]
+        found.append([tuple(itertools.compress(range(len(before)), row)) for row in rows])
+    return found
+
+
+def _joined(front: Sequence[_Partials], befores: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
+    """Costs, peaks and links of those that end with these states."""
+    return (
+        torch.cat([front[before].costs for before in befores]),
+        torch.cat([front[before].peaks for before in befores]),
+        torch.cat([_links(before, len(front[before].costs)) for before in befores]),
+    )
 
 
 def _settle(rows: list[Tensor], last_of: Tensor) -> None:
@@ -113,7 +138,7 @@ def _settle(rows: list[Tensor], last_of: Tensor) -> None:
     """
     over = torch.zeros_like(rows[0][0])
     for place, each in enumerate(rows):
-        more = (each[0] - each[0, 0]) * (last_of < place) if place < len(rows) - 1 else torch.zeros_like(over)
+        more = (each[0] - each[0, 0]) * (last_of < place) if place < len(rows) - 1 else torch.zeros_like(each[0])
         each += (over[:, None] if place else 0) - more
         over = more
 
@@ -133,9 +158,14 @@ def _within(partials: _Partials, rest: Tensor, still: Tensor, limit: float) -> _
 def peaks_along(timeline: Timeline, start: Choices, steps: Sequence[tuple[int, Keeps]], recomputes: bool) -> list[int]:
     """The most bytes after each of ``steps``, which give up something of a unit each."""
     options = options_of(start[0], recomputes)
-    number = {keeps: at for at, keeps in enumerate(options)}
+    numbers = [{state: at for at, state in enumerate(states)} for states in states_of(timeline, options)]
     base, rows = _rows(timeline, options)
-    now = [number[start[unit]] for unit in timeline.order]
+    choices = list(start)
+
+    def number(place: int) -> int:
+        return numbers[place][timeline.nesting.state(timeline.order[place], choices)]
+
+    now = [number(place) for place in range(len(numbers))]
 
     def taken(place: int) -> Tensor:
         return rows[place][now[place - 1] if place else 0, now[place]]
@@ -143,11 +173,13 @@ def peaks_along(timeline: Timeline, start: Choices, steps: Sequence[tuple[int, K
     total = base + torch.stack([taken(place) for place in range(len(now))]).sum(0)
     found = []
     for unit, keeps in steps:
-        place = timeline.place[unit]
-        touched = range(place, min(place + 2, len(now)))
+        places = [timeline.place[each] for each in timeline.nesting.beside[unit]]
+        touched = [place for place in range(min(places), max(places) + 2) if place < len(now)]
         for each in touched:
             total = total - taken(each)
-        now[place] = number[keeps]
+        choices[unit] = keeps
+        for each in places:
+            now[each] = number(each)
         for each in touched:
             total = total + taken(each)
         found.append(int(total.max()))
@@ -155,12 +187,12 @@ def peaks_along(timeline: Timeline, start: Choices, steps: Sequence[tuple[int, K
 
 
 def _followed(
-    timeline: Timeline, options: Sequence[Keeps], steps: Sequence[list[_Partials]], at: int, number: int
+    timeline: Timeline, states: Sequence[list[State]], steps: Sequence[list[_Partials]], at: int, number: int
 ) -> Choices:
-    """The choice that ends with option ``at``, and is the one of this ``number`` of those."""
+    """The choice that ends with state ``at``, and is the one of this ``number`` of those."""
     found: dict[int, Keeps] = {}
-    for unit, front in zip(reversed(timeline.order), reversed(steps), strict=True):
-        found[unit] = options[at]
+    for unit, those, front in zip(reversed(timeline.order), reversed(states), reversed(steps), strict=True):
+        found[unit] = those[at][0]
         at, number = front[at].before[number].tolist()
     return tuple(found[unit] for unit in range(len(found)))
 
@@ -186,12 +218,13 @@ def _unbeaten(partials: _Partials, coming: Tensor, by_peak: bool, most: int) -> 
 
 
 def _rows(timeline: Timeline, options: Sequence[Keeps]) -> tuple[Tensor, list[Tensor]]:
-    """What each stretch takes whatever is chosen, and what each unit adds, in the order of forward: by the choice of the unit
-    before (one row for the first unit), its own choice, and the stretch."""
+    """What each stretch takes whatever is chosen, and what each unit adds, in the order of forward: by the state of the unit
+    before (one row for the first unit), its own state, and the stretch. See ``states_of``."""
     count = len(timeline.rows)
     base = torch.full((count,), timeline.begins, dtype=torch.int64)
-    befores: list[list[Keeps | None]] = [[None] if place == 0 else [*options] for place in range(len(timeline.order))]
-    found = [torch.zeros(len(before), len(options), count, dtype=torch.int64) for before in befores]
+    states = states_of(timeline, options)
+    befores: list[Sequence[State | None]] = [[None], *states]
+    found = [torch.zeros(len(b), len(s), count, dtype=torch.int64) for b, s in zip(befores, states, strict=False)]
     for number, row in enumerate(timeline.rows):
         if row.pair[1] is None:
             taken, left = timeline.taken(row, (None, None))
@@ -199,41 +232,21 @@ def _rows(timeline: Timeline, options: Sequence[Keeps]) -> tuple[Tensor, list[Te
             base[number + 1 :] += left
             continue
         place = timeline.place[row.pair[1]]
-        each = [[timeline.taken(row, (before, keeps)) for keeps in options] for before in befores[place]]
+        each = [[timeline.taken(row, pair_of(before, state)) for state in states[place]] for before in befores[place]]
         taken_left = torch.tensor(each)[..., None]
         found[place][..., number : number + 1] += taken_left[:, :, 0]
         found[place][..., number + 1 :] += taken_left[:, :, 1]
     alive = torch.tensor([row.alive for row in timeline.rows])
-    here: list[list[int]] = [[] for _ in timeline.order]
+    here = [torch.zeros(count, dtype=torch.int64) for _ in timeline.order]
     for number, row in enumerate(timeline.rows):
-        for unit in {row.own, row.ahead} - {None}:
-            here[timeline.place[unit]].append(number)  # type: ignore[index]
+        for unit, size in timeline.here(row).items():
+            here[timeline.place[unit]][number] = size
     for place, unit in enumerate(timeline.order):
-        for second, keeps in enumerate(options):
+        for second, (keeps, _) in enumerate(states[place]):
             stays = torch.zeros(count, dtype=torch.bool)
             if keeps.stays == UNTIL_CHANGE:
                 stays[:] = True
             elif keeps.stays == UNTIL_BACKWARD:
                 stays = alive > place
-            stays[here[place]] = False
-            found[place][:, second] += stays * timeline.size[unit]
+            found[place][:, second] += stays * (timeline.size[unit] - here[place])
     return base, found
-
-
-def flops_again(names: Sequence[str], kept: Plan, planned: Callable[[Choices], Plan], recomputes: bool) -> list[float]:
-    """For each unit the operations to compute its forward again, with the units inside, if none of these does.
-
-    ``kept``: the plan in which no unit does. ``planned``: makes that of other choices.
-    """
-    number = {name: at for at, name in enumerate(names)}
-    parents = [itertools.accumulate(name.split("."), joined) for name in names]
-    chains = [[name for name in each if name in number] for each in parents]  # from the outermost unit to each
-    before = {unit.fqn: unit.flops for unit in kept.units}
-    found = [0.0] * len(names)
-    for depth in range(max(map(len, chains), default=0)):
-        choices = tuple(Keeps(UNTIL_FORWARD, recomputes and len(chain) == depth + 1) for chain in chains)
-        now = {unit.fqn: unit.flops for unit in planned(choices).units}
-        for chain in chains:
-            if len(chain) > depth:
-                found[number[chain[depth]]] += now[chain[-1]] - before[chain[-1]]
-    return found

@@ -23,8 +23,19 @@ from flatshard._composable.construct.policy import Policy, SplitRoot
 from flatshard._composable.find import units_of_parameters
 from flatshard._config import MixedPrecision, ShardingStrategy
 from flatshard.planning._arguments import default_loss, largest, parse_bytes, ranks_of, repeated
-from flatshard.planning._chooser import Sums, cheapest, flops_again, peaks_along
-from flatshard.planning._fitted import Fit, GivenUp, UnitFit, Unlimited, names_in_short
+from flatshard.planning._choices import (
+    UNTIL_BACKWARD,
+    UNTIL_CHANGE,
+    UNTIL_FORWARD,
+    Choices,
+    Costs,
+    Keeps,
+    options_of,
+    patterns,
+    steps_between,
+)
+from flatshard.planning._chooser import Sums, cheapest, peaks_along
+from flatshard.planning._fitted import Fit, GivenUp, UnitFit, Unlimited, in_words, names_in_short
 from flatshard.planning._on_host import best_on_host, cheaper_on_host, copied_for, copied_nbytes, fewest_on_host
 from flatshard.planning._optimizer import OptimizerChoice
 from flatshard.planning._program import StepOptions
@@ -34,18 +45,7 @@ from flatshard.planning._settings import EVERYTHING, Setting, Step, steps_to, st
 from flatshard.planning._shorter import shortened
 from flatshard.planning._stand_in import StandIn
 from flatshard.planning._stitched import Stitched, runs_of_blocks
-from flatshard.planning._timeline import (
-    UNTIL_BACKWARD,
-    UNTIL_CHANGE,
-    UNTIL_FORWARD,
-    Choices,
-    Costs,
-    Keeps,
-    Timeline,
-    options_of,
-    patterns,
-    steps_between,
-)
+from flatshard.planning._timeline import Timeline
 
 REFINED = 16
 """Units, up to which each thing given up is tried once more with the program itself, where the timeline is not exact."""
@@ -287,8 +287,8 @@ class _Search:
             if (choices := self._solve(each)) is not None:
                 more = 0.0
                 if choices != self.start:
-                    costs = self._costs(each)
-                    more = costs.total(choices) - costs.total(self.start)
+                    costs, in_full = self._costs(each), self._timeline(each).nesting.in_full
+                    more = costs.total(in_full(choices)) - costs.total(in_full(self.start))
                 if begins + more < least:
                     least, found = begins + more, (each, choices)
         return found
@@ -447,11 +447,12 @@ class _Search:
         """A timeline that has learned from plans. ``roughly``: from those alone in which all units do the same."""
         learnt = [self.least, self.start]
         if self.recomputes:
-            rows = patterns(len(self.names))
+            rows = patterns(self.names)
             learnt += [tuple(Keeps(UNTIL_FORWARD, again) for again in row) for row in (rows[:1] if roughly else rows)]
-        timeline = Timeline(self.plan(setting, self.least), self.names, setting.limit)
-        for choices in learnt:
-            timeline.learn(choices, self.plan(setting, choices))
+        plans = {choices: self.plan(setting, choices) for choices in learnt}
+        timeline = Timeline(list(plans.values()), self.names, setting.limit)
+        for choices, plan in plans.items():
+            timeline.learn(choices, plan)
         return timeline
 
     def _may_fit(self, setting: Setting) -> bool:
@@ -460,12 +461,15 @@ class _Search:
         if self.short is not None or self.stitched is not None or setting in self.timelines:
             return True
         rough = self._learnt(setting, roughly=True)
-        return cheapest(rough, self._costs(setting), ROUGHLY * self.budget, self.start, self.recomputes) is not None
+        return (
+            cheapest(rough, self._costs(setting, rough), ROUGHLY * self.budget, self.start, self.recomputes) is not None
+        )
 
-    def _costs(self, setting: Setting) -> Costs:
+    def _costs(self, setting: Setting, timeline: Timeline | None = None) -> Costs:
+        """``timeline``: a rough one. None: that of ``setting``."""
         if self.short is not None:
             return self.short.costs(setting)
-        kept, least = self.plan(setting, self.start), self.plan(setting, self.least)
+        least = self.plan(setting, self.least)
         microbatches = self.step.options.microbatches
         sent = dict.fromkeys(self.names, 0)
         for collective in least.collectives:
@@ -473,7 +477,7 @@ class _Search:
                 sent[collective.unit] += collective.sent_nbytes
         return Costs(
             [sent[name] / (2 * microbatches) for name in self.names],
-            flops_again(self.names, kept, lambda choices: self.plan(setting, choices), self.recomputes),
+            (timeline or self._timeline(setting)).computed_again(),
             microbatches,
             self.flops_per_byte,
         )
@@ -542,14 +546,18 @@ class _Search:
         plans = {unit.fqn: unit for unit in self.plan(setting, choices).units}
         done = list(self.start)
         for (unit, keeps), peak in zip(steps, peaks_along(timeline, self.start, steps, self.recomputes), strict=True):
-            cost = costs.of(unit, keeps) - costs.of(unit, done[unit])
-            what = "activations" if keeps.recomputes != done[unit].recomputes else _STAYS[keeps.stays]
-            more, again = (0.0, costs.flops[unit]) if what == "activations" else (cost, 0.0)
+            beside = timeline.nesting.beside[unit]
+            before = sum(costs.computed_again(each, timeline.nesting.state(each, done).keeps) for each in beside)
+            what = in_words(keeps, done[unit])
+            more = costs.sent(unit, keeps) - costs.sent(unit, done[unit])
+            done[unit] = keeps
+            again = (
+                sum(costs.computed_again(each, timeline.nesting.state(each, done).keeps) for each in beside) - before
+            )
             name = self.names[unit]
             gathered = more * self.ranks.shards / max(1, self.ranks.shards - 1)
             copied = round(copied_for(plans[name], gathered)) if setting.is_on_host(name) else 0
-            done[unit] = keeps
-            found.append(GivenUp(name, _GIVES[what], peak, round(more), copied, round(again)))
+            found.append(GivenUp(name, what, peak, round(more), copied, round(again)))
         return [*found[:-1], found[-1]._replace(peak=self.peak(setting, choices))]
 
     def _nothing_fits(self, peak: int, setting: Setting) -> str:
@@ -590,10 +598,3 @@ ROUGHLY = 1.1
 """So many times the budget a choice may take by a rough timeline, for the search in its setting to go on."""
 TRIES = 8
 """How often a search is corrected by what the program says."""
-
-_GIVES = {
-    "step": "is freed after each backward",
-    "backward": "is freed after forward",
-    "activations": "computes its forward again",
-}
-_STAYS = {UNTIL_BACKWARD: "step", UNTIL_FORWARD: "backward"}

@@ -17,6 +17,7 @@ from flatshard._errors import name_list
 from flatshard._names import plain_name
 from flatshard.debug._describe import table
 from flatshard.optim._offload import OffloadedOptimizer
+from flatshard.planning._choices import UNTIL_BACKWARD, UNTIL_FORWARD, Keeps
 from flatshard.planning._optimizer import OptimizerChoice
 from flatshard.planning._records import CATEGORIES, Peak, Sample
 from flatshard.planning._report import Plan, in_bytes
@@ -38,6 +39,13 @@ class UnitFit:
     strategy: str  # a name of ``ShardingStrategy``: how long its parameters stay gathered
     recompute: bool  # whether it computes its forward again in backward
     offload: bool = False  # whether its parameters, gradients and optimizer state are on the host
+
+
+def in_words(keeps: Keeps, before: Keeps) -> str:
+    """What a unit gives up that keeps less than ``before``."""
+    if keeps.recomputes != before.recomputes:
+        return "computes its forward again"
+    return {UNTIL_BACKWARD: "is freed after each backward", UNTIL_FORWARD: "is freed after forward"}[keeps.stays]
 
 
 class GivenUp(NamedTuple):

@@ -9,9 +9,10 @@ from typing import Any
 
 from torch import nn
 
+from flatshard.planning._choices import Costs
 from flatshard.planning._settings import EVERYTHING, Setting, Step
 from flatshard.planning._shorter import KEPT, Shortened, like_with
-from flatshard.planning._timeline import Costs, Timeline
+from flatshard.planning._timeline import Timeline
 
 Search = Any
 """``_Search`` of ``_fit.py``, which imports this file."""
@@ -85,7 +86,7 @@ class StandIn:
                 flags = [name in setting.offload for name in self.search.names]
                 flags.insert(middle, hosted)
                 setting = dataclasses.replace(setting, offload=tuple(itertools.compress(search.names, flags)))
-            grown = Timeline(search.plan(setting, search.least), search.names, setting.limit)
+            grown = Timeline([search.plan(setting, search.least)], search.names, setting.limit)
             grown.learn(search.least, search.plan(setting, search.least))
             steps = [line.taken(line.rows[-1], (None, None))[0] for line in (short, grown)]
             self.growths[key] = grown.begins - short.begins, steps[1] - steps[0]
@@ -94,7 +95,8 @@ class StandIn:
     def costs(self, setting: Setting) -> Costs:
         """Those of the whole model."""
         costs: Costs = self.search._costs(self.setting(setting))
-        gather, flops = ([each[unit] for unit in self.made.like] for each in (costs.gather, costs.flops))
+        like = self.made.like
+        gather, flops = [costs.gather[unit] for unit in like], [costs.flops[unit] for unit in like]
         return dataclasses.replace(costs, gather=gather, flops=flops)
 
 

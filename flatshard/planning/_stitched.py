@@ -22,11 +22,11 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from flatshard.planning import _shorter
+from flatshard.planning._choices import UNTIL_CHANGE, Choices
 from flatshard.planning._records import Collective, MemoryPair, Sample
 from flatshard.planning._report import Plan
 from flatshard.planning._settings import EVERYTHING, Setting, Step
 from flatshard.planning._shorter import Run, joined, runs_of, without
-from flatshard.planning._timeline import UNTIL_CHANGE, Choices
 
 REACH = 2
 """Blocks on each side from whose choices it follows what a block does."""

@@ -2,7 +2,7 @@
 
 [Note: Timelines]
 A step is a row of stretches, in each of which one unit runs. A stretch begins with what those before it have left, adds
-something at its highest, and leaves something. What it adds and leaves follows from the choices of its own unit and of the
+something at its highest, and leaves something. What it adds and leaves follows from the states of its own unit and of the
 one that ran before it in forward: a tensor between two units is kept if either keeps it. So plans in which each two
 neighbours have each two choices say all of it, and the memory of any other choice is a sum. Gathered parameters of other
 units that stay are added beside; a unit that is gathered ahead comes in the middle of a stretch, and one that has stayed was
@@ -13,56 +13,38 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import NamedTuple
 
+from flatshard.planning._choices import (
+    AGAIN,
+    NOT_AGAIN,
+    UNTIL_BACKWARD,
+    UNTIL_CHANGE,
+    UNTIL_FORWARD,
+    Choices,
+    Keeps,
+    Nesting,
+    State,
+    around_of,
+)
 from flatshard.planning._report import Plan
 
-UNTIL_CHANGE, UNTIL_BACKWARD, UNTIL_FORWARD = range(3)
-"""How long a unit's parameters stay gathered: until the parts change, until its backward has ended, until its forward has."""
-
-
-class Keeps(NamedTuple):
-    """What one unit keeps."""
-
-    stays: int  # one of the three above
-    recomputes: bool
-
-
-Choices = tuple[Keeps, ...]
-"""Of the units in order."""
-
 Pair = tuple[Keeps | None, Keeps | None]
-"""The choices of the unit before, in forward, and of a stretch's own unit. None: there is none."""
-
-
-@dataclass(frozen=True)
-class Costs:
-    """What giving up costs in a step, for each unit."""
-
-    gather: Sequence[float]  # bytes sent by one gather
-    flops: Sequence[float]  # operations to compute its forward again
-    gathers: int  # of a unit that is freed after its backward: the microbatches
-    flops_per_byte: float  # operations that are worth one byte sent
-
-    def of(self, unit: int, keeps: Keeps) -> float:
-        """In bytes sent, beside the least that the unit costs."""
-        more = {UNTIL_CHANGE: 0, UNTIL_BACKWARD: self.gathers - 1, UNTIL_FORWARD: 2 * self.gathers - 1}[keeps.stays]
-        return self.gather[unit] * more + (self.flops[unit] / self.flops_per_byte if keeps.recomputes else 0.0)
-
-    def total(self, choices: Choices) -> float:
-        """Of all units."""
-        return sum(itertools.starmap(self.of, enumerate(choices)))
+"""What the unit before, in forward, and a stretch's own unit keep. None: there is none."""
 
 
 class Place(NamedTuple):
-    """Which stretch of a step: the same in the plans of all choices."""
+    """Which stretch of a step: the same in the plans of all choices.
+
+    Backward is numbered from its end: what is computed again comes before, and is not in all plans.
+    """
 
     phase: str
+    number: int  # so many phases were before
     unit: str  # that runs; not always one of those that choose
-    number: int  # so many of this phase and unit were before, since ``after`` ran
-    after: tuple[str, str, int]  # the last of those that choose, with its phase, and which run of it in that
+    run: int  # which run of it in this phase, since ``after``
+    after: tuple[str, int]  # the last of those that choose, and which run of it
 
 
 class _Stretch(NamedTuple):
@@ -88,24 +70,38 @@ class _Taken(NamedTuple):
 
 def _stretches(plan: Plan, units: Sequence[str]) -> dict[Place, _Stretch]:
     found: dict[Place, _Stretch] = {}
-    runs: dict[tuple[str, str], int] = {}
-    since: dict[tuple[str, str], int] = {}
-    after, held = ("", "", 0), 0
-    for key, group in itertools.groupby(plan.samples, key=lambda sample: (sample.phase, sample.unit)):
-        if key[1] in units:
-            runs[key] = runs.get(key, 0) + 1
-            after, since = (*key, runs[key]), {}
-        since[key] = since.get(key, 0) + 1
-        memory = [sample.device for sample in group]
-        parts, before = [(0, 0)], memory[0].unsharded
-        for now in memory:
-            parts += [(now.unsharded - before, 0)] if now.unsharded > before else []
-            parts[-1] = parts[-1][0], max(parts[-1][1], now.total)
-            before = now.unsharded
-        left, first = memory[-1].total - memory[-1].unsharded, max(0, memory[0].unsharded - held)
-        found[Place(*key, since[key], after)] = _Stretch(max(m.total for m in memory), left, tuple(parts), first)
-        held = before
+    held = 0
+    for number, (phase, samples) in enumerate(itertools.groupby(plan.samples, key=lambda sample: sample.phase)):
+        runs = [
+            (unit, [sample.device for sample in run]) for unit, run in itertools.groupby(samples, key=lambda s: s.unit)
+        ]
+        names = _numbered([unit for unit, _ in runs], units, phase == "backward")
+        for name, (unit, memory) in zip(names, runs, strict=True):
+            parts, before = [(0, 0)], memory[0].unsharded
+            for now in memory:
+                parts += [(now.unsharded - before, 0)] if now.unsharded > before else []
+                parts[-1] = parts[-1][0], max(parts[-1][1], now.total)
+                before = now.unsharded
+            left, first = memory[-1].total - memory[-1].unsharded, max(0, memory[0].unsharded - held)
+            place = Place(phase, number, unit, *name)
+            found[place] = _Stretch(max(m.total for m in memory), left, tuple(parts), first)
+            held = before
     return found
+
+
+def _numbered(ran: Sequence[str], units: Sequence[str], from_end: bool) -> list[tuple[int, tuple[str, int]]]:
+    """``run`` and ``after`` of each ``Place`` of a phase in which these ``ran``."""
+    found = []
+    runs: dict[str, int] = {}
+    since: dict[str, int] = {}
+    after = ("", 0)
+    for unit in reversed(ran) if from_end else ran:
+        if unit in units:
+            runs[unit] = runs.get(unit, 0) + 1
+            after, since = (unit, runs[unit]), {}
+        since[unit] = since.get(unit, 0) + 1
+        found.append((since[unit], after))
+    return found[::-1] if from_end else found
 
 
 class Wanted(NamedTuple):
@@ -123,14 +119,14 @@ class Timeline:
     """The stretches of a step, and what they take by the choices of their units. [Note: Timelines]
 
     Args:
-        plan: of any choice.
+        plans: of some choices; that which has most stretches says which there are.
         units: those that choose.
         limit: for what is gathered ahead, in bytes. None: there is none. 0: nothing is.
     """
 
-    def __init__(self, plan: Plan, units: Sequence[str], limit: int | None) -> None:
+    def __init__(self, plans: Sequence[Plan], units: Sequence[str], limit: int | None) -> None:
         self.units = list(units)
-        places = _stretches(plan, self.units)
+        places, plan = max(((_stretches(plan, self.units), plan) for plan in plans), key=lambda each: len(each[0]))
         self.places = {place: at for at, place in enumerate(places)}
         number = {unit: at for at, unit in enumerate(self.units)}
         owns = [number.get(place.unit) for place in places]
@@ -140,32 +136,60 @@ class Timeline:
         self.order = list(dict.fromkeys(forwards))
         self.order += [unit for unit in range(len(self.units)) if unit not in self.order]
         self.place = {unit: place for place, unit in enumerate(self.order)}
+        self.nesting = Nesting(around_of(units), self.order)
         sizes = {unit.fqn: unit.unsharded_nbytes for unit in plan.units}
         self.size = [sizes[unit] for unit in self.units]
         self.rows = self._rows(list(places), owns, limit)
+        seen = [*places.values()]
+        self.more_if_kept = [
+            0 if row.ahead is None else self._with_kept(row, row.ahead, each, seen) - each.total
+            for row, each in zip(self.rows, seen, strict=True)
+        ]
         self.begins = plan.samples[0].device.total - plan.samples[0].device.unsharded
         # By stretch and pair of choices: what it adds at its highest, and what it leaves.
         self.takes: list[dict[Pair, _Taken]] = [{} for _ in places]
+        # The operations of each unit in a step, by what ``Costs`` has them.
+        self.flops: list[dict[tuple[bool, int], int]] = [{} for _ in self.units]
         self.similar: dict[tuple[int, Pair], Pair] = {}  # of those that were in no plan: the one whose numbers are used
 
     def _rows(self, places: list[Place], owns: list[int | None], limit: int | None) -> list[Wanted]:
-        at = self.place
-        last: int | None = None
-        ran, alive = "", 0
         rows = []
-        for number, (place, own) in enumerate(zip(places, owns, strict=True)):
-            if place.phase == "optimizer":
-                last, ran, alive = None, "", 0
-            elif own is not None:
-                last, ran, alive = own, place.phase, at[own]
-            elif last is not None and ran == "forward":
-                alive = at[last] + 1
-            before = self.order[at[last] - 1] if last is not None and at[last] else None
-            ahead = self._ahead(places, owns, number)
-            if ahead is not None and limit is not None and self.size[ahead] > limit:
-                ahead = None
-            rows.append(Wanted(number, own, (before, last), ahead, alive))
+        lasts: list[int | None] = [None]
+        ran = 0  # so many units have run forward: the first ones
+        for phase, group in itertools.groupby(range(len(places)), key=lambda number: places[number].phase):
+            numbers = list(group)
+            at = [-1 if (own := owns[number]) is None else self.place[own] for number in numbers]
+            if phase == "forward":
+                alive = [1 + most for most in itertools.accumulate([-1, *at], max)]
+                ran = alive[-1]
+                lasts = [self.order[most - 1] if most else lasts[-1] for most in alive[1:]]
+            elif phase == "backward":
+                first = next((number for number, place in enumerate(at) if place >= 0), len(at))
+                coming = [1 + most for most in itertools.accumulate(at[::-1], max)][::-1]
+                alive = [*[ran] * first, *coming[first:]]
+                lasts = self._lasts_of_backward([owns[number] for number in numbers], lasts[-1])
+            else:
+                alive, lasts = [0] * len(at), [None] * len(at)
+            for number, living, last in zip(numbers, alive, lasts, strict=False):
+                before = self.order[self.place[last] - 1] if last is not None and self.place[last] else None
+                ahead = self._ahead(places, owns, number)
+                if ahead is not None and limit is not None and self.size[ahead] > limit:
+                    ahead = None
+                rows.append(Wanted(number, owns[number], (before, last), ahead, living))
         return rows
+
+    def _lasts_of_backward(self, owns: list[int | None], last: int | None) -> list[int | None]:
+        """The units whose choices say what these stretches take. Of a unit that has others inside: the one inside that ran
+        last; before they run, the last of them in forward; and it itself, when they have all run."""
+        found = []
+        ends = {unit: number for number, own in enumerate(owns) if own is not None for unit in self.nesting.around[own]}
+        for number, own in enumerate(owns):
+            if own is not None and ends.get(own, -1) < number:
+                last = own
+            elif own is not None and (last is None or own not in self.nesting.around[last]):
+                last = next(unit for unit in reversed(self.order) if own in self.nesting.around[unit])
+            found.append(last)
+        return found
 
     @staticmethod
     def _ahead(places: list[Place], owns: list[int | None], number: int) -> int | None:
@@ -177,9 +201,9 @@ class Timeline:
         return None
 
     def pair(self, row: Wanted, choices: Choices) -> Pair:
-        """The choices on which it depends."""
-        before, last = row.pair
-        return None if before is None else choices[before], None if last is None else choices[last]
+        """What it depends on."""
+        before, last = (None if unit is None else self.nesting.state(unit, choices) for unit in row.pair)
+        return pair_of(before, last)
 
     def learn(self, choices: Choices, plan: Plan) -> None:
         """Take what each stretch takes from the plan of ``choices``."""
@@ -193,21 +217,31 @@ class Timeline:
                 stretch = _Stretch(most, stretch.left, known.parts + stretch.parts, known.first)
             seen[at] = stretch
         self.similar.clear()
+        flops = {unit.fqn: unit.flops or 0 for unit in plan.units}
+        for unit, keeps in enumerate(self.nesting.in_full(choices)):
+            self.flops[unit][keeps[1:]] = flops[self.units[unit]]
         level = self.begins
         for row, kept in zip(self.rows, self.kept(choices), strict=True):
             stretch = seen[row.like] or _Stretch(level + kept, level)
             stayed = stretch.total
             if row.ahead is not None:
-                size = self.size[row.ahead]
-                runs = next(each for each in self.rows[row.like :] if each.own == row.ahead)
-                begins = seen[runs.like]
-                # Whether that unit is gathered only as the stretch begins in which it runs. If it had stayed, its parameters
-                # would be in memory all through this one.
-                is_later = stretch.first < size and begins is not None and begins.first >= size
-                stayed = stretch.with_kept(size, is_later)
+                stayed = self._with_kept(row, row.ahead, stretch, seen)
             taken = _Taken(stretch.total - kept - level, stretch.left - level, stayed - kept - level)
             self.takes[row.like][self.pair(row, choices)] = taken
             level = stretch.left
+
+    def _with_kept(self, row: Wanted, ahead: int, stretch: _Stretch, seen: Sequence[_Stretch | None]) -> int:
+        """The most bytes that ``row`` would have, if the unit that is gathered ahead in it had stayed gathered."""
+        size = self.size[ahead]
+        begins = seen[next(each for each in self.rows[row.like :] if each.own == ahead).like]
+        # Whether that unit is gathered only as the stretch begins in which it runs. If it had stayed, its parameters would be
+        # in memory all through this one.
+        is_later = stretch.first < size and begins is not None and begins.first >= size
+        return stretch.with_kept(size, is_later)
+
+    def computed_again(self) -> list[dict[tuple[bool, int], float]]:
+        """For ``Costs``. The plan of a choice in which nothing is must have been learned."""
+        return [{key: flops - known[False, NOT_AGAIN] for key, flops in known.items()} for known in self.flops]
 
     def taken(self, row: Wanted, pair: Pair) -> tuple[int, int]:
         """What ``row`` adds at its highest, and what it leaves; of the most similar pair, if this one was in no plan."""
@@ -246,8 +280,17 @@ class Timeline:
             sums.append(sums[-1] + (self.size[unit] if choices[unit].stays == UNTIL_BACKWARD else 0))
         found = []
         for row in self.rows:
-            here = {unit for unit in (row.own, row.ahead) if unit is not None}  # what runs takes its parameters anyway
-            found.append(always + sums[row.alive] - sum(self.size[u] for u in here if self.keeps(u, choices[u], row)))
+            here = self.here(row).items()
+            found.append(always + sums[row.alive] - sum(n for unit, n in here if self.keeps(unit, choices[unit], row)))
+        return found
+
+    def here(self, row: Wanted) -> dict[int, int]:
+        """The units that have their parameters in ``row`` whatever they choose: those that run, and the one that is gathered
+        ahead. Of each the bytes that it takes no more if it stays: not all, if ``row`` does not depend on its choice."""
+        running = () if row.own is None else (row.own, *self.nesting.around[row.own])
+        found = {unit: self.size[unit] for unit in running}
+        if row.ahead is not None and row.ahead not in found:
+            found[row.ahead] = self.size[row.ahead] - (0 if row.ahead in row.pair else self.more_if_kept[row.like])
         return found
 
     def keeps(self, unit: int, choice: Keeps, row: Wanted) -> bool:
@@ -266,6 +309,7 @@ class Timeline:
         longer = copy.copy(self)
         longer.units, longer.order = list(units), list(range(len(units)))
         longer.place = {unit: unit for unit in longer.order}
+        longer.nesting = Nesting([()] * len(units), longer.order)
         longer.size = [self.size[unit] for unit in like]
         longer.begins = self.begins + begins
         phases = list(self.places)
@@ -287,32 +331,23 @@ class Timeline:
         return Wanted(row.like, own, (new - 1 if new else None, new), ahead, new + row.alive - old)
 
 
-def _difference(one: Pair, other: Pair) -> tuple[int, int, int, int]:
+def pair_of(before: State | None, last: State | None) -> Pair:
+    """What a stretch depends on. A unit that is around the first alone is over: then the first is computed again if either
+    is."""
+    if last is None or before is None:
+        return None, None if last is None else last.keeps
+    keeps, count = before.keeps, len(last.around)
+    if len(before.around) > count:
+        again = AGAIN if any(last.around) else NOT_AGAIN
+        keeps = keeps._replace(recomputes=keeps.recomputes or any(before.around[count:]), again=again)
+    return keeps, last.keeps
+
+
+def _difference(one: Pair, other: Pair) -> tuple[int, ...]:
     """How much ``other`` choices differ from ``one``: first by what is computed again, as gathered parameters are counted
     apart. Of those that stay it is known what they take more, and not what others would take less."""
     both = [(a, b) for a, b in zip(one, other, strict=True) if a is not None and b is not None]
     again = [a is not None and b is not None and a.recomputes != b.recomputes for a, b in zip(one, other, strict=True)]
     longer = sum(b.stays < a.stays for a, b in both)
-    return int(again[1]), int(again[0]), longer, sum(b.stays > a.stays for a, b in both)
-
-
-def options_of(start: Keeps, recomputes: bool) -> list[Keeps]:
-    """What a unit may keep that keeps ``start`` if nothing is given up."""
-    again = (start.recomputes, True) if recomputes and not start.recomputes else (start.recomputes,)
-    return [Keeps(stays, each) for stays in range(start.stays, UNTIL_FORWARD + 1) for each in again]
-
-
-def steps_between(start: Choices, end: Choices, order: Sequence[int]) -> Iterator[tuple[int, Keeps]]:
-    """What is given up from ``start`` to ``end``, one thing of one unit after the other, with what it keeps then."""
-    for unit in order:
-        for stays in range(start[unit].stays + 1, end[unit].stays + 1):
-            yield unit, Keeps(stays, start[unit].recomputes)
-    for unit in order:
-        if end[unit].recomputes != start[unit].recomputes:
-            yield unit, end[unit]
-
-
-def patterns(units: int) -> list[tuple[bool, ...]]:
-    """Three rows that say of each unit whether it is computed again: none, the odd ones, the even ones. With a row in which
-    all are, each two neighbours have each two choices."""
-    return [(False,) * units, *(tuple(unit % 2 == first for unit in range(units)) for first in range(2))]
+    inside = [a is not None and b is not None and a.again != b.again for a, b in zip(one, other, strict=True)]
+    return int(again[1]), int(inside[1]), int(again[0]), int(inside[0]), longer, sum(b.stays > a.stays for a, b in both)
