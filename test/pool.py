@@ -57,6 +57,8 @@ PRELOAD = (
     *("torch.distributed.tensor.parallel", "torch.optim", "pytest", "expecttest", "flatshard"),
 )
 """What the process has imported of which the ranks are forks."""
+COMPILER = ("torch._inductor.pattern_matcher", "torch._inductor.debug", "torch._dynamo.testing")
+"""What ranks import where they compile: a second of each of them."""
 GRACE = 5.0
 """Seconds that the other ranks get to answer once one rank has failed."""
 
@@ -342,7 +344,7 @@ def _environment() -> Any:
 
 def share_start() -> None:
     """Let the pools of this process and of its forks start from one process that has imported torch, which is begun now."""
-    multiprocessing.get_context("forkserver").set_forkserver_preload(list(PRELOAD))
+    multiprocessing.get_context("forkserver").set_forkserver_preload([*PRELOAD, *COMPILER])
     with _environment():
         forkserver.ensure_running()
     # It is no child of the forks, which could not ask whether it lives.

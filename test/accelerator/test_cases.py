@@ -1,11 +1,14 @@
 """The cases of the modules here: on the fake group, and on real ranks where that would not do."""
 
+import itertools
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from accelerator import capture, moves, offload, planning, tools, training
 from accelerator.harness import check
+from pairs import some
 from pool import Pool
 
 MODULES = {
@@ -22,7 +25,16 @@ TELLING = re.findall(r"accelerator/test_cases:ranks\[([^]]*)\]", TABLE)
 """Those that ``mutants/table.txt`` names."""
 
 
-@pytest.mark.parametrize("name", dict.fromkeys([*(n for n, c in CASES.items() if not c.fake), *TELLING]))
+def on_ranks() -> Iterator[str]:
+    """Those that tell, and of the variants that are for ranks only a third of the others."""
+    yield from TELLING
+    others = [name for name, case in CASES.items() if not case.fake and name not in TELLING]
+    for _, variants in itertools.groupby(others, key=lambda name: name.split("-")[:2]):
+        names = list(variants)
+        yield from some(names, -(-len(names) // 3))
+
+
+@pytest.mark.parametrize("name", dict.fromkeys(on_ranks()))
 def test_ranks(simulated_pool: Pool, name: str) -> None:
     check(simulated_pool, CASES[name])
 

@@ -43,4 +43,4 @@ def run_late(ctx: Any, programs: list[Program]) -> None:
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_late_programs(simulated_pool: Pool, world_size: int) -> None:
     programs = [p for p in PROGRAMS if p.world_size == world_size]
-    simulated_pool.run(run_late, some(programs, 2), world_size=world_size)
+    simulated_pool.run(run_late, some(programs, 1, turn=1), world_size=world_size)

@@ -88,8 +88,7 @@ def lose_a_rank(ctx, how: str, where: str, options: dict[str, Any]) -> str:
     ("how", "where", "options", "message"),
     [
         ("leaves", "forward", {}, r"^the all-gather of unit 'blocks\.1' .*while receiving from rank 2 of the group"),
-        ("interrupted", "backward", {}, r"^the (reduce-scatter|all-gather) of unit 'blocks\.[01]' "),
-        ("leaves", "backward", {"strategy": NO_SHARD}, r"^the all-reduce of unit 'blocks\.1' "),
+        ("interrupted", "backward", {"strategy": NO_SHARD}, r"^the all-reduce of unit 'blocks\.1' "),
         ("leaves", "backward", {"collectives": QuantizedCollectives()}, r"^the \S+ of unit 'blocks\.[01]' "),
         # What the dead rank had sent may or may not have arrived.
         ("dies", "backward", {}, r"^the (reduce-scatter|all-gather) of unit '(blocks\.[012]|<root>)' "),
@@ -169,9 +168,8 @@ CASES = [(FULL, "all_gather", 5), (FULL, "reduce_scatter", 3), (GRAD_OP, "all_ga
 """The last: how many there are in a step."""
 
 
-@pytest.mark.parametrize("at_once", [True, False])
 @ranks(2, timeout=20)
-def test_a_step_after_a_collective_failed(ctx, at_once: bool) -> None:
+def test_a_step_after_a_collective_failed(ctx) -> None:
     x = torch.linspace(-1, 1, 16, dtype=torch.double).view(2, 8)
     for strategy, method, number in [(s, m, number) for s, m, count in CASES for number in range(count)]:
         ctx.note(f"{strategy.name}, {method} {number}")
@@ -182,8 +180,8 @@ def test_a_step_after_a_collective_failed(ctx, at_once: bool) -> None:
         expected = [p.grad.clone() if p.grad is not None else None for p in model.parameters()]
         model.zero_grad()
         collectives = collectives_of(model)
-        collectives.at_once = at_once
         for recovers in (False, True):
+            collectives.at_once = bool(number % 2) is recovers
             collectives.method, collectives.left = method, number
             with pytest.raises(CollectiveError, match="ConnectionError: the cable was pulled") as e:
                 model(x).sum().backward()

@@ -23,6 +23,7 @@ from flatshard._comm.monitor.messages import interrupt
 
 SECONDS = 20
 """That an error may take on a busy machine. The group's timeout is longer."""
+WATCH = 0.4
 
 
 class Net(nn.Module):
@@ -44,7 +45,7 @@ def new_group(size: int) -> dist.ProcessGroup:
 
 def make(ctx, strategy: ShardingStrategy = ShardingStrategy.FULL_SHARD, order_check: str = "off") -> tuple[Any, Any]:
     """A sharded model, and its process group."""
-    _config.WATCH_SECONDS, _config.ORDER_CHECK = 1.0, order_check
+    _config.WATCH_SECONDS, _config.ORDER_CHECK = WATCH, order_check
     group = new_group(ctx.world_size)
     torch.manual_seed(0)
     return fully_shard(Net(), policy={nn.Linear}, process_group=group, strategy=strategy), group
@@ -157,7 +158,7 @@ def test_interrupt_when_a_connection_is_closed_already(errors):
 @tells(r"as they run different units", r"rank 0 waits for the all-gather of 'blocks\.0'", size=4, ranks=(0, 1))
 def swap_in_a_smaller_group(ctx) -> None:
     """After forward all ranks keep a half of each unit: backward gathers it among two of the four."""
-    _config.WATCH_SECONDS, _config.ORDER_CHECK = 1.0, "off"
+    _config.WATCH_SECONDS, _config.ORDER_CHECK = WATCH, "off"
     model = fully_shard(Net(), policy={nn.Linear}, process_group=new_group(4), reshard_after_forward=2)
     for _ in range(2):
         train(model)
@@ -248,7 +249,7 @@ def be_slow(ctx) -> None:
     model, _ = make(ctx)
     train(model)
     if ctx.rank == 1:
-        time.sleep(3)
+        time.sleep(4 * WATCH)
         train(model)
         return
     with TestCase().assertLogs("flatshard") as logs:
@@ -266,7 +267,7 @@ def run_alone(ctx) -> None:
         for _ in range(4 if ctx.rank == 0 else 1):
             model(torch.ones(2, 4))
     if ctx.rank == 0:
-        time.sleep(2.5)
+        time.sleep(3 * WATCH)
     train(model)
 
 

@@ -160,7 +160,7 @@ def test_what_needs_a_record_is_refused(ctx):
 
 NOTEBOOK = """
 import pathlib, sys
-import torch, torch.distributed as dist, torch.multiprocessing as mp
+import torch, torch._dynamo, torch.distributed as dist, torch.multiprocessing as mp  # what ranks import, once
 from torch import nn
 import flatshard
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from clean import check_clean
 from on_ranks import ranks
-from pairs import all_pairs
+from pairs import all_pairs, some
 from parity import check_same_gradients, step_all
 from torch import Tensor, nn
 
@@ -81,7 +81,7 @@ def test_momentum_encoders(ctx: Any) -> None:
             model.to_empty(device="cpu").load_state_dict(plain.state_dict())
         params = flatshard.flat_parameters(model) if start == "flat" else model.student.parameters()
         optimizers = [torch.optim.SGD(p, lr=0.5) for p in (plain.student.parameters(), params)]
-        for step in range(4):
+        for step in range(3):
             torch.manual_seed(step)
             batch = torch.randn(ctx.world_size, 3, 5, dtype=torch.double)
             for m, x in ((plain, batch.flatten(0, 1)), (model, batch[ctx.rank])):
@@ -192,7 +192,8 @@ def test_converted_while_whole(ctx: Any) -> None:
     """``module.to(dtype)`` where parameters are shown whole: those that are not, and buffers, have the new dtype, too."""
     strategies = (FULL, ShardingStrategy.SHARD_OPTIM, NO_SHARD)
     after = ("a forward", "state_dict", "reshard", "a forward inside")
-    for name, dtype, strategy, used in all_pairs(tuple(WHOLE), (torch.float64, torch.bfloat16), strategies, after):
+    cases = all_pairs(tuple(WHOLE), (torch.float64, torch.bfloat16), strategies, after)
+    for name, dtype, strategy, used in some(cases, 17):
         ctx.note(f"{name}, {dtype}, {strategy}, {used}")
         plain = nn.Sequential(*net(), nn.BatchNorm1d(3))
         model = fully_shard(copy.deepcopy(plain), policy={nn.Linear}, process_group=ctx.group, strategy=strategy)
@@ -222,7 +223,7 @@ def test_converted_while_shown_in_another_dtype(ctx: Any) -> None:
     """What is shown may have the new dtype already."""
     plain = nn.Sequential(nn.Linear(4, 6), nn.LSTM(6, 3))
     dtypes = (torch.bfloat16, torch.float16, torch.float64, torch.float32)
-    for name, dtype in itertools.product(WHOLE, dtypes):
+    for name, dtype in some(itertools.product(WHOLE, dtypes), 13):
         ctx.note(f"{name}, {dtype}")
         model = fully_shard(
             copy.deepcopy(plain), policy={nn.Linear, nn.LSTM}, mixed_precision=BF16, process_group=ctx.group

@@ -51,7 +51,7 @@ class Allocating(Recording):
 
 def trained(ctx: Any, **options: Any) -> nn.Module:
     torch.manual_seed(0)
-    model = fully_shard(net(), policy={Block}, process_group=ctx.group, **options)
+    model = fully_shard(net(4), policy={Block}, process_group=ctx.group, **options)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     for number in range(4):
         torch.manual_seed(10 * number + ctx.rank)
@@ -65,7 +65,7 @@ def trained(ctx: Any, **options: Any) -> nn.Module:
     return model
 
 
-@ranks(2, 3)
+@ranks(3)
 def test_trains_alike(ctx: Any) -> None:
     for options in ({}, {"mixed_precision": BF16}, {"strategy": GRAD_OP}, {"strategy": NO_SHARD}):
         ctx.note(str(options))

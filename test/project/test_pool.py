@@ -104,7 +104,8 @@ def fails_on(ctx, rank):
     fail_on(ctx, rank)
 
 
-def test_a_body_that_is_a_test_runs_on_the_ranks_and_may_skip(pool):
+def test_a_body_that_is_a_test_runs_on_the_ranks_and_may_skip(pool, monkeypatch):
+    monkeypatch.setattr(pool_module, "GRACE", 0.2)
     with pytest.raises(RankFailure) as caught:
         fails_on(pool=pool, world_size=3, rank=1)
     assert caught.value.of("raised") == [1]

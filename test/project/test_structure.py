@@ -5,6 +5,7 @@ it does, and every note that is cited is there to read. A rule with exceptions l
 """
 
 import ast
+import functools
 import graphlib
 import re
 import sys
@@ -73,6 +74,7 @@ class _WithoutText(ast.NodeTransformer):
         return ast.Constant("") if isinstance(node.value, str) else node
 
 
+@functools.cache
 def code(source: str) -> list[str]:
     """The lines of a module, a statement each, without comments; texts are empty."""
     return ast.unparse(_WithoutText().visit(ast.parse(source))).splitlines()
