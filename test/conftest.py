@@ -9,6 +9,7 @@ import gc
 import os
 import signal
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import lanes
@@ -24,6 +25,7 @@ BUILD_TIMEOUT = 600
 """Seconds that the first test with the simulated accelerator may take to build it."""
 
 _stderr_fd = pytest.StashKey[int]()
+_file = pytest.StashKey[Path]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -90,8 +92,20 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
     if any(map(_is_simulated, session.items)) and not session.config.option.collectonly:
         build.start()
+    _keep_what_lives()
+
+
+def _keep_what_lives() -> None:
+    """Modules and tests never die, nor what a file of tests has left: collections to come do not look at them."""
     gc.collect()
-    gc.freeze()  # modules and tests never die: the collector need not look at them again
+    gc.freeze()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> None:
+    if item.path != item.session.stash.get(_file, None):
+        item.session.stash[_file] = item.path
+        _keep_what_lives()
 
 
 def pytest_runtestloop(session: pytest.Session) -> bool | None:

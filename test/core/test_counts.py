@@ -50,15 +50,6 @@ def step(model: nn.Module) -> None:
     model.zero_grad()
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _young() -> Iterator[None]:
-    """What earlier tests have left is not looked at by each collection of these, which are many."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
-
-
 class Cost(NamedTuple):
     operations: int
     bytes: int

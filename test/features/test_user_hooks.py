@@ -79,20 +79,33 @@ def in_backward(params: Any) -> None:
         param.register_post_accumulate_grad_hook(step)
 
 
+def change_gradients(model: Model) -> None:
+    """By hooks on tensors: not all rows are trained."""
+    mask = torch.arange(WIDTH, dtype=torch.float64).fmod(3).unsqueeze(1)
+    model.front.weight.register_hook(lambda grad: grad * mask)
+    model.blocks[1].linear.weight.register_hook(lambda grad: -3 * grad)
+
+
 @pytest.mark.parametrize("flat", [False, True])
 @ranks(1, 3)
 def test_optimizer_in_backward(ctx, flat: bool):
-    """Hooks run once per backward, on complete gradients. With flat parameters the fewest operations: one step a unit."""
+    """Hooks run once per backward, on complete gradients; those on tensors before, on the whole local ones.
+
+    With flat parameters the fewest operations: one step a unit.
+    """
     for number, strategy in enumerate(each_strategy(ctx)):
         model, plain = make(), make()
         for block in (*model.blocks, *plain.blocks) if flat else ():
             del block.unused  # with flat parameters an unused one gets a zero gradient
         if before := not flat and number % 2:
+            change_gradients(model)
             in_backward(model.parameters())
         shard(ctx, model, strategy)
         params = flat_parameters(model) if flat else [*model.parameters()]
         if not before:
             in_backward(params)
+        for m in (plain, model)[: 1 if before else 2] if not flat else ():
+            change_gradients(m)
         optimizer = adamw(plain.parameters())
         for step in range(4):
             model.kind = plain.kind = ("none", "non-reentrant", "reentrant")[step % 3]
@@ -111,28 +124,6 @@ def test_optimizer_in_backward(ctx, flat: bool):
             message = r"'front\.weight' have hooks that would never run: since flat_param"
             with pytest.raises(RuntimeError, match=message):
                 backward(ctx, model, plain, 0)
-
-
-@ranks(1, 3)
-def test_tensor_hooks_get_the_whole_local_gradient(ctx):
-    mask = torch.tensor([1.0, 0, 0, 1, 1, 0, 1, 0], dtype=torch.float64).unsqueeze(1)  # only these rows are trained
-    for number, strategy in enumerate(each_strategy(ctx)):
-        model, plain = make(), make()
-        if number % 2:
-            shard(ctx, model, strategy)
-        for m in (model, plain):
-            m.front.weight.register_hook(lambda grad: grad * mask)
-        handles = [m.blocks[1].linear.weight.register_hook(lambda grad: -3 * grad) for m in (model, plain)]
-        if not number % 2:  # hooks that were there before
-            shard(ctx, model, strategy)
-        optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, plain)]
-        for step in range(2):
-            for _ in range(2):
-                backward(ctx, model, plain, step)
-            step_all(optimizers)
-            for handle in handles:
-                handle.remove()
-        check_same_params(model, plain)
 
 
 @ranks(2)

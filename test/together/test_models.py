@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from clean import check_clean
 from models import Block, Net
 from on_ranks import ranks
+from pairs import some
 from parity import adamw, check_same_params, parts, step_all
 from torch import Tensor, nn
 
 import flatshard
-from flatshard import ShardingStrategy, configure, fully_shard
+from flatshard import ShardingStrategy, fully_shard
 
 STRATEGIES = tuple(strategy for strategy in ShardingStrategy if not strategy.is_hybrid)
 WIDTH = 6
@@ -81,34 +81,14 @@ def share_a_trunk(models: Models, optimizers: Optimizers, x: Tensor) -> None:
     step_all([optimizers["policy"]])
 
 
-def shard_differently(models: Models, group: Any, strategy: ShardingStrategy) -> None:
-    """Another strategy and prefetching for each; one on a process group of its own, with streams and orders of its own."""
-    others = [s for s in STRATEGIES if s is not strategy]
-    fully_shard(models["a"], policy={Block}, strategy=strategy, process_group=group, forward_prefetch=False)
-    fully_shard(models["b"], policy={Block}, strategy=others[0], process_group=group, backward_prefetch=None)
-    own = dist.new_group()  # all of the pool's ranks must call this
-    fully_shard(models["c"], policy={Block}, strategy=others[1], process_group=own)
-    configure(models["a"], forward_prefetch=[models["b"], models["a"].blocks[1]])
+SCRIPTS = [(three, shard_each, inside_others), (two_heads, shard_trunk_first, share_a_trunk)]
 
 
-def chained(models: Models, optimizers: Optimizers, x: Tensor) -> None:
-    a, b, c = models.values()
-    a(c(b(a(x)))).square().mean().backward()
-    step_all(optimizers.values())
-
-
-@pytest.mark.parametrize(
-    ("make", "shard", "train"),
-    [
-        (three, shard_each, inside_others),
-        (two_heads, shard_trunk_first, share_a_trunk),
-        (three, shard_differently, chained),
-    ],
-)
+@pytest.mark.parametrize(("make", "shard", "train"), SCRIPTS)
 @ranks(4)
 def test_script(ctx, make: Callable[..., Models], shard: Callable[..., None], train: Callable[..., None]) -> None:
     torch.set_default_dtype(torch.float64)
-    for strategy in STRATEGIES:
+    for strategy in some(STRATEGIES, 2, turn=make is three):
         of: list[Models] = []
         for is_sharded in (False, True):
             torch.manual_seed(0)
@@ -116,7 +96,7 @@ def test_script(ctx, make: Callable[..., Models], shard: Callable[..., None], tr
             if is_sharded:
                 shard(models, ctx.group, strategy)
             optimizers = {name: adamw(model.parameters()) for name, model in models.items()}
-            for step in range(3):
+            for step in range(2):
                 torch.manual_seed(step)
                 train(models, optimizers, parts(ctx, torch.randn(2 * ctx.world_size, WIDTH))[is_sharded])
         for name, model in models.items():
