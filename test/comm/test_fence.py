@@ -5,6 +5,7 @@ What the fence sees is said in fence.py.
 
 import datetime
 import gc
+import itertools
 import time
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from on_ranks import ranks
+from pairs import some
 from parity import full_params
 from pool import Pool
 from torch import Tensor, nn
@@ -70,13 +72,13 @@ def check_same(run: Run, expected: dict[str, Tensor]) -> None:
         assert torch.equal(value, expected[name]), name
 
 
-@pytest.mark.parametrize(
-    ("strategy", "recovers"),
-    [(STRATEGIES[0], False), (STRATEGIES[1], True)],
-    ids=lambda value: getattr(value, "name", "recovers" if value else "goes on"),
-)
+HOW = [(True, False), (False, True), (False, False), (True, True)]
+"""Whether an interrupt comes when the wait has returned, and whether ``recover`` is called."""
+
+
+@pytest.mark.parametrize("strategy", some(STRATEGIES, 1), ids=lambda strategy: strategy.name)
 @ranks(2, timeout=30)
-def test_interrupts_at_every_wait(ctx, strategy: ShardingStrategy, recovers: bool) -> None:
+def test_interrupts_at_every_wait(ctx, strategy: ShardingStrategy) -> None:
     """On all ranks at the same wait, as Ctrl-C in a notebook that drives them; the exceptions stay alive."""
     expected = untouched(ctx, strategy, 2)
     kept: list[BaseException] = []
@@ -87,8 +89,7 @@ def test_interrupts_at_every_wait(ctx, strategy: ShardingStrategy, recovers: boo
         first.step()
         waits = fence.waits
         assert waits > 5
-        for wait in range(1, waits + 1):
-            after = wait % 2 == recovers
+        for wait, (after, recovers) in zip(range(1, waits + 1), itertools.cycle(HOW)):
             ctx.note(f"{strategy.name}, {'after' if after else 'at'} wait {wait} of {waits}")
             run = Run(ctx.group, ctx.rank, strategy)
             run.step()

@@ -97,21 +97,6 @@ def make() -> Model:
     return Model().double()
 
 
-@ranks(1, 3)
-def test_without_gradients(ctx):
-    plain = make()
-    ids = torch.arange(4)
-    for strategy in STRATEGIES if ctx.world_size > 1 else STRATEGIES[:1]:
-        model = shard(make(), ctx.group, strategy)
-        for guard in (torch.no_grad, torch.inference_mode, torch.enable_grad):
-            with guard():
-                assert torch.equal(model.generate(ids, 5), plain.generate(ids, steps=5))
-                assert torch.equal(model.decode(model.encode(ids)), plain(ids))
-                assert torch.equal(torch.stack([*model.stream(ids, 4)]), torch.stack([*plain.stream(ids, 4)]))
-        flatshard.recover(model)  # the last had gradients, and no backward
-        check_clean(model)
-
-
 def train(model: nn.Module, ids: Tensor, scale: float) -> Tensor:
     """One method that calls the module; others with a graph each and tensors between them; one of an inner unit."""
     x = model.blocks[0].mix(model.encode(ids))
