@@ -191,8 +191,10 @@ class Twin:
     def begin(self, model: nn.Module, plain: nn.Module, opt: Any, plain_opt: Any) -> None:
         """With these, and nothing under way."""
         self.model, self.plain, self.opt, self.plain_opt = model, plain, opt, plain_opt
-        self.own = dict(model.named_parameters())
+        self.own, self.whole = dict(model.named_parameters()), dict(plain.named_parameters())
         self.names = list(self.own)
+        split = {name: name.rpartition(".") for name in self.names}
+        self.holders = {name: (model.get_submodule(path), own) for name, (path, _, own) in split.items()}
         self.trained = {name: p.requires_grad for name, p in self.own.items()}
         self.units = units_below(model)
         numbers = {unit: i for i, unit in enumerate(self.units)}
@@ -231,7 +233,8 @@ class Twin:
 
     def seen(self, name: str) -> nn.Parameter:
         """What is registered under that name in the sharded model."""
-        return self.model.get_parameter(name)
+        module, own = self.holders[name]
+        return getattr(module, own)  # type: ignore[no-any-return]
 
     @property
     def shows_own(self) -> bool:
@@ -620,9 +623,9 @@ class Machine:
         """Everything that can be compared without communication."""
         pairs: list[Pair] = []
         for twin in self._alive:
-            grads = {name: largest(p.grad) for name, p in twin.plain.named_parameters()}
+            grads = {name: largest(p.grad) for name, p in twin.whole.items()}
             least = FLOOR * max(grads.values())
-            for name, plain in twin.plain.named_parameters():
+            for name, plain in twin.whole.items():
                 own, seen, shown = twin.own[name], twin.seen(name), twin.scope(name)
                 info, what = flatshard.tensors.shard_info(own), f"{name} of m{twin.number}"
                 if shown is None:

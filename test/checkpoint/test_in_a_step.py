@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from on_ranks import ranks
-from pairs import all_pairs
+from pairs import all_pairs, some
 from parity import check_same_gradients, twins
 from saving import STRATEGIES
 from torch import Tensor, nn
@@ -56,7 +56,7 @@ def ask(verb: Any, refused: str, values: dict[str, Tensor], parts: dict[str, Ten
         assert torch.equal(value.to_local() if is_part else value, (parts if is_part else values)[fqn])
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", some(STRATEGIES, 2))
 @ranks(2)
 def test_state_in_a_step(ctx, strategy) -> None:
     inputs = torch.randn(2, 5, generator=torch.Generator().manual_seed(1), dtype=torch.float64)

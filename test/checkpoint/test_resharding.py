@@ -52,7 +52,7 @@ FLAT, ON_CPU = StateDictOptions(flatten_optimizer_state_dict=True), StateDictOpt
 
 
 @pytest.mark.parametrize("theirs", [plain, by_fsdp1, by_fsdp2, not_sharded])
-@ranks(2, 3)
+@ranks(3)
 def test_to_and_from_others(ctx, path: str, theirs: Callable[..., nn.Module]) -> None:
     """By torch's helpers, the same for all; and what others have saved is loaded by ``load_checkpoint``, too."""
     for number, (saves, loads, options) in enumerate(

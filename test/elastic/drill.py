@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import functools
+import gc
 import mmap
 import multiprocessing
 import os
@@ -155,7 +156,7 @@ class Plan:
     patience: float = 20.0
     raises: int | None = None  # the process that raises an error of its own in step 2
     leaves: int | None = None  # the process that leaves the loop after step 2
-    pause: float = 0.0  # seconds in each step
+    waits: tuple[int, ...] = ()  # in these steps each process waits, the first time, until `Processes.go_on`
     wakes_early: bool = False  # who is stopped wakes when it has been lost, and not when all others have ended
     recipe: str | None = None  # the code of a ``main(port, build, train)``, to run in place of the job here
 
@@ -167,6 +168,7 @@ class Plan:
 
 def run_rank(plan: Plan, process: int, port: int, pipe: Any) -> None:
     """One process of a job. It sends the steps that it begins, with who is there, and at the end what came of it."""
+    gc.freeze()  # a collection would copy all pages that the processes share
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     try:
@@ -187,7 +189,7 @@ def run_rank(plan: Plan, process: int, port: int, pipe: Any) -> None:
         flatshard.fully_shard(model, policy={NormBlock}, strategy=strategy, device_mesh=mesh)
         optimizer, scheduler = parts_of_job(model)
         job = Job(world, model, optimizer, [scheduler], say=lambda text: pipe.send(("said", text)), **plan.options)
-        death = plan.deaths.get(job.rank) if process < plan.ranks else None
+        death, waits = plan.deaths.get(job.rank) if process < plan.ranks else None, set(plan.waits)
         for step in job.steps(range(plan.steps)):
             if death is not None:  # the first copies are there
                 death.install()
@@ -196,17 +198,19 @@ def run_rank(plan: Plan, process: int, port: int, pipe: Any) -> None:
                 pipe.send(("step", step, [member.number for member in world.members], world.me.number))
                 if plan.raises == process and step == 2:
                     raise ValueError("my own mistake")
-                time.sleep(plan.pause)
+                while step in waits:
+                    waits -= set(range(pipe.recv() + 1))
                 train(model, optimizer, scheduler, step, job.rank, job.world_size, plan.accumulates)
             if plan.leaves == process and step == 2:
                 break
-        Death.is_over = True
-        trained, frozen = (
-            sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad is wanted)
-            for wanted in (True, False)
-        )
-        made = pickle.dumps([flatshard.checkpoint.full_state_dict(model), scheduler.get_last_lr()])
-        pipe.send(("end", made, job.copied_nbytes, 3 * trained + frozen, job.sent_nbytes, frozen))
+        else:
+            Death.is_over = True
+            trained, frozen = (
+                sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad is wanted)
+                for wanted in (True, False)
+            )
+            made = pickle.dumps([flatshard.checkpoint.full_state_dict(model), scheduler.get_last_lr()])
+            pipe.send(("end", made, job.copied_nbytes, 3 * trained + frozen, job.sent_nbytes, frozen))
     except BaseException as e:
         pipe.send(("raised", type(e).__name__, str(e)))
     pipe.close()
@@ -255,7 +259,7 @@ class Processes:
     def start(self) -> None:
         """Start one more."""
         context = multiprocessing.get_context("forkserver")
-        ours, theirs = context.Pipe(duplex=False)
+        ours, theirs = context.Pipe()
         arguments = (self.plan, len(self.started), self.store.port, theirs)
         process = context.Process(target=run_rank, args=arguments, daemon=True)
         process.start()
@@ -263,6 +267,18 @@ class Processes:
         self.started.append(process)
         self.outcomes.append(Outcome())
         self._pipes[ours] = self.outcomes[-1]
+
+    def start_late(self) -> None:
+        """Start one more, and read until it waits to be taken in."""
+        self.start()
+        arrived = dist.PrefixStore("flatshard/elastic", self.store)
+        self.read(lambda: arrived.check(["1/in/1"]))
+
+    def go_on(self, step: int) -> None:
+        """Those that wait in ``step`` go on."""
+        for pipe in self._pipes:
+            with contextlib.suppress(OSError):  # it has been killed
+                pipe.send(step)
 
     def kill(self, *numbers: int, by: signal.Signals = signal.SIGKILL) -> None:
         """At once. One that has ended is left alone: it may have been to stop later than its job took."""
@@ -279,12 +295,12 @@ class Processes:
             for pipe in wait(list(self._pipes), timeout=0.1):
                 try:
                     self._pipes[pipe].take(*pipe.recv())  # type: ignore[index, union-attr]
-                except EOFError:
+                except (EOFError, ConnectionResetError):
                     del self._pipes[pipe]  # type: ignore[arg-type]
 
-    def read_steps(self, count: int) -> None:
-        """Until each process has begun so many."""
-        self.read(lambda: all(len(outcome.steps) >= count for outcome in self.outcomes))
+    def read_step(self, step: int) -> None:
+        """Until each process that lives has begun it."""
+        self.read(lambda: all(outcome.steps and outcome.steps[-1][0] >= step for outcome in self._pipes.values()))
 
     def finish(self) -> None:
         """Read until all have ended, and wake those that are stopped when the others have, or have lost them."""
@@ -349,7 +365,7 @@ def drawn(seed: int, directory: str) -> Plan:
     if ranks == 4 and random_.random() < 0.6:
         deaths[(victim + 2) % 4 if strategy != "HYBRID_SHARD" else victim ^ 1] = death("recovery", 14)
     stops = any(each.signal == signal.SIGSTOP for each in deaths.values())
-    patience = 5.0 if stops else 8.0 if phase == "saving" else 20.0  # a save waits so long for who has died
+    patience = 4.0 if stops or phase == "saving" else 20.0  # a save waits so long for who has died
     options: dict[str, Any] = {"every": random_.choice((1, 1, 2))}
     if phase == "saving":
         options.update(checkpoints=directory, save_every=2)

@@ -5,12 +5,12 @@ import os
 import pickle
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from drill import Death, Outcome, Plan, Processes, drawn, history, in_one_process, processes
 from pairs import some
 
@@ -61,26 +61,32 @@ def test_a_death_in_the_middle_of_a_message(rank: int, number: int):
     assert len(check(job)) == 2
 
 
-NEIGHBOURS = Plan(4, options={"copies": 2}, pause=0.3)
-FROZEN = Plan(3, freezes=True, steps=9, pause=0.2)
-
-
-@pytest.mark.parametrize(("plan", "steps", "dead"), [(NEIGHBOURS, 2, [2, 3]), (FROZEN, 8, [2])])
-def test_deaths_at_once(plan: Plan, steps: int, dead: list[int]):
-    """Of neighbours: with two copies of each part nothing is lost. Copies have what is frozen, though sent steps before."""
+def killed(plan: Plan, *dead: int, when: Callable[[], bool] = lambda: True) -> Processes:
+    """A job that loses processes at once, in the step in which it waits; ``when``: then, and not before."""
     with processes(plan) as job:
-        job.read_steps(steps)
+        (step,) = plan.waits
+        job.read_step(step)
+        job.read(when)
         job.kill(*dead)
+        job.go_on(step)
         job.read()
+    return job
+
+
+NEIGHBOURS = Plan(4, options={"copies": 2}, waits=(1,))
+FROZEN = Plan(3, freezes=True, steps=9, waits=(7,))
+
+
+@pytest.mark.parametrize(("plan", "dead"), [(NEIGHBOURS, [2, 3]), (FROZEN, [2])])
+def test_deaths_at_once(plan: Plan, dead: list[int]):
+    """Of neighbours: with two copies of each part nothing is lost. Copies have what is frozen, though sent steps before."""
+    job = killed(plan, *dead)
     assert len(check(job)) == plan.ranks - len(dead)
 
 
 def test_too_many_deaths():
     """An error on all that are left says which parts nobody has."""
-    with processes(Plan(4, pause=0.3)) as job:
-        job.read_steps(2)
-        job.kill(2, 3)
-        job.read()
+    job = killed(Plan(4, waits=(1,)), 2, 3)
     raised = [o.raised for o in job.outcomes if o.raised is not None]
     assert [name for name, _ in raised] == ["LostError"] * 2, raised
     assert "nobody has shards [1] of 4" in raised[0][1]
@@ -90,11 +96,8 @@ def test_too_many_deaths():
 def test_too_many_deaths_with_a_checkpoint(tmp_path):
     """Those that are left go on where it is, with the bits of a run that lost the others there."""
     options = {"checkpoints": str(tmp_path), "save_every": 2, "every": 6}  # so the checkpoint is newer than the copies
-    plan = Plan(4, pause=0.3, patience=8.0, options=options)
-    with processes(plan) as job:
-        job.read_steps(4)
-        job.kill(2, 3)
-        job.read()
+    plan = Plan(4, waits=(3,), patience=8.0, options=options)
+    job = killed(plan, 2, 3, when=(tmp_path / "step-2").exists)
     left = check(job)
     assert len(left) == 2
     said = [text for each in left for text in each.said]
@@ -104,15 +107,14 @@ def test_too_many_deaths_with_a_checkpoint(tmp_path):
 
 def test_a_replacement_that_waits_when_a_rank_dies():
     """The cut stays as it was, and the ranks change places: what they keep is labelled anew, as the next death shows."""
-    plan = Plan(3, steps=9, pause=0.5)
-    with processes(plan) as job:
-        job.read_steps(2)
-        job.start()
-        arrived = dist.PrefixStore("flatshard/elastic", job.store)
-        job.read(lambda: arrived.check(["1/in/1"]))
+    with processes(Plan(3, waits=(1, 4))) as job:
+        job.read_step(1)
+        job.start_late()
         job.kill(1)
-        job.read(lambda: len(job.outcomes[3].steps) > 2)
+        job.go_on(1)
+        job.read_step(4)
         job.kill(2)
+        job.go_on(4)
         job.read()
     assert len(check(job)) == 2
     assert (2, 3, 4) in history(next(each for each in job.outcomes if each.number == 3))
@@ -123,15 +125,16 @@ def test_a_replacement_that_waits_when_a_rank_dies():
     [
         ({"raises": 1}, "ValueError: my own mistake"),
         ({"leaves": 1}, "left the loop after 3 steps"),
-        ({"pause": 0.2}, "the store does not answer"),
+        ({"waits": (1,)}, "the store does not answer"),
     ],
 )
 def test_what_is_no_death(how: dict[str, Any], text: str):
     """An error of one's own, leaving the loop, and a store that ends: all are told, and none goes on alone."""
     with processes(Plan(3, **how)) as job:
-        if "pause" in how:
-            job.read_steps(2)
+        if "waits" in how:
+            job.read_step(1)
             job.store = None
+            job.go_on(1)
         job.read()
     if "raises" in how:
         assert job.outcomes[1].raised == ("ValueError", "my own mistake")
@@ -142,10 +145,10 @@ def test_what_is_no_death(how: dict[str, Any], text: str):
 
 def test_a_rank_joins():
     """In between two steps, with the values of the others."""
-    plan = Plan(2, steps=30, pause=0.1)
-    with processes(plan) as job:
-        job.read(lambda: any(o.steps for o in job.outcomes))
-        job.start()
+    with processes(Plan(2, waits=(1,))) as job:
+        job.read_step(1)
+        job.start_late()
+        job.go_on(1)
         job.read()
     left = check(job)
     assert len(left) == 3
@@ -184,33 +187,30 @@ def test_the_recipe():
     assert all(sorted(set(made)) == [0, 1, 2, 3, 4] for made in ends)
 
 
-@pytest.mark.parametrize(("rank", "strategy"), [(0, "FULL_SHARD"), (1, "HYBRID_SHARD")])
-def test_a_rank_that_is_stopped(rank: int, strategy: str):
+def test_a_rank_that_is_stopped():
     """For less than ``patience`` it is only slow. Then it is out: it finds that when it wakes, and makes no step more. That
-    holds in groups that the world has not made.
+    holds in groups that the world has not made, as the replicas' here.
     """
-    plan = Plan(3 if strategy == "FULL_SHARD" else 4, strategy=strategy, steps=12, pause=0.1, patience=3.0)
-    with processes(plan) as job:
-        job.read_steps(2)
-        slow = next(o for o in job.outcomes if o.number == rank + 1)
+    with processes(Plan(4, strategy="HYBRID_SHARD", waits=(1, 3), patience=2.0)) as job:
+        job.read_step(1)
+        slow = next(o for o in job.outcomes if o.number == 1)
         others = [o for o in job.outcomes if o is not slow]
-        job.kill(slow.number, by=signal.SIGSTOP)
-        waits_until = time.monotonic() + 0.5
-        job.read(lambda: time.monotonic() > waits_until)
-        job.kill(slow.number, by=signal.SIGCONT)
-        before = len(slow.steps)
-        job.read(lambda: len(slow.steps) > before)
-        job.kill(slow.number, by=signal.SIGSTOP)
+        job.kill(1, by=signal.SIGSTOP)
+        job.go_on(1)
+        time.sleep(0.5)
+        job.kill(1, by=signal.SIGCONT)
+        job.read_step(3)
+        job.kill(1, by=signal.SIGSTOP)
+        job.go_on(3)
         job.read(lambda: all(o.end for o in others))
-        before = len(slow.steps)
-        job.kill(slow.number, by=signal.SIGCONT)
+        job.kill(1, by=signal.SIGCONT)
         job.read()
     assert slow.raised is not None
     assert slow.raised[0] == "OutError"
-    assert f"was rank {rank} and did not come to them for 3 s" in slow.raised[1]
-    assert len(slow.steps) == before
+    assert "was rank 0 and did not come to them for 2 s" in slow.raised[1]
+    assert [step for step, _ in slow.steps] == [0, 1, 2, 3]
     slow.raised = None
-    assert len(check(job)) == plan.ranks - 1
+    assert len(check(job)) == 3
     assert sum("lost process" in text for o in others for text in o.said) == 1  # once, and not when it was slow
 
 

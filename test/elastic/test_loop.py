@@ -85,8 +85,9 @@ def test_a_step_that_failed_comes_again(alone):
     torch.testing.assert_close(before[3], before[2], rtol=0, atol=0)
 
 
-def test_copies_that_are_under_way(alone):
+def test_copies_that_are_under_way(alone, monkeypatch):
     """When a step fails, the thread that fills them is waited for."""
+    monkeypatch.setattr(_copies, "_LOOK", 0.1)
     job, model, optimizer = job_in(alone())
     seen, fill, begun = [], job._copies._fill, threading.Event()
     job._copies._fill = lambda under: begun.set() or time.sleep(2 * _copies._LOOK) or fill(under)
@@ -101,8 +102,9 @@ def test_copies_that_are_under_way(alone):
     assert seen == [0, 1, 1, 2]
 
 
-def test_a_thread_that_is_left():
+def test_a_thread_that_is_left(monkeypatch):
     """It may do nothing but end, should its wait ever come to an end."""
+    monkeypatch.setattr(_copies, "_LOOK", 0.1)
     comes, done = threading.Event(), list[int]()
 
     def do(thread: _copies._Thread) -> None:

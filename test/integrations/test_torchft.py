@@ -1,16 +1,14 @@
 """Two replica groups of two ranks under torchft: one is killed, the other goes on, and the first comes back."""
 
-import os
-import signal
+import multiprocessing
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from pool import PRELOAD
 from torch import nn
 
 import flatshard
@@ -18,37 +16,37 @@ import flatshard
 torchft = pytest.importorskip("torchft")
 pytestmark = [pytest.mark.clients("torchft"), pytest.mark.time_limit(600)]
 
-ROOT = Path(__file__).parents[2]
-
 
 class Group:
     """The processes of one replica group, and what its first rank has printed."""
 
     def __init__(self, number: int, lighthouse: str, folder: Path, last: Path) -> None:
+        import torchft_job
+
         with socket.socket() as free:
             free.bind(("localhost", 0))
             port = free.getsockname()[1]
         folder.mkdir()
         self.folder = folder
-        job = str(Path(__file__).with_name("torchft_job.py"))
-        environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        start = multiprocessing.get_context("forkserver")
+        start.set_forkserver_preload([*PRELOAD, "torchft"])
         self.ranks = []
         for rank in range(2):
-            arguments = [str(number), str(rank), "2", str(port), lighthouse, str(last)]
-            with open(folder / f"{rank}.out", "w") as out, open(folder / f"{rank}.err", "w") as err:
-                self.ranks.append(
-                    subprocess.Popen([sys.executable, "-u", job, *arguments], env=environment, stdout=out, stderr=err)
-                )
+            (folder / f"{rank}.err").touch()
+            arguments = (number, rank, 2, port, lighthouse, folder, last)
+            self.ranks.append(start.Process(target=torchft_job.main, args=arguments, daemon=True))
+            self.ranks[-1].start()
 
     def steps(self, groups: int) -> dict[int, str]:
         """The sums over the parameters after each step in which that many groups took part."""
-        lines = [line.split() for line in (self.folder / "0.out").read_text().splitlines()]
+        out = self.folder / "0.out"
+        lines = [line.split() for line in out.read_text().splitlines()] if out.exists() else []
         return {int(line[0]): line[2] for line in lines if len(line) == 4 and line[1] == str(groups)}
 
     def kill(self) -> None:
         for rank in self.ranks:
             rank.kill()
-            rank.wait()
+            rank.join()
 
     def errors(self) -> str:
         return "".join((self.folder / f"{rank}.err").read_text()[-2000:] for rank in range(2))
@@ -70,8 +68,8 @@ def test_a_group_dies_and_comes_back(tmp_path):
     first, second = groups = [Group(n, lighthouse.address(), tmp_path / str(n), last) for n in range(2)]
     try:
         wait_for(lambda: len(first.steps(2)) >= 3 and len(second.steps(2)) >= 3, groups)
-        second.ranks[1].send_signal(signal.SIGKILL)
-        time.sleep(1)
+        second.ranks[1].kill()
+        time.sleep(0.5)
         second.kill()  # as its launcher does, and starts it again
         wait_for(lambda: len(first.steps(1)) >= 3, groups)
         back = Group(2, lighthouse.address(), tmp_path / "2", last)
@@ -79,7 +77,8 @@ def test_a_group_dies_and_comes_back(tmp_path):
         wait_for(lambda: len(back.steps(2)) >= 3, groups)
         last.write_text(str(max(first.steps(2)) + 3))
         for rank in (*first.ranks, *back.ranks):
-            assert rank.wait(100) == 0, first.errors() + back.errors()
+            rank.join(100)
+            assert rank.exitcode == 0, first.errors() + back.errors()
         for other in (second, back):  # bit for bit the same, as soon as it has taken part in a step
             together = first.steps(2).keys() & other.steps(2).keys()
             assert len(together) >= 3

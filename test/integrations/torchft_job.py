@@ -1,10 +1,7 @@
-"""One rank of one replica group, for ``test_torchft``: ``python torchft_job.py GROUP RANK SIZE PORT LIGHTHOUSE LAST``.
+"""One rank of one replica group, for ``test_torchft``."""
 
-Prints a line for each committed step: step, groups that took part, and a sum over the parameters of all ranks of the
-group. It ends after the step whose number is in the file LAST, as soon as there is one.
-"""
-
-import sys
+import gc
+import os
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -18,10 +15,18 @@ import flatshard
 from flatshard.integrations.torchft import average_gradients, state_functions
 
 
-def main(group: str, rank: int, size: int, port: int, lighthouse: str, last: Path) -> None:
+def main(group: int, rank: int, size: int, port: int, lighthouse: str, folder: Path, last: Path) -> None:
+    """Print a line for each committed step: step, groups that took part, and a sum over the parameters of all ranks of the
+    group. End after the step whose number is in the file ``last``, as soon as there is one.
+    """
+    gc.freeze()  # a collection would copy all pages that the processes share
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    for stream, kind in ((1, "out"), (2, "err")):
+        os.dup2(os.open(folder / f"{rank}.{kind}", os.O_WRONLY | os.O_CREAT), stream)
     store = dist.TCPStore("localhost", port, is_master=rank == 0, wait_for_workers=False)
     dist.init_process_group("gloo", store=dist.PrefixStore("shards", store), rank=rank, world_size=size)
-    torch.manual_seed(int(group))  # groups begin with other values: they must take over those of one
+    torch.manual_seed(group)  # groups begin with other values: they must take over those of one
     model = nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 1))
     flatshard.fully_shard(model, policy={nn.Linear}, sync_module_states=True)
     adamw = torch.optim.AdamW(flatshard.flat_parameters(model), lr=0.05)
@@ -57,8 +62,3 @@ def main(group: str, rank: int, size: int, port: int, lighthouse: str, last: Pat
                 print(f"{before} {manager.num_participants()} {values:.12f} {loss.item():.4f}", flush=True)
     manager.shutdown(wait=False)
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    group, rank, size, port, lighthouse, last = sys.argv[1:]
-    main(group, int(rank), int(size), int(port), lighthouse, Path(last))

@@ -93,7 +93,7 @@ STRATEGIES = ["FULL_SHARD", "SHARD_GRAD_OP", "SHARD_OPTIM", "NO_SHARD", "HYBRID_
 CHOICES = (list(KINDS), STRATEGIES, (None, MIXED), (1, 2), (False, True))
 CASES = [
     (*case, 4 if case[1].startswith("HYBRID") else 1 + turn % 3, ahead)
-    for ahead, count in ((False, 18), (True, 9))
+    for ahead, count in ((False, 10), (True, 7))
     for turn, case in enumerate(some(all_pairs(*CHOICES), count, turn=ahead))
 ]
 CASES += [("fused", "SHARD_OPTIM", None, 1, False, 3, True)]  # parameters that C++ changes through pointers
