@@ -278,12 +278,14 @@ def test_a_rank_that_dies_is_named(ctx, path: str) -> None:
         with _job._all_ranks(ctx.group, f"save_checkpoint({path!r})", SHORT):
             pass  # its thread ends, as it would with the process
     else:
-        with expect("rank 1: no sign of life for 1 s, so it died, or its machine did"):
+        dead = expect("rank 1: no sign of life for 1 s, so it died, or its machine did")
+        with patched(_barrier, "_LEAVE_AFTER", 0.2), dead:  # it looks for no answer
             save_checkpoint(path, {"step": 1}, process_group=ctx.group, timeout=SHORT)
     dist.barrier(ctx.group)
     state = {"model": fully_shard(nn.Linear(30, 30), process_group=ctx.group)}  # each rank writes its part
     outcome = pytest.raises(KeyboardInterrupt) if ctx.rank == 2 else expect("rank 2: KeyboardInterrupt")
-    with patched(_disk, "create", mock.Mock(side_effect=KeyboardInterrupt), when=ctx.rank == 2), outcome:
+    interrupts = patched(_disk, "create", mock.Mock(side_effect=KeyboardInterrupt), when=ctx.rank == 2)
+    with interrupts, patched(_barrier, "_LEAVE_AFTER", 0.2), outcome:
         save_checkpoint(path, state, process_group=ctx.group)
     dist.barrier(ctx.group)
     save_checkpoint(path, {"step": 1}, process_group=ctx.group)

@@ -19,17 +19,13 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp import fully_shard as fsdp2
 
-from flatshard import ShardingStrategy, fully_shard, load_checkpoint
+from flatshard import fully_shard, load_checkpoint
 
 WHOLE = StateDictOptions(full_state_dict=True)
 
 
 def ours(ctx, seed: int) -> nn.Module:
     return fully_shard(layers(seed), policy={nn.Linear}, process_group=ctx.group)
-
-
-def not_sharded(ctx, seed: int) -> nn.Module:
-    return fully_shard(layers(seed), strategy=ShardingStrategy.NO_SHARD, process_group=ctx.group)
 
 
 def plain(ctx, seed: int) -> nn.Module:
@@ -51,7 +47,7 @@ def by_fsdp2(ctx, seed: int) -> nn.Module:
 FLAT, ON_CPU = StateDictOptions(flatten_optimizer_state_dict=True), StateDictOptions(cpu_offload=True)
 
 
-@pytest.mark.parametrize("theirs", [plain, by_fsdp1, by_fsdp2, not_sharded])
+@pytest.mark.parametrize("theirs", [plain, by_fsdp1, by_fsdp2])
 @ranks(3)
 def test_to_and_from_others(ctx, path: str, theirs: Callable[..., nn.Module]) -> None:
     """By torch's helpers, the same for all; and what others have saved is loaded by ``load_checkpoint``, too."""

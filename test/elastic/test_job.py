@@ -54,7 +54,7 @@ def test_drawn_deaths(tmp_path, seed: int):
 @pytest.mark.parametrize(("rank", "number"), some([(1, 2), (0, 2), (1, 6), (2, 2)], 2))
 def test_a_death_in_the_middle_of_a_message(rank: int, number: int):
     """Of copies, while a step runs, and of the last step's. No rank waits for a timeout, though gloo forgets waits."""
-    plan = Plan(3, {rank: Death("messages", number)}, width=512, patience=50.0)
+    plan = Plan(3, {rank: Death("messages", number)}, width=384, patience=50.0)
     with processes(plan) as job:
         job.read(lambda: any(each.exitcode for each in job.started))
         job.read(seconds=35)

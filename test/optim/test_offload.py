@@ -16,6 +16,7 @@ from on_ranks import ranks
 from pairs import all_pairs, some
 from parity import full_params
 from restarts import Clipping, Counting
+from saving import same as same_by_name
 from torch import Tensor, nn, optim
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
@@ -147,7 +148,7 @@ def test_the_state_of_either_goes_on_in_the_other(ctx, path: str) -> None:
             job["optimizer"].zero_grad()
             job["scheduler"].step()
 
-    for kind in some(KINDS, 4):
+    for kind in some(KINDS, 3, turn=1):
         cls, options = KINDS[kind]
         away = functools.partial(OffloadedOptimizer, optimizer_class=cls)
         for make, other in ((away, cls), (cls, away), (away, away)):
@@ -161,9 +162,7 @@ def test_the_state_of_either_goes_on_in_the_other(ctx, path: str) -> None:
                 assert {type(v) for values in fresh.state.values() for v in values.values()} <= {Tensor, float}
             fresh.state_dict()  # a plain optimizer that has not stepped takes its parts out now
             same(optimizer, fresh)
-            whole = [optim_state_dict(model, o, full=True) for o in (fresh, optimizer)]
-            same_bits(*(each["state"] for each in whole))
-            assert whole[0]["param_groups"] == whole[1]["param_groups"]
+            same_by_name(*(optim_state_dict(model, o, full=True) for o in (fresh, optimizer)))
             helped = [get_optimizer_state_dict(model, o)["state"].keys() for o in (optimizer, fresh)]
             assert helped[0] == helped[1]
             assert type(copy.deepcopy(fresh)) is type(fresh)
