@@ -119,7 +119,7 @@ def test_parity(ctx, strategy: ShardingStrategy):
         ctx.note(f"mesh {shape} as {list(where)}")
         plain, model = twins(ctx, make, {Block}, strategy=strategy, **where)
         optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (plain, model)]
-        for _ in range(3):
+        for _ in range(2):
             backward(ctx, plain, model)
             step_all(optimizers)
         if strategy.joins_axes:
