@@ -325,7 +325,8 @@ class _ObservedUnit(ForwardFeature):
         self.unit, self.books = unit, books
         for compute in (compute for flat in unit.handle.flats for compute in flat.unsharded.params):
             if compute.requires_grad:
-                compute.register_post_accumulate_grad_hook(self._arrive)  # type: ignore[no-untyped-call]
+                # A node of autograd keeps the parameter, and with it this hook: so it doesn't know the unit.
+                compute.register_post_accumulate_grad_hook(functools.partial(_arrive, books))  # type: ignore[no-untyped-call]
 
     def before(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._turn_to()
@@ -346,14 +347,15 @@ class _ObservedUnit(ForwardFeature):
     def _turn_to(self, *grads: Any) -> None:
         self.books.recorder.unit = self.unit.fqn
 
-    def _arrive(self, param: Tensor) -> None:
-        if param.grad is not None:
-            self.books.track([param.grad], "arriving")
-            self.books.look()
-
     def reduced(self, given: Any) -> None:
         for flat in self.unit.handle.flats:
             self.books.track([p.grad for p in flat.params if p.grad is not None], "gradients")
+
+
+def _arrive(books: Books, param: Tensor) -> None:
+    if param.grad is not None:
+        books.track([param.grad], "arriving")
+        books.look()
 
 
 class _InOrder:

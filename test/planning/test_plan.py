@@ -1,6 +1,7 @@
 """``plan``: what it predicts is what is counted when the same model is built and trained."""
 
 import functools
+import gc
 import math
 import sys
 from collections import Counter
@@ -331,6 +332,16 @@ def test_bytes_over_each_axis(world):
 
 
 # -- What is recorded on the meta device ------------------------------------------------------------------------------
+
+
+class Observed(nn.Linear):
+    pass
+
+
+def test_nothing_is_left_of_the_copy_that_ran():
+    plan(Observed(4, 4), world_size=2, example_inputs=torch.ones(5, 4), compare=False)
+    gc.collect()
+    assert not any(type(each) is Observed for each in gc.get_objects())
 
 
 def test_operations_are_recorded():
