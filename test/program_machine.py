@@ -1199,7 +1199,9 @@ class Machine:
     def _folder(self) -> Iterator[Path]:
         """A new name, the same on all ranks."""
         self.folders += 1
-        path = Path(tempfile.gettempdir(), f"fuzz-{os.getppid()}-{self.program.seed}-{self.folders}")
+        owner = torch.tensor(os.getpid())  # that of rank 0
+        dist.broadcast(owner, group=self.ctx.group, group_src=0)
+        path = Path(tempfile.gettempdir(), f"fuzz-{owner}-{self.program.seed}-{self.folders}")
         if self.ctx.rank == 0:
             shutil.rmtree(path, ignore_errors=True)
         dist.barrier(self.ctx.group)
