@@ -453,6 +453,8 @@ def test_norms_and_groups_of_matrices_are_those_of_a_cpu():
         expected = strides(*[t.clone() for t in given])
         with Books(Recorder(), MadeOnce("cpu")):
             assert strides(*[torch.empty_strided(t.shape, t.stride(), device="meta") for t in given]) == expected
+    with Books(Recorder(), MadeOnce("cuda")):  # where group norm is contiguous
+        assert torch.nn.functional.group_norm(last.to("meta"), 2).is_contiguous()
 
 
 def test_what_operations_write():
