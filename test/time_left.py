@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-WHOLE_RUN = "about 10 minutes on two cores"
+WHOLE_RUN = "about 6 minutes on two idle cores"
 """How long all tests take. Change it with them."""
 
 
