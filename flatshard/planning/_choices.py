@@ -19,16 +19,17 @@ UNTIL_CHANGE, UNTIL_BACKWARD, UNTIL_FORWARD = range(3)
 """How long a unit's parameters stay gathered: until the parts change, until its backward has ended, until its forward has."""
 
 NOT_AGAIN, AGAIN, FIRST, LEFT_OUT = range(4)
-"""Whether a unit is computed again with one around it. Left out: it would be, but recomputes itself, as all after it do.
-First: so do all after it, and its own backward is the first that needs what is computed again."""
+"""Whether a unit is computed again when one around it is. ``LEFT_OUT``: no, as it and all after it recompute themselves, and
+the recomputation ends before them. ``FIRST``: yes, and as all after it are left out, that begins in its backward. ``AGAIN``:
+yes, and it began before its backward. ``NOT_AGAIN``: no unit around it recomputes."""
 
 
 class Keeps(NamedTuple):
     """What one unit keeps."""
 
-    stays: int  # one of the first three above
+    stays: int  # UNTIL_CHANGE, UNTIL_BACKWARD or UNTIL_FORWARD
     recomputes: bool
-    again: int = NOT_AGAIN  # one of the other four. It follows from what other units keep; only a ``State`` has it
+    again: int = NOT_AGAIN  # or AGAIN, FIRST, LEFT_OUT: it follows from what other units keep, and only a ``State`` has it
 
 
 Choices = tuple[Keeps, ...]

@@ -332,8 +332,8 @@ class Timeline:
 
 
 def pair_of(before: State | None, last: State | None) -> Pair:
-    """What a stretch depends on. A unit that is around the first alone is over: then the first is computed again if either
-    is."""
+    """What a stretch depends on. Where units are around the one before and not around the last, they have ended: only whether
+    the one before is computed again at all still matters, by itself or with one of them."""
     if last is None or before is None:
         return None, None if last is None else last.keeps
     keeps, count = before.keeps, len(last.around)
