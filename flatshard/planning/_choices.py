@@ -29,7 +29,7 @@ class Keeps(NamedTuple):
 
     stays: int  # UNTIL_CHANGE, UNTIL_BACKWARD or UNTIL_FORWARD
     recomputes: bool
-    again: int = NOT_AGAIN  # or AGAIN, FIRST, LEFT_OUT: it follows from what other units keep, and only a ``State`` has it
+    again: int = NOT_AGAIN  # follows from what others keep; only a ``State`` has it
 
 
 Choices = tuple[Keeps, ...]
