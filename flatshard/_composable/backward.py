@@ -21,11 +21,13 @@ from typing import ClassVar
 import torch
 from torch.autograd import Variable
 
+from flatshard import _trace
 from flatshard._composable.completion import AWAITING, IDLE, UNTOUCHED, current_graph_task
 from flatshard._composable.find import contexts_of, units_below
 from flatshard._composable.reduction_queue import ReductionQueue
 from flatshard._composable.state import ForwardRecord, Unit
 from flatshard._config import BackwardPrefetch
+from flatshard._errors import name_list
 from flatshard._handle.lifetime import BY_NONE, ParamState
 from flatshard._handle.registrations import SHARDED
 
@@ -153,7 +155,7 @@ class Backward:
     def _complete_before(self, unit: Unit, idle: Iterable[Unit]) -> None:
         """Complete those of ``idle`` that are over, as backward comes to ``unit``."""
         task = current_graph_task()
-        over = [u for u in idle if u is not unit and u.completion.is_over_in(task)]
+        over = [u for u in idle if u is not unit and u.completion.task == task and u.completion.is_over]
         if over:
             to_come = any(_expected(u) for queue in ReductionQueue.every for u in queue.units())
             self._complete_all(over, to_come or self._bring_gradients(self._tasks), early=True)
@@ -268,6 +270,13 @@ class Backward:
         if self.has_failed:
             for unit in self._reached:
                 unit.show()
+            if ahead := [u.fqn for u in self._reached if u.handle.lifetime.params is ParamState.UNSHARDING]:
+                _trace.logger.warning(
+                    "backward failed before it came to unit %s by an output. If torch reports a tensor that was modified by "
+                    "an inplace operation, backward entered the unit by a tensor that its forward handed over in another "
+                    "way, as by a list or an object: return that tensor from the forward, too",
+                    name_list(ahead),
+                )
 
     def drop(self) -> None:
         """After an exception: drop its gradients, and free everything.

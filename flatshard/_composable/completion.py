@@ -177,9 +177,10 @@ class Completion:
                 return True
         return False
 
-    def is_over_in(self, task: int) -> bool:
-        """Whether an idle unit, which graph task ``task`` completes, has all its gradients, and is not reached again."""
-        return self.task == task and not self.pending and not self.comes_again()
+    @property
+    def is_over(self) -> bool:
+        """Whether the unit has all its gradients, and the running graph task does not reach it again."""
+        return self.state is COMPLETE or (self.state > AWAITING and not self.pending and not self.comes_again())
 
     # -- what happens --------------------------------------------------------------------------------------------------
 

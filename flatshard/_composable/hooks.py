@@ -24,6 +24,12 @@ module called twice, or another module of a group). Whether all gradients have c
 with trainable parameters is freed when its first forward of a pass is left, and gathered again for an earlier pass. A unit
 without is gathered again for each forward, on all ranks. A unit whose parameters are all trainable is gathered once, also on
 a rank whose graph lacks some of them, where it could be freed before backward comes to an earlier pass.
+
+[Note: Outputs are entered first]
+A forward may hand tensors over in other ways than by its output: an auxiliary loss in a list of the user's. Backward may then
+enter the unit by a tensor that flatshard has not seen. Of the nodes that are ready, autograd runs the newest first. So if a
+forward made nodes after those of its outputs, the outputs get newer ones: backward enters by an output if it comes to one.
+If it comes to none, autograd refuses to read parameters that are not there: unsharded.py, [Note: Closed to autograd].
 """
 
 from __future__ import annotations
@@ -39,6 +45,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import Node
 
 from flatshard._composable.backward import (
     Backward,
@@ -55,7 +62,15 @@ from flatshard._composable.backward import (
 from flatshard._composable.claims import Claim
 from flatshard._composable.completion import AWAITING, COMPLETE, COMPLETE_EARLY, IDLE, Way, current_graph_task
 from flatshard._composable.extensions import ForwardFeature
-from flatshard._composable.outputs import is_opaque, tensors_in, tree_flatten, tree_unflatten
+from flatshard._composable.outputs import (
+    is_opaque,
+    made_nodes_after,
+    next_node,
+    tensors_in,
+    tree_flatten,
+    tree_unflatten,
+    with_new_nodes,
+)
 from flatshard._composable.state import Forward, ForwardRecord, ModuleGroup, Unit, called_modules, unit_of
 from flatshard._config import BackwardPrefetch
 from flatshard._handle.lifetime import ParamState
@@ -241,15 +256,19 @@ class UnitHooks:
                     output = changed = new
             outputs = [output] if isinstance(output, torch.Tensor) else [*tensors_in(output)]
             if torch.is_grad_enabled():
+                if made_nodes_after(outputs, forward.first_node):
+                    output = changed = with_new_nodes(output)
+                    outputs = [*tensors_in(output)]
                 found = [*outputs]
                 for given in (*args, *kwargs.values()):
                     if isinstance(given, (list, dict)):  # the module may have stored tensors in it
                         found += tensors_in(given)
                 for leaving in self._leaving:
                     found += leaving(found)
-                comes_back = self.register_pre_backward(found, forward) or self._may_hide_tensors(output)
+                comes_back = self.register_pre_backward(found, forward)
+                leaks = not comes_back and self._may_hide_tensors(output)
             # The unsharded parameters, or views of them, must stay in memory.
-            leaks = any(map(unit.handle.holds_memory_of, outputs))
+            leaks = leaks or any(map(unit.handle.holds_memory_of, outputs))
             if leaks and forward.recorded is not None and not forward.in_backward:
                 unit.note_leak(forward.recorded)
         finally:
@@ -257,7 +276,7 @@ class UnitHooks:
         return changed
 
     def end_forward(self, forward: Forward, comes_back: bool, leaks: bool) -> None:
-        """Release the parameters. ``comes_back``: backward may need them. ``leaks``: the output is a view of them."""
+        """Release the parameters. ``comes_back``: backward may need them. ``leaks``: they must stay, as outputs use them."""
         context, in_backward = self.unit.context, forward.in_backward
         outermost = not context.forwards
         is_group = isinstance(self.unit.module, ModuleGroup)
@@ -276,22 +295,22 @@ class UnitHooks:
             if is_group and context.order.are_awaited(called_modules(self.unit.module)):
                 context.keep_for_next(needed)
             else:
-                needed.free_unless_kept(forward.recorded)
+                needed.free_unless_kept(forward.recorded or (forward if next_node() > forward.first_node else None))
         if outermost and not in_backward:
             context.end_pass()
 
     def register_pre_backward(self, outputs: Iterable[torch.Tensor], forward: Forward) -> bool:
         """Make backward call ``pre_backward`` when it reaches one of ``outputs``. Returns whether it may."""
-        nodes = set()
+        found = set[Node | None]()
         for tensor in outputs:
             if tensor.requires_grad:
                 # An in-place change of a view gives it a new node, so the old one is bypassed; but its base keeps the node.
                 # If a custom autograd function returned its input, its output is a view that cannot be changed in place.
-                is_view = tensor._is_view() and not isinstance(tensor.grad_fn, BackwardCFunction)
-                source = tensor._base if is_view and tensor._base is not None else tensor
-                if (node := source.grad_fn or tensor.grad_fn) is not None:
-                    nodes.add(node)
-        if not nodes:
+                own = tensor.grad_fn
+                if tensor._is_view() and not isinstance(own, BackwardCFunction) and tensor._base is not None:
+                    found.add(tensor._base.grad_fn)
+                found.add(own)
+        if not (nodes := [node for node in found if node is not None]):
             return False
         record = self.unit.context.record_forward(forward)
         for node in nodes:
@@ -309,8 +328,8 @@ class UnitHooks:
             return False
         warnings.warn(
             f"unit {self.unit.fqn or '<root>'!r} returned a {type(output).__name__}, in which flatshard finds no tensor. So "
-            "its parameters stay unsharded until the end of backward. Return tensors in a tuple, dict or dataclass to "
-            "have them freed after forward",
+            "its parameters stay unsharded until backward has used them, or its next forward. Return tensors in a tuple, "
+            "dict or dataclass to have them freed after forward",
             stacklevel=2,
         )
         return True

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -14,6 +14,9 @@ from torch.utils._pytree import tree_unflatten as tree_unflatten
 # Values of these types can't hold an activation.
 _PLAIN = (str, bytes, int, float, complex, bool, type, torch.dtype, torch.device, torch.Size, nn.Parameter, nn.Module)
 _MAX_DEPTH = 6
+
+next_node: Callable[[], int] = torch._C._autograd._get_sequence_nr
+"""Returns the number of autograd's next node on this thread. Private API, as there is no public way."""
 
 
 def tensors_in(value: Any, depth: int = 0) -> Iterator[torch.Tensor]:
@@ -40,11 +43,32 @@ def tensors_in(value: Any, depth: int = 0) -> Iterator[torch.Tensor]:
             yield from tensors_in(getattr(value, name, None), depth + 1)
 
 
-def is_opaque(output: Any) -> bool:
-    """Whether ``output`` may contain tensors that ``tensors_in`` does not find."""
-    return not (
-        output is None
-        or isinstance(output, (torch.Tensor, dict, list, tuple, set, frozenset, *_PLAIN))
-        or dataclasses.is_dataclass(output)
-        or hasattr(output, "__dict__")
-    )
+def made_nodes_after(outputs: Iterable[torch.Tensor], first: int) -> bool:
+    """Return whether autograd has made nodes after those of ``outputs``, ``first`` or later, on this thread."""
+    last = next_node() - 1
+    numbers = [node._sequence_nr() for tensor in outputs if (node := tensor.grad_fn) is not None]
+    return last >= first and bool(numbers) and max(numbers) != last
+
+
+def with_new_nodes(output: Any) -> Any:
+    """Return ``output`` with an alias in place of each tensor that autograd has made, where torch can rebuild it."""
+    values, spec = tree_flatten(output)
+    aliases = {
+        id(v): torch.ops.aten.alias.default(v)
+        for v in values
+        if isinstance(v, torch.Tensor) and v.grad_fn is not None and v.layout is torch.strided
+    }
+    return tree_unflatten([aliases.get(id(v), v) for v in values], spec) if aliases else output
+
+
+def is_opaque(value: Any) -> bool:
+    """Return whether ``value`` may hold tensors that ``tensors_in`` does not find: a closure, a generator, a module."""
+    if isinstance(value, dict):
+        return any(map(is_opaque, value.values()))
+    if isinstance(value, list | tuple | set | frozenset):
+        return any(map(is_opaque, value))
+    if isinstance(value, nn.Module):
+        return True
+    if value is None or isinstance(value, (torch.Tensor, *_PLAIN)) or dataclasses.is_dataclass(value):
+        return False
+    return callable(value) or not (hasattr(value, "__dict__") or hasattr(type(value), "__slots__"))

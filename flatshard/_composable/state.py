@@ -38,6 +38,7 @@ from flatshard._comm.progress import Place
 from flatshard._composable.claims import Claim, Claims
 from flatshard._composable.completion import UNTOUCHED, Completion, current_graph_task
 from flatshard._composable.exec_order import ForwardOrder
+from flatshard._composable.outputs import next_node
 from flatshard._composable.reduction_queue import ReductionQueue
 from flatshard._composable.unit_config import UnitConfig
 from flatshard._handle.handle import FlatParamHandle
@@ -133,6 +134,9 @@ class Unit:
     def _make_room(self) -> None:
         """Free the memory that it needs and another unit is using. [Note: Static buffers]"""
         self.context.free_unused()
+        for unit in made_units.values():  # that stay until the end of the backward, though their values are not needed
+            if unit.completion.is_over and unit.handle.gradients.accumulators.are_all:
+                unit.free_if_unused()
         if not self.live_forwards:
             self.handle.unblock()
 
@@ -187,19 +191,13 @@ class Unit:
         self.show()
         self.free_unless_kept()
 
-    def free_unless_kept(self, until: ForwardRecord | None = None) -> None:
-        """Free the unsharded parameters, unless a claim or a live graph needs them.
-
-        ``until``: the record of the forward whose backward will gather them again.
-        """
+    def free_unless_kept(self, until: object = None) -> None:
+        """Free them, unless a claim or a live graph needs them. ``until``: the forward whose backward gathers them again."""
         if not (self.leaks or (self.claims and (self.claims.keep or self.claims.need_storage))):
             self.handle.reshard(until)
 
     def rename(self, names: Mapping[nn.Module, str]) -> None:
-        """Rename the unit and its parameters after a module further out was sharded, as FQNs now start there.
-
-        ``names``: of all modules in that module.
-        """
+        """Rename the unit and its parameters by ``names``, of all modules in a module further out that was sharded."""
         self.handle.rename(", ".join(names[m] for m in called_modules(self.module) if m in names), names)
 
     @property
@@ -273,12 +271,13 @@ class Unit:
 class Forward:
     """One running forward of a unit."""
 
-    __slots__ = ("claims", "frame", "gathers", "in_backward", "instead", "module", "recorded", "unit")
+    __slots__ = ("claims", "first_node", "frame", "gathers", "in_backward", "instead", "module", "recorded", "unit")
 
     def __init__(self, unit: Unit, module: nn.Module, frame: FrameType, in_backward: bool) -> None:
         self.unit = unit
         self.module = module  # the unit's, or the one of its group that runs
         self.frame = frame  # alive as long as the forward is
+        self.first_node = next_node()  # of autograd: the number of the first that it may make
         self.in_backward = in_backward  # recomputed by activation checkpointing
         self.instead: Callable[[Any], object] | None = None  # if a feature has it: what to call at the end, and no more
         self.gathers = True  # False: a feature shows other parameters, so nothing is gathered

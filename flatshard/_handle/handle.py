@@ -238,6 +238,9 @@ class FlatParamHandle:
             else:
                 with _trace.labelled("all_gather", self.fqn, runtime.gathering()):
                     self._start_all_gathers(exactly, again, instead)
+        if again:
+            for flat in self._sharded:
+                flat.unsharded.close()
         self.stamp = UnshardedStamp(self.version(), by, exactly, again)
         self.lifetime.move_params("unshard")
 
@@ -285,6 +288,8 @@ class FlatParamHandle:
             self._settle_all_gathers(isinstance(e, OutOfStepError))
             self._free()
             self.runtime.fail("all-gather", self.fqn, e)
+        for flat in self._sharded:
+            flat.unsharded.open()
         self.lifetime.move_params("wait")
         self._users = users
 
@@ -331,6 +336,8 @@ class FlatParamHandle:
                 with self.runtime.on(None if streams is None else streams.gather):
                     self.source.keep(self._sharded, until)
             for flat in self._sharded:
+                if until is not None or self.has_static_buffers:
+                    flat.unsharded.close(seen=until is not None)  # a forward has ended: see `write_back_if_changed`
                 flat.free()
         self.lifetime.move_params("reshard")
         self.stamp = None

@@ -9,6 +9,13 @@
 ``compute.data = view`` aliases memory without sharing the buffer's version counter. ``nn.Parameter(view)`` would share it.
 So autograd's check for in-place changes does not notice that the buffer is refilled for backward. This is correct, because
 the values are the same. The storage must be the same too: autograd may have saved a view of it, such as ``weight.t()``.
+
+[Note: Closed to autograd]
+Backward may enter a unit by a tensor that flatshard has not seen: a loss that the forward kept in a list of the user's. Then
+autograd reads parameters that it has saved and that are not there: memory without contents while an all-gather is in flight,
+values of another unit in a static buffer, or no memory at all, which ends the process. So after a forward that made a graph,
+from the moment that the memory is freed until the next gather has ended, the version counters of all unsharded parameters are
+raised. Autograd itself then refuses to read them.
 """
 
 from __future__ import annotations
@@ -18,6 +25,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
+from torch.autograd.graph import increment_version
 
 from flatshard._handle.adapters.tensor_subclass import TensorSubclass
 from flatshard._handle.adapters.wrapping import Wrapping
@@ -27,6 +35,10 @@ from flatshard._handle.pool import FlatBuffer
 from flatshard._handle.unit_ranks import UnitRanks
 
 _version = operator.attrgetter("_version")  # read for every parameter in every step, so the loop runs in C
+# Private API: the public `increment_version` only goes up.
+_set_versions: Callable[[tuple[torch.Tensor, ...], tuple[int, ...]], None] = (
+    torch._C._autograd._unsafe_set_version_counter
+)
 
 # Dtypes that every gloo and NCCL build can send. Others are sent as bytes.
 _WIRE_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.uint8, torch.int32, torch.int64)
@@ -63,9 +75,10 @@ class UnshardedBuffer:
         self._pool = ranks.pool  # provides the memory; None: the buffer has memory of its own
         # For memory of its own; a feature may replace it.
         self._make_buffer: Callable[[torch.Tensor], FlatBuffer] = FlatBuffer
-        self._version = 0  # of the unsharded parameters' values at the last ``changed``
+        self._is_closed = False
         device = kind.compute_device
         self.params = tuple([self._make_param(index, param, device) for index, param in enumerate(originals)])
+        self._versions = tuple(map(_version, self.params))  # at the last `changed` or `close`
         self.place(kind, shard)
 
     def _make_param(self, index: int, param: nn.Parameter, device: torch.device) -> nn.Parameter:
@@ -171,6 +184,23 @@ class UnshardedBuffer:
         if self._buffer is not None and self._buffer.user is self:
             self._buffer.free()
 
+    def close(self, seen: bool = False) -> None:
+        """Have autograd refuse to read the unsharded parameters until ``open``. [Note: Closed to autograd]
+
+        ``seen``: nothing can have changed them since the last call of ``changed``.
+        """
+        if not self._is_closed:
+            if not seen:
+                self._versions = tuple(map(_version, self.params))
+            increment_version(self.params)
+            self._is_closed = True
+
+    def open(self) -> None:
+        """Let autograd read the unsharded parameters: they have their values."""
+        if self._is_closed:
+            _set_versions(self.params, self._versions)
+            self._is_closed = False
+
     def unbind(self) -> None:
         """Bind to a buffer that is free next time. No graph may have views of the current one."""
         self._buffer = None
@@ -186,12 +216,14 @@ class UnshardedBuffer:
         ``p.data = ...``, ``p.detach().mul_()``, and ``p.mul_()`` under ``no_grad`` are seen. ``p.data.mul_()`` is not: see
         ``may_change``. Comparing values instead would read each unit once more in every forward.
         """
-        before, self._version = self._version, sum(map(_version, self.params))
-        return self.take_back_moved() or before != self._version
+        if self._is_closed:
+            return False
+        before, self._versions = self._versions, tuple(map(_version, self.params))
+        return self.take_back_moved() or before != self._versions
 
     def may_change(self) -> None:
         """Make the next ``changed`` true: somebody may write what version counters don't show."""
-        self._version = -1
+        self._versions = ()
 
     def take_back_moved(self) -> bool:
         """If the module set the ``.data`` of unsharded parameters, copy the new values to the buffer, and point back to it.

@@ -1,5 +1,6 @@
 """Buffers that are made once: ``static_buffers=True``, and collectives with an ``allocate``."""
 
+import copy
 import functools
 import itertools
 import random
@@ -10,12 +11,12 @@ import torch
 import torch.distributed as dist
 from models import Block, Net
 from on_ranks import ranks
-from parity import full_params
+from parity import check_same_gradients, full_params
 from recording import GRAD_OP, NO_SHARD, Recording, collectives_of
 from torch import Tensor, nn
 
 import flatshard
-from flatshard import CustomPolicy, MixedPrecision, fully_shard
+from flatshard import BackwardPrefetch, CustomPolicy, MixedPrecision, fully_shard
 from flatshard._composable.find import units_below
 
 BF16 = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -78,6 +79,40 @@ def test_trains_alike(ctx: Any) -> None:
         for a, b, c in zip(*(full_params(model).values() for model in (usual, once, allocated)), strict=True):
             assert torch.equal(a, b)
             torch.testing.assert_close(a, c)  # gloo adds them in another dtype where it need not cast
+
+
+class Partly(Block):
+    """A block that uses a parameter on rank 0 alone, and has one that no rank uses, and one without elements."""
+
+    def __init__(self, width: int, idle: bool) -> None:
+        super().__init__(width)
+        self.linear = nn.Identity() if idle else self.linear
+        self.on_one = nn.Parameter(torch.ones(width))
+        self.on_none, self.empty = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + (self.on_one if dist.get_rank() == 0 else 0.0)
+
+
+@ranks(2)
+def test_units_that_lack_gradients_share_buffers(ctx: Any) -> None:
+    """They stay until the end of a backward, where no other unit needs their memory."""
+    for idle, when in itertools.product([False, True], [None, *BackwardPrefetch]):
+        for blocks in (4, 3):
+            torch.manual_seed(0)
+            model = Net(blocks)
+            model.blocks = nn.ModuleList(Partly(4, idle) for _ in range(blocks))
+            plain = copy.deepcopy(model)
+            static(model, [Partly], process_group=ctx.group, backward_prefetch=when)
+            for each in (model, plain):
+                for _ in range(2):
+                    each(torch.ones(2, 4) + ctx.rank).square().mean().backward()
+            for p in plain.parameters():
+                if (grad := p.grad) is not None or p.shape == (4,):
+                    p.grad = torch.zeros_like(p) if grad is None else grad
+                    dist.all_reduce(p.grad, group=ctx.group)
+                    p.grad /= ctx.world_size
+            check_same_gradients(model, plain, 1e-6)
 
 
 def test_addresses_stay_and_are_few(world):

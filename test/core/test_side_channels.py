@@ -1,0 +1,263 @@
+"""Losses that leave a unit by another way than its output: auxiliary heads, deep supervision, multi-token prediction."""
+
+import collections
+import contextvars
+import dataclasses
+import logging
+import threading
+import types
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from on_ranks import ranks
+from parity import check_parity, check_same_gradients
+from recording import Recording
+from torch import Tensor, nn
+
+import flatshard
+from flatshard import BackwardPrefetch, fully_shard
+
+WIDTH = 4
+
+
+class Late(Recording):
+    """Collectives whose results come as late as a caller can bear: when they are waited for."""
+
+    def all_gather(self, output: Tensor, shard: Tensor) -> Any:
+        landing = torch.empty_like(output)
+        inner = self.inner.all_gather(landing, landing.view(self.inner.size, -1)[self.inner.rank].copy_(shard))
+        output.fill_(1e6 if output.is_floating_point() else 1)
+
+        def wait() -> None:
+            inner.wait()
+            output.copy_(landing)
+
+        return types.SimpleNamespace(wait=wait)
+
+
+@dataclasses.dataclass
+class Kept:
+    losses: list[Tensor] = dataclasses.field(default_factory=list)
+
+
+class Notes:
+    """Any object of the user."""
+
+    def __init__(self) -> None:
+        self.losses: list[Tensor] = []
+
+    def note(self, loss: Tensor) -> None:
+        self.losses.append(loss)
+
+
+EVERYWHERE: list[Tensor] = []
+OF_THE_CONTEXT: contextvars.ContextVar[list[Tensor]] = contextvars.ContextVar("losses")
+OF_THE_THREAD = threading.local()
+
+
+def containers() -> dict[str, tuple[Any, Callable[[Tensor], object], Callable[[], list[Tensor]]]]:
+    """By name: what a unit is given, how it hands a loss over, and where the losses are then."""
+    a_list: list[Tensor] = []
+    a_deque, a_namespace = collections.deque[Tensor](), types.SimpleNamespace(losses=[])
+    kept, notes = Kept(), Notes()
+    OF_THE_CONTEXT.set([])
+    OF_THE_THREAD.losses = []
+    EVERYWHERE.clear()
+    return {
+        "append": (a_list.append, a_list.append, lambda: a_list),
+        "method": (notes.note, notes.note, lambda: notes.losses),
+        "namespace": (a_namespace, a_namespace.losses.append, lambda: a_namespace.losses),
+        "dataclass": (kept, kept.losses.append, lambda: kept.losses),
+        "deque": (a_deque, a_deque.append, lambda: [*a_deque]),
+        "tuple": ((a_list,), a_list.append, lambda: a_list),
+        "global": (None, EVERYWHERE.append, lambda: EVERYWHERE),
+        "context": (None, OF_THE_CONTEXT.get().append, OF_THE_CONTEXT.get),
+        "thread": (None, OF_THE_THREAD.losses.append, lambda: OF_THE_THREAD.losses),
+    }
+
+
+class Block(nn.Module):
+    """Hands the loss of a head of its own over, and returns what the head has seen."""
+
+    def __init__(self, output: Callable[[Tensor], Any] = lambda y: y) -> None:
+        super().__init__()
+        self.linear, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 2)
+        self.scale = nn.Parameter(torch.ones(2))
+        self.output = output
+
+    def forward(self, x: Tensor, given: object, hand_over: Callable[[Tensor], object]) -> Any:
+        y = x + torch.tanh(self.linear(x))
+        hand_over((self.head(y) * self.scale).square().mean())
+        return self.output(y)
+
+
+class Net(nn.Module):
+    def __init__(
+        self, output: Callable[[Tensor], Any] = lambda y: y, read: Callable[[Any], Tensor] = lambda y: y
+    ) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(output) for _ in range(4))
+        self.last = nn.Linear(WIDTH, 2)
+        self.read, self.way = read, "append"
+
+    def forward(self, x: Tensor) -> tuple[Tensor, list[Tensor]]:
+        given, hand_over, found = containers()[self.way]
+        for block in self.blocks:
+            x = self.read(block(x, given, hand_over))
+        return self.last(x), [*found()]
+
+
+def loss_of(output: tuple[Tensor, list[Tensor]], _: Tensor) -> Tensor:
+    return output[0].square().mean() + torch.stack(output[1]).sum()
+
+
+def inputs(step: int, n: int) -> Tensor:
+    return torch.randn(n, WIDTH)
+
+
+def shard(model: nn.Module, group: Any, **options: Any) -> nn.Module:
+    return fully_shard(model, policy={Block}, process_group=group, collectives=Late, **options)
+
+
+WAYS = ("append", "method", "namespace", "dataclass", "deque", "tuple", "global", "context", "thread")
+
+
+@ranks(2)
+def test_losses_that_are_handed_over(ctx):
+    """Gradients are those of one process, whatever the losses are kept in, and whenever units are gathered."""
+    for way in WAYS:
+        for when in BackwardPrefetch if way == "append" else [BackwardPrefetch.BACKWARD_PRE]:
+            ctx.note(f"{way}, {when}")
+
+            def make(way: str = way) -> nn.Module:
+                model = Net()
+                model.way = way
+                return model
+
+            check_parity(
+                ctx,
+                make,
+                inputs,
+                steps=2,
+                loss_fn=loss_of,
+                shard=lambda m, g, when=when: shard(m, g, backward_prefetch=when),
+            )
+
+
+STRUCTURES = {
+    "with a closure": (lambda y: (y, lambda: y), lambda out: out[0]),
+    "in a dict": (lambda y: {"y": y, "n": 1}, lambda out: out["y"]),
+    "a view": (lambda y: y.view(-1, WIDTH), lambda out: out),
+}
+
+
+@ranks(2)
+def test_structures_of_outputs(ctx):
+    for name, (output, read) in STRUCTURES.items():
+        ctx.note(name)
+        check_parity(
+            ctx, lambda output=output, read=read: Net(output, read), inputs, steps=2, loss_fn=loss_of, shard=shard
+        )
+
+
+class Slots:
+    """A structure that torch can't rebuild with other tensors."""
+
+    __slots__ = ("y",)
+
+    def __init__(self, y: Tensor) -> None:
+        self.y = y
+
+
+@ranks(2)
+def test_what_is_not_there_is_not_read(ctx):
+    """Where backward enters a unit by a loss alone, autograd refuses to read its parameters. The next step is right."""
+    heard: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = heard.append
+    logging.getLogger("flatshard").addHandler(handler)
+    for options in ({}, {"static_buffers": True}):
+        for output, read, loss_of_both in [
+            (lambda y: y, lambda out: out, lambda out, losses: losses[1]),
+            (lambda y: y.detach(), lambda out: out, lambda out, losses: losses[-1]),
+            (Slots, lambda out: out.y, lambda out, losses: out.square().mean() + sum(losses)),
+        ]:
+            model = shard(Net(output, read), ctx.group, **options)
+            heard.clear()
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                loss_of_both(*model(torch.ones(2, WIDTH))).backward()
+            if output is Slots:
+                assert "'blocks.3'" in heard[0].getMessage()
+            assert all(p.grad is None for p in model.parameters())
+            for block in model.blocks:
+                block.output = lambda y: y
+            model.read = lambda out: out
+            plain = Net()
+            plain.load_state_dict(flatshard.checkpoint.full_state_dict(model))
+            for each in (plain, model):
+                loss_of(each(torch.ones(2, WIDTH)), torch.empty(0)).backward()
+            check_same_gradients(model, plain)
+    logging.getLogger("flatshard").removeHandler(handler)
+
+
+@ranks(2)
+def test_what_an_earlier_backward_has_freed_is_not_read_either(ctx):
+    model = shard(Net(), ctx.group)
+    first = loss_of(model(torch.ones(2, WIDTH)), torch.empty(0))
+    model.read = torch.Tensor.detach
+    output, losses = model(torch.ones(2, WIDTH))
+    first.backward()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        (output.square().mean() + losses[-1]).backward()
+
+
+@ranks(2)
+def test_a_forward_that_may_not_begin_between_a_forward_and_its_backward(ctx):
+    """Nothing is written back from memory that is not there."""
+    model = shard(Net(), ctx.group, forward_prefetch=False)
+    before = flatshard.checkpoint.full_state_dict(model)
+    output = model(torch.ones(2, WIDTH))
+    scale = model.blocks[1].scale
+    right = scale.data
+    scale.data = torch.ones(7)
+    with pytest.raises(RuntimeError, match=r"parameter 'blocks.1.scale' was replaced by a tensor of shape \(7,\)"):
+        model(torch.ones(2, WIDTH))
+    scale.data = right
+    torch.testing.assert_close(flatshard.checkpoint.full_state_dict(model), before, rtol=0, atol=0)
+    del output
+
+
+class Lazy:
+    def __init__(self, y: Tensor) -> None:
+        self.y = y
+
+    def __call__(self) -> Tensor:
+        return self.y
+
+
+class Holder(nn.Module):
+    def __init__(self, y: Tensor) -> None:
+        super().__init__()
+        self.y = y
+
+
+HIDDEN = {
+    "an iterator": (lambda y: iter([y]), next),
+    "a generator": (lambda y: (each for each in [y]), next),
+    "a closure": (lambda y: lambda: y, lambda out: out()),
+    "closures": (lambda y: [lambda: y], lambda out: out[0]()),
+    "a module": (Holder, lambda out: out.y),
+    "a callable": (Lazy, lambda out: out()),
+}
+
+
+@pytest.mark.filterwarnings("ignore:unit")
+@ranks(2)
+def test_outputs_that_nothing_is_found_in(ctx):
+    """The unit stays unsharded, as the warning says, so that backward may enter it anywhere."""
+    for name, (output, read) in HIDDEN.items():
+        ctx.note(name)
+        with pytest.warns(UserWarning, match="stay unsharded"):
+            check_parity(ctx, lambda o=output, r=read: Net(o, r), inputs, steps=2, loss_fn=loss_of, shard=shard)
