@@ -24,6 +24,7 @@ import errno
 import fcntl
 import functools
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -184,6 +185,36 @@ def _beside(path: Path, ending: str) -> Path:
 def real(path: str | os.PathLike[str]) -> Path:
     """Where ``path`` is: a link is followed, so that what it leads to is replaced, and not the link."""
     return Path(os.path.realpath(path))
+
+
+def local(path: str | os.PathLike[str], verb: str) -> Path:
+    """``path``, which ``verb`` was given.
+
+    Raises:
+        ValueError: it begins with a scheme, ``s3://``: a folder of that name would be made here.
+    """
+    if _SCHEME.match(text := os.fspath(path)):
+        raise ValueError(
+            f"{verb}: {text!r} is no local path. Save to a local folder, and copy that folder there when the save has "
+            "ended; to load, copy it back first"
+        )
+    return Path(path)
+
+
+_SCHEME = re.compile(r"[A-Za-z][\w+.-]+:/")  # `Path` leaves one slash
+
+
+class LocalPath:
+    """Has torch's readers and writers, which are made or reset with a path, refuse what is not local."""
+
+    @property
+    def path(self) -> Path:
+        """The checkpoint's directory."""
+        return self._path
+
+    @path.setter
+    def path(self, path: str | os.PathLike[str]) -> None:
+        self._path = local(path, type(self).__name__)
 
 
 def find(path: Path) -> Path:

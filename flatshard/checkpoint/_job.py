@@ -76,6 +76,7 @@ def save_checkpoint(
         and the next call raises it.
 
     Raises:
+        ValueError: ``path`` begins with a scheme (``s3://``): save to a local folder, and copy that.
         RuntimeError: ``destroy_process_group`` was called before.
         MeetingError: on all ranks, if one did not come or could not do its part: the path exists, a disk is full, elements
             are missing, a value is of a class that loading refuses, another job is saving to ``path``; or the save before
@@ -143,7 +144,7 @@ def load_checkpoint(
         ``state``, with what was read in the place of tensors and plain values.
 
     Raises:
-        RuntimeError: as for saving.
+        ValueError, RuntimeError: as for saving.
         MeetingError: on all ranks, and nothing is changed on any: a rank did not come; names are missing or unexpected,
             shapes differ, files are missing, cut off or damaged, all of them in one message; an object refused its state;
             another save has replaced the checkpoint, or ranks see different ones. If the disk fails after all that, the
@@ -167,8 +168,10 @@ def _place(path: Any, state: Any, group: dist.ProcessGroup | None, verb: str) ->
     """Where the checkpoint is, once the call makes sense.
 
     Raises:
+        ValueError: ``path`` is not local.
         RuntimeError: the ranks that have parts of ``state`` cannot be asked any more.
     """
+    place = disk.local(path, verb).absolute()
     if group is None and default_group() is None and isinstance(state, Mapping):
         units = [u for value in state.values() if isinstance(value, nn.Module) for u in units_below(value)]
         if ranks := max((u.runtime.world_size for u in units), default=1) - 1:
@@ -176,7 +179,7 @@ def _place(path: Any, state: Any, group: dist.ProcessGroup | None, verb: str) ->
                 f"{verb}: the model is sharded over {ranks + 1} ranks, and there is no process group any more: call it "
                 "before torch.distributed.destroy_process_group(), or give it the group, process_group="
             )
-    return Path(path).absolute()
+    return place
 
 
 def _all_ranks(group: dist.ProcessGroup | None, what: str, timeout: timedelta) -> Barrier:

@@ -68,7 +68,7 @@ class EntryPiece(NamedTuple):
         return here == there or all(n == 1 or s == t for n, s, t in zip(target.shape, here, there, strict=True))
 
 
-class Reader(FileSystemReader):
+class Reader(disk.LocalPath, FileSystemReader):  # type: ignore[misc]  # `path` is a property
     """``torch.distributed.checkpoint.load(state, storage_reader=Reader(path))``: executes nothing, reads into place.
 
     Everything that the load needs is looked at before anything is read into its place: files that are missing, cut off or

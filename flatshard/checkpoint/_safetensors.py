@@ -23,6 +23,7 @@ from flatshard._handle.adapters.tensor_parallel import is_dtensor
 from flatshard._handle.adapters.tensor_subclass import TensorSubclass
 from flatshard._handle.tensors.sharded_parameter import ShardedParameter, full_shape, shard_info
 from flatshard._runtime import on_any_rank
+from flatshard.checkpoint import _disk as disk
 from flatshard.checkpoint._container import memory_of
 from flatshard.checkpoint._gathering import exchange
 from flatshard.checkpoint._state_dict import Flat, batches, check_dtype, gathered, has_first_copy, idle_flats
@@ -72,10 +73,11 @@ def export_safetensors(
 
     Raises:
         ValueError: nothing in ``module`` is sharded; a value is no plain tensor of a dtype that the format knows; ``dtype``
-            is no floating-point dtype.
+            is no floating-point dtype; ``directory`` begins with a scheme (``s3://``).
         RuntimeError: on all ranks that write: one of them could not, or the directory has safetensors files. Called inside a
             forward or ``summon_full_params``, or not by all ranks.
     """
+    folder = disk.local(directory, "export_safetensors")
     flats = idle_flats(module, "export_safetensors")
     if not flats:
         raise ValueError(f"export_safetensors: this {type(module).__name__} has no parameters to export")
@@ -88,7 +90,6 @@ def export_safetensors(
     files = _cut(described, max_file_bytes)
     _, shared = max(flats, key=lambda flat: flat[1].layout.world_size)
     mine = files[shared.ranks.rank :: shared.layout.world_size] if has_first_copy([unit for unit, _ in flats]) else []
-    folder = Path(directory)
     written = {name: file for each in mine for file in [_File(folder / each[0], each[1])] for name in each[1]}
     own = list(dict.fromkeys(written.values()))
     attempt = _Attempt()

@@ -36,7 +36,7 @@ from flatshard.checkpoint._spans import own_cores
 _BATCH = 4 * BLOCK  # bytes in one call
 
 
-class Writer(FileSystemWriter):
+class Writer(disk.LocalPath, FileSystemWriter):  # type: ignore[misc]  # `path` is a property
     """``torch.distributed.checkpoint.save(state, storage_writer=Writer(path))``: one flushed file a rank, without copies.
 
     Any reader reads what it writes; ``flatshard.checkpoint.Reader`` verifies it.

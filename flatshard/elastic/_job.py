@@ -21,6 +21,7 @@ from flatshard._composable.features.summon import recover
 from flatshard._composable.find import units_of_parameters
 from flatshard._errors import CollectiveError, name_list
 from flatshard.checkpoint import MeetingError, load_checkpoint
+from flatshard.checkpoint._disk import local
 from flatshard.elastic import _units, _values
 from flatshard.elastic._checkpoints import Checkpoints
 from flatshard.elastic._copies import Copies, Generation, Number
@@ -122,7 +123,7 @@ class Job:
             optimizer.register_step_pre_hook(lambda *_: self._copies.commit())
             optimizer.register_step_post_hook(lambda *_, number=number: self._copies.note_stepped(number))
         self._checkpoints = (
-            None if checkpoints is None else Checkpoints(Path(checkpoints), save_every, self._tell_first)
+            None if checkpoints is None else Checkpoints(local(checkpoints, _VERB), save_every, self._tell_first)
         )
         self._shards = _units.place_of(job.units)[1]
         self._at = 0  # steps made

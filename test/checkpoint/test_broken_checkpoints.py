@@ -246,6 +246,29 @@ def test_what_could_not_be_loaded_is_not_saved(tmp_path):
         save_checkpoint(tmp_path, {"step": 1}, overwrite=True)
 
 
+def test_a_path_with_a_scheme_is_refused(tmp_path, monkeypatch):
+    """By every verb that takes a path, before anything is written. The cure: a copy of a local folder is as good."""
+    monkeypatch.chdir(tmp_path)
+    model, state = Four(), {"step": 1}
+    for path in ("s3://bucket/x", "memory://x", Path("gs://bucket/x"), "file:///x"):
+        for verb in (
+            lambda path: save_checkpoint(path, state),
+            lambda path: load_checkpoint(path, state),
+            lambda path: flatshard.checkpoint.export_safetensors(model, path),
+            Reader,
+            _writer.Writer,
+            Reader("x").reset,
+            _writer.Writer("x").reset,
+        ):
+            with pytest.raises(ValueError, match=r"is no local path\. Save to a local folder, and copy that folder"):
+                verb(path)
+    assert list(tmp_path.iterdir()) == []
+    save_checkpoint("x", state)
+    shutil.copytree("x", "copy")
+    assert load_checkpoint("copy", {"step": 0}) == state
+    save_checkpoint("./s3:/x", state)  # a folder of that name
+
+
 # -- ranks that do not come, or die ------------------------------------------------------------------------------------
 
 
