@@ -30,7 +30,7 @@ from flatshard._handle.tensors.aggregate import plainly
 from flatshard._handle.tensors.changes import changes
 from flatshard._handle.tensors.grad_dtype import hand_on
 from flatshard._handle.tensors.shard_info import ShardInfo
-from flatshard._handle.tensors.sharded_parameter import shard_info
+from flatshard._handle.tensors.sharded_parameter import shard_info, show_parts
 from flatshard._handle.unit_gradients import UnitGradients
 from flatshard._handle.unit_ranks import UnitRanks
 from flatshard._runtime import Users
@@ -403,9 +403,7 @@ class FlatParamHandle:
         """
         if self._checked_at == changes.count and not self.registrations.unguarded:
             return
-        for flat in self.flats:
-            if flat.filling is not None:
-                flat.filling.cut()
+        show_parts()
         for module, name, sharded, new in self.registrations.replaced():
             if not isinstance(new, nn.Parameter):
                 raise RuntimeError(

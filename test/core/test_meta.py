@@ -14,12 +14,16 @@ from on_ranks import ranks
 from parity import adamw, check_same_gradients, full_params, parts
 from recording import same_everywhere
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_model_state_dict,
+)
 from torch.distributed.device_mesh import DeviceMesh
 
 import flatshard
 from flatshard import MixedPrecision, ShardingStrategy, fully_shard, layouts
-from flatshard.tensors import shard_info
+from flatshard.tensors import ShardedParameter, shard_info
 
 WIDTH = 13
 
@@ -306,6 +310,37 @@ def test_other_ways_to_initialise(ctx, fill: Callable[[nn.Module], None]):
             torch.manual_seed(5)
             each.rotary.reset_parameters()
             fill(each)
+        same_as(ctx, model, expected)
+
+
+LOOKS: dict[str, Callable[[nn.Module, list[nn.Parameter]], object]] = {
+    "listed": lambda model, params: next(model.parameters()),
+    "the dict's values": lambda model, params: model.norm._parameters.values(),
+    "built": lambda model, params: torch.optim.Adagrad(params),
+    "stepped": lambda model, params: torch.optim.AdamW(params).step(),
+    "a gradient": lambda model, params: params[0].grad,
+    "describe": lambda model, params: flatshard.describe(model),
+    "reshard": lambda model, params: flatshard.reshard(model),
+    "state_dict": lambda model, params: model.blocks.state_dict(),
+    "whole": lambda model, params: flatshard.checkpoint.full_state_dict(model),
+    "torch's": lambda model, params: get_state_dict(model, torch.optim.AdamW(params)),  # which steps zeros
+}
+
+
+@ranks(3)
+def test_whoever_is_no_initialiser_finds_parts(ctx):
+    """Of the unit that was initialised last, too: before any forward, by what was collected before there were values."""
+    for name, look in LOOKS.items():
+        ctx.note(name)
+        model, expected = sharded_on_meta(ctx), plain()
+        params = list(model.parameters())
+        model.to_empty(device="cpu")
+        torch.manual_seed(3)
+        model.init_weights()
+        assert any(p.shape != shard_info(p).part_shape for p in params)
+        look(model, params)
+        assert all(p.shape == shard_info(p).part_shape for p in params)
+        assert type(ShardedParameter.__dict__["grad"].fget).__name__ == "method-wrapper"  # C again, as steps read it
         same_as(ctx, model, expected)
 
 

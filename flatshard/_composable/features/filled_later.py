@@ -5,12 +5,13 @@
 From then on an initialiser finds parameters *whole*, so that it draws the numbers that it draws in one process. An
 initialiser is code that reads a parameter from its module (``self.weight`` in ``reset_parameters``), lists a module's own
 (``named_parameters(recurse=False)``), or draws random numbers for one (``normal_``). What it leaves is cut, and this rank's
-part kept, when code comes to another unit or the unit is used: one unit is whole at a time, and nothing is communicated. A
-DTensor is shown as a DTensor again, over this rank's whole local tensor. A parameter that has values already is shown with
-NaN in the place of other ranks' elements: it can be overwritten, scaled or filled, but not summed. What still shows the
-pattern at the first forward was never filled, and is an error. Code that writes to a part as it lies here (a load, or the end
-of ``summon_full_params``) ends this for the parameter, on all ranks: its version tells. Then whoever reads it finds a part.
-Before a pass starts, all ranks find out together whether everything in the pass has been filled.
+part kept, when code comes to another unit, or looks at parameters as no initialiser does: it lists those of a whole model,
+builds or steps an optimizer, reads a ``.grad``, calls a verb or a forward. So one unit is whole at a time, and nothing is
+communicated. A DTensor is shown as a DTensor again, over this rank's whole local tensor. A parameter that has values already
+is shown with NaN in the place of other ranks' elements: it can be overwritten, scaled or filled, but not summed. What still
+shows the pattern at the first forward was never filled, and is an error. Code that writes to a part as it lies here (a load,
+or the end of ``summon_full_params``) ends this for the parameter, on all ranks: its version tells. Then whoever reads it
+finds a part. Before a pass starts, all ranks find out together whether everything in the pass has been filled.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from flatshard._handle.handle import FILL
 from flatshard._handle.tensors.changes import changes
 from flatshard._handle.tensors.grad_dtype import hand_on
 from flatshard._handle.tensors.shard_info import in_memory_order
-from flatshard._handle.tensors.sharded_parameter import fillings
+from flatshard._handle.tensors.sharded_parameter import fillings, note_whole, show_parts, whole_now
 from flatshard._names import plain_name
 from flatshard._runtime import Runtime
 
@@ -64,6 +65,10 @@ class FillFlat:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FillFlat:
         return FillFlat(memo[id(self._flat)])
+
+    @property
+    def unit(self) -> str:
+        return self._flat.ranks.label.unit
 
     def allocate(self, device: torch.device) -> None:
         """Give parameters on meta their memory, to be filled.
@@ -100,8 +105,8 @@ class FillFlat:
             return self._whole[index][1]
         if param._version != self._versions.setdefault(index, param._version):
             return param  # it was loaded, or filled where all of it was whole
-        if _shown and _shown[0]._flat.ranks.label.unit != flat.ranks.label.unit:
-            cut_all()
+        if whole_now and whole_now[0].unit != self.unit:
+            show_parts()
         info, part, own = flat.layout.params[index], flat.slices[index], flat.part_view(index)
         whole = torch.empty_strided(info.shape, info.stride, dtype=flat.kind.dtype, device=flat.kind.device)
         fill_with_pattern(whole)
@@ -115,14 +120,11 @@ class FillFlat:
         else:
             shown = nn.Parameter(wrapping.wrap(whole), param.requires_grad)
         self._whole[index] = whole, shown
-        if self not in _shown:
-            _shown.append(self)
+        note_whole(self)
         return shown
 
     def cut(self) -> None:
         """Keep this rank's part of what is shown whole."""
-        if self in _shown:
-            _shown.remove(self)
         flat, shown = self._flat, dict(self._whole)
         self._whole.clear()
         for index, (memory, what) in shown.items():
@@ -151,22 +153,13 @@ class FillFlat:
         changes.note()
 
 
-_shown: list[FillFlat] = []  # with parameters that are shown whole: of one unit
-
-
-def cut_all() -> None:
-    """Show this rank's parts again, everywhere."""
-    while _shown:
-        _shown[-1].cut()
-
-
 def _check(made: weakref.WeakSet[Unit], outermost: Unit) -> bool:
     """A pass of ``outermost`` starts. Returns whether to look again when the next one does.
 
     Raises:
         RuntimeError: something in it was never filled: on all ranks.
     """
-    cut_all()
+    show_parts()
     inside = units_of_parameters(outermost.module)
     todo = [unit for unit in inside if unit in made]
     if not todo:

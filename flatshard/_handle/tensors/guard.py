@@ -35,7 +35,14 @@ from flatshard._errors import RESTRUCTURE_BEFORE, cannot_trace, refuse_other_sha
 from flatshard._frames import is_of, outward, self_of
 from flatshard._handle.tensors.changes import changes
 from flatshard._handle.tensors.shard_info import ShardInfo
-from flatshard._handle.tensors.sharded_parameter import ShardedParameter, fillings, handle_to_empty, own_of, show_whole
+from flatshard._handle.tensors.sharded_parameter import (
+    ShardedParameter,
+    fillings,
+    handle_to_empty,
+    own_of,
+    show_parts,
+    show_whole,
+)
 from flatshard._names import UNIT_KEY
 
 _COPY = (
@@ -90,8 +97,10 @@ class GuardedParameters(Parameters):
         return super().__iter__()
 
     def items(self) -> ItemsView[str, nn.Parameter | None]:  # type: ignore[override]  # dict's own view bypasses `_look`
-        if fillings and _lists_own(_frames.of_caller(1)):
-            return {name: self._look_whole(name) for name in self}.items()
+        if fillings:
+            if _lists_own(_frames.of_caller(1)):
+                return {name: self._look_whole(name) for name in self}.items()
+            show_parts()
         # In C, because `zero_grad` calls this. Parameters that are registered as None are in `attributes`, too.
         if not any(map(operator.is_not, map(self.attributes.get, self.keys()), itertools.repeat(None))):
             return super().items()
@@ -99,6 +108,7 @@ class GuardedParameters(Parameters):
         return _with_own(shown, _frames.of_caller(1))  # type: ignore[return-value]
 
     def values(self) -> ValuesView[nn.Parameter | None]:  # type: ignore[override]
+        show_parts()
         return {name: self._look(name) for name in self}.values()
 
     def get(self, name: str, default: Any = None) -> Any:

@@ -59,6 +59,10 @@ _plain_shape: Any = torch.Tensor.shape
 class Filling(Protocol):
     """How a feature gives a flat parameter memory and values after ``fully_shard``. [Note: Filled later]"""
 
+    @property
+    def unit(self) -> str:
+        """The FQN of the unit that it is of."""
+
     def allocate(self, device: torch.device) -> None:
         """Give parameters that are on meta their memory, to be filled."""
 
@@ -69,10 +73,11 @@ class Filling(Protocol):
         """Whether ``param`` is whole now."""
 
     def cut(self) -> None:
-        """Keep this rank's part of what is shown whole, as the unit is used."""
+        """Keep this rank's part of what is shown whole: see ``show_parts``."""
 
 
 fillings: weakref.WeakSet[Filling] = weakref.WeakSet()  # all that exist
+whole_now: list[Filling] = []  # those with parameters that are shown whole
 
 
 class Home(Protocol):
@@ -359,6 +364,45 @@ def show_whole(param: ShardedParameter) -> nn.Parameter:
     """What code gets that reads ``param`` from its module: itself, or while it is being filled, the whole."""
     home = _homes.get(id(param))
     return param if home is None or home.filling is None else home.filling.show(param)
+
+
+def note_whole(filling: Filling) -> None:
+    """Note that ``filling`` shows parameters whole, until somebody looks at any who is no initialiser.
+
+    An optimizer looks at ``is_leaf`` when it is built, and at ``grad`` when it steps, as torch does for it. So these two look
+    around as long as something is whole, and only then: in a step they are C functions.
+    """
+    if filling not in whole_now:
+        whole_now.append(filling)
+    ShardedParameter.is_leaf = property(_is_leaf_of_part)  # type: ignore[assignment]
+    ShardedParameter.grad = property(_grad_of_part, _set_grad_of_part, plain_grad.__delete__)
+
+
+def show_parts() -> None:
+    """Show this rank's parts again, everywhere: somebody looks who is no initialiser."""
+    if whole_now:
+        ShardedParameter.is_leaf = torch.Tensor.is_leaf
+        ShardedParameter.grad = _GRAD
+    while whole_now:
+        whole_now.pop().cut()
+
+
+_GRAD = ShardedParameter.grad
+
+
+def _is_leaf_of_part(param: ShardedParameter) -> bool:
+    show_parts()
+    return param.is_leaf
+
+
+def _grad_of_part(param: ShardedParameter) -> Any:
+    show_parts()
+    return param.grad
+
+
+def _set_grad_of_part(param: ShardedParameter, grad: torch.Tensor | None) -> None:
+    show_parts()
+    param.grad = grad
 
 
 def _is_same(param: torch.Tensor, data: torch.Tensor) -> bool:
