@@ -48,6 +48,7 @@ def export_safetensors(
     module: nn.Module,
     directory: str | os.PathLike[str],
     *,
+    name: str = "model",
     dtype: torch.dtype | None = None,
     max_file_bytes: int = 5 * 10**9,
     bucket_bytes: int = 256 * 2**20,
@@ -57,7 +58,7 @@ def export_safetensors(
     All ranks must call it, and all that write see one file system. Parameters are gathered one unit at a time, and each file
     is written by one rank as they come: no rank ever holds the model. Names are those of ``module.state_dict()``; a tied
     parameter is written once, under the first of its names, as Hugging Face ties it again. Of buffers, those of the rank
-    that writes the file. Several files have an index, ``model.safetensors.index.json``, which is written last: a folder
+    that writes the file. Several files have an index, ``{name}.safetensors.index.json``, which is written last: a folder
     without is not complete.
 
     Example::
@@ -67,42 +68,49 @@ def export_safetensors(
     Args:
         module: a sharded module, or one that holds sharded ones.
         directory: made if it isn't there. It must have no safetensors files.
+        name: of the files, before ``.safetensors`` or ``-00001-of-00002.safetensors``. transformers reads ``"model"``,
+            diffusers ``"diffusion_pytorch_model"``; each beside a ``config.json``, which
+            ``model.config.save_pretrained(folder)`` and ``model.save_config(folder)`` write.
         dtype: cast floating-point values. None: each in its own dtype.
         max_file_bytes: of one file's tensors, unless it has only one.
         bucket_bytes: how much to gather at a time, as for ``iter_full_params``.
 
     Raises:
         ValueError: nothing in ``module`` is sharded; a value is no plain tensor of a dtype that the format knows; ``dtype``
-            is no floating-point dtype; ``directory`` begins with a scheme (``s3://``).
+            is no floating-point dtype; ``directory`` begins with a scheme (``s3://``), or ``name`` is no plain file name.
         RuntimeError: on all ranks that write: one of them could not, or the directory has safetensors files. Called inside a
             forward or ``summon_full_params``, or not by all ranks.
     """
     folder = disk.local(directory, "export_safetensors")
+    if not name or Path(name).name != name or name.startswith(".") or name.endswith(".safetensors"):
+        raise ValueError(
+            f"export_safetensors: name must be a file's name without a folder and without .safetensors, got {name!r}"
+        )
     flats = idle_flats(module, "export_safetensors")
     if not flats:
         raise ValueError(f"export_safetensors: this {type(module).__name__} has no parameters to export")
     check_dtype(dtype, "export_safetensors")
     tensors: dict[int, tuple[str, torch.Tensor]] = {}  # each once, by its id
-    for name, value in module.state_dict(keep_vars=True).items():
-        _check_value(name, value)
-        tensors.setdefault(id(value), (name, value))
-    described = {name: (tuple(full_shape(value)), _dtype(value, dtype)) for name, value in tensors.values()}
-    files = _cut(described, max_file_bytes)
+    for key, value in module.state_dict(keep_vars=True).items():
+        _check_value(key, value)
+        tensors.setdefault(id(value), (key, value))
+    described = {key: (tuple(full_shape(value)), _dtype(value, dtype)) for key, value in tensors.values()}
+    files = _cut(name, described, max_file_bytes)
     _, shared = max(flats, key=lambda flat: flat[1].layout.world_size)
     mine = files[shared.ranks.rank :: shared.layout.world_size] if has_first_copy([unit for unit, _ in flats]) else []
-    written = {name: file for each in mine for file in [_File(folder / each[0], each[1])] for name in each[1]}
+    written = {key: file for each in mine for file in [_File(folder / each[0], each[1])] for key in each[1]}
     own = list(dict.fromkeys(written.values()))
     attempt = _Attempt()
     try:
         attempt(_open, folder, own)
         for param, whole in gathered(flats, tensors, "export_safetensors", bucket_bytes):
-            name, _ = tensors[id(param)]
-            if name in written:
-                attempt(written[name].put, name, whole.to(described[name][1]))
+            key, _ = tensors[id(param)]
+            if key in written:
+                attempt(written[key].put, key, whole.to(described[key][1]))
             del whole
-        for name, value in tensors.values():
-            if name in written and not isinstance(value, ShardedParameter):
-                attempt(written[name].put, name, value.to(described[name][1]))
+        for key, value in tensors.values():
+            if key in written and not isinstance(value, ShardedParameter):
+                attempt(written[key].put, key, value.to(described[key][1]))
         for file in own:
             attempt(file.close)
         _raise_together(flats, attempt)
@@ -114,7 +122,7 @@ def export_safetensors(
             file.discard()
         raise
     if len(files) > 1 and mine and mine[0] is files[0]:
-        attempt(_write_index, folder, files)
+        attempt(_write_index, folder / f"{name}.safetensors.index.json", files)
     _raise_together(flats, attempt)
 
 
@@ -176,12 +184,12 @@ def _nbytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
     return math.prod(shape) * dtype.itemsize
 
 
-def _cut(described: _Described, limit: int) -> list[tuple[str, _Described]]:
+def _cut(name: str, described: _Described, limit: int) -> list[tuple[str, _Described]]:
     """Files in order: their names, and what each has."""
     files = [dict(batch) for batch in batches(described.items(), lambda item: _nbytes(*item[1]), limit)]
     if len(files) < 2:
-        return [("model.safetensors", described)]
-    return [(f"model-{i:05d}-of-{len(files):05d}.safetensors", each) for i, each in enumerate(files, 1)]
+        return [(f"{name}.safetensors", described)]
+    return [(f"{name}-{i:05d}-of-{len(files):05d}.safetensors", each) for i, each in enumerate(files, 1)]
 
 
 def _open(folder: Path, own: list[_File]) -> None:
@@ -194,10 +202,10 @@ def _open(folder: Path, own: list[_File]) -> None:
         file.open()
 
 
-def _write_index(folder: Path, files: list[tuple[str, _Described]]) -> None:
+def _write_index(path: Path, files: list[tuple[str, _Described]]) -> None:
     total = sum(_nbytes(*each) for _, described in files for each in described.values())
     index = {"metadata": {"total_size": total}, "weight_map": {name: file for file, names in files for name in names}}
-    hidden, path = folder / ".model.safetensors.index.json", folder / "model.safetensors.index.json"
+    hidden = path.with_name(f".{path.name}")
     hidden.write_text(json.dumps(index, indent=2) + "\n")
     hidden.rename(path)
 

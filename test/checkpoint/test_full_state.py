@@ -180,15 +180,16 @@ def test_tensor_parallel_modules_and_replicas(ctx, path: str) -> None:
 # -- files -----------------------------------------------------------------------------------------------------------------
 
 
-def check(path: Path, expected: dict[str, Tensor], count: int | None = None) -> None:
+def check(path: Path, expected: dict[str, Tensor], count: int | None = None, name: str = "model") -> None:
     """The files, by the index where there is one. ``count``: how many there are."""
     files = sorted(p.name for p in path.iterdir())
-    if files == ["model.safetensors"]:
+    if files == [f"{name}.safetensors"]:
         found = read_safetensors(path / files[0])
     else:
+        assert files[-1] == f"{name}.safetensors.index.json"
         index = json.loads((path / files.pop()).read_text())
         contents = {file: read_safetensors(path / file) for file in files}
-        assert files == [f"model-{i + 1:05d}-of-{len(files):05d}.safetensors" for i in range(len(files))]
+        assert files == [f"{name}-{i + 1:05d}-of-{len(files):05d}.safetensors" for i in range(len(files))]
         assert index["weight_map"] == {name: file for file, content in contents.items() for name in content}
         found = {name: value for content in contents.values() for name, value in content.items()}
         assert index["metadata"]["total_size"] == sum(v.nbytes for v in found.values())
@@ -203,8 +204,8 @@ def test_files_and_index(ctx, path: str) -> None:
         for limit, files in ((10**9, 1), (400, None), (1, len(once()))):
             ctx.note(f"{strategy.name}, {limit}")
             at = Path(path) / f"{number} {limit}"
-            export_safetensors(model, at, max_file_bytes=limit, bucket_bytes=1)
-            check(at, once(), files)
+            export_safetensors(model, at, name="net.fp32", max_file_bytes=limit, bucket_bytes=1)
+            check(at, once(), files, "net.fp32")
         at = Path(path) / f"{number} cast"
         export_safetensors(model, at, dtype=torch.bfloat16)
         check(at, {n: v.bfloat16() if v.is_floating_point() else v for n, v in once().items()}, 1)
@@ -234,6 +235,9 @@ def test_one_rank_that_cannot_write(ctx, path: str) -> None:
     with pytest.raises(RuntimeError, match=r"FileExistsError: .* already: give an empty directory"):
         export_safetensors(model, path)
     assert sorted(p.name for p in Path(path).iterdir()) == before
+    for name in ("", "a/b", ".hidden", "model.safetensors"):
+        with pytest.raises(ValueError, match=r"name must be a file's name without a folder and without \.safetensors"):
+            export_safetensors(model, f"{path}2", name=name)
     model.register_buffer("odd", torch.zeros(2, dtype=torch.complex64))
     with pytest.raises(ValueError, match=r"'odd' is torch.complex64, and the format has 'F64', "):
         export_safetensors(model, f"{path}2")

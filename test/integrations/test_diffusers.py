@@ -1,0 +1,33 @@
+"""diffusers reads what ``export_safetensors`` writes."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from on_ranks import ranks
+
+import flatshard
+
+pytestmark = [pytest.mark.clients("diffusers", "safetensors"), pytest.mark.time_limit(600)]
+
+
+@ranks(2)
+def test_from_pretrained(ctx, path: str) -> None:
+    """One file, and several with an index; a ``config.json`` beside them."""
+    import diffusers
+
+    sizes = {"sample_size": 8, "block_out_channels": (32,), "layers_per_block": 1}
+    blocks = {"down_block_types": ("DownBlock2D",), "up_block_types": ("UpBlock2D",)}
+    torch.manual_seed(0)
+    model = diffusers.UNet2DModel(**sizes, **blocks)
+    expected = {name: value.clone() for name, value in model.state_dict().items()}
+    flatshard.fully_shard(model, process_group=ctx.group)
+    for number, limit in enumerate((10**9, 10**5)):
+        folder = Path(path) / str(number)
+        flatshard.checkpoint.export_safetensors(model, folder, name="diffusion_pytorch_model", max_file_bytes=limit)
+        if ctx.rank == 0:
+            model.save_config(folder)
+            assert (len(list(folder.glob("*.safetensors"))) > 1) == bool(number)
+            found = diffusers.UNet2DModel.from_pretrained(folder).state_dict()
+            assert found.keys() == expected.keys()
+            assert all(torch.equal(value, expected[name]) for name, value in found.items())
