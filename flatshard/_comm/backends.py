@@ -35,12 +35,13 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any, ClassVar, Literal
 
 import torch
 import torch.distributed as dist
 
-from flatshard import _torch
+from flatshard import _torch, _trace
 from flatshard._comm.collectives import Collectives, Done, Pending, Works, as_real
 from flatshard._comm.progress import EXCHANGE, GATHER, REDUCE, Label, here, mixed_all_reduce
 
@@ -63,6 +64,23 @@ every rank reads all of them, or each its part."""
 
 Take = Callable[[], object]
 """Allocates a tensor's memory. It may be called again."""
+
+
+def timeout_of(group: dist.ProcessGroup, device: torch.device | None = None) -> timedelta | None:
+    """The timeout of ``group`` for tensors on ``device``. None: the shortest of its devices'.
+
+    Returns None if no backend tells: a process group written in Python may not.
+    """
+    types = [each.partition(":")[0] for each in str(dist.get_backend_config(group)).split(",")]
+    found: list[timedelta] = []
+    for each in [torch.device(kind) for kind in types] if device is None else [device]:
+        try:
+            options = getattr(group._get_backend(each), "options", None)
+        except RuntimeError as e:
+            _trace.logger.debug("the timeout of %s is not known: %s", group, e)
+        else:
+            found += [timeout] if (timeout := getattr(options, "_timeout", None)) is not None else []
+    return min(found, default=None)
 
 
 class BuiltinCollectives(Collectives):

@@ -35,6 +35,7 @@ from typing import Any, Self, TypeVar
 
 import torch.distributed as dist
 
+from flatshard._comm.backends import timeout_of
 from flatshard._comm.progress import EXCHANGE, Label, digest, here
 from flatshard._runtime import Runtime
 from flatshard._trace import logger
@@ -43,7 +44,7 @@ T = TypeVar("T")
 Outcome = tuple[str | None, Any]
 """What came of a rank's part: an error in words, or what it hands in."""
 
-GIVE_UP_AFTER = 300.0  # seconds that `barrier` waits for the last rank
+GIVE_UP_AFTER = 300.0  # seconds that `barrier` waits for the last rank, if the group's timeout is no shorter
 _PREFIX = "flatshard/barrier"
 _GRACE = 5.0  # seconds that the others give rank 0 to say who is missing
 _LEAVE_AFTER = 2.0  # seconds, in which whoever is alive has looked for an answer
@@ -74,6 +75,12 @@ def barrier(runtimes: Iterable[Runtime], call: str) -> None:
             _wait_as_for_a_collective(runtime, store, call)
 
 
+def patience(group: dist.ProcessGroup | None, seconds: float) -> float:
+    """How long the first rank waits for the last one: so many seconds, or the timeout of ``group`` if that is shorter."""
+    timeout = None if group is None else timeout_of(group)
+    return seconds if timeout is None else min(seconds, timeout.total_seconds())
+
+
 def _wait_as_for_a_collective(runtime: Runtime, store: Any, call: str) -> None:
     assert runtime.progress is not None
     label = Label(call, int(digest(call)[:7], 16) << 2)
@@ -85,8 +92,9 @@ def _wait_as_for_a_collective(runtime: Runtime, store: Any, call: str) -> None:
             raise why
 
     names = dist.get_process_group_ranks(runtime.group)
+    seconds = patience(runtime.group, GIVE_UP_AFTER)
     try:
-        Barrier(store, runtime.rank, names, call, GIVE_UP_AFTER, look).wait()
+        Barrier(store, runtime.rank, names, call, seconds, look).wait()
     except BaseException:
         runtime.progress.counts[issued.key] -= 1  # not counted by the others either
         raise

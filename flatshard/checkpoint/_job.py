@@ -26,12 +26,12 @@ from flatshard._composable.find import units_below
 from flatshard._errors import name_list
 from flatshard._trace import logger
 from flatshard.checkpoint import _disk as disk
-from flatshard.checkpoint._barrier import Barrier, MeetingError
+from flatshard.checkpoint._barrier import Barrier, MeetingError, patience
 from flatshard.checkpoint._byte_count import ByteCount, Report
 from flatshard.checkpoint._entries import Entry, Undo, entries
 from flatshard.checkpoint._saving import Saving
 
-_MINUTE = timedelta(seconds=60)
+_MINUTE = 60.0  # seconds
 
 
 def save_checkpoint(
@@ -41,7 +41,7 @@ def save_checkpoint(
     process_group: dist.ProcessGroup | None = None,
     overwrite: bool = False,
     wait: bool = True,
-    timeout: timedelta = _MINUTE,
+    timeout: timedelta | None = None,
     progress: Report | None = None,
 ) -> Future[None]:
     """Write ``state`` to the directory ``path``, which all ranks see. Every rank must call it, with the same path.
@@ -66,7 +66,7 @@ def save_checkpoint(
         wait: False: copy ``state`` to CPU memory and write it in a thread while training goes on. The checkpoint is the state
             at the call. One at a time: the next call waits for this one.
         timeout: how much later than the first the last rank may come, and how long a rank may give no sign of life. A write
-            may take as long as it needs.
+            may take as long as it needs. None: a minute, or the process group's timeout if that is shorter.
         progress: called with the bytes that this rank has written and is to write, as it goes: for tqdm, ``lambda done,
             total: bar.update(done - bar.n)``. By the thread that writes. Default: of a save that takes long, rank 0 prints a
             line to stderr every ten seconds.
@@ -116,7 +116,7 @@ def load_checkpoint(
     process_group: dist.ProcessGroup | None = None,
     strict: bool = True,
     verify: bool = True,
-    timeout: timedelta = _MINUTE,
+    timeout: timedelta | None = None,
     progress: Report | None = None,
 ) -> dict[str, Any]:
     """Read ``state`` from ``path``: modules and optimizers in place. Every rank must call it, with the same path.
@@ -182,10 +182,12 @@ def _place(path: Any, state: Any, group: dist.ProcessGroup | None, verb: str) ->
     return place
 
 
-def _all_ranks(group: dist.ProcessGroup | None, what: str, timeout: timedelta) -> Barrier:
+def _all_ranks(group: dist.ProcessGroup | None, what: str, timeout: timedelta | None) -> Barrier:
     """Those of ``group``, for the call ``what``, once no save is under way. None: all, or this process alone."""
-    rank, size, store = membership(default_group() if group is None else group)
-    return Barrier(store, rank, range(size), what, timeout.total_seconds(), said=_ended(), hear=_known_by_some)
+    group = default_group() if group is None else group
+    rank, size, store = membership(group)
+    seconds = patience(group, _MINUTE) if timeout is None else timeout.total_seconds()
+    return Barrier(store, rank, range(size), what, seconds, said=_ended(), hear=_known_by_some)
 
 
 # -- saving ------------------------------------------------------------------------------------------------------------

@@ -66,7 +66,7 @@ def full_state_dict(
     Raises:
         ValueError: nothing in ``module`` is sharded, or ``dtype`` is no floating-point dtype.
         RuntimeError: called inside a forward or ``summon_full_params``, where ``state_dict()`` is whole already; or
-            ranks that do not call it, whom the message names: after five minutes, with a warning after ten seconds.
+            ranks that do not call it, whom the message names: after five minutes, or the group's timeout if that is shorter.
     """
     flats = idle_flats(module, "full_state_dict")
     check_dtype(dtype, "full_state_dict")

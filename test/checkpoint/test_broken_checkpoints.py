@@ -32,6 +32,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import flatshard
 from flatshard import fully_shard, load_checkpoint, save_checkpoint
+from flatshard._comm.backends import timeout_of
 from flatshard.checkpoint import (
     MeetingError,
     Reader,
@@ -292,6 +293,24 @@ def test_ranks_meet_again_after_one_has_skipped_a_save(ctx, path: str) -> None:
         save(f"{path}/x{ctx.rank}")
     dist.barrier(ctx.group)
     assert store.num_keys() <= keys + 1
+
+
+@ranks(2)
+def test_ranks_wait_no_longer_than_the_groups_timeout(ctx, path: str) -> None:
+    """Where nothing else is said."""
+    backend, model = ctx.group._get_backend(torch.device("cpu")), four(ctx)
+    before = timeout_of(ctx.group)
+    assert before is not None
+    backend.options._timeout = SHORT
+    try:
+        if ctx.rank == 0:
+            with expect("rank 1: did not come within 1 s"):
+                save_checkpoint(path, {"m": model}, process_group=ctx.group)
+            with expect("rank 1: did not come within 1 s"):
+                flatshard.checkpoint.full_state_dict(model)
+    finally:
+        backend.options._timeout = before
+    dist.barrier(ctx.group)
 
 
 @ranks(3)

@@ -17,7 +17,7 @@ from torch import nn
 
 import flatshard
 from flatshard import ShardingStrategy, fully_shard
-from flatshard._composable.construct.groups import _timeout
+from flatshard._comm.backends import timeout_of
 from flatshard._composable.find import units_below
 from flatshard._trace import record_events
 
@@ -127,7 +127,7 @@ def test_parity(ctx, strategy: ShardingStrategy):
             kept = sum(part.nbytes for unit in units for part in unit.handle.source.kept)
             assert kept == flatshard.describe(model).kept_nbytes
             every = units[0].handle.runtime
-            each, inner, outer = (_timeout(r.group, r.device) for r in (every, every.inner, every.outer))
+            each, inner, outer = (timeout_of(r.group, r.device) for r in (every, every.inner, every.outer))
             assert each == (outer if shape[1] == 1 else inner)
         held, everything = (sum(p.numel() for p in m.parameters()) for m in (model, plain))
         keeps_all = math.prod(shape) == 1 if strategy.joins_axes else shape[1] == 1

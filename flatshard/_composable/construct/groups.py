@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import weakref
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
-from flatshard import _trace
-from flatshard._comm.backends import alive, builtin_collectives
+from flatshard._comm.backends import alive, builtin_collectives, timeout_of
 
 _Made = dict[tuple[str, tuple[int, ...]], weakref.ref[dist.ProcessGroup]]
 
@@ -46,7 +44,7 @@ def subgroup(group: dist.ProcessGroup, size: int, device: torch.device) -> dist.
         for start in range(0, len(others), step):
             part = tuple(others[start : start + step])
             if (backend, part) not in made:
-                new = dist.new_group(part, timeout=_timeout(group, device), backend=backend)
+                new = dist.new_group(part, timeout=timeout_of(group, device), backend=backend)
                 made[backend, part] = weakref.ref(new if isinstance(new, dist.ProcessGroup) else world)  # am I in it?
     at = ranks.index(dist.get_rank()) // size * size
     return alive(made[backend, tuple(ranks[at : at + size])])
@@ -69,7 +67,8 @@ def joined(inner: dist.ProcessGroup, outer: dist.ProcessGroup, device: torch.dev
         rows += (first - first[rank]).unsqueeze(1)
     else:
         dist.all_gather_into_tensor(rows.view(-1), rows[rank].clone(), group=outer)
-    ranks, backend, timeout = rows.t().flatten().tolist(), str(dist.get_backend_config(inner)), _timeout(inner, device)
+    ranks, backend = rows.t().flatten().tolist(), str(dist.get_backend_config(inner))
+    timeout = timeout_of(inner, device)
     (_, made), key = _made_before(), (f"{backend}, {timeout}", tuple(ranks))
     if key not in made:
         is_part = len(ranks) < dist.get_world_size()  # the other ranks of the world don't call this
@@ -77,13 +76,3 @@ def joined(inner: dist.ProcessGroup, outer: dist.ProcessGroup, device: torch.dev
         assert isinstance(new, dist.ProcessGroup)
         made[key] = weakref.ref(new)
     return alive(made[key])
-
-
-def _timeout(group: dist.ProcessGroup, device: torch.device) -> timedelta | None:
-    """The timeout of ``group``. None if its backend does not tell: a process group written in Python may not."""
-    try:
-        options = getattr(group._get_backend(device), "options", None)
-    except RuntimeError as e:
-        _trace.logger.debug("the timeout of %s is not known: %s", group, e)
-        return None
-    return getattr(options, "_timeout", None)
