@@ -19,7 +19,8 @@ and raises in the end. The wait counts as one for a collective, so the watch see
 this one in a forward.
 
 All goes over the store, whose server is the centre of a star: no connections among ranks, and no numpy, which the object
-collectives of ``torch.distributed`` need. Every key is deleted by who reads it.
+collectives of ``torch.distributed`` need. Every key is deleted by who reads it. What is there may be gone when it is read, as
+a process may be stopped at any point and go on later: so no read waits.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from typing import Any, Self, TypeVar
 import torch.distributed as dist
 
 from flatshard._comm.backends import timeout_of
+from flatshard._comm.monitor.messages import read_now
 from flatshard._comm.progress import EXCHANGE, Label, digest, here
 from flatshard._runtime import Runtime
 from flatshard._trace import logger
@@ -49,6 +51,7 @@ _PREFIX = "flatshard/barrier"
 _GRACE = 5.0  # seconds that the others give rank 0 to say who is missing
 _LEAVE_AFTER = 2.0  # seconds, in which whoever is alive has looked for an answer
 _LOOK_AFTER, _WARN_AFTER = 1.0, 10.0  # seconds
+_GAVE_UP = "had come, and waited no longer"
 _PIECE = 2**20  # bytes under one key: stores limit them
 
 
@@ -204,9 +207,10 @@ class Barrier:
         try:
             silent = {rank: self._await(self._up(rank), rank, began) for rank in self._others}
             for rank, problem in silent.items():
-                if problem is None:
-                    self._ids[rank], outcome = self._take(self._up(rank))
-                every.append(outcome if problem is None else (problem, None))
+                note = self._take(self._up(rank)) if problem is None else None
+                if note is not None:
+                    self._ids[rank], outcome = note
+                every.append((problem or _GAVE_UP, None) if note is None else outcome)
         finally:
             if self._others and not self._number:
                 self._store.delete_key(self._up(0))
@@ -221,12 +225,13 @@ class Barrier:
         self._hand_in(mine)
         try:
             problem = self._await(self._down(self._rank), 0, time.monotonic())
-            if problem is not None:
-                return f"{self._late()}: {problem}", None
-            self._ids[0], answer = self._take(self._down(self._rank))
+            answer = self._take(self._down(self._rank)) if problem is None else None
+            if answer is None:
+                return f"{self._late()}: {problem or _GAVE_UP}", None
         finally:
             self._store.delete_key(self._up(self._rank))
-        return answer  # type: ignore[no-any-return]
+        self._ids[0], outcome = answer
+        return outcome  # type: ignore[no-any-return]
 
     def _answers(
         self, every: list[Outcome], decide: Callable[[list[Any]], Sequence[Any] | None] | None
@@ -306,7 +311,7 @@ class Barrier:
     def _sign(self, rank: int) -> bytes:
         """Changes as long as ``rank`` lives."""
         key = self._alive(rank) if self._number else self._up(rank)
-        return bytes(self._store.get(key)) if self._store.check([key]) else b""
+        return read_now(self._store, key) or b""
 
     def _hand_in(self, mine: Outcome) -> None:
         self._send(self._up(self._rank), (self._ids[self._rank], mine))
@@ -319,13 +324,15 @@ class Barrier:
         self._store.set(key, b"%d " % len(pieces) + pieces[0])  # last: who sees it finds all
 
     def _take(self, key: str) -> Any:
-        """What was sent. It is deleted."""
-        count, _, first = self._store.get(key).partition(b" ")
+        """What was sent. It is deleted. None: its sender has taken it back."""
+        if (head := read_now(self._store, key)) is None:
+            return None
+        count, _, first = head.partition(b" ")
         more = [f"{key}/{i}" for i in range(1, int(count))]
-        data = b"".join([first, *map(self._store.get, more)])
+        pieces = [read_now(self._store, each) for each in more]
         for each in (key, *more):
             self._store.delete_key(each)
-        return pickle.loads(data)
+        return None if None in pieces else pickle.loads(b"".join([first, *filter(None, pieces)]))
 
     @contextlib.contextmanager
     def _explained(self) -> Iterator[None]:

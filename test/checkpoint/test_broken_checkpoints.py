@@ -296,6 +296,25 @@ def test_ranks_meet_again_after_one_has_skipped_a_save(ctx, path: str) -> None:
 
 
 @ranks(2)
+def test_a_rank_that_is_stopped_while_another_gives_up(ctx, path: str) -> None:
+    """Between its look for what that one has sent, and its read: it does not wait for what is gone."""
+    store, await_note = ctx.group.get_group_store(), _barrier.Barrier._await
+
+    def stopped(self: _barrier.Barrier, key: str, sender: int, began: float) -> str | None:
+        found = await_note(self, key, sender, began)
+        while store.check([key]):
+            time.sleep(0.01)
+        return found
+
+    late = expect("rank 0: did not come within 1 s" if ctx.rank else "rank 1: had come, and waited no longer")
+    with patched(_barrier, "_GRACE", 0.2), patched(_barrier.Barrier, "_await", stopped, when=ctx.rank == 0), late:
+        _barrier.Barrier(store, ctx.rank, range(2), "save", 1 if ctx.rank else 30).wait()
+    dist.barrier(ctx.group)
+    assert not store.check(["flatshard/barrier/at/0"])
+    save_checkpoint(path, {"step": 1}, process_group=ctx.group)
+
+
+@ranks(2)
 def test_ranks_wait_no_longer_than_the_groups_timeout(ctx, path: str) -> None:
     """Where nothing else is said."""
     backend, model = ctx.group._get_backend(torch.device("cpu")), four(ctx)

@@ -42,6 +42,19 @@ def all_set(store: Any, keys: list[str], seconds: float) -> bool:
     return True
 
 
+def read_now(store: Any, key: str) -> bytes | None:
+    """What is under ``key``. None: nothing.
+
+    It never waits, where ``store.get`` after ``store.check`` waits for the store's timeout if another rank has deleted the
+    key in between, as this process was stopped, say.
+    """
+    found: bytes = store.compare_set(key, _NOTHING, _NOTHING)  # which gives that back where the key is not set
+    return None if found == _NOTHING else found
+
+
+_NOTHING = b"\0nothing"
+
+
 def interrupt(group: dist.ProcessGroup) -> None:
     """End every wait on a gloo group, on all ranks. [Note: Interrupting gloo]"""
     for step in range(1, group.size()):
