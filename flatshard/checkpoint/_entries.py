@@ -15,7 +15,7 @@ So a load needs no memory beside that of training: parameters and optimizer stat
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -48,6 +48,10 @@ class Entry:
     def saved(self) -> Any:
         """What is written."""
         return self.value
+
+    def sized(self, names: Iterable[str]) -> list[str]:
+        """Those of ``names`` for which ``template`` takes as much memory as the checkpoint says."""
+        return []
 
     def template(self, names: Mapping[str, Any]) -> Any:
         """What is to be filled with what is read. ``names``: what the checkpoint has, by name."""
@@ -125,6 +129,9 @@ class Optimized(Stateful):
     def saved(self) -> Any:
         rows, groups = rows_of(self._names, self.value)
         return {"state": by_name(rows), "param_groups": groups}
+
+    def sized(self, names: Iterable[str]) -> list[str]:
+        return [name for name in names if name.startswith(f"{self.key}.param_groups.")]
 
     def template(self, names: Mapping[str, Any]) -> Any:
         prefix = f"{self.key}."

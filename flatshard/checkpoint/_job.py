@@ -295,6 +295,7 @@ class _Loading:
         metadata = self._reader.read_metadata()
         names = metadata.state_dict_metadata
         self._entries = {entry.key: entry for entry in entries(state, self._strict)}
+        self._reader.check_sizes([name for entry in self._entries.values() for name in entry.sized(names)])
         self._loaded = {key: entry.template(names) for key, entry in self._entries.items()}
         elsewhere = tuple(prefix for entry in self._entries.values() for prefix in entry.elsewhere)
         expected = [n for n in names if n.partition(".")[0] in state and not n.startswith(elsewhere)]

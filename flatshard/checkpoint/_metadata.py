@@ -37,6 +37,23 @@ class Body(NamedTuple):
     sums: bytes
 
 
+def body_of(info: Any) -> Body | None:
+    """That of an entry, whose file and place ``info`` tells as torch does. None: we did not write it.
+
+    Raises:
+        ValueError: these are no places, or the body is not within the entry. The sum of the metadata does not exclude that:
+            whoever changes a checkpoint can sum it again.
+    """
+    given = getattr(info, "flatshard_body", None)
+    body = None if given is None else Body._make(given)
+    numbers = [info.offset, info.length, *(() if body is None else (body.start, body.nbytes, *(body.stride or ())))]
+    if not all(isinstance(n, int) and n >= 0 for n in numbers) or not (
+        body is None or info.offset <= body.start <= body.start + body.nbytes <= info.offset + info.length
+    ):
+        raise ValueError(f"the checkpoint's .metadata says that an entry lies where none can: {numbers}")
+    return body
+
+
 _MAGIC = b"flatshard seal 1"
 _PROPERTIES = 5  # fields of TensorProperties that every torch reads
 _METADATA_CLASSES = {

@@ -28,7 +28,7 @@ from flatshard._errors import name_list
 from flatshard.checkpoint import _disk as disk
 from flatshard.checkpoint._byte_count import ByteCount
 from flatshard.checkpoint._container import BLOCK, memory_of
-from flatshard.checkpoint._metadata import Body, unpickled
+from flatshard.checkpoint._metadata import Body, body_of, unpickled
 from flatshard.checkpoint._sharded_value import ShardedValue, view_of
 from flatshard.checkpoint._spans import SHARE, FileSpan, read_spans
 
@@ -149,7 +149,7 @@ class Reader(disk.LocalPath, FileSystemReader):  # type: ignore[misc]  # `path` 
         info = self.metadata.storage_data.get(index)
         if info is None:
             raise ValueError(f"the checkpoint does not say where {_describe(index)} is")
-        body = Body(*info.flatshard_body) if hasattr(info, "flatshard_body") else None
+        body = body_of(info)
         if body is None or body.stride is None:
             return EntryPiece(index, info, body, info.offset, info.length, None, region, target, done)
         dtype = self.metadata.state_dict_metadata[index.fqn].properties.dtype  # type: ignore[union-attr]
@@ -161,7 +161,26 @@ class Reader(disk.LocalPath, FileSystemReader):  # type: ignore[misc]  # `path` 
                 last += (offset + length - 1) * stride
             nbytes = 0 if 0 in region[1] else (last + 1 - first) * dtype.itemsize
             start += first * dtype.itemsize if nbytes else 0
+            if start + nbytes > body.start + body.nbytes:
+                raise ValueError(f"the checkpoint has {body.nbytes} bytes of {_describe(index)}, too few for its shape")
         return EntryPiece(index, info, body, start, nbytes, dtype, region, target, done)
+
+    def check_sizes(self, names: Iterable[str]) -> None:
+        """Internal: the files have as many bytes as the shapes of the tensors among these, so memory can be taken for them.
+
+        Raises:
+            ValueError: they have not.
+        """
+        found: list[EntryPiece] = []
+        for name in names:
+            kind = self.metadata.state_dict_metadata[name]
+            if not isinstance(kind, TensorStorageMetadata):
+                continue
+            pieces = [self.piece(MetadataIndex(name, chunk.offsets), None, _nothing) for chunk in kind.chunks]
+            if sum(p.info.length for p in pieces) < (size := math.prod(kind.size)) * kind.properties.dtype.itemsize:
+                raise ValueError(f"the checkpoint has too few bytes of {name!r} for {size} elements")
+            found += pieces
+        self._check_files(found)
 
     def check(self, pieces: Sequence[EntryPiece]) -> None:
         """Internal: what is to be read is there, and as it was saved.
@@ -170,6 +189,18 @@ class Reader(disk.LocalPath, FileSystemReader):  # type: ignore[misc]  # `path` 
             ValueError: with the names of files that are missing, cut off, or outside of the directory, and of what is
                 damaged.
         """
+        by_file = self._check_files(pieces)
+        summed = {file: _summed(found) if self._verify else [] for file, found in by_file.items()}
+        if self.progress is not None:
+            verified = sum(each.nbytes for of_file in summed.values() for each in of_file)
+            self.progress.total = verified + sum(piece.nbytes for piece in pieces if piece.target is not None)
+        wrong = [text for file, found in by_file.items() for text in self._damaged(file, found, summed[file])]
+        self.check_same()
+        if wrong:
+            raise ValueError(f"files of the checkpoint are damaged: {', '.join(wrong[:10])}")
+
+    def _check_files(self, pieces: Sequence[EntryPiece]) -> dict[Path, list[EntryPiece]]:
+        """``pieces`` by the files that they are in, which have as many bytes as these say."""
         root = Path(os.path.realpath(self.path))
         self._files = {name: Path(os.path.realpath(root / name)) for name in {p.info.relative_path for p in pieces}}
         for name, file in self._files.items():
@@ -187,14 +218,7 @@ class Reader(disk.LocalPath, FileSystemReader):  # type: ignore[misc]  # `path` 
         self.check_same()
         if wrong:
             raise ValueError(f"files of the checkpoint are incomplete: {', '.join(sorted(wrong))}")
-        summed = {file: _summed(found) if self._verify else [] for file, found in by_file.items()}
-        if self.progress is not None:
-            verified = sum(each.nbytes for of_file in summed.values() for each in of_file)
-            self.progress.total = verified + sum(piece.nbytes for piece in pieces if piece.target is not None)
-        wrong = [text for file, found in by_file.items() for text in self._damaged(file, found, summed[file])]
-        self.check_same()
-        if wrong:
-            raise ValueError(f"files of the checkpoint are damaged: {', '.join(wrong[:10])}")
+        return by_file
 
     def check_same(self) -> None:
         """Internal: the files are those that were looked at.
@@ -414,7 +438,7 @@ def _sources(
     found: list[tuple[MetadataIndex, Target, Region | None]] = []
     for offsets, lengths, target in _boxes_of(name, tensor):
         if sizes.get(offsets) == lengths:  # type: ignore[call-overload]  # it is cut as it was
-            found.append((MetadataIndex(name, offsets), target, None))
+            found.append((MetadataIndex(name, offsets), target, ((0,) * len(lengths), lengths)))
             continue
         chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(lengths))
         items = create_read_items_for_chunk_list(name, saved, [chunk])

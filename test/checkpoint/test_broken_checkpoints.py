@@ -309,8 +309,8 @@ def test_a_rank_that_is_stopped_while_another_gives_up(ctx, path: str) -> None:
     late = expect("rank 0: did not come within 1 s" if ctx.rank else "rank 1: had come, and waited no longer")
     with patched(_barrier, "_GRACE", 0.2), patched(_barrier.Barrier, "_await", stopped, when=ctx.rank == 0), late:
         _barrier.Barrier(store, ctx.rank, range(2), "save", 1 if ctx.rank else 30).wait()
+    assert not store.check([f"flatshard/barrier/at/{ctx.rank}"])
     dist.barrier(ctx.group)
-    assert not store.check(["flatshard/barrier/at/0"])
     save_checkpoint(path, {"step": 1}, process_group=ctx.group)
 
 
@@ -530,6 +530,7 @@ class Job:
     def __init__(self, path: Path) -> None:
         self.path, self.model = path, Four()
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01, momentum=0.9)
+        self.optimizer.param_groups[0]["own"] = torch.ones(2)
         self.train()
         self.save()
         self.saved = self.values()
@@ -625,9 +626,32 @@ def elsewhere(found: Any) -> None:
         info.relative_path = "../elsewhere"
 
 
+def body(**changes: Any) -> Callable[[Any], None]:
+    def change(found: Any) -> None:
+        info = next(info for index, info in found.storage_data.items() if index.fqn == "m.a.weight")
+        info.flatshard_body = tuple(_metadata.Body(*info.flatshard_body)._replace(**changes))
+
+    return change
+
+
+def large_option(found: Any) -> None:
+    found.state_dict_metadata["o.param_groups.0.own"].size = torch.Size([2**42])
+
+
+def large_entry(found: Any) -> None:
+    large_option(found)
+    next(info for i, info in found.storage_data.items() if i.fqn == "o.param_groups.0.own").length = 2**45
+
+
 DAMAGE: list[tuple[Callable[[bytes], bytes], str]] = [
     (sealed(lambda found: found.state_dict_metadata["m.a.weight"].chunks.clear()), "'m.a.weight' has 0 of 9 elements"),
     (sealed(without_a_place), r"does not say where 'm.a.weight' at \(0, 0\) is"),
+    (sealed(body(nbytes=2**45)), "says that an entry lies where none can"),
+    (sealed(body(start=-8)), "says that an entry lies where none can"),
+    (sealed(body(stride=(-3, 1))), "says that an entry lies where none can"),
+    (sealed(body(stride=(2**40, 1))), r"has 36 bytes of 'm.a.weight' at \(0, 0\), too few for its shape"),
+    (sealed(large_option), "too few bytes of 'o.param_groups.0.own' for 4398046511104 elements"),
+    (sealed(large_entry), r"files of the checkpoint are incomplete: .* of at least \d+ bytes"),
     (sealed(elsewhere), "names a file outside of its directory"),  # which is there
     (lambda intact: intact[:100], "cannot be read: pickle data was truncated"),
     (lambda _: pickle.dumps(Evil()), r"checkpoint's metadata names posix\.system"),
