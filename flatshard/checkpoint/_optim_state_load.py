@@ -20,7 +20,7 @@ from flatshard.checkpoint._optim_params import (
     steps_whole,
 )
 from flatshard.checkpoint._optim_state_dict import hook_optimizer, made_by_steps
-from flatshard.checkpoint._sharded_value import ShardedValue
+from flatshard.checkpoint._sharded_value import NO_VALUES, ShardedValue
 from flatshard.checkpoint._state_dict import idle_flats
 
 
@@ -183,7 +183,9 @@ class _Load:
         """The parameter's state with this rank's parts; ``is_whole``: with all of it."""
         result: dict[str, Any] = {}
         for key, value in self.values[named.fqn].items():
-            if is_whole and isinstance(value, ShardedValue):
+            if isinstance(value, torch.Tensor) and value.is_meta:
+                self.problems.append(f"{named.fqn}: {key}: {NO_VALUES}")
+            elif is_whole and isinstance(value, ShardedValue):
                 self.problems.append(
                     f"{named.fqn}: {key}: this rank needs all of it, and got its part ({value!r}): go through "
                     "torch.distributed.checkpoint.save and load, or give the other run's optim_state_dict(full=True)"

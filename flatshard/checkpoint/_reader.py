@@ -428,6 +428,8 @@ def _sources(
     Raises:
         ValueError: why it cannot be loaded.
     """
+    if tensor.is_meta:
+        raise ValueError("is on the meta device here: give it memory first, module.to_empty(device=...)")
     if saved.size != tensor.shape:
         raise ValueError(f"has shape {tuple(saved.size)} in the checkpoint, {tuple(tensor.shape)} here")
     dtype, sizes = saved.properties.dtype, {chunk.offsets: chunk.sizes for chunk in saved.chunks}

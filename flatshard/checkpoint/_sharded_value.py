@@ -383,10 +383,16 @@ def take(part: Part, whole: torch.Tensor) -> torch.Tensor:
     return result
 
 
+NO_VALUES = 'it is on the meta device, and has no values: read the file with torch.load(path, map_location="cpu")'
+"""Why a tensor cannot be loaded."""
+
+
 def check_source(info: ShardInfo, dtype: torch.dtype, source: object) -> str | None:
     """Why ``source`` cannot be loaded into a sharded tensor of ``dtype``; None: ``local_source`` can."""
     if not isinstance(source, torch.Tensor):
         return f"expected a tensor, got a {type(source).__name__}"
+    if source.is_meta:
+        return NO_VALUES
     source = _unwrapped(info, source)
     whole = tuple(info.shape if info.parallel is None else info.parallel.shape)
     if _is_sharded_parameter(source):

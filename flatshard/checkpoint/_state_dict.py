@@ -30,6 +30,7 @@ from flatshard._names import plain_name
 from flatshard._runtime import Runtime
 from flatshard.checkpoint._barrier import barrier
 from flatshard.checkpoint._gathering import check_one_value, exchange_over, unwrapped_whole
+from flatshard.checkpoint._sharded_value import NO_VALUES
 
 _FORMAT = 1  # of local_state_dict
 _LET_GO = 2.0  # seconds: see `_is_running`
@@ -266,6 +267,8 @@ def load_local_state_dict(module: nn.Module, state: dict[str, Any]) -> None:
             )
         if (saved["shard"].dtype, saved["shard"].numel()) != (dtype_named(plan["dtype"]), plan["shard_numel"]):
             raise ValueError(f"load_local_state_dict: the shard of {name_list(plan['fqns'], 3)} is damaged")
+        if saved["shard"].is_meta:
+            raise ValueError(f"load_local_state_dict: the shard of {name_list(plan['fqns'], 3)}: {NO_VALUES}")
     rest = {n: v for n, v in module.state_dict(keep_vars=True).items() if not isinstance(v, ShardedParameter)}
     differing = [n for n in {**rest, **state["rest"]} if _form(rest.get(n)) != _form(state["rest"].get(n))]
     if differing:
@@ -310,7 +313,7 @@ def dtype_named(name: str) -> torch.dtype:
 
 
 def _form(value: Any) -> Any:
-    return tuple(value.shape) if isinstance(value, torch.Tensor) else type(value)
+    return (tuple(value.shape), value.is_meta) if isinstance(value, torch.Tensor) else type(value)
 
 
 # -- shared ------------------------------------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ from flatshard._frames import is_of, variable
 from flatshard._handle.registrations import SHARDED
 from flatshard._handle.tensors.part import PartTensor
 from flatshard._handle.tensors.sharded_parameter import ShardedParameter
-from flatshard.checkpoint._sharded_value import ShardedValue, check_source, local_source, sharded_value
+from flatshard.checkpoint._sharded_value import NO_VALUES, ShardedValue, check_source, local_source, sharded_value
 from flatshard.checkpoint._standard_helpers import Request, callers, request
 from flatshard.checkpoint._state_dict import idle_flats, whole_parameters
 
@@ -233,6 +233,8 @@ def _problem(tensor: torch.Tensor, source: Any) -> str | None:
         return check_source(tensor._flatshard_info, tensor.dtype, source)
     if not isinstance(source, torch.Tensor):
         return f"expected a tensor, got a {type(source).__name__}"
+    if source.is_meta and not tensor.is_meta:
+        return NO_VALUES
     if nn.parameter.is_lazy(tensor) or (tensor.dim() == 0 and source.shape == (1,)):
         return None
     if tensor.shape != source.shape:

@@ -180,6 +180,8 @@ class SavePlanner(DefaultSavePlanner):
         ):  # FSDP1's, perhaps nested
             self.flatten_sharded_tensors = True
             super().set_up_planner(state_dict, *args, **kwargs)
+        if lacking := [n for n, v in self.state_dict.items() if isinstance(v, torch.Tensor) and v.is_meta]:
+            raise ValueError(f"{name_list(lacking)} are on the meta device, and have no values to save")
         wrong = []
         for name, value in self.state_dict.items():
             if not isinstance(value, torch.Tensor):

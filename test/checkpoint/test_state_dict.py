@@ -11,8 +11,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 from on_ranks import ranks
 from pairs import all_pairs
-from saving import STRATEGIES, CommunicationWatch, check_equal, make, shard
+from saving import STRATEGIES, CommunicationWatch, check_equal, make, same, shard
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 import flatshard
 from flatshard import ShardingStrategy, fully_shard
@@ -86,6 +87,45 @@ def test_bad_values_change_nothing(ctx) -> None:
     check_equal(model, {**source, "up.weight": before["up.weight"]})
     model.up.load_state_dict({"weight": source["up.weight"], "bias": source["up.bias"]})
     check_equal(model, source)
+
+
+@ranks(2)
+def test_what_is_on_meta_has_no_values(ctx, path: str) -> None:
+    """Whatever takes values, or gives them: an error that says so, and nothing is changed."""
+    model = shard(ctx, make(), policy={nn.Linear})
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
+    model(torch.ones(3, 5)).sum().backward()
+    optimizer.step()
+    whole, local = full_state_dict(model), flatshard.checkpoint.local_state_dict(model)
+    trained = flatshard.checkpoint.optim_state_dict(model, optimizer, full=True)
+    before, moments = copy.deepcopy(whole), copy.deepcopy(trained)
+    for name in ("up.weight", "steps"):  # sharded; a buffer
+        for assign in (False, True):
+            with pytest.raises(
+                RuntimeError, match=rf"{name}: it is on the meta device, and has no values: read the file"
+            ):
+                model.load_state_dict({**whole, name: whole[name].to("meta")}, assign=assign)
+    trained["state"]["up.bias"]["step"] = torch.ones((), device="meta")
+    for load, bad in (
+        (lambda state: flatshard.checkpoint.load_optim_state_dict(model, optimizer, state), trained),
+        (optimizer.load_state_dict, tree_map_only(Tensor, lambda t: t.to("meta"), optimizer.state_dict())),
+        (
+            lambda state: flatshard.checkpoint.load_local_state_dict(model, state),
+            {**local, "flats": [{**flat, "shard": flat["shard"].to("meta")} for flat in local["flats"]]},
+        ),
+    ):
+        with pytest.raises(ValueError, match="on the meta device, and has no values"):
+            load(bad)
+    job: dict[str, Any] = {"x": torch.ones(3)}
+    flatshard.save_checkpoint(path, job, process_group=ctx.group)
+    for verb, text in (
+        (flatshard.save_checkpoint, "'x' are on the meta device, and have no values to save"),
+        (flatshard.load_checkpoint, r"'x' is on the meta device here: give it memory first"),
+    ):
+        with pytest.raises(RuntimeError, match=text):
+            verb(path, {"x": job["x"].to("meta")}, process_group=ctx.group)
+    check_equal(model, before)
+    same(flatshard.checkpoint.optim_state_dict(model, optimizer, full=True), moments)
 
 
 def rename(module: nn.Module, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
