@@ -67,15 +67,23 @@ class MeetingError(RuntimeError):
     """
 
 
-def barrier(runtimes: Iterable[Runtime], call: str) -> None:
+def barrier(runtimes: Iterable[Runtime], call: str, problem: str | None = None) -> None:
     """Wait until all ranks of each process group have come to ``call``: its name, the same on all ranks.
 
+    ``problem``: why this rank cannot go on. Then no rank does.
+
     Raises:
-        MeetingError: some have not come in time, or came for something else; the message names them.
+        MeetingError: some have not come in time, came for something else, or have a problem; the message names them.
     """
+    failed: MeetingError | None = None
     for runtime in sorted({r.number: r for r in runtimes}.values(), key=lambda r: r.number):
         if runtime.progress is not None and (store := runtime.store()) is not None:
-            _wait_as_for_a_collective(runtime, store, call)
+            try:
+                _wait_as_for_a_collective(runtime, store, call, problem)
+            except MeetingError as e:
+                problem, failed = problem or str(e), failed or e  # the ranks of the next group are told
+    if failed is not None:
+        raise failed
 
 
 def patience(group: dist.ProcessGroup | None, seconds: float) -> float:
@@ -84,7 +92,7 @@ def patience(group: dist.ProcessGroup | None, seconds: float) -> float:
     return seconds if timeout is None else min(seconds, timeout.total_seconds())
 
 
-def _wait_as_for_a_collective(runtime: Runtime, store: Any, call: str) -> None:
+def _wait_as_for_a_collective(runtime: Runtime, store: Any, call: str, problem: str | None) -> None:
     assert runtime.progress is not None
     label = Label(call, int(digest(call)[:7], 16) << 2)
     issued = runtime.progress.issue("call", EXCHANGE, label, False)
@@ -94,10 +102,14 @@ def _wait_as_for_a_collective(runtime: Runtime, store: Any, call: str) -> None:
         if runtime.monitor is not None and (why := runtime.monitor.explain(issued)) is not None:
             raise why
 
+    def hear(problems: list[str | None]) -> None:
+        if found := [f"rank {rank}: {text}" for rank, text in zip(names, problems, strict=True) if text is not None]:
+            raise MeetingError("; ".join(found))
+
     names = dist.get_process_group_ranks(runtime.group)
     seconds = patience(runtime.group, GIVE_UP_AFTER)
     try:
-        Barrier(store, runtime.rank, names, call, seconds, look).wait()
+        Barrier(store, runtime.rank, names, call, seconds, look, problem, hear).wait()
     except BaseException:
         runtime.progress.counts[issued.key] -= 1  # not counted by the others either
         raise

@@ -395,7 +395,7 @@ def check_source(info: ShardInfo, dtype: torch.dtype, source: object) -> str | N
         return NO_VALUES
     source = _unwrapped(info, source)
     whole = tuple(info.shape if info.parallel is None else info.parallel.shape)
-    if _is_sharded_parameter(source):
+    if is_part(source):
         return None if part_of(source._flatshard_info) == part_of(info) else _other_part(repr(source))
     if tuple(source.shape) != whole and not (whole == () and source.shape == (1,)):
         hint = ""
@@ -430,8 +430,8 @@ def _unwrapped(info: ShardInfo, source: torch.Tensor) -> torch.Tensor:
     return known.unwrap(source) if known is not None and same else source
 
 
-def _is_sharded_parameter(source: torch.Tensor) -> TypeGuard[ShardedParameter]:
-    """Whether it is one of which other ranks have other parts: ``state_dict(keep_vars=True)`` holds these."""
+def is_part(source: object) -> TypeGuard[ShardedParameter]:
+    """Whether it is a parameter of which other ranks have other parts: ``state_dict(keep_vars=True)`` holds these."""
     return isinstance(source, ShardedParameter) and not source._flatshard_info.is_whole
 
 
@@ -445,7 +445,7 @@ def _other_part(what: str) -> str:
 def local_source(info: ShardInfo, source: torch.Tensor) -> torch.Tensor:
     """This rank's part of what ``check_source`` passed, in the shape of the sharded parameter."""
     source = _unwrapped(info, source)
-    if _is_sharded_parameter(source):  # perhaps with the same elements in another shape
+    if is_part(source):  # perhaps with the same elements in another shape
         return info.shaped(source._flatshard_info.in_memory_order(source.detach()))
     if isinstance(source, ShardedValue):
         local = source._local

@@ -61,6 +61,8 @@ def full_state_dict(
     Args:
         module: a sharded module, or one that holds sharded ones.
         rank0_only: only the first of all ranks gets the result; the others ``{}``, and hold at most one unit.
+            ``load_state_dict`` wants it on all ranks; torch's ``set_model_state_dict`` hands it on, with
+            ``broadcast_from_rank0=True``.
         offload_to_cpu: the result is on CPU, else where the parameters compute.
         dtype: cast floating-point values. None: each in its own dtype.
 

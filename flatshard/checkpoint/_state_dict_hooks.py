@@ -5,8 +5,10 @@ Hooks on every module that a unit owns, not on the unit's alone: so the state di
 [Note: Nothing is changed by a bad checkpoint]
 torch loads module by module, and complains at the end. Here the hook that comes first in a ``load_state_dict`` (that of
 the outermost module that ``fully_shard`` has seen) looks at all keys, shapes and dtypes below it, and raises one error with
-all names before anything is copied. Modules that translate what they load (their class overrides
-``_load_from_state_dict``, or they have hooks of their own before loading) are left to themselves.
+all names before anything is copied. Where the values are whole, it is raised on all ranks: each may have been given others
+(``{}``, by ``full_state_dict(rank0_only=True)``). A rank's own parts, of an average or read in place, it loads alone.
+Modules that translate what they load (their class overrides ``_load_from_state_dict``, or they have hooks of their own before
+loading) are left to themselves.
 """
 
 from __future__ import annotations
@@ -22,12 +24,20 @@ from torch import nn
 
 from flatshard._composable.extensions import Extension, ForwardFeature
 from flatshard._composable.features.feature_link import FeatureLink
-from flatshard._composable.state import Unit
+from flatshard._composable.state import Unit, owner_of
 from flatshard._frames import is_of, variable
 from flatshard._handle.registrations import SHARDED
 from flatshard._handle.tensors.part import PartTensor
 from flatshard._handle.tensors.sharded_parameter import ShardedParameter
-from flatshard.checkpoint._sharded_value import NO_VALUES, ShardedValue, check_source, local_source, sharded_value
+from flatshard.checkpoint._barrier import MeetingError, barrier
+from flatshard.checkpoint._sharded_value import (
+    NO_VALUES,
+    ShardedValue,
+    check_source,
+    is_part,
+    local_source,
+    sharded_value,
+)
 from flatshard.checkpoint._standard_helpers import Request, callers, request
 from flatshard.checkpoint._state_dict import idle_flats, whole_parameters
 
@@ -195,11 +205,33 @@ def _check(root: nn.Module, state_dict: dict[str, Any], prefix: str) -> None:
             problems.insert(0, f"Unexpected key(s) in state_dict: {', '.join(map(repr, unexpected))}. ")
         if missing:
             problems.insert(0, f"Missing key(s) in state_dict: {', '.join(map(repr, missing))}. ")
-    if problems:
-        lines = "\n\t".join(problems)
-        raise RuntimeError(
-            f"Error(s) in loading state_dict for {type(root).__name__}, in which nothing has been changed:\n\t{lines}"
-        )
+    if problems and not any(key.startswith(prefix) for key in state_dict):
+        problems.append(_EMPTY)
+    lines = "\n\t".join(problems)
+    problem = f"Error(s) in loading state_dict for {type(root).__name__}, in which nothing has been changed:\n\t{lines}"
+    _agree(root, state_dict, prefix, problem if problems else None)
+
+
+_EMPTY = (
+    "It is empty here. Of full_state_dict(rank0_only=True) the first rank alone has values: for all to load them, call "
+    "torch.distributed.checkpoint.state_dict.set_model_state_dict(model, state, options=StateDictOptions("
+    "full_state_dict=True, broadcast_from_rank0=True))"
+)
+
+
+def _agree(root: nn.Module, state_dict: dict[str, Any], prefix: str, problem: str | None) -> None:
+    """Raise ``problem``; or that of another rank, if whole values are loaded into parts, which all ranks do together."""
+    sharded = [p for m in root.modules() for p in m._parameters.values() if is_part(p)]
+    values = [value for key, value in state_dict.items() if key.startswith(prefix)]
+    if (values or problem) and not any(isinstance(v, ShardedValue) or is_part(v) for v in values):
+        ranks = {each for p in sharded if (owner := owner_of(p)) is not None for each in owner.handle.all_ranks}
+        try:
+            barrier((r for each in ranks for r in (each.shards, each.replicas) if r), "load_state_dict", problem)
+        except MeetingError:
+            if problem is None:
+                raise
+    if problem is not None:
+        raise RuntimeError(problem)
 
 
 def _named_modules(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:

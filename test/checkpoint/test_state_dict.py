@@ -11,8 +11,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 from on_ranks import ranks
 from pairs import all_pairs
-from saving import STRATEGIES, CommunicationWatch, check_equal, make, same, shard
+from saving import STRATEGIES, CommunicationWatch, check_equal, make, on_four, same, shard
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.utils._pytree import tree_map_only
 
 import flatshard
@@ -87,6 +88,29 @@ def test_bad_values_change_nothing(ctx) -> None:
     check_equal(model, {**source, "up.weight": before["up.weight"]})
     model.up.load_state_dict({"weight": source["up.weight"], "bias": source["up.bias"]})
     check_equal(model, source)
+
+
+@ranks(4)
+def test_whole_values_are_loaded_on_all_ranks_or_on_none(ctx) -> None:
+    """Where one rank was given others, as by ``full_state_dict(rank0_only=True)``. The cure is what the message names."""
+    for how in ("plain", "replicas"):
+        ctx.note(how)
+        model, other = on_four(ctx, how), on_four(ctx, how, 1)
+        before, whole, state = full_state_dict(model), full_state_dict(other), full_state_dict(other, rank0_only=True)
+        for given, is_bad in (
+            (state, ctx.rank > 0),
+            ({**whole, "0.weight": whole["0.weight"][ctx.rank == 3 :]}, ctx.rank == 3),
+        ):
+            pattern = (
+                r"^Error\(s\) .*nothing has been changed" if is_bad else r"^load_state_dict: .*rank \d: Error\(s\)"
+            )
+            with pytest.raises(RuntimeError, match=pattern) as e:
+                model.load_state_dict(given)
+            assert given or "set_model_state_dict(model, state, options=StateDictOptions(full_state" in str(e.value)
+            check_equal(model, before)
+        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+        set_model_state_dict(model, state, options=options)
+        check_equal(model, whole)
 
 
 @ranks(2)
