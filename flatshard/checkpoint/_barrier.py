@@ -39,6 +39,7 @@ import torch.distributed as dist
 from flatshard._comm.backends import timeout_of
 from flatshard._comm.monitor.messages import read_now
 from flatshard._comm.progress import EXCHANGE, Label, digest, here
+from flatshard._handle.unit_ranks import UnitRanks
 from flatshard._runtime import Runtime
 from flatshard._trace import logger
 
@@ -84,6 +85,18 @@ def barrier(runtimes: Iterable[Runtime], call: str, problem: str | None = None) 
                 problem, failed = problem or str(e), failed or e  # the ranks of the next group are told
     if failed is not None:
         raise failed
+
+
+def agree(all_ranks: Iterable[UnitRanks], call: str, problem: Exception | None) -> None:
+    """Raise ``problem``; or that of another rank, by name. What all ranks do together, none does then."""
+    try:
+        of_all = dict.fromkeys(runtime for ranks in all_ranks for runtime in (ranks.shards, ranks.replicas) if runtime)
+        barrier(of_all, call, None if problem is None else str(problem))
+    except MeetingError:
+        if problem is None:
+            raise
+    if problem is not None:
+        raise problem
 
 
 def patience(group: dist.ProcessGroup | None, seconds: float) -> float:

@@ -7,7 +7,10 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
+from flatshard._handle.unit_ranks import UnitRanks
+from flatshard.checkpoint._barrier import agree
 from flatshard.checkpoint._optim_params import (
     Group,
     Named,
@@ -25,9 +28,10 @@ from flatshard.checkpoint._state_dict import idle_flats
 
 
 def load_optim_state_dict(module: nn.Module, optim: Optimizers, state: dict[str, Any], *, strict: bool = True) -> None:
-    """Give ``optim`` the ``state`` that :func:`optim_state_dict` or an unsharded run gave. No communication.
+    """Give ``optim`` the ``state`` that :func:`optim_state_dict` or an unsharded run gave.
 
-    Everything is looked at before anything is changed.
+    Everything is looked at before anything is changed, where values are whole on all ranks: these call it together. A rank's
+    own parts it loads alone.
 
     Example::
 
@@ -43,8 +47,24 @@ def load_optim_state_dict(module: nn.Module, optim: Optimizers, state: dict[str,
     Raises:
         ValueError, RuntimeError: see :func:`optim_state_dict_to_load`. Nothing is changed.
     """
-    for optimizer, load in to_load(_names(module), optim, state, strict):
+    names, problem = _names(module), None
+    loads: list[tuple[Optimizer, dict[str, Any]]] = []
+    try:
+        loads = to_load(names, optim, state, strict)
+    except ValueError as e:
+        problem = e
+    agree(_to_ask(names, state, problem is not None), "load_optim_state_dict", problem)
+    for optimizer, load in loads:
         optimizer.load_state_dict(load)
+
+
+def _to_ask(names: Names, state: dict[str, Any], is_bad: bool) -> set[UnitRanks]:
+    """The ranks that load together with this one: if it has whole values of parts, all that have other parts."""
+    found = tree_leaves(state.get("state", state) if isinstance(state, dict) else state)
+    tensors = [value for value in found if isinstance(value, torch.Tensor) and value.dim()]
+    if any(isinstance(t, ShardedValue) for t in tensors) or not (tensors or is_bad):
+        return set()
+    return {flat.ranks for _, flat in names.flats if not flat.is_whole}
 
 
 def optim_state_dict_to_load(

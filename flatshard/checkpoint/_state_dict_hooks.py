@@ -29,7 +29,8 @@ from flatshard._frames import is_of, variable
 from flatshard._handle.registrations import SHARDED
 from flatshard._handle.tensors.part import PartTensor
 from flatshard._handle.tensors.sharded_parameter import ShardedParameter
-from flatshard.checkpoint._barrier import MeetingError, barrier
+from flatshard._handle.unit_ranks import UnitRanks
+from flatshard.checkpoint._barrier import agree
 from flatshard.checkpoint._sharded_value import (
     NO_VALUES,
     ShardedValue,
@@ -208,8 +209,8 @@ def _check(root: nn.Module, state_dict: dict[str, Any], prefix: str) -> None:
     if problems and not any(key.startswith(prefix) for key in state_dict):
         problems.append(_EMPTY)
     lines = "\n\t".join(problems)
-    problem = f"Error(s) in loading state_dict for {type(root).__name__}, in which nothing has been changed:\n\t{lines}"
-    _agree(root, state_dict, prefix, problem if problems else None)
+    text = f"Error(s) in loading state_dict for {type(root).__name__}, in which nothing has been changed:\n\t{lines}"
+    agree(_to_ask(root, state_dict, prefix), "load_state_dict", RuntimeError(text) if problems else None)
 
 
 _EMPTY = (
@@ -219,19 +220,12 @@ _EMPTY = (
 )
 
 
-def _agree(root: nn.Module, state_dict: dict[str, Any], prefix: str, problem: str | None) -> None:
-    """Raise ``problem``; or that of another rank, if whole values are loaded into parts, which all ranks do together."""
-    sharded = [p for m in root.modules() for p in m._parameters.values() if is_part(p)]
-    values = [value for key, value in state_dict.items() if key.startswith(prefix)]
-    if (values or problem) and not any(isinstance(v, ShardedValue) or is_part(v) for v in values):
-        ranks = {each for p in sharded if (owner := owner_of(p)) is not None for each in owner.handle.all_ranks}
-        try:
-            barrier((r for each in ranks for r in (each.shards, each.replicas) if r), "load_state_dict", problem)
-        except MeetingError:
-            if problem is None:
-                raise
-    if problem is not None:
-        raise RuntimeError(problem)
+def _to_ask(root: nn.Module, state_dict: dict[str, Any], prefix: str) -> set[UnitRanks]:
+    """The ranks that load together with this one: where whole values are loaded into parts, all that have other parts."""
+    if any(isinstance(v, ShardedValue) or is_part(v) for key, v in state_dict.items() if key.startswith(prefix)):
+        return set()
+    sharded = [param for module in root.modules() for param in module._parameters.values() if is_part(param)]
+    return {each for param in sharded if (owner := owner_of(param)) is not None for each in owner.handle.all_ranks}
 
 
 def _named_modules(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from on_ranks import ranks
 from pairs import all_pairs
-from saving import STRATEGIES, CommunicationWatch, check_equal, make, on_four, same, shard
+from saving import STRATEGIES, CommunicationWatch, check_equal, make, on_four, same, shard, train
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.utils._pytree import tree_map_only
@@ -108,6 +108,14 @@ def test_whole_values_are_loaded_on_all_ranks_or_on_none(ctx) -> None:
                 model.load_state_dict(given)
             assert given or "set_model_state_dict(model, state, options=StateDictOptions(full_state" in str(e.value)
             check_equal(model, before)
+        optimizers = [torch.optim.AdamW(each.parameters()) for each in (other, model)]
+        train(other, optimizers[0])
+        trained = flatshard.checkpoint.optim_state_dict(other, optimizers[0], full=True, rank0_only=True)
+        with pytest.raises(
+            ValueError if ctx.rank else RuntimeError, match="takes a dict with 'state' and 'param_groups'"
+        ):
+            flatshard.checkpoint.load_optim_state_dict(model, optimizers[1], trained)
+        assert not optimizers[1].state
         options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
         set_model_state_dict(model, state, options=options)
         check_equal(model, whole)
