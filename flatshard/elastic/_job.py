@@ -160,7 +160,7 @@ class Job:
         Raises:
             TypeError, ValueError: ``steps`` is no sequence, or the model is not sharded over all ranks.
             LostError: no rank has some part of the model, and there is no checkpoint.
-            OutError: the other ranks have gone on without this one.
+            OutError: the other ranks have gone on without this one, or had made the last step when it came.
             RuntimeError: a rank ended with an error of its own; or the same step failed twice, and nobody had died; or the
                 body of the loop was not inside ``with job.attempt():``; or the store is gone.
         """
@@ -179,10 +179,7 @@ class Job:
 
     def _steps(self, steps: Sequence[T]) -> Iterator[T]:
         if self._world.joins:
-            decided = self._world.join()
-            if decided is None:
-                return
-            self._regroup(decided)
+            self._regroup(self._world.join())
         elif not self._try(self._begin):
             self._regroup()
         while True:

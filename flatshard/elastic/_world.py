@@ -52,7 +52,10 @@ _TORCHS_TIMEOUT = dist.distributed_c10d.default_pg_timeout
 
 
 class OutError(RuntimeError):
-    """The other ranks have gone on without this one, which did not answer for too long. It can only end.
+    """This process is not in the job, and its model was not trained to the end. It can only end.
+
+    The other ranks have gone on without it, as it did not answer for too long; or they had made the last step when it came.
+    Ask such a process for its rank, and this is raised again. It has no process group any more.
 
     Example::
 
@@ -62,7 +65,7 @@ class OutError(RuntimeError):
                     with job.attempt():
                         train(step)
             except flatshard.elastic.OutError as e:
-                exit(f"{e}")  # this rank was stopped, and the others went on without it
+                exit(f"{e}")  # it was stopped, and the others went on; or it came too late
     """
 
 
@@ -109,7 +112,8 @@ class World:
 
     The default process group (gloo) is always that of the ranks that are left, so ``torch.distributed.get_rank()`` and the
     like are right between steps. A process that starts when the job has begun joins it: until then it has a default group of
-    itself alone. It builds its model, shards it and makes its :class:`Job` as the others did; its values are not used.
+    itself alone. It builds its model, shards it and makes its :class:`Job` as the others did; its values are not used. If it
+    comes after the last step, the loop raises :class:`OutError`, and no code behind the loop runs.
 
     Example::
 
@@ -156,7 +160,9 @@ class World:
         if not self._store.check(["0/decided"]):
             self._enter(0, None)
             self._wait_for_first(ranks)
-            self.form(0, [member for member, _ in self._decision(0)])
+            first = [member for member, _ in self._decision(0)]
+            if self.me in first:  # more than that may have come
+                self.form(0, first)
         if not self.members:
             alone = dist.HashStore()  # type: ignore[attr-defined]
             dist.init_process_group(backend, store=alone, rank=0, world_size=1)
@@ -164,15 +170,27 @@ class World:
     @property
     def joins(self) -> bool:
         """Whether this process has yet to join the job."""
-        return not self.members
+        return not self.members and not self.has_ended
 
     @property
     def rank(self) -> int:
+        self._check_in()
         return self.members.index(self.me) if self.members else 0
 
     @property
     def size(self) -> int:
+        self._check_in()
         return len(self.members) or 1
+
+    def _check_in(self) -> None:
+        if self.has_ended and not self.members:
+            raise OutError(f"{self.me} is not in the job, and its model was not trained to the end: end this process")
+
+    def _out(self, why: str) -> OutError:
+        """This process is not in the job: whatever it does from now on must not pass for what a rank does."""
+        self.abort()
+        self.has_ended, self.members = True, []
+        return OutError(f"{why}. End this process")
 
     # -- meeting -------------------------------------------------------------------------------------------------------
 
@@ -229,7 +247,7 @@ class World:
             self._store.compare_set("failed", "", f"{self.me}, rank {self.rank}: {text}"[:2000])
 
     def _at_exit(self, pid: int) -> None:
-        if not self.has_ended and os.getpid() == pid:
+        if self.members and not self.has_ended and os.getpid() == pid:
             self.say_failed(
                 "the process ended in the middle of the job, by an error outside of attempt() or by sys.exit"
             )
@@ -291,17 +309,17 @@ class World:
             time.sleep(_POLL)
         decided = self._decision(epoch)
         if self.me not in {member for member, _ in decided}:
-            self.has_ended = True
-            raise OutError(
+            raise self._out(
                 f"the other ranks have gone on without {self.me}, which was rank {self.rank} and did not come to them for "
-                f"{self.patience:g} s: it was stopped, or cut off. End this process; a new one may join"
+                f"{self.patience:g} s: it was stopped, or cut off. A new process may join"
             )
         return decided
 
-    def join(self) -> list[tuple[Member, Any]] | None:
-        """Wait until the job takes this process in. Returns who is in the next epoch, or None: the job has ended.
+    def join(self) -> list[tuple[Member, Any]]:
+        """Wait until the job takes this process in. Returns who is in the next epoch.
 
         Raises:
+            OutError: the job has ended.
             RuntimeError: the job has failed, or all its ranks have died.
         """
         with self._asked():
@@ -324,8 +342,7 @@ class World:
                         "new store"
                     )
                 time.sleep(_POLL)
-        self.has_ended = True
-        return None
+            raise self._out(f"the job had made its last step when {self.me} came to join it, and did not take it in")
 
     @contextlib.contextmanager
     def _asked(self) -> Iterator[None]:
@@ -407,23 +424,27 @@ class World:
         return dist.group.WORLD
 
     def finish(self) -> bool:
-        """Wait until all ranks have made their last step. False: one has died, or failed, so the others meet again."""
+        """Wait until all ranks have made their last step. False: one has died, failed or been stopped; the others meet again.
+
+        A compare-and-set says which of both, so a rank that wakes cannot end alone.
+        """
         with self._asked():
             return self._finish()
 
     def _finish(self) -> bool:
-        epoch, probes = self.epoch, _Probes()
+        epoch, probes, until = self.epoch, _Probes(), time.monotonic() + self.patience
         self._mark(epoch, "done")
-        while self._store.add(f"{epoch}/done", 0) < self.size:
-            gone = probes.dead(self.members)
+        while not (are_done := self._store.add(f"{epoch}/done", 0) == self.size):
+            gone = probes.dead(self.members)  # who is done may have ended
             if self._store.check([f"{epoch + 1}/member"]) or self._store.check(["failed"]):
-                return False
-            if gone and gone.intersection(self._unmarked(epoch, "done")):  # those that are done may have ended
-                return False
+                break
+            if time.monotonic() > until or gone.intersection(self._unmarked(epoch, "done")):
+                break
             time.sleep(_POLL)
-        self._store.set("finished", "1")
-        self.has_ended = True
-        return True
+        self.has_ended = self._store.compare_set(f"{epoch}/end", "", "done" if are_done else "again") == b"done"
+        if self.has_ended:
+            self._store.set("finished", "1")
+        return self.has_ended
 
 
 def _address_towards(store: Any) -> str:

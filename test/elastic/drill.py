@@ -51,6 +51,7 @@ POINTS: dict[str, list[tuple[Any, str]]] = {
         (_reshard.Move, "_set_states"),
         (_copies.Copies, "go_back"),
     ],
+    "end": [(World, "finish"), (World, "_mark")],
 }
 """Where a rank may die: before and after a call of one of these."""
 
@@ -355,13 +356,13 @@ def drawn(seed: int, directory: str) -> Plan:
         ("FULL_SHARD", "FULL_SHARD", "SHARD_OPTIM", "HYBRID_SHARD" if ranks % 2 == 0 else "NO_SHARD")
     )
     victim = random_.randrange(ranks)
-    phase = random_.choice(("step", "step", "copies", "copies", "saving"))
+    phase = random_.choice(("step", "step", "copies", "copies", "saving", "end"))
 
     def death(phase: str, points: int) -> Death:
         number = random_.randrange(1, points)
         return Death(phase, number, signal.SIGSTOP if random_.random() < 0.15 else signal.SIGKILL)
 
-    deaths = {victim: death(phase, {"step": 60, "copies": 30, "saving": 12}[phase])}
+    deaths = {victim: death(phase, {"step": 60, "copies": 30, "saving": 12, "end": 4}[phase])}
     if ranks == 4 and random_.random() < 0.6:
         deaths[(victim + 2) % 4 if strategy != "HYBRID_SHARD" else victim ^ 1] = death("recovery", 14)
     stops = any(each.signal == signal.SIGSTOP for each in deaths.values())

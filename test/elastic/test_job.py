@@ -156,6 +156,14 @@ def test_a_rank_joins():
     assert not [text for each in left for text in each.said if "met again" in text]
 
 
+def test_a_rank_that_is_stopped_behind_the_last_step():
+    """It is out after ``patience``, and finds that; the others end without it."""
+    with processes(Plan(3, {1: Death("end", 1, signal.SIGSTOP)}, patience=2.0)) as job:
+        job.finish()
+    assert len(check(job)) == 2
+    assert [o.number for o in job.outcomes if o.raised is not None] == [2]
+
+
 @pytest.mark.parametrize(
     ("strategy", "ranks", "freezes"), [("FULL_SHARD", 2, False), ("FULL_SHARD", 2, True), ("HYBRID_SHARD", 4, False)]
 )

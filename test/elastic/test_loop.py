@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import flatshard
-from flatshard.elastic import Job, World, _copies
+from flatshard.elastic import Job, OutError, World, _copies
 
 
 @pytest.fixture
@@ -239,6 +239,36 @@ def test_a_process_that_ends_in_the_middle(alone):
     later = alone()
     with pytest.raises(RuntimeError, match="ended in the middle of the job"):
         next(job_in(later)[0].steps(range(3)))
+
+
+def test_a_process_that_comes_after_the_last_step(alone):
+    """It was never trained: the loop raises, and so does whatever asks for its rank, as code behind the loop does."""
+    job, model, optimizer = job_in(alone())
+    for step in job.steps(range(2)):
+        with job.attempt():
+            one_step(model, optimizer, step)
+    world = alone()
+    late, _, _ = job_in(world)
+    assert (world.joins, late.rank) == (True, 0)
+    with pytest.raises(OutError, match="the job had made its last step when process"):
+        list(late.steps(range(2)))
+    for ask in (lambda: late.rank, lambda: world.size):
+        with pytest.raises(OutError, match="its model was not trained to the end"):
+            ask()
+    assert not dist.is_initialized()
+
+
+def test_more_processes_than_begin_the_job(alone, monkeypatch):
+    """Whoever is not among the first waits to join."""
+    enter = World._enter
+
+    def come_too_late(world: World, epoch: int, note: Any) -> None:
+        enter(world, epoch, note)
+        world._propose(epoch, [(world.me._replace(number=7), None)])
+
+    monkeypatch.setattr(World, "_enter", come_too_late)
+    world = alone()
+    assert (world.joins, world.size) == (True, 1)
 
 
 def test_groups_that_others_make(alone):
