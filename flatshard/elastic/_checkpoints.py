@@ -35,12 +35,12 @@ class Checkpoints:
         self._has_begun = False  # some save has, so what is given can be saved
         self._saved: list[Path] = []  # whole, oldest first
 
-    def newest(self) -> Path | None:
-        """The newest checkpoint in the directory."""
+    def newest(self) -> str | None:
+        """The path of the newest checkpoint in the directory."""
         if not self.directory.is_dir():
             return None
         found = [(int(m[1]), path) for path in self.directory.iterdir() if (m := _NAME.fullmatch(path.name))]
-        return max(found)[1] if found else None
+        return str(max(found)[1]) if found else None
 
     def save(self, step: int, state: Mapping[str, Any], timeout: timedelta) -> None:
         """Begin to save, if it is time. All ranks call it after the same step.

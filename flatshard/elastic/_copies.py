@@ -60,7 +60,7 @@ from flatshard._composable.features.user_hooks import register_gradients_reduced
 from flatshard._errors import name_list
 from flatshard._runtime import Streams
 from flatshard._trace import logger
-from flatshard.elastic import _units
+from flatshard.elastic import _units, _wire
 from flatshard.elastic._exchange import Channel, as_bytes
 from flatshard.elastic._values import GRAD, PARAM, At, Image, Key, Live, Manifest, Small, Trained, aligned
 
@@ -344,7 +344,8 @@ class Copies:
         is_alike = before is not None and alike(before.manifest, manifest)
         if not is_alike:
             self._spare = []
-        if not is_alike or before is None or before.number[1] != self._epoch:  # so do ranks that have joined
+        is_new = not is_alike or before is None or before.number[1] != self._epoch
+        if is_new:  # so it is for ranks that have joined
             frozen = [at for at, param in self._job.params.items() if not param.requires_grad]
             self._frozen = [(at, PARAM) for at in frozen if not manifest.is_replicated(at.unit)]
             kinds = self._channel.objects([manifest.values, manifest.rest, frozen])
@@ -363,6 +364,9 @@ class Copies:
         parts = {(v.at, v.name): live.part(number, v).contiguous() for values in manifest.values for v in values}
         extra = [copy.deepcopy(each.state_dict()) for each in self._extra]
         generation = Generation((step, self._epoch), manifest, live.small(), extra, others)
+        if is_new:  # what other ranks would refuse raises now, and not when it is needed
+            generation.small.told()
+            _wire.saved(extra, "extra")
         before = before if is_alike else None
         self._under = under = _Under(generation, before, number, parts, self._version(parts), is_called)
         device = next((part.device for part in parts.values() if part.device.type != "cpu"), None)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import pickle
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -21,6 +20,7 @@ import torch.distributed as dist
 from flatshard._comm.backends import builtin_collectives
 from flatshard._comm.progress import NOBODY
 from flatshard._errors import CollectiveError
+from flatshard.elastic import _wire
 
 Span = tuple[int, int]
 
@@ -61,15 +61,15 @@ class Channel:
         self.sent = 0  # bytes of tensors that this rank has sent
 
     def objects(self, value: Any) -> list[Any]:
-        """What each rank has given, by rank. Anything that pickles."""
+        """What each rank has given, by rank. [Note: What other ranks say]"""
         if self.size == 1:
             return [value]
-        data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        data = torch.frombuffer(bytearray(_wire.encoded(value).encode()), dtype=torch.uint8)
         sizes = self.gather(torch.tensor([data.numel()])).tolist()
         padded = torch.zeros(max(sizes), dtype=torch.uint8)
         padded[: data.numel()] = data
         rows = self.gather(padded).view(self.size, -1)
-        return [pickle.loads(ctypes.string_at(row.data_ptr(), n)) for row, n in zip(rows, sizes, strict=True)]
+        return [_wire.decoded(ctypes.string_at(row.data_ptr(), n)) for row, n in zip(rows, sizes, strict=True)]
 
     def gather(self, row: torch.Tensor) -> torch.Tensor:
         """``row`` of each rank, one after the other."""

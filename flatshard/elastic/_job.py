@@ -22,7 +22,7 @@ from flatshard._composable.find import units_of_parameters
 from flatshard._errors import CollectiveError, name_list
 from flatshard.checkpoint import MeetingError, load_checkpoint
 from flatshard.checkpoint._disk import local
-from flatshard.elastic import _units, _values
+from flatshard.elastic import _units, _values, _wire
 from flatshard.elastic._checkpoints import Checkpoints
 from flatshard.elastic._copies import Copies, Generation, Number
 from flatshard.elastic._exchange import Channel
@@ -45,6 +45,11 @@ class _Note(NamedTuple):
     at: int  # steps made
     reason: str | None  # of the meeting: what failed here
     shards: int  # over how many ranks units were sharded at first
+
+    @classmethod
+    def of(cls, told: Any) -> Self | None:
+        """What another rank has said. None: it joins."""
+        return None if told is None else cls(*told)
 
 
 class Job:
@@ -80,7 +85,7 @@ class Job:
             ``torch.nn.ModuleList`` of them.
         optimizers: all that step it.
         extra: what else goes back with the model, anything with ``state_dict`` and ``load_state_dict``: schedulers, samplers,
-            counters.
+            counters. Their states hold what a checkpoint may: tensors and plain values, as nothing in them is executed.
         copies: how many ranks keep copies of each rank's parts: so many may die at once. After a death copies are made anew
             while the next step runs, and who dies before that died at once. Each rank keeps ``1 + 2 * copies`` times its
             parts in host memory beside the model, with parameters on an accelerator 8 MiB more, and a recovery up to
@@ -158,7 +163,8 @@ class Job:
         """Yield each of ``steps``, such as ``range(1000)``, and some of them again. A rank that joins begins in the middle.
 
         Raises:
-            TypeError, ValueError: ``steps`` is no sequence, or the model is not sharded over all ranks.
+            TypeError, ValueError: ``steps`` is no sequence, the model is not sharded over all ranks, or a rank that joins
+                could not read the state of ``extra`` or of an optimizer.
             LostError: no rank has some part of the model, and there is no checkpoint.
             OutError: the other ranks have gone on without this one, or had made the last step when it came.
             RuntimeError: a rank ended with an error of its own; or the same step failed twice, and nobody had died; or the
@@ -299,9 +305,9 @@ class Job:
     def _load(self, channel: Channel) -> bool:
         """Load the newest checkpoint. Returns whether there is one."""
         assert self._checkpoints is not None
-        newest: Path | None = channel.objects(self._checkpoints.newest() if channel.rank == 0 else None)[0]
+        newest: str | None = channel.objects(self._checkpoints.newest() if channel.rank == 0 else None)[0]
         if newest is not None:
-            loaded = load_checkpoint(newest, self._state(), timeout=timedelta(seconds=self._world.patience))
+            loaded = load_checkpoint(Path(newest), self._state(), timeout=timedelta(seconds=self._world.patience))
             self._at = loaded["steps"]
             self._tell_first(f"loaded {newest}")
         return newest is not None
@@ -324,7 +330,7 @@ class Job:
                 self._copies.stop()
                 recover(self._job.module)
                 decided = self._world.meet(_Note(self._copies.numbers, self._at, reason, self._shards))
-            members, notes = [member for member, _ in decided], [note for _, note in decided]
+            members, notes = [member for member, _ in decided], [_Note.of(told) for _, told in decided]
             self._check_progress(members, notes)
             decided = None
             epoch = self._world.epoch + 1
@@ -381,8 +387,10 @@ class Job:
             move.run()
             self._copies.note_moved(move.manifest)
             first = next(rank for rank, note in enumerate(notes) if note is not None and newest in note.kept)
-            given = channel.objects(None if generation is None or channel.rank != first else generation.extra)
-            for each, state in zip(self._extra, given[first] if generation is None else generation.extra, strict=True):
+            tells = generation if channel.rank == first else None
+            given = channel.objects(None if tells is None else _wire.saved(tells.extra, "extra"))
+            states = _wire.loaded(given[first]) if generation is None else generation.extra
+            for each, state in zip(self._extra, states, strict=True):
                 each.load_state_dict(copy.deepcopy(state))
             self._at = newest[0]
         for param in job.others.values():

@@ -17,7 +17,7 @@ from flatshard._comm.monitor.messages import default_group
 from flatshard._composable.find import units_of
 from flatshard._errors import name_list
 from flatshard._handle.planned import PlannedFlat
-from flatshard.elastic import _units
+from flatshard.elastic import _units, _wire
 from flatshard.elastic._exchange import Channel, sources
 from flatshard.elastic._units import Destination
 from flatshard.elastic._values import (
@@ -140,11 +140,12 @@ def vacate(job: Trained, channel: Channel, home: Destination) -> None:
         if all(lacks):
             raise LostError(f"{job.verb}: all ranks that had the model died")
         first = lacks.index(False)
-        given = channel.objects(job.buffers() if channel.rank == first else None)[first]
+        given = channel.objects(_wire.saved(job.buffers(), "a buffer") if channel.rank == first else None)[first]
         if lacks[channel.rank]:
             allocate_buffers(job)
+            values = _wire.loaded(given)
             for name, buffer in job.buffers().items():
-                buffer.copy_(given[name])
+                buffer.copy_(values[name])
     for unit, planned in zip(job.units, _units.cuts(job.units, home.size), strict=True):
         _units.allocate(unit)
         shards = [flat.shard_for(plan.layout) for flat, plan in zip(unit.handle.flats, planned, strict=True)]
@@ -206,10 +207,10 @@ class Move:
         self._places: list[tuple[int, int] | None] = [place for _, place, *_ in told]
         self._held: list[tuple[int, ...]] = [held for _, _, held, _ in told]
         self._first = next((rank for rank, (*_, has) in enumerate(told) if has), None)
-        given = channel.objects(manifest if channel.rank == self._first else None)
+        given = channel.objects(manifest.told() if manifest is not None and channel.rank == self._first else None)
         if self._first is None:
             raise LostError(f"{job.verb}: no rank has any part of the model that could move")
-        self.manifest: Manifest = given[self._first]
+        self.manifest = Manifest.of(given[self._first])
         self._check_complete()
         sizes = {place[1] for place in self._places if place is not None}
         if len(sizes) > 1:
@@ -262,23 +263,16 @@ class Move:
         """What is kept whole: this rank's own, or of the first rank that has it."""
         channel, job = self._channel, self._job
         lacking = [rank for rank, lacks in enumerate(channel.objects(self._small is None)) if lacks]
-        is_first, first = channel.rank == self._first, self._first
+        first, small = self._first, self._small
         assert first is not None
-        told = channel.objects(
-            (self._small.plain, self._small.options, [(t.shape, t.dtype) for t in self._small.rest])
-            if is_first and self._small is not None
-            else None
-        )[first]
+        tells = small if channel.rank == first and lacking else None
+        told = channel.objects(agreed(channel, lambda: None if tells is None else tells.told()))[first]
         sent: dict[int, list[torch.Tensor]] = {}
         received: dict[int, list[torch.Tensor]] = {}
-        small = self._small
         if small is None:
-            device = job.units[0].runtime.device
-            small = Small(
-                told[0], told[1], [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in told[2]]
-            )
+            small = Small.of(told, job.units[0].runtime.device)
             received = {first: [t.view(-1) for t in small.rest if t.numel()]}
-        elif is_first:
+        elif channel.rank == first:
             flat = [t.contiguous().view(-1) for t in small.rest if t.numel()]
             sent = dict.fromkeys(lacking, flat)
         channel.exchange({r: t for r, t in sent.items() if t}, {r: t for r, t in received.items() if t})

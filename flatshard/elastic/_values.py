@@ -10,10 +10,10 @@ optimizer knows: it is refused.
 from __future__ import annotations
 
 import copy
+import dataclasses
 import hashlib
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import nn
@@ -23,8 +23,9 @@ from flatshard._composable.find import units_of
 from flatshard._composable.state import Unit, owner_of
 from flatshard._errors import name_list
 from flatshard._handle.flat_param import FlatParam
-from flatshard._handle.layout import FlatLayout
+from flatshard._handle.layout import FlatLayout, ParamInfo
 from flatshard._handle.tensors.aggregate import plainly
+from flatshard.elastic import _wire
 from flatshard.elastic._units import place_of
 
 PARAM, GRAD = "", "grad"
@@ -50,16 +51,32 @@ Key = tuple[At, Any]
 """Of a value: its parameter, and its name."""
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Manifest:
-    """What all ranks keep, and how it is cut: the same on all of them. Picklable."""
+    """What all ranks keep, and how it is cut: the same on all of them."""
 
     size: int  # shards of each unit, but of one that is replicated
     layouts: list[list[FlatLayout]]  # of each unit, of each flat parameter
     values: list[list[Value]]  # of each unit
     states: list[dict[At | str, list[Any]]]  # of each optimizer: the keys of each parameter's state, in order
-    options: list[list[dict[str, Any]]]  # of each optimizer's groups
     rest: list[Any]  # names of the tensors that are no units': (what, FQN, ...)
+
+    def told(self) -> Any:
+        """To be told to other ranks."""
+        layouts = [[dataclasses.astuple(layout) for layout in flats] for flats in self.layouts]
+        return self.size, layouts, self.values, self.states, self.rest
+
+    @classmethod
+    def of(cls, told: Any) -> Self:
+        """What ``told`` returned on another rank."""
+        size, layouts, values, states, rest = told
+        return cls(
+            size,
+            [[FlatLayout(tuple(ParamInfo(*p) for p in params), *cut) for params, *cut in each] for each in layouts],
+            [[Value(At(*at), name, dtype) for at, name, dtype in each] for each in values],
+            [{_place(at): keys for at, keys in each.items()} for each in states],
+            rest,
+        )
 
     def is_replicated(self, unit: int) -> bool:
         """Whether each rank has all of the unit."""
@@ -81,6 +98,30 @@ class Small(NamedTuple):
     plain: list[dict[At | str, dict[str, Any]]]  # of each optimizer: values of no shape
     options: list[list[dict[str, Any]]]
     rest: list[torch.Tensor]  # buffers, parameters that are not sharded, and their optimizers' state
+
+    def told(self) -> bytes:
+        """To be told to other ranks: all but the elements of ``rest``.
+
+        Raises:
+            TypeError: other ranks would refuse it.
+        """
+        plain = [
+            [(at if isinstance(at, str) else tuple(at), values) for at, values in each.items()] for each in self.plain
+        ]
+        rest = [(tuple(each.shape), each.dtype) for each in self.rest]
+        return _wire.saved((plain, self.options, rest), "the optimizers' state and options")
+
+    @classmethod
+    def of(cls, told: bytes, device: torch.device) -> Self:
+        """What ``told`` returned on another rank, with memory for ``rest``."""
+        plain, options, rest = _wire.loaded(told)
+        memory = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in rest]
+        return cls([{_place(at): values for at, values in each} for each in plain], options, memory)
+
+
+def _place(at: Any) -> At | str:
+    """Of a parameter, as it was told."""
+    return at if isinstance(at, str) else At(*at)
 
 
 class Trained:
@@ -209,8 +250,7 @@ class Live:
             for key, value in state.items()
             if isinstance(value, torch.Tensor) and value.dim()
         ]
-        options = [[_options(group) for group in o.param_groups] for o in job.optimizers]
-        self.manifest = Manifest(size, layouts, values, states, options, rest)
+        self.manifest = Manifest(size, layouts, values, states, rest)
 
     def _lies(self, at: At, key: str, value: Any, number: int) -> bool:
         """Whether a value of an optimizer's state lies as its parameter does. [Note: Values that lie as their parameters]"""
@@ -250,7 +290,8 @@ class Live:
                 found[at] = {k: _copied(v) for k, v in state.items() if (number, at, k) not in lying}
             plain.append(found)
         rest = [_plain(tensor).clone() for tensor in self.rest()]
-        return Small(plain, copy.deepcopy(self.manifest.options), rest)
+        options = [[_options(group) for group in o.param_groups] for o in self.job.optimizers]
+        return Small(plain, copy.deepcopy(options), rest)
 
     def rest(self) -> Iterator[torch.Tensor]:
         """The tensors of ``manifest.rest``."""

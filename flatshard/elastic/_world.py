@@ -32,7 +32,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
-import pickle
 import socket
 import time
 from collections.abc import Iterable, Iterator
@@ -44,6 +43,7 @@ import torch.distributed as dist
 from flatshard._comm.backends import has_gloo
 from flatshard._comm.monitor.messages import interrupt
 from flatshard._trace import logger
+from flatshard.elastic import _wire
 
 _START = 600.0  # seconds in which the first ranks come
 _POLL = 0.02
@@ -196,22 +196,22 @@ class World:
 
     def _enter(self, epoch: int, note: Any) -> None:
         place = self._store.add(f"{epoch}/count", 1)
-        self._store.set(f"{epoch}/in/{place}", pickle.dumps((self.me, note)).hex())
+        self._store.set(f"{epoch}/in/{place}", _wire.encoded((self.me, note)))
 
     def _entries(self, epoch: int, known: dict[int, tuple[Member, Any]]) -> None:
         """Read the entries that are new. One that is counted may not be there yet, or never."""
         for place in range(1, self._store.add(f"{epoch}/count", 0) + 1):
             if place not in known and self._store.check([f"{epoch}/in/{place}"]):
-                known[place] = self._read(f"{epoch}/in/{place}")
+                known[place] = _entry(self._read(f"{epoch}/in/{place}"))
 
     def _decision(self, epoch: int) -> list[tuple[Member, Any]]:
-        return self._read(f"{epoch}/decided")  # type: ignore[no-any-return]
+        return [_entry(told) for told in self._read(f"{epoch}/decided")]
 
     def _read(self, key: str) -> Any:
-        return pickle.loads(bytes.fromhex(self._store.get(key).decode()))
+        return _wire.decoded(self._store.get(key))
 
     def _propose(self, epoch: int, present: list[tuple[Member, Any]]) -> None:
-        self._store.compare_set(f"{epoch}/decided", "", pickle.dumps(present).hex())
+        self._store.compare_set(f"{epoch}/decided", "", _wire.encoded(present))
 
     def _wait_for_first(self, ranks: int) -> None:
         known: dict[int, tuple[Member, Any]] = {}
@@ -281,6 +281,8 @@ class World:
 
     def meet(self, note: Any) -> list[tuple[Member, Any]]:
         """Meet those who are left, and who join, for the next epoch. Returns who is in it, with their notes, by rank.
+
+        ``note``: plain values. None: this rank joins.
 
         Raises:
             OutError: the others have decided without this rank.
@@ -445,6 +447,12 @@ class World:
         if self.has_ended:
             self._store.set("finished", "1")
         return self.has_ended
+
+
+def _entry(told: Any) -> tuple[Member, Any]:
+    """A process that has come, and its note."""
+    member, note = told
+    return Member(*member), note
 
 
 def _address_towards(store: Any) -> str:

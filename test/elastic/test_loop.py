@@ -1,11 +1,13 @@
 """The loop of a job, on one rank: what it refuses, how it ends, and that it goes on where a checkpoint is."""
 
 import contextlib
+import io
 import os
+import pickle
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -16,7 +18,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import flatshard
-from flatshard.elastic import Job, OutError, World, _copies
+from flatshard.elastic import Job, OutError, World, _copies, _wire
 
 
 @pytest.fixture
@@ -256,6 +258,50 @@ def test_a_process_that_comes_after_the_last_step(alone):
         with pytest.raises(OutError, match="its model was not trained to the end"):
             ask()
     assert not dist.is_initialized()
+
+
+class Runs:
+    """Whoever unpickles it makes a directory."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (self.path,)
+
+
+def test_what_comes_over_the_network_is_not_executed(alone, tmp_path):
+    """Neither what is in the store, nor what another rank says."""
+    world, runs = alone(), Runs(str(tmp_path / "it ran"))
+    for data in (pickle.dumps(runs).hex(), "[" * 10**5, '{"eval": "1"}', '{"dtype": "nn"}', "{}"):
+        world._store.set("1/decided", data)
+        late, _, _ = job_in(alone())
+        with pytest.raises(ValueError, match="from the store, or from another rank"):
+            list(late.steps(range(2)))
+    torch.save(runs, stream := io.BytesIO())
+    with pytest.raises(pickle.UnpicklingError):
+        _wire.loaded(stream.getvalue())
+    assert not any(tmp_path.iterdir())
+
+
+class Position(NamedTuple):
+    at: int
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"position": self, "seen": {2.5, b"x"}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+def test_what_a_rank_that_joins_could_not_read(alone):
+    """Raises when it is first copied, though nobody joins; unless its class is named, as the error says."""
+    for allowed in ([], [Position]):
+        world = alone(fresh=True)
+        model = flatshard.fully_shard(network(), policy={NormBlock})
+        job = Job(world, model, parts_of_job(model)[0], [Position(3)], say=lambda _: None)
+        refused = pytest.raises(TypeError, match=r"extra is not what a rank that joins would read.*add_safe_globals")
+        with torch.serialization.safe_globals(allowed), contextlib.nullcontext() if allowed else refused:
+            next(job.steps(range(2)))
 
 
 def test_more_processes_than_begin_the_job(alone, monkeypatch):

@@ -220,6 +220,7 @@ RULES = [
     Rule(r"\b(environ|getenv|putenv)\b", "_config env"),  # the report shows it
     Rule(r"\b__version__\b", "_torch env"),
     Rule(rf"\b({FRAMES})\b", "_frames"),
+    Rule(r"\bpickle\.loads?\(|\bUnpickler\(", of="elastic|weights"),  # what comes over a network is not executed
     Rule(AN_IMPORT + r".*\b_frames\b", ASKING_WHO_CALLS),
     Rule(r"\.(reduce_scatter|all_reduce)\(", STARTING, of=r"(?!_handle\.)"),
     Rule(r"\.all_gather\(", f"{STARTING} {GATHERING}", of=r"(?!_handle\.)"),
