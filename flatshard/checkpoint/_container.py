@@ -98,7 +98,7 @@ def memory_of(tensor: torch.Tensor) -> memoryview:
 @functools.cache
 def _weights() -> torch.Tensor:
     """Odd, and as good as random: of the columns, of the words that fill no row, and of the bytes that fill no word."""
-    x = torch.arange(1, 2 * _COLUMNS + 1) * -7046029254386353131
+    x = torch.arange(1, 2 * _COLUMNS + 1, device="cpu") * -7046029254386353131
     for shift, factor in ((30, -4658895280553007687), (27, -7723592293110705685)):
         x = (x ^ (x >> shift)) * factor
     return x | 1

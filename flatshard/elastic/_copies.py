@@ -123,7 +123,7 @@ class _Device(_Host):
         assert streams is not None
         self._streams, self._module = streams, torch.get_device_module(device)
         self._side = self._module.Stream(device=device)
-        self.buffers = [torch.empty(_PIECE, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+        self.buffers = [torch.empty(_PIECE, dtype=torch.uint8, device="cpu", pin_memory=True) for _ in range(2)]
 
     def follow(self) -> None:
         """Read what has been issued until now."""
@@ -382,7 +382,7 @@ class Copies:
             self._send(under, thread).wait()
             under.is_complete = True
             with thread.pausing():
-                told = self._channel.gather(torch.tensor([under.is_called]))
+                told = self._channel.gather(torch.tensor([under.is_called], device="cpu"))
         under.is_called, under.is_whole = bool(told.any()), True
         self._fill(under)
 

@@ -65,8 +65,8 @@ class Channel:
         if self.size == 1:
             return [value]
         data = torch.frombuffer(bytearray(_wire.encoded(value).encode()), dtype=torch.uint8)
-        sizes = self.gather(torch.tensor([data.numel()])).tolist()
-        padded = torch.zeros(max(sizes), dtype=torch.uint8)
+        sizes = self.gather(torch.tensor([data.numel()], device="cpu")).tolist()
+        padded = torch.zeros(max(sizes), dtype=torch.uint8, device="cpu")
         padded[: data.numel()] = data
         rows = self.gather(padded).view(self.size, -1)
         return [_wire.decoded(ctypes.string_at(row.data_ptr(), n)) for row, n in zip(rows, sizes, strict=True)]

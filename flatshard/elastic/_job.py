@@ -404,7 +404,8 @@ class Job:
             return _units.home_over(units, self._world.group, None)
         shards = next(n for n in range(min(self._shards, size), size + 1) if size % n == 0)
         device = units[0].runtime.device.type
-        mesh = DeviceMesh(device, torch.arange(size).view(-1, shards), mesh_dim_names=("replicas", "shards"))
+        ranks = torch.arange(size, device="cpu").view(-1, shards)
+        mesh = DeviceMesh(device, ranks, mesh_dim_names=("replicas", "shards"))
         return _units.home_over(units, None, mesh)
 
     def _go_back_to_checkpoint(self, channel: Channel, home: _units.Destination, lost: LostError) -> None:

@@ -336,7 +336,7 @@ class Image:
                 nbytes = (stop - start) * value.dtype.itemsize
                 self._at[value.at, value.name] = end, end + nbytes
                 end += aligned(nbytes)
-        self.buffer = torch.empty(end, dtype=torch.uint8, pin_memory=pin)
+        self.buffer = torch.empty(end, dtype=torch.uint8, device="cpu", pin_memory=pin)
 
     @property
     def number(self) -> int:

@@ -129,7 +129,7 @@ class Places:
 
         ``at``: offsets in the cell, ascending. None: all, and so is where they are: the memory is their view then.
         """
-        edges = torch.tensor([start for start, *_ in self._parts] + [self._parts[-1][1]])
+        edges = torch.tensor([start for start, *_ in self._parts] + [self._parts[-1][1]], device="cpu")
         first = edges.tolist() if at is None else torch.searchsorted(at, edges).tolist()
         for (start, _, view, number), begin, end in zip(self._parts, first, first[1:], strict=False):
             if begin == end:

@@ -98,7 +98,7 @@ def _as_bits(chosen: torch.Tensor) -> torch.Tensor:
 
 
 def _powers() -> torch.Tensor:
-    return torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8)
+    return torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8, device="cpu")
 
 
 def sections(payload: memoryview, dtypes: list[torch.dtype]) -> Iterator[Section]:

@@ -312,7 +312,7 @@ class Receiver:
     def _tensors(self, asked: list[_cells.Asked]) -> list[torch.Tensor]:
         if self._targets is not None:
             return [target.tensor for target in self._targets]
-        nothing = torch.empty(0)  # in place of what this sender has no element of
+        nothing = torch.empty(0, device="cpu")  # in place of what this sender has no element of
         for each in asked:
             if not each.dtype:
                 continue

@@ -265,6 +265,21 @@ def test_lets_go(ctx):
 
 
 @ranks(2)
+def test_a_default_device(ctx):
+    """What is sent has a device of its own: a default one makes it neither empty nor slow."""
+    first = ctx.rank == 0
+    mine = OfRank(ctx.alone, adamw, on_meta=not first)
+    if first:
+        step(mine.model, mine.optimizer, 0)
+    expected = whole(mine.model, mine.optimizer) if first else None
+    with torch.device("meta"):
+        reshard_over(mine.model, mine.optimizer, process_group=ctx.group, over=ctx.group)
+    found = whole(mine.model, mine.optimizer)
+    if first:
+        same(found, expected)
+
+
+@ranks(2)
 def test_what_was_configured_moves(ctx):
     """A divisor that the user has chosen; another one is the number of the new ranks."""
     for divisor in (None, 1.0):

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import flatshard
 from flatshard import fully_shard
-from flatshard.checkpoint import full_state_dict
+from flatshard.checkpoint import _container, full_state_dict
 from flatshard.checkpoint._gaps import bits, differ
 from flatshard.integrations.weight_sync import EngineWeights, sync_weights
 from flatshard.weights import Receiver, Sender, Target, _cells, _codec, _receiver, _sender
@@ -261,6 +261,20 @@ def test_bytes(alone, dtype: torch.dtype, share: float, most: float):
     after = receiver.weights
     changed = sum(int(differ(after[n].view(-1), t.view(-1)).sum()) * t.itemsize for n, t in before.items())
     assert sum(map(len, sent)) <= most * changed
+
+
+def test_a_default_device(alone):
+    """No tensor of either side is made there."""
+    model = fully_shard(nn.Linear(100, 100))
+    _container._weights.cache_clear()
+    with torch.device("meta"):
+        sender, receiver, _ = pair(model, dtype=torch.bfloat16)
+    for step, share in enumerate((0.01, 0.2, 1.0)):
+        change(model, step, share)
+        with torch.device("meta"):
+            sender.publish()
+            assert receiver.apply().version == step + 1
+        check_has(receiver.weights, model, torch.bfloat16)
 
 
 def test_numbers_that_have_nothing_in_common(alone):

@@ -59,7 +59,7 @@ def interrupt(group: dist.ProcessGroup) -> None:
     """End every wait on a gloo group, on all ranks. [Note: Interrupting gloo]"""
     for step in range(1, group.size()):
         try:
-            never = group.recv([torch.empty(1)], (group.rank() + step) % group.size(), _INTERRUPT_TAG)
+            never = group.recv([torch.empty(1, device="cpu")], (group.rank() + step) % group.size(), _INTERRUPT_TAG)
         except RuntimeError:  # that rank has closed its connection; connections to other ranks may still be open
             continue
         with contextlib.suppress(RuntimeError):  # the timeout
