@@ -48,7 +48,7 @@ class _Note(NamedTuple):
 
     @classmethod
     def of(cls, told: Any) -> Self | None:
-        """What another rank has said. None: it joins."""
+        """Read what another rank has said. None: it joins."""
         return None if told is None else cls(*told)
 
 

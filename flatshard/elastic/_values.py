@@ -62,13 +62,13 @@ class Manifest:
     rest: list[Any]  # names of the tensors that are no units': (what, FQN, ...)
 
     def told(self) -> Any:
-        """To be told to other ranks."""
+        """List it, for other ranks."""
         layouts = [[dataclasses.astuple(layout) for layout in flats] for flats in self.layouts]
         return self.size, layouts, self.values, self.states, self.rest
 
     @classmethod
     def of(cls, told: Any) -> Self:
-        """What ``told`` returned on another rank."""
+        """Make it of what ``told`` returned on another rank."""
         size, layouts, values, states, rest = told
         return cls(
             size,
@@ -100,7 +100,7 @@ class Small(NamedTuple):
     rest: list[torch.Tensor]  # buffers, parameters that are not sharded, and their optimizers' state
 
     def told(self) -> bytes:
-        """To be told to other ranks: all but the elements of ``rest``.
+        """Write it, for other ranks: all but the elements of ``rest``.
 
         Raises:
             TypeError: other ranks would refuse it.
@@ -113,14 +113,14 @@ class Small(NamedTuple):
 
     @classmethod
     def of(cls, told: bytes, device: torch.device) -> Self:
-        """What ``told`` returned on another rank, with memory for ``rest``."""
+        """Make it of what ``told`` returned on another rank, with memory for ``rest``."""
         plain, options, rest = _wire.loaded(told)
         memory = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in rest]
         return cls([{_place(at): values for at, values in each} for each in plain], options, memory)
 
 
 def _place(at: Any) -> At | str:
-    """Of a parameter, as it was told."""
+    """Read the place of a parameter, as it was told."""
     return at if isinstance(at, str) else At(*at)
 
 

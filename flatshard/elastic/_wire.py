@@ -35,12 +35,12 @@ _KINDS: dict[str, Callable[[Any], Any]] = {
 
 
 def encoded(value: Any) -> str:
-    """Numbers, strings, bytes, dtypes, None, and lists, tuples and dicts of them."""
+    """Write numbers, strings, bytes, dtypes, None, and lists, tuples and dicts of them."""
     return json.dumps(_named(value), separators=(",", ":"))
 
 
 def decoded(data: bytes) -> Any:
-    """What ``encoded`` was given, named tuples as tuples.
+    """Read what ``encoded`` was given, named tuples as tuples.
 
     Raises:
         ValueError: it was not.
@@ -75,7 +75,7 @@ def _named(value: Any) -> Any:
 
 
 def saved(value: Any, what: str) -> bytes:
-    """Tensors and plain values of users. ``what``: they are, for the error.
+    """Write tensors and plain values of users. ``what``: they are, for the error.
 
     Raises:
         TypeError: other ranks would refuse it.
@@ -93,7 +93,7 @@ def saved(value: Any, what: str) -> bytes:
 
 
 def loaded(data: bytes) -> Any:
-    """What ``saved`` was given.
+    """Read what ``saved`` was given.
 
     Raises:
         pickle.UnpicklingError: it would be executed.

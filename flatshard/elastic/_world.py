@@ -187,7 +187,7 @@ class World:
             raise OutError(f"{self.me} is not in the job, and its model was not trained to the end: end this process")
 
     def _out(self, why: str) -> OutError:
-        """This process is not in the job: whatever it does from now on must not pass for what a rank does."""
+        """End this process's part in the job: whatever it does from now on must not pass for what a rank does."""
         self.abort()
         self.has_ended, self.members = True, []
         return OutError(f"{why}. End this process")
@@ -450,7 +450,7 @@ class World:
 
 
 def _entry(told: Any) -> tuple[Member, Any]:
-    """A process that has come, and its note."""
+    """Read a process that has come, and its note."""
     member, note = told
     return Member(*member), note
 
