@@ -44,6 +44,13 @@ def decode_gaps(gaps: torch.Tensor) -> torch.Tensor:
     return (torch.cumsum(words + ~skip, 0) - 1)[(~skip).nonzero().view(-1)]
 
 
+def measure_gaps(gaps: torch.Tensor) -> tuple[int, int]:
+    """Count the offsets, and find where they and what is skipped end. Quicker than ``decode_gaps``."""
+    most, is_signed = _KINDS[gaps.dtype], gaps.dtype is torch.int16
+    offsets = len(gaps) - int((gaps == (-1 if is_signed else most)).sum())
+    return offsets, offsets + int(gaps.sum(dtype=torch.int64)) + is_signed * (most + 1) * int((gaps < 0).sum())
+
+
 def differ(now: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
     """Where the bits of two 1-D tensors differ: also of NaNs and signed zeros."""
     differs = bits(now) != bits(before)  # in words, of which a complex element has two

@@ -35,9 +35,14 @@ class Asked(NamedTuple):
 
     @property
     def kind(self) -> torch.dtype:
-        """``dtype``."""
-        kind = getattr(torch, self.dtype)
-        assert isinstance(kind, torch.dtype)
+        """``dtype``.
+
+        Raises:
+            ValueError: there is none of this name.
+        """
+        kind = vars(torch).get(self.dtype)
+        if not isinstance(kind, torch.dtype):
+            raise ValueError(f"{self.name!r} has no dtype {self.dtype!r}")
         return kind
 
 
@@ -59,6 +64,29 @@ class OwnRegion(NamedTuple):
 
 Cell = list[Region]
 """[Note: A plan of intervals]: neighbours, of one dtype."""
+
+
+def numel_of(cell: Cell, asked: Sequence[Asked], most: int) -> int:
+    """Count the elements of a cell that another process has told. ``most``: that may be.
+
+    Raises:
+        ValueError: it is no cell of ``asked``.
+    """
+    total = 0
+    for number, offsets, sizes in cell:
+        if not 0 <= number < len(asked) or asked[number].dtype != asked[cell[0].asked].dtype:
+            raise ValueError(f"a cell has a region {number}, of {len(asked)}, or several dtypes")
+        shape = asked[number].shape
+        if not len(shape) == len(offsets) == len(sizes) or not all(
+            0 <= o < o + n <= size for o, n, size in zip(offsets, sizes, shape, strict=True)
+        ):
+            raise ValueError(f"a region of {asked[number].name!r} has shape {sizes} from {offsets} on, in {shape}")
+        total += math.prod(sizes)
+    if not 0 < total <= most:
+        raise ValueError(f"a cell has {total} elements, and may have {most}")
+    return total
+
+
 OwnCell = list[OwnRegion]
 """A cell, of one flat shard."""
 
@@ -119,10 +147,6 @@ class Places:
                 view = view.narrow(dim, offset, size)
             start, end = end, end + math.prod(sizes)
             self._parts.append((start, end, view, number))
-
-    def sizes(self) -> Iterator[tuple[int, int]]:
-        """(target, elements in it)."""
-        yield from ((number, end - start) for start, end, _, number in self._parts)
 
     def parts(self, at: torch.Tensor | None) -> Iterator[tuple[int, slice, torch.Tensor, torch.Tensor | None]]:
         """(target, which of the given elements are in it, memory around it, where they are in this memory).

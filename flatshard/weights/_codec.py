@@ -12,13 +12,13 @@ bytes than those that have changed; and all values, where sections of some would
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 
 from flatshard.checkpoint._container import memory_of
-from flatshard.checkpoint._gaps import bits, decode_gaps, differ, encode_gaps
+from flatshard.checkpoint._gaps import bits, decode_gaps, differ, encode_gaps, measure_gaps
 
 _HEAD = 9  # bytes: the cell in four, the form in one, and in four how many elements, words of gaps or bytes of bits there are
 _ALL, _GAPS, _BITS = (
@@ -32,13 +32,31 @@ _HALVES = {2: torch.int8, 4: torch.int16, 8: torch.int32}
 
 
 class Section(NamedTuple):
-    """[Note: Sections]"""
+    """[Note: Sections]: as bytes, of which as many are there as are needed."""
 
     cell: int
-    at: torch.Tensor | None  # offsets of elements in the cell. None: of all
-    values: torch.Tensor  # 1-D: in the dtype of the cell, or low halves as integers
-    is_half: bool
+    form: int
+    places: memoryview  # of the elements
+    values: memoryview
+    dtype: torch.dtype  # of the values: that of the cell, or of low halves as integers
     data: memoryview  # all of the section
+
+    @property
+    def is_half(self) -> bool:
+        return bool(self.form & _HALF)
+
+    def at(self) -> torch.Tensor | None:
+        """Decode the offsets of elements in the cell. None: of all."""
+        if self.form & 3 == _ALL:
+            return None
+        places = _tensor(self.places, _GAPS.get(self.form & 3, torch.uint8))
+        if self.form & 3 == _BITS:
+            return places.unsqueeze(1).bitwise_and(_powers()).view(-1).nonzero().view(-1)
+        return decode_gaps(places)
+
+    def read(self) -> torch.Tensor:
+        """Copy the values: 1-D."""
+        return _tensor(self.values, self.dtype)
 
 
 def nearest(before: torch.Tensor, halves: torch.Tensor) -> torch.Tensor:
@@ -101,35 +119,53 @@ def _powers() -> torch.Tensor:
     return torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8, device="cpu")
 
 
-def sections(payload: memoryview, dtypes: list[torch.dtype]) -> Iterator[Section]:
-    """``dtypes``: of each cell."""
+def sections(payload: memoryview, cells: Sequence[tuple[int, torch.dtype]]) -> Iterator[Section]:
+    """Read sections. ``cells``: how many elements each has, of which dtype.
+
+    Raises:
+        ValueError: it is not of these cells. [Note: What anybody may send]
+    """
     start = 0
     while start < len(payload):
-        at, end = None, start + _HEAD
-        cell, form = int.from_bytes(payload[start : start + 4], "little"), payload[start + 4]
-        count = int.from_bytes(payload[start + 5 : end], "little")
+        places = start + _HEAD
+        cell, form = (
+            int.from_bytes(payload[start : start + 4], "little"),
+            int.from_bytes(payload[start + 4 : start + 5]),
+        )
+        count = int.from_bytes(payload[start + 5 : places], "little")
+        if cell >= len(cells) or form >= 2 * _HALF or (form & _HALF and cells[cell][1].itemsize not in _HALVES):
+            raise ValueError(f"form {form} of cell {cell}, of {len(cells)} cells")
+        numel, dtype = cells[cell]
+        values, last = places, count
         if form & 3 != _ALL:
-            places = _values(payload, end, count, _GAPS.get(form & 3, torch.uint8))
-            end += places.nbytes
-            if form & 3 == _BITS:
-                at = places.unsqueeze(1).bitwise_and(_powers()).view(-1).nonzero().view(-1)
-            else:
-                at = decode_gaps(places)
-            count = at.numel()
-        dtype = dtypes[cell]
-        values = _values(payload, end, count, _HALVES[dtype.itemsize] if form & _HALF else dtype)
-        end += values.nbytes
-        yield Section(cell, at, values, bool(form & _HALF), payload[start:end])
+            values += count * _GAPS.get(form & 3, torch.uint8).itemsize
+            count, last = _measure(form & 3, payload[places:values])
+        dtype = _HALVES[dtype.itemsize] if form & _HALF else dtype
+        end = values + count * dtype.itemsize
+        if not 0 < count <= last <= numel or (form & 3 == _ALL and count < numel) or end > len(payload):
+            raise ValueError(
+                f"{count} elements, the last {last} of {numel} of cell {cell}, in {end} of {len(payload)} bytes"
+            )
+        yield Section(cell, form, payload[places:values], payload[values:end], dtype, payload[start:end])
         start = end
+
+
+def _measure(form: int, places: memoryview) -> tuple[int, int]:
+    """Count the elements that have places, and find the end of the last."""
+    if form == _BITS:
+        as_one = int.from_bytes(places, "little")
+        return as_one.bit_count(), as_one.bit_length()
+    size = _GAPS[form].itemsize
+    return measure_gaps(_tensor(places[: len(places) // size * size], _GAPS[form])) if len(places) >= size else (0, 0)
 
 
 def _head(cell: int, form: int, count: int) -> bytes:
     return cell.to_bytes(4, "little") + bytes([form]) + count.to_bytes(4, "little")
 
 
-def _values(payload: memoryview, start: int, count: int, dtype: torch.dtype) -> torch.Tensor:
+def _tensor(data: memoryview, dtype: torch.dtype) -> torch.Tensor:
     """A copy, as bytes lie anywhere."""
-    return torch.frombuffer(bytearray(payload[start : start + count * dtype.itemsize]), dtype=dtype)
+    return torch.frombuffer(bytearray(data), dtype=dtype)
 
 
 def _bytes(values: torch.Tensor) -> bytes:

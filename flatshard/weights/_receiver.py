@@ -14,17 +14,20 @@ is lost, the question or the answer, is made up for by the next question.
 
 from __future__ import annotations
 
-import json
+import itertools
+import math
 import threading
+import uuid
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
 
 from flatshard.weights import _cells, _codec
-from flatshard.weights._messages import Bytes, digest_of, message_of, read_message
+from flatshard.weights._messages import Bytes, channel_of, message_of, read_message, wrong
 from flatshard.weights._sender import Name
 
+_VERB = "Receiver.receive"
 _SLACK = 2**20  # bytes that may be kept beyond those of all weights
 
 
@@ -83,15 +86,19 @@ class _Update:
 
 
 class _Source:
-    """One sender."""
+    """One sender. Memory for its cells is made when all senders have said what they send."""
 
-    def __init__(
-        self, asked: list[_cells.Asked], cells: list[_cells.Cell], targets: list[torch.Tensor], nonce: int
-    ) -> None:
+    def __init__(self, asked: list[_cells.Asked], cells: list[_cells.Cell], nonce: int) -> None:
+        """
+        Raises:
+            ValueError: they are no cells of ``asked``.
+        """
         self.nonce = nonce  # the question that was answered with this
-        self.names = [each.name for each in asked]
-        self.places = [_cells.Places(cell, targets) for cell in cells]
-        self.dtypes = [targets[cell[0].asked].dtype for cell in cells]
+        self.asked, self.cells = asked, cells
+        numels = [_cells.numel_of(cell, asked, _cells.CELL) for cell in cells]
+        self.kinds = [(numel, asked[cell[0].asked].kind) for numel, cell in zip(numels, cells, strict=True)]
+        self.whole_nbytes = sum(numel * dtype.itemsize for numel, dtype in self.kinds)
+        self.places: list[_cells.Places] = []
         self.written = [-1] * len(cells)  # the version of each cell in the weights, or -1
         self.fresh: dict[int, tuple[int, memoryview]] = {}  # newer cells beside them: version, section
         self.updates: dict[int, _Update] = {}  # by version
@@ -113,11 +120,11 @@ class _Source:
         """Bring the weights to ``version``. Returns the names of what was written."""
         bases, names = self.bases, set[str]()
         for _, data in self.fresh.values():
-            for section in _codec.sections(data, self.dtypes):
+            for section in _codec.sections(data, self.kinds):
                 names |= self._put(section)
         for number in sorted(v for v in self.updates if v <= version):
             for _, payload in sorted(self.updates[number].messages.items()):
-                for section in _codec.sections(payload, self.dtypes):
+                for section in _codec.sections(payload, self.kinds):
                     if bases[section.cell] < number:
                         names |= self._put(section)
         self.written, self.fresh = [version] * len(bases), {}
@@ -125,16 +132,16 @@ class _Source:
         return names
 
     def _put(self, section: _codec.Section) -> set[str]:
-        names = set()
-        for number, chosen, memory, at in self.places[section.cell].parts(section.at):
-            values = section.values[chosen].to(memory.device)
+        names, every = set(), section.read()
+        for number, chosen, memory, at in self.places[section.cell].parts(section.at()):
+            values = every[chosen].to(memory.device)
             if section.is_half:
                 values = _codec.nearest(memory.reshape(-1) if at is None else memory[at], values)
             if at is None:
                 memory.copy_(values.view(memory.shape))
             else:
                 memory[at] = values
-            names.add(self.names[number])
+            names.add(self.asked[number].name)
         return names
 
     def lose(self) -> None:
@@ -202,7 +209,8 @@ class Receiver:
         self._layout = None if self._targets is None else [_asked(target) for target in self._targets]
         if self._layout == []:
             raise ValueError("Receiver: no weights are asked for. None asks for all parameters of the sender")
-        self._channel = digest_of(json.dumps(self._layout).encode()).hex()
+        self._channel = channel_of(self._layout)
+        self._life = uuid.uuid4().hex[:12]  # another one after a restart: what answers another's questions says nothing
         self._nonce = 0  # of the last question
         self._run: str | None = None
         self._run_since = -1  # the question that was answered when this run was first heard of
@@ -224,7 +232,7 @@ class Receiver:
                 if source is None:
                     found.append(f"rank {rank} has not answered")
                 elif absent := source.bases.count(-1):
-                    found.append(f"rank {rank}: {absent} of {len(source.places)} cells have not come")
+                    found.append(f"rank {rank}: {absent} of {len(source.cells)} cells have not come")
                 else:
                     later = [str(version) for version in sorted(source.updates) if version > source.newest]
                     found.append(f"rank {rank}: up to {source.newest}" + f", parts of {', '.join(later)}" * bool(later))
@@ -249,7 +257,7 @@ class Receiver:
         Raises:
             ValueError: it is no message of a sender; or the senders have not what is asked for.
         """
-        found = read_message(message, "Receiver.receive")
+        found = read_message(message, _VERB)
         if found is None:
             self.damaged += 1
             return
@@ -259,30 +267,23 @@ class Receiver:
         with self._lock:
             if head["channel"] != self._channel:
                 return
+            source = self._sources.get(head["source"]) if head["run"] == self._run else None
             if kind in ("hello", "plan"):
-                self._hear_of(head)
-            if head["run"] != self._run:
-                return
-            source = self._sources.get(head["source"])
-            if kind == "hello":
-                if source is not None and head["nonce"] > source.nonce:  # that sender does not know this receiver
-                    del self._sources[head["source"]]
-            elif kind == "plan":
-                self._take_plan(head)
-            elif source is not None:
+                self._take_answer(head)
+            elif source is not None and source.cells:
                 (self._take_update if kind == "update" else self._take_cells)(source, head, found.payload)
 
     def _known(self) -> list[int]:
         """Ranks that have something for this receiver, as far as is known."""
         if self._ranks is None:
             return [0]
-        return [rank for rank in self._ranks if rank not in self._sources or self._sources[rank].places]
+        return [rank for rank in self._ranks if rank not in self._sources or self._sources[rank].cells]
 
     def _state(self, rank: int, asks: bool) -> bytes:
         """What a sender must know to send what lacks. [Note: One rule for what lacks]"""
         source = self._sources.get(rank)
-        head = {"kind": "state", "name": self.name, "channel": self._channel, "run": self._run, "nonce": self._nonce}
-        state: dict[str, Any] = {**head, "asks": asks, "held": {}}
+        head = {"kind": "state", "name": self.name, "channel": self._channel, "run": self._run}
+        state: dict[str, Any] = {**head, "nonce": [self._life, self._nonce], "asks": asks, "held": {}}
         if source is None:
             state["layout"] = self._layout
         else:
@@ -290,55 +291,107 @@ class Receiver:
             state |= {"bases": source.bases, "applied": min(source.written, default=-1)}
         return message_of(state)
 
-    def _hear_of(self, head: dict[str, Any]) -> None:
-        """A run that answers a newer question than the present one did is alive: a dead one cannot have answered it."""
-        if head["run"] != self._run and head["nonce"] > self._run_since:
-            self._run, self._run_since = head["run"], head["nonce"]
-            self._ranks, self._sources = None, {}
+    def _take_answer(self, head: dict[str, Any]) -> None:
+        """Take a plan, or that a sender does not know this receiver.
 
-    def _take_plan(self, head: dict[str, Any]) -> None:
+        A run that answers a newer question than the present one did is alive: a dead one cannot have answered it.
+        """
+        (life, nonce), rank = head["nonce"], head["source"]
+        if life != self._life or nonce > self._nonce:  # another's question, or none
+            return
+        given = self._source(head, nonce) if "cells" in head else None
+        if head["run"] != self._run and nonce > self._run_since:
+            self._run, self._run_since, self._refused = head["run"], nonce, None
+            self._ranks, self._sources = None, {}
+        if head["run"] != self._run:
+            return
         if "refused" in head:
             self._refused = head["refused"]
             raise ValueError(f"Receiver: {self._refused}")
-        self._ranks = head["ranks"]
-        if head["source"] in self._sources or head["source"] not in self._ranks:
+        if head["kind"] == "hello":
+            if rank in self._sources and nonce > self._sources[rank].nonce:
+                del self._sources[rank]
             return
+        if self._ranks not in (None, head["ranks"]):
+            raise wrong(_VERB, f"ranks {head['ranks']} send, and not {self._ranks}")
+        self._ranks = head["ranks"]
+        if given is not None and rank not in self._sources and rank in head["ranks"]:
+            self._sources[rank] = given
+            if all(each in self._sources for each in head["ranks"]):
+                self._complete(head["names"])
+
+    def _source(self, head: dict[str, Any], nonce: int) -> _Source:
+        """Read what a sender says that it sends.
+
+        Raises:
+            ValueError: no sender says so. [Note: What anybody may send]
+        """
         asked = [_cells.Asked(name, tuple(start), tuple(shape), dtype) for name, start, shape, dtype in head["asked"]]
-        cells = [[_cells.Region(*region) for region in cell] for cell in head["cells"]]
-        self._sources[head["source"]] = _Source(asked, cells, self._tensors(asked), head["nonce"])
-        if all(rank in self._sources for rank in self._ranks):
-            self._check_complete(head["names"])
+        try:
+            if self._layout is not None and asked != self._layout:
+                raise ValueError("it is not of what was asked for")
+            if any(len(each.start) != len(each.shape) or min(each.shape, default=0) < 0 for each in asked):
+                raise ValueError("it has shapes that no tensor has")
+            if min(head["ranks"], default=0) < 0:
+                raise ValueError("it has ranks that are none")
+            cells = [[_cells.Region(n, tuple(at), tuple(sizes)) for n, at, sizes in cell] for cell in head["cells"]]
+            return _Source(asked, cells, nonce)
+        except ValueError as e:
+            raise wrong(_VERB, str(e)) from None
+
+    def _complete(self, names: str) -> None:
+        """Make memory, as all senders have said what they send: each element must be there once."""
+        asked = self._agreed()
+        found = [0] * len(asked)
+        for source in self._sources.values():
+            for number, _, sizes in itertools.chain.from_iterable(source.cells):
+                found[number] += math.prod(sizes)
+        for each, count in zip(asked, found, strict=True):
+            if count == math.prod(each.shape) or (self._targets is None and not count):
+                continue
+            if self._targets is None:
+                raise self._incoherent(f"{count} of {math.prod(each.shape)} elements of {each.name!r}")
+            had = f"{count} of {math.prod(each.shape)} elements" if count else "no element"
+            there = f". Its module has {names}" if names and not count else ""
+            self._refused = f"the senders have {had} of what is asked for of {each.name!r}{there}"
+            raise ValueError(f"Receiver: {self._refused}")
+        tensors = self._tensors(asked)
+        for source in self._sources.values():
+            source.places = [_cells.Places(cell, tensors) for cell in source.cells]
+
+    def _agreed(self) -> list[_cells.Asked]:
+        """Compare what all senders were asked for, with the dtypes that only those with elements know."""
+        first, *others = (source.asked.copy() for source in self._sources.values())
+        for other in others:
+            for number, (one, two) in enumerate(itertools.zip_longest(first, other)):
+                dtypes = {each.dtype for each in (one, two) if each is not None and each.dtype}
+                if one is None or two is None or one[:3] != two[:3] or len(dtypes) > 1:
+                    raise self._incoherent(f"{one} and {two}")
+                first[number] = one._replace(dtype=one.dtype or two.dtype)
+        return first
+
+    def _incoherent(self, what: str) -> ValueError:
+        """Forget all senders, which have not one model. They are asked again: nobody knows which is wrong."""
+        self._sources = {}
+        return wrong(_VERB, f"senders have {what}")
 
     def _tensors(self, asked: list[_cells.Asked]) -> list[torch.Tensor]:
         if self._targets is not None:
             return [target.tensor for target in self._targets]
-        nothing = torch.empty(0, device="cpu")  # in place of what this sender has no element of
+        nothing = torch.empty(0, device="cpu")  # in place of what no sender has an element of
         for each in asked:
-            if not each.dtype:
-                continue
             tensor = self.weights.get(each.name, nothing)
-            if tuple(tensor.shape) != each.shape or tensor.dtype != each.kind:
+            if each.dtype and (tuple(tensor.shape) != each.shape or tensor.dtype != each.kind):
                 self.weights[each.name] = torch.empty(each.shape, dtype=each.kind, device=self._device)
         return [self.weights.get(each.name, nothing) for each in asked]
-
-    def _check_complete(self, names: str) -> None:
-        """All senders have said what they send: each element must be there once."""
-        found: dict[int, int] = {}
-        for source in self._sources.values():
-            for place in source.places:
-                for asked, numel in place.sizes():
-                    found[asked] = found.get(asked, 0) + numel
-        for number, target in enumerate(self._targets or ()):
-            if found.get(number, 0) != target.tensor.numel():
-                had = f"{found[number]} of {target.tensor.numel()} elements" if number in found else "no element"
-                there = f". Its module has {names}" if names and number not in found else ""
-                self._refused = f"the senders have {had} of what is asked for of {target.name!r}{there}"
-                raise ValueError(f"Receiver: {self._refused}")
 
     def _take_update(self, source: _Source, head: dict[str, Any], payload: memoryview) -> None:
         version, index = head["version"], head["index"]
         update = source.updates.get(version, _Update())
-        if version <= min(source.bases) or index in update.messages or not self._has_room(len(payload), version):
+        if version <= min(source.bases) or index in update.messages:
+            return
+        self._sections(source, payload)  # before it is kept
+        if not self._has_room(len(payload), version):
             return
         source.updates[version] = update
         update.messages[index] = payload
@@ -347,14 +400,20 @@ class Receiver:
 
     def _take_cells(self, source: _Source, head: dict[str, Any], payload: memoryview) -> None:
         bases = source.bases
-        for section in _codec.sections(payload, source.dtypes):
+        for section in self._sections(source, payload):
             if head["version"] > bases[section.cell] and self._has_room(len(section.data), -1):
                 source.fresh[section.cell] = head["version"], section.data
         source.drop_old()
 
+    def _sections(self, source: _Source, payload: memoryview) -> list[_codec.Section]:
+        try:
+            return list(_codec.sections(payload, source.kinds))
+        except ValueError as e:
+            raise wrong(_VERB, str(e)) from None
+
     def _has_room(self, nbytes: int, version: int) -> bool:
         """Whether so much more may be kept: of later versions what is here goes for it. It is asked for again."""
-        most = sum(tensor.nbytes for tensor in self._every_tensor()) + _SLACK
+        most = sum(source.whole_nbytes for source in self._sources.values()) + _SLACK
         while self.held_nbytes + nbytes > most:
             later = [(v, source) for source in self._sources.values() for v in source.updates if v > version]
             if not later:
@@ -362,9 +421,6 @@ class Receiver:
             last, source = max(later, key=lambda each: each[0])
             del source.updates[last]
         return True
-
-    def _every_tensor(self) -> Iterable[torch.Tensor]:
-        return self.weights.values() if self._targets is None else [target.tensor for target in self._targets]
 
     # -- the weights ---------------------------------------------------------------------------------------------------
 
@@ -400,9 +456,9 @@ class Receiver:
         """The newest version that is whole, if it is not in the weights already. [Note: All or nothing]"""
         if self._ranks is None or any(rank not in self._sources for rank in self._ranks):
             return None
-        sources = [source for source in self._sources.values() if source.places]
-        version = min(source.newest for source in sources)
-        if version < max(max(source.bases) for source in sources) or all(
+        sources = [source for source in self._sources.values() if source.cells]
+        version = min((source.newest for source in sources), default=-1)
+        if version < max((max(source.bases) for source in sources), default=0) or all(
             base == version for source in sources for base in source.written
         ):
             return None

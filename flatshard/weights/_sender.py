@@ -21,6 +21,7 @@ from __future__ import annotations
 import threading
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -36,7 +37,7 @@ from flatshard.checkpoint._barrier import Barrier
 from flatshard.checkpoint._changed_params import SentParams, whole_part
 from flatshard.checkpoint._sharded_value import part_of
 from flatshard.weights import _cells, _codec
-from flatshard.weights._messages import Bytes, message_of, read_message
+from flatshard.weights._messages import Bytes, channel_of, message_of, read_message, wrong
 
 Name = str | int
 """A receiver's."""
@@ -47,6 +48,15 @@ PATIENT = 4
 """[Note: Who never catches up]"""
 
 
+@dataclass
+class _Follower:
+    """A receiver, of one channel."""
+
+    life: str  # it is another one after a restart
+    version: int = -1  # that it has said it has
+    tries: list[int] = field(default_factory=list)  # the versions of which it was sent cells, since it had one
+
+
 class _Sending:
     """What receivers with one layout get. [Note: What is kept]"""
 
@@ -55,14 +65,14 @@ class _Sending:
         self.start = version  # messages of later versions are kept
         self.kept: dict[int, list[bytes]] = {}  # by version, ascending
         self.nbytes = 0  # of all that is kept
-        self.receivers: dict[Name, int] = {}  # with the version that each has said it has, or -1
-        self.tries: dict[Name, list[int]] = {}  # the versions of which each was sent cells, since it had one
+        self.receivers: dict[Name, _Follower] = {}
         self.most = sum(own.box.numel * asked[own.region.asked].kind.itemsize for cell in cells for own in cell)
 
     @property
     def waits_for(self) -> int | None:
         """The version after which all is kept for who never catches up. [Note: Who never catches up]"""
-        return min((tried[PATIENT - 1] for tried in self.tries.values() if len(tried) >= PATIENT), default=None)
+        every = [each.tries for each in self.receivers.values()]
+        return min((tries[PATIENT - 1] for tries in every if len(tries) >= PATIENT), default=None)
 
     def may_forget(self) -> bool:
         """Whether the oldest version that is kept may go."""
@@ -77,9 +87,9 @@ class _Sending:
     def forget(self, version: int) -> None:
         """What is kept of versions up to this one."""
         self.start = max(self.start, version)
-        for tried in self.tries.values():
-            if len(tried) >= PATIENT and tried[PATIENT - 1] < self.start:
-                del tried[PATIENT - 1 :]  # it tries again, with what is sent next
+        for each in self.receivers.values():
+            if len(each.tries) >= PATIENT and each.tries[PATIENT - 1] < self.start:
+                del each.tries[PATIENT - 1 :]  # it tries again, with what is sent next
         for old in [v for v in self.kept if v <= version]:
             self.nbytes -= sum(map(len, self.kept.pop(old)))
 
@@ -146,9 +156,9 @@ class Sender:
 
     @property
     def versions(self) -> dict[Name, int | None]:
-        """The version that each receiver has said it has, of this run. None: it has not yet."""
+        """The version that each receiver for which this rank has something has said it has, of this run. None: not yet."""
         with self._lock:
-            found = {n: v for channel in self._channels.values() for n, v in channel.receivers.items()}
+            found = {n: each.version for channel in self._channels.values() for n, each in channel.receivers.items()}
         return {name: None if version < 0 else version for name, version in found.items()}
 
     @property
@@ -218,45 +228,53 @@ class Sender:
     # -- receivers -----------------------------------------------------------------------------------------------------
 
     def _answers(self, state: dict[str, Any]) -> Iterator[bytes]:
-        name, number = state["name"], state["channel"]
-        channel = self._channels.get(number)
-        knows = channel is not None and name in channel.receivers and state["run"] == self.run
+        name, number, nonce = state["name"], state["channel"], state["nonce"]
+        bases = None
         if "layout" in state:
-            asked = None if state["layout"] is None else [_asked(each) for each in state["layout"]]
-            yield self._plan(name, number, asked, state["nonce"])
-            channel = self._channels.get(number)
-            bases = None
-        elif not knows:
-            yield message_of({"kind": "hello", **self._head(number), "nonce": state["nonce"]})
+            yield self._plan(name, number, state["layout"], nonce)
+        elif (follower := self._follower(state)) is None:
+            yield message_of({"kind": "hello", **self._head(number), "nonce": nonce})
             return
         else:
-            bases = state["bases"]
-        if channel is None or name not in channel.receivers:  # it was refused
-            return
-        if bases is not None:
-            if state["applied"] > channel.receivers[name]:
-                channel.receivers[name] = state["applied"]
-                channel.tries.pop(name, None)
-            channel.forget(min(channel.receivers.values()))
-        if state["asks"]:
+            bases, channel = state["bases"], self._channels[number]
+            if state["applied"] > follower.version:
+                follower.version = state["applied"]
+                follower.tries.clear()
+            channel.forget(min(each.version for each in channel.receivers.values()))
+        if (
+            state["asks"] and number in self._channels and name in self._channels[number].receivers
+        ):  # else it gets nothing
             yield from self._lacking(name, number, bases, state["held"])
+
+    def _follower(self, state: dict[str, Any]) -> _Follower | None:
+        """Find the receiver that sent ``state``. None: of another run, channel or life, or what cannot be: it begins anew."""
+        channel = self._channels.get(state["channel"])
+        follower = None if channel is None else channel.receivers.get(state["name"])
+        if follower is None or channel is None or (state["run"], state["nonce"][0]) != (self.run, follower.life):
+            return None
+        has_them = len(state["bases"]) == len(channel.cells) and max(*state["bases"], state["applied"]) <= self.version
+        return follower if has_them else None
 
     def _head(self, channel: str) -> dict[str, Any]:
         return {"run": self.run, "channel": channel, "source": self._rank}
 
-    def _plan(self, name: Name, number: str, asked: list[_cells.Asked] | None, nonce: int) -> bytes:
+    def _plan(self, name: Name, number: str, layout: list[Any] | None, nonce: list[Any]) -> bytes:
         """What this receiver gets from this rank."""
+        if number != channel_of(layout):
+            raise wrong("Sender.receive", f"channel {number!r} is not of its layout")
         have = self._parameters()
-        asked = [have[name] for name in self._first_names()] if asked is None else asked
+        asked = [have[name] for name in self._first_names()] if layout is None else [_asked(each) for each in layout]
         head = {"kind": "plan", **self._head(number), "nonce": nonce, "ranks": self._ranks}
         if (why := _why_not(asked, have)) is not None:
             return message_of({**head, "refused": why})
-        if number not in self._channels:
-            cells = _cells.own_cells(self._values.plan, asked, _cells.CELL)
-            self._channels[number] = _Sending(cells, asked, self.version)
+        channel = self._channels.get(number)
+        if channel is None:
+            channel = _Sending(_cells.own_cells(self._values.plan, asked, _cells.CELL), asked, self.version)
         self._leave(name, unless=number)
-        channel = self._channels[number]
-        channel.receivers[name] = -1
+        if channel.cells:
+            self._channels[number] = channel
+            follower = channel.receivers.setdefault(name, _Follower(nonce[0]))
+            follower.life, follower.version = nonce[0], -1
         cells_of = [[own.region for own in cell] for cell in channel.cells]
         names = "" if all(each.name in have for each in asked) else name_list(have)
         return message_of({**head, "asked": asked, "cells": cells_of, "names": names})
@@ -265,7 +283,6 @@ class Sender:
         for number, channel in list(self._channels.items()):
             if number != unless:
                 channel.receivers.pop(name, None)
-                channel.tries.pop(name, None)
                 if not channel.receivers:
                     del self._channels[number]
 
@@ -315,9 +332,9 @@ class Sender:
                     yield from (message for index, message in enumerate(messages) if index not in have)
         wholes = (_codec.whole(cell, self._read(channel.cells[cell])) for cell in old)
         if old:
-            tried = channel.tries.setdefault(name, [])
-            if self.version not in tried[-1:]:
-                tried.append(self.version)
+            tries = channel.receivers[name].tries
+            if self.version not in tries[-1:]:
+                tries.append(self.version)
             head = {"kind": "cells", **self._head(number), "version": self.version}
             for payload, _ in _batches(wholes):
                 yield message_of(head, payload)
@@ -352,6 +369,8 @@ def _agree(has_values: list[bool]) -> list[tuple[str, list[int]]]:
 
 def _asked(given: Sequence[Any]) -> _cells.Asked:
     name, start, shape, dtype = given
+    if len(start) != len(shape) or min(shape, default=0) < 0:
+        raise wrong("Sender.receive", f"of {name!r} shape {shape} from {start} on")
     return _cells.Asked(name, tuple(start), tuple(shape), dtype)
 
 

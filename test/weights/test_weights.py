@@ -19,8 +19,8 @@ from flatshard import fully_shard
 from flatshard.checkpoint import _container, full_state_dict
 from flatshard.checkpoint._gaps import bits, differ
 from flatshard.integrations.weight_sync import EngineWeights, sync_weights
-from flatshard.weights import Receiver, Sender, Target, _cells, _codec, _receiver, _sender
-from flatshard.weights._messages import read_message
+from flatshard.weights import Receiver, Sender, Target, _cells, _codec, _messages, _receiver, _sender
+from flatshard.weights._messages import message_of, read_message
 
 WIDTH, HALF = 16, 8
 
@@ -215,6 +215,24 @@ def test_updates_over_a_bad_network(ctx) -> None:
         assert job.receiver.version == job.sender.version
         assert job.sender.versions == dict.fromkeys(range(2), job.sender.version)
         assert job.sender.history_nbytes == 0  # all have all
+
+
+@ranks(2)
+def test_a_rank_that_has_nothing_for_a_receiver(ctx) -> None:
+    """It sends it nothing, nor waits for it."""
+    model = fully_shard(nn.Linear(8, 8, bias=False), process_group=ctx.group)
+    job = Follower(ctx, model, ["all"])
+    job.targets = [Target("weight", torch.zeros(2, 8).bfloat16())]
+    job.receiver = Receiver(job.targets, lambda to, message: job.out.append(("sender", to, message)), name=ctx.rank)
+    for step in range(3):
+        job.follow()
+        job.follow()
+        assert job.receiver.version == step
+        change(model, step, 0.5)
+        job.publish()
+    job.follow()
+    job.follow()
+    assert job.sender.versions == ({} if ctx.rank else dict.fromkeys(range(2), 3))
 
 
 @ranks(4)
@@ -541,6 +559,125 @@ def test_whole_weights_for_an_engine_on_one_rank(ctx) -> None:
         sync_weights(model, receive, dtype=torch.bfloat16, on_ranks=[0])
     assert found == [torch.bfloat16] * (3 if ctx.rank == 0 else 0)
     model(torch.ones(1, WIDTH)).sum().backward()
+
+
+def test_a_sender_of_another_dtype_in_the_place_of_one_that_was_refused(alone):
+    model, route = fully_shard(nn.Linear(3, 2)), list[Receiver]()
+    senders = [Sender(model, lambda name, message: route[0].receive(message), dtype=d) for d in (None, torch.bfloat16)]
+    receiver = Receiver({"bias": torch.zeros(2).bfloat16()}, lambda rank, message: senders[0].receive(message))
+    route.append(receiver)
+    for ask in (receiver.poll, receiver.apply):
+        with pytest.raises(
+            ValueError, match=r"'bias' is sent in float32.*give Sender\(\.\.\., dtype=torch\.bfloat16\)"
+        ):
+            ask()
+    del senders[0]
+    receiver.poll()
+    assert receiver.apply().version == 0
+
+
+def test_late_messages_of_the_dead(alone):
+    """Both sides start anew: what one life of a receiver asked, and what it was answered, says nothing in the next."""
+    model, mail = fully_shard(nn.Linear(3, 2)), list[bytes]()
+
+    def start() -> tuple[Sender, Receiver]:
+        return Sender(model, lambda name, m: mail.append(m)), Receiver(None, lambda rank, m: mail.append(m))
+
+    sender, dead = start()
+    for _ in range(52):
+        dead.poll()
+        sender.receive(mail.pop())
+    *_, late, cells = mail
+    dead.receive(late)
+    dead.receive(cells)
+    assert dead.apply().version == 0
+    receipt = mail.pop()
+    new_sender, receiver = start()
+    receiver.receive(late)
+    receiver.poll()
+    mail, question = [], mail[-1]
+    new_sender.receive(question)
+    for message in mail:
+        receiver.receive(message)
+    assert receiver.apply().version == 0
+    receiver.poll()
+    sender.receive(mail.pop())  # of a life and a run that it does not know
+    sender.receive(question)
+    sender.receive(receipt)
+    kinds = [read_message(message, "").header["kind"] for message in mail[-4:]]
+    assert (kinds, sender.versions) == (["hello", "plan", "cells", "hello"], {0: None})
+
+
+def test_wrong_content(alone):
+    """With a sum that is right: it raises ValueError, and changes nothing, on both sides."""
+    sent, asked = list[bytes](), list[bytes]()
+    model = fully_shard(nn.Linear(8, 8, bias=False))
+    sender = Sender(model, lambda name, message: sent.append(message), dtype=torch.bfloat16, history_bytes=10**6)
+    receiver = Receiver(None, lambda rank, message: asked.append(message))
+    receiver.poll()
+    sender.receive(asked[0])
+    plan, cells = (read_message(each, "") for each in sent)
+    layout = [["weight", [0, 0], [2**20, 2**20], "float32"]]
+    whole = [[[0, [0, 0], [2**20, 2**20]]]]
+    wrong: list[tuple[Receiver | Sender, dict[str, Any], bytes]] = [
+        (receiver, {**plan.header, "asked": layout, "cells": whole}, b""),  # 4 TiB
+        (receiver, {**plan.header, "asked": layout}, b""),
+        (receiver, {**plan.header, "cells": [[[0, [0, 4], [8, 8]]]]}, b""),
+        (receiver, {**plan.header, "cells": [[[1, [0, 0], [8, 8]]]]}, b""),
+        (receiver, {**plan.header, "cells": [[]]}, b""),
+        (receiver, {**plan.header, "asked": [["weight", [0, 0], [8, 8], "nn"]]}, b""),
+        (receiver, {**plan.header, "ranks": [0, -1]}, b""),
+        (receiver, {"kind": "plan"}, b""),
+        (receiver, {"kind": []}, b""),
+    ]
+    for target, header, payload in wrong:
+        with pytest.raises(ValueError, match=r"\.receive got a message that no Sender or Receiver of this version"):
+            target.receive(message_of(header, [payload]))
+    assert repr(receiver) == "Receiver(0, version=None; rank 0 has not answered)"
+    for message in sent:
+        receiver.receive(message)
+    assert receiver.apply().version == 0
+    state = read_message(asked[-1], "").header
+    update = {**cells.header, "kind": "update", "version": 1, "index": 0, "last": True}
+    whole_cell = bytes(cells.payload)
+    for kind, header in (("cells", {**cells.header, "version": 1}), ("update", update)):
+        for payload in (
+            whole_cell[:-1],
+            whole_cell[:5],
+            whole_cell + b"\1",
+            b"\1" + whole_cell[1:],  # another cell
+            *(whole_cell[:4] + bytes([form]) + whole_cell[5:] for form in (1, 2, 3, 5, 8, 255)),
+            b"\0\0\0\0\1\1\0\0\0" + b"\x40" + bytes(2),  # the element behind the last
+            b"\0\0\0\0\3\x09\0\0\0" + bytes(8) + b"\1" + bytes(2),
+            b"\0\0\0\0\1\1\0\0\0" + b"\xff",
+        ):
+            with pytest.raises(ValueError, match="that no Sender or Receiver"):
+                receiver.receive(message_of(header, [payload]))
+        assert (receiver.held_nbytes, receiver.apply()) == (0, None), kind
+    for header in ({**state, "bases": [0, 0]}, {**state, "bases": [1]}, {**state, "applied": 1}):
+        sender.receive(message_of(header))
+        assert (read_message(sent.pop(), "").header["kind"], sender.versions) == ("hello", {0: None})
+    for header in (
+        {**state, "held": {"1": ["0"]}},
+        {**state, "nonce": 3},
+        {key: value for key, value in state.items() if key != "asks"},
+        {**read_message(asked[0], "").header, "layout": layout},
+    ):
+        with pytest.raises(ValueError, match="that no Sender or Receiver"):
+            sender.receive(message_of(header))
+    deep = bytearray(message_of({"kind": ["x" * 10**5]}))
+    at = deep.index(b"xxx")
+    deep[at - 1 : at + 10**5 + 1] = b"[" * 10**5 + b"  "
+    deep[20:28] = _messages._sum(deep)
+    with pytest.raises(ValueError, match="its header is no JSON"):
+        receiver.receive(deep)
+    assert sender.versions == {0: None}
+    change(model, 0, 1.0)
+    sender.publish()
+    sender.receive(asked[-1])
+    receiver.receive(sent[-1])
+    assert receiver.apply().version == 1
+    check_has(receiver.weights, model, torch.bfloat16)
 
 
 def test_mistakes(alone):
