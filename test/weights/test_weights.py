@@ -644,6 +644,7 @@ def test_wrong_content(alone):
         for payload in (
             whole_cell[:-1],
             whole_cell[:5],
+            whole_cell[:5] + b"\x3f" + whole_cell[6:-2],  # all but the last element
             whole_cell + b"\1",
             b"\1" + whole_cell[1:],  # another cell
             *(whole_cell[:4] + bytes([form]) + whole_cell[5:] for form in (1, 2, 3, 5, 8, 255)),
