@@ -129,7 +129,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any
         _adopted[optimizer] = changes.count
     if optimizer not in _checked:
         _kept[optimizer] = _kept_parameters(optimizer)
-        _look_at(optimizer)
+        check_optimizer(optimizer)
     if not callable(closure):
         return None
 
@@ -142,8 +142,12 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any
     return (args[0], computed, *args[2:]), rest
 
 
-def _look_at(optimizer: Optimizer) -> None:
-    """Before its first step: check that it can step its parameters. Then it is looked at no more."""
+def check_optimizer(optimizer: Optimizer) -> None:
+    """Check before its first step that it can step its parameters. Then it is checked no more.
+
+    Raises:
+        RuntimeError: it cannot. Nothing has been stepped.
+    """
     params = params_of(optimizer)
     if plain := [p for p in params if not isinstance(p, ShardedParameter)]:
         if _holds_whole_ones(type(optimizer).__name__, plain):

@@ -13,6 +13,7 @@ from flatshard._composable.find import units_of_parameters
 from flatshard._composable.state import Unit
 from flatshard._errors import name_list
 from flatshard.checkpoint._optim_params import params_of
+from flatshard.optim._hooks import check_optimizer
 from flatshard.optim._offload import OffloadedOptimizer
 
 _stepped: weakref.WeakKeyDictionary[Unit, list[BackwardSteps]] = weakref.WeakKeyDictionary()  # and who steps them
@@ -127,6 +128,7 @@ def step_in_backward(module: nn.Module, optimizer: OffloadedOptimizer) -> Backwa
             f"step_in_backward: units {name_list(twice, 3)} are stepped in backward already: remove() the first handle"
         )
     optimizer.check()
+    check_optimizer(optimizer)  # no hook sees a step in backward
     return BackwardSteps(optimizer, units)
 
 

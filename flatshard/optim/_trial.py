@@ -96,8 +96,11 @@ def _differ(
     ranks: Sequence[list[torch.Tensor]],
     step: Callable[[Optimizer], object] | None = None,
 ) -> bool:
-    """Whether ``ranks``, stepped by ``step``, end otherwise than the ``whole``. None: by the step of the class."""
-    start = torch.cat([t.flatten() for t in whole])
+    """Whether ``ranks``, stepped by ``step``, end otherwise than the ``whole``. None: by the step of the class.
+
+    It also differs if it steps one whole parameter, and raises for the parts of it.
+    """
+    start, are_parts, once = torch.cat([t.flatten() for t in whole]), len(whole) == 1, None
     with _unseen():
         try:
             once = _stepped(optimizer, settings, [whole], 0)
@@ -108,9 +111,11 @@ def _differ(
 
             # With another seed the result must be the same. Else the optimizer uses random numbers, and the trial says
             # nothing.
-            parts = _stepped(optimizer, settings, ranks, 0, len(whole) == 1, step)
+            parts = _stepped(optimizer, settings, ranks, 0, are_parts, step)
             return not same(parts) and same(_stepped(optimizer, settings, [whole], 1))
         except Exception as e:
+            if once is not None and are_parts:
+                return True
             raise Impossible from e
 
 

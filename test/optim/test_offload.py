@@ -4,6 +4,7 @@ import contextlib
 import copy
 import functools
 import io
+import math
 import re
 from collections.abc import Callable
 from typing import Any
@@ -24,6 +25,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 import flatshard
 from flatshard import MixedPrecision, ShardingStrategy, fully_shard
 from flatshard.checkpoint import optim_state_dict
+from flatshard.layouts import Whole
 from flatshard.optim import OffloadedOptimizer, WholeParameterOptimizer
 
 Optimizer = torch.optim.Optimizer
@@ -342,6 +344,10 @@ def test_a_unit_in_a_reentrant_checkpoint(ctx):
     assert not any(torch.equal(before[name], value) for name, value in full_params(model).items())
 
 
+class OwnMuon(optim.Muon):
+    pass
+
+
 class CountingAside(optim.SGD):
     """Counts steps where no state dict has them."""
 
@@ -391,6 +397,30 @@ def test_what_cannot_step_unit_by_unit_is_refused(fake_group):
     assert (flatshard.optim.steps_parts(parts), flatshard.optim.steps_parts(whole)) == (True, False)
     with pytest.raises(RuntimeError, match="Adafactor looks at whole parameters"):
         whole.step()
+
+
+@ranks(2, 3)
+def test_what_needs_whole_matrices_is_refused_before_a_backward(ctx) -> None:
+    """Also on a rank whose part is empty, and for an optimizer of an unknown class. The cure steps in backward."""
+    for kind, layout, match in (
+        (optim.Adafactor, None, "Adafactor looks at whole parameters"),
+        (optim.Adafactor, Whole(math.inf), "Adafactor cannot step parameters without elements"),
+        (optim.Muon, None, "Muon looks at whole parameters"),
+        (OwnMuon, None, "OwnMuon looks at more than single elements"),
+        (optim.Muon, Whole(math.inf), None),
+    ):
+        layers = [
+            nn.Linear(4, 3, bias=False),
+            nn.Tanh(),
+            nn.Linear(3, 1, bias=False),
+        ]  # 3 elements: less than a rank each
+        model = fully_shard(nn.Sequential(*layers), policy={nn.Linear}, layout=layout, process_group=ctx.group)
+        optimizer = OffloadedOptimizer(model.parameters(), kind, lr=0.1)
+        before = full_params(model)
+        with contextlib.nullcontext() if match is None else pytest.raises(RuntimeError, match=match):
+            flatshard.optim.step_in_backward(model, optimizer)
+        model(torch.ones(1, 4)).square().sum().backward()
+        assert all(torch.equal(before[name], p) == bool(match) for name, p in full_params(model).items())
 
 
 def test_what_couples_parameters_or_keeps_something_aside_is_refused(world):
