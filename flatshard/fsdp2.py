@@ -293,9 +293,8 @@ def _reset_iter_state(module: nn.Module) -> None:
     summon.recover(module)
     for unit in units_in(module, True, "reset_iter_state"):
         for flat in unit.handle.flats:
-            for param in (*flat.params, flat.gradients.shard_param):
-                if param is not None:
-                    param.grad = None
+            for param in flat.gradients.owners:
+                param.grad = None
 
 
 _METHODS: dict[str, Callable[..., Any]] = {

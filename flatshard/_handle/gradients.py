@@ -51,6 +51,7 @@ from flatshard._handle.flat_shard import FlatShard
 from flatshard._handle.pool import FlatBuffer
 from flatshard._handle.reduction import Partial, Reduction, ReductionInput
 from flatshard._handle.tensors.aggregate import plainly
+from flatshard._handle.tensors.flat_member import FlatMember
 from flatshard._handle.tensors.grad_dtype import choose, has_chosen, promoted
 from flatshard._handle.tensors.partial import consume
 from flatshard._handle.tensors.shard_info import ShardInfo
@@ -87,6 +88,7 @@ class FlatGradients:
         self.unused = Unused(flat.layout)
         self.partial: Partial | None = None  # what earlier reductions have held
         self.shard_param: ShardedParameter | None = None  # set by `flat_parameters`: then only it gets a gradient
+        self._cleared: set[int] = set()  # parameters whose parts of its gradient were cleared since the last backward
         self._begin()
 
     def reduce_by(self, choose_runtime: Callable[[UnitRanks], Runtime] | None) -> None:
@@ -112,7 +114,7 @@ class FlatGradients:
         flat, options, own = self.flat, self.flat.options, self.flat.kind.dtype
         computed = options.compute_dtype or own  # also if it was encoded
         unset = computed if options.reduce_as_computed else own
-        owners = self._owners
+        owners = self.owners
         if options.keep_low_precision_grads:
             for param in owners:
                 if not has_chosen(param):
@@ -135,7 +137,7 @@ class FlatGradients:
                     compute.grad_dtype = arrives
 
     @property
-    def _owners(self) -> Sequence[nn.Parameter]:
+    def owners(self) -> Sequence[nn.Parameter]:
         """The user's parameters that get the gradients."""
         return self.flat.params if self.shard_param is None else (self.shard_param,)
 
@@ -147,14 +149,14 @@ class FlatGradients:
     @property
     def is_chosen_anew(self) -> bool:
         """Whether the user has chosen another dtype since the last ``follow_parameters``. [Note: The dtype of a gradient]"""
-        return [param.grad_dtype for param in self._owners] != self._choices
+        return [param.grad_dtype for param in self.owners] != self._choices
 
     def follow_parameters(self) -> None:
         """Adopt a new dtype or device of the parameters, also for gradients that are held."""
         views, filled = [] if self._input is None else self._input.views, self._filled or ()
         if self.shard_param is not None:
             self.shard_param.data = self.flat.shard
-        for param in self._owners:
+        for param in self.owners:
             if param.grad is not None and param.grad_dtype not in (None, param.grad.dtype):  # `module.to` casts both
                 choose(param, param.grad_dtype)
         self._begin()
@@ -178,8 +180,51 @@ class FlatGradients:
                 self.shard_param.grad_dtype = choice
             self._begin()
             for param in flat.params:
-                param.grad = None
+                grad, param.grad = param.grad, None
+                param.__class__ = FlatMember
+                if grad is not None:
+                    param.grad = grad
         return self.shard_param
+
+    def part(self, index: int) -> torch.Tensor | None:
+        """The part of parameter ``index`` in ``shard_param.grad``: a view. [Note: A part of a flat gradient]"""
+        assert self.shard_param is not None
+        flat, grad = self.flat, self.shard_param.grad
+        if grad is None:
+            return None
+        with torch.no_grad(), plainly():
+            place = flat.slices[index]
+            view = flat.shaped(index, grad[place.start : place.stop])
+        mark(view, flat.params[index]._flatshard_info)
+        return view
+
+    def set_part(self, index: int, grad: torch.Tensor | None) -> None:
+        """Set that part. None: clear it, and ``shard_param.grad`` if it was the last one.
+
+        Raises:
+            RuntimeError: ``grad`` has another shape.
+        """
+        assert self.shard_param is not None
+        param, held = self.flat.params[index], self.part(index)
+        if grad is None:
+            self._cleared.add(index)
+            if len(self._cleared) == len(self.flat.params):
+                self.shard_param.grad = None
+            elif held is not None:
+                held.zero_()
+            return
+        if grad.shape != param.shape:
+            raise RuntimeError(
+                f"a gradient of shape {tuple(grad.shape)} for {param._flatshard_info.fqn!r}, of which this rank has a part "
+                f"of shape {tuple(param.shape)}"
+            )
+        if held is None:
+            self.shard_param.grad = torch.zeros_like(self.flat.shard, dtype=self.dtype)
+        self._cleared.discard(index)
+        target = self.part(index)
+        assert target is not None
+        with torch.no_grad():
+            target.copy_(grad)
 
     @property
     def input(self) -> torch.Tensor | None:
@@ -320,7 +365,7 @@ class FlatGradients:
     @property
     def are_wanted(self) -> bool:
         """Whether the user trains some of the parameters. Gradients of those frozen since their forward are dropped."""
-        return any(p.requires_grad for p in self._owners)
+        return any(p.requires_grad for p in self.owners)
 
     def complete(self, accumulates: bool) -> None:
         """Make the reduction: all gradients have come. ``accumulates``: some rank may hold gradients to add to.
@@ -407,6 +452,7 @@ class FlatGradients:
             return None if self._input is not None else list(itertools.compress(self.flat.params, filled)) or None
         if self.shard_param is None:
             return self._assign(shard, filled)
+        self._cleared.clear()
         if self.shard_param.grad is None:
             self.shard_param.grad = shard
         else:

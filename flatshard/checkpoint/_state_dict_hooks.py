@@ -28,7 +28,7 @@ from flatshard._composable.state import Unit, owner_of
 from flatshard._frames import is_of, variable
 from flatshard._handle.registrations import SHARDED
 from flatshard._handle.tensors.part import PartTensor
-from flatshard._handle.tensors.sharded_parameter import ShardedParameter
+from flatshard._handle.tensors.sharded_parameter import ShardedParameter, is_sharded_parameter
 from flatshard._handle.unit_ranks import UnitRanks
 from flatshard.checkpoint._barrier import agree
 from flatshard.checkpoint._sharded_value import (
@@ -127,7 +127,7 @@ class StateDictHooks:
             _checked.errors, _checked.prefix = error_msgs, prefix
         for name, param in module._parameters.items():
             key = prefix + name
-            if type(param) is ShardedParameter and key in state_dict:
+            if is_sharded_parameter(param) and key in state_dict:
                 info = param._flatshard_info
                 if problem := check_source(info, param.dtype, state_dict[key]):
                     raise RuntimeError(f"load_state_dict: {key!r}: {problem}")
@@ -139,7 +139,7 @@ def _after_state_dict(module: nn.Module, destination: dict[str, Any], prefix: st
     sharded = [
         (prefix + name, param)
         for name, param in module._parameters.items()
-        if type(param) is ShardedParameter
+        if is_sharded_parameter(param)
         and (value := destination.get(prefix + name)) is not None
         and type(value) in (torch.Tensor, PartTensor)
         and value.shape == param.shape
@@ -255,7 +255,7 @@ def _persistent(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _problem(tensor: torch.Tensor, source: Any) -> str | None:
-    if type(tensor) is ShardedParameter:
+    if is_sharded_parameter(tensor):
         return check_source(tensor._flatshard_info, tensor.dtype, source)
     if not isinstance(source, torch.Tensor):
         return f"expected a tensor, got a {type(source).__name__}"

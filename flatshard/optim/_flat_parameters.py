@@ -17,9 +17,10 @@ def flat_parameters(module: nn.Module) -> list[nn.Parameter]:
     """One parameter per unit and dtype, to pass to an optimizer instead of ``module.parameters()``.
 
     An optimizer then runs the fewest operations. Each is this rank's whole shard: 1-D, of shape ``(shard_numel,)``. Its
-    attribute ``fqns`` has the names of the parameters in it. From this call on only the flat parameters receive gradients;
-    ``.grad`` of the single parameters stays None. A parameter that no rank used gets a gradient of zero instead of None.
-    FSDP1 calls this ``use_orig_params=False``.
+    attribute ``fqns`` has the names of the parameters in it. From this call on only the flat parameters receive gradients.
+    ``.grad`` of a single parameter is its part of that: a view. So ``model.zero_grad()`` clears the flat gradients, and
+    torch's ``clip_grad_norm_(model.parameters())`` clips them. A parameter that no rank used gets a gradient of zero instead
+    of None. FSDP1 calls this ``use_orig_params=False``.
 
     >>> optimizer = torch.optim.AdamW(flatshard.flat_parameters(model))
 

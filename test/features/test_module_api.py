@@ -4,12 +4,14 @@ Orders of these verbs, and what they do to training: ``together/test_programs.py
 """
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from models import Mlp
 from on_ranks import ranks
+from pairs import some
 from parity import adamw, check_same_gradients, check_same_params, mean_square, parts, step_all, twins
 from torch import Tensor, nn
 
@@ -218,6 +220,65 @@ def test_flat_parameters(ctx):
     model.blocks[1].requires_grad_(False)
     with pytest.raises(ValueError, match=r"blocks.1.down.weight'\] were frozen after fully_shard"):
         flatshard.flat_parameters(model)
+
+
+def set_each(model: nn.Module, grad: Any) -> None:
+    for p in model.parameters():
+        p.grad = grad(p)
+
+
+CLEARS: dict[str, Callable[[nn.Module], Any]] = {
+    "zero_grad": lambda model: model.zero_grad(),
+    "with zeros": lambda model: model.zero_grad(set_to_none=False),
+    "each": lambda model: set_each(model, lambda p: None),
+    "from outside": lambda model: nn.ModuleList([model]).zero_grad(),
+    "part by part": lambda model: [part.zero_grad() for part in (*model.children(), model)],
+}
+
+
+@ranks(1, 3)
+def test_gradients_of_flat_parameters_are_seen_through_single_ones(ctx):
+    """Modules clear them, as in one process, and torch clips them."""
+    for (_, plain, model), (way, clear) in zip(
+        (*each_kind(ctx), *each_kind(ctx)), some(CLEARS.items(), 8), strict=False
+    ):
+        ctx.note(way)
+        both = [(plain, plain.parameters()), (model, flatshard.flat_parameters(model))]
+        optimizers = [torch.optim.SGD(params, 0.1, 0.9, weight_decay=0.1) for _, params in both]
+        x = vectors(0, 2 * ctx.world_size)
+        for _ in range(3):
+            for (m, _), part, optimizer in zip(both, parts(ctx, x), optimizers, strict=True):
+                mean_square(m(part), x).backward()
+                assert all((p.grad.shape, p.grad.dtype) == (p.shape, p.dtype) for p in m.parameters())
+                torch.nn.utils.clip_grad_norm_(m.parameters(), 1e-3)
+                optimizer.step()
+            check_same_params(model, plain)
+            clear(plain)
+            clear(model)
+            for optimizer in optimizers:
+                optimizer.step()
+            check_same_params(model, plain)
+        mean_square(model(x), x).backward()
+        model.head.zero_grad()
+        norms = [flatshard.optim.get_total_norm(part) for part in (model.head, model.rnn)]
+        assert norms[0] == 0 < norms[1]
+        set_each(model, torch.ones_like)
+        norm = flatshard.optim.get_total_norm(model)
+        assert norm.item() ** 2 == pytest.approx(sum(p.numel() for p in plain.parameters()))
+        with pytest.raises(RuntimeError, match=r"a gradient of shape \(3, 5, 2\) for 'scale', of which this rank has"):
+            model.scale.grad = torch.ones(3, 5, 2)
+
+
+@ranks(2)
+def test_flat_parameters_keep_gradients_that_were_there(ctx):
+    plain, model = twins(ctx, Model, {Block})
+    optimizers = [torch.optim.SGD(plain.parameters(), 0.1)]
+    x = vectors(0, 2 * ctx.world_size)
+    for m, part in zip((plain, model), parts(ctx, x), strict=True):
+        mean_square(m(part), x).backward()
+    optimizers.append(torch.optim.SGD(flatshard.flat_parameters(model), 0.1))
+    step_all(optimizers)
+    check_same_params(model, plain)
 
 
 @ranks(1, 3)

@@ -175,11 +175,8 @@ def _whole_gradients(flat: FlatParam) -> list[torch.Tensor | None]:
 
 def _write_back_gradients(flat: FlatParam, whole: list[torch.Tensor | None]) -> None:
     """Write this rank's part of whole gradients to ``.grad``: the inverse of ``_whole_gradients``."""
-    shard_param, dtype = flat.gradients.shard_param, flat.gradients.dtype
-    dtypes = flat.gradients.dtypes
-    if shard_param is not None and shard_param.grad is None and any(g is not None for g in whole):
-        shard_param.grad = torch.zeros_like(flat.shard, dtype=dtype)
-    for index, (param, grad, held) in enumerate(zip(flat.params, whole, flat.gradients.local(), strict=True)):
+    of_each = zip(flat.params, whole, flat.gradients.local(), itertools.cycle(flat.gradients.dtypes), strict=False)
+    for index, (param, grad, held, dtype) in enumerate(of_each):
         if grad is None:
             param.grad = None
             continue
@@ -187,7 +184,7 @@ def _write_back_gradients(flat: FlatParam, whole: list[torch.Tensor | None]) -> 
         plain = grad.detach() if wrapping is None else wrapping.local_gradient(grad.detach())
         mine = in_memory_order(plain, info.stride)[part.offset : part.offset + part.numel]
         if held is None:
-            param.grad = flat.shaped(index, mine).to(flat.kind.device, dtypes[index], copy=True)
+            param.grad = flat.shaped(index, mine).to(flat.kind.device, dtype, copy=True)
         else:
             held.copy_(flat.shaped(index, mine))
 

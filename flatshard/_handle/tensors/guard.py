@@ -39,6 +39,7 @@ from flatshard._handle.tensors.sharded_parameter import (
     ShardedParameter,
     fillings,
     handle_to_empty,
+    is_sharded_parameter,
     own_of,
     show_parts,
     show_whole,
@@ -78,11 +79,11 @@ class GuardedParameters(Parameters):
 
     def _look_whole(self, name: str) -> nn.Parameter | None:
         found = self._look(name)
-        return show_whole(found) if type(found) is ShardedParameter else found
+        return show_whole(found) if is_sharded_parameter(found) else found
 
     def __getitem__(self, name: str) -> nn.Parameter | None:
         param = super().__getitem__(name)
-        if type(param) is ShardedParameter:
+        if is_sharded_parameter(param):
             shown = self.attributes.get(name)
             if isinstance(shown, nn.Parameter):
                 return shown
@@ -161,14 +162,14 @@ class GuardedParameters(Parameters):
 
     def __setitem__(self, name: str, param: nn.Parameter | None) -> None:
         held = super().get(name)
-        if type(held) is ShardedParameter and param is not held:
+        if is_sharded_parameter(held) and param is not held:
             writer = _frames.of_caller(1)
             if isinstance(param, nn.Parameter) and handle_to_empty(held, writer, param):
                 return
             refuse_other_sharding(held._flatshard_info.fqn)
             if is_of(writer, swap_tensor):
                 self._check_swap(name, held)
-        elif type(param) is ShardedParameter and any(param is own for own in super().values()) and held is not param:
+        elif is_sharded_parameter(param) and any(param is own for own in super().values()) and held is not param:
             _refuse_removal(param, name)
         super().__setitem__(name, param)
         self.attributes.pop(name, None)
@@ -185,7 +186,8 @@ class GuardedParameters(Parameters):
             )
 
     def __delitem__(self, name: str) -> None:
-        if type(held := super().get(name)) is ShardedParameter:
+        held = super().get(name)
+        if is_sharded_parameter(held):
             refuse_other_sharding(held._flatshard_info.fqn)
             if not isinstance(self.attributes.get(name), nn.Parameter) and name in self.own:
                 _refuse_removal(held, name)
@@ -218,7 +220,7 @@ class GuardedParameters(Parameters):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GuardedParameters:
         """Called for a copy of the module. If it is sharded, too, `Registrations` calls ``adopt`` afterwards."""
-        infos = {name: p._flatshard_info for name, p in super().items() if type(p) is ShardedParameter}
+        infos = {name: p._flatshard_info for name, p in super().items() if is_sharded_parameter(p)}
         shown = [name for name in infos if isinstance(self.attributes.get(name), nn.Parameter)]
         if shown and UNIT_KEY not in self.attributes:  # of a unit, its handle says so
             raise RuntimeError(
