@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_map_only
 
 from flatshard._composable.find import contexts_of, units_of_parameters
 from flatshard._handle.adapters.tensor_parallel import is_dtensor
-from flatshard._handle.adapters.tensor_subclass import TensorSubclass
+from flatshard._handle.adapters.tensor_subclass import TensorSubclass, is_wrapper
 from flatshard._handle.handle import check_has_memory
 from flatshard.checkpoint._optim_params import Names, options_of, rekey, steps_only
 from flatshard.checkpoint._optim_state_dict import by_name, rows_of
@@ -127,7 +127,7 @@ class Optimized(Stateful):
         self.elsewhere = tuple(f"{key}.state.{fqn}." for fqn in stepped_elsewhere(names, value))
 
     def saved(self) -> Any:
-        rows, groups = rows_of(self._names, self.value)
+        rows, groups = rows_of(self._names, self.value, inside=True)
         return {"state": by_name(rows), "param_groups": groups}
 
     def sized(self, names: Iterable[str]) -> list[str]:
@@ -137,8 +137,11 @@ class Optimized(Stateful):
         prefix = f"{self.key}."
         wanted = {n.removeprefix(prefix): kind for n, kind in names.items() if n.startswith(prefix)}
         if not self.strict:  # what the checkpoint lacks stays
-            wanted |= {f"state.{n}.{k}": None for n, values in self.saved()["state"].items() for k in values}
-        rows, groups = rows_of(self._names, self.value, wanted)
+            state = self.saved()["state"]
+            own = ((f"state.{n}.{k}", value) for n, values in state.items() for k, value in values.items())
+            for name, value in own:
+                wanted |= dict.fromkeys([f"{name}.{n}" for n in value] if isinstance(value, dict) else [name])
+        rows, groups = rows_of(self._names, self.value, wanted, inside=True)
         for named, memories, values in rows:
             for key, value in values.items():
                 memory = memories[key]
@@ -150,7 +153,7 @@ class Optimized(Stateful):
         return {"state": by_name(rows), "param_groups": copied(groups)}
 
     def is_in_place(self, way: tuple[Any, ...]) -> bool:
-        return way in self._in_place
+        return way[:3] in self._in_place
 
     def check(self, loaded: Any) -> None:
         small = {
@@ -191,7 +194,12 @@ class PlainOptimized(Optimized):
     def saved(self) -> Any:
         result = rekey(self.value.state_dict(), self._order)
         groups = [{"params": g["params"], **options_of(g)} for g in result["param_groups"]]
-        return {**result, "param_groups": groups}
+        inside = super().saved()["state"]
+        state = {
+            fqn: {key: inside[fqn][key] if is_wrapper(value) else value for key, value in values.items()}
+            for fqn, values in result["state"].items()
+        }
+        return {**result, "state": state, "param_groups": groups}
 
     def template(self, names: Mapping[str, Any]) -> Any:
         own = {k: v for k, v in self.value.state_dict().items() if k not in ("state", "param_groups")}

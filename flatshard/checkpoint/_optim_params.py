@@ -160,6 +160,8 @@ def as_list(optimizers: Optimizers) -> list[Optimizer]:
     return result
 
 
+BY_EACH_RANK = "Save optimizer.state_dict() by each rank, and load it on the same rank of as many"
+
 # -- one value ---------------------------------------------------------------------------------------------------------
 
 
@@ -174,8 +176,8 @@ def shown(named: Named, key: str, value: Any, raises: bool = True) -> Any:
     if raises and named.info is not None and is_wrapper(value) and not named.info.is_whole:
         raise NotImplementedError(
             f"the optimizer's state {key!r} of {named.fqn!r} is a {type(value).__name__}, with tensors inside that belong to "
-            "this rank's elements alone (a scale of a quantised part): no other layout can take it. Save "
-            "optimizer.state_dict() by each rank, and load it on the same rank of as many"
+            "this rank's elements alone (a scale of a quantised part). flatshard.save_checkpoint saves it, with layouts that "
+            f"cut between blocks. {BY_EACH_RANK}"
         )
     piece = named.piece(value)
     if piece is not None:

@@ -14,22 +14,14 @@ before its first step on sharded parameters, in ``load_optim_state_dict``, or wh
 as soon as it is built). To see the third, the first ``fully_shard`` wraps ``Optimizer.state_dict`` itself. State that plain
 ``load_state_dict`` put there earlier is checked at that moment: each rank keeps its part of it, and raises if it is another
 rank's part.
-
-[Note: Options of groups]
-All that a group has besides its parameters is an option. Some are given, by the user or a scheduler (``initial_lr``). Others
-are made by steps (``step`` of timm's Adan), and are state. The checkpoint decides: each option that it has is loaded, whether
-the group has it yet or not. So a scheduler may be made before or after loading, as with a plain optimizer. An option that the
-checkpoint lacks stays if it was given. It goes if steps make it, as the state that a checkpoint lacks does.
 """
 
 from __future__ import annotations
 
-import copy
 import functools
 import re
 import weakref
-from collections import OrderedDict, defaultdict
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -37,6 +29,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from flatshard._handle.tensors.sharded_parameter import ShardedParameter
+from flatshard.checkpoint._first_steps import first_options, first_step_of
+from flatshard.checkpoint._inner_state import Quantised
 from flatshard.checkpoint._optim_params import (
     Group,
     Named,
@@ -118,10 +112,12 @@ def by_name(rows: list[Row]) -> State:
     return {row.named.fqn: row.values for row in rows if row.values}
 
 
-def rows_of(names: Names, optim: Optimizers, for_load: bool | Iterable[str] = False) -> tuple[list[Row], list[Group]]:
+def rows_of(
+    names: Names, optim: Optimizers, for_load: bool | Iterable[str] = False, *, inside: bool = False
+) -> tuple[list[Row], list[Group]]:
     """The table that every form of state comes from: a row for each parameter that is stepped; and the groups.
 
-    ``for_load``: see :func:`optim_state_dict`.
+    ``for_load``: see :func:`optim_state_dict`. ``inside``: show the tensors inside of quantised values.
     """
     asked = None if isinstance(for_load, bool) else _Asked(for_load)
     shows_first = for_load is True or (asked is not None and not asked.groups)
@@ -129,9 +125,10 @@ def rows_of(names: Names, optim: Optimizers, for_load: bool | Iterable[str] = Fa
     groups: list[Group] = []
     for optimizer in as_list(optim):
         take_loaded(optimizer)
+        quantised = Quantised(optimizer) if inside else None
         for group in optimizer.param_groups:
             fqns: list[str] = []
-            made = _first_options(optimizer, group) if shows_first else {}
+            made = first_options(optimizer, group) if shows_first else {}
             groups.append({"params": fqns, **made, **options_of(group)})
             for stepped in group["params"]:
                 held = names.of(stepped)
@@ -140,8 +137,10 @@ def rows_of(names: Names, optim: Optimizers, for_load: bool | Iterable[str] = Fa
                 if not memory and for_load is not False:
                     wanted = (n.param.requires_grad if asked is None else n.fqn in asked.params for n in held)
                     is_elsewhere = steps_whole(optimizer) and not optimizer.steps_here(stepped)  # type: ignore[attr-defined]
-                    memory = _first_step(optimizer, group, stepped)[0] if any(wanted) and not is_elsewhere else {}
-                rows += [Row(n, memory, _values(n, memory, steps_whole(optimizer), asked)) for n in held]
+                    memory = first_step_of(optimizer, group, stepped)[0] if any(wanted) and not is_elsewhere else {}
+                for named in held:
+                    found = {} if quantised is None else quantised.shown(named, group, memory)
+                    rows.append(Row(named, memory, _values(named, memory, found, steps_whole(optimizer), asked)))
     return rows, groups if asked is None or not asked.groups else asked.as_groups(groups)
 
 
@@ -200,88 +199,16 @@ def _with_lists(value: Any) -> Any:
     return [found[key] for key in sorted(found, key=int)] if are_numbers else found
 
 
-def _values(named: Named, memory: dict[str, Any], is_whole: bool, asked: _Asked | None) -> dict[str, Any]:
-    """``is_whole``: ``memory`` is the owner's, of the whole parameter."""
+def _values(
+    named: Named, memory: dict[str, Any], found: dict[str, Any], is_whole: bool, asked: _Asked | None
+) -> dict[str, Any]:
+    """``found``: of some, what is shown. ``is_whole``: ``memory`` is the owner's, of the whole parameter."""
     is_alone = is_whole and named.info is not None and not named.info.is_whole
     return {
-        key: value if is_alone else shown(named, key, value, not is_whole)
+        key: found[key] if key in found else value if is_alone else shown(named, key, value, not is_whole)
         for key, value in memory.items()
-        if asked is None or f"{named.fqn}.{key}" in asked.states
+        if asked is None or f"{named.fqn}.{key}" in (asked.params if key in found else asked.states)
     }
-
-
-# -- the state that a first step would make -----------------------------------------------------------------------------
-
-
-def _first_options(optimizer: Optimizer, group: Group) -> Group:
-    """All options of ``group`` after a first step, where one is still to come."""
-    if not any(p.requires_grad and not optimizer.state.get(p) for p in group["params"]):
-        return {}
-    return _first_step(optimizer, group, _smallest(group))[1]
-
-
-def made_by_steps(optimizer: Optimizer, given: Group, names: Collection[str]) -> set[str]:
-    """Those options of ``given`` that a first step would make, if it had none of ``names``."""
-    odd = set(names) - optimizer.defaults.keys()
-    if not odd or not any(p.requires_grad for p in given["params"]):
-        return set()
-    without = {key: value for key, value in given.items() if key not in odd}
-    try:
-        return odd & _first_step(optimizer, without, _smallest(given))[1].keys()
-    except RuntimeError:  # a step needs some of them: they were given
-        return set()
-
-
-def _smallest(group: Group) -> nn.Parameter:
-    """The trainable parameter by which it takes least to see what a step does."""
-    params: list[nn.Parameter] = [p for p in group["params"] if p.requires_grad]
-    return min(params, key=lambda p: (p.numel() == 0, p.numel()))
-
-
-def _first_step(optimizer: Optimizer, group: Group, stepped: nn.Parameter) -> tuple[dict[str, Any], Group]:
-    """What :func:`first_step` says, or an optimizer that steps by another one inside."""
-    try:
-        if (of_class := getattr(type(optimizer), "first_step", None)) is not None:
-            found: tuple[dict[str, Any], Group] = of_class(optimizer, stepped, group)
-            return found
-        return first_step(optimizer, group, torch.zeros_like(stepped.detach()))
-    except Exception as e:
-        raise RuntimeError(
-            f"what the first step of {type(optimizer).__name__} would make is not known, as a step of a copy raised "
-            f"{type(e).__name__}: {e}. Take a step before loading"
-        ) from e
-
-
-@torch.no_grad()
-def first_step(optimizer: Optimizer, group: Group, zeros: torch.Tensor) -> tuple[dict[str, Any], Group]:
-    """What a first step would make for a parameter of ``group`` that lies as ``zeros`` does, which become it.
-
-    Its state, and the options of the group: [Note: Options of groups].
-
-    Nothing of ``optimizer`` is stepped: a copy is, over this parameter alone and without hooks. It shares what the optimizer
-    keeps besides state and options, as ``copy.copy`` does.
-    """
-    kind = type(optimizer)
-    param = nn.Parameter(zeros)
-    param.grad = torch.zeros_like(zeros)
-    stand_in: Any = object.__new__(kind)
-    vars(stand_in).update(vars(optimizer))
-    vars(stand_in).pop("step", None)  # a scheduler's, which counts
-    stand_in._optimizer_step_pre_hooks, stand_in._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
-    stand_in.state = defaultdict(dict)
-    stand_in.param_groups = [{**{k: copied_option(v) for k, v in options_of(group).items()}, "params": [param]}]
-    step: Any = kind.step
-    if getattr(step, "hooked", False):
-        step = step.__wrapped__  # without hooks that are on all optimizers
-    step(stand_in)
-    return dict(stand_in.state.get(param, {})), options_of(stand_in.param_groups[0])
-
-
-def copied_option(value: Any) -> Any:
-    """One that a step of a copy may change in place."""
-    if isinstance(value, torch.Tensor):
-        return value.detach().clone()
-    return copy.deepcopy(value) if isinstance(value, list | dict | set) else value
 
 
 # -- by number: [Note: What an optimizer hands out] --------------------------------------------------------------------

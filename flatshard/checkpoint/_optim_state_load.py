@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 from flatshard._handle.unit_ranks import UnitRanks
 from flatshard.checkpoint._barrier import agree
+from flatshard.checkpoint._first_steps import made_by_steps
 from flatshard.checkpoint._optim_params import (
     Group,
     Named,
@@ -22,7 +23,7 @@ from flatshard.checkpoint._optim_params import (
     rekey,
     steps_whole,
 )
-from flatshard.checkpoint._optim_state_dict import hook_optimizer, made_by_steps
+from flatshard.checkpoint._optim_state_dict import hook_optimizer
 from flatshard.checkpoint._sharded_value import NO_VALUES, ShardedValue
 from flatshard.checkpoint._state_dict import idle_flats
 

@@ -353,9 +353,19 @@ def sharded_value(tensor: torch.Tensor, param: nn.Parameter) -> torch.Tensor:
     info = shard_info(param)
     if info is None or (info.is_whole and info.parallel is None and info.runtime is None):
         return tensor
+    return ShardedValue(info.in_memory_order(tensor), part_of(info), _origin_of(param, info))
+
+
+def blocks_value(tensor: torch.Tensor, param: nn.Parameter, info: ShardInfo, per: int) -> ShardedValue:
+    """``tensor``, of which each entry is for ``per`` elements of this rank's part of ``param``: in 1-D, of all entries."""
+    start, shape = info.start // per, (info.numel // per,)
+    part = Part(shape, shape, (0,), (1,), start, start + len(tensor), info.is_copy)
+    return ShardedValue(tensor, part, _origin_of(param, info))
+
+
+def _origin_of(param: nn.Parameter, info: ShardInfo) -> Origin | None:
     flat = home_of(param) if isinstance(param, ShardedParameter) else None
-    origin = Origin(info, flat.ranks.runtime) if isinstance(flat, FlatParam) else None
-    return ShardedValue(info.in_memory_order(tensor), part_of(info), origin)
+    return Origin(info, flat.ranks.runtime) if isinstance(flat, FlatParam) else None
 
 
 def view_of(local: torch.Tensor, box: Box) -> torch.Tensor:

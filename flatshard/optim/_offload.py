@@ -27,8 +27,9 @@ from torch.optim import Optimizer
 
 from flatshard._composable.state import owner_of
 from flatshard._handle.tensors.sharded_parameter import shard_info
+from flatshard.checkpoint._first_steps import copied_option, first_step
 from flatshard.checkpoint._optim_params import Group, options_of, params_of
-from flatshard.checkpoint._optim_state_dict import copied_option, first_step, hook_optimizer
+from flatshard.checkpoint._optim_state_dict import hook_optimizer
 from flatshard.optim._host_state import Traffic, Visit, nbytes_on
 from flatshard.optim._trial import Impossible, check_in_turns, unhooked_step
 

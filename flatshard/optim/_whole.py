@@ -14,8 +14,8 @@ from flatshard._comm.collectives import Done, Pending, settle
 from flatshard._composable.find import flat_of
 from flatshard._handle.tensors.sharded_parameter import ShardedParameter, full_shape, shard_info
 from flatshard._runtime import Runtime
+from flatshard.checkpoint._first_steps import copied_option, first_step
 from flatshard.checkpoint._optim_params import Group, options_of, params_of
-from flatshard.checkpoint._optim_state_dict import copied_option, first_step
 from flatshard.optim._owned import Owned, Stepped, move
 from flatshard.optim._trial import Impossible, check_one_by_one
 

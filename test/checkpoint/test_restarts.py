@@ -1,15 +1,24 @@
 """torch's optimizers, stopped midway and gone on with by another number of ranks: as if nothing had been."""
 
 import itertools
+import math
+import shutil
 from functools import partial
+from typing import Any, ClassVar
 
 import pytest
 import restarts
 import torch
+from encoded import Inner
 from on_ranks import ranks
 from pairs import some
 from restarts import Counting, Make, Optimizer
-from torch import optim
+from torch import Tensor, nn, optim
+
+from flatshard import fully_shard
+from flatshard.checkpoint import optim_state_dict
+from flatshard.layouts import Blocks, Whole
+from flatshard.optim import OffloadedOptimizer, WholeParameterOptimizer
 
 OPTIMIZERS: dict[str, Make] = {
     "ASGD": partial(optim.ASGD, lr=0.1, t0=1),
@@ -46,6 +55,86 @@ def test_torchs_optimizers(pool, tmp_path):
     names, path = sorted({*some(OPTIMIZERS, 2, turn=4), *WHOLE, "Counting"}), str(tmp_path / "x")
     assert pool.run(save, path, names, world_size=2) == [sorted(WHOLE)] * 2
     pool.run(restart, path, names, world_size=3)
+
+
+# -- quantised state -----------------------------------------------------------------------------------------------------
+
+
+class Quantised(Inner):
+    """Numbers of 8 bits with a scale for each block of 4, and a table of what they stand for."""
+
+    names: ClassVar[list[str]] = ["codes", "scale", "table"]
+
+    @classmethod
+    def zeros(cls, like: Tensor) -> Any:
+        table = torch.arange(256, dtype=like.dtype) / 127 - 1
+        codes = torch.full_like(like, 127, dtype=torch.uint8)
+        return cls.make(like.dtype, codes, torch.ones(like.numel() // 4, dtype=like.dtype), table)
+
+    def read(self) -> Tensor:
+        return (self.table[self.codes.long()].view(-1, 4) * self.scale[:, None]).view(self.codes.shape)
+
+    def write(self, values: Tensor) -> None:
+        blocks = values.reshape(-1, 4)
+        self.scale.copy_(blocks.abs().amax(1) + 1e-9)
+        self.codes.copy_((blocks / self.scale[:, None] * 127 + 127).round().view(values.shape))
+
+
+class Quantising(Optimizer):
+    """Momentum, quantised where blocks suffice, as of torchao's optimizers."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in (p for p in group["params"] if p.grad is not None):
+                state, grad = self.state[p], p.grad.as_subclass(Tensor)
+                if not state:
+                    state["momentum"] = Quantised.zeros(p.detach().as_subclass(Tensor)) if p.numel() else grad
+                if p.numel():
+                    state["momentum"].write(grad := state["momentum"].read() * 0.9 + grad)
+                    p.sub_(grad, alpha=group["lr"])
+
+
+def quantised(ctx, make: Make, layout: Any, seed: int) -> tuple[nn.Module, Optimizer]:
+    model = fully_shard(restarts.network(seed), policy={nn.Linear}, process_group=ctx.group, layout=layout)
+    return model, make(model.parameters())
+
+
+def save_quantised(ctx, path: str) -> None:
+    model, optimizer = quantised(ctx, Quantising, Blocks(4, max_padding=9), 0)
+    restarts.train(model, optimizer, 0, ctx)
+    restarts.save_job(ctx, path, model, optimizer)
+    with pytest.raises(NotImplementedError, match=r"is a Quantised, .*flatshard.save_checkpoint saves it"):
+        optim_state_dict(model, optimizer)
+
+
+def go_on_quantised(ctx, path: str) -> None:
+    blocks, whole = Blocks(4, max_padding=9), partial(WholeParameterOptimizer, optimizer_class=Quantising)
+    away = partial(OffloadedOptimizer, optimizer_class=Quantising)
+    for make, layout in ((Quantising, blocks), (away, blocks), (Quantising, Whole(math.inf)), (whole, None)):
+        for stepped in (0, 1):  # into new state, and into what there is
+            model, optimizer = quantised(ctx, make, layout, 1)
+            restarts.train(model, optimizer, 0, ctx, stepped)
+            restarts.load_job(ctx, path, model, optimizer)
+            restarts.save_job(ctx, f"{path}-again", model, optimizer)
+            restarts.train(model, optimizer, restarts.STEPS, ctx)
+            restarts.check(model, restarts.in_one_process(Quantising, 2 * restarts.STEPS), f"{make} {layout}")
+            restarts.load_job(ctx, f"{path}-again", model, optimizer, strict=not stepped)
+            restarts.train(model, optimizer, restarts.STEPS, ctx)
+            restarts.check(model, restarts.in_one_process(Quantising, 2 * restarts.STEPS), f"again {make} {layout}")
+            shutil.rmtree(f"{path}-again", ignore_errors=True)
+            torch.distributed.barrier(ctx.group)
+
+
+def test_quantised_state(pool, tmp_path):
+    """Between ranks, layouts that cut between blocks, and optimizers of parts and of wholes; some ranks have no elements."""
+    path = str(tmp_path / "x")
+    pool.run(save_quantised, path, world_size=2)
+    for world_size in (1, 3):
+        pool.run(go_on_quantised, path, world_size=world_size)
 
 
 # -- options of groups ---------------------------------------------------------------------------------------------------
