@@ -12,12 +12,13 @@ had, and the next forward adopts the new one. So a step adopts what was replaced
 [Note: Optimizers that look at shapes]
 Muon on some rows of a matrix, or Adafactor on a slice, runs without an error, but computes wrong updates. So optimizers are
 checked before their first step, and again when they got more parameters or more modules were sharded. All ranks come to the
-same result. Known classes are in a table; unknown ones are tried: [Note: Trials of optimizers]. Other code can call
-``check_whole_parameters``.
+same result. Known classes are in a table; unknown ones are tried: [Note: Trials of optimizers], [Note: State by length].
+Other code can call ``check_whole_parameters``.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import warnings
 import weakref
@@ -46,6 +47,7 @@ from flatshard._handle.tensors.sharded_parameter import ShardedParameter, full_s
 from flatshard._runtime import Runtime
 from flatshard.checkpoint._optim_params import params_of, take_loaded
 from flatshard.checkpoint._optim_state_dict import hook_optimizer
+from flatshard.optim._lengths import why_not_by_length
 from flatshard.optim._offload import OffloadedOptimizer
 from flatshard.optim._trial import Impossible, check_one_by_one, looks_at_whole
 
@@ -332,7 +334,10 @@ def _why_not_parts(optimizer: Optimizer, params: Iterable[torch.Tensor]) -> str 
         or getattr(optimizer, "steps_whole_parameters", False)
         or any(isinstance(value, Optimizer) for value in vars(optimizer).values())  # that one is checked when it steps
     ):
-        return _try_it(optimizer)
+        if (why := _try_it(optimizer)) is not None:
+            return why
+        with contextlib.suppress(Impossible):
+            return why_not_by_length(optimizer)
     return None
 
 

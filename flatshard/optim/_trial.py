@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 
 from flatshard._handle.tensors.aggregate import plainly
 from flatshard._handle.tensors.partial import NORMS, norm_arguments, retype
+from flatshard.checkpoint._first_steps import uncompiled
 from flatshard.checkpoint._optim_params import Group, options_of
 
 # Even, and above 128, because some optimizers factor their state from that size on.
@@ -207,7 +208,7 @@ def _unseen() -> Iterator[None]:
     """Restore random generators and the default dtype afterwards. Inside, tensors are created on the CPU."""
     python, own, dtype = random.getstate(), torch.get_rng_state(), torch.get_default_dtype()
     try:
-        with torch.device("cpu"):
+        with torch.device("cpu"), uncompiled():
             yield
     finally:
         random.setstate(python)

@@ -1,13 +1,18 @@
 """torchao's classes for training in low precision, sharded: products, losses and weights are those of one process."""
 
 import copy
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
 from on_ranks import ranks
+from parity import full_params
 from torch import nn
 
 import flatshard
+from flatshard.layouts import Blocks, Whole
+from flatshard.optim import OffloadedOptimizer, WholeParameterOptimizer
 
 pytestmark = [pytest.mark.clients("torchao"), pytest.mark.slow]
 
@@ -95,3 +100,59 @@ def test_a_quantised_weight_is_frozen(ctx):
         flatshard.fully_shard(sharded, process_group=ctx.group)
     flatshard.fully_shard(sharded.requires_grad_(False), process_group=ctx.group)
     assert torch.equal(sharded(data(0)), plain(data(0)))
+
+
+# -- quantised state -----------------------------------------------------------------------------------------------------
+
+
+def step_by(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
+    """With the same gradients on all ranks, and in one process."""
+    for i, p in enumerate(model.parameters()):
+        info, shape = flatshard.tensors.shard_info(p), flatshard.full_shape(p)
+        grad = torch.randn(shape, generator=torch.Generator().manual_seed(10 * number + i)).flatten()
+        p.grad = (grad if info is None else grad[info.start : info.stop]).view(p.shape)
+    optimizer.step()
+
+
+def linears() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 192), nn.Linear(192, 11))
+
+
+@pytest.mark.parametrize(("name", "block"), [("AdamW8bit", 256), ("AdamW4bit", 128), ("AdamWFp8", 256)])
+@ranks(2, 3)
+def test_quantised_state(ctx, name: str, block: int, path: str):
+    """Bit for bit that of one process in the layouts that the error names, also from a checkpoint; and refused in others."""
+    import torchao.optim
+
+    kind, sizes = getattr(torchao.optim, name), {"policy": {nn.Linear}, "process_group": ctx.group}
+    plain, model = linears(), flatshard.fully_shard(linears(), **sizes)
+    with pytest.raises(
+        RuntimeError, match=rf"'exp_avg' of '\d.weight' .*layout=.*Blocks\({block}\); or use .*WholePara"
+    ):
+        step_by(model, kind(model.parameters()), 0)
+    one_process = kind(plain.parameters(), lr=0.1)
+    torch.compiler.set_stance("force_eager")  # to compile takes longer than all the rest
+    for number in range(4):
+        step_by(plain, one_process, number)
+    expected = dict(plain.named_parameters())
+    makes: list[tuple[Any, Any]] = [
+        (kind, Blocks(block, 9)),
+        (partial(OffloadedOptimizer, optimizer_class=kind), Whole(9)),
+    ]
+    makes += [(partial(WholeParameterOptimizer, optimizer_class=kind), None)]
+    jobs = []
+    for make, layout in makes:
+        model = flatshard.fully_shard(linears(), layout=layout, **sizes)
+        jobs.append({"model": model, "optimizer": make(model.parameters(), lr=0.1)})
+    for number in range(2):
+        step_by(*jobs[0].values(), number)
+    for first, then in ((0, 1), (1, 2), (2, 0)):
+        flatshard.save_checkpoint(path, jobs[first], overwrite=True, process_group=ctx.group)
+        flatshard.load_checkpoint(path, jobs[then], process_group=ctx.group)
+    for job in jobs:
+        for number in range(2, 4):
+            step_by(*job.values(), number)
+        found = full_params(job["model"])
+        assert all(torch.equal(found[name], value) for name, value in expected.items())
+    torch.compiler.set_stance("default")

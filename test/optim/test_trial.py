@@ -1,7 +1,10 @@
 """What would not train as in one process is found out before the first step: optimizers that look at more than single
 elements, and groups by what parts have no more."""
 
+import contextlib
 import functools
+import itertools
+import math
 import random
 import warnings
 from collections.abc import Callable
@@ -11,13 +14,15 @@ import pytest
 import torch
 from models import Block, Net
 from on_ranks import ranks
+from parity import check_same_params, parts, twins
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 import flatshard
 from flatshard import ShardingStrategy, fully_shard
-from flatshard.layouts import Rows, Whole
+from flatshard.layouts import Blocks, Rows, Whole
+from flatshard.optim import WholeParameterOptimizer
 
 
 class Own(Optimizer):
@@ -153,6 +158,60 @@ def test_several_groups_and_what_cannot_be_tried(ctx) -> None:
         optimizer.step()
         flatshard.optim.WholeParameterOptimizer(model.parameters(), NormedByParameter).step()
         NormedByParameter([nn.Parameter(torch.ones(3))]).step()
+
+
+class ByLength(Own):
+    """Its momentum is rounded where blocks of 256 suffice, as that of torchao's optimizers is."""
+
+    def direction(self, p: Tensor, group: dict[str, Any]) -> Tensor:
+        dtype = torch.bfloat16 if p.numel() % 256 == 0 and p.numel() > 1000 else p.dtype
+        held = self.state[p].setdefault("momentum", torch.zeros_like(p, dtype=dtype))
+        return held.copy_(held * 0.9 + p.grad.as_subclass(Tensor)).to(p.dtype)
+
+
+@ranks(2, 3)
+def test_state_that_depends_on_the_length(ctx) -> None:
+    """Is found, and trains as in one process by what the error says."""
+
+    def trained(model: nn.Module, make: Callable[[Any], Optimizer], x: Tensor) -> nn.Module:
+        optimizer = make(model.parameters())
+        for _ in range(3):
+            model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return model
+
+    def linear(*sizes: int) -> nn.Module:
+        return nn.Sequential(*(nn.Linear(*pair) for pair in itertools.pairwise((64, *sizes))))
+
+    both, whole = (192, 35), Whole(math.inf)
+    some_whole = lambda fqn, param: whole if fqn == "1.weight" else Blocks(256, math.inf)  # noqa: E731
+    in_blocks = (
+        r"'momentum' of '0.weight' \(12288 elements\) would be a Tensor of torch.bfloat16, .*layout=.*Blocks\(256\)"
+    )
+    by_whole = functools.partial(WholeParameterOptimizer, optimizer_class=ByLength)
+    for sizes, layout, make, match in (
+        ((192,), None, ByLength, f"{in_blocks}; or use flatshard.optim.WholeP"),
+        ((192,), Blocks(256, max_padding=1), ByLength, None),
+        (
+            both,
+            None,
+            ByLength,
+            in_blocks + r", and give '1.weight' the layout flatshard.layouts.Whole\(.*by a callable",
+        ),
+        (both, some_whole, ByLength, None),
+        (both, None, by_whole, None),
+    ):
+        ctx.note(f"{sizes} {layout} {make}")
+        plain, model = twins(ctx, functools.partial(linear, *sizes), {nn.Linear}, layout=layout)
+        x, own = parts(ctx, torch.rand(6, 64, dtype=torch.float64))
+        assert flatshard.optim.steps_parts(make(model.parameters())) is (match is None)
+        with contextlib.nullcontext() if match is None else pytest.raises(RuntimeError, match=match):
+            check_same_params(trained(model, make, own), trained(plain, ByLength, x), rtol=1e-6)
+    _, model = twins(ctx, functools.partial(linear, *both))
+    optimizer = ByLength(flatshard.flat_parameters(model))
+    with pytest.raises(RuntimeError, match=r"of several parameters: build it on model.parameters\(\)"):
+        optimizer.step()
 
 
 # -- groups made by the dimensions of parameters: after sharding, parts of matrices are 1-D -----------------------------
