@@ -28,7 +28,7 @@ from flatshard._composable.find import contexts_of, units_of_parameters
 from flatshard._handle.adapters.tensor_parallel import is_dtensor
 from flatshard._handle.adapters.tensor_subclass import TensorSubclass, is_wrapper
 from flatshard._handle.handle import check_has_memory
-from flatshard.checkpoint._optim_params import Names, options_of, rekey, steps_only
+from flatshard.checkpoint._optim_params import Names, innermost, load_into, options_of, rekey, steps_only
 from flatshard.checkpoint._optim_state_dict import by_name, rows_of
 from flatshard.checkpoint._optim_state_load import loaded_options, stepped_elsewhere, to_load
 from flatshard.checkpoint._sharded_value import ShardedValue
@@ -119,8 +119,8 @@ class Optimized(Stateful):
     """An optimizer: its state by the names of its module's parameters, of which some are sharded."""
 
     def __init__(self, key: str, value: Optimizer, names: Names, strict: bool) -> None:
-        super().__init__(key, value, strict)
-        self._names = names
+        super().__init__(key, innermost(value), strict)
+        self._given, self._names = value, names
         self._load: dict[str, Any] = {}
         self._memory: dict[nn.Parameter, dict[str, torch.Tensor]] = {}  # of its state: what it has, or is to get
         self._in_place: set[tuple[Any, ...]] = set()  # what of the template is in it
@@ -169,14 +169,19 @@ class Optimized(Stateful):
     def install(self, loaded: Any, undos: list[Undo]) -> None:
         """Options and counts by the optimizer's own ``load_state_dict``; its tensors keep their memory, or are new."""
         optimizer, state, groups = self.value, self.value.state, self.value.param_groups
+        before = list(groups)
 
         def undo() -> None:
+            groups[:] = before
             optimizer.state, optimizer.param_groups = state, groups
 
         undos.append(undo)
-        self.value.load_state_dict(self._load)
+        load_into(optimizer, self._load)
         for param, memory in self._memory.items():
             self.value.state[param] = {**self.value.state[param], **memory}
+
+    def result(self, loaded: Any) -> Any:
+        return self._given
 
 
 class PlainOptimized(Optimized):

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from flatshard.checkpoint._optim_params import Group, options_of
+from flatshard.checkpoint._optim_params import Group, defaults_of, options_of
 
 LENGTH = 2**16
 """Optimizers that treat some lengths otherwise than others do not look at more than this power of two."""
@@ -35,7 +35,7 @@ def first_options(optimizer: Optimizer, group: Group) -> Group:
 
 def made_by_steps(optimizer: Optimizer, given: Group, names: Collection[str]) -> set[str]:
     """Those options of ``given`` that a first step would make, if it had none of ``names``."""
-    odd = set(names) - optimizer.defaults.keys()
+    odd = set(names) - defaults_of(optimizer).keys()
     if not odd or not any(p.requires_grad for p in given["params"]):
         return set()
     without = {key: value for key, value in given.items() if key not in odd}

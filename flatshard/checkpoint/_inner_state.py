@@ -9,6 +9,7 @@ Other ranks may load them, where they cut between blocks as well.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from typing import Any
 
@@ -47,7 +48,8 @@ class Quantised:
         info, values = named.info, memory
         is_whole = info is None or info.is_whole or steps_whole(self._optimizer)
         if memory and not is_whole and not named.param.numel():
-            values = self._made_for(group, shorter(math.prod(named.shape)), named.param.dtype)
+            with contextlib.suppress(RuntimeError):  # a class that cannot be tried: nothing is known of its values
+                values = self._made_for(group, shorter(math.prod(named.shape)), named.param.dtype)
         found = {}
         for key, value in values.items():
             if is_wrapper(value) and key in memory:

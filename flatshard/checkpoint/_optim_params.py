@@ -151,13 +151,32 @@ def steps_whole(optimizer: Optimizer) -> bool:
     return getattr(optimizer, "steps_whole_parameters", False)
 
 
+def defaults_of(optimizer: Optimizer) -> Group:
+    """The options of groups that are not given. None, if a class does without torch's constructor."""
+    return getattr(optimizer, "defaults", {})
+
+
 def as_list(optimizers: Optimizers) -> list[Optimizer]:
-    """One optimizer, or several: those that have the state, where others hold them as ``optimizer`` (accelerate's)."""
-    result = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
-    for i, optimizer in enumerate(result):
-        while "state" not in vars(optimizer) and isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):
-            optimizer = result[i] = inner
-    return result
+    """One optimizer, or several: those that have the state, where others hold them."""
+    return list(map(innermost, [optimizers] if isinstance(optimizers, Optimizer) else optimizers))
+
+
+def innermost(optimizer: Optimizer) -> Optimizer:
+    """The optimizer that has the state, where another holds it: accelerate's, torch's ``_NamedOptimizer``."""
+    while "state" not in vars(optimizer) and not hasattr(type(optimizer), "first_step"):
+        inner = [value for value in vars(optimizer).values() if isinstance(value, Optimizer)]
+        if len(inner) != 1:
+            break
+        optimizer = inner[0]
+    return optimizer
+
+
+def load_into(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+    """``optimizer.load_state_dict``. The list of its groups stays the same: who holds it sees what was loaded."""
+    groups = optimizer.param_groups
+    optimizer.load_state_dict(state_dict)
+    groups[:] = optimizer.param_groups
+    optimizer.param_groups = groups
 
 
 BY_EACH_RANK = "Save optimizer.state_dict() by each rank, and load it on the same rank of as many"

@@ -19,6 +19,7 @@ from flatshard.checkpoint._optim_params import (
     Optimizers,
     State,
     as_list,
+    load_into,
     options_of,
     rekey,
     steps_whole,
@@ -56,7 +57,7 @@ def load_optim_state_dict(module: nn.Module, optim: Optimizers, state: dict[str,
         problem = e
     agree(_to_ask(names, state, problem is not None), "load_optim_state_dict", problem)
     for optimizer, load in loads:
-        optimizer.load_state_dict(load)
+        load_into(optimizer, load)
 
 
 def _to_ask(names: Names, state: dict[str, Any], is_bad: bool) -> set[UnitRanks]:

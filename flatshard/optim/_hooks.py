@@ -45,7 +45,7 @@ from flatshard._handle.registrations import UNSHARDED
 from flatshard._handle.tensors.changes import changes
 from flatshard._handle.tensors.sharded_parameter import ShardedParameter, full_shape, shard_info
 from flatshard._runtime import Runtime
-from flatshard.checkpoint._optim_params import params_of, take_loaded
+from flatshard.checkpoint._optim_params import defaults_of, params_of, take_loaded
 from flatshard.checkpoint._optim_state_dict import hook_optimizer
 from flatshard.optim._lengths import why_not_by_length
 from flatshard.optim._offload import OffloadedOptimizer
@@ -398,7 +398,7 @@ def _check_lost_rule(optimizer: Optimizer) -> None:
     """
     settings = optimizer.param_groups
     filled = [each for each in settings if each["params"]]
-    default = optimizer.defaults.get("weight_decay")
+    default = defaults_of(optimizer).get("weight_decay")
     if len(filled) != 1 or (len(settings) == 1 and not (default and filled[0].get("weight_decay") == 0)):
         return
     cut = [p for p in filled[0]["params"] if len(full_shape(p)) > 1 and p.dim() == 1 and not hasattr(p, "fqns")]

@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 from flatshard._handle.tensors.aggregate import plainly
 from flatshard._handle.tensors.partial import NORMS, norm_arguments, retype
 from flatshard.checkpoint._first_steps import uncompiled
-from flatshard.checkpoint._optim_params import Group, options_of
+from flatshard.checkpoint._optim_params import Group, defaults_of, options_of
 
 # Even, and above 128, because some optimizers factor their state from that size on.
 _SHAPES = {1: (260,), 2: (132, 130), 3: (132, 130, 2)}
@@ -198,7 +198,7 @@ def _like(optimizer: Optimizer, settings: Group, params: list[nn.Parameter]) -> 
     options |= {key: False for key in ("capturable", "fused") if key in options}
     known = inspect.signature(kind).parameters
     takes_any = any(p.kind is p.VAR_KEYWORD for p in known.values())
-    given = {key: options[key] for key in optimizer.defaults if key in options and (takes_any or key in known)}
+    given = {key: options[key] for key in defaults_of(optimizer) if key in options and (takes_any or key in known)}
     result: Optimizer = kind([{**options, "params": params}], **given)
     return result
 

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import warnings
+from collections import defaultdict
 from typing import Any
 
 import pytest
@@ -10,8 +11,9 @@ import torch
 from models import Block, Net
 from on_ranks import ranks
 from pairs import all_pairs
-from parity import check_same_params, full_params, twins
+from parity import check_same_params, full_params, parts, twins
 from torch import nn
+from torch.distributed.optim import _NamedOptimizer
 
 import flatshard
 from flatshard import MixedPrecision, ShardingStrategy, fully_shard
@@ -201,6 +203,60 @@ def test_wrapper_without_the_init_of_torch(ctx) -> None:
         optimizer.step()
     assert not all(map(torch.equal, values(model), before))
     assert isinstance(optimizer.state_dict()["state"][0]["exp_avg"], flatshard.checkpoint.ShardedValue)
+
+
+class Bare(torch.optim.Optimizer):
+    """Has groups and state, and nothing else that torch's ``__init__`` would make."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        self.param_groups, self.state = [{"params": list(params), "lr": lr}], defaultdict(dict)
+        self._optimizer_step_pre_hooks, self._optimizer_step_post_hooks = {}, {}
+
+    @torch.optim.Optimizer.profile_hook_step
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in (p for p in group["params"] if p.grad is not None):
+                momentum = self.state[p].setdefault("momentum", torch.zeros_like(p.grad))
+                p.sub_(momentum.mul_(0.9).add_(p.grad), alpha=group["lr"])
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        params = [p for group in self.param_groups for p in group["params"]]
+        self.state = defaultdict(dict, {params[n]: values for n, values in state_dict["state"].items()})
+        self.param_groups = [{**group, "params": params} for group in state_dict["param_groups"]]
+
+
+def named_adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return _NamedOptimizer(dict(model.named_parameters()), torch.optim.AdamW, lr=0.1)
+
+
+@ranks(2)
+def test_optimizers_without_what_the_init_of_torch_makes(ctx, path: str) -> None:
+    """Train, and go on from a checkpoint, with a scheduler, as in one process; whoever holds their groups sees it."""
+    for make in (named_adamw, lambda model: Bare(model.parameters(), 0.1)):
+        (plain, model), (_, other) = (twins(ctx, Net, {Block}) for _ in range(2))
+        models = model, other
+        jobs = [{"model": m, "optimizer": make(m)} for m in (plain, *models)]
+        x = parts(ctx, torch.rand(4, 4).double())
+
+        def train(job: Any, x: torch.Tensor) -> None:
+            job["model"](x).square().mean().backward()
+            job["optimizer"].step()
+            job["model"].zero_grad()
+
+        train(jobs[0], x[0])
+        train(jobs[1], x[1])
+        jobs[0]["optimizer"].param_groups[0]["lr"] = jobs[1]["optimizer"].param_groups[0]["lr"] = 0.02
+        flatshard.save_checkpoint(path, jobs[1], process_group=ctx.group, overwrite=True)
+        assert flatshard.load_checkpoint(path, jobs[2], process_group=ctx.group)["optimizer"] is jobs[2]["optimizer"]
+        state = flatshard.checkpoint.optim_state_dict(models[0], jobs[1]["optimizer"], full=True)
+        flatshard.checkpoint.load_optim_state_dict(models[0], jobs[1]["optimizer"], state)
+        for job, own in zip(jobs, (x[0], x[1], x[1]), strict=True):
+            assert job["optimizer"].param_groups[0]["lr"] == 0.02
+            job["optimizer"].param_groups[0]["lr"] = 0.01
+            train(job, own)
+        for model in models:
+            check_same_params(model, plain)
 
 
 def test_between_a_forward_and_its_backward(world):
