@@ -445,7 +445,13 @@ def _why_not_whole(params: Iterable[torch.Tensor], optimizer: str, steps_empty: 
 
     ``steps_empty``: it can step parameters without elements, which other ranks have where one has the whole.
     """
-    infos = [i for p in params if (i := shard_info(p)) is not None]
+    sharded = [(p, i) for p in params if (i := shard_info(p)) is not None]
+    infos = [info for _, info in sharded]
+    if flat := [info.fqn for param, info in sharded if hasattr(param, "fqns")]:
+        raise RuntimeError(
+            f"{optimizer} looks at whole parameters, and {flat[0]} has several in one: build it on model.parameters(), not "
+            "on flat_parameters(model)"
+        )
     parallel = [i.fqn for i in infos if i.parallel is not None and any(p.is_shard() for p in i.parallel.placements)]
     if parallel:
         raise RuntimeError(

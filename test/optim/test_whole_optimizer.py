@@ -304,6 +304,13 @@ def test_what_would_train_something_else_raises(ctx) -> None:
         with pytest.raises(RuntimeError, match=match):
             optimizer.step()
     check_whole_parameters([*whole.parameters(), nn.Parameter(torch.ones(2))])
+    on_one = fully_shard(make(True), process_group=ctx.group, strategy="NO_SHARD")
+    flat = Adafactor(flatshard.flat_parameters(on_one))
+    with pytest.raises(
+        RuntimeError, match=r"the flat parameter of .* has several in one: build it on model.parameters\(\)"
+    ):
+        flat.step()
+    Adafactor(on_one.parameters()).step()  # as it says
     with pytest.raises(ValueError, match=r"not flat_parameters\(\)"):
         WholeParameterOptimizer(flatshard.flat_parameters(whole), Adafactor)
 
