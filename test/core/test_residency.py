@@ -1,6 +1,7 @@
 """How long parameters stay unsharded, as the user says: ``reshard_after_forward`` at run time, and ``keep_unsharded``."""
 
 import contextlib
+import copy
 from typing import Any
 from unittest import mock
 
@@ -248,3 +249,53 @@ def test_summon_inside_a_step(ctx):
     assert torch.equal(seen[0], plain.head.weight)
     check_same_gradients(model, plain)
     check_clean(model)
+
+
+class Translator(nn.Module):
+    """Its encoder is no unit, and has parameters of the outermost one: a shared embedding, a norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(5, 4)
+        self.encoder = nn.Sequential(self.words, nn.Sequential(Block(), Block()), nn.LayerNorm(4), nn.Dropout(0.0))
+        self.decoder = Net()
+
+    def forward(self, ids: Tensor, memory: Tensor | None = None) -> Tensor:
+        memory = self.encoder(ids) if memory is None else memory
+        return self.decoder(memory + self.words(ids))
+
+    def generate(self, ids: Tensor) -> list[Tensor]:
+        memory = self.encoder(ids)
+        found = [self(ids, memory), self.encoder[2](memory), self.words(ids)]
+        return [*found, *(self.decoder.head(found[1]) for _ in range(2)), self.decoder.blocks[0].linear(found[1])]
+
+
+@ranks(2)
+def test_calls_past_the_outermost_unit(ctx):
+    """Each is a forward of its unit, on any number of ranks; and after the block nothing is left of that."""
+    ids = torch.arange(4) % (3 + ctx.rank)
+    plain, model = twins(ctx, Translator, Block)
+    hooks = [(m, len(m._forward_pre_hooks), len(m._forward_hooks)) for m in model.modules()]
+    with pytest.raises(RuntimeError, match=r"'words\.weight' is sharded.*Embedding\.forward was called outside"):
+        model.generate(ids)
+    for guard in (torch.no_grad, torch.inference_mode, contextlib.nullcontext):
+        with guard(), keep_unsharded(model), record_events() as events:
+            for _ in range(2 + ctx.rank):
+                for found, expected in zip(model.generate(ids), plain.generate(ids), strict=True):
+                    assert torch.equal(found, expected)
+                assert all(isinstance(p, ShardedParameter) for p in model.parameters())
+            with keep_unsharded(model.encoder), pytest.raises(IndexError):
+                model.encoder(ids + 5)
+        assert sum(event.startswith("all-gather") for event in events) == len(describe(model).units)
+        assert hooks == [(m, len(m._forward_pre_hooks), len(m._forward_hooks)) for m in model.modules()]
+    with keep_unsharded(model):
+        copied = copy.deepcopy(model)
+        for m, given in ((plain, torch.arange(8) % 5), (model, (torch.arange(8) % 5).view(2, 4)[ctx.rank])):
+            sum(out.square().mean() for out in m.generate(given)).backward()
+    check_same_gradients(model, plain)
+    check_clean(model)
+    with pytest.raises(RuntimeError, match=r"'words\.weight' is sharded"):
+        copied.encoder(ids)
+    low = sharded(ctx, Net(), mixed_precision=MixedPrecision(torch.bfloat16))
+    with torch.no_grad(), keep_unsharded(low):  # its input is cast
+        assert low.front(torch.ones(2, 4)).dtype is torch.bfloat16

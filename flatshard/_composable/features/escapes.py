@@ -80,7 +80,7 @@ class EscapeWatch(ForwardFeature):
             self._newest[id(module)] = newest
             hooks = [*after.values(), *before.values()]
             is_watched = module in called_modules(self.unit.module) or any(map(_is_ours, hooks))
-            if not is_watched and not all(map(_is_of_tensor_parallelism, hooks)):
+            if not is_watched and not all(map(_stores_nothing, hooks)):
                 module.register_forward_hook(functools.partial(_catch, self._link))
 
     def leaving(self, outputs: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -121,14 +121,16 @@ def _is_ours(hook: Any) -> bool:
     return getattr(hook, "func", None) is _catch
 
 
-def _is_of_tensor_parallelism(hook: Any) -> bool:
-    """Whether ``parallelize_module`` made this hook. Those store no tensors, and our hook would break compiled graphs."""
+def _stores_nothing(hook: Any) -> bool:
+    """Whether flatshard or ``parallelize_module`` made this hook. These store no tensors, and with ``_catch`` beside them
+    compiled graphs would break.
+    """
     while isinstance(hook, functools.partial):
         hook = hook.func
-    if not getattr(hook, "__module__", "").startswith("torch.distributed.tensor"):
+    if not getattr(hook, "__module__", "").startswith(("flatshard.", "torch.distributed.tensor")):
         return False
     inner = [cell.cell_contents for cell in getattr(hook, "__closure__", None) or ()]
-    return all(_is_of_tensor_parallelism(each) for each in inner if callable(each))
+    return all(_stores_nothing(each) for each in inner if callable(each))
 
 
 def _may_hold(value: Any, is_torchs: bool) -> bool:

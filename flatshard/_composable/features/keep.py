@@ -5,6 +5,11 @@ A forward keeps a record for what comes after it: freeing, a backward, the order
 group are one stack, so one thread at a time may run forwards. While units stay unsharded, show their unsharded parameters,
 and run without gradients, a forward has nothing to note, and its hooks do no more than cast inputs and outputs. What keeps
 this true is checked in each forward: gradients are off, and the parameters have not changed since they were gathered.
+
+[Note: Calls past a unit]
+``generate`` of an encoder-decoder model calls ``model.encoder(...)``. The encoder is no unit, and its embedding belongs to
+the unit around it, whose forward does not run. While a unit is kept, such a call is a forward of the unit: it shows parameters,
+casts the inputs, and leads backward to the unit. A hook on each of the unit's modules sees whether they are shown already.
 """
 
 from __future__ import annotations
@@ -22,7 +27,7 @@ from flatshard._composable.claims import Claim, Kept
 from flatshard._composable.extensions import ForwardFeature
 from flatshard._composable.find import settle, units_of
 from flatshard._composable.hooks import UnitHooks, overridden
-from flatshard._composable.state import Unit
+from flatshard._composable.state import Unit, called_modules, owner_of, unit_of
 from flatshard._handle.registrations import SHARDED, UNSHARDED
 
 
@@ -175,8 +180,9 @@ def _check(unit: Unit) -> None:
 def keep_unsharded(module: nn.Module, recurse: bool = True, threads: bool = False) -> Iterator[None]:
     """Inside, each unit is gathered at its first use and stays unsharded: for generation and evaluation.
 
-    Further forwards inside do not communicate. If parameters change (by an optimizer's step or ``p.data = ...``), the next
-    forward gathers them again. ``module.parameters()`` still returns the sharded parameters. The memory is that of the
+    Further forwards inside do not communicate. A call of any module in a unit is a forward of the unit: ``generate`` may
+    call ``model.encoder``, though that is no unit. If parameters change (by an optimizer's step or ``p.data = ...``), the
+    next forward gathers them again. ``module.parameters()`` still returns the sharded parameters. The memory is that of the
     whole parameters in the compute dtype. On exit the units are freed; a unit that is in a forward then is freed at its end.
     All ranks must enter together. The context can be nested.
 
@@ -228,7 +234,7 @@ def keep_unsharded(module: nn.Module, recurse: bool = True, threads: bool = Fals
         yield
     finally:
         for unit, claim in kept:
-            unit.claims.remove(claim)
+            claim.leave()
             if not unit.claims.keep:
                 unit.free_if_unused()
 
@@ -243,3 +249,50 @@ class Keep(Kept):
             unit.handle.registrations.show(SHARDED)
             unit.handle.reshard()
         unit.claims.insert(0, self)
+        self._unit = unit
+        self._hooks = [
+            inner.register_forward_pre_hook(_Past(unit, module).before, prepend=True, with_kwargs=True)
+            for module in called_modules(unit.module)
+            for inner in _using(module, unit)
+            if inner is not module
+        ]
+
+    def leave(self) -> None:
+        """Give up the claim."""
+        for hook in self._hooks:
+            hook.remove()
+        self._unit.claims.remove(self)
+
+
+class _Past:
+    """Makes a call of a module in ``module``, past the forward of its unit, one of these. [Note: Calls past a unit]"""
+
+    def __init__(self, unit: Unit | None, module: nn.Module) -> None:
+        self.unit = unit  # None: in a deep copy of the module, which nothing keeps
+        self.module = module
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Past:
+        return _Past(None, self.module)
+
+    def before(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """The forward pre-hook of ``module``."""
+        unit = self.unit
+        if torch.compiler.is_compiling() or unit is None or unit.handle.registrations.shows is not SHARDED:
+            return None
+        hooks = UnitHooks.of(unit)
+
+        def after(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+            ended.remove()
+            return hooks.post_forward(self.module, args, kwargs, output)
+
+        ended = module.register_forward_hook(after, with_kwargs=True, always_call=True)
+        return hooks.pre_forward(self.module, args, kwargs, _frames.of_module_call(1, None)[0])
+
+
+def _using(module: nn.Module, unit: Unit) -> list[nn.Module]:
+    """``module`` and the modules in it, outside of units below, that have or contain parameters which ``unit`` gathers."""
+    below = [found for child in module.children() if unit_of(child) is None for found in _using(child, unit)]
+    own = any(p is not None and owner_of(p) in unit.needs for p in module._parameters.values())
+    return [module, *below] if own or below else []
