@@ -49,6 +49,29 @@ def tiny_gpt2() -> nn.Module:
     return GPT2LMHeadModel(config)
 
 
+def tiny_t5() -> nn.Module:
+    """Two layers in its encoder and its decoder, which share the embedding. The same values whenever it is called."""
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    sizes = {"vocab_size": VOCABULARY, "d_model": 16, "d_kv": 4, "d_ff": 20, "num_layers": 2, "num_heads": 2}
+    torch.manual_seed(0)
+    return T5ForConditionalGeneration(T5Config(**sizes, decoder_start_token_id=0, dropout_rate=0.0))
+
+
+def tiny_whisper() -> nn.Module:
+    """Two layers in its encoder and its decoder. The same values whenever it is called."""
+    from transformers import WhisperConfig, WhisperForConditionalGeneration
+
+    ends = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
+    sizes = {"vocab_size": VOCABULARY, "d_model": 16, "num_mel_bins": 8, "max_source_positions": 30}
+    for part in ("encoder", "decoder"):
+        sizes |= {f"{part}_layers": 2, f"{part}_attention_heads": 2, f"{part}_ffn_dim": 20}
+    torch.manual_seed(0)
+    return WhisperForConditionalGeneration(
+        WhisperConfig(**sizes, **ends, begin_suppress_tokens=None, suppress_tokens=None)
+    )
+
+
 def tiny_vit() -> nn.Module:
     """timm's, of images of 8 x 8 in 4 classes. The same values whenever it is called."""
     from timm.models.vision_transformer import VisionTransformer

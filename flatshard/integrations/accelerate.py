@@ -6,6 +6,7 @@ scale, data loaders, schedulers. Attributes of *instances* are set, no class is 
 - ``model.no_sync``, which ``accelerator.accumulate`` and ``accelerator.no_sync`` look up;
 - ``model.num_parameters`` of a model of transformers: it counts whole parameters, also for what is saved of it; and
   ``model.get_nb_trainable_parameters`` of one of peft;
+- ``model.generate`` of a model of transformers: it runs inside ``flatshard.keep_unsharded(model)``;
 - ``accelerator.get_state_dict``, which ``save_state`` and ``save_model`` call: whole tensors on the ranks that save, ``{}``
   on the others. All ranks must call it;
 - ``state_dict`` of the prepared optimizer: the same for its state.
@@ -27,7 +28,14 @@ from torch import nn
 from torch.optim import Optimizer
 
 import flatshard
-from flatshard.integrations.state import count_whole, is_sharded, load_whole, policy_of, whole_optimizer_state
+from flatshard.integrations.state import (
+    count_whole,
+    generate_kept,
+    is_sharded,
+    load_whole,
+    policy_of,
+    whole_optimizer_state,
+)
 
 
 def prepare(accelerator: Accelerator, *objects: Any, **sharding: Any) -> Any:
@@ -64,6 +72,7 @@ def shard(accelerator: Accelerator, model: nn.Module, **sharding: Any) -> None:
     accelerator.prepare_model(model, device_placement=False, evaluation_mode=True)  # autocast, and no wrapper
     model.no_sync = functools.partial(flatshard.no_sync, model)  # type: ignore[assignment]
     count_whole(model)
+    generate_kept(model)
     if "get_state_dict" not in vars(accelerator):
         accelerator.get_state_dict = functools.partial(_state_dict, accelerator)
         accelerator.register_load_state_pre_hook(functools.partial(_load, accelerator))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -60,6 +60,18 @@ def count_whole(model: nn.Module) -> None:
         model.num_parameters = functools.partial(num_parameters, model)  # type: ignore[assignment]
     if hasattr(model, "get_nb_trainable_parameters"):
         model.get_nb_trainable_parameters = functools.partial(_trainable_and_all, model)  # type: ignore[assignment]
+
+
+def generate_kept(model: nn.Module) -> None:
+    """Have ``generate`` of transformers keep ``model`` unsharded: it gathers once, whatever length a rank generates."""
+    found = getattr(model, "generate", None)
+    if found is not None and getattr(found, "func", None) is not _generate:
+        model.generate = functools.partial(_generate, model, found)
+
+
+def _generate(model: nn.Module, generate: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    with flatshard.keep_unsharded(model):
+        return generate(*args, **kwargs)
 
 
 def _trainable_and_all(model: nn.Module) -> tuple[int, int]:

@@ -28,7 +28,10 @@ class Sharded:
     """Makes a Trainer shard its model: ``class Mine(Sharded, Seq2SeqTrainer)``. All ranks call its methods.
 
     The model is sharded when training or evaluation begins. Then ``trainer.model`` is the same object, and its parameters are
-    parts: save it by ``trainer.save_model``, and generate inside ``flatshard.keep_unsharded(trainer.model)``.
+    parts: save it by ``trainer.save_model``. Its ``generate`` gathers once, so ranks may generate different lengths.
+
+    Other models of the trainer (TRL's ``ref_model``) are sharded alike, if they are of the same class. So their parts
+    correspond, as ``sync_ref_model=True`` needs. Those of another class (``teacher_model``) stay whole, with a warning.
     """
 
     model: nn.Module
@@ -59,12 +62,27 @@ class Sharded:
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
         """Where the Trainer puts its wrappers: before training, and before evaluation without it."""
         shard(self.accelerator, self.model, **self._sharding)
+        self._shard_others()
         if training:
             logger.info(
                 f"  Number of trainable parameters of the whole model = {self.get_num_trainable_parameters():,}, of which "
                 "the next lines count this rank's part"
             )
         return self.model
+
+    def _shard_others(self) -> None:
+        for name, other in vars(self).items():
+            if not isinstance(other, nn.Module) or is_sharded(other):
+                continue
+            if type(other) is type(self.model):
+                flatshard.fully_shard(other, **self._sharding)
+            elif any(True for _ in other.parameters()):
+                kind = type(other).__name__
+                warnings.warn(
+                    f"trainer.{name}, a {kind}, is not sharded: each rank has all of it. To shard it, call "
+                    f"flatshard.fully_shard(trainer.{name}, policy={{Block}}) before training",
+                    stacklevel=2,
+                )
 
     def create_optimizer(self, model: nn.Module | None = None) -> Any:
         """As the Trainer's. One that looks at whole matrices, such as ``optim="adafactor"``, steps whole parameters."""

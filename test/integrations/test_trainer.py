@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from on_ranks import ranks
-from tiny import Tokens, be_a_rank, be_alone, copied, tiny_gpt2, tiny_llama
+from tiny import Tokens, be_a_rank, be_alone, copied, tiny_gpt2, tiny_llama, tiny_t5, tiny_whisper
 from torch import Tensor
 
 import flatshard
@@ -68,11 +68,12 @@ def check_ranks(ctx, kind: str, folder: str, log: Log, weights: dict[str, Tensor
     whole = flatshard.checkpoint.full_state_dict(first.model)
     first.save_model(f"{folder}/saved")
     asked = {"input_ids": Tokens(2).tokens, "max_new_tokens": 4, "do_sample": False}
-    with torch.no_grad(), flatshard.keep_unsharded(first.model):
-        generated = first.model.generate(**asked)
+    generated = first.model.generate(**asked)
     opened = type(unsharded).from_pretrained(f"{folder}/saved")
     torch.testing.assert_close(copied(opened), {n: whole[n] for n in weights}, rtol=0, atol=0)
     assert torch.equal(opened.generate(**asked), generated)
+    asked["max_new_tokens"] += 3 * ctx.rank
+    assert torch.equal(opened.generate(**asked), first.model.generate(**asked))
     resumed = {}
     for saved_by in ("two", "one"):
         ctx.note(f"resume what {saved_by} saved")
@@ -115,3 +116,54 @@ def test_evaluation_first(ctx, path: str):
     assert logs[0] == logs[1]
     with pytest.raises(ValueError, match=r"Linear does not name its layers \(_no_split_modules\): pass policy="):
         type(first)(torch.nn.Linear(2, 2), first.args)
+
+
+@ranks(2, pool="pair")
+def test_generation_of_encoder_decoders(ctx, path: str):
+    """Other lengths on each rank: by a Seq2SeqTrainer as it predicts; and by ``keep_unsharded`` without one."""
+    from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments
+
+    from flatshard.integrations.state import policy_of
+    from flatshard.integrations.trainer import Sharded
+
+    class Mine(Sharded, Seq2SeqTrainer):
+        pass
+
+    length = {"max_new_tokens": 2 + 3 * ctx.rank, "do_sample": False}
+    for make, given in (
+        (tiny_t5, {"input_ids": Tokens(2).tokens}),
+        (tiny_whisper, {"input_features": torch.randn(2, 8, 60)}),
+    ):
+        for options in ({}, {"mixed_precision": flatshard.MixedPrecision(torch.bfloat16)}):
+            model, plain = make().eval(), make().eval()
+            flatshard.fully_shard(model, policy=policy_of(model), **options)
+            with torch.no_grad(), flatshard.keep_unsharded(model):
+                assert torch.equal(model.generate(**given, **length), plain.generate(**given, **length))
+    be_a_rank(ctx)
+    args = {"use_cpu": True, "report_to": [], "disable_tqdm": True, "predict_with_generate": True}
+    trainer = Mine(tiny_t5(), Seq2SeqTrainingArguments(path, **args, per_device_eval_batch_size=2))
+    found = trainer.predict(Tokens(8), **length).predictions  # padded to one length
+    again = tiny_t5()
+    for index, part in enumerate(found):
+        theirs = again.generate(Tokens(8).tokens[index : index + 1], max_new_tokens=2 if index % 4 < 2 else 5)[0]
+        assert part[: len(theirs)].tolist() == theirs.tolist()
+
+
+@ranks(2, pool="pair")
+def test_other_models_of_a_trainer(ctx, path: str):
+    """A reference follows the model as TRL has it, part by part; what stays whole is named, with a cure."""
+    be_a_rank(ctx)
+    first = trainer("llama", path, BATCH, sharding={})
+    first.ref_model, first.teacher_model, first.loss = tiny_llama(), tiny_gpt2(), torch.nn.CrossEntropyLoss()
+    with pytest.warns(UserWarning, match=r"trainer\.teacher_model, a GPT2LMHeadModel, is not sharded.*fully_shard"):
+        first.train()
+    assert len(flatshard.describe(first.ref_model).units) == 3
+    for target, ours in zip(first.ref_model.parameters(), first.model.parameters(), strict=True):
+        target.data.mul_(0.25).add_(ours.data, alpha=0.75)
+    trained, start = flatshard.checkpoint.full_state_dict(first.model), copied(tiny_llama())
+    expected = {name: value * 0.25 + trained[name] * 0.75 for name, value in start.items()}
+    found = flatshard.checkpoint.full_state_dict(first.ref_model)
+    torch.testing.assert_close({name: found[name] for name in expected}, expected)
+    flatshard.fully_shard(first.teacher_model, policy={type(first.teacher_model.transformer.h[0])})
+    first.evaluate()
+    assert len(flatshard.describe(first.teacher_model).units) == 3

@@ -8,7 +8,7 @@ this true is checked in each forward: gradients are off, and the parameters have
 
 [Note: Calls past a unit]
 ``generate`` of an encoder-decoder model calls ``model.encoder(...)``. The encoder is no unit, and its embedding belongs to
-the unit around it, whose forward does not run. While a unit is kept, such a call is a forward of the unit: it shows parameters,
+the unit around it, whose forward does not run. While a unit is kept, such a call is a forward of it: it shows parameters,
 casts the inputs, and leads backward to the unit. A hook on each of the unit's modules sees whether they are shown already.
 """
 
