@@ -66,7 +66,7 @@ def generate_kept(model: nn.Module) -> None:
     """Have ``generate`` of transformers keep ``model`` unsharded: it gathers once, whatever length a rank generates."""
     found = getattr(model, "generate", None)
     if found is not None and getattr(found, "func", None) is not _generate:
-        model.generate = functools.partial(_generate, model, found)
+        model.generate = functools.partial(_generate, model, found)  # type: ignore[assignment]
 
 
 def _generate(model: nn.Module, generate: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

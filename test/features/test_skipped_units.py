@@ -5,6 +5,7 @@ Ranks that run different units: the fuzzer's, under every option, and ``test_lay
 
 import copy
 import functools
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from parity import check_same_gradients, twins
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from flatshard import describe, fully_shard, skip
+from flatshard import BackwardPrefetch, describe, fully_shard, skip
 from flatshard._trace import record_events
 
 WIDTH = 4
@@ -80,3 +81,62 @@ def test_units_on_other_process_groups_inside(ctx):
             mine = x[ctx.rank]
             (model(mine) if ctx.rank in running else skip(model, mine)).square().mean().backward()
         check_same_gradients(model, plain)
+
+
+class Tower(nn.Module):
+    """Frozen blocks for images, between layers that train; and a frozen block in the middle of these."""
+
+    def __init__(self, skip: Callable[[nn.Module, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.skip = skip
+        self.words, self.project = nn.Embedding(5, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.tower = nn.Sequential(Block(), Block()).requires_grad_(False)
+        self.blocks = nn.Sequential(Block(), Block(), Block())
+        self.blocks[1].requires_grad_(False)
+
+    def forward(self, ids: torch.Tensor, image: torch.Tensor | None = None, passes_by: bool = False) -> torch.Tensor:
+        x = self.words(ids)
+        x = self.skip(self.tower, x) if image is None else x + self.project(self.tower(image)).mean()
+        x = self.blocks[0](x)
+        x = self.skip(self.blocks[1], x.detach()) + x if passes_by else self.blocks[1](x)
+        return self.blocks[2](x)
+
+
+@pytest.mark.parametrize("prefetch", [*BackwardPrefetch, None])
+@ranks(3)
+def test_units_in_which_nothing_trains(ctx, prefetch):
+    """Backward comes to them where it comes on ranks that run them, whatever tensors a rank passes by with."""
+    torch.manual_seed(0)
+    plain, model = Tower(lambda module, x: x).double(), Tower(skip).double()
+    model.load_state_dict(plain.state_dict())
+    options = {"process_group": ctx.group, "backward_prefetch": prefetch}
+    fully_shard(model.tower, policy={Block}, **options)
+    fully_shard(model, policy={Block}, **options)
+    ids, image = torch.arange(3), torch.ones(2, WIDTH).double()
+    # Who has an image, and who passes by the block in the middle. At first all pass by, of whom none has ever run it.
+    cases = ((), (0, 1, 2)), ((1, 2), (0, 1)), ((), ()), ((0,), (2,)), ((0, 1, 2), (0, 1, 2))
+    for number, (having, passing) in enumerate(cases):
+        given = [(ids + rank % 2, image if rank in having else None, rank in passing) for rank in range(3)]
+        for each in given:
+            (plain(*each).square().mean() / 3).backward()
+        with record_events() as events:
+            model(*given[ctx.rank]).square().mean().backward()
+        check_same_gradients(model, plain)
+        assert events.count("all-gather tower.1") == 1, having  # not for backward
+        assert events.count("all-gather blocks.1") == (2 if number else 1), passing
+        assert {u.state for u in describe(model).units} == {"sharded"}
+
+
+@ranks(2)
+def test_a_frozen_unit_that_backward_comes_to_now_and_then(ctx):
+    """As to a loss network: to what is generated, and not to what is real. The tensors tell."""
+    net, maker = nn.Sequential(Block(), Block()).requires_grad_(False), Block()
+    for module in (net, maker):
+        fully_shard(module, policy={Block}, process_group=ctx.group)
+    x = torch.ones(2, WIDTH)
+    for step in range(3):
+        real, made = (net(t) if step == 0 or ctx.rank else skip(net, t) for t in (x, maker(x)))
+        with record_events() as events:
+            (real - made).square().sum().backward()
+        assert [e for e in events if e.startswith("all-gather")] == ["all-gather 1", "all-gather 0"]
+    assert {u.state for u in describe(net).units} == {"sharded"}

@@ -10,11 +10,19 @@ The graph holds an *anchor* in place of the unit's parameters: an empty leaf ten
 anchor at the point where it would have computed those of the parameters. The unit waits for this gradient, too. When all
 gradients have come, a unit that did not run on this rank is reduced as one whose parameters are unused: [Note: Negative zero
 marks an unused parameter].
+
+[Note: Whether backward comes to a frozen unit]
+Backward comes to a unit in which nothing trains if the inputs of the ranks that run it require gradients. What a rank passes
+by with tells nothing of that: a batch without images has its text embeddings, where others have images. So a rank that runs
+such a unit writes to the process group's store whether its output requires a gradient: at most once for either answer. A
+rank that skips it, and never ran it, waits until one has written, or until all ranks are found to skip it. If the store has
+both answers (a loss network on real and on generated images), the given tensors are taken for inputs.
 """
 
 from __future__ import annotations
 
 import sys
+import time
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -24,10 +32,12 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
 from flatshard import _frames
+from flatshard._comm.progress import GATHER, NOBODY
 from flatshard._composable.backward import Backward
 from flatshard._composable.extensions import Extension, ForwardFeature
 from flatshard._composable.find import unit_for, units_below, units_of
 from flatshard._composable.hooks import UnitHooks
+from flatshard._composable.outputs import tensors_in
 from flatshard._composable.state import Context, Forward, Unit, unit_of
 
 Tensors = tuple[torch.Tensor, ...]
@@ -50,6 +60,9 @@ class RanInside(ForwardFeature):
         self.modules: dict[nn.Module, list[nn.Module]] = {}
         # On process groups that have nothing to do with the unit's: after how many modules of its pass they ran.
         self._elsewhere: list[tuple[int, nn.Module]] = []
+        # Whether backward came to it, on the ranks of this label: [Note: Whether backward comes to a frozen unit]
+        self._comes, self._label = set[bool](), NOBODY
+        self._asked: str | None = None  # the key by which ranks counted last that all of them skip it
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RanInside:
         return RanInside()
@@ -58,6 +71,8 @@ class RanInside(ForwardFeature):
         context, elsewhere, self._elsewhere = forward.unit.context, self._elsewhere, []
         if forward.in_backward or (output is None and sys.exc_info()[1] is not None):
             return
+        if torch.is_grad_enabled() and not _trains(forward.unit):
+            self._tell(forward.unit, output)
         order = context.order.current
         inside = [] if order[-1] is forward.module else _since(forward.module, order)
         self.modules[forward.module] = _merged(inside, len(order) - len(inside), elsewhere) if elsewhere else inside
@@ -67,6 +82,63 @@ class RanInside(ForwardFeature):
                     ran = around.forwards[-1].unit.feature(RanInside)
                     assert ran is not None
                     ran._elsewhere.append((len(around.order.current), forward.module))
+
+    def _known(self, unit: Unit) -> set[bool]:
+        if self._label is not unit.handle.ranks.label:  # the first time, or it is on other ranks
+            self._label, self._comes, self._asked = unit.handle.ranks.label, set(), None
+        return self._comes
+
+    def _tell(self, unit: Unit, output: Any) -> None:
+        runtime, known = unit.handle.runtime, self._known(unit)
+        if len(known) < 2 and (comes := any(t.requires_grad for t in tensors_in(output))) not in known:
+            known.add(comes)
+            if runtime.progress is not None and not unit.handle.never_gathers:
+                runtime.store().set(f"{_key(unit)}{comes}", "1")
+
+    def comes(self, unit: Unit, given: bool) -> bool:
+        """Whether backward comes to ``unit``, in which nothing trains and which this rank skips.
+
+        ``given``: whether it would if the given tensors were its inputs.
+
+        Raises:
+            RuntimeError: no rank has run the unit in time.
+        """
+        runtime = unit.handle.runtime
+        if runtime.progress is None or unit.handle.never_gathers or unit.claims.keep:
+            return given
+        if not self._known(unit):
+            number = runtime.progress.counts.get(unit.handle.ranks.label.tag + GATHER, 0)
+            self._comes = self._ask(unit, runtime.store(), f"{_key(unit)}{number}", runtime.world_size)
+        return given if len(self._comes) == 2 else True in self._comes
+
+    def _ask(self, unit: Unit, store: Any, skipped: str, world_size: int) -> set[bool]:
+        """What other ranks have told of ``unit``. Nothing, if all skip it now; they count that under the key ``skipped``."""
+        until, pause = time.monotonic() + store.timeout.total_seconds(), 0.001
+        store.add(skipped, 1)
+        while True:
+            told = {comes for comes in (False, True) if store.check([f"{_key(unit)}{comes}"])}
+            if store.add(skipped, 0) >= world_size:  # what was told is of a later forward
+                if self._asked is not None and unit.handle.runtime.rank == 0:  # all ranks have read it
+                    store.delete_key(self._asked)
+                self._asked = skipped
+                return set()
+            if told:
+                return told
+            if time.monotonic() > until:
+                raise RuntimeError(
+                    f"skip: no rank has run unit {unit.fqn or '<root>'!r}, in which nothing trains, and not all have skipped "
+                    "it. Each rank must run it or call flatshard.skip in its place"
+                )
+            time.sleep(pause)
+            pause = min(2 * pause, 0.1)
+
+
+def _key(unit: Unit) -> str:
+    return f"flatshard/comes/{unit.handle.ranks.label.tag}/"
+
+
+def _trains(unit: Unit) -> bool:
+    return any([needed.handle.gradients.accumulators.nodes for needed in unit.needs])
 
 
 def _merged(inside: list[nn.Module], start: int, elsewhere: list[tuple[int, nn.Module]]) -> list[nn.Module]:
@@ -122,7 +194,9 @@ def _pass_by(unit: Unit, module: nn.Module, tensors: Tensors, inside: Callable[[
             if not unit.is_done_with_gradients and not unit.handle.never_gathers:
                 watched = hooks.watch_inputs(unit.context.forwards[-1], tensors, {})
                 tensors = tensors if watched is None else watched[0]
-            tensors = marked = _mark(unit, inside(tensors))
+            tensors = inside(tensors)
+            if _comes(unit, tensors) and tensors:
+                tensors = marked = _mark(unit, tensors)
         else:
             tensors = inside(tensors)
     finally:
@@ -132,10 +206,19 @@ def _pass_by(unit: Unit, module: nn.Module, tensors: Tensors, inside: Callable[[
     return tensors
 
 
+def _comes(unit: Unit, tensors: Tensors) -> bool:
+    """Whether backward comes to ``unit`` on the ranks that run it. ``tensors``: that are passed through it here."""
+    given = any([t.requires_grad for t in tensors])
+    if _trains(unit):
+        return True
+    ran = unit.feature(RanInside)
+    return given if ran is None or any(map(_trains, units_below(unit.module))) else ran.comes(unit, given)
+
+
 def _mark(unit: Unit, tensors: Tensors) -> Tensors:
     anchors = [_anchor(needed) for needed in unit.needs if needed.handle.gradients.accumulators.nodes]
-    if not anchors and not any([t.requires_grad for t in tensors]):
-        return tensors
+    if not anchors and not any([t.requires_grad for t in tensors]):  # as those of other ranks do
+        anchors = [torch.empty(0, device=tensors[0].device, requires_grad=True)]
     return _add_node(len(anchors), *anchors, *tensors)
 
 
@@ -203,7 +286,8 @@ def skip(module: nn.Module, *tensors: torch.Tensor) -> Any:
                 x = flatshard.skip(expert, x)
         x.sum().backward()
 
-    Backward reaches the unit through the returned tensors, so the loss must depend on them. Under ``torch.no_grad()`` the
+    Backward reaches the unit through the returned tensors, so the loss must depend on them. A unit in which nothing trains is
+    reached if it is on the ranks that run it, whatever tensors are given. Under ``torch.no_grad()`` the
     unit is only gathered and freed. A rank that has run out of data skips the whole model: ``flatshard.skip(model,
     torch.zeros(())).backward()`` in a training step, ``flatshard.skip(model)`` in evaluation and generation.
 
