@@ -11,6 +11,7 @@ import pytest
 import torch
 from expecttest import assert_expected_inline
 from on_ranks import ranks
+from parity import check_same_params, step_all, twins
 from torch import Tensor, nn
 
 import flatshard
@@ -154,3 +155,46 @@ def test_choices_that_cannot_be(fake_group):
     ):
         with pytest.raises((TypeError, ValueError), match=match):
             make()
+
+
+class Byol(nn.Module):
+    """A network, a predictor, and a copy of the network that follows it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.online = nn.Sequential(nn.Linear(3, 5), nn.LayerNorm(5), nn.Linear(5, 3))
+        self.predictor = nn.Linear(3, 4)
+        self.target = copy.deepcopy(self.online).requires_grad_(False)
+        self.still = nn.Linear(3, 2).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.predictor(self.online(x)).sum(1) - (self.target(x) + self.still(x).sum(1, keepdim=True)).sum(1)
+
+    @torch.no_grad()
+    def follow(self) -> None:
+        for ours, target in zip(self.online.parameters(), self.target.parameters(), strict=True):
+            target.data = 0.75 * target.data + 0.25 * ours.data
+            target.data.mul_(0.75).add_(ours.data, alpha=0.25)
+            target.mul_(0.75).add_(ours, alpha=0.25)
+            target.lerp_(ours, 0.25)
+            target.copy_(0.75 * target + 0.25 * ours)
+
+
+@ranks(2, 3)
+def test_a_network_and_its_copy_in_one_unit(ctx):
+    """They are cut alike, so that one follows the other part by part. One frozen layer of several is no copy."""
+    for policy in (None, {nn.Linear}):
+        plain, model = twins(ctx, Byol, policy)
+        optimizers = [torch.optim.SGD(m.online.parameters(), lr=0.5) for m in (plain, model)]
+        x = torch.linspace(-1, 1, 18, dtype=torch.double).view(6, 3)
+        for _ in range(2):
+            for m, given in ((plain, x), (model, x.chunk(ctx.world_size)[ctx.rank])):
+                m(given).square().mean().backward()
+            step_all(optimizers)
+            plain.follow()
+            model.follow()
+        check_same_params(model, plain)
+    layers = nn.Sequential(*(nn.Linear(2, 2) for _ in range(4)), nn.Linear(2, 3))
+    layers[0].requires_grad_(False)
+    [unit] = flatshard.describe(fully_shard(layers, process_group=ctx.group)).units
+    assert len(unit.flats) == 2

@@ -1,7 +1,18 @@
-"""Plans the flat parameters of a unit and their layouts over the ranks, without changing anything."""
+"""Plans the flat parameters of a unit and their layouts over the ranks, without changing anything.
+
+[Note: A network and its frozen copy]
+A target or a teacher (BYOL, MoCo, DINO) is a copy of a network, and follows it: ``target.lerp_(online, 0.01)`` for each
+parameter. So on each rank the parts of both must be the same elements. If each is a unit, they are cut alike, as shapes are
+the same. If one unit has both, they are cut alike if each has a flat parameter without other parameters. So those of a
+network and of its copy are laid out apart from the rest (a predictor), which takes one more collective. A copy is what is
+frozen, with the names, shapes and dtypes of one module that is not. It must be most of what is frozen in the unit: else one
+frozen layer of many would be taken for a copy.
+"""
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -56,7 +67,8 @@ def plan_flats(unit: PlannedUnit, world_size: int, loads: Loads) -> list[Planned
         ValueError: a strict layout would exceed its limit on padding, or a parameter's dtype is none that it can have.
     """
     config = unit.config
-    found: dict[tuple[Groups | None, torch.dtype, bool, FlatOptions], list[_Member]] = {}
+    found: dict[tuple[Groups | None, torch.dtype, bool, FlatOptions, bool], list[_Member]] = {}
+    copied = _copied(unit.owned)
     for owned in unit.owned:
         param, wrapping = owned.param, wrapping_of(owned.param)
         plain = param if wrapping is None else wrapping.unwrap(param)
@@ -67,13 +79,34 @@ def plan_flats(unit: PlannedUnit, world_size: int, loads: Loads) -> list[Planned
         layout = layout_for(config.layout, owned.fqn, param)
         if isinstance(wrapping, TensorSubclass) and len(wrapping.leaves) > 1:
             layout = Elements()  # sharded as bytes
-        key = owned.groups, plain.dtype, param.requires_grad, options
+        key = owned.groups, plain.dtype, param.requires_grad, options, owned.fqn in copied
         found.setdefault(key, []).append((owned, plain, layout))
     flats = []
-    for (groups, dtype, _, options), members in found.items():
+    for (groups, dtype, _, options, _), members in found.items():
         of_ranks = loads.setdefault(groups, [0] * _ranks(groups, world_size))
         flats.append(_lay_out(unit.fqn, members, dtype, options, _shards(unit, groups, world_size), of_ranks))
     return flats
+
+
+def _copied(owned: Sequence[PlannedParam]) -> set[str]:
+    """FQNs of parameters in a network and in its copy. [Note: A network and its frozen copy]"""
+    frozen = {each.fqn: each.param.numel() for each in owned if not each.param.requires_grad}
+    if len(frozen) in (0, len(owned)):
+        return set()
+    inside = defaultdict[str, list[PlannedParam]](list)  # by the FQN of a module
+    for each in owned:
+        for at in (i for i, char in enumerate(each.fqn) if char == "."):
+            inside[each.fqn[:at]].append(each)
+    alike = defaultdict[object, tuple[list[str], list[str]]](lambda: ([], []))  # modules that are frozen, and others
+    for fqn, params in inside.items():
+        if len({each.param.requires_grad for each in params}) == 1:
+            kind = tuple((each.fqn[len(fqn) :], each.param.shape, each.param.dtype) for each in params)
+            alike[kind][params[0].param.requires_grad].append(fqn)
+    pairs = [
+        fqn for copies, networks in alike.values() if len(copies) == len(networks) == 1 for fqn in copies + networks
+    ]
+    copied = {each.fqn for fqn in pairs for each in inside[fqn]}
+    return copied if 2 * sum(frozen[fqn] for fqn in copied & frozen.keys()) > sum(frozen.values()) else set()
 
 
 def plan_again(
