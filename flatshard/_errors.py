@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from flatshard import _frames
+from flatshard._names import UNIT_KEY
 
 
 class InternalError(AssertionError):
@@ -122,6 +123,19 @@ RESTRUCTURE_BEFORE = (
     "parametrize, prune, normalise or delete parameters before fully_shard. A model that is sharded already: build it again, "
     "load flatshard.checkpoint.full_state_dict(module) into it, change it, and then call fully_shard"
 )
+
+
+def cure_of_reading() -> str:
+    """What the caller's code can do that computes with a part as if it were the whole."""
+    for frame in _frames.outward(_frames.of_caller()):
+        module = _frames.self_of(frame)
+        if _frames.function_name(frame) == "forward" and UNIT_KEY in getattr(module, "__dict__", ()):
+            return (
+                f"But here {type(module).__name__}.forward computes with it, and the policy has made the module that has it "
+                "a unit of its own. Leave that one to the unit around it: a head whose weight is read (a fused loss) by "
+                "policy={Block} in place of SplitRoot({Block})"
+            )
+    return "If a method of yours computes with it, register the method by flatshard.register_forward_method"
 
 
 def refuse_other_sharding(fqn: str) -> None:

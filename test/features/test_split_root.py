@@ -1,17 +1,19 @@
 """``policies.SplitRoot``: what the beginning and the end of a model need are units, in place of the outermost one."""
 
+import copy
 import functools
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
+import pytest
 import torch
 from checkpointed import CALLS
 from clean import check_clean
 from expecttest import assert_expected_inline
 from models import Block
 from on_ranks import ranks
-from parity import check_parity
+from parity import check_parity, check_same_gradients, twins
 from torch import Tensor, nn
 
 from flatshard import BackwardPrefetch, CustomPolicy, ShardingStrategy, describe, fully_shard
@@ -206,3 +208,30 @@ def test_collectives_and_what_is_unsharded(world):
         gathers = {u.fqn or "<root>": 1 + bool(u.fqn) for u in seen[0]} | {"words, places": 2 + tied}
         assert {fqn: n for (verb, fqn), n in counts.items() if verb == "all-gather"} == gathers
         assert {fqn: n for (verb, fqn), n in counts.items() if verb == "reduce-scatter"} == dict.fromkeys(gathers, 1)
+
+
+class Fused(Lm):
+    """Its loss reads the weight of its head."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.words(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return (self.norm(x) @ self.head.weight.T).logsumexp(-1)
+
+
+@ranks(2)
+def test_a_head_whose_weight_is_read(ctx):
+    """The error says that it is a unit, and a policy by which it is none; with that, it trains."""
+    plain, model = twins(ctx, Fused, SPLIT)
+    tokens = torch.arange(6).view(2, 3)
+    with pytest.raises(RuntimeError) as caught:
+        model(tokens)
+    text = str(caught.value)
+    assert "'head.weight' is sharded" in text
+    assert "Fused.forward computes with it" in text
+    assert "policy={Block} in place of SplitRoot({Block})" in text
+    model = fully_shard(copy.deepcopy(plain), policy={Block}, process_group=ctx.group)
+    for m in (plain, model):
+        m(tokens).sum().backward()
+    check_same_gradients(model, plain)

@@ -25,7 +25,7 @@ from typing import Any, ClassVar, NoReturn
 import torch
 from torch import nn
 
-from flatshard._errors import refuse_other_sharding
+from flatshard._errors import cure_of_reading, refuse_other_sharding
 from flatshard._handle.tensors.aggregate import Aggregate, device_for, local_norms, plainly
 from flatshard._handle.tensors.operations import OperationKind, is_in_place, is_of_many, kind_of
 from flatshard._handle.tensors.partial import METADATA, NORMS, UNSCALE, make_whole, norm_arguments, retype
@@ -133,8 +133,8 @@ def refuse(info: ShardInfo, name: str) -> NoReturn:
     refuse_other_sharding(info.fqn)
     raise RuntimeError(
         f"{info.describe()}, and {_SYMBOLS.get(name, name)!r} needs the whole. It is whole inside `with "
-        "flatshard.summon_full_params(module):` (a gradient, with with_grads=True) and in the forward of its module. If a "
-        "method of yours computes with it, register the method by flatshard.register_forward_method"
+        "flatshard.summon_full_params(module):` (a gradient, with with_grads=True) and in the forward of its module. "
+        f"{cure_of_reading()}"
     )
 
 
