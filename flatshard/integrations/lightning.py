@@ -34,7 +34,7 @@ class FlatshardStrategy(DDPStrategy):
     Processes are started and connected as by Lightning's ``DDPStrategy``. Clipping, accumulation, precision plugins and
     ``sync_batchnorm`` work as with it, and its summary counts whole parameters (by the callback's ``_summary``). Each step
     method of the module is a forward of it, so it may use any parameter. Under manual optimization it is not, as the step
-    itself steps the optimizer: there, call ``self(...)`` or submodules.
+    itself steps the optimizer: there, call ``self(...)``, or networks that are units (``policy={Generator, Critic}``).
 
     Args:
         policy: which modules are units; see :func:`flatshard.fully_shard`. ``configure_model`` may shard modules itself.

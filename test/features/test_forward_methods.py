@@ -241,8 +241,9 @@ def test_a_method_that_was_not_registered(ctx):
     model.blocks[1].mix = lambda x: x
     with pytest.raises(RuntimeError, match=r"'blocks\.1\.gain' is sharded.* But Block\.forward was called outside"):
         model.blocks[1].forward(x)  # as a method, which no hook sees
-    for direct in (lambda: model.head(x), lambda: nn.Sequential(model.head)(x)):
-        with pytest.raises(RuntimeError, match=r"'embed\.weight' is sharded.* But Linear.* call the module that is"):
+    for direct, outermost in ((lambda: model.head(x), "Linear"), (lambda: nn.Sequential(model.head)(x), "Sequential")):
+        message = rf"'embed\.weight' is sharded.* But Linear.* call the module that is .*make the {outermost} a unit"
+        with pytest.raises(RuntimeError, match=message):
             direct()
     around = fully_shard(nn.Sequential(model), process_group=ctx.group)
     around.extra = lambda x: model.norm(x)

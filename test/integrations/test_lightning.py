@@ -207,3 +207,42 @@ def test_fabric_is_one_process(ctx):
     steps = torch.optim.AdamW(alone.parameters(), lr=1e-2)
     step_every_other(alone, steps, (distance(alone, x, y) for x, y in loader(8)))
     check_equal(full_state_dict(model.module), alone.state_dict())
+
+
+@ranks(2, pool="pair")
+def test_manual_optimization(ctx):
+    """A network that is no unit is named, by its class; as a unit it trains as in one process, with two optimizers."""
+    import lightning
+
+    class Network(nn.Sequential):
+        pass
+
+    class Manual(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+            torch.manual_seed(0)
+            self.first, self.second = (Network(nn.Linear(WIDTH, WIDTH), Block(WIDTH)).double() for _ in range(2))
+
+        def training_step(self, batch: Any, index: int) -> None:
+            x, y = batch
+            for net, optimizer in zip((self.first, self.second), self.optimizers(), strict=True):
+                optimizer.zero_grad()
+                self.manual_backward(F.mse_loss(net(x).mean(1, keepdim=True), y))
+                optimizer.step()
+
+        def configure_optimizers(self) -> Any:
+            return [torch.optim.SGD(net.parameters(), lr=0.1) for net in (self.first, self.second)]
+
+    from flatshard.integrations.lightning import FlatshardStrategy
+
+    with pytest.raises(RuntimeError, match=r"'first\.0\.weight' .*manual optimization.*make the Network a unit"):
+        trainer(ctx, epochs=1).fit(Manual(), loader(4, ctx.rank))
+    model, alone = Manual(), Manual()
+    trainer(ctx, FlatshardStrategy(policy={Network}), epochs=1).fit(model, loader(4, ctx.rank))
+    for net, steps in zip((alone.first, alone.second), alone.configure_optimizers(), strict=True):
+        for x, y in loader(8):
+            steps.zero_grad()
+            sum(F.mse_loss(net(x[r::2]).mean(1, keepdim=True), y[r::2]) for r in range(2)).div(2).backward()
+            steps.step()
+    check_equal(full_state_dict(model), alone.state_dict())

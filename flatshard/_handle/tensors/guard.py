@@ -321,10 +321,14 @@ def _explain(param: ShardedParameter, forward: FrameType) -> str:
             "Otherwise this forward was not called by its unit's forward: call the module that is the unit, as module(...)"
         )
     # The innermost public method: `generate`, and not the helper that it calls.
-    method, owner = None, ""
+    method, owner, called = None, "", kind  # `called`: the outermost module that it calls
     for frame in outward(_frames.caller_of(forward)):
         caller = self_of(frame)
-        if isinstance(caller, nn.Module) and not _frames.is_in_module_file(frame) and _all_gathers(caller, param):
+        if not isinstance(caller, nn.Module) or _frames.is_in_module_file(frame):
+            continue
+        if method is None and _frames.function_name(frame) == "forward":
+            called = type(caller).__name__
+        if _all_gathers(caller, param):
             found = _frames.method_name(type(caller), frame)
             if found not in (None, "forward") and (method is None or not found.startswith("_")):
                 method, owner = found, type(caller).__name__
@@ -332,15 +336,19 @@ def _explain(param: ShardedParameter, forward: FrameType) -> str:
             break
     if method is not None:
         what = f"{owner}.{method}"
-        cure = f"after flatshard.register_forward_method(module, {method!r}), {what} gathers what it uses"
+        cure = (
+            f"after flatshard.register_forward_method(module, {method!r}), {what} gathers what it uses. If it steps an "
+            f"optimizer itself (manual optimization), do not register it, but make the {called} a unit of its own"
+        )
     else:
         cure = (
             "call the module that is the unit, as module(...), or run this inside `with "
-            "flatshard.summon_full_params(module):`; for the unit's other methods see register_forward_method"
+            "flatshard.summon_full_params(module):`; for the unit's other methods see register_forward_method. Or make the "
+            f"{called} a unit of its own"
         )
     return (
         f"parameter {info.fqn!r} is sharded: this rank has elements {info.start}:{info.stop} of shape {info.shape}. But "
-        f"{kind}.forward was called outside of its unit's forward: {cure}. Or make the {kind} a unit of its own"
+        f"{kind}.forward was called outside of its unit's forward: {cure}, as by policy={{{called}}}"
     )
 
 
