@@ -54,10 +54,13 @@ class Skip(Extension):
 
 
 class RanInside(ForwardFeature):
-    """For each module of one unit: the modules of units that ran inside its last forward without an error."""
+    """For each module of one unit: the modules of units that ran inside its last forward without an error.
+
+    Forwards with gradients and those without are apart: generation may run the decoder alone, between two training steps.
+    """
 
     def __init__(self) -> None:
-        self.modules: dict[nn.Module, list[nn.Module]] = {}
+        self._modules: dict[tuple[nn.Module, bool], list[nn.Module]] = {}  # with gradients: True
         # On process groups that have nothing to do with the unit's: after how many modules of its pass they ran.
         self._elsewhere: list[tuple[int, nn.Module]] = []
         # Whether backward came to it, on the ranks of this label: [Note: Whether backward comes to a frozen unit]
@@ -75,13 +78,19 @@ class RanInside(ForwardFeature):
             self._tell(forward.unit, output)
         order = context.order.current
         inside = [] if order[-1] is forward.module else _since(forward.module, order)
-        self.modules[forward.module] = _merged(inside, len(order) - len(inside), elsewhere) if elsewhere else inside
+        ran_now = _merged(inside, len(order) - len(inside), elsewhere) if elsewhere else inside
+        self._modules[forward.module, torch.is_grad_enabled()] = ran_now
         if len(Context.passes) > 1:
             for around in [ref() for ref in Context.passes]:
                 if around is not None and around is not context and around.forwards:
                     ran = around.forwards[-1].unit.feature(RanInside)
                     assert ran is not None
                     ran._elsewhere.append((len(around.order.current), forward.module))
+
+    def inside(self, module: nn.Module, default: list[nn.Module]) -> list[nn.Module]:
+        """What ran inside the last forward of ``module``. ``default``: if there was none."""
+        in_training = self._modules.get((module, True), default)
+        return in_training if torch.is_grad_enabled() else self._modules.get((module, False), in_training)
 
     def _known(self, unit: Unit) -> set[bool]:
         if self._label is not unit.handle.ranks.label:  # the first time, or it is on other ranks
@@ -161,7 +170,7 @@ def _all_inside(module: nn.Module) -> set[nn.Module]:
     while todo:
         unit = unit_of(inner := todo.pop())
         ran = None if unit is None else unit.feature(RanInside)
-        todo += [m for m in (() if ran is None else ran.modules.get(inner, ())) if m not in found]
+        todo += [m for m in ([] if ran is None else ran.inside(inner, [])) if m not in found]
         found.update(todo)
     return found
 
@@ -292,8 +301,8 @@ def skip(module: nn.Module, *tensors: torch.Tensor) -> Any:
     torch.zeros(())).backward()`` in a training step, ``flatshard.skip(model)`` in evaluation and generation.
 
     The module's own forward hooks do not run, and its buffers do not change. Units inside ``module`` are skipped in the order
-    in which they ran in this rank's last forward of the unit around them, or in module order if there was none. Skip them one
-    by one instead
+    in which they ran in this rank's last forward of the unit around them (in training: the last with gradients), or in module
+    order if there was none. Skip them one by one instead
 
     - if the other ranks run them in another order: in that order;
     - if the other ranks run several of them in one activation checkpoint, which gathers them in another order in backward:
@@ -357,4 +366,4 @@ class _Inside:
         unit = unit_of(module)
         assert unit is not None
         ran = unit.feature(RanInside)
-        return _pass_by(unit, module, tensors, _Inside(inside if ran is None else ran.modules.get(module, inside)))
+        return _pass_by(unit, module, tensors, _Inside(inside if ran is None else ran.inside(module, inside)))
