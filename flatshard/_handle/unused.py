@@ -53,7 +53,8 @@ class Unused:
         if not self.found or not self._is_reduced or progress is None:
             return
         key = f"flatshard/unused/{label.tag}/{progress.counts.get(label.tag + REDUCE, 0) + 1}"
-        runtime.store().append(key, f"{sum(1 << index for index in self.found):x} ")
+        # With the rank, as a store without an append of its own (a file's) takes equal bytes for those that it has.
+        runtime.store().append(key, f"{runtime.rank}:{sum(1 << index for index in self.found):x} ")
         self._unread = runtime, key
 
     def ask(self, pending: Pending) -> None:
@@ -65,7 +66,7 @@ class Unused:
         if not isinstance(pending, Then):  # which has ended
             wait_on_host(pending)
         (runtime, key), store = self._unread, self._unread[0].store()
-        told = [int(named, 16) for named in store.get(key).split()]
+        told = [int(named.partition(b":")[2], 16) for named in store.get(key).split()]
         by_all = functools.reduce(operator.and_, told) if len(told) == runtime.world_size else 0
         # All ranks have started this reduction, so they have read the list of the one before.
         if (before := self._read.get(runtime.number)) is not None:
