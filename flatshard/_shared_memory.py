@@ -351,11 +351,11 @@ class SharedMemory:
             raise self._failure
 
     def _begin_to_meet(self, collectives: GlooCollectives) -> None:
-        addresses = torch.zeros(self._size, 4, dtype=torch.int64)
+        addresses = torch.zeros(self._size, 4, dtype=torch.int64, device="cpu")
         try:
             self._own = _Segment(self._size)
             self.forget_in_forks()
-            addresses[self._rank] = torch.tensor(self._own.address)
+            addresses[self._rank] = torch.tensor(self._own.address, device="cpu")
         except (OSError, AttributeError) as e:  # an address of zeros is nobody's
             _trace.logger.debug("no shared memory: %s", e)
         told = self._tell(collectives, addresses)
@@ -377,7 +377,7 @@ class SharedMemory:
                     _trace.logger.debug(
                         "rank %d of the group cannot read the memory of rank %d: %s", self._rank, rank, e
                     )
-            mapped = torch.zeros(self._size, self._size, dtype=torch.int64)
+            mapped = torch.zeros(self._size, self._size, dtype=torch.int64, device="cpu")
             mapped[self._rank, [*self._peers]] = 1
             self._tell(collectives, mapped).wait()
             self._readers = mapped[:, self._rank].nonzero().flatten().tolist()
@@ -397,7 +397,8 @@ class SharedMemory:
         """Send payloads of one size to all other ranks, and receive theirs: see ``_exchange``. The ranks have met."""
         headers = self._send(collectives, sent) if self._readers else {}
         received = {
-            k: torch.empty(_HEADER, dtype=torch.int64) if k in self._peers else receive(k) for k in self._others
+            k: torch.empty(_HEADER, dtype=torch.int64, device="cpu") if k in self._peers else receive(k)
+            for k in self._others
         }
         outgoing = [(headers.get(k, sent[k]), k) for k in reversed(self._others)]
         works = collectives.messages(outgoing, [(received[k], k) for k in self._others], tag)
@@ -427,7 +428,7 @@ class SharedMemory:
             for k in self._readers[:1] if is_one else self._readers:
                 own.mapping.view(starts[k], nbytes, sent[k].dtype).copy_(sent[k])
         own.await_readers(block, self._readers)
-        return {k: torch.tensor([block.start, starts[k], nbytes]) for k in self._readers}
+        return {k: torch.tensor([block.start, starts[k], nbytes], device="cpu") for k in self._readers}
 
     def _send_by_gloo(self, collectives: GlooCollectives, sent: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
         """[Note: No room]"""
@@ -445,7 +446,7 @@ class SharedMemory:
             tag = next(self._tags)
             own.await_readers(block, [k])
             self._messages.append((block, collectives.messages([(copies[id(sent[k])], k)], [], tag)))
-            headers[k] = torch.tensor([block.start, -tag, sent[k].nbytes])
+            headers[k] = torch.tensor([block.start, -tag, sent[k].nbytes], device="cpu")
         return headers
 
 

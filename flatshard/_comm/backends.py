@@ -295,7 +295,7 @@ class GlooCollectives(BuiltinCollectives):
         exchanges in the same order.
         """
         as_bytes = [[(tensor.view(torch.uint8), rank) for tensor, rank in messages] for messages in (sent, received)]
-        tag, nothing = (label or here.label).tag + EXCHANGE, torch.empty(0, dtype=torch.uint8)
+        tag, nothing = (label or here.label).tag + EXCHANGE, torch.empty(0, dtype=torch.uint8, device="cpu")
         last = Works([])
 
         def ask() -> None:
@@ -324,7 +324,9 @@ class GlooCollectives(BuiltinCollectives):
 
     def all_reduce(self, tensor: torch.Tensor, label: Label | None = None) -> Pending:
         tensor, tag = as_real(tensor), (label or here.label).tag
-        tags = torch.tensor([tag, -tag])  # the maxima over the ranks are the largest tag, and minus the smallest
+        tags = torch.tensor(
+            [tag, -tag], device="cpu"
+        )  # the maxima over the ranks are the largest tag, and minus the smallest
 
         def average() -> None:
             largest, smallest = tags.tolist()

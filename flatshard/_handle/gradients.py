@@ -67,7 +67,7 @@ SMALL = 128 * 1024  # bytes of a flat parameter below which overhead per operati
 _grad, _grad_of_plain, _layout = plain_grad.__get__, operator.attrgetter("grad"), operator.attrgetter("layout")
 _NONE = itertools.repeat(None)
 _STRIDED = {torch.strided}
-_ZERO = torch.zeros(())  # an addend on any device and of any dtype: to torch a number costs twice as much
+_ZERO = torch.zeros((), device="cpu")  # an addend on any device and of any dtype: to torch a number costs twice as much
 
 
 @functools.cache

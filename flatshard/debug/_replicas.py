@@ -105,7 +105,7 @@ def _compare(runtime: Runtime, values: Named) -> str:
         return ""
     every = torch.empty(runtime.world_size, len(values), dtype=torch.int64, device=runtime.device)
     mine = every[runtime.rank]
-    mine.copy_(torch.tensor([_hash(t) for _, t in values]))
+    mine.copy_(torch.tensor([_hash(t) for _, t in values], device="cpu"))
     runtime.exact.all_gather(every.view(-1), mine, _LABEL).wait()
     ranks = dist.get_process_group_ranks(runtime.group)
     found = []

@@ -143,7 +143,7 @@ class FlatshardCheckpointManager(CheckpointManager):
         if not from_hf:
             super().dcp_load(state_dict, checkpoint_id, from_hf, from_quantized)
             return
-        whole = {name: torch.empty(v.shape, dtype=v.dtype) for name, v in state_dict.items()}
+        whole = {name: torch.empty(v.shape, dtype=v.dtype, device="cpu") for name, v in state_dict.items()}
         for prefix, module in self._fused():
             module._split_qkv_on_save(module, whole, prefix, {})
         read = self.sd_adapter.to_hf(whole)

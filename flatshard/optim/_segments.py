@@ -57,7 +57,7 @@ def segment_reduce(
             )
     wide = any(t.dtype in (torch.float64, torch.complex128) for t in tensors)
     if not tensors:
-        return torch.zeros(0)
+        return torch.zeros(0, device="cpu")
     aggregate = Aggregate("sum" if op == "mean" else op, ord)
     runtimes = [None if info is None else info.runtime for info in infos]
     with torch.no_grad(), plainly():

@@ -166,7 +166,7 @@ def _stepped(
         now = torch.cat([param.detach().flatten() for params in ranks for param in params])
         whole = (now - start.cos()) * start.square()
         if number % 2:  # orthogonal to the values, because some optimizers project the gradient
-            whole = (now.reshape(-1, 2).flip(1) * torch.tensor([-1.0, 1.0], dtype=now.dtype)).flatten()
+            whole = (now.reshape(-1, 2).flip(1) * torch.tensor([-1.0, 1.0], dtype=now.dtype, device="cpu")).flatten()
         grads = iter(whole.split(sizes))  # type: ignore[no-untyped-call]
         for params, instance in zip(ranks, tried, strict=True):
             torch.default_generator.manual_seed(1000 * seed + number)

@@ -110,5 +110,5 @@ def _on_device(
 def _small(tensor: Tensor) -> Tensor:
     """A CPU tensor of the same shape and dtype, whose rows are all the same memory."""
     size, last = tensor.size(-1), max(1, tensor.stride(-1))
-    row = torch.zeros(1 + max(0, size - 1) * last, dtype=tensor.dtype)
+    row = torch.zeros(1 + max(0, size - 1) * last, dtype=tensor.dtype, device="cpu")
     return row.as_strided(tensor.shape, [0] * (tensor.dim() - 1) + [last]).requires_grad_(tensor.requires_grad)

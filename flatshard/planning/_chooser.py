@@ -50,13 +50,15 @@ class Sums:
         options = options_of(start[0], recomputes)
         self.states = states_of(timeline, options)
         self.stays_until_change = start[0].stays == UNTIL_CHANGE
-        self.last_of = torch.tensor([-1 if r.pair[1] is None else timeline.place[r.pair[1]] for r in timeline.rows])
+        self.last_of = torch.tensor(
+            [-1 if r.pair[1] is None else timeline.place[r.pair[1]] for r in timeline.rows], device="cpu"
+        )
         self.base, self.rows = _rows(timeline, options)
         _settle(self.rows, self.last_of)
         # For each unit and state: the states of the one before with which it may be.
         self.befores = _befores(timeline, self.states)
         # For each unit: the least that it and later ones add, by the state before it; and the stretches that they change.
-        least, changes = torch.zeros_like(self.base), torch.zeros(len(self.base), dtype=torch.bool)
+        least, changes = torch.zeros_like(self.base), torch.zeros(len(self.base), dtype=torch.bool, device="cpu")
         self.least, self.changes = [least[None].expand(len(self.states[-1]), -1)], [changes]
         for each, befores in zip(reversed(self.rows), reversed(self.befores), strict=True):
             low = torch.stack(
@@ -77,9 +79,11 @@ class Sums:
         """See the function ``cheapest``."""
         most = MOST if len(self.timeline.order) <= FEW else MOST_OF_MANY
         steps: list[list[_Partials]] = []
-        nothing = torch.zeros(1, dtype=torch.int64)
-        front = [_Partials(nothing.double(), nothing, self.base[None], torch.zeros(1, 2, dtype=torch.int64))]
-        open_rows = torch.arange(len(self.base))
+        nothing = torch.zeros(1, dtype=torch.int64, device="cpu")
+        front = [
+            _Partials(nothing.double(), nothing, self.base[None], torch.zeros(1, 2, dtype=torch.int64, device="cpu"))
+        ]
+        open_rows = torch.arange(len(self.base), device="cpu")
         for place, unit in enumerate(self.timeline.order):
             still = self.changes[place + 1][open_rows]
             coming = self.last_of[open_rows[still]] > place
@@ -144,7 +148,7 @@ def _settle(rows: list[Tensor], last_of: Tensor) -> None:
 
 
 def _links(before: int, count: int) -> Tensor:
-    return torch.stack([torch.full((count,), before), torch.arange(count)], 1)
+    return torch.stack([torch.full((count,), before, device="cpu"), torch.arange(count, device="cpu")], 1)
 
 
 def _within(partials: _Partials, rest: Tensor, still: Tensor, limit: float) -> _Partials:
@@ -209,11 +213,11 @@ def _unbeaten(partials: _Partials, coming: Tensor, by_peak: bool, most: int) -> 
         looked_at = torch.cat([looked_at, over], 1)
     elif not bool(coming.any()):
         looked_at = partials.rows[order]
-    is_lower = torch.ones(len(order), dtype=torch.bool)
+    is_lower = torch.ones(len(order), dtype=torch.bool, device="cpu")
     is_lower[1:] = (looked_at[1:] < looked_at.cummin(0).values[:-1]).any(1) if looked_at.size(1) else False
     kept = order[is_lower]
     if len(kept) > most:
-        kept = kept[torch.linspace(0, len(kept) - 1, most).round().long()]
+        kept = kept[torch.linspace(0, len(kept) - 1, most, device="cpu").round().long()]
     return _Partials(partials.costs[kept], partials.peaks[kept], partials.rows[kept], partials.before[kept])
 
 
@@ -221,10 +225,13 @@ def _rows(timeline: Timeline, options: Sequence[Keeps]) -> tuple[Tensor, list[Te
     """What each stretch takes whatever is chosen, and what each unit adds, in the order of forward: by the state of the unit
     before (one row for the first unit), its own state, and the stretch. See ``states_of``."""
     count = len(timeline.rows)
-    base = torch.full((count,), timeline.begins, dtype=torch.int64)
+    base = torch.full((count,), timeline.begins, dtype=torch.int64, device="cpu")
     states = states_of(timeline, options)
     befores: list[Sequence[State | None]] = [[None], *states]
-    found = [torch.zeros(len(b), len(s), count, dtype=torch.int64) for b, s in zip(befores, states, strict=False)]
+    found = [
+        torch.zeros(len(b), len(s), count, dtype=torch.int64, device="cpu")
+        for b, s in zip(befores, states, strict=False)
+    ]
     for number, row in enumerate(timeline.rows):
         if row.pair[1] is None:
             taken, left = timeline.taken(row, (None, None))
@@ -233,17 +240,17 @@ def _rows(timeline: Timeline, options: Sequence[Keeps]) -> tuple[Tensor, list[Te
             continue
         place = timeline.place[row.pair[1]]
         each = [[timeline.taken(row, pair_of(before, state)) for state in states[place]] for before in befores[place]]
-        taken_left = torch.tensor(each)[..., None]
+        taken_left = torch.tensor(each, device="cpu")[..., None]
         found[place][..., number : number + 1] += taken_left[:, :, 0]
         found[place][..., number + 1 :] += taken_left[:, :, 1]
-    alive = torch.tensor([row.alive for row in timeline.rows])
-    here = [torch.zeros(count, dtype=torch.int64) for _ in timeline.order]
+    alive = torch.tensor([row.alive for row in timeline.rows], device="cpu")
+    here = [torch.zeros(count, dtype=torch.int64, device="cpu") for _ in timeline.order]
     for number, row in enumerate(timeline.rows):
         for unit, size in timeline.here(row).items():
             here[timeline.place[unit]][number] = size
     for place, unit in enumerate(timeline.order):
         for second, (keeps, _) in enumerate(states[place]):
-            stays = torch.zeros(count, dtype=torch.bool)
+            stays = torch.zeros(count, dtype=torch.bool, device="cpu")
             if keeps.stays == UNTIL_CHANGE:
                 stays[:] = True
             elif keeps.stays == UNTIL_BACKWARD:

@@ -18,6 +18,7 @@ from parity import check_same_gradients, mean_square, parts, twins
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+import flatshard
 from flatshard import ShardingStrategy, recover
 from flatshard._trace import record_events
 
@@ -349,3 +350,25 @@ def test_gradients_with_graphs_are_refused(ctx):
         model.zero_grad()
         model(x).sum().backward()
         check_clean(model)
+
+
+@ranks(2)
+def test_another_default_device(ctx, path):
+    """Tensors of flatshard's own are where they belong: in a step, a norm, a checkpoint, and what ranks compare."""
+    plain, model = twins(ctx, lambda: Net(Block()), policy={Block})
+    x = torch.ones(2, WIDTH).double()
+    for each in (plain, model):
+        each(x).sum().backward()
+    torch.set_default_device("meta")
+    try:
+        model.zero_grad()
+        model(x).sum().backward()
+        flatshard.clip_grad_norm_(model, 1e9)
+        flatshard.debug.check_replicas(model, buffers=True)
+        flatshard.save_checkpoint(path, {"model": model}, process_group=ctx.group)
+        flatshard.load_checkpoint(path, {"model": model}, process_group=ctx.group)
+        with flatshard.summon_full_params(model, with_grads=True):
+            flatshard.describe(model)
+    finally:
+        torch.set_default_device(None)
+    check_same_gradients(model, plain)

@@ -445,3 +445,20 @@ def test_no_two_files_of_tests_have_the_same_helper():
 def test_no_line_speaks_of_unfinished_business():
     for name, source in SOURCES.items():
         assert not re.search(r"\b(TODO|FIXME|XXX|HACK)\b", source), name
+
+
+MAKES_TENSORS = re.compile(
+    r"torch\.(tensor|as_tensor|empty|empty_strided|zeros|ones|full|arange|linspace|eye|rand|randn|randint|randperm)"
+)
+
+
+def test_each_new_tensor_says_its_device():
+    """Not the default one, which users set by ``torch.set_default_device``."""
+    found = [
+        f"{name}:{call.lineno}"
+        for name, tree in TREES.items()
+        for call in ast.walk(tree)
+        if isinstance(call, ast.Call) and MAKES_TENSORS.fullmatch(dotted(call.func))
+        if not any(keyword.arg in ("device", None) for keyword in call.keywords)
+    ]
+    assert not found

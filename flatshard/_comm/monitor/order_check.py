@@ -59,7 +59,7 @@ class OrderCheck:
         ahead = hashlib.blake2b(self._hashes[kind] + summary.encode(), digest_size=_HASH).digest()
         self._hashes[kind] = ahead
         text = "; ".join(self._recent).encode()[-_TEXT:]
-        message = torch.tensor(list((ahead + text).ljust(_HASH + _TEXT, b"\0")), dtype=torch.uint8)
+        message = torch.tensor(list((ahead + text).ljust(_HASH + _TEXT, b"\0")), dtype=torch.uint8, device="cpu")
         collectives = self._collectives
         rank, size = collectives.rank, collectives.size
         received = torch.empty(size, _HASH + _TEXT, dtype=torch.uint8, device=self._device)

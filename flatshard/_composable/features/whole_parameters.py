@@ -156,7 +156,7 @@ def _whole_gradients(flat: FlatParam) -> list[torch.Tensor | None]:
     device, local = flat.kind.compute_device, flat.gradients.local()
     present = torch.zeros(flat.layout.world_size, len(local), dtype=torch.uint8, device=device)
     here = present[flat.ranks.rank]
-    here.copy_(torch.tensor([grad is not None for grad in local], dtype=torch.uint8))
+    here.copy_(torch.tensor([grad is not None for grad in local], dtype=torch.uint8, device="cpu"))
     if not flat.is_whole:
         gather_exactly(flat, present.view(-1), here).wait()
     seen: list[int] = present.amax(0).tolist()

@@ -33,11 +33,11 @@ def encoded_dtype(wrapping: TensorSubclass) -> torch.dtype | None:
     (leaf,) = wrapping.leaves
     if not leaf.dtype.is_floating_point or leaf.shape != wrapping.shape:
         return None
-    asked = _over(wrapping, torch.zeros(8, 8, dtype=leaf.dtype))
+    asked = _over(wrapping, torch.zeros(8, 8, dtype=leaf.dtype, device="cpu"))
     pre = getattr(asked, "fsdp_pre_all_gather", None)
     if pre is None or not hasattr(asked, "_precomputed_scale") or len(inspect.signature(pre).parameters) != 1:
         return None
-    sent = _ask(asked, torch.ones(()))[0]
+    sent = _ask(asked, torch.ones((), device="cpu"))[0]
     is_float8 = len(sent) == 1 and sent[0].dtype.is_floating_point and sent[0].itemsize == 1
     return sent[0].dtype if is_float8 and sent[0].shape == asked.shape else None
 

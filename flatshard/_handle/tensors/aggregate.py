@@ -48,7 +48,7 @@ class Aggregate(NamedTuple):
         kinds: dict[tuple[torch.device, torch.dtype], list[int]] = {}
         for index, part in enumerate(parts):
             kinds.setdefault((part.device, part.dtype), []).append(index)
-        numbers = [torch.empty(0)] * len(parts)
+        numbers = [torch.empty(0, device="cpu")] * len(parts)
         for (_, dtype), indices in kinds.items():
             of_kind = [parts[i] for i in indices]
             if self.op == "norm":
