@@ -79,8 +79,13 @@ class Then:
 class Monitor(Protocol):
     """Detects that ranks issue different collectives: see ``_comm/monitor/monitor.py``. It does not change results."""
 
-    def start(self, issued: Issued, collectives: Collectives, start: Callable[[], Pending]) -> Pending:
-        """Start ``issued``, a collective of ``collectives``, by calling ``start``. Waiting for it raises if ranks differ."""
+    def start(
+        self, issued: Issued, collectives: Collectives, start: Callable[[], Pending], streams: Streams | None
+    ) -> Pending:
+        """Start ``issued``, a collective of ``collectives``, by calling ``start``. Waiting for it raises if ranks differ.
+
+        ``streams``: of an accelerator.
+        """
 
     def explain(self, issued: Issued) -> Exception | None:
         """Called when the wait for ``issued`` has failed. Returns an error that gives the reason, if it is known."""
@@ -511,7 +516,7 @@ class Runtime(RankGroup):
         before, here.label = here.label, label
         try:
             call = functools.partial(start, *given)
-            pending = call() if monitor is None else monitor.start(issued, self.collectives, call)
+            pending = call() if monitor is None else monitor.start(issued, self.collectives, call, self.streams)
             return Awaited(pending, issued, monitor) if self.streams is None else self.issued(pending)
         finally:
             here.label = before

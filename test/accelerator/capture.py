@@ -16,6 +16,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "clips": {"clips": True},
     "finalized": {"finalized": True, "micro": 2, "holds": True},
     "kept_storage": {"keeps": True},
+    "three_warm_ups": {"warm_ups": 3},
 }
 
 
@@ -26,6 +27,7 @@ def step(
     clips: bool = False,
     finalized: bool = False,
     keeps: bool = False,
+    warm_ups: int = 4,
     **options: Any,
 ) -> Any:
     """As the documentation of ``torch.cuda.graph`` says: warm-up on a side stream, then the capture on another one."""
@@ -49,7 +51,7 @@ def step(
         return loss.detach()
 
     with env.side_stream():
-        for _ in range(4):
+        for _ in range(warm_ups):
             run()
     optimizer.zero_grad()
     with env.capture():

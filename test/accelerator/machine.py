@@ -327,6 +327,11 @@ class Machine:
                 "not recorded in this capture"
             )
 
+    @property
+    def is_capturing(self) -> bool:
+        """Whether the current stream is captured."""
+        return self.current(self.shim.current()[0]) in self._capturing
+
     @contextlib.contextmanager
     def capture(self) -> Iterator[None]:
         """What is issued inside on the current stream would be captured, as by ``torch.cuda.graph``.

@@ -130,6 +130,7 @@ def _make_module() -> types.ModuleType:
         max_memory_allocated=lambda d=None: sim.peak,
         reset_peak_memory_stats=lambda d=None: setattr(sim, "peak", sim.allocated),
         empty_cache=lambda: None,
+        is_current_stream_capturing=lambda: sim.is_capturing,
     )
     return module
 

@@ -47,3 +47,4 @@ def test_fake_group(simulated_process: Pool, name: str) -> None:
 def test_without_gloo(simulated_pool: Pool) -> None:
     """A group that has the device's backend only: what ranks tell each other goes through the device as well."""
     check(simulated_pool, CASES["training-many_steps"], backend="simccl")
+    check(simulated_pool, CASES["capture-step-three_warm_ups"], backend="simccl")

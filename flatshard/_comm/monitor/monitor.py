@@ -17,7 +17,7 @@ from flatshard._comm.monitor import watch
 from flatshard._comm.monitor.order_check import OrderCheck
 from flatshard._comm.progress import GATHER, REDUCE, Issued, Progress
 from flatshard._errors import OutOfStepError, ReconfiguredError
-from flatshard._runtime import Awaited, Then
+from flatshard._runtime import Awaited, Streams, Then
 
 
 class GroupMonitor:
@@ -35,11 +35,15 @@ class GroupMonitor:
         if isinstance(builtin, GlooCollectives):
             watch.start(builtin, progress)
 
-    def start(self, issued: Issued, collectives: Collectives, start: Callable[[], Pending]) -> Pending:
+    def start(
+        self, issued: Issued, collectives: Collectives, start: Callable[[], Pending], streams: Streams | None
+    ) -> Pending:
         if self._may_change:
             self._check_unchanged(issued)
         if issued.number > self._checked or issued.kind not in getattr(collectives, "compared", (GATHER, REDUCE)):
             return start()
+        if streams is not None and streams.is_captured(streams.current):
+            return start()  # the host can't wait for messages while it makes a CUDA graph
         check = self._order.announce(issued)
         if not self._on_cpu:
             check.wait()
