@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 
 import torch
+import torch.distributed as dist
 from torch.autograd import profiler
 
 from flatshard import _config
@@ -18,8 +20,18 @@ from flatshard import _config
 logger = logging.getLogger("flatshard")
 
 sinks: list[Callable[[str], None]] = []
+
+
+def _show(text: str) -> None:
+    """Log ``text``, or print it to stderr where logging is not set up to show it."""
+    if logger.hasHandlers() and logger.isEnabledFor(logging.INFO):
+        logger.info(text)
+    else:
+        print(f"flatshard, rank {dist.get_rank() if dist.is_initialized() else 0}: {text}", file=sys.stderr)
+
+
 if _config.TRACE:
-    sinks.append(logger.info)
+    sinks.append(_show)
 
 
 def event(what: str, unit: str) -> None:

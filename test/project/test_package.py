@@ -1,5 +1,6 @@
 """flatshard as a package: what an archive and a wheel contain, and what a bug report says."""
 
+import os
 import runpy
 import subprocess
 import sys
@@ -23,6 +24,21 @@ def test_the_report(monkeypatch, capsys):
     assert "gloo" in facts["backends"]
     assert set(facts) >= {"flatshard", "python", "cores", "devices"}
     assert "SECRET_TOKEN" not in facts
+
+
+def test_the_trace_is_shown_wherever_there_is_no_logging():
+    script = (
+        "import logging, sys, torch, flatshard; from torch import nn; from torch.testing._internal.distributed import fake_pg\n"
+        "if len(sys.argv) > 1: logging.basicConfig(level='INFO', format='LOGGED %(message)s')\n"
+        "torch.distributed.init_process_group('fake', store=fake_pg.FakeStore(), rank=1, world_size=2)\n"
+        "flatshard.fully_shard(nn.Linear(2, 2))(torch.ones(2))"
+    )
+    for arguments, start in ([], "flatshard, rank 1: "), (["log"], "LOGGED "):
+        done = subprocess.run(
+            [sys.executable, "-c", script, *arguments],
+            cwd=ROOT, env=os.environ | {"FLATSHARD_TRACE": "1"}, capture_output=True, text=True, timeout=100,
+        )  # fmt: skip
+        assert f"{start}all-gather <root>\n" in done.stderr, done.stderr
 
 
 @pytest.mark.parametrize("kind", ["wheel", "sdist"])
