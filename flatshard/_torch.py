@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Any, Final
 
 import torch
 
@@ -11,6 +11,9 @@ VERSION: Final = tuple(int(part) for part in torch.__version__.split(".")[:2])
 ALL_GATHER: Final = "all_gather_single" if VERSION >= (2, 13) else "all_gather_into_tensor"
 REDUCE_SCATTER: Final = "reduce_scatter_single" if VERSION >= (2, 13) else "reduce_scatter_tensor"
 """The names of these functions of ``torch.distributed``. 2.13 renamed them, and keeps the old names for callers."""
+
+UNSORTED: Final[dict[str, Any]] = {"sort_ranks": False} if VERSION >= (2, 12) else {}
+"""Arguments by which ``torch.distributed.new_group`` keeps the order of its ranks. Empty if this torch sorts them."""
 
 FSDP2_REDUCES_IN_PARAM_DTYPE: Final = VERSION < (2, 15)
 """What ``reduce_dtype=None`` means in FSDP2's policy: before 2.15 the dtype of computation, as in FSDP1; since then the dtype

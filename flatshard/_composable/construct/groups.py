@@ -7,6 +7,7 @@ import weakref
 import torch
 import torch.distributed as dist
 
+from flatshard import _torch
 from flatshard._comm.backends import alive, builtin_collectives, timeout_of
 
 _Made = dict[tuple[str, tuple[int, ...]], weakref.ref[dist.ProcessGroup]]
@@ -71,8 +72,12 @@ def joined(inner: dist.ProcessGroup, outer: dist.ProcessGroup, device: torch.dev
     timeout = timeout_of(inner, device)
     (_, made), key = _made_before(), (f"{backend}, {timeout}", tuple(ranks))
     if key not in made:
+        if ranks != sorted(ranks) and not _torch.UNSORTED:
+            raise NotImplementedError(
+                "HYBRID_FULL_SHARD needs torch 2.12 or later, as this one sorts the ranks of a new group. Use HYBRID_SHARD"
+            )
         is_part = len(ranks) < dist.get_world_size()  # the other ranks of the world don't call this
-        new = dist.new_group(ranks, timeout, backend, use_local_synchronization=is_part, sort_ranks=False)
+        new = dist.new_group(ranks, timeout, backend, use_local_synchronization=is_part, **_torch.UNSORTED)
         assert isinstance(new, dist.ProcessGroup)
         made[key] = weakref.ref(new)
     return alive(made[key])
