@@ -65,7 +65,7 @@ class ShardingStrategy(enum.Enum):
     """What each rank keeps, and when it frees what it gathered.
 
     The names are those of FSDP1. Members of ``torch.distributed.fsdp.ShardingStrategy``, and strings such as
-    ``"full_shard"``, are accepted wherever these are.
+    ``"full_shard"`` or ``"zero3"``, are accepted wherever these are.
 
     Example::
 
@@ -347,12 +347,16 @@ _OFFLOADS: dict[str, dict[str, str]] = {
 E = TypeVar("E", bound=enum.Enum)
 
 
+_ZERO = {"zero1": "SHARD_OPTIM", "zero2": "SHARD_GRAD_OP", "zero3": "FULL_SHARD"}
+"""Strategies by the stages of ZeRO (https://arxiv.org/abs/1910.02054)."""
+
+
 def as_enum(kind: type[E], value: Any, argument: str) -> E:
-    """``value`` as a member of ``kind``; names, and members of an enum of the same name (FSDP1's), stand for it."""
+    """Return ``value`` as a member of ``kind``. Names, stages of ZeRO and FSDP1's members stand for it."""
     if isinstance(value, kind):
         return value
-    if isinstance(value, str) and value.upper() in kind.__members__:
-        return kind[value.upper()]
+    if isinstance(value, str) and (name := _ZERO.get(value.lower(), value.upper())) in kind.__members__:
+        return kind[name]
     if isinstance(value, enum.Enum) and type(value).__name__ == kind.__name__:
         name = value.name.lstrip("_")  # FSDP1 has a _HYBRID_SHARD_ZERO2
         if name in kind.__members__:
@@ -401,11 +405,12 @@ KEEP_MEMORY = os.environ.get("FLATSHARD_KEEP_MEMORY", "1") not in ("0", "") and 
 
 SHARED_MEMORY = int(os.environ.get("FLATSHARD_SHARED_MEMORY", "65536"))
 """``FLATSHARD_SHARED_MEMORY``: ranks of one host whose collectives go over gloo read payloads of at least so many bytes in
-shared memory; 0: they never do. The same on all ranks. See ``_shared_memory.py``."""
+shared memory; 0: they never do. The first gather checks that it is the same on all ranks. See ``_shared_memory.py``."""
 
 
 TRACE = os.environ.get("FLATSHARD_TRACE", "0") not in ("0", "")
-"""``FLATSHARD_TRACE=1``: log every unshard, reshard and collective with the unit's FQN (logger ``flatshard``, INFO)."""
+"""``FLATSHARD_TRACE=1``: log every unshard, reshard and collective with the unit's FQN (logger
+``flatshard``, INFO), or print it to stderr where logging is not set up."""
 
 
 WATCH_SECONDS = float(os.environ.get("FLATSHARD_WATCH_SECONDS", "10"))

@@ -111,6 +111,19 @@ def swap_at_first(ctx) -> None:
     train(model, "0213" if ctx.rank == 1 else "0123")
 
 
+@tells(
+    r"FLATSHARD_SHARED_MEMORY is 65536 on rank 0, and 0 on rank 1", r"Give FLATSHARD_SHARED_MEMORY the same value on all"
+)
+def another_environment(ctx) -> None:
+    """Rank 1 would not take part where ranks make each other's memory known."""
+    before, _config.SHARED_MEMORY = _config.SHARED_MEMORY, 0 if ctx.rank else 65536
+    try:
+        model = fully_shard(nn.Linear(200, 200), process_group=new_group(2))
+        model(torch.zeros(1, 200))
+    finally:
+        _config.SHARED_MEMORY = before
+
+
 @tells(r"all-gather of 'blocks\.0' was not issued: ranks got out of step before", r"restart all ranks")
 def go_on_after(ctx) -> None:
     """What one rank has sent for a unit, nobody has received: another gather of it would take that for its own."""

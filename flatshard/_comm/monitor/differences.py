@@ -9,6 +9,7 @@ import itertools
 from collections.abc import Mapping
 from typing import Any
 
+from flatshard import _config
 from flatshard._comm.progress import Issued, Label
 from flatshard._errors import name_list
 from flatshard._handle.handle import FlatParamHandle
@@ -17,9 +18,10 @@ Flats = list[tuple[str, int, list[tuple[str, list[int]]]]]
 """A unit's flat parameters, as JSON: for each its dtype, the elements of a shard, and the parameters' FQNs and shapes."""
 
 Described = dict[str, Any]
-"""A unit, as JSON: ``unit``: its FQN; ``tag``; ``flats``: see ``Flats``; ``units``: all units of the process, [tag, FQN]."""
+"""A unit, as JSON: ``unit``: its FQN; ``tag``; ``flats``: see ``Flats``; ``units``: all units of the process, [tag, FQN];
+``settings``: see ``settings``."""
 
-CURE = "Build the same model on all ranks, from the same arguments, and shard it by the same calls"
+_CURE = "Build the same model on all ranks, from the same arguments, and shard it by the same calls"
 _PARAMETERS, _UNITS = 500, 1000  # maximum numbers in a description
 
 
@@ -33,21 +35,32 @@ def flats_of(label: Label) -> Flats:
     ]
 
 
+def settings() -> dict[str, int]:
+    """Return the environment's settings, by variable, that must be the same on all ranks."""
+    return {"FLATSHARD_SHARED_MEMORY": _config.SHARED_MEMORY}
+
+
 def described(issued: Issued) -> Described:
     """Describe the unit of a collective."""
     flats = [(dtype, numel, params[:_PARAMETERS]) for dtype, numel, params in flats_of(issued.label)]
     units = list(issued.progress.units().items())[:_UNITS]
-    return {"unit": issued.label.unit, "tag": issued.label.tag, "flats": flats, "units": units}
+    return {
+        "unit": issued.label.unit, "tag": issued.label.tag, "flats": flats, "units": units, "settings": settings()
+    }  # fmt: skip
 
 
-def difference(units: Mapping[int, Described]) -> str:
-    """How the units of these ranks differ, if they should be the same unit. Empty if they are equal, or different units."""
+def difference(units: Mapping[int, Described]) -> tuple[str, str] | None:
+    """Return how settings or units of these ranks differ, and the cure; or None if they are equal, or other units."""
     first, *others = sorted(units) or [0]
     for other in others:
         mine, theirs = units[first], units[other]
+        for name, value in mine["settings"].items():
+            if value != (other_value := theirs["settings"][name]):
+                text = f"{name} is {value} on rank {first}, and {other_value} on rank {other}"
+                return text, f"Give {name} the same value on all ranks"
         if mine["flats"] and theirs["flats"] and (found := _between(mine, theirs, first, other)):
-            return found
-    return ""
+            return found, _CURE
+    return None
 
 
 def _between(mine: Described, theirs: Described, rank: int, other: int) -> str:

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from flatshard import _trace
 from flatshard._comm.backends import builtin_collectives, has_gloo
 from flatshard._comm.collectives import Pending
-from flatshard._comm.monitor.differences import CURE, Described, described, difference, flats_of
+from flatshard._comm.monitor.differences import Described, described, difference, flats_of, settings
 from flatshard._comm.monitor.messages import all_set
 from flatshard._comm.progress import RESERVED, SAME_ORDER, Issued, Label
 from flatshard._errors import OutOfStepError
@@ -45,7 +45,7 @@ class OrderCheck:
         self._collectives = builtin_collectives(group, self._device)
         self._one_order = device.type != "cpu"
         self._recent: list[str] = []
-        self._hashes = [b"", b""]
+        self._hashes = [repr(settings()).encode()] * 2
 
     def announce(self, issued: Issued) -> Comparison:
         """Send a message about the collective that is issued next."""
@@ -96,9 +96,8 @@ class Comparison:
         if len(alike) > 1:
             issued = self._issued
             lines = [_line(ranks, rows[ranks[0]]) for ranks in list(alike.values())[:_GROUPS]]
-            why, cure = difference(self._exchange([ranks[0] for ranks in alike.values()][:_GROUPS])), CURE
-            if not why:
-                why, cure = "ranks run different units", SAME_ORDER
+            told = self._exchange([ranks[0] for ranks in alike.values()][:_GROUPS])
+            why, cure = difference(told) or ("ranks run different units", SAME_ORDER)
             text = (
                 f"{why}. Their last collectives{issued.when}, the latest at the end:{''.join(lines)}\n"
                 f"{cure}. (This check runs in the first passes: FLATSHARD_ORDER_CHECK=first, always or off.)"

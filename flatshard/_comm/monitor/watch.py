@@ -35,7 +35,7 @@ import torch.distributed as dist
 
 from flatshard import _config, _frames, _trace
 from flatshard._comm.backends import BuiltinCollectives, GlooCollectives
-from flatshard._comm.monitor.differences import CURE, described, difference
+from flatshard._comm.monitor.differences import described, difference
 from flatshard._comm.monitor.messages import interrupt
 from flatshard._comm.progress import NUMBERS, SAME_ORDER, Progress, here
 
@@ -177,11 +177,11 @@ def describe(positions: Mapping[int, Position], found: list[int]) -> str:
                 text = f"{text}, and {inside}" if has_left else inside
         lines.append(f"\n  rank {rank} {text}. Its last collectives: {'; '.join(place['recent']) or 'none'}")
     units = {rank: unit for rank in told if (unit := positions[rank]["unit"]) is not None}
-    why, cure = difference(units), CURE
-    if not why:
-        why, cure = "they run different units", SAME_ORDER
-        if any(_waits_for_numbers(positions[rank]) for rank in found):
-            why, cure = "not all of them compute the same norm, sum or maximum", _SAME_NUMBERS
+    if any(_waits_for_numbers(positions[rank]) for rank in found):
+        otherwise = "not all of them compute the same norm, sum or maximum", _SAME_NUMBERS
+    else:
+        otherwise = "they run different units", SAME_ORDER
+    why, cure = difference(units) or otherwise
     return f"ranks wait for each other, as {why}:{''.join(lines)}\n{cure}."
 
 
