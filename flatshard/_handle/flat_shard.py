@@ -21,6 +21,7 @@ them itself: ``FlatParamHandle.version``.
 from __future__ import annotations
 
 import copy
+import hashlib
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -35,6 +36,7 @@ from flatshard._handle.adapters.tensor_parallel import TensorParallel, is_copy
 from flatshard._handle.adapters.tensor_subclass import TensorSubclass, wrapping_of
 from flatshard._handle.layout import FlatLayout
 from flatshard._handle.planned import FlatOptions, Kind
+from flatshard._handle.tensors.aggregate import plainly
 from flatshard._handle.tensors.changes import changes
 from flatshard._handle.tensors.shard_info import ShardInfo, in_memory_order
 from flatshard._handle.tensors.sharded_parameter import Filling, ShardedParameter
@@ -42,6 +44,10 @@ from flatshard._handle.unit_ranks import UnitRanks
 from flatshard._handle.unsharded import UnshardedBuffer, as_sent
 
 _requires_grad = operator.attrgetter("requires_grad")  # read for every parameter in every step, so the loop runs in C
+
+
+_SAMPLES = 16
+"""The most elements of a parameter that ranks compare."""
 
 
 class Given(NamedTuple):
@@ -72,6 +78,8 @@ class FlatShard:
         self.is_whole = ranks.is_whole
         self.slices = layout.shard_slices(ranks.rank)
         self.wrappings = tuple(map(wrapping_of, params))  # None for a plain parameter
+        # Of the values that it was cut from: some, as 1-D float64, or their hash once it is known. See `start`.
+        self._start: torch.Tensor | bytes | None = self._sample(params) if shard is None else None
         self.shard = self.cut(params) if shard is None else self.shard_for(self.layout).copy_(shard)
         self.unsharded = self._make_buffer(params)
         self.is_watched = False
@@ -82,6 +90,9 @@ class FlatShard:
         # The `requires_grad` of each parameter when the unsharded parameters were last synchronised with it.
         self.requires_grad = [p.requires_grad for p in params]
         self._synced_at = -1  # `changes.count` at that time
+        self._sampled_at = self._count_changes()
+        if kind.device.type == "cpu":  # else the host would wait
+            self.start()
         self._approximate: torch.Tensor | None = None  # this rank's part as an approximate all-gather delivered it
 
     def copy_with(self, params: Sequence[nn.Parameter], ranks: UnitRanks) -> Self:
@@ -112,6 +123,29 @@ class FlatShard:
                 elements = in_memory_order(plain, info.stride)
                 shard[part.start : part.stop].copy_(elements[part.offset : part.offset + part.numel])
         return shard
+
+    def _sample(self, full: Sequence[torch.Tensor]) -> torch.Tensor | None:
+        """Return some elements of each full parameter, 1-D in float64, or None on meta. Ranks compare them."""
+        if any(param.is_meta for param in full):
+            return None
+        found = []
+        for info, param, wrapping in zip(self.layout.params, full, self.wrappings, strict=True):
+            plain = param.detach() if wrapping is None else wrapping.unwrap(param)
+            elements = in_memory_order(plain, info.stride)[:: max(1, info.numel // _SAMPLES)][:_SAMPLES]
+            found.append((torch.view_as_real(elements).view(-1) if elements.is_complex() else elements).double())
+        return torch.cat(found)
+
+    def _count_changes(self) -> int:
+        with plainly():
+            return sum([param._version for param in self.params])
+
+    def start(self) -> bytes | None:
+        """Return a hash of the values that it was cut from, or None if they have changed since or are not known."""
+        if self._count_changes() != self._sampled_at:
+            return None
+        if isinstance(self._start, torch.Tensor):
+            self._start = hashlib.blake2b(repr(self._start.tolist()).encode()).digest()
+        return self._start
 
     def part_view(self, index: int) -> torch.Tensor:
         """Parameter ``index``'s part of the local shard, in the shape of the user's parameter."""

@@ -112,7 +112,8 @@ def swap_at_first(ctx) -> None:
 
 
 @tells(
-    r"FLATSHARD_SHARED_MEMORY is 65536 on rank 0, and 0 on rank 1", r"Give FLATSHARD_SHARED_MEMORY the same value on all"
+    r"FLATSHARD_SHARED_MEMORY is 65536 on rank 0, and 0 on rank 1",
+    r"Give FLATSHARD_SHARED_MEMORY the same value on all",
 )
 def another_environment(ctx) -> None:
     """Rank 1 would not take part where ranks make each other's memory known."""

@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import warnings
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -453,3 +454,31 @@ def test_a_plan_while_another_model_waits_for_values(fake_group):
     assert flatshard.plan(nn.Linear(4, 4), world_size=2).collectives
     with pytest.raises(RuntimeError, match="are on the meta device"):
         waiting(torch.ones(3))
+
+
+@ranks(2)
+def test_ranks_that_start_from_different_values_are_told(ctx: Any) -> None:
+    """Once, with cures that work. Values that come after ``fully_shard`` are compared by nobody: they are parts."""
+
+    def first_step(model: nn.Module, **options: Any) -> nn.Module:
+        fully_shard(model, policy={nn.Linear}, process_group=ctx.group, **options)
+        model(torch.ones(2, 4)).sum().backward()
+        return model
+
+    def make(seed: int) -> nn.Module:
+        torch.manual_seed(seed)
+        return nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 3))
+
+    pretrained = make(0)
+    if ctx.rank == 0:  # on one rank alone
+        pretrained[2].load_state_dict(make(1)[2].state_dict())
+    for model in (make(ctx.rank), pretrained):
+        with pytest.warns(UserWarning, match="ranks had different values of the same parameters"):
+            first_step(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        first_step(make(0))
+        first_step(make(ctx.rank), sync_module_states=True)
+        loaded = fully_shard(make(ctx.rank), policy={nn.Linear}, process_group=ctx.group)
+        loaded.load_state_dict(flatshard.checkpoint.full_state_dict(first_step(make(0))))
+        loaded(torch.ones(2, 4)).sum().backward()

@@ -28,7 +28,8 @@ def test_the_report(monkeypatch, capsys):
 
 def test_the_trace_is_shown_wherever_there_is_no_logging():
     script = (
-        "import logging, sys, torch, flatshard; from torch import nn; from torch.testing._internal.distributed import fake_pg\n"
+        "import logging, sys, torch, flatshard; from torch import nn\n"
+        "from torch.testing._internal.distributed import fake_pg\n"
         "if len(sys.argv) > 1: logging.basicConfig(level='INFO', format='LOGGED %(message)s')\n"
         "torch.distributed.init_process_group('fake', store=fake_pg.FakeStore(), rank=1, world_size=2)\n"
         "flatshard.fully_shard(nn.Linear(2, 2))(torch.ones(2))"

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -25,15 +26,21 @@ import torch.distributed as dist
 from flatshard import _trace
 from flatshard._comm.backends import builtin_collectives, has_gloo
 from flatshard._comm.collectives import Pending
-from flatshard._comm.monitor.differences import Described, described, difference, flats_of, settings
+from flatshard._comm.monitor.differences import Described, described, difference, flats_of, settings, start_of
 from flatshard._comm.monitor.messages import all_set
 from flatshard._comm.progress import RESERVED, SAME_ORDER, Issued, Label
 from flatshard._errors import OutOfStepError
 
 _LABELS = Label("the order check", RESERVED + 4), Label("the order check", RESERVED)  # about gathers, about reductions
-_HASH, _TEXT = 8, 504  # bytes of a message: the hash, then the text
+_HASH, _TEXT = 8, 496  # bytes of a message: a hash of the order, one of the unit's first values, then the text
+_BYTES = 2 * _HASH + _TEXT
 _NAME = 80  # maximum characters of a unit's name in a message
 _UNIT, _PATIENCE = "flatshard/unit/", 10.0  # store keys of unit descriptions; seconds to wait for those of other ranks
+_OTHER_STARTS = (
+    "fully_shard: ranks had different values of the same parameters, so the model has parts of each. Call "
+    "torch.manual_seed(...) alike on all ranks before the model is built, or fully_shard(..., sync_module_states=True) to "
+    "take the values of rank 0"
+)
 _GROUPS = 8  # maximum number of groups of agreeing ranks, and of ranks per group, that an error lists
 
 
@@ -59,10 +66,11 @@ class OrderCheck:
         ahead = hashlib.blake2b(self._hashes[kind] + summary.encode(), digest_size=_HASH).digest()
         self._hashes[kind] = ahead
         text = "; ".join(self._recent).encode()[-_TEXT:]
-        message = torch.tensor(list((ahead + text).ljust(_HASH + _TEXT, b"\0")), dtype=torch.uint8, device="cpu")
+        content = (ahead + start_of(issued.label) + text).ljust(_BYTES, b"\0")
+        message = torch.tensor(list(content), dtype=torch.uint8, device="cpu")
         collectives = self._collectives
         rank, size = collectives.rank, collectives.size
-        received = torch.empty(size, _HASH + _TEXT, dtype=torch.uint8, device=self._device)
+        received = torch.empty(size, _BYTES, dtype=torch.uint8, device=self._device)
         received[rank].copy_(message)
         pending = collectives.all_gather(received.view(-1), received[rank], _LABELS[kind])
         return Comparison(issued, pending, received, rank, collectives.store)
@@ -103,6 +111,9 @@ class Comparison:
                 f"{cure}. (This check runs in the first passes: FLATSHARD_ORDER_CHECK=first, always or off.)"
             )
             raise OutOfStepError(issued.verb, issued.label.unit, self._rank, len(rows), text)
+        starts = {row[_HASH : 2 * _HASH] for row in rows}
+        if len(starts) > 1 and bytes(_HASH) not in starts:
+            warnings.warn(_OTHER_STARTS, stacklevel=2)  # without a name, so that Python shows it once
 
     def _exchange(self, ranks: list[int]) -> dict[int, Described]:
         """The units of these ranks, by way of the process group's store. All ranks call this, as all are about to raise."""
@@ -121,4 +132,6 @@ class Comparison:
 
 def _line(ranks: list[int], row: bytes) -> str:
     shown = ", ".join(map(str, ranks[:_GROUPS])) + (f" and {len(ranks) - _GROUPS} more" if len(ranks) > _GROUPS else "")
-    return f"\n  rank{'s' if len(ranks) > 1 else ''} {shown}: {row[_HASH:].rstrip(bytes(1)).decode(errors='replace')}"
+    return (
+        f"\n  rank{'s' if len(ranks) > 1 else ''} {shown}: {row[2 * _HASH :].rstrip(bytes(1)).decode(errors='replace')}"
+    )
