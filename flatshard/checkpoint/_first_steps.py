@@ -113,7 +113,7 @@ def first_tensors(optimizer: Optimizer, group: Group, numel: int, dtype: torch.d
     }
     options |= {key: False for key in ("capturable", "fused") if key in options}
     with torch.random.fork_rng(devices=[]), torch.device("cpu"), uncompiled():
-        made, _ = first_step_of(optimizer, options, nn.Parameter(torch.zeros(numel, dtype=dtype)))
+        made, _ = first_step_of(optimizer, options, nn.Parameter(torch.zeros(numel, dtype=dtype, device="cpu")))
     return {key: value for key, value in made.items() if isinstance(value, torch.Tensor) and value.dim()}
 
 

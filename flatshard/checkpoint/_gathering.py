@@ -41,7 +41,7 @@ def exchange(flat: FlatParam, text: str) -> list[str]:
 def exchange_over(runtime: Runtime, label: Label, text: str) -> list[str]:
     """Gather ``text`` from every rank of ``runtime``, in their order."""
     device, world, rank = runtime.device, runtime.world_size, runtime.rank
-    data = torch.tensor(list(text.encode()), dtype=torch.uint8)
+    data = torch.tensor(list(text.encode()), dtype=torch.uint8, device="cpu")
     sizes = torch.zeros(world, dtype=torch.int64, device=device)
     sizes[rank] = len(data)
     try:

@@ -56,7 +56,9 @@ def whole_state(flats: list[Flat], rows: list[Row], device: torch.device | None,
                     found[key] = _copy(row, row.values[key], device) if receives else None
                 elif kind[0] == "same":
                     _, dtype, number = kind
-                    found[key] = number if dtype is None else torch.tensor(number, dtype=dtype_named(dtype))
+                    found[key] = (
+                        number if dtype is None else torch.tensor(number, dtype=dtype_named(dtype), device="cpu")
+                    )
         every = ((key, kind) for row in present for key, kind in kinds[row.named.fqn].items())
         for key, dtype in dict.fromkeys((key, kind[1]) for key, kind in every if kind[0] == "part"):
             parts = [_part(row, key, dtype) for row in own]

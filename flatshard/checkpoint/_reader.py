@@ -278,7 +278,7 @@ class Reader(disk.LocalPath, FileSystemReader):  # type: ignore[misc]  # `path` 
             else:
                 assert piece.body is not None
                 assert piece.body.stride is not None
-                apart = torch.empty(piece.nbytes // piece.dtype.itemsize, dtype=piece.dtype)
+                apart = torch.empty(piece.nbytes // piece.dtype.itemsize, dtype=piece.dtype, device="cpu")
                 self._fill(file, [(piece, apart)])
                 target.copy_(apart.as_strided(target.shape, piece.body.stride))
             piece.done(target)
