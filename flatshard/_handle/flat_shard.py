@@ -175,8 +175,8 @@ class FlatShard:
         owner = None if len(holders) > 1 else holders[0] if holders else 0
         never_cut = info.by_rows and info.block >= info.numel and wrapping is None
         shard_info = ShardInfo(
-            info.fqn, info.shape, info.stride, part.offset, end, world, info.by_rows, owner, runtime, wrapping, copied,
-            never_cut=never_cut,
+            info.fqn, info.shape, info.stride, part.offset, end, world, info.by_rows, owner, runtime, self.ranks.average_now,
+            wrapping, copied, never_cut=never_cut,
         )  # fmt: skip
         adopted = ShardedParameter.adopt(param, shard_info, self)
         self._describe(adopted, self.unsharded.params[index], shard_info)

@@ -14,6 +14,7 @@ from flatshard import _trace
 from flatshard._errors import CollectiveError, OutOfStepError
 from flatshard._handle.flat_param import FlatParam
 from flatshard._handle.lifetime import WITHHELD, GradState, Lifetime
+from flatshard._handle.tensors.direct import watch
 from flatshard._handle.unit_ranks import UnitRanks
 from flatshard._runtime import Streams
 
@@ -133,6 +134,7 @@ class UnitGradients:
         leaves = [c for b in self._flats for c in b.unsharded.params if c.requires_grad]
         with torch.inference_mode(False):
             nodes = [get_gradient_edge(leaf).node for leaf in leaves]
+            self._watched = [watch(p) for b in self._flats for p in b.params if p.requires_grad]
         now, streams = self._ranks.runtime.current_stream, frozenset[Any]()
         if now is not None:
             notes: list[Any] = [node.metadata for node in nodes]

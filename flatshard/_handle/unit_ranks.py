@@ -6,11 +6,14 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import torch
+
 from flatshard._comm.progress import Label, digest
 from flatshard._comm.rank_group import RankGroup
 from flatshard._config import Placement
 from flatshard._handle.planned import Groups, PlannedFlat
 from flatshard._handle.pool import Pool
+from flatshard._handle.tensors.aggregate import checked_all_reduce
 from flatshard._handle.tensors.experts import ExpertRanks
 from flatshard._runtime import Runtime
 
@@ -90,8 +93,19 @@ class UnitRanks:
     @property
     def factor(self) -> float | None:
         """By which to multiply an average over these ranks. None: it is the average of the unit."""
-        divisor = self.averaging.divide_factor or self.averaging.size
-        return None if divisor == self.size else self.size / divisor
+        return None if self.divisor == self.size else self.size / self.divisor
+
+    @property
+    def divisor(self) -> float:
+        """By which the sum of the ranks' gradients is divided."""
+        return self.averaging.divide_factor or self.averaging.size
+
+    def average_now(self, numbers: torch.Tensor, question: str) -> torch.Tensor:
+        """1-D float64 ``numbers``, averaged over the ranks as gradients are. ``question``: see ``checked_all_reduce``."""
+        for runtime in (self.shards, self.replicas):
+            if runtime is not None:
+                numbers = checked_all_reduce(numbers, "sum", runtime, question)
+        return numbers / self.divisor
 
     @property
     def placement(self) -> Placement:

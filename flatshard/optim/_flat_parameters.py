@@ -80,5 +80,6 @@ def _info_of(flat: FlatParam) -> ShardInfo:
         start + layout.shard_numel,
         layout.world_size,
         runtime=runtime,
+        average=flat.ranks.average_now,
         elsewhere=tuple(sorted((s.start, s.stop) for s in others)),
     )

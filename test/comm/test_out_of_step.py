@@ -214,6 +214,17 @@ def compute_on_one_rank(ctx, what: str) -> None:
 
 
 @tells(
+    r"rank 1 waits for the all-reduce for the gradient of the sum of 'blocks\.0\.weight'.*which rank 0 has not come to",
+    r"the same term times zero",
+)
+def leave_a_parameter_out_of_the_loss(ctx) -> None:
+    model, _ = make(ctx)
+    for times in (ctx.rank, ctx.rank or None):  # zero is right, and without the term is not
+        loss, term = model(torch.ones(2, 4)).sum(), model.blocks[0].weight.sum()
+        (loss if times is None else loss + times * term).backward()
+
+
+@tells(
     r"rank 0 waits for the all-gather of 'blocks\.\d'",
     r"rank [12] is in torch\.distributed\.all_reduce\(\)",
     r"All ranks must run the same units",

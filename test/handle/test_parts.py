@@ -12,7 +12,7 @@ from on_ranks import ranks
 from parity import full_params, whole_gradients
 from torch import Tensor, nn
 
-from flatshard import CPUOffload, ShardingStrategy, fully_shard, summon_full_params
+from flatshard import CPUOffload, ShardingStrategy, configure, fully_shard, recover, summon_full_params
 from flatshard.layouts import Rows, Whole
 from flatshard.tensors import shard_info
 
@@ -81,6 +81,68 @@ def test_kinds_of_operations(ctx, layout) -> None:
         info = shard_info(model.weight)
         expected = info.shaped(plain.weight.grad.flatten()[info.start : info.stop])
         torch.testing.assert_close(model.weight.grad.as_subclass(Tensor), expected, rtol=1e-12, atol=1e-12)
+
+
+TERMS: dict[str, Callable[[list[nn.Parameter], Tensor], Tensor]] = {
+    "squares": lambda params, of_rank: of_rank * sum(p.pow(2).sum() + p.sum() for p in params),
+    "norms": lambda params, of_rank: sum(of_rank * p.norm(3) for p in params),
+    "distances": lambda params, of_rank: sum((p - p.detach() / 2).square().mean() for p in params) * of_rank,
+    "largest": lambda params, of_rank: torch.stack([p.max() for p in params]).sum() * of_rank,
+}
+
+
+@ranks(2, 4)
+def test_parameters_in_losses(ctx) -> None:
+    """Each rank's coefficient acts on the whole parameter, and is averaged over the ranks as gradients of units are."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 2)).double()
+    x = torch.randn(ctx.world_size, 4, 5).double()
+    sharded: dict[str, Any] = {"process_group": ctx.group}
+    if ctx.world_size == 4:
+        mesh = ctx.device_mesh((2, 2), ("replicas", "shards"))
+        sharded = {"device_mesh": mesh, "strategy": ShardingStrategy.HYBRID_SHARD}
+    whole = {"process_group": ctx.group, "strategy": ShardingStrategy.NO_SHARD}
+    for options in (sharded, sharded | {"layout": Whole(9.0)}, whole):
+        model = fully_shard(copy.deepcopy(plain), policy={nn.Linear}, **options)
+        for (name, term), factor in zip(TERMS.items(), itertools.cycle((None, 1.0)), strict=False):
+            ctx.note(f"{options} {name} {factor}")
+            configure(model, divide_factor=factor)
+            for each, inputs in ((plain, x), (model, x[ctx.rank : ctx.rank + 1])):
+                each.zero_grad()
+                for own in inputs:
+                    out = each(own)
+                    loss = out.square().mean() + term(list(each.parameters()), out.mean())
+                    (loss if each is model else loss / (factor or ctx.world_size)).backward()
+            for fqn, grad in whole_gradients(model).items():
+                torch.testing.assert_close(grad, plain.get_parameter(fqn).grad, rtol=1e-9, atol=1e-12)
+
+
+FUNCTIONS: dict[str, Callable[[nn.Parameter], Tensor]] = {
+    "a reduction": torch.sum,
+    "of a copy": lambda p: p.clone().sum(),
+    "of two": lambda p: nn.functional.mse_loss(p, p.detach().as_subclass(Tensor)),
+    "elements": lambda p: torch.square(p).sum() + p.sum(),
+}
+
+
+@ranks(2)
+def test_functions_that_take_a_part_for_the_whole(ctx) -> None:
+    """Backward refuses them; the methods that the error names are right, and so is the next step."""
+    plain = nn.Linear(3, 3).double()
+    torch.manual_seed(0)
+    nn.init.normal_(plain.weight)
+    model = fully_shard(copy.deepcopy(plain), process_group=ctx.group)
+    q, x = torch.randn(()).double(), torch.ones(2, 3).double()
+    for name, function in FUNCTIONS.items():
+        ctx.note(name)
+        with pytest.raises(RuntimeError, match=r"'weight' is sharded: .*p\.sum\(\).*\(p - q\)\.square\(\)\.mean\(\)"):
+            (model(x).sum() + function(model.weight)).backward()
+        recover(model)
+    for each in (plain, model):
+        each.zero_grad()
+        p = each.weight
+        (each(x).sum() + p.sum() + (p - q).square().mean()).backward()
+    assert whole_gradients(model)["weight"].allclose(plain.weight.grad)
 
 
 @ranks(2)

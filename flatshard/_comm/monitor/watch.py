@@ -64,7 +64,7 @@ _FILE = inspect.getfile(dist.get_rank)  # where they are
 
 _SAME_NUMBERS = (
     "A norm, sum or maximum of sharded parameters or gradients is computed by all ranks together. Have all ranks call what "
-    "computes it, and print the result on one of them"
+    "computes it, and print the result on one of them. A rank without a use for it in its loss adds the same term times zero"
 )
 
 

@@ -24,6 +24,7 @@ from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch import nn
+from torch.autograd.function import once_differentiable
 
 from flatshard._errors import cure_of_reading, refuse_other_sharding
 from flatshard._handle.tensors.aggregate import Aggregate, device_for, local_norms, plainly
@@ -51,6 +52,8 @@ class PartTensor(torch.Tensor):
         cls, func: Function, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         handler = HANDLERS[func] if func in HANDLERS else _handler(func)
+        if (len(args) > 1 or kwargs) and torch.is_grad_enabled():
+            args, kwargs = as_leaves(args, kwargs or {})
         if len(types) > 1 and func is not UNSCALE:  # that one leaves its flag partial
             make_whole(args, kwargs)
         if OwnedTensor in types and (settled := settle(func, args, kwargs or {})) is not None:
@@ -126,6 +129,13 @@ def _replaced(argument: Any, by: dict[int, torch.Tensor]) -> Any:
     if isinstance(argument, dict):
         return {key: _replaced(each, by) for key, each in argument.items()}
     return by.get(id(argument), argument)
+
+
+def as_leaves(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments for what autograd records: with leaves for sharded parameters. [Note: What bypasses the table]"""
+    params: list[Any] = [t for t in tensors_in((args, kwargs)) if hasattr(type(t), "_as_leaf") and t.requires_grad]
+    by = {id(param): param._as_leaf() for param in params}
+    return (_replaced(args, by), _replaced(kwargs, by)) if by else (args, kwargs)
 
 
 def refuse(info: ShardInfo, name: str) -> NoReturn:
@@ -356,7 +366,7 @@ def _of_owners(numbers: list[Any], name: str) -> list[torch.Tensor]:
     question = f"numbers of {', '.join(repr(info.fqn) for info in infos)}"
     whole = Aggregate("sum").over_groups(torch.stack(mine), runtimes, question)
     return [
-        _with_graph(n, n, w.to(n.device, n.dtype), lambda a, b: 1.0)
+        _with_graph(n, n, w.to(n.device, n.dtype), lambda a, b: 1.0, f"a number of {n._flatshard_info.fqn!r}")
         for n, w in zip(numbers, whole.unbind(), strict=True)
     ]
 
@@ -388,25 +398,57 @@ def norm(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         _no_dims(info, "a norm", sorted(rest) or ["ord"])
     with plainly():
         own = local_norm(part, ord, dtype)
-        whole = over_ranks(own, Aggregate("norm", ord), part, f"the norm of order {ord}")
-        return _with_graph(part, own, whole, lambda a, b: torch.where(a == b, 1.0, (a / b) ** (ord - 1)).nan_to_num())
+        what = f"the norm of order {ord}"
+        return _of_whole(
+            part,
+            own,
+            Aggregate("norm", ord),
+            what,
+            lambda a, b: torch.where(a == b, 1.0, (a / b) ** (ord - 1)).nan_to_num(),
+        )
 
 
 def over_ranks(own: torch.Tensor, aggregate: Aggregate, part: Any, what: str) -> torch.Tensor:
     """Combine this rank's number with those of the others: one all-reduce."""
-    info, whose = part._flatshard_info, getattr(part, "_whose", "")
-    assert info.runtime is not None
-    result: torch.Tensor = aggregate.over_ranks(own, info.runtime, f"{what} of {whose}{info.fqn!r}").to(own.dtype)
+    runtime = part._flatshard_info.runtime
+    assert runtime is not None
+    result: torch.Tensor = aggregate.over_ranks(own, runtime, _question(what, part)).to(own.dtype)
     return result
 
 
-def _with_graph(part: Any, own: torch.Tensor, whole: torch.Tensor, share: Callable[..., Any]) -> torch.Tensor:
+def _question(what: str, part: Any) -> str:
+    return f"{what} of {getattr(part, '_whose', '')}{part._flatshard_info.fqn!r}"
+
+
+def _of_whole(part: Any, own: torch.Tensor, aggregate: Aggregate, what: str, share: Callable[..., Any]) -> torch.Tensor:
+    """``over_ranks``, with the graph of this rank's number."""
+    return _with_graph(part, own, over_ranks(own, aggregate, part, what), share, what)
+
+
+def _with_graph(
+    part: Any, own: torch.Tensor, whole: torch.Tensor, share: Callable[..., Any], what: str
+) -> torch.Tensor:
     """``whole``, with the graph of this rank's number if it has one. ``share``: the derivative of the whole by it."""
     if not (part.requires_grad and torch.is_grad_enabled()):
         return whole
     local = own if own.requires_grad else part.sum().to(own.dtype)  # of an empty part
-    result: torch.Tensor = whole + share(own.detach(), whole) * (local - local.detach())
-    return result
+    number = whole + share(own.detach(), whole) * (local - local.detach())
+    return _InLosses.apply(number, part._flatshard_info, _question(what, part))  # type: ignore[no-any-return]
+
+
+class _InLosses(torch.autograd.Function):
+    """A number of the whole in the ranks' losses, which differ: its gradient is averaged over them, as those of units are."""
+
+    @staticmethod
+    def forward(ctx: Any, number: torch.Tensor, info: ShardInfo, question: str) -> torch.Tensor:
+        ctx.info, ctx.question = info, question
+        return number.view_as(number)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        own = grad.reshape(1).to(ctx.info.runtime.device, torch.float64)
+        return ctx.info.average(own, f"the gradient of {ctx.question}").to(grad).reshape(grad.shape), None, None
 
 
 def _reduce(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -446,9 +488,7 @@ def _sum(part: torch.Tensor, info: ShardInfo, dtype: torch.dtype | None, *, over
     dtype = dtype or (part.dtype if part.is_floating_point() else torch.int64)
     # Added up in double, because the parts of a bfloat16 sum would be rounded.
     own = torch.stack([piece.sum(dtype=torch.float64) for piece in counted(part)]).sum()
-    return (_with_graph(part, own, over_ranks(own, Aggregate("sum"), part, "the sum"), lambda a, b: 1.0) / over).to(
-        dtype
-    )
+    return (_of_whole(part, own, Aggregate("sum"), "the sum", lambda a, b: 1.0) / over).to(dtype)
 
 
 def _mean(part: torch.Tensor, info: ShardInfo, dtype: torch.dtype | None) -> torch.Tensor:
@@ -461,8 +501,7 @@ def _mean(part: torch.Tensor, info: ShardInfo, dtype: torch.dtype | None) -> tor
 
 def _extreme(part: torch.Tensor, info: ShardInfo, dtype: torch.dtype | None, *, op: Any) -> torch.Tensor:
     own = Aggregate(op)._of_part(part)
-    whole = over_ranks(own, Aggregate(op), part, f"the {op}imum")
-    return _with_graph(part, own, whole, lambda a, b: (a == b).double()).to(part.dtype)
+    return _of_whole(part, own, Aggregate(op), f"the {op}imum", lambda a, b: (a == b).double()).to(part.dtype)
 
 
 def _any(part: torch.Tensor, info: ShardInfo, dtype: torch.dtype | None) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,6 +37,8 @@ class ShardInfo:
     # The ranks that hold the parts. None if the shard group has a single rank, unless its `around` has others; and in an
     # unpickled copy.
     runtime: RankGroup | None = field(default=None, repr=False, compare=False)
+    # Averages a few numbers over the ranks as gradients are: ``UnitRanks.average_now``. None in an unpickled copy.
+    average: Callable[[torch.Tensor, str], torch.Tensor] | None = field(default=None, repr=False, compare=False)
     # For a tensor subclass. All fields above except `runtime` then describe the plain tensor that is sharded of it.
     wrapping: Wrapping | None = field(default=None, repr=False, compare=False)
     # Another tensor-parallel rank holds the same values (perhaps cut differently), and writes them into checkpoints.

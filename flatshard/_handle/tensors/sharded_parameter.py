@@ -44,9 +44,10 @@ from torch.utils.hooks import RemovableHandle
 from flatshard._errors import RESTRUCTURE_BEFORE
 from flatshard._frames import function_name, is_of, module_name, of_caller, outward
 from flatshard._handle.tensors.changes import changes
+from flatshard._handle.tensors.direct import leaf_of
 from flatshard._handle.tensors.grad_dtype import hand_on, plain_grad_dtype
 from flatshard._handle.tensors.operations import OperationKind, kind_of
-from flatshard._handle.tensors.part import draw, handler_of, refuse, settle
+from flatshard._handle.tensors.part import as_leaves, draw, handler_of, refuse, settle
 from flatshard._handle.tensors.partial import make_whole
 from flatshard._handle.tensors.shard_info import ShardInfo
 from flatshard._handle.tensors.sharded_gradient import mark, plain_grad
@@ -123,18 +124,26 @@ def _is_part(param: ShardedParameter) -> bool:
     return home is None or home.filling is None or not home.filling.shows(param)  # [Note: Filled later]
 
 
+_NOT_RECORDED = OperationKind.DIMENSIONS, OperationKind.SIZE, OperationKind.WHOLE_SHAPE
+"""What autograd does not record."""
+
+
 def _by_the_table(name: str, method: Callable[..., Any], handler: Callable[..., Any]) -> Callable[..., Any]:
     """``method``, with what the table says where ``param`` is a part."""
+    is_recorded = kind_of(name) not in _NOT_RECORDED and name != "detach"
 
     @functools.wraps(method)
-    def of_a_part(self: ShardedParameter, *args: Any, **kwargs: Any) -> Any:
-        if torch._C._is_torch_function_enabled() and _is_part(self):  # not inside `plainly()`
-            if has_torch_function((*args, *kwargs.values())):
-                make_whole(args, kwargs)
-                if (settled := settle(method, (self, *args), kwargs)) is not None:
-                    return handler(method, *settled)
-            return handler(method, (self, *args), kwargs)
-        return method(self, *args, **kwargs)
+    def of_a_part(self: ShardedParameter, *rest: Any, **kwargs: Any) -> Any:
+        if not torch._C._is_torch_function_enabled() or not _is_part(self):  # inside `plainly()`
+            return method(self, *rest, **kwargs)
+        args: tuple[Any, ...] = (self, *rest)
+        if is_recorded and torch.is_grad_enabled():
+            args, kwargs = as_leaves(args, kwargs)
+        if has_torch_function((*args[1:], *kwargs.values())):
+            make_whole(args, kwargs)
+            if (settled := settle(method, args, kwargs)) is not None:
+                args, kwargs = settled
+        return handler(method, args, kwargs)
 
     return of_a_part
 
@@ -287,6 +296,8 @@ class ShardedParameter(nn.Parameter):
         handle: RemovableHandle = super().register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
         self._share_hooks()
         return handle
+
+    _as_leaf = leaf_of
 
     def _share_hooks(self) -> None:
         """Autograd never computes a gradient of this tensor, so its hooks are registered where they will run."""
