@@ -401,12 +401,12 @@ def _check_lost_rule(optimizer: Optimizer) -> None:
     default = defaults_of(optimizer).get("weight_decay")
     if len(filled) != 1 or (len(settings) == 1 and not (default and filled[0].get("weight_decay") == 0)):
         return
-    cut = [p for p in filled[0]["params"] if len(full_shape(p)) > 1 and p.dim() == 1 and not hasattr(p, "fqns")]
+    cut = [p for p in filled[0]["params"] if len(full_shape(p)) > 1 and len(p.shape) == 1 and not hasattr(p, "fqns")]
     if cut and len(cut) < len(filled[0]["params"]):
         decay, names = filled[0].get("weight_decay"), name_list((p._flatshard_info.fqn for p in cut), 3)
         told = (
             f"all parameters of this {type(optimizer).__name__} are in one group, with weight_decay={decay}: matrices such "
-            f"as {names}, and vectors. If a rule on p.shape or p.dim() made the groups: it sees this rank's parts, which are "
+            f"as {names}, and vectors. If a rule on p.shape made the groups: it sees this rank's parts, which are "
             "1-D. Use p.ndim or len(flatshard.full_shape(p)) in the rule, make the groups before fully_shard, or shard with "
             "layout=flatshard.layouts.Rows()"
         )

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from on_ranks import ranks
 from parity import full_params, whole_gradients
 from torch import Tensor, nn
@@ -70,7 +71,9 @@ def test_kinds_of_operations(ctx, layout) -> None:
                 use(part)
     now = [t.detach() for p in model.parameters() for t in (p, p.grad)]
     assert all(torch.equal(a, b) for a, b in zip(now, before, strict=True))
-    assert [p.ndim for p in model.parameters()] == [p.grad.ndim for p in model.parameters()] == [2, 1]
+    for p, ndim in zip(model.parameters(), (2, 1), strict=True):
+        for t in (p, p.grad, p.detach(), p.data, p.abs(), p.detach()[:]):
+            assert t.ndim == t.dim() == t.ndimension() == ndim
     # Gradients of numbers of the whole are this rank's parts of the whole gradients.
     for name in ("sum", "norm", "norm 3", "mean", "max", "power"):
         ctx.note(name)
@@ -163,23 +166,48 @@ def test_where_rows_are_whole_a_part_is_a_matrix(ctx) -> None:
         assert model.weight.any(1).tolist() == [True, True, True, False]
 
 
-INITIALISERS = ("kaiming_uniform_", "kaiming_normal_", "xavier_normal_", "orthogonal_", "eye_", "sparse_", "dirac_")
+INITIALISERS: dict[str, dict[str, Any]] = {
+    name: {"val": 0.5} if name == "constant_" else {"sparsity": 0.5} if name == "sparse_" else {}
+    for name in dir(nn.init)
+    if name.endswith("_") and not name.startswith(("_", "trunc_"))
+}
+WAYS: dict[str, Callable[[nn.Parameter], Tensor]] = {
+    "parameter": lambda p: p,
+    "data": lambda p: p.data,
+    "detached": lambda p: p.detach(),
+}
 
 
 @ranks(2)
-def test_initialisers_that_ask_for_the_shape(ctx) -> None:
-    """They do the same on all ranks, also where one has all of a parameter, and another nothing."""
-    for name, layout in itertools.product(INITIALISERS, (None, Rows(), Whole(math.inf))):
+def test_initialisers(ctx) -> None:
+    """They do what they do with the whole, or raise, on all ranks alike; also where one has all, and another nothing."""
+    for (name, arguments), layout in itertools.product(INITIALISERS.items(), (None, Rows(), Whole(math.inf))):
         ctx.note(f"{name} {layout}")
-        model = nn.Sequential(nn.Conv1d(2, 2, 2) if name == "dirac_" else nn.Linear(2, 2), nn.Linear(4, 4))
-        fully_shard(model, process_group=ctx.group, layout=layout)
-        arguments = {"sparsity": 0.5} if name == "sparse_" else {}
-        for param in (model[0].weight, model[0].bias):
-            if layout is not None and shard_info(param).owner is not None and param.ndim > 1:
-                getattr(nn.init, name)(param, **arguments)
+        plain = nn.Sequential(nn.Conv1d(2, 2, 2) if name == "dirac_" else nn.Linear(2, 2), nn.Linear(4, 4))
+        model = fully_shard(copy.deepcopy(plain), process_group=ctx.group, layout=layout)
+        for (way, of), by_name, index in itertools.product(WAYS.items(), (False, True), (0, 1)):
+            param, whole = (list(each.parameters())[index] for each in (model, plain))
+            initialise = getattr(nn.init, name)
+            try:
+                torch.manual_seed(3)
+                initialise(whole, **arguments)
+            except ValueError:  # of a vector
+                continue
+            told = ""
+            try:
+                torch.manual_seed(3)
+                initialise(tensor=of(param), **arguments) if by_name else initialise(of(param), **arguments)
+            except (RuntimeError, ValueError) as e:
+                told = str(e)
+                assert "is sharded: " in told, (way, by_name, told)
+            outcomes: list[Any] = [None] * ctx.world_size
+            dist.all_gather_object(outcomes, bool(told), group=ctx.group)
+            assert len(set(outcomes)) == 1, (way, by_name, outcomes, told)
+            if told:
+                assert name not in ("normal_", "uniform_", "constant_", "ones_", "zeros_")
             else:
-                with pytest.raises((RuntimeError, ValueError), match=r"'0.*is sharded: .*needs the whole|tensor"):
-                    getattr(nn.init, name)(param, **arguments)
+                fqn = shard_info(param).fqn
+                assert full_params(model)[fqn].equal(whole.detach()), (way, by_name)
 
 
 DRAWS: dict[str, Callable[[nn.Parameter], object]] = {

@@ -190,7 +190,8 @@ TREE_WORDS = r"\b((named_)?(modules|children)|get_submodule|_modules|named_param
 # guard.py); torch's helpers, by their variables; whose memory an allocation is. No more may come.
 ASKING_WHO_CALLS = """
 _composable.features.forward_method _composable.features.keep _composable.features.skip _composable.features.transforms
-_composable.state _errors _comm.monitor.watch _handle.tensors.guard _handle.tensors.sharded_parameter planning._recording
+_composable.state _errors _comm.monitor.watch _handle.tensors.guard _handle.tensors.part
+_handle.tensors.sharded_parameter planning._recording
 checkpoint._standard_helpers checkpoint._state_dict_hooks
 """
 # `_composable` decides when collectives start; handles and the runtime start them, and modules that make them of others.

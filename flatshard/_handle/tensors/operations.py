@@ -23,17 +23,13 @@ class OperationKind(enum.Enum):
     ALIAS = "the same elements, perhaps in another dtype or on another device: gives a part"
     MEMORY = "what this rank holds: its address, dtype, shape, bytes; a copy or a new tensor like it, which is plain"
     DIMENSIONS = (
-        "how many dimensions a rule asks for (`ndim`): those of the whole. `dim()` and `shape` are this rank's memory"
+        "how many dimensions (`ndim`, `dim()`): those of the whole. The length of `shape` is that of this rank's memory"
     )
     SIZE = "a size of this rank's memory (`size(0)`): refused for a dimension that only the whole has"
     FLAT = "the elements in a row (`view(-1)`): gives a part, and any other shape is refused"
     SELECT = "some elements: all of them (`[:]`) or a mask of the part's shape; anything else is refused"
     SHAPE = "rows, columns, places or the shape: refused, unless this rank's part is whole rows"
     TRANSPOSE = "rows as columns: the same, but a vector may"
-    WHOLE_SHAPE = (
-        "the shape of the whole: refused, also where the part is whole rows, unless a rank has all of them. torch's "
-        "initialisers ask"
-    )
 
 
 _OPERATIONS = {
@@ -41,7 +37,7 @@ _OPERATIONS = {
     OperationKind.ELEMENTWISE: """
         absolute and conj copy divide fill fix floor_divide floordiv imag invert isreal lshift mod multiply negative or pos
         real resolve_conj resolve_neg rshift subtract truediv xor zero arccos arccosh arcsin arcsinh arctan arctan2 arctanh
-        greater greater_equal less less_equal not_equal hardswish logsigmoid softsign tanhshrink
+        constant greater greater_equal less less_equal not_equal hardswish logsigmoid softsign tanhshrink
     """,
     OperationKind.RANDOM: """
         bernoulli cauchy exponential geometric log_normal normal random uniform rand_like randn_like randint_like
@@ -59,7 +55,7 @@ _OPERATIONS = {
         array array_wrap dlpack dlpack_device numpy tolist repr str format hash sizeof dir reduce reduce_ex setstate getstate
         delattr setattr getattribute class
         data_ptr const_data_ptr storage storage_offset storage_type untyped_storage element_size nbytes itemsize numel
-        nelement shape dim stride dim_order is_contiguous is_pinned pin_memory is_shared share_memory record_stream
+        nelement shape stride dim_order is_contiguous is_pinned pin_memory is_shared share_memory record_stream
         module_load set
         dtype device layout names is_complex is_floating_point is_signed is_inference is_conj is_neg is_distributed
         is_coalesced get_device type is_cpu is_cuda is_xpu is_mps is_mtia is_maia is_meta is_nested is_quantized is_sparse
@@ -68,7 +64,7 @@ _OPERATIONS = {
         requires_grad grad grad_fn grad_dtype output_nr retains_grad retain_grad register_hook
         register_post_accumulate_grad_hook volatile backward name
     """,
-    OperationKind.DIMENSIONS: "ndim",
+    OperationKind.DIMENSIONS: "ndim dim ndimension",
     OperationKind.SIZE: "size",
     OperationKind.FLAT: "flatten ravel reshape view view_as reshape_as",
     OperationKind.SELECT: "getitem setitem masked_scatter index_put",
@@ -81,7 +77,6 @@ _OPERATIONS = {
         split_with_sizes tensor_split scatter scatter_add index_add index_copy index_fill
     """,
     OperationKind.TRANSPOSE: "t transpose permute T mT H mH adjoint",
-    OperationKind.WHOLE_SHAPE: "ndimension",
 }
 
 NAMED: dict[str, OperationKind] = {

@@ -20,6 +20,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator
+from types import FrameType
 from typing import Any, ClassVar, NoReturn
 
 import torch
@@ -27,6 +28,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from flatshard._errors import cure_of_reading, refuse_other_sharding
+from flatshard._frames import function_name, module_name, of_caller
 from flatshard._handle.tensors.aggregate import Aggregate, device_for, local_norms, plainly
 from flatshard._handle.tensors.operations import OperationKind, is_in_place, is_of_many, kind_of
 from flatshard._handle.tensors.partial import METADATA, NORMS, UNSCALE, make_whole, norm_arguments, retype
@@ -34,6 +36,11 @@ from flatshard._handle.tensors.shard_info import ShardInfo
 
 Function = Callable[..., Any]
 Handler = Callable[[Function, tuple[Any, ...], dict[str, Any]], Any]
+
+
+_plain_shape: Any = torch.Tensor.shape
+_FIRST = frozenset(("input", "tensor", "x", "A"))
+"""The names that torch's functions have for the first argument."""
 
 
 class PartTensor(torch.Tensor):
@@ -52,6 +59,9 @@ class PartTensor(torch.Tensor):
         cls, func: Function, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         handler = HANDLERS[func] if func in HANDLERS else _handler(func)
+        if not args and kwargs and (first := _FIRST.intersection(kwargs)):
+            (name,) = first
+            args, kwargs = (kwargs[name],), {key: value for key, value in kwargs.items() if key != name}
         if (len(args) > 1 or kwargs) and torch.is_grad_enabled():
             args, kwargs = as_leaves(args, kwargs or {})
         if len(types) > 1 and func is not UNSCALE:  # that one leaves its flag partial
@@ -62,6 +72,15 @@ class PartTensor(torch.Tensor):
             return handler(func, args, kwargs or {})
         with plainly():
             return func(*args, **kwargs) if kwargs else func(*args)
+
+    def _get_shape(self) -> torch.Size:
+        with plainly():
+            shape: torch.Size = _plain_shape.__get__(self)
+        if 0 in shape:  # initialisers leave it alone, where those of other ranks go on
+            check_initialiser(self._flatshard_info, of_caller(1))
+        return shape
+
+    shape = property(_get_shape)
 
     def _become_parameter(self, _: bool) -> None:
         """``nn.Parameter(part)`` sets ``_is_param`` of what it makes: a parameter of its own, which is plain."""
@@ -206,9 +225,19 @@ def _same(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _dimensions(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    part = args[0]
-    # What torch computes on the meta device is Python code, which takes the dimensions for those of the shape.
-    return part.dim() if part.is_meta else len(part._flatshard_info.full_shape)
+    """Those of the whole, and what a view of the part has more, or less, than the part."""
+    part, info = args[0], args[0]._flatshard_info
+    check_initialiser(info, of_caller(2))
+    with plainly():
+        own: int = part.dim()
+        # What torch computes on the meta device is Python code, which takes the dimensions for those of the shape.
+        return own if part.is_meta else own + len(info.full_shape) - len(info.part_shape)
+
+
+def check_initialiser(info: ShardInfo, reader: FrameType) -> None:
+    """Raise if one of torch's initialisers asks for the shape of a part: for that of the whole, from which it computes."""
+    if module_name(reader) == nn.init.__name__ and (info.is_cut or info.wrapping is not None or len(info.shape) < 2):
+        refuse(info, function_name(reader))
 
 
 def _size(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -265,13 +294,6 @@ def _transpose(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     """Of a vector it is the vector."""
     info = args[0]._flatshard_info
     return _same(func, args, kwargs) if len(info.shape) < 2 else _by_rows(func, args, kwargs)
-
-
-def _whole_shape(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    info = args[0]._flatshard_info
-    if info.is_cut:
-        refuse(info, name_of(func))
-    return _plainly(func, args, kwargs)
 
 
 def _refused(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -380,7 +402,7 @@ def _is_metadata(func: Function) -> bool:
 
 def norm(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A function of ``NORMS``: one all-reduce."""
-    part: Any = args[0] if args else kwargs.get("input", kwargs.get("x", kwargs.get("A")))
+    part: Any = args[0]
     if not hasattr(part, "_flatshard_info"):
         return _plainly(func, args, kwargs)
     if isinstance(part, OwnedTensor):
@@ -455,7 +477,7 @@ def _reduce(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     if func in NORMS:  # as a method of a sharded parameter
         return norm(func, args, kwargs)
     name = name_of(func)
-    part: Any = args[0] if args else kwargs.get("input")
+    part: Any = args[0]
     rest = args[1:]
     if any(isinstance(each, torch.Tensor) for each in (*rest, kwargs.get("other"))) and name in ("max", "min"):
         return _elementwise(func, args, kwargs)
@@ -465,7 +487,7 @@ def _reduce(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
         product = _elementwise(torch.mul, (torch.conj(part) if name == "vdot" else part, *rest), kwargs)
         return _reduce(torch.sum, (product,), {})
     info = part._flatshard_info
-    given = {k: v for k, v in kwargs.items() if k not in ("input", "dtype") and v is not None and v is not False}
+    given = {k: v for k, v in kwargs.items() if k != "dtype" and v is not None and v is not False}
     dims = rest[0] if rest else given.get("dim", given.get("axis"))
     if _of_rows(info, dims):
         return _by_rows(func, args, kwargs)
@@ -555,7 +577,6 @@ BY_KIND: dict[OperationKind, Handler | None] = {
     OperationKind.SELECT: _select,
     OperationKind.SHAPE: _by_rows,
     OperationKind.TRANSPOSE: _transpose,
-    OperationKind.WHOLE_SHAPE: _whole_shape,
 }
 
 HANDLERS: dict[Function, Handler | None] = dict.fromkeys(NORMS, norm)

@@ -18,8 +18,8 @@ holds a sharded parameter.
 For a 1-D part of a matrix, ``w.T`` is the part, ``w[3] = 0`` sets one element (another one on each rank), and ``b @ a`` may
 even fit. Code that means the whole parameter uses these on the parameter itself. So they are Python methods of this class,
 which check first; optimizers use none of them. ``p.detach()`` and ``p.data`` are a :class:`PartTensor`, which checks every
-function. Functions such as ``torch.matmul`` of the parameter itself are not checked, and ``torch.rand_like`` draws for the
-part alone: ranks no longer draw alike. ``torch.rand_like(p.data)`` draws for the whole.
+function. Functions such as ``torch.sum`` of the parameter itself are noticed in backward alone (``direct.py``), and
+``torch.rand_like`` draws for the part alone: ranks no longer draw alike. ``torch.rand_like(p.data)`` draws for the whole.
 Initialisers that compute from the shape (``kaiming_uniform_``, ``orthogonal_``) ask for the number of dimensions first, some
 after they have left an empty tensor alone. They are refused on all ranks, as whole rows have another fan-out, too, unless one
 rank has all of the parameter in its shape. Those that treat each element alike are left alone.
@@ -42,12 +42,12 @@ from torch.overrides import has_torch_function
 from torch.utils.hooks import RemovableHandle
 
 from flatshard._errors import RESTRUCTURE_BEFORE
-from flatshard._frames import function_name, is_of, module_name, of_caller, outward
+from flatshard._frames import function_name, is_of, of_caller, outward
 from flatshard._handle.tensors.changes import changes
 from flatshard._handle.tensors.direct import leaf_of
 from flatshard._handle.tensors.grad_dtype import hand_on, plain_grad_dtype
 from flatshard._handle.tensors.operations import OperationKind, kind_of
-from flatshard._handle.tensors.part import as_leaves, draw, handler_of, refuse, settle
+from flatshard._handle.tensors.part import as_leaves, check_initialiser, draw, handler_of, refuse, settle
 from flatshard._handle.tensors.partial import make_whole
 from flatshard._handle.tensors.shard_info import ShardInfo
 from flatshard._handle.tensors.sharded_gradient import mark, plain_grad
@@ -124,7 +124,7 @@ def _is_part(param: ShardedParameter) -> bool:
     return home is None or home.filling is None or not home.filling.shows(param)  # [Note: Filled later]
 
 
-_NOT_RECORDED = OperationKind.DIMENSIONS, OperationKind.SIZE, OperationKind.WHOLE_SHAPE
+_NOT_RECORDED = OperationKind.DIMENSIONS, OperationKind.SIZE
 """What autograd does not record."""
 
 
@@ -174,7 +174,7 @@ class ShardedParameter(nn.Parameter):
     Example::
 
         p = model[0].up.weight
-        assert isinstance(p, flatshard.tensors.ShardedParameter) and p.dim() == 1
+        assert isinstance(p, flatshard.tensors.ShardedParameter) and p.ndim == 2
         with torch.no_grad():
             p.mul_(0.99)  # each rank its own part
     """
@@ -255,15 +255,12 @@ class ShardedParameter(nn.Parameter):
 
     # [Note: Parts are not matrices]
 
-    def dim(self) -> int:
-        """As in torch: of this rank's part."""
-        _check_initialiser(self, of_caller(1))
-        return super().dim()
-
     def _get_shape(self) -> torch.Size:
         shape: torch.Size = _plain_shape.__get__(self)
         if 0 in shape:  # initialisers leave it alone, where those of other ranks go on
-            _check_initialiser(self, of_caller(1))
+            reader = of_caller(1)
+            if _is_part(self):
+                check_initialiser(self._flatshard_info, reader)
         return shape
 
     shape = property(_get_shape)
@@ -364,14 +361,6 @@ def handle_to_empty(param: ShardedParameter, writer: FrameType, new: torch.Tenso
         f"parameter {param._flatshard_info.fqn!r} is sharded and has its values, which to_empty would throw away. To move a "
         "sharded module use module.to(device)"
     )
-
-
-def _check_initialiser(param: ShardedParameter, reader: FrameType) -> None:
-    """Raise if one of torch's initialisers asks for the shape of a part: for that of the whole, from which it computes."""
-    if module_name(reader) == nn.init.__name__ and _is_part(param):
-        info = param._flatshard_info
-        if info.is_cut or info.wrapping is not None or len(info.shape) < 2:
-            refuse(info, function_name(reader))
 
 
 def home_of(param: ShardedParameter) -> Home | None:
