@@ -36,7 +36,11 @@ _innermost: Callable[[], object] = torch._C._functorch.peek_interpreter_stack
 _is_wrapped: Callable[[torch.Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
 _unwrapped: Callable[[torch.Tensor], torch.Tensor] = torch._C._functorch.get_unwrapped
 
-_CURE = "`with torch.no_grad(), flatshard.summon_full_params(module): torch.func.grad(...)(...)`"
+_CURE = (
+    "`with torch.no_grad(), flatshard.summon_full_params(module): torch.func.grad(...)(...)`. A derivative along a direction "
+    "that is to train (jvp) needs no transform: `with torch.autograd.forward_ad.dual_level(): "
+    "forward_ad.unpack_dual(module(forward_ad.make_dual(x, direction))).tangent`"
+)
 
 
 class Transforms(Extension):
