@@ -238,7 +238,16 @@ def test_gradients_from_before_sharding_are_kept(ctx):
 @ranks(2)
 def test_sparse_gradients_are_refused(ctx):
     model = nn.Sequential(nn.Embedding(11, WIDTH, sparse=True), nn.Linear(WIDTH, 3))
+    with pytest.raises(
+        ValueError, match=r"'0.weight' is that of an Embedding with sparse=True.*sparse = False.*ignored_states"
+    ):
+        fully_shard(model, policy={nn.Linear}, process_group=ctx.group)
+    other = copy.deepcopy(model)
+    fully_shard(other, policy={nn.Linear}, process_group=ctx.group, ignored_states=[other[0].weight])
+    other(torch.tensor([1, 2])).sum().backward()
+    model[0].sparse = False
     fully_shard(model, policy={nn.Embedding}, process_group=ctx.group)
+    model[0].sparse = True  # too late, as that of a function
     with pytest.raises(RuntimeError, match=r"gradient of '0.weight' is sparse.*sparse=False"):
         model(torch.tensor([1, 2])).sum().backward()
     model[0].sparse = False

@@ -23,7 +23,7 @@ from flatshard._config import ShardingStrategy, local_world_size
 from flatshard._errors import name_list
 from flatshard._handle.adapters.tensor_parallel import is_dtensor, local_tensor
 from flatshard._handle.adapters.tensor_subclass import TensorSubclass, plain_tensors
-from flatshard._handle.planned import Groups
+from flatshard._handle.planned import Groups, PlannedParam
 
 # Classes of torch that manage the parameters below them. By name, because importing FSDP takes time. "DDP" is the class of
 # modules that `torch.distributed._composable.replicate` was called on.
@@ -331,6 +331,7 @@ def check_parameters(units: list[PlannedUnit], device: torch.device | None, grou
     for unit in units:
         for owned in unit.owned:
             check_parameter(owned.fqn, owned.param)
+            _check_gradient(owned)
             if is_dtensor(owned.param):
                 _check_mesh(owned.fqn, owned.param, [each for each in owned.groups or groups or () if each is not None])
             by_device.setdefault(owned.param.device, []).append(owned.fqn)
@@ -397,6 +398,16 @@ def check_parameter(fqn: str, param: nn.Parameter) -> None:
         raise ValueError(f"parameter {fqn!r} has layout {param.layout}: only dense parameters can be sharded")
     if not param.is_leaf:
         raise ValueError(f"parameter {fqn!r} is not a leaf of autograd's graph")
+
+
+def _check_gradient(owned: PlannedParam) -> None:
+    """Raise if the gradient of a parameter will be sparse, as that of an embedding can be."""
+    for module, _ in owned.registrations:
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and owned.param.requires_grad:
+            raise ValueError(
+                f"parameter {owned.fqn!r} is that of an {type(module).__name__} with sparse=True, whose gradient cannot be "
+                "reduced into a flat gradient: set module.sparse = False, or pass the parameter in ignored_states"
+            )
 
 
 def _check_mesh(fqn: str, param: Any, groups: Sequence[dist.ProcessGroup]) -> None:
