@@ -180,7 +180,9 @@ COMMUNICATING = "_comm.backends _fake_group _comm.monitor.messages elastic._worl
 HOOKING = "_composable.hooks planning._program optim._hooks elastic._job _handle.tensors.direct"
 HOOKING += " checkpoint._state_dict_hooks checkpoint._optim_state_dict "
 HOOKING += " ".join(name for name in TREES if name.startswith(("_composable.features.", "integrations.")))
-OF_PARAMETERS = "_handle.tensors.sharded_parameter _handle.tensors.direct"  # hooking one is part of what the user sees of it
+OF_PARAMETERS = (
+    "_handle.tensors.sharded_parameter _handle.tensors.direct"  # hooking one is part of what the user sees of it
+)
 OF_FEATURES = (
     "inner_shard|anchor|skip|pass_by|ran_inside|summon|keep_unsharded|no_sync|escape|"
     "not_sharded|late_tie|layerdrop|layer_drop|callback|quantized|functorch|dynamo"
