@@ -38,11 +38,6 @@ Function = Callable[..., Any]
 Handler = Callable[[Function, tuple[Any, ...], dict[str, Any]], Any]
 
 
-_plain_shape: Any = torch.Tensor.shape
-_FIRST = frozenset(("input", "tensor", "x", "A"))
-"""The names that torch's functions have for the first argument."""
-
-
 class PartTensor(torch.Tensor):
     """A part of a gradient, or of what is computed from sharded parameters or gradients.
 
@@ -59,28 +54,16 @@ class PartTensor(torch.Tensor):
         cls, func: Function, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         handler = HANDLERS[func] if func in HANDLERS else _handler(func)
-        if not args and kwargs and (first := _FIRST.intersection(kwargs)):
-            (name,) = first
-            args, kwargs = (kwargs[name],), {key: value for key, value in kwargs.items() if key != name}
-        if (len(args) > 1 or kwargs) and torch.is_grad_enabled():
-            args, kwargs = as_leaves(args, kwargs or {})
         if len(types) > 1 and func is not UNSCALE:  # that one leaves its flag partial
             make_whole(args, kwargs)
         if OwnedTensor in types and (settled := settle(func, args, kwargs or {})) is not None:
             return func(*settled[0], **settled[1])
         if handler is not None:
+            if torch.is_grad_enabled() or not args:
+                args, kwargs = as_leaves(*_first_by_place(args, kwargs or {}))
             return handler(func, args, kwargs or {})
         with plainly():
             return func(*args, **kwargs) if kwargs else func(*args)
-
-    def _get_shape(self) -> torch.Size:
-        with plainly():
-            shape: torch.Size = _plain_shape.__get__(self)
-        if 0 in shape:  # initialisers leave it alone, where those of other ranks go on
-            check_initialiser(self._flatshard_info, of_caller(1))
-        return shape
-
-    shape = property(_get_shape)
 
     def _become_parameter(self, _: bool) -> None:
         """``nn.Parameter(part)`` sets ``_is_param`` of what it makes: a parameter of its own, which is plain."""
@@ -148,6 +131,16 @@ def _replaced(argument: Any, by: dict[int, torch.Tensor]) -> Any:
     if isinstance(argument, dict):
         return {key: _replaced(each, by) for key, each in argument.items()}
     return by.get(id(argument), argument)
+
+
+_FIRST = frozenset(("input", "tensor", "x", "A"))
+"""The names that torch's functions have for the first argument."""
+
+
+def _first_by_place(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments with the first in its place, if it was given by its name."""
+    names = () if args else _FIRST.intersection(kwargs)
+    return (*args, *(kwargs[name] for name in names)), {k: v for k, v in kwargs.items() if k not in names}
 
 
 def as_leaves(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -232,6 +225,13 @@ def _dimensions(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -
         own: int = part.dim()
         # What torch computes on the meta device is Python code, which takes the dimensions for those of the shape.
         return own if part.is_meta else own + len(info.full_shape) - len(info.part_shape)
+
+
+def _shape(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Size:
+    shape: torch.Size = _plainly(func, args, kwargs)
+    if 0 in shape:  # initialisers leave it alone, where those of other ranks go on
+        check_initialiser(args[0]._flatshard_info, of_caller(2))
+    return shape
 
 
 def check_initialiser(info: ShardInfo, reader: FrameType) -> None:
@@ -579,5 +579,6 @@ BY_KIND: dict[OperationKind, Handler | None] = {
     OperationKind.TRANSPOSE: _transpose,
 }
 
-HANDLERS: dict[Function, Handler | None] = dict.fromkeys(NORMS, norm)
+_SHAPE: Function = torch.Tensor.shape.__get__  # type: ignore[attr-defined]
+HANDLERS: dict[Function, Handler | None] = {_SHAPE: _shape, **dict.fromkeys(NORMS, norm)}
 """By function, filled as they are met. None: called as for a plain tensor."""
