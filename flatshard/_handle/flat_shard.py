@@ -132,7 +132,7 @@ class FlatShard:
         for info, param, wrapping in zip(self.layout.params, full, self.wrappings, strict=True):
             plain = param.detach() if wrapping is None else wrapping.unwrap(param)
             elements = in_memory_order(plain, info.stride)[:: max(1, info.numel // _SAMPLES)][:_SAMPLES]
-            found.append((torch.view_as_real(elements).view(-1) if elements.is_complex() else elements).double())
+            found.append((torch.view_as_real(elements).flatten() if elements.is_complex() else elements).double())
         return torch.cat(found)
 
     def _count_changes(self) -> int:

@@ -141,7 +141,7 @@ def test_a_policy_overrides_it_for_a_unit(ctx) -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     policy = CustomPolicy(lambda m: {"layout": Whole(FREE)} if m is model[1] else isinstance(m, nn.Linear))
     fully_shard(model, policy=policy, process_group=ctx.group)
-    assert (model[0].weight.dim(), model[1].weight.dim()) == (1, 2)
+    assert (len(model[0].weight.shape), len(model[1].weight.shape)) == (1, 2)
     text = str(flatshard.describe(model, verbose=True))
     assert "1.weight  8x8         whole" in text, text
 

@@ -219,12 +219,14 @@ def _same(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def _dimensions(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     """Those of the whole, and what a view of the part has more, or less, than the part."""
-    part, info = args[0], args[0]._flatshard_info
-    check_initialiser(info, of_caller(2))
+    part, info, reader = args[0], args[0]._flatshard_info, of_caller(2)
+    check_initialiser(info, reader)
     with plainly():
         own: int = part.dim()
-        # What torch computes on the meta device is Python code, which takes the dimensions for those of the shape.
-        return own if part.is_meta else own + len(info.full_shape) - len(info.part_shape)
+        # What torch computes on the meta device is Python code, which takes the dimensions for those of the shape. So does
+        # torch's private code, as dynamo, which looks at memory.
+        is_of_memory = part.is_meta or module_name(reader).startswith("torch._")
+        return own if is_of_memory else own + len(info.full_shape) - len(info.part_shape)
 
 
 def _shape(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Size:
