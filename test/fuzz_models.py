@@ -8,8 +8,11 @@ import contextlib
 import dataclasses
 import functools
 import random
-from collections import Counter
+import threading
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -29,10 +32,14 @@ class Env:
     """Whether this is the forward of the batch's first slice, or the only one: it changes what a forward changes."""
     mode: int = 0
     left_out: frozenset[int] = frozenset()
-    """Numbers of :class:`Drop` modules that this rank leaves out."""
+    """Numbers of :class:`Drop` and :class:`Tower` modules that this rank leaves out."""
+    trains_told: bool = True
+    """Whether backward goes through what a :class:`Teller` tells."""
+    told: Any = dataclasses.field(default_factory=list)
+    """Such terms, which are part of the loss."""
 
 
-NOW = Env()
+NOW = Env(told=deque(maxlen=0))
 
 
 @contextlib.contextmanager
@@ -200,6 +207,134 @@ class Stash(Around):
         self.seen = y.mean()
         return torch.tanh(y)
 
+    def forget(self) -> None:
+        self.seen = None
+
+
+class Pocket:
+    """An object of the user's own."""
+
+    def __init__(self) -> None:
+        self.terms: list[Tensor] = []
+
+    def add(self, term: Tensor) -> None:
+        self.terms.append(term)
+
+
+@dataclasses.dataclass
+class Record:
+    term: Tensor | None = None
+
+
+TOLD: list[Tensor] = []
+CONTEXT: ContextVar[Tensor | None] = ContextVar("term", default=None)
+THREAD = threading.local()
+WAYS: dict[str, Callable[[], Any]] = {
+    "append": list,
+    "method": Pocket,
+    "namespace": SimpleNamespace,
+    "dataclass": Record,
+    "deque": deque,
+    "tuple": lambda: ([], []),
+    "global": lambda: TOLD,
+    "context": lambda: CONTEXT,
+    "thread": lambda: THREAD,
+    "attribute": Pocket,
+    "closure": lambda: None,
+}
+"""By which a term of the loss leaves a module besides its output, with what holds it then."""
+
+
+class Teller(Around):
+    """Hands a term of the loss on, as auxiliary heads do, by one of ``WAYS``: ``"append"`` to ``"tuple"`` are arguments."""
+
+    def __init__(self, inner: nn.Module, width: int, way: str) -> None:
+        super().__init__(inner)
+        self.head = nn.Linear(width, width)
+        self.way = way
+        self.pocket: Any = Pocket()
+
+    def forward(self, x: Tensor, to: Any = None) -> Any:
+        y = torch.tanh(self.inner(x))
+        term = self.head(y).square().mean()  # computed after the output: backward comes to it first
+        match self.way:
+            case "append" | "method":
+                to(term)
+            case "namespace" | "dataclass":
+                to.term = term
+            case "deque":
+                to.append(term)
+            case "tuple":
+                to[1].append(term)
+            case "global":
+                TOLD.append(term)
+            case "context":
+                CONTEXT.set(term)
+            case "thread":
+                THREAD.term = term
+            case "attribute":
+                self.pocket.add(term)
+            case "closure":
+                return y, lambda: term
+        return y
+
+    def forget(self) -> None:
+        """What was told, also by forwards that backward has run again."""
+        TOLD.clear()
+        CONTEXT.set(None)
+        THREAD.term = None
+        self.pocket = Pocket()
+
+
+class Listener(Around):
+    """Calls a teller. The term is added to the output, or to the loss."""
+
+    def __init__(self, inner: nn.Module, is_added: bool) -> None:
+        super().__init__(inner)
+        self.is_added = is_added
+
+    def forward(self, x: Tensor) -> Tensor:
+        way = self.inner.way
+        holder = WAYS[way]()
+        match way:
+            case "append":
+                y = self.inner(x, holder.append)
+            case "method":
+                y = self.inner(x, holder.add)
+            case "closure":
+                y, read = self.inner(x)
+                holder = [read()]
+            case "namespace" | "dataclass" | "deque" | "tuple":
+                y = self.inner(x, holder)
+            case _:
+                y = self.inner(x)
+        term = _newest(self.inner.pocket if way == "attribute" else holder)
+        term = term if NOW.trains_told else term.detach()
+        if self.is_added:
+            return y + term
+        NOW.told.append(term)
+        return y
+
+
+def _newest(holder: Any) -> Tensor:
+    match holder:
+        case Pocket():
+            return holder.terms[-1]
+        case list() | deque():
+            return holder[-1]
+        case tuple():
+            return holder[1][-1]
+        case ContextVar():
+            return holder.get()
+    return holder.term
+
+
+def forget(model: nn.Module) -> None:
+    """What forwards have let out besides their outputs, as a copy of the model would not take it."""
+    for m in model.modules():
+        if isinstance(m, Stash | Teller):
+            m.forget()
+
 
 class Modify(nn.Module):
     """Changes the output of a possible unit in place, through a view or not."""
@@ -246,6 +381,23 @@ class Drop(Around):
         if self.number not in NOW.left_out or not x.requires_grad:
             return x + self.inner(x)
         return flatshard.skip(self.inner, x) if units_below(self.inner) else x
+
+
+class Tower(Around):
+    """A frozen module on data without gradients. Some ranks leave it out, as the data say, and use what ``skip`` returns."""
+
+    def __init__(self, inner: nn.Module, width: int, number: int) -> None:
+        super().__init__(inner.requires_grad_(False))
+        self.project = nn.Linear(width, width)
+        self.number = number
+
+    def forward(self, x: Tensor) -> Tensor:
+        seen = x.detach()
+        if self.number not in NOW.left_out:
+            seen = self.inner(seen)
+        elif units_below(self.inner):
+            x = flatshard.skip(self.inner, x)
+        return x + self.project(seen)
 
 
 class Chunked(Around):
@@ -296,14 +448,25 @@ class Checkpoint(Around):
         return checkpoint(run, x, use_reentrant=self.reentrant)
 
 
-class Root(nn.Module):
-    """An optional embedding, a tree, a head that always trains, a parameter of its own; the output in some form."""
+class Decoder(Around):
+    def forward(self, x: Tensor, memory: Tensor) -> Tensor:
+        return torch.tanh(self.inner(x) + memory)
 
-    def __init__(self, front: nn.Embedding | None, body: nn.Module, width: int, output: str) -> None:
+
+class Root(nn.Module):
+    """An optional embedding, a tree, perhaps a decoder behind it, a head that always trains, a parameter of its own; the
+    output in some form.
+    """
+
+    def __init__(
+        self, front: nn.Embedding | None, body: nn.Module, decoder: Decoder | None, width: int, output: str
+    ) -> None:
         super().__init__()
         if front is not None:
             self.front = front
         self.body = body
+        if decoder is not None:
+            self.decoder = decoder
         self.head = nn.Linear(width, 7)
         self.scale = nn.Parameter(torch.rand(width) + 0.5)
         self.output = output
@@ -317,6 +480,8 @@ class Root(nn.Module):
         for stash in stashes:
             if stash.seen is not None:
                 hidden = hidden + stash.seen
+        if hasattr(self, "decoder"):
+            hidden = self.decoder(hidden, hidden)
         y = self.head(torch.tanh(hidden))
         if self.output == "tuple":
             return y, hidden
@@ -326,6 +491,13 @@ class Root(nn.Module):
 
     def encode(self, inputs: Tensor) -> Any:
         return self.forward(inputs)
+
+    def generate(self, inputs: Tensor, steps: int) -> Tensor:
+        """Calls what is inside, one after the other: the encoder once, the decoder at each step."""
+        memory = y = self.body(self.front(inputs).mean(1) if hasattr(self, "front") else inputs)
+        for _ in range(steps):
+            y = self.decoder(y, memory) if hasattr(self, "decoder") else self.body(y)
+        return self.head(torch.tanh(y))
 
 
 LEAVES = ("linear", "mlp", "norm", "scale", "empty", "transposed", "frozen", "int", "list", "gru", "tanh", "silu")
@@ -338,7 +510,7 @@ CLASSES: dict[str, type[nn.Module]] = {
     c.__name__: c
     for c in (nn.Linear, nn.LayerNorm, nn.Embedding, nn.Sequential, nn.GRU, nn.Tanh, Mlp, Scale, Empty, Transposed)
     + (Frozen, Integer, Listed, Recurrent, Residual, Fork, Join, Twice, TwoNames, Skip, Drop, Unused, Island, Chunked)
-    + (Checkpoint, Stash, Modify, Change)
+    + (Checkpoint, Stash, Modify, Change, Teller, Tower, Decoder)
 }
 
 Spec = tuple[Any, ...]
@@ -392,6 +564,10 @@ def _build(spec: Spec, width: int, other: torch.dtype) -> nn.Module:
             return Join(Fork(choices[0], children))
         case "island":
             return Island(*children, other)
+        case "told":
+            return Listener(Teller(*children, width, choices[0]), choices[1])
+        case "tower":
+            return Tower(*children, width, choices[0])
         case "compiled":  # its forwards run eagerly, as the machine says: it is the wrapper that counts
             if hasattr(children[0], "_orig_mod"):  # torch 2.15 makes a function of one that is compiled
                 return children[0]
@@ -412,6 +588,7 @@ class Model:
     """Pairs of indices into the model's linear layers; those with equal shapes and dtypes share their weights."""
     float32: bool = False
     """Whether the model is float32 with float64 islands, instead of the other way round."""
+    decoder: Spec | None = None
 
     def build(self, islands: torch.dtype | None = None) -> nn.Module:
         """The model; the same one at every call after the same ``torch.manual_seed``."""
@@ -419,7 +596,9 @@ class Model:
         front = None if self.front == "none" else nn.Embedding(7, self.width)
         if front is not None and self.front == "frozen":
             front.requires_grad_(False)
-        model = Root(front, build(self.tree, self.width, other), self.width, self.output).to(main)
+        body = build(self.tree, self.width, other)
+        decoder = None if self.decoder is None else Decoder(build(self.decoder, self.width, other))
+        model = Root(front, body, decoder, self.width, self.output).to(main)
         for module in model.modules():
             if isinstance(module, Island):
                 module.to(other)
@@ -435,7 +614,7 @@ class Model:
         return model
 
     def has(self, *names: str) -> bool:
-        return any(repr(name) in repr(self.tree) for name in names)
+        return any(repr(name) in repr((self.tree, self.decoder)) for name in names)
 
     @property
     def rounds_to_float32(self) -> bool:
@@ -443,7 +622,7 @@ class Model:
 
     @property
     def drops(self) -> list[int]:
-        return [spec[1] for spec in self.tree[1:] if spec[0] == "drop"]
+        return [spec[1] for spec in self.tree[1:] if spec[0] in ("drop", "tower")]
 
 
 def _registrations(module: nn.Module) -> Counter[nn.Parameter]:

@@ -36,6 +36,7 @@ STRATEGIES += ("SHARD_OPTIM", "SHARD_OPTIM", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2
 STRATEGIES += ("HYBRID_FULL_SHARD",)
 POLICIES = ("none", "class", "set", "wrap", "custom", "size", "manual", "manual", "groups", "groups", "lists")
 STARTS = ("as it is", "meta", "to_empty", "sync")
+FIRSTS = ("forward", "state_dict", "describe", "reshard", "save_checkpoint", "optimizer", "gradients", "torch's")
 AS_THEY_ARE = (
     "cpu_offload",
     "forward_prefetch",
@@ -78,7 +79,9 @@ class Sharding:
     unit_strategies: tuple[str, ...] = ()
     """Strategies of the manually nested units, in turn; none: the model's own."""
     start: str = "as it is"
-    """Where the values come from: one of :data:`STARTS`."""
+    """Where the values come from: one of :data:`STARTS`. ``"init"``: as ``"to_empty"``, and the user's code fills modules."""
+    first: str = "forward"
+    """What is done before the first forward of an ``"init"``: one of :data:`FIRSTS`."""
     device_id: bool = False
     ignored: int | None = None
     """Counts modules without modules inside: its parameters are frozen, and not sharded."""
@@ -192,9 +195,15 @@ class Sharding:
             return flatshard.fully_shard(module, **given)
 
         self._shard_units(model, shard_one, [m for m in nestable(model) if m not in ignored])
-        if self.start == "to_empty":
+        if self.start in ("to_empty", "init"):
             model.to_empty(device="cpu")
+        if self.start == "to_empty":
             model.load_state_dict(values.state_dict())
+        elif self.start == "init":
+            with torch.no_grad():
+                for module, of in like.items():
+                    for name, value in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
+                        value.copy_(getattr(of, name))
         for module in values.modules() if self.mixed and self.buffer_dtype else ():
             module._buffers.update(
                 {n: b.to(self.buffer_dtype) for n, b in module._buffers.items() if b.is_floating_point()}

@@ -12,8 +12,8 @@ import random
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar, NamedTuple, dataclass_transform
 
-from fuzz_models import Model, draw_model
-from fuzz_options import Sharding, draw_rounding, draw_sharding
+from fuzz_models import WAYS, Model, draw_model, make_tree
+from fuzz_options import FIRSTS, Sharding, draw_rounding, draw_sharding
 
 VERBS = 3
 """Random verbs between two lines of a training step, at most."""
@@ -101,6 +101,8 @@ class Forward(Statement):
     bomb: Bomb | None = None
     method: bool = False
     """Whether it is the registered method ``encode`` of the root."""
+    trains_told: bool = True
+    """See ``Env``."""
 
     def __str__(self) -> str:
         call = f"{self.place.of(self.model)}{'.encode' if self.method else ''}(x{self.inputs})"
@@ -121,6 +123,49 @@ class Evaluate(Statement):
     def __str__(self) -> str:
         call = f"{self.place.of(self.model)}{'.eval()' if self.is_eval else ''}(x{self.inputs})"
         return f"with torch.{self.guard}(): {call}" + (f"  # {self.bomb}" if self.bomb else "")
+
+
+class Generate(Statement):
+    """What encoder-decoder models do: modules are called past the outermost one. ``uneven``: rank r makes r steps more."""
+
+    model: int
+    inputs: int
+    steps: int
+    uneven: bool
+    text = "with no_grad(), keep_unsharded(m{s.model}): m{s.model}.generate(x{s.inputs}, {s.steps}, uneven={s.uneven})"
+
+
+class Penalty(Statement):
+    """A term of a parameter in the loss; see ``PENALTIES``. ``factors``: one for each rank; None: a rank without the term."""
+
+    loss: str
+    model: int
+    param: int
+    how: str
+    anchor: str
+    factors: tuple[float | None, ...]
+
+    def __str__(self) -> str:
+        term = PENALTIES[self.how].replace("p", f"params(m{self.model})[{self.param}]", 1)
+        return f"{self.loss} += {self.factors}[rank] * {term}  # q = {ANCHORS[self.anchor]}"
+
+
+PENALTIES = {
+    "squares": "p.pow(2).sum()",
+    "differences": "(p - q).square().mean()",
+    **{name: f"p.{name}()" for name in ("sum", "mean", "norm", "std")},
+    "torch.sum": "torch.sum(p)",
+    "torch.mean": "torch.mean(p)",
+    "torch.std": "torch.std(p)",
+    "torch.norm": "torch.norm(p)",
+    "vector_norm": "torch.linalg.vector_norm(p)",
+    "numel": "p.sum() / p.numel()",
+    "dist": "p.dist(q)",
+    **{name: f"{name}(p, q)" for name in ("torch.dist", "F.mse_loss", "F.l1_loss", "F.smooth_l1_loss")},
+}
+FUNCTIONS = tuple(how for how in PENALTIES if how.startswith(("torch.", "F.")) or how == "vector_norm")
+"""Of torch, which may take this rank's part for the whole, if backward is refused then."""
+ANCHORS = {"copy": "0.5 * p.detach().clone()", "part": "0.5 * p.detach()"}
 
 
 class Backward(Statement):
@@ -368,10 +413,12 @@ class Program:
     optimizer_first: bool
     models: int
     body: tuple[Statement, ...]
+    store: str = "TCPStore"
+    """Of the ranks' process group: one of ``STORES``."""
 
     def __str__(self) -> str:
         when = "before" if self.optimizer_first else "after"
-        lines = [f"# seed {self.seed}, {self.world_size} ranks, {self.optimizer} built {when} sharding"]
+        lines = [f"# seed {self.seed}, {self.world_size} ranks, {self.store}, {self.optimizer} built {when} sharding"]
         lines += [f"m{i} = fully_shard({self.model}, {self.shardings[0]})" for i in range(self.models)]
         if any("restarted" in line for line in self._lines()):
             lines.append(f"# restarted over {self.elsewhere!r} ranks: {self.shardings[1]}")
@@ -398,12 +445,13 @@ def make_world_size(seed: int) -> int:
     return 1 + seed % 4
 
 
-def draw(seed: int) -> Program:
+def draw(seed: int, additions: bool = True) -> Program:
+    """``additions``: see :class:`_Additions`; the simulated accelerator does not have all that they need."""
     rng = random.Random(f"program {seed}")
     world_size = make_world_size(seed)
     model = draw_model(rng)
     optimizer = rng.choice(["sgd", "sgd", "adamw", "adamw", "flat", "whole"])
-    if optimizer == "whole" and model.has("empty"):  # of which Adafactor wants the mean
+    if not _suits(optimizer, model):
         optimizer = "sgd"
     can_round = optimizer in ("sgd", "adamw") and not model.has("batchnorm", "change")
     rounding = draw_rounding(rng, optimizer) if can_round and rng.random() < 0.3 else {}
@@ -417,7 +465,7 @@ def draw(seed: int) -> Program:
     optimizer_first = rng.random() < 0.5 and optimizer in ("sgd", "adamw") and shardings[0].start == "as it is"
     if optimizer == "adamw" and not optimizer_first and seed % 3:
         optimizer = "offloaded"
-    return Program(
+    program = Program(
         seed=seed,
         world_size=world_size,
         model=model,
@@ -428,6 +476,12 @@ def draw(seed: int) -> Program:
         models=drawing.models,
         body=_with_more(seed, drawing.models, optimizer, body),
     )
+    return _Additions(program).program if additions else program
+
+
+def _suits(optimizer: str, model: Model) -> bool:
+    """Adafactor wants the mean of each parameter."""
+    return optimizer != "whole" or not model.has("empty")
 
 
 def _with_more(seed: int, models: int, optimizer: str, body: tuple[Statement, ...]) -> tuple[Statement, ...]:
@@ -439,6 +493,96 @@ def _with_more(seed: int, models: int, optimizer: str, body: tuple[Statement, ..
         at, model = rng.randint(0, len(found)), rng.randrange(models)
         found[at:at] = [Forward(f"A{i}", model, ROOT, 1000 + i), Ahead(f"A{i}", model)]
     return tuple(found)
+
+
+STORES = ("TCPStore", "FileStore", "PrefixStore", "HashStore")
+"""A HashStore is one process's."""
+
+
+class _Additions:
+    """Draws what the grammar has got since, apart from the rest, as :func:`_with_more` does. ``program``: the result."""
+
+    def __init__(self, program: Program) -> None:
+        self.rng = random.Random(f"additions {program.seed}")
+        self.program = program
+        self._inputs = 2000
+        self._add_modules()
+        self._towers = [spec[1] for spec in self.program.model.tree[1:] if spec[0] == "tower"]
+        self._fill_later()
+        rng, size = self.rng, program.world_size
+        self._penalties = 0.5 * (rng.random() < 0.5)
+        body = list(self._rewritten(program.body))
+        for _ in range(rng.choice([0, 0, 0, 1] if self.program.model.decoder is None else [1, 1, 2])):
+            self._inputs += 1
+            generate = Generate(rng.randrange(program.models), self._inputs, rng.randint(1, 2), rng.random() < 0.5)
+            body.insert(rng.randint(0, len(body)), generate)
+        store = rng.choice([s for s in STORES if s != "HashStore" or size == 1])
+        self.program = dataclasses.replace(self.program, body=tuple(body), store=store)
+
+    def _add_modules(self) -> None:
+        rng, model = self.rng, self.program.model
+        parts, names = list(model.tree[1:]), []
+        if rng.random() < 0.25:
+            told = ("told", rng.choice(list(WAYS)), rng.random() < 0.3, make_tree(rng, rng.randint(0, 1)))
+            parts.insert(rng.randint(0, len(parts)), told)
+            names.append("Teller")
+        if rng.random() < 0.2:
+            tower = ("tower", len(model.drops), make_tree(rng, rng.randint(0, 1), ("seq", "residual")))
+            parts.insert(rng.randint(0, len(parts)), tower)
+            names.append("Tower")
+        decoder = make_tree(rng, rng.randint(0, 1)) if rng.random() < 0.2 else None
+        names += ["Decoder"] * (decoder is not None)
+        model = dataclasses.replace(model, tree=("seq", *parts), decoder=decoder)
+        if names and _suits(self.program.optimizer, model):
+            shardings = tuple(self._sharded(sharding, tuple(names)) for sharding in self.program.shardings)
+            self.program = dataclasses.replace(self.program, model=model, shardings=shardings)
+
+    def _sharded(self, sharding: Sharding, names: tuple[str, ...]) -> Sharding:
+        """Where classes are units, those of what was added are some, too."""
+        kind, *rest = policy = sharding.policy
+        if kind == "class":
+            policy = ("set", *rest, *names)
+        elif kind in ("set", "wrap", "custom"):
+            policy = (*policy, *names)
+        return dataclasses.replace(sharding, policy=policy, recompute=sharding.recompute and "Tower" not in names)
+
+    def _fill_later(self) -> None:
+        """Some models are initialised by code of their own after they have been sharded."""
+        firsts = [self.rng.choice(FIRSTS) if s.start == "to_empty" else "forward" for s in self.program.shardings]
+        first, second = (
+            dataclasses.replace(s, first=first, start="init" if s.start == "to_empty" else s.start)
+            for s, first in zip(self.program.shardings, firsts, strict=True)
+        )
+        if self.rng.random() < 0.7:
+            self.program = dataclasses.replace(self.program, shardings=(first, second))
+
+    def _rewritten(self, body: tuple[Statement, ...]) -> Iterator[Statement]:
+        rng, size = self.rng, self.program.world_size
+        for statement in body:
+            if isinstance(statement, Block):
+                yield dataclasses.replace(statement, body=tuple(self._rewritten(statement.body)))
+                continue
+            if isinstance(statement, Forward) and self._towers and statement.bomb is None and rng.random() < 0.6:
+                left_out = {*statement.left_out, *((rng.randrange(size), rng.choice(self._towers)) for _ in range(2))}
+                statement = dataclasses.replace(statement, left_out=tuple(sorted(left_out)))
+            if isinstance(statement, Forward) and self.program.model.has("told"):
+                statement = dataclasses.replace(statement, trains_told=rng.random() < 0.8)
+            yield statement
+            if isinstance(statement, Forward) and rng.random() < self._penalties:
+                anchor = rng.choice(list(ANCHORS))
+                how, param = rng.choice(list(PENALTIES)), rng.randrange(30)
+                yield Penalty(statement.loss, statement.model, param, how, anchor, self._factors(how))
+
+    def _factors(self, how: str) -> tuple[float | None, ...]:
+        rng, size = self.rng, self.program.world_size
+        factors: list[float | None] = [rng.choice([0.5, -1.0, 2.0])] * size
+        kind = rng.choice(["same", "differ", *["alone"] * (how not in FUNCTIONS)])
+        if kind == "differ":
+            factors = [rng.choice([0.0, 0.5, -1.0, 2.0]) for _ in range(size)]
+        elif kind == "alone":
+            lone = rng.randrange(size)
+            factors = [factor if rank == lone else None for rank, factor in enumerate(factors)]
+        return tuple(factors)
 
 
 class _Drawing:

@@ -75,6 +75,7 @@ class Context:
     """A process group of this rank only."""
     _send: Callable[[tuple[str, Any]], None] = dataclasses.field(repr=False, default=lambda message: None)
     _meshes: dict[Any, Any] = dataclasses.field(repr=False, default_factory=dict)
+    _folder: Path | None = None
 
     @functools.cached_property
     def mesh(self) -> Any:
@@ -96,6 +97,36 @@ class Context:
         if (device, shape, names) not in self._meshes:
             self._meshes[device, shape, names] = init_device_mesh(device, shape, mesh_dim_names=names)
         return self._meshes[device, shape, names]
+
+    def group_over(self, kind: str) -> Any:
+        """A group of the same ranks as :attr:`group` over a store of another kind, a class of ``torch.distributed``.
+
+        Later bodies get the same one. A ``HashStore`` is for one rank.
+        """
+        import torch.distributed as dist
+        import torch.distributed.distributed_c10d as c10d
+
+        if (kind, self.world_size) not in self._meshes:
+            name, groups, default = f"{kind} of {self.world_size}", c10d._world.pg_map, dist.group.WORLD
+            backend, store = groups[default]
+            match kind:
+                case "PrefixStore":
+                    new: Any = dist.PrefixStore("inner", dist.PrefixStore("outer", store))
+                case "HashStore":
+                    assert self.world_size == 1, "a HashStore is one process's"
+                    new = dist.HashStore()
+                case "FileStore":
+                    if self.rank == 0:
+                        store.set(name, tempfile.mkstemp(dir=self._folder)[1])
+                    new = dist.FileStore(store.get(name).decode(), self.world_size)
+            groups[default] = backend, new
+            try:  # under a name that torch does not count: the other ranks of the pool make no such group
+                with mock.patch.object(c10d, "_process_group_name", return_value=name):
+                    group = dist.new_group(list(range(self.world_size)), use_local_synchronization=True)
+            finally:
+                groups[default] = backend, store
+            self._meshes[kind, self.world_size] = group
+        return self._meshes[kind, self.world_size]
 
     def note(self, text: str) -> None:
         """Say what this rank is about to do: the last note is shown if the rank then fails, hangs or dies."""
@@ -317,7 +348,7 @@ def _rank_main(
             send(("ok", None))
         else:
             world_size, payload = argument
-            ctx = Context(rank, world_size, groups[world_size], groups[0], send, meshes)
+            ctx = Context(rank, world_size, groups[world_size], groups[0], send, meshes, Path(stacks).parent)
             made = _count_groups()
             answer = _run_body(ctx, payload)
             if world_size < size and _count_groups() != made:

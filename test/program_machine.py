@@ -34,13 +34,15 @@ from typing import Any
 import fuzz_programs as programs
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from clean import check_clean
-from fuzz_models import Checkpoint, Drop, Env, Island, Stash, during
+from fuzz_models import Checkpoint, Drop, Env, Island, Tower, during, forget
 from fuzz_options import CPU, Ranks, Rounding, Sharding
 from fuzz_programs import KINDS, ROOT, Bomb, Place, Program, Statement
 from parity import FLOOR, everybody, mean_square
 from saving import read_safetensors
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointError
 
@@ -76,8 +78,15 @@ REFUSALS = {
     "does not move": r"reshard_over: .*(several process groups|have reshard_after_forward=<|do(es)? not move|is transposed)",
     "move busy": r"reshard_over: .*(are kept unsharded|hold gradients that are not reduced|is running)",
     "cut otherwise": r"is sharded otherwise than the model|load_local_state_dict: .*(flat parameters for a|another layout)",
+    "told past a unit": r"unit '.*' .*by a tensor that",
+    "part for whole": r"a function of torch took this part for the whole",
+    "a part": r"is sharded: this rank has .*, and '.*' needs the whole\. It is whole inside",
 }
 """Errors that are right, each with a cure in its text."""
+
+
+LONE = "a term that some ranks do not have, in"
+"""Begins the note of a backward that ends the program in an ``OutOfStepError`` or ``CollectiveError``, or is right."""
 
 
 class Bang(ValueError):
@@ -145,14 +154,14 @@ def placed(bomb: Bomb | None, fuse: Fuse | None, module: nn.Module) -> Iterator[
 
 
 def run(call: Callable[[Tensor], Any], module: nn.Module, x: Tensor, env: Env) -> Any:
-    """A forward; what it stashed is forgotten then, as a copy of the model would not take it."""
+    """A forward: its output, and with it what was told besides."""
+    env = dataclasses.replace(env, told=[])
     try:
         with during(env):
-            return call(x)
+            out = call(x)
     finally:
-        for m in module.modules():
-            if isinstance(m, Stash):
-                m.seen = None
+        forget(module)
+    return (out, env.told) if env.told else out
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -315,7 +324,7 @@ def recomputed_and_skipped(model: nn.Module, numbers: set[int]) -> bool:
     """Whether a rank that leaves out the modules of these numbers skips a unit that a reentrant checkpoint elsewhere runs:
     that rank is refused then, in the middle of a backward.
     """
-    drops = [m for m in model.modules() if isinstance(m, Drop) and m.number in numbers]
+    drops = [m for m in model.modules() if isinstance(m, Drop | Tower) and m.number in numbers]
     checkpoints = [m for m in model.modules() if isinstance(m, Checkpoint) and m.reentrant]
     return any(
         not {*units_below(drop.inner)}.isdisjoint(units_of_parameters(each))
@@ -351,6 +360,14 @@ class Loss:
     """The twin's, when its forward ran."""
     left_out: bool
     """Whether some ranks left out modules, so that graphs differ."""
+    tells: bool = False
+    """Whether it has terms that left a unit besides its output."""
+    penalties: list[tuple[str, Tensor]] = dataclasses.field(default_factory=list)
+    """Parameters that it has terms of, and what these are computed of in ``plain``."""
+    is_lone: bool = False
+    """Whether some ranks have no such term."""
+    is_local: bool = False
+    """Whether such a term was this rank's number: then backward must be refused."""
 
 
 def flat(own: Tensor, info: Any) -> Tensor:
@@ -385,6 +402,15 @@ def all_close(pairs: list[Pair]) -> None:
             return
     for pair in pairs:
         close(*pair)
+
+
+TWO = ("dist", "torch.dist", "F.mse_loss", "F.l1_loss", "F.smooth_l1_loss")
+"""Terms that are functions of two tensors."""
+
+
+def _penalty_of(p: Tensor, s: programs.Penalty) -> Tensor:
+    q = eval(programs.ANCHORS[s.anchor], {"p": p})
+    return eval(programs.PENALTIES[s.how], {"p": p, "q": q, "torch": torch, "F": F})  # type: ignore[no-any-return]
 
 
 def has_leaves(t: Tensor) -> bool:
@@ -427,7 +453,8 @@ class Machine:
 
     def __init__(self, ctx: Any, program: Program, halves: Any = None, device: torch.device = CPU) -> None:
         self.ctx, self.program, self.device = ctx, program, device
-        here = Ranks(ctx.group, ctx.rank, ctx.world_size, ctx.alone, halves, device)
+        group = ctx.group if program.store == "TCPStore" else ctx.group_over(program.store)
+        here = Ranks(group, ctx.rank, ctx.world_size, ctx.alone, halves, device)
         others = {"same": here, "alone": Ranks(ctx.alone, 0, 1, ctx.alone, device=device)}
         if halves is not None:
             half = halves.get_group("shard"), halves.get_local_rank("shard"), 2
@@ -459,7 +486,7 @@ class Machine:
         if self.program.model.rounds_to_float32:
             twin.rtol = 1e-4
         sharding.ignore(plain)
-        if sharding.start in ("meta", "to_empty"):
+        if sharding.start in ("meta", "to_empty", "init"):
             with torch.device("meta"):
                 model = self._build(twin.number)
         else:
@@ -475,16 +502,54 @@ class Machine:
                 p.data += not any(p is other for other in ignored)
         first = self.program.optimizer_first and plain_opt is None
         opt = self._optimizer(model) if first else None
+        params = dict(model.named_parameters())
         sharding.shard(model, ranks, plain)
+        if sharding.start == "init":
+            self._do_first(twin, model, params, plain)
         # Up to the first use, parameters that are read from modules are whole. Islands don't evaluate in full precision.
-        if sharding.start == "to_empty" and sharding.full_precision_in_eval and self.program.model.has("island"):
+        fills = sharding.start in ("to_empty", "init")
+        if fills and sharding.full_precision_in_eval and self.program.model.has("island"):
             flatshard.unshard(model)
             flatshard.reshard(model)
-        elif sharding.start == "to_empty":
+        elif fills:
             with torch.no_grad(), during(Env(first=False)):
                 model.eval()(self._inputs(0, twin, True, plain)[ranks.rank].to(self.device))
             model.train()
         return model, plain, opt or self._optimizer(model), plain_opt or self._optimizer(plain)
+
+    def _do_first(self, twin: Twin, model: nn.Module, params: dict[str, nn.Parameter], plain: nn.Module) -> None:
+        """What comes after an initialisation, before any forward, finds and leaves parts."""
+        verb, group = twin.sharding.first, twin.ranks.group
+        self.ctx.note(f"seed {self.program.seed}: {verb} before the first forward")
+        match verb:
+            case "forward":
+                return
+            case "state_dict":
+                for name, value in model.state_dict().items():
+                    assert name not in params or value.numel() == params[name].numel(), (
+                        f"{name} has {value.numel()} elements"
+                    )
+            case "describe":
+                assert str(flatshard.describe(model))
+            case "reshard":
+                flatshard.reshard(model)
+            case "save_checkpoint":
+                with self._folder() as folder:
+                    path = folder / str(dist.get_global_rank(group, 0))
+                    path.parent.mkdir(exist_ok=True)
+                    flatshard.save_checkpoint(path, {"model": model}, process_group=group)
+            case "optimizer":
+                self._optimizer(model)
+            case "gradients":
+                assert all(p.grad is None for p in model.parameters())
+            case "torch's":
+                get_model_state_dict(model)
+                get_optimizer_state_dict(model, torch.optim.AdamW(model.parameters()))
+        numels = [p.numel() for p in params.values()]
+        for numel, (name, p) in zip(numels, params.items(), strict=True):
+            part = part_of(p, plain.get_parameter(name))
+            assert numel == part.numel(), f"{name} has {numel} elements after {verb}, expected {part.numel()}"
+            close(flat(p, flatshard.tensors.shard_info(p)), part, 1e-6, f"this rank's part of {name}")
 
     def _optimizer(self, model: nn.Module) -> Any:
         """Settings under which rounding stays rounding; see parity.py."""
@@ -526,7 +591,7 @@ class Machine:
             twin.partial.clear()
             self.do(programs.Configure(twin.number, ROOT, "gradient_sync", True))
             self.do(programs.ZeroGrad(twin.number, True))
-            self.do(programs.Forward("last", twin.number, ROOT, 1000))
+            self.do(programs.Forward("last", twin.number, ROOT, 1000, trains_told=False))
             self.do(programs.Backward(("last",)))
             self.do(programs.Step(twin.number))
             self.do(programs.Evaluate(twin.number, ROOT, 1001, "no_grad"))
@@ -702,9 +767,8 @@ class Machine:
         drops = getattr(statement, "left_out", ()) if size == self.ctx.world_size else ()
         if recomputed_and_skipped(twin.model, {number for _, number in drops}):
             drops = ()
-        envs = [
-            Env(r == 0, getattr(statement, "mode", 0), frozenset(n for of, n in drops if of == r)) for r in range(size)
-        ]
+        mode, told = getattr(statement, "mode", 0), getattr(statement, "trains_told", True)
+        envs = [Env(r == 0, mode, frozenset(n for of, n in drops if of == r), told) for r in range(size)]
         xs, out, method = self._inputs(statement.inputs, twin, not path), [], getattr(statement, "method", False)
         plain_module = twin.plain.get_submodule(path)
         ends = contextlib.ExitStack()
@@ -779,7 +843,61 @@ class Machine:
         losses = [mean_square(o, None) for o in (out, *outs)]
         assert s.left_out or losses[0].requires_grad == losses[1].requires_grad
         if all(loss.requires_grad for loss in losses):
-            self.losses[s.loss] = Loss(twin, losses[0], losses[1:], copies, twin.changes, bool(s.left_out))
+            tells = s.trains_told and self.program.model.has("told")
+            self.losses[s.loss] = Loss(twin, losses[0], losses[1:], copies, twin.changes, bool(s.left_out), tells)
+        return True
+
+    def _generate(self, s: programs.Generate, twin: Twin, module: None) -> bool:
+        if twin.rounding or twin.shown or self.interrupted or self.program.model.has("change"):
+            return False
+        x, steps, got = self._inputs(s.inputs, twin, True)[twin.ranks.rank], s.steps + s.uneven * twin.ranks.rank, []
+
+        def generate(model: nn.Module, x: Tensor) -> Tensor:
+            model.eval()
+            try:
+                return run(functools.partial(model.generate, steps=steps), model, x, Env())
+            finally:
+                model.train()
+
+        with torch.no_grad():
+            with flatshard.keep_unsharded(twin.model):
+                self.attempt(lambda: got.append(generate(twin.model, x.to(self.device))), twin)
+            pairs = zip(pytree.tree_leaves(got), pytree.tree_leaves([generate(twin.plain, x)] * len(got)), strict=True)
+        self.compare([(mine, theirs, twin.rtol, "what was generated", 0.0) for mine, theirs in pairs])
+        return True
+
+    def _penalty(self, s: programs.Penalty, twin: Twin, module: None) -> bool:
+        loss, name = self.losses.get(s.loss), twin.names[s.param % len(twin.names)]
+        own, plain = twin.own[name], twin.plain.get_parameter(name)
+        if loss is None or loss.twin is not twin or loss.changes != twin.changes or not s.factors:
+            return False
+        if twin.rounding or twin.shown or twin.partial or not twin.shows_own or self.program.optimizer == "flat":
+            return False
+        if not plain.requires_grad or plain.numel() < 2 or twin.owner[name] < 0:
+            return False
+        info = flatshard.tensors.shard_info(own)
+        if info is None or ((info.by_rows or info.never_cut) and ("std" in s.how or s.how in TWO)):
+            return False  # that is this rank's
+        factors = [s.factors[rank % len(s.factors)] for rank in range(twin.ranks.size)]
+        if {*factors} == {None}:
+            return False
+        leaf, found, local = plain.detach().clone().requires_grad_(), [], False
+        if not self.attempt(lambda: found.append(_penalty_of(own, s)), twin):
+            return True
+        expected = _penalty_of(leaf, s)
+        try:
+            close(found[0], expected, twin.rtol, f"{s.how} of {name}", 1e-3)
+        except AssertionError:
+            if s.how not in programs.FUNCTIONS:
+                raise
+            found[0] = found[0].nan_to_num(0.0, 0.0, 0.0)
+            local = True
+        loss.is_local |= any(everybody(self._there(twin), local))
+        mine = factors[twin.ranks.rank]
+        loss.sharded = loss.sharded if mine is None else loss.sharded + mine * found[0]
+        loss.plain = [of + (factor or 0.0) * expected for of, factor in zip(loss.plain, factors, strict=True)]
+        loss.penalties.append((name, leaf))
+        loss.is_lone |= None in factors
         return True
 
     def _evaluate(self, s: programs.Evaluate, twin: Twin, module: nn.Module) -> bool:
@@ -797,6 +915,8 @@ class Machine:
             return False  # each rank is refused at another point, after other collectives
         if stale and self.program.model.has("checkpoint") and any(loss.twin.rounding for loss in losses):
             return False  # the oracle's copies would be recomputed from the values of their forward
+        if stale and any(loss.penalties for loss in losses):
+            return False  # some terms of parameters need their values, and are refused
         hook, fuse, involved = None, None, {id(loss.twin): loss.twin for loss in losses}
         if s.hook and (hooked := self.twins[s.hook[0]]) and (path := hooked.path(s.hook[1])) is not None:
             place = hooked.model.get_submodule(path)
@@ -804,9 +924,12 @@ class Machine:
                 fuse = Fuse(s.hook[2])
                 hook = flatshard.optim.register_gradients_reduced_hook(place, fuse)
                 involved[id(hooked)] = hooked
+        if any(loss.is_lone for loss in losses):
+            self.ctx.note(f"seed {self.program.seed}: {LONE} {s}")
         try:
             sum(loss.sharded for loss in losses).backward(retain_graph=s.retain)
             failed = False
+            assert not any(loss.is_local for loss in losses), "a term was this rank's number, and nothing said so"
         except (Bang, Interrupt):
             failed = True
         except CheckpointError:  # as below: where a later forward has made the unit follow
@@ -814,7 +937,9 @@ class Machine:
         except RuntimeError as e:
             failed = True
             found = self._check_refusal(e, None)
-            if found != "static" and (found not in ("stepped", "torch's own") or not stale):
+            told = found == "told past a unit" and any(loss.tells for loss in losses)
+            told |= found == "part for whole" and any(loss.penalties for loss in losses)
+            if not told and found != "static" and (found not in ("stepped", "torch's own") or not stale):
                 raise AssertionError(f"nothing was changed since forward: {e}") from e
         finally:
             if hook is not None:
@@ -878,6 +1003,12 @@ class Machine:
                 found.append({name: p.grad for name, p in twin.plain.named_parameters()})
                 for name, p in twin.plain.named_parameters():
                     p.grad = old[name]
+        for loss in losses:  # not held: nothing comes to the unit
+            for name, leaf in loss.penalties:
+                param, unit = loss.twin.plain.get_parameter(name), loss.twin.owner[name]
+                new = leaf.grad * (loss.twin.ranks.size / (loss.twin.factors[unit] or loss.twin.ranks.size))
+                param.grad = new if param.grad is None else param.grad + new
+                leaf.grad = None
         for twin, of_twin in zip(self._alive, found, strict=True):
             for name, new in of_twin.items():
                 if new is not None:
@@ -937,7 +1068,7 @@ class Machine:
             return False
         if loss.changes != twin.changes or not twin.is_idle or twin.partial or not all(twin.synced.values()):
             return False  # refused after some units have been stepped, or not all are reduced
-        if twin.rounding:  # the oracle goes on from the gradients, which are gone
+        if twin.rounding or loss.penalties:  # the oracle goes on from the gradients, which are gone; or they come later
             return False
         if any(isinstance(m, Checkpoint) and m.reentrant for m in twin.model.modules()):  # refused around a unit's part
             return False
@@ -1179,9 +1310,8 @@ class Machine:
     def _copy(self, s: programs.Copy, twin: Twin | None, module: None) -> bool:
         if twin is None or self.twins[s.to] is not None or self.program.optimizer == "flat":
             return False
-        for each in (*twin.model.modules(), *twin.plain.modules()):
-            if isinstance(each, Stash):  # of what backward computed again
-                each.seen = None
+        for each in (twin.model, twin.plain):
+            forget(each)  # what backward computed again
         found: list[nn.Module] = []
         if not self.attempt(lambda: found.append(copy.deepcopy(twin.model)), twin):
             return True
@@ -1259,6 +1389,11 @@ class Machine:
             twin.changes += 1
             twin.sent = None
         return True
+
+    @staticmethod
+    def _there(twin: Twin) -> SimpleNamespace:
+        """The ranks that a twin is sharded over, for ``everybody``."""
+        return SimpleNamespace(group=twin.ranks.group, world_size=twin.ranks.size)
 
     def _first(self, twin: Twin) -> int:
         """The number, in the pool, of the first rank of those that this model is sharded over here."""
@@ -1396,8 +1531,7 @@ class Machine:
         """What a server has after each ask is what the model had."""
         if twin.sent is not None and twin.sent[0]._module is twin.model:
             sent, weights = twin.sent
-            there = SimpleNamespace(group=twin.ranks.group, world_size=twin.ranks.size)
-            for plan, changes in everybody(there, (sent.plan, list(saving.iter_changed_params(sent)))):
+            for plan, changes in everybody(self._there(twin), (sent.plan, list(saving.iter_changed_params(sent)))):
                 for change in changes:
                     saving.apply_changed_params(weights, plan, change)
         else:
@@ -1453,8 +1587,7 @@ def run_program(
         return Machine(ctx, program, halves, device).main()
 
 
-def run_seeds(ctx: Any, programs: list[Program]) -> None:
-    """Several of them."""
+def run_seeds(ctx: Any, programs: list[Program]) -> list[Counter[str]]:
+    """Several of them. Returns each one's counts."""
     halves = ctx.device_mesh((2, 2), ("replicate", "shard")) if ctx.world_size == 4 else None
-    for program in programs:
-        run_program(ctx, program, halves)
+    return [run_program(ctx, program, halves)[1] for program in programs]

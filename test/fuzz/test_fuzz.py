@@ -1,15 +1,16 @@
 """Random models, sharded in random ways, under random programs of flatshard's public verbs and clients' habits: one grammar,
 each draw against the same program on plain models in one process.
 
-``--fuzz N`` runs N draws, ``--fuzz-seed S`` starts at seed S; a failing one prints its lines, its ``repr``, and the command
-that runs it alone. ``--minimise`` then looks for a shorter one that fails alike. What is drawn: ``fuzz_programs.py``,
-``fuzz_models.py``, ``fuzz_options.py``; how it is run and compared: ``program_machine.py``.
+``--fuzz N`` runs N draws, ``--fuzz-seed S`` starts at seed S; of many a table says how many had what. A failing one prints
+its lines, its ``repr``, and the command that runs it alone. ``--minimise`` looks for a shorter one that fails alike. What is
+drawn: ``fuzz_programs.py``, ``fuzz_models.py``, ``fuzz_options.py``; how it is run and compared: ``program_machine.py``.
 """
 
 import dataclasses
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -18,9 +19,24 @@ import fuzz_models
 import fuzz_options
 import program_machine
 import pytest
-from fuzz_programs import KINDS, Block, Bomb, Place, Program, Statement, draw, make_world_size, smaller, statements
+from fuzz_models import WAYS
+from fuzz_options import FIRSTS
+from fuzz_programs import (
+    KINDS,
+    PENALTIES,
+    STORES,
+    Block,
+    Bomb,
+    Place,
+    Program,
+    Statement,
+    draw,
+    make_world_size,
+    smaller,
+    statements,
+)
 from pool import Failure, Pool, RankFailure
-from program_machine import run_seeds
+from program_machine import LONE, run_seeds
 
 import flatshard
 
@@ -37,6 +53,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "seeds" not in metafunc.fixturenames:
         return
     first, count = metafunc.config.getoption("--fuzz-seed"), metafunc.config.getoption("--fuzz")
+    if count >= MANY:
+        metafunc.config.pluginmanager.register(Coverage(range(first, first + count)))
     params = []
     for world_size in range(1, 5):
         seeds = [seed for seed in range(first, first + count) if make_world_size(seed) == world_size]
@@ -47,25 +65,91 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 @pytest.mark.time_limit(600)
-def test_random_programs_do_as_in_one_process(pool, world_size, seeds, request):
-    failures = []
+def test_random_programs_do_as_in_one_process(pool, world_size, seeds, request, record_property):
+    failures, counts = [], []
     while seeds and len(failures) < MAX_FAILURES:
         try:
-            pool.run(run_seeds, [draw(seed) for seed in seeds], world_size=world_size, timeout=TIMEOUT)
+            programs = [draw(seed) for seed in seeds]
+            counts += pool.run(run_seeds, programs, world_size=world_size, timeout=TIMEOUT)[0]
             break
         except RankFailure as e:
             noted = re.match(r"seed (\d+)", e.failures[0].note)
             if noted is None:
                 raise  # not a program's failure: a file does not import, or the pool is broken
             seed = int(noted.group(1))
+            if is_noticed(e):
+                seeds = seeds[seeds.index(seed) + 1 :]
+                continue
             program, error = draw(seed), e
             if request.config.getoption("--minimise"):
                 program, error = minimise(lambda p: failure(pool, p), program, e)
             command = f"python -m pytest test/fuzz --fuzz 1 --fuzz-seed {seed} --minimise"
             failures.append(f"{command}\n{program}\n{program!r}\n{error}")
             seeds = seeds[seeds.index(seed) + 1 :]
+    record_property(COUNTED, dict(sum(map(Counter, counts), Counter())))
     if failures:
         pytest.fail("\n\n".join(failures), pytrace=False)
+
+
+def is_noticed(error: RankFailure) -> bool:
+    """Whether flatshard has noticed that a rank lacks a term of the loss: then the ranks have to end."""
+    raised = [f for f in error.failures if f.kind == "raised"]
+    return any(LONE in f.note for f in raised) and {f.type_name for f in raised} <= {
+        "OutOfStepError",
+        "CollectiveError",
+    }
+
+
+# -- how often what was drawn ------------------------------------------------------------------------------------------
+
+COUNTED = "statements"
+MANY = 1000
+"""Draws after which a table says how often what was drawn."""
+VALUES = 24
+"""Of a field, at most: of one with more values their number is told."""
+
+
+class Coverage:
+    """A plugin that prints the table."""
+
+    def __init__(self, seeds: range) -> None:
+        self._seeds = seeds
+        self._counts: Counter[str] = Counter()
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.when == "call":
+            self._counts.update(dict(report.user_properties).get(COUNTED, {}))
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        terminalreporter.section(f"{len(self._seeds)} draws: how many had what")
+        for line in coverage(draw(seed) for seed in self._seeds):
+            terminalreporter.write_line(line)
+        terminalreporter.section("statements that ran in chunks of draws that passed")
+        for what in sorted({key.partition(" | ")[0] for key in self._counts}):
+            outcomes = [f"{self._counts[f'{what} | {how}']} {how}" for how in ("done", "refused", "left out")]
+            terminalreporter.write_line(f"{what}: {', '.join(outcomes)}")
+
+
+def coverage(programs: Iterable[Program]) -> Iterator[str]:
+    """A line for each field: its values, each with the number of draws that have it."""
+    found: dict[str, Counter[Any]] = {}
+    for program in programs:
+        for name, value in {fact for fact in facts(program) if fact[0]}:
+            found.setdefault(name, Counter())[value] += 1
+    for name, values in sorted(found.items()):
+        named = {getattr(value, "__name__", str(value)): count for value, count in values.most_common()}
+        if name == "Model tree" or name == "Model decoder":
+            named = {value: count for value, count in named.items() if not value.lstrip("-").isdigit()}
+        elif len(named) > VALUES and name != "class":
+            named = {"different values": len(named)}
+        yield f"{name}: {', '.join(f'{value} {count}' for value, count in named.items())}"
+
+
+def test_a_table_says_how_often_what_was_drawn():
+    lines = dict(line.split(": ", 1) for line in coverage(map(draw, range(20))))
+    assert re.search(r"\bForward 20\b", lines["class"])
+    assert set(re.findall(r"(\w+Store) \d+", lines["Program store"])) <= {*STORES}
+    assert lines["Program seed"].startswith("0 1, ")
 
 
 # -- shorter programs --------------------------------------------------------------------------------------------------
@@ -178,5 +262,12 @@ def test_all_is_drawn():
         found.setdefault(name, set()).add(value)
     assert [name for name, values in found.items() if len(values) < 2 and not isinstance(*values, type)] == []
     assert found["class"] >= {*Statement.__subclasses__(), *Block.__subclasses__(), Bomb} - {Block}
+    for name, every in (
+        ("Model tree", WAYS),
+        ("Penalty how", PENALTIES),
+        ("Sharding first", FIRSTS),
+        ("Program store", STORES),
+    ):
+        assert found[name] >= {*every}, name
     places = {name: values for name, values in found.items() if name.endswith(" place") and name != "Forward place"}
     assert {name: {*KINDS} - values for name, values in places.items() if values < {*KINDS}} == {}
