@@ -223,7 +223,8 @@ class UnshardedBuffer:
 
     def may_change(self) -> None:
         """Make the next ``changed`` true: somebody may write what version counters don't show."""
-        self._versions = ()
+        if not self._is_closed:
+            self._versions = ()
 
     def take_back_moved(self) -> bool:
         """If the module set the ``.data`` of unsharded parameters, copy the new values to the buffer, and point back to it.

@@ -229,6 +229,23 @@ def test_a_forward_that_may_not_begin_between_a_forward_and_its_backward(ctx):
     del output
 
 
+@ranks(2)
+def test_a_write_between_a_forward_and_the_next(ctx):
+    for options in ({}, {"static_buffers": True}):
+        model, plain = shard(Net(), ctx.group, **options), Net()
+        plain.load_state_dict(flatshard.checkpoint.full_state_dict(model))
+        kept = model(torch.ones(2, WIDTH))
+        with flatshard.summon_full_params(model):
+            for p in model.parameters():
+                p.data.mul_(0.5)
+        for p in plain.parameters():
+            p.data.mul_(0.5)
+        for each in (model, plain):
+            loss_of(each(torch.ones(2, WIDTH)), torch.empty(0)).backward()
+        check_same_gradients(model, plain, 1e-5)
+        del kept
+
+
 class Lazy:
     def __init__(self, y: Tensor) -> None:
         self.y = y
