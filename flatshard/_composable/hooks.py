@@ -63,6 +63,8 @@ from flatshard._composable.claims import Claim
 from flatshard._composable.completion import AWAITING, COMPLETE, COMPLETE_EARLY, IDLE, Way, current_graph_task
 from flatshard._composable.extensions import ForwardFeature
 from flatshard._composable.outputs import (
+    copied_containers,
+    give_back,
     is_opaque,
     made_nodes_after,
     next_node,
@@ -199,12 +201,14 @@ class UnitHooks:
                 ahead = filter(None, (unit_of(following),))
             for each in ahead if forward.gathers else ():
                 context.prefetch(each, unit.config.prefetch_limit_bytes)
-        changed: tuple[Any, Any] | None = None
+        given, changed = (args, kwargs), None
         for before in self._before:
             if (new := before(forward, args, kwargs)) is not None:
                 args, kwargs = changed = new
         if grad and not unit.is_done_with_gradients and not unit.handle.never_gathers:
-            return self.watch_inputs(forward, args, kwargs) or changed
+            changed = self.watch_inputs(forward, args, kwargs) or changed
+        if changed is not None:
+            forward.copied = [*copied_containers(given, changed)]
         return changed
 
     @staticmethod
@@ -251,6 +255,8 @@ class UnitHooks:
             if forward.instead is not None:
                 forward.instead(output)
                 return None
+            for copied in forward.copied:
+                give_back(*copied)
             for after in self._after:
                 if (new := after(forward, output)) is not None:
                     output = changed = new

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -59,6 +61,44 @@ def with_new_nodes(output: Any) -> Any:
         if isinstance(v, torch.Tensor) and v.grad_fn is not None and v.layout is torch.strided
     }
     return tree_unflatten([aliases.get(id(v), v) for v in values], spec) if aliases else output
+
+
+Copied = tuple["list[Any] | deque[Any] | dict[Any, Any]", Any, tuple[Any, ...]]
+"""A container that a module was given, the copy that it got, and what that copy held then (a dict: its values)."""
+
+
+def copied_containers(given: Any, new: Any) -> Iterator[Copied]:
+    """Yield the lists, deques and dicts in ``given`` that have copies in ``new``, a structure of the same kind."""
+    if given is new or type(given) is not type(new):
+        return
+    if isinstance(given, dict):
+        yield given, new, tuple(new.values())
+        pairs = [(each, new.get(key)) for key, each in given.items()]
+    elif isinstance(given, list | tuple | deque):
+        if not isinstance(given, tuple):
+            yield given, new, tuple(new)
+        pairs = [*zip(given, new, strict=False)]
+    elif dataclasses.is_dataclass(given):
+        pairs = [(getattr(given, name, None), getattr(new, name, None)) for name in given.__dataclass_fields__]
+    else:
+        return
+    for pair in pairs:
+        yield from copied_containers(*pair)
+
+
+def give_back(given: Any, copy: Any, was: tuple[Any, ...]) -> None:
+    """Make the changes to ``given`` that a forward has made to its ``copy``. See ``Copied``."""
+    now = [*copy.values()] if isinstance(copy, dict) else [*copy]
+    if len(now) == len(was) and all(map(operator.is_, now, was)):
+        return
+    originals = dict(zip(map(id, was), given.values() if isinstance(given, dict) else given, strict=False))
+    now = [originals.get(id(item), item) for item in now]
+    keys = [*copy] if isinstance(copy, dict) else None
+    given.clear()
+    if keys is None:
+        given.extend(now)
+    else:
+        given.update(zip(keys, now, strict=True))
 
 
 def is_opaque(value: Any) -> bool:

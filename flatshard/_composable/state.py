@@ -38,7 +38,7 @@ from flatshard._comm.progress import Place
 from flatshard._composable.claims import Claim, Claims
 from flatshard._composable.completion import UNTOUCHED, Completion, current_graph_task
 from flatshard._composable.exec_order import ForwardOrder
-from flatshard._composable.outputs import next_node
+from flatshard._composable.outputs import Copied, next_node
 from flatshard._composable.reduction_queue import ReductionQueue
 from flatshard._composable.unit_config import UnitConfig
 from flatshard._handle.handle import FlatParamHandle
@@ -202,14 +202,12 @@ class Unit:
 
     @property
     def fqn(self) -> str:
-        """The module's FQN, relative to the outermost module that ``fully_shard`` was called with. Of a group: all FQNs,
-        as ``"norm, head"``.
-        """
+        """The module's FQN, from the outermost module given to ``fully_shard``; a group's are joined: ``"norm, head"``."""
         return self.handle.ranks.label.unit
 
     @property
     def kind(self) -> str:
-        """The name of the module's class. Of a group: all names, as ``"LayerNorm, Linear"``."""
+        """The name of the module's class; a group's are joined: ``"LayerNorm, Linear"``."""
         return ", ".join(type(m).__name__ for m in called_modules(self.module))
 
     @property
@@ -234,8 +232,7 @@ class Unit:
     @property
     def is_unsharded_by_user(self) -> bool:
         """Whether the user called ``unshard``, and no forward has used the parameters since."""
-        stamp = self.handle.stamp
-        return stamp is not None and stamp.by == BY_USER
+        return (stamp := self.handle.stamp) is not None and stamp.by == BY_USER
 
     def __repr__(self) -> str:
         return f"Unit({self.fqn or '<root>'!r}, {self.kind}, {self.handle!r})"
@@ -271,7 +268,9 @@ class Unit:
 class Forward:
     """One running forward of a unit."""
 
-    __slots__ = ("claims", "first_node", "frame", "gathers", "in_backward", "instead", "module", "recorded", "unit")
+    __slots__ = (
+        "claims", "copied", "first_node", "frame", "gathers", "in_backward", "instead", "module", "recorded", "unit",
+    )  # fmt: skip
 
     def __init__(self, unit: Unit, module: nn.Module, frame: FrameType, in_backward: bool) -> None:
         self.unit = unit
@@ -282,6 +281,9 @@ class Forward:
         self.instead: Callable[[Any], object] | None = None  # if a feature has it: what to call at the end, and no more
         self.gathers = True  # False: a feature shows other parameters, so nothing is gathered
         self.recorded: ForwardRecord | None = None  # set at its end, if backward may reach it
+        self.copied: Sequence[
+            Copied
+        ] = ()  # what the module may change in the user's containers, which it got copies of
         self.claims: list[tuple[Unit, Claim]] = []
         for needed in unit.needs:
             claim = Claim()
@@ -456,8 +458,7 @@ class Context:
     # -- prefetching ---------------------------------------------------------------------------------------------------
 
     def prefetch(self, unit: Unit, limit: int | None) -> None:
-        """Gather ``unit`` ahead of time. This is a hint: if it is not used, it is freed again. ``limit``: in bytes, for all
-        parameters gathered ahead. A prefetch that would exceed it is not done."""
+        """Gather ``unit`` ahead, unless more than ``limit`` bytes would be ahead then. It is freed if it is not used."""
         if limit is not None and self._bytes_ahead(unit) > limit:
             return
         for needed in unit.needs:

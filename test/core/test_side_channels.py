@@ -2,7 +2,9 @@
 
 import collections
 import contextvars
+import copy
 import dataclasses
+import itertools
 import logging
 import threading
 import types
@@ -17,7 +19,7 @@ from recording import Recording
 from torch import Tensor, nn
 
 import flatshard
-from flatshard import BackwardPrefetch, fully_shard
+from flatshard import BackwardPrefetch, MixedPrecision, fully_shard
 
 WIDTH = 4
 
@@ -144,6 +146,57 @@ def test_losses_that_are_handed_over(ctx):
                 loss_fn=loss_of,
                 shard=lambda m, g, when=when: shard(m, g, backward_prefetch=when),
             )
+
+
+class Collecting(nn.Module):
+    """Blocks that add losses, one in fp32, to containers that they are given, where earlier blocks' are."""
+
+    def __init__(self, trainable: bool) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.blocks[1].requires_grad_(trainable)
+
+    @staticmethod
+    def add_losses(_: None, y: Tensor, given: Any) -> None:
+        loss = y.float().square().mean()
+        given["list"].append(loss)
+        given["pair"][0].append(loss)
+        given["deque"].append(loss)
+        given["kept"].losses.append(loss)
+        given[f"loss {len(given)}"] = loss
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        given: dict[str, Any] = {"list": [], "pair": ([],), "deque": collections.deque(), "kept": Kept()}
+        for block in self.blocks:
+            x = block(x, given)
+        every = [*given["list"], *given["pair"][0], *given["deque"], *given["kept"].losses]
+        return [*every, *(loss for name, loss in given.items() if name.startswith("loss"))]
+
+
+class Adding(nn.Linear):
+    def forward(self, x: Tensor, given: Any) -> Tensor:
+        y = torch.tanh(super().forward(x))
+        Collecting.add_losses(None, y, given)
+        return y
+
+
+@ranks(2)
+def test_containers_that_a_unit_is_given_are_the_callers(ctx):
+    """Also where a unit gets copies, with inputs that are cast, or that backward leaves it by."""
+    for trainable, policy in itertools.product([True, False], [None, MixedPrecision(torch.bfloat16, torch.float32)]):
+        model = Collecting(trainable)
+        for i in range(3):
+            block = Adding(WIDTH, WIDTH)
+            model.blocks[i] = block.requires_grad_(trainable or i != 1)
+        plain = copy.deepcopy(model)
+        fully_shard(model, policy={Adding}, process_group=ctx.group, mixed_precision=policy or MixedPrecision())
+        x = torch.ones(2, WIDTH)
+        losses, expected = model(x), plain(x)
+        assert len(losses) == len(expected) == 15
+        torch.testing.assert_close(losses, expected, rtol=5e-2, atol=1e-3)
+        sum(losses).backward()
+        sum(expected).backward()
+        check_same_gradients(model, plain, 1e-5 if policy is None else 5e-2)
 
 
 STRUCTURES = {

@@ -31,7 +31,7 @@ from flatshard._handle.tensors.sharded_parameter import shard_info
 
 
 def cast_floats(value: Any, dtype: torch.dtype) -> Any:
-    """``value`` with every floating-point tensor in it cast to ``dtype``. Autograd sees the casts."""
+    """Return ``value`` with every floating-point tensor in it cast to ``dtype``. Autograd sees the casts."""
     kind = type(value)
     if kind is torch.Tensor or isinstance(value, torch.Tensor):
         return value.to(dtype) if value.is_floating_point() and value.dtype is not dtype else value
