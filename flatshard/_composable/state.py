@@ -269,7 +269,7 @@ class Forward:
     """One running forward of a unit."""
 
     __slots__ = (
-        "claims", "copied", "first_node", "frame", "gathers", "in_backward", "instead", "module", "recorded", "unit",
+        "__weakref__", "claims", "copied", "first_node", "frame", "gathers", "in_backward", "instead", "module", "recorded", "unit",
     )  # fmt: skip
 
     def __init__(self, unit: Unit, module: nn.Module, frame: FrameType, in_backward: bool) -> None:
