@@ -148,8 +148,7 @@ class Unit:
         self.claims = Claims(self.config.claims)  # claims.py, [Note: Claims]
         # With a live graph; None without static buffers.
         self.live_forwards: weakref.WeakSet[ForwardRecord] | None = None
-        # Steps whose outputs were the unsharded parameters or views of them. Autograd nodes outside of the unit have saved
-        # these, so the memory must stay until backward has reached these steps.
+        # Steps whose outputs are unsharded parameters, or hide what uses them: they stay until backward has reached these.
         self.leaks: weakref.WeakSet[ForwardRecord] | None = None
         self.last_forward: ForwardRecord | None = None  # that the running `Backward` has reached
         # Steps that it has reached and not left yet; only counted if some parameters are frozen. -1: none was reached.
@@ -269,7 +268,8 @@ class Forward:
     """One running forward of a unit."""
 
     __slots__ = (
-        "__weakref__", "claims", "copied", "first_node", "frame", "gathers", "in_backward", "instead", "module", "recorded", "unit",
+        "__weakref__", "claims", "copied", "first_node", "frame", "gathers", "in_backward", "instead", "module", "recorded",
+        "unit",
     )  # fmt: skip
 
     def __init__(self, unit: Unit, module: nn.Module, frame: FrameType, in_backward: bool) -> None:
