@@ -159,7 +159,6 @@ PENALTIES = {
     "torch.std": "torch.std(p)",
     "torch.norm": "torch.norm(p)",
     "vector_norm": "torch.linalg.vector_norm(p)",
-    "numel": "p.sum() / p.numel()",
     "dist": "p.dist(q)",
     **{name: f"{name}(p, q)" for name in ("torch.dist", "F.mse_loss", "F.l1_loss", "F.smooth_l1_loss")},
 }

@@ -50,6 +50,7 @@ import flatshard
 from flatshard import checkpoint as saving
 from flatshard._composable.find import units_below, units_of_parameters
 from flatshard._composable.state import ModuleGroup, called_modules, owner_of, unit_of
+from flatshard.checkpoint import ShardedValue
 
 PER_RANK = 2
 """Rows of each batch that a rank trains on."""
@@ -526,9 +527,9 @@ class Machine:
                 return
             case "state_dict":
                 for name, value in model.state_dict().items():
-                    assert name not in params or value.numel() == params[name].numel(), (
-                        f"{name} has {value.numel()} elements"
-                    )
+                    if name in params:
+                        own = value.to_local() if isinstance(value, ShardedValue) else value
+                        assert own.numel() == params[name].numel(), f"{name} has {own.numel()} elements"
             case "describe":
                 assert str(flatshard.describe(model))
             case "reshard":
