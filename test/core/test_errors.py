@@ -167,6 +167,8 @@ def test_names_are_accepted():
     assert (config.mixed_precision.param_dtype, config.cpu_offload.offload_params) == (BF16, True)
     assert describe(model.blocks[1]).units[0].strategy == "SHARD_GRAD_OP"
     assert model.head.weight is ignored
+    for name, strategy in (("zero1", "SHARD_OPTIM"), ("zero2", "SHARD_GRAD_OP"), ("zero3", "FULL_SHARD")):
+        assert describe(fully_shard(Net(), strategy=name)).units[0].strategy == strategy
 
 
 ODD: list[tuple[Callable[[], Any], type[Exception], str]] = [

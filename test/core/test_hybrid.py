@@ -16,7 +16,7 @@ from recording import same_everywhere
 from torch import nn
 
 import flatshard
-from flatshard import ShardingStrategy, fully_shard
+from flatshard import ShardingStrategy, _torch, fully_shard
 from flatshard._comm.backends import timeout_of
 from flatshard._composable.find import units_below
 from flatshard._trace import record_events
@@ -188,6 +188,11 @@ def test_refusals(ctx):
             fully_shard(Net(), **arguments)
     with pytest.raises(ValueError, match="unit '<root>' has strategy FULL_SHARD and no replicas"):
         flatshard.configure(fully_shard(Net(), process_group=ctx.group), all_reduce=False)
+    with (
+        mock.patch.object(_torch, "UNSORTED", {}),
+        pytest.raises(NotImplementedError, match=r"needs torch 2\.12 or later.* Use HYBRID_SHARD"),
+    ):
+        fully_shard(Net(), device_mesh=mesh, strategy="HYBRID_FULL_SHARD")
     with mock.patch.dict(os.environ, LOCAL_WORLD_SIZE="2"):
         first, other = (units_below(fully_shard(Net(), strategy=strategy))[0] for strategy in HYBRID[:2])
     assert first.handle.runtime.world_size == first.handle.ranks.replicas.world_size == 2
