@@ -38,6 +38,7 @@ from flatshard._handle.layout import FlatLayout
 from flatshard._handle.planned import FlatOptions, Kind
 from flatshard._handle.tensors.aggregate import plainly
 from flatshard._handle.tensors.changes import changes
+from flatshard._handle.tensors.part import warn_of_memory_format
 from flatshard._handle.tensors.shard_info import ShardInfo, in_memory_order
 from flatshard._handle.tensors.sharded_parameter import Filling, ShardedParameter
 from flatshard._handle.unit_ranks import UnitRanks
@@ -319,6 +320,8 @@ class FlatShard:
         if kind != (self.kind.dtype, self.kind.device):
             self.convert(*kind)
         for i, value in values.items():
+            if value.dim() > 3 and value.stride() != self.part_view(i).stride():
+                warn_of_memory_format(self.layout.params[i].fqn)
             self.part_view(i).copy_(value)
             self.params[i].data = self.part_view(i)
 

@@ -296,3 +296,24 @@ def test_summon_takes_new_gradients(ctx):
                 m.scale.grad = torch.ones_like(m.scale)
         assert all(p.grad is None or p.grad.shape == p.shape for p in model.parameters())
         check_same_gradients(model, plain)
+
+
+@ranks(1, 2)
+def test_the_memory_format_is_chosen_before(ctx):
+    """A warning says so, and its cure does it."""
+    x = torch.randn(2, 3, 6, 6)
+    for before in (True, False):
+        torch.manual_seed(0)
+        plain = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Conv2d(4, 5, 3))
+        model = copy.deepcopy(plain)
+        if before:
+            model.to(memory_format=torch.channels_last)
+        fully_shard(model, process_group=ctx.group)
+        if not before:
+            with pytest.warns(UserWarning, match=r"'0.weight' keeps the memory format .* before fully_shard"):
+                model.to(memory_format=torch.channels_last)(x)
+        for each in (model, plain):
+            each(x).sum().backward()
+        check_same_gradients(model, plain, 1e-5)
+        with flatshard.summon_full_params(model):
+            assert model[0].weight.is_contiguous(memory_format=torch.channels_last) == before

@@ -19,6 +19,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import warnings
 from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any, ClassVar, NoReturn
@@ -209,12 +210,24 @@ def _are_parts(*arguments: Any) -> bool:
 
 def _same(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The result has the same elements: it is a part of the same class."""
+    if kwargs.get("memory_format") in (torch.channels_last, torch.channels_last_3d):
+        warn_of_memory_format(args[0]._flatshard_info.fqn)
+        kwargs = {name: value for name, value in kwargs.items() if name != "memory_format"}
     result = _plainly(func, args, kwargs)
     part = args[0]
     if hasattr(part, "_flatshard_info") and type(result) is torch.Tensor:
         kind = type(part) if isinstance(part, PartTensor) else PartTensor  # of a parameter
         retype([result], kind, "_flatshard_info", [part._flatshard_info])
     return result
+
+
+def warn_of_memory_format(fqn: str) -> None:
+    """Warn that a sharded parameter keeps its memory format."""
+    warnings.warn(
+        f"parameter {fqn!r} keeps the memory format that it had in fully_shard: call module.to(memory_format=...) before "
+        "fully_shard",
+        stacklevel=2,
+    )
 
 
 def _dimensions(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
