@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import re
 from collections.abc import Callable
 from typing import Any
@@ -24,9 +25,35 @@ def parse_bytes(value: float | str) -> int:
     if isinstance(value, str) and (found := re.fullmatch(r"\s*([\d.]+)\s*([KMGT]?)(i?)B?\s*", value, re.IGNORECASE)):
         power = " KMGT".index(found[2].upper() or " ")
         return int(float(found[1]) * (1024 if found[3] else 1000) ** power)
-    if isinstance(value, int | float) and not isinstance(value, bool) and value > 0:
+    if isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf:
         return int(value)
     raise ValueError(f'fit: bytes_per_rank={value!r} is no size: pass a number of bytes, or "40 GiB"')
+
+
+def check_fit(example_inputs: Any, microbatches: Any, flops_per_byte: Any, device: Any) -> None:
+    """Check the arguments of ``fit`` that are used as they are.
+
+    Raises:
+        ValueError: an argument is wrong.
+    """
+    for name, value, right, needed in (
+        ("example_inputs", example_inputs, example_inputs is not None, "the inputs of one microbatch"),
+        ("microbatches", microbatches, type(microbatches) is int and microbatches >= 1, "a number from 1 on"),
+        (
+            "flops_per_byte",
+            flops_per_byte,
+            type(flops_per_byte) in (int, float) and 0 <= flops_per_byte < math.inf,
+            "a finite number from 0 on",
+        ),
+        (
+            "device",
+            device,
+            isinstance(device, str) and device.partition(":")[0] in ("cpu", "cuda"),
+            'the name of a device, "cuda" or "cpu"',
+        ),
+    ):
+        if not right:
+            raise ValueError(f"fit: {name} must be {needed}, got {value!r}")
 
 
 def ranks_of(world_size: Any) -> Ranks:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from flatshard._composable.construct.policy import Policy, SplitRoot
 from flatshard._composable.find import units_of_parameters
 from flatshard._config import MixedPrecision, ShardingStrategy
-from flatshard.planning._arguments import default_loss, largest, parse_bytes, ranks_of, repeated
+from flatshard.planning._arguments import check_fit, default_loss, largest, parse_bytes, ranks_of, repeated
 from flatshard.planning._choices import (
     UNTIL_BACKWARD,
     UNTIL_CHANGE,
@@ -117,8 +117,7 @@ def fit(
     ranks = ranks_of(world_size)
     if not isinstance(module, nn.Module):
         raise TypeError(f"fit takes an nn.Module, got a {type(module).__name__}")
-    if example_inputs is None:
-        raise ValueError("fit: example_inputs are needed: without them nothing is known of activations")
+    check_fit(example_inputs, microbatches, flops_per_byte, device)
     if units_of_parameters(module):
         raise ValueError(
             f"fit: this {type(module).__name__} is sharded already: build it again, on meta it takes no memory"

@@ -248,7 +248,7 @@ def test_what_is_not_possible(world):
     for error, message, changes in (
         (ValueError, "is no size", {"bytes_per_rank": "forty"}),
         (ValueError, r"must be a number of ranks, or \(replicas", {"world_size": (2, 4, 1)}),
-        (ValueError, "example_inputs are needed", {"example_inputs": None}),
+        (ValueError, "example_inputs must be", {"example_inputs": None}),
         (NotImplementedError, "'norm, head' is several modules", {"policy": {Block, (model.norm, model.head)}}),
         (NotImplementedError, "has arguments of its own", {"policy": {"blocks.0": {"recompute": True}}}),
     ):
@@ -662,3 +662,19 @@ def test_the_largest_batch():
         )
     with pytest.raises(ValueError, match="needs example_inputs with a first dimension"):
         fit(on_meta(two), bytes_per_rank=budget, largest_batch=True, **given | {"example_inputs": ()})
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("bytes_per_rank", float("inf")), ("microbatches", 0), ("microbatches", "2"), ("flops_per_byte", float("nan"))]
+    + [("device", each) for each in ("tpu", None, "")],
+)
+def test_a_wrong_argument_is_named_before_anything_is_run(name: str, value: Any) -> None:
+    right: dict[str, Any] = {
+        "bytes_per_rank": "1 MiB",
+        "world_size": 2,
+        "optimizer": 8,
+        "example_inputs": torch.ones(1, 2),
+    }
+    with pytest.raises(ValueError, match=f"fit: {name}"):
+        fit(torch.nn.Linear(2, 2), **right | {name: value})
