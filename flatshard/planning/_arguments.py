@@ -48,7 +48,7 @@ def check_fit(example_inputs: Any, microbatches: Any, flops_per_byte: Any, devic
         (
             "device",
             device,
-            isinstance(device, str) and device.partition(":")[0] in ("cpu", "cuda"),
+            str(device).partition(":")[0] in ("cpu", "cuda"),
             'the name of a device, "cuda" or "cpu"',
         ),
     ):

@@ -38,9 +38,10 @@ from flatshard.planning._chooser import Sums, cheapest, peaks_along
 from flatshard.planning._fitted import Fit, GivenUp, UnitFit, Unlimited, in_words, names_in_short
 from flatshard.planning._on_host import best_on_host, cheaper_on_host, copied_for, copied_nbytes, fewest_on_host
 from flatshard.planning._optimizer import OptimizerChoice
+from flatshard.planning._picture import in_bytes
 from flatshard.planning._program import StepOptions
 from flatshard.planning._records import Ranks
-from flatshard.planning._report import Plan, in_bytes
+from flatshard.planning._report import Plan
 from flatshard.planning._settings import EVERYTHING, Setting, Step, steps_to, strategies_of
 from flatshard.planning._shorter import shortened
 from flatshard.planning._stand_in import StandIn

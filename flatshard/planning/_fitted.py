@@ -6,10 +6,10 @@ import itertools
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from flatshard._composable.fully_shard import fully_shard
@@ -19,8 +19,9 @@ from flatshard.debug._describe import table
 from flatshard.optim._offload import OffloadedOptimizer
 from flatshard.planning._choices import UNTIL_BACKWARD, UNTIL_FORWARD, Keeps
 from flatshard.planning._optimizer import OptimizerChoice
-from flatshard.planning._records import CATEGORIES, Peak, Sample
-from flatshard.planning._report import Plan, in_bytes
+from flatshard.planning._picture import draw, in_bytes
+from flatshard.planning._records import CATEGORIES, Peak
+from flatshard.planning._report import Plan
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -131,16 +132,36 @@ class Fit:
         return sum(each.copied_nbytes for each in self.given_up)
 
     def apply(self, module: M, **arguments: Any) -> M:
-        """``fully_shard(module, **fit.arguments)``, and ``arguments`` beside, such as ``process_group=``.
+        """Call ``fully_shard(module, **fit.arguments)``, with ``arguments`` beside, such as ``process_group=``.
 
         Raises:
-            ValueError: ``module`` has not the units that were fitted.
+            ValueError: ``module`` has other units or elements than the model that was fitted, there are other ranks, or
+                ``arguments`` change what was fitted.
         """
+        mesh = arguments.get("device_mesh")
+        found = mesh.size() if mesh is not None else dist.get_world_size(arguments.get("process_group"))
+        if found != self.plan.world_size.total:
+            raise ValueError(
+                f"fit.apply: fitted for {self.plan.world_size}, and there are {found}: call "
+                f"flatshard.fit(..., world_size={found})"
+            )
+        changed = [name for name, value in arguments.items() if self.arguments.get(name, value) is not value]
+        if changed:
+            raise ValueError(
+                f"fit.apply: {name_list(changed)} would change what was fitted: give it to flatshard.fit, or call "
+                "fully_shard(module, **fit.arguments | {...})"
+            )
         names = {plain_name(name) for name, _ in module.named_modules()}
         if missing := [unit.fqn for unit in self.units if unit.fqn not in names]:
             raise ValueError(
                 f"fit.apply: this {type(module).__name__} has no module {name_list(missing, 3)}: it is not the model "
                 "that was fitted"
+            )
+        numel = sum(p.numel() for p in module.parameters())
+        if numel != self.plan.numel:
+            raise ValueError(
+                f"fit.apply: this {type(module).__name__} has {numel:,} elements, and {self.plan.numel:,} were fitted: "
+                "call flatshard.fit with this model"
             )
         return fully_shard(module, **self.arguments | arguments)
 
@@ -192,10 +213,13 @@ class Fit:
         return "\n".join(lines)
 
     def plot(self, path: str | os.PathLike[str]) -> None:
-        """Draw what is in memory over the step, by category, with the budget as a line: an SVG. Needs no library."""
-        Path(path).write_text(
-            _picture(self.plan.samples, self.budget, f"{self.plan.title}: memory on a rank over a step")
-        )
+        """Draw what is in memory over the step, by category, as an SVG, with the budget as a line.
+
+        Raises:
+            ValueError: ``path`` does not end in ``.svg``.
+        """
+        strategies = ", ".join(dict.fromkeys(unit.strategy for unit in self.units)) or self.plan.strategy
+        draw(path, self.plan.samples, f"{self.plan.module}, {strategies} over {self.plan.world_size}", self.budget)
 
 
 def _runs(names: Sequence[str]) -> str:
@@ -228,60 +252,3 @@ def _given_rows(given: Sequence[GivenUp]) -> list[list[str]]:
             cost.insert(1, in_bytes(sum(each.copied_nbytes for each in these)))
         rows.append([what, units, in_bytes(these[-1].peak), *cost])
     return rows
-
-
-_COLORS = ("#4e79a7", "#f28e2b", "#e15759", "#76b7b2", "#59a14f", "#edc948", "#b07aa1", "#9c755f")
-_WIDTH, _HEIGHT, _LEFT, _TOP, _RIGHT, _BOTTOM = 1000, 420, 80, 40, 140, 30
-
-
-def _picture(samples: Sequence[Sample], budget: int, title: str) -> str:
-    """Memory by category over the samples as an SVG."""
-    shown = _thinned(samples)
-    most = 1.05 * max(budget, max(sample.device.total for sample in shown))
-    width, height = _WIDTH - _LEFT - _RIGHT, _HEIGHT - _TOP - _BOTTOM
-
-    def x(at: float) -> float:
-        return _LEFT + width * at / len(shown)
-
-    def y(nbytes: float) -> float:
-        return _TOP + height * (1 - nbytes / most)
-
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{_HEIGHT}" font-family="sans-serif"',
-        ' font-size="12">',
-        f'<rect width="{_WIDTH}" height="{_HEIGHT}" fill="white"/><text x="{_LEFT}" y="22" font-size="14">{title}</text>',
-    ]
-    below = [0] * len(shown)
-    categories = [c for c in CATEGORIES if any(getattr(sample.device, c) for sample in shown)]
-    for number, (category, color) in enumerate(zip(categories, _COLORS, strict=False)):
-        above = [low + getattr(sample.device, category) for low, sample in zip(below, shown, strict=True)]
-        edge = [(x(at + step), y(n)) for at, n in enumerate(above) for step in (0, 1)]
-        back = [(x(at + step), y(n)) for at, n in reversed(list(enumerate(below))) for step in (1, 0)]
-        points = " ".join(f"{a:.1f},{b:.1f}" for a, b in edge + back)
-        parts.append(f'<polygon points="{points}" fill="{color}"/>')
-        at = _TOP + 18 * number
-        parts.append(f'<rect x="{_WIDTH - _RIGHT + 12}" y="{at}" width="12" height="12" fill="{color}"/>')
-        parts.append(f'<text x="{_WIDTH - _RIGHT + 30}" y="{at + 11}">{category}</text>')
-        below = above
-    for phase, at in _beginnings(shown):
-        parts.append(f'<line x1="{x(at):.1f}" x2="{x(at):.1f}" y1="{_TOP}" y2="{_TOP + height}" stroke="#999"/>')
-        parts.append(f'<text x="{x(at) + 4:.1f}" y="{_HEIGHT - 10}">{phase}</text>')
-    for nbytes, text, dash in (
-        (budget, f"budget {in_bytes(budget)}", ""),
-        (max(s.device.total for s in shown), "peak", "4"),
-    ):
-        line = f'x1="{_LEFT}" x2="{_LEFT + width}" y1="{y(nbytes):.1f}" y2="{y(nbytes):.1f}"'
-        parts.append(f'<line {line} stroke="black" stroke-dasharray="{dash}"/>')
-        parts.append(f'<text x="{_LEFT + 6}" y="{y(nbytes) - 4:.1f}">{text} {in_bytes(nbytes) if dash else ""}</text>')
-    return "\n".join([*parts, "</svg>\n"])
-
-
-def _beginnings(samples: Sequence[Sample]) -> list[tuple[str, int]]:
-    phases = [sample.phase for sample in samples]
-    return [(phase, at) for at, phase in enumerate(phases) if at == 0 or phases[at - 1] != phase]
-
-
-def _thinned(samples: Sequence[Sample], most: int = 1500) -> list[Sample]:
-    """At most so many of them, with each peak: of as many in a row the highest."""
-    size = -(-len(samples) // most)
-    return [max(samples[at : at + size], key=lambda s: s.device.total) for at in range(0, len(samples), size)]

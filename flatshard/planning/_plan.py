@@ -69,7 +69,7 @@ def plan(
     Example::
 
         plan = flatshard.plan(model, policy={Block}, world_size=64, optimizer=torch.optim.AdamW, example_inputs=(batch,))
-        print(plan)  # plan.plot("step.svg") draws the memory over a step; needs matplotlib
+        print(plan)  # plan.plot("step.svg") draws the memory over a step
 
     The result is about the second step and later ones. Gradients are dropped (``zero_grad()``) before forward. Without
     ``example_inputs`` it assumes that modules run one after the other, each once, in the order in which they are registered,

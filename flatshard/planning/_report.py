@@ -1,8 +1,7 @@
-"""The result of ``plan``: tables that ``print`` shows, and a picture by matplotlib."""
+"""The result of ``plan``: tables that ``print`` shows, and a picture."""
 
 from __future__ import annotations
 
-import importlib
 import itertools
 import os
 import textwrap
@@ -10,6 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from flatshard.debug._describe import UnitDescription, table
+from flatshard.planning._picture import draw, in_bytes
 from flatshard.planning._records import CATEGORIES, Collective, Memory, Peak, Ranks, Sample
 
 
@@ -130,38 +130,12 @@ class Plan:
         return "\n".join(lines)
 
     def plot(self, path: str | os.PathLike[str]) -> None:
-        """Draw what is in memory over a step, by category. The extension of ``path`` gives the format.
+        """Draw what is in memory over a step, by category, as an SVG.
 
         Raises:
-            ImportError: matplotlib is not installed.
+            ValueError: ``path`` does not end in ``.svg``.
         """
-        try:
-            figures = importlib.import_module("matplotlib.figure")
-        except ImportError as e:
-            raise ImportError(
-                "Plan.plot draws with matplotlib, which is not installed: `pip install matplotlib`. Plan.samples has the "
-                "numbers"
-            ) from e
-        figure = figures.Figure(figsize=(12, 5), layout="constrained")
-        axes = figure.subplots()
-        memory = [sample.device for sample in self.samples]
-        categories = [c for c in CATEGORIES if any(getattr(each, c) for each in memory)]
-        peak = self.total_peak
-        scale, unit = next(
-            (n, u) for n, u in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "B")) if peak.nbytes >= n
-        )
-        sizes = [[getattr(each, c) / scale for each in memory] for c in categories]
-        axes.stackplot(range(len(memory)), sizes, labels=categories, step="post")
-        axes.axhline(peak.nbytes / scale, color="black", linewidth=0.8, linestyle=":")
-        axes.annotate(f"peak {in_bytes(peak.nbytes)}", (0, peak.nbytes / scale), (4, 3), textcoords="offset points")
-        phases = [sample.phase for sample in self.samples]
-        begins = [i for i, phase in enumerate(phases) if i == 0 or phases[i - 1] != phase]
-        axes.set_xticks(begins, [phases[i] for i in begins], ha="left")
-        axes.set(title=f"{self.title}: memory on a rank over a step", ylabel=unit, xlim=(0, max(1, len(memory) - 1)))
-        axes.set_ylim(0, 1.1 * peak.nbytes / scale)
-        axes.grid(axis="x", linewidth=0.5)
-        axes.legend(loc="upper left", bbox_to_anchor=(1, 1))
-        figure.savefig(path)
+        draw(path, self.samples, self.title)
 
 
 def _highest(peaks: Iterable[Peak]) -> Peak:
@@ -171,15 +145,6 @@ def _highest(peaks: Iterable[Peak]) -> Peak:
     highest = [peak for peak in peaks if peak.nbytes == nbytes]
     place = highest[0].phase, highest[0].unit
     return [peak for peak in highest if (peak.phase, peak.unit) == place][-1]
-
-
-def in_bytes(nbytes: float) -> str:
-    """``1.5 GiB``: with three digits."""
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB", "PiB"):
-        if nbytes < 1000 or unit == "PiB":
-            break
-        nbytes /= 1024
-    return f"{nbytes:.0f} {unit}" if unit == "B" or nbytes >= 100 else f"{nbytes:.3g} {unit}"
 
 
 def _bullets(texts: Iterable[str]) -> list[str]:

@@ -19,9 +19,10 @@ from flatshard._config import ShardingStrategy
 from flatshard.optim._offload import OffloadedOptimizer
 from flatshard.planning import _plan
 from flatshard.planning._choices import UNTIL_BACKWARD, UNTIL_CHANGE, UNTIL_FORWARD
+from flatshard.planning._picture import in_bytes
 from flatshard.planning._program import Learnt, Program, StepOptions
 from flatshard.planning._records import Ranks
-from flatshard.planning._report import Plan, in_bytes
+from flatshard.planning._report import Plan
 
 EVERYTHING = ("",)
 """In place of names of units: all of the model, with the outermost unit."""

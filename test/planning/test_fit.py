@@ -14,7 +14,7 @@ from parity import check_parity
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from flatshard import fit, fully_shard, plan
+from flatshard import describe, fit, fully_shard, plan
 from flatshard.optim import OffloadedOptimizer
 from flatshard.planning import _arguments, _choices, _chooser, _fit, _on_host, _shorter, _stand_in
 from flatshard.policies import SplitRoot
@@ -199,7 +199,29 @@ def test_the_page(tmp_path):
     ):
         assert line in str(fitted).splitlines()
     fitted.plot(tmp_path / "step.svg")
-    assert "budget" in (tmp_path / "step.svg").read_text()
+    picture = (tmp_path / "step.svg").read_text()
+    assert "budget" in picture
+    assert ">Gpt, SHARD_GRAD_OP over 4 ranks: memory on a rank over a step<" in picture
+    fitted.plan.plot(tmp_path / "plan.svg")
+    assert picture.count("<polygon") == (tmp_path / "plan.svg").read_text().count("<polygon") > 2
+    with pytest.raises(ValueError, match=r"ends in \.svg"):
+        fitted.plan.plot(tmp_path / "plan.png")
+
+
+def test_a_fit_is_applied_to_what_was_fitted(world):
+    fitted = fit(on_meta(Gpt), bytes_per_rank=bounds("gpt")[1], **options("gpt"))
+    world(2)
+    cure = r"flatshard.fit\(..., world_size=2\)"
+    with pytest.raises(ValueError, match=f"fitted for 4 ranks, and there are 2: call {cure}"):
+        fitted.apply(Gpt())
+    fitted = fit(on_meta(Gpt), bytes_per_rank=bounds("gpt")[1], **options("gpt") | {"world_size": 2})
+    wider = Gpt()
+    wider.head = nn.Linear(wider.head.in_features, 2 * wider.head.out_features)
+    with pytest.raises(ValueError, match=r"has [\d,]+ elements, and [\d,]+ were fitted"):
+        fitted.apply(wider)
+    with pytest.raises(ValueError, match="'policy' would change what was fitted"):
+        fitted.apply(Gpt(), policy={nn.Linear})
+    assert describe(fitted.apply(Gpt(), forward_prefetch=False)).units
 
 
 def test_what_a_rough_timeline_leaves_out(monkeypatch):
