@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import sys
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Collection
 from typing import Any
 
@@ -72,13 +72,14 @@ def first_step(optimizer: Optimizer, group: Group, zeros: torch.Tensor) -> tuple
     Its state, and the options of the group: [Note: Options of groups].
 
     Nothing of ``optimizer`` is stepped: a copy is, over this parameter alone and without hooks. It shares what the optimizer
-    keeps besides state and options, as ``copy.copy`` does.
+    keeps besides state and options, but has copies of its containers.
     """
     kind = type(optimizer)
     param = nn.Parameter(zeros)
     param.grad = torch.zeros_like(zeros)
     stand_in: Any = object.__new__(kind)
-    vars(stand_in).update(vars(optimizer))
+    own = vars(optimizer).items()
+    vars(stand_in).update((k, copy.copy(v) if isinstance(v, list | dict | set | deque) else v) for k, v in own)
     vars(stand_in).pop("step", None)  # a scheduler's, which counts
     stand_in._optimizer_step_pre_hooks, stand_in._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
     stand_in.state = defaultdict(dict)
