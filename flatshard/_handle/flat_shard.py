@@ -359,7 +359,7 @@ class FlatShard:
         """
         self.layout, self.ranks, self.is_whole = layout, ranks, ranks.is_whole
         self.slices = layout.shard_slices(ranks.rank)
-        self.shard = shard
+        self.shard, self._start = shard, None  # the values are those of other ranks
         self.unsharded.move(layout, ranks, self.kind, shard)
         for index, param in enumerate(self.params):
             self._adopt(index, param)
