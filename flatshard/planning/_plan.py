@@ -114,7 +114,8 @@ def plan(
     """
     given = locals()
     options = StepOptions(
-        **{field.name: given[field.name] for field in dataclasses.fields(StepOptions) if field.name in given}
+        **{field.name: given[field.name] for field in dataclasses.fields(StepOptions) if field.name in given},
+        receives=True,
     )
     of_unit = [field.name for field in dataclasses.fields(UnitConfig) if field.name in given]
     config = unit_config(collectives=None, **{name: given[name] for name in of_unit})

@@ -13,11 +13,14 @@ import pytest
 import torch
 from counting import Wire, storages
 from encoded import Linear8
+from live_steps import measured
 from models import SMALL_WIDTH, WIDTH
 from models import NormBlock as Block
 from models import NormNet as Net
 from no_communication import NoCommunication
+from on_ranks import ranks
 from pairs import all_pairs, some
+from recording import sent_bytes
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils import _pytree as pytree
@@ -32,7 +35,7 @@ from flatshard._composable.reduction_queue import ReductionQueue
 from flatshard._handle.unit_gradients import UnitGradients
 from flatshard._torch import VERSION
 from flatshard.layouts import Blocks, Layout, Rows, Whole
-from flatshard.planning import Memory, _on_host
+from flatshard.planning import Memory, _on_host, _plan
 from flatshard.planning._recording import Books, MadeOnce, Recorder
 
 FULL, GRAD_OP, NO_SHARD = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD
@@ -305,8 +308,38 @@ STEPS: dict[str, list[dict[str, Any]]] = {
 @pytest.mark.parametrize(
     "options", [pytest.param(row, id=f"{name}-{i}") for name, rows in STEPS.items() for i, row in enumerate(rows)]
 )
-def test_a_step_is_as_planned(world, options):
+def test_a_step_is_as_planned(world, options, monkeypatch):
+    """Over the fake group, which receives nothing."""
+
+    class NotReceiving(_plan.StepOptions):
+        def __post_init__(self) -> None:
+            super().__post_init__()
+            object.__setattr__(self, "receives", False)
+
+    monkeypatch.setattr(_plan, "StepOptions", NotReceiving)
     check(world, **options)
+
+
+@ranks(2, 3)
+def test_a_step_of_real_ranks_is_as_planned(ctx):
+    """Over gloo, whose reductions receive the parts of other ranks: where units are recomputed, too."""
+    batch = (torch.randn(8, 3),)
+
+    def loss_of(output: Tensor) -> Tensor:
+        return output.square().mean()
+
+    for options in ({}, {"recompute": True}, {"strategy": GRAD_OP, "recompute": True}):
+        model = Net(width=64)
+        planned = plan(
+            model, policy=Block, world_size=ctx.world_size, optimizer=torch.optim.SGD, device="cpu", compare=False,
+            example_inputs=batch, loss=loss_of, **options,
+        )  # fmt: skip
+        fully_shard(model, policy=Block, process_group=ctx.group, **options)
+        with sent_bytes():  # all of it by messages
+            peaks = measured(model, torch.optim.SGD(model.parameters()), batch, loss_of)
+        for phase in ("forward", "backward"):
+            predicted = max(sample.device.total for sample in planned.samples if sample.phase == phase)
+            assert abs(peaks[phase] - predicted) <= 0.001 * predicted, (options, phase, peaks[phase], predicted)
 
 
 def test_bytes_over_each_axis(world):
