@@ -138,13 +138,6 @@ class Fit:
             ValueError: ``module`` has other units or elements than the model that was fitted, there are other ranks, or
                 ``arguments`` change what was fitted.
         """
-        mesh = arguments.get("device_mesh")
-        found = mesh.size() if mesh is not None else dist.get_world_size(arguments.get("process_group"))
-        if found != self.plan.world_size.total:
-            raise ValueError(
-                f"fit.apply: fitted for {self.plan.world_size}, and there are {found}: call "
-                f"flatshard.fit(..., world_size={found})"
-            )
         changed = [name for name, value in arguments.items() if self.arguments.get(name, value) is not value]
         if changed:
             raise ValueError(
@@ -158,10 +151,17 @@ class Fit:
                 "that was fitted"
             )
         numel = sum(p.numel() for p in module.parameters())
-        if numel != self.plan.numel:
+        if numel != self.plan.numel and not self.arguments.get("ignored_states"):
             raise ValueError(
                 f"fit.apply: this {type(module).__name__} has {numel:,} elements, and {self.plan.numel:,} were fitted: "
                 "call flatshard.fit with this model"
+            )
+        mesh = arguments.get("device_mesh")
+        found = mesh.size() if mesh is not None else dist.get_world_size(arguments.get("process_group"))
+        if found != self.plan.world_size.total:
+            raise ValueError(
+                f"fit.apply: fitted for {self.plan.world_size}, and there are {found}: call "
+                f"flatshard.fit(..., world_size={found})"
             )
         return fully_shard(module, **self.arguments | arguments)
 
