@@ -1008,8 +1008,9 @@ class Machine:
             for name, leaf in loss.penalties:
                 param, unit = loss.twin.plain.get_parameter(name), loss.twin.owner[name]
                 new = leaf.grad * (loss.twin.ranks.size / (loss.twin.factors[unit] or loss.twin.ranks.size))
-                param.grad = new if param.grad is None else param.grad + new
                 leaf.grad = None
+                if param.requires_grad:
+                    param.grad = new if param.grad is None else param.grad + new
         for twin, of_twin in zip(self._alive, found, strict=True):
             for name, new in of_twin.items():
                 if new is not None:

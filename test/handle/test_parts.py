@@ -120,6 +120,19 @@ def test_parameters_in_losses(ctx) -> None:
                 torch.testing.assert_close(grad, plain.get_parameter(fqn).grad, rtol=1e-9, atol=1e-12)
 
 
+@ranks(2)
+def test_parameters_in_losses_frozen_before_backward(ctx) -> None:
+    """They get no gradient, as in torch."""
+    plain = nn.Linear(3, 3).double()
+    for strategy in (ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD):
+        model = fully_shard(copy.deepcopy(plain), process_group=ctx.group, strategy=strategy)
+        loss = model(torch.ones(2, 3).double()).sum() + model.weight.pow(2).sum() + model.bias.norm()
+        model.weight.requires_grad_(False)
+        loss.backward()
+        assert model.weight.grad is None, strategy
+        assert model.bias.grad is not None, strategy
+
+
 FUNCTIONS: dict[str, Callable[[nn.Parameter], Tensor]] = {
     "a reduction": torch.sum,
     "of a copy": lambda p: p.clone().sum(),

@@ -67,6 +67,8 @@ def leaf_of(param: nn.Parameter) -> torch.Tensor:
 def _add_grad(param: nn.Parameter, leaf: torch.Tensor) -> None:
     """Do what autograd does with the gradient of a leaf."""
     grad, leaf.grad = leaf.grad, None
+    if not param.requires_grad:  # frozen since
+        return
     if param.grad is None or grad is None:
         param.grad = grad
     elif torch.is_grad_enabled():  # it has a graph
