@@ -918,6 +918,8 @@ class Machine:
             return False  # the oracle's copies would be recomputed from the values of their forward
         if stale and any(loss.penalties for loss in losses):
             return False  # some terms of parameters need their values, and are refused
+        if any(loss.is_lone and not all(loss.twin.synced.values()) for loss in losses):
+            return False  # ranks without the term wait for nothing: they go on, until the next collective of all
         hook, fuse, involved = None, None, {id(loss.twin): loss.twin for loss in losses}
         if s.hook and (hooked := self.twins[s.hook[0]]) and (path := hooked.path(s.hook[1])) is not None:
             place = hooked.model.get_submodule(path)
