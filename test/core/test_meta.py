@@ -12,7 +12,7 @@ import saving
 import torch
 from models import NormBlock
 from on_ranks import ranks
-from parity import adamw, check_same_gradients, full_params, parts
+from parity import adamw, check_same_gradients, check_same_params, full_params, parts
 from recording import same_everywhere
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
@@ -312,6 +312,31 @@ def test_other_ways_to_initialise(ctx, fill: Callable[[nn.Module], None]):
             each.rotary.reset_parameters()
             fill(each)
         same_as(ctx, model, expected)
+
+
+class Tied(nn.Module):
+    """A head with a bias of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(5, 5), nn.Linear(5, 5)
+        self.head.weight = self.embed.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.embed(ids))
+
+
+@ranks(3)
+def test_own_parameters_of_two_units(ctx):
+    """A module lists both whole."""
+    expected, model = Tied(), on_meta(Tied)
+    fully_shard(model, policy={nn.Embedding, nn.Linear}, process_group=ctx.group).to_empty(device="cpu")
+    for each in (model, expected):
+        torch.manual_seed(5)
+        for module in each.modules():
+            for _, p in module.named_parameters(recurse=False):
+                nn.init.kaiming_uniform_(p) if p.ndim > 1 else nn.init.normal_(p)
+    check_same_params(model, expected)
 
 
 LOOKS: dict[str, Callable[[nn.Module, list[nn.Parameter]], object]] = {

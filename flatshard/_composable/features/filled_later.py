@@ -6,12 +6,13 @@ From then on an initialiser finds parameters *whole*, so that it draws the numbe
 initialiser is code that reads a parameter from its module (``self.weight`` in ``reset_parameters``), lists a module's own
 (``named_parameters(recurse=False)``), or draws random numbers for one (``normal_``). What it leaves is cut, and this rank's
 part kept, when code comes to another unit, or looks at parameters as no initialiser does: it lists those of a whole model,
-builds or steps an optimizer, reads a ``.grad``, calls a verb or a forward. So one unit is whole at a time, and nothing is
-communicated. A DTensor is shown as a DTensor again, over this rank's whole local tensor. A parameter that has values already
-is shown with NaN in the place of other ranks' elements: it can be overwritten, scaled or filled, but not summed. What still
-shows the pattern at the first forward was never filled, and is an error. Code that writes to a part as it lies here (a load,
-or the end of ``summon_full_params``) ends this for the parameter, on all ranks: its version tells. Then whoever reads it
-finds a part. Before a pass starts, all ranks find out together whether everything in the pass has been filled.
+builds or steps an optimizer, reads a ``.grad``, calls a verb or a forward. So one unit is whole at a time, or those of one
+module's own parameters (some are tied to others), and nothing is communicated. A DTensor is shown as a DTensor again, over
+this rank's whole local tensor. A parameter that has values already is shown with NaN in the place of other ranks' elements:
+it can be overwritten, scaled or filled, but not summed. What still shows the pattern at the first forward was never filled,
+and is an error. Code that writes to a part as it lies here (a load, or the end of ``summon_full_params``) ends this for the
+parameter, on all ranks: its version tells. Then whoever reads it finds a part. Before a pass starts, all ranks find out
+together whether everything in the pass has been filled.
 """
 
 from __future__ import annotations
@@ -95,8 +96,11 @@ class FillFlat:
             self._versions[index] = param._version
         changes.note()
 
-    def show(self, param: nn.Parameter) -> nn.Parameter:
-        """Show ``param`` whole, until ``cut``. Returns ``param``, or a DTensor in its place."""
+    def show(self, param: nn.Parameter, beside: set[str]) -> nn.Parameter:
+        """Show ``param`` whole, until ``cut``. Returns ``param``, or a DTensor in its place.
+
+        ``beside``: units that have parameters of the same module, which stay whole.
+        """
         flat = self._flat
         if flat.is_on_meta:
             return param
@@ -105,7 +109,7 @@ class FillFlat:
             return self._whole[index][1]
         if param._version != self._versions.setdefault(index, param._version):
             return param  # it was loaded, or filled where all of it was whole
-        if whole_now and whole_now[0].unit != self.unit:
+        if not {each.unit for each in whole_now} <= {self.unit, *beside}:
             show_parts()
         info, part, own = flat.layout.params[index], flat.slices[index], flat.part_view(index)
         whole = torch.empty_strided(info.shape, info.stride, dtype=flat.kind.dtype, device=flat.kind.device)

@@ -79,7 +79,7 @@ class GuardedParameters(Parameters):
 
     def _look_whole(self, name: str) -> nn.Parameter | None:
         found = self._look(name)
-        return show_whole(found) if is_sharded_parameter(found) else found
+        return show_whole(found, super().values()) if is_sharded_parameter(found) else found
 
     def __getitem__(self, name: str) -> nn.Parameter | None:
         param = super().__getitem__(name)
@@ -131,7 +131,7 @@ class GuardedParameters(Parameters):
         if not param._flatshard_info.is_whole:
             self._check_reader(param, reader)
         _refuse_early(param, _frames.caller_of(reader))
-        return show_whole(param)
+        return show_whole(param, super().values())
 
     def _check_reader(self, param: ShardedParameter, reader: FrameType) -> None:
         for frame in outward(_frames.caller_of(reader)):

@@ -30,7 +30,7 @@ from __future__ import annotations
 import copy
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import FrameType
 from typing import Any, Protocol, Self, TypeGuard
 
@@ -67,8 +67,8 @@ class Filling(Protocol):
     def allocate(self, device: torch.device) -> None:
         """Give parameters that are on meta their memory, to be filled."""
 
-    def show(self, param: ShardedParameter) -> nn.Parameter:
-        """What code gets that reads ``param`` from its module: itself, or the whole."""
+    def show(self, param: ShardedParameter, beside: set[str]) -> nn.Parameter:
+        """What code gets that reads ``param`` from its module, which has those of units ``beside``: itself, or the whole."""
 
     def shows(self, param: ShardedParameter) -> bool:
         """Whether ``param`` is whole now."""
@@ -373,10 +373,16 @@ def own_of(shown: nn.Parameter) -> ShardedParameter | None:
     return _by_attributes.get(id(vars(shown)))
 
 
-def show_whole(param: ShardedParameter) -> nn.Parameter:
-    """What code gets that reads ``param`` from its module: itself, or while it is being filled, the whole."""
+def show_whole(param: ShardedParameter, beside: Iterable[Any] = ()) -> nn.Parameter:
+    """What code gets that reads ``param`` from its module: itself, or while it is being filled, the whole.
+
+    ``beside``: the module's own parameters.
+    """
     home = _homes.get(id(param))
-    return param if home is None or home.filling is None else home.filling.show(param)
+    if home is None or home.filling is None:
+        return param
+    homes = [_homes.get(id(each)) for each in beside]
+    return home.filling.show(param, {each.filling.unit for each in homes if each is not None and each.filling})
 
 
 def note_whole(filling: Filling) -> None:
