@@ -339,6 +339,29 @@ def test_own_parameters_of_two_units(ctx):
     check_same_params(model, expected)
 
 
+class Transposed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3, 5).t())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight
+
+
+@ranks(2)
+def test_a_transposed_parameter_read_again(ctx):
+    expected = Transposed()
+    for strategy in (ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD):
+        model = fully_shard(on_meta(Transposed), process_group=ctx.group, strategy=strategy).to_empty(device="cpu")
+        for each in (model, expected):
+            torch.manual_seed(5)
+            nn.init.normal_(each.weight)
+            list(each.parameters())
+            with torch.no_grad():
+                each.weight.mul_(2.0)
+        check_same_params(model, expected)
+
+
 LOOKS: dict[str, Callable[[nn.Module, list[nn.Parameter]], object]] = {
     "listed": lambda model, params: next(model.parameters()),
     "the dict's values": lambda model, params: model.norm._parameters.values(),

@@ -111,13 +111,14 @@ class FillFlat:
             return param  # it was loaded, or filled where all of it was whole
         if not {each.unit for each in whole_now} <= {self.unit, *beside}:
             show_parts()
-        info, part, own = flat.layout.params[index], flat.slices[index], flat.part_view(index)
+        info, part = flat.layout.params[index], flat.slices[index]
+        own = flat.shard[part.start : part.stop]
         whole = torch.empty_strided(info.shape, info.stride, dtype=flat.kind.dtype, device=flat.kind.device)
         fill_with_pattern(whole)
         if part.numel and not shows_pattern(own):
             if whole.is_floating_point() or whole.is_complex():
                 whole.fill_(torch.nan)
-            in_memory_order(whole, info.stride)[part.offset : part.offset + part.numel] = own.reshape(-1)
+            in_memory_order(whole, info.stride)[part.offset : part.offset + part.numel] = own
         wrapping, shown = flat.wrappings[index], param
         if wrapping is None:
             self._point(index, whole)
