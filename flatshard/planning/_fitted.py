@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 import itertools
 import os
 from collections.abc import Iterable, Sequence
@@ -13,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from flatshard._composable.fully_shard import fully_shard
+from flatshard._composable.unit_config import UnitConfig
 from flatshard._errors import name_list
 from flatshard._names import plain_name
 from flatshard.debug._describe import table
@@ -138,7 +141,11 @@ class Fit:
             ValueError: ``module`` has other units or elements than the model that was fitted, there are other ranks, or
                 ``arguments`` change what was fitted.
         """
-        changed = [name for name, value in arguments.items() if self.arguments.get(name, value) is not value]
+        usual = {
+            name: each.default for name, each in inspect.signature(fully_shard).parameters.items()
+        } | self.arguments
+        planned = {"policy", "ignored_states", *(each.name for each in dataclasses.fields(UnitConfig))}
+        changed = [name for name, value in arguments.items() if name in planned and value != usual[name]]
         if changed:
             raise ValueError(
                 f"fit.apply: {name_list(changed)} would change what was fitted: give it to flatshard.fit, or call "

@@ -14,7 +14,7 @@ from parity import check_parity
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from flatshard import describe, fit, fully_shard, plan
+from flatshard import ShardingStrategy, describe, fit, fully_shard, plan
 from flatshard.optim import OffloadedOptimizer
 from flatshard.planning import _arguments, _choices, _chooser, _fit, _on_host, _shorter, _stand_in
 from flatshard.policies import SplitRoot
@@ -219,9 +219,10 @@ def test_a_fit_is_applied_to_what_was_fitted(world):
     wider.head = nn.Linear(wider.head.in_features, 2 * wider.head.out_features)
     with pytest.raises(ValueError, match=r"has [\d,]+ elements, and [\d,]+ were fitted"):
         fitted.apply(wider)
-    with pytest.raises(ValueError, match="'policy' would change what was fitted"):
-        fitted.apply(Gpt(), policy={nn.Linear})
-    assert describe(fitted.apply(Gpt(), forward_prefetch=False)).units
+    for name, value in (("policy", {nn.Linear}), ("strategy", ShardingStrategy.NO_SHARD), ("cpu_offload", True)):
+        with pytest.raises(ValueError, match=f"'{name}' would change what was fitted"):
+            fitted.apply(Gpt(), **{name: value})
+    assert describe(fitted.apply(Gpt(), forward_prefetch=True, sync_module_states=True)).units
 
 
 def test_what_a_rough_timeline_leaves_out(monkeypatch):
