@@ -71,11 +71,11 @@ def joined(inner: dist.ProcessGroup, outer: dist.ProcessGroup, device: torch.dev
     ranks, backend = rows.t().flatten().tolist(), str(dist.get_backend_config(inner))
     timeout = timeout_of(inner, device)
     (_, made), key = _made_before(), (f"{backend}, {timeout}", tuple(ranks))
+    if ranks != sorted(ranks) and not _torch.UNSORTED:
+        raise NotImplementedError(
+            "HYBRID_FULL_SHARD needs torch 2.12 or later, as this one sorts the ranks of a new group. Use HYBRID_SHARD"
+        )
     if key not in made:
-        if ranks != sorted(ranks) and not _torch.UNSORTED:
-            raise NotImplementedError(
-                "HYBRID_FULL_SHARD needs torch 2.12 or later, as this one sorts the ranks of a new group. Use HYBRID_SHARD"
-            )
         is_part = len(ranks) < dist.get_world_size()  # the other ranks of the world don't call this
         new = dist.new_group(ranks, timeout, backend, use_local_synchronization=is_part, **_torch.UNSORTED)
         assert isinstance(new, dist.ProcessGroup)
