@@ -22,6 +22,7 @@ import flatshard
 from flatshard import BackwardPrefetch, MixedPrecision, fully_shard
 
 WIDTH = 4
+LOW = MixedPrecision(torch.bfloat16, torch.float32, cast_forward_inputs=True)
 
 
 class Late(Recording):
@@ -183,7 +184,7 @@ class Adding(nn.Linear):
 @ranks(2)
 def test_containers_that_a_unit_is_given_are_the_callers(ctx):
     """Also where a unit gets copies, with inputs that are cast, or that backward leaves it by."""
-    for trainable, policy in itertools.product([True, False], [None, MixedPrecision(torch.bfloat16, torch.float32)]):
+    for trainable, policy in itertools.product([True, False], [None, LOW]):
         model = Collecting(trainable)
         for i in range(3):
             block = Adding(WIDTH, WIDTH)
