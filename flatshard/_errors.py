@@ -126,7 +126,7 @@ RESTRUCTURE_BEFORE = (
 
 
 def cure_of_reading() -> str:
-    """What the caller's code can do that computes with a part as if it were the whole."""
+    """Return the cure for code that computes with a shard as if it were the full parameter."""
     for frame in _frames.outward(_frames.of_caller()):
         module = _frames.self_of(frame)
         if _frames.function_name(frame) == "forward" and UNIT_KEY in getattr(module, "__dict__", ()):

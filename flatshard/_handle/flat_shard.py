@@ -79,7 +79,7 @@ class FlatShard:
         self.is_whole = ranks.is_whole
         self.slices = layout.shard_slices(ranks.rank)
         self.wrappings = tuple(map(wrapping_of, params))  # None for a plain parameter
-        # Of the values that it was cut from: some, as 1-D float64, or their hash once it is known. See `start`.
+        # Some of the values that it was cut from, as 1-D float64, or their hash once it is known. See `start`.
         self._start: torch.Tensor | bytes | None = self._sample(params) if shard is None else None
         self.shard = self.cut(params) if shard is None else self.shard_for(self.layout).copy_(shard)
         self.unsharded = self._make_buffer(params)

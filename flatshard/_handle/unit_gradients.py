@@ -134,9 +134,8 @@ class UnitGradients:
         leaves = [c for b in self._flats for c in b.unsharded.params if c.requires_grad]
         with torch.inference_mode(False):
             nodes = [get_gradient_edge(leaf).node for leaf in leaves]
-            self._watched: list[
-                Any
-            ] = []  # a node that lives on would check gradients by the shape that it was made for
+            # First none: a node that lives on would check gradients by the shape that it was made for.
+            self._watched: list[Any] = []
             self._watched = [watch(p) for b in self._flats for p in b.params if p.requires_grad]
         now, streams = self._ranks.runtime.current_stream, frozenset[Any]()
         if now is not None:

@@ -100,7 +100,7 @@ def agree(all_ranks: Iterable[UnitRanks], call: str, problem: Exception | None) 
 
 
 def patience(group: dist.ProcessGroup | None, seconds: float) -> float:
-    """How long the first rank waits for the last one: so many seconds, or the timeout of ``group`` if that is shorter."""
+    """Return how long the first rank waits for the last one: ``seconds``, or the timeout of ``group`` if that is shorter."""
     timeout = None if group is None else timeout_of(group)
     return seconds if timeout is None else min(seconds, timeout.total_seconds())
 

@@ -50,7 +50,7 @@ class Entry:
         return self.value
 
     def sized(self, names: Iterable[str]) -> list[str]:
-        """Those of ``names`` for which ``template`` takes as much memory as the checkpoint says."""
+        """Return the ``names`` for which ``template`` takes as much memory as the checkpoint says."""
         return []
 
     def template(self, names: Mapping[str, Any]) -> Any:

@@ -34,7 +34,7 @@ def first_options(optimizer: Optimizer, group: Group) -> Group:
 
 
 def made_by_steps(optimizer: Optimizer, given: Group, names: Collection[str]) -> set[str]:
-    """Those options of ``given`` that a first step would make, if it had none of ``names``."""
+    """Return the options of ``given`` that a first step would make, if it had none of ``names``."""
     odd = set(names) - defaults_of(optimizer).keys()
     if not odd or not any(p.requires_grad for p in given["params"]):
         return set()
@@ -67,7 +67,7 @@ def first_step_of(optimizer: Optimizer, group: Group, stepped: nn.Parameter) -> 
 
 @torch.no_grad()
 def first_step(optimizer: Optimizer, group: Group, zeros: torch.Tensor) -> tuple[dict[str, Any], Group]:
-    """What a first step would make for a parameter of ``group`` that lies as ``zeros`` does, which become it.
+    """Return what a first step would make for a parameter of ``group`` in the memory of ``zeros``.
 
     Its state, and the options of the group: [Note: Options of groups].
 
@@ -92,7 +92,7 @@ def first_step(optimizer: Optimizer, group: Group, zeros: torch.Tensor) -> tuple
 
 
 def copied_option(value: Any) -> Any:
-    """One that a step of a copy may change in place."""
+    """Return a copy of an option that a step may change in place."""
     if isinstance(value, torch.Tensor):
         return value.detach().clone()
     return copy.deepcopy(value) if isinstance(value, list | dict | set) else value
@@ -119,6 +119,6 @@ def first_tensors(optimizer: Optimizer, group: Group, numel: int, dtype: torch.d
 
 
 def uncompiled() -> contextlib.AbstractContextManager[None]:
-    """What torch compiles runs as it is written: a trial takes less time than to compile it."""
+    """Run code that torch compiles as it is written: a trial takes less time than to compile it."""
     loaded = "torch._dynamo" in sys.modules  # to import it takes long as well
     return torch.compiler.set_stance("force_eager") if loaded else contextlib.nullcontext()

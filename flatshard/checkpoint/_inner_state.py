@@ -27,7 +27,7 @@ Sizes = dict[str, int | None]
 
 
 class Quantised:
-    """Those values of an optimizer's state that are quantised. [Note: Quantised state]"""
+    """The quantised values of an optimizer's state. [Note: Quantised state]"""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
@@ -36,7 +36,7 @@ class Quantised:
         self._sizes: dict[tuple[str, type], Sizes | None] = {}
 
     def shown(self, named: Named, group: Group, memory: dict[str, Any]) -> dict[str, dict[str, Any]]:
-        """What is inside of them, as a checkpoint has it, by the keys of ``memory``.
+        """Return the tensors inside of them, as a checkpoint has them, by the keys of ``memory``.
 
         If this rank has no elements of the parameter, those are quantised that are on other ranks.
 

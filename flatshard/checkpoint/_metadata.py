@@ -38,7 +38,7 @@ class Body(NamedTuple):
 
 
 def body_of(info: Any) -> Body | None:
-    """That of an entry, whose file and place ``info`` tells as torch does. None: we did not write it.
+    """Return the body of an entry, whose file and place ``info`` tells, or None if flatshard did not write it.
 
     Raises:
         ValueError: these are no places, or the body is not within the entry. The sum of the metadata does not exclude that:

@@ -67,7 +67,7 @@ def why_not_by_length(optimizer: Optimizer) -> str | None:
 
 
 def _cuts(optimizer: Optimizer, group: Group) -> Iterator[_Cut]:
-    """Those of a param group."""
+    """Yield the parameters of a group that are cut."""
 
     @functools.cache
     def forms(dtype: torch.dtype, length: int) -> Forms:
@@ -136,5 +136,5 @@ def _planned(cuts: list[_Cut], block: int) -> tuple[int, list[str]]:
 
 
 def _lengths(layout: FlatLayout, index: int) -> frozenset[int]:
-    """Of the parts that ranks have of a parameter."""
+    """The lengths of the shards that ranks have of a parameter."""
     return frozenset(layout.shard_slices(rank)[index].numel for rank in layout.holders(index))

@@ -43,7 +43,7 @@ def all_set(store: Any, keys: list[str], seconds: float) -> bool:
 
 
 def read_now(store: Any, key: str) -> bytes | None:
-    """What is under ``key``. None: nothing.
+    """Return the value under ``key``, or None if there is none.
 
     It never waits, where ``store.get`` after ``store.check`` waits for the store's timeout if another rank has deleted the
     key in between, as this process was stopped, say.

@@ -88,7 +88,7 @@ class RanInside(ForwardFeature):
                     ran._elsewhere.append((len(around.order.current), forward.module))
 
     def inside(self, module: nn.Module, default: list[nn.Module]) -> list[nn.Module]:
-        """What ran inside the last forward of ``module``. ``default``: if there was none."""
+        """Return the modules that ran inside the last forward of ``module``. ``default``: if there was none."""
         in_training = self._modules.get((module, True), default)
         return in_training if torch.is_grad_enabled() else self._modules.get((module, False), in_training)
 
@@ -121,7 +121,7 @@ class RanInside(ForwardFeature):
         return given if len(self._comes) == 2 else True in self._comes
 
     def _ask(self, unit: Unit, store: Any, skipped: str, world_size: int) -> set[bool]:
-        """What other ranks have told of ``unit``. Nothing, if all skip it now; they count that under the key ``skipped``."""
+        """Return the answers of other ranks, none if all skip ``unit`` now. They count that under the key ``skipped``."""
         until, pause = time.monotonic() + store.timeout.total_seconds(), 0.001
         store.add(skipped, 1)
         while True:

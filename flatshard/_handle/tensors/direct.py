@@ -42,7 +42,7 @@ def watch(param: nn.Parameter) -> Node:
 
 
 def _take(of: weakref.ref[Any], grads: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-    """What the parameter gets of ``grads``, which have come to it."""
+    """Return the gradients that the parameter gets in place of ``grads``."""
     info: Any = of()._flatshard_info  # type: ignore[union-attr]  # the node keeps it
     if not info.is_whole:
         raise RuntimeError(

@@ -231,12 +231,12 @@ def warn_of_memory_format(fqn: str) -> None:
 
 
 def _dimensions(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    """Those of the whole, and what a view of the part has more, or less, than the part."""
+    """Return the number of dimensions of the full tensor, adjusted by those that a view adds or removes."""
     part, info, reader = args[0], args[0]._flatshard_info, of_caller(2)
     check_initialiser(info, reader)
     with plainly():
         own: int = part.dim()
-        # What torch computes on the meta device is Python code, which takes the dimensions for those of the shape. So does
+        # On the meta device torch computes by Python code, which takes the dimensions for those of the shape. So does
         # torch's private code, as dynamo, which looks at memory.
         is_of_memory = part.is_meta or module_name(reader).startswith("torch._")
         return own if is_of_memory else own + len(info.full_shape) - len(info.part_shape)

@@ -68,7 +68,7 @@ class Filling(Protocol):
         """Give parameters that are on meta their memory, to be filled."""
 
     def show(self, param: ShardedParameter, beside: set[str]) -> nn.Parameter:
-        """What code gets that reads ``param`` from its module, which has those of units ``beside``: itself, or the whole."""
+        """Return ``param`` or the full one, for code that reads it from a module with parameters of units ``beside``."""
 
     def shows(self, param: ShardedParameter) -> bool:
         """Whether ``param`` is whole now."""
