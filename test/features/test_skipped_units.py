@@ -127,6 +127,23 @@ def test_units_in_which_nothing_trains(ctx, prefetch):
         assert {u.state for u in describe(model).units} == {"sharded"}
 
 
+@ranks(3)
+def test_a_module_of_a_group_in_which_nothing_trains(ctx):
+    """The others of its group train. Backward does not come to it on data without gradients, so no rank gathers for it."""
+    torch.manual_seed(0)
+    plain, model = Tower(lambda module, x: x).double(), Tower(skip).double()
+    model.load_state_dict(plain.state_dict())
+    fully_shard(model, policy={(model.words, model.tower[1]), Block}, process_group=ctx.group)
+    ids, image = torch.arange(3), torch.ones(2, WIDTH).double()
+    for having in ((0, 2), (1,), (), (0, 1, 2)):
+        given = [(ids + rank % 2, image if rank in having else None) for rank in range(3)]
+        for each in given:
+            (plain(*each).square().mean() / 3).backward()
+        model(*given[ctx.rank]).square().mean().backward()
+        check_same_gradients(model, plain)
+        assert {u.state for u in describe(model).units} == {"sharded"}
+
+
 @ranks(2)
 def test_a_frozen_unit_that_backward_comes_to_now_and_then(ctx):
     """As to a loss network: to what is generated, and not to what is real. The tensors tell."""

@@ -11,12 +11,13 @@ anchor at the point where it would have computed those of the parameters. The un
 gradients have come, a unit that did not run on this rank is reduced as one whose parameters are unused: [Note: Negative zero
 marks an unused parameter].
 
-[Note: Whether backward comes to a frozen unit]
-Backward comes to a unit in which nothing trains if the inputs of the ranks that run it require gradients. What a rank passes
-by with tells nothing of that: a batch without images has its text embeddings, where others have images. So a rank that runs
-such a unit writes to the process group's store whether its output requires a gradient: at most once for either answer. A
-rank that skips it, and never ran it, waits until one has written, or until all ranks are found to skip it. If the store has
-both answers (a loss network on real and on generated images), the given tensors are taken for inputs.
+[Note: Whether backward comes to a frozen module]
+Backward comes to a unit's module in which nothing trains if the inputs of the ranks that run it require gradients. The
+tensors that a rank skips it with say nothing of that: a batch without images has its text embeddings, where others have
+images. So a rank that runs such a module writes to the process group's store whether its output requires a gradient: at most
+once for either answer. A rank that skips it, and never ran it, waits until one has written, or until all ranks are found to
+skip it. If the store has both answers (a loss network on real and on generated images), the given tensors are taken for
+inputs. A module of a group may be frozen, or have no parameters, where others of the group train.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from flatshard._composable.extensions import Extension, ForwardFeature
 from flatshard._composable.find import unit_for, units_below, units_of
 from flatshard._composable.hooks import UnitHooks
 from flatshard._composable.outputs import tensors_in
-from flatshard._composable.state import Context, Forward, Unit, unit_of
+from flatshard._composable.state import Context, Forward, Unit, called_modules, owner_of, unit_of
 
 Tensors = tuple[torch.Tensor, ...]
 
@@ -63,9 +64,9 @@ class RanInside(ForwardFeature):
         self._modules: dict[tuple[nn.Module, bool], list[nn.Module]] = {}  # with gradients: True
         # On process groups that have nothing to do with the unit's: after how many modules of its pass they ran.
         self._elsewhere: list[tuple[int, nn.Module]] = []
-        # Whether backward came to it, on the ranks of this label: [Note: Whether backward comes to a frozen unit]
-        self._comes, self._label = set[bool](), NOBODY
-        self._asked: str | None = None  # the key by which ranks counted last that all of them skip it
+        # Whether backward came to a module, on the ranks of this label: [Note: Whether backward comes to a frozen module]
+        self._comes, self._label = dict[nn.Module, set[bool]](), NOBODY
+        self._asked: dict[nn.Module, str] = {}  # the key by which ranks counted last that all of them skip it
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RanInside:
         return RanInside()
@@ -74,8 +75,8 @@ class RanInside(ForwardFeature):
         context, elsewhere, self._elsewhere = forward.unit.context, self._elsewhere, []
         if forward.in_backward or (output is None and sys.exc_info()[1] is not None):
             return
-        if torch.is_grad_enabled() and not _trains(forward.unit):
-            self._tell(forward.unit, output)
+        if torch.is_grad_enabled() and not _trains(forward.unit, forward.module):
+            self._tell(forward.unit, forward.module, output)
         order = context.order.current
         inside = [] if order[-1] is forward.module else _since(forward.module, order)
         ran_now = _merged(inside, len(order) - len(inside), elsewhere) if elsewhere else inside
@@ -92,47 +93,51 @@ class RanInside(ForwardFeature):
         in_training = self._modules.get((module, True), default)
         return in_training if torch.is_grad_enabled() else self._modules.get((module, False), in_training)
 
-    def _known(self, unit: Unit) -> set[bool]:
+    def _known(self, unit: Unit, module: nn.Module) -> set[bool]:
         if self._label is not unit.handle.ranks.label:  # the first time, or it is on other ranks
-            self._label, self._comes, self._asked = unit.handle.ranks.label, set(), None
-        return self._comes
+            self._label, self._comes, self._asked = unit.handle.ranks.label, {}, {}
+        return self._comes.setdefault(module, set())
 
-    def _tell(self, unit: Unit, output: Any) -> None:
-        runtime, known = unit.handle.runtime, self._known(unit)
+    def _tell(self, unit: Unit, module: nn.Module, output: Any) -> None:
+        runtime, known = unit.handle.runtime, self._known(unit, module)
         if len(known) < 2 and (comes := any(t.requires_grad for t in tensors_in(output))) not in known:
             known.add(comes)
             if runtime.progress is not None and not unit.handle.never_gathers:
-                runtime.store().set(f"{_key(unit)}{comes}", "1")
+                runtime.store().set(f"{_key(unit, module)}{comes}", "1")
 
-    def comes(self, unit: Unit, given: bool) -> bool:
-        """Whether backward comes to ``unit``, in which nothing trains and which this rank skips.
+    def comes(self, unit: Unit, module: nn.Module, given: bool) -> bool:
+        """Return whether backward comes to ``module`` of ``unit``, in which nothing trains and which this rank skips.
 
-        ``given``: whether it would if the given tensors were its inputs.
+        Args:
+            given: whether backward would come to it if the given tensors were its inputs.
 
         Raises:
-            RuntimeError: no rank has run the unit in time.
+            RuntimeError: no rank has run the module in time.
         """
         runtime = unit.handle.runtime
         if runtime.progress is None or unit.handle.never_gathers or unit.claims.keep:
             return given
-        if not self._known(unit):
+        if not self._known(unit, module):
             number = runtime.progress.counts.get(unit.handle.ranks.label.tag + GATHER, 0)
-            self._comes = self._ask(unit, runtime.store(), f"{_key(unit)}{number}", runtime.world_size)
-        return given if len(self._comes) == 2 else True in self._comes
+            self._comes[module] = self._ask(unit, module, number)
+        known = self._comes[module]
+        return given if len(known) == 2 else True in known
 
-    def _ask(self, unit: Unit, store: Any, skipped: str, world_size: int) -> set[bool]:
-        """Return the answers of other ranks, none if all skip ``unit`` now. They count that under the key ``skipped``."""
+    def _ask(self, unit: Unit, module: nn.Module, number: int) -> set[bool]:
+        """Return the answers of other ranks, or none if all skip ``module`` now, after ``number`` gathers of the unit."""
+        runtime, key = unit.handle.runtime, _key(unit, module)
+        store, skipped = runtime.store(), f"{key}{number}"
         until, pause = time.monotonic() + store.timeout.total_seconds(), 0.001
         store.add(skipped, 1)
         while True:
-            told = {comes for comes in (False, True) if store.check([f"{_key(unit)}{comes}"])}
-            if store.add(skipped, 0) >= world_size:  # what was told is of a later forward
-                if self._asked is not None and unit.handle.runtime.rank == 0:  # all ranks have read it
-                    store.delete_key(self._asked)
-                self._asked = skipped
+            answers = {comes for comes in (False, True) if store.check([f"{key}{comes}"])}
+            if store.add(skipped, 0) >= runtime.world_size:  # the answers are of a later forward
+                if module in self._asked and runtime.rank == 0:  # all ranks have read it
+                    store.delete_key(self._asked[module])
+                self._asked[module] = skipped
                 return set()
-            if told:
-                return told
+            if answers:
+                return answers
             if time.monotonic() > until:
                 raise RuntimeError(
                     f"skip: no rank has run unit {unit.fqn or '<root>'!r}, in which nothing trains, and not all have skipped "
@@ -142,12 +147,16 @@ class RanInside(ForwardFeature):
             pause = min(2 * pause, 0.1)
 
 
-def _key(unit: Unit) -> str:
-    return f"flatshard/comes/{unit.handle.ranks.label.tag}/"
+def _key(unit: Unit, module: nn.Module) -> str:
+    return f"flatshard/comes/{unit.handle.ranks.label.tag}/{called_modules(unit.module).index(module)}/"
 
 
-def _trains(unit: Unit) -> bool:
-    return any([needed.handle.gradients.accumulators.nodes for needed in unit.needs])
+def _trains(unit: Unit, module: nn.Module) -> bool:
+    """Return whether parameters of ``unit`` train that are in ``module``, which is the unit's or one of its group."""
+    trained = [needed for needed in unit.needs if needed.handle.gradients.accumulators.nodes]
+    if module is unit.module or not trained:
+        return bool(trained)
+    return any(p.requires_grad and owner_of(p) in trained for p in module.parameters())
 
 
 def _merged(inside: list[nn.Module], start: int, elsewhere: list[tuple[int, nn.Module]]) -> list[nn.Module]:
@@ -200,12 +209,13 @@ def _pass_by(unit: Unit, module: nn.Module, tensors: Tensors, inside: Callable[[
     try:
         hooks.pre_forward(module, (), {}, _frames.of_caller())
         if torch.is_grad_enabled():
-            if not unit.is_done_with_gradients and not unit.handle.never_gathers:
+            comes = _comes(unit, module, tensors)
+            if comes and not unit.is_done_with_gradients and not unit.handle.never_gathers:
                 watched = hooks.watch_inputs(unit.context.forwards[-1], tensors, {})
                 tensors = tensors if watched is None else watched[0]
             tensors = inside(tensors)
-            if _comes(unit, tensors) and tensors:
-                tensors = marked = _mark(unit, tensors)
+            if comes and tensors:
+                tensors = marked = _mark(unit, module, tensors)
         else:
             tensors = inside(tensors)
     finally:
@@ -215,18 +225,19 @@ def _pass_by(unit: Unit, module: nn.Module, tensors: Tensors, inside: Callable[[
     return tensors
 
 
-def _comes(unit: Unit, tensors: Tensors) -> bool:
-    """Whether backward comes to ``unit`` on the ranks that run it. ``tensors``: that are passed through it here."""
-    given = any([t.requires_grad for t in tensors])
-    if _trains(unit):
+def _comes(unit: Unit, module: nn.Module, tensors: Tensors) -> bool:
+    """Return whether backward comes to ``module`` on the ranks that run it. ``tensors``: that are passed through it here."""
+    if _trains(unit, module) or any(_trains(u, u.module) for u in units_below(module) if u is not unit):
         return True
-    ran = unit.feature(RanInside)
-    return given if ran is None or any(map(_trains, units_below(unit.module))) else ran.comes(unit, given)
+    given, ran = any([t.requires_grad for t in tensors]), unit.feature(RanInside)
+    return given if ran is None else ran.comes(unit, module, given)
 
 
-def _mark(unit: Unit, tensors: Tensors) -> Tensors:
-    anchors = [_anchor(needed) for needed in unit.needs if needed.handle.gradients.accumulators.nodes]
-    if not anchors and not any([t.requires_grad for t in tensors]):  # as those of other ranks do
+def _mark(unit: Unit, module: nn.Module, tensors: Tensors) -> Tensors:
+    anchors: list[torch.Tensor] = []
+    if _trains(unit, module):
+        anchors = [_anchor(needed) for needed in unit.needs if needed.handle.gradients.accumulators.nodes]
+    elif not any([t.requires_grad for t in tensors]):  # as those of other ranks do
         anchors = [torch.empty(0, device=tensors[0].device, requires_grad=True)]
     return _add_node(len(anchors), *anchors, *tensors)
 
