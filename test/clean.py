@@ -3,7 +3,6 @@
 import torch
 from torch import nn
 
-from flatshard._composable.completion import UNTOUCHED
 from flatshard._composable.find import units_below as units
 from flatshard._config import Until
 from flatshard._handle.lifetime import GradState
@@ -33,7 +32,7 @@ def check_clean(model: nn.Module) -> None:
             assert storage_nbytes(flat.gradients.input) == 0, unit
             assert flat.gradients._filled is flat.gradients.reduction is None, unit
             assert all(c.grad is None for c in flat.unsharded.params), unit
-        assert (unit.completion.state, unit.completion.pending) == (UNTOUCHED, 0), unit
+        assert unit.backward is None, unit
         assert tuple(unit.claims) == unit.config.claims, unit
         assert not context.forwards
         assert context.backward is None

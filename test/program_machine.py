@@ -49,7 +49,8 @@ from torch.utils.checkpoint import CheckpointError
 import flatshard
 from flatshard import checkpoint as saving
 from flatshard._composable.find import units_below, units_of_parameters
-from flatshard._composable.state import ModuleGroup, called_modules, owner_of, unit_of
+from flatshard._composable.module_tree import ModuleGroup, called_modules
+from flatshard._composable.state import owner_of, unit_of
 from flatshard.checkpoint import ShardedValue
 
 PER_RANK = 2

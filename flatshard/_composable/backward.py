@@ -1,4 +1,4 @@
-"""One backward over many units: when units are complete (completion.py), and in which order they are gathered.
+"""One backward over many units: when units are complete (unit_backward.py), and in which order they are gathered.
 
 [Note: Nested backwards]
 Reentrant checkpointing runs a backward inside a backward: another *graph task*. A unit is completed in the graph task
@@ -22,10 +22,10 @@ import torch
 from torch.autograd import Variable
 
 from flatshard import _trace
-from flatshard._composable.completion import AWAITING, IDLE, UNTOUCHED, current_graph_task
 from flatshard._composable.find import contexts_of, units_below
 from flatshard._composable.reduction_queue import ReductionQueue
 from flatshard._composable.state import ForwardRecord, Unit
+from flatshard._composable.unit_backward import AWAITING, IDLE, UnitBackward, current_graph_task
 from flatshard._config import BackwardPrefetch
 from flatshard._errors import name_list
 from flatshard._handle.lifetime import BY_NONE, ParamState
@@ -35,28 +35,24 @@ from flatshard._handle.registrations import SHARDED
 _keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
 
 
-def _expected(unit: Unit) -> int:
-    """How many gradients the running graph task has for ``unit``."""
-    return unit.completion.may_get(unit.handle.gradients.accumulators.nodes)
-
-
 def _may_come(unit: Unit) -> bool:
-    """Whether gradients of ``unit`` may still come, in the running graph task or one around it."""
-    return unit.completion.state in (AWAITING, IDLE) or _expected(unit) > 0
+    """Return whether gradients of ``unit`` may still come, in the running graph task or one around it."""
+    now = unit.backward
+    return (now is not None and now.state in (AWAITING, IDLE)) or unit.expected_gradients() > 0
 
 
 def may_reach_inside(unit: Unit) -> bool:
     """Whether the backward may yet reach a unit inside ``unit``."""
-    return not all(u.completion.is_reached for u in units_below(unit.module))
+    return not all(u.is_reached for u in units_below(unit.module))
 
 
 def _may_come_first(unit: Unit) -> bool:
     """Whether the backward may yet reach a unit that is to be reduced before ``unit``: inside it, or between two forwards."""
-    if any(u.turn > unit.turn and not u.completion.is_reached for u in units_below(unit.module)):
+    if any(u.turn > unit.turn and not u.is_reached for u in units_below(unit.module)):
         return True
-    record = unit.last_forward
+    record = None if unit.backward is None else unit.backward.last_forward
     while record is not None:
-        if record.unit.turn > unit.turn and not record.unit.completion.is_reached:
+        if record.unit.turn > unit.turn and not record.unit.is_reached:
             return True
         record = record.previous
     return False
@@ -111,53 +107,56 @@ class Backward:
 
     # -- during --------------------------------------------------------------------------------------------------------
 
-    def touch(self, unit: Unit) -> None:
-        """Called when ``unit`` is unsharded in backward: it is cleaned up at the end of the backward."""
-        if unit.completion.state is UNTOUCHED:
+    def touch(self, unit: Unit) -> UnitBackward[ForwardRecord]:
+        """Return the record of ``unit``, which is unsharded in this backward. The end of the backward cleans it up."""
+        if (now := unit.backward_slot.now) is None:
             unit.handle.sync_unfrozen()
-            unit.completion.gather()
+            now = unit.backward_slot.now = UnitBackward(unit.handle.ranks.label)
             self._reached.append(unit)
+        return now
 
-    def begin(self, unit: Unit) -> None:
-        """Called when backward reaches ``unit``: count the gradients that the running graph task has for it."""
-        completion, task = unit.completion, current_graph_task()
-        if completion.state is UNTOUCHED:
-            self.touch(unit)
-        if task in completion.expected:
-            return
+    def begin(self, unit: Unit) -> UnitBackward[ForwardRecord]:
+        """Count the gradients that the running graph task has for ``unit``, when backward reaches it."""
+        now, task = self.touch(unit), current_graph_task()
+        if task in now.expected:
+            return now
         self.keeps_unsharded |= torch.is_grad_enabled() or (unit.was_kept_unsharded and _keeps_graph())
         nodes, _, all_train = unit.handle.gradients.accumulators
-        if nodes and not completion.expected:
+        if nodes and not now.expected:
             self._queue.add_back(unit)
-        if completion.reach(task, nodes, all_train, self._queue.waits_early):
+        now.some_frozen = not all_train
+        if now.reach(task, nodes, unit.stand_ins, self._queue.waits_early):
             self._bringing.add(task)
             self._ready.discard(unit)
-        elif completion.state is IDLE:
+        elif now.state is IDLE:
             self._idle[unit] = None
+        unit.leaves_out |= now.lacks_some
+        return now
 
     def pre_backward(self, record: ForwardRecord) -> None:
         """Called when backward reaches a forward of a unit. Completes idle units before it. [Note: What completes a unit]"""
         task, unit = current_graph_task(), record.unit
         record.opened_in = task
-        if unit.completion.finished_in != task:
-            self.begin(unit)
-        unit.open_forwards = max(0, unit.open_forwards) + 1
-        unit.last_forward = record
+        now = unit.backward_slot.now
+        if now is None or now.finished_in != task:
+            now = self.begin(unit)
+        now.open_forwards = max(0, now.open_forwards) + 1
+        now.last_forward = record
         if self._idle and (idle := [u for u in self._idle if u not in record.outer]):
             self._complete_before(unit, idle)
 
     def recompute(self, unit: Unit) -> None:
         """Called when a forward of ``unit`` runs in backward. In a reentrant checkpoint that is when backward comes to it."""
         self.touch(unit)
-        if self._idle and not unit.completion.comes_again():
+        if self._idle and not unit.comes_again():
             self._complete_before(unit, [u for u in self._idle if unit not in units_below(u.module)])
 
     def _complete_before(self, unit: Unit, idle: Iterable[Unit]) -> None:
         """Complete those of ``idle`` that are over, as backward comes to ``unit``."""
         task = current_graph_task()
-        over = [u for u in idle if u is not unit and u.completion.task == task and u.completion.is_over]
+        over = [u for u in idle if u is not unit and _completes_in(u, task) and u.is_over]
         if over:
-            to_come = any(_expected(u) for queue in ReductionQueue.every for u in queue.units())
+            to_come = any(u.expected_gradients() for queue in ReductionQueue.every for u in queue.units())
             self._complete_all(over, to_come or self._bring_gradients(self._tasks), early=True)
 
     @staticmethod
@@ -165,23 +164,23 @@ class Backward:
         """Called when backward leaves a forward of ``unit``, through its inputs. Returns whether it has left all of them, or
         all before the next pass. hooks.py, [Note: Freeing in backward]
         """
-        if unit.completion.state is UNTOUCHED:
+        if (now := unit.backward_slot.now) is None:
             return True
-        unit.open_forwards = max(0, unit.open_forwards - 1)
-        return has_left_first(unit) if unit.handle.gradients.accumulators.nodes else unit.open_forwards == 0
+        now.open_forwards = max(0, now.open_forwards - 1)
+        return has_left_first(unit) if unit.handle.gradients.accumulators.nodes else now.open_forwards == 0
 
     def postpone(self, unit: Unit) -> None:
-        """``unit`` has all gradients that were awaited, but other ranks may have some to come: it is idle from now on."""
-        unit.completion.postpone()
+        """Make ``unit`` idle: it has all awaited gradients, but other ranks may have some to come."""
+        self.touch(unit).postpone()
         self._idle[unit] = None
 
     def complete(self, unit: Unit, reduces: bool = False, early: bool = False) -> None:
         """Called when ``unit`` has all gradients of the graph task that reached it first. Reduce it, in order.
 
-        ``reduces``: even if none were expected. ``early``: see ``Completion.complete``.
+        ``reduces``: even if none were expected. ``early``: see ``UnitBackward.complete``.
         """
         self._idle.pop(unit, None)
-        if unit.completion.complete(early) or reduces:
+        if self.touch(unit).complete(early) or reduces:
             if unit.handle.gradients.reduces:
                 self._ready.add(unit)
                 self._queue.reduce(self._ready, _may_come, _may_come_first)
@@ -217,7 +216,7 @@ class Backward:
             self.complete(unit, brings_gradients and bool(unit.handle.gradients.accumulators.nodes), early)
 
     def _finish(self, task: int, brings_gradients: bool) -> None:
-        self._complete_all([u for u in self._queue.units() if u.completion.task == task], brings_gradients)
+        self._complete_all([u for u in self._queue.units() if _completes_in(u, task)], brings_gradients)
         if self._tasks:
             return
         held = [unit for unit in self._queue.units() if unit.handle.gradients.wants_reduction]
@@ -248,8 +247,7 @@ class Backward:
     def _forget_reached(self) -> None:
         for unit in self._reached:
             unit.was_kept_unsharded = self.keeps_unsharded
-            unit.completion.end()
-            unit.last_forward, unit.open_forwards = None, -1
+            unit.backward_slot.now = None
             if unit.leaks and not self._retains_graph:
                 unit.drop_leaks(self.task)
             if self.keeps_unsharded:
@@ -269,6 +267,7 @@ class Backward:
         """
         if self.has_failed:
             for unit in self._reached:
+                unit.backward_slot.now = None  # it would keep the unit alive: see `BackwardSlot`
                 unit.show()
             if ahead := [u.fqn for u in self._reached if u.handle.lifetime.params is ParamState.UNSHARDING]:
                 _trace.logger.warning(
@@ -291,16 +290,21 @@ class Backward:
         self._forget_reached()
 
 
+def _completes_in(unit: Unit, task: int) -> bool:
+    """Return whether graph task ``task`` completes ``unit``."""
+    return (now := unit.backward) is not None and now.task == task
+
+
 def is_finished(unit: Unit) -> bool:
-    """Whether ``unit`` has all its gradients from the running graph task."""
-    return unit.completion.finished_in == current_graph_task()
+    """Return whether ``unit`` has all its gradients from the running graph task."""
+    return (now := unit.backward) is not None and now.finished_in == current_graph_task()
 
 
 def has_left_first(unit: Unit) -> bool:
-    """Whether backward has reached forwards of ``unit``, and left all of them, the first one in its pass too."""
-    if unit.open_forwards:
+    """Return whether backward has reached forwards of ``unit``, and left all of them, the first one in its pass too."""
+    if (now := unit.backward) is None or now.open_forwards:
         return False
-    before = None if unit.last_forward is None else unit.last_forward.previous
+    before = None if now.last_forward is None else now.last_forward.previous
     while before is not None and before.unit is not unit:
         before = before.previous
     return before is None
@@ -310,7 +314,7 @@ def gather(unit: Unit) -> None:
     """Gather a unit for the current backward, and the units that it needs."""
     context = unit.context
     for needed in unit.needs:
-        if needed.completion.state is UNTOUCHED:
+        if needed.backward is None:
             Backward.of(unit).touch(needed)
         if needed.handle.lifetime.params is ParamState.SHARDED:
             needed.handle.unshard(context.pass_id, again=True)
@@ -341,17 +345,17 @@ def prefetches_before(unit: Unit) -> bool:
 
 def prefetch_after(unit: Unit) -> None:
     """Called when this unit's backward has computed."""
-    if unit.last_forward is not None:
-        prefetch(unit.last_forward)
+    if (now := unit.backward) is not None and now.last_forward is not None:
+        prefetch(now.last_forward)
 
 
 def prefetch(record: ForwardRecord) -> None:
     """Gather the unit that comes after that of ``record`` in backward, or the units that the user chose instead."""
     task = current_graph_task()
     for unit in _next(record):
-        if unit.completion.finished_in != task:
+        if unit.backward is None or unit.backward.finished_in != task:
             for needed in unit.needs:
-                if needed.completion.state is UNTOUCHED:
+                if needed.backward is None:
                     Backward.of(unit).touch(needed)
             unit.context.prefetch(unit, record.unit.config.prefetch_limit_bytes)
 

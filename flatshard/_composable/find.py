@@ -14,7 +14,8 @@ from collections.abc import Iterable, Iterator
 
 from torch import nn
 
-from flatshard._composable.state import Context, Unit, called_modules, made_units, owner_of, unit_of
+from flatshard._composable.module_tree import called_modules
+from flatshard._composable.state import Context, Unit, made_units, owner_of, unit_of
 from flatshard._errors import name_list
 from flatshard._handle.flat_param import FlatParam
 from flatshard._names import HIDDEN

@@ -27,7 +27,8 @@ from flatshard._composable.construct.renamed import check_named, renamed
 from flatshard._composable.extensions import Extension, extensions
 from flatshard._composable.find import units_below
 from flatshard._composable.hooks import UnitHooks
-from flatshard._composable.state import Context, ModuleGroup, ModuleTree, Unit, owner_of, set_unit
+from flatshard._composable.module_tree import ModuleGroup, ModuleTree
+from flatshard._composable.state import Context, Unit, owner_of, set_unit
 from flatshard._composable.unit_config import MeshChoice, UnitConfig
 from flatshard._config import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from flatshard._errors import InternalError

@@ -60,8 +60,8 @@ from flatshard._composable.backward import (
     prefetches_before,
 )
 from flatshard._composable.claims import Claim
-from flatshard._composable.completion import AWAITING, COMPLETE, COMPLETE_EARLY, IDLE, Way, current_graph_task
 from flatshard._composable.extensions import ForwardFeature
+from flatshard._composable.module_tree import ModuleGroup, called_modules
 from flatshard._composable.outputs import (
     copied_containers,
     give_back,
@@ -73,7 +73,16 @@ from flatshard._composable.outputs import (
     tree_unflatten,
     with_new_nodes,
 )
-from flatshard._composable.state import Forward, ForwardRecord, ModuleGroup, Unit, called_modules, unit_of
+from flatshard._composable.state import Forward, ForwardRecord, Unit, unit_of
+from flatshard._composable.unit_backward import (
+    AWAITING,
+    COMPLETE,
+    COMPLETE_EARLY,
+    IDLE,
+    Way,
+    current_graph_task,
+    gradient_hook,
+)
 from flatshard._config import BackwardPrefetch
 from flatshard._handle.lifetime import ParamState
 from flatshard._handle.registrations import SHARDED, UNSHARDED
@@ -141,16 +150,25 @@ class UnitHooks:
 
     def _install_gradient_hooks(self) -> None:
         reduced = overridden(self.unit.features, ForwardFeature.reduced)
-        call = reduced[0] if len(reduced) == 1 else functools.partial(_call_all, reduced)
-        self.unit.handle.gradients.on_reduced = call
-        make = functools.partial(self.unit.completion.hook, weakref.ref(self))
+        on_reduced = reduced[0] if len(reduced) == 1 else functools.partial(_call_all, reduced)
+        self.unit.handle.gradients.on_reduced = on_reduced
+        to_hooks = weakref.ref(self)
+
+        def call(method: Callable[..., Any], *args: int) -> Any:
+            hooks = to_hooks()
+            assert hooks is not None
+            return method(hooks, *args)
+
+        end, complete = functools.partial(call, UnitHooks.finish_previous), functools.partial(call, UnitHooks.complete)
         for group, flat in enumerate(self.unit.handle.flats):
             if flat.is_trainable:
                 for index, compute in enumerate(flat.unsharded.params):
+                    receive = functools.partial(call, UnitHooks.receive_gradient, group, index)
+                    hook = gradient_hook(self.unit.backward_slot, receive, end, complete)
                     # register_post_accumulate_grad_hook needs a parameter that requires grad at this moment.
                     wanted = compute.requires_grad
                     compute.requires_grad_(True)
-                    compute.register_post_accumulate_grad_hook(make(group, index))  # type: ignore[no-untyped-call]
+                    compute.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
                     compute.requires_grad_(wanted)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> UnitHooks:
@@ -190,8 +208,8 @@ class UnitHooks:
             for needed, claim in forward.claims:
                 if in_backward or len(needed.claims) == 1 or not needed.claims.show_copies:
                     self._gather(needed, claim, grad, in_backward)
-        if in_backward and unit.last_forward is not None:
-            gather_last_inside(unit.last_forward)
+        if in_backward and (now := unit.backward) is not None and now.last_forward is not None:
+            gather_last_inside(now.last_forward)
         if not in_backward:
             following = context.order.advance(module)
             ahead: Iterable[Unit] = ()
@@ -292,7 +310,8 @@ class UnitHooks:
                 needed.show()
             else:
                 needed.handle.write_back_if_changed()
-                state = needed.completion.state  # if its gradients are still awaited, this was a recomputation
+                state = None if (now := needed.backward) is None else now.state
+                # If its gradients are still awaited, this was a recomputation.
                 if not (state in (AWAITING, IDLE) or (in_backward and state is COMPLETE_EARLY)):
                     needed.handle.registrations.show(SHARDED)
             stays = comes_back and needed.config.stays_for_backward(outermost)
@@ -320,7 +339,7 @@ class UnitHooks:
             return False
         record = self.unit.context.record_forward(forward)
         for node in nodes:
-            self.unit.completion.add_way(way := Way(record, node))
+            self.unit.add_way(way := Way(record, node))
             metadata: dict[str, Any] = node.metadata  # type: ignore[assignment]  # torch's stubs take the property for a method
             if (later := metadata.get(_LATER)) is None:
                 later = metadata[_LATER] = []
@@ -370,7 +389,8 @@ class UnitHooks:
                 needed.handle.wait()  # another output of it, perhaps on another stream
             return
         # Otherwise a forward that used only frozen parameters may come after all gradients, and needs their values.
-        if unit.completion.state is COMPLETE and is_finished(unit) and unit.is_done_with_gradients:
+        now = unit.backward
+        if now is not None and now.state is COMPLETE and now.finished_in == task and unit.is_done_with_gradients:
             return
         context, backward = unit.context, Backward.of(unit)
         backward.pre_backward(record)
@@ -394,32 +414,37 @@ class UnitHooks:
                 "run forward again after it"
             )
         # Where the input of a reduction is to be freed first, `finish_previous` gathers. [Note: Reductions in flight]
-        if prefetches_before(unit) and not (context.reductions.frees and unit.completion.finish_at > 1):
+        if prefetches_before(unit) and not (context.reductions.frees and backward.touch(unit).finish_at > 1):
             prefetch(record)
 
-    def take(self, group: int, index: int, task: int) -> int | None:
-        """This gradient opens the unit, or must be moved, or is one of the last: see ``Takes``."""
+    def receive_gradient(self, group: int, index: int, task: int) -> int | None:
+        """Receive the first gradient of graph task ``task``, or one that must be moved.
+
+        Returns:
+            The graph task whose further gradients are only counted, -1 if none, or None if this gradient does not count.
+        """
         unit = self.unit
         if not unit.handle.flats[group].requires_grad[index]:
             return None  # frozen since its forward: there is no gradient, and none was expected
-        if task not in unit.completion.expected:
+        if unit.backward is None or task not in unit.backward.expected:
             Backward.of(unit).begin(unit)
         return task if unit.handle.gradients.receive(group, index) else -1
 
     def finish_previous(self) -> None:
-        """See ``Takes``."""
+        """End the reduction of the previous unit, and gather the next one into the memory that it frees."""
         self.unit.context.reductions.finish_previous()
         if prefetches_before(self.unit):
             prefetch_after(self.unit)
 
     def complete(self) -> None:
-        """All gradients of the unit have come."""
-        unit, backward = self.unit, self.unit.context.backward
+        """Free the unit and start its reduction: all its gradients have come."""
+        unit, backward, now = self.unit, self.unit.context.backward, self.unit.backward
         assert isinstance(backward, Backward)
+        assert now is not None
         # If it was not called: all ranks gather the next unit before they reduce this one.
-        if unit.completion.finish_at > 1:
+        if now.finish_at > 1:
             self.finish_previous()
-        if unit.completion.comes_again() or (unit.completion.lacks_some and may_reach_inside(unit)):
+        if unit.comes_again() or (now.lacks_some and may_reach_inside(unit)):
             backward.postpone(unit)
             return
         done = unit.is_done_with_gradients or has_left_first(unit)
@@ -431,8 +456,8 @@ class UnitHooks:
 
     def post_backward(self) -> None:
         """Called when backward leaves one forward of the unit through its inputs. [Note: Freeing in backward]"""
-        unit, completion = self.unit, self.unit.completion
-        is_over = not (completion.pending or completion.comes_again())
+        unit, now = self.unit, self.unit.backward
+        is_over = not ((now is not None and now.pending) or unit.comes_again())
         if Backward.post_backward(unit) and (is_over or not unit.handle.gradients.accumulators.are_all):
             backward = unit.context.backward
             if not (isinstance(backward, Backward) and backward.keeps_unsharded):

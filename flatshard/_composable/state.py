@@ -31,15 +31,18 @@ from types import FrameType
 from typing import Any, ClassVar, NoReturn, Protocol, TypeVar
 
 from torch import nn
+from torch.autograd.graph import Node
 from torch.utils.weak import WeakIdKeyDictionary
 
 from flatshard import _frames
 from flatshard._comm.progress import Place
 from flatshard._composable.claims import Claim, Claims
-from flatshard._composable.completion import UNTOUCHED, Completion, current_graph_task
 from flatshard._composable.exec_order import ForwardOrder
+from flatshard._composable.module_tree import ModuleTree, called_modules, copy_with_attributes
 from flatshard._composable.outputs import Copied, next_node
 from flatshard._composable.reduction_queue import ReductionQueue
+from flatshard._composable.unit_backward import AWAITING, COMPLETE, BackwardSlot, UnitBackward, Way, how_many_run
+from flatshard._composable.unit_backward import current_graph_task as current_graph_task
 from flatshard._composable.unit_config import UnitConfig
 from flatshard._handle.handle import FlatParamHandle
 from flatshard._handle.lifetime import BY_USER, ParamState
@@ -74,34 +77,6 @@ _owners_of_copies: MutableMapping[nn.Parameter, weakref.ref[Unit]] = WeakIdKeyDi
 made_units: weakref.WeakValueDictionary[int, Unit] = weakref.WeakValueDictionary()  # by their id, in order of creation
 
 
-class ModuleTree:
-    """The units of one module tree, and of those that a backward has reached together with it: a model. What it holds
-    (``no_sync``) is reduced by a backward of its own, and not by that of another model, which may be gone on some ranks."""
-
-    __slots__ = ("_with",)
-
-    def __init__(self) -> None:
-        self._with: ModuleTree | None = None  # another of the same model
-
-    @property
-    def model(self) -> ModuleTree:
-        """The one tree that stands for all of the model."""
-        tree = self
-        while tree._with is not None:
-            tree = tree._with
-        return tree
-
-    def join(self, other: ModuleTree) -> None:
-        """Be of one model with ``other``."""
-        mine, theirs = self.model, other.model
-        if mine is not theirs:
-            mine._with = theirs
-
-
-class ModuleGroup(nn.ModuleList):
-    """The modules that are one unit together. Such a group is not in the user's module tree, and is never called."""
-
-
 class Unit:
     """One module, or several, whose parameters are gathered together. Which one is outermost is found anew in each call."""
 
@@ -119,7 +94,10 @@ class Unit:
         # Units to gather while this unit computes: see `configure`. None: according to the recorded order.
         self.forward_targets: Iterable[Unit] | None = None
         self.backward_targets: Iterable[Unit] | None = None
-        self.completion = Completion(self.handle.ranks.label)
+        self.backward_slot: BackwardSlot[ForwardRecord] = BackwardSlot()
+        self._ways: list[weakref.ref[Way[ForwardRecord]]] = []  # by which backward may come to live forwards
+        # Leaves besides the parameters whose gradients count: where forwards may not have run the module.
+        self.stand_ins: list[Node] = []
         self._reset()
         self._own_parameters()
 
@@ -135,7 +113,7 @@ class Unit:
         """Free the memory that it needs and another unit is using. [Note: Static buffers]"""
         self.context.free_unused()
         for unit in made_units.values():  # that stay until the end of the backward, though their values are not needed
-            if unit.completion.is_over and unit.handle.gradients.accumulators.are_all:
+            if unit.is_over and unit.handle.gradients.accumulators.are_all:
                 unit.free_if_unused()
         if not self.live_forwards:
             self.handle.unblock()
@@ -150,16 +128,13 @@ class Unit:
         self.live_forwards: weakref.WeakSet[ForwardRecord] | None = None
         # Steps whose outputs are unsharded parameters, or hide what uses them: they stay until backward has reached these.
         self.leaks: weakref.WeakSet[ForwardRecord] | None = None
-        self.last_forward: ForwardRecord | None = None  # that the running `Backward` has reached
-        # Steps that it has reached and not left yet; only counted if some parameters are frozen. -1: none was reached.
-        self.open_forwards = -1
+        self.leaves_out = False  # whether a graph ever lacked some of its parameters
         self.was_kept_unsharded = False  # `Backward.keeps_unsharded` of the last backward that has reached it
         self.turn = 0  # its place in the order of reductions, which `ReductionQueue` gives
 
     def move(self, context: Context, runtime: Runtime) -> None:
         """Its handle has moved to these ranks. What it has learned of earlier passes is forgotten, as ranks may be new."""
         self.context, self.runtime = context, runtime
-        self.completion.move(self.handle.ranks.label)
         self._reset(self.features)
         self._own_parameters()
 
@@ -174,6 +149,40 @@ class Unit:
                 unclaimed = claim.shows
                 break
         self.handle.registrations.show(unclaimed)
+
+    @property
+    def backward(self) -> UnitBackward[ForwardRecord] | None:
+        """The unit's record in the running backward, or None if no backward has gathered or reached it."""
+        return self.backward_slot.now
+
+    @property
+    def is_reached(self) -> bool:
+        """Whether the running backward has reached the unit, beyond gathering it."""
+        return (now := self.backward_slot.now) is not None and now.is_reached
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the unit has all its gradients, and the running graph task does not reach it again."""
+        if (now := self.backward_slot.now) is None:
+            return False
+        return now.state is COMPLETE or (now.state > AWAITING and not now.pending and not self.comes_again())
+
+    def expected_gradients(self) -> int:
+        """Return how many gradients the running graph task has for the unit."""
+        return how_many_run(self.handle.gradients.accumulators.nodes) + how_many_run(self.stand_ins)
+
+    def add_way(self, way: Way[ForwardRecord]) -> None:
+        """Note that backward may come to a forward of the unit by ``way``."""
+        self._ways.append(weakref.ref(way, self._ways.remove))
+
+    def comes_again(self) -> bool:
+        """Return whether the running graph task will reach another forward of the unit."""
+        task = current_graph_task()
+        for ref in [*self._ways]:
+            way = ref()
+            if way is not None and way.record.opened_in != task and way.runs():
+                return True
+        return False
 
     def note_leak(self, record: ForwardRecord) -> None:
         """The outputs of ``record`` are the unsharded parameters, or views of them."""
@@ -210,14 +219,9 @@ class Unit:
         return ", ".join(type(m).__name__ for m in called_modules(self.module))
 
     @property
-    def is_in_backward(self) -> bool:
-        """Whether a backward has gathered or reached the unit, and has not ended."""
-        return self.completion.state is not UNTOUCHED
-
-    @property
     def is_done_with_gradients(self) -> bool:
         """Whether the values are not needed after all gradients have come. hooks.py, [Note: Freeing in backward]"""
-        return self.handle.gradients.accumulators.are_all and not self.completion.leaves_out
+        return self.handle.gradients.accumulators.are_all and not self.leaves_out
 
     @property
     def is_outdated(self) -> bool:
@@ -245,6 +249,7 @@ class Unit:
         memo[id(self)] = result
         copies_in(memo)[weakref.ref(self)] = result
         result.__dict__.update(self.__dict__)
+        result.backward_slot, result._ways, result.stand_ins = BackwardSlot(), [], []
         result._reset()
         result.forward_targets = copy.deepcopy(self.forward_targets, memo)
         result.backward_targets = copy.deepcopy(self.backward_targets, memo)
@@ -252,7 +257,6 @@ class Unit:
         result.tree = copy.deepcopy(self.tree, memo)
         result.handle = copy.deepcopy(self.handle, memo)
         result.needs = tuple(copy.deepcopy(unit, memo) for unit in self.needs)
-        result.completion = Completion(result.handle.ranks.label)
         result._own_parameters()
         return result
 
@@ -281,9 +285,7 @@ class Forward:
         self.instead: Callable[[Any], object] | None = None  # if a feature has it: what to call at the end, and no more
         self.gathers = True  # False: a feature shows other parameters, so nothing is gathered
         self.recorded: ForwardRecord | None = None  # set at its end, if backward may reach it
-        self.copied: Sequence[
-            Copied
-        ] = ()  # what the module may change in the user's containers, which it got copies of
+        self.copied: Sequence[Copied] = ()  # the user's containers that the module got copies of, and may change
         self.claims: list[tuple[Unit, Claim]] = []
         for needed in unit.needs:
             claim = Claim()
@@ -562,11 +564,6 @@ def copies_in(memo: dict[int, Any]) -> dict[weakref.ref[Unit], Unit]:
     return copies
 
 
-def called_modules(module: nn.Module) -> tuple[nn.Module, ...]:
-    """The modules whose forwards are those of the unit of ``module``: itself, or those in the group."""
-    return tuple(module) if isinstance(module, ModuleGroup) else (module,)
-
-
 def unit_of(module: nn.Module) -> Unit | None:
     """The unit whose module is ``module``, or has it in its group. None if there is none."""
     found: Unit | None = module.__dict__.get(UNIT_KEY)
@@ -590,11 +587,4 @@ def set_unit(module: nn.Module, unit: Unit) -> None:
     for each in {module, *called_modules(module)}:
         each.__dict__[UNIT_KEY] = unit
         if type(each).__reduce__ is not object.__reduce__ and not hasattr(type(each), "__deepcopy__"):
-            each.__dict__["__deepcopy__"] = functools.partial(_copy_with_attributes, each)
-
-
-def _copy_with_attributes(module: Any, memo: dict[int, Any]) -> Any:
-    """A deep copy. For modules whose class would make a new one of some attributes, without hooks: ``torch.compile``'s."""
-    memo[id(module)] = result = object.__new__(type(module))
-    result.__setstate__(copy.deepcopy(module.__getstate__(), memo))
-    return result
+            each.__dict__["__deepcopy__"] = functools.partial(copy_with_attributes, each)

@@ -14,10 +14,10 @@ import torch
 from torch import nn
 
 from flatshard._comm.progress import Label
-from flatshard._composable.completion import current_graph_task
 from flatshard._composable.features.whole_parameters import Gathering
 from flatshard._composable.find import settle, units_of
 from flatshard._composable.state import Unit
+from flatshard._composable.unit_backward import current_graph_task
 from flatshard._errors import name_list
 from flatshard._handle.adapters.tensor_subclass import TensorSubclass
 from flatshard._handle.flat_param import FlatParam
@@ -343,7 +343,7 @@ def idle_flats(module: nn.Module, verb: str) -> list[Flat]:
             f"{verb}: {name_list(busy)} are in a forward or in summon_full_params, where state_dict() has whole tensors. "
             "Call it outside"
         )
-    if reached := [u for u in units if u.is_in_backward]:
+    if reached := [u for u in units if u.backward is not None]:
         if _is_running(reached):
             names = name_list(u.fqn or "<root>" for u in reached)
             raise RuntimeError(f"{verb}: {names} are in a backward. Call it when loss.backward() has returned")

@@ -31,8 +31,9 @@ from flatshard._composable.extensions import Extension, ForwardFeature, extensio
 from flatshard._composable.features import kept_shards
 from flatshard._composable.features.grad_sync import no_sync
 from flatshard._composable.fully_shard import Choice, build, install
+from flatshard._composable.module_tree import called_modules
 from flatshard._composable.outputs import tensors_in
-from flatshard._composable.state import Context, Forward, Unit, called_modules, unit_of
+from flatshard._composable.state import Context, Forward, Unit, unit_of
 from flatshard._handle.pool import Pools
 from flatshard._handle.tensors.grad_dtype import hand_on
 from flatshard._handle.tensors.sharded_parameter import shard_info

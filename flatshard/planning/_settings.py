@@ -14,7 +14,7 @@ from flatshard._composable.construct import validate
 from flatshard._composable.construct.options import unit_config
 from flatshard._composable.construct.policy import Policy
 from flatshard._composable.fully_shard import choose
-from flatshard._composable.state import ModuleGroup
+from flatshard._composable.module_tree import ModuleGroup
 from flatshard._config import ShardingStrategy
 from flatshard.optim._offload import OffloadedOptimizer
 from flatshard.planning import _plan

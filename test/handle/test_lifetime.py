@@ -8,7 +8,7 @@ import pytest
 import flatshard
 from flatshard import InternalError
 from flatshard._comm.progress import Label
-from flatshard._composable.completion import COMPLETION_TRANSITIONS, CompletionState
+from flatshard._composable.unit_backward import COMPLETION_TRANSITIONS, CompletionState
 from flatshard._handle.lifetime import GRAD_TRANSITIONS, PARAM_TRANSITIONS, GradState, Lifetime, ParamState
 
 # The attribute of Lifetime, its states, its table.

@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from flatshard._composable.state import called_modules, unit_of
+from flatshard._composable.module_tree import called_modules
+from flatshard._composable.state import unit_of
 from flatshard._composable.unit_config import UnitConfig
 from flatshard._handle.planned import Groups, PlannedParam
 from flatshard._handle.tensors.sharded_parameter import ShardedParameter

@@ -28,7 +28,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from flatshard._composable.construct.repeated import repeated_blocks
 from flatshard._composable.find import units_below
-from flatshard._composable.state import ModuleGroup, called_modules
+from flatshard._composable.module_tree import ModuleGroup, called_modules
 from flatshard._errors import name_list, why_not_called
 from flatshard._handle.tensors.sharded_parameter import shard_info
 from flatshard._names import plain_name

@@ -18,7 +18,8 @@ from torch.nn.parameter import UninitializedParameter
 from flatshard._composable.construct.partition import PlannedUnit, walk
 from flatshard._composable.construct.policy import has_forward, is_never_called
 from flatshard._composable.find import units_below
-from flatshard._composable.state import ModuleGroup, Unit, owner_of, unit_of
+from flatshard._composable.module_tree import ModuleGroup
+from flatshard._composable.state import Unit, owner_of, unit_of
 from flatshard._config import ShardingStrategy, local_world_size
 from flatshard._errors import name_list
 from flatshard._handle.adapters.tensor_parallel import is_dtensor, local_tensor

@@ -18,8 +18,9 @@ from torch import nn
 
 from flatshard._composable.extensions import Extension, ForwardFeature
 from flatshard._composable.features.feature_link import FeatureLink
+from flatshard._composable.module_tree import called_modules
 from flatshard._composable.outputs import tensors_in
-from flatshard._composable.state import Forward, Unit, called_modules
+from flatshard._composable.state import Forward, Unit
 from flatshard._names import DDP_IGNORES
 
 # nn.Module's own attributes. They cannot hold an activation.

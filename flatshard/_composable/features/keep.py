@@ -27,7 +27,8 @@ from flatshard._composable.claims import Claim, Kept
 from flatshard._composable.extensions import ForwardFeature
 from flatshard._composable.find import settle, units_of
 from flatshard._composable.hooks import UnitHooks, overridden
-from flatshard._composable.state import Unit, called_modules, owner_of, unit_of
+from flatshard._composable.module_tree import called_modules
+from flatshard._composable.state import Unit, owner_of, unit_of
 from flatshard._handle.registrations import SHARDED, UNSHARDED
 
 

@@ -28,12 +28,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from flatshard._composable.completion import current_graph_task
 from flatshard._composable.extensions import Extension
 from flatshard._composable.features.skip import skip
 from flatshard._composable.find import units_below
 from flatshard._composable.outputs import tree_flatten, tree_unflatten
 from flatshard._composable.state import Unit, unit_of
+from flatshard._composable.unit_backward import current_graph_task
 from flatshard._errors import name_list
 from flatshard._names import plain_name
 

@@ -38,8 +38,9 @@ from flatshard._composable.backward import Backward
 from flatshard._composable.extensions import Extension, ForwardFeature
 from flatshard._composable.find import unit_for, units_below, units_of
 from flatshard._composable.hooks import UnitHooks
+from flatshard._composable.module_tree import called_modules
 from flatshard._composable.outputs import tensors_in
-from flatshard._composable.state import Context, Forward, Unit, called_modules, owner_of, unit_of
+from flatshard._composable.state import Context, Forward, Unit, owner_of, unit_of
 
 Tensors = tuple[torch.Tensor, ...]
 
@@ -247,7 +248,7 @@ def _anchor(unit: Unit) -> torch.Tensor:
     if anchor is None:
         device = unit.handle.flats[0].kind.compute_device
         anchor = _anchors[unit] = torch.empty(0, device=device, requires_grad=True)
-        unit.completion.stand_ins.append(get_gradient_edge(anchor).node)
+        unit.stand_ins.append(get_gradient_edge(anchor).node)
         anchor.register_post_accumulate_grad_hook(_make_anchor_hook(unit))  # type: ignore[no-untyped-call]
     return anchor
 
@@ -260,8 +261,7 @@ def _make_anchor_hook(unit: Unit) -> Callable[[torch.Tensor], None]:
         hooks = to_hooks()
         assert hooks is not None
         unit = hooks.unit
-        Backward.of(unit).begin(unit)
-        if unit.completion.count_other():
+        if Backward.of(unit).begin(unit).count_other():
             hooks.complete()
 
     return on_gradient

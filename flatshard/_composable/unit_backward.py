@@ -1,0 +1,245 @@
+"""One unit in one backward: how many of its gradients are still to come, and whether it is complete.
+
+[Note: What completes a unit]
+When backward reaches a unit, autograd's engine tells how many of the unit's parameters are in the running graph (as for
+``torch.autograd.graph.register_multi_grad_hook``). The unit is complete when that many gradients have come. A parameter that
+is not in the graph is unused here, and is not waited for. But on another rank it may be in the graph. So these units are idle
+when they have all awaited gradients, and complete when backward reaches a unit before them, or recomputes one in a reentrant
+checkpoint:
+
+- a unit without any parameter in the graph: it is unused, or inside a reentrant checkpoint;
+- a unit that backward will come to again, for another forward (``Way``): of a module called twice, or of an earlier pass if
+  losses of two passes were added;
+- a unit that lacks parameters and has units inside that backward has not reached: a reentrant checkpoint may run both.
+
+The end of the graph task (the run of the autograd engine) that reached a unit first completes all others:
+[Note: Nested backwards].
+
+States of a unit that the backward has come to:
+
+- TOUCHED         the backward has gathered it, ahead of time or for another unit.
+- AWAITING        the backward has reached it. The last gradient completes it.
+- IDLE            the same, but the graph task has no gradients for it, or no more. A unit before it completes it.
+- COMPLETE        all gradients have come.
+- COMPLETE_EARLY  it was idle. The backward may reach another forward of it in the same graph task, which needs its values.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Collection
+from typing import Any, Generic, NoReturn, TypeVar
+
+import torch
+from torch.autograd.graph import Node
+
+from flatshard._comm.progress import Label
+from flatshard._errors import InternalError
+
+# The id of the running graph task, -1 outside of backward; whether it will run a node. Private API: no other way.
+current_graph_task: Callable[[], int] = torch._C._current_graph_task_id
+_will_run = torch._C._will_engine_execute_node
+
+
+class CompletionState(enum.IntEnum):
+    TOUCHED = enum.auto()
+    AWAITING = enum.auto()
+    IDLE = enum.auto()
+    COMPLETE = enum.auto()
+    COMPLETE_EARLY = enum.auto()
+
+
+TOUCHED, AWAITING, IDLE, COMPLETE, COMPLETE_EARLY = CompletionState
+
+COMPLETION_TRANSITIONS: dict[tuple[CompletionState, str], CompletionState] = {
+    (TOUCHED, "reach with gradients"): AWAITING,
+    (TOUCHED, "reach with none"): IDLE,
+    (AWAITING, "reach with gradients"): AWAITING,  # in a graph task inside the one that completes it, as the next three
+    (AWAITING, "reach with none"): AWAITING,
+    (IDLE, "reach with gradients"): IDLE,
+    (IDLE, "reach with none"): IDLE,
+    (AWAITING, "postpone"): IDLE,
+    (IDLE, "postpone"): IDLE,
+    (AWAITING, "complete"): COMPLETE,
+    (IDLE, "complete"): COMPLETE,
+    (IDLE, "complete early"): COMPLETE_EARLY,
+    (COMPLETE, "reach with gradients"): AWAITING,  # in another graph task
+    (COMPLETE, "reach with none"): IDLE,
+    (COMPLETE_EARLY, "reach with gradients"): AWAITING,  # or in the same one, at another forward of it
+    (COMPLETE_EARLY, "reach with none"): IDLE,
+}
+"""``reach``: a graph task reaches the unit, and has gradients for it or none."""
+
+Record = TypeVar("Record")  # of a unit's forward
+
+
+class UnitBackward(Generic[Record]):
+    """One unit in the running backward, since it was gathered or reached. Dropping it is the reset."""
+
+    __slots__ = (
+        "_label", "counts_in", "expected", "finish_at", "finished_in", "lacks_some", "last_forward", "open_forwards",
+        "pending", "some_frozen", "state",
+    )  # fmt: skip
+
+    def __init__(self, label: Label) -> None:
+        """``label``: of the unit."""
+        self._label = label
+        self.state = TOUCHED
+        # AWAITING, IDLE: how many gradients each graph task that has reached the unit has for it. The first completes it.
+        self.expected: dict[int, int] = {}
+        self.pending = 0  # gradients of all of them that are still to come
+        # The graph task whose gradients are only counted: they stay where autograd puts them until all have come; -1 if none.
+        self.counts_in = -1
+        self.some_frozen = False  # whether some parameters did not require grad when it was reached last
+        # If this many are pending, the next gradient ends the reduction of the previous unit; 1 if there is none to end.
+        self.finish_at = 1
+        self.finished_in = -1  # the graph task in which the unit was last completed
+        self.lacks_some = False  # whether its graph lacks parameters: they are unused, or recomputed later
+        self.last_forward: Record | None = None  # the last of its forwards that the backward has reached
+        # Forwards that it has reached and not left yet; only counted if some parameters are frozen. -1 if none was reached.
+        self.open_forwards = -1
+
+    @property
+    def task(self) -> int | None:
+        """The graph task that completes the unit, or None if it is complete, or was only gathered."""
+        return next(iter(self.expected), None)
+
+    @property
+    def is_reached(self) -> bool:
+        """Whether the backward has reached the unit, beyond gathering it."""
+        return self.state > TOUCHED
+
+    def reach(self, task: int, nodes: Collection[Node], stand_ins: Collection[Node], waits_early: bool) -> int:
+        """Count the gradients of ``task``, the running graph task, when it reaches the unit for the first time.
+
+        Args:
+            nodes: the nodes that accumulate gradients of the unit's trainable parameters.
+            stand_ins: see ``Unit.stand_ins``.
+            waits_early: see ``ReductionQueue``.
+
+        Returns:
+            The number of gradients.
+        """
+        try:
+            of_params, others = sum(map(_will_run, nodes)), sum(map(_will_run, stand_ins))
+        except RuntimeError:
+            of_params, others = how_many_run(nodes), how_many_run(stand_ins)
+        count = of_params + others
+        self._move("reach with gradients" if count else "reach with none")
+        self.expected[task] = count
+        self.pending += count
+        self.finish_at = self.pending - max(0, self.pending // 6 - 1) if waits_early else 1
+        if of_params or not others:
+            self.lacks_some |= of_params < len(nodes)
+        return count
+
+    def count_other(self) -> bool:
+        """Count the gradient of a stand-in. Return whether it is the last gradient of the unit."""
+        self.pending -= 1
+        return not self.pending and self.task == current_graph_task()
+
+    def postpone(self) -> None:
+        """Note that all gradients have come, and that the backward will gather the unit again."""
+        self._move("postpone")
+
+    def complete(self, early: bool = False) -> bool:
+        """Note that all gradients have come, or that no more are waited for. Return whether any were expected.
+
+        Args:
+            early: the backward may reach another forward of the unit in the same graph task.
+        """
+        self._move("complete early" if early else "complete")
+        self.finished_in, were_any = next(iter(self.expected)), any(self.expected.values())
+        self.expected.clear()
+        self.pending, self.counts_in = 0, -1
+        return were_any
+
+    def _move(self, event: str) -> None:
+        self.state = COMPLETION_TRANSITIONS.get((self.state, event)) or self._refuse(event)
+
+    def _refuse(self, event: str) -> NoReturn:
+        raise InternalError(f"cannot {event} unit {self._label.unit!r} in a backward while it is {self.state.name}")
+
+
+class BackwardSlot(Generic[Record]):
+    """The place of a unit's ``UnitBackward``, or None between backwards.
+
+    The hooks of parameters refer to this. They live as long as autograd's nodes, where Python's garbage collector finds no
+    cycle, so they must not refer to the unit.
+    """
+
+    __slots__ = ("now",)
+
+    def __init__(self) -> None:
+        self.now: UnitBackward[Record] | None = None
+
+
+def gradient_hook(
+    slot: BackwardSlot[Any],
+    receive: Callable[[int], int | None],
+    finish_previous: Callable[[], object],
+    complete: Callable[[], object],
+) -> Callable[[torch.Tensor], None]:
+    """Return the hook that counts the gradients of one parameter.
+
+    Args:
+        receive: called with the running graph task at its first gradient, and where more than counting is to be done. Returns
+            the graph task whose further gradients are only counted, -1 if none, or None if this gradient does not count.
+        finish_previous: ends the reduction of the previous unit, when enough gradients have come.
+        complete: called when all gradients of the unit have come.
+    """
+
+    # This runs for every parameter in every step, so it does little.
+    def on_gradient(param: torch.Tensor) -> None:
+        """Count the gradient that autograd has accumulated, and leave it there."""
+        now, task = slot.now, current_graph_task()
+        # A frozen parameter that still required grad in its forward has a hook call, but no gradient.
+        if now is None or now.counts_in != task or (now.some_frozen and not param.requires_grad):
+            if (counts_in := receive(task)) is None:
+                return
+            now = slot.now
+            assert now is not None
+            now.counts_in = counts_in
+        now.pending = pending = now.pending - 1
+        if pending >= now.finish_at:
+            return
+        if pending > 0:
+            now.finish_at = 1
+            finish_previous()
+        elif not pending and now.task == task:
+            complete()
+
+    return on_gradient
+
+
+class Way(Generic[Record]):
+    """An autograd node that made an output of a forward: backward comes to the forward by it. It lives as long as the node.
+
+    It holds the nodes after that one. To hold the node itself would be a cycle, in which the graph would live on.
+    """
+
+    __slots__ = ("__weakref__", "_after", "record")
+
+    def __init__(self, record: Record, node: Node) -> None:
+        self.record, self._after = record, node.next_functions
+
+    def runs(self) -> bool:
+        """Return whether the running graph task comes this way, or has come."""
+        return all(how_many_run((node,)) for node, _ in self._after if node is not None)
+
+
+def how_many_run(nodes: Collection[Any]) -> int:
+    """How many of ``nodes`` the running graph task runs, or has run."""
+    try:
+        return sum(map(_will_run, nodes))
+    except RuntimeError:  # `torch.autograd.grad` takes the gradients of some nodes for itself
+        return sum(map(_will_accumulate, nodes))
+
+
+def _will_accumulate(node: Node) -> bool:
+    try:
+        return _will_run(node)
+    except RuntimeError as e:
+        if "autograd.grad" in str(e):
+            return False
+        raise
