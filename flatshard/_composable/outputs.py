@@ -63,42 +63,55 @@ def with_new_nodes(output: Any) -> Any:
     return tree_unflatten([aliases.get(id(v), v) for v in values], spec) if aliases else output
 
 
-Copied = tuple["list[Any] | deque[Any] | dict[Any, Any]", Any, tuple[Any, ...]]
-"""A container that a module was given, the copy that it got, and what that copy held then (a dict: its values)."""
+Copied = tuple[Any, Any, dict[Any, Any]]
+"""A container or dataclass that a module was given, the copy that the module got, and the contents of that copy then."""
+
+
+def _contents(value: Any) -> dict[Any, Any] | None:
+    """Return the items or attributes of ``value`` by index, key or name, or None if it is no container."""
+    if isinstance(value, dict):
+        return {**value}
+    if isinstance(value, list | tuple | deque):
+        return dict(enumerate(value))
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        names = getattr(value, "__dict__", value.__dataclass_fields__)
+        return {name: getattr(value, name) for name in names if hasattr(value, name)}
+    return None
 
 
 def copied_containers(given: Any, new: Any) -> Iterator[Copied]:
-    """Yield the lists, deques and dicts in ``given`` that have copies in ``new``, a structure of the same kind."""
-    if given is new or type(given) is not type(new):
+    """Yield the lists, deques, dicts and dataclasses in ``given`` that have copies in ``new``, of the same structure."""
+    if given is new or type(given) is not type(new) or (before := _contents(given)) is None:
         return
-    if isinstance(given, dict):
-        yield given, new, tuple(new.values())
-        pairs = [(each, new.get(key)) for key, each in given.items()]
-    elif isinstance(given, list | tuple | deque):
-        if not isinstance(given, tuple):
-            yield given, new, tuple(new)
-        pairs = [*zip(given, new, strict=False)]
-    elif dataclasses.is_dataclass(given):
-        pairs = [(getattr(given, name, None), getattr(new, name, None)) for name in given.__dataclass_fields__]
-    else:
-        return
-    for pair in pairs:
-        yield from copied_containers(*pair)
+    contents = _contents(new)
+    assert contents is not None
+    if not isinstance(given, tuple):
+        yield given, new, contents
+    for key, item in before.items():
+        yield from copied_containers(item, contents.get(key))
 
 
-def give_back(given: Any, copy: Any, was: tuple[Any, ...]) -> None:
+def give_back(given: Any, copy: Any, was: dict[Any, Any]) -> None:
     """Make the changes to ``given`` that a forward has made to its ``copy``. See ``Copied``."""
-    now = [*copy.values()] if isinstance(copy, dict) else [*copy]
-    if len(now) == len(was) and all(map(operator.is_, now, was)):
+    now, before = _contents(copy), _contents(given)
+    assert now is not None
+    assert before is not None
+    if [*now] == [*was] and all(map(operator.is_, now.values(), was.values())):
         return
-    originals = dict(zip(map(id, was), given.values() if isinstance(given, dict) else given, strict=False))
-    now = [originals.get(id(item), item) for item in now]
-    keys = [*copy] if isinstance(copy, dict) else None
-    given.clear()
-    if keys is None:
-        given.extend(now)
+    originals = {id(item): before[key] for key, item in was.items() if key in before}
+    now = {key: originals.get(id(item), item) for key, item in now.items()}
+    if isinstance(given, dict):
+        given.clear()
+        given.update(now)
+    elif isinstance(given, list | deque):
+        given.clear()
+        given.extend(now.values())
     else:
-        given.update(zip(keys, now, strict=True))
+        for name in was.keys() - now.keys():
+            delattr(given, name)
+        for name, item in now.items():
+            if item is not before.get(name, was):
+                setattr(given, name, item)
 
 
 def is_opaque(value: Any) -> bool:

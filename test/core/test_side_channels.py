@@ -43,6 +43,7 @@ class Late(Recording):
 @dataclasses.dataclass
 class Kept:
     losses: list[Tensor] = dataclasses.field(default_factory=list)
+    total: Tensor | float = 0.0
 
 
 class Notes:
@@ -164,6 +165,7 @@ class Collecting(nn.Module):
         given["pair"][0].append(loss)
         given["deque"].append(loss)
         given["kept"].losses.append(loss)
+        given["kept"].total = given["kept"].total + loss
         given[f"loss {len(given)}"] = loss
 
     def forward(self, x: Tensor) -> list[Tensor]:
@@ -171,7 +173,7 @@ class Collecting(nn.Module):
         for block in self.blocks:
             x = block(x, given)
         every = [*given["list"], *given["pair"][0], *given["deque"], *given["kept"].losses]
-        return [*every, *(loss for name, loss in given.items() if name.startswith("loss"))]
+        return [given["kept"].total, *every, *(loss for name, loss in given.items() if name.startswith("loss"))]
 
 
 class Adding(nn.Linear):
@@ -193,7 +195,7 @@ def test_containers_that_a_unit_is_given_are_the_callers(ctx):
         fully_shard(model, policy={Adding}, process_group=ctx.group, mixed_precision=policy or MixedPrecision())
         x = torch.ones(2, WIDTH)
         losses, expected = model(x), plain(x)
-        assert len(losses) == len(expected) == 15
+        assert len(losses) == len(expected) == 16
         torch.testing.assert_close(losses, expected, rtol=5e-2, atol=1e-3)
         sum(losses).backward()
         sum(expected).backward()
