@@ -74,11 +74,17 @@ class ShardingStrategy(enum.Enum):
 
     if TYPE_CHECKING:
         placements: Placements
+        is_hybrid: bool
+        is_whole: bool
+        joins_axes: bool
 
     def __new__(cls, value: str, placements: Placements) -> Self:
         """Internal: a member, which is known by ``value``."""
         member = object.__new__(cls)
         member._value_, member.placements = value, placements
+        member.is_hybrid = placements.over_outer is not None
+        member.is_whole = placements.over_inner is Placement.REPLICATED  # nothing is sharded
+        member.joins_axes = placements.over_outer is Placement.SHARDED  # shards are over the ranks of both axes
         return member
 
     FULL_SHARD = "full_shard", Placements(Placement.SHARDED, Until.FORWARD)
@@ -113,26 +119,15 @@ class ShardingStrategy(enum.Enum):
     the group. Gradients are reduce-scattered within the group, and then across groups."""
 
     @property
-    def is_hybrid(self) -> bool:
-        return self.placements.over_outer is not None
-
-    @property
-    def is_whole(self) -> bool:
-        """Internal: whether nothing is sharded."""
-        return self.placements.over_inner is Placement.REPLICATED
-
-    @property
     def has_replicas(self) -> bool:
-        """Internal: whether other ranks have the same part of the optimizer's state."""
+        """Internal: whether other ranks have the same shard of the optimizer's state."""
         return Placement.REPLICATED in (self.placements.over_inner, self.placements.over_outer)
 
-    @property
-    def joins_axes(self) -> bool:
-        """Internal: whether the parts are over the ranks of both axes."""
-        return self.placements.over_outer is Placement.SHARDED
-
     def across_replicas(self) -> ShardingStrategy:
-        """Internal: the strategy that does within a group what this one does, and replicates across groups. Or this one."""
+        """Internal: return the strategy that shards like this one within a group, and replicates across groups.
+
+        Returns this one if there is none.
+        """
         wanted = self.placements._replace(over_outer=Placement.REPLICATED)
         return next((each for each in ShardingStrategy if each.placements == wanted), self)
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from flatshard._composable.construct.policy import CustomPolicy, ModuleWrapPolicy, SplitRoot
 from flatshard._composable.construct.repeated import repeated_blocks
-from flatshard._names import plain_name
+from flatshard._names import module_names
 
 __all__ = [
     "CustomPolicy",
@@ -36,7 +36,7 @@ def find_blocks(module: nn.Module) -> dict[str, nn.Module]:
         print(list(flatshard.policies.find_blocks(copy.deepcopy(model))))  # before it is sharded: ["0", "1", "2", "3"]
         flatshard.fully_shard(model, policy="auto")
     """
-    names = {m: plain_name(name) for name, m in module.named_modules()}
+    names = module_names(module)
     return {names[block]: block for block in repeated_blocks(module, set())}
 
 

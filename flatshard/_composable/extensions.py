@@ -86,5 +86,10 @@ def use(*extensions: Extension) -> None:
 
 
 def extensions() -> tuple[Extension, ...]:
-    """The extensions in use, in order."""
+    """Return the extensions in use, in order."""
     return tuple(_extensions)
+
+
+def overriding(extensions: Iterable[Extension], method: str) -> list[Extension]:
+    """Return those of ``extensions`` that override this method of ``Extension``."""
+    return [each for each in extensions if getattr(type(each), method) is not getattr(Extension, method)]

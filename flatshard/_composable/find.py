@@ -26,8 +26,8 @@ def all_units() -> list[Unit]:
 
 
 def _is_finished(unit: Unit) -> bool:
-    """Whether its modules know it: a deep copy gives a module its attributes last, after its unit is made."""
-    return unit_of(unit.module) is unit and all(unit_of(each) is unit for each in called_modules(unit.module))
+    """Return whether its modules know it: a deep copy gives a module its attributes last, after its unit is made."""
+    return all([unit_of(each) is unit for each in (unit.module, *called_modules(unit.module))])
 
 
 def flat_of(param: nn.Parameter) -> FlatParam | None:

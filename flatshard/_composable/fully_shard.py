@@ -1,4 +1,4 @@
-"""``fully_shard``: the steps of the whole construction, in order."""
+"""``fully_shard``: the phases of the construction, in order."""
 
 from __future__ import annotations
 
@@ -16,15 +16,20 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from flatshard._comm.collectives import CollectivesFactory
-from flatshard._composable.construct import validate
-from flatshard._composable.construct.flat_plan import Loads, plan_flats
-from flatshard._composable.construct.groups import joined
+from flatshard._composable.construct.groups import as_device, choose_meshes, resolve_groups, runtimes_over
+from flatshard._composable.construct.layout_plan import Loads, plan_flats
 from flatshard._composable.construct.materialize import Materialization
-from flatshard._composable.construct.options import as_device, check_limit_all_gathers, over, override, unit_config
-from flatshard._composable.construct.partition import PlannedUnit, plan_units
-from flatshard._composable.construct.policy import Policy, SplitRoot, choose_ends, choose_units
-from flatshard._composable.construct.renamed import check_named, renamed
-from flatshard._composable.extensions import Extension, extensions
+from flatshard._composable.construct.options import (
+    check_limit_all_gathers,
+    check_named,
+    configure_units,
+    renamed,
+    unit_config,
+)
+from flatshard._composable.construct.parameters import check_parameters, warn_of_experts, warn_of_old_parameters
+from flatshard._composable.construct.partition import PlannedUnit, list_paths, plan_units, resolve_ignored
+from flatshard._composable.construct.policy import Policy, check_group, check_module, choose_units
+from flatshard._composable.extensions import Extension, extensions, overriding
 from flatshard._composable.find import units_below
 from flatshard._composable.hooks import UnitHooks
 from flatshard._composable.state import Context, ModuleGroup, ModuleTree, Unit, owner_of, set_unit
@@ -36,8 +41,7 @@ from flatshard._handle.handle import FlatParamHandle
 from flatshard._handle.planned import Groups, PlannedFlat
 from flatshard._handle.pool import Pools
 from flatshard._handle.unit_ranks import Runtimes, UnitRanks
-from flatshard._mesh_runtime import MeshRuntime
-from flatshard._names import plain_name
+from flatshard._names import module_names
 from flatshard._runtime import Runtime
 from flatshard.layouts import LayoutChoice
 
@@ -154,6 +158,7 @@ def fully_shard(
     if fsdp_names:
         ours = {name: value for name, value in locals().items() if name not in ("module", "unnamed", "fsdp_names")}
         return fully_shard(module, **renamed(fsdp_names, ours, fully_shard.__kwdefaults__ or {}))
+    # Options.
     config = unit_config(
         strategy=strategy,
         backward_prefetch=backward_prefetch,
@@ -169,60 +174,62 @@ def fully_shard(
         recompute=recompute,
     )
     check_limit_all_gathers(limit_all_gathers)
+    # Units, and the parameters that each owns.
     if isinstance(module, list | tuple):
-        validate.check_group(module)
+        check_group(module)
         root = module[0] if len(module) == 1 else ModuleGroup(module)
     else:
-        validate.check_module(module)
+        check_module(module)
         root = module
-    group, replica_group = validate.resolve_groups(process_group, device_mesh, config.strategy)
-    axes = (group, replica_group) if config.strategy.joins_axes and replica_group is not None else None
-    world_size = math.prod(map(dist.get_world_size, axes or (group,)))
+    groups = resolve_groups(process_group, device_mesh, config.strategy)
+    axes = groups if config.strategy.joins_axes else groups[:1]
+    world_size = math.prod([dist.get_world_size(axis) for axis in axes])
     choice = choose(root, policy, config, ignored_states, world_size)
-    planned = choice.planned
-    for unit in planned:
-        validate.choose_groups(unit, (group, replica_group))
-    device = validate.check_parameters(planned, as_device(device_id), (group, replica_group))
-    names = {m: plain_name(n) for n, m in root.named_modules()}
+    choose_meshes(choice.planned, groups)
+    # Values and layouts: checked before anything is changed.
+    device = check_parameters(choice.planned, as_device(device_id), groups)
+    names = module_names(root)
     values = Materialization(
-        planned, names, choice.ignored_params, device, param_init_fn, device_id is not None, sync_module_states
+        choice.planned, names, choice.ignored_params, device, param_init_fn, device_id is not None, sync_module_states
     )
     for warning in choice.check_layouts(world_size):
         warnings.warn(warning, stacklevel=2)
-
-    chosen = [each for unit in planned for each in unit.groups]
-    runtime, runtimes = runtimes_over(chosen, (group, replica_group), axes, device)
+    # What units share.
+    chosen = [each for unit in choice.planned for each in unit.groups]
+    runtime, runtimes = runtimes_over(chosen, groups, config.strategy, device)
     context = Context.of(runtime, *runtimes.values())
-    pools = Pools(flat.ranks.pool for unit in units_below(root) for flat in unit.handle.flats)
-    for unit in planned:
+    pools = Pools([flat.ranks.pool for unit in choice.earlier for flat in unit.handle.flats])
+    for unit in choice.planned:
         if (factory := unit.config.collectives) is not None:
-            for groups in unit.groups:
-                runtimes[groups][0].using(factory)  # raises for what is none, before anything is changed
-    for extension in extensions():
-        extension.prepare(root, choice.configs, runtime)
+            for each in unit.groups:
+                runtimes[each][0].using(factory)  # raises for what is none, before anything is changed
+    configs = choice.configs
+    for extension in overriding(extensions(), "prepare"):
+        extension.prepare(root, configs, runtime)
     values.agree(runtimes)
+    # Handles and hooks: from here on modules change.
     with _changing(root):
         made = build(choice, context, runtime, runtimes, pools, values.prepare)
         install(root, choice, made, extensions())
-    validate.warn_of_old_parameters(planned)
+    warn_of_old_parameters(choice.planned)
     tree = ModuleTree()
-    for unit_below in units_below(root):
-        unit_below.tree = tree
-    below = [unit for unit in units_below(root) if unit.module not in made]
-    for unit_below in below:  # units of earlier calls have FQNs that start further in
-        unit_below.rename(names)
-    validate.warn_of_experts(below, runtime.group)
+    for below in (*made.values(), *choice.earlier):
+        below.tree = tree
+    for below in choice.earlier:  # whose FQNs start further in
+        below.rename(names)
+    warn_of_experts(choice.earlier, runtime.group)
     return module
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The units of one call with their options: known before anything is changed, and without a process group."""
+    """The units of one call with their options, known before anything is changed and without a process group."""
 
     planned: list[PlannedUnit]
     strategy: ShardingStrategy  # from the arguments of the call; a CustomPolicy may override it for a unit
     ignored: set[nn.Module]
     ignored_params: set[nn.Parameter]
+    earlier: list[Unit]  # units of earlier calls in the module
 
     @property
     def configs(self) -> list[UnitConfig]:
@@ -253,36 +260,13 @@ def choose(
     Raises:
         TypeError, ValueError: an argument is wrong.
     """
-    ignored, ignored_params = validate.resolve_ignored(module, ignored_states)
-    validate.check_tree(module, ignored)
-    overrides = choose_units(module, policy, ignored, ignored_params)
-    ends = choose_ends(module, overrides, ignored, ignored_params) if isinstance(policy, SplitRoot) else []
-    overrides |= dict.fromkeys(ends, overrides.get(module, {}))
-    validate.check_chosen(module, overrides, ignored)
-    configs = {m: over(world_size, override(config, given, m)) for m, given in overrides.items()}
-    configs.setdefault(module, over(world_size, config))
-    planned = plan_units(module, configs, ignored, ignored_params, ends)
-    validate.check_order(module, planned)
-    return Choice(planned, config.strategy, ignored, ignored_params)
-
-
-def runtimes_over(
-    chosen: Iterable[Groups | None], groups: Groups, axes: Iterable[dist.ProcessGroup] | None, device: torch.device
-) -> tuple[Runtime, Runtimes]:
-    """The runtime of all ranks that units are sharded over, and those of ``chosen``, of which None stands for ``groups``.
-
-    ``axes``: over both of which all units are sharded, the inner first. None: units are sharded over ``groups[0]``.
-    """
-    if axes is not None:
-        inner, outer = [Runtime.of(axis, device) for axis in axes]
-        every = Runtime.of(joined(inner.group, outer.group, device), device)
-        return every, {None: (MeshRuntime(every, inner, outer), None)}
-    every = Runtime.of(groups[0], device)
-    found: dict[Groups | None, tuple[Runtime, Runtime | None]] = {}
-    for own in dict.fromkeys(chosen):
-        shards, replicas = groups if own is None else own
-        found[own] = Runtime.of(shards, device), None if replicas is None else Runtime.of(replicas, device)
-    return every, found
+    ignored, ignored_params = resolve_ignored(module, ignored_states)
+    paths = list_paths(module, ignored)
+    earlier = units_below(module)
+    overrides, ends = choose_units(module, policy, ignored, ignored_params, [unit.module for unit in earlier])
+    configs = configure_units(config, overrides, world_size)
+    planned = plan_units(module, paths, configs, ignored_params, ends)
+    return Choice(planned, config.strategy, ignored, ignored_params, earlier)
 
 
 def build(
@@ -296,21 +280,23 @@ def build(
     """Shard the parameters of every unit, and call ``prepare`` with each before. ``install`` must follow."""
     made: dict[nn.Module, Unit] = {}
     loads: Loads = {}
-    for unit in choice.planned:  # one by one, so that at most one unit is whole on the device
+    for unit in choice.planned:  # one by one, so that at most one unit is unsharded on the device
         prepare(unit)
         made[unit.module] = _make_unit(unit, context, runtime, runtimes, pools, loads)
     for unit in choice.planned:
-        _link(made[unit.module], unit, made)
+        if unit.uses or unit.foreign:
+            _link(made[unit.module], unit, made)
     return made
 
 
 def install(module: nn.Module, choice: Choice, made: dict[nn.Module, Unit], using: Sequence[Extension]) -> None:
-    """Install the hooks of the units from ``build``, and attach the features of the extensions in ``using``."""
-    for planned in choice.planned:
-        unit = made[planned.module]
-        features = [extension.attach(unit, planned.modules) for extension in using]
+    """Attach the features of the extensions in ``using`` to the units from ``build``, and install their hooks."""
+    units = [(made[planned.module], planned.modules) for planned in choice.planned]
+    attached = [[extension.attach(*unit) for unit in units] for extension in overriding(using, "attach")]
+    for number, (unit, _) in enumerate(units):
+        features = [of_extension[number] for of_extension in attached]
         UnitHooks.install(unit, [feature for feature in features if feature is not None])
-    for extension in using:
+    for extension in overriding(using, "finish"):
         extension.finish(module, made.values())
 
 
@@ -329,7 +315,7 @@ def _make_unit(
 ) -> Unit:
     config = planned.config
     for owned in planned.owned:
-        if (wrapping := wrapping_of(owned.param)) is not None:
+        if type(owned.param) is not nn.Parameter and (wrapping := wrapping_of(owned.param)) is not None:
             owned.was = weakref.ref(owned.param)
             owned.replace(wrapping.take_apart(owned.param))
     flats = plan_flats(planned, every.world_size, loads)
@@ -351,18 +337,19 @@ def ranks_of(
     runtimes: tuple[Runtime, Runtime | None],
     unit: UnitRanks | None = None,
 ) -> UnitRanks:
-    """The ranks of ``runtimes`` that have ``flats``, of the unit ``fqn``. ``unit``: see ``UnitRanks.of``."""
-    shards, replicas = (runtime and runtime.using(config.collectives) for runtime in runtimes)
-    assert shards is not None
+    """Return the ranks of ``runtimes`` that have ``flats``, of the unit ``fqn``. For ``unit`` see ``UnitRanks.of``."""
+    shards, replicas = runtimes
+    shards = shards.using(config.collectives)
+    replicas = None if replicas is None else replicas.using(config.collectives)
     pool = pools.of(shards, config.static_buffers)
-    if config.strategy.is_whole:
-        shards, replicas = None, shards  # the ranks to shard over are replicas
+    if config.strategy.is_whole:  # the ranks to shard over are replicas
+        return UnitRanks.of(fqn, flats, None, shards, pool, unit)
     return UnitRanks.of(fqn, flats, shards, replicas, pool, unit)
 
 
 def _link(unit: Unit, planned: PlannedUnit, made: dict[nn.Module, Unit]) -> None:
     """Find the other units whose parameters ``unit`` needs, and add their registrations in it to these units."""
-    needs = [unit, *(made[m] for m in planned.uses)]
+    needs = [unit, *[made[m] for m in planned.uses]]
     for module, name, param in planned.foreign:
         owner = owner_of(param)
         if owner is None:
