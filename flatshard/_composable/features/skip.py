@@ -47,14 +47,14 @@ _anchors: weakref.WeakKeyDictionary[Unit, torch.Tensor] = weakref.WeakKeyDiction
 
 
 class Skip(Extension):
-    """Has units note what runs inside them, for ranks that pass by later."""
+    """Makes units record what runs inside them, for ranks that pass by later."""
 
     def attach(self, unit: Unit, modules: list[nn.Module]) -> RanInside:
         return RanInside()
 
 
 class RanInside(ForwardFeature):
-    """For each module of one unit: the modules of units that ran inside its last forward without an error.
+    """The modules of units that ran inside the last forward of each module of one unit, without an error.
 
     Forwards with gradients and those without are apart: generation may run the decoder alone, between two training steps.
     """
@@ -88,7 +88,7 @@ class RanInside(ForwardFeature):
                     ran._elsewhere.append((len(around.order.current), forward.module))
 
     def inside(self, module: nn.Module, default: list[nn.Module]) -> list[nn.Module]:
-        """Return the modules that ran inside the last forward of ``module``. ``default``: if there was none."""
+        """Return the modules that ran inside the last forward of ``module``, or ``default`` if there was none."""
         in_training = self._modules.get((module, True), default)
         return in_training if torch.is_grad_enabled() else self._modules.get((module, False), in_training)
 
@@ -105,7 +105,7 @@ class RanInside(ForwardFeature):
                 runtime.store().set(f"{_key(unit)}{comes}", "1")
 
     def comes(self, unit: Unit, given: bool) -> bool:
-        """Whether backward comes to ``unit``, in which nothing trains and which this rank skips.
+        """Return whether backward comes to ``unit``, in which nothing trains and which this rank skips.
 
         ``given``: whether it would if the given tensors were its inputs.
 
@@ -121,7 +121,7 @@ class RanInside(ForwardFeature):
         return given if len(self._comes) == 2 else True in self._comes
 
     def _ask(self, unit: Unit, store: Any, skipped: str, world_size: int) -> set[bool]:
-        """Return the answers of other ranks, none if all skip ``unit`` now. They count that under the key ``skipped``."""
+        """Return the answers of other ranks, or none if all skip ``unit`` now, which they count under the key ``skipped``."""
         until, pause = time.monotonic() + store.timeout.total_seconds(), 0.001
         store.add(skipped, 1)
         while True:
@@ -151,7 +151,7 @@ def _trains(unit: Unit) -> bool:
 
 
 def _merged(inside: list[nn.Module], start: int, elsewhere: list[tuple[int, nn.Module]]) -> list[nn.Module]:
-    """``inside`` and ``elsewhere`` in the order in which they began. ``start``: how many of the pass ran before them."""
+    """Return ``inside`` and ``elsewhere`` in the order in which they began, after ``start`` others of the pass."""
     found: list[nn.Module] = []
     for at in range(len(inside) + 1):
         for module in [module for number, module in elsewhere if max(0, number - start) == at]:
@@ -164,7 +164,7 @@ def _merged(inside: list[nn.Module], start: int, elsewhere: list[tuple[int, nn.M
 
 
 def _all_inside(module: nn.Module) -> set[nn.Module]:
-    """The modules that ran inside its last forward, and inside theirs."""
+    """Return the modules that ran inside its last forward, and inside theirs."""
     found: set[nn.Module] = set()
     todo = [module]
     while todo:
@@ -176,7 +176,7 @@ def _all_inside(module: nn.Module) -> set[nn.Module]:
 
 
 def _since(module: nn.Module, order: list[nn.Module]) -> list[nn.Module]:
-    """The modules in ``order`` after the last occurrence of ``module``: if it has just run, those that ran inside it."""
+    """Return the modules in ``order`` after the last ``module``. If it has just run, they ran inside it."""
     at = len(order)
     while at and order[at - 1] is not module:
         at -= 1
@@ -184,11 +184,11 @@ def _since(module: nn.Module, order: list[nn.Module]) -> list[nn.Module]:
 
 
 def _pass_by(unit: Unit, module: nn.Module, tensors: Tensors, inside: Callable[[Tensors], Tensors]) -> Tensors:
-    """Do in forward what ranks that run ``module`` do, and pass ``tensors`` through.
+    """Take part in the forward collectives of ``module``, and pass ``tensors`` through.
 
     Args:
         unit: the unit to skip.
-        module: the unit's, or the one of its group.
+        module: the module of the unit, or a module of its group.
         tensors: floating-point or complex.
         inside: skips the units inside, in the same way.
 
@@ -216,7 +216,7 @@ def _pass_by(unit: Unit, module: nn.Module, tensors: Tensors, inside: Callable[[
 
 
 def _comes(unit: Unit, tensors: Tensors) -> bool:
-    """Whether backward comes to ``unit`` on the ranks that run it. ``tensors``: that are passed through it here."""
+    """Return whether backward comes to ``unit`` on the ranks that run it, where ``tensors`` are passed through it here."""
     given = any([t.requires_grad for t in tensors])
     if _trains(unit):
         return True
@@ -257,7 +257,7 @@ def _make_anchor_hook(unit: Unit) -> Callable[[torch.Tensor], None]:
 
 
 class _Mark(torch.autograd.Function):
-    """The identity, as a node in autograd's graph through which backward reaches the anchors."""
+    """An identity function whose autograd node leads backward to the anchors."""
 
     @staticmethod
     def forward(ctx: Any, anchors: int, *tensors: torch.Tensor) -> Tensors:
@@ -344,7 +344,7 @@ def skip(module: nn.Module, *tensors: torch.Tensor) -> Any:
 
 
 class _Inside:
-    """Skips modules of units in the given order, each with those inside it. A module may occur more than once."""
+    """Skips modules of units in the given order, with the modules inside each. A module may occur more than once."""
 
     def __init__(self, order: list[nn.Module]) -> None:
         self._order = order
