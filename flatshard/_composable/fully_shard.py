@@ -76,8 +76,8 @@ def fully_shard(
     """Shard ``module``'s parameters, gradients and optimizer state over the ranks of a process group, in place.
 
     Returns the same object, of the same class, with the same FQNs. Between steps each parameter is the user's own
-    ``nn.Parameter``, holding this rank's part as a 1-D tensor; :func:`full_shape` gives the shape of the whole. Inside
-    forward the modules see parameters of full shape. Gradients are averaged over the ranks, as in DDP.
+    ``nn.Parameter``, which holds this rank's shard as a 1-D tensor; :func:`full_shape` gives its unsharded shape. Inside
+    forward, modules see parameters of full shape. Gradients are averaged over the ranks, as in DDP.
 
     Example::
 
@@ -86,50 +86,50 @@ def fully_shard(
 
     Args:
         module: the module to shard. Submodules that earlier calls have sharded stay as they are. A list of modules, such as
-            ``[model.norm, model.head]``: they become one unit, with one all-gather. It is gathered for the first of them
-            that runs, and freed after the last one; if not all of them run in a pass, at the end of the pass. The list
-            is returned.
+            ``[model.norm, model.head]``, becomes one unit, with one all-gather. It is gathered when the first of them runs,
+            and freed after the last one, or at the end of a pass in which not all of them run. The list is returned.
         policy: which submodules become units of their own, gathered one at a time: a module class, a set of classes,
             :class:`ModuleWrapPolicy`, :class:`CustomPolicy`, or a callable ``(module, recurse, nonwrapped_numel) -> bool``;
-            also the policies of ``torch.distributed.fsdp.wrap``. None: ``module`` is a single unit. A tuple of modules beside
-            the classes is one unit: ``policy={Block, (model.norm, model.head)}``. ``"auto"``: the blocks that ``module``
-            repeats, see :func:`~flatshard.policies.find_blocks`. Names of modules, with the arguments that each overrides
-            (and "" for ``module`` itself): ``policy={"layers.0": {}, "layers.1": {"reshard_after_forward": False}}``.
-        process_group: the ranks to shard over. Default: all. For the hybrid strategies: (ranks to shard over, ranks that
-            replicate this one's shard); default: shard within a node.
-        device_mesh: the same as a 1-D mesh, e.g. ``mesh["dp"]``. For the hybrid strategies: 2-D, (replicate, shard).
+            also the policies of ``torch.distributed.fsdp.wrap``. None makes ``module`` a single unit. A tuple of modules
+            beside the classes is one unit: ``policy={Block, (model.norm, model.head)}``. ``"auto"`` chooses the blocks that
+            ``module`` repeats, see :func:`~flatshard.policies.find_blocks`. Names of modules choose these, each with the
+            arguments that it overrides: ``policy={"layers.0": {}, "layers.1": {"reshard_after_forward": False}}``. The name
+            of ``module`` itself is "".
+        process_group: the ranks to shard over, by default all. For hybrid strategies, a tuple (ranks to shard over, ranks
+            that replicate this rank's shard); by default, units are sharded within a node.
+        device_mesh: the same as a 1-D mesh, such as ``mesh["dp"]``; for hybrid strategies, a 2-D mesh (replicate, shard).
         strategy: see :class:`ShardingStrategy`.
         mixed_precision: see :class:`MixedPrecision`; also the policies of FSDP1 and FSDP2.
         cpu_offload: see :class:`CPUOffload`; also True, and the policies of FSDP1 and FSDP2.
         ignored_states: modules or parameters that are not sharded. The caller must reduce their gradients.
-        device_id: move parameters and buffers to this device first, one unit at a time.
-        param_init_fn: called with each module that has its own parameters or buffers on the meta device, after their memory
-            has been allocated. Default: the module's ``reset_parameters()``. The result is broadcast from rank 0. So a module
-            must be on meta on all ranks or on none; with ``sync_module_states`` it may be on some. A module whose parameters
-            are all on meta stays there, if none of ``param_init_fn``, ``device_id`` and ``sync_module_states`` is given:
-            call ``module.to_empty(device=...)`` next, and then initialise it (``init_weights()``: its code sees whole
-            parameters, unit by unit, and DTensors as such; seed all ranks alike) or load a state.
-        sync_module_states: give every rank the parameters and buffers of the group's rank 0.
-        backward_prefetch: when to gather the next unit in backward; None: not ahead of time.
-        forward_prefetch: while a unit computes, gather the unit that came next in the last pass.
+        device_id: the device to move parameters and buffers to before they are sharded, one unit at a time.
+        param_init_fn: a function that initialises the parameters and buffers that a module itself has on the meta device.
+            It is called after their memory has been allocated. By default ``module.reset_parameters()`` is called. The result
+            is broadcast from rank 0. So a module must be on meta on all ranks or on none; with ``sync_module_states`` it may
+            be on some. A module whose parameters are all on meta stays there if none of ``param_init_fn``, ``device_id`` and
+            ``sync_module_states`` is given. Then call ``module.to_empty(device=...)`` next, and initialise it or load a
+            state. ``init_weights()`` sees unsharded parameters, unit by unit, and DTensors as such: seed all ranks alike.
+        sync_module_states: whether to give every rank the parameters and buffers of the group's rank 0.
+        backward_prefetch: when to gather the next unit in backward, or None for not ahead of time.
+        forward_prefetch: whether to gather, while a unit computes, the unit that came next in the last pass.
         prefetch_limit_bytes: a limit for unsharded parameters that are gathered ahead and not in use yet. A prefetch that
-            would exceed it is not done. None: no limit.
-        reshard_after_forward: free the parameters after forward, and gather them again for backward. None: as the strategy
-            says, but the outermost unit always keeps them. An int ``k`` that divides the number of ranks sharded over: keep
-            a k-th of them, in the compute dtype, and gather for backward among ``k`` consecutive ranks only, usually those of
-            a node. This creates process groups, so every rank of the world must make the same calls. If ``k`` is the number
-            of ranks, it means True; 1 means False. :func:`configure` changes it.
+            would exceed it is not done. None means no limit.
+        reshard_after_forward: whether to free the parameters after forward, and gather them again for backward. None does
+            what the strategy says, but the outermost unit always keeps them. An int ``k`` that divides the number of ranks
+            sharded over keeps a k-th of them, in the compute dtype, and gathers for backward among ``k`` consecutive ranks
+            only, usually those of a node. This creates process groups, so every rank of the world must make the same calls.
+            The number of ranks means True; 1 means False. :func:`configure` changes it.
         limit_all_gathers: must be True; see Raises.
         collectives: a factory ``(group, device) -> Collectives`` for the collectives of these units, instead of the backend's
             own: :class:`QuantizedCollectives`, or a class that you write like :class:`Collectives`. A :class:`CustomPolicy`
             may override it per unit.
         layout: how parameters may be cut between ranks: :class:`Elements` (the default: anywhere), :class:`Rows`,
             :class:`Blocks`, :class:`Whole`, or a callable ``(fqn, parameter) -> layout``. With ``Rows`` and ``Whole`` a
-            rank's part keeps its dimensions. A :class:`CustomPolicy` may override it per unit. Checkpoints fit any layout. A
+            rank's shard keeps its dimensions. A :class:`CustomPolicy` may override it per unit. Checkpoints fit any layout. A
             tensor subclass with several tensors inside is sharded as bytes, without rows or blocks: it is cut anywhere.
-        static_buffers: gather parameters into a few buffers that are allocated once and used in turn, and reduce gradients
-            from such buffers, instead of memory that the device's allocator provides each time. For CUDA graphs and
-            registered buffers. The buffers permanently take the memory that two units and the outermost one need in any
+        static_buffers: whether to gather parameters into a few buffers that are allocated once and used in turn, and to
+            reduce gradients from such buffers. Otherwise the device's allocator provides memory each time. For CUDA graphs
+            and registered buffers. The buffers permanently take the memory that two units and the outermost one need in any
             case; a model shares them with no other. Collectives with an ``allocate`` always use such buffers. Two units
             that did not run at the same time in the first pass cannot do so later.
         shard_mesh_fn: a callable ``(fqn, parameter) -> mesh`` that chooses the mesh of single parameters, such as experts.
@@ -138,21 +138,21 @@ def fully_shard(
             call, or by ``configure(divide_factor=...)``. Total norms add the experts of all ranks. For a checkpoint with
             all experts under one name, first make them DTensors over the other dimension of the mesh. A
             :class:`CustomPolicy` may override it per unit. Not for ``NO_SHARD``, nor for ``reshard_after_forward=k``.
-        recompute: units keep no activations from forward to backward but their inputs, and compute their forward again in
-            backward (activation checkpointing). Nothing is gathered for it, and no name changes. Not ``module`` itself, if
-            there are units in it. A policy may override it per unit. The forward must compute the same twice: a cache that
-            it extends (``use_cache=True``) is refused by torch's checkpoint.
-        unnamed: nothing: all others have names.
+        recompute: whether units keep only their inputs from forward to backward, and compute their forward again in
+            backward (activation checkpointing). Nothing is gathered for it, and no name changes. It does not apply to
+            ``module`` itself if there are units in it. A policy may override it per unit. The forward must compute the same
+            twice: torch's checkpoint refuses a cache that it extends (``use_cache=True``).
+        unnamed: must be empty. All other arguments have names.
         fsdp_names: arguments under the names that FSDP1 and FSDP2 have for them: ``auto_wrap_policy``, ``mesh``,
-            ``mp_policy``, ... Those whose meaning differs raise an error that says what to write.
+            ``mp_policy``, ... A name with another meaning raises an error that says what to write.
 
     Raises:
         TypeError, ValueError: an argument is wrong; the message says which, and what to do. Nothing has been changed.
         RuntimeError: no process group is initialised; or a parameter or buffer on the meta device was not initialised. If
             this is found after its module's initialiser ran, the module is half sharded, and a note says so.
         NotImplementedError: a parameter is a DTensor with another tensor subclass inside.
-        ValueError: ``limit_all_gathers=False``. In FSDP1 it removes a wait of the host that bounds memory. This wait does
-            not exist here: the order of streams bounds memory, and the host never waits.
+        ValueError: ``limit_all_gathers=False``. In FSDP1 it removes a wait of the host that bounds memory. Here the host
+            never waits, and the order of streams bounds memory.
     """
     check_named(fully_shard, unnamed)
     if fsdp_names:
@@ -194,7 +194,7 @@ def fully_shard(
     )
     for warning in choice.check_layouts(world_size):
         warnings.warn(warning, stacklevel=2)
-    # What units share.
+    # Groups, context and memory that units share.
     chosen = [each for unit in choice.planned for each in unit.groups]
     runtime, runtimes = runtimes_over(chosen, groups, config.strategy, device)
     context = Context.of(runtime, *runtimes.values())

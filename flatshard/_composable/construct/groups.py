@@ -46,6 +46,7 @@ def resolve_groups(process_group: Any, device_mesh: DeviceMesh | None, strategy:
         raise ValueError(f"rank {dist.get_rank()} is not a member of the given device_mesh: skip the call there")
     if strategy.is_hybrid:
         return _hybrid_groups(process_group, device_mesh, strategy)
+    # From here on there are no replicas.
     if device_mesh is not None:
         if device_mesh.ndim != 1:
             raise ValueError(

@@ -55,7 +55,7 @@ class _Member(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """Where one parameter may be cut."""
+    """The places at which one parameter may be cut."""
 
     block: int = 1  # as in ``ParamInfo``
     by_rows: bool = False

@@ -114,7 +114,7 @@ def resolve_ignored(root: nn.Module, ignored_states: Iterable[Any] | None) -> tu
             params.add(state)
         else:
             raise TypeError(f"ignored_states contains a {type(state).__name__}; it takes modules and parameters")
-    for module in modules:
+    for module in modules:  # a unit inside would be neither sharded by this call nor ignored
         if unit_of(module) is not None:
             name = next(n for n, m in root.named_modules() if m is module)
             raise ValueError(

@@ -142,6 +142,7 @@ def _ask_policy(
     """Return the modules that ``policy`` chooses, with the arguments that it overrides; it is not asked about ``ignored``."""
     policy, groups = _without_groups(policy.policy if isinstance(policy, SplitRoot) else policy)
     chosen: dict[nn.Module, Overrides] = {}
+    # `sought` names the kind of policy in the warning if it chooses nothing.
     if policy is None:
         sought = None
     elif isinstance(policy, Mapping):
