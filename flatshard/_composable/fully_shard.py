@@ -321,7 +321,7 @@ def _make_unit(
     flats = plan_flats(planned, every.world_size, loads)
     all_ranks: dict[Groups | None, UnitRanks] = {}
     for groups in planned.groups:
-        on_these = [flat for flat in flats if flat.groups == groups]
+        on_these = flats if len(planned.groups) == 1 else [flat for flat in flats if flat.groups == groups]
         all_ranks[groups] = ranks_of(planned.fqn, config, on_these, pools, runtimes[groups], all_ranks.get(None))
     handle = FlatParamHandle.shard(flats, all_ranks)
     unit = Unit(planned.module, handle, context, every, config)
@@ -339,8 +339,8 @@ def ranks_of(
 ) -> UnitRanks:
     """Return the ranks of ``runtimes`` that have ``flats``, of the unit ``fqn``. For ``unit`` see ``UnitRanks.of``."""
     shards, replicas = runtimes
-    shards = shards.using(config.collectives)
-    replicas = None if replicas is None else replicas.using(config.collectives)
+    if (factory := config.collectives) is not None:
+        shards, replicas = shards.using(factory), None if replicas is None else replicas.using(factory)
     pool = pools.of(shards, config.static_buffers)
     if config.strategy.is_whole:  # the ranks to shard over are replicas
         return UnitRanks.of(fqn, flats, None, shards, pool, unit)

@@ -32,10 +32,10 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from flatshard._composable.extensions import Extension, ForwardFeature
 from flatshard._composable.find import all_units
-from flatshard._composable.state import Context, Unit, owner_of, unit_of
+from flatshard._composable.state import Context, Unit, owner_of
 from flatshard._composable.unit_config import UnitConfig
 from flatshard._handle.tensors.sharded_parameter import shard_info
-from flatshard._names import plain_name
+from flatshard._names import UNIT_KEY, plain_name
 from flatshard._runtime import Runtime
 
 Registration = tuple[Unit, str, nn.Module, str, nn.Parameter]
@@ -84,7 +84,7 @@ def _plain(module: nn.Module) -> Iterator[Registration]:
         if at in seen:
             continue
         seen.add(at)
-        unit = unit_of(at) or unit
+        unit = at.__dict__.get(UNIT_KEY, unit)
         if unit is not None:
             for name, param in at._parameters.items():
                 if param is not None and shard_info(param) is None:
