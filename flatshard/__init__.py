@@ -8,19 +8,10 @@ Here is what a training script calls. More is in ``checkpoint``, ``comm``, ``deb
 ``policies``, ``tensors`` and ``weights``.
 """
 
-from flatshard import (
-    _extensions,
-    checkpoint,
-    comm,
-    debug,
-    elastic,
-    layouts,
-    optim,
-    planning,
-    policies,
-    tensors,
-    weights,
-)
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from flatshard import _extensions, checkpoint, comm, layouts, optim, policies, tensors
 from flatshard._composable.construct.policy import CustomPolicy
 from flatshard._composable.features.buffers import sync_buffers
 from flatshard._composable.features.configure import configure
@@ -34,9 +25,12 @@ from flatshard._config import BackwardPrefetch, CPUOffload, MixedPrecision, Shar
 from flatshard._errors import CollectiveError, InternalError, OutOfStepError
 from flatshard._handle.tensors.sharded_parameter import full_shape
 from flatshard.checkpoint import MeetingError, load_checkpoint, save_checkpoint
-from flatshard.debug import describe
 from flatshard.optim import clip_grad_norm_, flat_parameters
-from flatshard.planning import fit, plan
+
+if TYPE_CHECKING:
+    from flatshard import debug, elastic, planning, weights
+    from flatshard.debug import describe
+    from flatshard.planning import fit, plan
 
 _extensions.plug_in()
 
@@ -82,6 +76,38 @@ __all__ = [
     "weights",
 ]
 
-for _value in [globals()[_name] for _name in __all__]:
-    if isinstance(_value, type(fully_shard)):  # a function: its help() names this package, and no file of it
-        _value.__module__ = __name__
+_ON_FIRST_USE = {
+    "debug": "debug",
+    "describe": "debug",
+    "elastic": "elastic",
+    "fit": "planning",
+    "plan": "planning",
+    "planning": "planning",
+    "weights": "weights",
+}
+"""Public names, and the package that is imported when they are first used. Programs without them save its time."""
+
+
+def _show_here(value: object) -> None:
+    """Make the help of a function name this package, and no file of it."""
+    if isinstance(value, type(fully_shard)):
+        value.__module__ = __name__
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _ON_FIRST_USE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    package = importlib.import_module(f"{__name__}.{_ON_FIRST_USE[name]}")
+    found = package if name == _ON_FIRST_USE[name] else getattr(package, name)
+    _show_here(found)
+    globals()[name] = found
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+for _name in __all__:
+    if _name not in _ON_FIRST_USE:
+        _show_here(globals()[_name])

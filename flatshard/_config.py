@@ -1,4 +1,4 @@
-"""What a user can choose, and the environment: read once, here."""
+"""The options of ``fully_shard`` that have classes of their own, and the environment, which is read only here."""
 
 from __future__ import annotations
 
@@ -18,51 +18,48 @@ from flatshard._errors import name_list
 
 
 class Placement(enum.Enum):
-    """How the ranks of one axis of a mesh have a tensor."""
+    """The placement of a tensor over the ranks of one axis of a mesh."""
 
-    SHARDED = "sharded"  # each has another part
-    REPLICATED = "replicated"  # each has all of it
-    SUMMAND = "summand"  # each has a summand of it
+    SHARDED = "sharded"  # each rank has another shard
+    REPLICATED = "replicated"  # each rank has all of it
+    SUMMAND = "summand"  # the sum over the ranks is the tensor
 
 
 class Until(enum.IntEnum):
-    """When parameters that were gathered are freed. A later one keeps them wherever an earlier one does."""
+    """The time at which gathered parameters are freed. A later one keeps them wherever an earlier one does."""
 
     FORWARD = enum.auto()  # after a forward, and after a backward
     BACKWARD = enum.auto()  # after a backward
-    CHANGE = (
-        enum.auto()
-    )  # once the parts have changed, and are to be gathered again: after an optimizer's step, a load, ...
+    CHANGE = enum.auto()  # after the shards have changed: an optimizer's step, a load, ...
 
 
 class Placements(NamedTuple):
-    """Which rank has what of a unit, by one strategy.
+    """The placements of a unit under one strategy.
 
     [Note: Strategies as placements]
-    The ranks that have a unit are a mesh. Its inner axis are those that the unit is sharded over. Its outer axis, which only
-    hybrid strategies have, are those that replicate a shard. A strategy is a row of one table, and what depends on the
-    strategy asks the row:
+    The ranks that have a unit are a mesh. The unit is sharded over the inner axis. Only hybrid strategies have an outer
+    axis, whose ranks replicate a shard. A strategy is a row of one table, and code that depends on it reads the row:
 
-    - ``over_inner``, ``over_outer``: how the user's parameters, their ``.grad`` and the optimizer's state, which are all cut
-      alike, lie over either axis: the parts. So what steps, saves or measures them asks the parameter, and needs no strategy.
-    - ``until``: the parameters that modules compute with are gathered from the parts, and this says how long they stay.
-    - Each rank computes the gradient for its own data, a summand of what is wanted: gradients are *partial* over both axes.
-      A reduction makes them placed as the parts are: by a reduce-scatter where these are sharded, by an all-reduce where they
+    - ``over_inner``, ``over_outer``: the placement of the user's parameters, their ``.grad`` and the optimizer's state over
+      either axis. All three are cut alike. Code that steps, saves or measures them asks the parameter, not the strategy.
+    - ``until``: modules compute with parameters that are gathered from these shards, and this says how long they stay.
+    - Each rank computes the gradient for its own data, a summand of the result: gradients are *partial* over both axes.
+      A reduction places them like the shards: by a reduce-scatter where these are sharded, by an all-reduce where they
       are replicated. It comes with each backward; under ``no_sync`` gradients stay partial, whatever the strategy.
     """
 
     over_inner: Placement
     until: Until
-    over_outer: Placement | None = None  # the same over the outer axis; None: there is none
+    over_outer: Placement | None = None  # None without an outer axis
 
     @property
     def parameters(self) -> Placement:
-        """How the parameters that modules compute with are placed between steps."""
+        """The placement, between steps, of the parameters that modules compute with."""
         return Placement.REPLICATED if self.until is Until.CHANGE else self.over_inner
 
 
 class ShardingStrategy(enum.Enum):
-    """What each rank keeps, and when it frees what it gathered.
+    """The values that each rank keeps, and the time at which it frees gathered parameters.
 
     The names are those of FSDP1. Members of ``torch.distributed.fsdp.ShardingStrategy``, and strings such as
     ``"full_shard"`` or ``"zero3"``, are accepted wherever these are.
@@ -74,11 +71,17 @@ class ShardingStrategy(enum.Enum):
 
     if TYPE_CHECKING:
         placements: Placements
+        is_hybrid: bool
+        is_whole: bool
+        joins_axes: bool
 
     def __new__(cls, value: str, placements: Placements) -> Self:
-        """Internal: a member, which is known by ``value``."""
+        """Internal: create a member with this ``value``."""
         member = object.__new__(cls)
         member._value_, member.placements = value, placements
+        member.is_hybrid = placements.over_outer is not None
+        member.is_whole = placements.over_inner is Placement.REPLICATED  # nothing is sharded
+        member.joins_axes = placements.over_outer is Placement.SHARDED  # shards are over the ranks of both axes
         return member
 
     FULL_SHARD = "full_shard", Placements(Placement.SHARDED, Until.FORWARD)
@@ -113,32 +116,21 @@ class ShardingStrategy(enum.Enum):
     the group. Gradients are reduce-scattered within the group, and then across groups."""
 
     @property
-    def is_hybrid(self) -> bool:
-        return self.placements.over_outer is not None
-
-    @property
-    def is_whole(self) -> bool:
-        """Internal: whether nothing is sharded."""
-        return self.placements.over_inner is Placement.REPLICATED
-
-    @property
     def has_replicas(self) -> bool:
-        """Internal: whether other ranks have the same part of the optimizer's state."""
+        """Internal: whether other ranks have the same shard of the optimizer's state."""
         return Placement.REPLICATED in (self.placements.over_inner, self.placements.over_outer)
 
-    @property
-    def joins_axes(self) -> bool:
-        """Internal: whether the parts are over the ranks of both axes."""
-        return self.placements.over_outer is Placement.SHARDED
-
     def across_replicas(self) -> ShardingStrategy:
-        """Internal: the strategy that does within a group what this one does, and replicates across groups. Or this one."""
+        """Internal: return the strategy that shards like this one within a group, and replicates across groups.
+
+        Returns this one if there is none.
+        """
         wanted = self.placements._replace(over_outer=Placement.REPLICATED)
         return next((each for each in ShardingStrategy if each.placements == wanted), self)
 
 
 class BackwardPrefetch(enum.Enum):
-    """When the all-gather of the next unit in backward is issued. ``None`` in its place: never ahead of need.
+    """The time at which the all-gather of the next unit in backward is issued. ``None`` instead: never ahead of need.
 
     Example::
 
@@ -220,11 +212,11 @@ class MixedPrecision:
 
     @classmethod
     def of(cls, value: Any) -> MixedPrecision:
-        """Internal: ``value`` as ours: None, ours, FSDP1's ``MixedPrecision`` or FSDP2's ``MixedPrecisionPolicy``.
+        """Internal: return ours for ``value``: None, ours, FSDP1's ``MixedPrecision`` or FSDP2's ``MixedPrecisionPolicy``.
 
         Raises:
             TypeError: it is none of these.
-            ValueError: it says something that has no counterpart here.
+            ValueError: it asks for something that has no counterpart here.
         """
         if value is None:
             return cls()
@@ -249,7 +241,7 @@ class MixedPrecision:
         )
 
     def compute_dtype_of(self, fqn: str, param: nn.Parameter) -> torch.dtype | None:
-        """Internal: the dtype that ``param`` is cast to. None: its own.
+        """Internal: return the dtype that ``param`` is cast to, or None for its own.
 
         Raises:
             ValueError: ``param_dtype_override_fn`` returned something else than it may.
@@ -261,10 +253,6 @@ class MixedPrecision:
                 f"dtype, {param.dtype}, or None for param_dtype={self.param_dtype}"
             )
         return chosen or self.param_dtype
-
-    def ignores(self, module: nn.Module) -> bool:
-        """Internal: whether ``module``'s own parameters and buffers keep their dtype."""
-        return isinstance(module, self.module_classes_to_ignore)
 
 
 _FSDP2_PRECISION = {
@@ -279,10 +267,10 @@ _FSDP1_PRECISION = {
 
 
 def _fields_of(value: Any, argument: str, ours: dict[str, str]) -> dict[str, Any]:
-    """The fields of a dataclass of torch's, by our names: ``ours`` has them by theirs.
+    """Return the fields of one of torch's dataclasses by our names, which ``ours`` has by theirs.
 
     Raises:
-        ValueError: another field is not at its default: some version of torch can say what we cannot do.
+        ValueError: another field is not at its default, so it asks for something that has no counterpart here.
     """
     found = {}
     for field in dataclasses.fields(value):
@@ -302,7 +290,7 @@ def _fields_of(value: Any, argument: str, ours: dict[str, str]) -> dict[str, Any
 
 @dataclass(frozen=True)
 class CPUOffload:
-    """Keep the shards of parameters and gradients, and so the optimizer's state, in CPU memory. Compute on the device.
+    """An option to keep shards of parameters and gradients, and so the optimizer's state, in CPU memory.
 
     FSDP1's ``CPUOffload`` and FSDP2's ``CPUOffloadPolicy`` are accepted in its place. Without an accelerator nothing moves.
 
@@ -312,17 +300,17 @@ class CPUOffload:
     """
 
     offload_params: bool = True
-    """False: nothing is offloaded."""
+    """Whether anything is offloaded."""
     pin_memory: bool = True
     """Shards and gradients in page-locked memory, so that copies overlap with computation."""
 
     @classmethod
     def of(cls, value: Any) -> CPUOffload:
-        """Internal: ``value`` as ours: None, True or False, ours, or FSDP's.
+        """Internal: return ``value`` as one of ours: None, True or False, ours, or FSDP's.
 
         Raises:
             TypeError: it is none of these.
-            ValueError: it says something that has no counterpart here.
+            ValueError: it asks for something that has no counterpart here.
         """
         if value is None or isinstance(value, bool):
             return cls(offload_params=bool(value))
@@ -366,7 +354,7 @@ def as_enum(kind: type[E], value: Any, argument: str) -> E:
 
 
 def check_reshard_after_forward(value: Any, strategy: ShardingStrategy) -> None:
-    """``value`` is True, False, None or a number of ranks, and has a meaning with ``strategy``."""
+    """Raise if ``value`` is not True, False, None or a number of ranks, or has no meaning with ``strategy``."""
     if not isinstance(value, int | None):
         raise ValueError(
             "reshard_after_forward must be True, False, None (as the strategy says) or a number of ranks to reshard to, got "
@@ -384,7 +372,7 @@ def check_reshard_after_forward(value: Any, strategy: ShardingStrategy) -> None:
 
 
 def as_reshard_after_forward(value: bool | int | None, world_size: int) -> bool | int | None:
-    """``value`` for a unit over ``world_size`` ranks: resharding to all of them is True, to each rank alone is False."""
+    """Return ``value`` for a unit over ``world_size`` ranks: True for all of them, False for one, else the number."""
     if value is None or isinstance(value, bool):
         return value
     if value < 1 or world_size % value:
@@ -422,14 +410,14 @@ ORDER_CHECK = os.environ.get("FLATSHARD_ORDER_CHECK", "first")
 (``off``). The same on all ranks."""
 
 CHECKED = 4
-"""Gathers of each unit, and reductions, of which ``first`` checks the order: the second step under FULL_SHARD prefetches."""
+"""The number of gathers of each unit, and reductions, that ``first`` checks. FULL_SHARD prefetches from step 2 on."""
 
 
 def checked_collectives() -> float:
-    """How many gathers of each unit, and reductions, are checked. See ``ORDER_CHECK``.
+    """Return how many gathers of each unit, and reductions, are checked. See ``ORDER_CHECK``.
 
     Raises:
-        ValueError: it is none of the three.
+        ValueError: ``ORDER_CHECK`` is none of the three.
     """
     if ORDER_CHECK not in ("first", "always", "off"):
         raise ValueError(f"FLATSHARD_ORDER_CHECK={ORDER_CHECK!r}: must be first, always or off")
@@ -437,6 +425,6 @@ def checked_collectives() -> float:
 
 
 def local_world_size() -> int | None:
-    """Ranks on this node, as torchrun sets it."""
+    """Return the number of ranks on this node, as torchrun sets it, or None."""
     value = os.environ.get("LOCAL_WORLD_SIZE")
     return int(value) if value is not None else None

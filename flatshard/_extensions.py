@@ -1,4 +1,4 @@
-"""The features that ``fully_shard`` uses. Each can be left out: models that do not need it train without it."""
+"""The features that ``fully_shard`` uses. Each can be left out, and models that do not need it train without it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from flatshard.optim._hooks import Optimizers
 
 
 def plug_in() -> None:
-    """Have every later ``fully_shard`` use them. Called once, when the package is imported."""
+    """Make every later ``fully_shard`` use the features. Called once, when the package is imported."""
     Peers.make_monitor = GroupMonitor
     by_backend["fake"] = FakeCollectives
     GlooCollectives._through_memory, GlooCollectives._lend_memory = through_memory, lend_memory

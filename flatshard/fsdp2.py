@@ -3,8 +3,8 @@
     from flatshard.fsdp2 import MixedPrecisionPolicy, fully_shard  # was: from torch.distributed.fsdp import ...
 
 Each call makes its module one unit, inner modules first. The class stays; the methods of ``FSDPModule`` that scripts and
-clients call are attributes of the instance. Parameters are this rank's parts, no DTensors: what a script does with
-``p.full_tensor()`` or ``p.placements`` it does with ``flatshard.summon_full_params`` or ``flatshard.tensors.shard_info``.
+clients call are attributes of the instance. Parameters are this rank's shards, no DTensors: in place of
+``p.full_tensor()`` and ``p.placements`` use ``flatshard.summon_full_params`` and ``flatshard.tensors.shard_info``.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ M = TypeVar("M", bound=nn.Module | Sequence[nn.Module])
 
 @dataclass(frozen=True)
 class MixedPrecisionPolicy:
-    """The fields of FSDP2's. See :class:`flatshard.MixedPrecision`.
+    """A mixed-precision policy with the fields of FSDP2's. See :class:`flatshard.MixedPrecision`.
 
     Example::
 
@@ -67,7 +67,7 @@ class MixedPrecisionPolicy:
 
 @dataclass
 class OffloadPolicy:
-    """Nothing is offloaded.
+    """An offload policy that offloads nothing.
 
     Example::
 
@@ -79,7 +79,7 @@ class OffloadPolicy:
 
 @dataclass
 class CPUOffloadPolicy(OffloadPolicy):
-    """As FSDP2's. See :class:`flatshard.CPUOffload`.
+    """An offload policy with the fields of FSDP2's. See :class:`flatshard.CPUOffload`.
 
     Example::
 
@@ -103,7 +103,7 @@ def fully_shard(
     ignored_params: set[nn.Parameter] | None = None,
     dp_mesh_dims: Any = None,
 ) -> M:
-    """As ``torch.distributed.fsdp.fully_shard``: make ``module`` a unit, without the units inside it.
+    """Make ``module`` a unit, without the units inside it, as ``torch.distributed.fsdp.fully_shard`` does.
 
     Example::
 
@@ -158,13 +158,13 @@ def fully_shard(
 
 
 def _inside(modules: Sequence[nn.Module], params: Iterable[nn.Parameter]) -> list[nn.Parameter]:
-    """Those of ``params`` that are in ``modules``: scripts give each call the same set."""
+    """Return the ``params`` that are in ``modules``: scripts pass the same set to each call."""
     own = {id(p) for module in modules for p in module.parameters()}
     return [p for p in params if id(p) in own]
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
-    """As ``torch.distributed.fsdp``'s: gather the unit's parameters for calls of this method, too.
+    """Gather the unit's parameters for calls of this method, too, as the function in ``torch.distributed.fsdp`` does.
 
     Example::
 
@@ -184,7 +184,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 
 
 def add_methods(module: nn.Module) -> None:
-    """Give a unit, on the instance, the methods that clients look for: ``no_sync``, and the following of ``FSDPModule``.
+    """Add the methods that clients look for to the instance: ``no_sync``, and the following of ``FSDPModule``.
 
     ``set_requires_gradient_sync``, ``set_requires_all_reduce``, ``set_is_last_backward``, ``set_reshard_after_forward``,
     ``set_reshard_after_backward``, ``set_gradient_divide_factor``, ``set_modules_to_forward_prefetch``,
@@ -227,7 +227,7 @@ def _set_requires_all_reduce(module: nn.Module, requires_all_reduce: bool, *, re
 
 
 def _set_is_last_backward(module: nn.Module, is_last_backward: bool) -> None:
-    """Every backward here ends with all its reductions, so there is nothing to set."""
+    """Do nothing: every backward here ends with all its reductions."""
 
 
 def _set_reshard_after_forward(module: nn.Module, reshard_after_forward: bool, recurse: bool = True) -> None:
@@ -271,7 +271,7 @@ def _set_manual_backward_finalization(module: nn.Module, enabled: bool) -> None:
 
 
 def _finalize_backward(module: nn.Module, *, async_op: bool = False) -> grad_sync.ReductionHandle | None:
-    """As FSDP2, it reduces what backwards without synchronisation hold, if synchronisation is on now."""
+    """End the backwards. As in FSDP2, held gradients are reduced if synchronisation is on now."""
     units = units_in(module, True, "finalize_backward")
     if automatic := [unit.fqn for unit in units if not unit.handle.gradients.defers]:
         raise RuntimeError(
@@ -285,11 +285,11 @@ def _finalize_backward(module: nn.Module, *, async_op: bool = False) -> grad_syn
 def _set_reduce_scatter_unused_params(
     module: nn.Module, reduce_scatter_unused_params: bool, *, recurse: bool = True
 ) -> None:
-    """Nothing is to set: parameters that a rank did not use take part in each reduction here, as zeros."""
+    """Do nothing: parameters that a rank did not use take part in each reduction here, as zeros."""
 
 
 def _reset_iter_state(module: nn.Module) -> None:
-    """As FSDP2, it drops all gradients: those of the iteration that failed, and those that were in ``.grad``."""
+    """Drop all gradients, as FSDP2 does: those of the failed iteration, and those in ``.grad``."""
     summon.recover(module)
     for unit in units_in(module, True, "reset_iter_state"):
         for flat in unit.handle.flats:

@@ -1,4 +1,4 @@
-"""Policies: they choose the submodules that become units. ``fully_shard(policy=...)`` also takes a class or a set of classes.
+"""Policies, which choose the submodules that become units. ``fully_shard(policy=...)`` also takes a class or a set of them.
 
 >>> flatshard.fully_shard(model, policy=flatshard.policies.size_based_auto_wrap_policy)
 """
@@ -11,7 +11,7 @@ from torch import nn
 
 from flatshard._composable.construct.policy import CustomPolicy, ModuleWrapPolicy, SplitRoot
 from flatshard._composable.construct.repeated import repeated_blocks
-from flatshard._names import plain_name
+from flatshard._names import module_names
 
 __all__ = [
     "CustomPolicy",
@@ -25,18 +25,18 @@ __all__ = [
 
 
 def find_blocks(module: nn.Module) -> dict[str, nn.Module]:
-    """The blocks that ``module`` repeats, by name: what ``policy="auto"`` makes units. Empty, if it repeats none.
+    """Return the blocks that ``module`` repeats, by name, as ``policy="auto"`` makes them units; none if it repeats none.
 
     Blocks are modules of one class in a list, a ``Sequential`` or a ``ModuleDict``, or under numbered names. Of rows inside
-    rows it takes the outermost one of which two members have the same shapes: layers, and not the experts in them; blocks,
-    and not the stages around them, if each stage has another size. What is small beside the largest block is left out.
+    rows the outermost is chosen of which two members have the same shapes: layers, and not the experts in them; blocks, and
+    not the stages around them, if each stage has another size. Modules that are small beside the largest block are left out.
 
     Example::
 
         print(list(flatshard.policies.find_blocks(copy.deepcopy(model))))  # before it is sharded: ["0", "1", "2", "3"]
         flatshard.fully_shard(model, policy="auto")
     """
-    names = {m: plain_name(name) for name, m in module.named_modules()}
+    names = module_names(module)
     return {names[block]: block for block in repeated_blocks(module, set())}
 
 
@@ -48,7 +48,7 @@ def size_based_auto_wrap_policy(
     force_leaf_modules: set[type[nn.Module]] | None = None,
     exclude_wrap_modules: set[type[nn.Module]] | None = None,
 ) -> bool:
-    """A unit for every ``min_num_params`` elements, counted from the leaves up.
+    """Choose a unit for every ``min_num_params`` elements, counted from the leaves up.
 
     Example::
 
@@ -74,7 +74,7 @@ def size_based_auto_wrap_policy(
 def transformer_auto_wrap_policy(
     module: nn.Module, recurse: bool, nonwrapped_numel: int, transformer_layer_cls: set[type[nn.Module]]
 ) -> bool:
-    """A unit for each module of the given classes.
+    """Choose each module of the given classes as a unit.
 
     Example::
 
@@ -93,7 +93,7 @@ def transformer_auto_wrap_policy(
 def lambda_auto_wrap_policy(
     module: nn.Module, recurse: bool, nonwrapped_numel: int, lambda_fn: Callable[[nn.Module], bool]
 ) -> bool:
-    """A unit for each module for which ``lambda_fn(module)`` is true.
+    """Choose each module as a unit for which ``lambda_fn(module)`` is true.
 
     Example::
 

@@ -21,18 +21,18 @@ from flatshard._runtime import Runtime
 
 
 class ForwardFeature:
-    """What one feature does around the forwards of one unit. A subclass overrides the methods that it needs.
+    """The part of one feature in the forwards of one unit. A subclass overrides the methods that it needs.
 
     A deep copy of the module copies the feature, too: see ``UnitHooks.__deepcopy__``.
     """
 
     def instead(self) -> Callable[[Any], object] | None:
-        """Called before a forward. If the unit's hooks should do nothing in it, returns what to call with its output."""
+        """Called before a forward. Returns a function of its output if the unit's hooks should do nothing in it, or None."""
 
     def enter(self, forward: Forward) -> None:
         """Called before the unit is gathered. May show other parameters, and set ``forward.gathers`` to False.
 
-        Where a rank passes the unit by (``skip``), this and ``before`` are called, without arguments, and ``after`` is not.
+        If a rank passes the unit by (``skip``), this and ``before`` are called without arguments, and ``after`` is not.
         """
 
     def before(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
@@ -41,17 +41,16 @@ class ForwardFeature:
     def after(self, forward: Forward, output: Any) -> Any:
         """Called when the module has returned ``output``. Returns a new output, or None.
 
-        It has also ended if it raised: then ``output`` is None, as it is where the module returned None. Who must tell the
-        two apart finds the exception in ``sys.exc_info()``.
+        It is also called if the module raised. Then ``output`` is None, and ``sys.exc_info()`` has the exception.
         """
 
     def before_unrecorded(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], outermost: bool
     ) -> tuple[Any, Any] | None:
-        """As ``before``, in a forward without a record. Other threads may run this at the same time."""
+        """Called instead of ``before`` in a forward without a record, perhaps on several threads at the same time."""
 
     def after_unrecorded(self, output: Any) -> Any:
-        """As ``after``."""
+        """Called instead of ``after`` in a forward without a record."""
 
     def leaving(self, outputs: list[torch.Tensor]) -> Iterable[torch.Tensor]:
         """Called with grad mode on. Returns tensors besides ``outputs`` through which backward may reach the unit."""
@@ -62,16 +61,16 @@ class ForwardFeature:
 
 
 class Extension:
-    """What one feature does in a call of ``fully_shard``. A subclass overrides the methods that it needs."""
+    """The part of one feature in a call of ``fully_shard``. A subclass overrides the methods that it needs."""
 
     def prepare(self, module: nn.Module, configs: Collection[UnitConfig], runtime: Runtime) -> None:
         """Called when the units of ``module`` and their ``configs`` are known, before anything is changed.
 
-        ``runtime``: of the ranks to shard over. All of them call it.
+        ``runtime`` is that of the ranks to shard over, which all call it.
         """
 
     def attach(self, unit: Unit, modules: list[nn.Module]) -> ForwardFeature | None:
-        """Called for each new unit. ``modules``: its module and the submodules that belong to no other unit."""
+        """Called for each new unit, with its module and the submodules that belong to no other unit."""
 
     def finish(self, module: nn.Module, made: Collection[Unit]) -> None:
         """Called when all units have been ``made``."""
@@ -86,5 +85,10 @@ def use(*extensions: Extension) -> None:
 
 
 def extensions() -> tuple[Extension, ...]:
-    """The extensions in use, in order."""
+    """Return the extensions in use, in order."""
     return tuple(_extensions)
+
+
+def overriding(extensions: Iterable[Extension], method: str) -> list[Extension]:
+    """Return those of ``extensions`` that override this method of ``Extension``."""
+    return [each for each in extensions if getattr(type(each), method) is not getattr(Extension, method)]

@@ -1,11 +1,11 @@
-"""Finds the units of a module, of its parameters, and of what a user passes to a public function. Errors say where they are.
+"""Finds the units of a module, of its parameters, or of the argument of a public function. Errors name the units nearby.
 
 [Note: Which units a module stands for]
 Verbs on parameters and their gradients (``summon_full_params``, ``full_state_dict``, ``unshard``, ``no_sync``, ...) are for
 all parameters registered in the module, so they go to the units that own these: ``units_of``. A unit may be around the
-module, and is then gathered or held as a whole. Verbs on units (``configure``, ``register_forward_method``, hooks) change
-what happens around a forward, so they go to the units in the module: ``units_in``, ``unit_for``. A module without any raises,
-and the error names the unit around it.
+module, and is then gathered or held with all its parameters. Verbs on units (``configure``, ``register_forward_method``,
+hooks) change forwards, so they go to the units in the module: ``units_in``, ``unit_for``. They raise for a module without
+any, and the error names the unit around it.
 """
 
 from __future__ import annotations
@@ -22,31 +22,31 @@ from flatshard._names import HIDDEN
 
 
 def all_units() -> list[Unit]:
-    """All units of this process, also those that own no parameters. Not those whose modules a deep copy did not finish."""
+    """Return all units of this process, without units whose modules a deep copy did not finish."""
     return [unit for unit in made_units.values() if _is_finished(unit)]
 
 
 def _is_finished(unit: Unit) -> bool:
-    """Whether its modules know it: a deep copy gives a module its attributes last, after its unit is made."""
-    return unit_of(unit.module) is unit and all(unit_of(each) is unit for each in called_modules(unit.module))
+    """Return whether its modules know it: a deep copy gives a module its attributes last, after its unit is made."""
+    return all([unit_of(each) is unit for each in (unit.module, *called_modules(unit.module))])
 
 
 def flat_of(param: nn.Parameter) -> FlatParam | None:
-    """The flat parameter that a sharded parameter is in, or None."""
+    """Return the flat parameter that contains a sharded parameter, or None."""
     unit = owner_of(param)
     return None if unit is None else next((f for f in unit.handle.flats if f.index_of(param) is not None), None)
 
 
 def units_below(module: nn.Module) -> list[Unit]:
-    """The units of ``module`` and of its submodules, in module order."""
+    """Return the units of ``module`` and of its submodules, in module order."""
     return list(dict.fromkeys([unit for m in module.modules() if (unit := unit_of(m)) is not None]))
 
 
 def units_of_parameters(module: nn.Module, recurse: bool = True) -> list[Unit]:
-    """The units that own the parameters registered in ``module``, wherever their modules are: in it, around it, or beside it
-    (for a tied parameter). Those in it also if they own none. First in module order, and the same on all ranks.
+    """Return the units that own the parameters registered in ``module``, in module order, the same on all ranks.
 
-    ``recurse``: also in units below ``module``.
+    Their modules may be in it, around it, or beside it (for a tied parameter). Units in it count even if they own none.
+    Without ``recurse``, parameters in units below ``module`` do not count.
     """
     found: dict[Unit, None] = {}
     for each in module.modules() if recurse else _in_no_unit_below(module):
@@ -59,7 +59,7 @@ def units_of_parameters(module: nn.Module, recurse: bool = True) -> list[Unit]:
 
 
 def _in_no_unit_below(module: nn.Module) -> Iterator[nn.Module]:
-    """``module`` and the modules in it, but not those in a unit below it."""
+    """Yield ``module`` and the modules in it, without units below it."""
     yield module
     for child in module.children():
         if unit_of(child) is None:
@@ -67,14 +67,14 @@ def _in_no_unit_below(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
-    """``module``, or the unit's module that ``checkpoint_wrapper`` has wrapped in it."""
+    """Return ``module``, or the unit's module that ``checkpoint_wrapper`` has wrapped in it."""
     while unit_of(module) is None and HIDDEN in module._modules:
         module = module.get_submodule(HIDDEN)
     return module
 
 
 def unit_for(module: nn.Module, verb: str) -> Unit:
-    """The unit of ``module``, or of the module that ``checkpoint_wrapper`` has wrapped in it."""
+    """Return the unit of ``module``, or of the module that ``checkpoint_wrapper`` has wrapped in it."""
     _check_module(module, verb)
     if (unit := unit_of(unwrapped(module))) is not None:
         return unit
@@ -93,13 +93,13 @@ def unit_for(module: nn.Module, verb: str) -> Unit:
 
 
 def units_in(module: nn.Module, recurse: bool, verb: str) -> list[Unit]:
-    """The units of ``module`` and, with ``recurse``, of its submodules; at least one. See the note above."""
+    """Return the units of ``module`` and, with ``recurse``, of its submodules; at least one. See the note above."""
     _check_module(module, verb)
     return (units_below(module) if recurse else []) or [unit_for(module, verb)]
 
 
 def units_of(module: nn.Module, verb: str, recurse: bool = True) -> list[Unit]:
-    """The units that own the parameters registered in ``module``, and with ``recurse`` in units below it; at least one.
+    """Return the units that own parameters registered in ``module``, and with ``recurse`` in units below; at least one.
 
     See the note above.
     """
@@ -113,11 +113,11 @@ def _check_module(module: object, verb: str) -> None:
 
 
 def settle(units: Iterable[Unit]) -> None:
-    """Drop what an exception has left of an earlier forward or backward, so that a verb finds the same on all ranks."""
+    """Drop the rest of a forward or backward that an exception ended, so that a verb finds the same on all ranks."""
     for context in contexts_of(units):
         context.settle()
 
 
 def contexts_of(units: Iterable[Unit]) -> list[Context]:
-    """The contexts of ``units``, in an order that is the same on all ranks."""
+    """Return the contexts of ``units``, in an order that is the same on all ranks."""
     return list(dict.fromkeys(u.context for u in sorted(units, key=lambda unit: unit.runtime.number)))

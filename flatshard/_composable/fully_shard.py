@@ -1,4 +1,4 @@
-"""``fully_shard``: the steps of the whole construction, in order."""
+"""``fully_shard``: the phases of the construction, in order."""
 
 from __future__ import annotations
 
@@ -16,15 +16,20 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from flatshard._comm.collectives import CollectivesFactory
-from flatshard._composable.construct import validate
-from flatshard._composable.construct.flat_plan import Loads, plan_flats
-from flatshard._composable.construct.groups import joined
+from flatshard._composable.construct.groups import as_device, choose_meshes, resolve_groups, runtimes_over
+from flatshard._composable.construct.layout_plan import Loads, plan_flats
 from flatshard._composable.construct.materialize import Materialization
-from flatshard._composable.construct.options import as_device, check_limit_all_gathers, over, override, unit_config
-from flatshard._composable.construct.partition import PlannedUnit, plan_units
-from flatshard._composable.construct.policy import Policy, SplitRoot, choose_ends, choose_units
-from flatshard._composable.construct.renamed import check_named, renamed
-from flatshard._composable.extensions import Extension, extensions
+from flatshard._composable.construct.options import (
+    check_limit_all_gathers,
+    check_named,
+    configure_units,
+    renamed,
+    unit_config,
+)
+from flatshard._composable.construct.parameters import check_parameters, warn_of_experts, warn_of_old_parameters
+from flatshard._composable.construct.partition import PlannedUnit, list_paths, plan_units, resolve_ignored
+from flatshard._composable.construct.policy import Policy, check_group, check_module, choose_units
+from flatshard._composable.extensions import Extension, extensions, overriding
 from flatshard._composable.find import units_below
 from flatshard._composable.hooks import UnitHooks
 from flatshard._composable.module_tree import ModuleGroup, ModuleTree
@@ -37,8 +42,7 @@ from flatshard._handle.handle import FlatParamHandle
 from flatshard._handle.planned import Groups, PlannedFlat
 from flatshard._handle.pool import Pools
 from flatshard._handle.unit_ranks import Runtimes, UnitRanks
-from flatshard._mesh_runtime import MeshRuntime
-from flatshard._names import plain_name
+from flatshard._names import module_names
 from flatshard._runtime import Runtime
 from flatshard.layouts import LayoutChoice
 
@@ -73,8 +77,8 @@ def fully_shard(
     """Shard ``module``'s parameters, gradients and optimizer state over the ranks of a process group, in place.
 
     Returns the same object, of the same class, with the same FQNs. Between steps each parameter is the user's own
-    ``nn.Parameter``, holding this rank's part as a 1-D tensor; :func:`full_shape` gives the shape of the whole. Inside
-    forward the modules see parameters of full shape. Gradients are averaged over the ranks, as in DDP.
+    ``nn.Parameter``, which holds this rank's shard as a 1-D tensor; :func:`full_shape` gives its unsharded shape. Inside
+    forward, modules see parameters of full shape. Gradients are averaged over the ranks, as in DDP.
 
     Example::
 
@@ -83,50 +87,50 @@ def fully_shard(
 
     Args:
         module: the module to shard. Submodules that earlier calls have sharded stay as they are. A list of modules, such as
-            ``[model.norm, model.head]``: they become one unit, with one all-gather. It is gathered for the first of them
-            that runs, and freed after the last one; if not all of them run in a pass, at the end of the pass. The list
-            is returned.
+            ``[model.norm, model.head]``, becomes one unit, with one all-gather. It is gathered when the first of them runs,
+            and freed after the last one, or at the end of a pass in which not all of them run. The list is returned.
         policy: which submodules become units of their own, gathered one at a time: a module class, a set of classes,
             :class:`ModuleWrapPolicy`, :class:`CustomPolicy`, or a callable ``(module, recurse, nonwrapped_numel) -> bool``;
-            also the policies of ``torch.distributed.fsdp.wrap``. None: ``module`` is a single unit. A tuple of modules beside
-            the classes is one unit: ``policy={Block, (model.norm, model.head)}``. ``"auto"``: the blocks that ``module``
-            repeats, see :func:`~flatshard.policies.find_blocks`. Names of modules, with the arguments that each overrides
-            (and "" for ``module`` itself): ``policy={"layers.0": {}, "layers.1": {"reshard_after_forward": False}}``.
-        process_group: the ranks to shard over. Default: all. For the hybrid strategies: (ranks to shard over, ranks that
-            replicate this one's shard); default: shard within a node.
-        device_mesh: the same as a 1-D mesh, e.g. ``mesh["dp"]``. For the hybrid strategies: 2-D, (replicate, shard).
+            also the policies of ``torch.distributed.fsdp.wrap``. None makes ``module`` a single unit. A tuple of modules
+            beside the classes is one unit: ``policy={Block, (model.norm, model.head)}``. ``"auto"`` chooses the blocks that
+            ``module`` repeats, see :func:`~flatshard.policies.find_blocks`. Names of modules choose these, each with the
+            arguments that it overrides: ``policy={"layers.0": {}, "layers.1": {"reshard_after_forward": False}}``. The name
+            of ``module`` itself is "".
+        process_group: the ranks to shard over, by default all. For hybrid strategies, a tuple (ranks to shard over, ranks
+            that replicate this rank's shard); by default, units are sharded within a node.
+        device_mesh: the same as a 1-D mesh, such as ``mesh["dp"]``; for hybrid strategies, a 2-D mesh (replicate, shard).
         strategy: see :class:`ShardingStrategy`.
         mixed_precision: see :class:`MixedPrecision`; also the policies of FSDP1 and FSDP2.
         cpu_offload: see :class:`CPUOffload`; also True, and the policies of FSDP1 and FSDP2.
         ignored_states: modules or parameters that are not sharded. The caller must reduce their gradients.
-        device_id: move parameters and buffers to this device first, one unit at a time.
-        param_init_fn: called with each module that has its own parameters or buffers on the meta device, after their memory
-            has been allocated. Default: the module's ``reset_parameters()``. The result is broadcast from rank 0. So a module
-            must be on meta on all ranks or on none; with ``sync_module_states`` it may be on some. A module whose parameters
-            are all on meta stays there, if none of ``param_init_fn``, ``device_id`` and ``sync_module_states`` is given:
-            call ``module.to_empty(device=...)`` next, and then initialise it (``init_weights()``: its code sees whole
-            parameters, unit by unit, and DTensors as such; seed all ranks alike) or load a state.
-        sync_module_states: give every rank the parameters and buffers of the group's rank 0.
-        backward_prefetch: when to gather the next unit in backward; None: not ahead of time.
-        forward_prefetch: while a unit computes, gather the unit that came next in the last pass.
+        device_id: the device to move parameters and buffers to before they are sharded, one unit at a time.
+        param_init_fn: a function that initialises the parameters and buffers that a module itself has on the meta device.
+            It is called after their memory has been allocated. By default ``module.reset_parameters()`` is called. The result
+            is broadcast from rank 0. So a module must be on meta on all ranks or on none; with ``sync_module_states`` it may
+            be on some. A module whose parameters are all on meta stays there if none of ``param_init_fn``, ``device_id`` and
+            ``sync_module_states`` is given. Then call ``module.to_empty(device=...)`` next, and initialise it or load a
+            state. ``init_weights()`` sees unsharded parameters, unit by unit, and DTensors as such: seed all ranks alike.
+        sync_module_states: whether to give every rank the parameters and buffers of the group's rank 0.
+        backward_prefetch: when to gather the next unit in backward, or None for not ahead of time.
+        forward_prefetch: whether to gather, while a unit computes, the unit that came next in the last pass.
         prefetch_limit_bytes: a limit for unsharded parameters that are gathered ahead and not in use yet. A prefetch that
-            would exceed it is not done. None: no limit.
-        reshard_after_forward: free the parameters after forward, and gather them again for backward. None: as the strategy
-            says, but the outermost unit always keeps them. An int ``k`` that divides the number of ranks sharded over: keep
-            a k-th of them, in the compute dtype, and gather for backward among ``k`` consecutive ranks only, usually those of
-            a node. This creates process groups, so every rank of the world must make the same calls. If ``k`` is the number
-            of ranks, it means True; 1 means False. :func:`configure` changes it.
+            would exceed it is not done. None means no limit.
+        reshard_after_forward: whether to free the parameters after forward, and gather them again for backward. None does
+            what the strategy says, but the outermost unit always keeps them. An int ``k`` that divides the number of ranks
+            sharded over keeps a k-th of them, in the compute dtype, and gathers for backward among ``k`` consecutive ranks
+            only, usually those of a node. This creates process groups, so every rank of the world must make the same calls.
+            The number of ranks means True; 1 means False. :func:`configure` changes it.
         limit_all_gathers: must be True; see Raises.
         collectives: a factory ``(group, device) -> Collectives`` for the collectives of these units, instead of the backend's
             own: :class:`QuantizedCollectives`, or a class that you write like :class:`Collectives`. A :class:`CustomPolicy`
             may override it per unit.
         layout: how parameters may be cut between ranks: :class:`Elements` (the default: anywhere), :class:`Rows`,
             :class:`Blocks`, :class:`Whole`, or a callable ``(fqn, parameter) -> layout``. With ``Rows`` and ``Whole`` a
-            rank's part keeps its dimensions. A :class:`CustomPolicy` may override it per unit. Checkpoints fit any layout. A
+            rank's shard keeps its dimensions. A :class:`CustomPolicy` may override it per unit. Checkpoints fit any layout. A
             tensor subclass with several tensors inside is sharded as bytes, without rows or blocks: it is cut anywhere.
-        static_buffers: gather parameters into a few buffers that are allocated once and used in turn, and reduce gradients
-            from such buffers, instead of memory that the device's allocator provides each time. For CUDA graphs and
-            registered buffers. The buffers permanently take the memory that two units and the outermost one need in any
+        static_buffers: whether to gather parameters into a few buffers that are allocated once and used in turn, and to
+            reduce gradients from such buffers. Otherwise the device's allocator provides memory each time. For CUDA graphs
+            and registered buffers. The buffers permanently take the memory that two units and the outermost one need in any
             case; a model shares them with no other. Collectives with an ``allocate`` always use such buffers. Two units
             that did not run at the same time in the first pass cannot do so later.
         shard_mesh_fn: a callable ``(fqn, parameter) -> mesh`` that chooses the mesh of single parameters, such as experts.
@@ -135,26 +139,27 @@ def fully_shard(
             call, or by ``configure(divide_factor=...)``. Total norms add the experts of all ranks. For a checkpoint with
             all experts under one name, first make them DTensors over the other dimension of the mesh. A
             :class:`CustomPolicy` may override it per unit. Not for ``NO_SHARD``, nor for ``reshard_after_forward=k``.
-        recompute: units keep no activations from forward to backward but their inputs, and compute their forward again in
-            backward (activation checkpointing). Nothing is gathered for it, and no name changes. Not ``module`` itself, if
-            there are units in it. A policy may override it per unit. The forward must compute the same twice: a cache that
-            it extends (``use_cache=True``) is refused by torch's checkpoint.
-        unnamed: nothing: all others have names.
+        recompute: whether units keep only their inputs from forward to backward, and compute their forward again in
+            backward (activation checkpointing). Nothing is gathered for it, and no name changes. It does not apply to
+            ``module`` itself if there are units in it. A policy may override it per unit. The forward must compute the same
+            twice: torch's checkpoint refuses a cache that it extends (``use_cache=True``).
+        unnamed: must be empty. All other arguments have names.
         fsdp_names: arguments under the names that FSDP1 and FSDP2 have for them: ``auto_wrap_policy``, ``mesh``,
-            ``mp_policy``, ... Those whose meaning differs raise an error that says what to write.
+            ``mp_policy``, ... A name with another meaning raises an error that says what to write.
 
     Raises:
         TypeError, ValueError: an argument is wrong; the message says which, and what to do. Nothing has been changed.
         RuntimeError: no process group is initialised; or a parameter or buffer on the meta device was not initialised. If
             this is found after its module's initialiser ran, the module is half sharded, and a note says so.
         NotImplementedError: a parameter is a DTensor with another tensor subclass inside.
-        ValueError: ``limit_all_gathers=False``. In FSDP1 it removes a wait of the host that bounds memory. This wait does
-            not exist here: the order of streams bounds memory, and the host never waits.
+        ValueError: ``limit_all_gathers=False``. In FSDP1 it removes a wait of the host that bounds memory. Here the host
+            never waits, and the order of streams bounds memory.
     """
     check_named(fully_shard, unnamed)
     if fsdp_names:
         ours = {name: value for name, value in locals().items() if name not in ("module", "unnamed", "fsdp_names")}
         return fully_shard(module, **renamed(fsdp_names, ours, fully_shard.__kwdefaults__ or {}))
+    # Options.
     config = unit_config(
         strategy=strategy,
         backward_prefetch=backward_prefetch,
@@ -170,60 +175,62 @@ def fully_shard(
         recompute=recompute,
     )
     check_limit_all_gathers(limit_all_gathers)
+    # Units, and the parameters that each owns.
     if isinstance(module, list | tuple):
-        validate.check_group(module)
+        check_group(module)
         root = module[0] if len(module) == 1 else ModuleGroup(module)
     else:
-        validate.check_module(module)
+        check_module(module)
         root = module
-    group, replica_group = validate.resolve_groups(process_group, device_mesh, config.strategy)
-    axes = (group, replica_group) if config.strategy.joins_axes and replica_group is not None else None
-    world_size = math.prod(map(dist.get_world_size, axes or (group,)))
+    groups = resolve_groups(process_group, device_mesh, config.strategy)
+    axes = groups if config.strategy.joins_axes else groups[:1]
+    world_size = math.prod([dist.get_world_size(axis) for axis in axes])
     choice = choose(root, policy, config, ignored_states, world_size)
-    planned = choice.planned
-    for unit in planned:
-        validate.choose_groups(unit, (group, replica_group))
-    device = validate.check_parameters(planned, as_device(device_id), (group, replica_group))
-    names = {m: plain_name(n) for n, m in root.named_modules()}
+    choose_meshes(choice.planned, groups)
+    # Values and layouts: checked before anything is changed.
+    device = check_parameters(choice.planned, as_device(device_id), groups)
+    names = module_names(root)
     values = Materialization(
-        planned, names, choice.ignored_params, device, param_init_fn, device_id is not None, sync_module_states
+        choice.planned, names, choice.ignored_params, device, param_init_fn, device_id is not None, sync_module_states
     )
     for warning in choice.check_layouts(world_size):
         warnings.warn(warning, stacklevel=2)
-
-    chosen = [each for unit in planned for each in unit.groups]
-    runtime, runtimes = runtimes_over(chosen, (group, replica_group), axes, device)
+    # Groups, context and memory that units share.
+    chosen = [each for unit in choice.planned for each in unit.groups]
+    runtime, runtimes = runtimes_over(chosen, groups, config.strategy, device)
     context = Context.of(runtime, *runtimes.values())
-    pools = Pools(flat.ranks.pool for unit in units_below(root) for flat in unit.handle.flats)
-    for unit in planned:
+    pools = Pools([flat.ranks.pool for unit in choice.earlier for flat in unit.handle.flats])
+    for unit in choice.planned:
         if (factory := unit.config.collectives) is not None:
-            for groups in unit.groups:
-                runtimes[groups][0].using(factory)  # raises for what is none, before anything is changed
-    for extension in extensions():
-        extension.prepare(root, choice.configs, runtime)
+            for each in unit.groups:
+                runtimes[each][0].using(factory)  # raises for what is none, before anything is changed
+    configs = choice.configs
+    for extension in overriding(extensions(), "prepare"):
+        extension.prepare(root, configs, runtime)
     values.agree(runtimes)
+    # Handles and hooks: from here on modules change.
     with _changing(root):
         made = build(choice, context, runtime, runtimes, pools, values.prepare)
         install(root, choice, made, extensions())
-    validate.warn_of_old_parameters(planned)
+    warn_of_old_parameters(choice.planned)
     tree = ModuleTree()
-    for unit_below in units_below(root):
-        unit_below.tree = tree
-    below = [unit for unit in units_below(root) if unit.module not in made]
-    for unit_below in below:  # units of earlier calls have FQNs that start further in
-        unit_below.rename(names)
-    validate.warn_of_experts(below, runtime.group)
+    for below in (*made.values(), *choice.earlier):
+        below.tree = tree
+    for below in choice.earlier:  # whose FQNs start further in
+        below.rename(names)
+    warn_of_experts(choice.earlier, runtime.group)
     return module
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The units of one call with their options: known before anything is changed, and without a process group."""
+    """The units of one call with their options, known before anything is changed and without a process group."""
 
     planned: list[PlannedUnit]
     strategy: ShardingStrategy  # from the arguments of the call; a CustomPolicy may override it for a unit
     ignored: set[nn.Module]
     ignored_params: set[nn.Parameter]
+    earlier: list[Unit]  # units of earlier calls in the module
 
     @property
     def configs(self) -> list[UnitConfig]:
@@ -254,36 +261,13 @@ def choose(
     Raises:
         TypeError, ValueError: an argument is wrong.
     """
-    ignored, ignored_params = validate.resolve_ignored(module, ignored_states)
-    validate.check_tree(module, ignored)
-    overrides = choose_units(module, policy, ignored, ignored_params)
-    ends = choose_ends(module, overrides, ignored, ignored_params) if isinstance(policy, SplitRoot) else []
-    overrides |= dict.fromkeys(ends, overrides.get(module, {}))
-    validate.check_chosen(module, overrides, ignored)
-    configs = {m: over(world_size, override(config, given, m)) for m, given in overrides.items()}
-    configs.setdefault(module, over(world_size, config))
-    planned = plan_units(module, configs, ignored, ignored_params, ends)
-    validate.check_order(module, planned)
-    return Choice(planned, config.strategy, ignored, ignored_params)
-
-
-def runtimes_over(
-    chosen: Iterable[Groups | None], groups: Groups, axes: Iterable[dist.ProcessGroup] | None, device: torch.device
-) -> tuple[Runtime, Runtimes]:
-    """The runtime of all ranks that units are sharded over, and those of ``chosen``, of which None stands for ``groups``.
-
-    ``axes``: over both of which all units are sharded, the inner first. None: units are sharded over ``groups[0]``.
-    """
-    if axes is not None:
-        inner, outer = [Runtime.of(axis, device) for axis in axes]
-        every = Runtime.of(joined(inner.group, outer.group, device), device)
-        return every, {None: (MeshRuntime(every, inner, outer), None)}
-    every = Runtime.of(groups[0], device)
-    found: dict[Groups | None, tuple[Runtime, Runtime | None]] = {}
-    for own in dict.fromkeys(chosen):
-        shards, replicas = groups if own is None else own
-        found[own] = Runtime.of(shards, device), None if replicas is None else Runtime.of(replicas, device)
-    return every, found
+    ignored, ignored_params = resolve_ignored(module, ignored_states)
+    paths = list_paths(module, ignored)
+    earlier = units_below(module)
+    overrides, ends = choose_units(module, policy, ignored, ignored_params, [unit.module for unit in earlier])
+    configs = configure_units(config, overrides, world_size)
+    planned = plan_units(module, paths, configs, ignored_params, ends)
+    return Choice(planned, config.strategy, ignored, ignored_params, earlier)
 
 
 def build(
@@ -297,21 +281,23 @@ def build(
     """Shard the parameters of every unit, and call ``prepare`` with each before. ``install`` must follow."""
     made: dict[nn.Module, Unit] = {}
     loads: Loads = {}
-    for unit in choice.planned:  # one by one, so that at most one unit is whole on the device
+    for unit in choice.planned:  # one by one, so that at most one unit is unsharded on the device
         prepare(unit)
         made[unit.module] = _make_unit(unit, context, runtime, runtimes, pools, loads)
     for unit in choice.planned:
-        _link(made[unit.module], unit, made)
+        if unit.uses or unit.foreign:
+            _link(made[unit.module], unit, made)
     return made
 
 
 def install(module: nn.Module, choice: Choice, made: dict[nn.Module, Unit], using: Sequence[Extension]) -> None:
-    """Install the hooks of the units from ``build``, and attach the features of the extensions in ``using``."""
-    for planned in choice.planned:
-        unit = made[planned.module]
-        features = [extension.attach(unit, planned.modules) for extension in using]
+    """Attach the features of the extensions in ``using`` to the units from ``build``, and install their hooks."""
+    units = [(made[planned.module], planned.modules) for planned in choice.planned]
+    attached = [[extension.attach(*unit) for unit in units] for extension in overriding(using, "attach")]
+    for number, (unit, _) in enumerate(units):
+        features = [of_extension[number] for of_extension in attached]
         UnitHooks.install(unit, [feature for feature in features if feature is not None])
-    for extension in using:
+    for extension in overriding(using, "finish"):
         extension.finish(module, made.values())
 
 
@@ -330,13 +316,13 @@ def _make_unit(
 ) -> Unit:
     config = planned.config
     for owned in planned.owned:
-        if (wrapping := wrapping_of(owned.param)) is not None:
+        if type(owned.param) is not nn.Parameter and (wrapping := wrapping_of(owned.param)) is not None:
             owned.was = weakref.ref(owned.param)
             owned.replace(wrapping.take_apart(owned.param))
     flats = plan_flats(planned, every.world_size, loads)
     all_ranks: dict[Groups | None, UnitRanks] = {}
     for groups in planned.groups:
-        on_these = [flat for flat in flats if flat.groups == groups]
+        on_these = flats if len(planned.groups) == 1 else [flat for flat in flats if flat.groups == groups]
         all_ranks[groups] = ranks_of(planned.fqn, config, on_these, pools, runtimes[groups], all_ranks.get(None))
     handle = FlatParamHandle.shard(flats, all_ranks)
     unit = Unit(planned.module, handle, context, every, config)
@@ -352,18 +338,19 @@ def ranks_of(
     runtimes: tuple[Runtime, Runtime | None],
     unit: UnitRanks | None = None,
 ) -> UnitRanks:
-    """The ranks of ``runtimes`` that have ``flats``, of the unit ``fqn``. ``unit``: see ``UnitRanks.of``."""
-    shards, replicas = (runtime and runtime.using(config.collectives) for runtime in runtimes)
-    assert shards is not None
+    """Return the ranks of ``runtimes`` that have ``flats``, of the unit ``fqn``. For ``unit`` see ``UnitRanks.of``."""
+    shards, replicas = runtimes
+    if (factory := config.collectives) is not None:
+        shards, replicas = shards.using(factory), None if replicas is None else replicas.using(factory)
     pool = pools.of(shards, config.static_buffers)
-    if config.strategy.is_whole:
-        shards, replicas = None, shards  # the ranks to shard over are replicas
+    if config.strategy.is_whole:  # the ranks to shard over are replicas
+        return UnitRanks.of(fqn, flats, None, shards, pool, unit)
     return UnitRanks.of(fqn, flats, shards, replicas, pool, unit)
 
 
 def _link(unit: Unit, planned: PlannedUnit, made: dict[nn.Module, Unit]) -> None:
     """Find the other units whose parameters ``unit`` needs, and add their registrations in it to these units."""
-    needs = [unit, *(made[m] for m in planned.uses)]
+    needs = [unit, *[made[m] for m in planned.uses]]
     for module, name, param in planned.foreign:
         owner = owner_of(param)
         if owner is None:

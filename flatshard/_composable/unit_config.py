@@ -14,7 +14,7 @@ from flatshard._config import BackwardPrefetch, CPUOffload, MixedPrecision, Shar
 from flatshard.layouts import LayoutChoice
 
 MeshChoice = Callable[[str, nn.Parameter], DeviceMesh | None] | None
-"""The mesh of a parameter, by its FQN; None: that of the call."""
+"""A function that chooses the mesh of a parameter, or None for the mesh of the call."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class UnitConfig:
     mixed_precision: MixedPrecision
     cpu_offload: CPUOffload
     collectives: CollectivesFactory | None = None  # None: the backend's own
-    # None: as the strategy says, but the outermost unit keeps its parameters. An int: as True, and a feature reads it.
+    # None: as the strategy says, but the outermost unit keeps its parameters. An int means True, and a feature reads it.
     reshard_after_forward: bool | int | None = None
     prefetch_limit_bytes: int | None = None  # for unsharded parameters that were gathered ahead and are not in use yet
     layout: LayoutChoice = None
@@ -37,11 +37,11 @@ class UnitConfig:
 
     @property
     def claims(self) -> tuple[Claim, ...]:
-        """The claims on a unit that it has as long as it exists."""
+        """The claims that a unit has as long as it exists."""
         return (KEPT,) if self.strategy.placements.until is Until.CHANGE else ()
 
     def stays_for_backward(self, outermost: bool) -> bool:
-        """Whether the parameters stay unsharded from a forward to its backward. ``outermost``: this is the outermost unit."""
+        """Return whether the parameters of a unit, perhaps the outermost, stay unsharded from a forward to its backward."""
         if self.reshard_after_forward is None:
             return outermost or self.strategy.placements.until >= Until.BACKWARD
         return not self.reshard_after_forward

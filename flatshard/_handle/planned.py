@@ -1,4 +1,4 @@
-"""The input of a handle: parameters with all their registrations, and the options and layout of each flat parameter."""
+"""The input of a handle: parameters with their registrations, and the options and layout of each flat parameter."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from flatshard._runtime import Runtime
 class FlatOptions:
     """The user's options for one flat parameter."""
 
-    compute_dtype: torch.dtype | None = None  # None: that of the parameters
-    reduce_dtype: torch.dtype | None = None  # for the reduction of gradients; None: see the next
-    reduce_as_computed: bool = True  # in the compute dtype; False: in the parameters' own
+    compute_dtype: torch.dtype | None = None  # None: the dtype of the parameters
+    reduce_dtype: torch.dtype | None = None  # for the reduction of gradients; None: see `reduce_as_computed`
+    reduce_as_computed: bool = True  # reduce in the compute dtype; False: in the dtype of the parameters
     keep_low_precision_grads: bool = False  # ``.grad`` has the dtype of the reduction
     offload: bool = False  # the shard and its gradient are on the CPU
     pin_memory: bool = True  # they are in page-locked memory, under offload
-    encoded_dtype: torch.dtype | None = None  # in which the class of the parameters sends them; None: as they compute
+    encoded_dtype: torch.dtype | None = None  # that the class of the parameters sends; None: the compute dtype
 
     def gathered_dtype(self, own: torch.dtype) -> torch.dtype:
-        """In which parameters of the dtype ``own`` are gathered."""
+        """Return the dtype in which parameters of dtype ``own`` are gathered."""
         return self.encoded_dtype or self.compute_dtype or own
 
 
@@ -43,7 +43,7 @@ class Kind:
 
     @classmethod
     def of(cls, dtype: torch.dtype, device: torch.device, options: FlatOptions, runtime: Runtime) -> Kind:
-        """The kind of a flat parameter that ``fully_shard`` makes of parameters of ``dtype`` on ``device``."""
+        """Return the kind of a flat parameter that ``fully_shard`` makes of parameters of ``dtype`` on ``device``."""
         # Parameters on meta that are filled later compute on the runtime's device. [Note: Filled later]
         compute_device = runtime.device if device.type == "meta" else device
         home = runtime.host if options.offload and runtime.host is not None else compute_device
@@ -52,7 +52,7 @@ class Kind:
         return cls(dtype, at, options.gathered_dtype(dtype), compute_device, home, is_offloaded)
 
     def converted(self, dtype: torch.dtype, device: torch.device, options: FlatOptions) -> Kind:
-        """The kind after the shard was given another dtype or device."""
+        """Return the kind after the shard was given another dtype or device."""
         compute_device, home = self.compute_device, self.home
         if home == compute_device and device.type != "meta":  # without offload
             compute_device = home = device
@@ -61,12 +61,12 @@ class Kind:
 
     @property
     def is_one(self) -> bool:
-        """Whether the shard can be computed with as it is."""
+        """Whether modules can compute with the shard as it is."""
         return self.compute_dtype is self.dtype and self.compute_device == self.device and not self.is_offloaded
 
 
 Groups = tuple[dist.ProcessGroup, dist.ProcessGroup | None]
-"""The ranks to shard over, and for hybrid strategies those that replicate this rank's shard."""
+"""The group to shard over and, for hybrid strategies, the group that replicates this rank's shard."""
 
 
 @dataclass
@@ -76,11 +76,11 @@ class PlannedParam:
     fqn: str
     param: nn.Parameter
     registrations: list[tuple[nn.Module, str]] = field(default_factory=list)
-    groups: Groups | None = None  # None: those of its unit
+    groups: Groups | None = None  # None: the groups of its unit
     was: weakref.ref[nn.Parameter] | None = None  # the tensor subclass that ``param`` has replaced
 
     def replace(self, param: nn.Parameter) -> None:
-        """Shard ``param`` in place of the parameter."""
+        """Set ``param`` to shard in place of the parameter."""
         self.param = param
 
 
@@ -95,5 +95,5 @@ class PlannedFlat:
 
     @property
     def groups(self) -> Groups | None:
-        """See ``PlannedParam``."""
+        """The groups that its parameters are sharded over, or None for those of the unit."""
         return self.params[0].groups

@@ -65,8 +65,12 @@ class Registrations:
 
     def add(self, module: nn.Module, name: str, sharded: nn.Parameter, compute: nn.Parameter) -> None:
         """Add the registration ``module.name``, and show the right parameter in it."""
-        self._record(module, module._parameters, name, sharded, compute)
-        self.write(module, name, compute if self.shows is UNSHARDED else sharded)
+        parameters = module._parameters
+        held = dict.get(parameters, name) if isinstance(parameters, dict) else None  # TorchScript's is none
+        self._record(module, parameters, name, sharded, compute)
+        wanted = compute if self.shows is UNSHARDED else sharded
+        if held is not wanted:
+            self.write(module, name, wanted)
 
     def add_copied(
         self, module: nn.Module, name: str, sharded: nn.Parameter, compute: nn.Parameter, memo: dict[int, Any]

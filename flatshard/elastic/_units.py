@@ -21,10 +21,10 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from flatshard._composable.claims import KEPT
-from flatshard._composable.construct import validate
-from flatshard._composable.construct.flat_plan import plan_again
+from flatshard._composable.construct.groups import resolve_groups, runtimes_over
+from flatshard._composable.construct.layout_plan import plan_again
 from flatshard._composable.find import contexts_of
-from flatshard._composable.fully_shard import ranks_of, runtimes_over
+from flatshard._composable.fully_shard import ranks_of
 from flatshard._composable.state import Context, Unit
 from flatshard._errors import name_list
 from flatshard._handle.lifetime import GradState
@@ -53,9 +53,8 @@ def home_over(units: Sequence[Unit], process_group: Any, device_mesh: DeviceMesh
         TypeError, ValueError: they are given in a way that is none for the units' strategy.
     """
     config, device = units[0].config, units[0].runtime.device
-    groups = validate.resolve_groups(process_group, device_mesh, config.strategy)
-    axes = (groups[0], groups[1]) if config.strategy.joins_axes and groups[1] is not None else None
-    runtime, runtimes = runtimes_over([None], groups, axes, device)
+    groups = resolve_groups(process_group, device_mesh, config.strategy)
+    runtime, runtimes = runtimes_over([None], groups, config.strategy, device)
     context = Context.of(runtime, *runtimes.values())
     shards, _ = runtimes[None]
     return Destination(context, Pools(), runtime, runtimes[None], shards.rank, shards.world_size)

@@ -39,7 +39,7 @@ from flatshard.integrations.state import (
 
 
 def prepare(accelerator: Accelerator, *objects: Any, **sharding: Any) -> Any:
-    """``accelerator.prepare(*objects)``, with each model sharded in the place of DistributedDataParallel.
+    """Call ``accelerator.prepare(*objects)``, with each model sharded instead of wrapped by DistributedDataParallel.
 
     Args:
         objects: models, optimizers, data loaders, schedulers. An optimizer may be built before or after.
@@ -111,7 +111,7 @@ def _saves(accelerator: Accelerator) -> bool:
 
 
 def _state_dict(accelerator: Accelerator, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
-    """``accelerator.get_state_dict``: whole tensors on the ranks that save, ``{}`` on the others."""
+    """Return full tensors on the ranks that save, ``{}`` on the others, as ``accelerator.get_state_dict`` does."""
     if not is_sharded(model):
         state: dict[str, Any] = Accelerator.get_state_dict(accelerator, model, unwrap)
         return state

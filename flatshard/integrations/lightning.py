@@ -69,12 +69,12 @@ class FlatshardStrategy(DDPStrategy):
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
-        """Called by the registry; Lightning's own names stay those of its classes."""
+        """Register the strategy's name with Lightning's registry. The names of its own classes stay."""
         strategy_registry.register(cls.strategy_name, cls, description="Parameters, gradients, optimizer state sharded")
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
-        """A checkpoint is loaded into a model that is sharded already."""
+        """Whether a checkpoint is loaded into a model that is sharded already."""
         return True
 
     def setup(self, trainer: Any) -> None:
@@ -105,16 +105,16 @@ class FlatshardStrategy(DDPStrategy):
 
     @contextlib.contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Lightning enters it for all microbatches but the last."""
+        """Hold gradients of all microbatches but the last, for which Lightning does not enter it."""
         with flatshard.no_sync(self.model):
             yield
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Whole on rank 0; with ``"sharded"`` each rank's part."""
+        """Return full tensors on rank 0, or with ``"sharded"`` each rank's shards."""
         return self.model.state_dict() if self._sharded_files else full_state_dict(self.model, rank0_only=True)
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """Whole on rank 0, by number as of the plain model; with ``"sharded"`` each rank's part, by name."""
+        """Return full tensors on rank 0, by number as of the plain model, or with ``"sharded"`` shards, by name."""
         optimizer = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
         if self._sharded_files:
             return optim_state_dict(self.model, optimizer)
@@ -122,7 +122,7 @@ class FlatshardStrategy(DDPStrategy):
         return rekey(state, [name for g in state["param_groups"] for name in g["params"]], to="ids") if state else state
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """One file by rank 0, or a directory by all ranks."""
+        """Write one file from rank 0, or a directory from all ranks."""
         if not self._sharded_files:
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
@@ -139,7 +139,7 @@ class FlatshardStrategy(DDPStrategy):
         flatshard.save_checkpoint(path, state | {"lightning": rest.getvalue().hex()}, overwrite=True)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Of a directory, model and optimizers are loaded here, at once; of a file, by the methods below."""
+        """Load model and optimizers of a directory at once. Those of a file are loaded by the methods below."""
         path = Path(self.broadcast(checkpoint_path))
         if not path.is_dir():
             return super().load_checkpoint(path, weights_only)  # type: ignore[no-any-return]
@@ -169,7 +169,7 @@ StrategyRegistry.register(
 
 
 class _Summary(summaries.ModelSummary):
-    """Counts whole parameters. Lightning has such a class for DeepSpeed, and asks by that strategy's name."""
+    """A summary that counts full parameters. Lightning has such a class for DeepSpeed, and asks by that strategy's name."""
 
     @property
     def total_parameters(self) -> int:
@@ -185,7 +185,7 @@ class _Summary(summaries.ModelSummary):
 
 
 def _refuse_averages(callbacks: Iterable[Any]) -> None:
-    """Raise for callbacks that average whole parameters: they copy the model before it is sharded."""
+    """Raise for callbacks that average full parameters: they copy the model before it is sharded."""
     for callback in callbacks:
         if isinstance(callback, StochasticWeightAveraging | WeightAveraging):
             raise TypeError(
@@ -201,7 +201,7 @@ def _summary(callback: ModelSummary, trainer: Any, module: nn.Module) -> summari
 
 
 def parallelize_fn(policy: Any = None, **shard_options: Any) -> Callable[[nn.Module, Any], nn.Module]:
-    """What Fabric's ``ModelParallelStrategy(parallelize_fn=)`` takes: sharding over the mesh's ``"data_parallel"`` dimension.
+    """Return a ``parallelize_fn`` for Fabric's ``ModelParallelStrategy`` that shards over the mesh's ``"data_parallel"``.
 
     ``no_backward_sync`` changes no result, and saves no communication: use :func:`flatshard.no_sync`. ``fabric.save`` looks
     for DTensors. Here, ``flatshard.save_checkpoint(path, {"model": model.module, "optimizer": optimizer.optimizer})``.

@@ -18,7 +18,7 @@ import flatshard
 
 
 def adapter_state_dict(model: PeftModel, **how: Any) -> dict[str, torch.Tensor]:
-    """What peft saves of ``model``, as whole tensors under the names of ``model.state_dict()``. All ranks must call it.
+    """Return what peft saves of ``model``: full tensors, by the names of ``model.state_dict()``. All ranks must call it.
 
     Only these parameters leave their units: no rank holds the base model.
 
@@ -41,7 +41,7 @@ def adapter_state_dict(model: PeftModel, **how: Any) -> dict[str, torch.Tensor]:
 
 
 def save_adapter(model: PeftModel, directory: str | os.PathLike[str], **how: Any) -> None:
-    """``model.save_pretrained(directory)`` of a sharded model, which plain peft opens. All ranks must call it; rank 0 writes.
+    """Save a sharded model like ``model.save_pretrained(directory)``, for plain peft. All ranks must call it; rank 0 writes.
 
     Args:
         how: arguments of ``PeftModel.save_pretrained``.

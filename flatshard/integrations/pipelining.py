@@ -29,7 +29,7 @@ import flatshard
 
 
 def prepare(schedule: Any, stages: Sequence[Any]) -> None:
-    """Have ``schedule`` gather and reduce the units of ``stages``, the ``PipelineStage``s of this rank. Call it once.
+    """Make ``schedule`` gather and reduce the units of ``stages``, the ``PipelineStage``s of this rank. Call it once.
 
     Gradients are averaged over the ranks of the units, and divided by the number of microbatches if the schedule scales
     gradients (``scale_grads=True``, its default). Their backwards outside of the schedule don't reduce gradients any more.
@@ -71,7 +71,7 @@ def _reduces(action: Any) -> bool:
 
 
 class _Stage:
-    """One stage of this rank."""
+    """A stage of this rank."""
 
     def __init__(self, stage: Any) -> None:
         self._stage = stage

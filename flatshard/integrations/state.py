@@ -14,12 +14,12 @@ import flatshard
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Whether ``model`` has units."""
+    """Return whether ``model`` has units."""
     return any(isinstance(p, flatshard.tensors.ShardedParameter) for p in model.parameters())
 
 
 def policy_of(model: nn.Module) -> set[type[nn.Module]]:
-    """The classes of ``model``'s layers that it names itself, in ``_no_split_modules``, as models of transformers do.
+    """Return the classes of layers that ``model`` names in ``_no_split_modules``, as models of transformers do.
 
     With adapters of peft around it, also the class of the base model: ``generate`` calls that one, past the outermost unit.
 
@@ -36,7 +36,7 @@ def policy_of(model: nn.Module) -> set[type[nn.Module]]:
 
 
 def whole_optimizer_state(model: nn.Module, optimizer: Optimizer, *, rank0_only: bool = True) -> dict[str, Any]:
-    """``optimizer.state_dict()`` as one process has it: by number, with whole tensors. All ranks must call it.
+    """Return ``optimizer.state_dict()`` as in one process: by number, with full tensors. All ranks must call it.
 
     ``rank0_only``: the other ranks get ``{}``.
     """
@@ -48,14 +48,14 @@ def whole_optimizer_state(model: nn.Module, optimizer: Optimizer, *, rank0_only:
 
 
 def num_parameters(model: nn.Module, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
-    """``model.num_parameters`` of transformers, of whole parameters."""
+    """Return ``model.num_parameters`` of transformers, counting full parameters."""
     left_out = {f"{n}.weight" for n, m in model.named_modules() if exclude_embeddings and isinstance(m, nn.Embedding)}
     counted = [p for n, p in model.named_parameters() if n not in left_out and (p.requires_grad or not only_trainable)]
     return sum(flatshard.full_shape(p).numel() for p in counted)
 
 
 def count_whole(model: nn.Module) -> None:
-    """Have ``num_parameters`` of transformers, and ``print_trainable_parameters`` of peft, count whole parameters."""
+    """Make ``num_parameters`` of transformers, and ``print_trainable_parameters`` of peft, count full parameters."""
     if hasattr(model, "num_parameters"):
         model.num_parameters = functools.partial(num_parameters, model)  # type: ignore[assignment]
     if hasattr(model, "get_nb_trainable_parameters"):
@@ -63,7 +63,7 @@ def count_whole(model: nn.Module) -> None:
 
 
 def generate_kept(model: nn.Module) -> None:
-    """Have ``generate`` of transformers keep ``model`` unsharded: it gathers once, whatever length a rank generates."""
+    """Make ``generate`` of transformers keep ``model`` unsharded: it gathers once, whatever length a rank generates."""
     found = getattr(model, "generate", None)
     if found is not None and getattr(found, "func", None) is not _generate:
         model.generate = functools.partial(_generate, model, found)  # type: ignore[assignment]
@@ -79,7 +79,7 @@ def _trainable_and_all(model: nn.Module) -> tuple[int, int]:
 
 
 def load_whole(model: nn.Module, state: Mapping[str, torch.Tensor]) -> None:
-    """``model.load_state_dict(state)``, where ``state`` has tied parameters under one name each, as safetensors do."""
+    """Load ``state`` into ``model``, where tied parameters have one name each, as in safetensors."""
     first = {id(p): name for name, p in model.named_parameters(remove_duplicate=False) if name in state}
     tied = {
         name: state[first[id(p)]]

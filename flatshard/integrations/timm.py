@@ -19,7 +19,7 @@ __all__ = ["create_optimizer"]
 
 
 def create_optimizer(model: nn.Module, opt: str = "sgd", *, whole: bool = False, **settings: Any) -> Optimizer:
-    """``timm.optim.create_optimizer_v2`` of a sharded model, with the groups that the plain model would get.
+    """Call ``timm.optim.create_optimizer_v2`` for a sharded model, with the groups that the plain model would get.
 
     timm leaves 1-D parameters out of weight decay, and a part of a matrix is 1-D. Here it is shown the whole shapes.
 
@@ -44,7 +44,7 @@ def create_optimizer(model: nn.Module, opt: str = "sgd", *, whole: bool = False,
 
 
 class _Whole(nn.Module):
-    """What rules for groups see: the model's methods, and its parameters in their whole shapes, without memory."""
+    """A stand-in for rules for groups: the model's methods, and its parameters in their full shapes, without memory."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()

@@ -48,7 +48,7 @@ def average_gradients(manager: Manager, parameters: Iterable[nn.Parameter]) -> N
 def state_functions(
     model: nn.Module, optimizer: torch.optim.Optimizer, extra: Mapping[str, Any] | None = None
 ) -> dict[str, Callable[..., Any]]:
-    """The arguments ``state_dict`` and ``load_state_dict`` of torchft's ``Manager``.
+    """Return the arguments ``state_dict`` and ``load_state_dict`` for torchft's ``Manager``.
 
     A rank of a group that comes back gets its parts from the rank of the same number in another group, so all groups have
     as many ranks.

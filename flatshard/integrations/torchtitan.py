@@ -40,7 +40,7 @@ def parallelize(
     dump_folder: str,
     **shard_options: Any,
 ) -> nn.Module:
-    """A ``ModelSpec``'s ``parallelize_fn``: activation checkpointing, compile, then :func:`flatshard.fully_shard`.
+    """Apply activation checkpointing, compile, then :func:`flatshard.fully_shard`: the ``parallelize_fn`` of a ``ModelSpec``.
 
     Each transformer block is a unit, and so are the embeddings and the head, which torchtitan's chunked losses call alone.
     As under torchtitan's FSDP, gradients are summed: the loss is divided by the number of tokens on all ranks. A fused weight
@@ -93,15 +93,15 @@ def _fused(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 class _Model(ModelWrapper):
-    """Without torchtitan's cache of values, which compares memory: sharded values share the parameters' anyway."""
+    """A model wrapper without torchtitan's cache of values, as sharded values share the parameters' memory."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Sharded values."""
+        """Return sharded values."""
         return self._get_state_dict()  # type: ignore[no-any-return]
 
 
 class FlatshardCheckpointManager(CheckpointManager):
-    """torchtitan's, for sharded models: Hugging Face's format is made of whole values.
+    """torchtitan's checkpoint manager for sharded models: Hugging Face's format is made of full values.
 
     ``to_hf`` of a state dict adapter permutes rows of matrices, which a part of a matrix can't do. So the values are gathered
     one at a time, and rank 0 writes them; to read them, each rank holds the whole model on CPU. torch's format is as before,
@@ -110,7 +110,7 @@ class FlatshardCheckpointManager(CheckpointManager):
 
     @dataclass(kw_only=True, slots=True)
     class Config(CheckpointManager.Config):
-        """The same."""
+        """The options of the manager, as torchtitan has them."""
 
     def __init__(self, config: Config, *, model_parts: list[nn.Module], **kwargs: Any) -> None:
         super().__init__(config, model_parts=model_parts, **kwargs)
@@ -119,7 +119,7 @@ class FlatshardCheckpointManager(CheckpointManager):
 
     @torch.no_grad()
     def dcp_save(self, state_dict: dict[str, Any], checkpoint_id: str, async_mode: Any, **kwargs: Any) -> Any:
-        """Called by ``save``."""
+        """Save ``state_dict``; called by ``save``."""
         if not kwargs.get("to_hf"):
             return super().dcp_save(state_dict, checkpoint_id, async_mode, **kwargs)
         first = dist.get_rank() == 0
@@ -139,7 +139,7 @@ class FlatshardCheckpointManager(CheckpointManager):
         return None
 
     def dcp_load(self, state_dict: dict[str, Any], checkpoint_id: str, from_hf: bool, from_quantized: bool) -> None:
-        """Called by ``load``."""
+        """Load into ``state_dict``; called by ``load``."""
         if not from_hf:
             super().dcp_load(state_dict, checkpoint_id, from_hf, from_quantized)
             return

@@ -25,7 +25,7 @@ logger = logging.get_logger(__name__)
 
 
 class Sharded:
-    """Makes a Trainer shard its model: ``class Mine(Sharded, Seq2SeqTrainer)``. All ranks call its methods.
+    """A mixin that makes a Trainer shard its model: ``class Mine(Sharded, Seq2SeqTrainer)``. All ranks call its methods.
 
     The model is sharded when training or evaluation begins. Then ``trainer.model`` is the same object, and its parameters are
     parts: save it by ``trainer.save_model``. Its ``generate`` gathers once, so ranks may generate different lengths.
@@ -43,10 +43,10 @@ class Sharded:
     get_optimizer_cls_and_kwargs: Callable[..., tuple[Any, dict[str, Any]]]
 
     def __init__(self, *args: Any, sharding: dict[str, Any] | None = None, **kwargs: Any) -> None:
-        """As the Trainer's.
+        """Create a Trainer with the arguments of its own class, and these.
 
         Args:
-            sharding: arguments of ``fully_shard``. ``policy``, if left out: the layers that the model names itself.
+            sharding: arguments of ``fully_shard``. Without ``policy``, layers that the model names itself become units.
 
         Raises:
             ValueError: no policy is given, and the model names no layers; or ``fsdp`` or ``deepspeed`` of the Trainer's
@@ -60,7 +60,7 @@ class Sharded:
             self._sharding["policy"] = policy_of(self.model)
 
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
-        """Where the Trainer puts its wrappers: before training, and before evaluation without it."""
+        """Shard the model where the Trainer wraps it: before training, and before evaluation without it."""
         shard(self.accelerator, self.model, **self._sharding)
         self._shard_others()
         if training:
@@ -85,7 +85,7 @@ class Sharded:
                 )
 
     def create_optimizer(self, model: nn.Module | None = None) -> Any:
-        """As the Trainer's. One that looks at whole matrices, such as ``optim="adafactor"``, steps whole parameters."""
+        """Create the Trainer's optimizer. If it looks at full matrices (``optim="adafactor"``), it steps full parameters."""
         is_given = self.optimizer is not None
         shard(self.accelerator, self.model, **self._sharding)
         made = super().create_optimizer(model)  # type: ignore[misc]
@@ -96,11 +96,11 @@ class Sharded:
         return self.optimizer
 
     def get_num_trainable_parameters(self) -> int:
-        """Of whole parameters."""
+        """Return the number of trainable parameters, counting full ones."""
         return flatshard.tensors.num_parameters(self.model, trainable_only=True)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """What ``from_pretrained`` opens; of a model of peft, its adapters. All ranks must call it."""
+        """Save the model for ``from_pretrained``, or the adapters of a model of peft. All ranks must call it."""
         if not is_sharded(self.model):
             super().save_model(output_dir, _internal_call)  # type: ignore[misc]
             return
@@ -116,7 +116,7 @@ class Sharded:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)  # type: ignore[attr-defined]
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        """The Trainer asks for the optimizer's state on the rank that saves; here all have a part of it."""
+        """Gather the optimizer's state on all ranks, of which each has a shard, for the rank that saves."""
         state = whole_optimizer_state(self.model, self.optimizer, rank0_only=not self.args.save_on_each_node)
         if not self.args.should_save:
             return
@@ -127,4 +127,4 @@ class Sharded:
 
 
 class ShardedTrainer(Sharded, Trainer):
-    """transformers' Trainer of a sharded model: ``ShardedTrainer(model, args, sharding={"policy": {Block}})``."""
+    """A Trainer of transformers for a sharded model: ``ShardedTrainer(model, args, sharding={"policy": {Block}})``."""

@@ -16,7 +16,7 @@ import flatshard
 
 
 def iter_weights(model: nn.Module, *, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, whole tensor) of what ``model.state_dict()`` has, tied parameters by their first name. All ranks must iterate.
+    """Yield (name, full tensor) of ``model.state_dict()``, tied parameters by their first name. All ranks must iterate.
 
     What ``load_weights`` of an inference engine takes. Buffers come last, this rank's own.
 
@@ -37,7 +37,7 @@ def sync_weights(
     dtype: torch.dtype | None = None,
     on_ranks: Iterable[int] | None = None,
 ) -> None:
-    """Call ``receive`` with the whole weights of ``model``, one by one. All ranks must call it.
+    """Call ``receive`` with the full weights of ``model``, one by one. All ranks must call it.
 
     Args:
         receive: ``engine.load_weights``, as of vLLM. It may stop early: the rest is gathered all the same, as other ranks do.
@@ -55,7 +55,7 @@ def sync_weights(
 
 
 class EngineWeights:
-    """Keeps an inference engine, as vLLM's, at the newest version of a model in training: by its ``load_weights``.
+    """Keeps an inference engine (vLLM) at the newest version of a model in training, by its ``load_weights``.
 
     That takes whole tensors only, by the names of the checkpoint, and shards and fuses them itself. So whole tensors are kept
     here, once for each process that has an engine, and those that a version has changed are loaded. An engine whose tensors

@@ -1,9 +1,9 @@
-"""Layouts: where a parameter may be cut between ranks, for ``fully_shard(layout=...)``.
+"""Layouts for ``fully_shard(layout=...)``: the places where a parameter may be cut between ranks.
 
 All shards of a flat parameter have the same size, so that a collective is one call on one buffer. If parameters cannot be cut
 anywhere, there must be padding between them. It takes memory in the shards, and bytes in every collective. The limit
-``max_padding`` is about the elements that a layout needs in addition to the ``Elements`` layout of the same parameters, as a
-fraction of that layout.
+``max_padding`` is on the elements that a layout adds to the ``Elements`` layout of the same parameters, as a fraction of that
+layout.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Elements:
     """
 
     def block(self, shape: Sequence[int]) -> int:
-        """Internal: parameters are cut between blocks of so many elements."""
+        """Internal: return the number of elements of a block, between which parameters are cut."""
         return 1
 
 
@@ -60,7 +60,7 @@ class Rows:
         _check(self, self.multiple)
 
     def block(self, shape: Sequence[int]) -> int:
-        """Internal: parameters are cut between blocks of so many elements."""
+        """Internal: return the number of elements of a block, between which parameters are cut."""
         return self.multiple * math.prod(shape[1:]) if shape else 1
 
 
@@ -90,7 +90,7 @@ class Blocks:
         _check(self, self.numel)
 
     def block(self, shape: Sequence[int]) -> int:
-        """Internal: parameters are cut between blocks of so many elements."""
+        """Internal: return the number of elements of a block, between which parameters are cut."""
         return self.numel
 
 
@@ -124,7 +124,7 @@ class Whole:
         _check(self, 1)
 
     def block(self, shape: Sequence[int]) -> int:
-        """Internal: parameters are cut between blocks of so many elements."""
+        """Internal: return the number of elements of a block, between which parameters are cut."""
         return max(1, math.prod(shape))
 
 
@@ -136,10 +136,10 @@ LayoutChoice = Layout | Callable[[str, nn.Parameter], Layout | None] | None
 
 
 def layout_for(choice: LayoutChoice, fqn: str, param: nn.Parameter) -> Layout:
-    """The layout of one parameter, by the argument ``layout=choice``.
+    """Return the layout of one parameter under the argument ``layout=choice``.
 
     Raises:
-        TypeError: it is none.
+        TypeError: ``choice``, or its result, is no layout.
     """
     found = choice(fqn, param) if callable(choice) else choice
     if found is None:
@@ -153,14 +153,14 @@ def layout_for(choice: LayoutChoice, fqn: str, param: nn.Parameter) -> Layout:
 
 
 def work_of(shape: Sequence[int]) -> int:
-    """The approximate work of an optimizer's step on a whole matrix: its shorter side times its number of elements."""
+    """Return the approximate work of an optimizer's step on a full matrix: its shorter side times its elements."""
     if len(shape) < 2:
         return math.prod(shape)
     return math.prod(shape) * min(shape[-1], math.prod(shape[:-1]))
 
 
 def excess_padding(unit: str, fqns: Sequence[str], layouts: Sequence[Layout], padding: float) -> str | None:
-    """A warning if ``padding`` is over the smallest limit of ``layouts``, else None.
+    """Return a warning if ``padding`` is over the smallest limit of ``layouts``, else None.
 
     Raises:
         ValueError: it is over the limit, and one of the layouts is strict.

@@ -31,7 +31,7 @@ class Piece(NamedTuple):
 
 
 def pack(pieces: Sequence[Piece], world_size: int, align: int, shard_align: int) -> tuple[list[int], int]:
-    """The start of each piece, and the size of the shards: the smallest that was found. [Note: Packing]
+    """Return the start of each piece, and the smallest size of shards that was found. [Note: Packing]
 
     Starts are multiples of ``align``. The size is a multiple of ``shard_align`` (itself a multiple of ``align``).
     """
@@ -48,7 +48,7 @@ def pack(pieces: Sequence[Piece], world_size: int, align: int, shard_align: int)
 
 
 def _families(pieces: Sequence[Piece], smallest: int, align: int, shard_align: int) -> Iterator[tuple[int, int]]:
-    """(smallest size, step between sizes) for each number of largest pieces that may have several cuts."""
+    """Yield (smallest size, step between sizes) for each number of largest pieces that may have several cuts."""
     ordered = sorted(set(pieces), reverse=True)
     multiple = shard_align
     for count in range(len(ordered) + 1):
@@ -59,7 +59,7 @@ def _families(pieces: Sequence[Piece], smallest: int, align: int, shard_align: i
 
 
 def _least_for_one_cut(piece: Piece, align: int) -> int:
-    """The smallest shard size with which ``piece`` has at most one cut."""
+    """Return the smallest shard size with which ``piece`` has at most one cut."""
     if piece.block == 1:
         return 0
     step = math.lcm(piece.block, align)  # the distance from its start to the cut is a multiple of this
@@ -70,7 +70,7 @@ def _least_for_one_cut(piece: Piece, align: int) -> int:
 def _search(
     pieces: Sequence[Piece], world_size: int, align: int, least: int, multiple: int, bound: int | None
 ) -> tuple[list[int], int] | None:
-    """The smallest size below ``bound`` that was found to work, among ``least``, ``least + multiple``, ..."""
+    """Return the smallest size below ``bound`` that was found to work, among ``least``, ``least + multiple``, ..."""
 
     def attempt(steps: int) -> tuple[list[int], int] | None:
         size = least + steps * multiple
@@ -94,7 +94,7 @@ def _search(
 
 
 def _place(pieces: Sequence[Piece], world_size: int, align: int, size: int) -> list[int] | None:
-    """The start of each piece, for shards of ``size``. None if the pieces fit in neither of the orders tried."""
+    """Return the start of each piece for shards of ``size``, or None if the pieces fit in neither of two orders."""
     given = range(len(pieces))
     descending = sorted(given, key=lambda i: (-pieces[i].numel, i))
     for order in (given, descending):
@@ -124,7 +124,7 @@ def _place_in_order(pieces: Sequence[Piece], order: Sequence[int], end: int, ali
 
 
 def _first_start(piece: Piece, first: int, last: int, align: int, size: int) -> int | None:
-    """The first start of ``piece`` in a free range for which all its cuts are between blocks. None if there is none."""
+    """Return the first start of ``piece`` in a free range with all its cuts between blocks, or None."""
     if last - first < piece.numel:
         return None
     step = math.lcm(piece.block, align)
@@ -150,5 +150,5 @@ def _is_uncut(piece: Piece, start: int, size: int) -> bool:
 
 
 def round_up(value: int, multiple: int) -> int:
-    """The smallest multiple of ``multiple`` that is at least ``value``."""
+    """Return the smallest multiple of ``multiple`` that is at least ``value``."""
     return -(-value // multiple) * multiple

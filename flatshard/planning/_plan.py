@@ -15,9 +15,9 @@ from typing import Any
 
 from torch import nn
 
-from flatshard._composable.construct import validate
 from flatshard._composable.construct.options import unit_config
-from flatshard._composable.construct.policy import Policy
+from flatshard._composable.construct.parameters import check_parameters
+from flatshard._composable.construct.policy import Policy, check_module
 from flatshard._composable.find import units_of_parameters
 from flatshard._composable.fully_shard import Choice, choose
 from flatshard._composable.state import Unit
@@ -125,7 +125,7 @@ def plan(
             f"plan: unit {units[0].fqn or '<root>'!r} of this {type(module).__name__} is sharded already. describe() shows "
             "its units. To plan, build the model again: `with torch.device('meta'):` takes no memory"
         )
-    validate.check_module(module)
+    check_module(module)
     choice = choose(module, policy, config, ignored_states, ranks.shards)
     check(choice, activations)
     others = _alternatives(choice, ranks, ranks_per_node) if compare else []
@@ -167,7 +167,7 @@ def check(choice: Choice, activations: int | Mapping[str, int]) -> None:
         ValueError: ``fully_shard`` could not shard a parameter, or ``activations`` names something that is no unit.
         NotImplementedError: this can be sharded but not planned.
     """
-    validate.check_parameters(choice.planned, META, None)
+    check_parameters(choice.planned, META, None)
     for owned in (owned for unit in choice.planned for owned in unit.owned):
         if wrapping_of(owned.param) is not None:
             raise NotImplementedError(

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
-from flatshard._composable.construct.flat_plan import Loads, plan_flats
+from flatshard._composable.construct.layout_plan import Loads, plan_flats
 from flatshard._composable.extensions import Extension, ForwardFeature, extensions
 from flatshard._composable.features import kept_shards
 from flatshard._composable.features.grad_sync import no_sync

@@ -10,9 +10,8 @@ from typing import Any
 
 from torch import nn
 
-from flatshard._composable.construct import validate
 from flatshard._composable.construct.options import unit_config
-from flatshard._composable.construct.policy import Policy
+from flatshard._composable.construct.policy import Policy, check_module
 from flatshard._composable.fully_shard import choose
 from flatshard._composable.module_tree import ModuleGroup
 from flatshard._config import ShardingStrategy
@@ -78,7 +77,7 @@ class Step:
         self.module, self.options, self.others = module, options, others
         self.learnt = {states: Learnt(options.device) for states in (False, True)}
         self.learnt[True].operations = self.learnt[False].operations
-        validate.check_module(module)
+        check_module(module)
 
     def units(self, policy: Policy, ranks: Ranks) -> list[str]:
         """The names of the units, without the outermost one."""

@@ -70,3 +70,21 @@ def test_what_an_archive_contains(kind, tmp_path):
     wanted = [name for name in files if name.startswith("flatshard/") and (ROOT / name).exists()]
     assert sorted(set(wanted) - set(names)) == []
     assert {"flatshard/py.typed", "flatshard/LICENSE", "flatshard/migration.md"} <= set(names)
+
+
+def test_products_are_imported_on_first_use():
+    script = (
+        "import sys, flatshard\n"
+        "later = ('debug', 'elastic', 'planning', 'weights')\n"
+        "assert not [m for m in sys.modules if m.split('.')[0] == 'flatshard' and set(m.split('.')) & set(later)]\n"
+        "assert set(flatshard.__all__) <= set(dir(flatshard))\n"
+        "for name in flatshard.__all__:\n"
+        "    found = getattr(flatshard, name)\n"
+        "    assert not callable(found) or found.__module__ == 'flatshard' or isinstance(found, type), name\n"
+        "assert all(sys.modules['flatshard.' + name] is getattr(flatshard, name) for name in later)\n"
+        "assert not hasattr(flatshard, 'nothing')\n"
+        "help(flatshard.fit)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    assert "Help on function fit in module flatshard" in done.stdout

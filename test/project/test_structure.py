@@ -231,7 +231,9 @@ RULES = [
     Rule(r"\.exchange\(", f"{STARTING} optim._owned elastic._reshard", of=r"(?!_handle\.)"),
     Rule(r"\._parameters\[[^=]*\] \S?= |\bdel .*\._parameters\[|\bregister_parameter\(", "_handle.registrations"),
     Rule(r"\._parameters\.(pop|update|setdefault|clear|popitem|__setitem__|__delitem__)\(", "_handle.registrations"),
-    Rule(r"(?<![\w.])(setattr|delattr)\(", "_handle.registrations"),
+    Rule(
+        r"(?<![\w.])(setattr|delattr)\(", "_handle.registrations _composable.outputs"
+    ),  # the latter: of user's dataclasses
     Rule(rf"^(?!{AN_IMPORT}).*(?<![\w.])(dist|torch\.distributed)\.(?!({QUERIES})(?![\w.]))", COMMUNICATING),
     Rule(rf"^\s*from torch\.distributed(?!\.({QUIET_MODULES})\b)", COMMUNICATING),
     Rule(r"\b(process_)?group\.\w", COMMUNICATING),
@@ -324,7 +326,7 @@ def test_no_two_files_write_one_attribute():
 
 INSTALLED_AT_IMPORT = {
     ("_", "_extensions.plug_in"),  # our own features into our own core
-    ("_", "_value.__module__"),  # of our public functions
+    ("_", "_show_here"),  # names of our public functions
     ("_trace", "sinks.append"),  # the logger, where the environment asks for it
     ("_handle.tensors.sharded_parameter", "locals"),  # methods of our class
     ("_handle.tensors.sharded_gradient", "HANDLERS[torch._foreach_norm]"),  # a table of our own
@@ -404,7 +406,8 @@ def test_files_read_in_a_sitting_and_functions_fit_on_a_screen_or_two():
 
 
 def test_all_is_complete():
-    imported = {n for _, module, names in imports(TREES["_"]) for n in names if not n.startswith("_")}
+    ours = [names for _, module, names in imports(TREES["_"]) if module.startswith("flatshard")]
+    imported = {n for names in ours for n in names if not n.startswith("_")}
     assert imported == set(flatshard.__all__)
 
 

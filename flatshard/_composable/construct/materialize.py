@@ -1,4 +1,4 @@
-"""Initialises, moves and broadcasts the parameters and buffers of one unit, before it is sharded.
+"""The values of parameters and buffers before they are sharded: initialised, moved and broadcast, one unit at a time.
 
 [Note: Nothing trains on garbage]
 A module on the meta device gets memory that is filled with a byte pattern. No initialiser writes this pattern. If a tensor
@@ -13,7 +13,7 @@ If rank 0 has values already (``sync_module_states``), the other ranks need not 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NoReturn
 
 import torch
@@ -29,20 +29,20 @@ from flatshard._handle.unit_ranks import Runtimes
 from flatshard._runtime import Runtime, on_any_rank
 
 PATTERN = 0xA7
-"""Of the bytes of memory that nothing has initialised: no initialiser leaves it behind."""
+"""The byte that memory is filled with until it is initialised. No initialiser leaves it behind."""
 
 
 class Materialization:
-    """Gives the parameters and buffers of all units of one call memory, values and their device, before they are sharded.
+    """Gives the parameters and buffers of all units of one call their memory, values and device, before they are sharded.
 
     Args:
-        units: all of them.
+        units: the planned units.
         names: each module's FQN.
         ignored: parameters to leave alone.
-        device: where to allocate, and to move to.
+        device: the device to allocate on, and to move to.
         param_init_fn: the argument of ``fully_shard``.
-        at_once: a module that is on meta does not stay there.
-        syncs: rank 0 broadcasts its values.
+        at_once: whether a module on meta gets memory now, and does not stay there.
+        syncs: whether rank 0 broadcasts its values.
 
     Raises:
         TypeError: ``param_init_fn`` cannot be called with a module.
@@ -66,41 +66,42 @@ class Materialization:
         owned = [o.param for unit in units for o in unit.owned]
         on_meta = bool(owned) and all(p.is_meta and not is_wrapper(p) for p in owned)
         self._stays = on_meta and not (at_once or syncs or param_init_fn is not None)  # [Note: Filled later]
-        # What nothing can initialise. What an initialiser leaves out shows later.
+        # Found here, because the owner of a shared parameter initialises modules of other units that it is registered in.
+        self._was_meta = {u.module for u in units if any([self._on_meta(m) for m in u.holders])}
+        # Tensors that nothing can initialise. Tensors that an initialiser leaves out are found later.
         self._left = [
             _fqn(names[m], name)
             for unit in units
+            if param_init_fn is None and unit.module in self._was_meta
             for m in unit.modules
-            if param_init_fn is None and _own_initialiser(m) is None
-            for name, t in self._tensors(m)
-            if t.is_meta
+            if _own_initialiser(m) is None
+            for name, _ in self._on_meta(m)
         ]
         if self._left and not (self._stays or syncs):
             self._refuse()
-        # Found here, because the owner of a shared parameter initialises modules of other units that it is registered in.
-        self._was_meta = {u.module for u in units if any(t.is_meta for m in u.holders for _, t in self._tensors(m))}
 
     def agree(self, runtimes: Runtimes) -> None:
-        """Find out whether rank 0 of the call's groups has values to broadcast.
+        """Agree with the other ranks that rank 0 of the call's groups has values to broadcast.
 
         Raises:
-            RuntimeError: it has not: on all ranks.
+            RuntimeError: it has none. All ranks raise.
         """
         self._runtimes = {groups: [r for r in both if r is not None] for groups, both in runtimes.items()}
-        # Those of which this is rank 0.
-        self._first_of = {groups for groups, both in self._runtimes.items() if all(r.rank == 0 for r in both)}
+        # The groups of which this is rank 0.
+        self._first_of = {groups for groups, both in self._runtimes.items() if all([r.rank == 0 for r in both])}
         if self._syncs and on_any_rank(self._runtimes[None], None in self._first_of and bool(self._left)):
             self._refuse()
 
     def prepare(self, unit: PlannedUnit) -> None:
-        """Initialise, move and broadcast what ``unit`` has.
+        """Initialise, move and broadcast the parameters and buffers of ``unit``.
 
         Raises:
             RuntimeError: a parameter or buffer was not initialised.
         """
         if self._stays:
             return
-        self._initialise(unit)
+        if unit.module in self._was_meta:
+            self._initialise(unit)
         self._move(unit)
         if self._syncs or unit.module in self._was_meta:
             for groups in unit.groups:
@@ -108,31 +109,30 @@ class Materialization:
                     _broadcast(unit, groups, runtime)
 
     def _refuse(self) -> NoReturn:
-        """Raise for what nothing can initialise, before anything is changed."""
+        """Raise, before anything is changed, because nothing can initialise some tensors."""
         what = f"{name_list(self._left)} are" if self._left else "some parameters or buffers of rank 0 are"
         raise RuntimeError(f"{what} on the meta device and their modules cannot initialise them. {_CURE}")
 
-    def _tensors(self, module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-        """The parameters and buffers registered on ``module`` itself."""
-        for name, param in module._parameters.items():
-            if param is not None and param not in self._ignored:
-                yield name, param
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                yield name, buffer
+    def _tensors(self, module: nn.Module) -> list[tuple[str, torch.Tensor]]:
+        """Return the parameters and buffers that are registered on ``module`` itself, by name."""
+        params = [(n, p) for n, p in module._parameters.items() if p is not None and p not in self._ignored]
+        return [*params, *[(n, b) for n, b in module._buffers.items() if b is not None]]
+
+    def _on_meta(self, module: nn.Module) -> list[tuple[str, torch.Tensor]]:
+        """Return those that have no memory."""
+        return [(name, tensor) for name, tensor in self._tensors(module) if tensor.is_meta]
 
     def _initialise(self, unit: PlannedUnit) -> None:
-        """Initialise what is on meta, in place. Parameters stay the same objects, and tied."""
-        todo = [m for m in unit.holders if any(t.is_meta for _, t in self._tensors(m))]
+        """Initialise the tensors on meta in place. Parameters stay the same objects, and tied."""
+        todo = [m for m in unit.holders if self._on_meta(m)]
         for module in todo:
-            for _, tensor in list(self._tensors(module)):
-                if tensor.is_meta:
-                    _allocate(tensor, self._device)
+            for _, tensor in self._on_meta(module):
+                _allocate(tensor, self._device)
             if self._init is not None:
                 _call_init(self._init, module)
             elif (reset := _own_initialiser(module)) is not None:
                 reset()
-        overwritten = self._syncs and self._first_of.isdisjoint(unit.groups)  # then it is enough to allocate memory
+        overwritten = self._syncs and self._first_of.isdisjoint(unit.groups)  # by rank 0: memory is enough
         left = [
             _fqn(self._names[m], name)
             for m in todo
@@ -147,16 +147,16 @@ class Materialization:
             )
 
     def _move(self, unit: PlannedUnit) -> None:
-        """Move the parameters that it owns (keeping their identity) and buffers to the device.
+        """Move buffers, and the parameters that ``unit`` owns, to the device. Parameters stay the same objects.
 
-        Its modules may show a parameter of another unit, which is sharded already, and where that unit keeps it.
+        Parameters of other units that are registered in it are left alone: they may be sharded already.
         """
         device = self._device
         for owned in unit.owned:
             param = owned.param
             if param.device == device or param.is_meta:
                 continue
-            if is_wrapper(param):  # another object will be registered for it in any case
+            if is_wrapper(param):  # sharding registers another object in its place in any case
                 moved = nn.Parameter(param.detach().to(device), param.requires_grad)
                 hand_on(param, moved)
                 moved.__dict__.update({k: v for k, v in param.__dict__.items() if k not in moved.__dict__})
@@ -195,15 +195,15 @@ def _fqn(module: str, name: str) -> str:
 
 
 def _call_init(param_init_fn: Callable[[nn.Module], None], module: nn.Module) -> None:
+    """Call the user's function with ``module``. Parameters stay the same objects, and keep their attributes."""
     # A param_init_fn written for FSDP1 begins with module.to_empty(...). With swapping, the Parameter objects stay the same.
     before = torch.__future__.get_swap_module_params_on_conversion()
     attributes = [(p, dict(p.__dict__)) for p in module.parameters(recurse=False)]
     grad_dtypes = [(p, p.grad_dtype) for p, _ in attributes if has_chosen(p)]
     deterministic = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     torch.__future__.set_swap_module_params_on_conversion(True)
-    torch.use_deterministic_algorithms(
-        True, warn_only=True
-    )  # only in this mode torch fills the memory that it allocates
+    # Only in this mode torch fills the memory that it allocates.
+    torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         param_init_fn(module)
     finally:
@@ -233,7 +233,7 @@ def _allocate(tensor: torch.Tensor, device: torch.device) -> None:
 
 
 def swap_memory(tensor: torch.Tensor, other: torch.Tensor) -> None:
-    """Exchange what two tensors of one class are, but not their attributes: another device, even another dtype.
+    """Exchange the memory of two tensors of one class, with device and dtype, but without their attributes.
 
     Unlike torch.utils.swap_tensors this does not refuse weak references, which an RNN has to its parameters.
     """
@@ -241,7 +241,7 @@ def swap_memory(tensor: torch.Tensor, other: torch.Tensor) -> None:
 
 
 def _untouched(tensor: torch.Tensor) -> bool:
-    """Whether ``tensor`` still has the values that it was filled with. [Note: Nothing trains on garbage]"""
+    """Return whether ``tensor`` still has the values that it was filled with. [Note: Nothing trains on garbage]"""
     tensor = local_tensor(tensor).detach()
     if not tensor.numel() or is_wrapper(tensor):
         return False
@@ -253,11 +253,12 @@ def _untouched(tensor: torch.Tensor) -> bool:
 
 
 def _broadcast(unit: PlannedUnit, groups: Groups | None, runtime: Runtime) -> None:
-    """Broadcast the parameters of ``unit`` that are sharded over ``groups``, of which ``runtime`` is one, from its rank 0.
-    With those of the call, None, also the buffers.
+    """Broadcast the parameters of ``unit`` that are sharded over ``groups`` from rank 0 of ``runtime``, one of the groups.
+
+    With the groups of the call, None, buffers are broadcast, too.
     """
     buffers = (b for module in unit.modules for b in module._buffers.values() if b is not None and groups is None)
-    # Parameters shared with units below are broadcast with the unit that owns them.
+    # Parameters that units below share are broadcast with the unit that owns them.
     params = (owned.param for owned in unit.owned if owned.groups == groups)
     tensors = {id(t): t for t in itertools.chain(params, buffers)}
     try:
@@ -272,10 +273,10 @@ def _broadcast(unit: PlannedUnit, groups: Groups | None, runtime: Runtime) -> No
 
 
 def fill_with_pattern(tensor: torch.Tensor) -> None:
-    """Mark the whole storage of ``tensor`` as never initialised."""
+    """Mark all of the storage of ``tensor`` as never initialised."""
     torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage()).fill_(PATTERN)
 
 
 def shows_pattern(tensor: torch.Tensor) -> bool:
-    """Whether ``tensor``, plain and not empty, is as ``fill_with_pattern`` left it."""
+    """Return whether ``tensor``, plain and not empty, is as ``fill_with_pattern`` left it."""
     return bool((tensor.detach().contiguous().view(-1).view(torch.uint8) == PATTERN).all())

@@ -1,4 +1,4 @@
-"""Policies: which submodules become units.
+"""Which submodules become units: policies, and checks of the modules that they choose.
 
 A policy may be
 
@@ -17,6 +17,7 @@ The policies of ``torch.distributed.fsdp.wrap`` are accepted, too. They are reco
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -27,11 +28,13 @@ from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from flatshard._composable.construct.repeated import repeated_blocks
-from flatshard._composable.find import units_below
 from flatshard._composable.module_tree import ModuleGroup, called_modules
+from flatshard._composable.state import unit_of
 from flatshard._errors import name_list, why_not_called
 from flatshard._handle.tensors.sharded_parameter import shard_info
 from flatshard._names import plain_name
+
+_SCRIPTED_CURE = "a scripted module can be inside a unit, but not a unit itself. Shard the module that calls it"
 
 Overrides = dict[str, Any]
 Policy: TypeAlias = (
@@ -63,9 +66,9 @@ class ModuleWrapPolicy:
 
 
 class CustomPolicy:
-    """``function(module)`` returns True (a unit), False (not), or a dict: a unit with these arguments of ``fully_shard``.
+    """A policy that asks ``function(module)``: True for a unit, False for none, or a dict for a unit with these arguments.
 
-    An empty dict counts as False, as in FSDP1.
+    The dict has arguments of ``fully_shard``. An empty dict counts as False, as in FSDP1.
 
     Example::
 
@@ -82,27 +85,26 @@ class CustomPolicy:
 
 
 class SplitRoot:
-    """The units of ``policy``, and units of what it leaves over: what only the beginning needs, what only the end needs.
+    """A policy that splits the outermost unit: modules before and after the units of ``policy`` become units, too.
 
     Without it, embeddings, final norm and head are one unit, the outermost, which stays gathered from its forward to the end
-    of backward. Here they are gathered when they run, and freed afterwards, as blocks are. So the peak of memory is lower,
-    and each is gathered twice in a step, in place of once. Numbers and checkpoints are the same. The unit at the end is the
+    of backward. With it they are gathered when they run, and freed afterwards, as blocks are. The peak of memory is lower,
+    and each is gathered twice in a step instead of once. Numbers and checkpoints are the same. The unit at the end is the
     first that backward needs: ``configure(model.head, reshard_after_forward=False)`` saves its second gather.
 
-    Modules beside the units become units as a whole; those that no unit comes between, in the order in which they are
-    registered, are one unit: ``norm`` and ``head``. What stays in the outermost unit: parameters of the model itself and of
-    modules around units; modules that are also inside a unit, or in two of these. A parameter that is tied between two
-    of them belongs to the first, and the other gathers it, too: it is freed in between in forward, not in backward. Where
-    ``policy`` chooses no unit, nothing is split.
+    Modules beside the units become units. Neighbours, in the order of registration, are one unit: ``norm`` and ``head``.
+    The outermost unit keeps parameters of the model itself and of modules around units, and modules that are also inside
+    a unit or in two of the new ones. A parameter that is tied between two new units belongs to the first. The other gathers
+    it, too; in between it is freed in forward, but not in backward. If ``policy`` chooses no unit, nothing is split.
 
     Units are gathered by calling them. **A module whose weight is used without calling it** (``F.linear(x,
-    self.embedding.weight)``) has parts there, which mostly raises an error of shapes. Then don't split: name the modules that
-    are called, as in ``policy={Block, (model.norm, model.head)}``.
+    self.embedding.weight)``) has shards there, which mostly raises an error of shapes. Then don't split: name the modules
+    that are called, as in ``policy={Block, (model.norm, model.head)}``.
 
     >>> flatshard.fully_shard(model, policy=flatshard.policies.SplitRoot({Block}))
 
     Args:
-        policy: whatever ``fully_shard(policy=...)`` takes. None: the units of earlier calls are those in the middle.
+        policy: any policy that ``fully_shard`` accepts; None to split around the units of earlier calls.
     """
 
     def __init__(self, policy: Policy) -> None:
@@ -110,19 +112,38 @@ class SplitRoot:
 
 
 def choose_units(
-    root: nn.Module, policy: Policy, ignored: set[nn.Module], ignored_params: set[nn.Parameter]
-) -> dict[nn.Module, Overrides]:
-    """The submodules (or groups of them) that ``policy`` makes units, with the arguments that it overrides for each.
+    root: nn.Module,
+    policy: Policy,
+    ignored: set[nn.Module],
+    ignored_params: set[nn.Parameter],
+    earlier: Sequence[nn.Module],
+) -> tuple[dict[nn.Module, Overrides], list[nn.Module]]:
+    """Return the modules (or groups of them) that become units, with the arguments that ``policy`` overrides for each.
 
-    ``root`` is always a unit; the policy's overrides for it are used. Units of earlier calls and everything below them
-    stay as they are.
+    ``root`` is always among them. The second result has those that :class:`SplitRoot` adds at the ends. The units of
+    ``earlier`` calls, and everything below them, stay as they are.
 
     Raises:
-        ValueError: ``policy`` is none of the above.
+        TypeError, ValueError: ``policy`` is none of the above, or a module that it chose cannot be a unit.
     """
+    sharded = {module for unit in earlier for module in unit.modules()}
+    overrides = _ask_policy(root, policy, ignored | sharded, ignored_params)
+    ends = []
+    if isinstance(policy, SplitRoot):
+        ends = _choose_ends(root, [*overrides, *earlier], ignored, ignored_params)
+        overrides |= dict.fromkeys(ends, overrides.get(root, {}))
+    _check_chosen(root, overrides, ignored, sharded)
+    overrides.setdefault(root, {})
+    return overrides, ends
+
+
+def _ask_policy(
+    root: nn.Module, policy: Policy, ignored: set[nn.Module], ignored_params: set[nn.Parameter]
+) -> dict[nn.Module, Overrides]:
+    """Return the modules that ``policy`` chooses, with the arguments that it overrides; it is not asked about ``ignored``."""
     policy, groups = _without_groups(policy.policy if isinstance(policy, SplitRoot) else policy)
     chosen: dict[nn.Module, Overrides] = {}
-    ignored = ignored.union(*(unit.module.modules() for unit in units_below(root)))
+    # `sought` names the kind of policy in the warning if it chooses nothing.
     if policy is None:
         sought = None
     elif isinstance(policy, Mapping):
@@ -137,7 +158,7 @@ def choose_units(
         chosen = {block: {} for block in repeated_blocks(root, ignored)}
         sought = "policy='auto', which looks for blocks that are repeated,"
     elif (classes := _classes_of(policy)) is not None:
-        chosen = _by_function(root, lambda module: isinstance(module, classes), ignored)
+        chosen = {m: {} for m in root.modules() if isinstance(m, classes) and m not in ignored}
         sought = f"the policy's classes {name_list([c.__qualname__ for c in classes])}"
     elif function := policy.function if isinstance(policy, CustomPolicy) else getattr(policy, "_lambda_fn", None):
         chosen = _by_function(root, function, ignored)
@@ -151,7 +172,7 @@ def choose_units(
         warnings.warn(
             f"fully_shard: {sought} matched no submodule, so {'the rest of ' if groups else ''}{type(root).__name__} is a "
             f"single unit: its whole size is unsharded at once. Classes in the module: {name_list(seen, 20)}",
-            stacklevel=4,
+            stacklevel=5,
         )
     for group in groups:
         for module in group:
@@ -160,12 +181,11 @@ def choose_units(
     return chosen
 
 
-def choose_ends(
+def _choose_ends(
     root: nn.Module, units: Iterable[nn.Module], ignored: set[nn.Module], ignored_params: set[nn.Parameter]
 ) -> list[nn.Module]:
-    """What :class:`SplitRoot` makes units, beside ``units`` and those of earlier calls: modules, or groups of them."""
-    earlier = [unit.module for unit in units_below(root)]
-    called = {m for unit in (*units, *earlier) if unit is not root for m in called_modules(unit)}
+    """Return the modules, or groups of them, that :class:`SplitRoot` makes units beside ``units``."""
+    called = {m for unit in units if unit is not root for m in called_modules(unit)}
     inside = {m for unit in called for m in unit.modules()}
     runs: list[list[nn.Module]] = [[]]  # a new one after each unit
     seen: set[nn.Module] = set()
@@ -191,13 +211,13 @@ def choose_ends(
 
 
 def has_forward(module: nn.Module) -> bool:
-    """Whether it can be called."""
-    # torch.compile(module) is a module whose forward is an attribute of the instance.
+    """Return whether ``module`` can be called."""
+    # torch.compile(module) returns a module whose forward is an attribute of the instance.
     return type(module).forward is not nn.Module.forward or "forward" in module.__dict__
 
 
 def is_never_called(module: nn.Module) -> bool:
-    """Whether this is the ``out_proj`` of an ``nn.MultiheadAttention``, which uses its weight without calling it.
+    """Return whether this is the ``out_proj`` of an ``nn.MultiheadAttention``, which reads its weight without calling it.
 
     Hooks on it would never run, so its parameters belong to the enclosing unit.
     """
@@ -205,7 +225,7 @@ def is_never_called(module: nn.Module) -> bool:
 
 
 def _without_groups(policy: Policy) -> tuple[Policy, list[ModuleGroup]]:
-    """``policy`` without the tuples of modules, and these as groups."""
+    """Return ``policy`` without its tuples of modules, and a group for each of these."""
     if not isinstance(policy, set | frozenset | list | tuple):
         return policy, []
     given = [item for item in policy if isinstance(item, list | tuple)]
@@ -220,7 +240,7 @@ def _without_groups(policy: Policy) -> tuple[Policy, list[ModuleGroup]]:
 
 
 def _classes_of(policy: Any) -> tuple[type[nn.Module], ...] | None:
-    """The classes of a policy that is given by classes, flatshard's or torch's. None for other policies."""
+    """Return the classes of a policy that consists of classes, flatshard's or torch's; None for other policies."""
     if isinstance(policy, ModuleWrapPolicy):
         return policy.module_classes
     if isinstance(policy, type | set | frozenset | list | tuple):
@@ -295,8 +315,8 @@ def _walk(
     chosen: dict[nn.Module, Overrides],
     is_root: bool = False,
 ) -> int:
-    """The recursion of FSDP1 for callables: children first. Returns the number of elements that units have taken."""
-    # Not counted: parameters that earlier calls sharded. They are in a unit, and their size depends on the rank.
+    """Choose units as FSDP1 does for callables: children first. Return the number of elements that are in units now."""
+    # Parameters that earlier calls sharded are not counted: they are in a unit, and their size depends on the rank.
     numel = sum(p.numel() for p in module.parameters() if p not in ignored_params and shard_info(p) is None)
     if not policy(module=module, recurse=True, nonwrapped_numel=numel):
         return 0
@@ -306,3 +326,72 @@ def _walk(
         chosen[module] = {}
         return numel
     return taken
+
+
+def check_module(module: Any, what: str = "module") -> None:
+    """Raise if ``module``, the argument ``what``, cannot be a unit."""
+    if not isinstance(module, nn.Module):
+        cure = "pass the model itself, not its parameters or its state"
+        raise TypeError(f"fully_shard takes an nn.Module as {what}, got a {type(module).__name__}; {cure}")
+    if torch.is_inference_mode_enabled():
+        raise RuntimeError(
+            "fully_shard was called inside torch.inference_mode(), where tensors are made that cannot be trained: call it "
+            "outside. The model's forward may run inside"
+        )
+    if isinstance(module, torch.jit.ScriptModule):
+        raise TypeError(f"fully_shard cannot hook a {type(module).__name__}: {_SCRIPTED_CURE}")
+    if unit_of(module) is not None:
+        raise ValueError(
+            f"this {type(module).__name__} is sharded already: fully_shard was called on it, or a policy chose it. Call "
+            "fully_shard once per module, and on inner modules first"
+        )
+    if is_never_called(module):
+        raise ValueError(
+            "this is the out_proj of an nn.MultiheadAttention, which reads its weight but never calls it, so its hooks would "
+            "never run. Shard the MultiheadAttention instead"
+        )
+    if not has_forward(module):
+        raise ValueError(
+            f"{type(module).__name__} has no forward, so its hooks would never run. Shard its items, "
+            "`for m in container: fully_shard(m)`, or the module that calls them"
+        )
+
+
+def check_group(modules: Sequence[Any], what: str = "fully_shard of a list") -> None:
+    """Raise if ``modules`` cannot be one unit. ``what`` names, in errors, the call that asks for it."""
+    if not modules:
+        raise ValueError(f"{what}: it is empty. List the modules that are to be one unit: [model.norm, model.head]")
+    for module in modules:
+        check_module(module, "an item of the list")
+    for module, other in itertools.permutations(modules, 2):
+        if other in set(module.modules()):
+            found = f"a {type(other).__name__} is in it twice"
+            if other is not module:
+                found = f"a {type(other).__name__} in it is inside a {type(module).__name__} in it"
+            raise ValueError(f"{what}: {found}. List modules that are beside each other, each once")
+
+
+def _check_chosen(
+    root: nn.Module, chosen: Iterable[nn.Module], ignored: set[nn.Module], sharded: set[nn.Module]
+) -> None:
+    """Raise if a module that a policy chose cannot be a unit."""
+    names = {m: n for n, m in root.named_modules()}
+    grouped: dict[nn.Module, ModuleGroup] = {}
+    for module in chosen:
+        if isinstance(module, ModuleGroup):
+            check_group(tuple(module), "a tuple of modules in the policy")
+            for each in module:
+                what = f"a tuple of modules in the policy has a {type(each).__name__}"
+                if each is root or each not in names:
+                    raise ValueError(f"{what}, which is not a submodule of the {type(root).__name__} to shard")
+                if each in ignored or each in sharded:
+                    why = "is sharded already" if each in sharded else "is in ignored_states, too"
+                    raise ValueError(f"{what}, {names[each]!r}, which {why}")
+                if grouped.setdefault(each, module) is not module:
+                    raise ValueError(f"{what}, {names[each]!r}, which is in another tuple, too: one unit has it")
+            continue
+        what = f"the policy chose {names[module]!r}, a {type(module).__name__}"
+        if isinstance(module, torch.jit.ScriptModule):
+            raise TypeError(f"{what}, which fully_shard cannot hook: {_SCRIPTED_CURE}")
+        if not has_forward(module):
+            raise ValueError(f"{what}, which has no forward: choose its items instead")

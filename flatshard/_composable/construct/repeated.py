@@ -1,12 +1,11 @@
-"""``policy="auto"``: the blocks that a model repeats.
+"""The blocks that a model repeats, for ``policy="auto"``.
 
 [Note: Which modules are blocks]
 Blocks are modules of one class that stand in a row: in a list, a ``Sequential`` or a ``ModuleDict``, or under numbered names
-(``layer1``, ``layer2``). Containers themselves are no blocks. If members of a class are alike, which means that two have
-parameters of the same shapes, then these are the blocks, whatever is repeated inside of them (experts in a layer). If no two
-are alike, they are stages, and the blocks are inside of them, if those hold most of their parameters. So of rows inside rows
-the outermost one that repeats itself is taken. What is small beside the largest block (a head of a few linear layers) stays
-with the rest of the model.
+(``layer1``, ``layer2``). Containers themselves are no blocks. If two members of a class have parameters of the same shapes,
+the members are blocks, whatever is repeated inside them (experts in a layer). If no two do, they are stages, and the blocks
+are inside them, if these hold most of the stages' parameters. So of rows inside rows the outermost that repeats itself is
+used. A module that is small beside the largest block (a head of a few linear layers) stays with the rest of the model.
 """
 
 from __future__ import annotations
@@ -19,19 +18,19 @@ from torch import nn
 from flatshard._handle.tensors.sharded_parameter import shard_info
 
 SMALL = 16
-"""Blocks that have less than this part of the elements of the largest one are left to the rest of the model."""
+"""Blocks with fewer elements than the largest one has, divided by this, stay with the rest of the model."""
 
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
 def repeated_blocks(root: nn.Module, ignored: set[nn.Module]) -> list[nn.Module]:
-    """The blocks in ``root``, in module order; none, if nothing is repeated. [Note: Which modules are blocks]"""
+    """Return the blocks in ``root``, in module order; none if nothing is repeated. [Note: Which modules are blocks]"""
     found = _Blocks(root, ignored).inside(root)
     largest = max(map(_numel, found), default=0)
     found = [block for block in found if SMALL * _numel(block) >= largest]
     deep = [block for block in found if any(True for _ in block.children())]
     if 2 * sum(map(_numel, deep)) > sum(map(_numel, found)):
-        return deep  # and single layers beside them are none
+        return deep  # single layers beside them are no blocks
     return found if len(found) > 1 else []
 
 
@@ -47,7 +46,7 @@ class _Blocks:
         self.alike = {kind for kind, members in self.members.items() if _has_twins(members)}
 
     def inside(self, module: nn.Module) -> list[nn.Module]:
-        """The blocks in ``module``, which is none itself."""
+        """Return the blocks in ``module``, which is no block itself."""
         found: dict[nn.Module, None] = {}
         for child in module.children():
             if child not in self.ignored:
@@ -62,7 +61,7 @@ class _Blocks:
 
 
 def _in_a_row(holder: nn.Module) -> Iterator[nn.Module]:
-    """Children of ``holder`` that may be blocks."""
+    """Yield the children of ``holder`` that may be blocks."""
     for name, child in holder.named_children():
         is_numbered = any(map(str.isdigit, name)) and any(True for _ in child.children())
         can_be_called = type(child) not in _CONTAINERS and type(child).forward is not nn.Module.forward
@@ -76,5 +75,5 @@ def _has_twins(modules: list[nn.Module]) -> bool:
 
 
 def _numel(module: nn.Module) -> int:
-    """Elements of parameters that are in no unit yet."""
+    """Return the number of elements of parameters that are in no unit yet."""
     return sum(p.numel() for p in module.parameters() if shard_info(p) is None)

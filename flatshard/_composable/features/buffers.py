@@ -76,7 +76,7 @@ def _average(runtime: Runtime, buffers: list[torch.Tensor]) -> None:
 
 
 def buffers_of_units(module: nn.Module, units: list[Unit]) -> list[tuple[Unit, Named]]:
-    """The buffers in ``module`` by the innermost unit that they are in, each once. ``units``: those of its parameters."""
+    """Return the buffers in ``module``, each once, by their innermost unit of ``units``, the units of its parameters."""
     found: list[tuple[Unit, Named]] = []
     seen: set[int] = set()
 

@@ -8,7 +8,7 @@ from torch.optim import Optimizer
 
 
 class CheckedOptimizers:
-    """A set of optimizers. One that got more parameters since (``add_param_group``) is no longer in it."""
+    """A set of optimizers. An optimizer that got more parameters since (``add_param_group``) is no longer in it."""
 
     def __init__(self) -> None:
         self._counts: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
@@ -21,7 +21,7 @@ class CheckedOptimizers:
         self._counts[optimizer] = _count(optimizer)
 
     def clear(self) -> None:
-        """Forget all, so that all are checked again."""
+        """Forget all optimizers, so that they are checked again."""
         self._counts.clear()
 
 

@@ -21,7 +21,7 @@ from flatshard._runtime import Runtime
 
 
 class CommHookState:
-    """The ``state`` that a communication hook gets if it was registered with ``state=None``.
+    """The ``state`` of a communication hook that was registered with ``state=None``.
 
     It has the process group, and the reductions that would run without the hook.
 
@@ -41,12 +41,12 @@ class CommHookState:
 
     @property
     def process_group(self) -> dist.ProcessGroup:
-        """The ranks that the unit is sharded over."""
+        """The process group of the ranks that the unit is sharded over."""
         return self._runtime.group
 
     @property
     def rank(self) -> int:
-        """This process's rank in ``process_group``."""
+        """The rank of this process in ``process_group``."""
         return self._runtime.rank
 
     @property
@@ -61,12 +61,12 @@ class CommHookState:
         return self._runtime.reduce_scatter(output, input, self._label)
 
     def all_reduce(self, tensor: torch.Tensor) -> Pending:
-        """The same for a ``NO_SHARD`` unit: replaces ``tensor`` by its average over the ranks."""
+        """Replace ``tensor``, the gradients of a ``NO_SHARD`` unit, by its average over the ranks."""
         return self._runtime.all_reduce(tensor, self._label)
 
 
 class _Hooked:
-    """The collectives of one flat parameter. All-gathers are as before, and reductions call the user's hook.
+    """The collectives of one flat parameter. Reductions call the user's hook; all-gathers are the backend's own.
 
     ``widens`` is False, because a hook gets gradients in the dtype of its output.
     """
@@ -91,7 +91,7 @@ class _Hooked:
 
 
 def _hooked(hook: Callable[..., Any], state: object, ranks: UnitRanks) -> Runtime:
-    """The runtime of ``ranks``, by which the gradients are reduced through ``hook``."""
+    """Return a runtime for ``ranks`` that reduces gradients by calling ``hook``."""
     runtime = ranks.runtime
     state = CommHookState(runtime, ranks.label) if state is None else state
     return Runtime(runtime.peers, _Hooked(runtime.collectives, functools.partial(hook, state)))
@@ -114,7 +114,7 @@ def _take(tensor: torch.Tensor, result: torch.Tensor) -> None:
 
 
 class CommHookHandle:
-    """Returned by :func:`register_comm_hook`, to remove the hook.
+    """A handle to remove a hook, as returned by :func:`register_comm_hook`.
 
     Example::
 

@@ -94,6 +94,7 @@ def configure(
             changed.
     """
     units = units_in(module, recurse, "configure")
+    # Check all arguments before anything is changed.
     changes: list[tuple[Unit, dict[str, Any]]] = []
     split: dict[Runtime, int] = {}
     if reshard_after_forward is not UNCHANGED:
@@ -148,7 +149,7 @@ def configure(
 
 
 def _check_reshard_after_forward(units: list[Unit], value: bool | int | None) -> dict[Runtime, int]:
-    """Raise if a unit cannot have this ``value``. Returns the sizes of the smaller groups to make, by runtime."""
+    """Check that units can have this ``value``. Return the sizes of the smaller groups to make, by runtime."""
     split: dict[Runtime, int] = {}
     for unit in units:
         try:
@@ -180,7 +181,7 @@ def _check_between_backwards(units: list[Unit]) -> None:
 
 
 def _chosen(module: nn.Module, modules: Iterable[nn.Module], name: str) -> tuple[Unit, ChosenUnits]:
-    """``module``'s unit, and the units to gather while it computes."""
+    """Return the unit of ``module``, and the units to gather while it computes."""
     verb = f"configure({name}=...)"
     unit = unit_for(module, verb)
     chosen = [unit_for(each, verb) for each in modules]
@@ -197,7 +198,7 @@ def _chosen(module: nn.Module, modules: Iterable[nn.Module], name: str) -> tuple
 
 
 class ChosenUnits:
-    """Units to gather ahead while another one computes, chosen by the user instead of the recorded order.
+    """The user's choice of units to gather ahead while another unit computes, instead of the recorded order.
 
     The references are weak: units of another model may be among them. A deep copy refers to the copies of those units that
     are copied with it. These copies may not exist yet, and to copy them here would recurse as deep as the chain of units is
@@ -223,12 +224,12 @@ class ChosenUnits:
 
 
 class KeptBuffer(FlatBuffer):
-    """A buffer that keeps its memory, once it has any."""
+    """A buffer that keeps its memory from the first allocation on."""
 
     __slots__ = ()
 
     def take(self, user: object) -> None:
-        """Allocate the memory for ``user``, at the first time."""
+        """Allocate the memory for ``user``, if this is the first call."""
         if self._storage.nbytes():
             self.user = user
         else:
@@ -250,6 +251,6 @@ def _check_may_keep(units: Iterable[Unit]) -> None:
 
 
 def _set_kept(unit: Unit, keep: bool) -> None:
-    """Keep the memory of ``unit`` from its next gather on. False: free it as ever, now if the unit is sharded."""
+    """Keep the memory of ``unit`` from its next gather on, or free it after use again."""
     for flat in unit.handle.flats:
         flat.unsharded.use_buffers(KeptBuffer if keep else FlatBuffer)

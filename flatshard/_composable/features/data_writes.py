@@ -41,7 +41,7 @@ def _set(param: nn.Parameter, value: torch.Tensor) -> None:
 
 
 class DataWrites(Extension):
-    """Notes reads of ``.data``: [Note: Written through .data]."""
+    """Records reads of ``.data``. [Note: Written through .data]"""
 
     def prepare(self, module: nn.Module, configs: Collection[UnitConfig], runtime: Runtime) -> None:
         if "data" not in vars(nn.Parameter):

@@ -45,7 +45,7 @@ class IgnoredByDDP(Extension):
 
 
 def _every_name(fqns: Collection[str]) -> set[str]:
-    """DDP writes the names of the root's own parameters in two ways: with and without a leading dot."""
+    """Yield each name in the ways in which DDP writes it: a parameter of the root with and without a leading dot."""
     return {*fqns, *(f".{fqn}" for fqn in fqns if "." not in fqn)}
 
 
@@ -66,7 +66,7 @@ def _registered(wrapper: nn.Module, name: str, module: nn.Module | None) -> None
 
 
 def _divide(module: nn.Module) -> tuple[list[str], list[str]]:
-    """The FQNs of sharded parameters in ``module``, under all of their names; and those of other trainable parameters."""
+    """Return the FQNs of sharded parameters in ``module``, under all of their names, and of other trainable parameters."""
     registrations = {(holder, name) for unit in all_units() for holder, name, _, _ in unit.handle.registrations.entries}
     sharded, left = [], []
     for prefix, at in module.named_modules(remove_duplicate=False):

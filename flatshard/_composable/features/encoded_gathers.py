@@ -32,7 +32,7 @@ from flatshard._runtime import Runtime
 
 
 class EncodedBuffer(UnshardedBuffer):
-    """The encoded values of all ranks. Modules see what the class of each parameter makes of them."""
+    """The encoded values of all ranks, from which the class of each parameter builds the tensor that modules see."""
 
     def __init__(self, flat: EncodedFlatParam, originals: Sequence[nn.Parameter]) -> None:
         """``flat``: whose values they are. ``originals``: see ``UnshardedBuffer``."""
@@ -72,7 +72,7 @@ class EncodedBuffer(UnshardedBuffer):
         return wrapping
 
     def allocate(self, shard: torch.Tensor | None) -> None:
-        """See ``UnshardedBuffer``. ``shard``: this rank's part, or an encoded copy of it."""
+        """See ``UnshardedBuffer``. ``shard`` is this rank's shard, or an encoded copy of it."""
         if shard is not None and shard.dtype is not self.flat.dtype:
             super().allocate(None)
             self.encode(shard, self.own)
@@ -80,10 +80,10 @@ class EncodedBuffer(UnshardedBuffer):
             super().allocate(shard)
 
     def later(self) -> None:
-        """See ``UnshardedBuffer``: what is sent is encoded into the storage."""
+        """See ``UnshardedBuffer``. The values to send are encoded into the storage."""
 
     def encode(self, shard: torch.Tensor, output: torch.Tensor) -> None:
-        """Encode ``shard`` into ``output``. The parameters that modules see get their scales."""
+        """Encode ``shard`` into ``output``, and set the scales of the parameters that modules see."""
         flat = self._of
         for index, (part, compute) in enumerate(zip(flat.slices, self.params, strict=True)):
             mine = slice(part.start, part.stop)
@@ -103,7 +103,7 @@ class EncodedFlatParam(FlatParam):
         return EncodedBuffer(self, params)
 
     def share(self, scales: Scales) -> None:
-        """Get its scales from ``scales``, with others."""
+        """Get the scales from ``scales``, together with other flat parameters."""
         self.scales = scales
         scales.join(self)
 
@@ -115,12 +115,12 @@ class EncodedFlatParam(FlatParam):
 
     @property
     def decoded_dtype(self) -> torch.dtype:
-        """The dtype of what modules see."""
+        """The dtype of the parameters that modules see."""
         return self.options.compute_dtype or self.kind.dtype
 
     @property
     def version(self) -> int:
-        """Increases with every change of the values."""
+        """A number that increases with every change of the values."""
         shard_param = self.gradients.shard_param
         return sum([p._version for p in self.params]) + (0 if shard_param is None else shard_param._version)
 
@@ -133,7 +133,7 @@ class EncodedFlatParam(FlatParam):
         return super().gather(exactly, again, kept)
 
     def largest(self) -> torch.Tensor:
-        """The largest magnitude in this rank's part of each parameter."""
+        """Return the largest magnitude in this rank's shard of each parameter."""
         dtype = torch.float64 if self.kind.dtype is torch.float64 else torch.float32
         here = [self.shard[part.start : part.stop] for part in self.slices if part.numel]
         found, nothing = iter(torch._foreach_norm(here, math.inf) if here else ()), self.shard.new_zeros(())
@@ -169,11 +169,11 @@ class Scales:
         self._label = Label(name) if progress is None else progress.make_label(name, "")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Scales:
-        """For copied flat parameters, which join."""
+        """Return an empty set of scales, which the copied flat parameters join."""
         return Scales(self._runtime)
 
     def join(self, flat: EncodedFlatParam) -> None:
-        """Have ``flat`` get its scales from here. All ranks call it in the same order."""
+        """Add ``flat`` to those that share scales. All ranks call it in the same order."""
         self._flats.append(flat)
 
     def share(self) -> None:
@@ -194,7 +194,7 @@ class Scales:
 
 
 class EncodedGathers(Extension):
-    """Has all units of a model share the scales of their encoded parameters at once.
+    """Makes all units of a model share the scales of their encoded parameters in one collective.
 
     It joins the units of one call, and those that earlier calls have made in its module.
     """

@@ -36,7 +36,7 @@ class Escapes(Extension):
 
 
 class EscapeWatch(ForwardFeature):
-    """Finds the tensors of one unit that are not in its output. ``modules``: those in this unit, but in no unit below it."""
+    """Finds tensors of one unit that are not in its output. ``modules`` are in this unit, and in no unit below it."""
 
     def __init__(self, unit: Unit, modules: Iterable[nn.Module]) -> None:
         self.unit = unit
@@ -52,7 +52,7 @@ class EscapeWatch(ForwardFeature):
         self._newest: dict[int, tuple[int, int]] = {}  # the ids of each module's newest hooks at the last search
 
     def __deepcopy__(self, memo: dict[int, Any]) -> EscapeWatch:
-        """The watch of the copied unit. The hooks on inner modules are copied with the modules."""
+        """Return the watch of the copied unit. The hooks on inner modules are copied with the modules."""
         result = EscapeWatch(copy.deepcopy(self.unit, memo), [copy.deepcopy(m, memo) for m in self.modules])
         result._link = self._link.give_to_copy(result, memo)
         return result
@@ -85,7 +85,7 @@ class EscapeWatch(ForwardFeature):
                 module.register_forward_hook(functools.partial(_catch, self._link))
 
     def leaving(self, outputs: list[torch.Tensor]) -> list[torch.Tensor]:
-        """The tensors with a graph that the forward which just ended stored in attributes, or that hooks saw."""
+        """Return tensors with a graph that the forward which just ended stored in attributes, or that hooks saw."""
         if list(map(len, self._looked_at)) != self._sizes:
             self._find_places()
         found, self._caught = self._caught, []
@@ -96,7 +96,7 @@ class EscapeWatch(ForwardFeature):
         return found
 
     def catch(self, value: Any) -> None:
-        """A hook on an inner module saw ``value``. If the unit is not in a forward, this is a recomputation: ignore it."""
+        """Record tensors in ``value``, which a hook on an inner module saw. Outside a forward (a recomputation) ignore it."""
         if self.unit.claims.use and torch.is_grad_enabled():
             self._caught.extend(t for t in tensors_in(value) if t.requires_grad)
 
@@ -113,7 +113,7 @@ class EscapeWatch(ForwardFeature):
 
 
 def _catch(link: FeatureLink[EscapeWatch], module: nn.Module, args: Any, output: Any) -> None:
-    """The forward hook that is registered on inner modules."""
+    """Report ``output`` to the watch; the forward hook of inner modules."""
     if (watch := link.feature) is not None:
         watch.catch((args, output))
 
@@ -123,8 +123,8 @@ def _is_ours(hook: Any) -> bool:
 
 
 def _stores_nothing(hook: Any) -> bool:
-    """Whether flatshard or ``parallelize_module`` made this hook. These store no tensors, and with ``_catch`` beside them
-    compiled graphs would break.
+    """Return whether flatshard or ``parallelize_module`` made this hook. Such hooks store no tensors, and ``_catch``
+    beside them would break compiled graphs.
     """
     while isinstance(hook, functools.partial):
         hook = hook.func
@@ -135,9 +135,9 @@ def _stores_nothing(hook: Any) -> bool:
 
 
 def _may_hold(value: Any, is_torchs: bool) -> bool:
-    """Whether a forward may store tensors in an attribute that now has ``value``.
+    """Return whether a forward may store tensors in an attribute that now has ``value``.
 
-    ``is_torchs``: it is an attribute of a module in ``torch.nn``.
+    ``is_torchs`` is True for an attribute of a module in ``torch.nn``.
     """
     if type(value) in _NUMBERS:
         return not is_torchs

@@ -44,7 +44,7 @@ _data: Any = torch.Tensor.data
 
 
 class FilledLater(Extension):
-    """Fills parameters on meta, and has the passes of their units look whether they have values."""
+    """Fills parameters on meta, and checks in the passes of their units whether they have values."""
 
     def attach(self, unit: Unit, modules: list[nn.Module]) -> None:
         for flat in unit.handle.on_meta:
@@ -97,9 +97,9 @@ class FillFlat:
         changes.note()
 
     def show(self, param: nn.Parameter, beside: set[str]) -> nn.Parameter:
-        """Show ``param`` whole, until ``cut``. Returns ``param``, or a DTensor in its place.
+        """Show ``param`` unsharded until ``cut``. Return ``param``, or a DTensor in its place.
 
-        ``beside``: units that have parameters of the same module, which stay whole.
+        Units in ``beside`` have parameters of the same module, which stay unsharded.
         """
         flat = self._flat
         if flat.is_on_meta:
@@ -129,7 +129,7 @@ class FillFlat:
         return shown
 
     def cut(self) -> None:
-        """Keep this rank's part of what is shown whole."""
+        """Keep this rank's shard of the parameters that are shown unsharded."""
         flat, shown = self._flat, dict(self._whole)
         self._whole.clear()
         for index, (memory, what) in shown.items():
@@ -147,7 +147,7 @@ class FillFlat:
             self._point(index, flat.part_view(index))
 
     def shows(self, param: nn.Parameter) -> bool:
-        """Whether ``param`` is whole now."""
+        """Return whether ``param`` is unsharded now."""
         return any(shown is param for _, shown in self._whole.values())
 
     def _point(self, index: int, data: torch.Tensor) -> None:
@@ -159,10 +159,10 @@ class FillFlat:
 
 
 def _check(made: weakref.WeakSet[Unit], outermost: Unit) -> bool:
-    """A pass of ``outermost`` starts. Returns whether to look again when the next one does.
+    """Check values when a pass of ``outermost`` starts. Return whether to check again in the next pass.
 
     Raises:
-        RuntimeError: something in it was never filled: on all ranks.
+        RuntimeError: a parameter in it was never filled. All ranks raise.
     """
     show_parts()
     inside = units_of_parameters(outermost.module)
@@ -171,7 +171,7 @@ def _check(made: weakref.WeakSet[Unit], outermost: Unit) -> bool:
         return bool(made)
     for unit in todo:
         unit.handle.check_parameters()
-    # What is on meta is so on all ranks.
+    # Ranks agree on which parameters are on meta.
     left = [i.fqn for unit in todo for flat in unit.handle.on_meta for i in flat.layout.params]
     prefix = f"{outermost.fqn}." if outermost.fqn else ""
     left += [prefix + plain_name(name) for name, b in outermost.module.named_buffers() if b.is_meta]
@@ -198,7 +198,7 @@ def _check(made: weakref.WeakSet[Unit], outermost: Unit) -> bool:
 
 
 def _left_on_any_rank(filled: Iterable[FlatParam], runtime: Runtime) -> list[str]:
-    """The FQNs of the parameters of which nothing has filled some rank's part. One all-reduce."""
+    """Return the FQNs of parameters whose shard on some rank has not been filled. One all-reduce."""
     left = [
         (info.fqn, bool(part.numel) and shows_pattern(flat.shard[part.start : part.stop]))
         for flat in filled
@@ -211,7 +211,7 @@ def _left_on_any_rank(filled: Iterable[FlatParam], runtime: Runtime) -> list[str
 
 
 def _unequal_copies(filled: Iterable[FlatParam], runtime: Runtime) -> list[str]:
-    """The FQNs of DTensors that ranks should hold copies of, and have filled with different values.
+    """Return the FQNs of DTensors whose copies on different ranks have different values.
 
     Their random generators differed. The copies may be cut differently, so checksums of whole tensors are compared.
     """
@@ -232,7 +232,7 @@ def _unequal_copies(filled: Iterable[FlatParam], runtime: Runtime) -> list[str]:
 
 
 def _copied(flat: FlatParam) -> Iterator[tuple[str, float, list[Runtime]]]:
-    """Of each DTensor with copies: the FQN, the checksum of this rank's part, and the groups of ranks with copies."""
+    """Yield the FQN of each DTensor with copies, the checksum of this rank's shard, and the groups of ranks with copies."""
     for info, part, wrapping in zip(flat.layout.params, flat.slices, flat.wrappings, strict=True):
         if wrapping is not None and (runtimes := wrapping.replicas(flat.kind.device)):
             mine = flat.shard[part.start : part.stop].view(torch.uint8)

@@ -36,14 +36,14 @@ class Forked(Extension):
 
 
 def _note() -> None:
-    """Called by Python in the child process after a fork."""
+    """Make units of the parent refuse to run; called by Python in the child process after a fork."""
     if units := all_units():
         _inherited.update(units)
         Context.only_check(_refuse)
 
 
 def _refuse(unit: Unit) -> bool:
-    """Called when a pass of ``unit`` starts. Returns whether to check again in the next pass."""
+    """Raise if ``unit`` was inherited when its pass starts. Return whether to check again in the next pass."""
     runtime = unit.runtime
     if unit in _inherited and runtime.world_size > 1:
         raise RuntimeError(

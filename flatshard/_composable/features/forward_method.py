@@ -18,8 +18,8 @@ from flatshard._errors import name_list
 
 
 class ForwardMethod:
-    """A method of a unit that runs with the unit's forward hooks. It is in the module's ``__dict__``, and so hides the
-    method.
+    """A method of a unit that runs with the unit's forward hooks. It is in the ``__dict__`` of the module, where it hides
+    the method of the class.
 
     For a generator function each resumption is a forward of its own, because the caller may do anything between two of them.
     """
@@ -82,7 +82,7 @@ class ForwardMethod:
             return e.value
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ForwardMethod:
-        """The method of the copied unit."""
+        """Return the method of the copied unit."""
         result = object.__new__(ForwardMethod)
         memo[id(self)] = result
         result.__dict__.update({k: v for k, v in self.__dict__.items() if k != "__wrapped__"})

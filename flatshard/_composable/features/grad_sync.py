@@ -22,7 +22,7 @@ from flatshard._errors import name_list
 
 @contextlib.contextmanager
 def no_sync(module: nn.Module, recurse: bool = True) -> Iterator[None]:
-    """Backwards inside accumulate gradients on this rank. The first backward after it reduces their sum.
+    """Accumulate gradients on this rank in backwards inside. The first backward after it reduces their sum.
 
     This is about where backward *runs*; it does not matter where its forward ran. All ranks must enter together. Inside,
     ``.grad`` does not change, and ``zero_grad()`` does not drop the accumulated gradients: its next backward outside reduces
@@ -59,9 +59,7 @@ def no_sync(module: nn.Module, recurse: bool = True) -> Iterator[None]:
 
 
 def held_units() -> list[Unit]:
-    """All units with gradients of earlier backwards that are not in ``.grad``: not reduced, or not over the replicas, or
-    deferred.
-    """
+    """Return units whose gradients of earlier backwards are not in ``.grad`` yet: they are held, partial or deferred."""
     return sorted((u for queue in ReductionQueue.every for u in queue.withholding()), key=lambda unit: unit.fqn)
 
 
@@ -91,7 +89,7 @@ class ReductionHandle:
     """Reductions in progress, as returned by :func:`reduce_gradients` with ``async_op=True``."""
 
     def __init__(self, units: Sequence[Unit]) -> None:
-        """``units``: those whose gradients are deferred, in the order of their reductions."""
+        """Create the handle for ``units`` with deferred gradients, in the order of their reductions."""
         self._units = units
         self._drops = {unit.context: unit.context.reductions.drops for unit in units}
 
@@ -162,7 +160,7 @@ def reduce_gradients(module: nn.Module, recurse: bool = True, *, async_op: bool 
 
 
 def finalize(units: Sequence[Unit], held: Sequence[Unit], async_op: bool) -> ReductionHandle | None:
-    """End the backwards of ``units``: see ``reduce_gradients``. ``held``: those that also reduce what they hold."""
+    """End the backwards of ``units``: see ``reduce_gradients``. Units in ``held`` also reduce gradients that they hold."""
     contexts = contexts_of(units)
     if any(context.is_running for context in contexts):
         raise RuntimeError("reduce_gradients: called inside a forward or a backward. Call it after them")

@@ -33,7 +33,7 @@ from flatshard._handle.registrations import SHARDED, UNSHARDED
 
 
 class Threads:
-    """Units that run forwards without a record. ``units``: they and what they need; all ranks make one together."""
+    """Units that run forwards without a record, with the units that they need. All ranks create one together."""
 
     def __init__(self, units: Iterable[Unit]) -> None:
         needed = list(dict.fromkeys(each for unit in units for each in unit.needs))
@@ -62,7 +62,7 @@ class Threads:
             self._units.clear()
 
     def begin(self, module: nn.Module) -> bool:
-        """A forward begins on this thread. Returns whether it is the outermost one."""
+        """Begin a forward on this thread. Return whether it is the outermost one."""
         with self._ended:
             if not self._units:
                 raise RuntimeError("keep_unsharded(threads=True) has ended while a forward began on another thread")
@@ -71,7 +71,7 @@ class Threads:
             return len(running) == 1
 
     def end(self, module: nn.Module) -> bool:
-        """One has ended. Returns False if it had not begun."""
+        """End a forward on this thread. Return False if it had not begun."""
         thread = threading.get_ident()
         with self._ended:
             running = self._running.get(thread)
@@ -85,7 +85,7 @@ class Threads:
 
 
 class _Unrecorded(Claim):
-    """One unit of them: its claim to be unsharded, and what runs in place of its hooks."""
+    """The claim of one unit of :class:`Threads` to be unsharded, and the functions that run in place of its hooks."""
 
     def __init__(self, unit: Unit, threads: Threads) -> None:
         self.unit, self._threads = unit, threads
@@ -156,7 +156,7 @@ class _Unrecorded(Claim):
 
 
 def _nothing(output: Any) -> None:
-    """What is left to do after a forward without a record."""
+    """Do nothing with the output of a forward without a record."""
 
 
 def _check(unit: Unit) -> None:
@@ -179,7 +179,7 @@ def _check(unit: Unit) -> None:
 
 @contextlib.contextmanager
 def keep_unsharded(module: nn.Module, recurse: bool = True, threads: bool = False) -> Iterator[None]:
-    """Inside, each unit is gathered at its first use and stays unsharded: for generation and evaluation.
+    """Keep units unsharded after their first use inside: for generation and evaluation.
 
     Further forwards inside do not communicate. A call of any module in a unit is a forward of the unit: ``generate`` may
     call ``model.encoder``, though that is no unit. If parameters change (by an optimizer's step or ``p.data = ...``), the
@@ -241,7 +241,7 @@ def keep_unsharded(module: nn.Module, recurse: bool = True, threads: bool = Fals
 
 
 class Keep(Kept):
-    """One unit in one ``keep_unsharded``."""
+    """The claim of one ``keep_unsharded`` on one unit."""
 
     def __init__(self, unit: Unit) -> None:
         # Copies that forwards in full precision use (`full_precision_in_eval`), with the `handle.version()` they are of.
@@ -266,7 +266,7 @@ class Keep(Kept):
 
 
 class _Past:
-    """Makes a call of a module in ``module``, past the forward of its unit, one of these. [Note: Calls past a unit]"""
+    """A hook for calls of a module in ``module`` past the forward of its unit. [Note: Calls past a unit]"""
 
     def __init__(self, unit: Unit | None, module: nn.Module) -> None:
         self.unit = unit  # None: in a deep copy of the module, which nothing keeps
@@ -293,7 +293,7 @@ class _Past:
 
 
 def _using(module: nn.Module, unit: Unit) -> list[nn.Module]:
-    """``module`` and the modules in it, outside of units below, that have or contain parameters which ``unit`` gathers."""
+    """Yield ``module`` and modules in it, outside units below, that have or contain parameters which ``unit`` gathers."""
     below = [found for child in module.children() if unit_of(child) is None for found in _using(child, unit)]
     own = any(p is not None and owner_of(p) in unit.needs for p in module._parameters.values())
     return [module, *below] if own or below else []

@@ -36,14 +36,14 @@ from flatshard._runtime import Runtime
 
 
 class KeptShards(Source):
-    """The kept shards of one unit, which its handle gathers from again. A subclass says what is kept."""
+    """The kept shards of one unit, from which its handle gathers again. A subclass defines which values are kept."""
 
     def __init__(self) -> None:
         # The shards, by the records of forwards that may need them: the same dict for all.
         self._by_record: weakref.WeakKeyDictionary[object, dict[FlatParam, torch.Tensor]] = weakref.WeakKeyDictionary()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> KeptShards:
-        """For the copied unit, without shards."""
+        """Return an object for the copied unit, without shards."""
         return type(self)()
 
     @property
@@ -63,7 +63,7 @@ class KeptShards(Source):
         self._by_record[until] = shards
 
     def gathers(self, flats: Sequence[FlatParam], again: bool) -> Iterator[Pending] | None:
-        """Use up the shards. None if there are none, or if newer values are needed. [Note: The life of a kept shard]"""
+        """Gather from the shards once. Return None if none are of use. [Note: The life of a kept shard]"""
         shards = self._shards
         taken = dict(shards)
         shards.clear()
@@ -74,7 +74,7 @@ class KeptShards(Source):
         return (self.gather(flat, taken.get(flat)) for flat in flats)
 
     def part(self, flat: FlatParam) -> torch.Tensor | None:
-        """The part of the unsharded buffer to keep; None: nothing."""
+        """Return the part of the unsharded buffer to keep, or None."""
         raise NotImplementedError
 
     def verb(self, flat: FlatParam) -> str:
@@ -82,12 +82,12 @@ class KeptShards(Source):
         raise NotImplementedError
 
     def gather(self, flat: FlatParam, kept: torch.Tensor | None) -> Pending:
-        """Gather ``flat`` again. ``kept``: what ``part`` was."""
+        """Gather ``flat`` again from ``kept``, the part that ``part`` returned."""
         raise NotImplementedError
 
 
 class KeptCasts(KeptShards):
-    """``keep_cast_shard``: this rank's cast shard, which backward copies instead of casting again.
+    """The cast shard of this rank under ``keep_cast_shard``, which backward copies instead of casting again.
 
     This takes memory, and pays if the shard is on another device (CPU offload), because it is transferred once. Collectives
     that approximate leave another value in the buffer, so then nothing is kept.
@@ -109,7 +109,7 @@ _subgroups: weakref.WeakKeyDictionary[Runtime, dict[int, Runtime]] = weakref.Wea
 
 
 class GatherSources(Extension):
-    """Has units keep shards, as ``reshard_after_forward`` (a number of ranks) and ``keep_cast_shard`` say."""
+    """Makes units keep shards, as ``reshard_after_forward`` (a number of ranks) and ``keep_cast_shard`` say."""
 
     def prepare(self, module: nn.Module, configs: Collection[UnitConfig], runtime: Runtime) -> None:
         for size in sizes(configs):
@@ -120,7 +120,7 @@ class GatherSources(Extension):
 
 
 def sizes(configs: Iterable[UnitConfig]) -> list[int]:
-    """The numbers of ranks that units reshard to, if neither 1 nor all. Ascending."""
+    """Return the numbers of ranks that units reshard to, ascending, without 1 and all."""
     values = [config.reshard_after_forward for config in configs]
     return sorted({value for value in values if value is not None and not isinstance(value, bool)})
 
@@ -145,7 +145,7 @@ def check_one_mesh(size: bool | int | None, flats: Iterable[FlatParam]) -> None:
 
 
 def set_source(unit: Unit) -> None:
-    """Have ``unit`` do as its config says, from its next forward on. Call ``split`` first."""
+    """Make ``unit`` keep what its config says, from its next forward on. Call ``split`` first."""
     unit.handle.source = KeptCasts() if unit.config.mixed_precision.keep_cast_shard else None
     if unit.config.strategy.joins_axes:
         unit.handle.source = GatheredOutside()
@@ -155,7 +155,7 @@ def set_source(unit: Unit) -> None:
 
 
 def _exact(inner: Runtime, factory: CollectivesFactory | None) -> Runtime:
-    """``inner`` with collectives that deliver values bit for bit: they are gathered for the second time.
+    """Return ``inner`` with collectives that deliver values bit for bit, as values are gathered for the second time.
 
     Exception: collectives with ``everywhere`` (``benchmarks/no_communication.py`` leaves out all communication).
     """
@@ -164,7 +164,7 @@ def _exact(inner: Runtime, factory: CollectivesFactory | None) -> Runtime:
 
 
 class GatheredOutside(Source):
-    """``HYBRID_FULL_SHARD``: what a rank has of a unit once the outer axis is gathered, until the parts change."""
+    """The shards of a unit under ``HYBRID_FULL_SHARD``, gathered over the outer axis and kept until parameters change."""
 
     def __init__(self) -> None:
         self._kept: dict[FlatParam, tuple[int, torch.Tensor]] = {}  # with the version of the parts
@@ -174,20 +174,20 @@ class GatheredOutside(Source):
 
     @property
     def kept(self) -> list[torch.Tensor]:
-        """Those that exist now."""
+        """The shards that exist now."""
         return [part for _, part in self._kept.values()]
 
     def follow(self, flat: FlatParam) -> None:
-        """Keep what the forward has made of it."""
+        """Keep the values that the forward has written."""
         if (kept := self._kept.get(flat)) is not None and isinstance(runtime := flat.ranks.runtime, MeshRuntime):
             kept[1].copy_(runtime.part(flat.unsharded.wire))
 
     def drop(self) -> None:
-        """Forget them."""
+        """Drop the shards."""
         self._kept.clear()
 
     def gathers(self, flats: Sequence[FlatParam], again: bool) -> Iterator[Pending] | None:
-        """Gather over the inner axis, and over the outer one where the parts have changed."""
+        """Gather over the inner axis, and over the outer axis if the parameters have changed."""
         runtime = flats[0].ranks.runtime
         if not isinstance(runtime, MeshRuntime) or runtime.exact is not runtime:
             return None
@@ -215,7 +215,7 @@ class GatheredOutside(Source):
 
 
 def _version(flat: FlatParam) -> int:
-    """Increases with every change of the parts, by the same amount on all ranks."""
+    """Return a number that grows with every change of the parameters, by the same amount on all ranks."""
     with plainly():
         return sum([param._version for param in (*flat.params, flat.gradients.shard_param) if param is not None])
 
@@ -224,7 +224,7 @@ class SubgroupShards(KeptShards):
     """The shards of one unit in a smaller group."""
 
     def __init__(self, runtime: Runtime) -> None:
-        """``runtime``: of the smaller group."""
+        """Create the shards for ``runtime``, of the smaller group."""
         super().__init__()
         self.runtime = runtime
 
@@ -232,7 +232,7 @@ class SubgroupShards(KeptShards):
         return SubgroupShards(self.runtime)
 
     def part(self, flat: FlatParam) -> torch.Tensor:
-        """This rank's part of the unsharded buffer, in the dtype that is sent."""
+        """Return this rank's part of the unsharded buffer, in the dtype that is sent."""
         return flat.unsharded.wire.view(self.runtime.world_size, -1)[self.runtime.rank]
 
     def verb(self, flat: FlatParam) -> str:

@@ -39,7 +39,7 @@ from flatshard._names import plain_name
 
 
 class LayerDrop(Extension):
-    """Has models pass by the layers that they leave out, if these are units."""
+    """Makes models pass by the layers that they leave out, if these are units."""
 
     def finish(self, module: nn.Module, made: Collection[Unit]) -> None:
         world_size = max([unit.runtime.world_size for unit in made], default=1)
@@ -48,7 +48,7 @@ class LayerDrop(Extension):
 
 
 def join_dropped(root: nn.Module) -> str | None:
-    """Have each module in ``root`` that drops layers pass by them. Returns a warning about those with several lists."""
+    """Make modules in ``root`` that drop layers pass by them. Return a warning about modules with several lists."""
     unclear = []
     for fqn, module in root.named_modules():
         lists = [child for child in module.children() if isinstance(child, nn.ModuleList)] if _drops(module) else []
@@ -67,7 +67,7 @@ def join_dropped(root: nn.Module) -> str | None:
 
 
 class _DroppedLayers:
-    """Passes by the layers of one list that a forward of their holder leaves out. [Note: Layers that are dropped]"""
+    """Hooks that pass by the layers of one list that a forward of their holder leaves out. [Note: Layers that are dropped]"""
 
     def __init__(self, layers: list[nn.Module]) -> None:
         self.layers = layers
@@ -91,7 +91,7 @@ class _DroppedLayers:
                 module.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
 
     def before_other(self, is_behind: bool, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A unit of the holder starts that is not in the list. ``is_behind``: it is registered behind the list."""
+        """Pass by layers before another unit of the holder starts. ``is_behind``: it is registered behind the list."""
         if not (self.ran or (self.ran == 0 and is_behind)):
             return None
         left, self.ran = self.layers[self.ran :], len(self.layers)
@@ -101,7 +101,7 @@ class _DroppedLayers:
         self.ran, self.graph = (0 if holder.training else None), torch.is_grad_enabled()
 
     def before(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A layer starts: pass by those before it that have not run."""
+        """Pass by layers before this one that have not run, as this one starts."""
         if self.ran is None:
             if current_graph_task() == -1:
                 return None
@@ -132,9 +132,9 @@ class _DroppedLayers:
 
 
 def _pass_by(layers: Iterable[nn.Module], values: Any, then: nn.Module | None = None) -> Any:
-    """``values``, in which the first floating-point tensor leads backward to ``layers``.
+    """Return ``values``, in which the first floating-point tensor leads backward to ``layers``.
 
-    ``then``: the layer that gets them. If it is trained, that tensor requires grad, whether there are ``layers`` or not: a
+    The layer ``then`` gets them. If it is trained, that tensor requires grad, whether there are ``layers`` or not: a
     checkpoint recomputes ``then`` without them, and must save the same tensors.
     """
     found, spec = tree_flatten(values)

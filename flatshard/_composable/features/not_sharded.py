@@ -32,10 +32,10 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from flatshard._composable.extensions import Extension, ForwardFeature
 from flatshard._composable.find import all_units
-from flatshard._composable.state import Context, Unit, owner_of, unit_of
+from flatshard._composable.state import Context, Unit, owner_of
 from flatshard._composable.unit_config import UnitConfig
 from flatshard._handle.tensors.sharded_parameter import shard_info
-from flatshard._names import plain_name
+from flatshard._names import UNIT_KEY, plain_name
 from flatshard._runtime import Runtime
 
 Registration = tuple[Unit, str, nn.Module, str, nn.Parameter]
@@ -43,7 +43,7 @@ Registration = tuple[Unit, str, nn.Module, str, nn.Parameter]
 
 
 class NotSharded(Extension):
-    """Adds the parameters that are not sharded at construction to each unit's ``Noted.registrations``."""
+    """Records the parameters that are not sharded at construction in each unit's ``Noted.registrations``."""
 
     def attach(self, unit: Unit, modules: list[nn.Module]) -> Noted:
         return Noted()
@@ -55,21 +55,21 @@ class NotSharded(Extension):
 
 
 class Noted(ForwardFeature):
-    """The registrations of parameters in one unit, and in no unit below, that it left alone."""
+    """The registrations of parameters in one unit, and in no unit below, that are not sharded."""
 
     def __init__(self) -> None:
         self.registrations: list[tuple[nn.Module, str]] = []
 
 
 def leave_to_others(module: nn.Module) -> None:
-    """Note that somebody else (DDP) averages the gradients of the parameters in ``module`` that are not sharded now."""
+    """Record that somebody else (DDP) averages the gradients of the parameters in ``module`` that are not sharded now."""
     for unit, _, holder, name, _ in _plain(module):
         if (noted := unit.feature(Noted)) is not None:
             noted.registrations.append((holder, name))
 
 
 def added_later(module: nn.Module) -> Iterator[tuple[Unit, str, nn.Parameter]]:
-    """The parameters registered in units of ``module`` since then: the nearest unit, the FQN in ``module``, the parameter."""
+    """Yield the nearest unit, FQN and value of each parameter that was registered in units of ``module`` since then."""
     for unit, fqn, holder, name, param in _plain(module):
         noted = unit.feature(Noted)
         if noted is not None and not any(holder is each and name == other for each, other in noted.registrations):
@@ -84,7 +84,7 @@ def _plain(module: nn.Module) -> Iterator[Registration]:
         if at in seen:
             continue
         seen.add(at)
-        unit = unit_of(at) or unit
+        unit = at.__dict__.get(UNIT_KEY, unit)
         if unit is not None:
             for name, param in at._parameters.items():
                 if param is not None and shard_info(param) is None:
@@ -114,7 +114,7 @@ def _note_tie(module: nn.Module, name: str, param: nn.Parameter) -> None:
 
 
 def _check_tie(to_module: weakref.ref[nn.Module], name: str, unit: Unit) -> bool:
-    """Called when a pass of ``unit`` starts. Returns whether to check again in the next pass."""
+    """Raise if a parameter was tied, when a pass of ``unit`` starts. Return whether to check again in the next pass."""
     module = to_module()
     param = None if module is None else module._parameters.get(name)
     info = None if param is None else shard_info(param)
@@ -137,7 +137,7 @@ _METHOD = "resize_token_embeddings"
 
 
 class ResizedEmbeddings(Extension):
-    """Puts a function that raises before the method of each module that has it, on the instance."""
+    """Hides the method that resizes embeddings by a function that raises, on each module that has it."""
 
     def finish(self, module: nn.Module, made: Collection[Unit]) -> None:
         for each in module.modules():

@@ -56,7 +56,7 @@ class Precision(Extension):
         policy = unit.config.mixed_precision
         warn_about_low_precision_masters(p for flat in unit.handle.flats for p in flat.params)
         for module in modules:
-            if policy.ignores(module):
+            if isinstance(module, policy.module_classes_to_ignore):
                 if policy.param_dtype is not None:
                     full = FullPrecisionModule()
                     module.register_forward_pre_hook(full.before, with_kwargs=True)
@@ -110,7 +110,7 @@ class MixedForward(ForwardFeature):
         return self.before_unrecorded(args, kwargs, outermost)
 
     def _differs(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.dtype | None:
-        """The dtype of this forward, if one of it and the forward around it is in full precision, and the other is not."""
+        """Return the dtype of this forward, if only one of it and the forward around it is in full precision, else None."""
         low = self.unit.config.mixed_precision.param_dtype
         full = next((f.kind.dtype for f in self.unit.handle.flats if f.kind.dtype.is_floating_point), None)
         given = next((t.dtype for t in tensors_in((args, kwargs)) if t.is_floating_point()), None)
@@ -143,7 +143,7 @@ class MixedForward(ForwardFeature):
 
 
 def _full_precision(unit: Unit) -> dict[int, nn.Parameter]:
-    """Whole parameters in their own dtype. ``keep_unsharded`` reuses the copies until the parameters change."""
+    """Return unsharded parameters in their own dtype. ``keep_unsharded`` reuses the copies until the parameters change."""
     keep = next((claim for claim in unit.claims if isinstance(claim, Keep)), None)
     if keep is None:
         return WholeParameters(unit.handle).copy_full_precision()
@@ -155,7 +155,7 @@ def _full_precision(unit: Unit) -> dict[int, nn.Parameter]:
 
 
 class FullPrecisionModule:
-    """Forward hooks of one module in ``module_classes_to_ignore``: cast inputs to its parameters' dtype, and outputs back."""
+    """Forward hooks of one ignored module, which cast its inputs to the dtype of its parameters, and its outputs back."""
 
     def __init__(self) -> None:
         # The dtype of the inputs, for each forward under way, by thread.

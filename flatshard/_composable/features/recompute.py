@@ -39,7 +39,7 @@ _UNSEEN = ("running_mean", "running_var")
 
 
 class Recomputed:
-    """A forward that keeps nothing for backward but its arguments. [Note: Recomputation]"""
+    """A forward that keeps only its arguments for backward. [Note: Recomputation]"""
 
     def __init__(self, forward: Callable[..., Any], modules: Iterable[nn.Module]) -> None:
         self.forward = forward

@@ -49,14 +49,14 @@ _anchors: weakref.WeakKeyDictionary[Unit, torch.Tensor] = weakref.WeakKeyDiction
 
 
 class Skip(Extension):
-    """Has units note what runs inside them, for ranks that pass by later."""
+    """Makes units record what runs inside them, for ranks that pass by later."""
 
     def attach(self, unit: Unit, modules: list[nn.Module]) -> RanInside:
         return RanInside()
 
 
 class RanInside(ForwardFeature):
-    """For each module of one unit: the modules of units that ran inside its last forward without an error.
+    """The modules of units that ran inside the last forward of each module of one unit, without an error.
 
     Forwards with gradients and those without are apart: generation may run the decoder alone, between two training steps.
     """
@@ -90,7 +90,7 @@ class RanInside(ForwardFeature):
                     ran._elsewhere.append((len(around.order.current), forward.module))
 
     def inside(self, module: nn.Module, default: list[nn.Module]) -> list[nn.Module]:
-        """Return the modules that ran inside the last forward of ``module``. ``default``: if there was none."""
+        """Return the modules that ran inside the last forward of ``module``, or ``default`` if there was none."""
         in_training = self._modules.get((module, True), default)
         return in_training if torch.is_grad_enabled() else self._modules.get((module, False), in_training)
 
@@ -161,7 +161,7 @@ def _trains(unit: Unit, module: nn.Module) -> bool:
 
 
 def _merged(inside: list[nn.Module], start: int, elsewhere: list[tuple[int, nn.Module]]) -> list[nn.Module]:
-    """``inside`` and ``elsewhere`` in the order in which they began. ``start``: how many of the pass ran before them."""
+    """Return ``inside`` and ``elsewhere`` in the order in which they began, after ``start`` others of the pass."""
     found: list[nn.Module] = []
     for at in range(len(inside) + 1):
         for module in [module for number, module in elsewhere if max(0, number - start) == at]:
@@ -174,7 +174,7 @@ def _merged(inside: list[nn.Module], start: int, elsewhere: list[tuple[int, nn.M
 
 
 def _all_inside(module: nn.Module) -> set[nn.Module]:
-    """The modules that ran inside its last forward, and inside theirs."""
+    """Return the modules that ran inside its last forward, and inside theirs."""
     found: set[nn.Module] = set()
     todo = [module]
     while todo:
@@ -186,7 +186,7 @@ def _all_inside(module: nn.Module) -> set[nn.Module]:
 
 
 def _since(module: nn.Module, order: list[nn.Module]) -> list[nn.Module]:
-    """The modules in ``order`` after the last occurrence of ``module``: if it has just run, those that ran inside it."""
+    """Return the modules in ``order`` after the last ``module``. If it has just run, they ran inside it."""
     at = len(order)
     while at and order[at - 1] is not module:
         at -= 1
@@ -194,11 +194,11 @@ def _since(module: nn.Module, order: list[nn.Module]) -> list[nn.Module]:
 
 
 def _pass_by(unit: Unit, module: nn.Module, tensors: Tensors, inside: Callable[[Tensors], Tensors]) -> Tensors:
-    """Do in forward what ranks that run ``module`` do, and pass ``tensors`` through.
+    """Take part in the forward collectives of ``module``, and pass ``tensors`` through.
 
     Args:
         unit: the unit to skip.
-        module: the unit's, or the one of its group.
+        module: the module of the unit, or a module of its group.
         tensors: floating-point or complex.
         inside: skips the units inside, in the same way.
 
@@ -268,7 +268,7 @@ def _make_anchor_hook(unit: Unit) -> Callable[[torch.Tensor], None]:
 
 
 class _Mark(torch.autograd.Function):
-    """The identity, as a node in autograd's graph through which backward reaches the anchors."""
+    """An identity function whose autograd node leads backward to the anchors."""
 
     @staticmethod
     def forward(ctx: Any, anchors: int, *tensors: torch.Tensor) -> Tensors:
@@ -355,7 +355,7 @@ def skip(module: nn.Module, *tensors: torch.Tensor) -> Any:
 
 
 class _Inside:
-    """Skips modules of units in the given order, each with those inside it. A module may occur more than once."""
+    """Skips modules of units in the given order, with the modules inside each. A module may occur more than once."""
 
     def __init__(self, order: list[nn.Module]) -> None:
         self._order = order

@@ -34,7 +34,7 @@ def summon_full_params(
     offload_to_cpu: bool = False,
     with_grads: bool = False,
 ) -> Iterator[None]:
-    """Inside, ``module``'s parameters are unsharded: ``nn.Parameter`` of the original shape and dtype, under their FQNs.
+    """Show ``module``'s parameters unsharded inside: ``nn.Parameter`` of the original shape and dtype, under their FQNs.
 
     Every rank of the group must enter, outside of forward and backward. Values are exact, even if
     ``fully_shard(collectives=...)`` gathers approximated values for training. Forwards without gradients may run inside; with
@@ -69,7 +69,7 @@ def summon_full_params(
         raise ValueError(
             "summon_full_params(rank0_only=True) needs writeback=False: only rank 0 would keep the changes"
         )
-    settle(units)
+    settle(units)  # so that all ranks find their units in the same state
     arguments = {
         "writeback": writeback,
         "rank0_only": rank0_only,
@@ -97,7 +97,7 @@ def summon_full_params(
 
 
 class _Summoned(Claim):
-    """One unit in one ``summon_full_params``. A unit may have several of these claims, for nested contexts."""
+    """The claim of one ``summon_full_params`` on one unit. Nested contexts make several claims."""
 
     __slots__ = ("arguments", "before", "on_rank0", "shows_gradients", "unit", "version")
 
@@ -158,7 +158,7 @@ class _Summoned(Claim):
 
     @property
     def copies(self) -> dict[int, nn.Parameter] | None:
-        """The copies that the body sees instead of the unit's unsharded parameters, by the sharded parameter's id."""
+        """Return the copies that the body sees instead of unsharded parameters, by the sharded parameter's id."""
         return self.shows if isinstance(self.shows, dict) else None
 
     def _gather(self, offload_to_cpu: bool) -> None:
@@ -207,14 +207,14 @@ class _Summoned(Claim):
         self.before = [values.clone() for values in self._values()]
 
     def _values(self) -> list[torch.Tensor]:
-        """What the body sees."""
+        """Return the tensors that the body sees."""
         copies = self.copies
         if copies is None:
             return [flat.unsharded.flat for flat in self.unit.handle.flats]
         return [copy.data for copy in copies.values()]
 
     def hide(self) -> None:
-        """With ``rank0_only``, on the other ranks: free what was gathered, and show the sharded parameters."""
+        """Free the unsharded parameters, and show the sharded ones: ``rank0_only``, on the other ranks."""
         if self.shows_gradients:
             WholeParameters(self.unit.handle).drop_full_gradients()
             self.shows_gradients = False
@@ -224,7 +224,7 @@ class _Summoned(Claim):
             self.unit.handle.reshard()
 
     def end(self, writeback: bool) -> None:
-        """Leave the context for this unit. ``writeback``: keep the body's changes.
+        """Leave the context for this unit, and keep the body's changes if ``writeback``.
 
         Raises:
             RuntimeError: the body deleted, tied or resized a parameter. Nothing is kept.
@@ -282,7 +282,7 @@ class _Summoned(Claim):
                 param.grad = None
 
     def _version_shown(self) -> int:
-        """A number that grows with each in-place change of the shown parameters, by the same amount on all ranks."""
+        """Return a number that grows with each in-place change of the shown parameters, equally on all ranks."""
         copies = self.copies
         computes = [c for b in self.unit.handle.flats for c in b.unsharded.params]
         return sum(p._version for p in (computes if copies is None else copies.values()))
@@ -299,7 +299,7 @@ class _Summoned(Claim):
 
 
 def _is_mixed_precision(unit: Unit) -> bool:
-    """Whether the unsharded parameters differ from the user's in dtype."""
+    """Return whether the unsharded parameters differ from the user's in dtype."""
     return any([b.kind.compute_dtype is not b.kind.dtype for b in unit.handle.flats])
 
 
@@ -324,7 +324,7 @@ def _check_may_enter(unit: Unit, arguments: dict[str, bool]) -> None:
 
 
 def _assigned(registrations: Registrations) -> Iterator[tuple[nn.Parameter, nn.Parameter, nn.Parameter | None]]:
-    """(sharded, shown, registered parameter) of each registration that the body changed."""
+    """Return (sharded, shown, registered parameter) of each registration that the body changed."""
     if registrations.shows is SHARDED:
         return
     for module, name, sharded, compute in registrations.entries:
@@ -336,12 +336,12 @@ def _assigned(registrations: Registrations) -> Iterator[tuple[nn.Parameter, nn.P
 
 
 def _summons(unit: Unit) -> list[_Summoned]:
-    """The claims of active ``summon_full_params`` on ``unit``, the outermost first."""
+    """Return the claims of active ``summon_full_params`` on ``unit``, the outermost first."""
     return [claim for claim in unit.claims if isinstance(claim, _Summoned)]
 
 
 def shows_gradients(unit: Unit) -> bool:
-    """Whether a ``summon_full_params(with_grads=True)`` of ``unit`` is active."""
+    """Return whether a ``summon_full_params(with_grads=True)`` of ``unit`` is active."""
     return any([summoned.shows_gradients for summoned in _summons(unit)])
 
 
@@ -414,7 +414,7 @@ def unshard(module: nn.Module, *, recurse: bool = False, async_op: bool = False)
 
 
 def reshard(module: nn.Module, *, recurse: bool = True) -> None:
-    """Free the unsharded parameters of the units that own ``module``'s. No communication.
+    """Free the unsharded parameters of the units that own parameters of ``module``, without communication.
 
     The next forward or backward gathers them.
 

@@ -57,7 +57,7 @@ class Transformed(ForwardFeature):
         self.unit = unit
 
     def instead(self) -> Callable[[Any], object] | None:
-        """Inside a transform the forward runs without hooks.
+        """Return a check of the output if the forward runs inside a transform, where hooks do nothing.
 
         Raises:
             RuntimeError: it does, and the unit would have to gather its parameters.
@@ -84,7 +84,7 @@ class Transformed(ForwardFeature):
                 )
 
     def leaving(self, outputs: list[torch.Tensor]) -> list[torch.Tensor]:
-        """The tangents of ``outputs`` in forward-mode autograd: they have graphs of their own."""
+        """Return the tangents of ``outputs`` in forward-mode autograd, which have graphs of their own."""
         if forward_ad._current_level < 0:
             return []
         found = [forward_ad.unpack_dual(t).tangent for t in outputs]  # type: ignore[no-untyped-call]
@@ -115,7 +115,7 @@ def _skip() -> None:
     from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 
     for hook in (UnitHooks.pre_forward, UnitHooks.post_forward):
-        # As torch.compiler.disable(reason=...) has them: what dynamo says with fullgraph=True.
+        # The attributes that torch.compiler.disable(reason=...) sets: dynamo shows the reason with fullgraph=True.
         vars(hook)["_torchdynamo_disable"] = True
         vars(hook)["_torchdynamo_disable_msg"] = _REASON
         set_code_exec_strategy(_frames.code_of(hook), _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))

@@ -35,7 +35,7 @@ class UserHooksOfUnit(ForwardFeature):
         self.callbacks: OrderedDict[int, Callable[[], object]] = OrderedDict()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> UserHooksOfUnit:
-        """For the copied unit, without callbacks: as with hooks on a parameter."""
+        """Return an object for the copied unit, without callbacks, as for hooks on a parameter."""
         return UserHooksOfUnit(copy.deepcopy(self.unit, memo))
 
     def reduced(self, given: WithGradients) -> None:

@@ -24,7 +24,7 @@ from flatshard._handle.tensors.shard_info import in_memory_order
 
 
 class Gathering:
-    """One all-gather in flight. All ranks start the same ones in the same order."""
+    """An all-gather in flight. All ranks start the same all-gathers in the same order."""
 
     def __init__(self, flat: FlatParam, own: torch.Tensor | None = None) -> None:
         """Start. ``own``: this rank's part of the values, like the shard; the same dtype on all ranks. None: the shard."""
@@ -52,7 +52,7 @@ class Gathering:
 
 
 def gather_exactly(flat: FlatParam, output: torch.Tensor, own: torch.Tensor) -> Pending:
-    """Start gathering ``own``, this rank's part of ``output``, bit for bit, from the ranks that ``flat`` is sharded over."""
+    """Start to gather ``own``, this rank's part of ``output``, bit for bit, over the ranks that ``flat`` is sharded over."""
     runtime = flat.ranks.runtime.exact
     try:  # as bytes: no backend supports every dtype
         return runtime.all_gather(output.view(torch.uint8), own.view(torch.uint8), flat.ranks.label)
@@ -111,7 +111,7 @@ class WholeParameters:
         return [each for flat in self._handle.flats for each in flat.given(copies)]
 
     def gather_gradients(self, copies: dict[int, nn.Parameter] | None) -> None:
-        """Gather whole gradients and set them on the unsharded parameters or their ``copies``. Communicates."""
+        """Gather full gradients, and set them on the unsharded parameters or their ``copies``. Communicates."""
         for flat in self._handle.flats:
             if not flat.is_trainable:  # but frozen parameters are included: they may have an old gradient
                 continue
@@ -136,7 +136,7 @@ def _set_gradient(target: nn.Parameter, grad: torch.Tensor | None) -> None:
 
 
 def gather_full_precision(flat: FlatParam) -> list[nn.Parameter]:
-    """The whole parameters in their own dtype, in new memory."""
+    """Return the full parameters in their own dtype, in new memory."""
     own = flat.on_compute_device()
     whole = Gathering(flat, own.clone() if flat.is_whole and own is flat.shard else own).wait()
     result = []
@@ -152,7 +152,7 @@ def gather_full_precision(flat: FlatParam) -> list[nn.Parameter]:
 
 
 def _whole_gradients(flat: FlatParam) -> list[torch.Tensor | None]:
-    """Gather whole gradients, in the parameters' shapes. None for a parameter that has no gradient on any rank."""
+    """Gather full gradients, in the parameters' shapes; None for a parameter that has no gradient on any rank."""
     device, local = flat.kind.compute_device, flat.gradients.local()
     present = torch.zeros(flat.layout.world_size, len(local), dtype=torch.uint8, device=device)
     here = present[flat.ranks.rank]

@@ -31,7 +31,7 @@ import torch
 from torch import nn
 
 from flatshard._handle.adapters.tensor_parallel import TensorParallel, is_dtensor, local_tensor
-from flatshard._handle.adapters.wrapping import Wrapping, remembered
+from flatshard._handle.adapters.wrapping import REMEMBERED, Wrapping
 from flatshard._handle.layout import dense_stride
 from flatshard._handle.tensors.changes import changes
 from flatshard._handle.tensors.sharded_parameter import take_place
@@ -174,8 +174,11 @@ def plain_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 
 def wrapping_of(tensor: torch.Tensor) -> Wrapping | None:
-    """The wrapping of a subclass, of a DTensor, or of a plain parameter taken out of one. None for any other tensor."""
-    return remembered(tensor) or TensorParallel.of(tensor) or TensorSubclass.of(tensor)
+    """Return the wrapping of a subclass, of a DTensor, or of a plain parameter taken out of one; None for other tensors."""
+    found: Wrapping | None = tensor.__dict__.get(REMEMBERED)
+    if found is None and type(tensor) is not nn.Parameter:
+        found = TensorParallel.of(tensor) or TensorSubclass.of(tensor)
+    return found
 
 
 def _inside(tensor: torch.Tensor, through_dtensors: bool = True) -> Iterator[torch.Tensor]:

@@ -21,7 +21,8 @@ from flatshard._comm.rank_group import RankGroup
 from flatshard._handle.tensors.grad_dtype import hand_on
 from flatshard._runtime import Runtime
 
-_ATTRIBUTE = "_flatshard_wrapping"
+REMEMBERED = "_flatshard_wrapping"
+"""The attribute of a tensor that has the wrapping recorded by ``remember``."""
 
 
 class Wrapping(ABC):
@@ -89,10 +90,4 @@ class Wrapping(ABC):
 
 def remember(param: torch.Tensor, wrapping: Wrapping) -> None:
     """Record that ``param`` belongs to ``wrapping``: it was built by it, or is the plain tensor inside."""
-    param.__dict__[_ATTRIBUTE] = wrapping
-
-
-def remembered(param: torch.Tensor) -> Wrapping | None:
-    """The wrapping that was recorded for ``param`` by ``remember``, or None."""
-    found: Wrapping | None = param.__dict__.get(_ATTRIBUTE)
-    return found
+    param.__dict__[REMEMBERED] = wrapping
