@@ -18,21 +18,19 @@ from torch.autograd.graph import increment_version
 
 from flatshard import _trace
 from flatshard._comm.collectives import Pending, settle
-from flatshard._errors import CollectiveError, InternalError, OutOfStepError, name_list
+from flatshard._errors import CollectiveError, OutOfStepError, name_list
 from flatshard._handle.adapters.tensor_subclass import plain_tensors
 from flatshard._handle.flat_param import FlatParam
-from flatshard._handle.flat_shard import Given
 from flatshard._handle.layout import FlatLayout
 from flatshard._handle.lifetime import BY_USER, GradState, Lifetime, ParamState, UnshardedStamp
 from flatshard._handle.planned import Groups, Kind, PlannedFlat
 from flatshard._handle.registrations import SHARDED, Registrations
 from flatshard._handle.tensors.aggregate import plainly
 from flatshard._handle.tensors.changes import changes
-from flatshard._handle.tensors.grad_dtype import hand_on
 from flatshard._handle.tensors.shard_info import ShardInfo
-from flatshard._handle.tensors.sharded_parameter import shard_info, show_parts
 from flatshard._handle.unit_gradients import UnitGradients
 from flatshard._handle.unit_ranks import UnitRanks
+from flatshard._handle.user_changes import Conversion, UserChanges, adopt_data
 from flatshard._runtime import Users
 
 _version = operator.attrgetter("_version")  # read for every parameter in every step, so the loop runs in C
@@ -72,8 +70,8 @@ class FlatParamHandle:
         self.lifetime = Lifetime(ranks.label)
         self.registrations = Registrations()
         self.flats: list[FlatParam] = []
-        self.gradients = UnitGradients(self.flats, ranks, self.lifetime)
-        self._checked_at = -1  # `changes.count` at the last `check_parameters`
+        self.gradients = UnitGradients(ranks, self.lifetime)
+        self.user_changes = UserChanges(self.flats, self.registrations, self.gradients, ranks.label)
         self._all_gathers: list[Pending] = []
         self._users: Users | None = None  # on an accelerator: the streams that compute with the unsharded parameters
         self.stamp: UnshardedStamp | None = None  # None while the parameters are sharded
@@ -91,7 +89,7 @@ class FlatParamHandle:
             params, options = [p.param for p in planned.params], planned.options
             kind = Kind.of(params[0].dtype, params[0].device, options, result.runtime)
             flat = FlatParam.class_for(options)(planned.layout, options, params, kind, all_ranks[planned.groups])
-            result.flats.append(flat)
+            result._add(flat)
             for owned, compute in zip(planned.params, flat.unsharded.params, strict=True):
                 for module, name in owned.registrations:
                     result.registrations.add(module, name, owned.param, compute)
@@ -113,19 +111,23 @@ class FlatParamHandle:
         all_ranks = {old: old.copied(averaging) for old in self.all_ranks}
         result = FlatParamHandle(list(all_ranks.values()))
         memo[id(self)] = result
-        result.gradients.follow_copy(self.gradients)
         result.source = copy.deepcopy(self.source, memo)
         for flat in self.flats:
             params = [copy.deepcopy(p, memo) for p in flat.params]
             new = flat.copy_with(params, all_ranks[flat.ranks])
             memo[id(flat)] = new
-            new.follow_copy(flat, memo)
-            result.flats.append(new)
+            new.copy_features(flat, memo)
+            result._add(new)
             for old, param, compute in zip(flat.params, params, new.unsharded.params, strict=True):
                 for module, name in owned[id(old)]:
                     result.registrations.add_copied(module, name, param, compute, memo)
+        result.gradients.copy_settings(self.gradients)
         result._index()
         return result
+
+    def _add(self, flat: FlatParam) -> None:
+        self.flats.append(flat)
+        self.gradients.add(flat)
 
     def _index(self) -> None:
         """Collect from ``flats`` what every step reads. Called again if their kinds have changed."""
@@ -133,8 +135,8 @@ class FlatParamHandle:
         self.on_meta = [b for b in self.flats if b.is_on_meta]  # have no memory yet. [Note: Filled later]
         self._sharded = [b for b in self.flats if not b.unsharded.is_alias and b.layout.padded_numel]
         self._params = [p for b in self.flats for p in b.params]
-        flat_params = [b.gradients.shard_param for b in self.flats if b.gradients.shard_param is not None]
-        self._counted = [*self._params, *flat_params]  # an optimizer that steps the latter changes their versions only
+        shard_params = [b.flat_grad.param for b in self.flats if b.flat_grad is not None]
+        self._counted = [*self._params, *shard_params]  # an optimizer that steps the latter changes their versions only
         # The shards are what modules compute with: unshard and reshard do nothing.
         self.never_gathers = not self._sharded
         # Whether units share the memory that they gather into. [Note: Static buffers]
@@ -144,7 +146,7 @@ class FlatParamHandle:
         self.gradients.find_accumulators()  # here, to save the time in the first step
 
     def move(self, ranks: UnitRanks, layouts: Sequence[FlatLayout], shards: Sequence[torch.Tensor]) -> None:
-        """Be sharded over ``ranks`` from now on: see ``FlatShard.move``. Nothing is communicated.
+        """Be sharded over ``ranks`` from now on: see ``FlatParam.move``. Nothing is communicated.
 
         ``layouts``, ``shards``: of each flat parameter, which must all be on the unit's own ranks.
         """
@@ -152,12 +154,12 @@ class FlatParamHandle:
         self.drop_kept()
         self.all_ranks, self.ranks, self.runtime = [ranks], ranks, ranks.runtime
         self.lifetime.follow(ranks.label)
-        self.gradients.follow(ranks)
         with torch.inference_mode(False), torch.no_grad():
             for flat, layout, shard in zip(self.flats, layouts, shards, strict=True):
                 flat.move(layout, ranks, shard)
+            self.gradients.move(ranks)
         self._index()
-        self._checked_at = -1
+        self.user_changes = UserChanges(self.flats, self.registrations, self.gradients, ranks.label)
 
     def __repr__(self) -> str:
         return (
@@ -176,18 +178,14 @@ class FlatParamHandle:
             ranks.label.unit = fqn
         for flat in self.flats:
             flat.rename(self.registrations.fqns(names))
+        for grads in self.gradients.flats:
+            grads.prepare_slices()
 
     def add_registration(self, module: nn.Module, name: str, param: nn.Parameter) -> None:
         """Add another registration (module and name) of a parameter that this handle owns."""
-        flat, index = self._locate(param)
+        flat, index = self.user_changes.locate(param)
         self.registrations.add(module, name, param, flat.unsharded.params[index])
-        self._checked_at = -1
-
-    def _locate(self, param: nn.Parameter) -> tuple[FlatParam, int]:
-        for flat in self.flats:
-            if (index := flat.index_of(param)) is not None:
-                return flat, index
-        raise InternalError(f"unit {self.fqn!r} does not own a parameter of shape {tuple(param.shape)}")
+        self.user_changes.look_again()
 
     @property
     def is_sharded(self) -> bool:
@@ -325,7 +323,11 @@ class FlatParamHandle:
     def _free(self, until: object = None) -> None:
         if self._all_gathers:
             self._settle_all_gathers()
-        given = self._take_back() if self.stamp is not None and self.stamp.by == BY_USER else []
+        conversions = list[Conversion]()
+        if self.stamp is not None and self.stamp.by == BY_USER:
+            conversions = self.user_changes.conversions()
+            for flat in self.flats:
+                flat.unsharded.was_changed()  # a next gather has other values: changes so far are not looked for again
         if self._sharded:
             if _trace.sinks:
                 _trace.event("reshard", self.fqn)
@@ -341,26 +343,19 @@ class FlatParamHandle:
                 flat.free()
         self.lifetime.move_params("reshard")
         self.stamp = None
-        if given:
-            self.adopt(given)
-
-    def _take_back(self) -> list[Given]:
-        """Let go of memory that the user gave to unsharded parameters. Returns what was given."""
-        given = [each for flat in self.flats for each in flat.given()]
-        for flat in self.flats:
-            flat.unsharded.changed()  # takes it back, and notes that: what is gathered next has not been changed
-        return given
+        if conversions:
+            self.adopt(conversions)
 
     def follow_user(self) -> None:
-        """Adopt what the user gave to unsharded parameters since ``unshard``, if anything: then they are sharded again."""
-        if any([flat.given() for flat in self.flats]):
+        """Adopt conversions of unsharded parameters by the user, if there are any: then they are sharded again."""
+        if self.user_changes.conversions():
             self.reshard()
 
-    def adopt(self, given: Sequence[Given]) -> None:
-        """Give the user's parameters, and their gradients, what was ``given`` to whole ones. The unit is sharded then."""
+    def adopt(self, conversions: Sequence[Conversion]) -> None:
+        """Convert the user's parameters, and their gradients, as the user converted unsharded ones. The unit is sharded."""
         self.reshard()
         with torch.no_grad():
-            for param, dtype, device in given:
+            for param, dtype, device in conversions:
                 param.data = param.data.to(device, dtype)
                 if param.grad is not None:
                     param.grad.data = param.grad.data.to(device, dtype)
@@ -373,7 +368,7 @@ class FlatParamHandle:
         stamp = self.stamp
         if stamp is None or stamp.version != self.version():
             return False
-        if stamp.by == BY_USER and any([flat.given() for flat in self.flats]):
+        if stamp.by == BY_USER and self.user_changes.conversions():
             return False
         return pass_id is None or stamp.by in (BY_USER, pass_id)
 
@@ -398,47 +393,22 @@ class FlatParamHandle:
         return False
 
     def check_parameters(self) -> None:
-        """Adopt parameters that the user replaced, froze or unfroze since the last call, or raise. These are changes by
-        ``p.data = ...``, ``module.to()``, ``module.weight = nn.Parameter(...)``, ``load_state_dict(..., assign=True)``.
-        """
-        if self._checked_at == changes.count and not self.registrations.unguarded:
+        """Adopt what the user did to the parameters since the last call, or raise. [Note: What users change]"""
+        user = self.user_changes
+        if user.seen_at == changes.count and not self.registrations.unguarded:
             return
-        show_parts()
-        for module, name, sharded, new in self.registrations.replaced():
-            if not isinstance(new, nn.Parameter):
-                raise RuntimeError(
-                    f"parameter {name!r} of a {type(module).__name__} in unit {self.fqn or '<root>'!r} is no longer "
-                    "registered: it was deleted, parametrized or swapped (functional_call) after fully_shard, which must "
-                    "come last"
-                )
-            if (other := shard_info(new)) is not None:
-                raise RuntimeError(
-                    f"parameter {name!r} of a {type(module).__name__} in unit {self.fqn or '<root>'!r} was replaced by "
-                    f"{other.fqn!r}, which is sharded: the two would not be tied. Tie parameters before fully_shard. To copy "
-                    "values, register the original parameter again, and copy into it"
-                )
-            flat, index = self._locate(sharded)
-            flat.check_new(index, new)
-            if flat.filling is not None and not new.is_meta:
-                flat.filling.allocate(new.device)
-            sharded.data = new.data  # the optimizer refers to `sharded`, so this object is kept
-            hand_on(new, sharded)
-            sharded.requires_grad_(new.requires_grad)
-            self.registrations.write(module, name, sharded)
-            new._flatshard_adopted = sharded  # type: ignore[attr-defined]  # for an optimizer that was given `new` before
-        for flat in self.flats:
-            if moved := flat.moved():
-                if {(p.dtype, p.device) for p in flat.params} != {(flat.kind.dtype, flat.kind.device)}:
-                    self.gradients.check_not_deferred("parameters were given another dtype or device")
-                self.reshard()
-                if self.lifetime.grads in (GradState.FILLING, GradState.REDUCING):  # of a backward that failed
-                    self.gradients.discard()
-                with torch.inference_mode(False), torch.no_grad():
-                    flat.readopt(moved)
+        user.adopt_registered()
+        if moved := user.find_moved():
+            self.reshard()
+            if self.lifetime.grads in (GradState.FILLING, GradState.REDUCING):  # of a backward that failed
+                self.gradients.discard()
+            with torch.inference_mode(False), torch.no_grad():
+                for flat, indices in moved.items():
+                    adopt_data(flat, indices)
         if self._kinds != [b.kind for b in self.flats]:
             self._index()
-        self._sync_requires_grad(unfrozen_only=False)
-        self._checked_at = changes.count
+        user.follow_requires_grad()
+        user.mark_seen()
 
     def version(self) -> int:
         """Increases with every change of the parameters' values, by the same amount on all ranks."""
@@ -447,7 +417,7 @@ class FlatParamHandle:
 
     def use_flat_parameter(self, flat: FlatParam, info: ShardInfo) -> nn.Parameter:
         """One parameter over ``flat``'s shard, which gets its gradient, and whose changes count."""
-        param = flat.gradients.use_shard_param(info)
+        param = self.gradients.flats[self.flats.index(flat)].use_shard_param(info)
         self._index()
         return param
 
@@ -458,23 +428,13 @@ class FlatParamHandle:
             self.stamp = self.stamp._replace(version=self.version())
 
     def sync_unfrozen(self) -> None:
-        """Before a backward: follow what the user unfroze, and the dtypes that the user chose for gradients.
+        """Adopt what the user unfroze, and the dtypes that the user chose for gradients, before a backward.
 
-        Not what the user froze, whose gradient is dropped: a recomputation under activation checkpointing must save what its
-        forward saved.
+        Parameters that the user froze are left out: a recomputation under activation checkpointing must save the same tensors
+        as its forward. Their gradients are dropped.
         """
-        if self._checked_at != changes.count:
-            self._sync_requires_grad(unfrozen_only=True)
-
-    def _sync_requires_grad(self, unfrozen_only: bool) -> None:
-        for flat in self.flats:
-            if flat.gradients.is_chosen_anew:
-                self.gradients.check_not_deferred("p.grad_dtype was set")
-                flat.gradients.follow_parameters()
-        synced = [flat.sync_requires_grad(unfrozen_only) for flat in self.flats]
-        # A wrapped parameter may have become another leaf: see `swap_inside`.
-        if any(synced) or any([any(flat.wrappings) for flat in self.flats]):
-            self.gradients.find_accumulators()
+        if self.user_changes.seen_at != changes.count:
+            self.user_changes.follow_requires_grad(unfrozen_only=True)
 
     def write_back_if_changed(self, keep: bool = True) -> None:
         """Write back in-place changes that a forward made to its own parameters (``self.weight.clamp_()`` under no_grad).
@@ -482,7 +442,7 @@ class FlatParamHandle:
         ``keep=False`` ignores the changes instead.
         """
         for flat in self.flats:
-            if flat.unsharded.changed() and keep:
+            if flat.unsharded.was_changed() and keep:
                 flat.write_back()
                 if self.source is not None:
                     self.source.follow(flat)

@@ -28,7 +28,7 @@ VERBS = {
 [Note: From one placement to another]
 The names of a unit's collectives, for traces and errors: a gather goes from how the parts are placed to replicated, a
 reduction from summands to how the parts are placed, over the inner axis and then over the outer one. Each row is issued in
-one place only: gathers in ``FlatShard.gather``, reductions in ``Reduction``.
+one place only: gathers in ``FlatParam.gather``, reductions in ``Reduction``.
 """
 
 Runtimes = Mapping[Groups | None, tuple[Runtime, Runtime | None]]

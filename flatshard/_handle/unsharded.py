@@ -78,7 +78,7 @@ class UnshardedBuffer:
         self._is_closed = False
         device = kind.compute_device
         self.params = tuple([self._make_param(index, param, device) for index, param in enumerate(originals)])
-        self._versions = tuple(map(_version, self.params))  # at the last `changed` or `close`
+        self._versions = tuple(map(_version, self.params))  # at the last `was_changed` or `close`
         self.place(kind, shard)
 
     def _make_param(self, index: int, param: nn.Parameter, device: torch.device) -> nn.Parameter:
@@ -95,7 +95,7 @@ class UnshardedBuffer:
         self._layout = layout
 
     def move(self, layout: FlatLayout, ranks: UnitRanks, kind: Kind, shard: torch.Tensor) -> None:
-        """``place``, for other ranks: see ``FlatShard.move``."""
+        """``place``, for other ranks: see ``FlatParam.move``."""
         self._layout, self._ranks, self._pool = layout, ranks, ranks.pool
         self.place(kind, shard)
 
@@ -187,7 +187,7 @@ class UnshardedBuffer:
     def close(self, seen: bool = False) -> None:
         """Have autograd refuse to read the unsharded parameters until ``open``. [Note: Closed to autograd]
 
-        ``seen``: nothing can have changed them since the last call of ``changed``.
+        ``seen``: nothing can have changed them since the last call of ``was_changed``.
         """
         if not self._is_closed:
             if not seen:
@@ -210,23 +210,23 @@ class UnshardedBuffer:
         """Whether another flat parameter is using the pool's buffer of this one. [Note: Static buffers]"""
         return self._buffer is not None and self._buffer.user not in (None, self)
 
-    def changed(self) -> bool:
+    def was_changed(self) -> bool:
         """Whether the module changed its own (unsharded) parameters in place since the last gather or call of this.
 
         ``p.data = ...``, ``p.detach().mul_()``, and ``p.mul_()`` under ``no_grad`` are seen. ``p.data.mul_()`` is not: see
-        ``may_change``. Comparing values instead would read each unit once more in every forward.
+        ``assume_changed``. Comparing values instead would read each unit once more in every forward.
         """
         if self._is_closed:
             return False
         before, self._versions = self._versions, tuple(map(_version, self.params))
-        return self.take_back_moved() or before != self._versions
+        return self.adopt_moved() or before != self._versions
 
-    def may_change(self) -> None:
-        """Make the next ``changed`` true: somebody may write what version counters don't show."""
+    def assume_changed(self) -> None:
+        """Make the next ``was_changed`` true: somebody may write what version counters don't show."""
         if not self._is_closed:
             self._versions = ()
 
-    def take_back_moved(self) -> bool:
+    def adopt_moved(self) -> bool:
         """If the module set the ``.data`` of unsharded parameters, copy the new values to the buffer, and point back to it.
 
         Returns whether there were such parameters. Tensor subclasses are not checked.

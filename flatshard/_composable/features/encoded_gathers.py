@@ -25,7 +25,6 @@ from flatshard._composable.state import Unit
 from flatshard._handle.adapters.encoding import encode, scale_of
 from flatshard._handle.adapters.tensor_subclass import TensorSubclass, swap_inside
 from flatshard._handle.flat_param import FlatParam
-from flatshard._handle.flat_shard import FlatShard
 from flatshard._handle.planned import Kind
 from flatshard._handle.unsharded import UnshardedBuffer
 from flatshard._runtime import Runtime
@@ -107,9 +106,9 @@ class EncodedFlatParam(FlatParam):
         self.scales = scales
         scales.join(self)
 
-    def follow_copy(self, original: FlatShard, memo: dict[int, Any]) -> None:
+    def copy_features(self, original: FlatParam, memo: dict[int, Any]) -> None:
         """See ``FlatParam``. The flat parameters of a copied model share their scales."""
-        super().follow_copy(original, memo)
+        super().copy_features(original, memo)
         assert isinstance(original, EncodedFlatParam)
         self.share(copy.deepcopy(original.scales, memo))
 
@@ -121,7 +120,7 @@ class EncodedFlatParam(FlatParam):
     @property
     def version(self) -> int:
         """Increases with every change of the values."""
-        shard_param = self.gradients.shard_param
+        shard_param = self.shard_param
         return sum([p._version for p in self.params]) + (0 if shard_param is None else shard_param._version)
 
     def gather(self, exactly: bool, again: bool, kept: torch.Tensor | None = None) -> Pending:

@@ -353,7 +353,7 @@ def handle_to_empty(param: ShardedParameter, writer: FrameType, new: torch.Tenso
     frame = next((each for each in outward(writer) if function_name(each) != "_apply"), None)
     if not is_of(frame, nn.Module.to_empty):
         return False
-    home = home_of(param)
+    home = flat_param_of(param)
     if home is not None and home.filling is not None:
         home.filling.allocate(new.device)
         return True
@@ -363,7 +363,7 @@ def handle_to_empty(param: ShardedParameter, writer: FrameType, new: torch.Tenso
     )
 
 
-def home_of(param: ShardedParameter) -> Home | None:
+def flat_param_of(param: ShardedParameter) -> Home | None:
     """The flat parameter that ``param`` is a slice of. None for an unpickled copy."""
     return _homes.get(id(param))
 
