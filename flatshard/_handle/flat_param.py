@@ -126,11 +126,10 @@ class FlatParam:
             self._adopt(index, param)
         # The `requires_grad` of each parameter when the unsharded parameters were last synchronised with it.
         self.requires_grad = [p.requires_grad for p in params]
-        self._synced_at = -1  # `changes.count` at that time
+        self.synced_at = -1  # `changes.count` at that time
         self.initial_values = InitialValues(samples, self.params)
         if kind.device.type == "cpu":  # on an accelerator the host would wait
             self.initial_values.hash()
-        self._approximate: torch.Tensor | None = None  # this rank's shard as an approximate all-gather delivered it
 
     def copy_with(self, params: Sequence[nn.Parameter], ranks: UnitRanks) -> Self:
         """Return a flat parameter with this one's layout, values and shard parameter, in new memory, without gradients.
@@ -290,26 +289,19 @@ class FlatParam:
 
         ``unfrozen_only``: copy only True.
         """
-        if self._synced_at == changes.count:
+        if self.synced_at == changes.count:
             return False
         now = list(map(_requires_grad, self.params))
         if unfrozen_only:
             now = list(map(operator.or_, now, self.requires_grad))
         else:
-            self._synced_at = changes.count
+            self.synced_at = changes.count
         if now == self.requires_grad:
             return False
         for compute, requires_grad in zip(self.unsharded.params, now, strict=True):
             compute.requires_grad_(requires_grad)
         self.requires_grad = now
         return True
-
-    @property
-    def all_require_grad(self) -> bool:
-        """Whether all of the user's parameters require grad now."""
-        if self._synced_at == changes.count:
-            return False not in self.requires_grad
-        return all(map(_requires_grad, self.params))
 
     def convert(self, dtype: torch.dtype, device: torch.device) -> None:
         """Make new memory without values for another dtype or device: ``module.half()``, ``module.cuda()``.
@@ -375,8 +367,8 @@ class FlatParam:
         if self.is_whole:
             target.allocate(shard)
             return runtime.issued(Done())
-        if runtime.takes and (take := target.later()) is not None:
-            return runtime.all_gather(target.wire, shard, self.ranks.label, again, take)
+        if runtime.takes and target.allocates_late:
+            return runtime.all_gather(target.wire, shard, self.ranks.label, again, target.take)
         fits = kept is None and self.kind.dtype is self.kind.compute_dtype
         as_it_is = fits and getattr(runtime.collectives, "out_of_place", False)
         target.allocate(None if as_it_is else shard)
@@ -398,13 +390,8 @@ class FlatParam:
 
     def keep_gathered(self) -> Pending:
         """Copy the result of an approximate all-gather, so that ``write_back`` finds only real changes."""
-        self._approximate = self.unsharded.own.clone()
+        self.unsharded.keep_own()
         return self.ranks.runtime.issued(Done())
-
-    def free(self) -> None:
-        """Free the unsharded buffer."""
-        self._approximate = None
-        self.unsharded.free()
 
     def write_back(self, own: torch.Tensor | None = None) -> None:
         """Copy changed elements of the unsharded values into this rank's shard.
@@ -416,7 +403,7 @@ class FlatParam:
             if self.unsharded.is_alias:
                 return
             own = self.unsharded.own
-        made = self._approximate  # the values before any change
+        made = self.unsharded.kept_own  # the values before any change
         if made is None or made.dtype is not own.dtype:
             if own.dtype is self.kind.dtype:
                 self.shard.copy_(own)
@@ -425,5 +412,5 @@ class FlatParam:
         own = own.to(made.device)
         same = ((own == made) | (own.isnan() & made.isnan())).to(self.shard.device)
         self.shard.copy_(torch.where(same, self.shard, own.to(self.shard)))
-        if made is self._approximate:
+        if made is self.unsharded.kept_own:
             made.copy_(own)  # later changes are found relative to this

@@ -50,17 +50,19 @@ from flatshard._handle.layout import FlatLayout
 from flatshard._handle.pool import FlatBuffer
 from flatshard._handle.reduction import Partial, Reduction, Unused
 from flatshard._handle.tensors.aggregate import plainly
+from flatshard._handle.tensors.changes import changes
 from flatshard._handle.tensors.grad_dtype import choose, has_chosen, promoted
 from flatshard._handle.tensors.partial import consume
 from flatshard._handle.tensors.shard_info import ShardInfo
-from flatshard._handle.tensors.sharded_gradient import GradSlices, plain_grad, set_gradients_as_they_are
+from flatshard._handle.tensors.sharded_gradient import GradSlices, plain_grad
 from flatshard._handle.unit_ranks import UnitRanks
 from flatshard._runtime import Runtime
 
 SMALL = 128 * 1024  # bytes of a flat parameter below which overhead per operation costs more than memory traffic
 
 # Read or called for every parameter in every step, so loops run in C.
-_grad, _grad_of_plain, _layout = plain_grad.__get__, operator.attrgetter("grad"), operator.attrgetter("layout")
+_grad, _set_plain_grad, _grad_of_plain = plain_grad.__get__, plain_grad.__set__, operator.attrgetter("grad")
+_layout, _requires_grad = operator.attrgetter("layout"), operator.attrgetter("requires_grad")
 _NONE = itertools.repeat(None)
 _STRIDED = {torch.strided}
 _ZERO = torch.zeros((), device="cpu")  # an addend on any device and of any dtype: to torch a number costs twice as much
@@ -346,7 +348,7 @@ class FlatGradients:
         """Move the gradients from autograd's tensors to an input of ``dtype``. Later ones are added when they arrive."""
         flat, computes, input = self.flat, self.flat.unsharded.params, self._input
         assert input is not None
-        if not flat.all_require_grad:  # drop gradients of those frozen since their forward, as autograd would
+        if not self._all_require_grad():  # drop gradients of those frozen since their forward, as autograd would
             for param, compute in zip(flat.params, computes, strict=True):
                 if not param.requires_grad:
                     compute.grad = None
@@ -395,6 +397,12 @@ class FlatGradients:
     def are_wanted(self) -> bool:
         """Whether the user trains some of the parameters. Gradients of those frozen since their forward are dropped."""
         return any(p.requires_grad for p in self.flat.owners)
+
+    def _all_require_grad(self) -> bool:
+        """Whether all of the user's parameters require grad now."""
+        if self.flat.synced_at == changes.count:
+            return False not in self.flat.requires_grad
+        return all(map(_requires_grad, self.flat.params))
 
     def complete(self, accumulates: bool) -> None:
         """Fill the input and make the reduction: all gradients have arrived.
@@ -445,7 +453,7 @@ class FlatGradients:
     def discard(self) -> None:
         """Drop all received gradients and free their memory. ``.grad`` is not changed."""
         if self._is_waiting:
-            set_gradients_as_they_are(self.flat.unsharded.params, _NONE)
+            consume(map(_set_plain_grad, self.flat.unsharded.params, _NONE))
         self.partial = None
         self._free()
 
@@ -483,11 +491,11 @@ class FlatGradients:
         added: list[tuple[torch.Tensor, torch.Tensor]] = []
         flat = self.flat
         params, parts = flat.params, self._slices.cut(output)
-        if False not in filled and flat.all_require_grad:
+        if False not in filled and self._all_require_grad():
             with plainly():  # torch looks for __torch_function__ at every access to a Parameter of another class
                 there = list(map(_grad, params))
                 if all(map(operator.is_, there, _NONE)):
-                    set_gradients_as_they_are(params, parts)
+                    consume(map(_set_plain_grad, params, parts))
                     return params
                 if set(map(type, there)) == {type(parts[0])}:
                     torch._foreach_add_(there, parts)

@@ -261,7 +261,7 @@ class FlatParamHandle:
         except BaseException as e:
             self._settle_all_gathers()
             for flat in self._sharded:
-                flat.free()
+                flat.unsharded.free()
             if isinstance(e, Exception):
                 self.runtime.fail("all-gather", self.fqn, e)
             raise
@@ -340,7 +340,7 @@ class FlatParamHandle:
             for flat in self._sharded:
                 if until is not None or self.has_static_buffers:
                     flat.unsharded.close(seen=until is not None)  # a forward has ended: see `write_back_if_changed`
-                flat.free()
+                flat.unsharded.free()
         self.lifetime.move_params("reshard")
         self.stamp = None
         if conversions:

@@ -76,6 +76,7 @@ class UnshardedBuffer:
         # For memory of its own; a feature may replace it.
         self._make_buffer: Callable[[torch.Tensor], FlatBuffer] = FlatBuffer
         self._is_closed = False
+        self.kept_own: torch.Tensor | None = None  # see `keep_own`
         device = kind.compute_device
         self.params = tuple([self._make_param(index, param, device) for index, param in enumerate(originals)])
         self._versions = tuple(map(_version, self.params))  # at the last `was_changed` or `close`
@@ -103,7 +104,8 @@ class UnshardedBuffer:
         """Build every view, for the flat parameter's dtype and device, then free the storage."""
         numel = self._layout.padded_numel
         self.is_alias = self._ranks.is_whole and kind.is_one  # the buffer is the shard
-        self._buffer: FlatBuffer | None = None  # in a pool: from the first ``allocate`` on
+        self._buffer: FlatBuffer | None = None  # of a pool: from the first `allocate` on
+        self.allocates_late = False  # whether collectives may call `take` instead of `allocate` before
         if self.is_alias:
             self._point_at(shard)
             return
@@ -112,6 +114,7 @@ class UnshardedBuffer:
         own.free()
         if self._pool is None:
             self._buffer = self._make_buffer(own.flat)
+            self.allocates_late = self.wire is self.flat
 
     def use_buffers(self, make: Callable[[torch.Tensor], FlatBuffer]) -> None:
         """Have ``make`` say from now on what becomes of memory of its own that is freed. Addresses in use stay the same."""
@@ -165,22 +168,19 @@ class UnshardedBuffer:
         if shard is not None:
             self.own.copy_(shard)
 
-    def later(self) -> Callable[[], None] | None:
-        """``allocate(None)``, to be called by who fills the storage. None: it must be allocated first."""
-        flat, buffer = self.flat, self._buffer
-        if buffer is None or self._pool is not None or self.wire is not flat:
-            return None
+    def take(self) -> None:
+        """Allocate the storage, unless it has been: for collectives that fill it when they end."""
+        assert self._buffer is not None
+        if self._buffer.user is not self or not self._storage.nbytes():  # a storage that is resized anew is copied
+            self._buffer.take(self)
 
-        def take() -> None:
-            assert self.flat is flat
-            assert self._buffer is not None
-            if self._buffer.user is not self or not self._storage.nbytes():  # a storage that is resized anew is copied
-                self._buffer.take(self)
-
-        return take
+    def keep_own(self) -> None:
+        """Keep a copy of this rank's shard until ``free``, as an approximate all-gather has delivered it."""
+        self.kept_own = self.own.clone()
 
     def free(self) -> None:
         """Free the storage. Views stay valid as objects; their values are undefined until the next ``allocate``."""
+        self.kept_own = None
         if self._buffer is not None and self._buffer.user is self:
             self._buffer.free()
 

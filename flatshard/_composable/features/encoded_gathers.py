@@ -47,6 +47,7 @@ class EncodedBuffer(UnshardedBuffer):
         self._each = self.scales.data.unbind()
         self._encoded = [self.scales[:0]] * len(infos)  # each parameter's range of the buffer
         super().place(kind, shard)
+        self.allocates_late = False  # shards are encoded into the storage
 
     def _make_param(self, index: int, param: nn.Parameter, device: torch.device) -> nn.Parameter:
         data = torch.empty(self._layout.params[index].shape, dtype=self._of.kind.compute_dtype, device=device)
@@ -77,9 +78,6 @@ class EncodedBuffer(UnshardedBuffer):
             self.encode(shard, self.own)
         else:
             super().allocate(shard)
-
-    def later(self) -> None:
-        """See ``UnshardedBuffer``: what is sent is encoded into the storage."""
 
     def encode(self, shard: torch.Tensor, output: torch.Tensor) -> None:
         """Encode ``shard`` into ``output``. The parameters that modules see get their scales."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -26,7 +26,7 @@ from flatshard._comm.rank_group import RankGroup
 from flatshard._handle.layout import FlatLayout, ShardSlice
 from flatshard._handle.tensors.aggregate import local_norms, plainly
 from flatshard._handle.tensors.part import HANDLERS, PartTensor, local_norm
-from flatshard._handle.tensors.partial import UNSCALE, PartialFlag, PartialNorm, consume, retype
+from flatshard._handle.tensors.partial import UNSCALE, PartialFlag, PartialNorm, retype
 from flatshard._handle.tensors.shard_info import ShardInfo
 
 
@@ -58,11 +58,6 @@ plain_grad: Any = torch.Tensor.grad
 """The attribute of a plain parameter: a descriptor in C."""
 
 
-def set_gradients_as_they_are(params: Iterable[nn.Parameter], grads: Iterable[torch.Tensor | None]) -> None:
-    """``param.grad = grad`` in a loop in C. The caller has already turned ``grads`` into sharded gradients, if needed."""
-    consume(map(plain_grad.__set__, params, grads))
-
-
 def mark(grad: torch.Tensor, info: ShardInfo) -> None:
     """Turn ``grad`` into a sharded gradient in place, unless it is a subclass or sparse, or nothing of it is sharded.
 
@@ -71,12 +66,7 @@ def mark(grad: torch.Tensor, info: ShardInfo) -> None:
     """
     is_sharded = info.runtime is not None and info.numel
     if is_sharded and type(grad) in (torch.Tensor, PartTensor) and grad.layout is torch.strided:
-        mark_all([grad], [info])
-
-
-def mark_all(grads: Iterable[torch.Tensor], infos: Iterable[ShardInfo]) -> None:
-    """The same for plain dense gradients, with loops in C."""
-    retype(list(grads), ShardedGradient, "_flatshard_info", infos)
+        retype([grad], ShardedGradient, "_flatshard_info", [info])
 
 
 class GradSlices:
@@ -145,7 +135,7 @@ class GradSlices:
         if self._dtypes is not None:  # [Note: The dtype of a gradient]
             grads = [g if g.dtype is dtype else g.to(dtype) for g, dtype in zip(grads, self._dtypes, strict=True)]
         if self._infos:
-            mark_all([grads[index] for index in self._marked], self._infos)
+            retype([grads[index] for index in self._marked], ShardedGradient, "_flatshard_info", self._infos)
         return grads
 
 
