@@ -323,7 +323,7 @@ class FlatParamHandle:
     def _free(self, until: object = None) -> None:
         if self._all_gathers:
             self._settle_all_gathers()
-        conversions = list[Conversion]()
+        conversions: list[Conversion] = []
         if self.stamp is not None and self.stamp.by == BY_USER:
             conversions = self.user_changes.conversions()
             for flat in self.flats:
