@@ -263,29 +263,33 @@ class FlatGradients:
 
     @property
     def _is_waiting(self) -> bool:
-        """Whether gradients are in the unsharded parameters' ``.grad``, until all have come."""
+        """Whether gradients are in the unsharded parameters' ``.grad``, until all have arrived."""
         return self._waits_for_all and self._filled is None
 
     @property
     def stays_away(self) -> bool:
-        """Whether gradients stay where autograd puts them (later ones are added there) until all have come."""
+        """Whether gradients stay where autograd puts them, and adds later ones, until all have arrived."""
         return self._is_waiting or True not in self.flat.requires_grad
 
-    def receive(self, index: int) -> None:
+    def receive(self, index: int) -> bool:
         """Copy the gradient of unsharded parameter ``index`` to the input, unless gradients wait until all have arrived.
 
-        There may be none: a custom autograd function may return None.
+        Returns ``stays_away``. There may be no gradient: a custom autograd function may return None.
 
         Raises:
             RuntimeError: the gradient is sparse, or has a graph of its own.
         """
+        if self._is_waiting:
+            return True
         compute = self.flat.unsharded.params[index]
-        if compute.grad is None or self._is_waiting:
-            return
-        grad, compute.grad = compute.grad, None
-        self._check(index, grad)
-        if self.flat.params[index].requires_grad:  # one that was frozen since its forward is dropped, as autograd would
-            self._put(index, self._local(index, grad))
+        if compute.grad is not None:
+            grad, compute.grad = compute.grad, None
+            self._check(index, grad)
+            if self.flat.params[
+                index
+            ].requires_grad:  # autograd drops those of parameters frozen since their forward, too
+                self._put(index, self._local(index, grad))
+        return self.stays_away
 
     def _check(self, index: int, grad: torch.Tensor) -> None:
         """Raise if ``grad`` cannot be reduced in a flat parameter."""
@@ -327,11 +331,11 @@ class FlatGradients:
 
     def _set_grad(self, param: nn.Parameter, grad: torch.Tensor, dtype: torch.dtype | None) -> None:
         """Set or add to ``.grad``, on a single rank."""
-        factor = self.flat.ranks.factor
+        ranks, averaging = self.flat.ranks, self.flat.ranks.averaging
         if grad.dtype is not dtype or grad.device != self.flat.kind.device:
             grad = grad.to(self.flat.kind.device, dtype)
-        if factor is not None:
-            grad = grad * factor
+        if averaging.divide_factor is not None or averaging.size != ranks.size:
+            grad = grad * ranks.factor
         if param.grad is None:
             param.grad = grad
         else:

@@ -226,7 +226,8 @@ class Reduction:
             wait_on_host(pending)
         if output is None:
             return None
-        if (factor := self.flat.ranks.factor) is not None:
-            output.mul_(factor)
+        ranks, averaging = self.flat.ranks, self.flat.ranks.averaging
+        if averaging.divide_factor is not None or averaging.size != ranks.size:
+            output.mul_(ranks.factor)
         dtype = self._dtype
         return output if output.dtype is dtype else output.to(dtype)

@@ -155,15 +155,15 @@ class UnitGradients:
                 self.finish()
             self._lifetime.move_grads("receive")
         if (streams := self._ranks.runtime.streams) is None:
-            self.flats[group].receive(index)
+            stay = self.flats[group].receive(index)
         else:
             here = streams.current
             self.stream.choose(streams)
             streams.let_wait(self.stream.current, here)
             with streams.on(self.stream.current):
-                self.flats[group].receive(index)
+                stay = self.flats[group].receive(index)
             streams.let_wait(here, self.stream.current)  # autograd's gradient, which may be freed now, belongs to it
-        return all([grads.stays_away for grads in self.flats])
+        return stay and (len(self.flats) == 1 or all([grads.stays_away for grads in self.flats]))
 
     def follow_stream(self) -> None:
         """Make autograd accumulate gradients on the stream of the forward that starts now.

@@ -91,13 +91,13 @@ class UnitRanks:
         return replace(self, label=label, averaging=averaging)
 
     @property
-    def factor(self) -> float | None:
-        """By which to multiply an average over these ranks. None: it is the average of the unit."""
-        return None if self.divisor == self.size else self.size / self.divisor
+    def factor(self) -> float:
+        """The number that turns an average over these ranks into the average of the unit."""
+        return self.size / self.divisor
 
     @property
     def divisor(self) -> float:
-        """By which the sum of the ranks' gradients is divided."""
+        """The number by which the sum of the ranks' gradients is divided."""
         return self.averaging.divide_factor or self.averaging.size
 
     def average_now(self, numbers: torch.Tensor, question: str) -> torch.Tensor:
