@@ -54,7 +54,7 @@ class InitialValues:
     MAX_SAMPLES: ClassVar[int] = 16  # of each parameter
 
     def __init__(self, samples: torch.Tensor | None, params: Sequence[nn.Parameter]) -> None:
-        """``samples``: 1-D in float64, or None if the values are unknown."""
+        """Keep ``samples``, 1-D in float64, or None if the values are unknown."""
         self._samples, self._params = samples, params
         self._version = self._count_changes()
         self._hash: bytes | None = None
@@ -85,7 +85,7 @@ class InitialValues:
 
 
 class FlatParam:
-    """One flat parameter. Its parameters have one dtype and device, and initially one ``requires_grad``."""
+    """A flat parameter. Its parameters have one dtype and device, and initially one ``requires_grad``."""
 
     encoded: ClassVar[type[FlatParam] | None] = None
     """The class of those that are gathered in ``FlatOptions.encoded_dtype``, or None. A feature sets it."""

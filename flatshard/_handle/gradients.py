@@ -93,7 +93,7 @@ class ReductionInput:
     """
 
     def __init__(self, flat: FlatParam, dtype: torch.dtype) -> None:
-        """``dtype``: the usual one."""
+        """Prepare an input for ``flat``. ``dtype``: its usual dtype."""
         self._layout, self._pool = flat.layout, flat.ranks.pool
         self._numel, self._device = flat.layout.padded_numel, flat.kind.compute_device
         self._becomes_grads = flat.is_whole
@@ -403,7 +403,7 @@ class FlatGradients:
         return any(p.requires_grad for p in self.flat.owners)
 
     def _all_require_grad(self) -> bool:
-        """Whether all of the user's parameters require grad now."""
+        """Return whether all of the user's parameters require grad now."""
         if self.flat.synced_at == changes.count:
             return False not in self.flat.requires_grad
         return all(map(_requires_grad, self.flat.params))
@@ -469,7 +469,7 @@ class FlatGradients:
     # -- the result --------------------------------------------------------------------------------------------------
 
     def finish(self, assign: bool = True) -> Sequence[nn.Parameter] | None:
-        """After the reduction: free its input, and (``assign``) set or add to the ``.grad`` of every parameter.
+        """Free the input of the ended reduction, and with ``assign`` set or add to the ``.grad`` of every parameter.
 
         Returns the parameters that got one, or None if there were no gradients to assign.
         """
@@ -507,7 +507,7 @@ class FlatGradients:
         given = []
         unused = self.unused.found
         for index, (param, grad, was_filled) in enumerate(zip(params, parts, filled, strict=True)):
-            # As in autograd, the current `requires_grad` counts: the user may have changed it since forward.
+            # The current `requires_grad` counts, as in autograd: the user may have changed it since the forward.
             if not param.requires_grad:
                 continue
             if not (was_filled or (_used_elsewhere(grad) if grad.numel() else index not in unused)):
@@ -528,7 +528,7 @@ class FlatGradients:
 
 
 def _used_elsewhere(grad: torch.Tensor) -> bool:
-    """Whether any rank used the parameter of this slice. [Note: Negative zero marks an unused parameter]"""
+    """Return whether any rank used the parameter of this slice. [Note: Negative zero marks an unused parameter]"""
     if grad.is_complex():
         grad = torch.view_as_real(grad)
     with plainly():

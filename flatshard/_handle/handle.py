@@ -1,7 +1,7 @@
-"""``FlatParamHandle``: one unit's flat parameters, and the operations on them (unshard, reshard, reduce, ...).
+"""``FlatParamHandle``: the parameters of one unit, which it unshards and reshards.
 
-The handle combines flat parameters, registrations and lifetime. It usually has a single flat parameter. Parameters of another
-dtype, and frozen ones beside trainable ones, get one of their own: so they take no gradient memory, nor bytes of a reduction.
+It usually has a single flat parameter. Parameters of another dtype, and frozen ones beside trainable ones, get one of their
+own, so that frozen ones take no gradient memory and no bytes of a reduction.
 """
 
 from __future__ import annotations
@@ -37,33 +37,39 @@ _version = operator.attrgetter("_version")  # read for every parameter in every 
 
 
 class Source:
-    """Where a feature has a unit gathered from, instead of the shards of all ranks: it has kept the gathered values somewhere
-    nearer. A deep copy is for the copied unit.
+    """Values of a unit that a feature has kept nearer than the shards of all ranks, to gather from. A unit has at most one.
+
+    A deep copy is for the copied unit.
     """
 
     def gathers(self, flats: Sequence[FlatParam], again: bool) -> Iterable[Pending] | None:
-        """Called before each all-gather of ``flats``. Returns None, or what to do instead: an iterator that starts the
-        all-gather of each. ``again``: see ``FlatParamHandle.unshard``.
+        """Return an iterator that starts to gather each of ``flats``, or None to gather from the shards of all ranks.
+
+        Called before each all-gather. ``again``: see ``FlatParamHandle.unshard``.
         """
         raise NotImplementedError
 
     def keep(self, flats: Sequence[FlatParam], until: object) -> None:
-        """Called before the gathered ``flats`` are freed, on the stream that they belong to. As long as ``until`` lives,
-        ``gathers`` may be called ``again``.
+        """Keep values of ``flats``, which are freed next. As long as ``until`` lives, ``gathers`` may be called ``again``.
+
+        Called on the stream that the unsharded buffers belong to.
         """
 
     def follow(self, flat: FlatParam) -> None:
-        """A forward has changed its own parameters, in the unsharded buffer and in the shard."""
+        """Adopt values that a forward has changed, in the unsharded buffer and in the shard."""
 
     def drop(self) -> None:
-        """Forget what was kept: the user frees the unit."""
+        """Forget kept values: the user frees the unit."""
 
 
 class FlatParamHandle:
     """The flat parameters of one unit."""
 
     def __init__(self, all_ranks: Sequence[UnitRanks]) -> None:
-        """A handle without flat parameters: see ``shard``. ``all_ranks``: of the unit, and of parameters elsewhere."""
+        """Make a handle without flat parameters: see ``shard``.
+
+        ``all_ranks``: the unit's ranks, and those of parameters on other meshes.
+        """
         self.all_ranks = all_ranks
         self.ranks = ranks = all_ranks[0]
         self.runtime = ranks.runtime
@@ -82,7 +88,7 @@ class FlatParamHandle:
     def shard(cls, flats: Sequence[PlannedFlat], all_ranks: Mapping[Groups | None, UnitRanks]) -> FlatParamHandle:
         """Flatten and shard the parameters of ``flats`` in place.
 
-        ``all_ranks``: the unit's, under None, and those of parameters on other ranks, by ``PlannedFlat.groups``.
+        ``all_ranks``: the unit's ranks, under None, and those of parameters on other meshes, by ``PlannedFlat.groups``.
         """
         result = cls(list(all_ranks.values()))
         for planned in flats:
@@ -97,7 +103,7 @@ class FlatParamHandle:
         return result
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FlatParamHandle:
-        """A handle for the copied modules, sharded in the same way, with its own memory and without gradients."""
+        """Return a handle for the copied modules, sharded in the same way, with its own memory and without gradients."""
         self.check_parameters()
         if self.registrations.shows is not SHARDED:
             raise RuntimeError(
@@ -130,7 +136,7 @@ class FlatParamHandle:
         self.gradients.add(flat)
 
     def _index(self) -> None:
-        """Collect from ``flats`` what every step reads. Called again if their kinds have changed."""
+        """Collect facts of ``flats`` that every step reads. Called again if their kinds have changed."""
         self._kinds = [b.kind for b in self.flats]
         self.on_meta = [b for b in self.flats if b.is_on_meta]  # have no memory yet. [Note: Filled later]
         self._sharded = [b for b in self.flats if not b.unsharded.is_alias and b.layout.padded_numel]
@@ -146,9 +152,9 @@ class FlatParamHandle:
         self.gradients.find_accumulators()  # here, to save the time in the first step
 
     def move(self, ranks: UnitRanks, layouts: Sequence[FlatLayout], shards: Sequence[torch.Tensor]) -> None:
-        """Be sharded over ``ranks`` from now on: see ``FlatParam.move``. Nothing is communicated.
+        """Shard over ``ranks`` from now on: see ``FlatParam.move``. Nothing is communicated.
 
-        ``layouts``, ``shards``: of each flat parameter, which must all be on the unit's own ranks.
+        ``layouts``, ``shards``: for each flat parameter, all of which must be on the unit's own ranks.
         """
         self.reshard()
         self.drop_kept()
@@ -197,10 +203,8 @@ class FlatParamHandle:
         return any([b.unsharded.is_taken for b in self._sharded])
 
     def unblock(self) -> None:
-        """Gather into other memory from now on. No autograd graph of the unit may be alive.
-
-        Also flat parameters whose memory is free: another one of the unit may bind to it before they are gathered.
-        """
+        """Gather into other memory from now on. No autograd graph of the unit may be alive."""
+        # Also flat parameters whose memory is free: another one may bind to it before they are gathered.
         for flat in self._sharded:
             flat.unsharded.unbind()
 
@@ -214,20 +218,22 @@ class FlatParamHandle:
     def unshard(self, by: int, again: bool = False, exactly: bool = False) -> None:
         """Start the all-gather, if the parameters are sharded. Call ``wait`` before they are read.
 
-        ``by``: see ``UnshardedStamp``. ``again``: for a backward, which needs the values of its forward. ``exactly``: gather
-        the shards bit for bit, even if the user's collectives approximate.
+        Args:
+            by: see ``UnshardedStamp``.
+            again: gather for a backward, which needs the values of its forward.
+            exactly: gather the shards bit for bit, even if the user's collectives approximate.
         """
         if self.lifetime.params is not ParamState.SHARDED:
             return
         if self._all_gathers:  # left by an interrupted unshard
-            self._settle_all_gathers()
+            self._abandon_all_gathers()
         if self.on_meta:
             check_has_memory([self], "unshard")
         runtime = self.runtime
-        exactly |= runtime.collectives.exact  # what a source has kept was gathered over this runtime, too
+        exactly |= runtime.collectives.exact  # a source has kept values that were gathered over this runtime, too
         if self._sharded:
             if self.has_static_buffers and self.is_blocked:
-                self._unblock_now()
+                self._make_room()
             instead = None if self.source is None else self.source.gathers(self._sharded, again)
             if _trace.sinks and instead is None:
                 _trace.event(self.ranks.gather_verb, self.fqn)
@@ -242,7 +248,7 @@ class FlatParamHandle:
         self.stamp = UnshardedStamp(self.version(), by, exactly, again)
         self.lifetime.move_params("unshard")
 
-    def _unblock_now(self) -> None:
+    def _make_room(self) -> None:
         self.make_room()
         if self.is_blocked:
             raise RuntimeError(
@@ -259,7 +265,7 @@ class FlatParamHandle:
                 # At once: a later one may raise.
                 self._all_gathers.append(started if exactly else self.runtime.then(started, flat.keep_gathered))
         except BaseException as e:
-            self._settle_all_gathers()
+            self._abandon_all_gathers()
             for flat in self._sharded:
                 flat.unsharded.free()
             if isinstance(e, Exception):
@@ -283,7 +289,7 @@ class FlatParamHandle:
                 gathers[0].wait()
                 del gathers[0]
         except Exception as e:
-            self._settle_all_gathers(isinstance(e, OutOfStepError))
+            self._abandon_all_gathers(isinstance(e, OutOfStepError))
             self._free()
             self.runtime.fail("all-gather", self.fqn, e)
         for flat in self._sharded:
@@ -310,19 +316,19 @@ class FlatParamHandle:
         self._free(until)
 
     def drop_kept(self) -> None:
-        """The next all-gather is from the shards of all ranks."""
+        """Have the next all-gather read the shards of all ranks."""
         if self.source is not None:
             self.source.drop()
 
-    def _settle_all_gathers(self, out_of_step: bool = False) -> None:
-        """Wait for gathers whose result is not needed. ``out_of_step``: one has raised ``OutOfStepError``."""
+    def _abandon_all_gathers(self, out_of_step: bool = False) -> None:
+        """Wait for all-gathers whose results are not needed. ``out_of_step``: one has raised ``OutOfStepError``."""
         if not settle(self._all_gathers) or out_of_step:  # some may never end, so their memory must not be freed
             for flat in self._sharded:
                 flat.leave_memory()
 
     def _free(self, until: object = None) -> None:
         if self._all_gathers:
-            self._settle_all_gathers()
+            self._abandon_all_gathers()
         conversions: list[Conversion] = []
         if self.stamp is not None and self.stamp.by == BY_USER:
             conversions = self.user_changes.conversions()
@@ -362,8 +368,9 @@ class FlatParamHandle:
         self.check_parameters()
 
     def is_current(self, pass_id: int | None = None) -> bool:
-        """Whether the unsharded parameters have the values of the shards. With ``pass_id``: and are of that pass or the
-        user's.
+        """Return whether the unsharded parameters have the values of the shards.
+
+        ``pass_id``: they must also have been gathered for this pass, or by the user.
         """
         stamp = self.stamp
         if stamp is None or stamp.version != self.version():
@@ -373,19 +380,21 @@ class FlatParamHandle:
         return pass_id is None or stamp.by in (BY_USER, pass_id)
 
     def has_values_of(self, version: int) -> bool:
-        """In backward: whether the unsharded parameters have the values of ``version``. Those that have stayed unsharded
-        since their forward have them in any case; but the shards must have them, too, as autograd's own tensors must.
+        """Return whether a backward may use the unsharded parameters for a forward that saw ``version``.
+
+        Parameters that have stayed unsharded have its values in any case. But the shards must have them, too: autograd raises
+        for its own tensors if they were changed.
         """
         stamp = self.stamp
         return version == (stamp.version if stamp is not None and stamp.again else self.version())
 
     def take_over(self, by: int) -> None:
-        """The unsharded parameters are for ``by`` from now on, no longer for a backward: see ``UnshardedStamp``."""
+        """Record that the unsharded parameters are for ``by`` from now on, and not for a backward: see ``UnshardedStamp``."""
         if self.stamp is not None and self.stamp.by != by:
             self.stamp = self.stamp._replace(by=by, again=False)
 
     def holds_memory_of(self, tensor: torch.Tensor) -> bool:
-        """Whether ``tensor`` lies in memory that ``reshard`` would free."""
+        """Return whether ``tensor`` lies in memory that ``reshard`` would free."""
         for flat in self._sharded:
             for part in (tensor,) if type(tensor) is torch.Tensor else plain_tensors(tensor):
                 if flat.unsharded.holds(part):
@@ -411,18 +420,18 @@ class FlatParamHandle:
         user.mark_seen()
 
     def version(self) -> int:
-        """Increases with every change of the parameters' values, by the same amount on all ranks."""
+        """Return a number that increases with every change of the parameters' values, by the same amount on all ranks."""
         with plainly():  # torch looks for __torch_function__ at every read of a Parameter of another class
             return sum(map(_version, self._counted))
 
     def use_flat_parameter(self, flat: FlatParam, info: ShardInfo) -> nn.Parameter:
-        """One parameter over ``flat``'s shard, which gets its gradient, and whose changes count."""
+        """Return a single parameter over ``flat``'s shard. It gets the gradient, and its changes count in ``version``."""
         param = self.gradients.flats[self.flats.index(flat)].use_shard_param(info)
         self._index()
         return param
 
     def note_written_back(self) -> None:
-        """Record that the shards were changed to what is unsharded. All ranks call it alike."""
+        """Record that the shards were changed to the unsharded values. All ranks must call it."""
         increment_version(self._params)
         if self.stamp is not None:
             self.stamp = self.stamp._replace(version=self.version())
@@ -437,9 +446,9 @@ class FlatParamHandle:
             self.user_changes.follow_requires_grad(unfrozen_only=True)
 
     def write_back_if_changed(self, keep: bool = True) -> None:
-        """Write back in-place changes that a forward made to its own parameters (``self.weight.clamp_()`` under no_grad).
+        """Write changes that a forward made to its own parameters (``self.weight.clamp_()`` under no_grad) to the shards.
 
-        ``keep=False`` ignores the changes instead.
+        ``keep``: if False, drop the changes instead.
         """
         for flat in self.flats:
             if flat.unsharded.was_changed() and keep:

@@ -93,7 +93,7 @@ class Unused:
 
 
 class Reduction:
-    """One reduction of one flat parameter's gradients: made when all have arrived, dropped when ``.grad`` is set."""
+    """A reduction of one flat parameter's gradients: made when all have arrived, dropped when ``.grad`` is set."""
 
     def __init__(
         self,

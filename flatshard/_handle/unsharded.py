@@ -1,21 +1,21 @@
-"""All values of one flat parameter while it is unsharded: the buffer, and the parameters that modules compute with.
+"""The values of one flat parameter while it is unsharded: the buffer, and the parameters that modules compute with.
 
-- ``flat``: 1-D, ``padded_numel`` elements in the compute dtype. It is one tensor whose *storage* is resized between zero
-  and full. The all-gather writes into it, and the parameters are views of it: no copy-in, no copy-out.
-- ``params``: one leaf per parameter, in its original shape and stride, aliasing its range of ``flat``. Autograd sees
-  these. For a DTensor or another tensor subclass, the tensors inside the leaf alias ``flat``.
+- ``flat``: 1-D, ``padded_numel`` elements in the compute dtype: one tensor whose *storage* is resized between zero and full.
+  The all-gather writes into it, and the parameters are views of it: no copy-in, no copy-out.
+- ``params``: a leaf for each parameter, in its original shape and stride, aliasing its range of ``flat``. Autograd sees
+  them. For a DTensor or another tensor subclass, the tensors inside the leaf alias ``flat``.
 
 [Note: .data does not share a version counter]
 ``compute.data = view`` aliases memory without sharing the buffer's version counter. ``nn.Parameter(view)`` would share it.
 So autograd's check for in-place changes does not notice that the buffer is refilled for backward. This is correct, because
-the values are the same. The storage must be the same too: autograd may have saved a view of it, such as ``weight.t()``.
+the values are the same. The storage must be the same, too: autograd may have saved a view of it, such as ``weight.t()``.
 
 [Note: Closed to autograd]
-Backward may enter a unit by a tensor that flatshard has not seen: a loss that the forward kept in a list of the user's. Then
-autograd reads parameters that it has saved and that are not there: memory without contents while an all-gather is in flight,
-values of another unit in a static buffer, or no memory at all, which ends the process. So after a forward that made a graph,
-from the moment that the memory is freed until the next gather has ended, the version counters of all unsharded parameters are
-raised. Autograd itself then refuses to read them.
+Backward may enter a unit by a tensor that flatshard has not seen, such as a loss that the forward kept in a list. Then
+autograd reads saved parameters whose values are not there: memory without contents while an all-gather is in flight, values
+of another unit in a static buffer, or no memory at all, which ends the process. So after a forward that made a graph, from
+the moment that the memory is freed until the next gather has ended, the version counters of all unsharded parameters are
+raised, and autograd refuses to read them.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _WIRE_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, tor
 
 
 def as_sent(tensor: torch.Tensor) -> torch.Tensor:
-    """A view of ``tensor`` in a dtype that every backend can send."""
+    """Return a view of ``tensor`` in a dtype that every backend can send."""
     return tensor if tensor.dtype in _WIRE_DTYPES else tensor.view(torch.uint8)
 
 
@@ -65,14 +65,14 @@ class UnshardedBuffer:
         Args:
             layout: of the flat parameter.
             kind: its dtypes and devices.
-            ranks: over which ranks it is sharded.
-            shard: this rank's part.
-            originals: the user's parameters; the unsharded parameters share their attributes.
-            wrappings: how each of them wraps the plain tensors that are in the buffer; None for a plain parameter.
+            ranks: the ranks that it is sharded over.
+            shard: this rank's shard.
+            originals: the user's parameters. The unsharded parameters share their attributes.
+            wrappings: each parameter's wrapping of the plain tensor in the buffer, or None for a plain parameter.
         """
         self._layout, self._ranks = layout, ranks
         self._wrappings = wrappings
-        self._pool = ranks.pool  # provides the memory; None: the buffer has memory of its own
+        self._pool = ranks.pool  # provides the memory, or None if the buffer has memory of its own
         # For memory of its own; a feature may replace it.
         self._make_buffer: Callable[[torch.Tensor], FlatBuffer] = FlatBuffer
         self._is_closed = False
@@ -92,11 +92,11 @@ class UnshardedBuffer:
         return compute
 
     def rename(self, layout: FlatLayout) -> None:
-        """``layout`` has the parameters' new FQNs."""
+        """Adopt ``layout``, which has the parameters' new FQNs."""
         self._layout = layout
 
     def move(self, layout: FlatLayout, ranks: UnitRanks, kind: Kind, shard: torch.Tensor) -> None:
-        """``place``, for other ranks: see ``FlatParam.move``."""
+        """Build every view for other ranks: see ``FlatParam.move``."""
         self._layout, self._ranks, self._pool = layout, ranks, ranks.pool
         self.place(kind, shard)
 
@@ -117,7 +117,7 @@ class UnshardedBuffer:
             self.allocates_late = self.wire is self.flat
 
     def use_buffers(self, make: Callable[[torch.Tensor], FlatBuffer]) -> None:
-        """Have ``make`` say from now on what becomes of memory of its own that is freed. Addresses in use stay the same."""
+        """Make buffers for memory of its own by ``make`` from now on. Addresses in use stay the same."""
         self._make_buffer = make
         if self._pool is None and (before := self._buffer) is not None:
             self._buffer = now = make(self.flat)
@@ -127,7 +127,7 @@ class UnshardedBuffer:
                 now.follow(before)
 
     def use_buffers_of(self, other: UnshardedBuffer) -> None:
-        """As ``other`` does."""
+        """Make buffers as ``other`` does: see ``use_buffers``."""
         self.use_buffers(other._make_buffer)
 
     def _point_at(self, flat: torch.Tensor) -> None:
@@ -159,7 +159,7 @@ class UnshardedBuffer:
         wrapping.point(compute, plain)
 
     def allocate(self, shard: torch.Tensor | None) -> None:
-        """Allocate the storage, and copy this rank's ``shard`` to its place, cast if needed. None: without the copy."""
+        """Allocate the storage, and copy this rank's ``shard``, if any, to its place, cast if needed."""
         if self._buffer is None:
             assert self._pool is not None
             self._buffer = self._pool.buffer_for_parameters(self.flat.numel(), self.flat.dtype)
@@ -187,7 +187,7 @@ class UnshardedBuffer:
     def close(self, seen: bool = False) -> None:
         """Have autograd refuse to read the unsharded parameters until ``open``. [Note: Closed to autograd]
 
-        ``seen``: nothing can have changed them since the last call of ``was_changed``.
+        ``seen``: they cannot have changed since the last call of ``was_changed``.
         """
         if not self._is_closed:
             if not seen:
@@ -196,13 +196,13 @@ class UnshardedBuffer:
             self._is_closed = True
 
     def open(self) -> None:
-        """Let autograd read the unsharded parameters: they have their values."""
+        """Let autograd read the unsharded parameters again: they have their values."""
         if self._is_closed:
             _set_versions(self.params, self._versions)
             self._is_closed = False
 
     def unbind(self) -> None:
-        """Bind to a buffer that is free next time. No graph may have views of the current one."""
+        """Bind to a free buffer at the next ``allocate``. No graph may have views of the current one."""
         self._buffer = None
 
     @property
@@ -211,9 +211,9 @@ class UnshardedBuffer:
         return self._buffer is not None and self._buffer.user not in (None, self)
 
     def was_changed(self) -> bool:
-        """Whether the module changed its own (unsharded) parameters in place since the last gather or call of this.
+        """Return whether a module changed its own (unsharded) parameters since the last gather or call of this.
 
-        ``p.data = ...``, ``p.detach().mul_()``, and ``p.mul_()`` under ``no_grad`` are seen. ``p.data.mul_()`` is not: see
+        It sees ``p.data = ...``, ``p.detach().mul_()``, and ``p.mul_()`` under ``no_grad``, but not ``p.data.mul_()``: see
         ``assume_changed``. Comparing values instead would read each unit once more in every forward.
         """
         if self._is_closed:
@@ -222,14 +222,14 @@ class UnshardedBuffer:
         return self.adopt_moved() or before != self._versions
 
     def assume_changed(self) -> None:
-        """Make the next ``was_changed`` true: somebody may write what version counters don't show."""
+        """Make the next ``was_changed`` return True: values may be written without a version counter."""
         if not self._is_closed:
             self._versions = ()
 
     def adopt_moved(self) -> bool:
-        """If the module set the ``.data`` of unsharded parameters, copy the new values to the buffer, and point back to it.
+        """Copy values that a module gave to unsharded parameters by ``p.data = ...`` to the buffer, and point back to it.
 
-        Returns whether there were such parameters. Tensor subclasses are not checked.
+        Returns whether there were any. Tensor subclasses are not checked.
         """
         if not self.is_alias and (self._buffer is None or self._buffer.user is not self):
             return False
@@ -250,7 +250,7 @@ class UnshardedBuffer:
         return moved
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Whether ``tensor`` (plain) is a view of the storage."""
+        """Return whether ``tensor``, plain, is a view of the storage."""
         if (self._buffer is not None and self._buffer.user is not self) or tensor.layout is not torch.strided:
             return False
         start = self.flat.data_ptr()

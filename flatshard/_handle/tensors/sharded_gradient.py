@@ -4,8 +4,8 @@
 If ``.grad`` were a plain tensor, ``torch.nn.utils.clip_grad_norm_`` would use the norm of this rank's part, and
 ``torch.amp.GradScaler`` would only find infinities on this rank. So ``.grad`` is a :class:`ShardedGradient`: a plain tensor
 whose ``__class__`` is set, like that of a :class:`ShardedParameter`. It has a ``__torch_function__``, and no
-``__torch_dispatch__``. What operations do with it follows from their kind, by the table in ``operations.py``: those of single
-elements give a :class:`PartTensor`, reductions are those of the whole gradient and communicate, others are refused. Two
+``__torch_dispatch__``. The table in ``operations.py`` decides by an operation's kind. Elementwise ones give a
+:class:`PartTensor`; reductions are over the full gradient, and communicate; others are refused. Two
 functions of lists communicate, too, which torch's tools call: ``_foreach_norm``, and
 ``_amp_foreach_non_finite_check_and_unscale_`` of ``GradScaler``. Other functions of lists are an optimizer's, and give plain
 tensors. The gradient of a parameter that is not sharded (``NO_SHARD``, a single rank) is plain.
@@ -143,7 +143,7 @@ class GradSlices:
 
 
 def _foreach_norm(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    """``torch._foreach_norm``, called by ``torch.nn.utils``: no communication yet, see :class:`PartialNorm`."""
+    """Handle ``torch._foreach_norm``, called by ``torch.nn.utils``, without communication yet: see :class:`PartialNorm`."""
     given = dict(zip(("self", "ord", "dtype"), args, strict=False)) | kwargs
     grads: Sequence[torch.Tensor] = given["self"]
     ord, dtype = float(given.get("ord", 2)), given.get("dtype")
@@ -189,7 +189,7 @@ def _by_runtime(
 
 
 def _unscale(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """``torch._amp_foreach_non_finite_check_and_unscale_``, called by ``GradScaler``: see :class:`PartialFlag`."""
+    """Handle ``torch._amp_foreach_non_finite_check_and_unscale_``, called by ``GradScaler``: see :class:`PartialFlag`."""
     grads, found_inf, inv_scale = args
     with plainly():
         func(grads, found_inf, inv_scale, **kwargs)
