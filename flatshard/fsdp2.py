@@ -293,7 +293,7 @@ def _reset_iter_state(module: nn.Module) -> None:
     summon.recover(module)
     for unit in units_in(module, True, "reset_iter_state"):
         for flat in unit.handle.flats:
-            for param in flat.gradients.owners:
+            for param in flat.owners:
                 param.grad = None
 
 

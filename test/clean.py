@@ -22,6 +22,9 @@ def check_clean(model: nn.Module) -> None:
         assert handle.is_sharded or kept, unit
         assert handle.lifetime.grads is GradState.NONE, unit
         assert handle.registrations.shows is SHARDED, unit
+        for grads in handle.gradients.flats:
+            assert storage_nbytes(grads.input) == 0, unit
+            assert grads._filled is grads.reduction is None, unit
         for flat in handle.flats:
             if kept:
                 pass
@@ -29,8 +32,6 @@ def check_clean(model: nn.Module) -> None:
                 assert flat.unsharded.is_alias or flat.unsharded.flat.untyped_storage().nbytes() == 0, unit
             else:  # which keeps the memory, for its next user
                 assert flat.unsharded.nbytes == 0, unit
-            assert storage_nbytes(flat.gradients.input) == 0, unit
-            assert flat.gradients._filled is flat.gradients.reduction is None, unit
             assert all(c.grad is None for c in flat.unsharded.params), unit
         assert unit.backward is None, unit
         assert tuple(unit.claims) == unit.config.claims, unit

@@ -222,7 +222,7 @@ class ReductionQueue(Generic[Unit]):
         """
         held = [u for u in self.units() if u in units and u.handle.gradients.wants_reduction]
         for unit in held:
-            unit.handle.gradients.come_home()
+            unit.handle.gradients.stream.wait_for_current(self._runtime)
         if one_by_one:
             self.reduce_all(set(held))
         else:
@@ -244,7 +244,7 @@ class ReductionQueue(Generic[Unit]):
         given = [*self._deferred] if units is None else self.deferred(units)
         try:
             for unit in given:
-                unit.handle.gradients.come_home()
+                unit.handle.gradients.stream.wait_for_current(self._runtime)
                 unit.handle.gradients.finish()
                 self._deferred.pop(unit, None)
         except BaseException:  # may come from a user's hook

@@ -1,40 +1,37 @@
-"""One flat parameter's gradients, from autograd to the user's ``.grad``.
+"""One flat parameter's gradients: from autograd into the input of a reduction, and from its output to the user's ``.grad``.
 
-[Note: The gradient has two homes]
-- The *reduction input* (``ReductionInput``): 1-D, ``padded_numel`` elements, laid out as the unsharded buffer. It takes
-  memory only from the time when a backward's gradients are complete to the end of their reduction. Until then the gradients
-  stay where autograd puts them, in the unsharded parameters' ``.grad``. The unit's parameters are freed before the input is
-  allocated, so the two never take memory at once. The gradients are copied into their places one by one, and each is freed
-  at once; those of a small flat parameter are copied in one operation. If nothing is sharded (``NO_SHARD``) there is nothing
-  to free, and the input becomes the gradients: each gradient is copied when it arrives, unless the flat parameter is small.
+[Note: Two tensors of gradients]
+- The *reduction input* (``ReductionInput``): 1-D, ``padded_numel`` elements, laid out as the unsharded buffer. It has memory
+  only while a reduction reads it, or while gradients are held. Before that, gradients stay where autograd puts them: in the
+  unsharded parameters' ``.grad``. The unit's parameters are freed before the input is allocated, so the two never take memory
+  at once. Each gradient is freed as soon as it was copied; those of a small flat parameter are copied in one operation. With
+  ``NO_SHARD`` there is nothing to free, and the input becomes the gradients: each is copied when it arrives, unless the flat
+  parameter is small.
 - The *gradient shard*, the reduction's output: 1-D, ``shard_numel`` elements, new in each backward. The ``.grad`` of each
   sharded parameter *is* a slice of it, so it exists until the user drops the gradients.
 
-On a single rank there is nothing to reduce. Unless gradients have to be moved (CPU offload, ``flat_parameters``), there is no
-input: each gradient becomes ``.grad`` when it arrives, without a copy.
+A single rank reduces nothing. Unless gradients have to be moved (CPU offload, ``flat_parameters``), there is no input: each
+gradient becomes ``.grad`` when it arrives, without a copy.
 
-With mixed precision a gradient arrives in the compute dtype, and is reduced in the reduce dtype (the copy into the buffer
-casts it if needed). The gradient shard is cast to the parameters' own dtype, unless ``keep_low_precision_grads`` is set.
-
-Under ``no_sync`` the input is kept from one backward to the next, which adds to it: in the reduce dtype, not in the compute
-dtype.
+With mixed precision gradients arrive in the compute dtype, and the copy into the input casts them to the reduce dtype. The
+gradient shard is cast to the parameters' own dtype, unless ``keep_low_precision_grads`` is set. Under ``no_sync`` the input
+is kept, and the next backward adds to it, in the reduce dtype.
 
 [Note: Sent as it was computed]
 A gradient that is computed in bfloat16 and reduced in float32 is a bfloat16 number in a float32. If the collectives can add
 in a wider dtype than they send (``BuiltinCollectives.widens``), it is sent in bfloat16. The sums are the same bit for bit,
-with half of the bytes, and half of the memory for the input. Gradients that have been held (``no_sync``) are sums in the
-reduce dtype already, and are sent in that dtype. All ranks must choose the same dtype, including a rank that holds no
-gradient. So the choice depends on whether the unit was told to hold gradients, not on whether it holds any
-(``UnitGradients.accumulates``).
+with half of the bytes, and half of the memory for the input. Held gradients (``no_sync``) are sums in the reduce dtype
+already, and are sent in it. All ranks must choose the same dtype, including a rank that holds no gradient. So the choice
+depends on whether the unit was told to hold gradients, not on whether it holds any (``UnitGradients.accumulates``).
 
 [Note: Negative zero marks an unused parameter]
-A parameter that no rank used must end with ``.grad is None``, as in one process (weight decay and momentum would change it
-otherwise). A parameter that another rank used must get that rank's gradient here, too. Ranks learn which it is without
-further communication: an unused place is filled with -0.0, and a used one holds ``gradient + 0.0``, which is never -0.0. The
-average of -0.0 alone is -0.0, and +0.0 + -0.0 is +0.0 (IEEE 754, round to nearest). So after the reduction a slice is all
--0.0 if and only if no rank used the parameter. Only a rank that did not use a parameter checks this. A rank that holds no
-element of it cannot check: unused.py, [Note: Naming what a rank did not use]. If a reduction does not keep signed
-zeros, such a gradient becomes zero instead of None.
+A parameter that no rank used must end with ``.grad is None``, as in one process: weight decay and momentum would change it
+otherwise. A parameter that another rank used must get that rank's gradient here, too. Ranks learn this without further
+communication: an unused range is filled with -0.0, and a used one holds ``gradient + 0.0``, which is never -0.0. The average
+of -0.0 alone is -0.0, and +0.0 + -0.0 is +0.0 (IEEE 754, round to nearest). So after the reduction a slice is all -0.0 if and
+only if no rank used the parameter. Only a rank that did not use a parameter checks this. A rank that holds no element of it
+cannot check: see reduction.py, [Note: Naming unused parameters]. If a reduction does not keep signed zeros, such a gradient
+becomes zero instead of None.
 """
 
 from __future__ import annotations
@@ -47,24 +44,25 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 
-from flatshard._handle.flat_shard import FlatShard
+from flatshard._comm.collectives import Collectives
+from flatshard._handle.flat_param import FlatParam
+from flatshard._handle.layout import FlatLayout
 from flatshard._handle.pool import FlatBuffer
-from flatshard._handle.reduction import Partial, Reduction, ReductionInput
+from flatshard._handle.reduction import Partial, Reduction, Unused
 from flatshard._handle.tensors.aggregate import plainly
-from flatshard._handle.tensors.flat_member import FlatMember
+from flatshard._handle.tensors.changes import changes
 from flatshard._handle.tensors.grad_dtype import choose, has_chosen, promoted
 from flatshard._handle.tensors.partial import consume
 from flatshard._handle.tensors.shard_info import ShardInfo
-from flatshard._handle.tensors.sharded_gradient import mark, mark_all, plain_grad, set_gradients_as_they_are
-from flatshard._handle.tensors.sharded_parameter import ShardedParameter
+from flatshard._handle.tensors.sharded_gradient import GradSlices, plain_grad
 from flatshard._handle.unit_ranks import UnitRanks
-from flatshard._handle.unused import Unused
 from flatshard._runtime import Runtime
 
 SMALL = 128 * 1024  # bytes of a flat parameter below which overhead per operation costs more than memory traffic
 
 # Read or called for every parameter in every step, so loops run in C.
-_grad, _grad_of_plain, _layout = plain_grad.__get__, operator.attrgetter("grad"), operator.attrgetter("layout")
+_grad, _set_plain_grad, _grad_of_plain = plain_grad.__get__, plain_grad.__set__, operator.attrgetter("grad")
+_layout, _requires_grad = operator.attrgetter("layout"), operator.attrgetter("requires_grad")
 _NONE = itertools.repeat(None)
 _STRIDED = {torch.strided}
 _ZERO = torch.zeros((), device="cpu")  # an addend on any device and of any dtype: to torch a number costs twice as much
@@ -72,49 +70,139 @@ _ZERO = torch.zeros((), device="cpu")  # an addend on any device and of any dtyp
 
 @functools.cache
 def exactly_sent_as(compute: torch.dtype, reduce: torch.dtype) -> torch.dtype:
-    """The narrowest dtype that holds gradients exactly if they are computed in ``compute`` and reduced in ``reduce``."""
+    """Return the narrowest dtype that holds gradients exactly, computed in ``compute`` and reduced in ``reduce``."""
     wide = reduce in (torch.float32, torch.float64)
     narrow = compute in (torch.bfloat16, torch.float16, torch.float32) and compute.itemsize < reduce.itemsize
     return compute if wide and narrow else reduce
 
 
-class FlatGradients:
-    """The gradients of one :class:`FlatParam`. [Note: The gradient has two homes]"""
+_Views = tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor]]
+"""A 1-D tensor, each parameter's view of it, and the padding."""
 
-    def __init__(self, flat: FlatShard) -> None:
+
+def views_of(flat: torch.Tensor, layout: FlatLayout) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Return each parameter's view of ``flat``, in the parameter's shape and stride, and the padding between them."""
+    views = [flat.as_strided(info.shape, info.stride, info.start) for info in layout.params]
+    return views, [flat[start:stop] for start, stop in layout.gaps()]
+
+
+class ReductionInput:
+    """The input of a reduction. Its memory is a buffer of the pool, lent by gloo's collectives, or one of its own per dtype.
+
+    With ``NO_SHARD`` the memory is new each time: it is all-reduced in place and becomes the gradients.
+    """
+
+    def __init__(self, flat: FlatParam, dtype: torch.dtype) -> None:
+        """Prepare an input for ``flat``. ``dtype``: its usual dtype."""
+        self._layout, self._pool = flat.layout, flat.ranks.pool
+        self._numel, self._device = flat.layout.padded_numel, flat.kind.compute_device
+        self._becomes_grads = flat.is_whole
+        self._buffer: FlatBuffer | None = None  # in use
+        self._known: dict[FlatBuffer, _Views] = {}  # the buffers used so far, with their views
+        self._make_buffer: Callable[[torch.Tensor], FlatBuffer] = FlatBuffer  # for memory of its own
+        self._nothing: _Views = torch.empty(0, device=flat.kind.compute_device), [], []
+        self.flat, self.views, self.gaps = self._nothing
+        if self._pool is None and flat.is_trainable and not flat.is_whole:
+            own = self._find_buffer(dtype)
+            self._make_views(own)  # here, to save the time in the first step
+            own.free()
+
+    def allocate(self, dtype: torch.dtype, collectives: Collectives) -> None:
+        """Allocate the memory, and zero the padding. ``collectives``: the ones that reduce it."""
+        new = self._new(dtype) if self._becomes_grads else None
+        if new is None and self._pool is None and (lend := getattr(collectives, "_lend_memory", None)) is not None:
+            new = lend(self._numel, dtype, False)
+        if new is not None:
+            self.flat = new
+            self.views, self.gaps = views_of(self.flat, self._layout)
+        else:
+            self._buffer = buffer = self._find_buffer(dtype)
+            buffer.take(self)
+            self.flat, self.views, self.gaps = self._known.get(buffer) or self._make_views(buffer)
+        if self.gaps:
+            torch._foreach_zero_(self.gaps)
+
+    def _find_buffer(self, dtype: torch.dtype) -> FlatBuffer:
+        if self._pool is not None:
+            return self._pool.buffer_for_input(self._numel, dtype)
+        for buffer in self._known:
+            if buffer.flat.dtype is dtype:
+                return buffer
+        return self._make_buffer(self._new(dtype))
+
+    def _new(self, dtype: torch.dtype) -> torch.Tensor:
+        if self._pool is not None:
+            return self._pool.allocate(self._numel, dtype)
+        return torch.empty(self._numel, dtype=dtype, device=self._device)
+
+    def _make_views(self, buffer: FlatBuffer) -> _Views:
+        flat = buffer.flat[: self._numel]
+        self._known[buffer] = views = flat, *views_of(flat, self._layout)
+        return views
+
+    def use_buffers(self, make: Callable[[torch.Tensor], FlatBuffer]) -> None:
+        """Make its own buffers by ``make`` from now on. None of them may be in use."""
+        self._make_buffer = make
+        if self._pool is None:
+            self._known = {make(before.flat): views for before, views in self._known.items()}
+
+    def free(self) -> None:
+        """Free the memory. Idempotent."""
+        self.flat, self.views, self.gaps = self._nothing
+        if self._buffer is not None:
+            self._buffer.free()
+            self._buffer = None
+
+    def leave(self) -> None:
+        """Stop using the current memory without freeing it: collectives may use it as long as their group exists.
+
+        A buffer of the pool stays in use, so no other unit gets it.
+        """
+        self.flat, self.views, self.gaps = self._nothing
+        self._known.clear()
+        self._buffer = None
+
+
+class FlatGradients:
+    """The gradients of one :class:`FlatParam`. [Note: Two tensors of gradients]"""
+
+    def __init__(self, flat: FlatParam) -> None:
         self.flat = flat
-        self.reduce_by(None)
         self.reduction: Reduction | None = None  # from `complete` to `finish`
-        self.unused = Unused(flat.layout)
-        self.partial: Partial | None = None  # what earlier reductions have held
-        self.shard_param: ShardedParameter | None = None  # set by `flat_parameters`: then only it gets a gradient
-        self._cleared: set[int] = set()  # parameters whose parts of its gradient were cleared since the last backward
-        self._begin()
+        self.partial: Partial | None = None  # the output of earlier reductions that is not averaged over replicas yet
+        self.change_ranks(None)
 
     def reduce_by(self, choose_runtime: Callable[[UnitRanks], Runtime] | None) -> None:
-        """Have another runtime of the same ranks reduce the gradients from now on. None: their own."""
+        """Have another runtime of the same ranks reduce the gradients from now on, or their own if None."""
         ranks, self.choose_runtime = self.flat.ranks, choose_runtime
         self.runtime = ranks.runtime if choose_runtime is None else choose_runtime(ranks)
 
-    def _begin(self) -> None:
-        """Choose how gradients travel, by the flat parameter as it is now."""
-        flat, kind = self.flat, self.flat.kind
-        self._follow_choices()
+    def change_ranks(self, choose_runtime: Callable[[UnitRanks], Runtime] | None) -> None:
+        """Adopt the flat parameter's ranks and layout. No gradients are held or under way."""
+        self.reduce_by(choose_runtime)
+        self.unused = Unused(self.flat.layout)
+        self._prepare()
+
+    def _prepare(self) -> None:
+        """Choose dtypes and buffers by the flat parameter as it is now."""
+        flat = self.flat
+        self._kind = flat.kind
+        self._choose_dtypes()
         dtype = self.reduce_dtype
-        to_reduce = flat.ranks.size > 1 or self.shard_param is not None or kind.is_offloaded
+        to_reduce = flat.ranks.size > 1 or flat.flat_grad is not None or flat.kind.is_offloaded
         self._input = ReductionInput(flat, dtype) if to_reduce else None  # None: each gradient becomes `.grad` at once
         self._is_small = flat.layout.padded_numel * dtype.itemsize < SMALL
         self._waits_for_all = to_reduce and (self._is_small or not flat.is_whole)
-        # For each parameter, whether it has a gradient in the input (in `.grad`, if there is no input). None: none has one.
+        # Whether each parameter has a gradient in the input (without an input: in `.grad`), or None if none has one.
         self._filled: list[bool] | None = None
-        self.follow_names()
+        self.prepare_slices()
 
-    def _follow_choices(self) -> None:
-        """Set the dtypes of gradients on their way. [Note: The dtype of a gradient]"""
+    def _choose_dtypes(self) -> None:
+        """Choose in which dtypes gradients arrive, are reduced, and are stored. [Note: The dtype of a gradient]"""
         flat, options, own = self.flat, self.flat.options, self.flat.kind.dtype
         computed = options.compute_dtype or own  # also if it was encoded
         unset = computed if options.reduce_as_computed else own
-        owners = self.owners
+        owners = flat.owners
         if options.keep_low_precision_grads:
             for param in owners:
                 if not has_chosen(param):
@@ -124,7 +212,7 @@ class FlatGradients:
         self.reduce_dtype = options.reduce_dtype or promoted([other or unset for other in others])  # of the sums
         self._takes_any = options.reduce_dtype is None and None in choices
         arriving = [promoted((computed, other or computed)) for other in others]
-        # What arrives in any dtype, or was added up before, is not known to fit into a narrower one.
+        # Gradients that arrive in any dtype, or were added up before, may not fit into a narrower one.
         known = None not in choices and not any(w is not None and w.adds_gradients for w in flat.wrappings)
         self._sent_dtype = exactly_sent_as(promoted(arriving), self.reduce_dtype) if known else self.reduce_dtype
         self.dtypes = [choice or self.reduce_dtype for choice in choices]  # of each ``.grad``
@@ -136,126 +224,72 @@ class FlatGradients:
                 if compute.grad_dtype is not arrives:
                     compute.grad_dtype = arrives
 
-    @property
-    def owners(self) -> Sequence[nn.Parameter]:
-        """The user's parameters that get the gradients."""
-        return self.flat.params if self.shard_param is None else (self.shard_param,)
-
-    def follow_names(self) -> None:
-        """Adopt the FQNs of the parameters, and make their parts anew."""
-        one = len(set(self.dtypes)) == 1
-        self._parts = _Parts(self.flat, self.dtype) if one else _CastParts(self.flat, self.dtypes)
+    def prepare_slices(self) -> None:
+        """Prepare to cut gradient shards into ``.grad``, by the parameters' names and dtypes as they are now."""
+        flat = self.flat
+        self._slices = GradSlices(flat.params, flat.layout, flat.slices, flat.is_whole, flat.kind.device, self.dtypes)
 
     @property
-    def is_chosen_anew(self) -> bool:
-        """Whether the user has chosen another dtype since the last ``follow_parameters``. [Note: The dtype of a gradient]"""
-        return [param.grad_dtype for param in self.owners] != self._choices
+    def is_outdated(self) -> bool:
+        """Whether the flat parameter's dtype or device, or the user's choice of a gradient's dtype, has changed."""
+        return self._kind is not self.flat.kind or [p.grad_dtype for p in self.flat.owners] != self._choices
 
-    def follow_parameters(self) -> None:
-        """Adopt a new dtype or device of the parameters, also for gradients that are held."""
+    def update(self) -> None:
+        """Adopt the dtypes and the device of the flat parameter, also for gradients that are held."""
         views, filled = [] if self._input is None else self._input.views, self._filled or ()
-        if self.shard_param is not None:
-            self.shard_param.data = self.flat.shard
-        for param in self.owners:
+        for param in self.flat.owners:
             if param.grad is not None and param.grad_dtype not in (None, param.grad.dtype):  # `module.to` casts both
                 choose(param, param.grad_dtype)
-        self._begin()
+        self._prepare()
         for index, grad in enumerate(views):
             if filled[index]:
                 self._put(index, grad.to(self.flat.kind.compute_device))
 
-    def follow_ranks(self) -> None:
-        """Adopt other ranks, and another layout. No gradients are held or under way."""
-        self.reduce_by(self.choose_runtime)
-        self.unused = Unused(self.flat.layout)
-        self._begin()
-
     def use_shard_param(self, info: ShardInfo) -> nn.Parameter:
-        """From now on a single 1-D parameter over the local shard, ``info``, gets the gradient; the parameters get none."""
-        if self.shard_param is None:
-            flat = self.flat
-            self.shard_param = ShardedParameter.adopt(nn.Parameter(flat.shard.data), info, flat)
-            choice = self._choices[0] if len(set(self._choices)) == 1 else self.dtype
-            if choice is not flat.kind.dtype:
-                self.shard_param.grad_dtype = choice
-            self._begin()
-            for param in flat.params:
-                grad, param.grad = param.grad, None
-                param.__class__ = FlatMember
-                if grad is not None:
-                    param.grad = grad
-        return self.shard_param
-
-    def part(self, index: int) -> torch.Tensor | None:
-        """The part of parameter ``index`` in ``shard_param.grad``: a view. [Note: A part of a flat gradient]"""
-        assert self.shard_param is not None
-        flat, grad = self.flat, self.shard_param.grad
-        if grad is None:
-            return None
-        with torch.no_grad(), plainly():
-            place = flat.slices[index]
-            view = flat.shaped(index, grad[place.start : place.stop])
-        mark(view, flat.params[index]._flatshard_info)
-        return view
-
-    def set_part(self, index: int, grad: torch.Tensor | None) -> None:
-        """Set that part. None: clear it, and ``shard_param.grad`` if it was the last one.
-
-        Raises:
-            RuntimeError: ``grad`` has another shape.
-        """
-        assert self.shard_param is not None
-        param, held = self.flat.params[index], self.part(index)
-        if grad is None:
-            self._cleared.add(index)
-            if len(self._cleared) == len(self.flat.params):
-                self.shard_param.grad = None
-            elif held is not None:
-                held.zero_()
-            return
-        if grad.shape != param.shape:
-            raise RuntimeError(
-                f"a gradient of shape {tuple(grad.shape)} for {param._flatshard_info.fqn!r}, of which this rank has a part "
-                f"of shape {tuple(param.shape)}"
-            )
-        if held is None:
-            self.shard_param.grad = torch.zeros_like(self.flat.shard, dtype=self.dtype)
-        self._cleared.discard(index)
-        target = self.part(index)
-        assert target is not None
-        with torch.no_grad():
-            target.copy_(grad)
+        """Give a single parameter over the shard the gradient from now on: see ``FlatParam.use_shard_param``."""
+        if self.flat.flat_grad is None:
+            grad_dtype = self._choices[0] if len(set(self._choices)) == 1 else self.dtype
+            self.flat.use_shard_param(info, grad_dtype)
+            self._prepare()
+        assert self.flat.flat_grad is not None
+        return self.flat.flat_grad.param
 
     @property
     def input(self) -> torch.Tensor | None:
-        """The reduction input, or None. It has storage from ``complete`` to ``finish``."""
+        """The reduction input, or None if there is none. It has storage from ``complete`` to ``finish``."""
         return None if self._input is None else self._input.flat
 
     # -- arriving ----------------------------------------------------------------------------------------------------
 
     @property
     def _is_waiting(self) -> bool:
-        """Whether gradients are in the unsharded parameters' ``.grad``, until all have come."""
+        """Whether gradients are in the unsharded parameters' ``.grad``, until all have arrived."""
         return self._waits_for_all and self._filled is None
 
     @property
     def stays_away(self) -> bool:
-        """Whether gradients stay where autograd puts them (later ones are added there) until all have come."""
+        """Whether gradients stay where autograd puts them, and adds later ones, until all have arrived."""
         return self._is_waiting or True not in self.flat.requires_grad
 
-    def receive(self, index: int) -> None:
-        """Take the gradient from unsharded parameter ``index``. It may be None: a custom autograd function may return None.
+    def receive(self, index: int) -> bool:
+        """Copy the gradient of unsharded parameter ``index`` to the input, unless gradients wait until all have arrived.
+
+        Returns ``stays_away``. There may be no gradient: a custom autograd function may return None.
 
         Raises:
             RuntimeError: the gradient is sparse, or has a graph of its own.
         """
+        if self._is_waiting:
+            return True
         compute = self.flat.unsharded.params[index]
-        if compute.grad is None or self._is_waiting:
-            return
-        grad, compute.grad = compute.grad, None
-        self._check(index, grad)
-        if self.flat.params[index].requires_grad:  # one that was frozen since its forward is dropped, as autograd would
-            self._put(index, self._local(index, grad))
+        if compute.grad is not None:
+            grad, compute.grad = compute.grad, None
+            self._check(index, grad)
+            if self.flat.params[
+                index
+            ].requires_grad:  # autograd drops those of parameters frozen since their forward, too
+                self._put(index, self._local(index, grad))
+        return self.stays_away
 
     def _check(self, index: int, grad: torch.Tensor) -> None:
         """Raise if ``grad`` cannot be reduced in a flat parameter."""
@@ -280,34 +314,35 @@ class FlatGradients:
             )
 
     def _local(self, index: int, grad: torch.Tensor) -> torch.Tensor:
-        """The gradient of the plain tensor inside a tensor subclass; of other parameters as it is."""
+        """Return the gradient of the plain tensor inside a tensor subclass. Other gradients are returned unchanged."""
         wrapping = self.flat.wrappings[index]
         return grad if wrapping is None else wrapping.local_gradient(grad, self.reduce_dtype)
 
     def _put(self, index: int, grad: torch.Tensor) -> None:
         """Add ``grad``, plain and local, to the gradient of parameter ``index``."""
-        filled = self._filled if self._filled is not None else self._make_room(self.reduce_dtype)
+        filled = self._filled if self._filled is not None else self._allocate(self.reduce_dtype)
         if self._input is None:
-            self._hand_over(self.flat.params[index], grad, self._choices[index])
+            self._set_grad(self.flat.params[index], grad, self._choices[index])
         elif filled[index]:
             self._input.views[index].add_(grad)
         else:
             torch.add(grad, _ZERO, out=self._input.views[index])  # [Note: Negative zero marks an unused parameter]
         filled[index] = True
 
-    def _hand_over(self, param: nn.Parameter, grad: torch.Tensor, dtype: torch.dtype | None) -> None:
-        factor = self.flat.ranks.factor
+    def _set_grad(self, param: nn.Parameter, grad: torch.Tensor, dtype: torch.dtype | None) -> None:
+        """Set or add to ``.grad``, on a single rank."""
+        ranks, averaging = self.flat.ranks, self.flat.ranks.averaging
         if grad.dtype is not dtype or grad.device != self.flat.kind.device:
             grad = grad.to(self.flat.kind.device, dtype)
-        if factor is not None:
-            grad = grad * factor
+        if averaging.divide_factor is not None or averaging.size != ranks.size:
+            grad = grad * ranks.factor
         if param.grad is None:
             param.grad = grad
         else:
             param.grad.add_(grad)
 
-    def _make_room(self, dtype: torch.dtype) -> list[bool]:
-        """Allocate the input, with ``dtype``."""
+    def _allocate(self, dtype: torch.dtype) -> list[bool]:
+        """Allocate the input in ``dtype``."""
         if self._input is not None:
             self._input.allocate(dtype, self.runtime.collectives)
         self._filled = [False] * len(self.flat.params)
@@ -317,7 +352,7 @@ class FlatGradients:
         """Move the gradients from autograd's tensors to an input of ``dtype``. Later ones are added when they arrive."""
         flat, computes, input = self.flat, self.flat.unsharded.params, self._input
         assert input is not None
-        if not flat.all_require_grad:  # drop gradients of those frozen since their forward, as autograd would
+        if not self._all_require_grad():  # drop gradients of those frozen since their forward, as autograd would
             for param, compute in zip(flat.params, computes, strict=True):
                 if not param.requires_grad:
                     compute.grad = None
@@ -359,35 +394,43 @@ class FlatGradients:
 
     @property
     def comes_late(self) -> bool:
-        """Whether gradients become ``.grad`` when a reduction ends. False: when autograd has computed them."""
+        """Whether gradients become ``.grad`` when a reduction ends, not when autograd has computed them."""
         return self._input is not None and self.flat.layout.padded_numel > 0 and self.are_wanted
 
     @property
     def are_wanted(self) -> bool:
         """Whether the user trains some of the parameters. Gradients of those frozen since their forward are dropped."""
-        return any(p.requires_grad for p in self.owners)
+        return any(p.requires_grad for p in self.flat.owners)
+
+    def _all_require_grad(self) -> bool:
+        """Return whether all of the user's parameters require grad now."""
+        if self.flat.synced_at == changes.count:
+            return False not in self.flat.requires_grad
+        return all(map(_requires_grad, self.flat.params))
 
     def complete(self, accumulates: bool) -> None:
-        """Make the reduction: all gradients have come. ``accumulates``: some rank may hold gradients to add to.
+        """Fill the input and make the reduction: all gradients have arrived.
 
         Call this on the stream of the backward: the gradients that are copied and freed here are memory of that stream.
+        ``accumulates``: some rank may hold gradients to add to.
         """
         flat = self.flat
         if self._input is None:
             return
-        if self._is_waiting:
+        if self._waits_for_all and self._filled is None:
             narrow = getattr(self.runtime.collectives, "widens", False) and not (accumulates or flat.is_whole)
             self._copy_to_input(self._sent_dtype if narrow else self.reduce_dtype)  # [Note: Sent as it was computed]
-        filled = self._filled if self._filled is not None else self._make_room(self.reduce_dtype)
+        filled = self._filled if self._filled is not None else self._allocate(self.reduce_dtype)
         no_gradient: list[int] = []
         if False in filled:
-            if self.shard_param is None:  # otherwise ranks need not agree on the parameters that none of them used
+            if flat.flat_grad is None:  # otherwise ranks need not agree on the parameters that none of them used
                 no_gradient = [i for i, f in enumerate(filled) if not f and flat.params[i].requires_grad]
             unused = complex(-0.0, -0.0) if flat.kind.dtype.is_complex else -0.0
             for view, was_filled in zip(self._input.views, filled, strict=True):
                 if not was_filled:
                     view.fill_(unused)
-        self.unused.begin(no_gradient)
+        if no_gradient or self.unused.found:
+            self.unused.begin(no_gradient)
         dtypes = self.reduce_dtype, self.dtype
         self.reduction = Reduction(flat, self.runtime, self._input.flat, dtypes, self.unused, self.partial)
         self.partial = None
@@ -398,7 +441,7 @@ class FlatGradients:
             self._input.use_buffers(make)
 
     def drop_partial(self) -> None:
-        """Drop what earlier reductions have left partial."""
+        """Drop the partial output of earlier reductions."""
         self.partial = None
 
     def free_reduced(self) -> None:
@@ -414,60 +457,49 @@ class FlatGradients:
     def discard(self) -> None:
         """Drop all received gradients and free their memory. ``.grad`` is not changed."""
         if self._is_waiting:
-            set_gradients_as_they_are(self.flat.unsharded.params, _NONE)
+            consume(map(_set_plain_grad, self.flat.unsharded.params, _NONE))
         self.partial = None
-        self._drop()
+        self._free()
 
-    def _drop(self) -> None:
+    def _free(self) -> None:
         self._filled = self.reduction = None
         if self._input is not None:
             self._input.free()
 
     # -- the result --------------------------------------------------------------------------------------------------
 
-    def local(self) -> list[torch.Tensor | None]:
-        """This rank's part of each parameter's gradient, in ``.grad`` or in ``shard_param.grad``; None if there is none."""
-        if self.shard_param is None:
-            return list(map(_grad, self.flat.params))
-        grad = self.shard_param.grad
-        with plainly():
-            return [None] * len(self.flat.params) if grad is None else list(self._parts.of(grad))
-
     def finish(self, assign: bool = True) -> Sequence[nn.Parameter] | None:
-        """After the reduction: free its input, and (``assign``) set or add to the ``.grad`` of every parameter.
+        """Free the input of the ended reduction, and with ``assign`` set or add to the ``.grad`` of every parameter.
 
-        Returns the parameters that got one. None: there were no gradients to assign.
+        Returns the parameters that got one, or None if there were no gradients to assign.
         """
         filled = self._filled
         if filled is None:
             return None
         shard = None
         if self.reduction is not None:
-            shard, self.partial = self.reduction.take(), self.reduction.partial
-        self._drop()
+            shard, self.partial = self.reduction.result(), self.reduction.partial
+        self._free()
         if not assign:
             self.partial = None
             return None
-        if shard is None:  # handed over already, or held
+        if shard is None:  # they are in `.grad` already, or partial
             return None if self._input is not None else list(itertools.compress(self.flat.params, filled)) or None
-        if self.shard_param is None:
+        if (flat_grad := self.flat.flat_grad) is None:
             return self._assign(shard, filled)
-        self._cleared.clear()
-        if self.shard_param.grad is None:
-            self.shard_param.grad = shard
-        else:
-            self.shard_param.grad.add_(shard)
-        return (self.shard_param,)
+        flat_grad.add(shard)
+        return (flat_grad.param,)
 
     def _assign(self, output: torch.Tensor, filled: list[bool]) -> Sequence[nn.Parameter]:
+        """Set or add to ``.grad`` of each parameter that some rank used, and return these parameters."""
         added: list[tuple[torch.Tensor, torch.Tensor]] = []
         flat = self.flat
-        params, parts = flat.params, self._parts.of(output, as_gradients=True)
-        if False not in filled and flat.all_require_grad:
+        params, parts = flat.params, self._slices.cut(output)
+        if False not in filled and self._all_require_grad():
             with plainly():  # torch looks for __torch_function__ at every access to a Parameter of another class
                 there = list(map(_grad, params))
                 if all(map(operator.is_, there, _NONE)):
-                    set_gradients_as_they_are(params, parts)
+                    consume(map(_set_plain_grad, params, parts))
                     return params
                 if set(map(type, there)) == {type(parts[0])}:
                     torch._foreach_add_(there, parts)
@@ -475,7 +507,7 @@ class FlatGradients:
         given = []
         unused = self.unused.found
         for index, (param, grad, was_filled) in enumerate(zip(params, parts, filled, strict=True)):
-            # As in autograd, the current `requires_grad` counts: the user may have changed it since forward.
+            # The current `requires_grad` counts, as in autograd: the user may have changed it since the forward.
             if not param.requires_grad:
                 continue
             if not (was_filled or (_used_elsewhere(grad) if grad.numel() else index not in unused)):
@@ -496,80 +528,8 @@ class FlatGradients:
 
 
 def _used_elsewhere(grad: torch.Tensor) -> bool:
-    """Whether any rank used the parameter of this slice. [Note: Negative zero marks an unused parameter]"""
+    """Return whether any rank used the parameter of this slice. [Note: Negative zero marks an unused parameter]"""
     if grad.is_complex():
         grad = torch.view_as_real(grad)
     with plainly():
         return not bool(((grad == 0) & torch.signbit(grad)).all())
-
-
-class _Parts:
-    """Cuts a gradient shard into the parts of the parameters. Made for one dtype and one device of the gradients."""
-
-    __slots__ = ("_by_rows", "_empties", "_flat", "_infos", "_marked", "_pieces", "_sizes")
-
-    def __init__(self, flat: FlatShard, dtype: torch.dtype) -> None:
-        self._flat = flat
-        self._sizes: list[int] = []  # of the pieces that the shard is split into: parts, and the padding between them
-        # (index of a parameter with elements on this rank, index of its piece)
-        self._pieces: list[tuple[int, int]] = []
-        end = 0
-        for index, part in sorted(enumerate(flat.slices), key=lambda each: each[1].start):
-            if not part.numel:
-                continue
-            if part.start > end:
-                self._sizes.append(part.start - end)
-            self._pieces.append((index, len(self._sizes)))
-            self._sizes.append(part.numel)
-            end = part.stop
-        if flat.layout.shard_numel > end:
-            self._sizes.append(flat.layout.shard_numel - end)
-        self._by_rows = [index for index, _ in self._pieces if flat.layout.params[index].by_rows]
-        infos = [param._flatshard_info for param in flat.params]
-        # The parts that become sharded gradients. If nothing is sharded here: those of DTensors, over their own mesh.
-        self._marked = [index for index, _ in self._pieces if infos[index].runtime is not None]
-        self._infos = [infos[index] for index in self._marked]
-        # Parts without elements are created once. `of` fills in the others for each gradient.
-        empty = torch.empty(0, dtype=dtype, device=flat.kind.device)
-        self._empties = [empty.new_empty(p.shape if not p.numel() else (0,)) for p in flat.params]
-        for part_of, info in zip(self._empties, infos, strict=True):
-            mark(part_of, info)
-
-    def of(self, shard: torch.Tensor, as_gradients: bool = False) -> list[torch.Tensor]:
-        """The part of each parameter in ``shard`` (``shard_numel`` elements): views, in the shapes of the user's parameters.
-
-        ``as_gradients``: return them as they are stored in ``.grad``, see ``ShardedGradient``.
-        """
-        layout = self._flat.layout
-        if self._flat.is_whole:
-            parts = [shard.as_strided(info.shape, info.stride, info.start) for info in layout.params]
-        else:
-            parts, split = self._empties.copy(), shard.split_with_sizes(self._sizes)
-            for index, piece in self._pieces:
-                parts[index] = split[piece]
-            for index in self._by_rows:
-                parts[index] = self._flat.shaped(index, parts[index])
-        if as_gradients and self._infos:
-            mark_all([parts[index] for index in self._marked], self._infos)
-        return parts
-
-
-class _CastParts(_Parts):
-    """The same for gradients of several dtypes. [Note: The dtype of a gradient]"""
-
-    __slots__ = ("_dtypes",)
-
-    def __init__(self, flat: FlatShard, dtypes: Sequence[torch.dtype]) -> None:
-        """``dtypes``: of each parameter's gradient."""
-        self._dtypes = dtypes
-        super().__init__(flat, promoted(dtypes))
-        self._empties = list(map(self._cast, self._empties, dtypes))
-
-    @staticmethod
-    def _cast(part: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        return part if part.dtype is dtype else part.to(dtype)
-
-    def of(self, shard: torch.Tensor, as_gradients: bool = False) -> list[torch.Tensor]:
-        """See ``_Parts``. What is stored in ``.grad`` is cast; other parts are views."""
-        parts = super().of(shard, as_gradients)
-        return list(map(self._cast, parts, self._dtypes)) if as_gradients else parts

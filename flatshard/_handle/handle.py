@@ -1,7 +1,7 @@
-"""``FlatParamHandle``: one unit's flat parameters, and the operations on them (unshard, reshard, reduce, ...).
+"""``FlatParamHandle``: the parameters of one unit, which it unshards and reshards.
 
-The handle combines flat parameters, registrations and lifetime. It usually has a single flat parameter. Parameters of another
-dtype, and frozen ones beside trainable ones, get one of their own: so they take no gradient memory, nor bytes of a reduction.
+It usually has a single flat parameter. Parameters of another dtype, and frozen ones beside trainable ones, get one of their
+own, so that frozen ones take no gradient memory and no bytes of a reduction.
 """
 
 from __future__ import annotations
@@ -18,62 +18,66 @@ from torch.autograd.graph import increment_version
 
 from flatshard import _trace
 from flatshard._comm.collectives import Pending, settle
-from flatshard._errors import CollectiveError, InternalError, OutOfStepError, name_list
+from flatshard._errors import CollectiveError, OutOfStepError, name_list
 from flatshard._handle.adapters.tensor_subclass import plain_tensors
 from flatshard._handle.flat_param import FlatParam
-from flatshard._handle.flat_shard import Given
 from flatshard._handle.layout import FlatLayout
 from flatshard._handle.lifetime import BY_USER, GradState, Lifetime, ParamState, UnshardedStamp
 from flatshard._handle.planned import Groups, Kind, PlannedFlat
 from flatshard._handle.registrations import SHARDED, Registrations
 from flatshard._handle.tensors.aggregate import plainly
 from flatshard._handle.tensors.changes import changes
-from flatshard._handle.tensors.grad_dtype import hand_on
 from flatshard._handle.tensors.shard_info import ShardInfo
-from flatshard._handle.tensors.sharded_parameter import shard_info, show_parts
 from flatshard._handle.unit_gradients import UnitGradients
 from flatshard._handle.unit_ranks import UnitRanks
+from flatshard._handle.user_changes import Conversion, UserChanges, adopt_data
 from flatshard._runtime import Users
 
 _version = operator.attrgetter("_version")  # read for every parameter in every step, so the loop runs in C
 
 
 class Source:
-    """Where a feature has a unit gathered from, instead of the shards of all ranks: it has kept the gathered values somewhere
-    nearer. A deep copy is for the copied unit.
+    """Values of a unit that a feature has kept nearer than the shards of all ranks, to gather from. A unit has at most one.
+
+    A deep copy is for the copied unit.
     """
 
     def gathers(self, flats: Sequence[FlatParam], again: bool) -> Iterable[Pending] | None:
-        """Called before each all-gather of ``flats``. Returns None, or what to do instead: an iterator that starts the
-        all-gather of each. ``again``: see ``FlatParamHandle.unshard``.
+        """Return an iterator that starts to gather each of ``flats``, or None to gather from the shards of all ranks.
+
+        Called before each all-gather. ``again``: see ``FlatParamHandle.unshard``.
         """
         raise NotImplementedError
 
     def keep(self, flats: Sequence[FlatParam], until: object) -> None:
-        """Called before the gathered ``flats`` are freed, on the stream that they belong to. As long as ``until`` lives,
-        ``gathers`` may be called ``again``.
+        """Keep values of ``flats``, which are freed next. As long as ``until`` lives, ``gathers`` may be called ``again``.
+
+        Called on the stream that the unsharded buffers belong to.
         """
 
     def follow(self, flat: FlatParam) -> None:
-        """A forward has changed its own parameters, in the unsharded buffer and in the shard."""
+        """Adopt values that a forward has changed, in the unsharded buffer and in the shard."""
 
     def drop(self) -> None:
-        """Forget what was kept: the user frees the unit."""
+        """Forget kept values: the user frees the unit."""
 
 
 class FlatParamHandle:
     """The flat parameters of one unit."""
 
     def __init__(self, all_ranks: Sequence[UnitRanks]) -> None:
-        """A handle without flat parameters: see ``shard``. ``all_ranks``: of the unit, and of parameters elsewhere."""
+        """Make a handle without flat parameters: see ``shard``.
+
+        ``all_ranks``: the unit's ranks, and those of parameters on other meshes.
+        """
         self.all_ranks = all_ranks
         self.ranks = ranks = all_ranks[0]
         self.runtime = ranks.runtime
         self.lifetime = Lifetime(ranks.label)
         self.registrations = Registrations()
         self.flats: list[FlatParam] = []
-        self.gradients = UnitGradients(self.flats, ranks, self.lifetime)
-        self._checked_at = -1  # `changes.count` at the last `check_parameters`
+        self.gradients = UnitGradients(ranks, self.lifetime)
+        self.user_changes = UserChanges(self.flats, self.registrations, self.gradients, ranks.label)
         self._all_gathers: list[Pending] = []
         self._users: Users | None = None  # on an accelerator: the streams that compute with the unsharded parameters
         self.stamp: UnshardedStamp | None = None  # None while the parameters are sharded
@@ -84,14 +88,14 @@ class FlatParamHandle:
     def shard(cls, flats: Sequence[PlannedFlat], all_ranks: Mapping[Groups | None, UnitRanks]) -> FlatParamHandle:
         """Flatten and shard the parameters of ``flats`` in place.
 
-        ``all_ranks``: the unit's, under None, and those of parameters on other ranks, by ``PlannedFlat.groups``.
+        ``all_ranks``: the unit's ranks, under None, and those of parameters on other meshes, by ``PlannedFlat.groups``.
         """
         result = cls(list(all_ranks.values()))
         for planned in flats:
             params, options = [p.param for p in planned.params], planned.options
             kind = Kind.of(params[0].dtype, params[0].device, options, result.runtime)
             flat = FlatParam.class_for(options)(planned.layout, options, params, kind, all_ranks[planned.groups])
-            result.flats.append(flat)
+            result._add(flat)
             for owned, compute in zip(planned.params, flat.unsharded.params, strict=True):
                 for module, name in owned.registrations:
                     result.registrations.add(module, name, owned.param, compute)
@@ -99,7 +103,7 @@ class FlatParamHandle:
         return result
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FlatParamHandle:
-        """A handle for the copied modules, sharded in the same way, with its own memory and without gradients."""
+        """Return a handle for the copied modules, sharded in the same way, with its own memory and without gradients."""
         self.check_parameters()
         if self.registrations.shows is not SHARDED:
             raise RuntimeError(
@@ -113,28 +117,32 @@ class FlatParamHandle:
         all_ranks = {old: old.copied(averaging) for old in self.all_ranks}
         result = FlatParamHandle(list(all_ranks.values()))
         memo[id(self)] = result
-        result.gradients.follow_copy(self.gradients)
         result.source = copy.deepcopy(self.source, memo)
         for flat in self.flats:
             params = [copy.deepcopy(p, memo) for p in flat.params]
             new = flat.copy_with(params, all_ranks[flat.ranks])
             memo[id(flat)] = new
-            new.follow_copy(flat, memo)
-            result.flats.append(new)
+            new.copy_features(flat, memo)
+            result._add(new)
             for old, param, compute in zip(flat.params, params, new.unsharded.params, strict=True):
                 for module, name in owned[id(old)]:
                     result.registrations.add_copied(module, name, param, compute, memo)
+        result.gradients.copy_settings(self.gradients)
         result._index()
         return result
 
+    def _add(self, flat: FlatParam) -> None:
+        self.flats.append(flat)
+        self.gradients.add(flat)
+
     def _index(self) -> None:
-        """Collect from ``flats`` what every step reads. Called again if their kinds have changed."""
+        """Collect facts of ``flats`` that every step reads. Called again if their kinds have changed."""
         self._kinds = [b.kind for b in self.flats]
         self.on_meta = [b for b in self.flats if b.is_on_meta]  # have no memory yet. [Note: Filled later]
         self._sharded = [b for b in self.flats if not b.unsharded.is_alias and b.layout.padded_numel]
         self._params = [p for b in self.flats for p in b.params]
-        flat_params = [b.gradients.shard_param for b in self.flats if b.gradients.shard_param is not None]
-        self._counted = [*self._params, *flat_params]  # an optimizer that steps the latter changes their versions only
+        shard_params = [b.flat_grad.param for b in self.flats if b.flat_grad is not None]
+        self._counted = [*self._params, *shard_params]  # an optimizer that steps the latter changes their versions only
         # The shards are what modules compute with: unshard and reshard do nothing.
         self.never_gathers = not self._sharded
         # Whether units share the memory that they gather into. [Note: Static buffers]
@@ -144,20 +152,20 @@ class FlatParamHandle:
         self.gradients.find_accumulators()  # here, to save the time in the first step
 
     def move(self, ranks: UnitRanks, layouts: Sequence[FlatLayout], shards: Sequence[torch.Tensor]) -> None:
-        """Be sharded over ``ranks`` from now on: see ``FlatShard.move``. Nothing is communicated.
+        """Shard over ``ranks`` from now on: see ``FlatParam.move``. Nothing is communicated.
 
-        ``layouts``, ``shards``: of each flat parameter, which must all be on the unit's own ranks.
+        ``layouts``, ``shards``: for each flat parameter, all of which must be on the unit's own ranks.
         """
         self.reshard()
         self.drop_kept()
         self.all_ranks, self.ranks, self.runtime = [ranks], ranks, ranks.runtime
         self.lifetime.follow(ranks.label)
-        self.gradients.follow(ranks)
         with torch.inference_mode(False), torch.no_grad():
             for flat, layout, shard in zip(self.flats, layouts, shards, strict=True):
                 flat.move(layout, ranks, shard)
+            self.gradients.move(ranks)
         self._index()
-        self._checked_at = -1
+        self.user_changes = UserChanges(self.flats, self.registrations, self.gradients, ranks.label)
 
     def __repr__(self) -> str:
         return (
@@ -176,18 +184,14 @@ class FlatParamHandle:
             ranks.label.unit = fqn
         for flat in self.flats:
             flat.rename(self.registrations.fqns(names))
+        for grads in self.gradients.flats:
+            grads.prepare_slices()
 
     def add_registration(self, module: nn.Module, name: str, param: nn.Parameter) -> None:
         """Add another registration (module and name) of a parameter that this handle owns."""
-        flat, index = self._locate(param)
+        flat, index = self.user_changes.locate(param)
         self.registrations.add(module, name, param, flat.unsharded.params[index])
-        self._checked_at = -1
-
-    def _locate(self, param: nn.Parameter) -> tuple[FlatParam, int]:
-        for flat in self.flats:
-            if (index := flat.index_of(param)) is not None:
-                return flat, index
-        raise InternalError(f"unit {self.fqn!r} does not own a parameter of shape {tuple(param.shape)}")
+        self.user_changes.look_again()
 
     @property
     def is_sharded(self) -> bool:
@@ -199,10 +203,8 @@ class FlatParamHandle:
         return any([b.unsharded.is_taken for b in self._sharded])
 
     def unblock(self) -> None:
-        """Gather into other memory from now on. No autograd graph of the unit may be alive.
-
-        Also flat parameters whose memory is free: another one of the unit may bind to it before they are gathered.
-        """
+        """Gather into other memory from now on. No autograd graph of the unit may be alive."""
+        # Also flat parameters whose memory is free: another one may bind to it before they are gathered.
         for flat in self._sharded:
             flat.unsharded.unbind()
 
@@ -216,20 +218,22 @@ class FlatParamHandle:
     def unshard(self, by: int, again: bool = False, exactly: bool = False) -> None:
         """Start the all-gather, if the parameters are sharded. Call ``wait`` before they are read.
 
-        ``by``: see ``UnshardedStamp``. ``again``: for a backward, which needs the values of its forward. ``exactly``: gather
-        the shards bit for bit, even if the user's collectives approximate.
+        Args:
+            by: see ``UnshardedStamp``.
+            again: gather for a backward, which needs the values of its forward.
+            exactly: gather the shards bit for bit, even if the user's collectives approximate.
         """
         if self.lifetime.params is not ParamState.SHARDED:
             return
         if self._all_gathers:  # left by an interrupted unshard
-            self._settle_all_gathers()
+            self._abandon_all_gathers()
         if self.on_meta:
             check_has_memory([self], "unshard")
         runtime = self.runtime
-        exactly |= runtime.collectives.exact  # what a source has kept was gathered over this runtime, too
+        exactly |= runtime.collectives.exact  # a source has kept values that were gathered over this runtime, too
         if self._sharded:
             if self.has_static_buffers and self.is_blocked:
-                self._unblock_now()
+                self._make_room()
             instead = None if self.source is None else self.source.gathers(self._sharded, again)
             if _trace.sinks and instead is None:
                 _trace.event(self.ranks.gather_verb, self.fqn)
@@ -244,7 +248,7 @@ class FlatParamHandle:
         self.stamp = UnshardedStamp(self.version(), by, exactly, again)
         self.lifetime.move_params("unshard")
 
-    def _unblock_now(self) -> None:
+    def _make_room(self) -> None:
         self.make_room()
         if self.is_blocked:
             raise RuntimeError(
@@ -261,9 +265,9 @@ class FlatParamHandle:
                 # At once: a later one may raise.
                 self._all_gathers.append(started if exactly else self.runtime.then(started, flat.keep_gathered))
         except BaseException as e:
-            self._settle_all_gathers()
+            self._abandon_all_gathers()
             for flat in self._sharded:
-                flat.free()
+                flat.unsharded.free()
             if isinstance(e, Exception):
                 self.runtime.fail("all-gather", self.fqn, e)
             raise
@@ -285,7 +289,7 @@ class FlatParamHandle:
                 gathers[0].wait()
                 del gathers[0]
         except Exception as e:
-            self._settle_all_gathers(isinstance(e, OutOfStepError))
+            self._abandon_all_gathers(isinstance(e, OutOfStepError))
             self._free()
             self.runtime.fail("all-gather", self.fqn, e)
         for flat in self._sharded:
@@ -312,20 +316,24 @@ class FlatParamHandle:
         self._free(until)
 
     def drop_kept(self) -> None:
-        """The next all-gather is from the shards of all ranks."""
+        """Have the next all-gather read the shards of all ranks."""
         if self.source is not None:
             self.source.drop()
 
-    def _settle_all_gathers(self, out_of_step: bool = False) -> None:
-        """Wait for gathers whose result is not needed. ``out_of_step``: one has raised ``OutOfStepError``."""
+    def _abandon_all_gathers(self, out_of_step: bool = False) -> None:
+        """Wait for all-gathers whose results are not needed. ``out_of_step``: one has raised ``OutOfStepError``."""
         if not settle(self._all_gathers) or out_of_step:  # some may never end, so their memory must not be freed
             for flat in self._sharded:
                 flat.leave_memory()
 
     def _free(self, until: object = None) -> None:
         if self._all_gathers:
-            self._settle_all_gathers()
-        given = self._take_back() if self.stamp is not None and self.stamp.by == BY_USER else []
+            self._abandon_all_gathers()
+        conversions: list[Conversion] = []
+        if self.stamp is not None and self.stamp.by == BY_USER:
+            conversions = self.user_changes.conversions()
+            for flat in self.flats:
+                flat.unsharded.was_changed()  # a next gather has other values: changes so far are not looked for again
         if self._sharded:
             if _trace.sinks:
                 _trace.event("reshard", self.fqn)
@@ -338,59 +346,55 @@ class FlatParamHandle:
             for flat in self._sharded:
                 if until is not None or self.has_static_buffers:
                     flat.unsharded.close(seen=until is not None)  # a forward has ended: see `write_back_if_changed`
-                flat.free()
+                flat.unsharded.free()
         self.lifetime.move_params("reshard")
         self.stamp = None
-        if given:
-            self.adopt(given)
-
-    def _take_back(self) -> list[Given]:
-        """Let go of memory that the user gave to unsharded parameters. Returns what was given."""
-        given = [each for flat in self.flats for each in flat.given()]
-        for flat in self.flats:
-            flat.unsharded.changed()  # takes it back, and notes that: what is gathered next has not been changed
-        return given
+        if conversions:
+            self.adopt(conversions)
 
     def follow_user(self) -> None:
-        """Adopt what the user gave to unsharded parameters since ``unshard``, if anything: then they are sharded again."""
-        if any([flat.given() for flat in self.flats]):
+        """Adopt conversions of unsharded parameters by the user, if there are any: then they are sharded again."""
+        if self.user_changes.conversions():
             self.reshard()
 
-    def adopt(self, given: Sequence[Given]) -> None:
-        """Give the user's parameters, and their gradients, what was ``given`` to whole ones. The unit is sharded then."""
+    def adopt(self, conversions: Sequence[Conversion]) -> None:
+        """Convert the user's parameters, and their gradients, as the user converted unsharded ones. The unit is sharded."""
         self.reshard()
         with torch.no_grad():
-            for param, dtype, device in given:
+            for param, dtype, device in conversions:
                 param.data = param.data.to(device, dtype)
                 if param.grad is not None:
                     param.grad.data = param.grad.data.to(device, dtype)
         self.check_parameters()
 
     def is_current(self, pass_id: int | None = None) -> bool:
-        """Whether the unsharded parameters have the values of the shards. With ``pass_id``: and are of that pass or the
-        user's.
+        """Return whether the unsharded parameters have the values of the shards.
+
+        ``pass_id``: they must also have been gathered for this pass, or by the user.
         """
         stamp = self.stamp
         if stamp is None or stamp.version != self.version():
             return False
-        if stamp.by == BY_USER and any([flat.given() for flat in self.flats]):
+        if stamp.by == BY_USER and self.user_changes.conversions():
             return False
         return pass_id is None or stamp.by in (BY_USER, pass_id)
 
     def has_values_of(self, version: int) -> bool:
-        """In backward: whether the unsharded parameters have the values of ``version``. Those that have stayed unsharded
-        since their forward have them in any case; but the shards must have them, too, as autograd's own tensors must.
+        """Return whether a backward may use the unsharded parameters for a forward that saw ``version``.
+
+        Parameters that have stayed unsharded have its values in any case. But the shards must have them, too: autograd raises
+        for its own tensors if they were changed.
         """
         stamp = self.stamp
         return version == (stamp.version if stamp is not None and stamp.again else self.version())
 
     def take_over(self, by: int) -> None:
-        """The unsharded parameters are for ``by`` from now on, no longer for a backward: see ``UnshardedStamp``."""
+        """Record that the unsharded parameters are for ``by`` from now on, and not for a backward: see ``UnshardedStamp``."""
         if self.stamp is not None and self.stamp.by != by:
             self.stamp = self.stamp._replace(by=by, again=False)
 
     def holds_memory_of(self, tensor: torch.Tensor) -> bool:
-        """Whether ``tensor`` lies in memory that ``reshard`` would free."""
+        """Return whether ``tensor`` lies in memory that ``reshard`` would free."""
         for flat in self._sharded:
             for part in (tensor,) if type(tensor) is torch.Tensor else plain_tensors(tensor):
                 if flat.unsharded.holds(part):
@@ -398,91 +402,56 @@ class FlatParamHandle:
         return False
 
     def check_parameters(self) -> None:
-        """Adopt parameters that the user replaced, froze or unfroze since the last call, or raise. These are changes by
-        ``p.data = ...``, ``module.to()``, ``module.weight = nn.Parameter(...)``, ``load_state_dict(..., assign=True)``.
-        """
-        if self._checked_at == changes.count and not self.registrations.unguarded:
+        """Adopt what the user did to the parameters since the last call, or raise. [Note: What users change]"""
+        user = self.user_changes
+        if user.seen_at == changes.count and not self.registrations.unguarded:
             return
-        show_parts()
-        for module, name, sharded, new in self.registrations.replaced():
-            if not isinstance(new, nn.Parameter):
-                raise RuntimeError(
-                    f"parameter {name!r} of a {type(module).__name__} in unit {self.fqn or '<root>'!r} is no longer "
-                    "registered: it was deleted, parametrized or swapped (functional_call) after fully_shard, which must "
-                    "come last"
-                )
-            if (other := shard_info(new)) is not None:
-                raise RuntimeError(
-                    f"parameter {name!r} of a {type(module).__name__} in unit {self.fqn or '<root>'!r} was replaced by "
-                    f"{other.fqn!r}, which is sharded: the two would not be tied. Tie parameters before fully_shard. To copy "
-                    "values, register the original parameter again, and copy into it"
-                )
-            flat, index = self._locate(sharded)
-            flat.check_new(index, new)
-            if flat.filling is not None and not new.is_meta:
-                flat.filling.allocate(new.device)
-            sharded.data = new.data  # the optimizer refers to `sharded`, so this object is kept
-            hand_on(new, sharded)
-            sharded.requires_grad_(new.requires_grad)
-            self.registrations.write(module, name, sharded)
-            new._flatshard_adopted = sharded  # type: ignore[attr-defined]  # for an optimizer that was given `new` before
-        for flat in self.flats:
-            if moved := flat.moved():
-                if {(p.dtype, p.device) for p in flat.params} != {(flat.kind.dtype, flat.kind.device)}:
-                    self.gradients.check_not_deferred("parameters were given another dtype or device")
-                self.reshard()
-                if self.lifetime.grads in (GradState.FILLING, GradState.REDUCING):  # of a backward that failed
-                    self.gradients.discard()
-                with torch.inference_mode(False), torch.no_grad():
-                    flat.readopt(moved)
+        user.adopt_registered()
+        if moved := user.find_moved():
+            self.reshard()
+            if self.lifetime.grads in (GradState.FILLING, GradState.REDUCING):  # of a backward that failed
+                self.gradients.discard()
+            with torch.inference_mode(False), torch.no_grad():
+                for flat, indices in moved.items():
+                    adopt_data(flat, indices)
         if self._kinds != [b.kind for b in self.flats]:
             self._index()
-        self._sync_requires_grad(unfrozen_only=False)
-        self._checked_at = changes.count
+        user.follow_requires_grad()
+        user.mark_seen()
 
     def version(self) -> int:
-        """Increases with every change of the parameters' values, by the same amount on all ranks."""
+        """Return a number that increases with every change of the parameters' values, by the same amount on all ranks."""
         with plainly():  # torch looks for __torch_function__ at every read of a Parameter of another class
             return sum(map(_version, self._counted))
 
     def use_flat_parameter(self, flat: FlatParam, info: ShardInfo) -> nn.Parameter:
-        """One parameter over ``flat``'s shard, which gets its gradient, and whose changes count."""
-        param = flat.gradients.use_shard_param(info)
+        """Return a single parameter over ``flat``'s shard. It gets the gradient, and its changes count in ``version``."""
+        param = self.gradients.flats[self.flats.index(flat)].use_shard_param(info)
         self._index()
         return param
 
     def note_written_back(self) -> None:
-        """Record that the shards were changed to what is unsharded. All ranks call it alike."""
+        """Record that the shards were changed to the unsharded values. All ranks must call it."""
         increment_version(self._params)
         if self.stamp is not None:
             self.stamp = self.stamp._replace(version=self.version())
 
     def sync_unfrozen(self) -> None:
-        """Before a backward: follow what the user unfroze, and the dtypes that the user chose for gradients.
+        """Adopt what the user unfroze, and the dtypes that the user chose for gradients, before a backward.
 
-        Not what the user froze, whose gradient is dropped: a recomputation under activation checkpointing must save what its
-        forward saved.
+        Parameters that the user froze are left out: a recomputation under activation checkpointing must save the same tensors
+        as its forward. Their gradients are dropped.
         """
-        if self._checked_at != changes.count:
-            self._sync_requires_grad(unfrozen_only=True)
-
-    def _sync_requires_grad(self, unfrozen_only: bool) -> None:
-        for flat in self.flats:
-            if flat.gradients.is_chosen_anew:
-                self.gradients.check_not_deferred("p.grad_dtype was set")
-                flat.gradients.follow_parameters()
-        synced = [flat.sync_requires_grad(unfrozen_only) for flat in self.flats]
-        # A wrapped parameter may have become another leaf: see `swap_inside`.
-        if any(synced) or any([any(flat.wrappings) for flat in self.flats]):
-            self.gradients.find_accumulators()
+        if self.user_changes.seen_at != changes.count:
+            self.user_changes.follow_requires_grad(unfrozen_only=True)
 
     def write_back_if_changed(self, keep: bool = True) -> None:
-        """Write back in-place changes that a forward made to its own parameters (``self.weight.clamp_()`` under no_grad).
+        """Write changes that a forward made to its own parameters (``self.weight.clamp_()`` under no_grad) to the shards.
 
-        ``keep=False`` ignores the changes instead.
+        ``keep``: if False, drop the changes instead.
         """
         for flat in self.flats:
-            if flat.unsharded.changed() and keep:
+            if flat.unsharded.was_changed() and keep:
                 flat.write_back()
                 if self.source is not None:
                     self.source.follow(flat)

@@ -2,23 +2,22 @@
 
 Parameters, in terms of memory:
 
-- SHARDED      only the local shard exists; the unsharded buffer has no storage.
+- SHARDED      only the local shard exists: the unsharded buffer has no storage.
 - UNSHARDING   an all-gather is writing to the unsharded buffer, which must not be read. It has storage, at the latest when
                the all-gather is waited for.
-- UNSHARDED    the unsharded buffer holds every parameter: which values, a :class:`UnshardedStamp` says.
+- UNSHARDED    the unsharded buffer holds every parameter, with values as its :class:`UnshardedStamp` says.
 
 Gradients between a unit's first gradient and the end of its reduction:
 
 - NONE         there are none. (The reduced gradients, if any, are the parameters' ``.grad``.)
 - FILLING      gradients are arriving: in autograd's own tensors, or in the reduction input. See gradients.py.
-- HELD         the reduction input keeps them until the next backward: the last one was not to reduce (``no_sync``).
+- HELD         the reduction input keeps them until the next backward: the last one did not reduce (``no_sync``).
 - REDUCING     the collective reads the reduction input: it must not be written to.
-- DEFERRED     the same, or it has ended. The user says when the result becomes ``.grad``.
+- DEFERRED     the same, or it has ended. The result becomes ``.grad`` when the user says so.
 - PARTIAL      they are averaged over the shards, and not over the replicas yet: reduction.py, [Note: Accumulating within the
                shard group]. Later gradients go through FILLING, HELD and REDUCING beside them, and are then added.
 
-State that the user can change directly (``.grad``, ``requires_grad``, ``p.data``) is not copied here, but read when it is
-needed. A transition that is not in the tables is a bug in flatshard: it raises, and changes nothing.
+A transition that is not in the tables is a bug in flatshard: it raises, and changes nothing.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ class GradState(enum.IntEnum):
 
 
 WITHHELD = GradState.HELD, GradState.DEFERRED, GradState.PARTIAL
-"""Between backwards: there are gradients that are not in ``.grad``, which an optimizer would miss."""
+"""States between backwards with gradients that are not in ``.grad``. An optimizer would miss them."""
 
 PARAM_TRANSITIONS: dict[tuple[ParamState, str], ParamState] = {
     (ParamState.SHARDED, "unshard"): ParamState.UNSHARDING,
@@ -77,13 +76,13 @@ GRAD_TRANSITIONS: dict[tuple[GradState, str], GradState] = {
 
 
 BY_USER = -1
-"""As ``UnshardedStamp.by``: the user called ``unshard``, and no forward has used the parameters since."""
+"""``UnshardedStamp.by`` after the user called ``unshard``, until a forward uses the parameters."""
 BY_NONE = 0
-"""As ``UnshardedStamp.by``: a backward that has ended left them unsharded."""
+"""``UnshardedStamp.by`` of parameters that an ended backward has left unsharded."""
 
 
 class UnshardedStamp(NamedTuple):
-    """Which values the unsharded parameters have. The handle makes a new one with each gather."""
+    """The values of unsharded parameters. The handle makes a new stamp with each gather."""
 
     version: int  # of the shards that they were gathered from: `FlatParamHandle.version`
     by: int  # the last pass that wanted them, or BY_USER
@@ -102,7 +101,7 @@ class Lifetime:
         self.grads = GradState.NONE
 
     def follow(self, label: Label) -> None:
-        """``label`` names the unit from now on."""
+        """Adopt the unit's new ``label``, which errors name."""
         self._label = label
 
     def move_params(self, verb: str) -> None:

@@ -38,7 +38,7 @@ _clock = itertools.count()
 
 
 class FlatBuffer:
-    """One buffer, used by one flat parameter at a time. ``free`` frees its memory."""
+    """A buffer, used by one flat parameter at a time. ``free`` frees its memory."""
 
     __slots__ = ("_nbytes", "_storage", "flat", "user")
 
@@ -55,7 +55,7 @@ class FlatBuffer:
         self._storage.resize_(self._nbytes)
 
     def follow(self, before: FlatBuffer) -> None:
-        """Take the place of ``before``, another buffer over the same memory."""
+        """Replace ``before``, another buffer over the same memory."""
         self.user = before.user
 
     def free(self) -> None:
@@ -94,7 +94,7 @@ class Pools:
                 pool.join(self._by_collectives.setdefault(pool.runtime.collectives, pool))
 
     def of(self, runtime: Runtime, static_buffers: bool) -> Pool | None:
-        """The pool for units with the collectives of ``runtime``. None: each unit has memory of its own."""
+        """Return the pool for units with the collectives of ``runtime``, or None if each unit has memory of its own."""
         if not (static_buffers or hasattr(runtime.collectives, "allocate")):
             return None
         return self._by_collectives.setdefault(runtime.collectives, Pool(runtime))
@@ -134,7 +134,7 @@ class Pool:
         return made
 
     def buffer_for_parameters(self, numel: int, dtype: torch.dtype) -> StaticBuffer:
-        """A free buffer for the gathered values of one flat parameter, which keeps it. [Note: Static buffers]"""
+        """Return a free buffer for the gathered values of one flat parameter, which keeps it. [Note: Static buffers]"""
         fit = [s for s in self._for_parameters if s.flat.dtype is dtype and numel <= s.flat.numel() <= 2 * numel]
         free = [s for s in fit if s.user is None]
         if len(free) > 1:
@@ -142,7 +142,7 @@ class Pool:
         return self._add(self._for_parameters, numel, dtype)
 
     def buffer_for_input(self, numel: int, dtype: torch.dtype) -> StaticBuffer:
-        """A free buffer for the input of one reduction."""
+        """Return a free buffer for the input of one reduction."""
         stream = self.runtime.current_stream
         for buffer in self._inputs:
             fits = buffer.flat.dtype is dtype and buffer.flat.numel() >= numel
@@ -157,7 +157,7 @@ class Pool:
 
     @property
     def buffers(self) -> list[StaticBuffer]:
-        """All buffers, of all that share them."""
+        """All buffers, for parameters and for inputs."""
         return [*self._for_parameters, *self._inputs]
 
     @property

@@ -1,123 +1,103 @@
 """The reduction of one flat parameter's gradients: from its input to this rank's gradient shard.
 
-The input is a tensor of ``padded_numel`` elements, laid out as the unsharded buffer, with a view for each parameter's
-gradient. It has memory from the time when a backward's gradients are complete to the end of their reduction.
-
-The gradients are averaged over the ranks that the parameters are sharded over, and then over the replicas, in the reduce
-dtype. The result is scaled, cast to the dtype of ``.grad`` and, under offload, copied to the CPU.
+Gradients are averaged over the ranks that the parameters are sharded over, and then over the replicas, in the reduce dtype.
+The result is scaled, cast to the dtype of ``.grad`` and, under offload, copied to the CPU.
 
 [Note: Accumulating within the shard group]
 With replicas (hybrid sharding) the output of the reduce-scatter can be kept from one backward to the next
 (``Reduction.partial``), so that only the last microbatch averages over the replicas.
+
+[Note: Naming unused parameters]
+An unused parameter is marked in its elements: gradients.py, [Note: Negative zero marks an unused parameter]. A rank that
+holds none of them cannot see the mark. But all ranks must agree whether ``.grad`` is None: optimizers keep state and count
+steps by it, and ``p.grad.norm()`` communicates. The shard of such a rank has no room for a mark, and other ranks do not know
+that it needs one. So ranks write to the process group's store. A rank that did not use such parameters appends their numbers
+to a list *before* it starts the reduction, and reads the list after the reduction, which ends on no rank before all have
+started it. A parameter that all ranks have named, no rank used. A rank that used all parameters does nothing, so this costs
+nothing if all ranks do. Otherwise a rank makes three round trips to the store for each unit with an unused parameter.
+
+With replicas this is done twice, before each of the two collectives: if no rank of a shard group used a parameter, they
+name it among their replicas.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+import operator
+from collections.abc import Iterable
 from typing import NoReturn
 
 import torch
 
-from flatshard._comm.collectives import Collectives, Done, Pending, settle
-from flatshard._handle.flat_shard import FlatShard
+from flatshard._comm.collectives import Done, Pending, settle
+from flatshard._comm.progress import REDUCE, Label
+from flatshard._handle.flat_param import FlatParam
 from flatshard._handle.layout import FlatLayout
-from flatshard._handle.pool import FlatBuffer
-from flatshard._handle.unused import Unused
 from flatshard._runtime import Runtime, Then, holding, wait_on_host
 
 Partial = tuple[torch.Tensor, set[int]]
-"""The output of earlier reductions, not averaged over the replicas yet; and the parameters that they did not use."""
-
-_Views = tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor]]
+"""The output of earlier reductions, not averaged over the replicas yet, and the parameters that they did not use."""
 
 
-def views_of(flat: torch.Tensor, layout: FlatLayout) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Each parameter's view of ``flat``, in the parameter's shape and stride, and the padding between them."""
-    views = [flat.as_strided(info.shape, info.stride, info.start) for info in layout.params]
-    return views, [flat[start:stop] for start, stop in layout.gaps()]
+class Unused:
+    """Finds the parameters that no rank used, among those of which some rank holds no element.
 
-
-class ReductionInput:
-    """The input. Its memory is a buffer of the pool, lent by gloo's collectives, or buffers of its own: one for each dtype.
-
-    If nothing is sharded, the memory is new each time: it is all-reduced in place and becomes the gradients.
+    ``begin`` and ``tell`` come before the reduction, ``ask`` after it. [Note: Naming unused parameters]
     """
 
-    def __init__(self, flat: FlatShard, dtype: torch.dtype) -> None:
-        """``dtype``: the usual one."""
-        self._of, self._layout, self._pool = flat, flat.layout, flat.ranks.pool
-        self._buffer: FlatBuffer | None = None  # in use
-        self._known: dict[FlatBuffer, _Views] = {}  # the buffers used so far, with their views
-        self._make_buffer: Callable[[torch.Tensor], FlatBuffer] = FlatBuffer  # for memory of its own
-        self._nothing: _Views = torch.empty(0, device=flat.kind.compute_device), [], []
-        self.flat, self.views, self.gaps = self._nothing
-        if self._pool is None and flat.is_trainable and not flat.is_whole:
-            own = self._find_buffer(dtype)
-            self._views(own)  # here, to save the time in the first step
-            own.free()
+    __slots__ = ("_is_reduced", "_read", "_spread", "_unread", "found")
 
-    def allocate(self, dtype: torch.dtype, collectives: Collectives) -> None:
-        """Allocate the memory, and zero the padding. ``collectives``: those that reduce it."""
-        new = self._new(dtype) if self._of.is_whole else None
-        if new is None and self._pool is None and (lend := getattr(collectives, "_lend_memory", None)) is not None:
-            new = lend(self._layout.padded_numel, dtype, False)
-        if new is not None:
-            self.flat = new
-            self.views, self.gaps = views_of(self.flat, self._layout)
-        else:
-            self._buffer = buffer = self._find_buffer(dtype)
-            buffer.take(self)
-            self.flat, self.views, self.gaps = self._known.get(buffer) or self._views(buffer)
-        if self.gaps:
-            torch._foreach_zero_(self.gaps)
+    def __init__(self, layout: FlatLayout) -> None:
+        self._spread = {i for i in range(len(layout.params)) if len(layout.holders(i)) < layout.world_size}
+        self._is_reduced = layout.padded_numel > 0
+        self.found: set[int] = set()
+        self._unread: tuple[Runtime, str] | None = None  # the runtime and key of a list that was not read yet
+        self._read: dict[int, str] = {}  # the list that was read last, to be deleted, by the number of the runtime
 
-    def _find_buffer(self, dtype: torch.dtype) -> FlatBuffer:
-        if self._pool is not None:
-            return self._pool.buffer_for_input(self._layout.padded_numel, dtype)
-        for buffer in self._known:
-            if buffer.flat.dtype is dtype:
-                return buffer
-        return self._make_buffer(self._new(dtype))
+    def begin(self, unused: Iterable[int]) -> None:
+        """Record that this rank has no gradient for the parameters ``unused``."""
+        self._unread = None
+        self.found = self._spread.intersection(unused)
 
-    def _new(self, dtype: torch.dtype) -> torch.Tensor:
-        numel = self._layout.padded_numel
-        if self._pool is not None:
-            return self._pool.allocate(numel, dtype)
-        return torch.empty(numel, dtype=dtype, device=self._of.kind.compute_device)
+    def narrow(self, unused: set[int]) -> None:
+        """Keep in ``found`` only the parameters that earlier reductions did not use either: ``unused``."""
+        self.found &= unused
 
-    def _views(self, buffer: FlatBuffer) -> _Views:
-        flat = buffer.flat[: self._layout.padded_numel]
-        self._known[buffer] = views = flat, *views_of(flat, self._layout)
-        return views
+    def tell(self, runtime: Runtime, label: Label) -> None:
+        """Name ``found`` to the other ranks, before the reduction. It must be the next collective of ``runtime``."""
+        progress = runtime.progress
+        if not self.found or not self._is_reduced or progress is None:
+            return
+        key = f"flatshard/unused/{label.tag}/{progress.counts.get(label.tag + REDUCE, 0) + 1}"
+        # With the rank: a store without an append of its own (a file's) drops bytes that it has already.
+        runtime.store().append(key, f"{runtime.rank}:{sum(1 << index for index in self.found):x} ")
+        self._unread = runtime, key
 
-    def use_buffers(self, make: Callable[[torch.Tensor], FlatBuffer]) -> None:
-        """Have ``make`` make the buffers of its own. None of them is in use."""
-        self._make_buffer = make
-        if self._pool is None:
-            self._known = {make(before.flat): views for before, views in self._known.items()}
+    def ask(self, pending: Pending) -> None:
+        """Keep in ``found`` only the parameters that no rank used, after the reduction.
 
-    def free(self) -> None:
-        """Free the memory. Idempotent."""
-        self.flat, self.views, self.gaps = self._nothing
-        if self._buffer is not None:
-            self._buffer.free()
-            self._buffer = None
-
-    def leave(self) -> None:
-        """Stop using the current memory without freeing it: collectives may use it as long as their group exists. A buffer
-        of the pool stays in use, so nobody else gets it.
+        If there is a list to read, the host waits for ``pending``, the reduction.
         """
-        self.flat, self.views, self.gaps = self._nothing
-        self._known.clear()
-        self._buffer = None
+        if self._unread is None:
+            return
+        if not isinstance(pending, Then):  # which has ended
+            wait_on_host(pending)
+        (runtime, key), store = self._unread, self._unread[0].store()
+        named_by_each = [int(named.partition(b":")[2], 16) for named in store.get(key).split()]
+        by_all = functools.reduce(operator.and_, named_by_each) if len(named_by_each) == runtime.world_size else 0
+        # All ranks have started this reduction, so they have read the list of the one before.
+        if (before := self._read.get(runtime.number)) is not None:
+            store.delete_key(before)
+        self._read[runtime.number] = key
+        self.found, self._unread = {index for index in self.found if by_all >> index & 1}, None
 
 
 class Reduction:
-    """One reduction of one flat parameter's gradients: made when all have come, dropped when ``.grad`` has been set."""
+    """A reduction of one flat parameter's gradients: made when all have arrived, dropped when ``.grad`` is set."""
 
     def __init__(
         self,
-        flat: FlatShard,
+        flat: FlatParam,
         runtime: Runtime,
         input: torch.Tensor,
         dtypes: tuple[torch.dtype, torch.dtype],
@@ -127,12 +107,12 @@ class Reduction:
         """Allocate the output, on the stream that will use it.
 
         Args:
-            flat: whose gradients they are.
-            runtime: for the ranks that it is sharded over.
-            input: ``padded_numel`` elements.
+            flat: the flat parameter.
+            runtime: issues the collective over the ranks that it is sharded over.
+            input: the gradients, ``padded_numel`` elements.
             dtypes: of the sums, and of the result.
-            unused: the parameters that this rank has no gradients for; at the end, those that no rank has any for.
-            partial: what earlier reductions have left partial. At the end, what this one leaves.
+            unused: the parameters without a gradient: of this rank, and in the end of any rank.
+            partial: the output of earlier reductions, to add to this one's.
         """
         self.flat = flat
         self._runtime = runtime
@@ -174,7 +154,7 @@ class Reduction:
         self._runtime.fail(self.flat.ranks.reduce_verb, self.flat.ranks.label.unit, error)
 
     def _reduce_replicas(self) -> Pending:
-        """Average the output over the replicas, or hold it for the next backward to add to."""
+        """Average the output over the replicas, or keep it for the next backward to add to."""
         ranks, runtime = self.flat.ranks, self._runtime
         output, replicas, unused = self._output, ranks.replicas, self._unused
         assert output is not None
@@ -218,7 +198,7 @@ class Reduction:
                 self._fail(e)
 
     def wait(self) -> None:
-        """Wait for its end. On an accelerator only the current stream waits. Idempotent.
+        """Wait for the end. On an accelerator only the current stream waits. Idempotent.
 
         Raises:
             CollectiveError: the reduction failed.
@@ -233,20 +213,21 @@ class Reduction:
             self._pending = None
             self._fail(e)
 
-    def settle(self) -> bool:
-        """Wait for its end and ignore its error. Returns whether it has ended, so that its memory can be freed."""
+    def abandon(self) -> bool:
+        """Wait for the end, ignore an error, and return whether it has ended, so that its memory can be freed."""
         pending, self._pending = self._pending, None
         return pending is None or settle([pending])
 
-    def take(self) -> torch.Tensor | None:
-        """After ``wait``: take the gradient shard, or None if it is partial. Under offload the host waits for it."""
+    def result(self) -> torch.Tensor | None:
+        """Return the gradient shard after ``wait``, or None if it is partial. Under offload the host waits for it."""
         output, self._output = self._output, None
         pending, self._pending = self._pending, None  # it refers to this object
         if pending is not None and self.flat.kind.is_offloaded:
             wait_on_host(pending)
         if output is None:
             return None
-        if (factor := self.flat.ranks.factor) is not None:
-            output.mul_(factor)
+        ranks, averaging = self.flat.ranks, self.flat.ranks.averaging
+        if averaging.divide_factor is not None or averaging.size != ranks.size:
+            output.mul_(ranks.factor)
         dtype = self._dtype
         return output if output.dtype is dtype else output.to(dtype)

@@ -24,7 +24,7 @@ _NONE = itertools.repeat(None)
 
 
 class Registered(enum.Enum):
-    """Which parameters of a unit are registered in its modules."""
+    """The parameters of a unit that are registered in its modules."""
 
     SHARDED = enum.auto()  # the user's own
     UNSHARDED = enum.auto()  # the unsharded parameters
@@ -33,11 +33,11 @@ class Registered(enum.Enum):
 SHARDED, UNSHARDED = Registered.SHARDED, Registered.UNSHARDED
 
 Shown = Registered | dict[int, nn.Parameter]
-"""What modules show: one of the two, or other parameters by ``id`` of the sharded ones."""
+"""The parameters that modules show: one of the two, or others, by ``id`` of the sharded ones."""
 
 
 class Registrations:
-    """All registrations of one handle's parameters, and which parameters they show now."""
+    """All registrations of one handle's parameters, and the parameters that they show now."""
 
     __slots__ = (
         "_attributes",
@@ -53,7 +53,7 @@ class Registrations:
 
     def __init__(self) -> None:
         self.entries: list[tuple[nn.Module, str, nn.Parameter, nn.Parameter]] = []  # module, name, sharded, compute
-        # The same entries, split by how a unsharded parameter is shown: in the module's `__dict__` (one list per column), ...
+        # Entries are split by how an unsharded parameter is shown: in the module's `__dict__` (one list per column), ...
         self._dicts: list[Parameters] = []  # that the sharded parameters are in
         self._attributes: list[dict[str, Any]] = []  # the modules' `__dict__`: [Note: Forwards outside of the unit's]
         self._names: list[str] = []
@@ -100,14 +100,14 @@ class Registrations:
             self._sharded.append(sharded)
             self._compute.append(compute)
         else:
-            # Nor can it be used if the class has its own __setattr__: nn.RNN's refreshes its _flat_weights.
+            # `__dict__` cannot be used either if the class has its own __setattr__: nn.RNN's refreshes its _flat_weights.
             if type(parameters) is dict:  # TorchScript's is none
                 module.__dict__["_parameters"] = WatchedParameters(parameters)
             self.unguarded.append((module, name, sharded, compute))
 
     @staticmethod
     def write(module: nn.Module, name: str, param: nn.Parameter, is_change: bool = True) -> None:
-        """Register ``param`` as ``module.name``. ``is_change``: False: it is the unit's own, and counts as no change."""
+        """Register ``param`` as ``module.name``. ``is_change``: False if it is the unit's own, which counts as no change."""
         if type(module).__setattr__ is not nn.Module.__setattr__:
             setattr(module, name, param)
         elif is_change:
@@ -116,7 +116,7 @@ class Registrations:
             dict.__setitem__(module._parameters, name, param)
 
     def replaced(self) -> list[tuple[nn.Module, str, nn.Parameter, nn.Parameter | None]]:
-        """(module, name, sharded parameter, new parameter) of each registration that the user changed."""
+        """Return (module, name, sharded parameter, new parameter) of each registration that the user changed."""
         if self.shows is not SHARDED:
             return []
         # In C, because every forward calls this.
@@ -130,7 +130,7 @@ class Registrations:
         ]
 
     def fqns(self, names: Mapping[nn.Module, str]) -> dict[int, str]:
-        """The FQN of each parameter's first registration in one of the modules that ``names`` has, by the parameter's id."""
+        """Return the FQN of each parameter's first registration in one of the modules in ``names``, by the parameter's id."""
         found: dict[int, str] = {}
         for module, name, sharded, _ in self.entries:
             if module in names:

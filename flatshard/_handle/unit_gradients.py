@@ -1,4 +1,4 @@
-"""The gradients of one unit, those of all its flat parameters together: from autograd, through a reduction, to ``.grad``."""
+"""One unit's gradients, of all its flat parameters together: from autograd, through a reduction, to ``.grad``."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from torch.autograd.graph import Node, get_gradient_edge
 from flatshard import _trace
 from flatshard._errors import CollectiveError, OutOfStepError
 from flatshard._handle.flat_param import FlatParam
+from flatshard._handle.gradients import FlatGradients
 from flatshard._handle.lifetime import WITHHELD, GradState, Lifetime
 from flatshard._handle.tensors.direct import watch
 from flatshard._handle.unit_ranks import UnitRanks
-from flatshard._runtime import Streams
+from flatshard._runtime import Runtime, Streams
 
 
 class Accumulators(NamedTuple):
@@ -28,51 +29,94 @@ class Accumulators(NamedTuple):
 
 
 WithGradients = Sequence[Sequence[nn.Parameter] | None]
-"""Of each flat parameter, the parameters that have got gradients."""
+"""The parameters of each flat parameter that have got gradients."""
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def _at_home(method: Callable[Concatenate[UnitGradients, P], R]) -> Callable[Concatenate[UnitGradients, P], R]:
-    """The method runs on the stream that works on the unit's gradients: see ``UnitGradients.home``."""
+def _on_its_stream(method: Callable[Concatenate[UnitGradients, P], R]) -> Callable[Concatenate[UnitGradients, P], R]:
+    """Run the method on the stream that works on the unit's gradients: see ``GradientStream``."""
 
     @functools.wraps(method)
     def run(self: UnitGradients, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        if self.home is None:
+        if self.stream.current is None:
             return method(self, *args, **kwargs)
-        with self._ranks.runtime.on(self.home):
+        with self._ranks.runtime.on(self.stream.current):
             return method(self, *args, **kwargs)
 
     return run
+
+
+class GradientStream:
+    """The stream that works on a unit's gradients, from the first of them to the end of the reduction.
+
+    All memory that is allocated for them belongs to it. [Note: Memory follows the streams]
+    """
+
+    __slots__ = ("current",)
+
+    def __init__(self) -> None:
+        self.current: Any = None  # None without gradients, and on CPU
+
+    def choose(self, streams: Streams) -> None:
+        """Choose the current stream if there are no gradients yet, or if it is the first that is being captured."""
+        now = streams.current
+        if self.current is None or (streams.is_captured(now) and not streams.is_captured(self.current)):
+            self.current = now
+
+    def release(self) -> None:
+        """Forget the stream: there are no gradients any more."""
+        self.current = None
+
+    def wait_for_current(self, runtime: Runtime) -> None:
+        """Make the stream wait for the current one, outside of a backward."""
+        if self.current is not None and (streams := runtime.streams) is not None:
+            streams.let_wait(self.current, streams.current)
+
+    def wait_for(self, others: frozenset[Any], runtime: Runtime) -> None:
+        """Make the stream wait for ``others``, on which autograd may have accumulated gradients that it will read."""
+        if self.current is not None and (streams := runtime.streams) is not None:
+            for other in others - {self.current}:
+                streams.let_wait(self.current, other)
+
+    def let_wait(self, others: frozenset[Any], runtime: Runtime) -> None:
+        """Make ``others`` wait for the stream, which has freed gradients in their memory."""
+        if self.current is not None and (streams := runtime.streams) is not None:
+            for other in others - {self.current}:
+                streams.let_wait(other, self.current)
 
 
 _IN_FLIGHT = GradState.REDUCING, GradState.DEFERRED
 
 
 class UnitGradients:
-    """The gradients of the flat parameters ``flats``. lifetime.py has the states that they go through."""
+    """The gradients of a unit's flat parameters. lifetime.py has the states that they go through."""
 
-    def __init__(self, flats: list[FlatParam], ranks: UnitRanks, lifetime: Lifetime) -> None:
-        self._flats = flats
+    def __init__(self, ranks: UnitRanks, lifetime: Lifetime) -> None:
+        self.flats: list[FlatGradients] = []
         self._ranks = ranks
         self._lifetime = lifetime
-        self.reduces = True  # backwards reduce the gradients. False: they hold them
+        self.reduces = True  # whether backwards reduce the gradients, instead of holding them
         self._outside: list[bool] = []  # `reduces` outside of each `no_sync` under way, the outermost first
         self.accumulates = False  # some rank may hold gradients of earlier backwards, to add to the next reduction
-        self.defers = False  # what a backward has reduced becomes `.grad` when the user says so
+        self.defers = False  # reduced gradients become `.grad` when the user says so
         # Called after reduced gradients were set in or added to `.grad`.
         self.on_reduced: Callable[[WithGradients], None]
         self.accumulators: Accumulators
-        # The stream that works on the gradients, from the first of them to the end of the reduction: all that is allocated
-        # for them belongs to it. None: there are no gradients; and on CPU.
-        self.home: Any = None
+        self.stream = GradientStream()
 
-    def follow(self, ranks: UnitRanks) -> None:
-        """The unit is on other ranks from now on."""
+    def add(self, flat: FlatParam) -> None:
+        """Add another flat parameter of the unit."""
+        self.flats.append(FlatGradients(flat))
+
+    def move(self, ranks: UnitRanks) -> None:
+        """Adopt other ranks, over which the flat parameters have been sharded. There are no gradients."""
         self._ranks = ranks
+        for grads in self.flats:
+            grads.change_ranks(grads.choose_runtime)
 
-    # -- what the user has said ----------------------------------------------------------------------------------------
+    # -- settings of the user ------------------------------------------------------------------------------------------
 
     def set_sync(self, reduces: bool) -> None:
         """Set whether backwards reduce the gradients from now on."""
@@ -80,7 +124,7 @@ class UnitGradients:
         self.accumulates |= not reduces
 
     def set_deferral(self, defers: bool) -> None:
-        """Set whether what backwards reduce from now on becomes ``.grad`` when the user says so."""
+        """Set whether gradients that backwards reduce from now on become ``.grad`` when the user says so."""
         self.defers = defers
 
     def begin_holding(self) -> None:
@@ -89,35 +133,37 @@ class UnitGradients:
         self.set_sync(False)
 
     def end_holding(self) -> None:
-        """As it was before the last ``begin_holding``."""
+        """Restore the setting from before the last ``begin_holding``."""
         self.set_sync(self._outside.pop())
 
-    def follow_copy(self, other: UnitGradients) -> None:
-        """Adopt what the user has said about ``other``, of which this is a copy. The copy is in no ``no_sync``."""
+    def copy_settings(self, other: UnitGradients) -> None:
+        """Adopt the settings of ``other``, of which this is a copy. The copy is in no ``no_sync``."""
         self.reduces = (*other._outside, other.reduces)[0]
         self.accumulates, self.defers = other.accumulates, other.defers
+        for grads, original in zip(self.flats, other.flats, strict=True):
+            grads.reduce_by(original.choose_runtime)
 
     # -- arriving ------------------------------------------------------------------------------------------------------
 
     def receive(self, group: int, index: int) -> bool:
-        """Take a parameter's gradient: see ``FlatGradients.receive``.
+        """Receive a parameter's gradient: see ``FlatGradients.receive``.
 
-        Returns whether it and all others of the running graph task stay where autograd puts them until all have come.
+        Returns whether it and all others of the running graph task stay where autograd puts them until all have arrived.
         """
         if self._lifetime.grads is not GradState.FILLING:
             if self._lifetime.grads in _IN_FLIGHT:  # the unit's second reduction in one backward
                 self.finish()
             self._lifetime.move_grads("receive")
         if (streams := self._ranks.runtime.streams) is None:
-            self._flats[group].gradients.receive(index)
+            stay = self.flats[group].receive(index)
         else:
             here = streams.current
-            self._find_home(streams)
-            streams.let_wait(self.home, here)
-            with streams.on(self.home):
-                self._flats[group].gradients.receive(index)
-            streams.let_wait(here, self.home)  # autograd's gradient, which may be freed now, belongs to it
-        return all([flat.gradients.stays_away for flat in self._flats])
+            self.stream.choose(streams)
+            streams.let_wait(self.stream.current, here)
+            with streams.on(self.stream.current):
+                stay = self.flats[group].receive(index)
+            streams.let_wait(here, self.stream.current)  # autograd's gradient, which may be freed now, belongs to it
+        return stay and (len(self.flats) == 1 or all([grads.stays_away for grads in self.flats]))
 
     def follow_stream(self) -> None:
         """Make autograd accumulate gradients on the stream of the forward that starts now.
@@ -130,56 +176,30 @@ class UnitGradients:
             self.find_accumulators()
 
     def find_accumulators(self) -> None:
-        """Called when unsharded parameters were made, frozen or unfrozen."""
-        leaves = [c for b in self._flats for c in b.unsharded.params if c.requires_grad]
+        """Find the AccumulateGrad nodes again: unsharded parameters were made, frozen or unfrozen."""
+        flats = [grads.flat for grads in self.flats]
+        leaves = [c for b in flats for c in b.unsharded.params if c.requires_grad]
         with torch.inference_mode(False):
             nodes = [get_gradient_edge(leaf).node for leaf in leaves]
-            # First none: a node that lives on would check gradients by the shape that it was made for.
+            # Drop the old ones first: a node that lives on would check gradients by the shape that it was made for.
             self._watched: list[Any] = []
-            self._watched = [watch(p) for b in self._flats for p in b.params if p.requires_grad]
+            self._watched = [watch(p) for b in flats for p in b.params if p.requires_grad]
         now, streams = self._ranks.runtime.current_stream, frozenset[Any]()
         if now is not None:
             notes: list[Any] = [node.metadata for node in nodes]
             # A live graph may keep nodes of another stream alive.
             streams = frozenset([note.setdefault("flatshard stream", now) for note in notes])
-        self.accumulators = Accumulators(nodes, streams, len(nodes) == sum([len(b.params) for b in self._flats]))
+        self.accumulators = Accumulators(nodes, streams, len(nodes) == sum([len(b.params) for b in flats]))
 
-    # -- streams: [Note: Memory follows the streams] -----------------------------------------------------------------
-
-    def _find_home(self, streams: Streams) -> None:
-        current = streams.current
-        if self.home is None or (streams.is_captured(current) and not streams.is_captured(self.home)):
-            self.home = current
-
-    def _leave_home(self) -> None:
-        """Called when there are no gradients any more."""
-        if self._lifetime.grads is GradState.NONE:
-            self.home = None
-
-    def come_home(self) -> None:
-        """Make the stream that works on the gradients wait for the current one, outside of a backward."""
-        if self.home is not None and (streams := self._ranks.runtime.streams) is not None:
-            streams.let_wait(self.home, streams.current)
-
-    def _wait_for_others(self) -> None:
-        """Before gradients are read that autograd may have accumulated on other streams."""
-        if (streams := self._ranks.runtime.streams) is not None:
-            for other in self.accumulators.streams - {self.home}:
-                streams.let_wait(self.home, other)
-
-    def _let_others_wait(self) -> None:
-        """After these gradients, memory of the other streams, have been freed."""
-        if (streams := self._ranks.runtime.streams) is not None:
-            for other in self.accumulators.streams - {self.home}:
-                streams.let_wait(other, self.home)
+    # -- reducing -----------------------------------------------------------------------------------------------------
 
     def reduce(self) -> None:
         """Start averaging the gradients over the ranks."""
         if (streams := self._ranks.runtime.streams) is None:
             self._reduce()
             return
-        self._find_home(streams)
-        with streams.on(self.home):
+        self.stream.choose(streams)
+        with streams.on(self.stream.current):
             self._reduce()
 
     def _reduce(self) -> None:
@@ -187,54 +207,52 @@ class UnitGradients:
         if _trace.sinks:
             _trace.event(self._ranks.reduce_verb, self._ranks.label.unit)
         try:
-            if self.home is not None:
-                self._wait_for_others()
-            for flat in self._flats:
-                if True in flat.requires_grad:
-                    flat.gradients.complete(self.accumulates)
+            if self.stream.current is not None:
+                self.stream.wait_for(self.accumulators.streams, self._ranks.runtime)
+            for grads in self.flats:
+                if True in grads.flat.requires_grad:
+                    grads.complete(self.accumulates)
                 else:  # frozen since the last backward: held gradients are dropped
-                    flat.gradients.drop_partial()
+                    grads.drop_partial()
             self.accumulates = not self.reduces
-            if self.home is not None:
-                self._let_others_wait()
+            if self.stream.current is not None:
+                self.stream.let_wait(self.accumulators.streams, self._ranks.runtime)
             if self._ranks.runtime.streams is None and not _trace.is_profiling():
                 self._start()
             else:
                 with _trace.labelled("reduce_scatter", self._ranks.label.unit, self._ranks.runtime.reducing()):
                     self._start()
         except BaseException:
-            self._settle()
+            self._abandon()
             raise
 
     def _start(self) -> None:
-        for flat in self._flats:
-            if (reduction := flat.gradients.reduction) is not None:
+        for grads in self.flats:
+            if (reduction := grads.reduction) is not None:
                 reduction.start()
 
-    @_at_home
+    @_on_its_stream
     def advance(self) -> None:
         """Start the second part of the reduction, over the replicas, while later units compute."""
-        for flat in self._flats:
-            if (reduction := flat.gradients.reduction) is not None and flat.ranks.replicas is not None:
+        for grads in self.flats:
+            if (reduction := grads.reduction) is not None and grads.flat.ranks.replicas is not None:
                 reduction.advance()
 
-    @_at_home
+    @_on_its_stream
     def hold(self) -> None:
         """End a backward without a reduction: keep its gradients, to which the next backward adds.
 
         Also called if this rank has no gradients: other ranks may hold some, and the next reduction includes all ranks.
         """
-        if not any([flat.gradients.are_wanted for flat in self._flats]):
+        if not any([grads.are_wanted for grads in self.flats]):
             self.discard()
         elif self._lifetime.grads in (GradState.NONE, GradState.PARTIAL):
             self._lifetime.move_grads("receive")
         if self._lifetime.grads is GradState.FILLING:
-            if self.home is not None:
-                self._wait_for_others()
-            for flat in self._flats:
-                flat.gradients.hold()
-            if self.home is not None:
-                self._let_others_wait()
+            self.stream.wait_for(self.accumulators.streams, self._ranks.runtime)
+            for grads in self.flats:
+                grads.hold()
+            self.stream.let_wait(self.accumulators.streams, self._ranks.runtime)
             self._lifetime.move_grads("hold")
 
     @property
@@ -245,11 +263,11 @@ class UnitGradients:
     @property
     def withholds(self) -> bool:
         """Whether gradients of earlier backwards are not in ``.grad`` yet. Those of a single rank are, also when held."""
-        return self._lifetime.grads in WITHHELD and any([flat.gradients.comes_late for flat in self._flats])
+        return self._lifetime.grads in WITHHELD and any([grads.comes_late for grads in self.flats])
 
     @property
     def is_deferred(self) -> bool:
-        """Whether a reduction has been started whose result becomes ``.grad`` when the user says so."""
+        """Whether a reduction has been started, and its result becomes ``.grad`` when the user says so."""
         return self._lifetime.grads is GradState.DEFERRED
 
     def defer(self) -> None:
@@ -257,7 +275,7 @@ class UnitGradients:
         self._lifetime.move_grads("defer")
 
     def check_not_deferred(self, what: str) -> None:
-        """Raise if ``what`` would change what a reduction in flight, or its result, is for."""
+        """Raise if a reduction is in flight, or its result waits: ``what`` would change the parameters that it is for."""
         if self.is_deferred:
             raise RuntimeError(
                 f"unit {self._ranks.label.unit or '<root>'!r}: {what} after a backward, before its gradients have become "
@@ -270,7 +288,7 @@ class UnitGradients:
         state, averaging = self._lifetime.grads, self._ranks.averaging
         return state is GradState.HELD or (state is GradState.PARTIAL and averaging.reduces_replicas)
 
-    @_at_home
+    @_on_its_stream
     def finish(self, assign: bool = True) -> None:
         """Wait for the reduction, if one is in flight, and set the parameters' ``.grad``.
 
@@ -286,7 +304,7 @@ class UnitGradients:
         else:  # the usual case in backward
             self._finish(assign)
 
-    @_at_home
+    @_on_its_stream
     def free_reduced(self) -> None:
         """Free the reduction's input as soon as the device has read it. ``finish`` must follow.
 
@@ -294,58 +312,57 @@ class UnitGradients:
             CollectiveError: see ``finish``.
         """
         self._wait()
-        for flat in self._flats:
-            flat.gradients.free_reduced()
+        for grads in self.flats:
+            grads.free_reduced()
 
     def _wait(self) -> None:
         try:
-            for flat in self._flats:
-                if (reduction := flat.gradients.reduction) is not None:
+            for grads in self.flats:
+                if (reduction := grads.reduction) is not None:
                     reduction.wait()
         except Exception as e:
-            self._settle(isinstance(e, OutOfStepError))
+            self._abandon(isinstance(e, OutOfStepError))
             raise
 
     @property
     def gives_late(self) -> bool:
         """Whether ``.grad`` is set at the end of backward: setting it makes the host wait (offload), and no hook reads it."""
-        if not any([b.kind.is_offloaded for b in self._flats]):
-            return False
-        return not any([b.is_watched for b in self._flats])
+        flats = [grads.flat for grads in self.flats]
+        return any([b.kind.is_offloaded for b in flats]) and not any([b.is_watched for b in flats])
 
     def _finish(self, assign: bool) -> None:
-        given, is_any, in_part = list[Sequence[nn.Parameter] | None](), False, False
-        for flat in self._flats:
-            params = flat.gradients.finish(assign)
+        given: list[Sequence[nn.Parameter] | None] = []  # `list[...]()` takes 4,000 instructions
+        is_any = in_part = False
+        for grads in self.flats:
+            params = grads.finish(assign)
             given.append(params)
             is_any |= params is not None
-            in_part |= flat.gradients.partial is not None
+            in_part |= grads.partial is not None
         self._lifetime.move_grads("finish in part" if in_part else "finish")
-        if self.home is not None:
-            self._leave_home()
+        if not in_part and self.stream.current is not None:
+            self.stream.release()
         if is_any:
             self.on_reduced(given)
 
-    @_at_home
+    @_on_its_stream
     def discard(self) -> None:
-        """After an exception in backward: drop all gradients that are not in ``.grad`` yet, reduced or not."""
+        """Drop all gradients that are not in ``.grad`` yet, reduced or not, after an exception in backward."""
         try:
             self.finish(assign=False)
         except CollectiveError as e:
             _trace.logger.warning("%s (in a backward that had already failed)", e)
-        for flat in self._flats:
-            flat.gradients.discard()
+        for grads in self.flats:
+            grads.discard()
         if self._lifetime.grads is not GradState.NONE:
             self._lifetime.move_grads("discard")
-        if self.home is not None:
-            self._leave_home()
+        self.stream.release()
 
-    def _settle(self, out_of_step: bool = False) -> None:
-        ended = all([r.settle() for flat in self._flats if (r := flat.gradients.reduction) is not None])
-        for flat in self._flats:
+    def _abandon(self, out_of_step: bool = False) -> None:
+        """Drop a reduction that has failed. ``out_of_step``: with ``OutOfStepError``."""
+        ended = all([r.abandon() for grads in self.flats if (r := grads.reduction) is not None])
+        for grads in self.flats:
             if not ended or out_of_step:  # some may never end, so their memory must not be freed
-                flat.gradients.leave_memory()
-            flat.gradients.discard()
+                grads.leave_memory()
+            grads.discard()
         self._lifetime.move_grads("finish")
-        if self.home is not None:
-            self._leave_home()
+        self.stream.release()

@@ -23,44 +23,46 @@ VERBS = {
     (Placement.SUMMAND, Placement.SHARDED): "reduce-scatter",
     (Placement.SUMMAND, Placement.REPLICATED): "all-reduce",
 }
-"""How the ranks of one axis come from one placement to another.
+"""The collective that changes one placement over an axis into another.
 
 [Note: From one placement to another]
-The names of a unit's collectives, for traces and errors: a gather goes from how the parts are placed to replicated, a
-reduction from summands to how the parts are placed, over the inner axis and then over the outer one. Each row is issued in
-one place only: gathers in ``FlatShard.gather``, reductions in ``Reduction``.
+These are the names of a unit's collectives, for traces and errors. A gather goes from the placement of the shards to
+replicated. A reduction goes from summands to the placement of the shards, over the inner axis and then over the outer one.
+Each row is issued in one place only: gathers in ``FlatParam.gather``, reductions in ``Reduction``.
 """
 
 Runtimes = Mapping[Groups | None, tuple[Runtime, Runtime | None]]
-"""The runtimes of the groups that parameters are sharded over, and of their replicas; those of the call under None."""
+"""The runtimes of the groups that parameters are sharded over, and of their replicas. The call's own are under None."""
 
 
 @dataclass(slots=True)
 class Averaging:
-    """How the gradients of a unit are averaged, as the user has said (``configure``)."""
+    """The user's settings for averaging the gradients of a unit (``configure``)."""
 
-    size: int  # how many ranks have the unit
-    divide_factor: float | None = None  # the sum over the ranks is divided by this; None: by ``size``
-    reduces_replicas: bool = True  # False: reduction.py, [Note: Accumulating within the shard group]
+    size: int  # the number of ranks that have the unit
+    divide_factor: float | None = None  # the sum over the ranks is divided by this, or by `size` if None
+    reduces_replicas: bool = True  # otherwise reduction.py, [Note: Accumulating within the shard group]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class UnitRanks:
-    """Each rank of ``shards`` holds another part of the parameters, and each rank of ``replicas`` the same part.
+    """The ranks that have parameters of a unit: each of ``shards`` has another shard, each of ``replicas`` the same one.
 
-    A unit has one, and one more for each other mesh that parameters of it are on (``shard_mesh_fn``). ``FULL_SHARD`` has no
-    replicas, ``NO_SHARD`` no shards, a hybrid strategy has both; ``HYBRID_FULL_SHARD`` shards over all ranks. A group
+    A unit has one object, and one more for each other mesh that parameters of it are on (``shard_mesh_fn``). ``FULL_SHARD``
+    has no replicas, ``NO_SHARD`` no shards, a hybrid strategy has both; ``HYBRID_FULL_SHARD`` shards over all ranks. A group
     of one rank counts as none.
     """
 
-    runtime: Runtime  # issues the collectives: that of the shards or, where nothing is sharded, of the replicas
-    shards: Runtime | None  # None: this rank holds whole parameters
-    replicas: Runtime | None  # None: no other rank holds the same part
-    norms: RankGroup | None  # the ranks over which norms of plain gradients are taken; None: this rank has the whole
-    pool: Pool | None  # allocates what collectives read and write. [Note: Static buffers]
-    size: int  # how many have the parameters
+    runtime: Runtime  # issues the collectives: `shards` or, if nothing is sharded, `replicas`
+    shards: Runtime | None  # None if this rank holds full parameters
+    replicas: Runtime | None  # None if no other rank holds the same shard
+    norms: (
+        RankGroup | None
+    )  # the ranks over which norms of plain gradients are taken; None if this rank has all of them
+    pool: Pool | None  # allocates memory that collectives read and write. [Note: Static buffers]
+    size: int  # the number of ranks that have the parameters
     label: Label  # the unit, for collectives and errors
-    averaging: Averaging  # that of the unit
+    averaging: Averaging  # the unit's
 
     @classmethod
     def of(
@@ -72,9 +74,15 @@ class UnitRanks:
         pool: Pool | None,
         unit: UnitRanks | None = None,
     ) -> UnitRanks:
-        """The ranks of these process groups, of any size and at least one, that have ``flats``, of the unit ``fqn``.
+        """Make the object for the ranks of these process groups, of which one may be None.
 
-        ``unit``: that of the rest of the unit, if it is on other ranks.
+        Args:
+            fqn: the unit's.
+            flats: the flat parameters that these ranks have.
+            shards: the ranks to shard over, of any number.
+            replicas: the ranks with the same shard, of any number.
+            pool: see ``UnitRanks``.
+            unit: the ranks of the rest of the unit, if these are others.
         """
         runtime = shards or replicas
         assert runtime is not None
@@ -86,22 +94,22 @@ class UnitRanks:
         return cls(runtime, shards, replicas, norms or shards, pool, size, label, averaging)
 
     def copied(self, averaging: Averaging) -> UnitRanks:
-        """For a copy of the unit, which has ``averaging``."""
+        """Return the ranks for a copy of the unit, which has ``averaging``."""
         label = _make_label(self.label.unit, self.label.identity, self.runtime, self.replicas)
         return replace(self, label=label, averaging=averaging)
 
     @property
-    def factor(self) -> float | None:
-        """By which to multiply an average over these ranks. None: it is the average of the unit."""
-        return None if self.divisor == self.size else self.size / self.divisor
+    def factor(self) -> float:
+        """The number that turns an average over these ranks into the average of the unit."""
+        return self.size / self.divisor
 
     @property
     def divisor(self) -> float:
-        """By which the sum of the ranks' gradients is divided."""
+        """The number by which the sum of the ranks' gradients is divided."""
         return self.averaging.divide_factor or self.averaging.size
 
     def average_now(self, numbers: torch.Tensor, question: str) -> torch.Tensor:
-        """1-D float64 ``numbers``, averaged over the ranks as gradients are. ``question``: see ``checked_all_reduce``."""
+        """Average 1-D float64 ``numbers`` over the ranks as gradients are. ``question``: see ``checked_all_reduce``."""
         for runtime in (self.shards, self.replicas):
             if runtime is not None:
                 numbers = checked_all_reduce(numbers, "sum", runtime, question)
@@ -109,17 +117,17 @@ class UnitRanks:
 
     @property
     def placement(self) -> Placement:
-        """How the parameters are placed over the ranks that they are sharded over, their inner axis."""
+        """The placement of the parameters over their inner axis."""
         return Placement.REPLICATED if self.is_whole else Placement.SHARDED
 
     @property
     def gather_verb(self) -> str:
-        """What makes whole parameters of the parts. [Note: From one placement to another]"""
+        """The name of the collective that gathers parameters. [Note: From one placement to another]"""
         return VERBS[self.placement, Placement.REPLICATED]
 
     @property
     def reduce_verb(self) -> str:
-        """What makes gradients of the parts of the ranks' own: the first collective, if there are two."""
+        """The name of the collective that reduces gradients: for hybrid sharding, of the first."""
         return VERBS[Placement.SUMMAND, self.placement]
 
     @property
@@ -134,7 +142,7 @@ class UnitRanks:
 
     @property
     def is_first_replica(self) -> bool:
-        """Whether this rank's shard counts where one copy of each is wanted."""
+        """Whether this rank is the first of those that have its shard."""
         return self.replicas is None or self.replicas.rank == 0
 
     @property

@@ -1,21 +1,21 @@
-"""All values of one flat parameter while it is unsharded: the buffer, and the parameters that modules compute with.
+"""The values of one flat parameter while it is unsharded: the buffer, and the parameters that modules compute with.
 
-- ``flat``: 1-D, ``padded_numel`` elements in the compute dtype. It is one tensor whose *storage* is resized between zero
-  and full. The all-gather writes into it, and the parameters are views of it: no copy-in, no copy-out.
-- ``params``: one leaf per parameter, in its original shape and stride, aliasing its range of ``flat``. Autograd sees
-  these. For a DTensor or another tensor subclass, the tensors inside the leaf alias ``flat``.
+- ``flat``: 1-D, ``padded_numel`` elements in the compute dtype: one tensor whose *storage* is resized between zero and full.
+  The all-gather writes into it, and the parameters are views of it: no copy-in, no copy-out.
+- ``params``: a leaf for each parameter, in its original shape and stride, aliasing its range of ``flat``. Autograd sees
+  them. For a DTensor or another tensor subclass, the tensors inside the leaf alias ``flat``.
 
 [Note: .data does not share a version counter]
 ``compute.data = view`` aliases memory without sharing the buffer's version counter. ``nn.Parameter(view)`` would share it.
 So autograd's check for in-place changes does not notice that the buffer is refilled for backward. This is correct, because
-the values are the same. The storage must be the same too: autograd may have saved a view of it, such as ``weight.t()``.
+the values are the same. The storage must be the same, too: autograd may have saved a view of it, such as ``weight.t()``.
 
 [Note: Closed to autograd]
-Backward may enter a unit by a tensor that flatshard has not seen: a loss that the forward kept in a list of the user's. Then
-autograd reads parameters that it has saved and that are not there: memory without contents while an all-gather is in flight,
-values of another unit in a static buffer, or no memory at all, which ends the process. So after a forward that made a graph,
-from the moment that the memory is freed until the next gather has ended, the version counters of all unsharded parameters are
-raised. Autograd itself then refuses to read them.
+Backward may enter a unit by a tensor that flatshard has not seen, such as a loss that the forward kept in a list. Then
+autograd reads saved parameters whose values are not there: memory without contents while an all-gather is in flight, values
+of another unit in a static buffer, or no memory at all, which ends the process. So after a forward that made a graph, from
+the moment that the memory is freed until the next gather has ended, the version counters of all unsharded parameters are
+raised, and autograd refuses to read them.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _WIRE_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, tor
 
 
 def as_sent(tensor: torch.Tensor) -> torch.Tensor:
-    """A view of ``tensor`` in a dtype that every backend can send."""
+    """Return a view of ``tensor`` in a dtype that every backend can send."""
     return tensor if tensor.dtype in _WIRE_DTYPES else tensor.view(torch.uint8)
 
 
@@ -65,20 +65,21 @@ class UnshardedBuffer:
         Args:
             layout: of the flat parameter.
             kind: its dtypes and devices.
-            ranks: over which ranks it is sharded.
-            shard: this rank's part.
-            originals: the user's parameters; the unsharded parameters share their attributes.
-            wrappings: how each of them wraps the plain tensors that are in the buffer; None for a plain parameter.
+            ranks: the ranks that it is sharded over.
+            shard: this rank's shard.
+            originals: the user's parameters. The unsharded parameters share their attributes.
+            wrappings: each parameter's wrapping of the plain tensor in the buffer, or None for a plain parameter.
         """
         self._layout, self._ranks = layout, ranks
         self._wrappings = wrappings
-        self._pool = ranks.pool  # provides the memory; None: the buffer has memory of its own
+        self._pool = ranks.pool  # provides the memory, or None if the buffer has memory of its own
         # For memory of its own; a feature may replace it.
         self._make_buffer: Callable[[torch.Tensor], FlatBuffer] = FlatBuffer
         self._is_closed = False
+        self.kept_own: torch.Tensor | None = None  # see `keep_own`
         device = kind.compute_device
         self.params = tuple([self._make_param(index, param, device) for index, param in enumerate(originals)])
-        self._versions = tuple(map(_version, self.params))  # at the last `changed` or `close`
+        self._versions = tuple(map(_version, self.params))  # at the last `was_changed` or `close`
         self.place(kind, shard)
 
     def _make_param(self, index: int, param: nn.Parameter, device: torch.device) -> nn.Parameter:
@@ -91,11 +92,11 @@ class UnshardedBuffer:
         return compute
 
     def rename(self, layout: FlatLayout) -> None:
-        """``layout`` has the parameters' new FQNs."""
+        """Adopt ``layout``, which has the parameters' new FQNs."""
         self._layout = layout
 
     def move(self, layout: FlatLayout, ranks: UnitRanks, kind: Kind, shard: torch.Tensor) -> None:
-        """``place``, for other ranks: see ``FlatShard.move``."""
+        """Build every view for other ranks: see ``FlatParam.move``."""
         self._layout, self._ranks, self._pool = layout, ranks, ranks.pool
         self.place(kind, shard)
 
@@ -103,7 +104,8 @@ class UnshardedBuffer:
         """Build every view, for the flat parameter's dtype and device, then free the storage."""
         numel = self._layout.padded_numel
         self.is_alias = self._ranks.is_whole and kind.is_one  # the buffer is the shard
-        self._buffer: FlatBuffer | None = None  # in a pool: from the first ``allocate`` on
+        self._buffer: FlatBuffer | None = None  # of a pool: from the first `allocate` on
+        self.allocates_late = False  # whether collectives may call `take` instead of `allocate` before
         if self.is_alias:
             self._point_at(shard)
             return
@@ -112,9 +114,10 @@ class UnshardedBuffer:
         own.free()
         if self._pool is None:
             self._buffer = self._make_buffer(own.flat)
+            self.allocates_late = self.wire is self.flat
 
     def use_buffers(self, make: Callable[[torch.Tensor], FlatBuffer]) -> None:
-        """Have ``make`` say from now on what becomes of memory of its own that is freed. Addresses in use stay the same."""
+        """Make buffers for memory of its own by ``make`` from now on. Addresses in use stay the same."""
         self._make_buffer = make
         if self._pool is None and (before := self._buffer) is not None:
             self._buffer = now = make(self.flat)
@@ -124,7 +127,7 @@ class UnshardedBuffer:
                 now.follow(before)
 
     def use_buffers_of(self, other: UnshardedBuffer) -> None:
-        """As ``other`` does."""
+        """Make buffers as ``other`` does: see ``use_buffers``."""
         self.use_buffers(other._make_buffer)
 
     def _point_at(self, flat: torch.Tensor) -> None:
@@ -156,7 +159,7 @@ class UnshardedBuffer:
         wrapping.point(compute, plain)
 
     def allocate(self, shard: torch.Tensor | None) -> None:
-        """Allocate the storage, and copy this rank's ``shard`` to its place, cast if needed. None: without the copy."""
+        """Allocate the storage, and copy this rank's ``shard``, if any, to its place, cast if needed."""
         if self._buffer is None:
             assert self._pool is not None
             self._buffer = self._pool.buffer_for_parameters(self.flat.numel(), self.flat.dtype)
@@ -165,29 +168,26 @@ class UnshardedBuffer:
         if shard is not None:
             self.own.copy_(shard)
 
-    def later(self) -> Callable[[], None] | None:
-        """``allocate(None)``, to be called by who fills the storage. None: it must be allocated first."""
-        flat, buffer = self.flat, self._buffer
-        if buffer is None or self._pool is not None or self.wire is not flat:
-            return None
+    def take(self) -> None:
+        """Allocate the storage, unless it has been: for collectives that fill it when they end."""
+        assert self._buffer is not None
+        if self._buffer.user is not self or not self._storage.nbytes():  # a storage that is resized anew is copied
+            self._buffer.take(self)
 
-        def take() -> None:
-            assert self.flat is flat
-            assert self._buffer is not None
-            if self._buffer.user is not self or not self._storage.nbytes():  # a storage that is resized anew is copied
-                self._buffer.take(self)
-
-        return take
+    def keep_own(self) -> None:
+        """Keep a copy of this rank's shard until ``free``, as an approximate all-gather has delivered it."""
+        self.kept_own = self.own.clone()
 
     def free(self) -> None:
         """Free the storage. Views stay valid as objects; their values are undefined until the next ``allocate``."""
+        self.kept_own = None
         if self._buffer is not None and self._buffer.user is self:
             self._buffer.free()
 
     def close(self, seen: bool = False) -> None:
         """Have autograd refuse to read the unsharded parameters until ``open``. [Note: Closed to autograd]
 
-        ``seen``: nothing can have changed them since the last call of ``changed``.
+        ``seen``: they cannot have changed since the last call of ``was_changed``.
         """
         if not self._is_closed:
             if not seen:
@@ -196,13 +196,13 @@ class UnshardedBuffer:
             self._is_closed = True
 
     def open(self) -> None:
-        """Let autograd read the unsharded parameters: they have their values."""
+        """Let autograd read the unsharded parameters again: they have their values."""
         if self._is_closed:
             _set_versions(self.params, self._versions)
             self._is_closed = False
 
     def unbind(self) -> None:
-        """Bind to a buffer that is free next time. No graph may have views of the current one."""
+        """Bind to a free buffer at the next ``allocate``. No graph may have views of the current one."""
         self._buffer = None
 
     @property
@@ -210,26 +210,26 @@ class UnshardedBuffer:
         """Whether another flat parameter is using the pool's buffer of this one. [Note: Static buffers]"""
         return self._buffer is not None and self._buffer.user not in (None, self)
 
-    def changed(self) -> bool:
-        """Whether the module changed its own (unsharded) parameters in place since the last gather or call of this.
+    def was_changed(self) -> bool:
+        """Return whether a module changed its own (unsharded) parameters since the last gather or call of this.
 
-        ``p.data = ...``, ``p.detach().mul_()``, and ``p.mul_()`` under ``no_grad`` are seen. ``p.data.mul_()`` is not: see
-        ``may_change``. Comparing values instead would read each unit once more in every forward.
+        It sees ``p.data = ...``, ``p.detach().mul_()``, and ``p.mul_()`` under ``no_grad``, but not ``p.data.mul_()``: see
+        ``assume_changed``. Comparing values instead would read each unit once more in every forward.
         """
         if self._is_closed:
             return False
         before, self._versions = self._versions, tuple(map(_version, self.params))
-        return self.take_back_moved() or before != self._versions
+        return self.adopt_moved() or before != self._versions
 
-    def may_change(self) -> None:
-        """Make the next ``changed`` true: somebody may write what version counters don't show."""
+    def assume_changed(self) -> None:
+        """Make the next ``was_changed`` return True: values may be written without a version counter."""
         if not self._is_closed:
             self._versions = ()
 
-    def take_back_moved(self) -> bool:
-        """If the module set the ``.data`` of unsharded parameters, copy the new values to the buffer, and point back to it.
+    def adopt_moved(self) -> bool:
+        """Copy values that a module gave to unsharded parameters by ``p.data = ...`` to the buffer, and point back to it.
 
-        Returns whether there were such parameters. Tensor subclasses are not checked.
+        Returns whether there were any. Tensor subclasses are not checked.
         """
         if not self.is_alias and (self._buffer is None or self._buffer.user is not self):
             return False
@@ -250,7 +250,7 @@ class UnshardedBuffer:
         return moved
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Whether ``tensor`` (plain) is a view of the storage."""
+        """Return whether ``tensor``, plain, is a view of the storage."""
         if (self._buffer is not None and self._buffer.user is not self) or tensor.layout is not torch.strided:
             return False
         start = self.flat.data_ptr()

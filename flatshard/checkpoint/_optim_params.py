@@ -102,7 +102,7 @@ class Names:
         for name, key in [*saved, *listed]:
             self.aliases[name] = self._names.setdefault(key, name)
         self.params = [self._names[key] for key in dict.fromkeys(key for _, key in listed)]
-        self._flats = {id(flat.gradients.shard_param): flat for _, flat in flats}
+        self._flats = {id(flat.shard_param): flat for _, flat in flats}
 
     def of(self, stepped: nn.Parameter) -> list[Named]:
         """What one parameter of an optimizer holds.
@@ -142,7 +142,7 @@ def params_of(optimizer: Optimizer) -> list[nn.Parameter]:
 def steps_only(module: nn.Module, optimizer: Optimizer) -> bool:
     """Whether all that ``optimizer`` steps is ``module``'s: parameters and flat parameters."""
     own = {id(p) for p in module.parameters()}
-    own.update(id(flat.gradients.shard_param) for unit in units_below(module) for flat in unit.handle.flats)
+    own.update(id(flat.shard_param) for unit in units_below(module) for flat in unit.handle.flats)
     return all(id(param) in own for param in params_of(optimizer))
 
 

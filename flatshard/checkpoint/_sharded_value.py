@@ -34,7 +34,7 @@ from flatshard._handle.adapters.tensor_subclass import TensorSubclass
 from flatshard._handle.flat_param import FlatParam
 from flatshard._handle.tensors.experts import ExpertRanks
 from flatshard._handle.tensors.shard_info import ShardInfo, in_memory_order
-from flatshard._handle.tensors.sharded_parameter import ShardedParameter, home_of, shard_info
+from flatshard._handle.tensors.sharded_parameter import ShardedParameter, flat_param_of, shard_info
 from flatshard._runtime import Runtime
 from flatshard.checkpoint._barrier import barrier
 from flatshard.checkpoint._boxes import Box, Part
@@ -364,7 +364,7 @@ def blocks_value(tensor: torch.Tensor, param: nn.Parameter, info: ShardInfo, per
 
 
 def _origin_of(param: nn.Parameter, info: ShardInfo) -> Origin | None:
-    flat = home_of(param) if isinstance(param, ShardedParameter) else None
+    flat = flat_param_of(param) if isinstance(param, ShardedParameter) else None
     return Origin(info, flat.ranks.runtime) if isinstance(flat, FlatParam) else None
 
 

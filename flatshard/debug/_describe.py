@@ -218,8 +218,8 @@ def _describe(unit: Unit) -> UnitDescription:
             tuple(info.shape for info in f.layout.params),
             f.kind.dtype,
             f.kind.compute_dtype,
-            f.gradients.dtype,
-            f.gradients.reduce_dtype,
+            grads.dtype,
+            grads.reduce_dtype,
             any(p.requires_grad for p in f.params),
             f.layout.numel,
             f.layout.padded_numel,
@@ -228,7 +228,7 @@ def _describe(unit: Unit) -> UnitDescription:
             _kept_numel(unit, f),
             tuple(map(_cut, f.layout.params)),
         )
-        for f in unit.handle.flats
+        for f, grads in zip(unit.handle.flats, unit.handle.gradients.flats, strict=True)
     )
     below = {m for u in units_below(unit.module) if u is not unit for m in u.module.modules()}
     own = [m for m in unit.module.modules() if m not in below]

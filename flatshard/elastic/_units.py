@@ -125,7 +125,7 @@ def check_movable(units: Sequence[Unit], verb: str) -> None:
                     f"{verb}: {name_list(wrapped)} are DTensors or other tensor subclasses, whose parts do not move: go "
                     "through flatshard.save_checkpoint and load_checkpoint"
                 )
-            if flat.gradients.shard_param is not None:
+            if flat.shard_param is not None:
                 raise NotImplementedError(
                     f"{verb}: unit {unit.fqn or '<root>'!r} is stepped by flat_parameters, which do not move: build the "
                     "optimizer on model.parameters()"

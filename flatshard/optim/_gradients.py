@@ -192,7 +192,7 @@ def _gradients_of(module: nn.Module, verb: str) -> list[Gradient]:
             if unit is None or not isinstance(param, ShardedParameter):  # else a unsharded parameter
                 raise _unsharded(fqn, verb)
             for flat in unit.handle.flats:  # with `flat_parameters` the single parameters have no `.grad`
-                grads.update(zip(map(id, flat.params), flat.gradients.local(), strict=True))
+                grads.update(zip(map(id, flat.params), flat.local_grads(), strict=True))
         found.append(Gradient(fqn, param, grads[id(param)], info.runtime))
     return found
 

@@ -82,7 +82,7 @@ def _note_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 def _kept_parameters(optimizer: Optimizer) -> list[nn.Parameter]:
     """Those of units that are kept gathered until a change, also as one parameter of ``flat_parameters``."""
     kept = [flat for unit in all_units() if _keeps(unit.config) for flat in unit.handle.flats]
-    ids = {id(p) for flat in kept for p in (*flat.params, flat.gradients.shard_param)}
+    ids = {id(p) for flat in kept for p in (*flat.params, flat.shard_param)}
     return [p for p in params_of(optimizer) if id(p) in ids]
 
 
@@ -211,7 +211,7 @@ def _warn_of_no_gradients(optimizer: Optimizer) -> None:
 
 def _stepped(units: Iterable[Unit], params: set[int]) -> list[Unit]:
     """Those of ``units`` that own some of ``params``, which are ids."""
-    owned = [(u, p) for u in units for f in u.handle.flats for p in (f.gradients.shard_param, *f.params)]
+    owned = [(u, p) for u in units for f in u.handle.flats for p in (f.shard_param, *f.params)]
     return list(dict.fromkeys(unit for unit, param in owned if id(param) in params))
 
 

@@ -112,9 +112,7 @@ def step_in_backward(module: nn.Module, optimizer: OffloadedOptimizer) -> Backwa
     own = set(params_of(optimizer))
     units: dict[Unit, list[nn.Parameter]] = {}
     for unit in units_of_parameters(module):
-        held: list[nn.Parameter | None] = [
-            p for flat in unit.handle.flats for p in (flat.gradients.shard_param, *flat.params)
-        ]
+        held: list[nn.Parameter | None] = [p for flat in unit.handle.flats for p in (flat.shard_param, *flat.params)]
         if params := [p for p in held if p is not None and p in own]:
             units[unit] = params
     if not units:

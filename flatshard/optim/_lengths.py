@@ -20,7 +20,7 @@ from flatshard._composable.construct.layout_plan import Cut, plan_layout
 from flatshard._errors import name_list
 from flatshard._handle.flat_param import FlatParam
 from flatshard._handle.layout import FlatLayout
-from flatshard._handle.tensors.sharded_parameter import ShardedParameter, home_of
+from flatshard._handle.tensors.sharded_parameter import ShardedParameter, flat_param_of
 from flatshard.checkpoint._first_steps import first_tensors, shorter
 from flatshard.checkpoint._optim_params import Group
 from flatshard.optim._trial import Impossible
@@ -78,7 +78,7 @@ def _cuts(optimizer: Optimizer, group: Group) -> Iterator[_Cut]:
         return {key: (type(value), value.dtype) for key, value in made.items()}
 
     for param in group["params"]:
-        flat = home_of(param) if isinstance(param, ShardedParameter) else None
+        flat = flat_param_of(param) if isinstance(param, ShardedParameter) else None
         if isinstance(flat, FlatParam):
             forms_of, index, layout = functools.partial(forms, param.dtype), flat.index_of(param), flat.layout
             numels = frozenset(info.numel for info in layout.params)

@@ -150,7 +150,7 @@ class Offloaded:
     def _owners(self) -> Iterator[nn.Parameter]:
         """The parameters that have the gradients of units: the user's, and those of ``flat_parameters``."""
         for flat in self._flats:
-            yield from flat.gradients.owners
+            yield from flat.owners
 
     def _rehome(self, unit: Unit, to_host: bool) -> None:
         """Move the shards of a unit."""

@@ -126,10 +126,12 @@ class Program:
             self.inputs = self._on_meta(self.inputs)
             self.books.track(tensors_in(self.inputs), "others")
         self.flats = [flat for unit in self.units for flat in unit.handle.flats]
+        counted = functools.partial(CountedBuffer, self.books)
+        for unit in self.units:
+            for grads in unit.handle.gradients.flats:
+                grads.use_buffers(counted)
         for flat in self.flats:
             self.books.track([flat.shard], "shards")
-            counted = functools.partial(CountedBuffer, self.books)
-            flat.gradients.use_buffers(counted)
             if not flat.unsharded.is_alias:
                 flat.unsharded.use_buffers(counted)
         self.books.track((*self.root.buffers(), *self.choice.ignored_params), "others")

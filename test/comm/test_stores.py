@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import flatshard
 from flatshard._comm.progress import Label
-from flatshard._handle.unused import Unused
+from flatshard._handle.reduction import Unused
 
 
 class Scales(nn.Module):

@@ -55,7 +55,7 @@ class Counted(TorchDispatchMode):
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
         super().__init__()
-        self.flats = [(b, b.gradients, u) for u in units_below(model) for b in u.handle.flats]
+        self.flats = [(g.flat, g, u) for u in units_below(model) for g in u.handle.gradients.flats]
         self.handles = [u.handle for u in units_below(model)]
         self.optimizer = optimizer
         self.peak = 0

@@ -308,7 +308,6 @@ def writers() -> Iterator[tuple[str, str, bool]]:
 MANY_WRITERS = {
     "checks",  # what features ask before a unit's parameters are used: each adds its own
     "claims",  # each is added and removed by who has it
-    "gradients",  # `discard` is a method of ours
     "registrations",  # so is `add`; and while units are planned it is a list
 }
 

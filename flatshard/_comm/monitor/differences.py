@@ -44,7 +44,7 @@ def settings() -> dict[str, int]:
 def start_of(label: Label) -> bytes:
     """Return an 8-byte hash of the values that a unit was cut from: zeros if they have changed since, or are not known."""
     handle: FlatParamHandle | None = label.handle()
-    starts = [b.start() for b in (() if handle is None else handle.flats) if b.ranks.label is label]
+    starts = [b.initial_values.hash() for b in (() if handle is None else handle.flats) if b.ranks.label is label]
     if None in starts or not starts:
         return bytes(8)
     return hashlib.blake2b(b"".join(filter(None, starts)), digest_size=8).digest()

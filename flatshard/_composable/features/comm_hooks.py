@@ -130,8 +130,8 @@ class CommHookHandle:
         """Remove the hook: from now on the units' own collectives reduce their gradients. Idempotent."""
         units, self._units = self._units, []
         for ref in units:
-            for flat in () if (unit := ref()) is None else unit.handle.flats:
-                flat.gradients.reduce_by(None)
+            for grads in () if (unit := ref()) is None else unit.handle.gradients.flats:
+                grads.reduce_by(None)
 
 
 def register_comm_hook(
@@ -184,7 +184,7 @@ def register_comm_hook(
         CollectiveError: raised in backward, if the hook returns something else, or leaves another dtype or shape.
     """
     units = units_in(module, recurse, "register_comm_hook")
-    found = [unit.fqn for unit in units if any(flat.gradients.choose_runtime is not None for flat in unit.handle.flats)]
+    found = [unit.fqn for unit in units if any(g.choose_runtime is not None for g in unit.handle.gradients.flats)]
     if found:
         raise ValueError(
             f"register_comm_hook: units {name_list(found)} have a communication hook already. First call remove() on the "
@@ -198,7 +198,7 @@ def register_comm_hook(
     reduced = [
         unit
         for unit in units
-        if any(flat.gradients.is_reduced for flat in unit.handle.flats)
+        if any(grads.is_reduced for grads in unit.handle.gradients.flats)
         and not (unit.config.strategy.is_hybrid and unit.handle.ranks.is_whole)  # no reduction within a group of one
     ]
     if not reduced:
@@ -211,8 +211,8 @@ def register_comm_hook(
     for unit in reduced:
         _check_hook(hook, unit)
     for unit in reduced:
-        for flat in unit.handle.flats:
-            flat.gradients.reduce_by(functools.partial(_hooked, hook, state))
+        for grads in unit.handle.gradients.flats:
+            grads.reduce_by(functools.partial(_hooked, hook, state))
     return CommHookHandle(reduced)
 
 

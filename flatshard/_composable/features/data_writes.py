@@ -31,7 +31,7 @@ _Tensor: Any = torch.Tensor  # whose `data` a library may replace, too
 def _get(param: nn.Parameter) -> torch.Tensor:
     if (unit := owner_of(param)) is not None:
         for flat in unit.handle.flats:
-            flat.unsharded.may_change()
+            flat.unsharded.assume_changed()
     data: torch.Tensor = _Tensor.data.__get__(param)
     return data
 

@@ -25,7 +25,6 @@ from flatshard._composable.state import Unit
 from flatshard._handle.adapters.encoding import encode, scale_of
 from flatshard._handle.adapters.tensor_subclass import TensorSubclass, swap_inside
 from flatshard._handle.flat_param import FlatParam
-from flatshard._handle.flat_shard import FlatShard
 from flatshard._handle.planned import Kind
 from flatshard._handle.unsharded import UnshardedBuffer
 from flatshard._runtime import Runtime
@@ -48,6 +47,7 @@ class EncodedBuffer(UnshardedBuffer):
         self._each = self.scales.data.unbind()
         self._encoded = [self.scales[:0]] * len(infos)  # each parameter's range of the buffer
         super().place(kind, shard)
+        self.allocates_late = False  # shards are encoded into the storage
 
     def _make_param(self, index: int, param: nn.Parameter, device: torch.device) -> nn.Parameter:
         data = torch.empty(self._layout.params[index].shape, dtype=self._of.kind.compute_dtype, device=device)
@@ -79,9 +79,6 @@ class EncodedBuffer(UnshardedBuffer):
         else:
             super().allocate(shard)
 
-    def later(self) -> None:
-        """See ``UnshardedBuffer``. The values to send are encoded into the storage."""
-
     def encode(self, shard: torch.Tensor, output: torch.Tensor) -> None:
         """Encode ``shard`` into ``output``, and set the scales of the parameters that modules see."""
         flat = self._of
@@ -107,9 +104,9 @@ class EncodedFlatParam(FlatParam):
         self.scales = scales
         scales.join(self)
 
-    def follow_copy(self, original: FlatShard, memo: dict[int, Any]) -> None:
+    def copy_features(self, original: FlatParam, memo: dict[int, Any]) -> None:
         """See ``FlatParam``. The flat parameters of a copied model share their scales."""
-        super().follow_copy(original, memo)
+        super().copy_features(original, memo)
         assert isinstance(original, EncodedFlatParam)
         self.share(copy.deepcopy(original.scales, memo))
 
@@ -120,8 +117,8 @@ class EncodedFlatParam(FlatParam):
 
     @property
     def version(self) -> int:
-        """A number that increases with every change of the values."""
-        shard_param = self.gradients.shard_param
+        """Increases with every change of the values."""
+        shard_param = self.shard_param
         return sum([p._version for p in self.params]) + (0 if shard_param is None else shard_param._version)
 
     def gather(self, exactly: bool, again: bool, kept: torch.Tensor | None = None) -> Pending:

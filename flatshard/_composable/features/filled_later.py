@@ -37,6 +37,7 @@ from flatshard._handle.tensors.changes import changes
 from flatshard._handle.tensors.grad_dtype import hand_on
 from flatshard._handle.tensors.shard_info import in_memory_order
 from flatshard._handle.tensors.sharded_parameter import fillings, note_whole, show_parts, whole_now
+from flatshard._handle.user_changes import adopt_data, find_moved
 from flatshard._names import plain_name
 from flatshard._runtime import Runtime
 
@@ -85,8 +86,8 @@ class FillFlat:
                 f"parameter {flat.layout.params[0].fqn!r} belongs on {kind.home}, and is given memory on {device}: "
                 f"call module.to_empty(device={str(kind.home)!r})"
             )
-        if moved := flat.moved():  # converted on meta: ``module.half()``
-            flat.readopt(moved)
+        if moved := find_moved(flat):  # converted on meta: ``module.half()``
+            adopt_data(flat, moved)
         flat.convert(flat.kind.dtype, device)
         fill_with_pattern(flat.shard)
         for index, param in enumerate(flat.params):

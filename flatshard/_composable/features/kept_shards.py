@@ -217,7 +217,7 @@ class GatheredOutside(Source):
 def _version(flat: FlatParam) -> int:
     """Return a number that grows with every change of the parameters, by the same amount on all ranks."""
     with plainly():
-        return sum([param._version for param in (*flat.params, flat.gradients.shard_param) if param is not None])
+        return sum([param._version for param in (*flat.params, flat.shard_param) if param is not None])
 
 
 class SubgroupShards(KeptShards):

@@ -164,9 +164,9 @@ class _Summoned(Claim):
     def _gather(self, offload_to_cpu: bool) -> None:
         unit, handle = self.unit, self.unit.handle
         around = [summoned for summoned in _summons(unit) if summoned is not self]
-        if any(
-            [not b.given() and b.unsharded.take_back_moved() for b in handle.flats]
-        ):  # `p.data = ...` in an outer body
+        converted = {id(param) for param, _, _ in handle.user_changes.conversions()}
+        moved = [b.unsharded.adopt_moved() for b in handle.flats if converted.isdisjoint(map(id, b.params))]
+        if any(moved):  # `p.data = ...` in an outer body
             for outer in around:
                 outer.version = -1
         if around:
@@ -255,13 +255,9 @@ class _Summoned(Claim):
     def _end(self, writeback: bool) -> None:
         unit, handle, copies = self.unit, self.unit.handle, self.copies
         whole = WholeParameters(handle)
-        given, is_last = (
-            whole.given(copies),
-            len(_summons(unit)) == 1,
-        )  # `module.to()` in the body is for good, as for buffers
-        changed = bool(given) or any(
-            [b.unsharded.take_back_moved() for b in handle.flats]
-        )  # `p.data = ...` in the body
+        given = handle.user_changes.conversions(copies)  # `module.to()` in the body is for good, as for buffers
+        is_last = len(_summons(unit)) == 1
+        changed = bool(given) or any([b.unsharded.adopt_moved() for b in handle.flats])  # `p.data = ...` in the body
         if writeback:
             whole.write_back(copies, shows_gradients(unit), adopts=is_last)
         elif self.before is not None:

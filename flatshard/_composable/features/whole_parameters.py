@@ -16,9 +16,8 @@ from flatshard._comm.collectives import Done, Pending
 from flatshard._handle.adapters.tensor_subclass import TensorSubclass
 from flatshard._handle.adapters.wrapping import Wrapping
 from flatshard._handle.flat_param import FlatParam
-from flatshard._handle.flat_shard import Given
+from flatshard._handle.gradients import FlatGradients, views_of
 from flatshard._handle.handle import FlatParamHandle
-from flatshard._handle.reduction import views_of
 from flatshard._handle.tensors.aggregate import plainly
 from flatshard._handle.tensors.shard_info import in_memory_order
 
@@ -93,29 +92,25 @@ class WholeParameters:
     def write_back(self, copies: dict[int, nn.Parameter] | None, with_grads: bool, adopts: bool) -> None:
         """Write this rank's part of the unsharded parameters, and of their gradients, to the shards.
 
-        ``copies``: write those instead, see ``copy_full_precision``. ``adopts``: see ``given``, which is adopted first.
+        ``copies``: write those instead, see ``copy_full_precision``. ``adopts``: adopt conversions by the user first.
         """
-        flats, given = self._handle.flats, self.given(copies)
+        flats, given = self._handle.flats, self._handle.user_changes.conversions(copies)
         shown = [f.unsharded.params if copies is None else [copies[id(p)] for p in f.params] for f in flats]
         values = [[v.detach().clone() if given else v for v in of_flat] for of_flat in shown]
         grads = [[v.grad for v in of_flat] for of_flat in shown]
         if given and adopts:
             self._handle.adopt(given)
-        for flat, of_flat, gradients in zip(flats, values, grads, strict=True):
+        for flat, of_flat, held, gradients in zip(flats, values, self._handle.gradients.flats, grads, strict=True):
             flat.write_back(None if copies is None and not given else flat.cut(of_flat))
             if with_grads:
-                _write_back_gradients(flat, gradients)
-
-    def given(self, copies: dict[int, nn.Parameter] | None) -> list[Given]:
-        """See ``FlatShard.given``."""
-        return [each for flat in self._handle.flats for each in flat.given(copies)]
+                _write_back_gradients(held, gradients)
 
     def gather_gradients(self, copies: dict[int, nn.Parameter] | None) -> None:
-        """Gather full gradients, and set them on the unsharded parameters or their ``copies``. Communicates."""
-        for flat in self._handle.flats:
+        """Gather whole gradients and set them on the unsharded parameters or their ``copies``. Communicates."""
+        for flat, grads in zip(self._handle.flats, self._handle.gradients.flats, strict=True):
             if not flat.is_trainable:  # but frozen parameters are included: they may have an old gradient
                 continue
-            computes, whole = flat.unsharded.params, _whole_gradients(flat)
+            computes, whole = flat.unsharded.params, _whole_gradients(grads)
             for param, compute, wrapping, grad in zip(flat.params, computes, flat.wrappings, whole, strict=True):
                 target = compute if copies is None else copies[id(param)]
                 if grad is not None and wrapping is not None:
@@ -151,9 +146,10 @@ def gather_full_precision(flat: FlatParam) -> list[nn.Parameter]:
     return result
 
 
-def _whole_gradients(flat: FlatParam) -> list[torch.Tensor | None]:
-    """Gather full gradients, in the parameters' shapes; None for a parameter that has no gradient on any rank."""
-    device, local = flat.kind.compute_device, flat.gradients.local()
+def _whole_gradients(gradients: FlatGradients) -> list[torch.Tensor | None]:
+    """Gather whole gradients, in the parameters' shapes. None for a parameter that has no gradient on any rank."""
+    flat = gradients.flat
+    device, local = flat.kind.compute_device, flat.local_grads()
     present = torch.zeros(flat.layout.world_size, len(local), dtype=torch.uint8, device=device)
     here = present[flat.ranks.rank]
     here.copy_(torch.tensor([grad is not None for grad in local], dtype=torch.uint8, device="cpu"))
@@ -167,15 +163,16 @@ def _whole_gradients(flat: FlatParam) -> list[torch.Tensor | None]:
             grad if grad is None or len(grad.shape) == 1 else in_memory_order(grad, info.stride)
             for grad, info in zip(local, flat.layout.params, strict=True)
         ]
-        mine = joined(flat, pieces, flat.gradients.dtype)
+        mine = joined(flat, pieces, gradients.dtype)
     whole = Gathering(flat, mine).wait()
-    of_each = zip(whole, seen, itertools.cycle(flat.gradients.dtypes))
+    of_each = zip(whole, seen, itertools.cycle(gradients.dtypes))
     return [grad.to(dtype) if somewhere else None for grad, somewhere, dtype in of_each]
 
 
-def _write_back_gradients(flat: FlatParam, whole: list[torch.Tensor | None]) -> None:
+def _write_back_gradients(gradients: FlatGradients, whole: list[torch.Tensor | None]) -> None:
     """Write this rank's part of whole gradients to ``.grad``: the inverse of ``_whole_gradients``."""
-    of_each = zip(flat.params, whole, flat.gradients.local(), itertools.cycle(flat.gradients.dtypes), strict=False)
+    flat = gradients.flat
+    of_each = zip(flat.params, whole, flat.local_grads(), itertools.cycle(gradients.dtypes), strict=False)
     for index, (param, grad, held, dtype) in enumerate(of_each):
         if grad is None:
             param.grad = None

@@ -1,16 +1,16 @@
-"""Classes of parameters that say what of them is sent, in fewer bytes.
+"""Classes of parameters that encode their shards in fewer bytes.
 
 [Note: Classes that encode]
-FSDP2 asks a class by ``fsdp_pre_all_gather`` what to send of this rank's part, and has ``fsdp_post_all_gather`` make the
-whole from what has come. Here both are called if the class
+FSDP2 calls ``fsdp_pre_all_gather`` of a class to encode this rank's shard, and ``fsdp_post_all_gather`` to build the full
+parameter from the gathered shards. flatshard calls both if the class
 
 - has one floating-point tensor inside, of its own shape,
 - takes the scale of its values from the attribute ``_precomputed_scale``, and then needs no communication of its own, and
-- sends, of any part, one float8 number for each element: the element, multiplied by the scale.
+- encodes each element of any shard as one float8 number: the element, multiplied by the scale.
 
-So any cut between ranks will do, also one within a row. Whether it is so is found out by asking the class about a few
-elements. The scale maps the largest magnitude of the whole tensor to the largest number of the float8 dtype. torchao's
-``WeightWithDynamicFloat8CastTensor`` is such a class, that of ``Float8LinearConfig(enable_fsdp_float8_all_gather=True)``.
+So a parameter may be cut anywhere, also within a row. A call of the class with a few elements tells whether it does so. The
+scale maps the largest magnitude of the full tensor to the largest number of the float8 dtype. torchao's
+``WeightWithDynamicFloat8CastTensor``, of ``Float8LinearConfig(enable_fsdp_float8_all_gather=True)``, is such a class.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _SMALLEST = 1e-12  # the largest magnitude of a tensor of zeros, to have a scale
 
 
 def encoded_dtype(wrapping: TensorSubclass) -> torch.dtype | None:
-    """The float8 dtype that the class sends. None if it sends something else. [Note: Classes that encode]"""
+    """Return the float8 dtype that the class encodes in, or None if it does not. [Note: Classes that encode]"""
     if len(wrapping.leaves) != 1 or not hasattr(wrapping.kind, "fsdp_post_all_gather"):
         return None
     (leaf,) = wrapping.leaves
@@ -43,10 +43,10 @@ def encoded_dtype(wrapping: TensorSubclass) -> torch.dtype | None:
 
 
 def encode(wrapping: TensorSubclass, part: torch.Tensor, scale: torch.Tensor) -> tuple[Any, torch.Tensor, Any]:
-    """What the class sends of ``part``, plain and of any shape.
+    """Encode ``part``, plain and of any shape.
 
     Returns:
-        An object of the class, for its ``fsdp_post_all_gather``; the encoded part; and what this method is given besides.
+        An object of the class, for its ``fsdp_post_all_gather``; the encoded part; the metadata for this method.
     """
     asked = _over(wrapping, part)
     (sent,), metadata = _ask(asked, scale)
@@ -54,12 +54,12 @@ def encode(wrapping: TensorSubclass, part: torch.Tensor, scale: torch.Tensor) ->
 
 
 def scale_of(largest: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The scales for tensors whose largest magnitudes are ``largest``, to be sent in ``dtype``."""
+    """Return the scales for tensors whose largest magnitudes are ``largest``, to be encoded in ``dtype``."""
     return (torch.finfo(dtype).max / largest.double().clamp(min=_SMALLEST)).float()
 
 
 def _over(wrapping: TensorSubclass, part: torch.Tensor) -> Any:
-    """The subclass over a tensor of any shape."""
+    """Build the subclass over a tensor of any shape."""
     return replace(wrapping.root, shape=tuple(part.shape), stride=part.stride()).build(iter([part]))
 
 

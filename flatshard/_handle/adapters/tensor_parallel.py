@@ -31,7 +31,7 @@ from flatshard._runtime import Runtime
 
 @dataclass(frozen=True, slots=True)
 class TensorParallel(Wrapping):
-    """How a DTensor is built from its local tensor."""
+    """The wrapping of a DTensor, which is built from its local tensor."""
 
     mesh: Any  # DeviceMesh
     placements: tuple[Any, ...]
@@ -40,7 +40,7 @@ class TensorParallel(Wrapping):
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> TensorParallel | None:
-        """The wrapping of a DTensor; None for any other tensor."""
+        """Return the wrapping of a DTensor, or None for any other tensor."""
         if not is_dtensor(tensor):
             return None
         dtensor: Any = tensor
@@ -67,7 +67,7 @@ class TensorParallel(Wrapping):
 
     @property
     def adds_gradients(self) -> bool:  # type: ignore[override]
-        """See ``Wrapping``. The gradient of what is replicated may be a partial sum."""
+        """See ``Wrapping``. The gradient of a replicated DTensor may be a partial sum."""
         return any(p.is_replicate() and self.mesh.size(i) > 1 for i, p in enumerate(self.placements))
 
     def local_gradient(self, grad: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -116,7 +116,7 @@ class ManyGroups(RankGroup):
 
     @classmethod
     def of(cls, groups: Sequence[RankGroup]) -> ManyGroups:
-        """The object for ``groups``. It is shared, because gradients are grouped by their ranks."""
+        """Return the object for ``groups``. It is shared, because gradients are grouped by their ranks."""
         key = tuple(each.number for each in groups)
         found = cls._by_parts.get(key)
         if found is None:
@@ -130,8 +130,9 @@ class ManyGroups(RankGroup):
 
 
 def common_runtime(runtimes: Sequence[RankGroup | None]) -> tuple[RankGroup | None, list[bool]]:
-    """One runtime for several tensors, where ``runtimes[i]`` are the ranks that hold parts of tensor ``i``. Also returns, for
-    each tensor, whether this rank's part counts in a norm over it. [Note: Norms over two meshes]
+    """Return a runtime for several tensors, where ``runtimes[i]`` are the ranks that hold parts of tensor ``i``.
+
+    Also returns whether this rank's part of each tensor counts in a norm over it. [Note: Norms over two meshes]
     """
     parts = [r.groups if isinstance(r, ManyGroups) else () if r is None else (r,) for r in runtimes]
     every = list(dict.fromkeys(itertools.chain(*parts)))
@@ -140,12 +141,14 @@ def common_runtime(runtimes: Sequence[RankGroup | None]) -> tuple[RankGroup | No
 
 
 def is_dtensor(tensor: object) -> bool:
-    """Whether ``tensor`` is a DTensor. Checked by its slots, because importing the class takes half a second."""
+    """Return whether ``tensor`` is a DTensor. Checked by its slots, because importing the class takes half a second."""
     return hasattr(type(tensor), "_local_tensor")
 
 
 def is_copy(parallel: TensorParallel | None, beside: TensorParallel | None) -> bool:
-    """Whether a lower tensor-parallel rank holds the same parameter. ``beside``: of a DTensor in the same flat parameter.
+    """Return whether a lower tensor-parallel rank holds the same parameter.
+
+    ``beside``: the wrapping of a DTensor in the same flat parameter, if any.
 
     A plain parameter beside DTensors in a flat parameter is replicated over their mesh. In a flat parameter without DTensors
     all tensor-parallel ranks cut parameters in the same way, so a checkpoint finds that their parts are the same.
@@ -158,7 +161,7 @@ def is_copy(parallel: TensorParallel | None, beside: TensorParallel | None) -> b
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """The local tensor of a DTensor, without a graph. Waits for its collective, if any. Other tensors as they are."""
+    """Return the local tensor of a DTensor, without a graph, after its collective. Other tensors are returned as is."""
     if not is_dtensor(tensor):
         return tensor
     local: Any = tensor._local_tensor  # type: ignore[attr-defined]

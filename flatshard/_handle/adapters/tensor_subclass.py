@@ -11,14 +11,14 @@ be one tensor of floating-point numbers, so of another dtype and size than the b
 have to change this rank's part by the class's own operators (torchao's rounds at random, for each row anew), while a sharded
 parameter has none: it is plain memory, cut anywhere.
 
-[Note: Classes that FSDP2 asks what to gather]
-FSDP2 asks a class with ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather`` what to send of a part, and to build the whole
-from what has come. Classes that send float8 numbers of a scale that they are given are asked here, too: ``encoding.py``.
-Of other classes neither is called: the tensor inside is gathered, and the class is built over it, as in one process.
-A class that quantises does that in its products, from all values. So a scale is that of the whole tensor, and needs no
-communication. But FSDP2 tells the second the policy's dtype, so such a class can compute in it: the tensor inside is cast,
-and gathered in the compute dtype, if the class has this dtype when it is built over such a tensor. Other classes keep their
-dtype, because only they know what a cast means.
+[Note: Classes with hooks for FSDP2's gathers]
+FSDP2 calls ``fsdp_pre_all_gather`` of a class to encode a shard, and ``fsdp_post_all_gather`` to build the full parameter.
+flatshard calls them if the class encodes in float8 by a given scale: ``encoding.py``. For other classes neither is called:
+the tensor inside is gathered, and the class is built over it, as in one process. A class that quantises does so in its
+products, from all values, so its scale is that of the full tensor and needs no communication. But FSDP2 passes the policy's
+dtype to the second hook, so a class that has it can compute in that dtype. If the class has this dtype when it is built over
+a cast tensor, the tensor inside is cast, and gathered in the compute dtype. Other classes keep their dtype: only they know
+what a cast means.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _ALIGNMENT = 16  # bytes; the size of the widest dtype
 
 @dataclass(frozen=True, slots=True)
 class _Leaf:
-    """One plain tensor inside a subclass."""
+    """A plain tensor inside a subclass."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -55,13 +55,13 @@ class _Leaf:
 
 @dataclass(frozen=True, slots=True)
 class _Node:
-    """One tensor subclass, perhaps inside another one."""
+    """A tensor subclass, perhaps inside another one."""
 
     kind: Any  # the class
     context: Any  # the second result of `__tensor_flatten__`
     shape: tuple[int, ...]
     stride: tuple[int, ...]
-    inner: tuple[tuple[str, _Node | None], ...]  # the tensors inside, by name; None: a plain tensor, the next leaf
+    inner: tuple[tuple[str, _Node | None], ...]  # the tensors inside, by name; None for a plain tensor, the next leaf
 
     def build(self, leaves: Iterator[torch.Tensor]) -> torch.Tensor:
         tensors = {name: next(leaves) if node is None else node.build(leaves) for name, node in self.inner}
@@ -71,7 +71,7 @@ class _Node:
 
 @dataclass(frozen=True, slots=True)
 class TensorSubclass(Wrapping):
-    """How a tensor subclass is built from the tensors inside."""
+    """The wrapping of a tensor subclass, which is built from the tensors inside."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -80,7 +80,7 @@ class TensorSubclass(Wrapping):
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> TensorSubclass | None:
-        """The wrapping of a tensor subclass; None for a plain tensor and for a DTensor."""
+        """Return the wrapping of a tensor subclass, or None for a plain tensor or a DTensor."""
         if not is_wrapper(tensor):
             return None
         leaves: list[_Leaf] = []
@@ -119,14 +119,14 @@ class TensorSubclass(Wrapping):
         return self.unwrap(grad)
 
     def computes_in(self, dtype: torch.dtype) -> bool:
-        """See ``Wrapping``. [Note: Classes that FSDP2 asks what to gather]"""
+        """See ``Wrapping``. [Note: Classes with hooks for FSDP2's gathers]"""
         if len(self.leaves) != 1 or not hasattr(self.kind, "fsdp_post_all_gather"):
             return False
         (leaf,) = self.leaves
         return self.wrap(torch.empty_strided(leaf.shape, leaf.stride, dtype=dtype, device="meta")).dtype is dtype
 
     def check(self, tensor: torch.Tensor) -> str | None:
-        """The reason why ``tensor``, of which this is the wrapping, cannot be sharded. None if it can."""
+        """Return the reason why ``tensor``, of this wrapping, cannot be sharded, or None if it can."""
         if any(is_dtensor(t) for t in _inside(tensor, through_dtensors=False)):
             return "has a DTensor inside, which cannot be sharded: use the subclass without tensor parallelism"
         if tensor.requires_grad:
@@ -163,13 +163,13 @@ def swap_inside(param: nn.Parameter, made: torch.Tensor) -> None:
 
 
 def is_wrapper(tensor: object) -> bool:
-    """Whether ``tensor`` is a subclass with plain tensors inside, and not a DTensor."""
+    """Return whether ``tensor`` is a subclass with plain tensors inside, and not a DTensor."""
     kind = type(tensor)
     return hasattr(kind, "__tensor_flatten__") and hasattr(kind, "__tensor_unflatten__") and not is_dtensor(tensor)
 
 
 def plain_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """The plain tensors inside ``tensor``: of a subclass, those inside; of a DTensor, the local one; otherwise itself."""
+    """Return the plain tensors inside a subclass, the local tensor of a DTensor, or a plain ``tensor`` itself."""
     return [tensor] if type(tensor) is torch.Tensor else list(_inside(tensor))
 
 

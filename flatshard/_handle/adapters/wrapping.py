@@ -26,14 +26,14 @@ REMEMBERED = "_flatshard_wrapping"
 
 
 class Wrapping(ABC):
-    """How a tensor subclass, which modules see, is built from the plain tensor that is sharded. Immutable."""
+    """Builds a tensor subclass, which modules see, from the plain tensor that is sharded. Immutable."""
 
     shape: tuple[int, ...]  # of the subclass
     stride: tuple[int, ...]
 
     @abstractmethod
     def unwrap(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The plain tensor inside ``tensor``, without a graph. A plain ``tensor`` is returned as it is."""
+        """Return the plain tensor inside ``tensor``, without a graph. A plain ``tensor`` is returned as is."""
 
     @abstractmethod
     def wrap(self, plain: torch.Tensor) -> torch.Tensor:
@@ -53,27 +53,27 @@ class Wrapping(ABC):
     def local_gradient(self, grad: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Convert the gradient of the subclass to the gradient of the plain tensor.
 
-        ``dtype``: in which parts from several ranks are added up, if it is wider than that of ``grad``.
+        ``dtype``: parts from several ranks are added up in it, if it is wider than that of ``grad``.
         """
 
     def computes_in(self, dtype: torch.dtype) -> bool:
-        """Whether the subclass can be built over a plain tensor that was cast to ``dtype``."""
+        """Return whether the subclass can be built over a plain tensor that was cast to ``dtype``."""
         return True
 
     def wrap_gradient(self, grad: torch.Tensor) -> torch.Tensor:
-        """The inverse of ``local_gradient``."""
+        """Invert ``local_gradient``."""
         return grad
 
     def replicas(self, device: torch.device) -> list[Runtime]:
-        """More groups of ranks that must hold the same plain tensor, besides the group that it is sharded over."""
+        """Return further groups of ranks that must hold the same plain tensor, beside the group that it is sharded over."""
         return []
 
     def norm_runtime(self, runtime: RankGroup | None, device: torch.device) -> RankGroup | None:
-        """The ranks that hold parts of the whole gradient. ``runtime``: those that hold parts of the plain tensor."""
+        """Return the ranks that hold parts of the full gradient. ``runtime``: the ranks with parts of the plain tensor."""
         return runtime
 
     def take_apart(self, param: nn.Parameter) -> nn.Parameter:
-        """A new, plain parameter with the plain tensor inside ``param``, to be registered in place of ``param``."""
+        """Return a new, plain parameter with the plain tensor inside ``param``, to register in place of ``param``."""
         with torch.no_grad():
             result = nn.Parameter(self.unwrap(param), param.requires_grad)
             hand_on(param, result)

@@ -30,18 +30,18 @@ G = TypeVar("G", bound=RankGroup)
 
 
 class Aggregate(NamedTuple):
-    """What is computed for each whole tensor."""
+    """A number to compute for each full tensor."""
 
     op: Literal["norm", "sum", "max", "min"]
     ord: float = 2.0
     """The order of the norm, if ``op`` is ``"norm"``: any order of a vector norm; 0 counts the nonzero elements."""
 
     def of(self, parts: Sequence[torch.Tensor], runtimes: Sequence[RankGroup | None], question: str) -> torch.Tensor:
-        """The number of each whole tensor: 1-D, float64. ``parts[i]``: what this rank has of it. See ``over_groups``."""
+        """Return the number of each full tensor: 1-D, float64. ``parts``: this rank's part of each. See ``over_groups``."""
         return self.over_groups(self.local(parts, device_for(parts, runtimes)), runtimes, question)
 
     def local(self, parts: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
-        """The number of each of ``parts``, on this rank only: 1-D, float64, on ``device``.
+        """Return the number of each of ``parts``, on this rank only: 1-D, float64, on ``device``.
 
         At least single precision is used. Numbers of the same dtype are copied to ``device`` together.
         """
@@ -108,13 +108,13 @@ class Aggregate(NamedTuple):
 
 
 def device_for(parts: Sequence[torch.Tensor], runtimes: Iterable[RankGroup | None]) -> torch.device:
-    """Where numbers of ``parts`` are combined: where ranks communicate, if they do."""
+    """Return the device to combine numbers of ``parts`` on: the one that ranks communicate on, if they do."""
     devices = [runtime.device for runtime in in_order(runtimes)] + [part.device for part in parts]
     return devices[0] if devices else torch.device("cpu")
 
 
 def local_norms(parts: Sequence[torch.Tensor], ord: float, dtype: torch.dtype | None) -> list[torch.Tensor]:
-    """``torch._foreach_norm``, for parts of one dtype and device that may be empty."""
+    """Call ``torch._foreach_norm`` on parts of one dtype and device, which may be empty."""
     filled = [part for part in parts if part.numel()]  # with many ranks, most parts are empty
     norms = list(torch._foreach_norm(filled, ord, dtype=dtype)) if filled else []
     if len(filled) == len(parts):
@@ -137,11 +137,11 @@ def total_norm(
     *,
     average_whole: bool = False,
 ) -> torch.Tensor:
-    """The norm of many tensors as if they were one vector: one all-reduce for each process group.
+    """Compute the norm of many tensors as if they were one vector: one all-reduce for each process group.
 
     Args:
         sharded: for each process group, the norm of all parts that this rank holds: 0-dim.
-        whole: the norm of all tensors that each rank has as a whole, 0-dim; None: there are none.
+        whole: the norm of all tensors that each rank has in full, 0-dim, or None if there are none.
         ord: of the norm, and not 0.
         question: see :meth:`Aggregate.over_ranks`.
         average_whole: replace ``whole`` by its average over the ranks of the first group, in the same all-reduce.
@@ -168,14 +168,14 @@ def total_norm(
 
 
 def in_order(runtimes: Iterable[G | None]) -> list[G]:
-    """The process groups among ``runtimes``, in an order that is the same on all ranks."""
+    """Return the process groups among ``runtimes``, in an order that is the same on all ranks."""
     return sorted({runtime for runtime in runtimes if runtime is not None}, key=lambda runtime: runtime.number)
 
 
 def checked_all_reduce(
     values: torch.Tensor, op: Literal["sum", "max"], runtime: RankGroup, question: str
 ) -> torch.Tensor:
-    """The sum or maximum of 1-D ``values`` over the ranks, with a fingerprint. [Note: Different questions]"""
+    """Compute the sum or maximum of 1-D ``values`` over the ranks, with a fingerprint. [Note: Different questions]"""
     tag = zlib.crc32(question.encode()) & 0xFFFFF  # 20 bits: the sum of its square is exact for up to 2^13 ranks
     sent = values.new_empty(values.numel() + 2)
     sent[:-2] = values

@@ -22,7 +22,7 @@ class Changes:
         self.count = 0
 
     def note(self) -> None:
-        """A user has changed a sharded parameter, or what a module has in its place."""
+        """Count a change of a sharded parameter, or of its registration, by the user."""
         self.count += 1
 
 

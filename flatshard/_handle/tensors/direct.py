@@ -5,8 +5,8 @@ Methods of a parameter, and functions of what they return, follow the table in `
 parameter itself does not: ``F.mse_loss(p, q)`` takes the part for the whole. To notice each call, the class would need a
 ``__torch_function__``, which reads of attributes and operations of optimizers look for. Switched off where autograd is, it
 costs a step of AdamW 5 percent, and each read of ``.grad`` in ``zero_grad`` 1.5 microseconds; always on, 28 to 43 percent.
-So backward notices it, which costs nothing. What the table calls computes with another leaf over the same memory, whose
-gradient is added to that of the parameter. Then a gradient that comes to the parameter's own node has bypassed the table, and
+So backward notices it, which costs nothing. Operations of the table compute with another leaf over the same memory, whose
+gradient is added to that of the parameter. Then a gradient that reaches the parameter's own node has bypassed the table, and
 raises. Without a backward nothing notices: ``torch.sum(p)`` is this rank's number.
 
 A parameter that each rank has whole is as a plain tensor to methods and functions. There the gradient that comes to its own
@@ -31,7 +31,7 @@ _WATCHED = "flatshard watches"
 
 
 def watch(param: nn.Parameter) -> Node:
-    """Look at gradients that come to sharded ``param`` itself, as long as the result is kept: its own node."""
+    """Check gradients that reach sharded ``param`` itself, as long as the returned node is kept."""
     with torch.inference_mode(False), plainly():
         node = get_gradient_edge(param).node
     notes: Any = node.metadata
@@ -57,7 +57,7 @@ def _take(of: weakref.ref[Any], grads: tuple[torch.Tensor, ...]) -> tuple[torch.
 
 
 def leaf_of(param: nn.Parameter) -> torch.Tensor:
-    """A leaf over the memory of ``param``, for a graph."""
+    """Return a leaf over the memory of ``param``, for a graph."""
     leaf: Any = param.detach()
     hand_on(param, leaf)
     leaf.requires_grad_().register_post_accumulate_grad_hook(functools.partial(_add_grad, param))

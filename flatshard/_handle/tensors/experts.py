@@ -27,8 +27,9 @@ class ExpertRanks(RankGroup):
 
     @classmethod
     def within(cls, runtime: Runtime, around: Runtime) -> ExpertRanks | None:
-        """The object for these process groups, which is shared, because gradients are grouped by their runtime. None unless
-        ``runtime`` has some of the ranks of ``around``, and no others.
+        """Return the object for these process groups, or None unless ``runtime`` has some ranks of ``around``, and no others.
+
+        It is shared, because gradients are grouped by their runtime.
         """
         ours, others = (set(dist.get_process_group_ranks(each.group)) for each in (runtime, around))
         if not ours < others:

@@ -3,7 +3,7 @@
 [Note: The dtype of a gradient]
 ``p.grad_dtype`` of the user's parameter is the only place that says which dtype its ``.grad`` has. The user sets it, before
 ``fully_shard`` or later. ``keep_low_precision_grads`` sets it to the reduce dtype, where the user has chosen none. torch's
-default is the parameter's own dtype; anything else is a *choice*. What follows from it, in ``FlatGradients``:
+default is the parameter's own dtype; anything else is a *choice*. ``FlatGradients`` follows it:
 
 - The unsharded parameter has the same choice. So autograd adds up the gradients of several uses in that dtype, as it does in
   one process. Without a choice gradients arrive in the compute dtype.
@@ -28,12 +28,12 @@ plain_grad_dtype: Any = torch.Tensor.grad_dtype
 
 
 def has_chosen(param: nn.Parameter) -> bool:
-    """Whether the dtype of ``param``'s gradient is not simply that of ``param``."""
+    """Return whether the dtype of ``param``'s gradient is another than that of ``param``."""
     return param.grad_dtype is not param.dtype
 
 
 def choose(param: nn.Parameter, dtype: torch.dtype | None) -> None:
-    """``param.grad_dtype = dtype``. A gradient that ``param`` has is cast."""
+    """Set ``param.grad_dtype``, and cast a gradient that ``param`` has."""
     grad, param.grad = param.grad, None
     param.grad_dtype = dtype
     if grad is not None:
@@ -47,5 +47,5 @@ def hand_on(old: nn.Parameter, new: nn.Parameter) -> None:
 
 
 def promoted(dtypes: Iterable[torch.dtype]) -> torch.dtype:
-    """The dtype that holds numbers of all ``dtypes``."""
+    """Return the dtype that holds numbers of all ``dtypes``."""
     return functools.reduce(torch.promote_types, set(dtypes))

@@ -10,11 +10,11 @@ unsharded. Parameters that are registered as None (``bias=False``) are always in
 
 [Note: Who reads]
 A forward that reads ``self.weight`` while it is sharded is wrong; a script that reads ``model.head.weight.grad`` is right.
-Both read the same attribute of the same module, and torch tells a dict of neither. Only the frames of the callers differ. So
-they are looked at here, in reads and writes while parameters are sharded, which no step makes for each parameter. They decide
-whether to raise; and for parameters on meta, which code sees whole ones, and whether ``to_empty`` gives memory: that has no
-values, where what ``load_state_dict(assign=True)`` registers in the same way has. While parameters are unsharded in another
-dtype, ``module.to()`` is to convert those of the user, too.
+Both read the same attribute of the same module, and torch does not tell a dict which one it is. Only the frames of the
+callers differ. So they are read here, in reads and writes while parameters are sharded, which no step makes for each
+parameter. They decide whether to raise. For parameters on meta they decide which code sees full ones, and whether memory has
+values: ``to_empty`` registers memory without values, ``load_state_dict(assign=True)`` with values. While parameters are
+unsharded in another dtype, ``module.to()`` must convert those of the user, too.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class GuardedParameters(Parameters):
 
     def __init__(self, parameters: Parameters, attributes: dict[str, Any]) -> None:
         super().__init__(parameters)
-        # In a copy of a module without its unit, which has plain parameters with this rank's parts: what they are parts of.
+        # Descriptions of this rank's parts, in a copy of a module without its unit: it has these parts as plain parameters.
         self.parts: dict[str, ShardInfo] = {}
         self.own = frozenset(parameters)  # names that the unit registers: others are ties that came too late
         self.attributes = attributes  # the module's own ``__dict__``
@@ -122,8 +122,9 @@ class GuardedParameters(Parameters):
         return repr(self.copy())
 
     def _for_reader(self, param: ShardedParameter, reader: FrameType) -> nn.Parameter:
-        """What ``reader`` gets. Raises if a forward of this dict's module reads it. Other readers are fine:
-        ``model.head.weight.grad``.
+        """Return the parameter for ``reader``. Raises if it is a forward of this dict's module.
+
+        Other readers get it: ``model.head.weight.grad``.
         """
         if not is_of(reader, nn.Module.__getattr__):
             _refuse_early(param, reader)
@@ -219,7 +220,7 @@ class GuardedParameters(Parameters):
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GuardedParameters:
-        """Called for a copy of the module. If it is sharded, too, `Registrations` calls ``adopt`` afterwards."""
+        """Return the dict for a copy of the module. If the copy is sharded, `Registrations` calls ``adopt`` afterwards."""
         infos = {name: p._flatshard_info for name, p in super().items() if is_sharded_parameter(p)}
         shown = [name for name in infos if isinstance(self.attributes.get(name), nn.Parameter)]
         if shown and UNIT_KEY not in self.attributes:  # of a unit, its handle says so
@@ -235,7 +236,7 @@ class GuardedParameters(Parameters):
         return result
 
     def adopt(self, attributes: dict[str, Any]) -> None:
-        """It is of a copied module, which is sharded as the original is."""
+        """Adopt the ``__dict__`` of a copied module, which is sharded as the original is."""
         self.attributes, self.parts = attributes, {}
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -271,8 +272,9 @@ class WatchedParameters(Parameters):
 def _with_own(
     shown: ItemsView[str, nn.Parameter | None], reader: FrameType
 ) -> Iterable[tuple[str, nn.Parameter | None]]:
-    """What ``reader`` goes over. ``module.to()``, ``half()`` and the like also get the user's own parameters where modules
-    show others, of another dtype or on another device: with these they may have nothing to do.
+    """Return the items for ``reader``: for ``module.to()``, ``half()`` and the like also the user's own parameters.
+
+    These are added where modules show others, of another dtype or on another device, which may need no conversion.
     """
     if not is_of(reader, nn.Module._apply):
         return shown
@@ -282,7 +284,7 @@ def _with_own(
 
 
 def _lists_own(reader: FrameType) -> bool:
-    """Whether ``reader`` is in ``module.named_parameters(recurse=False)``."""
+    """Return whether ``reader`` is in ``module.named_parameters(recurse=False)``."""
     list_all, caller = nn.Module.named_parameters, _frames.caller_of(reader)
     return caller is not None and _frames.is_inner_of(reader, list_all) and _frames.variable(caller, "recurse") is False
 
@@ -353,7 +355,7 @@ def _explain(param: ShardedParameter, forward: FrameType) -> str:
 
 
 def _all_gathers(module: nn.Module, param: ShardedParameter) -> bool:
-    """Whether ``module`` is a unit whose forwards gather ``param``."""
+    """Return whether ``module`` is a unit whose forwards gather ``param``."""
     unit: Any = vars(module).get(UNIT_KEY)
     flats = () if unit is None else [flat for needed in unit.needs for flat in needed.handle.flats]
     return any(flat.index_of(param) is not None for flat in flats)

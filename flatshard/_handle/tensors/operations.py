@@ -1,9 +1,9 @@
-"""What may be done with a part of a tensor, by kind of operation: the one table for sharded parameters and gradients.
+"""The table of operations on parts of tensors: one for sharded parameters and gradients.
 
-A rank has a part of each parameter and gradient: some elements, as 1-D, or some rows. What an operation means for a part
-follows from its kind, whoever calls it. Names are those of ``torch.Tensor``, ``torch`` and ``torch.nn.functional``. A name
-stands for the operation in place, too (``mul_``), and for the operators (``__rmul__``). What torch tags as pointwise is
-elementwise without being named here. Anything else that is not in the table is refused.
+A rank has a part of each parameter and gradient: some elements, as 1-D, or some rows. The kind of an operation decides what
+it may do with a part, whoever calls it. Names are those of ``torch.Tensor``, ``torch`` and ``torch.nn.functional``. A name
+stands for the operation in place, too (``mul_``), and for the operators (``__rmul__``). Operations that torch tags as
+pointwise are elementwise without being named here. Anything else that is not in the table is refused.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 
 
 class OperationKind(enum.Enum):
-    """What an operation needs of a tensor."""
+    """The kinds of operations, by the parts of a tensor that they need."""
 
     ELEMENTWISE = "each element alone: works on the part, and gives a part"
     RANDOM = "a number for each element, by its place in the whole: in place, or as a new tensor (`rand_like`)"
@@ -33,7 +33,7 @@ class OperationKind(enum.Enum):
 
 
 _OPERATIONS = {
-    # Those that torch does not tag as pointwise.
+    # Only operations that torch does not tag as pointwise.
     OperationKind.ELEMENTWISE: """
         absolute and conj copy divide fill fix floor_divide floordiv imag invert isreal lshift mod multiply negative or pos
         real resolve_conj resolve_neg rshift subtract truediv xor zero arccos arccosh arcsin arcsinh arctan arctan2 arctanh
@@ -86,7 +86,7 @@ NAMED: dict[str, OperationKind] = {
 
 
 def is_pointwise(name: str) -> bool:
-    """Whether torch tags the operation ``name`` so."""
+    """Return whether torch tags the operation ``name`` so."""
     packets: list[Any] = [getattr(torch.ops.aten, each, None) for each in (name, name.rstrip("_"), f"special_{name}")]
     return any(
         torch.Tag.pointwise in getattr(packet, overload).tags
@@ -104,7 +104,7 @@ _NUMBERS = {f"__{name}__" for name in ("bool", "nonzero", "float", "int", "index
 
 
 def kind_of(name: str) -> OperationKind | None:
-    """The kind of the function or attribute ``name``. None: it is not in the table, and so is refused."""
+    """Return the kind of the function or attribute ``name``, or None if it is not in the table, and refused."""
     if name.startswith("__") and name.endswith("__"):
         inner = name[2:-2]
         if name in _NUMBERS:
@@ -117,11 +117,11 @@ def kind_of(name: str) -> OperationKind | None:
 
 
 def is_of_many(name: str) -> bool:
-    """Whether ``name`` works on lists of tensors, as optimizers do: elementwise, into plain tensors of this rank."""
+    """Return whether ``name`` works on lists of tensors, as optimizers do: elementwise, into plain tensors of this rank."""
     return name.startswith(("_foreach_", "_fused_", "_amp_"))
 
 
 def is_in_place(name: str) -> bool:
-    """Whether ``name`` changes its first argument elementwise, and returns that: on this rank's part, as it is."""
+    """Return whether ``name`` changes its first argument elementwise, and returns that: on this rank's part, as it is."""
     written = (name.endswith("_") and not name.endswith("__")) or (name.startswith("__i") and name != "__invert__")
     return written and kind_of(name) is OperationKind.ELEMENTWISE

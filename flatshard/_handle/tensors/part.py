@@ -1,4 +1,4 @@
-"""A part of a tensor whose other parts are on other ranks: what each kind of operation does with it.
+"""Parts of tensors whose other parts are on other ranks, and operations on them, by their kinds.
 
 :class:`PartTensor` follows the table in ``operations.py``. A :class:`ShardedGradient` is one, and so is what is computed from
 parts: ``p.grad.pow(2).sum()`` and ``p.abs().max()`` are numbers of the whole. Lists of tensors (``torch._foreach_mul``) are
@@ -40,13 +40,13 @@ Handler = Callable[[Function, tuple[Any, ...], dict[str, Any]], Any]
 
 
 class PartTensor(torch.Tensor):
-    """A part of a gradient, or of what is computed from sharded parameters or gradients.
+    """A part of a gradient, or of a tensor that is computed from sharded parameters or gradients.
 
     Reductions of it communicate: every rank must take them, and in the same order.
     """
 
     _flatshard_info: ShardInfo
-    _whose: ClassVar[str] = ""  # of what a number is, before the FQN
+    _whose: ClassVar[str] = ""  # words before the FQN, in the description of a number
 
     is_sparse = False  # every optimizer reads this of each gradient: a constant avoids the dispatch
 
@@ -57,7 +57,7 @@ class PartTensor(torch.Tensor):
         handler = HANDLERS[func] if func in HANDLERS else _handler(func)
         if len(types) > 1 and func is not UNSCALE:  # that one leaves its flag partial
             make_whole(args, kwargs)
-        if OwnedTensor in types and (settled := settle(func, args, kwargs or {})) is not None:
+        if OwnedTensor in types and (settled := share_numbers(func, args, kwargs or {})) is not None:
             return func(*settled[0], **settled[1])
         if handler is not None:
             if torch.is_grad_enabled() or not args:
@@ -67,44 +67,44 @@ class PartTensor(torch.Tensor):
             return func(*args, **kwargs) if kwargs else func(*args)
 
     def _become_parameter(self, _: bool) -> None:
-        """``nn.Parameter(part)`` sets ``_is_param`` of what it makes: a parameter of its own, which is plain."""
+        """Become a plain parameter of its own: ``nn.Parameter(part)`` sets ``_is_param`` of the tensor that it makes."""
         self.__class__ = nn.Parameter  # type: ignore[assignment]
         del self._flatshard_info
 
     _is_param = property(lambda _: False, _become_parameter)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
-        """Returns a plain tensor: the copy belongs to no parameter."""
+        """Return a plain tensor: the copy belongs to no parameter."""
         result: torch.Tensor = memo.setdefault(id(self), self.clone())
         return result
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickles as a plain tensor: process groups cannot be pickled."""
+        """Pickle as a plain tensor: process groups cannot be pickled."""
         with plainly():
             return self.as_subclass(torch.Tensor).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
 
 class OwnedTensor(PartTensor):
-    """What is computed from a parameter that is never cut, and not from its elements alone: it is the owner's."""
+    """A result computed from a parameter that is never cut, and not from its elements alone: it is the owner's."""
 
 
 # -- handlers ----------------------------------------------------------------------------------------------------------
 
 
 def name_of(func: Function) -> str:
-    """The name of a function, or of the attribute that it gets or sets."""
+    """Return the name of a function, or of the attribute that it gets or sets."""
     name = getattr(func, "__name__", "")
     return getattr(func.__self__, "__name__", name) if name in ("__get__", "__set__", "__delete__") else name  # type: ignore[attr-defined]
 
 
 def _handler(func: Function) -> Handler | None:
-    """What is called for ``func``. None: ``func`` itself, as for a plain tensor."""
+    """Return the handler of ``func``, or None to call ``func`` itself, as for a plain tensor."""
     found = HANDLERS[func] = handler_of(name_of(func))
     return found
 
 
 def handler_of(name: str) -> Handler | None:
-    """The same for the function or attribute ``name``."""
+    """Return the handler of the function or attribute ``name``, or None to call that itself."""
     if is_of_many(name) or is_in_place(name):
         return None
     kind = kind_of(name)
@@ -112,7 +112,7 @@ def handler_of(name: str) -> Handler | None:
 
 
 def tensors_in(arguments: Any) -> Iterator[torch.Tensor]:
-    """The tensors in ``arguments``, which may be nested."""
+    """Yield the tensors in ``arguments``, which may be nested."""
     if isinstance(arguments, torch.Tensor):
         yield arguments
     elif isinstance(arguments, list | tuple | dict):
@@ -121,12 +121,12 @@ def tensors_in(arguments: Any) -> Iterator[torch.Tensor]:
 
 
 def part_in(*arguments: Any) -> Any:
-    """The first part in ``arguments``: a :class:`PartTensor`, or a sharded parameter."""
+    """Return the first part in ``arguments``: a :class:`PartTensor`, or a sharded parameter."""
     return next((t for t in tensors_in(arguments) if hasattr(t, "_flatshard_info")), None)
 
 
 def _replaced(argument: Any, by: dict[int, torch.Tensor]) -> Any:
-    """``argument``, which may be nested, with others for the tensors whose ids are in ``by``."""
+    """Replace tensors in ``argument``, which may be nested. ``by``: the new ones, by the ids of the old ones."""
     if isinstance(argument, list | tuple):
         return type(argument)([_replaced(each, by) for each in argument])
     if isinstance(argument, dict):
@@ -139,20 +139,20 @@ _FIRST = frozenset(("input", "tensor", "x", "A"))
 
 
 def _first_by_place(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments with the first in its place, if it was given by its name."""
+    """Move the first argument to its place if it was given by its name."""
     names = () if args else _FIRST.intersection(kwargs)
     return (*args, *(kwargs[name] for name in names)), {k: v for k, v in kwargs.items() if k not in names}
 
 
 def as_leaves(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments for what autograd records: with leaves for sharded parameters. [Note: What bypasses the table]"""
+    """Replace sharded parameters in the arguments by leaves, for autograd to record. [Note: What bypasses the table]"""
     params: list[Any] = [t for t in tensors_in((args, kwargs)) if hasattr(type(t), "_as_leaf") and t.requires_grad]
     by = {id(param): param._as_leaf() for param in params}
     return (_replaced(args, by), _replaced(kwargs, by)) if by else (args, kwargs)
 
 
 def refuse(info: ShardInfo, name: str) -> NoReturn:
-    """Raise: ``name`` needs more than the elements that this rank has."""
+    """Raise, as ``name`` needs more than the elements that this rank has."""
     refuse_other_sharding(info.fqn)
     raise RuntimeError(
         f"{info.describe()}, and {_SYMBOLS.get(name, name)!r} needs the whole. It is whole inside `with "
@@ -170,7 +170,7 @@ def _plainly(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
 
 
 def _by_rows(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The result for this rank's rows: plain. Of a parameter that is never cut it is the owner's."""
+    """Return the result for this rank's rows: plain, or for a parameter that is never cut an ``OwnedTensor``."""
     info = part_in(args, kwargs)._flatshard_info
     _rows_only(info, name_of(func))
     if not info.never_cut:
@@ -184,7 +184,7 @@ def _by_rows(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
 
 
 def _elementwise(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The result is a part, too."""
+    """Return the result for this rank's elements: a part, too."""
     part = args[0] if args else None
     if not isinstance(part, PartTensor):
         part = part_in(args, kwargs)
@@ -202,14 +202,14 @@ def _elementwise(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 
 def _are_parts(*arguments: Any) -> bool:
-    """Whether all tensors in ``arguments`` are parts or numbers, and none is the owner's alone."""
+    """Return whether all tensors in ``arguments`` are parts or numbers, and none is the owner's alone."""
     return all(
         type(t) is not OwnedTensor and (hasattr(t, "_flatshard_info") or not t.dim()) for t in tensors_in(arguments)
     )
 
 
 def _same(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The result has the same elements: it is a part of the same class."""
+    """Return a part of the same class, with the same elements."""
     if kwargs.get("memory_format") in (torch.channels_last, torch.channels_last_3d):
         warn_of_memory_format(args[0]._flatshard_info.fqn)
         kwargs = {name: value for name, value in kwargs.items() if name != "memory_format"}
@@ -237,20 +237,20 @@ def _dimensions(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     with plainly():
         own: int = part.dim()
         # On the meta device torch computes by Python code, which takes the dimensions for those of the shape. So does
-        # torch's private code, as dynamo, which looks at memory.
+        # torch's private code that looks at memory, such as dynamo.
         is_of_memory = part.is_meta or module_name(reader).startswith("torch._")
         return own if is_of_memory else own + len(info.full_shape) - len(info.part_shape)
 
 
 def _shape(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Size:
     shape: torch.Size = _plainly(func, args, kwargs)
-    if 0 in shape:  # initialisers leave it alone, where those of other ranks go on
+    if 0 in shape:  # initialisers leave it alone, while those of other ranks continue
         check_initialiser(args[0]._flatshard_info, of_caller(2))
     return shape
 
 
 def check_initialiser(info: ShardInfo, reader: FrameType) -> None:
-    """Raise if one of torch's initialisers asks for the shape of a part: for that of the whole, from which it computes."""
+    """Raise if one of torch's initialisers asks for the shape of a part: it needs that of the full parameter."""
     if module_name(reader) == nn.init.__name__ and (info.is_cut or info.wrapping is not None or len(info.shape) < 2):
         refuse(info, function_name(reader))
 
@@ -263,7 +263,7 @@ def _size(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _flat(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The part's own shape, or 1-D."""
+    """Return a view of the part in its own shape, or 1-D."""
     part = args[0]
     wanted = args[1:]
     if wanted and isinstance(wanted[0], torch.dtype):
@@ -287,7 +287,7 @@ def _flat(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _select(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``[:]``, ``[...]``, and a mask of the same shape where elements are set."""
+    """Index by ``[:]``, ``[...]``, or a mask of the same shape where elements are set."""
     part, index = args[0], args[1] if len(args) > 1 else None
     info = getattr(part, "_flatshard_info", None)
     if isinstance(index, torch.Tensor) or info is None:
@@ -306,13 +306,13 @@ def _rows_only(info: ShardInfo, name: str) -> None:
 
 
 def _transpose(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Of a vector it is the vector."""
+    """Transpose rows and columns. A vector stays as it is."""
     info = args[0]._flatshard_info
     return _same(func, args, kwargs) if len(info.shape) < 2 else _by_rows(func, args, kwargs)
 
 
 def _refused(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Only an owner has what a function needs that is not in the table. One of a list is for several parameters."""
+    """Call a function that is not in the table on the owner, and refuse it elsewhere, and for lists of parameters."""
     info = part_in(args, kwargs)._flatshard_info
     if not info.never_cut or (args and isinstance(args[0], list | tuple)):
         refuse(info, name_of(func))
@@ -326,7 +326,7 @@ REFUSED: Handler = _refused
 
 
 def counted(part: torch.Tensor) -> list[torch.Tensor]:
-    """The elements of ``part`` that this rank counts, in pieces. [Note: Norms over two meshes]"""
+    """Return the elements of ``part`` that this rank counts, in pieces. [Note: Norms over two meshes]"""
     elsewhere = part._flatshard_info.elsewhere  # type: ignore[attr-defined]
     if not elsewhere:
         return [part]
@@ -335,7 +335,7 @@ def counted(part: torch.Tensor) -> list[torch.Tensor]:
 
 
 def local_norm(part: torch.Tensor, ord: float, dtype: torch.dtype | None) -> torch.Tensor:
-    """The norm of the elements of ``part`` that this rank counts."""
+    """Compute the norm of the elements of ``part`` that this rank counts."""
     pieces = counted(part)
     norms = local_norms(pieces, ord, dtype)
     if len(pieces) == 1:
@@ -352,14 +352,14 @@ def _no_dims(info: ShardInfo, name: str, rest: Any) -> NoReturn:
 
 
 def _of_rows(info: ShardInfo, dims: Any) -> bool:
-    """Whether ``dims`` are within rows, and this rank's are whole."""
+    """Return whether ``dims`` are within rows, and this rank's are whole."""
     ndim = len(info.shape)
     dims = (dims,) if isinstance(dims, int) else dims
     return info.by_rows and bool(dims) and (info.never_cut or all(isinstance(d, int) and d % ndim for d in dims))
 
 
 def _of_owner(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A reduction of what only the owner has. Others take any number in its place: theirs are not used."""
+    """Reduce a tensor that only the owner has. Other ranks return any number: it is not used."""
     part: Any = part_in(args, kwargs)
     info, name = part._flatshard_info, name_of(func)
     if name == "item" or name.startswith("__"):
@@ -374,11 +374,12 @@ def _of_owner(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     return number
 
 
-def settle(
+def share_numbers(
     func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """The arguments of ``func`` with the numbers of owners in them, where all ranks need these: they leave their parameter.
-    None: none does.
+    """Replace the owners' numbers in the arguments by those of all ranks, if ``func`` uses them beside other parameters.
+
+    Returns None if there is nothing to replace.
     """
     with plainly():
         tensors = list(tensors_in((args, kwargs)))
@@ -393,7 +394,7 @@ def settle(
 
 
 def _of_owners(numbers: list[Any], name: str) -> list[torch.Tensor]:
-    """The owners' ``numbers``, on all ranks: plain. One all-reduce for each process group."""
+    """Return the owners' ``numbers`` on all ranks, plain: one all-reduce for each process group."""
     infos = [number._flatshard_info for number in numbers]
     if complex_of := [i for number, i in zip(numbers, infos, strict=True) if number.is_complex()]:
         refuse(complex_of[0], name)
@@ -409,14 +410,14 @@ def _of_owners(numbers: list[Any], name: str) -> list[torch.Tensor]:
 
 
 def _is_metadata(func: Function) -> bool:
-    """Whether ``func`` asks for something that a number has on every rank, such as its dtype."""
+    """Return whether ``func`` asks for something that a number has on every rank, such as its dtype."""
     name = name_of(func)
     is_property = getattr(func, "__name__", "") == "__get__" and kind_of(name) is OperationKind.MEMORY
     return is_property or func in METADATA or name in ("__hash__", "requires_grad_") or name.startswith("is_")
 
 
 def norm(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A function of ``NORMS``: one all-reduce."""
+    """Compute a norm by a function of ``NORMS``: one all-reduce."""
     part: Any = args[0]
     if not hasattr(part, "_flatshard_info"):
         return _plainly(func, args, kwargs)
@@ -458,14 +459,14 @@ def _question(what: str, part: Any) -> str:
 
 
 def _of_whole(part: Any, own: torch.Tensor, aggregate: Aggregate, what: str, share: Callable[..., Any]) -> torch.Tensor:
-    """``over_ranks``, with the graph of this rank's number."""
+    """Combine this rank's number as ``over_ranks`` does, with its graph."""
     return _with_graph(part, own, over_ranks(own, aggregate, part, what), share, what)
 
 
 def _with_graph(
     part: Any, own: torch.Tensor, whole: torch.Tensor, share: Callable[..., Any], what: str
 ) -> torch.Tensor:
-    """``whole``, with the graph of this rank's number if it has one. ``share``: the derivative of the whole by it."""
+    """Return ``whole`` with the graph of this rank's number, if any. ``share``: the derivative of the whole by it."""
     if not (part.requires_grad and torch.is_grad_enabled()):
         return whole
     local = own if own.requires_grad else part.sum().to(own.dtype)  # of an empty part
@@ -566,9 +567,7 @@ _REDUCTIONS: dict[str, Callable[..., torch.Tensor]] = {
 
 
 def draw(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Random numbers for the whole, of which a part gets its own. So ranks that are seeded alike draw what one process draws,
-    and not each the same numbers.
-    """
+    """Draw random numbers for the full tensor, as one process does, and return this rank's part of them."""
     part, name = args[0], name_of(func)
     info = part._flatshard_info
     with plainly():
@@ -596,4 +595,4 @@ BY_KIND: dict[OperationKind, Handler | None] = {
 
 _SHAPE: Function = torch.Tensor.shape.__get__  # type: ignore[attr-defined]
 HANDLERS: dict[Function, Handler | None] = {_SHAPE: _shape, **dict.fromkeys(NORMS, norm)}
-"""By function, filled as they are met. None: called as for a plain tensor."""
+"""The handler of each function that was met so far, or None to call it as for a plain tensor."""

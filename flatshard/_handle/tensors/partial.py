@@ -1,4 +1,4 @@
-"""What torch's own functions get for a sharded gradient: a norm or a flag that is reduced over the ranks when it is used.
+"""Norms and flags of sharded gradients for torch's own functions, reduced over the ranks when they are used.
 
 ``torch._foreach_norm`` and ``GradScaler`` are called for many gradients, one after the other. An all-reduce for each would be
 slow. So they get a :class:`PartialNorm` or a :class:`PartialFlag`, which hold this rank's number. Their first use that needs
@@ -30,7 +30,7 @@ def retype(tensors: Sequence[torch.Tensor], kind: type[torch.Tensor], attribute:
 
 
 class _Origin(NamedTuple):
-    """What a partial norm is a part of: the ranks that hold the parts, the order of the norm, and its device."""
+    """The origin of a partial norm: the ranks that hold the parts, the order of the norm, and its device."""
 
     runtime: RankGroup
     ord: float
@@ -61,7 +61,7 @@ class PartialNorm(torch.Tensor):
         return _call_when_whole(func, args, kwargs)
 
     def to(self, *args: Any, **kwargs: Any) -> Any:  # a method, because torch.nn.utils calls it for each of many norms
-        """As ``torch.Tensor.to``. The result is partial, too."""
+        """Return a partial norm on another device or of another dtype: see ``torch.Tensor.to``."""
         origin = self._origin
         if args == (origin.device,) and not kwargs:
             return self
@@ -87,7 +87,7 @@ class PartialNorms(torch.Tensor):
 
     @classmethod
     def of(cls, norms: Sequence[torch.Tensor]) -> torch.Tensor:
-        """``torch.stack(norms)``."""
+        """Stack ``norms`` as ``torch.stack`` does."""
         with plainly():
             result = torch.stack(list(norms))
         if result.ndim > 1:
@@ -108,7 +108,7 @@ class PartialNorms(torch.Tensor):
         return _call_when_whole(func, args, kwargs)
 
     def _total(self, ord: float) -> torch.Tensor | None:
-        """The total norm of order ``ord``. None if it cannot be computed from the ranks' own totals."""
+        """Compute the total norm of order ``ord``. Returns None if the ranks' own totals don't give it."""
         with plainly():
             by_origin = self._by_origin()
             if ord == 0 or any(origin is not None and origin.ord != ord for origin in by_origin):
@@ -118,7 +118,7 @@ class PartialNorms(torch.Tensor):
             return total_norm(sharded, norms.get(None), ord, f"the total norm of order {ord}")
 
     def _by_origin(self) -> dict[_Origin | None, torch.Tensor]:
-        """The norms by origin. None: norms of whole gradients."""
+        """Return the norms by origin. The origin of norms of full gradients is None."""
         if set(map(type, self._norms)) == {PartialNorm} and len(set(map(_origin, self._norms))) == 1:  # the usual case
             return {_origin(self._norms[0]): self}
         found: dict[_Origin | None, list[torch.Tensor]] = {}
@@ -232,7 +232,7 @@ NORMS: dict[Callable[..., Any], tuple[str, ...]] = {
 def norm_arguments(
     func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[float, dict[str, Any]]:
-    """The order of the norm in a call of one of ``NORMS``, and its other arguments that are not at their default."""
+    """Return the order of the norm in a call of one of ``NORMS``, and further arguments that are not at their defaults."""
     given = dict(zip(NORMS[func], args[1:], strict=False)) | kwargs
     ord = given.pop("ord", given.pop("p", None))
     if ord is None or ord == "fro":

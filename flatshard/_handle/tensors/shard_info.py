@@ -1,4 +1,4 @@
-"""Which part of which parameter a tensor holds."""
+"""``ShardInfo``: the part of a parameter that a tensor holds."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from flatshard._handle.tensors.aggregate import plainly
 
 @dataclass(frozen=True, slots=True)
 class ShardInfo:
-    """Which part of which parameter a sharded parameter holds. See ``flatshard.tensors.shard_info(p)``.
+    """The part of a parameter that a sharded parameter holds. See ``flatshard.tensors.shard_info(p)``.
 
     Example::
 
@@ -84,7 +84,7 @@ class ShardInfo:
         return self.shape if self.wrapping is None else tuple(self.wrapping.shape)
 
     def describe(self) -> str:
-        """Internal: which elements this rank has, for an error."""
+        """Describe the elements that this rank has, for an error. Internal."""
         return (
             f"parameter {self.fqn!r} is sharded: this rank has elements {self.start}:{self.stop} of shape "
             f"{self.full_shape} {'in whole rows' if self.by_rows else 'as a 1-D part'}"
@@ -96,11 +96,11 @@ class ShardInfo:
         return math.prod(self.shape)
 
     def in_memory_order(self, part: torch.Tensor) -> torch.Tensor:
-        """Internal: ``part``, in the shape of this rank's part, as 1-D in memory order. A view if its stride allows that."""
+        """Flatten ``part``, in the shape of this rank's part, in memory order: a view if its stride allows that. Internal."""
         return part if len(part.shape) == 1 else in_memory_order(part, self.stride)
 
     def shaped(self, part: torch.Tensor) -> torch.Tensor:
-        """Internal: the inverse: 1-D ``part``, in memory order, in the shape of this rank's part."""
+        """Reshape 1-D ``part``, in memory order, to the shape of this rank's part. Internal."""
         shape = self.part_shape
         with plainly():
             return part if shape == part.shape else part.as_strided(shape, self.stride)
@@ -118,7 +118,7 @@ class ShardInfo:
 
 
 def in_memory_order(tensor: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
-    """``tensor``'s elements as 1-D, in the order of a dense ``stride``. A view if ``tensor`` has that stride."""
+    """Flatten ``tensor`` in the order of a dense ``stride``: a view if ``tensor`` has that stride."""
     with plainly():
         if any(a != b and n > 1 for a, b, n in zip(tensor.stride(), stride, tensor.shape, strict=True)):
             dense = torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device)

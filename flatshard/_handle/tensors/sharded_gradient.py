@@ -4,8 +4,8 @@
 If ``.grad`` were a plain tensor, ``torch.nn.utils.clip_grad_norm_`` would use the norm of this rank's part, and
 ``torch.amp.GradScaler`` would only find infinities on this rank. So ``.grad`` is a :class:`ShardedGradient`: a plain tensor
 whose ``__class__`` is set, like that of a :class:`ShardedParameter`. It has a ``__torch_function__``, and no
-``__torch_dispatch__``. What operations do with it follows from their kind, by the table in ``operations.py``: those of single
-elements give a :class:`PartTensor`, reductions are those of the whole gradient and communicate, others are refused. Two
+``__torch_dispatch__``. The table in ``operations.py`` decides by an operation's kind. Elementwise ones give a
+:class:`PartTensor`; reductions are over the full gradient, and communicate; others are refused. Two
 functions of lists communicate, too, which torch's tools call: ``_foreach_norm``, and
 ``_amp_foreach_non_finite_check_and_unscale_`` of ``GradScaler``. Other functions of lists are an optimizer's, and give plain
 tensors. The gradient of a parameter that is not sharded (``NO_SHARD``, a single rank) is plain.
@@ -13,8 +13,9 @@ tensors. The gradient of a parameter that is not sharded (``NO_SHARD``, a single
 
 from __future__ import annotations
 
+import itertools
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -22,9 +23,10 @@ from torch import nn
 from torch.utils import _foreach_utils
 
 from flatshard._comm.rank_group import RankGroup
+from flatshard._handle.layout import FlatLayout, ShardSlice
 from flatshard._handle.tensors.aggregate import local_norms, plainly
 from flatshard._handle.tensors.part import HANDLERS, PartTensor, local_norm
-from flatshard._handle.tensors.partial import UNSCALE, PartialFlag, PartialNorm, consume, retype
+from flatshard._handle.tensors.partial import UNSCALE, PartialFlag, PartialNorm, retype
 from flatshard._handle.tensors.shard_info import ShardInfo
 
 
@@ -56,11 +58,6 @@ plain_grad: Any = torch.Tensor.grad
 """The attribute of a plain parameter: a descriptor in C."""
 
 
-def set_gradients_as_they_are(params: Iterable[nn.Parameter], grads: Iterable[torch.Tensor | None]) -> None:
-    """``param.grad = grad`` in a loop in C. The caller has already turned ``grads`` into sharded gradients, if needed."""
-    consume(map(plain_grad.__set__, params, grads))
-
-
 def mark(grad: torch.Tensor, info: ShardInfo) -> None:
     """Turn ``grad`` into a sharded gradient in place, unless it is a subclass or sparse, or nothing of it is sharded.
 
@@ -69,19 +66,84 @@ def mark(grad: torch.Tensor, info: ShardInfo) -> None:
     """
     is_sharded = info.runtime is not None and info.numel
     if is_sharded and type(grad) in (torch.Tensor, PartTensor) and grad.layout is torch.strided:
-        mark_all([grad], [info])
+        retype([grad], ShardedGradient, "_flatshard_info", [info])
 
 
-def mark_all(grads: Iterable[torch.Tensor], infos: Iterable[ShardInfo]) -> None:
-    """The same for plain dense gradients, with loops in C."""
-    retype(list(grads), ShardedGradient, "_flatshard_info", infos)
+class GradSlices:
+    """Cuts gradient shards into the gradients of sharded parameters: views, unless their dtypes differ."""
+
+    __slots__ = ("_by_rows", "_dtypes", "_empties", "_infos", "_marked", "_pieces", "_sizes", "_whole")
+
+    def __init__(
+        self,
+        params: Sequence[nn.Parameter],
+        layout: FlatLayout,
+        slices: Sequence[ShardSlice],
+        is_whole: bool,
+        device: torch.device,
+        dtypes: Sequence[torch.dtype],
+    ) -> None:
+        """
+        Args:
+            params: the sharded parameters.
+            layout: of their flat parameter.
+            slices: their slices in this rank's shard.
+            is_whole: the shard is all of the flat parameter.
+            device: of the gradients.
+            dtypes: of each gradient, or a single one for all.
+        """
+        infos: list[ShardInfo] = [param._flatshard_info for param in params]  # type: ignore[attr-defined]
+        # The gradients that are sharded. If nothing is sharded here: DTensors, over their own mesh.
+        self._marked = [index for index, s in enumerate(slices) if s.numel and infos[index].runtime is not None]
+        self._infos = [infos[index] for index in self._marked]
+        self._whole = [(info.shape, info.stride, info.start) for info in layout.params] if is_whole else None
+        self._dtypes = dtypes if len(set(dtypes)) > 1 else None
+        # `split_with_sizes` cuts the shard into slices and the padding between them.
+        self._sizes: list[int] = []
+        self._pieces: list[tuple[int, int]] = []  # the index of a parameter with elements here, and of its piece
+        end = 0
+        for index, part in sorted(enumerate(slices), key=lambda each: each[1].start):
+            if not part.numel:
+                continue
+            if part.start > end:
+                self._sizes.append(part.start - end)
+            self._pieces.append((index, len(self._sizes)))
+            self._sizes.append(part.numel)
+            end = part.stop
+        if layout.shard_numel > end:
+            self._sizes.append(layout.shard_numel - end)
+        rows = [(index, layout.params[index]) for index, _ in self._pieces if layout.params[index].by_rows]
+        self._by_rows = [(index, info.shape_of(slices[index]), info.stride) for index, info in rows]
+        # Slices without elements are made once.
+        of_each = zip(params, itertools.cycle(dtypes))
+        self._empties = [
+            torch.empty(p.shape if not p.numel() else (0,), dtype=dtype, device=device) for p, dtype in of_each
+        ]
+        for empty, info in zip(self._empties, infos, strict=True):
+            mark(empty, info)
+
+    def cut(self, shard: torch.Tensor) -> list[torch.Tensor]:
+        """Return the gradient of each parameter in ``shard``, as it is stored in ``.grad``."""
+        if self._whole is not None:
+            grads = [shard.as_strided(shape, stride, start) for shape, stride, start in self._whole]
+        else:
+            grads, pieces = self._empties.copy(), shard.split_with_sizes(self._sizes)
+            for index, piece in self._pieces:
+                grads[index] = pieces[piece]
+            for index, shape, stride in self._by_rows:
+                grads[index] = grads[index].as_strided(shape, stride)
+        if self._dtypes is not None:  # [Note: The dtype of a gradient]
+            grads = [g if g.dtype is dtype else g.to(dtype) for g, dtype in zip(grads, self._dtypes, strict=True)]
+        if self._infos:
+            retype([grads[index] for index in self._marked], ShardedGradient, "_flatshard_info", self._infos)
+        return grads
 
 
 # -- functions that need the other ranks -------------------------------------------------------------------------------
 
 
 def _foreach_norm(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    """``torch._foreach_norm``, called by ``torch.nn.utils``: no communication yet, see :class:`PartialNorm`."""
+    """Handle ``torch._foreach_norm``, called by ``torch.nn.utils``, without communication yet: see :class:`PartialNorm`."""
     given = dict(zip(("self", "ord", "dtype"), args, strict=False)) | kwargs
     grads: Sequence[torch.Tensor] = given["self"]
     ord, dtype = float(given.get("ord", 2)), given.get("dtype")
@@ -127,7 +189,7 @@ def _by_runtime(
 
 
 def _unscale(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """``torch._amp_foreach_non_finite_check_and_unscale_``, called by ``GradScaler``: see :class:`PartialFlag`."""
+    """Handle ``torch._amp_foreach_non_finite_check_and_unscale_``, called by ``GradScaler``: see :class:`PartialFlag`."""
     grads, found_inf, inv_scale = args
     with plainly():
         func(grads, found_inf, inv_scale, **kwargs)

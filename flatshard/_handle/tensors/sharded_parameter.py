@@ -1,4 +1,4 @@
-"""The parameters that the user and the optimizer see between steps: the user's own objects, with this rank's part.
+"""Sharded parameters, which the user and the optimizer see between steps: the user's own objects, with this rank's part.
 
 [Note: The user's Parameter objects survive]
 An optimizer, an EMA or a weight-decay rule may have been built from ``model.parameters()`` before sharding. So the
@@ -7,22 +7,24 @@ original ``nn.Parameter`` objects are kept: their ``.data`` is set once to a sli
 The class has no ``__torch_function__``, so every operation on it costs as much as on a plain parameter. A tensor that is
 assigned to ``.grad`` becomes a :class:`ShardedGradient`, which has one.
 
-[Note: What is seen of changes by .data]
+[Note: Changes by .data]
 An unsharded unit must notice when its shards change, on all ranks alike, also on ranks whose part is empty. Autograd's
-version counter shows this, if it counts every change. For a plain tensor it does not count ``p.data = ...`` and
+version counter shows this if it counts every change. For a plain tensor it does not count ``p.data = ...`` and
 ``p.data.add_()``. For a sharded parameter it does: the setter of ``.data`` increments it, and the getter returns
 ``p.detach()``, which shares it. Autograd's own check does not become stricter by this, because the graph of a forward never
 holds a sharded parameter.
 
 [Note: Parts are not matrices]
 For a 1-D part of a matrix, ``w.T`` is the part, ``w[3] = 0`` sets one element (another one on each rank), and ``b @ a`` may
-even fit. Code that means the whole parameter uses these on the parameter itself. So they are Python methods of this class,
+even fit. Code that means the full parameter uses these on the parameter itself. So they are Python methods of this class,
 which check first; optimizers use none of them. ``p.detach()`` and ``p.data`` are a :class:`PartTensor`, which checks every
 function. Functions such as ``torch.sum`` of the parameter itself are noticed in backward alone (``direct.py``), and
-``torch.rand_like`` draws for the part alone: ranks no longer draw alike. ``torch.rand_like(p.data)`` draws for the whole.
-Initialisers that compute from the shape (``kaiming_uniform_``, ``orthogonal_``) ask for the number of dimensions first, some
-after they have left an empty tensor alone. They are refused on all ranks, as whole rows have another fan-out, too, unless one
-rank has all of the parameter in its shape. Those that treat each element alike are left alone.
+``torch.rand_like`` draws for the part alone, while ``torch.rand_like(p.data)`` draws for the full parameter.
+
+Initialisers that compute from the shape (``kaiming_uniform_``, ``orthogonal_``) ask for the number of dimensions first. They
+are refused on all ranks, unless one rank has all of the parameter in its shape: whole rows have another fan-out, too. Some
+initialisers skip an empty tensor before they ask, so reading the ``shape`` of an empty part checks, too. Initialisers that
+treat each element alike are allowed.
 """
 
 from __future__ import annotations
@@ -47,7 +49,7 @@ from flatshard._handle.tensors.changes import changes
 from flatshard._handle.tensors.direct import leaf_of
 from flatshard._handle.tensors.grad_dtype import hand_on, plain_grad_dtype
 from flatshard._handle.tensors.operations import OperationKind, kind_of
-from flatshard._handle.tensors.part import as_leaves, check_initialiser, draw, handler_of, refuse, settle
+from flatshard._handle.tensors.part import as_leaves, check_initialiser, draw, handler_of, refuse, share_numbers
 from flatshard._handle.tensors.partial import make_whole
 from flatshard._handle.tensors.shard_info import ShardInfo
 from flatshard._handle.tensors.sharded_gradient import mark, plain_grad
@@ -58,11 +60,11 @@ _plain_shape: Any = torch.Tensor.shape
 
 
 class Filling(Protocol):
-    """How a feature gives a flat parameter memory and values after ``fully_shard``. [Note: Filled later]"""
+    """A feature that gives a flat parameter memory and values after ``fully_shard``. [Note: Filled later]"""
 
     @property
     def unit(self) -> str:
-        """The FQN of the unit that it is of."""
+        """The unit's FQN."""
 
     def allocate(self, device: torch.device) -> None:
         """Give parameters that are on meta their memory, to be filled."""
@@ -71,36 +73,38 @@ class Filling(Protocol):
         """Return ``param`` or the full one, for code that reads it from a module with parameters of units ``beside``."""
 
     def shows(self, param: ShardedParameter) -> bool:
-        """Whether ``param`` is whole now."""
+        """Return whether ``param`` is shown in full now."""
 
     def cut(self) -> None:
-        """Keep this rank's part of what is shown whole: see ``show_parts``."""
+        """Keep this rank's part of parameters that are shown in full: see ``show_parts``."""
 
 
 fillings: weakref.WeakSet[Filling] = weakref.WeakSet()  # all that exist
-whole_now: list[Filling] = []  # those with parameters that are shown whole
+whole_now: list[Filling] = []  # those with parameters that are shown in full
 
 
-class Home(Protocol):
-    """The flat parameter that a sharded parameter is a slice of."""
+class OwnFlatParam(Protocol):
+    """The flat parameter that a sharded parameter is a slice of: a ``FlatParam``."""
 
     filling: Filling | None  # from `fully_shard` on meta until its parameters have values
 
     def compute_of(self, param: nn.Parameter) -> nn.Parameter:
-        """The unsharded parameter of ``param``: the tensor that autograd sees."""
+        """Return the unsharded parameter of ``param``: the tensor that autograd sees."""
 
     def watch(self) -> None:
-        """Somebody asks to be called when gradients have been set: a post-accumulate-grad hook, for one."""
+        """Record that a callback waits for gradients to be set: a post-accumulate-grad hook, for one."""
 
 
-_homes: weakref.WeakValueDictionary[int, Home] = weakref.WeakValueDictionary()  # by the sharded parameter's id
-# By the id of its `__dict__`, which what modules show in its place shares. It also gives each parameter a weak reference,
+_flat_params: weakref.WeakValueDictionary[int, OwnFlatParam] = (
+    weakref.WeakValueDictionary()
+)  # by the sharded parameter's id
+# By the id of its `__dict__`, which the unsharded parameter in modules shares. It also gives each parameter a weak reference,
 # against `swap_tensors`: see [Note: Looking only after a change].
 _by_attributes: weakref.WeakValueDictionary[int, ShardedParameter] = weakref.WeakValueDictionary()
 
 
 def _filled_or_drawn(name: str) -> Any:
-    """The method ``name``, which draws random numbers. [Note: Filled later]"""
+    """Make the method ``name``, which draws random numbers. [Note: Filled later]"""
     method = getattr(torch.Tensor, name)
 
     @functools.wraps(method)
@@ -116,20 +120,20 @@ def _filled_or_drawn(name: str) -> Any:
 
 
 def _is_part(param: ShardedParameter) -> bool:
-    """Whether ``param`` is a part of something whose other parts are elsewhere."""
+    """Return whether other ranks have other parts of ``param``."""
     info = param._flatshard_info
     if info.runtime is None or info.is_whole:
         return False
-    home = _homes.get(id(param))
-    return home is None or home.filling is None or not home.filling.shows(param)  # [Note: Filled later]
+    flat = _flat_params.get(id(param))
+    return flat is None or flat.filling is None or not flat.filling.shows(param)  # [Note: Filled later]
 
 
 _NOT_RECORDED = OperationKind.DIMENSIONS, OperationKind.SIZE
-"""What autograd does not record."""
+"""Kinds of operations that autograd does not record."""
 
 
 def _by_the_table(name: str, method: Callable[..., Any], handler: Callable[..., Any]) -> Callable[..., Any]:
-    """``method``, with what the table says where ``param`` is a part."""
+    """Make ``method`` follow the table of operations where ``param`` is a part."""
     is_recorded = kind_of(name) not in _NOT_RECORDED and name != "detach"
 
     @functools.wraps(method)
@@ -141,7 +145,7 @@ def _by_the_table(name: str, method: Callable[..., Any], handler: Callable[..., 
             args, kwargs = as_leaves(args, kwargs)
         if has_torch_function((*args[1:], *kwargs.values())):
             make_whole(args, kwargs)
-            if (settled := settle(method, args, kwargs)) is not None:
+            if (settled := share_numbers(method, args, kwargs)) is not None:
                 args, kwargs = settled
         return handler(method, args, kwargs)
 
@@ -149,7 +153,7 @@ def _by_the_table(name: str, method: Callable[..., Any], handler: Callable[..., 
 
 
 def _methods_of_the_table() -> dict[str, Any]:
-    """The methods and properties of tensors that are not as plain as they are."""
+    """Return the methods and properties of tensors that follow the table of operations."""
     found: dict[str, Any] = {}
     for name in dir(torch.Tensor):
         kind, attribute, handler = kind_of(name), getattr(torch.Tensor, name), handler_of(name)
@@ -196,7 +200,7 @@ class ShardedParameter(nn.Parameter):
     # A property of C functions for reads, which optimizers do in every step.
     grad = property(plain_grad.__get__, _set_grad, plain_grad.__delete__)
 
-    # [Note: Looking only after a change], [Note: What is seen of changes by .data]
+    # [Note: Looking only after a change], [Note: Changes by .data]
 
     def _set_data(self, data: torch.Tensor) -> None:
         if not _is_same(self, data):  # module.to() may assign the same memory
@@ -227,13 +231,13 @@ class ShardedParameter(nn.Parameter):
     grad_dtype = property(plain_grad_dtype.__get__, _set_grad_dtype)  # [Note: The dtype of a gradient]
 
     def requires_grad_(self, requires_grad: bool = True) -> Self:
-        """As in torch."""
+        """Change ``requires_grad``, as in torch."""
         super().requires_grad_(requires_grad)
         changes.note()
         return self
 
     def set_(self, *args: Any, **kwargs: Any) -> Self:
-        """As in torch, if it changes nothing: a part stays where it is."""
+        """Do nothing if ``set_`` would change nothing, and raise otherwise: a part stays where it is."""
         if kwargs or len(args) != 1 or not isinstance(args[0], torch.Tensor) or not _is_same(self, args[0]):
             raise RuntimeError(
                 f"parameter {self._flatshard_info.fqn!r} is sharded, and set_ would give it other memory: "
@@ -242,7 +246,7 @@ class ShardedParameter(nn.Parameter):
         return self
 
     def copy_(self, src: Any, non_blocking: bool = False) -> Self:
-        """As in torch: into this rank's part."""
+        """Copy ``src`` into this rank's part, as in torch."""
         if isinstance(src, torch.Tensor) and src.shape == full_shape(self) != self.shape:
             info = self._flatshard_info
             raise RuntimeError(
@@ -257,7 +261,7 @@ class ShardedParameter(nn.Parameter):
 
     def _get_shape(self) -> torch.Size:
         shape: torch.Size = _plain_shape.__get__(self)
-        if 0 in shape:  # initialisers leave it alone, where those of other ranks go on
+        if 0 in shape:  # initialisers leave it alone, while those of other ranks continue
             reader = of_caller(1)
             if _is_part(self):
                 check_initialiser(self._flatshard_info, reader)
@@ -275,20 +279,21 @@ class ShardedParameter(nn.Parameter):
         )
 
     def register_hook(self, hook: Callable[[torch.Tensor], torch.Tensor | None]) -> RemovableHandle:
-        """As in torch. ``hook`` gets this rank's own gradient: whole, in its original shape, before it is averaged.
+        """Register a hook, as in torch. It gets this rank's own, full gradient, before it is averaged.
 
         DistributedDataParallel does the same. For this rank's part of the averaged gradient, which becomes ``.grad``, use
         ``register_post_accumulate_grad_hook``.
         """
-        if (home := _homes.get(id(self))) is not None:
-            home.compute_of(self)  # raises for a flat parameter
+        if (flat := _flat_params.get(id(self))) is not None:
+            flat.compute_of(self)  # raises for a flat parameter
         handle: RemovableHandle = super().register_hook(hook)  # type: ignore[no-untyped-call]
         self._share_hooks()
         return handle
 
     def register_post_accumulate_grad_hook(self, hook: Callable[[torch.Tensor], None]) -> RemovableHandle:
-        """As in torch: ``hook(p)`` runs in backward, after ``p.grad`` got its part of the averaged gradient. It may step an
-        optimizer on ``p`` and set ``p.grad`` to None. It does not run under ``no_sync``.
+        """Register a hook, as in torch: ``hook(p)`` runs in backward, when ``p.grad`` has its part of the averaged gradient.
+
+        It may step an optimizer on ``p`` and set ``p.grad`` to None. It does not run under ``no_sync``.
         """
         handle: RemovableHandle = super().register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
         self._share_hooks()
@@ -298,15 +303,15 @@ class ShardedParameter(nn.Parameter):
 
     def _share_hooks(self) -> None:
         """Autograd never computes a gradient of this tensor, so its hooks are registered where they will run."""
-        home = _homes.get(id(self))
-        if home is not None:
+        flat = _flat_params.get(id(self))
+        if flat is not None:
             if self._post_accumulate_grad_hooks:
-                home.watch()
+                flat.watch()
             if self._backward_hooks:  # the same dict: hooks that are added or removed later count, too
-                home.compute_of(self)._backward_hooks = self._backward_hooks
+                flat.compute_of(self)._backward_hooks = self._backward_hooks
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-        """A plain parameter with this rank's part. A copy of the whole module is sharded again (``FlatParamHandle``)."""
+        """Return a plain parameter with this rank's part. A copy of the module is sharded again by ``FlatParamHandle``."""
         if id(self) in memo:
             found: nn.Parameter = memo[id(self)]
             return found
@@ -318,13 +323,13 @@ class ShardedParameter(nn.Parameter):
         return result
 
     @classmethod
-    def adopt(cls, param: nn.Parameter, info: ShardInfo, home: Home) -> Self:
-        """Internal: turn the user's own ``param`` into a sharded parameter, in place."""
+    def adopt(cls, param: nn.Parameter, info: ShardInfo, flat: OwnFlatParam) -> Self:
+        """Turn the user's own ``param`` into a sharded parameter, in place. Internal."""
         param.__class__ = cls  # [Note: The user's Parameter objects survive]
         assert isinstance(param, cls)
         param._flatshard_info = info
         _by_attributes[id(vars(param))] = param
-        _homes[id(param)] = home
+        _flat_params[id(param)] = flat
         param._share_hooks()
         return param
 
@@ -334,7 +339,7 @@ sharded_types: set[type] = {ShardedParameter}
 
 
 def is_sharded_parameter(value: Any) -> TypeGuard[ShardedParameter]:
-    """The quick ``isinstance``: that of a class of parameters runs Python code."""
+    """Return whether ``value`` is a sharded parameter, quicker than ``isinstance``, which runs Python code here."""
     return type(value) in sharded_types
 
 
@@ -344,8 +349,9 @@ _torch_optimizer._foreach_supported_types.append(ShardedParameter)
 
 
 def handle_to_empty(param: ShardedParameter, writer: FrameType, new: torch.Tensor) -> bool:
-    """If ``writer``, which gives ``param`` the memory ``new``, is ``module.to_empty()``: allocate the shard of a parameter on
-    meta, and return True. [Note: Filled later]
+    """Allocate the shard of a parameter on meta if ``writer`` is ``module.to_empty()``, and return whether it is.
+
+    ``new``: the memory that ``writer`` gives ``param``. [Note: Filled later]
 
     Raises:
         RuntimeError: ``param`` has its values, which would be lost.
@@ -353,9 +359,9 @@ def handle_to_empty(param: ShardedParameter, writer: FrameType, new: torch.Tenso
     frame = next((each for each in outward(writer) if function_name(each) != "_apply"), None)
     if not is_of(frame, nn.Module.to_empty):
         return False
-    home = home_of(param)
-    if home is not None and home.filling is not None:
-        home.filling.allocate(new.device)
+    flat = flat_param_of(param)
+    if flat is not None and flat.filling is not None:
+        flat.filling.allocate(new.device)
         return True
     raise RuntimeError(
         f"parameter {param._flatshard_info.fqn!r} is sharded and has its values, which to_empty would throw away. To move a "
@@ -363,33 +369,33 @@ def handle_to_empty(param: ShardedParameter, writer: FrameType, new: torch.Tenso
     )
 
 
-def home_of(param: ShardedParameter) -> Home | None:
-    """The flat parameter that ``param`` is a slice of. None for an unpickled copy."""
-    return _homes.get(id(param))
+def flat_param_of(param: ShardedParameter) -> OwnFlatParam | None:
+    """Return the flat parameter that ``param`` is a slice of, or None for an unpickled copy."""
+    return _flat_params.get(id(param))
 
 
 def own_of(shown: nn.Parameter) -> ShardedParameter | None:
-    """The sharded parameter in whose place modules show ``shown``. None for a plain one, and some tensor subclasses."""
+    """Return the sharded parameter of ``shown`` in a module, or None for a plain one and for some tensor subclasses."""
     return _by_attributes.get(id(vars(shown)))
 
 
 def show_whole(param: ShardedParameter, beside: Iterable[Any] = ()) -> nn.Parameter:
-    """What code gets that reads ``param`` from its module: itself, or while it is being filled, the whole.
+    """Return ``param`` for code that reads it from its module, or the full parameter while it is being filled.
 
     ``beside``: the module's own parameters.
     """
-    home = _homes.get(id(param))
-    if home is None or home.filling is None:
+    flat = _flat_params.get(id(param))
+    if flat is None or flat.filling is None:
         return param
-    homes = [_homes.get(id(each)) for each in beside]
-    return home.filling.show(param, {each.filling.unit for each in homes if each is not None and each.filling})
+    others = [_flat_params.get(id(each)) for each in beside]
+    return flat.filling.show(param, {each.filling.unit for each in others if each is not None and each.filling})
 
 
 def note_whole(filling: Filling) -> None:
-    """Note that ``filling`` shows parameters whole, until somebody looks at any who is no initialiser.
+    """Record that ``filling`` shows parameters in full, until code that is no initialiser reads any.
 
-    An optimizer looks at ``is_leaf`` when it is built, and at ``grad`` when it steps, as torch does for it. So these two look
-    around as long as something is whole, and only then: in a step they are C functions.
+    An optimizer reads ``is_leaf`` when it is built, and ``grad`` when it steps. So these two properties call ``show_parts``
+    while parameters are shown in full, and only then: in a step they are C functions.
     """
     if filling not in whole_now:
         whole_now.append(filling)
@@ -398,7 +404,7 @@ def note_whole(filling: Filling) -> None:
 
 
 def show_parts() -> None:
-    """Show this rank's parts again, everywhere: somebody looks who is no initialiser."""
+    """Show this rank's parts again, everywhere: code that is no initialiser reads parameters."""
     if whole_now:
         ShardedParameter.is_leaf = torch.Tensor.is_leaf
         ShardedParameter.grad = _GRAD
@@ -425,7 +431,7 @@ def _set_grad_of_part(param: ShardedParameter, grad: torch.Tensor | None) -> Non
 
 
 def _is_same(param: torch.Tensor, data: torch.Tensor) -> bool:
-    """Whether ``data`` is the same memory as ``param``. Compares storages, because an empty tensor has no address."""
+    """Return whether ``data`` is the same memory as ``param``. It compares storages: an empty tensor has no address."""
     return bool(
         data.dtype is param.dtype
         and data.shape == param.shape
@@ -436,8 +442,9 @@ def _is_same(param: torch.Tensor, data: torch.Tensor) -> bool:
 
 
 def shard_info(param: torch.Tensor) -> ShardInfo | None:
-    """How ``param``, a parameter or its ``.grad``, is sharded: the FQN, the whole shape, and this rank's elements and rows.
-    None for a plain tensor.
+    """Return how ``param``, a parameter or its ``.grad``, is sharded, or None for a plain tensor.
+
+    It has the FQN, the full shape, and this rank's elements and rows.
 
     Example::
 
@@ -449,7 +456,7 @@ def shard_info(param: torch.Tensor) -> ShardInfo | None:
 
 
 def full_shape(param: torch.Tensor) -> torch.Size:
-    """The shape of the whole parameter of which ``param`` is this rank's part. A plain tensor has its own shape.
+    """Return the shape of the full parameter of which ``param`` is this rank's part. A plain tensor has its own shape.
 
     Rules that look at the shape keep working after sharding::
 
@@ -462,7 +469,7 @@ def full_shape(param: torch.Tensor) -> torch.Size:
 
 
 def take_place(new: Any, old: Any) -> None:
-    """Make ``new`` for autograd what ``old`` is: it has the hooks on ``old``, and the same choice of a gradient's dtype."""
+    """Give ``new`` the hooks on ``old``, and its choice of a gradient's dtype."""
     if old._backward_hooks is not None:
         new._backward_hooks = old._backward_hooks
     if old._post_accumulate_grad_hooks is not None:
