@@ -9,11 +9,12 @@ then the parts of an outer group lie side by side, and both gathers fill ranges 
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import torch
 
-from flatshard._comm.backends import Take
+from flatshard._comm.capabilities import EnsureMemory
 from flatshard._comm.collectives import CollectivesFactory, Done, Pending
 from flatshard._comm.progress import GATHER, REDUCE, Label
 from flatshard._runtime import Runtime, holding
@@ -26,7 +27,8 @@ class MeshRuntime(Runtime):
         """``every``: of all ranks, in the order of the note."""
         super().__init__(every.peers, inner.collectives)
         self.monitor = None  # each axis has one of its own
-        self.takes = False  # the second gather reads what the first one wrote
+        # The second gather reads what the first one wrote.
+        self.capabilities = dataclasses.replace(self.capabilities, gathers_late=False)
         self.inner, self.outer = inner, outer
         assert self.rank == inner.rank * outer.world_size + outer.rank
 
@@ -49,9 +51,14 @@ class MeshRuntime(Runtime):
         return output.view(self.inner.world_size, -1)[self.inner.rank]
 
     def all_gather(
-        self, output: torch.Tensor, shard: torch.Tensor, label: Label, again: bool = False, take: Take | None = None
+        self,
+        output: torch.Tensor,
+        shard: torch.Tensor,
+        label: Label,
+        again: bool = False,
+        ensure_output: EnsureMemory | None = None,
     ) -> Pending:
-        assert take is None
+        assert ensure_output is None
         if self.outer.world_size == 1:
             return self.gather_inner(output, shard, label, again)
         if self.inner.world_size == 1:

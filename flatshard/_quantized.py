@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from flatshard._comm.backends import BuiltinCollectives, builtin_collectives
-from flatshard._comm.collectives import Collectives, Pending, Works, as_real, copy_options
+from flatshard._comm.collectives import Collectives, Pending, Works, as_real
 
 _WIDE = (torch.float32, torch.float64)  # dtypes for arithmetic; narrower numbers are widened first
 _COMPRESSED = (*_WIDE, torch.float16, torch.bfloat16)
@@ -76,11 +76,11 @@ class _Quantized:
         self._choice = choice
         self._block = choice.block
         self.exact = not choice.all_gather
-        copy_options(self, inner, ["compared"])
-        if not choice.all_gather:  # otherwise a shard is encoded from its place in the output
-            copy_options(self, inner, ["out_of_place"])
-        if not choice.reduce:  # otherwise 8 bits per element are sent, whatever the input's dtype
-            copy_options(self, inner, ["widens"])
+        self.compared = inner.compared
+        # Otherwise a shard is encoded from its place in the output.
+        self.out_of_place = inner.out_of_place and not choice.all_gather
+        # Otherwise 8 bits per element are sent, whatever the input's dtype.
+        self.widens = inner.widens and not choice.reduce
 
     def all_gather(self, output: torch.Tensor, shard: torch.Tensor) -> Pending:
         if not self._choice.all_gather or output.dtype not in _COMPRESSED:

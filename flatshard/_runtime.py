@@ -36,7 +36,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -46,7 +45,8 @@ from typing import Any, ClassVar, Literal, NoReturn, Protocol
 import torch
 import torch.distributed as dist
 
-from flatshard._comm.backends import Addressed, BuiltinCollectives, Take, builtin_collectives
+from flatshard._comm.backends import Addressed, BuiltinCollectives, builtin_collectives
+from flatshard._comm.capabilities import Capabilities, EnsureMemory, read_capabilities
 from flatshard._comm.collectives import Collectives, CollectivesFactory, Pending, settle
 from flatshard._comm.progress import EXCHANGE, GATHER, NUMBERS, REDUCE, Issued, Label, Progress, describe_place, here
 from flatshard._comm.rank_group import RankGroup
@@ -80,12 +80,9 @@ class Monitor(Protocol):
     """Detects that ranks issue different collectives: see ``_comm/monitor/monitor.py``. It does not change results."""
 
     def start(
-        self, issued: Issued, collectives: Collectives, start: Callable[[], Pending], streams: Streams | None
+        self, issued: Issued, capabilities: Capabilities, start: Callable[[], Pending], streams: Streams | None
     ) -> Pending:
-        """Start ``issued``, a collective of ``collectives``, by calling ``start``. Waiting for it raises if ranks differ.
-
-        ``streams``: of an accelerator.
-        """
+        """Start ``issued`` by calling ``start``. Waiting for it raises if ranks differ. ``streams``: of an accelerator."""
 
     def explain(self, issued: Issued) -> Exception | None:
         """Called when the wait for ``issued`` has failed. Returns an error that gives the reason, if it is known."""
@@ -368,9 +365,7 @@ class Runtime(RankGroup):
         super().__init__(peers.device, self._builtin.rank, self._builtin.size, peers.number)
         self.host, self.progress, self.monitor, self.streams = peers.host, peers.progress, peers.monitor, peers.streams
         self.collectives: Collectives = collectives or self._builtin
-        # See ``BuiltinCollectives.takes``. A class of the user's may inherit it, or pass it on, and know no such argument.
-        gather = self.collectives.all_gather
-        self.takes = getattr(self.collectives, "takes", False) and "take" in inspect.signature(gather).parameters
+        self.capabilities = read_capabilities(self.collectives)
 
     @classmethod
     def of(cls, group: dist.ProcessGroup, device: torch.device) -> Runtime:
@@ -472,15 +467,25 @@ class Runtime(RankGroup):
     # -- collectives -------------------------------------------------------------------------------------------------
 
     def all_gather(
-        self, output: torch.Tensor, shard: torch.Tensor, label: Label, again: bool = False, take: Take | None = None
+        self,
+        output: torch.Tensor,
+        shard: torch.Tensor,
+        label: Label,
+        again: bool = False,
+        ensure_output: EnsureMemory | None = None,
     ) -> Pending:
-        """``label``: the unit. ``again``: the backward gathers parameters that the forward has already gathered.
+        """Gather the shards of one unit.
 
-        ``take``: see ``BuiltinCollectives.takes``.
+        Args:
+            output: gets the shards of all ranks.
+            shard: of this rank.
+            label: the unit.
+            again: the backward gathers parameters that the forward has already gathered.
+            ensure_output: only for collectives that can gather late: see ``gathers_late``.
         """
         start: Callable[..., Pending] = self.collectives.all_gather
-        if take is not None:
-            start = functools.partial(start, take=take)
+        if ensure_output is not None:
+            start = functools.partial(start, ensure_output=ensure_output)
         return self._issue("all-gather", GATHER, label, start, output, shard, again=again)
 
     def reduce_scatter(self, output: torch.Tensor, input: torch.Tensor, label: Label) -> Pending:
@@ -516,7 +521,7 @@ class Runtime(RankGroup):
         before, here.label = here.label, label
         try:
             call = functools.partial(start, *given)
-            pending = call() if monitor is None else monitor.start(issued, self.collectives, call, self.streams)
+            pending = call() if monitor is None else monitor.start(issued, self.capabilities, call, self.streams)
             return Awaited(pending, issued, monitor) if self.streams is None else self.issued(pending)
         finally:
             here.label = before

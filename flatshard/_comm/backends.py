@@ -42,6 +42,7 @@ import torch
 import torch.distributed as dist
 
 from flatshard import _torch, _trace
+from flatshard._comm.capabilities import EnsureMemory, gathers_late
 from flatshard._comm.collectives import Collectives, Done, Pending, Works, as_real
 from flatshard._comm.progress import EXCHANGE, GATHER, REDUCE, Label, here, mixed_all_reduce
 
@@ -61,9 +62,6 @@ ThroughMemory = Callable[["GlooCollectives", Sequence[torch.Tensor], Receive, in
 LendMemory = Callable[["GlooCollectives", int, torch.dtype, bool], torch.Tensor | None]
 """What ``GlooCollectives._lend_memory`` is: called with the collectives, a number of elements, their dtype, and whether
 every rank reads all of them, or each its part."""
-
-Take = Callable[[], object]
-"""Allocates a tensor's memory. It may be called again."""
 
 
 def timeout_of(group: dist.ProcessGroup, device: torch.device | None = None) -> timedelta | None:
@@ -92,17 +90,13 @@ class BuiltinCollectives(Collectives):
     """
 
     exact = True
+    # See ``Capabilities``.
     out_of_place = False
-    """Whether ``all_gather`` also takes a shard outside of ``output``, and copies it there. Saves some callers a copy."""
     widens = False
-    """Whether ``reduce_scatter`` also takes an input of a narrower dtype than the output's, and adds in the output's."""
-    takes = False
-    """Whether ``all_gather`` has a fourth argument, ``take``, which allocates the memory of ``output``: then ``output`` has
-    none before, and ``shard`` may be of another dtype."""
-    imitates = False
-    """Whether the other ranks are imitated: there is nobody to wait for, or to differ from."""
     compared: tuple[int, ...] = (GATHER, REDUCE)
-    """The kinds of collectives whose order ranks compare: see ``OrderCheck``. Custom collectives may set it, too."""
+
+    imitates = False
+    """Whether the other ranks are simulated: there is nobody to wait for, or to differ from."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = weakref.ref(group)
@@ -211,7 +205,7 @@ class GlooCollectives(BuiltinCollectives):
         group: the ranks to communicate among. It is held weakly.
     """
 
-    out_of_place = widens = takes = True
+    out_of_place = widens = True
 
     _through_memory: ClassVar[ThroughMemory | None] = None
     """Does what ``_by_messages`` does, or calls it: see ``_shared_memory.py``. None: there is none."""
@@ -221,28 +215,33 @@ class GlooCollectives(BuiltinCollectives):
     _rest_memory: ClassVar[Callable[[GlooCollectives], object] | None] = None
     """What ``rest`` does."""
 
+    @gathers_late
     def all_gather(
-        self, output: torch.Tensor, shard: torch.Tensor, label: Label | None = None, take: Take | None = None
+        self,
+        output: torch.Tensor,
+        shard: torch.Tensor,
+        label: Label | None = None,
+        ensure_output: EnsureMemory | None = None,
     ) -> Pending:
-        """See :class:`Collectives`, and ``takes``."""
-        if take is not None:
+        """See :class:`Collectives`, and ``gathers_late``."""
+        if ensure_output is not None:
             if self._lend_memory is not None:
                 sent = self._lend_memory(shard.numel(), output.dtype, True)
                 if sent is not None:
-                    return self._gather_late(output, sent.copy_(shard), label, take)
-            take()
+                    return self._gather_late(output, sent.copy_(shard), label, ensure_output)
+            ensure_output()
         rows = output.view(self.size, -1).unbind()
         if rows[self.rank].data_ptr() != shard.data_ptr():
             rows[self.rank].copy_(shard)  # and sent from there: the shard may change before the send has ended
         return self._exchange([rows[self.rank]] * self.size, rows.__getitem__, label, GATHER)
 
-    def _gather_late(self, output: torch.Tensor, sent: torch.Tensor, label: Label | None, take: Take) -> Pending:
-        """``all_gather`` of what lies in memory that was lent: ``output`` is filled, and its memory taken, when it is waited
-        for. Messages need it earlier.
-        """
+    def _gather_late(
+        self, output: torch.Tensor, sent: torch.Tensor, label: Label | None, ensure_output: EnsureMemory
+    ) -> Pending:
+        """Gather ``sent``, which lies in lent memory. The wait allocates and fills ``output``; messages need it earlier."""
 
         def receive(rank: int) -> torch.Tensor:
-            take()
+            ensure_output()
             return output.view(self.size, -1)[rank]
 
         def place(parts: Sequence[torch.Tensor]) -> None:

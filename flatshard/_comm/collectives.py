@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -191,13 +191,3 @@ CollectivesFactory = Callable[[dist.ProcessGroup, torch.device], Collectives]
 def as_real(tensor: torch.Tensor) -> torch.Tensor:
     """``tensor`` as 1-D real numbers. Gloo supports no complex numbers, and complex arithmetic does not keep -0.0."""
     return torch.view_as_real(tensor).view(-1) if tensor.is_complex() else tensor
-
-
-OPTIONS = ("allocate", "compared", "out_of_place")
-"""Optional attributes of :class:`Collectives`: all that apply to a wrapper with unchanged all-gathers. (``widens`` is about
-the wrapper's own reductions.)"""
-
-
-def copy_options(outer: object, inner: object, names: Iterable[str] = OPTIONS) -> None:
-    """Copy the attributes ``names`` that ``inner`` has to ``outer``. See :class:`BuiltinCollectives` for what they mean."""
-    vars(outer).update((name, getattr(inner, name)) for name in names if hasattr(inner, name))

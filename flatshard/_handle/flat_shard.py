@@ -385,10 +385,10 @@ class FlatShard:
         if self.is_whole:
             target.allocate(shard)
             return runtime.issued(Done())
-        if runtime.takes and (take := target.later()) is not None:
+        if runtime.capabilities.gathers_late and (take := target.later()) is not None:
             return runtime.all_gather(target.wire, shard, self.ranks.label, again, take)
         fits = kept is None and self.kind.dtype is self.kind.compute_dtype
-        as_it_is = fits and getattr(runtime.collectives, "out_of_place", False)
+        as_it_is = fits and runtime.capabilities.out_of_place
         target.allocate(None if as_it_is else shard)
         sent, wire = shard if as_it_is else target.own, target.wire
         return runtime.all_gather(wire, sent if wire is target.flat else as_sent(sent), self.ranks.label, again)

@@ -21,7 +21,7 @@ dtype.
 
 [Note: Sent as it was computed]
 A gradient that is computed in bfloat16 and reduced in float32 is a bfloat16 number in a float32. If the collectives can add
-in a wider dtype than they send (``BuiltinCollectives.widens``), it is sent in bfloat16. The sums are the same bit for bit,
+in a wider dtype than they send (``Capabilities.widens``), it is sent in bfloat16. The sums are the same bit for bit,
 with half of the bytes, and half of the memory for the input. Gradients that have been held (``no_sync``) are sums in the
 reduce dtype already, and are sent in that dtype. All ranks must choose the same dtype, including a rank that holds no
 gradient. So the choice depends on whether the unit was told to hold gradients, not on whether it holds any
@@ -309,7 +309,7 @@ class FlatGradients:
     def _make_room(self, dtype: torch.dtype) -> list[bool]:
         """Allocate the input, with ``dtype``."""
         if self._input is not None:
-            self._input.allocate(dtype, self.runtime.collectives)
+            self._input.allocate(dtype, self.runtime.capabilities.lend_memory)
         self._filled = [False] * len(self.flat.params)
         return self._filled
 
@@ -321,7 +321,7 @@ class FlatGradients:
             for param, compute in zip(flat.params, computes, strict=True):
                 if not param.requires_grad:
                     compute.grad = None
-        input.allocate(dtype, self.runtime.collectives)
+        input.allocate(dtype, self.runtime.capabilities.lend_memory)
         grads = list(map(_grad_of_plain, computes))
         consume(map(setattr, computes, itertools.repeat("grad"), _NONE))
         here = list(map(operator.is_not, grads, _NONE))
@@ -376,7 +376,7 @@ class FlatGradients:
         if self._input is None:
             return
         if self._is_waiting:
-            narrow = getattr(self.runtime.collectives, "widens", False) and not (accumulates or flat.is_whole)
+            narrow = self.runtime.capabilities.widens and not (accumulates or flat.is_whole)
             self._copy_to_input(self._sent_dtype if narrow else self.reduce_dtype)  # [Note: Sent as it was computed]
         filled = self._filled if self._filled is not None else self._make_room(self.reduce_dtype)
         no_gradient: list[int] = []

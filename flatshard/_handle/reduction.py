@@ -18,7 +18,8 @@ from typing import NoReturn
 
 import torch
 
-from flatshard._comm.collectives import Collectives, Done, Pending, settle
+from flatshard._comm.capabilities import LendMemory
+from flatshard._comm.collectives import Done, Pending, settle
 from flatshard._handle.flat_shard import FlatShard
 from flatshard._handle.layout import FlatLayout
 from flatshard._handle.pool import FlatBuffer
@@ -56,10 +57,10 @@ class ReductionInput:
             self._views(own)  # here, to save the time in the first step
             own.free()
 
-    def allocate(self, dtype: torch.dtype, collectives: Collectives) -> None:
-        """Allocate the memory, and zero the padding. ``collectives``: those that reduce it."""
+    def allocate(self, dtype: torch.dtype, lend: LendMemory | None) -> None:
+        """Allocate the memory, and zero the padding. ``lend``: of the collectives that reduce it."""
         new = self._new(dtype) if self._of.is_whole else None
-        if new is None and self._pool is None and (lend := getattr(collectives, "_lend_memory", None)) is not None:
+        if new is None and self._pool is None and lend is not None:
             new = lend(self._layout.padded_numel, dtype, False)
         if new is not None:
             self.flat = new

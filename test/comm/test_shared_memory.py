@@ -29,6 +29,7 @@ from torch import Tensor, nn
 import flatshard
 from flatshard import ShardingStrategy, _config, _shared_memory, fully_shard
 from flatshard._comm.backends import GlooCollectives
+from flatshard._comm.capabilities import gathers_late
 from flatshard._composable.find import units_below
 from flatshard._handle.pool import FlatBuffer
 from flatshard._handle.unsharded import UnshardedBuffer
@@ -330,9 +331,10 @@ def test_gradients_are_copied_to_where_they_are_read(ctx) -> None:
         return found
 
     with sharing(), pytest.MonkeyPatch.context() as patch:
-        model = fully_shard(Net(blocks=3), policy={Block}, process_group=ctx.group)
-        model(make_input(0, 2)).sum().backward()
         patch.setattr(GlooCollectives, "_lend_memory", lend)
+        model = fully_shard(Net(blocks=3), policy={Block}, process_group=new_group(2))
+        model(make_input(0, 2)).sum().backward()
+        lent.clear()
         model(make_input(0, 2)).sum().backward()
     assert len(lent) == len(flatshard.describe(model).units)
     assert all(each.abs().sum() > 0 for each in lent)
@@ -348,9 +350,10 @@ def test_units_ahead_take_no_memory(ctx) -> None:
             flat.unsharded.nbytes for h in handles if h.lifetime.params.name == "UNSHARDING" for flat in h.flats
         )
 
-    def gather(*args: Any, take: Any = None) -> Any:
-        gathers.extend([] if take is None else [take])
-        return real[1](*args, take=take)
+    @gathers_late
+    def gather(*args: Any, ensure_output: Any = None) -> Any:
+        gathers.extend([] if ensure_output is None else [ensure_output])
+        return real[1](*args, ensure_output=ensure_output)
 
     with sharing(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(FlatBuffer, "take", lambda *args: (taken.append(args[1]), real[0](*args)))

@@ -12,10 +12,11 @@ import torch.distributed as dist
 
 from flatshard import _config
 from flatshard._comm.backends import BuiltinCollectives, GlooCollectives
-from flatshard._comm.collectives import Collectives, Pending
+from flatshard._comm.capabilities import Capabilities
+from flatshard._comm.collectives import Pending
 from flatshard._comm.monitor import watch
 from flatshard._comm.monitor.order_check import OrderCheck
-from flatshard._comm.progress import GATHER, REDUCE, Issued, Progress
+from flatshard._comm.progress import Issued, Progress
 from flatshard._errors import OutOfStepError, ReconfiguredError
 from flatshard._runtime import Awaited, Streams, Then
 
@@ -36,11 +37,11 @@ class GroupMonitor:
             watch.start(builtin, progress)
 
     def start(
-        self, issued: Issued, collectives: Collectives, start: Callable[[], Pending], streams: Streams | None
+        self, issued: Issued, capabilities: Capabilities, start: Callable[[], Pending], streams: Streams | None
     ) -> Pending:
         if self._may_change:
             self._check_unchanged(issued)
-        if issued.number > self._checked or issued.kind not in getattr(collectives, "compared", (GATHER, REDUCE)):
+        if issued.number > self._checked or issued.kind not in capabilities.compared:
             return start()
         if streams is not None and streams.is_captured(streams.current):
             return start()  # the host can't wait for messages while it makes a CUDA graph
