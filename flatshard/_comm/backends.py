@@ -43,7 +43,8 @@ import torch.distributed as dist
 
 from flatshard import _torch, _trace
 from flatshard._comm.capabilities import EnsureMemory, gathers_late
-from flatshard._comm.collectives import Collectives, Done, Pending, Works, as_real
+from flatshard._comm.collectives import Collectives, Done, Pending, as_real
+from flatshard._comm.pending import Works
 from flatshard._comm.progress import EXCHANGE, GATHER, REDUCE, Label, here, mixed_all_reduce
 
 _PIECE = 2**17  # elements that a thread adds at a time
@@ -116,7 +117,10 @@ class BuiltinCollectives(Collectives):
         return None if group is None else group.get_group_store()
 
     def all_gather(self, output: torch.Tensor, shard: torch.Tensor, label: Label | None = None) -> Pending:
-        """See :class:`Collectives`. ``label``: what it is for; reductions get it, too. [Note: Whose messages these are]"""
+        """See :class:`Collectives`.
+
+        ``label``: of the unit; reductions have it, too. Without it: [Note: Labels of a user's collectives]
+        """
         raise NotImplementedError
 
     def all_to_all(self, output: torch.Tensor, input: torch.Tensor) -> Pending:

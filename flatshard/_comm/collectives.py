@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Callable
+from typing import Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
-
-from flatshard import _trace
-from flatshard._errors import OutOfStepError
 
 
 class Pending(Protocol):
@@ -47,72 +44,6 @@ class Done:
     __slots__ = ()
 
     def wait(self) -> None: ...
-
-
-def settle(pending: list[Pending]) -> bool:
-    """Wait for collectives and ignore their errors, so that their memory can be freed. Empties the list.
-
-    After an interrupt, the list contains the collectives that have not been waited for yet.
-
-    Returns:
-        Whether all have ended. False: ranks are out of step, so some may never end, and memory must not be freed.
-    """
-    ended = True
-    while pending:
-        try:
-            pending[0].wait()
-        except OutOfStepError:
-            ended = False
-        except Exception as e:
-            _trace.logger.debug("ignored the failure of a collective whose result is not needed: %s", e)
-        del pending[0]
-    return ended
-
-
-class Works:
-    """Async works of a CPU backend (or other pending collectives), and a computation on their results.
-
-    ``then`` runs after the last work. ``describe(index)`` gives the note to add to the error if a work fails. A ``wait``
-    after an interrupt continues with the work that was interrupted.
-    """
-
-    __slots__ = ("_describe", "_done", "_then", "_works")
-
-    def __init__(
-        self,
-        works: Sequence[Any],
-        then: Callable[[], object] | None = None,
-        describe: Callable[[int], str] | None = None,
-    ) -> None:
-        self._works = list(works)
-        self._done = 0  # works waited for: waiting for one again would make gloo wait for another message
-        self._then = then
-        self._describe = describe
-
-    def add(self, works: Sequence[Any]) -> None:
-        """Wait for ``works``, too."""
-        self._works += works
-
-    def wait(self) -> None:
-        while self._done < len(self._works):
-            work = self._works[self._done]
-            try:
-                work.wait()
-            except Exception as e:
-                if self._describe is not None:
-                    e.add_note(self._describe(self._done))
-                    self._describe = None
-                # The error's traceback refers to this object, and the caller frees the memory: drop the works that use it.
-                self._works, self._done = [work], 0
-                raise
-            except BaseException:  # an interrupt is raised when the work's own wait has returned
-                if getattr(work, "is_completed", bool)():
-                    self._done += 1
-                raise
-            self._done += 1
-        if self._then is not None:
-            self._then()
-            self._then = None
 
 
 @runtime_checkable

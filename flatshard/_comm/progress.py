@@ -3,11 +3,11 @@
 The order check (``monitor/order_check.py``) compares what ranks are about to do, and the watch (``monitor/watch.py``)
 compares what they wait for. Both use this bookkeeping. It also assigns the tags of gloo messages:
 
-[Note: Whose messages these are]
-The runtime tells the backend's collectives for whom each call is. Collectives that a user writes get no such argument, and
-may call the backend's, of this group or of others, also when they are waited for. So the runtime notes the label around
-both (``here.label``), and the backend's collectives read it where they are given none. It is no argument of the interface,
-because a class that forgot to hand it on would work, until ranks differ: then data of different units would mix unnoticed.
+[Note: Labels of a user's collectives]
+The runtime passes each unit's label to the backend's collectives. A user's class has no such argument, and may call the
+backend's collectives, of this group or of others, in the call or in the wait. So ``here.label`` is set around both, and the
+backend's collectives read it if they get no label. It is no argument of the interface: a class that forgot to pass it on
+would work until ranks differ, and then data of different units would mix unnoticed.
 
 [Note: Data of different units never mix]
 Over gloo every message of an all-gather or a reduce-scatter carries its unit's tag, which is the same on all ranks. Only a
@@ -126,7 +126,7 @@ class Progress:
     def __init__(self) -> None:
         self.counts: dict[int, int] = {}  # collectives issued, by key (tag + kind)
         # Collectives in flight: those dropped before a wait, and those that may never end, because other ranks have issued
-        # different ones. _runtime.py, [Note: Memory lives as long as its works]
+        # different ones. pending.py, [Note: Memory lives as long as its works]
         self.abandoned: list[Pending] = []
         self.unended: list[tuple[Issued, Pending]] = []
         self.place: Callable[[], Place | None] = lambda: None
@@ -169,7 +169,7 @@ class Here:
     __slots__ = ("label", "waiting")
 
     def __init__(self) -> None:
-        self.label = NOBODY  # what is being started or waited for: [Note: Whose messages these are]
+        self.label = NOBODY  # of the user's collective that is being called: [Note: Labels of a user's collectives]
         self.waiting: Issued | None = None  # also read by the watch's thread
 
 

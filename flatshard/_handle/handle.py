@@ -17,7 +17,9 @@ from torch import nn
 from torch.autograd.graph import increment_version
 
 from flatshard import _trace
-from flatshard._comm.collectives import Pending, settle
+from flatshard._comm.collectives import Pending
+from flatshard._comm.pending import drain
+from flatshard._comm.streams import Users
 from flatshard._errors import CollectiveError, InternalError, OutOfStepError, name_list
 from flatshard._handle.adapters.tensor_subclass import plain_tensors
 from flatshard._handle.flat_param import FlatParam
@@ -33,7 +35,6 @@ from flatshard._handle.tensors.shard_info import ShardInfo
 from flatshard._handle.tensors.sharded_parameter import shard_info, show_parts
 from flatshard._handle.unit_gradients import UnitGradients
 from flatshard._handle.unit_ranks import UnitRanks
-from flatshard._runtime import Users
 
 _version = operator.attrgetter("_version")  # read for every parameter in every step, so the loop runs in C
 
@@ -318,7 +319,7 @@ class FlatParamHandle:
 
     def _settle_all_gathers(self, out_of_step: bool = False) -> None:
         """Wait for gathers whose result is not needed. ``out_of_step``: one has raised ``OutOfStepError``."""
-        if not settle(self._all_gathers) or out_of_step:  # some may never end, so their memory must not be freed
+        if not drain(self._all_gathers) or out_of_step:  # some may never end, so their memory must not be freed
             for flat in self._sharded:
                 flat.leave_memory()
 

@@ -19,12 +19,14 @@ from typing import NoReturn
 import torch
 
 from flatshard._comm.capabilities import LendMemory
-from flatshard._comm.collectives import Done, Pending, settle
+from flatshard._comm.collectives import Done, Pending
+from flatshard._comm.pending import Chain, drain
+from flatshard._comm.streams import holding, wait_on_host
 from flatshard._handle.flat_shard import FlatShard
 from flatshard._handle.layout import FlatLayout
 from flatshard._handle.pool import FlatBuffer
 from flatshard._handle.unused import Unused
-from flatshard._runtime import Runtime, Then, holding, wait_on_host
+from flatshard._runtime import Runtime
 
 Partial = tuple[torch.Tensor, set[int]]
 """The output of earlier reductions, not averaged over the replicas yet; and the parameters that they did not use."""
@@ -212,7 +214,7 @@ class Reduction:
         Raises:
             CollectiveError: the first part failed.
         """
-        if isinstance(self._pending, Then):
+        if isinstance(self._pending, Chain):
             try:
                 self._pending.advance()
             except Exception as e:
@@ -237,7 +239,7 @@ class Reduction:
     def settle(self) -> bool:
         """Wait for its end and ignore its error. Returns whether it has ended, so that its memory can be freed."""
         pending, self._pending = self._pending, None
-        return pending is None or settle([pending])
+        return pending is None or drain([pending])
 
     def take(self) -> torch.Tensor | None:
         """After ``wait``: take the gradient shard, or None if it is partial. Under offload the host waits for it."""

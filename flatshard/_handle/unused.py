@@ -21,9 +21,11 @@ import operator
 from collections.abc import Iterable
 
 from flatshard._comm.collectives import Pending
+from flatshard._comm.pending import Chain
 from flatshard._comm.progress import REDUCE, Label
+from flatshard._comm.streams import wait_on_host
 from flatshard._handle.layout import FlatLayout
-from flatshard._runtime import Runtime, Then, wait_on_host
+from flatshard._runtime import Runtime
 
 
 class Unused:
@@ -63,7 +65,7 @@ class Unused:
         """
         if self._unread is None:
             return
-        if not isinstance(pending, Then):  # which has ended
+        if not isinstance(pending, Chain):  # which has ended
             wait_on_host(pending)
         (runtime, key), store = self._unread, self._unread[0].store()
         told = [int(named.partition(b":")[2], 16) for named in store.get(key).split()]

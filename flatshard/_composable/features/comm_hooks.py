@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch import nn
 
 from flatshard._comm.capabilities import read_capabilities
-from flatshard._comm.collectives import Collectives, Done, Pending, Works, as_real
+from flatshard._comm.collectives import Collectives, Done, Pending, as_real
+from flatshard._comm.pending import Works
 from flatshard._comm.progress import Label
 from flatshard._composable.find import units_in
 from flatshard._composable.state import Unit
