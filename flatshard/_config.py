@@ -405,7 +405,7 @@ KEEP_MEMORY = os.environ.get("FLATSHARD_KEEP_MEMORY", "1") not in ("0", "") and 
 
 SHARED_MEMORY = int(os.environ.get("FLATSHARD_SHARED_MEMORY", "65536"))
 """``FLATSHARD_SHARED_MEMORY``: ranks of one host whose collectives go over gloo read payloads of at least so many bytes in
-shared memory; 0: they never do. The first gather checks that it is the same on all ranks. See ``_shared_memory.py``."""
+shared memory; 0: they never do. The first gather checks that it is the same on all ranks. See ``_comm/shared_memory``."""
 
 
 TRACE = os.environ.get("FLATSHARD_TRACE", "0") not in ("0", "")

@@ -7,8 +7,8 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
-from flatshard._comm.backends import Addressed, BuiltinCollectives
-from flatshard._comm.collectives import Done, Pending
+from flatshard._comm.backends import BuiltinCollectives
+from flatshard._comm.collectives import Addressed, Done, Pending
 from flatshard._comm.progress import Label
 
 

@@ -21,9 +21,9 @@ from typing import Any, ClassVar, Literal, NoReturn
 import torch
 import torch.distributed as dist
 
-from flatshard._comm.backends import Addressed, BuiltinCollectives, builtin_collectives
+from flatshard._comm.backends import BuiltinCollectives, builtin_collectives
 from flatshard._comm.capabilities import EnsureMemory, read_capabilities
-from flatshard._comm.collectives import Collectives, CollectivesFactory, Pending
+from flatshard._comm.collectives import Addressed, Collectives, CollectivesFactory, Pending
 from flatshard._comm.pending import Awaited, Chain, Monitor, call_labelled, drain
 from flatshard._comm.progress import EXCHANGE, GATHER, NUMBERS, REDUCE, Issued, Label, Progress, describe_place
 from flatshard._comm.rank_group import RankGroup
@@ -165,7 +165,7 @@ class Runtime(RankGroup):
         """Make the current stream wait for all side streams, at the end of a pass or a backward."""
         if self.streams is not None:
             self.streams.join()
-        self._builtin.rest()
+        self._builtin.release_unused()
 
     def join_reductions_later(self) -> None:
         """Have the next ``join`` not wait for reductions in flight: ``join_reductions`` will."""

@@ -33,36 +33,28 @@ different orders. There, every rank sends as much as it receives, and what it re
 from __future__ import annotations
 
 import functools
+import os
 import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 
-from flatshard import _torch, _trace
+from flatshard import _config, _torch, _trace
 from flatshard._comm.capabilities import EnsureMemory, gathers_late
-from flatshard._comm.collectives import Collectives, Done, Pending, as_real
+from flatshard._comm.collectives import Addressed, Collectives, Done, Pending, as_real
 from flatshard._comm.pending import Works
-from flatshard._comm.progress import EXCHANGE, GATHER, REDUCE, Label, here, mixed_all_reduce
+from flatshard._comm.progress import EXCHANGE, GATHER, REDUCE, RESERVED, Label, here, mixed_all_reduce
+from flatshard._comm.shared_memory.payloads import Combine, Receive, SharedMemory
 
 _PIECE = 2**17  # elements that a thread adds at a time
 _LARGE = 2**16  # bytes of a message that is sent in two
 _LAST = 64  # elements of the second of them
 
-Addressed = Sequence[tuple[torch.Tensor, int]]
-"""Tensors, each with its destination or source: a rank of the group."""
-
-Then = Callable[[Sequence[torch.Tensor]], object]
-Receive = Callable[[int], torch.Tensor]
-
-ThroughMemory = Callable[["GlooCollectives", Sequence[torch.Tensor], Receive, int, Then | None], Pending]
-"""Does what ``GlooCollectives._by_messages`` does, with large payloads by memory that ranks of one host share."""
-
-LendMemory = Callable[["GlooCollectives", int, torch.dtype, bool], torch.Tensor | None]
-"""What ``GlooCollectives._lend_memory`` is: called with the collectives, a number of elements, their dtype, and whether
-every rank reads all of them, or each its part."""
+_memories: weakref.WeakKeyDictionary[dist.ProcessGroup, SharedMemory] = weakref.WeakKeyDictionary()
+"""The shared memory of gloo groups. It lives as long as the group."""
 
 
 def timeout_of(group: dist.ProcessGroup, device: torch.device | None = None) -> timedelta | None:
@@ -140,8 +132,8 @@ class BuiltinCollectives(Collectives):
         """Overwrite ``tensor`` with the values of the group's rank 0."""
         raise NotImplementedError
 
-    def rest(self) -> None:
-        """Called at the end of a pass and of a backward: memory that is not in use may be given back."""
+    def release_unused(self) -> None:
+        """Return memory that is not in use. Called at the end of a pass and of a backward."""
 
     def combine(self, numbers: torch.Tensor, op: Literal["sum", "max"]) -> Pending:
         """Replace ``numbers`` by their sum or maximum over the ranks, on the current stream."""
@@ -211,14 +203,6 @@ class GlooCollectives(BuiltinCollectives):
 
     out_of_place = widens = True
 
-    _through_memory: ClassVar[ThroughMemory | None] = None
-    """Does what ``_by_messages`` does, or calls it: see ``_shared_memory.py``. None: there is none."""
-    _lend_memory: ClassVar[LendMemory | None] = None
-    """Lends memory for so many elements, the input of a collective, which ranks read where it lies: nobody writes there after
-    it was issued. It is in use as long as a tensor lies in it. Returns None if there is none to lend."""
-    _rest_memory: ClassVar[Callable[[GlooCollectives], object] | None] = None
-    """What ``rest`` does."""
-
     @gathers_late
     def all_gather(
         self,
@@ -229,10 +213,8 @@ class GlooCollectives(BuiltinCollectives):
     ) -> Pending:
         """See :class:`Collectives`, and ``gathers_late``."""
         if ensure_output is not None:
-            if self._lend_memory is not None:
-                sent = self._lend_memory(shard.numel(), output.dtype, True)
-                if sent is not None:
-                    return self._gather_late(output, sent.copy_(shard), label, ensure_output)
+            if (sent := self._lend_memory(shard.numel(), output.dtype, to_all=True)) is not None:
+                return self._gather_late(output, sent.copy_(shard), label, ensure_output)
             ensure_output()
         rows = output.view(self.size, -1).unbind()
         if rows[self.rank].data_ptr() != shard.data_ptr():
@@ -276,22 +258,35 @@ class GlooCollectives(BuiltinCollectives):
         receive: Receive,
         label: Label | None,
         kind: int,
-        then: Then | None = None,
+        combine: Combine | None = None,
     ) -> Pending:
-        """Send ``sent[k]`` to each other rank ``k``, and receive what they have sent, all of one size.
+        """Send ``sent[k]`` to each other rank ``k``, and receive their payloads, all of one size.
 
-        ``receive(k)``: memory for what comes from rank ``k``. ``then``: called with what all ranks have sent to this one,
-        which need not be in that memory. None: it must be there.
+        Args:
+            sent: by rank.
+            receive: returns memory for the payload of a rank.
+            label: of the unit.
+            kind: of the collective.
+            combine: called with the payloads of all ranks, which may lie in other memory. If None, they are written to the
+                memory of ``receive``.
         """
-        exchange = GlooCollectives._through_memory or GlooCollectives._by_messages
-        return exchange(self, sent, receive, (label or here.label).tag + kind, then)
+        tag = (label or here.label).tag + kind
+        by_messages = functools.partial(self._exchange_messages, sent, receive, tag, combine)
+        if tag >= RESERVED or self.size == 1:
+            return by_messages()
+        if 0 < _config.SHARED_MEMORY <= sent[0].nbytes:
+            return self._share_memory().exchange(self.messages, sent, receive, tag, combine)
+        memory = self._find_memory()
+        return by_messages() if memory is None else memory.handshake.after(by_messages)
 
-    def _by_messages(self, sent: Sequence[torch.Tensor], receive: Receive, tag: int, then: Then | None) -> Pending:
-        """``_exchange`` with any ``tag``, by a message to each rank and one from each."""
+    def _exchange_messages(
+        self, sent: Sequence[torch.Tensor], receive: Receive, tag: int, combine: Combine | None
+    ) -> Pending:
+        """Exchange payloads with any ``tag``, by a message to each rank and one from each."""
         sources = [(self.rank - step) % self.size for step in range(1, self.size)]
         parts = [sent[self.rank] if rank == self.rank else receive(rank) for rank in range(self.size)]
         to, from_ = [(sent[k], k) for k in reversed(sources)], [(parts[k], k) for k in sources]
-        return self.messages(to, from_, tag, None if then is None else functools.partial(then, parts))
+        return self.messages(to, from_, tag, None if combine is None else functools.partial(combine, parts))
 
     def exchange(self, sent: Addressed, received: Addressed, label: Label | None = None) -> Pending:
         """See :class:`BuiltinCollectives`. It ends when all that was sent has arrived. So all ranks must wait for their
@@ -311,8 +306,9 @@ class GlooCollectives(BuiltinCollectives):
     def messages(
         self, sent: Addressed, received: Addressed, tag: int, then: Callable[[], object] | None = None
     ) -> Pending:
-        """As ``exchange``, with any ``tag``. It ends when this rank has received all, and the system has taken what it sends.
-        Then ``then`` runs.
+        """Exchange tensors with any ``tag``, and run ``then``.
+
+        It ends when this rank has received all of its messages, and the system has taken those that it sends.
         """
         group, sent, received = self.group, _in_two(sent), _in_two(received)
         works = [group.recv([tensor], rank, tag) for tensor, rank in received][::-1]  # [Note: What ends a wait]
@@ -327,9 +323,8 @@ class GlooCollectives(BuiltinCollectives):
 
     def all_reduce(self, tensor: torch.Tensor, label: Label | None = None) -> Pending:
         tensor, tag = as_real(tensor), (label or here.label).tag
-        tags = torch.tensor(
-            [tag, -tag], device="cpu"
-        )  # the maxima over the ranks are the largest tag, and minus the smallest
+        # The maxima over the ranks are the largest tag, and minus the smallest.
+        tags = torch.tensor([tag, -tag], device="cpu")
 
         def average() -> None:
             largest, smallest = tags.tolist()
@@ -349,8 +344,41 @@ class GlooCollectives(BuiltinCollectives):
     def broadcast(self, tensor: torch.Tensor) -> Pending:
         return Works([self.group.broadcast(as_real(tensor), 0)])
 
-    def rest(self) -> None:
-        (self._rest_memory or super().rest)()
+    # -- memory of one host ------------------------------------------------------------------------------------------
+
+    def _find_memory(self) -> SharedMemory | None:
+        """Return the ranks' shared memory, or None if they have not begun to share any."""
+        found = _memories.get(self.group)
+        # The group may have been given other ranks.
+        return None if found is None or (found.rank, found.size) != (self.rank, self.size) else found
+
+    def _share_memory(self) -> SharedMemory:
+        """Return the ranks' shared memory. The first call for a group begins to share it."""
+        found = self._find_memory()
+        if found is None:
+            _let_go_in_forks()
+            found = _memories[self.group] = SharedMemory(self.rank, self.size, self.messages)
+        return found
+
+    def _lend_memory(self, numel: int, dtype: torch.dtype, to_all: bool) -> torch.Tensor | None:
+        """Lend memory for the input of a collective, which ranks read where it lies, or return None if there is none.
+
+        Nobody writes there after the collective was issued. The memory is in use as long as a tensor lies in it.
+        ``to_all``: each rank reads all of it, not its own shard.
+        """
+        is_large = 0 < _config.SHARED_MEMORY * (1 if to_all else self.size) <= numel * dtype.itemsize
+        memory = self._find_memory() if is_large else None
+        return None if memory is None else memory.lend(numel, dtype)
+
+    def release_unused(self) -> None:
+        if (memory := self._find_memory()) is not None:
+            memory.release_unused()
+
+
+@functools.cache
+def _let_go_in_forks() -> None:
+    """Have a process that is forked from this one close its copies of all segments."""
+    os.register_at_fork(after_in_child=_memories.clear)
 
 
 class DefaultCollectives(BuiltinCollectives):

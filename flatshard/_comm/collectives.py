@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -115,6 +115,9 @@ class Collectives(Protocol):
     def all_reduce(self, tensor: torch.Tensor) -> Pending:
         """Replace ``tensor`` by its average over the ranks, the same on all of them. For ``-0.0`` see above."""
 
+
+Addressed = Sequence[tuple[torch.Tensor, int]]
+"""Tensors, each with its destination or source: a rank of the group."""
 
 CollectivesFactory = Callable[[dist.ProcessGroup, torch.device], Collectives]
 
