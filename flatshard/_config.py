@@ -400,7 +400,7 @@ _MALLOC_SETTINGS = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_T
 KEEP_MEMORY = os.environ.get("FLATSHARD_KEEP_MEMORY", "1") not in ("0", "") and not any(
     name in os.environ for name in _MALLOC_SETTINGS
 )
-"""``FLATSHARD_KEEP_MEMORY=0``: do not tell the C library to keep freed memory: see ``_host_memory.py``."""
+"""``FLATSHARD_KEEP_MEMORY=0``: do not tell the C library to keep freed memory: see ``_comm/host_memory.py``."""
 
 
 SHARED_MEMORY = int(os.environ.get("FLATSHARD_SHARED_MEMORY", "65536"))

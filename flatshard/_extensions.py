@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from flatshard._comm.backends import by_backend
+from flatshard._comm.fake_group import FakeCollectives
 from flatshard._comm.monitor.monitor import GroupMonitor
 from flatshard._composable.extensions import use
 from flatshard._composable.features.data_writes import DataWrites
@@ -19,7 +20,6 @@ from flatshard._composable.features.recompute import Recompute
 from flatshard._composable.features.skip import Skip
 from flatshard._composable.features.transforms import Compile, Transforms
 from flatshard._composable.features.user_hooks import UserHooks
-from flatshard._fake_group import FakeCollectives
 from flatshard._handle.flat_param import FlatParam
 from flatshard._runtime import Peers
 from flatshard.checkpoint._state_dict_hooks import StateDicts

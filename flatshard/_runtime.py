@@ -24,12 +24,12 @@ import torch.distributed as dist
 from flatshard._comm.backends import BuiltinCollectives, builtin_collectives
 from flatshard._comm.capabilities import EnsureMemory, read_capabilities
 from flatshard._comm.collectives import Addressed, Collectives, CollectivesFactory, Pending
+from flatshard._comm.host_memory import keep_freed_memory
 from flatshard._comm.pending import Awaited, Chain, Monitor, call_labelled, drain
 from flatshard._comm.progress import EXCHANGE, GATHER, NUMBERS, REDUCE, Issued, Label, Progress, describe_place
 from flatshard._comm.rank_group import RankGroup
 from flatshard._comm.streams import Streams, Users, holding
 from flatshard._errors import CollectiveError, OutOfStepError, cannot_trace
-from flatshard._host_memory import keep_freed_memory
 
 _Lasting = dict[torch.device, tuple[int, dict[CollectivesFactory, Collectives]]]
 """The ``number`` and ``made`` of the ``Peers`` of one group, by device."""
