@@ -37,7 +37,7 @@ _Lasting = dict[torch.device, tuple[int, dict[CollectivesFactory, Collectives]]]
 
 @dataclass(frozen=True, eq=False)
 class Peers:
-    """One process group on one device: the constants that all its runtimes share."""
+    """The constants of a process group on a device, which all its runtimes share."""
 
     builtin: BuiltinCollectives  # the backend's, among the ranks of the group
     device: torch.device  # of the tensors
@@ -208,9 +208,8 @@ class Runtime(RankGroup):
             again: the backward gathers parameters that the forward has already gathered.
             ensure_output: only for collectives that can gather late: see ``gathers_late``.
         """
-        start = self._prepare(self.collectives.all_gather, label, output, shard)
-        if ensure_output is not None:
-            start = functools.partial(start, ensure_output=ensure_output)
+        options = {} if ensure_output is None else {"ensure_output": ensure_output}
+        start = self._prepare(self.collectives.all_gather, label, output, shard, **options)
         return self._issue("all-gather", GATHER, label, start, again)
 
     def reduce_scatter(self, output: torch.Tensor, input: torch.Tensor, label: Label) -> Pending:
@@ -225,11 +224,13 @@ class Runtime(RankGroup):
         start = functools.partial(self._builtin.exchange, sent, received, label)
         return self._issue("exchange", EXCHANGE, label, start)
 
-    def _prepare(self, method: Callable[..., Pending], label: Label, *tensors: torch.Tensor) -> Callable[..., Pending]:
+    def _prepare(
+        self, method: Callable[..., Pending], label: Label, *tensors: torch.Tensor, **options: EnsureMemory
+    ) -> Callable[[], Pending]:
         """Return a function that calls ``method`` of ``collectives`` for the unit of ``label``."""
         if self.collectives is self._builtin:
-            return functools.partial(method, *tensors, label)
-        return functools.partial(call_labelled, label, method, *tensors)
+            return functools.partial(method, *tensors, label, **options)
+        return functools.partial(call_labelled, label, method, *tensors, **options)
 
     def _issue(self, verb: str, kind: int, label: Label, start: Callable[[], Pending], again: bool = False) -> Pending:
         """Issue a collective by calling ``start``, unless ranks are out of step on this group."""
@@ -278,8 +279,7 @@ class Runtime(RankGroup):
         """Overwrite ``tensor`` (any shape and dtype) with the values of the group's rank 0."""
         if self.world_size > 1 and tensor.numel():
             dense = tensor.detach().contiguous()
-            # As bytes: no backend supports every dtype.
-            self._builtin.broadcast(dense.view(-1).view(torch.uint8)).wait()
+            self._builtin.broadcast(dense.view(-1).view(torch.uint8)).wait()  # no backend supports every dtype
             if dense.data_ptr() != tensor.data_ptr():
                 tensor.detach().copy_(dense)
 

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import torch
 
 from flatshard import _trace
-from flatshard._comm.capabilities import Capabilities
+from flatshard._comm.capabilities import Capabilities, EnsureMemory
 from flatshard._comm.collectives import Pending
 from flatshard._comm.progress import Issued, Label, here
 from flatshard._comm.streams import Streams
@@ -110,11 +110,13 @@ class Labelled:
             here.label = before
 
 
-def call_labelled(label: Label, start: Callable[..., Pending], *tensors: torch.Tensor) -> Pending:
+def call_labelled(
+    label: Label, start: Callable[..., Pending], *tensors: torch.Tensor, **options: EnsureMemory
+) -> Pending:
     """Call ``start``, a collective of a user's class, for ``label``. [Note: Labels of a user's collectives]"""
     before, here.label = here.label, label
     try:
-        return Labelled(start(*tensors), label)
+        return Labelled(start(*tensors, **options), label)
     finally:
         here.label = before
 
