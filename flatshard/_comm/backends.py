@@ -1,19 +1,20 @@
-"""Collectives per backend: gloo, and others such as NCCL. In the core, only this file calls
-``torch.distributed`` to communicate.
+"""The collectives of each backend: gloo, and others such as NCCL.
+
+In the core, only this file calls ``torch.distributed`` to communicate.
 
 [Note: Order of collectives]
 Collectives of one communicator match by order, so all ranks must issue them in the same order. Ranks that use different
 parameters of a unit complete its gradients at different times. So all ranks have the same order of gathers, and the same
 order of reductions, but gathers and reductions may interleave differently. Over gloo each kind of collective has its own
-tag for each unit, and nothing more is needed. Over NCCL both kinds share the group's communicator, unless
-:class:`DefaultCollectives` is given a second group for reductions. flatshard does not make one by default:
+tag for each unit, which suffices. Over NCCL both kinds share the group's communicator, unless :class:`DefaultCollectives`
+gets a second group for reductions. flatshard does not make one by default:
 
 - NCCL's manual warns of a deadlock if operations of two communicators are launched in different orders on different ranks
   ("Using multiple NCCL communicators concurrently"): their kernels may not fit on the GPU at the same time.
 - ``new_group`` is collective over all ranks of the world, not only over the group's. With ``use_local_synchronization``
-  it names the group by a count that each process keeps, so ranks that are in different other groups disagree, and hang.
-  With an eagerly initialised world it splits the world's communicator, for which NCCL waits for every rank. Since torch
-  2.15 each "nccl" (``ProcessGroupNCCL2``) is initialised so, with or without ``device_id``.
+  it names the group by a count that each process keeps. Ranks whose other groups differ disagree about it, and hang.
+  If the world is eagerly initialised, it splits the world's communicator, and NCCL waits for every rank. Since torch
+  2.15 each "nccl" (``ProcessGroupNCCL2``) is eagerly initialised, with or without ``device_id``.
 - A communicator costs GPU memory.
 
 [Note: Averages of the backend]
@@ -22,12 +23,12 @@ sum, and only the result is divided. Exception: in float16 AVG is used for every
 overflow where their average does not.
 
 [Note: What ends a wait]
-When a connection of gloo closes, as a rank has died, waits for messages that have not begun end with an error. Gloo forgets
-those for a message of which a part is there or gone: they end at the timeout (``signalException`` in gloo's ``tcp/pair.cc``).
-So a wait is for a message that begins when others are over. What is large is sent in two messages, and of those from one rank
-the last is waited for first. What is sent to a rank has arrived when that rank asks for a last, empty message: an exchange
-waits for this one before it waits for what it has sent. Gathers and reductions do not ask, as ranks may wait for them in
-different orders. There, every rank sends as much as it receives, and what it receives is waited for first.
+When a rank dies, gloo closes its connections, and pending waits end with an error. Exception: gloo forgets waits for
+messages that are partially received or sent. They end at the timeout (``signalException`` in gloo's ``tcp/pair.cc``). So
+large messages are sent in two, and of the messages from one rank the last is waited for first: it begins when the others
+are over. An exchange also ends with an empty message, which the receiver requests when all else has arrived. The sender
+waits for this request before it waits for its sends. Gathers and reductions have none, as ranks may wait for them in
+different orders. There, every rank sends as much as it receives, and waits for received messages first.
 """
 
 from __future__ import annotations
@@ -58,9 +59,9 @@ _memories: weakref.WeakKeyDictionary[dist.ProcessGroup, SharedMemory] = weakref.
 
 
 def timeout_of(group: dist.ProcessGroup, device: torch.device | None = None) -> timedelta | None:
-    """The timeout of ``group`` for tensors on ``device``. None: the shortest of its devices'.
+    """Return the timeout of ``group`` for tensors on ``device``, or the shortest of its devices' if ``device`` is None.
 
-    Returns None if no backend tells: a process group written in Python may not.
+    Returns None if no backend has one: a process group written in Python may not.
     """
     types = [each.partition(":")[0] for each in str(dist.get_backend_config(group)).split(",")]
     found: list[timedelta] = []
@@ -96,7 +97,7 @@ class BuiltinCollectives(Collectives):
         self.rank, self.size = group.rank(), group.size()
 
     def place_now(self) -> tuple[int, int]:
-        """This process's rank in the group, and the group's size, as they are now: see ``GroupMonitor``."""
+        """Return this process's current rank in the group, and the group's current size: see ``GroupMonitor``."""
         return self.group.rank(), self.group.size()
 
     @property
@@ -104,7 +105,7 @@ class BuiltinCollectives(Collectives):
         return self._group() or alive(self._group)
 
     def store(self) -> Any:
-        """The process group's store; None when the group has been destroyed."""
+        """Return the process group's store, or None if the group has been destroyed."""
         group = self._group()
         return None if group is None else group.get_group_store()
 
@@ -116,8 +117,9 @@ class BuiltinCollectives(Collectives):
         raise NotImplementedError
 
     def all_to_all(self, output: torch.Tensor, input: torch.Tensor) -> Pending:
-        """Send the ``k``-th of N equal parts of ``input`` to rank ``k``, and receive its part for this rank as the ``k``-th
-        of ``output``. In [Note: Order of collectives] it counts as a reduction.
+        """Send the ``k``-th of N equal parts of ``input`` to rank ``k``, and receive the ``k``-th part of ``output`` from it.
+
+        In [Note: Order of collectives] it counts as a reduction.
         """
         raise NotImplementedError
 
@@ -142,6 +144,7 @@ class BuiltinCollectives(Collectives):
 
 
 def alive(reference: weakref.ref[dist.ProcessGroup]) -> dist.ProcessGroup:
+    """Return the group, or raise if it has been destroyed."""
     group = reference()
     if group is None:
         raise RuntimeError("the process group that this module was sharded over has been destroyed")
@@ -149,9 +152,10 @@ def alive(reference: weakref.ref[dist.ProcessGroup]) -> dist.ProcessGroup:
 
 
 def _average(output: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
-    """Write the average of ``parts``, one from each rank, to ``output``. Sums are in rank order; of 16 bits in float32.
+    """Write the average of ``parts``, one from each rank, to ``output``.
 
-    Piece by piece, so that a sum stays in the processor's caches until it is complete.
+    Sums are in rank order, those of 16-bit numbers in float32. They are computed piece by piece, so that a sum stays in the
+    processor's caches until it is complete.
     """
     numel = _PIECE * torch.get_num_threads() if output.device.type == "cpu" else max(output.numel(), 1)
     for start in range(0, output.numel(), numel):
@@ -171,7 +175,7 @@ def _average(output: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
 
 
 def _in_two(messages: Addressed) -> Addressed:
-    """The same messages, with two for each large one. [Note: What ends a wait]"""
+    """Split each large message in two. [Note: What ends a wait]"""
     return [
         (part, rank)
         for tensor, rank in messages
@@ -180,15 +184,15 @@ def _in_two(messages: Addressed) -> Addressed:
 
 
 class GlooCollectives(BuiltinCollectives):
-    """Gloo on CPU. All-gather and reduce-scatter use point-to-point messages instead of gloo's own collectives.
+    """Collectives of gloo, on CPU. All-gather and reduce-scatter are point-to-point messages, not gloo's own collectives.
 
     Gloo's own all-gather copies the whole output once more; its reduce-scatter does an all-reduce on a clone of the input.
     Measured on 2 CPU cores at 32 MB: this all-gather takes 0.2-0.5 of the built-in's time, the reduce-scatter 0.4-0.5.
     Sends and receives between two ranks match in the order of issue, so any number may be in flight. Each kind of
     collective and each unit has a tag, so data of different units never mix.
 
-    Ranks of one host read what is large in each other's memory, and gloo carries a header for it, unless
-    ``FLATSHARD_SHARED_MEMORY=0``: the bits are the same.
+    Ranks of one host read large payloads in each other's memory, and gloo carries a header for each. The bits are the same.
+    ``FLATSHARD_SHARED_MEMORY=0`` sends everything by gloo.
 
     Example::
 
@@ -289,8 +293,9 @@ class GlooCollectives(BuiltinCollectives):
         return self.messages(to, from_, tag, None if combine is None else functools.partial(combine, parts))
 
     def exchange(self, sent: Addressed, received: Addressed, label: Label | None = None) -> Pending:
-        """See :class:`BuiltinCollectives`. It ends when all that was sent has arrived. So all ranks must wait for their
-        exchanges in the same order.
+        """See :class:`BuiltinCollectives`. It ends when all sent messages have arrived.
+
+        So all ranks must wait for their exchanges in the same order.
         """
         as_bytes = [[(tensor.view(torch.uint8), rank) for tensor, rank in messages] for messages in (sent, received)]
         tag, nothing = (label or here.label).tag + EXCHANGE, torch.empty(0, dtype=torch.uint8, device="cpu")
@@ -382,7 +387,7 @@ def _let_go_in_forks() -> None:
 
 
 class DefaultCollectives(BuiltinCollectives):
-    """The backend's own collectives, on the current stream (NCCL and other accelerator backends).
+    """Collectives of the backend itself, on the current stream (NCCL and other accelerator backends).
 
     Averages are exact where the number of ranks N is a power of two. For other N the collective computes a sum, and only the
     result is divided; in float16 each gradient is multiplied by 1/N first, because the sum may overflow.
@@ -478,11 +483,11 @@ class DefaultCollectives(BuiltinCollectives):
 
 
 by_backend: dict[str, Callable[[dist.ProcessGroup, torch.device], BuiltinCollectives]] = {}
-"""Makes the collectives of backends that this file does not know, by their names."""
+"""Functions that make the collectives of backends that this file does not know, by name."""
 
 
 def builtin_collectives(group: dist.ProcessGroup, device: torch.device) -> BuiltinCollectives:
-    """The collectives that flatshard uses over ``group`` by default: a base for your own to wrap.
+    """Return the collectives that flatshard uses over ``group`` by default: a base for your own to wrap.
 
     Besides the methods of :class:`Collectives` they have ``all_to_all(output, input)``, which sends part ``k`` of ``input``
     to rank ``k``, and the attributes ``rank`` and ``size``. A class that wraps them may also set ``out_of_place`` (its
@@ -509,4 +514,5 @@ def builtin_collectives(group: dist.ProcessGroup, device: torch.device) -> Built
 
 
 def has_gloo(group: dist.ProcessGroup) -> bool:
+    """Return whether ``group`` has a gloo backend."""
     return "gloo" in str(dist.get_backend_config(group))

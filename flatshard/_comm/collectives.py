@@ -24,14 +24,15 @@ class Pending(Protocol):
 
         def hook(state, gradient, output):
             work = dist.reduce_scatter_tensor(output, gradient, group=state.process_group, async_op=True)
-            return Average(work, output, state.world_size)  # backward goes on meanwhile
+            return Average(work, output, state.world_size)  # backward continues meanwhile
 
         flatshard.comm.register_comm_hook(model, None, hook)
     """
 
     def wait(self) -> object:
-        """Make the result readable: by the host on CPU, by the current stream on an accelerator. It is called once, and
-        once more after an interrupt.
+        """Make the result readable: by the host on CPU, by the current stream on an accelerator.
+
+        It is called once, and once more after an interrupt.
 
         Raises:
             Exception: the collective failed. Its output is not read.
@@ -48,11 +49,11 @@ class Done:
 
 @runtime_checkable
 class Collectives(Protocol):
-    """How the units of one :func:`fully_shard` call communicate. Write a class with these methods to replace it.
+    """The collectives of the units of one :func:`fully_shard` call. Write a class with these methods to replace them.
 
     ``fully_shard(..., collectives=factory)`` takes a factory ``(group, device) -> Collectives``, which may be the class
-    itself. It is called once per process group, device and factory (so give the same factory to several calls), on every
-    rank in the same order, before anything is changed. Hold the group weakly, or wrap :func:`builtin_collectives`, which
+    itself. It is called once per process group, device and factory (so give the same factory to several calls). All ranks
+    call it in the same order, before anything is changed. Hold the group weakly, or wrap :func:`builtin_collectives`, which
     holds it weakly: a model in a reference cycle must not keep a destroyed group alive.
 
     All tensors are 1-D and contiguous, on the device; the group has ``N`` ranks. Dtypes are those of the parameters;
@@ -94,19 +95,19 @@ class Collectives(Protocol):
     def exact(self) -> bool:
         """Whether ``all_gather`` delivers every shard bit for bit.
 
-        If False, values that must be exact (``summon_full_params``) use the backend's own collectives instead. Of
-        parameters that a forward changes in place, only the changed elements are written back.
+        If False, values that must be exact (``summon_full_params``) use the backend's own collectives instead. If a forward
+        changes parameters in place, only the changed elements are written back.
         """
 
     def all_gather(self, output: torch.Tensor, shard: torch.Tensor) -> Pending:
         """Fill ``output`` (N * S elements) with every rank's ``shard`` (S), in rank order.
 
-        ``shard`` is this rank's part of ``output``, a view that already has its values. All ranks must end with the same
-        ``output``. So a collective that is not exact must overwrite this rank's part, too.
+        ``shard`` is a view of this rank's place in ``output``, which already has its values. All ranks must end with the
+        same ``output``. So a collective that is not exact must overwrite this rank's shard, too.
         """
 
     def reduce_scatter(self, output: torch.Tensor, input: torch.Tensor) -> Pending:
-        """Make ``output`` (S elements) this rank's part of the average of ``input`` (N * S) over the ranks.
+        """Make ``output`` (S elements) this rank's shard of the average of ``input`` (N * S) over the ranks.
 
         ``input`` may be overwritten. The average of ``-0.0`` on all ranks should be ``-0.0``, which marks parameters that a
         rank did not use. If the sign is lost, a parameter that no rank used gets a gradient of zero instead of None.
@@ -123,5 +124,5 @@ CollectivesFactory = Callable[[dist.ProcessGroup, torch.device], Collectives]
 
 
 def as_real(tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor`` as 1-D real numbers. Gloo supports no complex numbers, and complex arithmetic does not keep -0.0."""
+    """Return ``tensor`` as 1-D real numbers: gloo supports no complex numbers, and complex arithmetic loses -0.0."""
     return torch.view_as_real(tensor).view(-1) if tensor.is_complex() else tensor
