@@ -242,7 +242,8 @@ class GlooCollectives(BuiltinCollectives):
 
     def reduce_scatter(self, output: torch.Tensor, input: torch.Tensor, label: Label | None = None) -> Pending:
         """See :class:`Collectives`. 16-bit inputs are summed in float32."""
-        output, input = as_real(output), as_real(input)
+        if output.is_complex():
+            output, input = as_real(output), as_real(input)
         rows = input.view(self.size, -1).unbind()
 
         def receive(rank: int) -> torch.Tensor:
@@ -444,7 +445,8 @@ class DefaultCollectives(BuiltinCollectives):
         return Done()
 
     def reduce_scatter(self, output: torch.Tensor, input: torch.Tensor, label: Label | None = None) -> Pending:
-        output, input = as_real(output), as_real(input)
+        if output.is_complex():
+            output, input = as_real(output), as_real(input)
         if input.dtype is not output.dtype:
             received = torch.empty_like(input)
             dist.all_to_all_single(received, input, group=self.reduce_group)
