@@ -24,7 +24,7 @@ from contenders import SHARDED, Setting, build, drop_gradients
 from suite import OURS, Benchmark, Figure, Table, by_column, fake_world, interleaved, progress, seconds, spread
 from torch import Tensor, nn
 
-from flatshard._fake_group import FakeCollectives
+from flatshard._comm.fake_group import FakeCollectives
 
 PARAMS, WIDTH = 12, 16
 TARGETS = {"fp32": 100.0, "bf16": 110.0}

@@ -37,8 +37,8 @@ from suite import OURS, Benchmark, Figure, Table, fake_world, progress
 from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 
 from flatshard._comm.collectives import Pending
+from flatshard._comm.fake_group import FakeCollectives
 from flatshard._comm.progress import Label
-from flatshard._fake_group import FakeCollectives
 
 WORLD_SIZE = 64
 TARGET = 0.12

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from flatshard._comm.backends import BuiltinCollectives, builtin_collectives
-from flatshard._comm.collectives import Collectives, Done, Pending, copy_options
+from flatshard._comm.collectives import Collectives, Done, Pending
 
 
 @dataclass(frozen=True)
@@ -56,8 +56,8 @@ class _NoCommunication:
         self._choice = choice
         self.exact = not choice.all_gather
         self.compared = ()  # that would communicate
-        self.everywhere = True  # also within the smaller groups of `reshard_after_forward=int`
-        copy_options(self, inner, ["out_of_place", "widens"])
+        self.regathers = True  # also within the smaller groups of `reshard_after_forward=int`
+        self.out_of_place, self.widens = inner.out_of_place, inner.widens
 
     def all_gather(self, output: torch.Tensor, shard: torch.Tensor) -> Pending:
         if not self._choice.all_gather:

@@ -27,7 +27,8 @@ from gpt import Block, GPTConfig
 from suite import OURS, Benchmark, Figure, Table, by_column, progress
 
 from flatshard import _config
-from flatshard._shared_memory import SharedMemory, _Mapping
+from flatshard._comm import backends
+from flatshard._comm.shared_memory.segment import Mapping
 
 COLUMNS = {
     "fp32": Setting(Block),
@@ -46,9 +47,10 @@ class WithSegments(LiveBytes):
         """The most bytes of tensors alone."""
 
     def now(self) -> int:
-        own = [memory._own for memory in SharedMemory._known.values() if memory._own is not None]
-        mapped: list[_Mapping] = [segment.mapping for segment in own]
-        mapped += [peer.mapping for memory in SharedMemory._known.values() for peer in memory._peers.values()]
+        shakes = [memory.handshake for memory in backends._memories.values()]
+        own = [each.own for each in shakes if each.own is not None]
+        mapped: list[Mapping] = [segment.mapping for segment in own]
+        mapped += [peer.mapping for each in shakes for peer in each.peers.values()]
         places = [(each.bytes.data_ptr(), each.bytes.data_ptr() + each.bytes.nbytes) for each in mapped]
         self._known = {
             key: reference

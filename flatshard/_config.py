@@ -388,12 +388,12 @@ _MALLOC_SETTINGS = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_T
 KEEP_MEMORY = os.environ.get("FLATSHARD_KEEP_MEMORY", "1") not in ("0", "") and not any(
     name in os.environ for name in _MALLOC_SETTINGS
 )
-"""``FLATSHARD_KEEP_MEMORY=0``: do not tell the C library to keep freed memory: see ``_host_memory.py``."""
+"""``FLATSHARD_KEEP_MEMORY=0``: do not tell the C library to keep freed memory: see ``_comm/host_memory.py``."""
 
 
 SHARED_MEMORY = int(os.environ.get("FLATSHARD_SHARED_MEMORY", "65536"))
 """``FLATSHARD_SHARED_MEMORY``: ranks of one host whose collectives go over gloo read payloads of at least so many bytes in
-shared memory; 0: they never do. The first gather checks that it is the same on all ranks. See ``_shared_memory.py``."""
+shared memory; 0: they never do. The first gather checks that it is the same on all ranks. See ``_comm/shared_memory``."""
 
 
 TRACE = os.environ.get("FLATSHARD_TRACE", "0") not in ("0", "")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from flatshard._comm.backends import GlooCollectives, by_backend
+from flatshard._comm.backends import by_backend
+from flatshard._comm.fake_group import FakeCollectives
 from flatshard._comm.monitor.monitor import GroupMonitor
 from flatshard._composable.extensions import use
 from flatshard._composable.features.data_writes import DataWrites
@@ -19,10 +20,8 @@ from flatshard._composable.features.recompute import Recompute
 from flatshard._composable.features.skip import Skip
 from flatshard._composable.features.transforms import Compile, Transforms
 from flatshard._composable.features.user_hooks import UserHooks
-from flatshard._fake_group import FakeCollectives
 from flatshard._handle.flat_param import FlatParam
 from flatshard._runtime import Peers
-from flatshard._shared_memory import lend_memory, rest_memory, through_memory
 from flatshard.checkpoint._state_dict_hooks import StateDicts
 from flatshard.optim._hooks import Optimizers
 
@@ -31,8 +30,6 @@ def plug_in() -> None:
     """Make every later ``fully_shard`` use the features. Called once, when the package is imported."""
     Peers.make_monitor = GroupMonitor
     by_backend["fake"] = FakeCollectives
-    GlooCollectives._through_memory, GlooCollectives._lend_memory = through_memory, lend_memory
-    GlooCollectives._rest_memory = rest_memory
     FlatParam.encoded = EncodedFlatParam
     use(
         Compile(),

@@ -1,37 +1,40 @@
-"""The collectives of all ranks of a mesh, which go over one of its axes after the other.
+"""The runtime of all ranks of a mesh. Its collectives go over one axis of the mesh after the other.
 
 [Note: One axis after the other]
-Ranks on the inner axis are near each other, usually those of a node. A gather goes over the outer axis first, where a rank
-receives what its inner rank has, and then over the inner axis. A reduction comes the other way. So what leaves a node is
-divided by the number of its ranks. Rank ``i`` of the inner and ``o`` of the outer axis is number ``i * outer + o`` of all:
-then the parts of an outer group lie side by side, and both gathers fill ranges of one buffer.
+Ranks on the inner axis are near each other, usually in one node. A gather goes over the outer axis first, among ranks of
+equal inner rank, and then over the inner axis. A reduction goes the other way. So the bytes that leave a node are divided by
+the number of its ranks. Rank ``i`` of the inner and ``o`` of the outer axis is number ``i * outer + o`` of all. Then the
+shards of an outer group are adjacent, and both gathers fill ranges of one buffer.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import torch
 
-from flatshard._comm.backends import Take
+from flatshard._comm.capabilities import EnsureMemory
 from flatshard._comm.collectives import CollectivesFactory, Done, Pending
 from flatshard._comm.progress import GATHER, REDUCE, Label
-from flatshard._runtime import Runtime, holding
+from flatshard._comm.streams import holding
+from flatshard._runtime import Runtime
 
 
 class MeshRuntime(Runtime):
     """A runtime of all ranks of a mesh. [Note: One axis after the other]"""
 
     def __init__(self, every: Runtime, inner: Runtime, outer: Runtime) -> None:
-        """``every``: of all ranks, in the order of the note."""
+        """``every``: a runtime of all ranks, in the order of the note."""
         super().__init__(every.peers, inner.collectives)
         self.monitor = None  # each axis has one of its own
-        self.takes = False  # the second gather reads what the first one wrote
+        # The second gather reads what the first one wrote.
+        self.capabilities = dataclasses.replace(self.capabilities, gathers_late=False)
         self.inner, self.outer = inner, outer
         assert self.rank == inner.rank * outer.world_size + outer.rank
 
     def using(self, factory: CollectivesFactory | None) -> Runtime:
-        """The same ranks with the collectives that ``factory`` makes for each axis."""
+        """Return a runtime of the same ranks with the collectives that ``factory`` makes for each axis."""
         return self if factory is None else MeshRuntime(self, self.inner.using(factory), self.outer.using(factory))
 
     @property
@@ -45,13 +48,18 @@ class MeshRuntime(Runtime):
         return self if self.collectives.exact else MeshRuntime(self, self.inner.exact, self.outer.exact)
 
     def part(self, output: torch.Tensor) -> torch.Tensor:
-        """Of what is gathered over all ranks: what this rank has once the outer axis is gathered."""
+        """Return the range of ``output`` that this rank has once the outer axis is gathered."""
         return output.view(self.inner.world_size, -1)[self.inner.rank]
 
     def all_gather(
-        self, output: torch.Tensor, shard: torch.Tensor, label: Label, again: bool = False, take: Take | None = None
+        self,
+        output: torch.Tensor,
+        shard: torch.Tensor,
+        label: Label,
+        again: bool = False,
+        ensure_output: EnsureMemory | None = None,
     ) -> Pending:
-        assert take is None
+        assert ensure_output is None
         if self.outer.world_size == 1:
             return self.gather_inner(output, shard, label, again)
         if self.inner.world_size == 1:
@@ -65,7 +73,7 @@ class MeshRuntime(Runtime):
         return self.then(first, lambda: self.gather_inner(output, part, label, again))
 
     def gather_inner(self, output: torch.Tensor, part: torch.Tensor, label: Label, again: bool) -> Pending:
-        """The second half of a gather: ``part`` is this rank's, and in place."""
+        """Gather over the inner axis: ``part`` is this rank's range of ``output``."""
         if self.inner.world_size == 1:
             return self.issued(Done())
         return self.inner.all_gather(output, part, label, again)

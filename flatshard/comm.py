@@ -15,6 +15,7 @@ bfloat16, on every backend. The rest is for what a dtype cannot express:
 
 from flatshard._comm.backends import DefaultCollectives, GlooCollectives, builtin_collectives
 from flatshard._comm.collectives import Collectives, Pending
+from flatshard._comm.quantized import QuantizedCollectives
 from flatshard._composable.features.comm_hooks import (
     CommHookHandle,
     CommHookState,
@@ -22,7 +23,6 @@ from flatshard._composable.features.comm_hooks import (
     fp16_compress_hook,
     register_comm_hook,
 )
-from flatshard._quantized import QuantizedCollectives
 
 __all__ = [
     "Collectives",

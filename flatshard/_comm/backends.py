@@ -1,19 +1,20 @@
-"""Collectives per backend: gloo, and others such as NCCL. In the core, only this file calls
-``torch.distributed`` to communicate.
+"""The collectives of each backend: gloo, and others such as NCCL.
+
+In the core, only this file calls ``torch.distributed`` to communicate.
 
 [Note: Order of collectives]
 Collectives of one communicator match by order, so all ranks must issue them in the same order. Ranks that use different
 parameters of a unit complete its gradients at different times. So all ranks have the same order of gathers, and the same
 order of reductions, but gathers and reductions may interleave differently. Over gloo each kind of collective has its own
-tag for each unit, and nothing more is needed. Over NCCL both kinds share the group's communicator, unless
-:class:`DefaultCollectives` is given a second group for reductions. flatshard does not make one by default:
+tag for each unit, which suffices. Over NCCL both kinds share the group's communicator, unless :class:`DefaultCollectives`
+gets a second group for reductions. flatshard does not make one by default:
 
 - NCCL's manual warns of a deadlock if operations of two communicators are launched in different orders on different ranks
   ("Using multiple NCCL communicators concurrently"): their kernels may not fit on the GPU at the same time.
 - ``new_group`` is collective over all ranks of the world, not only over the group's. With ``use_local_synchronization``
-  it names the group by a count that each process keeps, so ranks that are in different other groups disagree, and hang.
-  With an eagerly initialised world it splits the world's communicator, for which NCCL waits for every rank. Since torch
-  2.15 each "nccl" (``ProcessGroupNCCL2``) is initialised so, with or without ``device_id``.
+  it names the group by a count that each process keeps. Ranks whose other groups differ disagree about it, and hang.
+  If the world is eagerly initialised, it splits the world's communicator, and NCCL waits for every rank. Since torch
+  2.15 each "nccl" (``ProcessGroupNCCL2``) is eagerly initialised, with or without ``device_id``.
 - A communicator costs GPU memory.
 
 [Note: Averages of the backend]
@@ -22,54 +23,45 @@ sum, and only the result is divided. Exception: in float16 AVG is used for every
 overflow where their average does not.
 
 [Note: What ends a wait]
-When a connection of gloo closes, as a rank has died, waits for messages that have not begun end with an error. Gloo forgets
-those for a message of which a part is there or gone: they end at the timeout (``signalException`` in gloo's ``tcp/pair.cc``).
-So a wait is for a message that begins when others are over. What is large is sent in two messages, and of those from one rank
-the last is waited for first. What is sent to a rank has arrived when that rank asks for a last, empty message: an exchange
-waits for this one before it waits for what it has sent. Gathers and reductions do not ask, as ranks may wait for them in
-different orders. There, every rank sends as much as it receives, and what it receives is waited for first.
+When a rank dies, gloo closes its connections, and pending waits end with an error. Exception: gloo forgets waits for
+messages that are partially received or sent. They end at the timeout (``signalException`` in gloo's ``tcp/pair.cc``). So
+large messages are sent in two, and of the messages from one rank the last is waited for first: it begins when the others
+are over. An exchange also ends with an empty message, which the receiver requests when all else has arrived. The sender
+waits for this request before it waits for its sends. Gathers and reductions have none, as ranks may wait for them in
+different orders. There, every rank sends as much as it receives, and waits for received messages first.
 """
 
 from __future__ import annotations
 
 import functools
+import os
 import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 
-from flatshard import _torch, _trace
-from flatshard._comm.collectives import Collectives, Done, Pending, Works, as_real
-from flatshard._comm.progress import EXCHANGE, GATHER, REDUCE, Label, here, mixed_all_reduce
+from flatshard import _config, _torch, _trace
+from flatshard._comm.capabilities import EnsureMemory, gathers_late
+from flatshard._comm.collectives import Addressed, Collectives, Done, Pending, as_real
+from flatshard._comm.pending import Works
+from flatshard._comm.progress import EXCHANGE, GATHER, REDUCE, RESERVED, Label, here, mixed_all_reduce
+from flatshard._comm.shared_memory.payloads import Combine, Receive, SharedMemory
 
 _PIECE = 2**17  # elements that a thread adds at a time
 _LARGE = 2**16  # bytes of a message that is sent in two
 _LAST = 64  # elements of the second of them
 
-Addressed = Sequence[tuple[torch.Tensor, int]]
-"""Tensors, each with its destination or source: a rank of the group."""
-
-Then = Callable[[Sequence[torch.Tensor]], object]
-Receive = Callable[[int], torch.Tensor]
-
-ThroughMemory = Callable[["GlooCollectives", Sequence[torch.Tensor], Receive, int, Then | None], Pending]
-"""Does what ``GlooCollectives._by_messages`` does, with large payloads by memory that ranks of one host share."""
-
-LendMemory = Callable[["GlooCollectives", int, torch.dtype, bool], torch.Tensor | None]
-"""What ``GlooCollectives._lend_memory`` is: called with the collectives, a number of elements, their dtype, and whether
-every rank reads all of them, or each its part."""
-
-Take = Callable[[], object]
-"""Allocates a tensor's memory. It may be called again."""
+_memories: weakref.WeakKeyDictionary[dist.ProcessGroup, SharedMemory] = weakref.WeakKeyDictionary()
+"""The shared memory of gloo groups. It lives as long as the group."""
 
 
 def timeout_of(group: dist.ProcessGroup, device: torch.device | None = None) -> timedelta | None:
-    """The timeout of ``group`` for tensors on ``device``. None: the shortest of its devices'.
+    """Return the timeout of ``group`` for tensors on ``device``, or the shortest of its devices' if ``device`` is None.
 
-    Returns None if no backend tells: a process group written in Python may not.
+    Returns None if no backend has one: a process group written in Python may not.
     """
     types = [each.partition(":")[0] for each in str(dist.get_backend_config(group)).split(",")]
     found: list[timedelta] = []
@@ -92,24 +84,20 @@ class BuiltinCollectives(Collectives):
     """
 
     exact = True
+    # See ``Capabilities``.
     out_of_place = False
-    """Whether ``all_gather`` also takes a shard outside of ``output``, and copies it there. Saves some callers a copy."""
     widens = False
-    """Whether ``reduce_scatter`` also takes an input of a narrower dtype than the output's, and adds in the output's."""
-    takes = False
-    """Whether ``all_gather`` has a fourth argument, ``take``, which allocates the memory of ``output``: then ``output`` has
-    none before, and ``shard`` may be of another dtype."""
-    imitates = False
-    """Whether the other ranks are imitated: there is nobody to wait for, or to differ from."""
     compared: tuple[int, ...] = (GATHER, REDUCE)
-    """The kinds of collectives whose order ranks compare: see ``OrderCheck``. Custom collectives may set it, too."""
+
+    imitates = False
+    """Whether the other ranks are simulated: there is nobody to wait for, or to differ from."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = weakref.ref(group)
         self.rank, self.size = group.rank(), group.size()
 
     def place_now(self) -> tuple[int, int]:
-        """This process's rank in the group, and the group's size, as they are now: see ``GroupMonitor``."""
+        """Return this process's current rank in the group, and the group's current size: see ``GroupMonitor``."""
         return self.group.rank(), self.group.size()
 
     @property
@@ -117,17 +105,21 @@ class BuiltinCollectives(Collectives):
         return self._group() or alive(self._group)
 
     def store(self) -> Any:
-        """The process group's store; None when the group has been destroyed."""
+        """Return the process group's store, or None if the group has been destroyed."""
         group = self._group()
         return None if group is None else group.get_group_store()
 
     def all_gather(self, output: torch.Tensor, shard: torch.Tensor, label: Label | None = None) -> Pending:
-        """See :class:`Collectives`. ``label``: what it is for; reductions get it, too. [Note: Whose messages these are]"""
+        """See :class:`Collectives`.
+
+        ``label``: of the unit; reductions have it, too. Without it: [Note: Labels of a user's collectives]
+        """
         raise NotImplementedError
 
     def all_to_all(self, output: torch.Tensor, input: torch.Tensor) -> Pending:
-        """Send the ``k``-th of N equal parts of ``input`` to rank ``k``, and receive its part for this rank as the ``k``-th
-        of ``output``. In [Note: Order of collectives] it counts as a reduction.
+        """Send the ``k``-th of N equal parts of ``input`` to rank ``k``, and receive the ``k``-th part of ``output`` from it.
+
+        In [Note: Order of collectives] it counts as a reduction.
         """
         raise NotImplementedError
 
@@ -142,8 +134,8 @@ class BuiltinCollectives(Collectives):
         """Overwrite ``tensor`` with the values of the group's rank 0."""
         raise NotImplementedError
 
-    def rest(self) -> None:
-        """Called at the end of a pass and of a backward: memory that is not in use may be given back."""
+    def release_unused(self) -> None:
+        """Return memory that is not in use. Called at the end of a pass and of a backward."""
 
     def combine(self, numbers: torch.Tensor, op: Literal["sum", "max"]) -> Pending:
         """Replace ``numbers`` by their sum or maximum over the ranks, on the current stream."""
@@ -152,6 +144,7 @@ class BuiltinCollectives(Collectives):
 
 
 def alive(reference: weakref.ref[dist.ProcessGroup]) -> dist.ProcessGroup:
+    """Return the group, or raise if it has been destroyed."""
     group = reference()
     if group is None:
         raise RuntimeError("the process group that this module was sharded over has been destroyed")
@@ -159,9 +152,10 @@ def alive(reference: weakref.ref[dist.ProcessGroup]) -> dist.ProcessGroup:
 
 
 def _average(output: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
-    """Write the average of ``parts``, one from each rank, to ``output``. Sums are in rank order; of 16 bits in float32.
+    """Write the average of ``parts``, one from each rank, to ``output``.
 
-    Piece by piece, so that a sum stays in the processor's caches until it is complete.
+    Sums are in rank order, those of 16-bit numbers in float32. They are computed piece by piece, so that a sum stays in the
+    processor's caches until it is complete.
     """
     numel = _PIECE * torch.get_num_threads() if output.device.type == "cpu" else max(output.numel(), 1)
     for start in range(0, output.numel(), numel):
@@ -181,7 +175,7 @@ def _average(output: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
 
 
 def _in_two(messages: Addressed) -> Addressed:
-    """The same messages, with two for each large one. [Note: What ends a wait]"""
+    """Split each large message in two. [Note: What ends a wait]"""
     return [
         (part, rank)
         for tensor, rank in messages
@@ -190,15 +184,15 @@ def _in_two(messages: Addressed) -> Addressed:
 
 
 class GlooCollectives(BuiltinCollectives):
-    """Gloo on CPU. All-gather and reduce-scatter use point-to-point messages instead of gloo's own collectives.
+    """Collectives of gloo, on CPU. All-gather and reduce-scatter are point-to-point messages, not gloo's own collectives.
 
     Gloo's own all-gather copies the whole output once more; its reduce-scatter does an all-reduce on a clone of the input.
     Measured on 2 CPU cores at 32 MB: this all-gather takes 0.2-0.5 of the built-in's time, the reduce-scatter 0.4-0.5.
     Sends and receives between two ranks match in the order of issue, so any number may be in flight. Each kind of
     collective and each unit has a tag, so data of different units never mix.
 
-    Ranks of one host read what is large in each other's memory, and gloo carries a header for it, unless
-    ``FLATSHARD_SHARED_MEMORY=0``: the bits are the same.
+    Ranks of one host read large payloads in each other's memory, and gloo carries a header for each. The bits are the same.
+    ``FLATSHARD_SHARED_MEMORY=0`` sends everything by gloo.
 
     Example::
 
@@ -211,38 +205,33 @@ class GlooCollectives(BuiltinCollectives):
         group: the ranks to communicate among. It is held weakly.
     """
 
-    out_of_place = widens = takes = True
+    out_of_place = widens = True
 
-    _through_memory: ClassVar[ThroughMemory | None] = None
-    """Does what ``_by_messages`` does, or calls it: see ``_shared_memory.py``. None: there is none."""
-    _lend_memory: ClassVar[LendMemory | None] = None
-    """Lends memory for so many elements, the input of a collective, which ranks read where it lies: nobody writes there after
-    it was issued. It is in use as long as a tensor lies in it. Returns None if there is none to lend."""
-    _rest_memory: ClassVar[Callable[[GlooCollectives], object] | None] = None
-    """What ``rest`` does."""
-
+    @gathers_late
     def all_gather(
-        self, output: torch.Tensor, shard: torch.Tensor, label: Label | None = None, take: Take | None = None
+        self,
+        output: torch.Tensor,
+        shard: torch.Tensor,
+        label: Label | None = None,
+        ensure_output: EnsureMemory | None = None,
     ) -> Pending:
-        """See :class:`Collectives`, and ``takes``."""
-        if take is not None:
-            if self._lend_memory is not None:
-                sent = self._lend_memory(shard.numel(), output.dtype, True)
-                if sent is not None:
-                    return self._gather_late(output, sent.copy_(shard), label, take)
-            take()
+        """See :class:`Collectives`, and ``gathers_late``."""
+        if ensure_output is not None:
+            if (sent := self._lend_memory(shard.numel(), output.dtype, to_all=True)) is not None:
+                return self._gather_late(output, sent.copy_(shard), label, ensure_output)
+            ensure_output()
         rows = output.view(self.size, -1).unbind()
         if rows[self.rank].data_ptr() != shard.data_ptr():
             rows[self.rank].copy_(shard)  # and sent from there: the shard may change before the send has ended
         return self._exchange([rows[self.rank]] * self.size, rows.__getitem__, label, GATHER)
 
-    def _gather_late(self, output: torch.Tensor, sent: torch.Tensor, label: Label | None, take: Take) -> Pending:
-        """``all_gather`` of what lies in memory that was lent: ``output`` is filled, and its memory taken, when it is waited
-        for. Messages need it earlier.
-        """
+    def _gather_late(
+        self, output: torch.Tensor, sent: torch.Tensor, label: Label | None, ensure_output: EnsureMemory
+    ) -> Pending:
+        """Gather ``sent``, which lies in lent memory. The wait allocates and fills ``output``; messages need it earlier."""
 
         def receive(rank: int) -> torch.Tensor:
-            take()
+            ensure_output()
             return output.view(self.size, -1)[rank]
 
         def place(parts: Sequence[torch.Tensor]) -> None:
@@ -253,7 +242,8 @@ class GlooCollectives(BuiltinCollectives):
 
     def reduce_scatter(self, output: torch.Tensor, input: torch.Tensor, label: Label | None = None) -> Pending:
         """See :class:`Collectives`. 16-bit inputs are summed in float32."""
-        output, input = as_real(output), as_real(input)
+        if output.is_complex():
+            output, input = as_real(output), as_real(input)
         rows = input.view(self.size, -1).unbind()
 
         def receive(rank: int) -> torch.Tensor:
@@ -273,26 +263,40 @@ class GlooCollectives(BuiltinCollectives):
         receive: Receive,
         label: Label | None,
         kind: int,
-        then: Then | None = None,
+        combine: Combine | None = None,
     ) -> Pending:
-        """Send ``sent[k]`` to each other rank ``k``, and receive what they have sent, all of one size.
+        """Send ``sent[k]`` to each other rank ``k``, and receive their payloads, all of one size.
 
-        ``receive(k)``: memory for what comes from rank ``k``. ``then``: called with what all ranks have sent to this one,
-        which need not be in that memory. None: it must be there.
+        Args:
+            sent: by rank.
+            receive: returns memory for the payload of a rank.
+            label: of the unit.
+            kind: of the collective.
+            combine: called with the payloads of all ranks, which may lie in other memory. If None, they are written to the
+                memory of ``receive``.
         """
-        exchange = GlooCollectives._through_memory or GlooCollectives._by_messages
-        return exchange(self, sent, receive, (label or here.label).tag + kind, then)
+        tag = (label or here.label).tag + kind
+        by_messages = functools.partial(self._exchange_messages, sent, receive, tag, combine)
+        if tag >= RESERVED or self.size == 1:
+            return by_messages()
+        if 0 < _config.SHARED_MEMORY <= sent[0].nbytes:
+            return self._share_memory().exchange(self.messages, sent, receive, tag, combine)
+        memory = self._find_memory()
+        return by_messages() if memory is None else memory.handshake.after(by_messages)
 
-    def _by_messages(self, sent: Sequence[torch.Tensor], receive: Receive, tag: int, then: Then | None) -> Pending:
-        """``_exchange`` with any ``tag``, by a message to each rank and one from each."""
+    def _exchange_messages(
+        self, sent: Sequence[torch.Tensor], receive: Receive, tag: int, combine: Combine | None
+    ) -> Pending:
+        """Exchange payloads with any ``tag``, by a message to each rank and one from each."""
         sources = [(self.rank - step) % self.size for step in range(1, self.size)]
         parts = [sent[self.rank] if rank == self.rank else receive(rank) for rank in range(self.size)]
         to, from_ = [(sent[k], k) for k in reversed(sources)], [(parts[k], k) for k in sources]
-        return self.messages(to, from_, tag, None if then is None else functools.partial(then, parts))
+        return self.messages(to, from_, tag, None if combine is None else functools.partial(combine, parts))
 
     def exchange(self, sent: Addressed, received: Addressed, label: Label | None = None) -> Pending:
-        """See :class:`BuiltinCollectives`. It ends when all that was sent has arrived. So all ranks must wait for their
-        exchanges in the same order.
+        """See :class:`BuiltinCollectives`. It ends when all sent messages have arrived.
+
+        So all ranks must wait for their exchanges in the same order.
         """
         as_bytes = [[(tensor.view(torch.uint8), rank) for tensor, rank in messages] for messages in (sent, received)]
         tag, nothing = (label or here.label).tag + EXCHANGE, torch.empty(0, dtype=torch.uint8, device="cpu")
@@ -308,8 +312,9 @@ class GlooCollectives(BuiltinCollectives):
     def messages(
         self, sent: Addressed, received: Addressed, tag: int, then: Callable[[], object] | None = None
     ) -> Pending:
-        """As ``exchange``, with any ``tag``. It ends when this rank has received all, and the system has taken what it sends.
-        Then ``then`` runs.
+        """Exchange tensors with any ``tag``, and run ``then``.
+
+        It ends when this rank has received all of its messages, and the system has taken those that it sends.
         """
         group, sent, received = self.group, _in_two(sent), _in_two(received)
         works = [group.recv([tensor], rank, tag) for tensor, rank in received][::-1]  # [Note: What ends a wait]
@@ -324,9 +329,8 @@ class GlooCollectives(BuiltinCollectives):
 
     def all_reduce(self, tensor: torch.Tensor, label: Label | None = None) -> Pending:
         tensor, tag = as_real(tensor), (label or here.label).tag
-        tags = torch.tensor(
-            [tag, -tag], device="cpu"
-        )  # the maxima over the ranks are the largest tag, and minus the smallest
+        # The maxima over the ranks are the largest tag, and minus the smallest.
+        tags = torch.tensor([tag, -tag], device="cpu")
 
         def average() -> None:
             largest, smallest = tags.tolist()
@@ -346,12 +350,45 @@ class GlooCollectives(BuiltinCollectives):
     def broadcast(self, tensor: torch.Tensor) -> Pending:
         return Works([self.group.broadcast(as_real(tensor), 0)])
 
-    def rest(self) -> None:
-        (self._rest_memory or super().rest)()
+    # -- memory of one host ------------------------------------------------------------------------------------------
+
+    def _find_memory(self) -> SharedMemory | None:
+        """Return the ranks' shared memory, or None if they have not begun to share any."""
+        found = _memories.get(self.group)
+        # The group may have been given other ranks.
+        return None if found is None or (found.rank, found.size) != (self.rank, self.size) else found
+
+    def _share_memory(self) -> SharedMemory:
+        """Return the ranks' shared memory. The first call for a group begins to share it."""
+        found = self._find_memory()
+        if found is None:
+            _let_go_in_forks()
+            found = _memories[self.group] = SharedMemory(self.rank, self.size, self.messages)
+        return found
+
+    def _lend_memory(self, numel: int, dtype: torch.dtype, to_all: bool) -> torch.Tensor | None:
+        """Lend memory for the input of a collective, which ranks read where it lies, or return None if there is none.
+
+        Nobody writes there after the collective was issued. The memory is in use as long as a tensor lies in it.
+        ``to_all``: each rank reads all of it, not its own shard.
+        """
+        is_large = 0 < _config.SHARED_MEMORY * (1 if to_all else self.size) <= numel * dtype.itemsize
+        memory = self._find_memory() if is_large else None
+        return None if memory is None else memory.lend(numel, dtype)
+
+    def release_unused(self) -> None:
+        if (memory := self._find_memory()) is not None:
+            memory.release_unused()
+
+
+@functools.cache
+def _let_go_in_forks() -> None:
+    """Have a process that is forked from this one close its copies of all segments."""
+    os.register_at_fork(after_in_child=_memories.clear)
 
 
 class DefaultCollectives(BuiltinCollectives):
-    """The backend's own collectives, on the current stream (NCCL and other accelerator backends).
+    """Collectives of the backend itself, on the current stream (NCCL and other accelerator backends).
 
     Averages are exact where the number of ranks N is a power of two. For other N the collective computes a sum, and only the
     result is divided; in float16 each gradient is multiplied by 1/N first, because the sum may overflow.
@@ -408,7 +445,8 @@ class DefaultCollectives(BuiltinCollectives):
         return Done()
 
     def reduce_scatter(self, output: torch.Tensor, input: torch.Tensor, label: Label | None = None) -> Pending:
-        output, input = as_real(output), as_real(input)
+        if output.is_complex():
+            output, input = as_real(output), as_real(input)
         if input.dtype is not output.dtype:
             received = torch.empty_like(input)
             dist.all_to_all_single(received, input, group=self.reduce_group)
@@ -447,11 +485,11 @@ class DefaultCollectives(BuiltinCollectives):
 
 
 by_backend: dict[str, Callable[[dist.ProcessGroup, torch.device], BuiltinCollectives]] = {}
-"""Makes the collectives of backends that this file does not know, by their names."""
+"""Functions that make the collectives of backends that this file does not know, by name."""
 
 
 def builtin_collectives(group: dist.ProcessGroup, device: torch.device) -> BuiltinCollectives:
-    """The collectives that flatshard uses over ``group`` by default: a base for your own to wrap.
+    """Return the collectives that flatshard uses over ``group`` by default: a base for your own to wrap.
 
     Besides the methods of :class:`Collectives` they have ``all_to_all(output, input)``, which sends part ``k`` of ``input``
     to rank ``k``, and the attributes ``rank`` and ``size``. A class that wraps them may also set ``out_of_place`` (its
@@ -478,4 +516,5 @@ def builtin_collectives(group: dist.ProcessGroup, device: torch.device) -> Built
 
 
 def has_gloo(group: dist.ProcessGroup) -> bool:
+    """Return whether ``group`` has a gloo backend."""
     return "gloo" in str(dist.get_backend_config(group))

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Callable, Sequence
+from typing import Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
-
-from flatshard import _trace
-from flatshard._errors import OutOfStepError
 
 
 class Pending(Protocol):
@@ -27,14 +24,15 @@ class Pending(Protocol):
 
         def hook(state, gradient, output):
             work = dist.reduce_scatter_tensor(output, gradient, group=state.process_group, async_op=True)
-            return Average(work, output, state.world_size)  # backward goes on meanwhile
+            return Average(work, output, state.world_size)  # backward continues meanwhile
 
         flatshard.comm.register_comm_hook(model, None, hook)
     """
 
     def wait(self) -> object:
-        """Make the result readable: by the host on CPU, by the current stream on an accelerator. It is called once, and
-        once more after an interrupt.
+        """Make the result readable: by the host on CPU, by the current stream on an accelerator.
+
+        It is called once, and once more after an interrupt.
 
         Raises:
             Exception: the collective failed. Its output is not read.
@@ -49,79 +47,13 @@ class Done:
     def wait(self) -> None: ...
 
 
-def settle(pending: list[Pending]) -> bool:
-    """Wait for collectives and ignore their errors, so that their memory can be freed. Empties the list.
-
-    After an interrupt, the list contains the collectives that have not been waited for yet.
-
-    Returns:
-        Whether all have ended. False: ranks are out of step, so some may never end, and memory must not be freed.
-    """
-    ended = True
-    while pending:
-        try:
-            pending[0].wait()
-        except OutOfStepError:
-            ended = False
-        except Exception as e:
-            _trace.logger.debug("ignored the failure of a collective whose result is not needed: %s", e)
-        del pending[0]
-    return ended
-
-
-class Works:
-    """Async works of a CPU backend (or other pending collectives), and a computation on their results.
-
-    ``then`` runs after the last work. ``describe(index)`` gives the note to add to the error if a work fails. A ``wait``
-    after an interrupt continues with the work that was interrupted.
-    """
-
-    __slots__ = ("_describe", "_done", "_then", "_works")
-
-    def __init__(
-        self,
-        works: Sequence[Any],
-        then: Callable[[], object] | None = None,
-        describe: Callable[[int], str] | None = None,
-    ) -> None:
-        self._works = list(works)
-        self._done = 0  # works waited for: waiting for one again would make gloo wait for another message
-        self._then = then
-        self._describe = describe
-
-    def add(self, works: Sequence[Any]) -> None:
-        """Wait for ``works``, too."""
-        self._works += works
-
-    def wait(self) -> None:
-        while self._done < len(self._works):
-            work = self._works[self._done]
-            try:
-                work.wait()
-            except Exception as e:
-                if self._describe is not None:
-                    e.add_note(self._describe(self._done))
-                    self._describe = None
-                # The error's traceback refers to this object, and the caller frees the memory: drop the works that use it.
-                self._works, self._done = [work], 0
-                raise
-            except BaseException:  # an interrupt is raised when the work's own wait has returned
-                if getattr(work, "is_completed", bool)():
-                    self._done += 1
-                raise
-            self._done += 1
-        if self._then is not None:
-            self._then()
-            self._then = None
-
-
 @runtime_checkable
 class Collectives(Protocol):
-    """How the units of one :func:`fully_shard` call communicate. Write a class with these methods to replace it.
+    """The collectives of the units of one :func:`fully_shard` call. Write a class with these methods to replace them.
 
     ``fully_shard(..., collectives=factory)`` takes a factory ``(group, device) -> Collectives``, which may be the class
-    itself. It is called once per process group, device and factory (so give the same factory to several calls), on every
-    rank in the same order, before anything is changed. Hold the group weakly, or wrap :func:`builtin_collectives`, which
+    itself. It is called once per process group, device and factory (so give the same factory to several calls). All ranks
+    call it in the same order, before anything is changed. Hold the group weakly, or wrap :func:`builtin_collectives`, which
     holds it weakly: a model in a reference cycle must not keep a destroyed group alive.
 
     All tensors are 1-D and contiguous, on the device; the group has ``N`` ranks. Dtypes are those of the parameters;
@@ -163,19 +95,19 @@ class Collectives(Protocol):
     def exact(self) -> bool:
         """Whether ``all_gather`` delivers every shard bit for bit.
 
-        If False, values that must be exact (``summon_full_params``) use the backend's own collectives instead. Of
-        parameters that a forward changes in place, only the changed elements are written back.
+        If False, values that must be exact (``summon_full_params``) use the backend's own collectives instead. If a forward
+        changes parameters in place, only the changed elements are written back.
         """
 
     def all_gather(self, output: torch.Tensor, shard: torch.Tensor) -> Pending:
         """Fill ``output`` (N * S elements) with every rank's ``shard`` (S), in rank order.
 
-        ``shard`` is this rank's part of ``output``, a view that already has its values. All ranks must end with the same
-        ``output``. So a collective that is not exact must overwrite this rank's part, too.
+        ``shard`` is a view of this rank's place in ``output``, which already has its values. All ranks must end with the
+        same ``output``. So a collective that is not exact must overwrite this rank's shard, too.
         """
 
     def reduce_scatter(self, output: torch.Tensor, input: torch.Tensor) -> Pending:
-        """Make ``output`` (S elements) this rank's part of the average of ``input`` (N * S) over the ranks.
+        """Make ``output`` (S elements) this rank's shard of the average of ``input`` (N * S) over the ranks.
 
         ``input`` may be overwritten. The average of ``-0.0`` on all ranks should be ``-0.0``, which marks parameters that a
         rank did not use. If the sign is lost, a parameter that no rank used gets a gradient of zero instead of None.
@@ -185,19 +117,12 @@ class Collectives(Protocol):
         """Replace ``tensor`` by its average over the ranks, the same on all of them. For ``-0.0`` see above."""
 
 
+Addressed = Sequence[tuple[torch.Tensor, int]]
+"""Tensors, each with its destination or source: a rank of the group."""
+
 CollectivesFactory = Callable[[dist.ProcessGroup, torch.device], Collectives]
 
 
 def as_real(tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor`` as 1-D real numbers. Gloo supports no complex numbers, and complex arithmetic does not keep -0.0."""
+    """Return ``tensor`` as 1-D real numbers: gloo supports no complex numbers, and complex arithmetic loses -0.0."""
     return torch.view_as_real(tensor).view(-1) if tensor.is_complex() else tensor
-
-
-OPTIONS = ("allocate", "compared", "out_of_place")
-"""Optional attributes of :class:`Collectives`: all that apply to a wrapper with unchanged all-gathers. (``widens`` is about
-the wrapper's own reductions.)"""
-
-
-def copy_options(outer: object, inner: object, names: Iterable[str] = OPTIONS) -> None:
-    """Copy the attributes ``names`` that ``inner`` has to ``outer``. See :class:`BuiltinCollectives` for what they mean."""
-    vars(outer).update((name, getattr(inner, name)) for name in names if hasattr(inner, name))

@@ -1,13 +1,13 @@
-"""Which collectives this rank has issued, for which units, and which one it waits for now.
+"""Bookkeeping of the collectives that this rank has issued, for which units, and of the one that it waits for.
 
 The order check (``monitor/order_check.py``) compares what ranks are about to do, and the watch (``monitor/watch.py``)
 compares what they wait for. Both use this bookkeeping. It also assigns the tags of gloo messages:
 
-[Note: Whose messages these are]
-The runtime tells the backend's collectives for whom each call is. Collectives that a user writes get no such argument, and
-may call the backend's, of this group or of others, also when they are waited for. So the runtime notes the label around
-both (``here.label``), and the backend's collectives read it where they are given none. It is no argument of the interface,
-because a class that forgot to hand it on would work, until ranks differ: then data of different units would mix unnoticed.
+[Note: Labels of a user's collectives]
+The runtime passes each unit's label to the backend's collectives. A user's class has no such argument, and may call the
+backend's collectives, of this group or of others, in the call or in the wait. So ``here.label`` is set around both, and the
+backend's collectives read it if they get no label. It is no argument of the interface: a class that forgot to pass it on
+would work until ranks differ, and then data of different units would mix unnoticed.
 
 [Note: Data of different units never mix]
 Over gloo every message of an all-gather or a reduce-scatter carries its unit's tag, which is the same on all ranks. Only a
@@ -30,13 +30,13 @@ from flatshard._errors import OutOfStepError
 
 GATHER, REDUCE, EXCHANGE, NUMBERS = 0, 1, 2, 3
 """Kinds of collectives, added to a unit's tag. All ranks have the same order only within a kind: see ``GlooCollectives``.
-``NUMBERS`` are a few numbers of several units, such as a norm. Their label says what is computed, and has the tag 0."""
+``NUMBERS`` are a few numbers of several units, such as a norm. Their label names the question, and has the tag 0."""
 
 _RECENT = 5  # number of collectives that an error lists
 
 
 class Label:
-    """Names the unit that a collective is for. Each handle has one label."""
+    """The name of the unit that a collective is for. Each handle has one label."""
 
     __slots__ = ("handle", "identity", "tag", "unit")
 
@@ -51,7 +51,7 @@ RESERVED = 2**31 - 2**16
 """The lowest of the tags that no unit has."""
 
 NOBODY = Label("<no unit>")
-"""For collectives that a user calls."""
+"""The label of collectives that a user calls."""
 
 _labels = {NOBODY.tag: NOBODY}  # by tag, for the names in errors
 
@@ -62,7 +62,7 @@ def digest(value: object) -> str:
 
 
 def mixed_all_reduce(tag: int, tags: tuple[int, int], rank: int, world_size: int) -> OutOfStepError:
-    """The error for an all-reduce for the unit of ``tag``, in which the ranks' lowest and highest tags are ``tags``."""
+    """Return the error for an all-reduce of the unit of ``tag``, in which ``tags`` are the ranks' lowest and highest."""
     units = " and ".join(repr(_labels[t].unit or "<root>") if t in _labels else "another" for t in tags)
     mine = _labels[tag].unit
     text = (
@@ -81,11 +81,11 @@ SAME_ORDER = (
 
 
 Place = tuple[int, int, str]
-"""How far a rank has come: passes begun, backwards begun, and the current phase (``"forward"``, ``"backward"`` or ``""``)."""
+"""Progress of a rank: passes begun, backwards begun, and the current phase (``"forward"``, ``"backward"`` or ``""``)."""
 
 
 class Issued(NamedTuple):
-    """One collective that this rank has issued."""
+    """A collective that this rank has issued."""
 
     progress: Progress
     verb: str
@@ -97,7 +97,7 @@ class Issued(NamedTuple):
 
     @property
     def key(self) -> int:
-        """What ranks count collectives by."""
+        """The number by which ranks count collectives."""
         return self.label.tag + self.kind
 
     def __str__(self) -> str:
@@ -107,12 +107,12 @@ class Issued(NamedTuple):
 
     @property
     def when(self) -> str:
-        """``place`` in words, for the end of a sentence. Empty if it is not known."""
+        """The end of a sentence that names ``place``. Empty if it is not known."""
         return describe_place(self.place)
 
 
 def describe_place(place: Place | None) -> str:
-    """``place`` in words, for the end of a sentence. Empty for None."""
+    """Return the end of a sentence that names ``place``. Empty for None."""
     if place is None:
         return ""
     passes, backwards, inside = place
@@ -121,23 +121,23 @@ def describe_place(place: Place | None) -> str:
 
 
 class Progress:
-    """What this rank has issued on one process group."""
+    """The collectives that this rank has issued on one process group."""
 
     def __init__(self) -> None:
         self.counts: dict[int, int] = {}  # collectives issued, by key (tag + kind)
-        # Collectives in flight: those dropped before a wait, and those that may never end, because other ranks have issued
-        # different ones. _runtime.py, [Note: Memory lives as long as its works]
+        # Collectives in flight: dropped before a wait; or endless, perhaps, because other ranks have issued different ones.
+        # pending.py, [Note: Memory lives as long as its works]
         self.abandoned: list[Pending] = []
         self.unended: list[tuple[Issued, Pending]] = []
         self.place: Callable[[], Place | None] = lambda: None
-        # For the watch: the last collectives, and key and number of the first one in the same place as the last.
+        # For the watch: the latest collectives, and key and number of the first one in the same place as the last.
         self.recent: deque[Issued] = deque(maxlen=_RECENT)
         self.first = (0, 0)
         self._seen: Counter[str] = Counter()
         self._tags = {NOBODY.tag}
 
     def make_label(self, unit: str, identity: str) -> Label:
-        """A label for a new handle. Handles of equal ``identity`` are told apart by the order of their creation."""
+        """Make the label of a new handle. Handles of equal ``identity`` differ by the order of their creation."""
         self._seen[identity] += 1
         tag = int(digest((identity, self._seen[identity]))[:8], 16) >> 3 << 2
         # Tags are never reused: all ranks must find the same one, whatever they have freed.
@@ -148,7 +148,7 @@ class Progress:
         return label
 
     def units(self) -> dict[int, str]:
-        """FQNs by tag, of the units made for this group or with collectives on it. The watch's thread calls this, too."""
+        """Return FQNs by tag, of units made for this group or with collectives on it. The watch's thread calls this, too."""
         found = (_labels.get(tag) for tag in {*self._tags, *(key >> 2 << 2 for key in list(self.counts))})
         return {label.tag: label.unit for label in found if label is not None and label.identity}
 
@@ -164,12 +164,12 @@ class Progress:
 
 
 class Here:
-    """What this process is doing now, on any process group."""
+    """The collectives that this process calls and waits for now, on any process group."""
 
     __slots__ = ("label", "waiting")
 
     def __init__(self) -> None:
-        self.label = NOBODY  # what is being started or waited for: [Note: Whose messages these are]
+        self.label = NOBODY  # of the user's collective that is being called: [Note: Labels of a user's collectives]
         self.waiting: Issued | None = None  # also read by the watch's thread
 
 

@@ -367,10 +367,10 @@ class FlatParam:
         if self.is_whole:
             target.allocate(shard)
             return runtime.issued(Done())
-        if runtime.takes and target.allocates_late:
+        if runtime.capabilities.gathers_late and target.allocates_late:
             return runtime.all_gather(target.wire, shard, self.ranks.label, again, target.take)
         fits = kept is None and self.kind.dtype is self.kind.compute_dtype
-        as_it_is = fits and getattr(runtime.collectives, "out_of_place", False)
+        as_it_is = fits and runtime.capabilities.out_of_place
         target.allocate(None if as_it_is else shard)
         sent, wire = shard if as_it_is else target.own, target.wire
         return runtime.all_gather(wire, sent if wire is target.flat else as_sent(sent), self.ranks.label, again)

@@ -19,7 +19,7 @@ is kept, and the next backward adds to it, in the reduce dtype.
 
 [Note: Sent as it was computed]
 A gradient that is computed in bfloat16 and reduced in float32 is a bfloat16 number in a float32. If the collectives can add
-in a wider dtype than they send (``BuiltinCollectives.widens``), it is sent in bfloat16. The sums are the same bit for bit,
+in a wider dtype than they send (``Capabilities.widens``), it is sent in bfloat16. The sums are the same bit for bit,
 with half of the bytes, and half of the memory for the input. Held gradients (``no_sync``) are sums in the reduce dtype
 already, and are sent in it. All ranks must choose the same dtype, including a rank that holds no gradient. So the choice
 depends on whether the unit was told to hold gradients, not on whether it holds any (``UnitGradients.accumulates``).
@@ -44,7 +44,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 
-from flatshard._comm.collectives import Collectives
+from flatshard._comm.capabilities import LendMemory
 from flatshard._handle.flat_param import FlatParam
 from flatshard._handle.layout import FlatLayout
 from flatshard._handle.pool import FlatBuffer
@@ -107,10 +107,10 @@ class ReductionInput:
             self._make_views(own)  # here, to save the time in the first step
             own.free()
 
-    def allocate(self, dtype: torch.dtype, collectives: Collectives) -> None:
-        """Allocate the memory, and zero the padding. ``collectives``: the ones that reduce it."""
+    def allocate(self, dtype: torch.dtype, lend: LendMemory | None) -> None:
+        """Allocate the memory, and zero the padding. ``lend``: of the collectives that reduce it."""
         new = self._new(dtype) if self._becomes_grads else None
-        if new is None and self._pool is None and (lend := getattr(collectives, "_lend_memory", None)) is not None:
+        if new is None and self._pool is None and lend is not None:
             new = lend(self._numel, dtype, False)
         if new is not None:
             self.flat = new
@@ -344,7 +344,7 @@ class FlatGradients:
     def _allocate(self, dtype: torch.dtype) -> list[bool]:
         """Allocate the input in ``dtype``."""
         if self._input is not None:
-            self._input.allocate(dtype, self.runtime.collectives)
+            self._input.allocate(dtype, self.runtime.capabilities.lend_memory)
         self._filled = [False] * len(self.flat.params)
         return self._filled
 
@@ -356,7 +356,7 @@ class FlatGradients:
             for param, compute in zip(flat.params, computes, strict=True):
                 if not param.requires_grad:
                     compute.grad = None
-        input.allocate(dtype, self.runtime.collectives)
+        input.allocate(dtype, self.runtime.capabilities.lend_memory)
         grads = list(map(_grad_of_plain, computes))
         consume(map(setattr, computes, itertools.repeat("grad"), _NONE))
         here = list(map(operator.is_not, grads, _NONE))
@@ -418,7 +418,7 @@ class FlatGradients:
         if self._input is None:
             return
         if self._waits_for_all and self._filled is None:
-            narrow = getattr(self.runtime.collectives, "widens", False) and not (accumulates or flat.is_whole)
+            narrow = self.runtime.capabilities.widens and not (accumulates or flat.is_whole)
             self._copy_to_input(self._sent_dtype if narrow else self.reduce_dtype)  # [Note: Sent as it was computed]
         filled = self._filled if self._filled is not None else self._allocate(self.reduce_dtype)
         no_gradient: list[int] = []

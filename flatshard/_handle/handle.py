@@ -17,7 +17,9 @@ from torch import nn
 from torch.autograd.graph import increment_version
 
 from flatshard import _trace
-from flatshard._comm.collectives import Pending, settle
+from flatshard._comm.collectives import Pending
+from flatshard._comm.pending import drain
+from flatshard._comm.streams import Users
 from flatshard._errors import CollectiveError, OutOfStepError, name_list
 from flatshard._handle.adapters.tensor_subclass import plain_tensors
 from flatshard._handle.flat_param import FlatParam
@@ -31,7 +33,6 @@ from flatshard._handle.tensors.shard_info import ShardInfo
 from flatshard._handle.unit_gradients import UnitGradients
 from flatshard._handle.unit_ranks import UnitRanks
 from flatshard._handle.user_changes import Conversion, UserChanges, adopt_data
-from flatshard._runtime import Users
 
 _version = operator.attrgetter("_version")  # read for every parameter in every step, so the loop runs in C
 
@@ -322,7 +323,7 @@ class FlatParamHandle:
 
     def _abandon_all_gathers(self, out_of_step: bool = False) -> None:
         """Wait for all-gathers whose results are not needed. ``out_of_step``: one has raised ``OutOfStepError``."""
-        if not settle(self._all_gathers) or out_of_step:  # some may never end, so their memory must not be freed
+        if not drain(self._all_gathers) or out_of_step:  # some may never end, so their memory must not be freed
             for flat in self._sharded:
                 flat.leave_memory()
 

@@ -24,15 +24,13 @@ that stream, and reuses it after that stream has waited for the reduction.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 
 from flatshard._comm.collectives import Collectives
 from flatshard._runtime import Runtime
-
-Allocate = Callable[[int, torch.dtype, torch.device], torch.Tensor]
 
 _clock = itertools.count()
 
@@ -95,7 +93,7 @@ class Pools:
 
     def of(self, runtime: Runtime, static_buffers: bool) -> Pool | None:
         """Return the pool for units with the collectives of ``runtime``, or None if each unit has memory of its own."""
-        if not (static_buffers or hasattr(runtime.collectives, "allocate")):
+        if not static_buffers and runtime.capabilities.allocate is None:
             return None
         return self._by_collectives.setdefault(runtime.collectives, Pool(runtime))
 
@@ -121,8 +119,7 @@ class Pool:
             TypeError: ``allocate`` returned something else. The user gets a ``CollectiveError`` with the unit's name.
         """
         device = self.runtime.device
-        allocate: Allocate | None = getattr(self.runtime.collectives, "allocate", None)
-        if allocate is None:
+        if (allocate := self.runtime.capabilities.allocate) is None:
             return torch.empty(numel, dtype=dtype, device=device)
         made = allocate(numel, dtype, device)
         who = f"{type(self.runtime.collectives).__name__}.allocate({numel}, {dtype}, {str(device)!r})"

@@ -29,11 +29,13 @@ from typing import NoReturn
 
 import torch
 
-from flatshard._comm.collectives import Done, Pending, settle
+from flatshard._comm.collectives import Done, Pending
+from flatshard._comm.pending import Chain, drain
 from flatshard._comm.progress import REDUCE, Label
+from flatshard._comm.streams import holding, wait_on_host
 from flatshard._handle.flat_param import FlatParam
 from flatshard._handle.layout import FlatLayout
-from flatshard._runtime import Runtime, Then, holding, wait_on_host
+from flatshard._runtime import Runtime
 
 Partial = tuple[torch.Tensor, set[int]]
 """The output of earlier reductions, not averaged over the replicas yet, and the parameters that they did not use."""
@@ -80,7 +82,7 @@ class Unused:
         """
         if self._unread is None:
             return
-        if not isinstance(pending, Then):  # which has ended
+        if not isinstance(pending, Chain):  # which has ended
             wait_on_host(pending)
         (runtime, key), store = self._unread, self._unread[0].store()
         named_by_each = [int(named.partition(b":")[2], 16) for named in store.get(key).split()]
@@ -191,7 +193,7 @@ class Reduction:
         Raises:
             CollectiveError: the first part failed.
         """
-        if isinstance(self._pending, Then):
+        if isinstance(self._pending, Chain):
             try:
                 self._pending.advance()
             except Exception as e:
@@ -216,7 +218,7 @@ class Reduction:
     def abandon(self) -> bool:
         """Wait for the end, ignore an error, and return whether it has ended, so that its memory can be freed."""
         pending, self._pending = self._pending, None
-        return pending is None or settle([pending])
+        return pending is None or drain([pending])
 
     def result(self) -> torch.Tensor | None:
         """Return the gradient shard after ``wait``, or None if it is partial. Under offload the host waits for it."""

@@ -11,13 +11,14 @@ from torch import nn
 from torch.autograd.graph import Node, get_gradient_edge
 
 from flatshard import _trace
+from flatshard._comm.streams import Streams
 from flatshard._errors import CollectiveError, OutOfStepError
 from flatshard._handle.flat_param import FlatParam
 from flatshard._handle.gradients import FlatGradients
 from flatshard._handle.lifetime import WITHHELD, GradState, Lifetime
 from flatshard._handle.tensors.direct import watch
 from flatshard._handle.unit_ranks import UnitRanks
-from flatshard._runtime import Runtime, Streams
+from flatshard._runtime import Runtime
 
 
 class Accumulators(NamedTuple):

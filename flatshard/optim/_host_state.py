@@ -3,7 +3,7 @@
 [Note: State that comes and goes]
 While one unit is stepped, the state of the next comes in, on a stream of its own, the *side* stream; what the unit before had
 has gone out on it. All copies in both directions run on this one stream, so what comes in takes the memory of what went out,
-and two units' state are on the device at most. ``_runtime.py`` has the rule for memory that two streams use; here it means:
+and two units' state are on the device at most. The rule for memory that two streams use is in ``_comm/streams.py``. Here:
 
 - What comes in is allocated on the side stream. The current stream waits for it, and the side stream waits for the current
   one before it copies out and frees.
@@ -25,7 +25,7 @@ from typing import Any, ClassVar
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from flatshard._runtime import StreamEvent, Streams
+from flatshard._comm.streams import StreamEvent, Streams
 
 At = tuple[int, str]
 """A value: the place of its parameter, and its key."""

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from flatshard._comm.collectives import Done, Pending, settle
+from flatshard._comm.collectives import Done, Pending
+from flatshard._comm.pending import drain
 from flatshard._composable.find import flat_of
 from flatshard._handle.tensors.sharded_parameter import ShardedParameter, full_shape, shard_info
 from flatshard._runtime import Runtime
@@ -246,7 +247,7 @@ class _Batch:
 
     def abandon(self) -> None:
         """Free the memory while an error propagates."""
-        settle([self._pending])
+        drain([self._pending])
         for each in self.owned:
             each.drop()
 

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
+from flatshard._comm.streams import Streams
 from flatshard._composable.construct.layout_plan import Loads, plan_flats
 from flatshard._composable.extensions import Extension, ForwardFeature, extensions
 from flatshard._composable.features import kept_shards
@@ -39,7 +40,7 @@ from flatshard._handle.tensors.grad_dtype import hand_on
 from flatshard._handle.tensors.sharded_parameter import shard_info
 from flatshard._handle.unit_ranks import Runtimes
 from flatshard._mesh_runtime import MeshRuntime
-from flatshard._runtime import Peers, Runtime, Streams
+from flatshard._runtime import Peers, Runtime
 from flatshard.checkpoint._optim_params import params_of
 from flatshard.optim._offload import OffloadedOptimizer, in_turns, units_of_params
 from flatshard.optim._trial import unhooked_step

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 from flatshard import CPUOffload, ShardingStrategy, fully_shard
-from flatshard._fake_group import FakeCollectives
+from flatshard._comm.fake_group import FakeCollectives
 
 
 class Block(Mlp):

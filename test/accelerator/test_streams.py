@@ -5,7 +5,7 @@ import types
 import pytest
 import torch
 
-from flatshard import _runtime
+from flatshard._comm.streams import Streams
 
 
 def test_devices_without_streams_are_refused(monkeypatch):
@@ -15,5 +15,5 @@ def test_devices_without_streams_are_refused(monkeypatch):
     monkeypatch.setattr(torch, "get_device_module", lambda device: OnlyRuns("torch.mps"))
     message = r"parameters are on 'mps', .*: it lacks Stream.wait_stream, Stream.wait_event, Stream.record_event"
     with pytest.raises(NotImplementedError, match=message):
-        _runtime.Streams.of(torch.device("mps"))
-    assert _runtime.Streams.of(torch.device("cpu")) is None
+        Streams.of(torch.device("mps"))
+    assert Streams.of(torch.device("cpu")) is None

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 import flatshard
 from flatshard import CustomPolicy, ShardingStrategy, _torch, fully_shard, summon_full_params
 from flatshard._comm.backends import GlooCollectives
-from flatshard._comm.collectives import Works
+from flatshard._comm.pending import Works
 from flatshard._composable.find import units_below
 from flatshard.comm import DefaultCollectives, QuantizedCollectives
 

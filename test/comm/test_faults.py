@@ -29,7 +29,8 @@ from torch import Tensor, nn
 import flatshard
 from flatshard import CollectiveError, OutOfStepError, _config, fully_shard, summon_full_params
 from flatshard._comm.backends import GlooCollectives
-from flatshard._comm.collectives import Done, Works, settle
+from flatshard._comm.collectives import Done
+from flatshard._comm.pending import Works, drain
 from flatshard._comm.progress import NOBODY
 from flatshard.comm import QuantizedCollectives
 
@@ -237,9 +238,9 @@ class Work:
 def test_what_may_never_end_is_told():
     """Of other failures the memory may be freed."""
     pending = [Done(), Work(ValueError()), Done()]
-    assert settle(pending)
+    assert drain(pending)
     assert not pending
-    assert not settle([Work(OutOfStepError("all-gather", "unit", 0, 2, "")), Done()])
+    assert not drain([Work(OutOfStepError("all-gather", "unit", 0, 2, "")), Done()])
 
 
 def test_failed_works_let_go_of_the_others():

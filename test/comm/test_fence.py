@@ -21,9 +21,9 @@ from torch import Tensor, nn
 
 import flatshard
 from flatshard import ShardingStrategy, _config, fully_shard
+from flatshard._comm import backends
 from flatshard._composable.state import unit_of
 from flatshard._handle.lifetime import BY_USER
-from flatshard._shared_memory import SharedMemory
 
 WIDTH = 5
 DELAY = 0.002
@@ -164,8 +164,8 @@ def fall_out_of_step(ctx, where: str, static_buffers: bool) -> None:
                 run.model[odd](run.x)
         with pytest.raises(flatshard.OutOfStepError, match="ranks run different units") as caught:
             find_out(run, where, outputs, odd)
-        for memory in SharedMemory._known.values():  # what waits for ranks to meet begins when they have
-            memory._have_met.wait()
+        for memory in backends._memories.values():  # what waits for ranks to meet begins when they have
+            memory.handshake.wait()
         works = len(fence.under_way)
         assert works >= 2  # those of one rank with another that does something else
         flatshard.recover(run.model)

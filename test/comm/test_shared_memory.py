@@ -27,12 +27,15 @@ from recording import FULL, NO_SHARD, Net, make_input, sent_bytes
 from torch import Tensor, nn
 
 import flatshard
-from flatshard import ShardingStrategy, _config, _shared_memory, fully_shard
+from flatshard import ShardingStrategy, _config, fully_shard
 from flatshard._comm.backends import GlooCollectives
+from flatshard._comm.capabilities import gathers_late
+from flatshard._comm.shared_memory.handshake import PeerSegment
+from flatshard._comm.shared_memory.payloads import SharedMemory
+from flatshard._comm.shared_memory.segment import FIRST_BYTES, Segment
 from flatshard._composable.find import units_below
 from flatshard._handle.pool import FlatBuffer
 from flatshard._handle.unsharded import UnshardedBuffer
-from flatshard._shared_memory import _FIRST_BYTES, SharedMemory, lend_memory
 
 NUMEL = 1037
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64)
@@ -49,7 +52,7 @@ def sharing(least: int = 1) -> Iterator[None]:
 
 def in_memory(group: Any) -> tuple[GlooCollectives, SharedMemory]:
     collectives = GlooCollectives(group)
-    return collectives, SharedMemory.of(collectives)
+    return collectives, collectives._share_memory()
 
 
 def new_group(size: int) -> Any:
@@ -96,10 +99,10 @@ def test_the_bits_are_those_of_gloo(ctx) -> None:
         group = new_group(ctx.world_size) if ctx.world_size == dist.get_world_size() else ctx.group
         check_bits(ctx, group)
         _, memory = in_memory(group)
-        assert len(memory._peers) == len(memory._readers) == ctx.world_size - 1
-        nbytes = memory._own.nbytes
+        assert len(memory.handshake.peers) == len(memory.handshake.readers) == ctx.world_size - 1
+        nbytes = memory.handshake.own.nbytes
         check_bits(ctx, group)
-        assert memory._own.nbytes <= 2 * nbytes  # it is used again
+        assert memory.handshake.own.nbytes <= 2 * nbytes  # it is used again
 
 
 @ranks(3)
@@ -122,14 +125,14 @@ def test_gloo_carries_headers_alone(ctx) -> None:
 
 def fill(patch: pytest.MonkeyPatch) -> None:
     """From now on there is memory to say that there is no more, and none for payloads."""
-    real = _shared_memory._Segment.take
+    real = Segment.allocate
 
     def take(self: Any, nbytes: int) -> Any:
         if nbytes > 0:
             raise OSError(errno.ENOSPC, "no space")
         return real(self, nbytes)
 
-    patch.setattr(_shared_memory._Segment, "take", take)
+    patch.setattr(Segment, "allocate", take)
 
 
 @pytest.mark.parametrize("refused", ["one pair", "one rank", "two hosts", "all", "no memory", "no room"])
@@ -144,7 +147,7 @@ def test_ranks_that_share_no_memory_get_the_same_bits(ctx, refused: str) -> None
     }.get(refused, set())
     pids = torch.zeros(4, dtype=torch.int64)
     dist.all_gather_into_tensor(pids, torch.tensor([os.getpid()]))
-    real = _shared_memory._Peer.__init__
+    real = PeerSegment.__init__
 
     def init(self: Any, address: Any) -> None:
         if any((ctx.rank, sender) in pairs for sender, pid in enumerate(pids.tolist()) if pid == address[1]):
@@ -152,7 +155,7 @@ def test_ranks_that_share_no_memory_get_the_same_bits(ctx, refused: str) -> None
         real(self, address)
 
     with sharing(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_shared_memory._Peer, "__init__", init)
+        patch.setattr(PeerSegment, "__init__", init)
         if refused == "no memory" and ctx.rank == 2:
             patch.delattr(os, "memfd_create")
         is_full = refused == "no room" and ctx.rank != 1
@@ -162,15 +165,15 @@ def test_ranks_that_share_no_memory_get_the_same_bits(ctx, refused: str) -> None
         check_bits(ctx, group)
         _, memory = in_memory(group)
         expected = {sender for reader, sender in every - pairs if reader == ctx.rank}
-        assert {*memory._peers} == expected - ({2} if refused == "no memory" else set())
+        assert {*memory.handshake.peers} == expected - ({2} if refused == "no memory" else set())
         assert bool(memory._messages) is is_full  # what has no room goes by gloo
     dist.barrier()
 
 
 @ranks(2)
 def test_who_has_no_room_does_not_wait_for_its_readers(ctx) -> None:
-    shard = torch.full((_FIRST_BYTES,), float(ctx.rank))
-    outputs = [torch.empty(2 * _FIRST_BYTES) for _ in range(2)]
+    shard = torch.full((FIRST_BYTES,), float(ctx.rank))
+    outputs = [torch.empty(2 * FIRST_BYTES) for _ in range(2)]
     with sharing(), pytest.MonkeyPatch.context() as patch:
         collectives, memory = in_memory(new_group(2))
         collectives.all_gather(torch.empty(2 * NUMEL), torch.ones(NUMEL)).wait()  # ranks meet
@@ -178,12 +181,12 @@ def test_who_has_no_room_does_not_wait_for_its_readers(ctx) -> None:
         pending = []
         for number, output in enumerate(outputs, 1):
             pending.append(collectives.all_gather(output, shard))
-            assert [memory._own.is_read(block) for block, _ in memory._messages] == number * [False]
+            assert [memory.handshake.own.is_read(block) for block, _ in memory._messages] == number * [False]
         dist.barrier(ctx.group)
         for each in pending:
             each.wait()
     for output in outputs:
-        assert torch.equal(output.view(2, -1), torch.arange(2.0).view(2, 1).expand(2, _FIRST_BYTES))
+        assert torch.equal(output.view(2, -1), torch.arange(2.0).view(2, 1).expand(2, FIRST_BYTES))
 
 
 @ranks(2)
@@ -216,9 +219,9 @@ def test_ranks_meet_whatever_else_they_wait_for(ctx) -> None:
 def test_another_file_in_its_place_is_not_read(ctx) -> None:
     """As on another host, where a process of that number has a file of that number."""
     with sharing():
-        segment = _shared_memory._Segment(2)
+        segment = Segment(2)
         token, pid, fd, inode = segment.address
-        assert _shared_memory._Peer(segment.address).mapping.token == segment.token
+        assert PeerSegment(segment.address).mapping.token == segment.token
         reader, writer = os.pipe()
         for wrong in (
             [token + 1, pid, fd, inode],  # another segment
@@ -228,7 +231,7 @@ def test_another_file_in_its_place_is_not_read(ctx) -> None:
             [0, 0, 0, 0],
         ):
             with pytest.raises(OSError):
-                _shared_memory._Peer(wrong)
+                PeerSegment(wrong)
         os.close(reader)
         os.close(writer)
 
@@ -249,18 +252,18 @@ def test_memory_is_used_again_and_freed_with_the_group(ctx) -> None:
         group = new_group(2)
         collectives, memory = in_memory(group)
         collectives.all_gather(output, shard).wait()
-        segment = memory._own
+        segment = memory.handshake.own
         assert segment is not None
         for _ in range(100):
             collectives.all_gather(output.zero_(), shard).wait()
             assert output.view(2, -1)[:, 0].tolist() == [0, 1]
         dist.barrier(group)
-        assert segment.nbytes <= 2 * _FIRST_BYTES
+        assert segment.nbytes <= 2 * FIRST_BYTES
         pending = [collectives.all_gather(torch.empty(2 * 4096), shard) for _ in range(400)]  # it grows
         for each in pending:
             each.wait()
         dist.barrier(group)
-        segment.take(1)
+        segment.allocate(1)
         assert len(segment._blocks) == 1
         assert mapped_segments() == before + 2
         pending.clear()
@@ -276,7 +279,7 @@ def test_a_forked_process_lets_go(ctx) -> None:
         collectives, memory = in_memory(new_group(2))
         collectives.all_gather(torch.empty(2 * NUMEL), torch.ones(NUMEL)).wait()
         here = mapped_segments()
-        _, _, fd, _ = memory._own.address
+        _, _, fd, _ = memory.handshake.own.address
         del memory
         if (child := os.fork()) == 0:
             with contextlib.suppress(OSError):
@@ -294,11 +297,11 @@ def test_inputs_of_reductions_are_read_where_they_lie(ctx) -> None:
         collectives.all_gather(torch.empty(3 * NUMEL), torch.ones(NUMEL)).wait()
         dist.barrier(ctx.group)
         for numel in (NUMEL, 2 * NUMEL):
-            lent, output = lend_memory(collectives, 3 * numel, torch.float32), torch.empty(numel)
-            beside = lend_memory(collectives, 3 * numel, torch.float32)
+            lent, output = collectives._lend_memory(3 * numel, torch.float32, False), torch.empty(numel)
+            beside = collectives._lend_memory(3 * numel, torch.float32, False)
             assert beside.data_ptr() != lent.data_ptr()  # a tensor uses it, though nobody is to read it
             lent.copy_(torch.arange(3 * numel) + ctx.rank)
-            segment, address = memory._own, lent.data_ptr()
+            segment, address = memory.handshake.own, lent.data_ptr()
             in_use = len(segment._blocks)
             pending = collectives.reduce_scatter(output, lent)
             assert len(segment._blocks) == in_use  # no other memory is taken
@@ -306,9 +309,8 @@ def test_inputs_of_reductions_are_read_where_they_lie(ctx) -> None:
             assert len(segment._blocks) == in_use + 1  # the first is still being read
             if ctx.rank == 0:
                 del lent
-                other = lend_memory(
-                    collectives, 3 * numel, torch.float32
-                )  # until others have read it, it is not used again
+                # Until others have read it, it is not used again.
+                other = collectives._lend_memory(3 * numel, torch.float32, False)
                 assert other.data_ptr() != address
             dist.barrier(ctx.group)
             pending.wait()
@@ -316,23 +318,24 @@ def test_inputs_of_reductions_are_read_where_they_lie(ctx) -> None:
             assert torch.equal(output, torch.arange(3 * numel).view(3, -1)[ctx.rank] + 1.0)
             dist.barrier(ctx.group)
             lent = other = beside = None
-            segment.take(1)
+            segment.allocate(1)
             assert len(segment._blocks) == 1
 
 
 @ranks(2)
 def test_gradients_are_copied_to_where_they_are_read(ctx) -> None:
-    lent = list[Any]()
+    lent, real = list[Any](), GlooCollectives._lend_memory
 
     def lend(self: Any, numel: int, dtype: torch.dtype, to_all: bool) -> Tensor | None:
-        found = lend_memory(self, numel, dtype, to_all)
+        found = real(self, numel, dtype, to_all)
         lent.extend([] if to_all else [found])
         return found
 
     with sharing(), pytest.MonkeyPatch.context() as patch:
-        model = fully_shard(Net(blocks=3), policy={Block}, process_group=ctx.group)
-        model(make_input(0, 2)).sum().backward()
         patch.setattr(GlooCollectives, "_lend_memory", lend)
+        model = fully_shard(Net(blocks=3), policy={Block}, process_group=new_group(2))
+        model(make_input(0, 2)).sum().backward()
+        lent.clear()
         model(make_input(0, 2)).sum().backward()
     assert len(lent) == len(flatshard.describe(model).units)
     assert all(each.abs().sum() > 0 for each in lent)
@@ -348,9 +351,10 @@ def test_units_ahead_take_no_memory(ctx) -> None:
             flat.unsharded.nbytes for h in handles if h.lifetime.params.name == "UNSHARDING" for flat in h.flats
         )
 
-    def gather(*args: Any, take: Any = None) -> Any:
-        gathers.extend([] if take is None else [take])
-        return real[1](*args, take=take)
+    @gathers_late
+    def gather(*args: Any, ensure_output: Any = None) -> Any:
+        gathers.extend([] if ensure_output is None else [ensure_output])
+        return real[1](*args, ensure_output=ensure_output)
 
     with sharing(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(FlatBuffer, "take", lambda *args: (taken.append(args[1]), real[0](*args)))
@@ -373,37 +377,37 @@ def held(segment: Any) -> int:
 
 def test_memory_that_no_pass_uses_any_more_is_given_back() -> None:
     def send(nbytes: int) -> Any:
-        block = segment.take(nbytes)
+        block = segment.allocate(nbytes)
         segment.await_readers(block, [1])
         return block
 
     def read(block: Any) -> None:
         segment.mapping.map[block.start + 1] = 1
 
-    segment, shard, input, pages = _shared_memory._Segment(2), 16 * mmap.PAGESIZE, 32 * mmap.PAGESIZE, list[int]()
+    segment, shard, input, pages = Segment(2), 16 * mmap.PAGESIZE, 32 * mmap.PAGESIZE, list[int]()
     for lends in (False, True, False):  # a forward, a backward, a forward
         sent = send(shard)
         lent = segment.lend(input // 4, torch.float32).fill_(1) if lends else None
         pages.append(held(segment) // mmap.PAGESIZE)
         del lent
         read(sent)
-        segment.rest()
+        segment.release_unused()
         pages.append(held(segment) // mmap.PAGESIZE)
     assert pages == [17, 1, 49, 17, 17, 17]
     sent, lent, late = send(shard), segment.lend(input // 4, torch.float32).fill_(1), send(input)
     read(sent)
-    segment.rest()
+    segment.release_unused()
     assert held(segment) == segment.nbytes == 81 * mmap.PAGESIZE  # all above the shard is in use
     assert lent.sum() == input // 4
     read(late)
-    segment.take(1)
+    segment.allocate(1)
     assert held(segment) == 50 * mmap.PAGESIZE  # it was read after the rest
     again = segment.lend(input // 4, torch.float32).fill_(2)
-    segment.take(1)
+    segment.allocate(1)
     assert again.sum() == 2 * input // 4
     del lent, again
-    segment.rest()
-    segment.rest()
+    segment.release_unused()
+    segment.release_unused()
     assert held(segment) == mmap.PAGESIZE
 
 
@@ -419,12 +423,12 @@ def test_memory_of_reductions_is_given_back_when_a_backward_has_ended(ctx) -> No
         for _ in range(4):
             model(torch.ones(2, 128)).sum().backward()
             dist.barrier(ctx.group)
-            memory._own.take(1)  # what was read after the end of backward
+            memory.handshake.own.allocate(1)  # what was read after the end of backward
         shard = 128 * 128 // 2 * 4
-        most = torch.tensor(memory._own.nbytes)
+        most = torch.tensor(memory.handshake.own.nbytes)
         dist.all_reduce(most, dist.ReduceOp.MAX, group=ctx.group)  # what a rank sends is read at once if it is late
         assert most > 4 * shard
-        assert held(memory._own) < 3 * shard + 3 * mmap.PAGESIZE
+        assert held(memory.handshake.own) < 3 * shard + 3 * mmap.PAGESIZE
 
 
 # -- training --------------------------------------------------------------------------------------------------------

@@ -8,7 +8,8 @@ import torch
 from on_ranks import ranks
 from torch import nn
 
-from flatshard import _config, _host_memory, fully_shard
+from flatshard import _config, fully_shard
+from flatshard._comm import host_memory
 
 WIDTH = 1024  # 4 MiB a unit
 
@@ -33,4 +34,4 @@ def test_a_steady_step_takes_no_new_memory(ctx):
 
 def test_it_can_be_left_alone(monkeypatch):
     monkeypatch.setattr(_config, "KEEP_MEMORY", False)
-    assert _host_memory.keep_freed_memory.__wrapped__() is False
+    assert host_memory.keep_freed_memory.__wrapped__() is False

@@ -21,13 +21,12 @@ import flatshard
 PACKAGE = Path(flatshard.__file__).parent
 
 PACKAGES = [
-    ["_errors", "_names", "_torch", "_config", "_trace", "_host_memory", "_frames", "layouts"],
+    ["_errors", "_names", "_torch", "_config", "_trace", "_frames", "layouts"],
     ["_comm"],
     ["_runtime", "_mesh_runtime"],
     ["_handle", "_handle.adapters", "_handle.tensors"],
     ["_composable", "_composable.construct"],
     ["_composable.features", "_comm.monitor"],
-    ["_quantized", "_shared_memory", "_fake_group"],
     ["optim", "checkpoint", "debug", "comm", "policies", "tensors"],
     ["planning", "elastic", "weights"],
     ["_extensions"],
@@ -176,7 +175,7 @@ QUERIES = (
 )
 # Types, arithmetic on them, names of actions; and checkpoints, whose plans torch's own functions exchange.
 QUIET_MODULES = r"device_mesh|tensor|checkpoint|pipelining\.schedules"
-COMMUNICATING = "_comm.backends _fake_group _comm.monitor.messages elastic._world _composable.construct.groups"
+COMMUNICATING = "_comm.backends _comm.fake_group _comm.monitor.messages elastic._world _composable.construct.groups"
 HOOKING = "_composable.hooks planning._program optim._hooks elastic._job _handle.tensors.direct"
 HOOKING += " checkpoint._state_dict_hooks checkpoint._optim_state_dict "
 HOOKING += " ".join(name for name in TREES if name.startswith(("_composable.features.", "integrations.")))
@@ -198,8 +197,8 @@ checkpoint._standard_helpers checkpoint._state_dict_hooks
 """
 # `_composable` decides when collectives start; handles and the runtime start them, and modules that make them of others.
 STARTING = """
-_mesh_runtime _runtime _comm.backends _composable.construct.groups _quantized _fake_group _composable.features.comm_hooks
-checkpoint._gathering elastic._exchange
+_mesh_runtime _runtime _comm.backends _composable.construct.groups _comm.quantized _comm.fake_group
+_composable.features.comm_hooks checkpoint._gathering elastic._exchange
 """
 # Scales, before a handle gathers; for a handle, in place of its own; whole values, for those who read them.
 GATHERING = """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import weakref
 from collections.abc import Callable
 from typing import ClassVar
@@ -12,16 +13,18 @@ import torch.distributed as dist
 
 from flatshard import _config
 from flatshard._comm.backends import BuiltinCollectives, GlooCollectives
-from flatshard._comm.collectives import Collectives, Pending
+from flatshard._comm.capabilities import Capabilities
+from flatshard._comm.collectives import Pending
 from flatshard._comm.monitor import watch
 from flatshard._comm.monitor.order_check import OrderCheck
-from flatshard._comm.progress import GATHER, REDUCE, Issued, Progress
+from flatshard._comm.pending import Awaited, Chain
+from flatshard._comm.progress import Issued, Progress
+from flatshard._comm.streams import Streams
 from flatshard._errors import OutOfStepError, ReconfiguredError
-from flatshard._runtime import Awaited, Streams, Then
 
 
 class GroupMonitor:
-    """The monitor of one process group and device. See ``_runtime.Monitor``."""
+    """The monitor of one process group and device. See ``_comm.pending.Monitor``."""
 
     # Lives as long as the group. rank_group.py, [Note: Ranks collect garbage at different times]
     _orders: ClassVar[weakref.WeakKeyDictionary[dist.ProcessGroup, OrderCheck]] = weakref.WeakKeyDictionary()
@@ -32,15 +35,16 @@ class GroupMonitor:
         group = builtin.group
         self._order = self._orders.setdefault(group, OrderCheck(group, device))
         self._may_change = _may_change(group)
+        self.checks_until = math.inf if self._may_change else self._checked
         if isinstance(builtin, GlooCollectives):
             watch.start(builtin, progress)
 
     def start(
-        self, issued: Issued, collectives: Collectives, start: Callable[[], Pending], streams: Streams | None
+        self, issued: Issued, capabilities: Capabilities, start: Callable[[], Pending], streams: Streams | None
     ) -> Pending:
         if self._may_change:
             self._check_unchanged(issued)
-        if issued.number > self._checked or issued.kind not in getattr(collectives, "compared", (GATHER, REDUCE)):
+        if issued.number > self._checked or issued.kind not in capabilities.compared:
             return start()
         if streams is not None and streams.is_captured(streams.current):
             return start()  # the host can't wait for messages while it makes a CUDA graph
@@ -49,7 +53,7 @@ class GroupMonitor:
             check.wait()
             return start()
         if issued.verb == "all-reduce":  # it carries no tag
-            return Then(check, start)
+            return Chain(check, start)
         try:
             return _Compared(check, start(), issued)
         except BaseException:  # the check's messages are in flight

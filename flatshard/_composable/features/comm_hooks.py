@@ -11,7 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from flatshard._comm.collectives import Collectives, Done, Pending, Works, as_real, copy_options
+from flatshard._comm.capabilities import read_capabilities
+from flatshard._comm.collectives import Collectives, Done, Pending, as_real
+from flatshard._comm.pending import Works
 from flatshard._comm.progress import Label
 from flatshard._composable.find import units_in
 from flatshard._composable.state import Unit
@@ -73,8 +75,8 @@ class _Hooked:
 
     def __init__(self, inner: Collectives, hook: Callable[..., Any]) -> None:
         self._inner, self._hook = inner, hook
-        self.exact = self._inner.exact
-        copy_options(self, self._inner)
+        self.exact, below = inner.exact, read_capabilities(inner)
+        self.allocate, self.compared, self.out_of_place = below.allocate, below.compared, below.out_of_place
 
     def all_gather(self, output: torch.Tensor, shard: torch.Tensor) -> Pending:
         return self._inner.all_gather(output, shard)

@@ -157,10 +157,10 @@ def set_source(unit: Unit) -> None:
 def _exact(inner: Runtime, factory: CollectivesFactory | None) -> Runtime:
     """Return ``inner`` with collectives that deliver values bit for bit, as values are gathered for the second time.
 
-    Exception: collectives with ``everywhere`` (``benchmarks/no_communication.py`` leaves out all communication).
+    Exception: ``Capabilities.regathers`` (``benchmarks/no_communication.py`` leaves out all communication).
     """
     made = inner.using(factory)
-    return made if getattr(made.collectives, "everywhere", False) else made.exact
+    return made if made.capabilities.regathers else made.exact
 
 
 class GatheredOutside(Source):

@@ -6,7 +6,7 @@ once, sent all-to-all and summed in full precision (its qgZ, on one level).
 [Note: Block-wise int8]
 Each ``block`` of consecutive elements shares a float32 scale: the largest magnitude in the block, divided by 127. An
 element is sent as the nearest integer multiple of the scale. So the error of an element is at most 1/254 of its block's
-largest magnitude. On the wire a row (what one rank sends to one other) is the scales of its blocks, then the codes,
+largest magnitude. On the wire a row (the message of one rank to another) is the scales of its blocks, then the codes,
 padded to a multiple of 16 bytes.
 
 A block that contains an infinity or NaN arrives as NaN, so that a loss scaler sees it. Rounding never gives the code
@@ -22,7 +22,8 @@ import torch
 import torch.distributed as dist
 
 from flatshard._comm.backends import BuiltinCollectives, builtin_collectives
-from flatshard._comm.collectives import Collectives, Pending, Works, as_real, copy_options
+from flatshard._comm.collectives import Collectives, Pending, as_real
+from flatshard._comm.pending import Works
 
 _WIDE = (torch.float32, torch.float64)  # dtypes for arithmetic; narrower numbers are widened first
 _COMPRESSED = (*_WIDE, torch.float16, torch.bfloat16)
@@ -42,7 +43,7 @@ class QuantizedCollectives:
     in forward, the changed elements are written back as it computed them, from approximated values.
 
     float64, float32, float16, bfloat16 and complex gradients are quantised. Other dtypes, and complex parameters, are sent
-    as they are. During a collective the encoded and the received bytes take up to half of the memory of a float32 buffer
+    unchanged. During a collective the encoded and the received bytes take up to half of the memory of a float32 buffer
     more, and 16-bit gradients are widened to float32.
 
     Args:
@@ -76,11 +77,11 @@ class _Quantized:
         self._choice = choice
         self._block = choice.block
         self.exact = not choice.all_gather
-        copy_options(self, inner, ["compared"])
-        if not choice.all_gather:  # otherwise a shard is encoded from its place in the output
-            copy_options(self, inner, ["out_of_place"])
-        if not choice.reduce:  # otherwise 8 bits per element are sent, whatever the input's dtype
-            copy_options(self, inner, ["widens"])
+        self.compared = inner.compared
+        # Otherwise a shard is encoded from its place in the output.
+        self.out_of_place = inner.out_of_place and not choice.all_gather
+        # Otherwise 8 bits per element are sent, whatever the input's dtype.
+        self.widens = inner.widens and not choice.reduce
 
     def all_gather(self, output: torch.Tensor, shard: torch.Tensor) -> Pending:
         if not self._choice.all_gather or output.dtype not in _COMPRESSED:
@@ -136,7 +137,7 @@ class _Quantized:
         return Works([pending], decode)
 
     def _new_wire(self, rows: torch.Tensor) -> torch.Tensor:
-        """An empty buffer for the encoded ``rows``, one row per rank. [Note: Block-wise int8]"""
+        """Return an empty buffer for the encoded ``rows``, one row per rank. [Note: Block-wise int8]"""
         numel = rows.shape[1]
         nbytes = 4 * -(-numel // self._block) + numel
         return torch.empty(rows.shape[0], -(-nbytes // 16) * 16, dtype=torch.uint8, device=rows.device)
@@ -147,23 +148,23 @@ def _is_compressed(tensor: torch.Tensor) -> bool:
 
 
 def _widened(rows: torch.Tensor) -> torch.Tensor:
-    """``rows``, or a float32 copy if their dtype is too narrow for arithmetic."""
+    """Return ``rows``, or a float32 copy if their dtype is too narrow for arithmetic."""
     return rows if rows.dtype in _WIDE else rows.float()
 
 
 def _parts(wire: torch.Tensor, numel: int, block: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Views of the scales (one per block) and the codes in ``wire``, for rows of ``numel`` elements."""
+    """Return views of the scales (one per block) and the codes in ``wire``, for rows of ``numel`` elements."""
     end = 4 * -(-numel // block)
     return wire[:, :end].view(torch.float32), wire[:, end : end + numel].view(torch.int8)
 
 
 def _blocks(rows: torch.Tensor, scales: torch.Tensor, block: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """(values, scales), shaped (rows, blocks, elements) and (rows, blocks, 1): all whole blocks, then a short last one."""
-    whole = rows.shape[1] // block
-    if whole:
-        yield rows[:, : whole * block].view(-1, whole, block), scales[:, :whole].unsqueeze(2)
-    if whole < scales.shape[1]:
-        yield rows[:, whole * block :].unsqueeze(1), scales[:, whole:].unsqueeze(2)
+    """Yield (values, scales) of shapes (rows, blocks, elements), (rows, blocks, 1): full blocks, then a short last one."""
+    full = rows.shape[1] // block
+    if full:
+        yield rows[:, : full * block].view(-1, full, block), scales[:, :full].unsqueeze(2)
+    if full < scales.shape[1]:
+        yield rows[:, full * block :].unsqueeze(1), scales[:, full:].unsqueeze(2)
 
 
 def _encode(rows: torch.Tensor, wire: torch.Tensor, block: int, keeps_negative_zero: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""Plugged in: collectives of torch's fake process group, where planning, tests and benchmarks run one rank of many."""
+"""Collectives of torch's fake process group, in which planning, tests and benchmarks run one rank of many. Plugged in."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
-from flatshard._comm.backends import Addressed, BuiltinCollectives
-from flatshard._comm.collectives import Done, Pending
+from flatshard._comm.backends import BuiltinCollectives
+from flatshard._comm.collectives import Addressed, Done, Pending
 from flatshard._comm.progress import Label
 
 
 class FakeCollectives(BuiltinCollectives):
-    """The fake process group: every rank is simulated to have this rank's values.
+    """Collectives of the fake process group: each simulated rank has this rank's values.
 
-    The fake group's own all-gather fills the output with one call per rank: 2 ms of host time at 4,096 ranks, which no real
-    backend takes. Here a single operation gives the same result, and one call into the group keeps its dispatch cost.
+    The fake group's own all-gather fills the output with one call per rank. At 4,096 ranks that takes 2 ms of host time, far
+    more than a real backend. Here one operation has the same result, and one call into the group keeps its dispatch cost.
     """
 
     out_of_place = True

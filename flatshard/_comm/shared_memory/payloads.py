@@ -1,0 +1,200 @@
+"""Payloads between the ranks of one process group: written to this rank's segment, read from those of others."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Sequence
+
+import torch
+
+from flatshard import _trace
+from flatshard._comm.collectives import Pending
+from flatshard._comm.progress import RESERVED
+from flatshard._comm.shared_memory.handshake import Handshake, SendMessages
+from flatshard._comm.shared_memory.segment import Block, Mapping, align
+
+Receive = Callable[[int], torch.Tensor]
+"""Returns memory for the payload of a rank."""
+
+Combine = Callable[[Sequence[torch.Tensor]], object]
+"""Is called with the payloads of all ranks, in rank order."""
+
+_HEADER = 3  # numbers in a header: the start of the block; of its payload, or minus the tag of its message; bytes
+_FIRST_TAG, _TAGS = RESERVED + 8, 2**15  # of payloads that are sent by gloo: [Note: No room]
+_CURE = "FLATSHARD_SHARED_MEMORY=0 on all ranks sends everything by gloo"
+
+
+class SharedMemory:
+    """The shared memory of the ranks of one process group, for one of them."""
+
+    def __init__(self, rank: int, size: int, send: SendMessages) -> None:
+        """Begin to share memory among ``size`` ranks. [Note: The handshake]"""
+        self.rank, self.size = rank, size
+        self.handshake = Handshake(rank, size, send)
+        # Payloads that there was no memory for: [Note: No room]
+        self._tags = itertools.cycle(range(_FIRST_TAG, _FIRST_TAG + _TAGS))
+        self._messages: list[tuple[Block, Pending]] = []
+
+    def lend(self, numel: int, dtype: torch.dtype) -> torch.Tensor | None:
+        """Return memory that other ranks can read, or None if there is none."""
+        handshake = self.handshake
+        if handshake.own is None or not (handshake.is_over and handshake.readers):
+            return None
+        try:
+            return handshake.own.lend(numel, dtype)
+        except OSError as e:
+            _trace.logger.debug("no shared memory of %d elements: %s", numel, e)
+            return None
+
+    def release_unused(self) -> None:
+        """Return memory of this rank's segment that is not in use."""
+        if self.handshake.own is not None and self.handshake.is_over:
+            self.handshake.own.release_unused()
+
+    def exchange(
+        self, send: SendMessages, sent: Sequence[torch.Tensor], receive: Receive, tag: int, combine: Combine | None
+    ) -> Pending:
+        """Send payloads of one size to all other ranks, and receive theirs: see ``GlooCollectives._exchange``."""
+        return self.handshake.after(functools.partial(self._exchange, send, sent, receive, tag, combine))
+
+    def _exchange(
+        self, send: SendMessages, sent: Sequence[torch.Tensor], receive: Receive, tag: int, combine: Combine | None
+    ) -> Pending:
+        others, peers = self.handshake.others, self.handshake.peers
+        headers = self._write(send, sent) if self.handshake.readers else {}
+        received = {
+            k: torch.empty(_HEADER, dtype=torch.int64, device="cpu") if k in peers else receive(k) for k in others
+        }
+        outgoing = [(headers.get(k, sent[k]), k) for k in reversed(others)]
+        works = send(outgoing, [(received[k], k) for k in others], tag)
+
+        def place(payloads: Sequence[torch.Tensor]) -> None:
+            for k in peers:
+                receive(k).copy_(payloads[k])
+
+        return Reading(works, sent[self.rank], received, self.handshake, send, receive, combine or place)
+
+    def _write(self, send: SendMessages, sent: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
+        """Write ``sent`` to the segment, unless it lies there: [Note: What is copied before it is sent]
+
+        Returns a header for each reader.
+        """
+        own, readers, nbytes = self.handshake.own, self.handshake.readers, sent[0].nbytes
+        assert own is not None
+        lent = own.find_lent(sent[0])
+        if lent is not None and own.is_read(lent[0]):
+            block, begin = lent
+            starts = {k: block.payload + sent[k].data_ptr() - begin for k in readers}
+        else:
+            is_one, step = all(each is sent[0] for each in sent), align(nbytes)
+            try:
+                block = own.allocate(step * (1 if is_one else len(readers)))
+            except OSError as e:
+                _trace.logger.debug("no shared memory of %d bytes: %s", nbytes, e)
+                return self._send_by_gloo(send, sent)
+            starts = {k: block.payload + (0 if is_one else index * step) for index, k in enumerate(readers)}
+            for k in readers[:1] if is_one else readers:
+                own.mapping.view(starts[k], nbytes, sent[k].dtype).copy_(sent[k])
+        own.await_readers(block, readers)
+        return {k: torch.tensor([block.start, starts[k], nbytes], device="cpu") for k in readers}
+
+    def _send_by_gloo(self, send: SendMessages, sent: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
+        """Send copies of ``sent`` by gloo. Returns a header for each reader. [Note: No room]"""
+        own, headers = self.handshake.own, {}
+        assert own is not None
+        for block, message in [each for each in self._messages if own.is_read(each[0])]:
+            message.wait()
+            self._messages.remove((block, message))
+        copies = {id(each): each.clone() for each in sent}
+        for k in self.handshake.readers:
+            try:
+                block = own.allocate(0)
+            except OSError as e:
+                raise RuntimeError(f"no shared memory to say that there is none ({e}): {_CURE}") from e
+            tag = next(self._tags)
+            own.await_readers(block, [k])
+            self._messages.append((block, send([(copies[id(sent[k])], k)], [], tag)))
+            headers[k] = torch.tensor([block.start, -tag, sent[k].nbytes], device="cpu")
+        return headers
+
+
+class Reading:
+    """A collective whose wait reads its payloads when their headers have arrived. [Note: Headers and payloads]"""
+
+    def __init__(
+        self,
+        works: Pending,
+        own: torch.Tensor,
+        received: dict[int, torch.Tensor],
+        handshake: Handshake,
+        send: SendMessages,
+        receive: Receive,
+        combine: Combine,
+    ) -> None:
+        """
+        Args:
+            works: the messages of ``received``.
+            own: this rank's payload for itself.
+            received: headers by rank; for ranks that share no memory, payloads.
+            handshake: the segments of the ranks.
+            send: for payloads that come by gloo.
+            receive: memory for them.
+            combine: called with all payloads.
+        """
+        self._works, self._own, self._received = works, own, received
+        self._handshake, self._send, self._receive = handshake, send, receive
+        self._combine: Combine | None = combine
+        self._messages: dict[int, tuple[torch.Tensor, Pending]] = {}  # payloads that come by gloo: [Note: No room]
+        self._read: list[tuple[Mapping, int]] = []  # marks to set
+
+    def wait(self) -> None:
+        if self._combine is None:
+            self._mark_read()
+            return
+        self._works.wait()
+        self._read.clear()
+        try:
+            self._combine([self._payload(rank) for rank in range(len(self._received) + 1)])
+        except Exception:
+            self._mark_read()
+            raise
+        self._combine = None
+        self._mark_read()
+        del self._works, self._own, self._received, self._receive  # lent memory may be used again
+
+    def _payload(self, rank: int) -> torch.Tensor:
+        """Return the payload that ``rank`` has sent to this rank."""
+        own, this_rank, peer = self._own, self._handshake.rank, self._handshake.peers.get(rank)
+        if rank == this_rank:
+            return own
+        if peer is None:
+            return self._received[rank]
+        block, start, nbytes = self._received[rank].tolist()
+        if nbytes != own.nbytes:
+            raise RuntimeError(f"rank {rank} of the group sent {nbytes} bytes, and this rank {own.nbytes}")
+        try:  # a payload that comes by gloo has a mark, too
+            payload = peer.view(*((start, nbytes, own.dtype) if start > 0 else (block, this_rank + 1, torch.uint8)))
+        except OSError as e:
+            raise RuntimeError(
+                f"the memory of rank {rank} of the group has grown, and cannot be mapped: {_CURE}"
+            ) from e
+        if start < 0:
+            payload = self._receive_by_gloo(rank, -start)
+        self._read.append((peer.mapping, block + this_rank))
+        return payload
+
+    def _receive_by_gloo(self, rank: int, tag: int) -> torch.Tensor:
+        """Receive a payload that ``rank`` had no shared memory for. [Note: No room]"""
+        if rank not in self._messages:
+            payload = self._receive(rank)
+            self._messages[rank] = payload, self._send([], [(payload, rank)], tag)
+        payload, message = self._messages[rank]
+        message.wait()
+        return payload
+
+    def _mark_read(self) -> None:
+        """Tell the senders that their memory may be used again."""
+        while self._read:
+            mapping, place = self._read.pop()  # first: after an interrupt it may be another payload's already
+            mapping.mark(place)
