@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import atexit
 import inspect
-import json
 import os
 import threading
 import time
@@ -38,8 +37,9 @@ from flatshard._comm.backends import BuiltinCollectives, GlooCollectives
 from flatshard._comm.monitor.differences import described, difference
 from flatshard._comm.monitor.messages import interrupt
 from flatshard._comm.progress import NUMBERS, SAME_ORDER, Progress, here
+from flatshard._comm.rendezvous import Rendezvous
 
-_ALARM, _VERDICT, _POSITION = "flatshard/alarm", "flatshard/verdict", "flatshard/position/"
+_PREFIX, _ALARM, _VERDICT, _POSITION = "flatshard/", "alarm", "verdict", "position/"
 
 Position = dict[str, Any]
 """A rank's position, as JSON. ``waits``: [key, count, text] of the collective that it waits for, or None; ``unit``: that
@@ -72,7 +72,7 @@ def verdict(collectives: BuiltinCollectives) -> str | None:
     """The reason why a stuck rank interrupted the group. None if the group was not interrupted."""
     try:
         store = collectives.store()
-        return store.get(_VERDICT).decode() if store is not None and store.check([_VERDICT]) else None
+        return None if store is None else Rendezvous(store, _PREFIX).read(_VERDICT)
     except RuntimeError as e:  # the rank that hosts the store is gone, so the original error has to do
         _trace.logger.debug("no verdict: %s", e)
         return None
@@ -218,6 +218,7 @@ class _Watched:
         store = None if collectives is None else collectives.store()
         if collectives is None or store is None or progress is None:
             return False
+        keys = Rendezvous(store, _PREFIX)
         waiting, now = here.waiting, time.monotonic()
         wait = None if waiting is None else (id(waiting.progress), waiting.key, waiting.number)
         if wait != self._waiting:
@@ -225,27 +226,26 @@ class _Watched:
         mine = waiting is not None and waiting.progress is progress
         stalled = mine and now - self._since >= limit()
         if stalled is not self._alarmed:
-            store.add(_ALARM, 1 if stalled else -1)
+            keys.add(_ALARM, 1 if stalled else -1)
             self._alarmed = stalled
-        self.is_alarmed = store.add(_ALARM, 0) > 0
+        self.is_alarmed = keys.count(_ALARM) > 0
         if not self.is_alarmed:
             self._first.clear()
             return True
         self._at += 1
-        store.set(f"{_POSITION}{collectives.rank}", json.dumps(position(progress, self._at)))
-        return not (stalled and self._judge(collectives, store))
+        keys.put(f"{_POSITION}{collectives.rank}", position(progress, self._at))
+        return not (stalled and self._judge(collectives, keys))
 
-    def _judge(self, collectives: GlooCollectives, store: Any) -> bool:
+    def _judge(self, collectives: GlooCollectives, keys: Rendezvous) -> bool:
         """Whether this rank is stuck. If so, the group has been interrupted."""
-        if store.check([_VERDICT]):  # another rank closed its connections, but this one may wait for a third rank
+        if keys.has(_VERDICT):  # another rank closed its connections, but this one may wait for a third rank
             interrupt(collectives.group)
             return True
         settled = {}
         for rank in range(self.world_size):
-            key = f"{_POSITION}{rank}"
-            if not store.check([key]):
+            now: Position | None = keys.read(f"{_POSITION}{rank}")
+            if now is None:
                 continue
-            now: Position = json.loads(store.get(key))
             first = self._first.setdefault(rank, now)
             if any(first[k] != now[k] for k in ("waits", "inside", "place", "counts")):
                 self._first[rank] = now
@@ -255,7 +255,7 @@ class _Watched:
         if collectives.rank not in found:
             self._log_slow_rank(collectives.rank, settled)
             return False
-        store.compare_set(_VERDICT, "", describe(settled, found))
+        keys.propose(_VERDICT, describe(settled, found))
         interrupt(collectives.group)
         return True
 

@@ -22,7 +22,6 @@ both answers (a loss network on real and on generated images), the given tensors
 from __future__ import annotations
 
 import sys
-import time
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -33,6 +32,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from flatshard import _frames
 from flatshard._comm.progress import GATHER, NOBODY
+from flatshard._comm.rendezvous import Rendezvous, polls
 from flatshard._composable.backward import Backward
 from flatshard._composable.extensions import Extension, ForwardFeature
 from flatshard._composable.find import unit_for, units_below, units_of
@@ -75,7 +75,7 @@ class RanInside(ForwardFeature):
         if forward.in_backward or (output is None and sys.exc_info()[1] is not None):
             return
         if torch.is_grad_enabled() and not _trains(forward.unit):
-            self._tell(forward.unit, output)
+            self._publish(forward.unit, output)
         order = context.order.current
         inside = [] if order[-1] is forward.module else _since(forward.module, order)
         ran_now = _merged(inside, len(order) - len(inside), elsewhere) if elsewhere else inside
@@ -93,19 +93,20 @@ class RanInside(ForwardFeature):
         return in_training if torch.is_grad_enabled() else self._modules.get((module, False), in_training)
 
     def _known(self, unit: Unit) -> set[bool]:
-        if self._label is not unit.handle.ranks.label:  # the first time, or it is on other ranks
+        if self._label is not unit.handle.ranks.label:  # the first time, or the unit has moved to other ranks
             self._label, self._comes, self._asked = unit.handle.ranks.label, set(), None
         return self._comes
 
-    def _tell(self, unit: Unit, output: Any) -> None:
+    def _publish(self, unit: Unit, output: Any) -> None:
+        """Write to the store whether ``output`` requires a gradient, if this rank has not written that answer yet."""
         runtime, known = unit.handle.runtime, self._known(unit)
         if len(known) < 2 and (comes := any(t.requires_grad for t in tensors_in(output))) not in known:
             known.add(comes)
             if runtime.progress is not None and not unit.handle.never_gathers:
-                runtime.store().set(f"{_key(unit)}{comes}", "1")
+                _answers(unit).put(str(comes), True)
 
     def comes(self, unit: Unit, given: bool) -> bool:
-        """Whether backward comes to ``unit``, in which nothing trains and which this rank skips.
+        """Return whether backward comes to ``unit``, in which nothing trains and which this rank skips.
 
         ``given``: whether it would if the given tensors were its inputs.
 
@@ -117,33 +118,31 @@ class RanInside(ForwardFeature):
             return given
         if not self._known(unit):
             number = runtime.progress.counts.get(unit.handle.ranks.label.tag + GATHER, 0)
-            self._comes = self._ask(unit, runtime.store(), f"{_key(unit)}{number}", runtime.world_size)
+            self._comes = self._await_answers(unit, str(number), runtime.store().timeout.total_seconds())
         return given if len(self._comes) == 2 else True in self._comes
 
-    def _ask(self, unit: Unit, store: Any, skipped: str, world_size: int) -> set[bool]:
+    def _await_answers(self, unit: Unit, skipped: str, seconds: float) -> set[bool]:
         """Return the answers of other ranks, none if all skip ``unit`` now. They count that under the key ``skipped``."""
-        until, pause = time.monotonic() + store.timeout.total_seconds(), 0.001
-        store.add(skipped, 1)
-        while True:
-            told = {comes for comes in (False, True) if store.check([f"{_key(unit)}{comes}"])}
-            if store.add(skipped, 0) >= world_size:  # what was told is of a later forward
-                if self._asked is not None and unit.handle.runtime.rank == 0:  # all ranks have read it
-                    store.delete_key(self._asked)
+        answers, runtime = _answers(unit), unit.handle.runtime
+        answers.add(skipped, 1)
+        for _ in polls(seconds, longest=0.1):
+            found = {comes for comes in (False, True) if answers.has(str(comes))}
+            if answers.count(skipped) >= runtime.world_size:  # an answer found now is of a later forward
+                if self._asked is not None and runtime.rank == 0:  # all ranks have read it
+                    answers.remove(self._asked)
                 self._asked = skipped
                 return set()
-            if told:
-                return told
-            if time.monotonic() > until:
-                raise RuntimeError(
-                    f"skip: no rank has run unit {unit.fqn or '<root>'!r}, in which nothing trains, and not all have skipped "
-                    "it. Each rank must run it or call flatshard.skip in its place"
-                )
-            time.sleep(pause)
-            pause = min(2 * pause, 0.1)
+            if found:
+                return found
+        raise RuntimeError(
+            f"skip: no rank has run unit {unit.fqn or '<root>'!r}, in which nothing trains, and not all have skipped "
+            "it. Each rank must run it or call flatshard.skip in its place"
+        )
 
 
-def _key(unit: Unit) -> str:
-    return f"flatshard/comes/{unit.handle.ranks.label.tag}/"
+def _answers(unit: Unit) -> Rendezvous:
+    """Return where ranks write whether backward comes to ``unit``."""
+    return Rendezvous(unit.handle.runtime.store(), f"flatshard/comes/{unit.handle.ranks.label.tag}/")
 
 
 def _trains(unit: Unit) -> bool:
