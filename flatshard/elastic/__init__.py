@@ -32,8 +32,9 @@ step has begun; a process that is stopped, while others wait for it in a group t
 and a simulated accelerator. What has not: NCCL, several hosts.
 """
 
+from flatshard.elastic._epochs import OutError
 from flatshard.elastic._job import Job
 from flatshard.elastic._reshard import LostError, reshard_over
-from flatshard.elastic._world import OutError, World
+from flatshard.elastic._world import World
 
 __all__ = ["Job", "LostError", "OutError", "World", "reshard_over"]

@@ -60,7 +60,7 @@ from flatshard._composable.features.user_hooks import register_gradients_reduced
 from flatshard._errors import name_list
 from flatshard._runtime import Streams
 from flatshard._trace import logger
-from flatshard.elastic import _units, _wire
+from flatshard.elastic import _exchange, _units
 from flatshard.elastic._exchange import Channel, as_bytes
 from flatshard.elastic._values import GRAD, PARAM, At, Image, Key, Live, Manifest, Small, Trained, aligned
 
@@ -366,7 +366,7 @@ class Copies:
         generation = Generation((step, self._epoch), manifest, live.small(), extra, others)
         if is_new:  # what other ranks would refuse raises now, and not when it is needed
             generation.small.told()
-            _wire.saved(extra, "extra")
+            _exchange.saved(extra, "extra")
         before = before if is_alike else None
         self._under = under = _Under(generation, before, number, parts, self._version(parts), is_called)
         device = next((part.device for part in parts.values() if part.device.type != "cpu"), None)

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import io
+import pickle
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -18,9 +20,9 @@ import torch
 import torch.distributed as dist
 
 from flatshard._comm.backends import builtin_collectives
+from flatshard._comm.payloads import PLAIN
 from flatshard._comm.progress import NOBODY
 from flatshard._errors import CollectiveError
-from flatshard.elastic import _wire
 
 Span = tuple[int, int]
 
@@ -61,15 +63,15 @@ class Channel:
         self.sent = 0  # bytes of tensors that this rank has sent
 
     def objects(self, value: Any) -> list[Any]:
-        """What each rank has given, by rank. [Note: What other ranks say]"""
+        """What each rank has given, by rank. [Note: Nothing from another rank is executed]"""
         if self.size == 1:
             return [value]
-        data = torch.frombuffer(bytearray(_wire.encoded(value).encode()), dtype=torch.uint8)
+        data = torch.frombuffer(bytearray(PLAIN.encode(value).encode()), dtype=torch.uint8)
         sizes = self.gather(torch.tensor([data.numel()], device="cpu")).tolist()
         padded = torch.zeros(max(sizes), dtype=torch.uint8, device="cpu")
         padded[: data.numel()] = data
         rows = self.gather(padded).view(self.size, -1)
-        return [_wire.decoded(ctypes.string_at(row.data_ptr(), n)) for row, n in zip(rows, sizes, strict=True)]
+        return [PLAIN.decode(ctypes.string_at(row.data_ptr(), n)) for row, n in zip(rows, sizes, strict=True)]
 
     def gather(self, row: torch.Tensor) -> torch.Tensor:
         """``row`` of each rank, one after the other."""
@@ -139,3 +141,36 @@ def _messages(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """A 1-D, contiguous tensor as bytes: a view."""
     return tensor.view(torch.uint8)
+
+
+def saved(value: Any, what: str) -> bytes:
+    """Return tensors and plain values of users as bytes for other ranks, in the form that a checkpoint has.
+
+    This rank tries to read them, so what others would refuse raises before they need it.
+
+    Args:
+        value: the values.
+        what: their name in the error.
+
+    Raises:
+        TypeError: other ranks would refuse it.
+    """
+    stream = io.BytesIO()
+    try:
+        torch.save(value, stream)
+        loaded(stream.getvalue())
+    except (pickle.PickleError, AttributeError, TypeError) as e:
+        raise TypeError(
+            f"{what} is not what a rank that joins would read, as it executes nothing: make it tensors, numbers, strings, or "
+            f"lists and dicts of such; or name its classes to torch.serialization.add_safe_globals. {e}"
+        ) from e
+    return stream.getvalue()
+
+
+def loaded(data: bytes) -> Any:
+    """Return the values that ``saved`` was given. Nothing in ``data`` is executed.
+
+    Raises:
+        pickle.UnpicklingError: ``data`` has values of other classes.
+    """
+    return torch.load(io.BytesIO(data), weights_only=True)

@@ -22,12 +22,13 @@ from flatshard._composable.find import units_of_parameters
 from flatshard._errors import CollectiveError, name_list
 from flatshard.checkpoint import MeetingError, load_checkpoint
 from flatshard.checkpoint._disk import local
-from flatshard.elastic import _units, _values, _wire
+from flatshard.elastic import _exchange, _units, _values
 from flatshard.elastic._checkpoints import Checkpoints
 from flatshard.elastic._copies import Copies, Generation, Number
+from flatshard.elastic._epochs import Member
 from flatshard.elastic._exchange import Channel
 from flatshard.elastic._reshard import LostError, Move, vacate
-from flatshard.elastic._world import Member, World, is_of_communication
+from flatshard.elastic._world import World, is_of_communication
 
 T = TypeVar("T")
 
@@ -47,8 +48,8 @@ class _Note(NamedTuple):
     shards: int  # over how many ranks units were sharded at first
 
     @classmethod
-    def of(cls, told: Any) -> Self | None:
-        """Read what another rank has said. None: it joins."""
+    def read(cls, told: Any) -> Self | None:
+        """Return the note of another rank, or None if it joins."""
         return None if told is None else cls(*told)
 
 
@@ -172,7 +173,7 @@ class Job:
         """
         if not (hasattr(steps, "__len__") and hasattr(steps, "__getitem__")):
             raise TypeError(f"{_VERB}.steps goes back to any step: pass a sequence such as range(1000), got {steps!r}")
-        if self._has_begun or self._world.has_ended:
+        if self._has_begun or self._world.epochs.has_ended:
             raise RuntimeError(
                 f"{_VERB}.steps is iterated once in a World, whose job ends with it: pass all steps at once"
             )
@@ -184,9 +185,7 @@ class Job:
         return self._steps(steps)
 
     def _steps(self, steps: Sequence[T]) -> Iterator[T]:
-        if self._world.joins:
-            self._regroup(self._world.join())
-        elif not self._try(self._begin):
+        if self._world.joins or not self._try(self._begin):
             self._regroup()
         while True:
             while self._failed is not None or (self._copies.is_called and self._at % self._every == 0):
@@ -202,7 +201,7 @@ class Job:
                     raise
                 if not self._attempts:
                     raise self._ended(f"{_VERB}: the body of the loop must be inside `with job.attempt():`")
-            elif self._try(self._copies.commit) and self._world.finish():
+            elif self._try(self._copies.commit) and self._world.epochs.finish():
                 if self._checkpoints is not None:
                     self._checkpoints.wait()
                 return
@@ -215,9 +214,9 @@ class Job:
 
     def _leave(self) -> None:
         """The loop has been left by ``break``, or by an error."""
-        if not self._world.has_ended:
+        if not self._world.epochs.has_ended:
             self._copies.settle()
-            self._world.leave(self._at)
+            self._world.epochs.leave(self._at)
 
     def _ended(self, text: str) -> RuntimeError:
         """An error of this job, which is told to the others."""
@@ -250,7 +249,7 @@ class Job:
             do()
         except Exception as e:
             if isinstance(e, LostError):  # all raise it
-                self._world.say_failed(str(e))
+                self._world.epochs.record_failure(str(e))
                 raise
             if not _may_be_death(e):
                 self._world.fail(f"{type(e).__name__}: {e}")
@@ -271,7 +270,7 @@ class Job:
     def _copy(self) -> None:
         self._world.hang_up()
         if self._at % self._every == 0:
-            self._copies.take(self._at, self._world.rank == 0 and self._world.called())
+            self._copies.take(self._at, self._world.rank == 0 and self._world.epochs.is_called())
         else:  # no optimizer may have stepped
             self._copies.commit()
 
@@ -315,25 +314,24 @@ class Job:
     def _first_copies(self) -> None:
         world = self._world
         assert world.copies_group is not None
-        hosts = [member.host for member in world.members]
-        self._copies.follow(world.epoch, world.copies_group, hosts, world.check_alive)
+        hosts = [member.host for member in world.epochs.members]
+        self._copies.follow(world.epochs.number, world.copies_group, hosts, world.epochs.check_alive)
         self._copies.take(self._at)
 
-    def _regroup(self, decided: list[tuple[Member, Any]] | None = None) -> None:
-        """Go on over those who are left and those who join. ``decided``: who they are; None: find out."""
-        began, before, step = time.monotonic(), self._world.members, self._at
+    def _regroup(self) -> None:
+        """Continue over the ranks that are left and the processes that join."""
+        began, before, step = time.monotonic(), self._world.epochs.members, self._at
         while True:
             reason, self._failed = self._failed, None
             self._stops = False
-            if decided is None:
+            if not self._world.joins:
                 self._world.abort()
                 self._copies.stop()
                 recover(self._job.module)
-                decided = self._world.meet(_Note(self._copies.numbers, self._at, reason, self._shards))
-            members, notes = [member for member, _ in decided], [_Note.of(told) for _, told in decided]
+            decided = self._world.agree(_Note(self._copies.numbers, self._at, reason, self._shards))
+            members, notes = [member for member, _ in decided], [_Note.read(told) for _, told in decided]
             self._check_progress(members, notes)
-            decided = None
-            epoch = self._world.epoch + 1
+            epoch = self._world.epochs.number + 1
             if self._try(lambda: self._move(epoch, members, notes)):  # noqa: B023  (called at once)
                 break
         self._tell(before, step, time.monotonic() - began)
@@ -342,7 +340,7 @@ class Job:
         """Raise if the same ranks have failed at the same step before. All of them see the same."""
         came = [note for note in notes if note is not None]
         failed = [f"rank {rank}: {note.reason}" for rank, note in enumerate(came) if note.reason is not None]
-        if not failed or members != self._world.members:
+        if not failed or members != self._world.epochs.members:
             self._last_failure = None
             return
         at = max(note.at for note in came)
@@ -355,7 +353,7 @@ class Job:
             self._say(f"elastic: {text}")
 
     def _tell(self, before: list[Member], step: int, seconds: float) -> None:
-        now = self._world.members
+        now = self._world.epochs.members
         lost, new = [m for m in before if m not in now], [m for m in now if m not in before]
         told = [f"lost {', '.join(map(str, lost))}"] * bool(lost) + [f"took in {', '.join(map(str, new))}"] * bool(new)
         done = f"; {step - self._at} completed step(s) lost" if step > self._at else ""
@@ -388,8 +386,8 @@ class Job:
             self._copies.note_moved(move.manifest)
             first = next(rank for rank, note in enumerate(notes) if note is not None and newest in note.kept)
             tells = generation if channel.rank == first else None
-            given = channel.objects(None if tells is None else _wire.saved(tells.extra, "extra"))
-            states = _wire.loaded(given[first]) if generation is None else generation.extra
+            given = channel.objects(None if tells is None else _exchange.saved(tells.extra, "extra"))
+            states = _exchange.loaded(given[first]) if generation is None else generation.extra
             for each, state in zip(self._extra, states, strict=True):
                 each.load_state_dict(copy.deepcopy(state))
             self._at = newest[0]

@@ -17,7 +17,7 @@ from flatshard._comm.monitor.messages import default_group
 from flatshard._composable.find import units_of
 from flatshard._errors import name_list
 from flatshard._handle.planned import PlannedFlat
-from flatshard.elastic import _units, _wire
+from flatshard.elastic import _exchange, _units
 from flatshard.elastic._exchange import Channel, sources
 from flatshard.elastic._units import Destination
 from flatshard.elastic._values import (
@@ -140,10 +140,10 @@ def vacate(job: Trained, channel: Channel, home: Destination) -> None:
         if all(lacks):
             raise LostError(f"{job.verb}: all ranks that had the model died")
         first = lacks.index(False)
-        given = channel.objects(_wire.saved(job.buffers(), "a buffer") if channel.rank == first else None)[first]
+        given = channel.objects(_exchange.saved(job.buffers(), "a buffer") if channel.rank == first else None)[first]
         if lacks[channel.rank]:
             allocate_buffers(job)
-            values = _wire.loaded(given)
+            values = _exchange.loaded(given)
             for name, buffer in job.buffers().items():
                 buffer.copy_(values[name])
     for unit, planned in zip(job.units, _units.cuts(job.units, home.size), strict=True):

@@ -25,7 +25,7 @@ from flatshard._errors import name_list
 from flatshard._handle.flat_param import FlatParam
 from flatshard._handle.layout import FlatLayout, ParamInfo
 from flatshard._handle.tensors.aggregate import plainly
-from flatshard.elastic import _wire
+from flatshard.elastic import _exchange
 from flatshard.elastic._units import place_of
 
 PARAM, GRAD = "", "grad"
@@ -109,12 +109,12 @@ class Small(NamedTuple):
             [(at if isinstance(at, str) else tuple(at), values) for at, values in each.items()] for each in self.plain
         ]
         rest = [(tuple(each.shape), each.dtype) for each in self.rest]
-        return _wire.saved((plain, self.options, rest), "the optimizers' state and options")
+        return _exchange.saved((plain, self.options, rest), "the optimizers' state and options")
 
     @classmethod
     def of(cls, told: bytes, device: torch.device) -> Self:
         """Make it of what ``told`` returned on another rank, with memory for ``rest``."""
-        plain, options, rest = _wire.loaded(told)
+        plain, options, rest = _exchange.loaded(told)
         memory = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in rest]
         return cls([{_place(at): values for at, values in each} for each in plain], options, memory)
 
