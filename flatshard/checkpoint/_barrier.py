@@ -128,7 +128,7 @@ def _wait_as_for_a_collective(runtime: Runtime, store: Any, call: str, problem: 
 
 
 class Barrier:
-    """One call that all ranks of a process group make together. With one rank nothing is sent.
+    """A call that all ranks of a process group make together. With one rank nothing is sent.
 
     ``wait`` returns when all ranks have come. A ``with`` block begins so too, and ranks can ``share`` objects in it.
 

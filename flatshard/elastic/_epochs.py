@@ -53,7 +53,7 @@ class OutError(RuntimeError):
 
 
 class Member(NamedTuple):
-    """One process of the job."""
+    """A process of the job."""
 
     number: int  # never given twice
     host: str

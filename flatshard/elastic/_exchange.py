@@ -1,10 +1,10 @@
-"""Ranges of elements on their way from one cut to another, between any ranks of a process group.
+"""Objects and tensors between ranks, and the ranges of elements that go from one layout to another.
 
-[Note: As few bytes as the two cuts allow]
-A rank that needs elements of a parameter takes those that it holds already from itself. Each of the others it gets once, from
-one of the ranks that hold them. Padding is not sent. Every rank finds by the two cuts what it sends and receives, so no
-message says what it contains. What is large is sent from where it lies to where it is to lie, and what a rank takes from
-itself is copied meanwhile. What is small goes in one message for each unit between two ranks.
+[Note: As few bytes as the two layouts allow]
+A rank copies the elements that it holds already from itself, and receives each of the others once, from one of their holders.
+Padding is not sent. The two layouts tell each rank what it sends and receives, so messages do not describe their contents.
+Large tensors are sent from and received into their places, while the rank copies from itself. Small tensors of a unit go in
+one message between two ranks.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ class Range(NamedTuple):
 
 
 def sources(need: Span, rank: int, cut: Sequence[Span], holders: Sequence[Sequence[int]]) -> Iterator[Range]:
-    """Where ``rank`` gets the elements ``need`` from: itself where it can.
+    """Yield the sources of the elements ``need`` of ``rank``: itself where possible.
 
     Args:
-        need: half-open.
-        rank: that needs them.
-        cut: the elements in each shard.
+        need: a half-open range.
+        rank: the rank that needs them.
+        cut: the range of each shard.
         holders: the ranks that hold each shard.
     """
     for shard, (start, stop) in enumerate(cut):
@@ -55,7 +55,7 @@ def sources(need: Span, rank: int, cut: Sequence[Span], holders: Sequence[Sequen
 
 
 class Channel:
-    """Objects and tensors between the ranks of a process group, of no unit, whatever runs on other threads."""
+    """Sends objects and tensors between the ranks of a process group, beside collectives of other threads."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self._collectives, self._device = builtin_collectives(group, device), device
@@ -63,7 +63,7 @@ class Channel:
         self.sent = 0  # bytes of tensors that this rank has sent
 
     def objects(self, value: Any) -> list[Any]:
-        """What each rank has given, by rank. [Note: Nothing from another rank is executed]"""
+        """Return the value of each rank, by rank. [Note: Nothing from another rank is executed]"""
         if self.size == 1:
             return [value]
         data = torch.frombuffer(bytearray(PLAIN.encode(value).encode()), dtype=torch.uint8)
@@ -74,7 +74,7 @@ class Channel:
         return [PLAIN.decode(ctypes.string_at(row.data_ptr(), n)) for row, n in zip(rows, sizes, strict=True)]
 
     def gather(self, row: torch.Tensor) -> torch.Tensor:
-        """``row`` of each rank, one after the other."""
+        """Return the ``row`` of each rank, end to end."""
         with self.failing("exchange", ""):
             row = row.to(self._device)
             output = row.new_empty(self.size * row.numel())
@@ -88,7 +88,7 @@ class Channel:
         unit: str = "",
         meanwhile: Callable[[], object] = lambda: None,
     ) -> None:
-        """Send tensors (1-D) to ranks, and fill others from ranks, of ``unit``. ``meanwhile``: called when all is on its way.
+        """Send 1-D tensors to ranks, and receive others. ``meanwhile``: called when all messages are on their way.
 
         Raises:
             CollectiveError: a rank has died, or left.
@@ -125,21 +125,21 @@ class Channel:
             yield here[0] if len(here) == 1 else torch.cat(here)
 
     def _memory(self, targets: Sequence[torch.Tensor]) -> torch.Tensor:
-        """To receive ``targets`` in: where it shall lie, if that can be."""
+        """Return memory to receive ``targets`` in: their own, if possible."""
         if len(targets) == 1 and targets[0].device == self._device:
             return as_bytes(targets[0])
         return torch.empty(sum(t.nbytes for t in targets), dtype=torch.uint8, device=self._device)
 
 
 def _messages(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """Which of ``tensors`` go together: the same on both sides."""
+    """Yield the tensors of each message: the same on both sides."""
     yield from ([t] for t in tensors if t.nbytes >= _LARGE)
     if small := [t for t in tensors if t.nbytes < _LARGE]:
         yield small
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """A 1-D, contiguous tensor as bytes: a view."""
+    """View a 1-D, contiguous tensor as bytes."""
     return tensor.view(torch.uint8)
 
 

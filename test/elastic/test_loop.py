@@ -116,7 +116,7 @@ def test_a_thread_that_is_left(monkeypatch):
         done.append(1)
 
     thread = _copies._Thread(do)
-    assert not thread.leave()
+    assert not thread.abandon()
     comes.set()
     thread._thread.join()
     assert not done
@@ -336,7 +336,7 @@ def test_checkpoints(alone, tmp_path):
         with job.attempt():
             one_step(model, optimizer, step)
         if step % 2:  # otherwise the next save may find this one under way
-            job._checkpoints._under[1].result()
+            job._checkpoints._under_way[1].result()
         if step == 5:
             expected = values(model)
         if step == 6:
@@ -368,8 +368,8 @@ def test_a_save_that_cannot_begin(alone, tmp_path):
                     (directory / f"step-{blocked}").mkdir(parents=True, exist_ok=True)
                 with job.attempt():
                     one_step(model, optimizer, step)
-                if job._checkpoints._under is not None:  # otherwise the next save may find this one under way
-                    job._checkpoints._under[1].result()
+                if job._checkpoints._under_way is not None:  # otherwise the next save may find this one under way
+                    job._checkpoints._under_way[1].result()
     assert sorted(path.name for path in directory.iterdir()) == ["step-2", "step-4", "step-6"]
     assert [text for text in said if "step-4 is not saved: " in text and "is no checkpoint" in text], said
 
