@@ -230,6 +230,7 @@ class Live:
         layouts = [[flat.layout for flat in unit.handle.flats] for unit in job.units]
         values: list[list[Value]] = [[] for _ in job.units]
         states: list[dict[ParamAt | str, list[Any]]] = [{} for _ in job.optimizers]
+        # The order of values follows that of parameters, so it is the same on all ranks.
         for own, param in job.params.items():
             values[own.unit].append(Value(own, PARAM, param.dtype))
             if own in self._grads:

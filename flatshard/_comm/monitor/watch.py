@@ -69,7 +69,7 @@ _SAME_NUMBERS = (
 
 
 def verdict(collectives: BuiltinCollectives) -> str | None:
-    """The reason why a stuck rank interrupted the group. None if the group was not interrupted."""
+    """Return the reason why a stuck rank interrupted the group, or None if none did."""
     try:
         store = collectives.store()
         return None if store is None else Rendezvous(store, _PREFIX).read(_VERDICT)
@@ -82,7 +82,7 @@ def verdict(collectives: BuiltinCollectives) -> str | None:
 
 
 def position(progress: Progress, at: int) -> Position:
-    """This rank's position now."""
+    """Return this rank's position now."""
     waits = here.waiting
     if waits is not None and waits.progress is not progress:
         waits = None
@@ -100,7 +100,7 @@ def position(progress: Progress, at: int) -> Position:
 
 
 def _inside() -> list[Any] | None:
-    """The collective of the user's that the main thread is in, and the ranks that it needs. None: in none that is known."""
+    """Return the user's collective that the main thread is in and the ranks that it needs, or None if it is in none."""
     found = _frames.main_thread_in(_SYMMETRIC, _FILE)
     if found is None:
         return None
@@ -111,18 +111,18 @@ def _inside() -> list[Any] | None:
 
 
 def _missing(positions: Mapping[int, Position], rank: int) -> list[int]:
-    """The ranks that have not issued the collective that ``rank`` waits for."""
+    """Return the ranks that have not issued the collective that ``rank`` waits for."""
     key, count, _ = positions[rank]["waits"]
     return [r for r, p in positions.items() if r != rank and p["counts"].get(str(key), 0) < count]
 
 
 def _waits_for_numbers(mine: Position) -> bool:
-    """Whether this rank waits for a norm, or other numbers."""
+    """Return whether this rank waits for a norm or other numbers."""
     return mine["waits"] is not None and mine["waits"][0] == NUMBERS
 
 
 def _has_left(other: Position, mine: Position) -> bool:
-    """Whether the rank of ``other`` has left the forward or backward that the rank of ``mine`` is in.
+    """Return whether the rank of ``other`` has left the forward or backward that the rank of ``mine`` is in.
 
     It has if it is in no forward or backward now, and has issued the first collective of that one. Numbers of forwards
     cannot be compared: a rank may have run some alone, with parameters that stay unsharded.
@@ -139,12 +139,12 @@ def _has_left(other: Position, mine: Position) -> bool:
 
 
 def _needs(other: Position, mine: Position) -> bool:
-    """Whether the rank of ``other`` is in a collective of the user's that the rank of ``mine`` has not come to."""
+    """Return whether the rank of ``other`` is in a collective of the user that the rank of ``mine`` has not begun."""
     return other["inside"] is not None and mine["rank"] in other["inside"][1]
 
 
 def stuck(positions: Mapping[int, Position]) -> list[int]:
-    """The ranks that wait for a collective that will never be issued. [Note: Slow or stuck]"""
+    """Return the ranks that wait for a collective that will never be issued. [Note: Slow or stuck]"""
     found = {r for r, p in positions.items() if p["waits"] is not None}
     while True:
         freed = {
@@ -161,7 +161,7 @@ def stuck(positions: Mapping[int, Position]) -> list[int]:
 
 
 def describe(positions: Mapping[int, Position], found: list[int]) -> str:
-    """The error text for the stuck ranks ``found``: their positions, and those of the ranks that they wait for."""
+    """Return the error text for the stuck ranks ``found``: their positions, and the positions of ranks that they wait for."""
     lines, told = [], sorted({*found, *(s for r in found for s in _missing(positions, r))})
     for rank in told:
         place = positions[rank]
@@ -237,7 +237,7 @@ class _Watched:
         return not (stalled and self._judge(collectives, keys))
 
     def _judge(self, collectives: GlooCollectives, keys: Rendezvous) -> bool:
-        """Whether this rank is stuck. If so, the group has been interrupted."""
+        """Return whether this rank is stuck. If so, interrupt the group."""
         if keys.has(_VERDICT):  # another rank closed its connections, but this one may wait for a third rank
             interrupt(collectives.group)
             return True
@@ -276,7 +276,7 @@ class _Watched:
 
 
 def limit() -> float:
-    """Seconds after which a wait counts as long. Shorter in the first passes, where most mistakes show."""
+    """Return the seconds after which a wait counts as long: fewer in the first passes, where most mistakes show."""
     waiting = here.waiting
     checked = waiting is not None and waiting.number <= _config.checked_collectives()
     return min(_config.WATCH_SECONDS, 2.0) if checked else _config.WATCH_SECONDS

@@ -150,7 +150,7 @@ def _trains(unit: Unit) -> bool:
 
 
 def _merged(inside: list[nn.Module], start: int, elsewhere: list[tuple[int, nn.Module]]) -> list[nn.Module]:
-    """``inside`` and ``elsewhere`` in the order in which they began. ``start``: how many of the pass ran before them."""
+    """Merge ``inside`` and ``elsewhere`` in the order in which they began. ``start``: the modules of the pass before them."""
     found: list[nn.Module] = []
     for at in range(len(inside) + 1):
         for module in [module for number, module in elsewhere if max(0, number - start) == at]:
@@ -163,7 +163,7 @@ def _merged(inside: list[nn.Module], start: int, elsewhere: list[tuple[int, nn.M
 
 
 def _all_inside(module: nn.Module) -> set[nn.Module]:
-    """The modules that ran inside its last forward, and inside theirs."""
+    """Return the modules that ran inside its last forward, and inside theirs."""
     found: set[nn.Module] = set()
     todo = [module]
     while todo:
@@ -175,7 +175,7 @@ def _all_inside(module: nn.Module) -> set[nn.Module]:
 
 
 def _since(module: nn.Module, order: list[nn.Module]) -> list[nn.Module]:
-    """The modules in ``order`` after the last occurrence of ``module``: if it has just run, those that ran inside it."""
+    """Return the modules in ``order`` after the last occurrence of ``module``: if it has just run, the ones inside it."""
     at = len(order)
     while at and order[at - 1] is not module:
         at -= 1
@@ -183,7 +183,7 @@ def _since(module: nn.Module, order: list[nn.Module]) -> list[nn.Module]:
 
 
 def _pass_by(unit: Unit, module: nn.Module, tensors: Tensors, inside: Callable[[Tensors], Tensors]) -> Tensors:
-    """Do in forward what ranks that run ``module`` do, and pass ``tensors`` through.
+    """Take part in the forward of ranks that run ``module``, and pass ``tensors`` through.
 
     Args:
         unit: the unit to skip.
@@ -215,7 +215,7 @@ def _pass_by(unit: Unit, module: nn.Module, tensors: Tensors, inside: Callable[[
 
 
 def _comes(unit: Unit, tensors: Tensors) -> bool:
-    """Whether backward comes to ``unit`` on the ranks that run it. ``tensors``: that are passed through it here."""
+    """Return whether backward comes to ``unit`` on the ranks that run it. ``tensors``: passed through it here."""
     given = any([t.requires_grad for t in tensors])
     if _trains(unit):
         return True
