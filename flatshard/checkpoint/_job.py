@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import nn
 
 from flatshard._comm.monitor.messages import default_group, membership
+from flatshard._comm.payloads import PLAIN, Payloads
 from flatshard._composable.find import units_below
 from flatshard._errors import name_list
 from flatshard._trace import logger
@@ -29,7 +30,7 @@ from flatshard.checkpoint import _disk as disk
 from flatshard.checkpoint._barrier import Barrier, MeetingError, patience
 from flatshard.checkpoint._byte_count import ByteCount, Report
 from flatshard.checkpoint._entries import Entry, Undo, entries
-from flatshard.checkpoint._saving import Saving
+from flatshard.checkpoint._saving import Saving, plan_payloads
 
 _MINUTE = 60.0  # seconds
 
@@ -83,7 +84,7 @@ def save_checkpoint(
             failed in the background, and nobody knows. The files of the attempt are removed.
     """
     at = _place(path, state, process_group, "save_checkpoint")
-    job = _all_ranks(process_group, f"save_checkpoint({str(at)!r})", timeout)
+    job = _all_ranks(process_group, f"save_checkpoint({str(at)!r})", timeout, plan_payloads())
     count = ByteCount("saving", at, progress, job.is_first)
     saving, save = Saving(at, job.place, overwrite, count), Save(count)
     with contextlib.ExitStack() as stack:
@@ -182,12 +183,16 @@ def _place(path: Any, state: Any, group: dist.ProcessGroup | None, verb: str) ->
     return place
 
 
-def _all_ranks(group: dist.ProcessGroup | None, what: str, timeout: timedelta | None) -> Barrier:
-    """Those of ``group``, for the call ``what``, once no save is under way. None: all, or this process alone."""
+def _all_ranks(
+    group: dist.ProcessGroup | None, call: str, timeout: timedelta | None, payloads: Payloads = PLAIN
+) -> Barrier:
+    """Return the barrier of ``call`` when no save is under way. Without a group: of all ranks, or of this process alone."""
     group = default_group() if group is None else group
     rank, size, store = membership(group)
     seconds = patience(group, _MINUTE) if timeout is None else timeout.total_seconds()
-    return Barrier(store, rank, range(size), what, seconds, said=_ended(), hear=_known_by_some)
+    return Barrier(
+        store, rank, range(size), call, seconds, note=_ended(), check_notes=_known_by_some, payloads=payloads
+    )
 
 
 # -- saving ------------------------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from flatshard._comm.payloads import Payloads
 from flatshard.checkpoint import _disk as disk
 from flatshard.checkpoint._byte_count import ByteCount
 from flatshard.checkpoint._entries import copied, entries
@@ -26,6 +27,13 @@ class _Plan(NamedTuple):
 
 
 _kept: list[_Plan] = []  # the last one
+
+
+def plan_payloads() -> Payloads:
+    """Return the kinds of objects that ranks exchange in a save."""
+    from flatshard.checkpoint import _plan_payloads
+
+    return _plan_payloads.PLANS
 
 
 class Saving:

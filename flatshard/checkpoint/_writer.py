@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, DEFAULT_SUFFIX, FileSystemWriter, _StorageInfo
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, DEFAULT_SUFFIX, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
@@ -31,6 +31,7 @@ from flatshard.checkpoint._boxes import memory_dims
 from flatshard.checkpoint._byte_count import ByteCount
 from flatshard.checkpoint._container import ALIGNMENT, BLOCK, around, checksums, memory_of
 from flatshard.checkpoint._metadata import Body, pickled, seal
+from flatshard.checkpoint._plan_payloads import StorageInfo
 from flatshard.checkpoint._spans import own_cores
 
 _BATCH = 4 * BLOCK  # bytes in one call
@@ -105,7 +106,7 @@ def _written(file: disk.NewFile, name: str, items: list[WriteItem], planner: Any
             data, head, tail, stride = _pieces(planner.resolve_data(item))
             memory = data.getbuffer() if isinstance(data, io.BytesIO) else memory_of(data)
             pad = -at % ALIGNMENT
-            info = _StorageInfo(name, at + pad, len(head) + memory.nbytes + len(tail))
+            info = StorageInfo(name, at + pad, len(head) + memory.nbytes + len(tail))
             results.append(WriteResult(item.index, info.length, info))
             batch.add(info, Body(at + pad + len(head), memory.nbytes, stride, b""), [bytes(pad), head, memory, tail])
             at += pad + info.length
@@ -124,10 +125,10 @@ class _EntryBatch:
 
     def __init__(self, file: disk.NewFile, thread: ThreadPoolExecutor | None) -> None:
         self._file, self._thread = file, thread
-        self._entries: list[tuple[_StorageInfo, Body, memoryview]] = []  # whose body is still to be told, with its sums
+        self._entries: list[tuple[StorageInfo, Body, memoryview]] = []  # whose body is still to be told, with its sums
         self._buffers: list[memoryview] = []
 
-    def add(self, info: _StorageInfo, body: Body, buffers: list[Any]) -> None:
+    def add(self, info: StorageInfo, body: Body, buffers: list[Any]) -> None:
         """An entry: what comes before its body, the body, what comes after it."""
         self._entries.append((info, body, memoryview(buffers[2])))
         self._buffers += [memoryview(b) for b in buffers if len(b)]

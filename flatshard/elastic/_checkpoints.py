@@ -1,4 +1,4 @@
-"""The newest checkpoints of a job, in one directory: what is left when too many ranks die at once."""
+"""The newest checkpoints of a job, in one directory, for the case that too many ranks die at once."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ _KEPT = 2
 
 
 class Checkpoints:
-    """Saves beside the training, and removes what is older than the newest two of its own.
+    """Saves while training continues, and removes all of its checkpoints but the newest two.
 
     Args:
-        directory: that all ranks see.
-        every: how many steps.
-        say: is called with a line of text.
+        directory: a directory that all ranks see.
+        every: the number of steps between two saves.
+        say: called with lines of text for the user.
     """
 
     def __init__(self, directory: Path, every: int, say: Callable[[str], object]) -> None:
         self.directory, self.every, self._say = directory, every, say
-        self._under: tuple[Path, Future[None]] | None = None
-        self._has_begun = False  # some save has, so what is given can be saved
-        self._saved: list[Path] = []  # whole, oldest first
+        self._under_way: tuple[Path, Future[None]] | None = None
+        self._has_begun = False  # a save has, so the state can be saved
+        self._saved: list[Path] = []  # oldest first
 
     def newest(self) -> str | None:
-        """The path of the newest checkpoint in the directory."""
+        """Return the path of the newest checkpoint in the directory, or None."""
         if not self.directory.is_dir():
             return None
         found = [(int(m[1]), path) for path in self.directory.iterdir() if (m := _NAME.fullmatch(path.name))]
@@ -45,8 +45,9 @@ class Checkpoints:
     def save(self, step: int, state: Mapping[str, Any], timeout: timedelta) -> None:
         """Begin to save, if it is time. All ranks call it after the same step.
 
-        What cannot be saved at all raises, at the first save. Why a later one cannot begin is said: a disk is full, or a
-        process that was stopped has begun to save there. A rank that has died is found by the collectives of the next step.
+        If the first save cannot begin, it raises: the state cannot be saved at all. If a later one cannot, ``say`` gets the
+        reason: a full disk, or a stopped process that has begun to save there. The collectives of the next step find dead
+        ranks.
 
         Raises:
             MeetingError: the first save could not begin.
@@ -57,9 +58,9 @@ class Checkpoints:
         group = default_group()
         assert group is not None
         path = self.directory / f"step-{step}"
-        ended = self._under is None or self._under[1].done()
-        told = Channel(group, torch.device("cpu")).objects((ended, self._has_begun))
-        if not all(ended for ended, _ in told):
+        ended = self._under_way is None or self._under_way[1].done()
+        begun = Channel(group, torch.device("cpu")).objects((ended, self._has_begun))
+        if not all(ended for ended, _ in begun):
             self._say(f"{path} is not saved: the save before has not ended, so it takes longer than {self.every} steps")
             return
         self.wait()
@@ -68,17 +69,17 @@ class Checkpoints:
         try:
             save = save_checkpoint(path, state, overwrite=True, wait=False, timeout=timeout)
         except MeetingError as e:
-            if not any(has_begun for _, has_begun in told):
+            if not any(has_begun for _, has_begun in begun):
                 raise
             self._say(f"{path} is not saved: {e}")
         else:
-            self._under, self._has_begun = (path, save), True
+            self._under_way, self._has_begun = (path, save), True
 
     def wait(self) -> None:
-        """Wait for what is under way, and say how it ended."""
-        if self._under is None:
+        """Wait for the save that is under way, and report a failure."""
+        if self._under_way is None:
             return
-        (path, save), self._under = self._under, None
+        (path, save), self._under_way = self._under_way, None
         if (error := save.exception()) is not None:
             self._say(f"{path} is not saved: {error}")
             return
@@ -88,5 +89,5 @@ class Checkpoints:
             old = self._saved.pop(0)
             if is_first and old.exists():
                 gone = old.with_name(f".{old.name}-removed")
-                old.rename(gone)  # at once: what is half removed is no checkpoint
+                old.rename(gone)  # at once: no checkpoint is ever half removed
                 shutil.rmtree(gone)

@@ -1,41 +1,38 @@
-"""Copies of each rank's parts on other ranks, in host memory: what is left of a rank that dies.
+"""Copies of each rank's shards on other ranks, in host memory: they survive the rank.
 
-[Note: One of two generations is whole]
-A *generation* is the state between two steps. When a step ends, a thread of each rank begins to send its parts from where
-they lie to the next rank, which receives them beside the copy that it has. Then ranks meet in a small all-reduce. Who passes
-it knows that *all* ranks have complete copies of the new generation. Only then the thread overwrites what the rank keeps of
-its own parts, and the older copy may go. Until the thread has ended, what is live must not change: an optimizer's step waits
-for that, in a hook before it. So if one rank that is left has passed, the new generation is whole: those that have not passed
-still have their own parts unchanged. If none has passed, all still have the older one.
+[Note: One of two generations is complete]
+A *generation* is the state between two steps. When a step ends, a thread of each rank sends the rank's live shards to the
+next rank, which receives them beside the copy that it has. Then ranks meet in a small all-gather. A rank that passes it knows
+that *all* ranks have complete copies of the new generation. Only then does the thread overwrite the rank's copy of its own
+shards, and the older copy may go. Live values must not change before: a hook lets the optimizer's step wait for the thread.
+So if one surviving rank has passed, the new generation is complete, as ranks that have not passed still have their live
+shards unchanged. If none has passed, all still have the older generation.
 
-What a rank keeps: a copy of its own parts, and two of each rank that it keeps copies for. With ``copies=1`` these are three
-times its parts. Fewer would not do: when the last copy of the new generation comes, the older one must be whole, with each
-part on two ranks. What is replicated, as units or over the replicas of a hybrid strategy, is copied already, and is not sent.
+A rank keeps a copy of its own shards, and two of each rank that it keeps copies for: with ``copies=1`` three times its
+shards. Fewer would not do: when the last copy of the new generation comes, each shard of the older one must be on two ranks.
+Replicated values, in units or over the replicas of a hybrid strategy, have copies already, and are not sent.
 
-[Note: What is not sent again]
-A frozen parameter is sent until both buffers that a rank receives into, one after the other, have it. Then it is not, as
-long as it is bit for bit what this rank kept at the last generation. Neither versions nor optimizers are asked: a write by
-pointer, and values that were loaded, are seen like any others. To compare is to read two buffers. Trained parameters would
-differ, and are not compared. Senders tell which parts they leave out, in one small collective.
+[Note: Frozen parameters are sent once]
+A frozen parameter is sent until both buffers into which another rank receives have it. After that it is not sent, as long as
+its bits equal this rank's copy of the last generation. Versions would miss a write by pointer. Trained parameters would
+differ, and are not compared. In one small collective ranks exchange which shards they leave out.
 
 [Note: Copies from an accelerator]
-A copy of its own parts to send from would be one more. So the thread brings them to the host piece by piece, on a stream of
-its own, and sends each piece from a small buffer, while the next one comes. The stream waits for what has been issued, and no
-other stream waits for it. When all ranks have their copies, the parts come once more, to where the older ones were kept. They
-are read twice: that is the price of three copies in place of four. Neither the host nor the next step waits, until an
-optimizer is to step. Then the host waits for the thread. Where ranks have died it does so, too: neither side of a copy is
-freed or written to while the device may be at it.
+A host copy to send from would be one more copy. So the thread brings shards to the host piece by piece, on a stream of its
+own, and sends each piece from a small buffer while the next one comes. The stream waits for all work issued before, and no
+other stream waits for it. When all ranks have their copies, the shards are read once more, into the memory of the older copy:
+the price of three copies in place of four. The host waits for the thread before an optimizer steps, or when ranks have died:
+neither side of a copy may be freed or written to while the device uses it.
 
 [Note: Waits that gloo has forgotten]
-When groups end, or a rank dies, gloo forgets some waits until its timeout: those for messages that are on their way. So who
-waits for the thread looks whether the ranks live that it exchanges with. When groups have ended, nothing is on its way any
-more. A thread that still waits then is left alone: should it ever come back, it may do nothing but end. What it refers to is
-kept until then, at most for the timeout.
+When groups end, or a rank dies, gloo forgets the waits for messages that are on their way, until its timeout. So a caller
+that waits for the thread checks whether the thread's partners live. When the groups have ended, no message is on its way. A
+thread that still waits is abandoned: if it ever returns, it only ends. Its objects live until then, at most for the timeout.
 
 [Note: Gradients between two steps]
-A gradient that an optimizer has stepped is done with, whether the user drops it now or at the begin of the next step. One
-that none has stepped is part of what training keeps, as under accumulation over several steps. Backward will add to it while
-copies are sent, so a generation has a copy of its own. What a rank holds alone (``no_sync``) would be lost with it.
+A gradient that an optimizer has used is not kept, whether the user drops it now or at the begin of the next step. Other
+gradients are part of the state, as under accumulation over several steps. Backward adds to them while copies are sent, so a
+generation has a copy of its own. Gradients that one rank holds alone (``no_sync``) would be lost with the rank.
 """
 
 from __future__ import annotations
@@ -61,12 +58,12 @@ from flatshard._comm.streams import Streams
 from flatshard._composable.features.user_hooks import register_gradients_reduced_hook
 from flatshard._errors import name_list
 from flatshard._trace import logger
-from flatshard.elastic import _units, _wire
+from flatshard.elastic import _exchange, _units
 from flatshard.elastic._exchange import Channel, as_bytes
-from flatshard.elastic._values import GRAD, PARAM, At, Image, Key, Live, Manifest, Small, Trained, aligned
+from flatshard.elastic._values import GRAD, PARAM, Image, Key, Live, Manifest, ParamAt, Small, Trained, aligned
 
 Number = tuple[int, int]
-"""Of a generation: the number of steps before it, and the epoch that it was taken in. A later one is greater."""
+"""A generation: the number of steps before it, and the epoch of its copies. A later one is greater."""
 
 _PIECE = 1 << 22  # bytes of a message at most
 _TAG = NOBODY.tag + EXCHANGE
@@ -75,49 +72,49 @@ _LOOK = 0.5  # seconds in which a wait ends that gloo has not forgotten
 
 @dataclass
 class Generation:
-    """What one rank keeps of the state between two steps."""
+    """The state between two steps, as one rank keeps it."""
 
     number: Number
     manifest: Manifest
     small: Small
     extra: list[Any]
-    others: list[Image]  # copies of the parts of other ranks
-    own: Image | None = None  # None as long as it is what is live
-    same: frozenset[Key] = frozenset()  # parts that are as in the generation before it, of the same epoch
+    others: list[Image]  # copies of other ranks' shards
+    own: Image | None = None  # None as long as the live values are the generation
+    same: frozenset[Key] = frozenset()  # values that equal the generation before it, in the same epoch
 
 
 @dataclass
 class _Under:
-    """A generation on its way."""
+    """A generation that is being copied."""
 
     generation: Generation
-    before: Generation | None  # that has its parts in the same places
+    before: Generation | None  # the one before, if its images have the same layout
     number: int  # of this rank's shard
-    parts: dict[Key, torch.Tensor]  # of this rank, where they lie
+    parts: dict[Key, torch.Tensor]  # the live shards of this rank
     version: int
-    is_called: bool  # somebody waits for the next epoch, as far as this rank knows
-    is_complete: bool = False  # all copies that this rank is to have are here
-    is_whole: bool = False  # so have all ranks
-    own: Image | None = None  # this rank's parts, when it is whole
-    thread: _Thread | None = None  # which does all this
+    is_called: bool  # a process waits for the next epoch, as far as this rank knows
+    has_all: bool = False  # this rank has all the copies that it keeps
+    is_complete: bool = False  # all ranks have theirs
+    own: Image | None = None  # the copy of this rank's shards, when all ranks have theirs
+    thread: _Thread | None = None  # copies
 
 
 class _Host:
-    """Parts in host memory."""
+    """Shards in host memory."""
 
     buffers: Sequence[torch.Tensor] = ()
 
     def read(self, pieces: list[torch.Tensor], use: Callable[[list[torch.Tensor]], Pending]) -> Pending:
-        """Give ``pieces`` to ``use``, in order. Those that it got may change when what it returned has ended."""
+        """Pass ``pieces`` to ``use``, in order. They may change when the returned work has ended."""
         return use(pieces)
 
     def copying(self) -> AbstractContextManager[object]:
-        """Context to copy parts to the host in. At its end they are there."""
+        """Context that copies shards to the host. They are there at its end."""
         return contextlib.nullcontext()
 
 
 class _Device(_Host):
-    """Parts on an accelerator. [Note: Copies from an accelerator]"""
+    """Shards on an accelerator. [Note: Copies from an accelerator]"""
 
     def __init__(self, device: torch.device) -> None:
         streams = Streams.of(device)
@@ -126,8 +123,8 @@ class _Device(_Host):
         self._side = self._module.Stream(device=device)
         self.buffers = [torch.empty(_PIECE, dtype=torch.uint8, device="cpu", pin_memory=True) for _ in range(2)]
 
-    def follow(self) -> None:
-        """Read what has been issued until now."""
+    def await_issued(self) -> None:
+        """Let the next reads wait for the work that has been issued."""
         self._side.wait_stream(self._streams.current)
 
     @contextlib.contextmanager
@@ -153,7 +150,7 @@ class _Device(_Host):
 
 
 def _batches(pieces: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """As many of ``pieces`` at a time as a buffer has place for."""
+    """Yield ``pieces`` in batches that fit into a buffer."""
     batch, nbytes = list[torch.Tensor](), 0
     for piece in pieces:
         if batch and nbytes + piece.nbytes > _PIECE:
@@ -166,18 +163,18 @@ def _batches(pieces: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
 
 
 def _cut(part: torch.Tensor) -> Sequence[torch.Tensor]:
-    """The messages of a part: each of them fits into a buffer."""
+    """Cut a shard into messages that fit into a buffer."""
     return torch.split(part, _PIECE // part.itemsize) if part.numel() else ()
 
 
 class _Thread:
-    """What is done on a thread. [Note: Waits that gloo has forgotten]"""
+    """A thread that may be abandoned in a wait. [Note: Waits that gloo has forgotten]"""
 
     def __init__(self, do: Callable[[_Thread], object]) -> None:
         self._do = do
         self._error: BaseException | None = None
-        self._acts = threading.Lock()  # held, but while it waits for other ranks
-        self._has_ended = self._is_left = False
+        self._acts = threading.Lock()  # held, except while it waits for other ranks
+        self._has_ended = self._is_abandoned = False
         self._thread = threading.Thread(target=self._run, name="flatshard-copies", daemon=True)
         self._thread.start()
 
@@ -191,17 +188,17 @@ class _Thread:
 
     @contextlib.contextmanager
     def pausing(self) -> Iterator[None]:
-        """Context in which the thread does nothing but wait for other ranks."""
+        """Context in which the thread only waits for other ranks."""
         self._acts.release()
         try:
             yield
         finally:
             self._acts.acquire()
-            if self._is_left:
+            if self._is_abandoned:
                 raise SystemExit  # of this thread
 
     def wait(self, look: Callable[[], object]) -> None:
-        """Wait for its end, and raise what it raised. ``look`` is called now and then."""
+        """Wait for its end, and raise its error. ``look`` is called from time to time."""
         self._thread.join(_LOOK)
         while self._thread.is_alive():
             look()
@@ -209,16 +206,16 @@ class _Thread:
         if self._error is not None:
             raise self._error
 
-    def leave(self) -> bool:
-        """The groups have ended: wait for its end, or leave it in a wait that gloo has forgotten. Returns if it ended."""
+    def abandon(self) -> bool:
+        """Wait for its end, or leave it in a wait that gloo has forgotten. Return whether it ended. The groups must have."""
         self._thread.join(_LOOK)
         with self._acts:
-            self._is_left = not self._has_ended
+            self._is_abandoned = not self._has_ended
         return self._has_ended
 
 
 class _Paused:
-    """Messages, while which a thread pauses."""
+    """Messages for which a thread waits as it pauses."""
 
     def __init__(self, thread: _Thread, pending: Pending) -> None:
         self._thread, self._pending = thread, pending
@@ -229,12 +226,12 @@ class _Paused:
 
 
 class Copies:
-    """The copies that one rank keeps, of its own parts and of other ranks'."""
+    """The copies that one rank keeps, of its own shards and of other ranks'."""
 
     def __init__(self, job: Trained, extra: Iterable[Any], copies: int) -> None:
         self._job, self._extra, self._count = job, list(extra), copies
         self.generation: Generation | None = None
-        self.is_called = False  # somebody waited for the next epoch, when what is kept was taken
+        self.is_called = False  # a process waited for the next epoch when the kept generation began
         self.sent = 0  # bytes
         self._under: _Under | None = None
         self._spare: list[Image] = []
@@ -242,20 +239,22 @@ class Copies:
         self._clock = 0
         self._reduced_at = [0] * len(job.units)
         self._stepped_at = [0] * len(job.optimizers)
-        self._done: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}  # of what is not sharded: gradients, stepped
+        self._done: dict[
+            int, tuple[weakref.ref[torch.Tensor], int]
+        ] = {}  # unsharded parameters: their stepped gradients
         for number, unit in enumerate(job.units):
             register_gradients_reduced_hook(unit.module, functools.partial(self._note_reduced, number))
         self._epoch, self._numbers, self._shifts = -1, list[int](), list[int]()
-        self._frozen: list[Key] = []  # the same on all ranks: [Note: What is not sent again]
+        self._frozen: list[Key] = []  # the same on all ranks: [Note: Frozen parameters are sent once]
 
-    def follow(
+    def use_group(
         self,
         epoch: int,
         group: dist.ProcessGroup,
         hosts: Sequence[str],
         check_alive: Callable[[Iterable[int]], object],
     ) -> None:
-        """Send over ``group`` from now on. ``hosts``: of its ranks. ``check_alive``: raises if one of some ranks has died.
+        """Use ``group`` for copies. ``hosts``: of its ranks. ``check_alive``: raises if one of the given ranks has died.
 
         Raises:
             CollectiveError: a rank has died.
@@ -270,7 +269,7 @@ class Copies:
         self._look = functools.partial(check_alive, partners)
 
     def note_stepped(self, number: int) -> None:
-        """An optimizer has stepped its parameters by their gradients. [Note: Gradients between two steps]"""
+        """Record that an optimizer has stepped. [Note: Gradients between two steps]"""
         self._clock += 1
         self._stepped_at[number] = self._clock
         own = {id(param) for group in self._job.optimizers[number].param_groups for param in group["params"]}
@@ -283,12 +282,12 @@ class Copies:
         self._reduced_at[unit] = self._clock
 
     def note_moved(self, manifest: Manifest) -> None:
-        """The gradients that there are came with what has moved."""
+        """Record that the present gradients came with the move."""
         for unit in {value.at.unit for values in manifest.values for value in values if value.name == GRAD}:
             self._note_reduced(unit)
 
-    def held_grads(self) -> dict[At, torch.Tensor]:
-        """The gradients that no optimizer has stepped: of the same parameters on all ranks."""
+    def held_grads(self) -> dict[ParamAt, torch.Tensor]:
+        """Return the gradients that no optimizer has stepped: of the same parameters on all ranks."""
         stepped: dict[int, int] = {}
         for optimizer, when in zip(self._job.optimizers, self._stepped_at, strict=True):
             for group in optimizer.param_groups:
@@ -317,7 +316,7 @@ class Copies:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the copies that are kept, and of buffers to send from."""
+        """Bytes of the copies, and of the buffers to send from."""
         under, kept = self._under, [*self._spare]
         if under is not None:
             kept += [*under.generation.others, *([under.own] if under.own is not None else [])]
@@ -327,15 +326,15 @@ class Copies:
         return sum(image.nbytes for image in images) + sum(buffer.nbytes for buffer in self._source.buffers)
 
     def _version(self, parts: dict[Key, torch.Tensor]) -> int:
-        """Changes with parameters and with ``parts``."""
+        """Return a number that changes with the parameters and ``parts``."""
         return sum(unit.handle.version() for unit in self._job.units) + sum(part._version for part in parts.values())
 
     def take(self, step: int, is_called: bool = False) -> None:
-        """Begin to copy what is live: ``step`` steps have been made. ``is_called``: somebody waits for the next epoch.
+        """Begin to copy the live state after ``step`` steps. ``is_called``: a process waits for the next epoch.
 
         Raises:
             CollectiveError: a rank has died.
-            ValueError: ranks have optimizers' state of other kinds.
+            ValueError: ranks have different optimizer state.
         """
         self.commit()
         self._check_grads()
@@ -346,7 +345,7 @@ class Copies:
         if not is_alike:
             self._spare = []
         is_new = not is_alike or before is None or before.number[1] != self._epoch
-        if is_new:  # so it is for ranks that have joined
+        if is_new:  # also on ranks that have joined
             frozen = [at for at, param in self._job.params.items() if not param.requires_grad]
             self._frozen = [(at, PARAM) for at in frozen if not manifest.is_replicated(at.unit)]
             kinds = self._channel.objects([manifest.values, manifest.rest, frozen])
@@ -358,42 +357,42 @@ class Copies:
         sharded = [unit for unit in range(len(manifest.values)) if not manifest.is_replicated(unit)]
         numbers = [self._numbers[(rank - shift) % size] for shift in self._shifts] if sharded else []
         others = self._spare
-        if [image.number for image in others] != numbers:  # ranks may have changed places, and the cut be the same
+        if [image.number for image in others] != numbers:  # ranks may have changed places in the same layout
             others = [Image(manifest, number, with_replicated=False) for number in numbers]
         self._spare = []
         number = live.numbers[0]
         parts = {(v.at, v.name): live.part(number, v).contiguous() for values in manifest.values for v in values}
         extra = [copy.deepcopy(each.state_dict()) for each in self._extra]
         generation = Generation((step, self._epoch), manifest, live.small(), extra, others)
-        if is_new:  # what other ranks would refuse raises now, and not when it is needed
-            generation.small.told()
-            _wire.saved(extra, "extra")
+        if is_new:  # values that other ranks would refuse raise now, before they are needed
+            generation.small.to_bytes()
+            _exchange.saved(extra, "extra")
         before = before if is_alike else None
         self._under = under = _Under(generation, before, number, parts, self._version(parts), is_called)
         device = next((part.device for part in parts.values() if part.device.type != "cpu"), None)
         if device is not None:
             if not isinstance(self._source, _Device):
                 self._source = _Device(device)
-            self._source.follow()
+            self._source.await_issued()
         under.thread = _Thread(functools.partial(self._copy, under))
 
     def _copy(self, under: _Under, thread: _Thread) -> None:
-        """Send this rank's parts, and receive others'. When all are there, overwrite what is kept of its own."""
+        """Send this rank's shards, and receive others'. When all ranks have theirs, overwrite the copy of its own."""
         with self._channel.failing("copy", ""):
             self._send(under, thread).wait()
-            under.is_complete = True
+            under.has_all = True
             with thread.pausing():
                 told = self._channel.gather(torch.tensor([under.is_called], device="cpu"))
-        under.is_called, under.is_whole = bool(told.any()), True
+        under.is_called, under.is_complete = bool(told.any()), True
         self._fill(under)
 
     def _send(self, under: _Under, thread: _Thread) -> Pending:
-        """Begin to send this rank's parts, and to receive others'."""
+        """Begin to send this rank's shards, and to receive others'."""
         rank, size, generation, before = self._channel.rank, self._channel.size, under.generation, under.before
         manifest = generation.manifest
         generation.same = frozenset() if before is None else self._unchanged(before, under.parts)
         with thread.pausing():
-            left_out = self._told(generation.same & before.same if before is not None else frozenset())
+            left_out = self._exchange_unchanged(generation.same & before.same if before is not None else frozenset())
         pieces = [
             piece
             for unit, values in enumerate(manifest.values)
@@ -418,7 +417,7 @@ class Copies:
         return Works([receiving, self._source.read(pieces, send)])
 
     def _unchanged(self, before: Generation, parts: dict[Key, torch.Tensor]) -> frozenset[Key]:
-        """The frozen parts that are bit for bit as in ``before``. [Note: What is not sent again]"""
+        """Return the frozen shards whose bits equal ``before``. [Note: Frozen parameters are sent once]"""
         own = before.own
         if own is None or before.number[1] != self._epoch:
             return frozenset()
@@ -436,15 +435,15 @@ class Copies:
         self._source.read([piece for key in self._frozen for piece in _cut(parts[key])], compare).wait()
         return frozenset(self._frozen) - differ
 
-    def _told(self, left_out: frozenset[Key]) -> list[frozenset[Key]]:
-        """What each rank does not send again, by rank. All have the same frozen parameters."""
+    def _exchange_unchanged(self, left_out: frozenset[Key]) -> list[frozenset[Key]]:
+        """Return the values that each rank does not send again, by rank. All have the same frozen parameters."""
         if not (self._frozen and self._shifts):
             return [left_out] * self._channel.size
         every = self._channel.objects([number for number, key in enumerate(self._frozen) if key in left_out])
         return [frozenset(self._frozen[number] for number in numbers) for numbers in every]
 
     def commit(self) -> None:
-        """Wait until all ranks have their copies of what ``take`` has begun. [Note: One of two generations is whole]
+        """Wait until all ranks have the copies that ``take`` began. [Note: One of two generations is complete]
 
         Raises:
             CollectiveError: a rank has died.
@@ -467,7 +466,7 @@ class Copies:
             )
 
     def _fill(self, under: _Under) -> None:
-        """Copy this rank's parts, to where those of the older generation are."""
+        """Copy this rank's shards, over the copy of the older generation if there is one."""
         now, before = under.generation, under.before
         with self._source.copying():
             if before is not None and before.own is not None and before.own.number == under.number:
@@ -478,24 +477,24 @@ class Copies:
                 under.own.fill(under.parts)
 
     def _keep(self, under: _Under) -> None:
-        """The generation on its way is the one that is kept."""
+        """Keep the generation that was being copied."""
         if under.before is not None:
             self._spare = under.before.others
         under.generation.own = under.own
         self.generation, self._under, self.is_called = under.generation, None, under.is_called
 
-    def settle(self) -> None:
-        """Wait until nothing is on its way: no memory may go that is sent or received into."""
+    def drain(self) -> None:
+        """Wait until no message is on its way: its memory must not be freed before."""
         try:
             self.commit()
         except (RuntimeError, ValueError) as e:
-            logger.debug("copies that nobody needs any more: %s", e)
+            logger.debug("copies at the end of the job: %s", e)
         self._under = None
 
     # -- after a death -------------------------------------------------------------------------------------------------
 
     def stop(self) -> None:
-        """The groups have ended. What is complete may yet turn out to be whole.
+        """Stop copying, as the groups have ended. A generation that this rank has may turn out to be complete on all ranks.
 
         Raises:
             ValueError: parameters have changed since ``take``.
@@ -504,18 +503,18 @@ class Copies:
         if under is None:
             return
         assert under.thread is not None
-        if not under.thread.leave():
+        if not under.thread.abandon():
             logger.debug("copies were on their way when the groups ended")
-        if under.is_complete:
+        if under.has_all:
             self._check_as_taken(under)
-        if under.is_whole:
+        if under.is_complete:
             self._keep(under)
-        elif not under.is_complete:
+        elif not under.has_all:
             self._under = None
 
     @property
     def numbers(self) -> tuple[Number | None, Number | None]:
-        """Of the generation that is kept, and of one that may be whole: copies are here, and what is live is as it was."""
+        """Numbers of the kept generation and, if this rank has all its copies, of the pending one."""
         under = self._under
         return (
             None if self.generation is None else self.generation.number,
@@ -523,7 +522,7 @@ class Copies:
         )
 
     def go_back(self, number: Number) -> Generation:
-        """Keep generation ``number``, which is whole."""
+        """Keep generation ``number``, which is complete."""
         if self._under is not None and self._under.generation.number == number:
             self._fill(self._under)
             self._keep(self._under)
@@ -534,24 +533,24 @@ class Copies:
         return self.generation
 
     def forget(self) -> None:
-        """What is kept is not whole."""
+        """Forget all generations: none is complete."""
         self.generation, self._under, self._spare = None, None, []
 
 
 def _as_ints(tensor: torch.Tensor) -> torch.Tensor:
-    """To compare bits: two zeros differ, and a NaN equals itself."""
+    """View as integers, to compare bits: the two zeros differ, and a NaN equals itself."""
     return tensor.view({2: torch.int16, 4: torch.int32, 8: torch.int64}.get(tensor.itemsize, torch.uint8))
 
 
 def alike(a: Manifest, b: Manifest) -> bool:
-    """Whether images of both have their parts in the same places."""
+    """Return whether images of both have the same layout."""
     return a.values == b.values and a.layouts == b.layouts
 
 
 def shifts(hosts: Sequence[str], numbers: Sequence[int], copies: int) -> list[int]:
-    """By how many ranks copies are handed on, best first: such that most go to another host. All ranks keep equally many.
+    """Return the distances in ranks over which copies are sent: first the one that sends most to another host.
 
-    ``numbers``: of the shard that each rank has. Ranks with the same one are copies of each other, and count as such.
+    ``numbers``: the shard of each rank. Ranks with the same shard are copies of each other, and count as such.
     """
     size, replicas = len(hosts), min(map(numbers.count, numbers))
     of_others = [n for n in range(1, size) if all(numbers[r] != numbers[(r + n) % size] for r in range(size))]

@@ -1,16 +1,18 @@
-"""Ranges of elements on their way from one cut to another, between any ranks of a process group.
+"""Objects and tensors between ranks, and the ranges of elements that go from one layout to another.
 
-[Note: As few bytes as the two cuts allow]
-A rank that needs elements of a parameter takes those that it holds already from itself. Each of the others it gets once, from
-one of the ranks that hold them. Padding is not sent. Every rank finds by the two cuts what it sends and receives, so no
-message says what it contains. What is large is sent from where it lies to where it is to lie, and what a rank takes from
-itself is copied meanwhile. What is small goes in one message for each unit between two ranks.
+[Note: As few bytes as the two layouts allow]
+A rank copies the elements that it holds already from itself, and receives each of the others once, from one of their holders.
+Padding is not sent. The two layouts tell each rank what it sends and receives, so messages do not describe their contents.
+Large tensors are sent from and received into their places, while the rank copies from itself. Small tensors of a unit go in
+one message between two ranks.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import io
+import pickle
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -18,9 +20,9 @@ import torch
 import torch.distributed as dist
 
 from flatshard._comm.backends import builtin_collectives
+from flatshard._comm.payloads import PLAIN
 from flatshard._comm.progress import NOBODY
 from flatshard._errors import CollectiveError
-from flatshard.elastic import _wire
 
 Span = tuple[int, int]
 
@@ -37,12 +39,12 @@ class Range(NamedTuple):
 
 
 def sources(need: Span, rank: int, cut: Sequence[Span], holders: Sequence[Sequence[int]]) -> Iterator[Range]:
-    """Where ``rank`` gets the elements ``need`` from: itself where it can.
+    """Yield the sources of the elements ``need`` of ``rank``: itself where possible.
 
     Args:
-        need: half-open.
-        rank: that needs them.
-        cut: the elements in each shard.
+        need: a half-open range.
+        rank: the rank that needs them.
+        cut: the range of each shard.
         holders: the ranks that hold each shard.
     """
     for shard, (start, stop) in enumerate(cut):
@@ -53,7 +55,7 @@ def sources(need: Span, rank: int, cut: Sequence[Span], holders: Sequence[Sequen
 
 
 class Channel:
-    """Objects and tensors between the ranks of a process group, of no unit, whatever runs on other threads."""
+    """Sends objects and tensors between the ranks of a process group, beside collectives of other threads."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self._collectives, self._device = builtin_collectives(group, device), device
@@ -61,18 +63,18 @@ class Channel:
         self.sent = 0  # bytes of tensors that this rank has sent
 
     def objects(self, value: Any) -> list[Any]:
-        """What each rank has given, by rank. [Note: What other ranks say]"""
+        """Return the value of each rank, by rank. [Note: Nothing from another rank is executed]"""
         if self.size == 1:
             return [value]
-        data = torch.frombuffer(bytearray(_wire.encoded(value).encode()), dtype=torch.uint8)
+        data = torch.frombuffer(bytearray(PLAIN.encode(value).encode()), dtype=torch.uint8)
         sizes = self.gather(torch.tensor([data.numel()], device="cpu")).tolist()
         padded = torch.zeros(max(sizes), dtype=torch.uint8, device="cpu")
         padded[: data.numel()] = data
         rows = self.gather(padded).view(self.size, -1)
-        return [_wire.decoded(ctypes.string_at(row.data_ptr(), n)) for row, n in zip(rows, sizes, strict=True)]
+        return [PLAIN.decode(ctypes.string_at(row.data_ptr(), n)) for row, n in zip(rows, sizes, strict=True)]
 
     def gather(self, row: torch.Tensor) -> torch.Tensor:
-        """``row`` of each rank, one after the other."""
+        """Return the ``row`` of each rank, end to end."""
         with self.failing("exchange", ""):
             row = row.to(self._device)
             output = row.new_empty(self.size * row.numel())
@@ -86,7 +88,7 @@ class Channel:
         unit: str = "",
         meanwhile: Callable[[], object] = lambda: None,
     ) -> None:
-        """Send tensors (1-D) to ranks, and fill others from ranks, of ``unit``. ``meanwhile``: called when all is on its way.
+        """Send 1-D tensors to ranks, and receive others. ``meanwhile``: called when all messages are on their way.
 
         Raises:
             CollectiveError: a rank has died, or left.
@@ -123,19 +125,52 @@ class Channel:
             yield here[0] if len(here) == 1 else torch.cat(here)
 
     def _memory(self, targets: Sequence[torch.Tensor]) -> torch.Tensor:
-        """To receive ``targets`` in: where it shall lie, if that can be."""
+        """Return memory to receive ``targets`` in: their own, if possible."""
         if len(targets) == 1 and targets[0].device == self._device:
             return as_bytes(targets[0])
         return torch.empty(sum(t.nbytes for t in targets), dtype=torch.uint8, device=self._device)
 
 
 def _messages(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """Which of ``tensors`` go together: the same on both sides."""
+    """Yield the tensors of each message: the same on both sides."""
     yield from ([t] for t in tensors if t.nbytes >= _LARGE)
     if small := [t for t in tensors if t.nbytes < _LARGE]:
         yield small
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """A 1-D, contiguous tensor as bytes: a view."""
+    """View a 1-D, contiguous tensor as bytes."""
     return tensor.view(torch.uint8)
+
+
+def saved(value: Any, what: str) -> bytes:
+    """Return tensors and plain values of users as bytes for other ranks, in the form that a checkpoint has.
+
+    This rank tries to read them, so what others would refuse raises before they need it.
+
+    Args:
+        value: the values.
+        what: their name in the error.
+
+    Raises:
+        TypeError: other ranks would refuse it.
+    """
+    stream = io.BytesIO()
+    try:
+        torch.save(value, stream)
+        loaded(stream.getvalue())
+    except (pickle.PickleError, AttributeError, TypeError) as e:
+        raise TypeError(
+            f"{what} is not what a rank that joins would read, as it executes nothing: make it tensors, numbers, strings, or "
+            f"lists and dicts of such; or name its classes to torch.serialization.add_safe_globals. {e}"
+        ) from e
+    return stream.getvalue()
+
+
+def loaded(data: bytes) -> Any:
+    """Return the values that ``saved`` was given. Nothing in ``data`` is executed.
+
+    Raises:
+        pickle.UnpicklingError: ``data`` has values of other classes.
+    """
+    return torch.load(io.BytesIO(data), weights_only=True)

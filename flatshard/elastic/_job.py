@@ -1,4 +1,4 @@
-"""``Job``: the training loop of ranks of which some may die, and others join."""
+"""``Job``: the training loop of ranks that may die and join."""
 
 from __future__ import annotations
 
@@ -22,12 +22,13 @@ from flatshard._composable.find import units_of_parameters
 from flatshard._errors import CollectiveError, name_list
 from flatshard.checkpoint import MeetingError, load_checkpoint
 from flatshard.checkpoint._disk import local
-from flatshard.elastic import _units, _values, _wire
+from flatshard.elastic import _exchange, _units, _values
 from flatshard.elastic._checkpoints import Checkpoints
 from flatshard.elastic._copies import Copies, Generation, Number
+from flatshard.elastic._epochs import Member
 from flatshard.elastic._exchange import Channel
 from flatshard.elastic._reshard import LostError, Move, vacate
-from flatshard.elastic._world import Member, World, is_of_communication
+from flatshard.elastic._world import World, is_of_communication
 
 T = TypeVar("T")
 
@@ -39,37 +40,37 @@ def _say(text: str) -> None:
 
 
 class _Note(NamedTuple):
-    """What a rank says of itself when ranks meet."""
+    """The state of a rank when ranks meet."""
 
-    kept: tuple[Number | None, Number | None]  # generations
-    at: int  # steps made
-    reason: str | None  # of the meeting: what failed here
-    shards: int  # over how many ranks units were sharded at first
+    kept: tuple[Number | None, Number | None]  # the kept generation, and the pending one
+    at: int  # completed steps
+    reason: str | None  # the error on this rank, if any
+    shards: int  # the number of shards of each unit when the job began
 
     @classmethod
-    def of(cls, told: Any) -> Self | None:
-        """Read what another rank has said. None: it joins."""
+    def read(cls, told: Any) -> Self | None:
+        """Return the note of another rank, or None if it joins."""
         return None if told is None else cls(*told)
 
 
 class Job:
-    """A training loop that goes on when ranks die, and that others may join.
+    """A training loop that continues when ranks die, and that processes may join.
 
-    All that a step does is inside ``with job.attempt():``. If a rank dies, the step ends with an error on the others, which
-    ``attempt`` takes. They meet, shard the model over those who are left, go back to the newest state of which every part is
-    left, and ``steps`` yields its step again. So at most one completed step is lost. A process that joins is taken in between
-    two steps. An error that does not come of communication is raised, here and then on all ranks: it is no death. To end the
-    loop early, call :meth:`stop` on all ranks in the same step.
+    A step runs inside ``with job.attempt():``. If a rank dies, the step ends with an error on the others, which ``attempt``
+    suppresses. They meet, shard the model over the ranks that are left, return to the newest complete state, and ``steps``
+    yields its step again. So at most one completed step is repeated. Processes join between two steps. An error that does not
+    come from communication is no death: it is raised, and ends the job on all ranks. To end the loop early, call :meth:`stop`
+    on all ranks in the same step.
 
-    Between two steps are kept: parameters, the optimizers' state, gradients that no optimizer has stepped, buffers, and
-    ``extra``. What a rank holds alone under ``no_sync`` at the end of a step raises. Of ``extra`` and of buffers each rank
-    goes on with its own, what a dead rank had of its own is lost, and a rank that joins gets those of the first rank. So draw
-    data and random numbers by step, rank and world size, which a step that comes again is to ask anew.
+    The state between two steps is: parameters, optimizer state, gradients that no optimizer has stepped, buffers, and
+    ``extra``. Gradients that a rank holds alone (``no_sync``) at the end of a step raise. Each rank keeps its own ``extra``
+    and buffers; a dead rank's are lost, and a rank that joins gets the first rank's. So derive data and random numbers from
+    step, rank and world size, and ask for these anew in each attempt.
 
-    A hybrid strategy goes on over the least number of shards that divides the number of ranks and is not less than at first;
-    all other ranks are replicas. Replicas count as copies, so with ``copies=1`` two of them send nothing.
+    A hybrid strategy continues over the smallest number of shards that divides the number of ranks and is not less than at
+    first; all other ranks are replicas. Replicas count as copies, so with ``copies=1`` two of them send nothing.
 
-    All process groups end when ranks change, those of your own, too: make these anew in the step, or use the default one.
+    All process groups end when ranks change, your own included: make these anew in the step, or use the default one.
 
     Example::
 
@@ -81,23 +82,23 @@ class Job:
 
     Args:
         world: the ranks.
-        model: sharded by ``fully_shard`` over all ranks. Several models, such as one and its moving average: a
-            ``torch.nn.ModuleList`` of them.
-        optimizers: all that step it.
-        extra: what else goes back with the model, anything with ``state_dict`` and ``load_state_dict``: schedulers, samplers,
-            counters. Their states hold what a checkpoint may: tensors and plain values, as nothing in them is executed.
-        copies: how many ranks keep copies of each rank's parts: so many may die at once. After a death copies are made anew
-            while the next step runs, and who dies before that died at once. Each rank keeps ``1 + 2 * copies`` times its
-            parts in host memory beside the model, with parameters on an accelerator 8 MiB more, and a recovery up to
-            ``2 + copies`` times more. What is frozen is not sent again after the first steps.
-        every: take copies after so many steps. A death loses as many.
-        checkpoints: a directory that all ranks see. Every ``save_every`` steps all is saved to ``step-<number>`` in it, while
-            training goes on, and the newest two are kept. The job begins at the newest one there is, and goes back to it if
-            some part of the model is left on no rank. Pass the same ``steps`` each time. A save during which a rank dies is
-            given up after ``patience`` seconds, and no other begins before. A save that fails is left out, and ``say`` told;
-            but if the first one cannot begin, the job ends: what it has cannot be saved.
+        model: a model that ``fully_shard`` sharded over all ranks. For several models, such as one and its moving average: a
+            ``torch.nn.ModuleList``.
+        optimizers: all optimizers of the model.
+        extra: other objects that return to an earlier state with the model: schedulers, samplers, counters. They have
+            ``state_dict`` and ``load_state_dict``, with states of tensors and plain values: nothing in them is executed.
+        copies: the number of ranks that keep copies of each rank's shards: so many ranks may die at once. After a death
+            copies are made anew while the next step runs, and a death before their end counts as one at the same time. Each
+            rank keeps ``1 + 2 * copies`` times its shards in host memory beside the model, with parameters on an accelerator
+            8 MiB more, and a recovery up to ``2 + copies`` times more. Frozen parameters are sent in the first steps only.
+        every: the number of steps between two generations of copies. A death loses as many steps.
+        checkpoints: a directory that all ranks see. Every ``save_every`` steps the state is saved to ``step-<number>`` in it
+            while training continues, and the newest two are kept. The job begins at the newest one, and returns to it if
+            some shard of the model is on no rank. Pass the same ``steps`` each time. A save during which a rank dies is
+            given up after ``patience`` seconds, and no other begins before. A save that fails is skipped with a line to
+            ``say``; but if the first one cannot begin, the job ends: its state cannot be saved.
         save_every: see ``checkpoints``.
-        say: is called with a line of text when ranks were lost or have joined, or a save was left out, on the first rank.
+        say: called on the first rank with a line of text when ranks died or joined, or a save was skipped.
 
     Raises:
         TypeError, ValueError, NotImplementedError: the model or an optimizer cannot move: see :func:`reshard_over`.
@@ -131,20 +132,20 @@ class Job:
             None if checkpoints is None else Checkpoints(local(checkpoints, _VERB), save_every, self._tell_first)
         )
         self._shards = _units.place_of(job.units)[1]
-        self._at = 0  # steps made
+        self._at = 0  # completed steps
         self._attempts = 0  # at this step, in this epoch
         self._has_begun = self._stops = False
-        self._failed: str | None = None  # what ended the last attempt
-        self._last_failure: int | None = None  # how many steps were made, when the same ranks failed before
+        self._failed: str | None = None  # the error that ended the last attempt
+        self._last_failure: int | None = None  # the completed steps when the same ranks failed before
 
     @property
     def rank(self) -> int:
-        """Of this process, among those that are left."""
+        """The rank of this process among those that are left."""
         return self._world.rank
 
     @property
     def world_size(self) -> int:
-        """How many ranks are left."""
+        """The number of ranks that are left."""
         return self._world.size
 
     @property
@@ -160,19 +161,21 @@ class Job:
     # -- the loop ------------------------------------------------------------------------------------------------------
 
     def steps(self, steps: Sequence[T]) -> Iterator[T]:
-        """Yield each of ``steps``, such as ``range(1000)``, and some of them again. A rank that joins begins in the middle.
+        """Yield ``steps``, such as ``range(1000)``, and some of them again. A rank that joins begins in the middle.
 
         Raises:
             TypeError, ValueError: ``steps`` is no sequence, the model is not sharded over all ranks, or a rank that joins
                 could not read the state of ``extra`` or of an optimizer.
-            LostError: no rank has some part of the model, and there is no checkpoint.
-            OutError: the other ranks have gone on without this one, or had made the last step when it came.
-            RuntimeError: a rank ended with an error of its own; or the same step failed twice, and nobody had died; or the
-                body of the loop was not inside ``with job.attempt():``; or the store is gone.
+            LostError: some shard of the model is on no rank, and there is no checkpoint.
+            OutError: the other ranks continued without this one, or had made the last step when it came.
+            RuntimeError: a rank ended with an error of its own; the same step failed twice without a death; the body of the
+                loop was not inside ``with job.attempt():``; or the store is gone.
         """
         if not (hasattr(steps, "__len__") and hasattr(steps, "__getitem__")):
-            raise TypeError(f"{_VERB}.steps goes back to any step: pass a sequence such as range(1000), got {steps!r}")
-        if self._has_begun or self._world.has_ended:
+            raise TypeError(
+                f"{_VERB}.steps returns to earlier steps: pass a sequence such as range(1000), got {steps!r}"
+            )
+        if self._has_begun or self._world.epochs.has_ended:
             raise RuntimeError(
                 f"{_VERB}.steps is iterated once in a World, whose job ends with it: pass all steps at once"
             )
@@ -184,9 +187,7 @@ class Job:
         return self._steps(steps)
 
     def _steps(self, steps: Sequence[T]) -> Iterator[T]:
-        if self._world.joins:
-            self._regroup(self._world.join())
-        elif not self._try(self._begin):
+        if self._world.joins or not self._try(self._begin):
             self._regroup()
         while True:
             while self._failed is not None or (self._copies.is_called and self._at % self._every == 0):
@@ -202,7 +203,7 @@ class Job:
                     raise
                 if not self._attempts:
                     raise self._ended(f"{_VERB}: the body of the loop must be inside `with job.attempt():`")
-            elif self._try(self._copies.commit) and self._world.finish():
+            elif self._try(self._copies.commit) and self._world.epochs.finish():
                 if self._checkpoints is not None:
                     self._checkpoints.wait()
                 return
@@ -210,22 +211,22 @@ class Job:
                 self._failed = "another rank ended before its last step was made"
 
     def stop(self) -> None:
-        """The step that is being made is the last one. All ranks call it in the same step."""
+        """End the loop after this step. All ranks call it in the same step."""
         self._stops = True
 
     def _leave(self) -> None:
-        """The loop has been left by ``break``, or by an error."""
-        if not self._world.has_ended:
-            self._copies.settle()
-            self._world.leave(self._at)
+        """End the job on this rank: the loop was left by ``break``, or by an error."""
+        if not self._world.epochs.has_ended:
+            self._copies.drain()
+            self._world.epochs.leave(self._at)
 
     def _ended(self, text: str) -> RuntimeError:
-        """An error of this job, which is told to the others."""
+        """End the job on all ranks. Return the error to raise."""
         self._world.fail(text)
         return RuntimeError(text)
 
     def attempt(self) -> Self:
-        """The context of all that a step does. A death of another rank ends it, and the step comes again."""
+        """Return the context of a step. The death of another rank ends it, and the step comes again."""
         return self
 
     def __enter__(self) -> Self:
@@ -245,12 +246,12 @@ class Job:
         return True
 
     def _try(self, do: Callable[[], object]) -> bool:
-        """Whether it could be done. A death is noted; any other error is raised, and told to the others."""
+        """Call ``do``. Return False if a rank has died; raise other errors, and end the job on all ranks."""
         try:
             do()
         except Exception as e:
             if isinstance(e, LostError):  # all raise it
-                self._world.say_failed(str(e))
+                self._world.epochs.record_failure(str(e))
                 raise
             if not _may_be_death(e):
                 self._world.fail(f"{type(e).__name__}: {e}")
@@ -271,7 +272,7 @@ class Job:
     def _copy(self) -> None:
         self._world.hang_up()
         if self._at % self._every == 0:
-            self._copies.take(self._at, self._world.rank == 0 and self._world.called())
+            self._copies.take(self._at, self._world.rank == 0 and self._world.epochs.is_called())
         else:  # no optimizer may have stepped
             self._copies.commit()
 
@@ -280,12 +281,12 @@ class Job:
         if self._at % self._checkpoints.every == 0 and self._copies.held_grads():
             raise ValueError(
                 f"{_VERB}: after step {self._at} gradients are left that no optimizer has stepped, and no checkpoint has "
-                "them: choose save_every such that it comes behind a step of the optimizers"
+                "them: choose save_every so that saves follow a step of the optimizers"
             )
         self._checkpoints.save(self._at, self._state(), timedelta(seconds=self._world.patience))
 
     def _state(self) -> dict[str, Any]:
-        """What a checkpoint has."""
+        """Return the state for a checkpoint."""
         state: dict[str, Any] = {"model": self._job.module, "steps": self._at}
         state.update((f"optimizer{n}", optimizer) for n, optimizer in enumerate(self._job.optimizers))
         state.update((f"extra{n}", each) for n, each in enumerate(self._extra))
@@ -294,7 +295,7 @@ class Job:
     # -- another epoch -------------------------------------------------------------------------------------------------
 
     def _begin(self) -> None:
-        """The first ranks: they have their values, and copy them before the first step."""
+        """Begin the job on its first ranks: load the newest checkpoint, and make the first copies."""
         for unit in self._job.units:
             unit.context.check(unit)
         if self._checkpoints is not None:
@@ -303,7 +304,7 @@ class Job:
         self._copies.commit()  # there is nothing to go back to
 
     def _load(self, channel: Channel) -> bool:
-        """Load the newest checkpoint. Returns whether there is one."""
+        """Load the newest checkpoint. Return whether there is one."""
         assert self._checkpoints is not None
         newest: str | None = channel.objects(self._checkpoints.newest() if channel.rank == 0 else None)[0]
         if newest is not None:
@@ -315,34 +316,33 @@ class Job:
     def _first_copies(self) -> None:
         world = self._world
         assert world.copies_group is not None
-        hosts = [member.host for member in world.members]
-        self._copies.follow(world.epoch, world.copies_group, hosts, world.check_alive)
+        hosts = [member.host for member in world.epochs.members]
+        self._copies.use_group(world.epochs.number, world.copies_group, hosts, world.epochs.check_alive)
         self._copies.take(self._at)
 
-    def _regroup(self, decided: list[tuple[Member, Any]] | None = None) -> None:
-        """Go on over those who are left and those who join. ``decided``: who they are; None: find out."""
-        began, before, step = time.monotonic(), self._world.members, self._at
+    def _regroup(self) -> None:
+        """Continue over the ranks that are left and the processes that join."""
+        began, before, step = time.monotonic(), self._world.epochs.members, self._at
         while True:
             reason, self._failed = self._failed, None
             self._stops = False
-            if decided is None:
+            if not self._world.joins:
                 self._world.abort()
                 self._copies.stop()
                 recover(self._job.module)
-                decided = self._world.meet(_Note(self._copies.numbers, self._at, reason, self._shards))
-            members, notes = [member for member, _ in decided], [_Note.of(told) for _, told in decided]
+            decided = self._world.agree(_Note(self._copies.numbers, self._at, reason, self._shards))
+            members, notes = [member for member, _ in decided], [_Note.read(told) for _, told in decided]
             self._check_progress(members, notes)
-            decided = None
-            epoch = self._world.epoch + 1
+            epoch = self._world.epochs.number + 1
             if self._try(lambda: self._move(epoch, members, notes)):  # noqa: B023  (called at once)
                 break
         self._tell(before, step, time.monotonic() - began)
 
     def _check_progress(self, members: list[Member], notes: list[_Note | None]) -> None:
-        """Raise if the same ranks have failed at the same step before. All of them see the same."""
+        """Raise if the same ranks have failed at the same step before: on all of them, as all have the same notes."""
         came = [note for note in notes if note is not None]
         failed = [f"rank {rank}: {note.reason}" for rank, note in enumerate(came) if note.reason is not None]
-        if not failed or members != self._world.members:
+        if not failed or members != self._world.epochs.members:
             self._last_failure = None
             return
         at = max(note.at for note in came)
@@ -355,21 +355,21 @@ class Job:
             self._say(f"elastic: {text}")
 
     def _tell(self, before: list[Member], step: int, seconds: float) -> None:
-        now = self._world.members
+        now = self._world.epochs.members
         lost, new = [m for m in before if m not in now], [m for m in now if m not in before]
-        told = [f"lost {', '.join(map(str, lost))}"] * bool(lost) + [f"took in {', '.join(map(str, new))}"] * bool(new)
+        told = [f"lost {', '.join(map(str, lost))}"] * bool(lost) + [f"added {', '.join(map(str, new))}"] * bool(new)
         done = f"; {step - self._at} completed step(s) lost" if step > self._at else ""
         self._tell_first(
-            f"{' and '.join(told) or 'met again'} after {seconds:.1f} s; going on at step {self._at} over "
+            f"{' and '.join(told) or 'met again'} after {seconds:.1f} s; continuing at step {self._at} over "
             f"{len(now)} rank(s){done}"
         )
 
     def _move(self, epoch: int, members: list[Member], notes: list[_Note | None]) -> None:
-        """Form the groups of an epoch, and move the newest state that is whole to its ranks."""
+        """Form the groups of an epoch, and move the newest complete state to its ranks."""
         world, job = self._world, self._job
         world.form(epoch, members)
         self._shards = next((note.shards for note in notes if note is not None), self._shards)
-        home = self._home()
+        destination = self._destination()
         kept: list[Number] = [note.kept[0] for note in notes if note is not None and note.kept[0] is not None]
         newest = max(kept, default=None)
         generation: Generation | None = None
@@ -379,42 +379,42 @@ class Job:
         holders = [] if generation is None or generation.own is None else [generation.own, *generation.others]
         manifest, small = (None, None) if generation is None else (generation.manifest, generation.small)
         try:
-            move = Move(job, channel, home, manifest, holders, small, joins=generation is None)
+            move = Move(job, channel, destination, manifest, holders, small, joins=generation is None)
         except LostError as lost:
-            self._go_back_to_checkpoint(channel, home, lost)
+            self._go_back_to_checkpoint(channel, destination, lost)
         else:
             assert newest is not None  # otherwise nobody had any part
             move.run()
             self._copies.note_moved(move.manifest)
             first = next(rank for rank, note in enumerate(notes) if note is not None and newest in note.kept)
             tells = generation if channel.rank == first else None
-            given = channel.objects(None if tells is None else _wire.saved(tells.extra, "extra"))
-            states = _wire.loaded(given[first]) if generation is None else generation.extra
+            given = channel.objects(None if tells is None else _exchange.saved(tells.extra, "extra"))
+            states = _exchange.loaded(given[first]) if generation is None else generation.extra
             for each, state in zip(self._extra, states, strict=True):
                 each.load_state_dict(copy.deepcopy(state))
             self._at = newest[0]
         for param in job.others.values():
             param.grad = None
-        self._first_copies()  # while the next step runs: what was moved is kept until they are there
+        self._first_copies()  # while the next step runs: the older copies are kept until then
 
-    def _home(self) -> _units.Destination:
-        """Where the units move: over all ranks."""
+    def _destination(self) -> _units.Destination:
+        """Return the destination of the units: all ranks."""
         units, size = self._job.units, self._world.size
         if not units[0].config.strategy.is_hybrid:
-            return _units.home_over(units, self._world.group, None)
+            return _units.destination_over(units, self._world.group, None)
         shards = next(n for n in range(min(self._shards, size), size + 1) if size % n == 0)
         device = units[0].runtime.device.type
         ranks = torch.arange(size, device="cpu").view(-1, shards)
         mesh = DeviceMesh(device, ranks, mesh_dim_names=("replicas", "shards"))
-        return _units.home_over(units, None, mesh)
+        return _units.destination_over(units, None, mesh)
 
-    def _go_back_to_checkpoint(self, channel: Channel, home: _units.Destination, lost: LostError) -> None:
+    def _go_back_to_checkpoint(self, channel: Channel, destination: _units.Destination, lost: LostError) -> None:
         if self._checkpoints is None:
             raise lost
         self._copies.forget()
-        vacate(self._job, channel, home)
+        vacate(self._job, channel, destination)
         if not self._load(channel):
-            raise LostError(f"{lost}. There is no checkpoint in {self._checkpoints.directory} to go back to")
+            raise LostError(f"{lost}. There is no checkpoint in {self._checkpoints.directory} to return to")
         self._tell_first(str(lost))
 
 
@@ -432,7 +432,7 @@ def _check_extra(extra: Iterable[Any]) -> None:
 
 
 def _may_be_death(error: BaseException) -> bool:
-    """Whether ``error`` ends an attempt. False: it is the user's own."""
+    """Return whether ``error`` ends an attempt, or is the user's own."""
     return isinstance(error, CollectiveError | MeetingError) or (
         isinstance(error, Exception) and is_of_communication(error)
     )

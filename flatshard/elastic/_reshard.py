@@ -1,4 +1,4 @@
-"""``reshard_over``: a model in training goes from some ranks to others, in memory."""
+"""``reshard_over``: the move of a model in training to other ranks, in memory."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from flatshard._comm.monitor.messages import default_group
 from flatshard._composable.find import units_of
 from flatshard._errors import name_list
 from flatshard._handle.planned import PlannedFlat
-from flatshard.elastic import _units, _wire
+from flatshard.elastic import _exchange, _units
 from flatshard.elastic._exchange import Channel, sources
 from flatshard.elastic._units import Destination
 from flatshard.elastic._values import (
     GRAD,
     PARAM,
-    At,
     Live,
     Manifest,
+    ParamAt,
     Small,
     Trained,
     Value,
@@ -37,24 +37,24 @@ _VERB = "reshard_over"
 
 
 class LostError(RuntimeError):
-    """No rank that is left has some parts of the model: too many died at once.
+    """Some shards of the model are on no rank that is left: too many ranks died at once.
 
     Example::
 
         try:
             flatshard.elastic.reshard_over(model, optimizer, process_group=dist.group.WORLD)
         except flatshard.elastic.LostError as e:
-            print(e)  # which parts nobody has
+            print(e)  # names the shards
     """
 
 
 class Holder(Protocol):
-    """Parts of one generation that this rank has: of what is live, or copies."""
+    """Shards of one generation on this rank: live values, or copies."""
 
     numbers: tuple[int, ...]
 
     def part(self, number: int, value: Value) -> torch.Tensor:
-        """The part of ``value`` in shard ``number``: 1-D, in memory order."""
+        """Return shard ``number`` of ``value``: 1-D, in memory order."""
 
 
 def reshard_over(
@@ -67,15 +67,15 @@ def reshard_over(
 ) -> int:
     """Move a sharded model in training to other ranks, in memory: fewer, more, or others. Call it between two steps.
 
-    All ranks of ``over`` call it: those that have the model now, and those that are to have it. Parameters, ``.grad`` and
-    the optimizers' state move as they are, bit for bit. The model, its parameters and the optimizers stay the same objects.
+    All ranks of ``over`` call it: the ranks that have the model now, and the ranks that will have it. Parameters, ``.grad``
+    and optimizer state keep their bits. The model, its parameters and the optimizers stay the same objects.
 
     A rank that joins builds its model on meta, calls ``fully_shard`` with a group of itself alone, and builds optimizers. It
-    gets buffers, parameters that are not sharded, and the optimizers' options from the first rank that has the model. Other
-    ranks keep their own buffers. A rank that leaves passes no ``process_group``, and drops the model afterwards.
+    gets buffers, unsharded parameters, and the optimizers' options from the first rank that has the model. Other ranks keep
+    their own buffers. A rank that leaves passes no ``process_group``, and drops the model afterwards.
 
-    Units are moved one at a time, and no rank has more than one unit whole. Each element goes to each rank that needs it and
-    lacks it once, and nothing else is sent.
+    Units move one at a time, so no rank has more than one full unit. A rank receives each element that it lacks once, and
+    nothing else is sent.
 
     Example::
 
@@ -86,8 +86,7 @@ def reshard_over(
     Args:
         model: sharded by ``fully_shard`` over one process group, or on meta.
         optimizers: those that step it, in the same order on all ranks.
-        process_group: the ranks to shard over from now on, as for ``fully_shard``; two groups for a hybrid strategy. None:
-            this rank leaves.
+        process_group: the new ranks, as for ``fully_shard``: two groups for a hybrid strategy, or None if this rank leaves.
         device_mesh: the same as a mesh.
         over: the ranks that call this. Default: all.
 
@@ -98,7 +97,7 @@ def reshard_over(
         TypeError, ValueError, RuntimeError, NotImplementedError: on all ranks, if one of them cannot move: the model is in
             use, or ranks have different ones; parameters are DTensors or other tensor subclasses, or are stepped whole or
             flat. Nothing has been changed.
-        LostError: no rank has some part of the model. Nothing has been changed.
+        LostError: some shard of the model is on no rank. Nothing has been changed.
         CollectiveError: a rank died meanwhile. Units that have moved cannot go back: build the model anew.
     """
     everyone = default_group() if over is None else over
@@ -119,46 +118,46 @@ def reshard_over(
         job.check_others()
         live = None if on_meta == {True} else Live(job)
         is_here = process_group is not None or device_mesh is not None
-        return job, live, _units.home_over(job.units, process_group, device_mesh) if is_here else None
+        return job, live, _units.destination_over(job.units, process_group, device_mesh) if is_here else None
 
-    job, live, home = agreed(channel, prepare)
+    job, live, destination = agreed(channel, prepare)
     small = None if live is None else live.small()
     holders: list[Holder] = [] if live is None else [live]
     manifest = None if live is None else live.manifest
-    Move(job, channel, home, manifest, holders, small, joins=live is None).run()
+    Move(job, channel, destination, manifest, holders, small, joins=live is None).run()
     return channel.sent
 
 
-def vacate(job: Trained, channel: Channel, home: Destination) -> None:
-    """Move all to another cut, without the values that a checkpoint has. Called on all ranks of ``channel``.
+def vacate(job: Trained, channel: Channel, destination: Destination) -> None:
+    """Move all units without their values, which a checkpoint will give. Called on all ranks of ``channel``.
 
     Raises:
-        LostError: no rank has buffers, which a checkpoint need not have.
+        LostError: no rank has the buffers, which a checkpoint may lack.
     """
     lacks = channel.objects(any(buffer.is_meta for buffer in job.buffers().values()))
     if any(lacks):
         if all(lacks):
             raise LostError(f"{job.verb}: all ranks that had the model died")
         first = lacks.index(False)
-        given = channel.objects(_wire.saved(job.buffers(), "a buffer") if channel.rank == first else None)[first]
+        given = channel.objects(_exchange.saved(job.buffers(), "a buffer") if channel.rank == first else None)[first]
         if lacks[channel.rank]:
             allocate_buffers(job)
-            values = _wire.loaded(given)
+            values = _exchange.loaded(given)
             for name, buffer in job.buffers().items():
                 buffer.copy_(values[name])
-    for unit, planned in zip(job.units, _units.cuts(job.units, home.size), strict=True):
+    for unit, planned in zip(job.units, _units.cuts(job.units, destination.size), strict=True):
         _units.allocate(unit)
         shards = [flat.shard_for(plan.layout) for flat, plan in zip(unit.handle.flats, planned, strict=True)]
         for flat in unit.handle.flats:
             for param in flat.params:
                 param.grad = None
-        _units.move(unit, home, planned, shards)
+        _units.move(unit, destination, planned, shards)
     for optimizer in job.optimizers:
         optimizer.state.clear()
 
 
 def agreed(channel: Channel, do: Any) -> Any:
-    """What ``do`` returns. If it raises on a rank, all raise."""
+    """Return the result of ``do``. If it raises on a rank, all raise."""
     try:
         result, error = do(), None
     except Exception as e:
@@ -172,13 +171,13 @@ def agreed(channel: Channel, do: Any) -> Any:
 
 
 class Move:
-    """One move of a job, from a generation that ranks hold to a new cut."""
+    """The move of a job from a generation that ranks hold to a new layout."""
 
     def __init__(
         self,
         job: Trained,
         channel: Channel,
-        home: Destination | None,
+        destination: Destination | None,
         manifest: Manifest | None,
         holders: Sequence[Holder],
         small: Small | None,
@@ -186,18 +185,18 @@ class Move:
     ) -> None:
         """
         Args:
-            job: on this rank.
-            channel: between the ranks that hold it, and those that will.
-            home: where it goes. None: this rank will have none of it.
-            manifest: of what this rank holds. None: it holds nothing.
-            holders: the parts that it holds.
-            small: what it keeps whole, to be set again. None: it gets that of the first rank that has one.
-            joins: its own model has no values yet.
+            job: the job on this rank.
+            channel: the channel between the ranks that hold the job, and the ranks that will.
+            destination: the new ranks, or None if this rank leaves.
+            manifest: the manifest of this rank's shards, or None if it has none.
+            holders: this rank's shards.
+            small: this rank's values that are not sharded, or None if it gets them from another rank.
+            joins: whether the model has no values yet.
         """
-        self._job, self._channel, self._home = job, channel, home
+        self._job, self._channel, self._destination = job, channel, destination
         self._small, self._joins = small, joins
         self._holders = {number: holder for holder in holders for number in holder.numbers}
-        place = None if home is None else (home.rank, home.size)
+        place = None if destination is None else (destination.rank, destination.size)
         told = channel.objects((job.digest(), place, tuple(self._holders), small is not None))
         if odd := [rank for rank, (digest, *_) in enumerate(told) if digest != told[0][0]]:
             raise ValueError(
@@ -207,10 +206,10 @@ class Move:
         self._places: list[tuple[int, int] | None] = [place for _, place, *_ in told]
         self._held: list[tuple[int, ...]] = [held for _, _, held, _ in told]
         self._first = next((rank for rank, (*_, has) in enumerate(told) if has), None)
-        given = channel.objects(manifest.told() if manifest is not None and channel.rank == self._first else None)
+        given = channel.objects(manifest.to_payload() if manifest is not None and channel.rank == self._first else None)
         if self._first is None:
             raise LostError(f"{job.verb}: no rank has any part of the model that could move")
-        self.manifest = Manifest.of(given[self._first])
+        self.manifest = Manifest.from_payload(given[self._first])
         self._check_complete()
         sizes = {place[1] for place in self._places if place is not None}
         if len(sizes) > 1:
@@ -250,27 +249,27 @@ class Move:
         return list(found)
 
     def run(self) -> None:
-        """Move all, and set what is kept whole. What has moved has no gradients but those that moved with it."""
-        self._plain = small = self._given_small()
+        """Move all units, and set the values that are not sharded. Gradients that did not move are dropped."""
+        self._plain = small = self._receive_small()
         for number in range(len(self._job.units)):
             self._move_unit(number)
-        if self._home is None:
+        if self._destination is None:
             _units.leave(self._job.units, self._job.verb)
             return
         set_small(self._job, small, self.manifest)
 
-    def _given_small(self) -> Small:
-        """What is kept whole: this rank's own, or of the first rank that has it."""
+    def _receive_small(self) -> Small:
+        """Return the values that are not sharded: this rank's own, or the first rank's."""
         channel, job = self._channel, self._job
         lacking = [rank for rank, lacks in enumerate(channel.objects(self._small is None)) if lacks]
         first, small = self._first, self._small
         assert first is not None
         tells = small if channel.rank == first and lacking else None
-        told = channel.objects(agreed(channel, lambda: None if tells is None else tells.told()))[first]
+        told = channel.objects(agreed(channel, lambda: None if tells is None else tells.to_bytes()))[first]
         sent: dict[int, list[torch.Tensor]] = {}
         received: dict[int, list[torch.Tensor]] = {}
         if small is None:
-            small = Small.of(told, job.units[0].runtime.device)
+            small = Small.from_bytes(told, job.units[0].runtime.device)
             received = {first: [t.view(-1) for t in small.rest if t.numel()]}
         elif channel.rank == first:
             flat = [t.contiguous().view(-1) for t in small.rest if t.numel()]
@@ -281,45 +280,45 @@ class Move:
     # -- one unit ------------------------------------------------------------------------------------------------------
 
     def _move_unit(self, number: int) -> None:
-        job, home, planned = self._job, self._home, self._planned[number]
+        job, destination, planned = self._job, self._destination, self._planned[number]
         unit = job.units[number]
-        if home is not None and self._joins:
+        if destination is not None and self._joins:
             _units.allocate(unit)
-        targets: dict[tuple[At, Any], torch.Tensor] = {}
+        targets: dict[tuple[ParamAt, Any], torch.Tensor] = {}
         shards: list[torch.Tensor] = []
-        if home is not None:
+        if destination is not None:
             shards = [flat.shard_for(plan.layout) for flat, plan in zip(unit.handle.flats, planned, strict=True)]
             for value in self.manifest.values[number]:
                 targets[value.at, value.name] = self._target(value, shards, self._shard(number, self._channel.rank))
         self._fill(number, targets)
-        if home is None:
+        if destination is None:
             return
         for flat in unit.handle.flats:
             for param in flat.params:
                 param.grad = None
-        _units.move(unit, home, planned, shards)
+        _units.move(unit, destination, planned, shards)
         self._set_states(number, targets)
 
     def _shard(self, unit: int, rank: int) -> int:
-        """The number of the shard of a unit that a rank is to have."""
+        """Return the shard of a unit that a rank will have."""
         place = self._places[rank]
         assert place is not None
         return 0 if self._job.units[unit].config.strategy.is_whole else place[0]
 
-    def _span(self, at: At, shard: int) -> tuple[int, int]:
+    def _span(self, at: ParamAt, shard: int) -> tuple[int, int]:
         part = self._planned[at.unit][at.flat].layout.shard_slices(shard)[at.param]
         return part.offset, part.offset + part.numel
 
     def _target(self, value: Value, shards: Sequence[torch.Tensor], shard: int) -> torch.Tensor:
-        """Memory for this rank's new part of ``value``: 1-D."""
+        """Return memory for this rank's new shard of ``value``: 1-D."""
         at = value.at
         part = self._planned[at.unit][at.flat].layout.shard_slices(shard)[at.param]
         if value.name == PARAM:
             return shards[at.flat][part.start : part.stop]
         return torch.empty(part.numel, dtype=value.dtype, device=self._job.flat(at).kind.device)
 
-    def _fill(self, number: int, targets: dict[tuple[At, Any], torch.Tensor]) -> None:
-        """Fill ``targets`` from all ranks. Called on all. [Note: As few bytes as the two cuts allow]"""
+    def _fill(self, number: int, targets: dict[tuple[ParamAt, Any], torch.Tensor]) -> None:
+        """Fill ``targets`` from all ranks. Called on all. [Note: As few bytes as the two layouts allow]"""
         manifest, me = self.manifest, self._channel.rank
         holders: list[list[int]] = []
         count = max((layout.world_size for layout in manifest.layouts[number]), default=1)
@@ -330,6 +329,7 @@ class Move:
         sent: dict[int, list[torch.Tensor]] = {}
         received: dict[int, list[torch.Tensor]] = {}
         own: list[tuple[torch.Tensor, torch.Tensor]] = []
+        # All ranks loop in the same order, so the messages between two ranks match.
         with torch.no_grad():
             for value in manifest.values[number]:
                 cut = [manifest.span(value.at, shard) for shard in range(count)]
@@ -361,8 +361,8 @@ class Move:
                 return holder.part(number, value)
         raise AssertionError("a rank holds what it is said to hold")
 
-    def _set_states(self, number: int, targets: dict[tuple[At, Any], torch.Tensor]) -> None:
-        """Set gradients, and the optimizers' state, of a unit that has moved."""
+    def _set_states(self, number: int, targets: dict[tuple[ParamAt, Any], torch.Tensor]) -> None:
+        """Set gradients and optimizer state of a unit that has moved."""
         job, small = self._job, self._plain
         for at, param in job.params.items():
             if at.unit != number:

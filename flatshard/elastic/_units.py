@@ -1,13 +1,12 @@
-"""Moves units in training to other ranks: the same modules, parameters, hooks and options, cut for another number of ranks.
+"""The move of units in training to other ranks: modules, parameters, hooks and options stay the same.
 
 [Note: Units that move]
-What a unit is does not depend on the ranks: its modules, hooks, features, and which parameters lie in which flat parameter.
-What depends on them is its ranks, the layouts, the shards, and the context. A move plans the layouts as
-``fully_shard`` does, and puts them, new ranks and new shards in the place of the old. Who fills the new shards is not
-known here. Nothing is communicated, so a unit whose old group is gone can be moved. All ranks of the new group move the same
-units in the same order, wherever they were before: labels of collectives are counted.
+Modules, hooks, features, and the parameters of each flat parameter do not depend on the ranks. Layouts, shards and the
+context do. A move plans the layouts as ``fully_shard`` does, and replaces layouts, ranks and shards; the caller fills the new
+shards. A move does not communicate, so the old group may be gone. All ranks of the new group move the same units in the same
+order, as labels of collectives are counted.
 
-A rank that joins has sharded its module over itself alone, on meta. Its units move as the others do.
+A rank that joins has sharded its module over itself alone, on meta. Its units move like all others.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from flatshard._runtime import Runtime
 
 @dataclass(frozen=True)
 class Destination:
-    """Where units may move: ``size`` shards of each, of which this rank has number ``rank``."""
+    """The ranks to which units move: ``size`` shards of each, of which this rank gets number ``rank``."""
 
     context: Context
     pools: Pools
@@ -46,11 +45,11 @@ class Destination:
     size: int
 
 
-def home_over(units: Sequence[Unit], process_group: Any, device_mesh: DeviceMesh | None) -> Destination:
-    """The home of ``units`` over other ranks, given as to ``fully_shard``. All of these ranks call it.
+def destination_over(units: Sequence[Unit], process_group: Any, device_mesh: DeviceMesh | None) -> Destination:
+    """Return the destination of ``units`` over other ranks, which are given as to ``fully_shard``. All of them call it.
 
     Raises:
-        TypeError, ValueError: they are given in a way that is none for the units' strategy.
+        TypeError, ValueError: the units' strategy does not accept these arguments.
     """
     config, device = units[0].config, units[0].runtime.device
     groups = resolve_groups(process_group, device_mesh, config.strategy)
@@ -61,7 +60,7 @@ def home_over(units: Sequence[Unit], process_group: Any, device_mesh: DeviceMesh
 
 
 def place_of(units: Sequence[Unit]) -> tuple[int, int]:
-    """(number of this rank's shard, number of shards) of units that share their ranks."""
+    """Return this rank's shard and the number of shards of units that share their ranks."""
     for unit in units:
         if not unit.config.strategy.is_whole:
             return unit.handle.ranks.rank, _shards(unit)
@@ -74,7 +73,7 @@ def _shards(unit: Unit) -> int:
 
 
 def cuts(units: Iterable[Unit], size: int) -> list[list[PlannedFlat]]:
-    """The flat parameters of each unit, cut into ``size`` shards: the same wherever it is planned.
+    """Plan the flat parameters of each unit for ``size`` shards. The result is the same on all ranks.
 
     Raises:
         ValueError: a strict layout would exceed its limit on padding.
@@ -89,12 +88,12 @@ def cuts(units: Iterable[Unit], size: int) -> list[list[PlannedFlat]]:
 
 
 def check_movable(units: Sequence[Unit], verb: str) -> None:
-    """Raise if some of ``units`` are in use, or cannot move.
+    """Raise if some units are in use, or cannot move.
 
     Raises:
-        RuntimeError: they are in use.
-        NotImplementedError: they are sharded in a way that does not move.
-        ValueError: they are on several process groups.
+        RuntimeError: some are in use.
+        NotImplementedError: some are sharded in a way that does not move.
+        ValueError: they have several process groups.
     """
     for context in contexts_of(units):
         context.settle()
@@ -102,6 +101,7 @@ def check_movable(units: Sequence[Unit], verb: str) -> None:
             raise RuntimeError(f"{verb}: a forward or backward of the module is running: call it between two steps")
     for unit in units:
         unit.handle.check_parameters()
+    # Parameters that are shown unsharded would stay those of the old ranks.
     claimed = [
         u.fqn for u in units if any(c is not KEPT for c in u.claims) or u.handle.registrations.shows is not SHARDED
     ]
@@ -133,7 +133,7 @@ def check_movable(units: Sequence[Unit], verb: str) -> None:
 
 
 def check_reduced(units: Iterable[Unit], verb: str) -> None:
-    """Raise RuntimeError if some of ``units`` hold gradients of this rank alone."""
+    """Raise RuntimeError if some units hold gradients of this rank alone."""
     if held := [unit.fqn for unit in units if unit.handle.lifetime.grads is not GradState.NONE]:
         raise RuntimeError(
             f"{verb}: units {name_list(held)} hold gradients that are not reduced: call flatshard.reduce_gradients(module) "
@@ -141,17 +141,17 @@ def check_reduced(units: Iterable[Unit], verb: str) -> None:
         )
 
 
-def move(unit: Unit, home: Destination, planned: Sequence[PlannedFlat], shards: Sequence[torch.Tensor]) -> None:
-    """Shard ``unit`` as ``planned``, with the values of ``shards``, of each flat parameter. There must be no gradients."""
+def move(unit: Unit, destination: Destination, planned: Sequence[PlannedFlat], shards: Sequence[torch.Tensor]) -> None:
+    """Shard ``unit`` as planned, with one of ``shards`` for each flat parameter. There must be no gradients."""
     old = unit.handle.ranks
-    ranks = ranks_of(unit.handle.fqn, unit.config, planned, home.pools, home.runtimes)
+    ranks = ranks_of(unit.handle.fqn, unit.config, planned, destination.pools, destination.runtimes)
     ranks = replace(ranks, averaging=replace(old.averaging, size=ranks.averaging.size))
     unit.handle.move(ranks, [flat.layout for flat in planned], shards)
-    unit.move(home.context, home.runtime)
+    unit.move(destination.context, destination.runtime)
 
 
 def allocate(unit: Unit) -> None:
-    """Give the parameters of a unit on meta memory, whose values will be overwritten."""
+    """Give memory to the parameters of a unit on meta. Their values will be overwritten."""
     for flat in unit.handle.on_meta:
         assert flat.filling is not None
         flat.filling.allocate(flat.kind.home)
@@ -161,7 +161,7 @@ def allocate(unit: Unit) -> None:
 
 
 def leave(units: Iterable[Unit], verb: str) -> None:
-    """``units`` are used no more: their ranks have moved on without this one. A forward raises."""
+    """Let forwards of ``units`` raise: they have moved to other ranks."""
     gone = weakref.WeakSet(units)  # dropped with their module
 
     def refuse(outermost: Unit) -> bool:

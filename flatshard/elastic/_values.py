@@ -1,10 +1,10 @@
-"""What training keeps of a sharded model: values that lie as parameters do, and what is the same on all ranks.
+"""The state of training: values that are sharded as their parameters, and values that are the same on all ranks.
 
-[Note: Values that lie as their parameters]
-A parameter, its ``.grad``, and each value of its optimizers' state that has its shape here are cut alike: a rank's part is
-the same range of elements, in memory order. So one table of ranges says where every value is, for any number of ranks. A
-value of another kind (a step count, a number) is the same on all ranks. How a tensor of another shape is cut only the
-optimizer knows: it is refused.
+[Note: Values sharded as parameters]
+A parameter, its ``.grad``, and each tensor of its optimizer state that has its local shape are sharded alike: a rank has the
+same range of elements of each, in memory order. So one table of ranges says where every value is, for any number of ranks.
+Other values, such as step counts, are the same on all ranks. Only the optimizer knows how tensors of other shapes are
+sharded: they are refused.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from flatshard._errors import name_list
 from flatshard._handle.flat_param import FlatParam
 from flatshard._handle.layout import FlatLayout, ParamInfo
 from flatshard._handle.tensors.aggregate import plainly
-from flatshard.elastic import _wire
+from flatshard.elastic import _exchange
 from flatshard.elastic._units import place_of
 
 PARAM, GRAD = "", "grad"
 
 
-class At(NamedTuple):
-    """A parameter, by its place in the model: the same on all ranks."""
+class ParamAt(NamedTuple):
+    """The place of a parameter in the model, the same on all ranks."""
 
     unit: int
     flat: int
@@ -40,67 +40,67 @@ class At(NamedTuple):
 
 
 class Value(NamedTuple):
-    """A value that lies as parameter ``at`` does: ``PARAM``, ``GRAD``, or of an optimizer's state ``(its number, key)``."""
+    """A value that is sharded as parameter ``at``: named ``PARAM``, ``GRAD``, or ``(optimizer, key)`` for optimizer state."""
 
-    at: At
+    at: ParamAt
     name: Any
     dtype: torch.dtype
 
 
-Key = tuple[At, Any]
-"""Of a value: its parameter, and its name."""
+Key = tuple[ParamAt, Any]
+"""A value: its parameter, and its name."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Manifest:
-    """What all ranks keep, and how it is cut: the same on all of them."""
+    """The values that all ranks keep, and their layouts: the same on all ranks."""
 
-    size: int  # shards of each unit, but of one that is replicated
-    layouts: list[list[FlatLayout]]  # of each unit, of each flat parameter
-    values: list[list[Value]]  # of each unit
-    states: list[dict[At | str, list[Any]]]  # of each optimizer: the keys of each parameter's state, in order
-    rest: list[Any]  # names of the tensors that are no units': (what, FQN, ...)
+    size: int  # the number of shards of each unit that is not replicated
+    layouts: list[list[FlatLayout]]  # by unit and flat parameter
+    values: list[list[Value]]  # by unit
+    states: list[dict[ParamAt | str, list[Any]]]  # by optimizer: the keys of each parameter's state, in order
+    rest: list[Any]  # names of tensors outside of units: (kind, FQN, ...)
 
-    def told(self) -> Any:
-        """List it, for other ranks."""
+    def to_payload(self) -> Any:
+        """Return plain values for other ranks."""
         layouts = [[dataclasses.astuple(layout) for layout in flats] for flats in self.layouts]
         return self.size, layouts, self.values, self.states, self.rest
 
     @classmethod
-    def of(cls, told: Any) -> Self:
-        """Make it of what ``told`` returned on another rank."""
-        size, layouts, values, states, rest = told
+    def from_payload(cls, payload: Any) -> Self:
+        """Return the manifest that another rank wrote."""
+        size, layouts, values, states, rest = payload
         return cls(
             size,
             [[FlatLayout(tuple(ParamInfo(*p) for p in params), *cut) for params, *cut in each] for each in layouts],
-            [[Value(At(*at), name, dtype) for at, name, dtype in each] for each in values],
+            [[Value(ParamAt(*at), name, dtype) for at, name, dtype in each] for each in values],
             [{_place(at): keys for at, keys in each.items()} for each in states],
             rest,
         )
 
     def is_replicated(self, unit: int) -> bool:
-        """Whether each rank has all of the unit."""
+        """Return whether each rank has the full unit."""
         return all(layout.world_size == 1 for layout in self.layouts[unit])
 
     def shard_of(self, unit: int, number: int) -> int:
-        """The number of the shard of ``unit`` that a rank with shard ``number`` has."""
+        """Return the shard of ``unit`` on a rank with shard ``number``."""
         return 0 if self.is_replicated(unit) else number
 
-    def span(self, at: At, number: int) -> tuple[int, int]:
-        """The elements of a parameter that are in shard ``number`` of its unit, half-open."""
+    def span(self, at: ParamAt, number: int) -> tuple[int, int]:
+        """Return the range of a parameter's elements in shard ``number`` of its unit, half-open."""
         part = self.layouts[at.unit][at.flat].shard_slices(number)[at.param]
         return part.offset, part.offset + part.numel
 
 
 class Small(NamedTuple):
-    """What each rank keeps whole: copies."""
+    """Copies of the values that are not sharded."""
 
-    plain: list[dict[At | str, dict[str, Any]]]  # of each optimizer: values of no shape
+    plain: list[dict[ParamAt | str, dict[str, Any]]]  # by optimizer: values without a shape
     options: list[list[dict[str, Any]]]
-    rest: list[torch.Tensor]  # buffers, parameters that are not sharded, and their optimizers' state
+    rest: list[torch.Tensor]  # buffers, unsharded parameters and their optimizer state
 
-    def told(self) -> bytes:
-        """Write it, for other ranks: all but the elements of ``rest``.
+    def to_bytes(self) -> bytes:
+        """Return bytes for other ranks: everything but the elements of ``rest``.
 
         Raises:
             TypeError: other ranks would refuse it.
@@ -109,29 +109,29 @@ class Small(NamedTuple):
             [(at if isinstance(at, str) else tuple(at), values) for at, values in each.items()] for each in self.plain
         ]
         rest = [(tuple(each.shape), each.dtype) for each in self.rest]
-        return _wire.saved((plain, self.options, rest), "the optimizers' state and options")
+        return _exchange.saved((plain, self.options, rest), "the optimizers' state and options")
 
     @classmethod
-    def of(cls, told: bytes, device: torch.device) -> Self:
-        """Make it of what ``told`` returned on another rank, with memory for ``rest``."""
-        plain, options, rest = _wire.loaded(told)
+    def from_bytes(cls, data: bytes, device: torch.device) -> Self:
+        """Return the values that another rank wrote, with memory for ``rest``."""
+        plain, options, rest = _exchange.loaded(data)
         memory = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in rest]
         return cls([{_place(at): values for at, values in each} for each in plain], options, memory)
 
 
-def _place(at: Any) -> At | str:
-    """Read the place of a parameter, as it was told."""
-    return at if isinstance(at, str) else At(*at)
+def _place(at: Any) -> ParamAt | str:
+    """Return the place of a parameter in a payload."""
+    return at if isinstance(at, str) else ParamAt(*at)
 
 
 class Trained:
-    """A model and the optimizers that step it, by numbers that are the same on all ranks."""
+    """A model and its optimizers, by numbers that are the same on all ranks."""
 
     def __init__(self, module: nn.Module, optimizers: Optimizer | Iterable[Optimizer], verb: str) -> None:
         """
         Raises:
-            TypeError, ValueError: they are no sharded module and its optimizers.
-            NotImplementedError: an optimizer steps whole parameters, whose state lies otherwise.
+            TypeError, ValueError: the arguments are no sharded module and its optimizers.
+            NotImplementedError: an optimizer steps full parameters, whose state is sharded in another way.
         """
         self.module, self.verb = module, verb
         self.units: list[Unit] = units_of(module, verb)
@@ -145,13 +145,13 @@ class Trained:
                     "go through flatshard.save_checkpoint and load_checkpoint"
                 )
         self.params = {
-            At(u, f, i): param
+            ParamAt(u, f, i): param
             for u, unit in enumerate(self.units)
             for f, flat in enumerate(unit.handle.flats)
             for i, param in enumerate(flat.params)
         }
         self.others = {n: p for n, p in module.named_parameters() if owner_of(p) is None}  # not sharded
-        self.places: dict[int, At | str] = {id(p): at for at, p in self.params.items()}
+        self.places: dict[int, ParamAt | str] = {id(p): at for at, p in self.params.items()}
         self.places.update((id(p), name) for name, p in self.others.items())
         for number, optimizer in enumerate(self.optimizers):
             for group in optimizer.param_groups:
@@ -169,27 +169,27 @@ class Trained:
                 f"{self.verb}: {name_list(left)}, which are not sharded, are on meta: give them memory first"
             )
 
-    def flat(self, at: At) -> FlatParam:
+    def flat(self, at: ParamAt) -> FlatParam:
         return self.units[at.unit].handle.flats[at.flat]
 
-    def param(self, at: At | str) -> nn.Parameter:
+    def param(self, at: ParamAt | str) -> nn.Parameter:
         return self.others[at] if isinstance(at, str) else self.params[at]
 
-    def states(self, number: int) -> Iterator[tuple[At | str, dict[str, Any]]]:
-        """The state that an optimizer has, of each parameter: in one order on all ranks, whatever it has stepped first."""
+    def states(self, number: int) -> Iterator[tuple[ParamAt | str, dict[str, Any]]]:
+        """Yield an optimizer's state of each parameter, in the same order on all ranks."""
         state = self.optimizers[number].state
-        every: list[tuple[At | str, nn.Parameter]] = [*self.params.items(), *self.others.items()]
+        every: list[tuple[ParamAt | str, nn.Parameter]] = [*self.params.items(), *self.others.items()]
         yield from ((at, state[param]) for at, param in every if param in state)
 
-    def grads(self) -> dict[At, torch.Tensor]:
-        """Every ``.grad`` of a sharded parameter."""
+    def grads(self) -> dict[ParamAt, torch.Tensor]:
+        """Return the ``.grad`` of each sharded parameter that has one."""
         return {at: param.grad for at, param in self.params.items() if param.grad is not None}
 
     def buffers(self) -> dict[str, torch.Tensor]:
         return dict(self.module.named_buffers())
 
     def digest(self) -> str:
-        """Of what must be the same on all ranks."""
+        """Return a hash of everything that must match across ranks."""
         found: list[Any] = []
         for unit in self.units:
             flats = [
@@ -212,16 +212,16 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class Live:
-    """What a job keeps now, on this rank."""
+    """The live values of a job on this rank."""
 
-    def __init__(self, job: Trained, grads: dict[At, torch.Tensor] | None = None) -> None:
+    def __init__(self, job: Trained, grads: dict[ParamAt, torch.Tensor] | None = None) -> None:
         """
         Args:
             job: the model and its optimizers.
-            grads: the gradients that belong to it. None: every ``.grad``.
+            grads: the gradients that belong to the state, or None for every ``.grad``.
 
         Raises:
-            NotImplementedError: an optimizer's state has another shape than its parameter.
+            NotImplementedError: a tensor of an optimizer's state has another shape than its parameter.
         """
         self.job = job
         self._grads = job.grads() if grads is None else grads
@@ -229,7 +229,8 @@ class Live:
         self.numbers: tuple[int, ...] = (rank,)
         layouts = [[flat.layout for flat in unit.handle.flats] for unit in job.units]
         values: list[list[Value]] = [[] for _ in job.units]
-        states: list[dict[At | str, list[Any]]] = [{} for _ in job.optimizers]
+        states: list[dict[ParamAt | str, list[Any]]] = [{} for _ in job.optimizers]
+        # The order of values follows that of parameters, so it is the same on all ranks.
         for own, param in job.params.items():
             values[own.unit].append(Value(own, PARAM, param.dtype))
             if own in self._grads:
@@ -238,7 +239,7 @@ class Live:
             for place, state in job.states(number):
                 states[number][place] = list(state)
                 for key, held in state.items():
-                    if isinstance(place, At) and self._lies(place, key, held, number):
+                    if isinstance(place, ParamAt) and self._lies(place, key, held, number):
                         values[place.unit].append(Value(place, (number, key), held.dtype))
         rest: list[Any] = [("buffer", name) for name in job.buffers()]
         rest += [("parameter", name) for name in job.others]
@@ -252,13 +253,13 @@ class Live:
         ]
         self.manifest = Manifest(size, layouts, values, states, rest)
 
-    def _lies(self, at: At, key: str, value: Any, number: int) -> bool:
-        """Whether a value of an optimizer's state lies as its parameter does. [Note: Values that lie as their parameters]"""
+    def _lies(self, at: ParamAt, key: str, value: Any, number: int) -> bool:
+        """Return whether a value of an optimizer's state is sharded as its parameter. [Note: Values sharded as parameters]"""
         if not isinstance(value, torch.Tensor):
             return False
         param, info = self.job.params[at], self.job.flat(at).layout.params[at.param]
         if value.shape == param.shape:
-            return bool(info.shape) or key != "step"  # of a scalar on one rank, both have no dimension
+            return bool(info.shape) or key != "step"  # a scalar parameter has as many dimensions as a step count
         if value.dim():
             name = type(self.job.optimizers[number]).__name__
             raise NotImplementedError(
@@ -268,7 +269,7 @@ class Live:
         return False
 
     def part(self, number: int, value: Value) -> torch.Tensor:
-        """This rank's part of a value: 1-D, in memory order."""
+        """Return this rank's shard of a value: 1-D, in memory order."""
         at, name = value.at, value.name
         param, flat = self.job.params[at], self.job.flat(at)
         if name == PARAM:
@@ -278,14 +279,14 @@ class Live:
         return param._flatshard_info.in_memory_order(_plain(held))
 
     def small(self) -> Small:
-        """Copies of what each rank keeps whole."""
+        """Return copies of the values that are not sharded."""
         lying = {
             (v.name[0], v.at, v.name[1]) for unit in self.manifest.values for v in unit if isinstance(v.name, tuple)
         }
         lying |= {(n, at, key) for what, at, *more in self.manifest.rest if what == "state" for n, key in [more]}
-        plain: list[dict[At | str, dict[str, Any]]] = []
+        plain: list[dict[ParamAt | str, dict[str, Any]]] = []
         for number in range(len(self.job.optimizers)):
-            found: dict[At | str, dict[str, Any]] = {}
+            found: dict[ParamAt | str, dict[str, Any]] = {}
             for at, state in self.job.states(number):
                 found[at] = {k: _copied(v) for k, v in state.items() if (number, at, k) not in lying}
             plain.append(found)
@@ -294,7 +295,7 @@ class Live:
         return Small(plain, copy.deepcopy(options), rest)
 
     def rest(self) -> Iterator[torch.Tensor]:
-        """The tensors of ``manifest.rest``."""
+        """Yield the tensors of ``manifest.rest``."""
         buffers = self.job.buffers()
         for what, name, *key in self.manifest.rest:
             if what == "buffer":
@@ -314,16 +315,20 @@ def _options(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def aligned(nbytes: int) -> int:
-    """Where the next value begins, of any dtype, behind one of ``nbytes``."""
+    """Round up ``nbytes`` so that a value of any dtype can follow."""
     return -(-nbytes // 16) * 16
 
 
 class Image:
-    """A copy of one rank's parts, in one buffer in host memory."""
+    """A copy of one rank's shards, in one buffer in host memory."""
 
     def __init__(self, manifest: Manifest, number: int, with_replicated: bool = True, pin: bool = False) -> None:
-        """``number``: of the shard. ``with_replicated``: also units that each rank has all of. ``pin``: in memory that an
-        accelerator copies to while the host goes on.
+        """
+        Args:
+            manifest: the values and their layouts.
+            number: the number of the shard.
+            with_replicated: include units that are not sharded.
+            pin: use pinned memory, to which an accelerator copies while the host continues.
         """
         self.manifest = manifest
         self.numbers: tuple[int, ...] = (number,)
@@ -340,7 +345,7 @@ class Image:
 
     @property
     def number(self) -> int:
-        """Of the shard."""
+        """The number of the shard."""
         return self.numbers[0]
 
     @property
@@ -353,20 +358,20 @@ class Image:
         return self.buffer[start:stop].view(value.dtype)
 
     def parts(self, without: Collection[Key] = ()) -> list[torch.Tensor]:
-        """All that it has but ``without``, in the order of the manifest, without those that are empty."""
+        """Return the shards that are not empty, except ``without``, in the order of the manifest."""
         wanted = self._at.keys() - without
         values = [value for unit in self.manifest.values for value in unit if (value.at, value.name) in wanted]
         return [part for value in values if (part := self.part(self.number, value)).numel()]
 
     def fill(self, parts: Mapping[Key, torch.Tensor], without: Collection[Key] = ()) -> None:
-        """Copy the parts of one rank; those on an accelerator on its current stream. ``without``: what it has already."""
+        """Copy the shards of one rank, on the accelerator's current stream. ``without``: values that are here already."""
         for value in (value for values in self.manifest.values for value in values):
             if (value.at, value.name) not in without:
                 self.part(self.number, value).copy_(parts[value.at, value.name], non_blocking=True)
 
 
 def allocate_buffers(job: Trained) -> None:
-    """Give the buffers of a rank that joins memory, whose values will be overwritten."""
+    """Give memory to the buffers of a rank that joins. Their values will be overwritten."""
     for module in job.module.modules():
         for key, buffer in module._buffers.items():
             if buffer is not None and buffer.is_meta:
@@ -374,7 +379,7 @@ def allocate_buffers(job: Trained) -> None:
 
 
 def set_small(job: Trained, small: Small, manifest: Manifest) -> None:
-    """Set what each rank keeps whole. The objects that there are stay the same."""
+    """Set the values that are not sharded. Buffers, parameters and optimizers stay the same objects."""
     allocate_buffers(job)
     buffers = job.buffers()
     state: dict[tuple[int, str], dict[str, torch.Tensor]] = {}

@@ -1,11 +1,11 @@
-"""Weights of a model in training for others, such as inference engines: versions, whole or not at all, bit for bit.
+"""Weights of a model in training for other systems, such as inference engines: complete versions, bit for bit.
 
 >>> sender = flatshard.weights.Sender(model, lambda receiver, message: print(receiver, len(message)))  # on each rank
 
-Each rank sends what has changed in its own shards, straight to each receiver; no rank gathers anything. A receiver asks for
-what it needs: whole parameters, or regions of them, as of fused and tensor-parallel weights. Then it gets these elements
-only. How messages travel is the user's: ``send`` is called with bytes, ``receive`` takes them. They may be lost, doubled,
-late and damaged, and either side may start anew: receivers ask again for what has not come.
+Each rank sends the changes in its own shards straight to each receiver; no rank gathers anything. A receiver asks for full
+parameters, or for regions of them, as for fused and tensor-parallel weights, and gets these elements only. The user
+transports the messages: ``send`` is called with bytes, ``receive`` takes them. Messages may be lost, doubled, late and
+damaged, and either side may restart: receivers ask again for missing data.
 """
 
 from flatshard.weights._receiver import Applied, Receiver, Target

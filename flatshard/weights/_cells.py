@@ -1,11 +1,10 @@
-"""Which elements a receiver gets from a rank, and in which order: in integers.
+"""The elements that a receiver gets from a rank, and their order, in integers.
 
 [Note: A plan of intervals]
-A receiver asks for rectangular regions of parameters, one for each of its targets: rows of three matrices for a fused one,
-columns of another. A rank has ranges of parameters, each of which is a few boxes. What they have in common are boxes, too:
-strided views of the rank's flat shard on one side, of the targets on the other. They are found once. In their order they make
-up a row of elements, which is cut into cells of a limited size: all that is compared, sent, asked for and put in place is a
-cell, or offsets in one.
+A receiver asks for rectangular regions of parameters, one for each target: rows of three matrices for a fused target, columns
+of another matrix. A rank has ranges of parameters, each of a few boxes. Their intersections are boxes, too: strided views of
+the rank's flat shard on one side, of the targets on the other. They are computed once. In order they form a row of elements,
+which is cut into cells of limited size: ranks compare, send and write cells, or offsets in a cell.
 """
 
 from __future__ import annotations
@@ -35,10 +34,10 @@ class Asked(NamedTuple):
 
     @property
     def kind(self) -> torch.dtype:
-        """``dtype``.
+        """The dtype of this name.
 
         Raises:
-            ValueError: there is none of this name.
+            ValueError: there is none.
         """
         kind = vars(torch).get(self.dtype)
         if not isinstance(kind, torch.dtype):
@@ -47,15 +46,15 @@ class Asked(NamedTuple):
 
 
 class Region(NamedTuple):
-    """A part of what was asked for."""
+    """A box of a region that was asked for."""
 
-    asked: int
-    offsets: Ints  # in the region that was asked for
+    asked: int  # the number of the region that was asked for
+    offsets: Ints  # in that region
     sizes: Ints
 
 
 class OwnRegion(NamedTuple):
-    """A region, and where it is in this rank's flat shards."""
+    """A region, and its place in this rank's flat shards."""
 
     flat: int
     box: Box  # in the flat shard
@@ -67,7 +66,7 @@ Cell = list[Region]
 
 
 def numel_of(cell: Cell, asked: Sequence[Asked], most: int) -> int:
-    """Count the elements of a cell that another process has told. ``most``: that may be.
+    """Return the number of elements in a cell from another process. ``most``: the limit.
 
     Raises:
         ValueError: it is no cell of ``asked``.
@@ -88,16 +87,16 @@ def numel_of(cell: Cell, asked: Sequence[Asked], most: int) -> int:
 
 
 OwnCell = list[OwnRegion]
-"""A cell, of one flat shard."""
+"""A cell in one flat shard."""
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """``"bfloat16"``."""
+    """Return the name of a dtype, such as ``"bfloat16"``."""
     return str(dtype).removeprefix("torch.")
 
 
 def own_cells(plan: Plan, asked: Sequence[Asked], most: int) -> list[OwnCell]:
-    """What a rank with ``plan`` sends of what is asked for. ``most``: elements in a cell."""
+    """Return the cells that a rank with ``plan`` sends for ``asked``. ``most``: the limit on elements in a cell."""
     wanted: dict[str, list[int]] = {}
     for number, each in enumerate(asked):
         wanted.setdefault(each.name, []).append(number)
@@ -128,13 +127,13 @@ def _grouped(regions: Iterable[OwnRegion], most: int) -> Iterator[OwnCell]:
 
 
 def read(cell: OwnCell, flat: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The elements of a cell in a flat shard: 1-D."""
+    """Return the elements of a cell in a flat shard: 1-D."""
     parts = [view_of(flat, own.box).to(dtype).reshape(-1) for own in cell]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 class Places:
-    """Where the elements of a cell are in the targets."""
+    """The places of a cell's elements in the targets."""
 
     def __init__(self, cell: Cell, targets: Sequence[torch.Tensor]) -> None:
         self._parts: list[
@@ -149,9 +148,10 @@ class Places:
             self._parts.append((start, end, view, number))
 
     def parts(self, at: torch.Tensor | None) -> Iterator[tuple[int, slice, torch.Tensor, torch.Tensor | None]]:
-        """(target, which of the given elements are in it, memory around it, where they are in this memory).
+        """Yield (target, slice of the given elements in it, memory around them, their offsets in this memory).
 
-        ``at``: offsets in the cell, ascending. None: all, and so is where they are: the memory is their view then.
+        ``at``: ascending offsets in the cell, or None for all. Then the memory is a view of exactly these elements, and
+        their offsets are None, too.
         """
         edges = torch.tensor([start for start, *_ in self._parts] + [self._parts[-1][1]], device="cpu")
         first = edges.tolist() if at is None else torch.searchsorted(at, edges).tolist()
@@ -170,7 +170,7 @@ def _extent(view: torch.Tensor) -> int:
 
 
 def _in_memory(view: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
-    """Of elements by their number in the order of rows: where they are from the view's first on."""
+    """Return the offsets in memory, from the first element of ``view``, of elements given by their row-major numbers."""
     if view.is_contiguous():
         return at
     where = torch.zeros_like(at)

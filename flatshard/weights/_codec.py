@@ -1,13 +1,13 @@
-"""What has changed in a cell, as bytes.
+"""The changes in a cell, as bytes.
 
 [Note: Sections]
 The changes of a cell are sections, each in one form: all elements or some, with their values or with the low half of their
-bits. With small learning rates a value moves by a few of its last bits, so the low half says enough: of all numbers with that
-low half it is the one that is nearest to what the receiver has. In bfloat16 that is a byte in place of two. Where few
-elements change, one costs a byte or two more for where it is (``checkpoint/_gaps.py``); where more than an eighth do, there
-is a bit for each element. Places cost both sides time: on CPU 15 ns for each element of the cell, in which a link of 50 MB/s
-takes a byte. So where more than half of the elements move by few bits, the low halves of all are sent, which are no more
-bytes than those that have changed; and all values, where sections of some would save less than a quarter of them.
+bits. With small learning rates a value moves by a few of its last bits, so the low half is enough: among all numbers with
+that low half, the new value is the one nearest to the receiver's. In bfloat16 that is one byte in place of two. If few
+elements change, the place of each costs a byte or two more (``checkpoint/_gaps.py``); if more than an eighth do, a bit for
+each element. Places cost both sides time: on CPU 15 ns for each element of the cell, in which a link of 50 MB/s sends a byte.
+So if more than half of the elements move by few bits, the low halves of all are sent, which takes no more bytes. If sections
+of some elements would save less than a quarter of the bytes, all values are sent.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ _HALVES = {2: torch.int8, 4: torch.int16, 8: torch.int32}
 
 
 class Section(NamedTuple):
-    """[Note: Sections]: as bytes, of which as many are there as are needed."""
+    """A section of a message. [Note: Sections]"""
 
     cell: int
     form: int
     places: memoryview  # of the elements
     values: memoryview
-    dtype: torch.dtype  # of the values: that of the cell, or of low halves as integers
-    data: memoryview  # all of the section
+    dtype: torch.dtype  # of the values: the cell's, or an integer for low halves
+    data: memoryview  # the section
 
     @property
     def is_half(self) -> bool:
         return bool(self.form & _HALF)
 
     def at(self) -> torch.Tensor | None:
-        """Decode the offsets of elements in the cell. None: of all."""
+        """Decode the offsets of the elements in the cell. Return None for all elements."""
         if self.form & 3 == _ALL:
             return None
         places = _tensor(self.places, _GAPS.get(self.form & 3, torch.uint8))
@@ -60,19 +60,19 @@ class Section(NamedTuple):
 
 
 def nearest(before: torch.Tensor, halves: torch.Tensor) -> torch.Tensor:
-    """Of the values with these low halves those that are nearest to ``before``, by their bits as integers."""
+    """Return the values with these low halves that are nearest to ``before``, with bits compared as integers."""
     old = bits(before)
     step = halves - old.to(halves.dtype)  # as integers wrap around
     return (old + step.to(old.dtype)).view(before.dtype)
 
 
 def whole(cell: int, values: torch.Tensor) -> bytes:
-    """A section of all elements."""
+    """Return a section of all elements."""
     return _head(cell, 0, values.numel()) + _bytes(values)
 
 
 def changes(cell: int, now: torch.Tensor, before: torch.Tensor) -> Iterator[bytes]:
-    """Sections by which ``before`` becomes ``now``: 1-D, of one dtype. Those of few bytes."""
+    """Yield the sections that turn ``before`` into ``now``: 1-D, of one dtype."""
     found: list[bytes] = []
     kind = _HALVES.get(now.itemsize)
     if kind is None:
@@ -94,7 +94,7 @@ def changes(cell: int, now: torch.Tensor, before: torch.Tensor) -> Iterator[byte
 
 
 def _some(cell: int, chosen: torch.Tensor, values: torch.Tensor, half: torch.dtype | None = None) -> list[bytes]:
-    """``half``: of what, else whole values."""
+    """Return sections of the chosen elements. ``half``: the integer dtype of low halves, or None for values."""
     at = chosen.nonzero().view(-1)
     if not at.numel():
         return []
@@ -110,7 +110,7 @@ def _some(cell: int, chosen: torch.Tensor, values: torch.Tensor, half: torch.dty
 
 
 def _as_bits(chosen: torch.Tensor) -> torch.Tensor:
-    """Eight in a byte, the first the lowest."""
+    """Pack eight flags into a byte, the first into its lowest bit."""
     eights = torch.nn.functional.pad(chosen, (0, -len(chosen) % 8)).view(torch.int64)  # a byte for each
     return ((eights * _PACK) >> 56).to(torch.uint8)
 
@@ -120,10 +120,10 @@ def _powers() -> torch.Tensor:
 
 
 def sections(payload: memoryview, cells: Sequence[tuple[int, torch.dtype]]) -> Iterator[Section]:
-    """Read sections. ``cells``: how many elements each has, of which dtype.
+    """Yield the sections of a payload. ``cells``: the number of elements and the dtype of each.
 
     Raises:
-        ValueError: it is not of these cells. [Note: What anybody may send]
+        ValueError: the payload does not fit these cells. [Note: What anybody may send]
     """
     start = 0
     while start < len(payload):
@@ -151,7 +151,7 @@ def sections(payload: memoryview, cells: Sequence[tuple[int, torch.dtype]]) -> I
 
 
 def _measure(form: int, places: memoryview) -> tuple[int, int]:
-    """Count the elements that have places, and find the end of the last."""
+    """Return the number of elements that have places, and the end of the last."""
     if form == _BITS:
         as_one = int.from_bytes(places, "little")
         return as_one.bit_count(), as_one.bit_length()
@@ -164,7 +164,7 @@ def _head(cell: int, form: int, count: int) -> bytes:
 
 
 def _tensor(data: memoryview, dtype: torch.dtype) -> torch.Tensor:
-    """A copy, as bytes lie anywhere."""
+    """Copy bytes into a tensor, as they may be unaligned."""
     return torch.frombuffer(bytearray(data), dtype=dtype)
 
 

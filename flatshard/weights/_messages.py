@@ -1,11 +1,11 @@
-"""The bytes of a message: what it is, in JSON, what it carries, and a sum over both.
+"""The bytes of a message: a header in JSON, a payload, and a checksum over both.
 
-Nothing in a message is executed. One that was damaged on its way counts as lost.
+Nothing in a message is executed. A message that was damaged on its way counts as lost.
 
 [Note: What anybody may send]
-The sum finds damage, and anybody can make one. So all of a message is looked at before it is used. Its header has the fields
-of its kind: that is seen here. Numbers are within what they number: that is seen where it is known. What is wrong raises
-ValueError, and has changed nothing. Memory is made for the elements that senders have listed, cell by cell.
+The checksum finds damage, but anybody can compute one. So a message is checked before it is used: here that the header has
+the fields of its kind, and in its users that numbers are within their ranges. A wrong message raises ValueError, and changes
+nothing. Memory is allocated for the elements that senders have listed, cell by cell.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ _KINDS: dict[str, list[dict[str, Any]]] = {
     "cells": [{**_SENT, "version": int}],
     "state": [{**_STATE, "layout": _ASKED}, {**_STATE, "layout": NoneType}, {**_STATE, "bases": _INTS, "applied": int}],
 }
-"""What headers of each kind hold. Of values: a type; a set: one of these; a list: any number; a tuple: one after the other; a
-dict: by name, or any names."""
+"""The headers of each kind. A value is given by its type; a set lists alternatives, a list has any length, a tuple has these
+items, and a dict these names, or any."""
 
 
 class Received(NamedTuple):
-    """A message that has arrived as it was sent."""
+    """A message that has arrived undamaged."""
 
     header: dict[str, Any]
     payload: memoryview
@@ -60,7 +60,7 @@ Bytes = bytes | bytearray | memoryview
 
 
 def message_of(header: dict[str, Any], payload: Iterable[bytes] = ()) -> bytes:
-    """A message. ``header``: what JSON holds."""
+    """Return a message. ``header``: values of JSON."""
     text = json.dumps(header, separators=(",", ":")).encode()
     data = bytearray(b"".join([_MAGIC, bytes(_SUM), len(text).to_bytes(_LENGTH, "little"), text, *payload]))
     data[len(_MAGIC) : len(_MAGIC) + _SUM] = _sum(data)
@@ -68,10 +68,10 @@ def message_of(header: dict[str, Any], payload: Iterable[bytes] = ()) -> bytes:
 
 
 def read_message(message: Bytes, verb: str) -> Received | None:
-    """What was sent. None: it has been damaged.
+    """Return the message, or None if it has been damaged.
 
     Raises:
-        ValueError: it is no such message.
+        ValueError: no sender or receiver sends it.
     """
     data = bytearray(message)
     if data[: len(_MAGIC)] != _MAGIC:
@@ -93,14 +93,14 @@ def read_message(message: Bytes, verb: str) -> Received | None:
 
 
 def wrong(verb: str, why: str) -> ValueError:
-    """Make the error for a message that arrived as it was sent, and that neither side sends."""
+    """Return the error for an undamaged message that neither side sends."""
     return ValueError(
         f"{verb} got a message that no Sender or Receiver of this version has sent, and left it out: {why}"
     )
 
 
 def _fits(value: Any, kind: Any) -> bool:
-    """Tell whether JSON's ``value`` is of a kind of ``_KINDS``."""
+    """Return whether a value of JSON is of a kind of ``_KINDS``."""
     if isinstance(kind, type):
         return type(value) is kind and (not isinstance(value, int) or abs(value) < 2**62)
     if isinstance(kind, set):
@@ -117,15 +117,15 @@ def _fits(value: Any, kind: Any) -> bool:
 
 
 def _sum(data: bytearray) -> bytes:
-    """Over all that comes after it."""
+    """Return the checksum of the bytes that follow it."""
     return digest_of(checksums(memoryview(data)[len(_MAGIC) + _SUM :]))
 
 
 def digest_of(data: bytes) -> bytes:
-    """8 bytes."""
+    """Return a hash of 8 bytes."""
     return hashlib.blake2b(data, digest_size=_SUM).digest()
 
 
 def channel_of(layout: Any) -> str:
-    """Name what receivers with this layout share."""
+    """Return the name of the channel that receivers with this layout share."""
     return digest_of(json.dumps(layout).encode()).hex()

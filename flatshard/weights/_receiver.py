@@ -1,15 +1,15 @@
-"""A receiver's side: what has come, what lacks, and the newest version that is whole.
+"""A receiver's side: the data that have come, the missing data, and the newest complete version.
 
 [Note: All or nothing]
-What comes is kept beside the weights, in any order. A version is whole when each cell of each sender has a base, in the
-weights or beside them, and all changes from there to that version have come. Only then are the weights written, all of them
-in one call, which the engine makes between two of its steps. So the weights are one version of the whole model at any time:
-but for an error in the midst of that call, after which they count as none, and all is asked for again.
+Data are kept beside the weights, in any order. A version is complete when each cell of each sender has a base, in the weights
+or beside them, and all changes from the base to that version have come. Only then are the weights written, all in one call,
+which the engine makes between two of its steps. So the weights are always one version of the full model. After an error
+inside of that call they are no version, and the receiver asks for everything again.
 
-[Note: One rule for what lacks]
-Of each cell the sender is told which version is here, and which messages of later ones. Nothing at the beginning, all of one
-version after a restart of the senders, some cells newer than others after losses: what it answers follows from that. Whatever
-is lost, the question or the answer, is made up for by the next question.
+[Note: One rule for missing data]
+The receiver tells a sender its version of each cell, and the later messages that it has. The answer follows from that: at the
+beginning, after a restart of the senders, or with some cells newer than others after losses. The next question makes up for a
+lost question or answer.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _SLACK = 2**20  # bytes that may be kept beyond those of all weights
 
 
 class Target(NamedTuple):
-    """Where a receiver has a region of a parameter.
+    """A receiver's tensor for a region of a parameter.
 
     Example::
 
@@ -44,15 +44,15 @@ class Target(NamedTuple):
     """
 
     name: str
-    """The parameter's, at the sender."""
+    """The name of the parameter at the sender."""
     tensor: torch.Tensor
-    """Of the region's shape, and in the dtype that is sent. A view of any strides: it is written in place."""
+    """A tensor of the region's shape, in the dtype that is sent. It may have any strides, and is written in place."""
     start: tuple[int, ...] | None = None
-    """Where the region begins in the parameter. None: with its first element."""
+    """The begin of the region in the parameter. Default: its first element."""
 
 
 class Applied(NamedTuple):
-    """What :meth:`Receiver.apply` has done.
+    """The result of :meth:`Receiver.apply`.
 
     Example::
 
@@ -64,13 +64,13 @@ class Applied(NamedTuple):
     """
 
     version: int
-    """The weights are that version now."""
+    """The version of the weights now."""
     names: frozenset[str]
-    """Of parameters of which elements have come: of all that have changed, and perhaps of some beside them."""
+    """The parameters of which elements have come: all that have changed, and perhaps others."""
 
 
 class _Update:
-    """Messages by which a version comes from the one before, of one sender."""
+    """The messages of one sender that lead to a version from the one before."""
 
     def __init__(self) -> None:
         self.messages: dict[int, memoryview] = {}  # by index
@@ -86,12 +86,12 @@ class _Update:
 
 
 class _Source:
-    """One sender. Memory for its cells is made when all senders have said what they send."""
+    """A sender, as the receiver knows it. Places of its cells are known when all senders have answered."""
 
     def __init__(self, asked: list[_cells.Asked], cells: list[_cells.Cell], nonce: int) -> None:
         """
         Raises:
-            ValueError: they are no cells of ``asked``.
+            ValueError: ``cells`` are no cells of ``asked``.
         """
         self.nonce = nonce  # the question that was answered with this
         self.asked, self.cells = asked, cells
@@ -105,19 +105,19 @@ class _Source:
 
     @property
     def bases(self) -> list[int]:
-        """The version of each cell, here or in the weights."""
+        """The version of each cell, beside the weights or in them."""
         return [self.fresh[cell][0] if cell in self.fresh else base for cell, base in enumerate(self.written)]
 
     @property
     def newest(self) -> int:
-        """The version up to which nothing lacks, or -1."""
+        """The newest version without missing data, or -1."""
         version = min(self.bases)
         while version >= 0 and version + 1 in self.updates and self.updates[version + 1].is_whole:
             version += 1
         return version
 
     def write(self, version: int) -> set[str]:
-        """Bring the weights to ``version``. Returns the names of what was written."""
+        """Bring the weights to ``version``. Return the names of the parameters that were written."""
         bases, names = self.bases, set[str]()
         for _, data in self.fresh.values():
             for section in _codec.sections(data, self.kinds):
@@ -145,11 +145,11 @@ class _Source:
         return names
 
     def lose(self) -> None:
-        """Nothing is here any more."""
+        """Forget all data."""
         self.written, self.fresh, self.updates = [-1] * len(self.written), {}, {}
 
     def drop_old(self) -> None:
-        """Updates that no cell needs."""
+        """Drop the updates that no cell needs."""
         first = min(self.bases, default=-1)
         self.updates = {version: update for version, update in self.updates.items() if version > first}
 
@@ -159,9 +159,9 @@ class _Source:
 
 
 class Receiver:
-    """Keeps weights at a version of a model in training: whole versions only, bit for bit.
+    """Keeps weights at a version of a model in training: complete versions only, bit for bit.
 
-    Beside its weights it holds what has come, at most as many bytes once more.
+    Beside its weights it holds the data that have come, at most as many bytes.
 
     Example::
 
@@ -174,22 +174,22 @@ class Receiver:
     Args:
         weights: tensors by the names of the sender's parameters; or a list of :class:`Target` where names or shapes differ,
             as of fused or tensor-parallel weights. Only their elements are sent. They are the receiver's: nobody else may
-            change them. None: all parameters, whole, in tensors of its own.
-        send: called with a sender's rank and a message for it: ``bytes``, to be taken there by any means. Messages may be
-            lost, doubled and late.
-        name: what senders call it: of its own among all receivers.
-        device: of tensors of its own.
+            change them. None: all parameters, in tensors of the receiver's own.
+        send: called with a sender's rank and a message for it, ``bytes`` to transport by any means. Messages may be lost,
+            doubled and late.
+        name: the name of this receiver, unique among all.
+        device: the device of the receiver's own tensors.
 
     Raises:
         ValueError: nothing is asked for, or a target has not as many dimensions as its ``start``.
     """
 
     version: int | None
-    """Of the weights. None: they are no version yet, or no longer as :meth:`apply` has failed."""
+    """The version of the weights, or None: before the first, and after a failure of :meth:`apply`."""
     damaged: int
-    """How many messages have arrived damaged. They count as lost."""
+    """The number of messages that arrived damaged. They count as lost."""
     weights: dict[str, torch.Tensor]
-    """The tensors, by the parameters' names; where several are of one parameter, the last."""
+    """The tensors by parameter names: of several for one parameter, the last."""
 
     def __init__(
         self,
@@ -220,11 +220,11 @@ class Receiver:
 
     @property
     def held_nbytes(self) -> int:
-        """How many bytes have come that are not in the weights yet."""
+        """The bytes of data that are not in the weights yet."""
         return sum(source.nbytes for source in self._sources.values())
 
     def __repr__(self) -> str:
-        """With what has come from each sender: for a receiver that gets no newer version."""
+        """Return the state of each sender, to find out why no newer version is complete."""
         with self._lock:
             found = [f"Receiver({self.name!r}, version={self.version}"]
             for rank in self._known():
@@ -241,9 +241,9 @@ class Receiver:
     # -- messages ------------------------------------------------------------------------------------------------------
 
     def poll(self) -> None:
-        """Ask each sender for what has not come: at the beginning, and whenever nothing has come for some time.
+        """Ask each sender for missing data: at the beginning, and whenever nothing has come for some time.
 
-        Rank 0 tells which others there are, and they are asked by the next call.
+        Rank 0 names the other senders, and the next call asks them.
         """
         with self._lock:
             self._nonce += 1
@@ -252,10 +252,10 @@ class Receiver:
             self._send(rank, message)
 
     def receive(self, message: Bytes) -> None:
-        """Take what a sender has sent, in any order and however often. Any thread may call it. The weights stay as they are.
+        """Take a message of a sender, in any order and however often. Any thread may call it. The weights do not change.
 
         Raises:
-            ValueError: it is no message of a sender; or the senders have not what is asked for.
+            ValueError: it is no message of a sender; or the senders lack parameters that are asked for.
         """
         found = read_message(message, _VERB)
         if found is None:
@@ -274,13 +274,13 @@ class Receiver:
                 (self._take_update if kind == "update" else self._take_cells)(source, head, found.payload)
 
     def _known(self) -> list[int]:
-        """Ranks that have something for this receiver, as far as is known."""
+        """Return the ranks that are known to have data for this receiver."""
         if self._ranks is None:
             return [0]
         return [rank for rank in self._ranks if rank not in self._sources or self._sources[rank].cells]
 
     def _state(self, rank: int, asks: bool) -> bytes:
-        """What a sender must know to send what lacks. [Note: One rule for what lacks]"""
+        """Return the message from which a sender derives the missing data. [Note: One rule for missing data]"""
         source = self._sources.get(rank)
         head = {"kind": "state", "name": self.name, "channel": self._channel, "run": self._run}
         state: dict[str, Any] = {**head, "nonce": [self._life, self._nonce], "asks": asks, "held": {}}
@@ -292,7 +292,7 @@ class Receiver:
         return message_of(state)
 
     def _take_answer(self, head: dict[str, Any]) -> None:
-        """Take a plan, or that a sender does not know this receiver.
+        """Take a plan, or the answer of a sender that does not know this receiver.
 
         A run that answers a newer question than the present one did is alive: a dead one cannot have answered it.
         """
@@ -321,10 +321,10 @@ class Receiver:
                 self._complete(head["names"])
 
     def _source(self, head: dict[str, Any], nonce: int) -> _Source:
-        """Read what a sender says that it sends.
+        """Return the sender with the cells that it lists.
 
         Raises:
-            ValueError: no sender says so. [Note: What anybody may send]
+            ValueError: no sender lists them. [Note: What anybody may send]
         """
         asked = [_cells.Asked(name, tuple(start), tuple(shape), dtype) for name, start, shape, dtype in head["asked"]]
         try:
@@ -340,7 +340,7 @@ class Receiver:
             raise wrong(_VERB, str(e)) from None
 
     def _complete(self, names: str) -> None:
-        """Make memory, as all senders have said what they send: each element must be there once."""
+        """Allocate memory when all senders have answered: each element must come from one."""
         asked = self._agreed()
         found = [0] * len(asked)
         for source in self._sources.values():
@@ -360,7 +360,7 @@ class Receiver:
             source.places = [_cells.Places(cell, tensors) for cell in source.cells]
 
     def _agreed(self) -> list[_cells.Asked]:
-        """Compare what all senders were asked for, with the dtypes that only those with elements know."""
+        """Return the regions on which all senders agree. Only senders with elements know their dtypes."""
         first, *others = (source.asked.copy() for source in self._sources.values())
         for other in others:
             for number, (one, two) in enumerate(itertools.zip_longest(first, other)):
@@ -371,7 +371,7 @@ class Receiver:
         return first
 
     def _incoherent(self, what: str) -> ValueError:
-        """Forget all senders, which have not one model. They are asked again: nobody knows which is wrong."""
+        """Forget all senders, as their models differ. They are asked again: any of them may be wrong."""
         self._sources = {}
         return wrong(_VERB, f"senders have {what}")
 
@@ -412,7 +412,7 @@ class Receiver:
             raise wrong(_VERB, str(e)) from None
 
     def _has_room(self, nbytes: int, version: int) -> bool:
-        """Whether so much more may be kept: of later versions what is here goes for it. It is asked for again."""
+        """Return whether ``nbytes`` more may be kept. Later versions are dropped for them, and asked for again."""
         most = sum(source.whole_nbytes for source in self._sources.values()) + _SLACK
         while self.held_nbytes + nbytes > most:
             later = [(v, source) for source in self._sources.values() for v in source.updates if v > version]
@@ -425,18 +425,18 @@ class Receiver:
     # -- the weights ---------------------------------------------------------------------------------------------------
 
     def apply(self) -> Applied | None:
-        """Write the newest version that is whole into the weights, and tell the senders. Call it where nobody reads them.
+        """Write the newest complete version into the weights, and confirm it. Call it while nobody reads the weights.
 
         Returns:
-            What has changed. None: nothing newer is whole; ``print(receiver)`` says from which rank something is missing.
+            The changes, or None if no newer version is complete: ``print(receiver)`` names the ranks with missing data.
 
         Raises:
-            ValueError: the senders have not what is asked for.
+            ValueError: the senders lack parameters that are asked for.
         """
         with self._lock, torch.no_grad():
             if self._refused is not None:
                 raise ValueError(f"Receiver: {self._refused}")
-            version = self._whole()
+            version = self._newest_complete()
             if version is None:
                 return None
             self.version = None
@@ -452,8 +452,8 @@ class Receiver:
             self._send(rank, message)
         return Applied(version, frozenset(names))
 
-    def _whole(self) -> int | None:
-        """The newest version that is whole, if it is not in the weights already. [Note: All or nothing]"""
+    def _newest_complete(self) -> int | None:
+        """Return the newest complete version, or None if the weights have it. [Note: All or nothing]"""
         if self._ranks is None or any(rank not in self._sources for rank in self._ranks):
             return None
         sources = [source for source in self._sources.values() if source.cells]

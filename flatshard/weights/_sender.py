@@ -1,19 +1,19 @@
-"""A rank's side: what has changed in its shards, for each receiver that has asked.
+"""A rank's side: the changes in its shards, for each receiver that has asked.
 
 [Note: Versions]
-All ranks publish at the same point of training, and each counts: so a version is one state of the whole model, though nobody
-waits for anybody, and ranks' updates arrive apart. A run is the life of these senders; its name is agreed on when they are
-made. So numbers of a run that has died say nothing in the next one.
+All ranks publish at the same point of training, and each counts. So a version is one state of the full model, though no rank
+waits for another, and updates of ranks arrive separately. A run is the life of these senders; they agree on its name when
+they are made. So versions of a run that has died mean nothing in the next one.
 
-[Note: What is kept]
-A rank keeps its values as of the last version, in the dtype that is sent, and the messages of past versions as far as they
-fit (``history_bytes``), until all receivers have said that they have them. A receiver that lacks messages gets these; for
-what is gone it gets cells of the last version. Receivers with one layout share a channel: their changes are found once.
+[Note: History]
+A rank keeps its values of the last version, in the dtype that is sent, and the messages of past versions up to
+``history_bytes``, until all receivers have confirmed them. A receiver that lacks messages gets these, or, if they are gone,
+cells of the last version. Receivers with one layout share a channel: their changes are computed once.
 
-[Note: Who never catches up]
-Where versions come faster than a receiver can get all cells of one, and nothing is kept between them, it would never have a
-whole one. So from the ``PATIENT``-th version on for which one has had to ask for cells, what comes after that is kept for it,
-whatever ``history_bytes`` says: until it has a version, or all of that is as long as the cells, which are then less to send.
+[Note: Receivers that fall behind]
+If versions come faster than a receiver can get all cells of one, and no history is kept, it would never have a complete
+version. So when a receiver has had to ask for cells of ``PATIENT`` versions, later messages are kept for it, beyond
+``history_bytes``: until it has a version, or the messages are longer than the cells.
 """
 
 from __future__ import annotations
@@ -40,42 +40,42 @@ from flatshard.weights import _cells, _codec
 from flatshard.weights._messages import Bytes, channel_of, message_of, read_message, wrong
 
 Name = str | int
-"""A receiver's."""
+"""The name of a receiver."""
 
 _MESSAGE = 2**20  # bytes: a message is at most as long, or one cell
 _PATIENCE = timedelta(minutes=5)
 PATIENT = 4
-"""[Note: Who never catches up]"""
+"""[Note: Receivers that fall behind]"""
 
 
 @dataclass
 class _Follower:
-    """A receiver, of one channel."""
+    """A receiver of one channel."""
 
-    life: str  # it is another one after a restart
-    version: int = -1  # that it has said it has
-    tries: list[int] = field(default_factory=list)  # the versions of which it was sent cells, since it had one
+    life: str  # another one after a restart
+    version: int = -1  # the version that it has confirmed, or -1
+    tries: list[int] = field(default_factory=list)  # the versions whose cells it was sent, since it had one
 
 
 class _Sending:
-    """What receivers with one layout get. [Note: What is kept]"""
+    """The messages for receivers with one layout. [Note: History]"""
 
     def __init__(self, cells: list[_cells.OwnCell], asked: list[_cells.Asked], version: int) -> None:
         self.cells, self.asked = cells, asked
-        self.start = version  # messages of later versions are kept
+        self.start = version  # messages of later versions are in `kept`
         self.kept: dict[int, list[bytes]] = {}  # by version, ascending
-        self.nbytes = 0  # of all that is kept
+        self.nbytes = 0  # of the kept messages
         self.receivers: dict[Name, _Follower] = {}
         self.most = sum(own.box.numel * asked[own.region.asked].kind.itemsize for cell in cells for own in cell)
 
     @property
     def waits_for(self) -> int | None:
-        """The version after which all is kept for who never catches up. [Note: Who never catches up]"""
+        """The version after which all messages are kept, or None. [Note: Receivers that fall behind]"""
         every = [each.tries for each in self.receivers.values()]
         return min((tries[PATIENT - 1] for tries in every if len(tries) >= PATIENT), default=None)
 
     def may_forget(self) -> bool:
-        """Whether the oldest version that is kept may go."""
+        """Return whether the oldest kept version may go."""
         waits_for = self.waits_for
         return bool(self.kept) and (waits_for is None or min(self.kept) <= waits_for or self.nbytes > self.most)
 
@@ -85,7 +85,7 @@ class _Sending:
             self.nbytes += len(message)
 
     def forget(self, version: int) -> None:
-        """What is kept of versions up to this one."""
+        """Drop the messages of versions up to this one."""
         self.start = max(self.start, version)
         for each in self.receivers.values():
             if len(each.tries) >= PATIENT and each.tries[PATIENT - 1] < self.start:
@@ -95,10 +95,10 @@ class _Sending:
 
 
 class Sender:
-    """Sends what has changed in this rank's shards to receivers, such as inference engines. One on each rank.
+    """Sends the changes in this rank's shards to receivers, such as inference engines. Each rank has one.
 
-    No rank gathers anything, and none waits for another or for a receiver. Beyond the model a rank holds its values once
-    more, in ``dtype``, and ``history_bytes``.
+    No rank gathers anything, and none waits for another rank or for a receiver. Beside the model a rank holds a copy of its
+    values in ``dtype``, and ``history_bytes``.
 
     Example::
 
@@ -108,16 +108,16 @@ class Sender:
         assert sender.publish() == 1  # and in the loop of messages: sender.receive(message)
 
     Args:
-        module: a sharded module, or one that holds sharded ones.
-        send: called with a receiver's name and a message for it: ``bytes``, to be taken there by any means. Messages may be
-            lost, doubled and late. It must not call the sender.
-        dtype: of what is sent of floating-point parameters. None: the one in which they compute.
-        version: of the values that ``module`` has now. Ranks must agree.
-        history_bytes: how much is kept of what was sent, for receivers that have lost a message: they get more than they
-            lost where it is gone. For one that does not catch up so, as many bytes as its weights are kept beyond. None:
-            what a rank has left of twice its shards: half of them where bfloat16 is sent of float32, and nothing where
+        module: a sharded module, or a module with sharded ones inside.
+        send: called with a receiver's name and a message for it, ``bytes`` to transport by any means. Messages may be lost,
+            doubled and late. It must not call the sender.
+        dtype: the dtype in which floating-point parameters are sent. Default: their compute dtype.
+        version: the version of the present values. Ranks must agree.
+        history_bytes: the limit on kept messages, for receivers that have lost some: they get full cells in place of
+            messages that are gone. For a receiver that falls behind, up to the size of its weights is kept beyond it.
+            Default: twice the rank's shards less the copy: half of the shards if float32 is sent as bfloat16, nothing if
             parameters are sent in their own dtype.
-        process_group: the ranks that have ``module`` together. Default: all. All of them must make a sender.
+        process_group: the ranks over which ``module`` is sharded. Default: all. Each must make a sender.
 
     Raises:
         ValueError: nothing in ``module`` is sharded, or ``dtype`` is no floating-point dtype.
@@ -126,11 +126,11 @@ class Sender:
     """
 
     version: int
-    """Of what was published last."""
+    """The version that was published last."""
     run: str
-    """Names these senders: others after a restart."""
+    """The name of these senders: another one after a restart."""
     damaged: int
-    """How many messages have arrived damaged. They count as lost."""
+    """The number of messages that arrived damaged. They count as lost."""
 
     def __init__(
         self,
@@ -156,21 +156,21 @@ class Sender:
 
     @property
     def versions(self) -> dict[Name, int | None]:
-        """The version that each receiver for which this rank has something has said it has, of this run. None: not yet."""
+        """The version that each receiver of this rank has confirmed in this run, or None if it has none."""
         with self._lock:
             found = {n: each.version for channel in self._channels.values() for n, each in channel.receivers.items()}
         return {name: None if version < 0 else version for name, version in found.items()}
 
     @property
     def history_nbytes(self) -> int:
-        """How many bytes of past messages are kept now."""
+        """The bytes of past messages that are kept now."""
         return sum(channel.nbytes for channel in self._channels.values())
 
     def publish(self) -> int:
-        """The values that parameters have now are the next version: send what has changed. All ranks must call it.
+        """Make the present values the next version, and send the changes. All ranks must call it.
 
-        No communication but by ``send``, and no rank waits. If ``send`` raises, the version is complete all the same: what
-        a receiver did not get it asks for. The first error is raised at the end.
+        Only ``send`` communicates, and no rank waits. If ``send`` raises, the version is complete all the same: receivers ask
+        for missing messages. The first error is raised at the end.
 
         Returns:
             The number of the version.
@@ -200,7 +200,7 @@ class Sender:
         return version
 
     def receive(self, message: Bytes) -> None:
-        """Take what a receiver has sent, in any order and however often, and answer by ``send``. Any thread may call it.
+        """Take a message of a receiver, in any order and however often, and answer by ``send``. Any thread may call it.
 
         Raises:
             ValueError: it is no message of a receiver.
@@ -221,7 +221,7 @@ class Sender:
             raise errors[0]
 
     def forget(self, name: Name) -> None:
-        """Send no more to this receiver. Nothing is kept for it. It comes again when it asks again."""
+        """Stop sending to this receiver, and drop its messages. It comes back when it asks again."""
         with self._lock:
             self._leave(name)
 
@@ -247,7 +247,7 @@ class Sender:
             yield from self._lacking(name, number, bases, state["held"])
 
     def _follower(self, state: dict[str, Any]) -> _Follower | None:
-        """Find the receiver that sent ``state``. None: of another run, channel or life, or what cannot be: it begins anew."""
+        """Return the receiver that sent ``state``, or None if it must begin anew: of another run, channel or life."""
         channel = self._channels.get(state["channel"])
         follower = None if channel is None else channel.receivers.get(state["name"])
         if follower is None or channel is None or (state["run"], state["nonce"][0]) != (self.run, follower.life):
@@ -259,7 +259,7 @@ class Sender:
         return {"run": self.run, "channel": channel, "source": self._rank}
 
     def _plan(self, name: Name, number: str, layout: list[Any] | None, nonce: list[Any]) -> bytes:
-        """What this receiver gets from this rank."""
+        """Return the message that lists what this receiver gets from this rank."""
         if number != channel_of(layout):
             raise wrong("Sender.receive", f"channel {number!r} is not of its layout")
         have = self._parameters()
@@ -290,7 +290,7 @@ class Sender:
         return [plain_name(name) for name, _ in self._module.named_parameters()]
 
     def _parameters(self) -> dict[str, _cells.Asked]:
-        """All of the module as it may be asked for: by each name."""
+        """Return all parameters of the module, under each of their names."""
         dtypes = {
             name: _cells.dtype_name(copy.dtype)
             for parts, copy in zip(self._values.plan, self._values.copies, strict=True)
@@ -307,7 +307,7 @@ class Sender:
     # -- messages ------------------------------------------------------------------------------------------------------
 
     def _updates(self, number: str, channel: _Sending, flats: Sequence[torch.Tensor], version: int) -> Iterator[bytes]:
-        """From the version before. The last one says so; there is one, though nothing has changed."""
+        """Yield the messages of a version, at least one. The last one says so."""
 
         def found() -> Iterator[bytes]:
             for at, cell in enumerate(channel.cells):
@@ -320,7 +320,10 @@ class Sender:
             yield message_of({**head, "index": index, "last": is_last}, payload)
 
     def _lacking(self, name: Name, number: str, bases: list[int] | None, held: dict[str, list[int]]) -> Iterator[bytes]:
-        """``bases``: the version of each cell that the receiver has, or -1. ``held``: messages of which versions."""
+        """Yield the messages that a receiver lacks.
+
+        ``bases``: its version of each cell, or -1. ``held``: its messages, by version.
+        """
         channel = self._channels[number]
         bases = [-1] * len(channel.cells) if bases is None else bases
         old = [cell for cell, base in enumerate(bases) if base < channel.start]
@@ -350,7 +353,7 @@ class Sender:
             errors.append(e)
 
     def _keep(self, channel: _Sending, version: int, message: bytes) -> None:
-        """As far as there is room: the oldest goes first."""
+        """Keep a message. Drop the oldest ones beyond the limit."""
         channel.keep(version, message)
         while self.history_nbytes > self._most:
             oldest = min(
@@ -362,7 +365,7 @@ class Sender:
 
 
 def _agree(has_values: list[bool]) -> list[tuple[str, list[int]]]:
-    """The name of the run, and the ranks that have something to send."""
+    """Return the name of the run, and the ranks that have values to send."""
     run = uuid.uuid4().hex[:12]
     return [(run, [rank for rank, has in enumerate(has_values) if has])] * len(has_values)
 
@@ -375,7 +378,7 @@ def _asked(given: Sequence[Any]) -> _cells.Asked:
 
 
 def _why_not(asked: Iterable[_cells.Asked], have: dict[str, _cells.Asked]) -> str | None:
-    """Why a receiver cannot have what it asks for. What this rank has not, another one may have."""
+    """Return why a receiver cannot have ``asked``, or None. Other ranks may have parameters that this one lacks."""
     for each in asked:
         whole = have.get(each.name)
         if whole is None:
@@ -398,7 +401,7 @@ def _why_not(asked: Iterable[_cells.Asked], have: dict[str, _cells.Asked]) -> st
 
 
 def _batches(sections: Iterable[bytes]) -> Iterator[tuple[list[bytes], bool]]:
-    """Sections for one message after the other, and whether it is the last: at least one."""
+    """Yield the sections of each message, at least one, and whether it is the last."""
     batch, size = list[bytes](), 0
     for section in sections:
         if batch and size + len(section) > _MESSAGE:

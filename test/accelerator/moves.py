@@ -14,23 +14,43 @@ from flatshard import CPUOffload, MixedPrecision
 from flatshard import ShardingStrategy as S
 from flatshard._comm.monitor.messages import interrupt
 from flatshard.elastic import _copies
+from flatshard.elastic._epochs import Epochs, Member
 from flatshard.elastic._exchange import Channel
-from flatshard.elastic._world import Member, World
+from flatshard.elastic._world import World
 
 cases = Cases()
 
 
-class Here(World):
-    """Ranks that live on: they fail together, meet, and go on in new groups."""
+class HereEpochs(Epochs):
+    """Ranks that live on: they meet in collectives, without a store."""
 
     def __init__(self, env: Env) -> None:
-        self.patience, self.has_ended, self.everyone = 20.0, False, env.group
-        every = [Member(rank, "here", rank, ("", 0)) for rank in range(env.size)]
-        self.me = every[env.rank]
-        self.form(0, every)
+        self.number, self.has_ended = 0, False
+        self.members = [Member(rank, "here", rank, ("", 0)) for rank in range(env.size)]
+        self.me, self.everyone = self.members[env.rank], env.group
+
+    def is_called(self) -> bool:
+        return False
+
+    def check_alive(self, ranks: Iterable[int]) -> None: ...
+
+    def meet(self, note: Any) -> list[tuple[Member, Any]]:
+        return list(zip(self.members, Channel(self.everyone, torch.device("cpu")).objects(note), strict=True))
+
+    def finish(self) -> bool:
+        self.has_ended = True
+        return True
+
+
+class Here(World):
+    """They fail together, meet, and go on in new groups."""
+
+    def __init__(self, env: Env) -> None:
+        self.patience, self.epochs = 20.0, HereEpochs(env)
+        self.form(0, self.epochs.members)
 
     def form(self, epoch: int, members: list[Member]) -> None:
-        self.epoch, self.members = epoch, members
+        self.epochs.number, self.epochs.members = epoch, members
         timeout = timedelta(seconds=self.patience)
         self.here, self.copies_group = dist.new_group(timeout=timeout), dist.new_group(backend="gloo", timeout=timeout)
 
@@ -43,22 +63,10 @@ class Here(World):
             interrupt(self.copies_group)
         self.copies_group = None
 
-    def called(self) -> bool:
-        return False
-
     def fail(self, text: str) -> None:
-        self.has_ended = True
+        self.epochs.has_ended = True
 
     def hang_up(self) -> None: ...
-
-    def check_alive(self, ranks: Iterable[int]) -> None: ...
-
-    def meet(self, note: Any) -> list[tuple[Member, Any]]:
-        return list(zip(self.members, Channel(self.everyone, torch.device("cpu")).objects(note), strict=True))
-
-    def finish(self) -> bool:
-        self.has_ended = True
-        return True
 
 
 def lost_connection(*_: Any) -> None:

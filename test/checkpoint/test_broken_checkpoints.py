@@ -32,6 +32,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import flatshard
 from flatshard import fully_shard, load_checkpoint, save_checkpoint
+from flatshard._comm import rendezvous
 from flatshard._comm.backends import timeout_of
 from flatshard.checkpoint import (
     MeetingError,
@@ -302,7 +303,7 @@ def test_a_rank_that_is_stopped_while_another_gives_up(ctx, path: str) -> None:
 
     def stopped(self: _barrier.Barrier, key: str, sender: int, began: float) -> str | None:
         found = await_note(self, key, sender, began)
-        while store.check([key]):
+        while self._keys.has(key):
             time.sleep(0.01)
         return found
 
@@ -355,16 +356,16 @@ def test_a_rank_that_dies_is_named(ctx, path: str) -> None:
 @ranks(3)
 def test_the_first_rank_leaves_last(ctx, path: str) -> None:
     """Rank 0, whose process may have the store, leaves last: also where it fails."""
-    take = _barrier.Barrier._take
+    take = rendezvous.Rendezvous.take
 
-    def late(self: _barrier.Barrier, key: str) -> Any:
+    def late(self: rendezvous.Rendezvous, key: str) -> Any:
         time.sleep(0.2)
         return take(self, key)
 
     store, state = ctx.group.get_group_store(), {"x": {str(i): torch.ones(3) for i in range(9)}}
     dist.barrier(ctx.group)
     keys = store.num_keys()
-    with patched(_barrier.Barrier, "_take", late, when=ctx.rank > 0):
+    with patched(rendezvous.Rendezvous, "take", late, when=ctx.rank > 0):
         for call, outcome in (
             (save_checkpoint, contextlib.nullcontext()),
             (save_checkpoint, expect("exists: choose another path")),
@@ -393,9 +394,9 @@ def test_a_write_may_take_long(ctx, path: str) -> None:
 
 def test_long_waits_cost_little(monkeypatch):
     now = [0.0]
-    monkeypatch.setattr(_barrier.time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(_barrier.time, "sleep", lambda seconds: now.__setitem__(0, now[0] + seconds))
-    looks = sum(1 for _ in itertools.takewhile(lambda waited: waited <= 3600, _barrier._waits()))
+    monkeypatch.setattr(rendezvous.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(rendezvous.time, "sleep", lambda seconds: now.__setitem__(0, now[0] + seconds))
+    looks = sum(1 for _ in itertools.takewhile(lambda waited: waited <= 3600, rendezvous.polls()))
     assert 3600 * 2 <= looks < 3600 * 2 + 300
 
 

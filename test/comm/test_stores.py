@@ -1,5 +1,7 @@
 """What ranks tell each other by a process group's store, with every kind of store that torch has."""
 
+import pickle
+import time
 import types
 from pathlib import Path
 from typing import Any
@@ -11,8 +13,11 @@ from pool import Pool
 from torch import Tensor, nn
 
 import flatshard
+from flatshard._comm.payloads import PLAIN
 from flatshard._comm.progress import Label
+from flatshard._comm.rendezvous import Rendezvous
 from flatshard._handle.reduction import Unused
+from flatshard.checkpoint._barrier import Barrier
 
 
 class Scales(nn.Module):
@@ -82,3 +87,50 @@ def test_equal_words_of_two_ranks_are_two(kind: str, tmp_path: Path) -> None:
     for unused in ranks:
         unused.ask(types.SimpleNamespace(wait=lambda: None))
         assert unused.found == {1}
+
+
+def store_of(kind: str, path: str) -> Any:
+    if kind == "tcp":
+        return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = dist.FileStore(path, 1) if kind == "file" else dist.HashStore()
+    return dist.PrefixStore("a/b", store) if kind == "prefix" else store
+
+
+@pytest.mark.parametrize("kind", ["tcp", "file", "hash", "prefix"])
+def test_keys_are_read_without_a_wait(kind: str, tmp_path: Path) -> None:
+    """Also the ones that are gone; and long values."""
+    store = store_of(kind, str(tmp_path / "store"))
+    keys, others = Rendezvous(store, "here/"), Rendezvous(store, "there/")
+    began = time.monotonic()
+    assert (keys.read("a"), keys.take("a"), keys.count("n"), keys.has("a")) == (None, None, 0, False)
+    assert keys.missing(["a", "b"]) == ["a", "b"]
+    long = ["x" * 1000] * 3000
+    for value in (None, 1, "1", [1, (2, {"a": (3.5, b"4"), 5: torch.int8})], long):
+        keys.put("a", value)
+        assert (others.read("a"), keys.has("a/2")) == (None, value is long)
+        assert keys.read("a") == keys.take("a") == value
+        assert keys.missing(["a", "a/0", "a/1", "a/2"]) == ["a", "a/0", "a/1", "a/2"]
+    assert keys.propose("b", [1]) == keys.propose("b", [2]) == keys.read("b") == [1]
+    assert (keys.add("n", 2), keys.add("n", -1), keys.count("n")) == (2, 1, 1)
+    assert time.monotonic() - began < 5
+    assert keys.await_all(["b", "n"], 5)
+    assert not keys.await_all(["b", "lacks"], 0.05)
+    keys.remove("b")
+    assert not keys.has("b")
+
+
+def test_nothing_in_a_store_is_executed(tmp_path: Path) -> None:
+    class Evil:
+        def __reduce__(self) -> Any:
+            return Path.touch, (tmp_path / "executed",)
+
+    store = dist.HashStore()
+    for data in (pickle.dumps(Evil()), b'{"Path": "x"}', b'{"dtype": "Tensor"}', b"[" * 10**5, b'{"a": 1, "b": 2}'):
+        store.set("flatshard/barrier/at/1", data)
+        with pytest.raises(
+            flatshard.MeetingError, match="save: the store, or another rank, holds data that this version did"
+        ):
+            Barrier(store, 0, range(2), "save", 5).__enter__()
+    assert not (tmp_path / "executed").exists()
+    with pytest.raises(TypeError, match="values of type object cannot be sent to other ranks"):
+        PLAIN.encode([object()])

@@ -29,6 +29,7 @@ from flatshard._comm.backends import GlooCollectives
 from flatshard._runtime import Runtime
 from flatshard.checkpoint import _disk, _writer
 from flatshard.elastic import Job, World, _checkpoints, _copies, _reshard
+from flatshard.elastic._epochs import Epochs
 
 STEPS = 6
 ROWS = 12
@@ -44,14 +45,14 @@ POINTS: dict[str, list[tuple[Any, str]]] = {
         (_disk.NewDirectory, "publish"),
     ],
     "recovery": [
-        (World, "meet"),
+        (Epochs, "meet"),
         (World, "form"),
-        (World, "_propose"),
+        (Epochs, "_propose"),
         (_reshard.Move, "_move_unit"),
         (_reshard.Move, "_set_states"),
         (_copies.Copies, "go_back"),
     ],
-    "end": [(World, "finish"), (World, "_mark")],
+    "end": [(Epochs, "finish"), (Epochs, "_mark")],
 }
 """Where a rank may die: before and after a call of one of these."""
 
@@ -196,7 +197,7 @@ def run_rank(plan: Plan, process: int, port: int, pipe: Any) -> None:
                 death.install()
                 death = None
             with job.attempt():
-                pipe.send(("step", step, [member.number for member in world.members], world.me.number))
+                pipe.send(("step", step, [member.number for member in world.epochs.members], world.epochs.me.number))
                 if plan.raises == process and step == 2:
                     raise ValueError("my own mistake")
                 while step in waits:

@@ -18,7 +18,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import flatshard
-from flatshard.elastic import Job, OutError, World, _copies, _wire
+from flatshard.elastic import Job, OutError, World, _copies, _exchange
+from flatshard.elastic._epochs import Epochs
 
 
 @pytest.fixture
@@ -34,7 +35,7 @@ def alone() -> Iterator[Callable[[], World]]:
 
     yield make
     for world in made:
-        world.has_ended = True
+        world.epochs.has_ended = True
         world.abort()
         with contextlib.suppress(OSError):
             world._socket.close()
@@ -115,7 +116,7 @@ def test_a_thread_that_is_left(monkeypatch):
         done.append(1)
 
     thread = _copies._Thread(do)
-    assert not thread.leave()
+    assert not thread.abandon()
     comes.set()
     thread._thread.join()
     assert not done
@@ -211,7 +212,7 @@ def test_how_a_loop_ends(alone):
         with job.attempt():
             one_step(model, optimizer, step)
         break
-    assert world.has_ended
+    assert world.epochs.has_ended
     assert world._store.get("finished") == b"1"
     world = alone(fresh=True)
     job, _, _ = job_in(world)
@@ -226,7 +227,7 @@ def test_a_process_that_ends_in_the_middle(alone):
     job, _, _ = job_in(world)
     run = job.steps(range(3))
     next(run)
-    world.has_ended = False
+    world.epochs.has_ended = False
     world._at_exit(os.getpid() + 1)  # of a child
     assert not world._store.check(["failed"])
     world._socket.close()  # as when the process dies
@@ -236,7 +237,7 @@ def test_a_process_that_ends_in_the_middle(alone):
         next(job_in(late)[0].steps(range(3)))
     run.close()
     world._store.delete_key("finished")
-    world.has_ended = False
+    world.epochs.has_ended = False
     world._at_exit(os.getpid())
     later = alone()
     with pytest.raises(RuntimeError, match="ended in the middle of the job"):
@@ -276,11 +277,11 @@ def test_what_comes_over_the_network_is_not_executed(alone, tmp_path):
     for data in (pickle.dumps(runs).hex(), "[" * 10**5, '{"eval": "1"}', '{"dtype": "nn"}', "{}"):
         world._store.set("1/decided", data)
         late, _, _ = job_in(alone())
-        with pytest.raises(ValueError, match="from the store, or from another rank"):
+        with pytest.raises(ValueError, match="the store, or another rank, holds data"):
             list(late.steps(range(2)))
     torch.save(runs, stream := io.BytesIO())
     with pytest.raises(pickle.UnpicklingError):
-        _wire.loaded(stream.getvalue())
+        _exchange.loaded(stream.getvalue())
     assert not any(tmp_path.iterdir())
 
 
@@ -306,13 +307,13 @@ def test_what_a_rank_that_joins_could_not_read(alone):
 
 def test_more_processes_than_begin_the_job(alone, monkeypatch):
     """Whoever is not among the first waits to join."""
-    enter = World._enter
+    enter = Epochs._enter
 
-    def come_too_late(world: World, epoch: int, note: Any) -> None:
-        enter(world, epoch, note)
-        world._propose(epoch, [(world.me._replace(number=7), None)])
+    def come_too_late(epochs: Epochs, epoch: int, note: Any) -> None:
+        enter(epochs, epoch, note)
+        epochs._propose(epoch, [(epochs.me._replace(number=7), None)])
 
-    monkeypatch.setattr(World, "_enter", come_too_late)
+    monkeypatch.setattr(Epochs, "_enter", come_too_late)
     world = alone()
     assert (world.joins, world.size) == (True, 1)
 
@@ -335,7 +336,7 @@ def test_checkpoints(alone, tmp_path):
         with job.attempt():
             one_step(model, optimizer, step)
         if step % 2:  # otherwise the next save may find this one under way
-            job._checkpoints._under[1].result()
+            job._checkpoints._under_way[1].result()
         if step == 5:
             expected = values(model)
         if step == 6:
@@ -367,8 +368,8 @@ def test_a_save_that_cannot_begin(alone, tmp_path):
                     (directory / f"step-{blocked}").mkdir(parents=True, exist_ok=True)
                 with job.attempt():
                     one_step(model, optimizer, step)
-                if job._checkpoints._under is not None:  # otherwise the next save may find this one under way
-                    job._checkpoints._under[1].result()
+                if job._checkpoints._under_way is not None:  # otherwise the next save may find this one under way
+                    job._checkpoints._under_way[1].result()
     assert sorted(path.name for path in directory.iterdir()) == ["step-2", "step-4", "step-6"]
     assert [text for text in said if "step-4 is not saved: " in text and "is no checkpoint" in text], said
 

@@ -175,7 +175,9 @@ QUERIES = (
 )
 # Types, arithmetic on them, names of actions; and checkpoints, whose plans torch's own functions exchange.
 QUIET_MODULES = r"device_mesh|tensor|checkpoint|pipelining\.schedules"
-COMMUNICATING = "_comm.backends _comm.fake_group _comm.monitor.messages elastic._world _composable.construct.groups"
+COMMUNICATING = (
+    "_comm.backends _comm.fake_group _comm.monitor.messages elastic._world elastic._epochs _composable.construct.groups"
+)
 HOOKING = "_composable.hooks planning._program optim._hooks elastic._job _handle.tensors.direct"
 HOOKING += " checkpoint._state_dict_hooks checkpoint._optim_state_dict "
 HOOKING += " ".join(name for name in TREES if name.startswith(("_composable.features.", "integrations.")))

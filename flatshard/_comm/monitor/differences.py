@@ -27,7 +27,7 @@ _PARAMETERS, _UNITS = 500, 1000  # maximum numbers in a description
 
 
 def flats_of(label: Label) -> Flats:
-    """The flat parameters of a unit. Their number and layout may differ between ranks that have the same label."""
+    """Return the flat parameters of a unit. Their number and layout may differ between ranks that have the same label."""
     handle: FlatParamHandle | None = label.handle()
     return [
         (str(b.kind.compute_dtype), b.layout.shard_numel, [(i.fqn, list(i.shape)) for i in b.layout.params])

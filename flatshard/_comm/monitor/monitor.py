@@ -83,7 +83,7 @@ class GroupMonitor:
 
 
 def _may_change(group: dist.ProcessGroup) -> bool:
-    """Whether the group may be given other ranks (torch 2.15: ``reconfigure``)."""
+    """Return whether the group may get other ranks (torch 2.15: ``reconfigure``)."""
     try:
         return bool(getattr(group, "supports_reconfigure", False))
     except RuntimeError:  # it has several backends, or one that is written in Python: torch refuses the question

@@ -15,7 +15,6 @@ same on all ranks, whatever one of them did alone. Every rank gets all messages,
 from __future__ import annotations
 
 import hashlib
-import json
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -27,15 +26,15 @@ from flatshard import _trace
 from flatshard._comm.backends import builtin_collectives, has_gloo
 from flatshard._comm.collectives import Pending
 from flatshard._comm.monitor.differences import Described, described, difference, flats_of, settings, start_of
-from flatshard._comm.monitor.messages import all_set
 from flatshard._comm.progress import RESERVED, SAME_ORDER, Issued, Label
+from flatshard._comm.rendezvous import Rendezvous
 from flatshard._errors import OutOfStepError
 
 _LABELS = Label("the order check", RESERVED + 4), Label("the order check", RESERVED)  # about gathers, about reductions
 _HASH, _TEXT = 8, 496  # bytes of a message: a hash of the order, one of the unit's first values, then the text
 _BYTES = 2 * _HASH + _TEXT
 _NAME = 80  # maximum characters of a unit's name in a message
-_UNIT, _PATIENCE = "flatshard/unit/", 10.0  # store keys of unit descriptions; seconds to wait for those of other ranks
+_PATIENCE = 10.0  # seconds to wait for descriptions of other ranks' units
 _OTHER_STARTS = (
     "fully_shard: ranks had different values of the same parameters, so the model has parts of each. Call "
     "torch.manual_seed(...) alike on all ranks before the model is built, or fully_shard(..., sync_module_states=True) to "
@@ -116,18 +115,19 @@ class Comparison:
             warnings.warn(_OTHER_STARTS, stacklevel=2)  # without a name, so that Python shows it once
 
     def _exchange(self, ranks: list[int]) -> dict[int, Described]:
-        """The units of these ranks, by way of the process group's store. All ranks call this, as all are about to raise."""
-        store, found = self._store(), {}
+        """Return the units of these ranks, by rank. All ranks call this, as all are about to raise."""
+        store = self._store()
         if store is None:
             return {}
-        if self._rank in ranks:
-            store.set(f"{_UNIT}{self._rank}", json.dumps(described(self._issued)))
+        units = Rendezvous(store, "flatshard/unit/")
         try:
-            if all_set(store, [f"{_UNIT}{rank}" for rank in ranks], _PATIENCE):
-                found = {rank: json.loads(store.get(f"{_UNIT}{rank}")) for rank in ranks}
+            if self._rank in ranks:
+                units.put(str(self._rank), described(self._issued))
+            if units.await_all([str(rank) for rank in ranks], _PATIENCE):
+                return {rank: units.read(str(rank)) for rank in ranks}
         except RuntimeError as e:  # a rank has exited: the error is raised without the descriptions
             _trace.logger.debug("no description of the units: %s", e)
-        return found
+        return {}
 
 
 def _line(ranks: list[int], row: bytes) -> str:

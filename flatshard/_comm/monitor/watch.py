@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import atexit
 import inspect
-import json
 import os
 import threading
 import time
@@ -38,8 +37,9 @@ from flatshard._comm.backends import BuiltinCollectives, GlooCollectives
 from flatshard._comm.monitor.differences import described, difference
 from flatshard._comm.monitor.messages import interrupt
 from flatshard._comm.progress import NUMBERS, SAME_ORDER, Progress, here
+from flatshard._comm.rendezvous import Rendezvous
 
-_ALARM, _VERDICT, _POSITION = "flatshard/alarm", "flatshard/verdict", "flatshard/position/"
+_PREFIX, _ALARM, _VERDICT, _POSITION = "flatshard/", "alarm", "verdict", "position/"
 
 Position = dict[str, Any]
 """A rank's position, as JSON. ``waits``: [key, count, text] of the collective that it waits for, or None; ``unit``: that
@@ -69,10 +69,10 @@ _SAME_NUMBERS = (
 
 
 def verdict(collectives: BuiltinCollectives) -> str | None:
-    """The reason why a stuck rank interrupted the group. None if the group was not interrupted."""
+    """Return the reason why a stuck rank interrupted the group, or None if none did."""
     try:
         store = collectives.store()
-        return store.get(_VERDICT).decode() if store is not None and store.check([_VERDICT]) else None
+        return None if store is None else Rendezvous(store, _PREFIX).read(_VERDICT)
     except RuntimeError as e:  # the rank that hosts the store is gone, so the original error has to do
         _trace.logger.debug("no verdict: %s", e)
         return None
@@ -82,7 +82,7 @@ def verdict(collectives: BuiltinCollectives) -> str | None:
 
 
 def position(progress: Progress, at: int) -> Position:
-    """This rank's position now."""
+    """Return this rank's position now."""
     waits = here.waiting
     if waits is not None and waits.progress is not progress:
         waits = None
@@ -100,7 +100,7 @@ def position(progress: Progress, at: int) -> Position:
 
 
 def _inside() -> list[Any] | None:
-    """The collective of the user's that the main thread is in, and the ranks that it needs. None: in none that is known."""
+    """Return the user's collective that the main thread is in and the ranks that it needs, or None if it is in none."""
     found = _frames.main_thread_in(_SYMMETRIC, _FILE)
     if found is None:
         return None
@@ -111,18 +111,18 @@ def _inside() -> list[Any] | None:
 
 
 def _missing(positions: Mapping[int, Position], rank: int) -> list[int]:
-    """The ranks that have not issued the collective that ``rank`` waits for."""
+    """Return the ranks that have not issued the collective that ``rank`` waits for."""
     key, count, _ = positions[rank]["waits"]
     return [r for r, p in positions.items() if r != rank and p["counts"].get(str(key), 0) < count]
 
 
 def _waits_for_numbers(mine: Position) -> bool:
-    """Whether this rank waits for a norm, or other numbers."""
+    """Return whether this rank waits for a norm or other numbers."""
     return mine["waits"] is not None and mine["waits"][0] == NUMBERS
 
 
 def _has_left(other: Position, mine: Position) -> bool:
-    """Whether the rank of ``other`` has left the forward or backward that the rank of ``mine`` is in.
+    """Return whether the rank of ``other`` has left the forward or backward that the rank of ``mine`` is in.
 
     It has if it is in no forward or backward now, and has issued the first collective of that one. Numbers of forwards
     cannot be compared: a rank may have run some alone, with parameters that stay unsharded.
@@ -139,12 +139,12 @@ def _has_left(other: Position, mine: Position) -> bool:
 
 
 def _needs(other: Position, mine: Position) -> bool:
-    """Whether the rank of ``other`` is in a collective of the user's that the rank of ``mine`` has not come to."""
+    """Return whether the rank of ``other`` is in a collective of the user that the rank of ``mine`` has not begun."""
     return other["inside"] is not None and mine["rank"] in other["inside"][1]
 
 
 def stuck(positions: Mapping[int, Position]) -> list[int]:
-    """The ranks that wait for a collective that will never be issued. [Note: Slow or stuck]"""
+    """Return the ranks that wait for a collective that will never be issued. [Note: Slow or stuck]"""
     found = {r for r, p in positions.items() if p["waits"] is not None}
     while True:
         freed = {
@@ -161,7 +161,7 @@ def stuck(positions: Mapping[int, Position]) -> list[int]:
 
 
 def describe(positions: Mapping[int, Position], found: list[int]) -> str:
-    """The error text for the stuck ranks ``found``: their positions, and those of the ranks that they wait for."""
+    """Return the error text for the stuck ranks ``found``: their positions, and the positions of ranks that they wait for."""
     lines, told = [], sorted({*found, *(s for r in found for s in _missing(positions, r))})
     for rank in told:
         place = positions[rank]
@@ -218,6 +218,7 @@ class _Watched:
         store = None if collectives is None else collectives.store()
         if collectives is None or store is None or progress is None:
             return False
+        keys = Rendezvous(store, _PREFIX)
         waiting, now = here.waiting, time.monotonic()
         wait = None if waiting is None else (id(waiting.progress), waiting.key, waiting.number)
         if wait != self._waiting:
@@ -225,27 +226,26 @@ class _Watched:
         mine = waiting is not None and waiting.progress is progress
         stalled = mine and now - self._since >= limit()
         if stalled is not self._alarmed:
-            store.add(_ALARM, 1 if stalled else -1)
+            keys.add(_ALARM, 1 if stalled else -1)
             self._alarmed = stalled
-        self.is_alarmed = store.add(_ALARM, 0) > 0
+        self.is_alarmed = keys.count(_ALARM) > 0
         if not self.is_alarmed:
             self._first.clear()
             return True
         self._at += 1
-        store.set(f"{_POSITION}{collectives.rank}", json.dumps(position(progress, self._at)))
-        return not (stalled and self._judge(collectives, store))
+        keys.put(f"{_POSITION}{collectives.rank}", position(progress, self._at))
+        return not (stalled and self._judge(collectives, keys))
 
-    def _judge(self, collectives: GlooCollectives, store: Any) -> bool:
-        """Whether this rank is stuck. If so, the group has been interrupted."""
-        if store.check([_VERDICT]):  # another rank closed its connections, but this one may wait for a third rank
+    def _judge(self, collectives: GlooCollectives, keys: Rendezvous) -> bool:
+        """Return whether this rank is stuck. If so, interrupt the group."""
+        if keys.has(_VERDICT):  # another rank closed its connections, but this one may wait for a third rank
             interrupt(collectives.group)
             return True
         settled = {}
         for rank in range(self.world_size):
-            key = f"{_POSITION}{rank}"
-            if not store.check([key]):
+            now: Position | None = keys.read(f"{_POSITION}{rank}")
+            if now is None:
                 continue
-            now: Position = json.loads(store.get(key))
             first = self._first.setdefault(rank, now)
             if any(first[k] != now[k] for k in ("waits", "inside", "place", "counts")):
                 self._first[rank] = now
@@ -255,7 +255,7 @@ class _Watched:
         if collectives.rank not in found:
             self._log_slow_rank(collectives.rank, settled)
             return False
-        store.compare_set(_VERDICT, "", describe(settled, found))
+        keys.propose(_VERDICT, describe(settled, found))
         interrupt(collectives.group)
         return True
 
@@ -276,7 +276,7 @@ class _Watched:
 
 
 def limit() -> float:
-    """Seconds after which a wait counts as long. Shorter in the first passes, where most mistakes show."""
+    """Return the seconds after which a wait counts as long: fewer in the first passes, where most mistakes show."""
     waiting = here.waiting
     checked = waiting is not None and waiting.number <= _config.checked_collectives()
     return min(_config.WATCH_SECONDS, 2.0) if checked else _config.WATCH_SECONDS

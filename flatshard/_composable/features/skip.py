@@ -23,7 +23,6 @@ inputs. A module of a group may be frozen, or have no parameters, where others o
 from __future__ import annotations
 
 import sys
-import time
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -34,6 +33,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from flatshard import _frames
 from flatshard._comm.progress import GATHER, NOBODY
+from flatshard._comm.rendezvous import Rendezvous, polls
 from flatshard._composable.backward import Backward
 from flatshard._composable.extensions import Extension, ForwardFeature
 from flatshard._composable.find import unit_for, units_below, units_of
@@ -77,7 +77,7 @@ class RanInside(ForwardFeature):
         if forward.in_backward or (output is None and sys.exc_info()[1] is not None):
             return
         if torch.is_grad_enabled() and not _trains(forward.unit, forward.module):
-            self._tell(forward.unit, forward.module, output)
+            self._publish(forward.unit, forward.module, output)
         order = context.order.current
         inside = [] if order[-1] is forward.module else _since(forward.module, order)
         ran_now = _merged(inside, len(order) - len(inside), elsewhere) if elsewhere else inside
@@ -99,12 +99,13 @@ class RanInside(ForwardFeature):
             self._label, self._comes, self._asked = unit.handle.ranks.label, {}, {}
         return self._comes.setdefault(module, set())
 
-    def _tell(self, unit: Unit, module: nn.Module, output: Any) -> None:
+    def _publish(self, unit: Unit, module: nn.Module, output: Any) -> None:
+        """Write to the store whether ``output`` requires a gradient, if this rank has not written that answer yet."""
         runtime, known = unit.handle.runtime, self._known(unit, module)
         if len(known) < 2 and (comes := any(t.requires_grad for t in tensors_in(output))) not in known:
             known.add(comes)
             if runtime.progress is not None and not unit.handle.never_gathers:
-                runtime.store().set(f"{_key(unit, module)}{comes}", "1")
+                _answers(unit, module).put(str(comes), True)
 
     def comes(self, unit: Unit, module: nn.Module, given: bool) -> bool:
         """Return whether backward comes to ``module`` of ``unit``, in which nothing trains and which this rank skips.
@@ -120,36 +121,33 @@ class RanInside(ForwardFeature):
             return given
         if not self._known(unit, module):
             number = runtime.progress.counts.get(unit.handle.ranks.label.tag + GATHER, 0)
-            self._comes[module] = self._ask(unit, module, number)
+            self._comes[module] = self._await_answers(unit, module, str(number))
         known = self._comes[module]
         return given if len(known) == 2 else True in known
 
-    def _ask(self, unit: Unit, module: nn.Module, number: int) -> set[bool]:
-        """Return the answers of other ranks, or none if all skip ``module`` now, after ``number`` gathers of the unit."""
-        runtime, key = unit.handle.runtime, _key(unit, module)
-        store, skipped = runtime.store(), f"{key}{number}"
-        until, pause = time.monotonic() + store.timeout.total_seconds(), 0.001
-        store.add(skipped, 1)
-        while True:
-            answers = {comes for comes in (False, True) if store.check([f"{key}{comes}"])}
-            if store.add(skipped, 0) >= runtime.world_size:  # the answers are of a later forward
+    def _await_answers(self, unit: Unit, module: nn.Module, skipped: str) -> set[bool]:
+        """Return the answers of other ranks, or none if all skip ``module`` now, which they count under the key ``skipped``."""
+        answers, runtime = _answers(unit, module), unit.handle.runtime
+        answers.add(skipped, 1)
+        for _ in polls(runtime.store().timeout.total_seconds(), longest=0.1):
+            found = {comes for comes in (False, True) if answers.has(str(comes))}
+            if answers.count(skipped) >= runtime.world_size:  # an answer found now is of a later forward
                 if module in self._asked and runtime.rank == 0:  # all ranks have read it
-                    store.delete_key(self._asked[module])
+                    answers.remove(self._asked[module])
                 self._asked[module] = skipped
                 return set()
-            if answers:
-                return answers
-            if time.monotonic() > until:
-                raise RuntimeError(
-                    f"skip: no rank has run unit {unit.fqn or '<root>'!r}, in which nothing trains, and not all have skipped "
-                    "it. Each rank must run it or call flatshard.skip in its place"
-                )
-            time.sleep(pause)
-            pause = min(2 * pause, 0.1)
+            if found:
+                return found
+        raise RuntimeError(
+            f"skip: no rank has run unit {unit.fqn or '<root>'!r}, in which nothing trains, and not all have skipped "
+            "it. Each rank must run it or call flatshard.skip in its place"
+        )
 
 
-def _key(unit: Unit, module: nn.Module) -> str:
-    return f"flatshard/comes/{unit.handle.ranks.label.tag}/{called_modules(unit.module).index(module)}/"
+def _answers(unit: Unit, module: nn.Module) -> Rendezvous:
+    """Return where ranks write whether backward comes to ``module`` of ``unit``."""
+    number = called_modules(unit.module).index(module)
+    return Rendezvous(unit.handle.runtime.store(), f"flatshard/comes/{unit.handle.ranks.label.tag}/{number}/")
 
 
 def _trains(unit: Unit, module: nn.Module) -> bool:
