@@ -28,7 +28,8 @@ from flatshard._composable.find import contexts_of, units_of_parameters
 from flatshard._handle.adapters.tensor_parallel import is_dtensor
 from flatshard._handle.adapters.tensor_subclass import TensorSubclass, is_wrapper
 from flatshard._handle.handle import check_has_memory
-from flatshard.checkpoint._optim_params import Names, innermost, load_into, options_of, rekey, steps_only
+from flatshard._optimizers import innermost, load_into, options_of
+from flatshard.checkpoint._optim_params import Names, rekey, steps_only
 from flatshard.checkpoint._optim_state_dict import by_name, rows_of
 from flatshard.checkpoint._optim_state_load import loaded_options, stepped_elsewhere, to_load
 from flatshard.checkpoint._sharded_value import ShardedValue

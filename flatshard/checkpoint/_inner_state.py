@@ -17,9 +17,9 @@ import torch
 from torch.optim import Optimizer
 
 from flatshard._handle.adapters.tensor_subclass import is_wrapper
+from flatshard._optimizers import LENGTH, Group, first_tensors, shorter, steps_whole
 from flatshard.checkpoint._boxes import memory_dims
-from flatshard.checkpoint._first_steps import LENGTH, first_tensors, shorter
-from flatshard.checkpoint._optim_params import BY_EACH_RANK, Group, Named, steps_whole
+from flatshard.checkpoint._optim_params import BY_EACH_RANK, Named
 from flatshard.checkpoint._sharded_value import blocks_value
 
 Sizes = dict[str, int | None]

@@ -23,12 +23,11 @@ from flatshard._errors import name_list
 from flatshard._handle.adapters.tensor_subclass import is_wrapper
 from flatshard._handle.tensors.shard_info import ShardInfo
 from flatshard._handle.tensors.sharded_parameter import ShardedParameter, shard_info
+from flatshard._optimizers import params_of, steps_whole
 from flatshard.checkpoint._sharded_value import ShardedValue, check_source, local_source, sharded_value
 from flatshard.checkpoint._state_dict import Flat
 
-Optimizers = Optimizer | Iterable[Optimizer]
 State = dict[str, dict[str, Any]]
-Group = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -129,54 +128,11 @@ class Names:
         return [[named for p in group["params"] for named in self.of(p)] for group in optimizer.param_groups]
 
 
-def options_of(given: Group) -> Group:
-    """All that a group has besides parameters."""
-    return {key: value for key, value in given.items() if key not in ("params", "param_names")}
-
-
-def params_of(optimizer: Optimizer) -> list[nn.Parameter]:
-    """What it steps, in the order of ``state_dict()``'s numbers."""
-    return [param for given in optimizer.param_groups for param in given["params"]]
-
-
 def steps_only(module: nn.Module, optimizer: Optimizer) -> bool:
     """Whether all that ``optimizer`` steps is ``module``'s: parameters and flat parameters."""
     own = {id(p) for p in module.parameters()}
     own.update(id(flat.gradients.shard_param) for unit in units_below(module) for flat in unit.handle.flats)
     return all(id(param) in own for param in params_of(optimizer))
-
-
-def steps_whole(optimizer: Optimizer) -> bool:
-    """Whether its state is on the ranks that own the parameters: ``WholeParameterOptimizer``."""
-    return getattr(optimizer, "steps_whole_parameters", False)
-
-
-def defaults_of(optimizer: Optimizer) -> Group:
-    """The options of groups that are not given. None, if a class does without torch's constructor."""
-    return getattr(optimizer, "defaults", {})
-
-
-def as_list(optimizers: Optimizers) -> list[Optimizer]:
-    """One optimizer, or several: those that have the state, where others hold them."""
-    return list(map(innermost, [optimizers] if isinstance(optimizers, Optimizer) else optimizers))
-
-
-def innermost(optimizer: Optimizer) -> Optimizer:
-    """The optimizer that has the state, where another holds it: accelerate's, torch's ``_NamedOptimizer``."""
-    while "state" not in vars(optimizer) and not hasattr(type(optimizer), "first_step"):
-        inner = [value for value in vars(optimizer).values() if isinstance(value, Optimizer)]
-        if len(inner) != 1:
-            break
-        optimizer = inner[0]
-    return optimizer
-
-
-def load_into(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
-    """``optimizer.load_state_dict``. The list of its groups stays the same: who holds it sees what was loaded."""
-    groups = optimizer.param_groups
-    optimizer.load_state_dict(state_dict)
-    groups[:] = optimizer.param_groups
-    optimizer.param_groups = groups
 
 
 BY_EACH_RANK = "Save optimizer.state_dict() by each rank, and load it on the same rank of as many"

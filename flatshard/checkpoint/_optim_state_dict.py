@@ -29,21 +29,25 @@ from torch import nn
 from torch.optim import Optimizer
 
 from flatshard._handle.tensors.sharded_parameter import ShardedParameter
-from flatshard.checkpoint._first_steps import first_options, first_step_of
-from flatshard.checkpoint._inner_state import Quantised
-from flatshard.checkpoint._optim_params import (
+from flatshard._optimizers import (
     Group,
-    Named,
-    Names,
     Optimizers,
-    Row,
-    State,
     as_list,
+    first_options,
+    first_state,
     options_of,
     params_of,
+    steps_elsewhere,
+    steps_whole,
+)
+from flatshard.checkpoint._inner_state import Quantised
+from flatshard.checkpoint._optim_params import (
+    Named,
+    Names,
+    Row,
+    State,
     parts_of_state,
     shown,
-    steps_whole,
     take_loaded,
 )
 from flatshard.checkpoint._optim_whole import whole_state
@@ -136,8 +140,8 @@ def rows_of(
                 memory = optimizer.state.get(stepped, {})
                 if not memory and for_load is not False:
                     wanted = (n.param.requires_grad if asked is None else n.fqn in asked.params for n in held)
-                    is_elsewhere = steps_whole(optimizer) and not optimizer.steps_here(stepped)  # type: ignore[attr-defined]
-                    memory = first_step_of(optimizer, group, stepped)[0] if any(wanted) and not is_elsewhere else {}
+                    if any(wanted) and not steps_elsewhere(optimizer, stepped):
+                        memory = first_state(optimizer, group, stepped)
                 for named in held:
                     found = {} if quantised is None else quantised.shown(named, group, memory)
                     rows.append(Row(named, memory, _values(named, memory, found, steps_whole(optimizer), asked)))

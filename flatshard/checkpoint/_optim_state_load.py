@@ -10,19 +10,22 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from flatshard._handle.unit_ranks import UnitRanks
-from flatshard.checkpoint._barrier import agree
-from flatshard.checkpoint._first_steps import made_by_steps
-from flatshard.checkpoint._optim_params import (
+from flatshard._optimizers import (
     Group,
-    Named,
-    Names,
     Optimizers,
-    State,
     as_list,
     load_into,
+    made_by_steps,
     options_of,
-    rekey,
+    steps_elsewhere,
     steps_whole,
+)
+from flatshard.checkpoint._barrier import agree
+from flatshard.checkpoint._optim_params import (
+    Named,
+    Names,
+    State,
+    rekey,
 )
 from flatshard.checkpoint._optim_state_dict import hook_optimizer
 from flatshard.checkpoint._sharded_value import NO_VALUES, ShardedValue
@@ -179,7 +182,7 @@ class _Load:
             groups.append({**loaded_options(optimizer, given, options, self.strict), "params": list(ids)})
             for i, param, of_param in zip(ids, given["params"], held, strict=True):
                 saved = [n for n in of_param if n.fqn in self.values]
-                if saved and not _is_elsewhere(optimizer, param):
+                if saved and not steps_elsewhere(optimizer, param):
                     state[i] = self._joined(
                         param, {n.fqn: self._parts(n, steps_whole(optimizer)) for n in saved}, saved
                     )
@@ -254,9 +257,4 @@ def loaded_options(optimizer: Optimizer, given: Group, saved: Group, strict: boo
 
 def stepped_elsewhere(names: Names, optimizer: Optimizer) -> set[str]:
     """The names of parameters whose state is on another rank."""
-    return {n.fqn for group in names.groups(optimizer) for n in group if _is_elsewhere(optimizer, n.stepped)}
-
-
-def _is_elsewhere(optimizer: Optimizer, param: nn.Parameter) -> bool:
-    """Whether another rank steps it, and so has its state."""
-    return steps_whole(optimizer) and not optimizer.steps_here(param)  # type: ignore[attr-defined]
+    return {n.fqn for group in names.groups(optimizer) for n in group if steps_elsewhere(optimizer, n.stepped)}

@@ -44,8 +44,9 @@ from flatshard._errors import name_list
 from flatshard._handle.registrations import UNSHARDED
 from flatshard._handle.tensors.changes import changes
 from flatshard._handle.tensors.sharded_parameter import ShardedParameter, full_shape, shard_info
+from flatshard._optimizers import defaults_of, params_of
 from flatshard._runtime import Runtime
-from flatshard.checkpoint._optim_params import defaults_of, params_of, take_loaded
+from flatshard.checkpoint._optim_params import take_loaded
 from flatshard.checkpoint._optim_state_dict import hook_optimizer
 from flatshard.optim._lengths import why_not_by_length
 from flatshard.optim._offload import OffloadedOptimizer

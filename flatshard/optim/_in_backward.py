@@ -12,7 +12,7 @@ from flatshard._composable.features.user_hooks import register_gradients_reduced
 from flatshard._composable.find import units_of_parameters
 from flatshard._composable.state import Unit
 from flatshard._errors import name_list
-from flatshard.checkpoint._optim_params import params_of
+from flatshard._optimizers import params_of
 from flatshard.optim._hooks import check_optimizer
 from flatshard.optim._offload import OffloadedOptimizer
 

@@ -21,8 +21,7 @@ from flatshard._errors import name_list
 from flatshard._handle.flat_param import FlatParam
 from flatshard._handle.layout import FlatLayout
 from flatshard._handle.tensors.sharded_parameter import ShardedParameter, home_of
-from flatshard.checkpoint._first_steps import first_tensors, shorter
-from flatshard.checkpoint._optim_params import Group
+from flatshard._optimizers import Group, first_tensors, shorter
 from flatshard.optim._trial import Impossible
 
 Forms = dict[str, tuple[type, torch.dtype]]

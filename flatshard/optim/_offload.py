@@ -27,11 +27,10 @@ from torch.optim import Optimizer
 
 from flatshard._composable.state import owner_of
 from flatshard._handle.tensors.sharded_parameter import shard_info
-from flatshard.checkpoint._first_steps import copied_option, first_step
-from flatshard.checkpoint._optim_params import Group, options_of, params_of
+from flatshard._optimizers import Group, copied_option, options_of, params_of, step_copy, unhooked_step
 from flatshard.checkpoint._optim_state_dict import hook_optimizer
 from flatshard.optim._host_state import Traffic, Visit, nbytes_on
-from flatshard.optim._trial import Impossible, check_in_turns, unhooked_step
+from flatshard.optim._trial import Impossible, check_in_turns
 
 Unit = list[nn.Parameter]
 """The parameters that are stepped together."""
@@ -170,7 +169,7 @@ class OffloadedOptimizer(Optimizer):
 
         Changes nothing. For ``optim_state_dict(for_load=True)``.
         """
-        made, options = first_step(self.inner, group, torch.zeros_like(param.detach()))
+        made, options = step_copy(self.inner, group, torch.zeros_like(param.detach()))
         self._put_away({param: made}, [param])
         self._wait()
         return made, options

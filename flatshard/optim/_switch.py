@@ -20,8 +20,8 @@ from flatshard._composable.features.grad_sync import check_reduced
 from flatshard._composable.state import Unit
 from flatshard._errors import name_list
 from flatshard._handle.flat_param import FlatParam
+from flatshard._optimizers import Optimizers, as_list
 from flatshard._runtime import Streams
-from flatshard.checkpoint._optim_params import Optimizers, as_list
 from flatshard.checkpoint._state_dict import idle_flats
 from flatshard.optim._host_state import of_plain
 from flatshard.optim._offload import OffloadedOptimizer

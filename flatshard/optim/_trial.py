@@ -25,8 +25,7 @@ from torch.optim import Optimizer
 
 from flatshard._handle.tensors.aggregate import plainly
 from flatshard._handle.tensors.partial import NORMS, norm_arguments, retype
-from flatshard.checkpoint._first_steps import uncompiled
-from flatshard.checkpoint._optim_params import Group, defaults_of, options_of
+from flatshard._optimizers import Group, defaults_of, options_of, uncompiled, unhooked_step
 
 # Even, and above 128, because some optimizers factor their state from that size on.
 _SHAPES = {1: (260,), 2: (132, 130), 3: (132, 130, 2)}
@@ -178,15 +177,6 @@ def _stepped(
                     retype([grad], _TrialGradient, "whole", [whole])
             step(instance)
     return torch.cat([param.detach().flatten() for params in ranks for param in params])
-
-
-def unhooked_step(optimizer: Optimizer) -> Callable[..., Any]:
-    """The step of the optimizer's class, without the hooks that users registered, also for all optimizers."""
-    step: Any = type(optimizer).step
-    while getattr(step, "hooked", False):
-        step = step.__wrapped__
-    found: Callable[..., Any] = step
-    return found
 
 
 def _like(optimizer: Optimizer, settings: Group, params: list[nn.Parameter]) -> Optimizer:

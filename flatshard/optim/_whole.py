@@ -13,9 +13,8 @@ from torch.optim import Optimizer
 from flatshard._comm.collectives import Done, Pending, settle
 from flatshard._composable.find import flat_of
 from flatshard._handle.tensors.sharded_parameter import ShardedParameter, full_shape, shard_info
+from flatshard._optimizers import Group, copied_option, options_of, params_of, step_copy
 from flatshard._runtime import Runtime
-from flatshard.checkpoint._first_steps import copied_option, first_step
-from flatshard.checkpoint._optim_params import Group, options_of, params_of
 from flatshard.optim._owned import Owned, Stepped, move
 from flatshard.optim._trial import Impossible, check_one_by_one
 
@@ -59,7 +58,7 @@ class WholeParameterOptimizer(Optimizer):
         NotImplementedError: a parameter is sharded by tensor parallelism as well, so that no rank could have the whole.
     """
 
-    steps_whole_parameters = True  # `checkpoint/_optim_params.py`
+    steps_whole_parameters = True  # see `_optimizers.steps_whole`
 
     def __init__(
         self,
@@ -138,7 +137,7 @@ class WholeParameterOptimizer(Optimizer):
         Changes nothing, and does not communicate. For ``optim_state_dict(for_load=True)``.
         """
         assert self._inner is not None
-        return first_step(self._inner, group, torch.zeros(full_shape(param), dtype=param.dtype, device=param.device))
+        return step_copy(self._inner, group, torch.zeros(full_shape(param), dtype=param.dtype, device=param.device))
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

@@ -27,7 +27,7 @@ PACKAGES = [
     ["_handle", "_handle.adapters", "_handle.tensors"],
     ["_composable", "_composable.construct"],
     ["_composable.features", "_comm.monitor"],
-    ["_quantized", "_shared_memory", "_fake_group"],
+    ["_quantized", "_shared_memory", "_fake_group", "_optimizers"],
     ["optim", "checkpoint", "debug", "comm", "policies", "tensors"],
     ["planning", "elastic", "weights"],
     ["_extensions"],
