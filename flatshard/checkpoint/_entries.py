@@ -26,12 +26,12 @@ from torch.utils._pytree import tree_map_only
 
 from flatshard._composable.find import contexts_of, units_of_parameters
 from flatshard._handle.adapters.tensor_parallel import is_dtensor
-from flatshard._handle.adapters.tensor_subclass import TensorSubclass, is_wrapper
+from flatshard._handle.adapters.tensor_subclass import TensorSubclass
 from flatshard._handle.handle import check_has_memory
-from flatshard._optimizers import innermost, load_into, options_of
-from flatshard.checkpoint._optim_params import Names, rekey, steps_only
-from flatshard.checkpoint._optim_state_dict import by_name, rows_of
-from flatshard.checkpoint._optim_state_load import loaded_options, stepped_elsewhere, to_load
+from flatshard._optimizers import innermost, load_into, params_of
+from flatshard.checkpoint._optimizer_load import to_load
+from flatshard.checkpoint._optimizer_names import ParamNames, steps_only
+from flatshard.checkpoint._optimizer_state import OptimizerState
 from flatshard.checkpoint._sharded_value import ShardedValue
 from flatshard.checkpoint._state_dict import idle_flats
 from flatshard.checkpoint._state_dict_hooks import translates
@@ -116,20 +116,21 @@ class InPlace(Stateful):
         return self.value
 
 
-class Optimized(Stateful):
-    """An optimizer: its state by the names of its module's parameters, of which some are sharded."""
+class OptimizerEntry(Stateful):
+    """An optimizer: its state by the names of its module's parameters, of which some may be sharded."""
 
-    def __init__(self, key: str, value: Optimizer, names: Names, strict: bool) -> None:
+    def __init__(self, key: str, value: Optimizer, names: ParamNames, strict: bool) -> None:
         super().__init__(key, innermost(value), strict)
         self._given, self._names = value, names
         self._load: dict[str, Any] = {}
-        self._memory: dict[nn.Parameter, dict[str, torch.Tensor]] = {}  # of its state: what it has, or is to get
-        self._in_place: set[tuple[Any, ...]] = set()  # what of the template is in it
-        self.elsewhere = tuple(f"{key}.state.{fqn}." for fqn in stepped_elsewhere(names, value))
+        self._memory: dict[
+            nn.Parameter, dict[str, torch.Tensor]
+        ] = {}  # its tensors, old or new, that are read in place
+        self._in_place: set[tuple[Any, ...]] = set()  # their keys in the template
+        self.elsewhere = tuple(f"{key}.state.{fqn}." for fqn in names.names_elsewhere(value))
 
     def saved(self) -> Any:
-        rows, groups = rows_of(self._names, self.value, inside=True)
-        return {"state": by_name(rows), "param_groups": groups}
+        return OptimizerState.read(self._names, self.value, inside=True).to_dict()
 
     def sized(self, names: Iterable[str]) -> list[str]:
         return [name for name in names if name.startswith(f"{self.key}.param_groups.")]
@@ -137,38 +138,35 @@ class Optimized(Stateful):
     def template(self, names: Mapping[str, Any]) -> Any:
         prefix = f"{self.key}."
         wanted = {n.removeprefix(prefix): kind for n, kind in names.items() if n.startswith(prefix)}
-        if not self.strict:  # what the checkpoint lacks stays
-            state = self.saved()["state"]
-            own = ((f"state.{n}.{k}", value) for n, values in state.items() for k, value in values.items())
-            for name, value in own:
-                wanted |= dict.fromkeys([f"{name}.{n}" for n in value] if isinstance(value, dict) else [name])
-        rows, groups = rows_of(self._names, self.value, wanted, inside=True)
-        for named, memories, values in rows:
+        if not self.strict:  # state that the checkpoint lacks stays
+            for fqn, values in self.saved()["state"].items():
+                for key, value in values.items():
+                    inner = [f".{name}" for name in value] if isinstance(value, dict) else [""]
+                    wanted |= dict.fromkeys(f"state.{fqn}.{key}{name}" for name in inner)
+        state = OptimizerState.read(self._names, self.value, wanted, inside=True)
+        for param, memories, values in state.rows:
             for key, value in values.items():
                 memory = memories[key]
                 if isinstance(memory, torch.Tensor) and memory.dim():
-                    self._memory.setdefault(named.stepped, {})[key] = memory
-                    self._in_place.add(("state", named.fqn, key))
+                    self._memory.setdefault(param.stepped, {})[key] = memory
+                    self._in_place.add(("state", param.fqn, key))
                 else:
                     values[key] = copied(value)
-        return {"state": by_name(rows), "param_groups": copied(groups)}
+        state.groups = copied(state.groups)
+        return state.to_dict()
 
     def is_in_place(self, way: tuple[Any, ...]) -> bool:
-        return way[:3] in self._in_place
+        return way[:3] in self._in_place  # of a quantised value, the tensors inside
 
     def check(self, loaded: Any) -> None:
         small = {
             fqn: {key: value for key, value in values.items() if ("state", fqn, key) not in self._in_place}
             for fqn, values in loaded["state"].items()
         }
-        self._load = self._by_number({**loaded, "state": small})
-
-    def _by_number(self, loaded: dict[str, Any]) -> dict[str, Any]:
-        ((_, load),) = to_load(self._names, self.value, loaded, self.strict)
-        return load
+        ((_, self._load),) = to_load(self._names, self.value, {**loaded, "state": small}, self.strict)
 
     def install(self, loaded: Any, undos: list[Undo]) -> None:
-        """Options and counts by the optimizer's own ``load_state_dict``; its tensors keep their memory, or are new."""
+        """Load options and counts by the optimizer's own ``load_state_dict``; its tensors keep their memory, or are new."""
         optimizer, state, groups = self.value, self.value.state, self.value.param_groups
         before = list(groups)
 
@@ -183,41 +181,6 @@ class Optimized(Stateful):
 
     def result(self, loaded: Any) -> Any:
         return self._given
-
-
-class PlainOptimized(Optimized):
-    """An optimizer of a module that is not sharded: its own ``state_dict()``, by name."""
-
-    def __init__(self, key: str, value: Optimizer, names: Names, strict: bool) -> None:
-        super().__init__(key, value, names, strict)
-        self._order = [n.fqn for group in names.groups(value) for n in group]
-        if any(is_dtensor(p) for group in value.param_groups for p in group["params"]):
-            raise NotImplementedError(
-                f"{key!r} steps DTensors of a module that flatshard does not shard: save it by "
-                "torch.distributed.checkpoint, with get_optimizer_state_dict"
-            )
-
-    def saved(self) -> Any:
-        result = rekey(self.value.state_dict(), self._order)
-        groups = [{"params": g["params"], **options_of(g)} for g in result["param_groups"]]
-        inside = super().saved()["state"]
-        state = {
-            fqn: {key: inside[fqn][key] if is_wrapper(value) else value for key, value in values.items()}
-            for fqn, values in result["state"].items()
-        }
-        return {**result, "state": state, "param_groups": groups}
-
-    def template(self, names: Mapping[str, Any]) -> Any:
-        own = {k: v for k, v in self.value.state_dict().items() if k not in ("state", "param_groups")}
-        return {**copied(own), **super().template(names)}
-
-    def _by_number(self, loaded: dict[str, Any]) -> dict[str, Any]:
-        groups = []
-        for given, saved in zip(self.value.param_groups, loaded["param_groups"], strict=False):
-            options = loaded_options(self.value, given, options_of(saved), self.strict)
-            groups.append({**options, "params": saved["params"]})
-        more = loaded["param_groups"][len(groups) :]  # of which the optimizer tells
-        return rekey({**loaded, "param_groups": [*groups, *more]}, self._order, to="ids")
 
 
 def entries(state: Mapping[str, Any], strict: bool = True) -> list[Entry]:
@@ -247,8 +210,12 @@ def entries(state: Mapping[str, Any], strict: bool = True) -> list[Entry]:
                     f"optimizer {key!r} steps parameters of no module in the state: add the module, {{'model': model}}"
                 )
             flats = idle_flats(owner, "checkpoint") if units_of_parameters(owner) else []
-            kind = Optimized if flats else PlainOptimized
-            found.append(kind(key, value, Names(owner, "checkpoint", flats), strict))
+            if not flats and any(map(is_dtensor, params_of(value))):
+                raise NotImplementedError(
+                    f"{key!r} steps DTensors of a module that flatshard does not shard: save it by "
+                    "torch.distributed.checkpoint, with get_optimizer_state_dict"
+                )
+            found.append(OptimizerEntry(key, value, ParamNames(owner, "checkpoint", flats), strict))
         elif isinstance(value, nn.Module) and _shows_memory(value, shown[id(value)]):
             found.append(InPlace(key, value, strict, shown[id(value)]))
         elif callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None)):

@@ -46,8 +46,7 @@ from flatshard._handle.tensors.changes import changes
 from flatshard._handle.tensors.sharded_parameter import ShardedParameter, full_shape, shard_info
 from flatshard._optimizers import defaults_of, params_of
 from flatshard._runtime import Runtime
-from flatshard.checkpoint._optim_params import take_loaded
-from flatshard.checkpoint._optim_state_dict import hook_optimizer
+from flatshard.checkpoint._optimizer_hooks import hook_optimizer
 from flatshard.optim._lengths import why_not_by_length
 from flatshard.optim._offload import OffloadedOptimizer
 from flatshard.optim._trial import Impossible, check_one_by_one, looks_at_whole
@@ -112,7 +111,6 @@ def _see_state_dicts() -> None:
         _take_adopted(self)
         if any(isinstance(p, ShardedParameter) for p in params_of(self)):
             hook_optimizer(self)
-            take_loaded(self)
         return of_torch(self)
 
     Optimizer.state_dict = state_dict  # type: ignore[method-assign]
@@ -160,7 +158,6 @@ def check_optimizer(optimizer: Optimizer) -> None:
         if (why := _why_not_parts(optimizer, params)) is not None:
             raise RuntimeError(why)
         hook_optimizer(optimizer)
-        take_loaded(optimizer)
         _check_lost_rule(optimizer)
     _checked.add(optimizer)
 

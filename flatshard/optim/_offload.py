@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 from flatshard._composable.state import owner_of
 from flatshard._handle.tensors.sharded_parameter import shard_info
 from flatshard._optimizers import Group, copied_option, options_of, params_of, step_copy, unhooked_step
-from flatshard.checkpoint._optim_state_dict import hook_optimizer
+from flatshard.checkpoint._optimizer_hooks import hook_optimizer
 from flatshard.optim._host_state import Traffic, Visit, nbytes_on
 from flatshard.optim._trial import Impossible, check_in_turns
 

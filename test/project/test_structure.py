@@ -178,7 +178,7 @@ QUERIES = (
 QUIET_MODULES = r"device_mesh|tensor|checkpoint|pipelining\.schedules"
 COMMUNICATING = "_comm.backends _fake_group _comm.monitor.messages elastic._world _composable.construct.groups"
 HOOKING = "_composable.hooks planning._program optim._hooks elastic._job _handle.tensors.direct"
-HOOKING += " checkpoint._state_dict_hooks checkpoint._optim_state_dict "
+HOOKING += " checkpoint._state_dict_hooks checkpoint._optimizer_hooks "
 HOOKING += " ".join(name for name in TREES if name.startswith(("_composable.features.", "integrations.")))
 OF_PARAMETERS = (
     "_handle.tensors.sharded_parameter _handle.tensors.direct"  # hooking one is part of what the user sees of it
