@@ -76,14 +76,17 @@ def _note_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
     Version counters do not show a step in C++ through a pointer, or of an optimizer that skips empty shards.
     """
-    increment_version([p for p in _kept.get(optimizer, ()) if p.grad is not None and p.numel()])
+    increment_version([p for p in _kept.get(optimizer, ()) if p.grad is not None])
 
 
 def _kept_parameters(optimizer: Optimizer) -> list[nn.Parameter]:
-    """Return the parameters in units that stay gathered until a change, alone or in flat parameters."""
+    """Return the parameters in units that stay gathered until a change, alone or in flat parameters.
+
+    Shards without elements are among them: other ranks gather after the step, so this one must, too.
+    """
     kept = [flat for unit in all_units() if _keeps(unit.config) for flat in unit.handle.flats]
     ids = {id(p) for flat in kept for p in (*flat.params, flat.gradients.shard_param)}
-    return [p for p in params_of(optimizer) if id(p) in ids]
+    return [p for p in params_of(optimizer) if id(p) in ids and full_shape(p).numel()]
 
 
 def _take_adopted(optimizer: Optimizer) -> None:

@@ -26,7 +26,7 @@ from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
 from flatshard._composable.state import owner_of
-from flatshard._handle.tensors.sharded_parameter import shard_info
+from flatshard._handle.tensors.sharded_parameter import full_shape, shard_info
 from flatshard._optimizers import Group, copied_option, options_of, params_of, step_copy, unhooked_step
 from flatshard.checkpoint._optimizer_hooks import hook_optimizer
 from flatshard.optim._host_state import Traffic, Visit, nbytes_on
@@ -228,7 +228,8 @@ class OffloadedOptimizer(Optimizer):
                 self.ahead.update(params)
                 self._take_turn(visit, later)
         visit.release()
-        increment_version([p for p in params if p.grad is not None and p.numel()])  # see `_note_step`
+        stepped = [p for p in params if p.grad is not None and (p.numel() or full_shape(p).numel())]
+        increment_version(stepped)  # see `_note_step`
         for p in params:
             p.grad = None
         self._coming = None if later is None else (following, later)
