@@ -10,9 +10,9 @@ from flatshard.checkpoint._changed_params import (
     iter_changed_params,
 )
 from flatshard.checkpoint._job import load_checkpoint, save_checkpoint
-from flatshard.checkpoint._optim_params import rekey
-from flatshard.checkpoint._optim_state_dict import optim_state_dict
-from flatshard.checkpoint._optim_state_load import load_optim_state_dict, optim_state_dict_to_load
+from flatshard.checkpoint._optimizer_load import load_optim_state_dict, optim_state_dict_to_load
+from flatshard.checkpoint._optimizer_names import rekey
+from flatshard.checkpoint._optimizer_state import optim_state_dict
 from flatshard.checkpoint._safetensors import export_safetensors
 from flatshard.checkpoint._sharded_value import ShardedValue
 from flatshard.checkpoint._state_dict import full_state_dict, iter_full_params, load_local_state_dict, local_state_dict

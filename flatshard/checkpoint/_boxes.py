@@ -1,18 +1,18 @@
-"""A part of a tensor as rectangular boxes, in integers only.
+"""A shard of a tensor as rectangular boxes, in integers only.
 
 [Note: A range is a few boxes]
-A rank holds elements ``start:stop`` of a tensor in memory order: neither rows nor columns. But such a range of an n-D
-tensor is at most ``2 * n - 1`` boxes: what is left of the row where it begins, whole rows, what it has of the row where it
-ends, and the same within these rows. Elements 3:10 of a 4 x 3 tensor with rows of three are two boxes::
+A rank holds elements ``start:stop`` of a tensor in memory order: neither rows nor columns. But such a range of an n-D tensor
+is at most ``2 * n - 1`` boxes: the rest of its first row, full rows, the beginning of its last row, and the same within these
+two rows. Elements 3:10 of a 4 x 3 tensor with rows of three are two boxes::
 
     . . .
     a a a
     a a a     a: offsets (1, 0), sizes (2, 3)
     b . .     b: offsets (3, 0), sizes (1, 1)
 
-Checkpoints are made of boxes, so each rank writes and reads its own without asking anybody. Where the memory order is
-not row-major (channels-last, transposed) the boxes are found over the dimensions from the outermost in memory to the
-innermost, and then named in the tensor's own order of dimensions.
+Checkpoints are made of boxes, so each rank writes and reads its own without communication. If the memory order is not
+row-major (channels-last, transposed), boxes are found over the dimensions from the outermost in memory to the innermost, and
+then permuted to the tensor's own order of dimensions.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ _Ints = tuple[int, ...]
 
 
 class Box(NamedTuple):
-    """A rectangular region of a tensor, whose elements lie one after the other in a rank's part."""
+    """A rectangular region of a tensor, whose elements are contiguous in a rank's part."""
 
     start: int  # first element in the part
     numel: int
-    offsets: _Ints  # in the whole tensor
+    offsets: _Ints  # in the full tensor
     sizes: _Ints
     block_offsets: _Ints  # in the block
     stride: _Ints  # dense
@@ -41,20 +41,20 @@ class Box(NamedTuple):
 class Part:
     """Elements ``start:stop`` of a block of a tensor, in the block's memory order.
 
-    The block is the whole tensor, or what tensor parallelism gave to this rank.
+    The block is the full tensor, or this rank's block of it under tensor parallelism.
     """
 
-    shape: _Ints  # of the whole tensor
+    shape: _Ints  # of the full tensor
     block_shape: _Ints
     block_offsets: _Ints
     stride: _Ints  # of the block, dense
     start: int
     stop: int
-    is_copy: bool = False  # others write it
+    is_copy: bool = False  # another rank writes the same elements
 
     @classmethod
     def of_whole(cls, shape: _Ints, stride: _Ints, start: int, stop: int) -> Self:
-        """Of a tensor that is a single block."""
+        """Return the part of a tensor that is a single block."""
         return cls(shape, shape, (0,) * len(shape), stride, start, stop)
 
     @property
@@ -63,7 +63,7 @@ class Part:
 
     @cached_property
     def boxes(self) -> tuple[Box, ...]:
-        """In memory order. None for an empty part, but one of an empty tensor, so that a checkpoint knows of it."""
+        """The boxes, in memory order. An empty tensor has one, so that a checkpoint has an entry for it."""
         if math.prod(self.shape) == 0:
             zeros = (0,) * len(self.shape)
             return (Box(0, 0, zeros, self.shape, zeros, zeros),)
@@ -83,12 +83,12 @@ class Part:
 
 
 def memory_dims(shape: Sequence[int], stride: Sequence[int]) -> _Ints:
-    """The dimensions of a dense tensor, outermost in memory first. Where those of size 1 come doesn't matter."""
+    """Return the dimensions of a dense tensor, outermost in memory first. The place of those of size 1 is arbitrary."""
     return tuple(sorted(range(len(shape)), key=lambda d: (shape[d] == 1, -stride[d])))
 
 
 def range_boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[_Ints, _Ints]]:
-    """(offsets, sizes) of the boxes that make up elements ``start:stop`` of a row-major tensor, in order."""
+    """Yield (offsets, sizes) of the boxes that make up elements ``start:stop`` of a row-major tensor, in order."""
     if start >= stop:
         return
     if not shape:
@@ -115,7 +115,7 @@ def _in_row(row: int, shape: Sequence[int], start: int, stop: int) -> Iterator[t
 
 
 def cut(box: Box, offsets: Sequence[int], sizes: Sequence[int]) -> Box | None:
-    """What of a box is in a region of the whole tensor. Its elements lie apart: ``stride`` stays that of the box."""
+    """Return the intersection of a box with a region of the full tensor, or None. It keeps the stride of the box."""
     first = [max(a, b) for a, b in zip(box.offsets, offsets, strict=True)]
     ends = zip(box.offsets, box.sizes, offsets, sizes, strict=True)
     lengths = [min(a + n, b + m) - f for f, (a, n, b, m) in zip(first, ends, strict=True)]
@@ -128,7 +128,7 @@ def cut(box: Box, offsets: Sequence[int], sizes: Sequence[int]) -> Box | None:
 
 
 def split(box: Box, most: int) -> Iterator[Box]:
-    """``box`` in pieces of at most so many elements, one after the other in the order of its rows."""
+    """Split ``box`` into pieces of at most ``most`` elements, in the order of its rows."""
     if box.numel <= most:
         yield box
         return

@@ -1,9 +1,9 @@
-"""Weights for another system, such as an inference server: only what has changed, from each rank its own.
+"""Changed weights for another system, such as an inference server. Each rank sends those of its own shards.
 
 [Note: Few elements change]
-With small learning rates most elements stay the same in the dtype that computes, as a step is less than its last bit. So each
-rank keeps what it has sent, in that dtype, compares its shards with it, and sends what differs: no rank gathers anything. An
-element costs its value and a byte or two for where it is. Where most elements differ, all of a shard is sent as it is.
+With small learning rates most elements stay the same in the compute dtype, as a step is less than its last bit. So each rank
+keeps the values that it has sent, in that dtype, compares its shards with them, and sends the difference. No rank gathers
+anything. An element costs its value and a byte or two for its position. If most elements differ, the shard is sent in full.
 
 >>> since = SentParams(model)  # now the server has these weights, too: from a checkpoint, or by iter_full_params
 >>> ...  # steps
@@ -30,19 +30,19 @@ from flatshard.checkpoint._state_dict import check_dtype, idle_flats
 
 
 class PlacedPart(NamedTuple):
-    """Where a rank's part of a parameter lies in what it sends. Plain numbers and names: it pickles."""
+    """The place of a rank's shard of a parameter in its flat shard. It consists of plain numbers and names, so it pickles."""
 
-    names: tuple[str, ...]  # all under which the parameter is registered
+    names: tuple[str, ...]  # all names of the parameter
     start: int  # its first element in the flat shard
     part: Part
 
 
 Plan = list[list[PlacedPart]]
-"""For each flat shard of one rank the parts in it, in order."""
+"""For each flat shard of one rank, the shards of parameters in it, in order."""
 
 
 class ChangedParams(NamedTuple):
-    """Elements of one flat shard of the rank that sends it.
+    """Elements of one flat shard of the sending rank.
 
     Example::
 
@@ -52,21 +52,20 @@ class ChangedParams(NamedTuple):
             print(changed.flat, changed.values.shape, changed.nbytes)
     """
 
-    flat: int  # which of the rank's, as in ``SentParams.plan``
-    gaps: torch.Tensor | None  # uint8 or int16: where they are, by the elements between them; None: all elements
+    flat: int  # index of the flat shard in ``SentParams.plan``
+    gaps: torch.Tensor | None  # uint8 or int16: positions, as distances between elements; None for all elements
     values: torch.Tensor  # 1-D, in the dtype of ``SentParams``
 
     @property
     def nbytes(self) -> int:
-        """Of both tensors."""
+        """Bytes of both tensors."""
         return self.values.nbytes + (0 if self.gaps is None else self.gaps.nbytes)
 
 
 class SentParams:
-    """What a receiver has: this rank's parameters as they are now, in the dtype in which they compute.
+    """The values that a receiver has: a copy of this rank's shards as they are now, in the dtype in which they compute.
 
-    Holds a copy of the rank's shards in that dtype. Of values that several ranks have (replicas, parameters that nobody
-    shards) the first rank's are sent.
+    Values that several ranks have (replicas, parameters that nobody shards) are sent by the first of them.
 
     Example::
 
@@ -77,15 +76,15 @@ class SentParams:
     """
 
     plan: Plan
-    """What the receiver needs to know of this rank, once."""
+    """Layout of this rank's flat shards, which the receiver needs once."""
     copies: list[torch.Tensor]
-    """For each flat shard of ``plan`` its values as they were sent: 1-D."""
+    """For each flat shard of ``plan``, its values as they were sent, 1-D."""
 
     def __init__(self, module: nn.Module, *, dtype: torch.dtype | None = None) -> None:
         """
         Args:
             module: a sharded module, or one that holds sharded ones.
-            dtype: of what is sent of floating-point parameters. None: the one in which they compute.
+            dtype: in which floating-point parameters are sent. Default: the dtype in which they compute.
 
         Raises:
             ValueError: nothing in ``module`` is sharded, or ``dtype`` is no floating-point dtype.
@@ -102,14 +101,14 @@ class SentParams:
 
     @property
     def nbytes(self) -> int:
-        """Of all values here: what sending everything takes."""
+        """Bytes of all values, as sending everything would take."""
         return sum(t.nbytes for t in self.copies)
 
     def now(self, verb: str) -> list[torch.Tensor]:
-        """Internal: this rank's values that are compared with ``copies``: 1-D, in the master dtype.
+        """Internal: return this rank's values, to compare with ``copies``: 1-D, in the master dtype.
 
         Raises:
-            RuntimeError: they lie otherwise than in ``plan``; or called inside a forward or ``summon_full_params``.
+            RuntimeError: the layout is no longer that of ``plan``; or called inside a forward or ``summon_full_params``.
         """
         values = list(_own_values(self._module, verb))
         if _plan(self._module, values) != self.plan:
@@ -132,10 +131,10 @@ class SentParams:
 
 
 def iter_changed_params(since: SentParams) -> Iterator[ChangedParams]:
-    """What this rank's parameters have changed to since the receiver got them. Compared are bits in the dtype that is sent.
+    """Iterate over the elements of this rank's parameters that have changed since the receiver got them.
 
-    No communication, and any rank may do without the others. One flat shard is compared at a time, and counts as sent when
-    the next one is asked for. Where nothing has changed, nothing comes.
+    Bits are compared in the dtype that is sent. No communication; any rank may call it without the others. One flat shard is
+    compared at a time, and counts as sent when the next one is asked for. A shard without changes is left out.
 
     Example::
 
@@ -144,7 +143,7 @@ def iter_changed_params(since: SentParams) -> Iterator[ChangedParams]:
         messages = list(flatshard.checkpoint.iter_changed_params(sent))  # from each rank to the receiver
 
     Args:
-        since: what the receiver has. It is updated.
+        since: the values that the receiver has. They are updated.
 
     Raises:
         RuntimeError: called inside a forward or ``summon_full_params``.
@@ -175,10 +174,10 @@ def apply_changed_params(weights: Mapping[str, torch.Tensor], plan: Plan, change
             flatshard.checkpoint.apply_changed_params(weights, sent.plan, changed)  # this rank's elements are new
 
     Args:
-        weights: whole tensors by name, as ``state_dict()`` of the plain model has them. A tied parameter may be there under
+        weights: full tensors by name, as ``state_dict()`` of the plain model has them. A tied parameter may be there under
             any of its names.
         plan: the sender's ``SentParams.plan``.
-        changed: what it sent. It may be on another device.
+        changed: the elements that it sent. They may be on another device.
 
     Raises:
         ValueError: a parameter is in ``weights`` under none of its names, or has another shape. Nothing is changed.
@@ -208,7 +207,7 @@ def apply_changed_params(weights: Mapping[str, torch.Tensor], plan: Plan, change
 
 
 def _put(target: torch.Tensor, part: Part, at: torch.Tensor, values: torch.Tensor) -> None:
-    """``at``: elements of the part's block, in its memory order."""
+    """Write ``values`` to the elements ``at`` of the part's block, counted in its memory order."""
     if target.stride() == part.stride and tuple(target.shape) == part.block_shape:
         target.as_strided((target.numel(),), (1,))[at] = values
         return
@@ -218,15 +217,15 @@ def _put(target: torch.Tensor, part: Part, at: torch.Tensor, values: torch.Tenso
     target[tuple(index[d] for d in range(target.dim())) or ...] = values if target.dim() else values[0]
 
 
-# -- what is compared --------------------------------------------------------------------------------------------------
+# -- this rank's values ------------------------------------------------------------------------------------------------
 
 
 class _OwnValues(NamedTuple):
-    """Values that this rank sends."""
+    """A flat shard that this rank sends."""
 
     flat: torch.Tensor  # 1-D, in the master dtype
-    dtype: torch.dtype  # in which they compute
-    params: Sequence[tuple[nn.Parameter, int]]  # that have elements in it, from where on
+    dtype: torch.dtype  # of computation
+    params: Sequence[tuple[nn.Parameter, int]]  # with the first element of each in ``flat``
 
 
 def _own_values(module: nn.Module, verb: str) -> Iterator[_OwnValues]:
@@ -234,7 +233,7 @@ def _own_values(module: nn.Module, verb: str) -> Iterator[_OwnValues]:
     for _, buffers in flats:
         if buffers.ranks.is_first_replica:
             params = [(p, at.start) for p, at in zip(buffers.params, buffers.slices, strict=True) if at.numel]
-            # What is encoded depends on all values: encoded_gathers.py, [Note: Scales of encoded parameters].
+            # Not the encoded dtype, whose codes depend on all values: [Note: Scales of encoded parameters].
             dtype = buffers.options.compute_dtype or buffers.kind.dtype
             yield _OwnValues(buffers.shard, dtype, params)
     if all(unit.handle.ranks.is_rank0 for unit, _ in flats):
@@ -258,6 +257,6 @@ def _placed(source: _OwnValues, names: Mapping[int, list[str]]) -> Iterator[Plac
 
 
 def whole_part(param: nn.Parameter) -> Part:
-    """Of a parameter that nobody shards, whose values are taken by rows."""
+    """Return the part of a parameter that nobody shards: all of it, in row-major order."""
     shape = tuple(param.shape)
     return Part.of_whole(shape, torch.empty(shape, device="meta").stride(), 0, param.numel())

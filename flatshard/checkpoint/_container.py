@@ -1,16 +1,16 @@
-"""The bytes around a tensor's in a file, so that ``torch.load`` reads it; and sums by which damage is found.
+"""The bytes around a tensor in a file, so that ``torch.load`` reads it, and checksums.
 
 [Note: Memory as it is]
-``torch.distributed.checkpoint`` keeps each part of a tensor as ``torch.save`` writes it, one after the other in a file: a zip
-archive, whose records are not compressed. ``torch.save`` copies the tensor and writes record by record. Here the bytes
-before and after a tensor's own are made beforehand, as they follow from its dtype, shape and strides. So a rank writes its
-shards from where they lie, in a few large calls, and reads them to where they are to lie.
+``torch.distributed.checkpoint`` keeps each box of a tensor as ``torch.save`` writes it, one after the other in a file: a zip
+archive without compression. ``torch.save`` copies the tensor and writes record by record. Here the bytes before and after the
+tensor's own are made beforehand, as they follow from its dtype, shape and strides. So a rank writes shards directly from
+their memory, in a few large calls, and reads them directly into it.
 
 [Note: Sums]
-Of each MiB of what an entry holds: its 8-byte words in rows of 4,093, summed by columns; of these, each times an odd number
-of its own, the sum modulo 2**64. A bit that flips and a page of zeros change it. So do words that change places, unless a
-multiple of 4,093 lies between them: a prime, so pages and sectors may not. It takes an eighth of the time of zip's CRC-32,
-which is left 0, as torch does not look at it.
+Each MiB of an entry has a sum. Its 8-byte words are arranged in rows of 4,093 and added by column; the column sums are
+multiplied by odd weights and added modulo 2**64. A flipped bit or a page of zeros changes the sum. So do words that change
+places, unless their distance is a multiple of 4,093, a prime, so swapped pages and sectors are found. It takes an eighth of
+the time of zip's CRC-32, which is left 0, as torch does not check it.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class _Pickler(pickle.Pickler):
 
 @functools.lru_cache(maxsize=4096)
 def around(dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...], nbytes: int) -> tuple[bytes, bytes]:
-    """What comes before and after the ``nbytes`` of a dense tensor. What comes before has a multiple of the alignment."""
+    """Return the bytes before and after the ``nbytes`` of a dense tensor. The former are a multiple of the alignment."""
     stream = io.BytesIO()
     _Pickler(stream, 2).dump(_Tensor(_Storage(nbytes), 0, shape, stride, False, OrderedDict(), dtype))
     small = {"data.pkl": stream.getvalue(), "byteorder": sys.byteorder.encode(), "version": b"3\n"}
@@ -75,7 +75,7 @@ def around(dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...], 
     return bytes(head), bytes(directory) + end
 
 
-_WIDE = 2**32 - 1  # in zip: the number is of 8 bytes, elsewhere
+_WIDE = 2**32 - 1  # in zip: the number has 8 bytes and is elsewhere
 
 
 def _ints(width: int, *numbers: int) -> bytes:
@@ -83,11 +83,11 @@ def _ints(width: int, *numbers: int) -> bytes:
 
 
 _Memory = ctypes.c_char * 2**62
-"""Of any size: to make a type for each takes ten times as long as a view."""
+"""A type for any size: making one for each size takes ten times as long as a view."""
 
 
 def memory_of(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a dense tensor on CPU: shared, and alive for as long as the view is."""
+    """Return the bytes of a dense tensor on CPU, shared. The view keeps the tensor alive."""
     if tensor.nbytes == 0:
         return memoryview(b"")
     array = _Memory.from_address(tensor.data_ptr())
@@ -97,7 +97,7 @@ def memory_of(tensor: torch.Tensor) -> memoryview:
 
 @functools.cache
 def _weights() -> torch.Tensor:
-    """Odd, and as good as random: of the columns, of the words that fill no row, and of the bytes that fill no word."""
+    """Return pseudorandom odd weights: of the columns, of words that fill no row, and of bytes that fill no word."""
     x = torch.arange(1, 2 * _COLUMNS + 1, device="cpu") * -7046029254386353131
     for shift, factor in ((30, -4658895280553007687), (27, -7723592293110705685)):
         x = (x ^ (x >> shift)) * factor
@@ -106,13 +106,13 @@ def _weights() -> torch.Tensor:
 
 @functools.cache
 def _first_weights() -> tuple[list[int], int]:
-    """Of few words; and of bytes that fill no word."""
+    """Return the weights of the words of small tensors, and of bytes that fill no word."""
     return _weights()[: _FEW // 8].tolist(), int(_weights()[-1])
 
 
 def checksums(data: memoryview) -> bytes:
-    """Of each block: 8 bytes. [Note: Sums]"""
-    if 0 < data.nbytes <= _FEW:  # a count of steps, a bias: without calls of torch
+    """Return the sum of each block, 8 bytes each. [Note: Sums]"""
+    if 0 < data.nbytes <= _FEW:  # a step count, a bias: without calls of torch
         weights, last = _first_weights()
         full = data.nbytes // 8 * 8
         total: int = sum(map(operator.mul, data[:full].cast("Q"), weights))
@@ -126,7 +126,7 @@ def checksums(data: memoryview) -> bytes:
 
 
 def _checksums(data: memoryview, count: int, size: int) -> bytes:
-    """Of ``count`` blocks of ``size`` bytes each."""
+    """Return the sums of ``count`` blocks of ``size`` bytes each."""
     weights, words, totals = _weights(), size // 8, [0]
     if words:
         blocks = torch.frombuffer(data, dtype=torch.int64, count=count * words).view(count, words)

@@ -1,19 +1,19 @@
-"""The directory of a checkpoint: whole or not there.
+"""The directory of a checkpoint, which is complete or absent.
 
-[Note: Whole or not there]
+[Note: Complete or absent]
 Ranks write into a hidden directory beside the path. When all have written, rank 0 writes the metadata and renames the hidden
-directory to the path. Until that rename what was at the path stays; a checkpoint that is replaced is renamed first, renamed
-back if the new one cannot take its place, and removed last. A process that dies between two renames leaves the old one under
-a hidden name that ``find`` knows and the next save puts back. What a dead save has written is never read, and removed by the
-next save. A lock on the hidden directory, which ends with the process, keeps two jobs from saving to one path at once.
+directory to the path. The path keeps its previous content until that rename. A checkpoint that is replaced is renamed first,
+renamed back if the new one cannot take its place, and removed last. A process that dies between two renames leaves the old
+checkpoint under a hidden name, which ``find`` knows and the next save restores. Files of a dead save are never read, and are
+removed by the next save. A lock on the hidden directory keeps two jobs from saving to one path at once; it ends with the
+process.
 
-Whatever changes the disk is one of the functions ``make_directory`` to ``remove``: tests have each of them fail.
+Only the functions ``make_directory`` to ``remove`` change the disk. Tests make each of them fail.
 
 [Note: The disk writes meanwhile]
-What is written lies in the system's memory until a flush, and the disk does nothing until then. So the system is told of each
-few MiB, as they are written, that the disk may begin with them: it works while the next are summed and copied, and the flush
-finds little left. Nothing waits for it, and nothing is promised by it: what it says of errors is not looked at, as the flush
-says so, too.
+Written bytes stay in the system's memory until a flush, and the disk is idle until then. So we ask the system to start
+writing every few MiB. The disk works while the next bytes are summed and copied, and the flush finds little left. Nothing
+waits for this, and its errors are ignored: the flush reports them, too.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _RANGE_WRITE = 2  # SYNC_FILE_RANGE_WRITE, which Python does not name
 
 
 def make_directory(path: Path) -> None:
-    """Make ``path`` and what it lies in, with all of the new entries on the disk."""
+    """Make ``path`` and its parents, with all new entries on the disk."""
     if not path.is_dir():
         make_directory(path.parent)
         path.mkdir(exist_ok=True)
@@ -50,7 +50,7 @@ def make_directory(path: Path) -> None:
 
 
 def create(path: Path) -> int:
-    """An open, empty file."""
+    """Open an empty file."""
     return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
 
 
@@ -78,7 +78,7 @@ def read(file: int, buffers: Sequence[memoryview], at: int) -> None:
 
 
 def _all_of(buffers: Sequence[memoryview], some: Callable[[list[memoryview]], int]) -> None:
-    """Hand ``buffers`` to ``some``, which returns how many bytes it has done, until all are."""
+    """Call ``some`` with the rest of ``buffers`` until all are done. It returns the number of bytes that it has done."""
     for i in range(0, len(buffers), _IOV_MAX):
         rest = list(buffers[i : i + _IOV_MAX])
         while rest:
@@ -90,14 +90,14 @@ def _all_of(buffers: Sequence[memoryview], some: Callable[[list[memoryview]], in
 
 
 def begin_flush(file: int, start: int, nbytes: int) -> None:
-    """Have the disk begin with these bytes, where the system can be told so. [Note: The disk writes meanwhile]"""
+    """Have the disk begin with these bytes, if the system has a call for it. [Note: The disk writes meanwhile]"""
     if (sync := _sync_file_range()) is not None:
         sync(file, start, nbytes, _RANGE_WRITE)
 
 
 @functools.cache
 def _sync_file_range() -> Any:
-    """Linux's; None elsewhere."""
+    """Return Linux's function, or None elsewhere."""
     found = getattr(ctypes.CDLL(None), "sync_file_range", None)
     if found is not None:
         found.argtypes = ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint
@@ -105,12 +105,12 @@ def _sync_file_range() -> Any:
 
 
 def flush(file: int) -> None:
-    """Have what was written on the disk."""
+    """Flush a file to the disk."""
     os.fsync(file)
 
 
 def flush_directory(path: Path) -> None:
-    """Have the entries of a directory on the disk, where the file system can say so."""
+    """Flush the entries of a directory to the disk, if the file system supports it."""
     handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(handle)
@@ -127,16 +127,16 @@ def rename(source: Path, target: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove a directory, or nothing."""
+    """Remove a directory, if it exists."""
     if path.exists():
         shutil.rmtree(path)
 
 
 class NewFile:
-    """A file that is being written, from its beginning on. Leaving it, as a context, closes it, flushed or not.
+    """A new file to append to. Leaving its context closes it, flushed or not.
 
     Raises:
-        OSError: in all that it does, with its path.
+        OSError: from any method, with the file's path.
     """
 
     def __init__(self, path: Path) -> None:
@@ -145,7 +145,7 @@ class NewFile:
             self._file: int | None = create(path)
 
     def write(self, buffers: Sequence[memoryview]) -> None:
-        """Append, and have the disk begin with it."""
+        """Append ``buffers``, and have the disk begin with them."""
         assert self._file is not None
         with self._named():
             write(self._file, buffers)
@@ -154,7 +154,7 @@ class NewFile:
         self._end += nbytes
 
     def flush(self) -> None:
-        """Have all of it on the disk."""
+        """Flush the file to the disk."""
         assert self._file is not None
         with self._named():
             flush(self._file)
@@ -183,15 +183,15 @@ def _beside(path: Path, ending: str) -> Path:
 
 
 def real(path: str | os.PathLike[str]) -> Path:
-    """Where ``path`` is: a link is followed, so that what it leads to is replaced, and not the link."""
+    """Return ``path`` with links resolved, so that a save replaces the link's target and not the link."""
     return Path(os.path.realpath(path))
 
 
 def local(path: str | os.PathLike[str], verb: str) -> Path:
-    """``path``, which ``verb`` was given.
+    """Return ``path``, the argument of ``verb``.
 
     Raises:
-        ValueError: it begins with a scheme, ``s3://``: a folder of that name would be made here.
+        ValueError: it begins with a scheme (``s3://``), for which a local folder of that name would be made.
     """
     if _SCHEME.match(text := os.fspath(path)):
         raise ValueError(
@@ -205,7 +205,7 @@ _SCHEME = re.compile(r"[A-Za-z][\w+.-]+:/")  # `Path` leaves one slash
 
 
 class LocalPath:
-    """Has torch's readers and writers, which are made or reset with a path, refuse what is not local."""
+    """Makes torch's readers and writers refuse paths that are not local, when they are made or reset."""
 
     @property
     def path(self) -> Path:
@@ -218,10 +218,10 @@ class LocalPath:
 
 
 def find(path: Path) -> Path:
-    """Where the checkpoint of ``path`` lies.
+    """Return the directory of the checkpoint of ``path``, which may be a hidden one beside it.
 
     Raises:
-        FileNotFoundError: nowhere.
+        FileNotFoundError: there is no checkpoint.
     """
     if (path / METADATA).exists():
         return path
@@ -234,18 +234,18 @@ def find(path: Path) -> Path:
 
 
 class NewDirectory:
-    """A directory that is being written, by all ranks, and published or discarded by rank 0."""
+    """A directory that all ranks write, and rank 0 publishes or discards."""
 
     def __init__(self, path: Path, overwrite: bool) -> None:
-        """Make it, and clear what dead saves have left.
+        """Make a hidden directory, and remove the files of dead saves.
 
         Args:
-            path: where it is to be in the end: see :func:`real`.
+            path: the final path: see :func:`real`.
             overwrite: replace a checkpoint that is there.
 
         Raises:
-            FileExistsError: there is something at ``path``, and not ``overwrite``, or it is no checkpoint.
-            BlockingIOError: another save to ``path`` is under way.
+            FileExistsError: ``path`` exists, and is no checkpoint or is not to be overwritten.
+            BlockingIOError: another save to ``path`` is running.
         """
         self.path, self.written, self._before = path, _beside(path, "saving"), _beside(path, "replaced")
         make_directory(self.written)
@@ -262,7 +262,7 @@ class NewDirectory:
             raise
 
     def publish(self) -> None:
-        """Put what was written in its place."""
+        """Rename the hidden directory to the final path."""
         flush_directory(self.written)
         replaces = self.path.exists()
         if replaces:
@@ -283,7 +283,7 @@ class NewDirectory:
             logger.warning("%r is saved. Left to be cleaned by the next save: %s", str(self.path), e)
 
     def discard(self) -> None:
-        """Remove what was written, unless it is published, as far as that is possible: the next save removes the rest."""
+        """Remove the directory unless it is published, as far as possible. The next save removes the rest."""
         if self._lock is not None:
             try:
                 with contextlib.suppress(OSError):
@@ -305,10 +305,10 @@ def _check_target(path: Path, overwrite: bool) -> None:
 
 
 def _locked(file: Path, path: Path) -> int:
-    """A lock that ends with this process. Where the file system has none (some of a network), none is taken.
+    """Lock ``file`` until this process ends, if the file system has locks: some network file systems have none.
 
     Raises:
-        BlockingIOError: another process, or another save of this one, holds it.
+        BlockingIOError: another process, or another save of this one, holds the lock.
     """
     handle = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:

@@ -1,21 +1,20 @@
-"""What a job's state is made of: how each kind of it is saved, and loaded so that a failure changes nothing.
+"""The entries of a job's state: how each kind is saved, and loaded so that a failure changes nothing.
 
 [Note: Nothing is changed by a failed load]
-Loading has three phases, and all ranks have ended one before any begins the next.
+Loading has three phases, and all ranks end one before any begins the next.
 
-1. All is checked that can be: names, shapes, files, sums; what optimizers will be given. Values that are no tensors are read,
-   and what belongs to objects that only take a state dict as a whole is read beside.
-2. What may refuse, takes over: objects with a ``load_state_dict`` of their own, optimizers (their options, and room for their
-   tensors). If one raises, on any rank, those that were asked are given back what they had.
-3. Shards and optimizers' tensors are read into their places. Nothing but the disk can fail here, just after all of it was
-   read once.
+1. Check names, shapes, files, sums, and what optimizers will load. Read values that are no tensors. Read the state of objects
+   that load a complete state dict into memory of its own.
+2. Load what may refuse: objects with a ``load_state_dict`` of their own, and optimizers (their options, and memory for their
+   tensors). If one raises on any rank, all that have loaded get back their previous state.
+3. Read shards and optimizers' tensors in place. Only the disk can fail here, just after everything was read once.
 
-So a load needs no memory beside that of training: parameters and optimizer state once.
+So a load needs no memory beyond that of training: parameters and optimizer state once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -26,11 +25,12 @@ from torch.utils._pytree import tree_map_only
 
 from flatshard._composable.find import contexts_of, units_of_parameters
 from flatshard._handle.adapters.tensor_parallel import is_dtensor
-from flatshard._handle.adapters.tensor_subclass import TensorSubclass, is_wrapper
+from flatshard._handle.adapters.tensor_subclass import TensorSubclass
 from flatshard._handle.handle import check_has_memory
-from flatshard.checkpoint._optim_params import Names, innermost, load_into, options_of, rekey, steps_only
-from flatshard.checkpoint._optim_state_dict import by_name, rows_of
-from flatshard.checkpoint._optim_state_load import loaded_options, stepped_elsewhere, to_load
+from flatshard._optimizers import innermost, load_into, params_of
+from flatshard.checkpoint._optimizer_load import to_load
+from flatshard.checkpoint._optimizer_names import ParamNames, steps_only
+from flatshard.checkpoint._optimizer_state import OptimizerState
 from flatshard.checkpoint._sharded_value import ShardedValue
 from flatshard.checkpoint._state_dict import idle_flats
 from flatshard.checkpoint._state_dict_hooks import translates
@@ -39,36 +39,32 @@ Undo = Callable[[], object]
 
 
 class Entry:
-    """One value of a job's state: here a tensor or a plain value, which the caller gets back as it was read."""
+    """A value of a job's state: in this class a tensor or a plain value, which is read and returned to the caller."""
 
     def __init__(self, key: str, value: Any, strict: bool = True) -> None:
         self.key, self.value, self.strict = key, value, strict
-        self.elsewhere: tuple[str, ...] = ()  # what other ranks load: the beginnings of its names
+        self.elsewhere: tuple[str, ...] = ()  # prefixes of names that other ranks load
 
     def saved(self) -> Any:
-        """What is written."""
+        """Return the value to write."""
         return self.value
 
-    def sized(self, names: Iterable[str]) -> list[str]:
-        """Return the ``names`` for which ``template`` takes as much memory as the checkpoint says."""
-        return []
-
     def template(self, names: Mapping[str, Any]) -> Any:
-        """What is to be filled with what is read. ``names``: what the checkpoint has, by name."""
+        """Return the value to fill with what is read. ``names``: the checkpoint's metadata by name."""
         return copied(self.saved())
 
-    def is_in_place(self, way: tuple[Any, ...]) -> bool:
-        """Whether a value of the template is memory that training uses: it is read in phase 3."""
+    def is_in_place(self, path: tuple[Any, ...]) -> bool:
+        """Return whether the template's value at ``path`` is memory that training uses, and so is read in phase 3."""
         return False
 
     def check(self, loaded: Any) -> None:
-        """Phase 1 ends: ``loaded`` is the template, filled but for what is in place. Raises if ``install`` would."""
+        """Raise if ``install`` would, at the end of phase 1. In ``loaded``, only values in place are not read yet."""
 
     def install(self, loaded: Any, undos: list[Undo]) -> None:
-        """Phase 2: take over what was read. How to undo it is added to ``undos`` first."""
+        """Load what was read, in phase 2, after adding to ``undos`` how to undo it."""
 
     def result(self, loaded: Any) -> Any:
-        """What the caller gets."""
+        """Return the caller's value."""
         return loaded
 
 
@@ -89,12 +85,12 @@ class Stateful(Entry):
 
 
 class InPlace(Stateful):
-    """A module whose state dict, ``shown``, is the memory of its parameters and buffers, and nothing else."""
+    """A module whose state dict, ``shown``, is memory of its parameters and buffers, and nothing else."""
 
     def __init__(self, key: str, value: nn.Module, strict: bool, shown: dict[str, Any]) -> None:
         super().__init__(key, value, strict)
         self._shown = shown
-        self._names: Mapping[str, Any] = {}  # what the checkpoint has
+        self._names: Mapping[str, Any] = {}  # the checkpoint's
 
     def saved(self) -> Any:
         return self._shown
@@ -103,7 +99,7 @@ class InPlace(Stateful):
         self._names = names
         return self._shown
 
-    def is_in_place(self, way: tuple[Any, ...]) -> bool:
+    def is_in_place(self, path: tuple[Any, ...]) -> bool:
         return True
 
     def install(self, loaded: Any, undos: list[Undo]) -> None:
@@ -111,63 +107,58 @@ class InPlace(Stateful):
 
     def result(self, loaded: Any) -> Any:
         read = [p for name, p in self.value.named_parameters() if f"{self.key}.{name}" in self._names]
-        increment_version(read)  # a rank that has no elements of one must see the change, too
+        increment_version(read)  # also of parameters of which this rank has no elements
         return self.value
 
 
-class Optimized(Stateful):
-    """An optimizer: its state by the names of its module's parameters, of which some are sharded."""
+class OptimizerEntry(Stateful):
+    """An optimizer: its state by the names of its module's parameters, of which some may be sharded."""
 
-    def __init__(self, key: str, value: Optimizer, names: Names, strict: bool) -> None:
+    def __init__(self, key: str, value: Optimizer, names: ParamNames, strict: bool) -> None:
         super().__init__(key, innermost(value), strict)
         self._given, self._names = value, names
         self._load: dict[str, Any] = {}
-        self._memory: dict[nn.Parameter, dict[str, torch.Tensor]] = {}  # of its state: what it has, or is to get
-        self._in_place: set[tuple[Any, ...]] = set()  # what of the template is in it
-        self.elsewhere = tuple(f"{key}.state.{fqn}." for fqn in stepped_elsewhere(names, value))
+        self._memory: dict[
+            nn.Parameter, dict[str, torch.Tensor]
+        ] = {}  # its tensors, old or new, that are read in place
+        self._in_place: set[tuple[Any, ...]] = set()  # their keys in the template
+        self.elsewhere = tuple(f"{key}.state.{fqn}." for fqn in names.names_elsewhere(value))
 
     def saved(self) -> Any:
-        rows, groups = rows_of(self._names, self.value, inside=True)
-        return {"state": by_name(rows), "param_groups": groups}
-
-    def sized(self, names: Iterable[str]) -> list[str]:
-        return [name for name in names if name.startswith(f"{self.key}.param_groups.")]
+        return OptimizerState.read(self._names, self.value, inside=True).to_dict()
 
     def template(self, names: Mapping[str, Any]) -> Any:
         prefix = f"{self.key}."
         wanted = {n.removeprefix(prefix): kind for n, kind in names.items() if n.startswith(prefix)}
-        if not self.strict:  # what the checkpoint lacks stays
-            state = self.saved()["state"]
-            own = ((f"state.{n}.{k}", value) for n, values in state.items() for k, value in values.items())
-            for name, value in own:
-                wanted |= dict.fromkeys([f"{name}.{n}" for n in value] if isinstance(value, dict) else [name])
-        rows, groups = rows_of(self._names, self.value, wanted, inside=True)
-        for named, memories, values in rows:
+        if not self.strict:  # state that the checkpoint lacks stays
+            for fqn, values in self.saved()["state"].items():
+                for key, value in values.items():
+                    inner = [f".{name}" for name in value] if isinstance(value, dict) else [""]
+                    wanted |= dict.fromkeys(f"state.{fqn}.{key}{name}" for name in inner)
+        state = OptimizerState.read(self._names, self.value, wanted, inside=True)
+        for param, memories, values in state.rows:
             for key, value in values.items():
                 memory = memories[key]
                 if isinstance(memory, torch.Tensor) and memory.dim():
-                    self._memory.setdefault(named.stepped, {})[key] = memory
-                    self._in_place.add(("state", named.fqn, key))
+                    self._memory.setdefault(param.stepped, {})[key] = memory
+                    self._in_place.add(("state", param.fqn, key))
                 else:
                     values[key] = copied(value)
-        return {"state": by_name(rows), "param_groups": copied(groups)}
+        state.groups = copied(state.groups)
+        return state.to_dict()
 
-    def is_in_place(self, way: tuple[Any, ...]) -> bool:
-        return way[:3] in self._in_place
+    def is_in_place(self, path: tuple[Any, ...]) -> bool:
+        return path[:3] in self._in_place  # a longer path leads to a tensor inside of a quantised value
 
     def check(self, loaded: Any) -> None:
         small = {
             fqn: {key: value for key, value in values.items() if ("state", fqn, key) not in self._in_place}
             for fqn, values in loaded["state"].items()
         }
-        self._load = self._by_number({**loaded, "state": small})
-
-    def _by_number(self, loaded: dict[str, Any]) -> dict[str, Any]:
-        ((_, load),) = to_load(self._names, self.value, loaded, self.strict)
-        return load
+        ((_, self._load),) = to_load(self._names, self.value, {**loaded, "state": small}, self.strict)
 
     def install(self, loaded: Any, undos: list[Undo]) -> None:
-        """Options and counts by the optimizer's own ``load_state_dict``; its tensors keep their memory, or are new."""
+        """Load options and counts by the optimizer's own ``load_state_dict``; its tensors keep their memory, or are new."""
         optimizer, state, groups = self.value, self.value.state, self.value.param_groups
         before = list(groups)
 
@@ -184,47 +175,12 @@ class Optimized(Stateful):
         return self._given
 
 
-class PlainOptimized(Optimized):
-    """An optimizer of a module that is not sharded: its own ``state_dict()``, by name."""
-
-    def __init__(self, key: str, value: Optimizer, names: Names, strict: bool) -> None:
-        super().__init__(key, value, names, strict)
-        self._order = [n.fqn for group in names.groups(value) for n in group]
-        if any(is_dtensor(p) for group in value.param_groups for p in group["params"]):
-            raise NotImplementedError(
-                f"{key!r} steps DTensors of a module that flatshard does not shard: save it by "
-                "torch.distributed.checkpoint, with get_optimizer_state_dict"
-            )
-
-    def saved(self) -> Any:
-        result = rekey(self.value.state_dict(), self._order)
-        groups = [{"params": g["params"], **options_of(g)} for g in result["param_groups"]]
-        inside = super().saved()["state"]
-        state = {
-            fqn: {key: inside[fqn][key] if is_wrapper(value) else value for key, value in values.items()}
-            for fqn, values in result["state"].items()
-        }
-        return {**result, "state": state, "param_groups": groups}
-
-    def template(self, names: Mapping[str, Any]) -> Any:
-        own = {k: v for k, v in self.value.state_dict().items() if k not in ("state", "param_groups")}
-        return {**copied(own), **super().template(names)}
-
-    def _by_number(self, loaded: dict[str, Any]) -> dict[str, Any]:
-        groups = []
-        for given, saved in zip(self.value.param_groups, loaded["param_groups"], strict=False):
-            options = loaded_options(self.value, given, options_of(saved), self.strict)
-            groups.append({**options, "params": saved["params"]})
-        more = loaded["param_groups"][len(groups) :]  # of which the optimizer tells
-        return rekey({**loaded, "param_groups": [*groups, *more]}, self._order, to="ids")
-
-
 def entries(state: Mapping[str, Any], strict: bool = True) -> list[Entry]:
-    """Those of a job's state.
+    """Return an entry for each value of a job's state.
 
     Raises:
         TypeError: ``state`` is no dict.
-        ValueError: a name is no string, or has a dot; an optimizer's module is not among them.
+        ValueError: a name is no string, or has a dot; an optimizer's module is not in ``state``.
     """
     if not isinstance(state, Mapping):
         raise TypeError(
@@ -232,13 +188,14 @@ def entries(state: Mapping[str, Any], strict: bool = True) -> list[Entry]:
             f"got a {type(state).__name__}"
         )
     modules = [v for v in state.values() if isinstance(v, nn.Module)]
-    shown = {id(module): _settled_state(module) for module in modules}
+    # State dicts of modules first: they end interrupted forwards, whose parameters optimizers could not find.
+    shown = {id(module): _sharded_state(module) for module in modules}
     found: list[Entry] = []
     for key, value in state.items():
         if not isinstance(key, str):
             raise ValueError(f"state has the name {key!r}, which is no string")
         if "." in key:
-            raise ValueError(f"state names {key!r}: a name with a dot could not be told from what is inside of {key!r}")
+            raise ValueError(f"state names {key!r}: a name with a dot could be that of a value inside of another")
         if isinstance(value, Optimizer):
             owner = next((m for m in modules if steps_only(m, value)), None)
             if owner is None:
@@ -246,8 +203,12 @@ def entries(state: Mapping[str, Any], strict: bool = True) -> list[Entry]:
                     f"optimizer {key!r} steps parameters of no module in the state: add the module, {{'model': model}}"
                 )
             flats = idle_flats(owner, "checkpoint") if units_of_parameters(owner) else []
-            kind = Optimized if flats else PlainOptimized
-            found.append(kind(key, value, Names(owner, "checkpoint", flats), strict))
+            if not flats and any(map(is_dtensor, params_of(value))):
+                raise NotImplementedError(
+                    f"{key!r} steps DTensors of a module that flatshard does not shard: save it by "
+                    "torch.distributed.checkpoint, with get_optimizer_state_dict"
+                )
+            found.append(OptimizerEntry(key, value, ParamNames(owner, "checkpoint", flats), strict))
         elif isinstance(value, nn.Module) and _shows_memory(value, shown[id(value)]):
             found.append(InPlace(key, value, strict, shown[id(value)]))
         elif callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None)):
@@ -257,8 +218,8 @@ def entries(state: Mapping[str, Any], strict: bool = True) -> list[Entry]:
     return found
 
 
-def _settled_state(module: nn.Module) -> dict[str, Any]:
-    """Its state dict, with sharded parameters also after ``unshard()``, and after a forward that was interrupted."""
+def _sharded_state(module: nn.Module) -> dict[str, Any]:
+    """Return the state dict with sharded parameters, also after ``unshard()`` and after a forward that was interrupted."""
     units = units_of_parameters(module)
     for context in contexts_of(units):
         if context.forwards and not context.is_running:
@@ -269,8 +230,9 @@ def _settled_state(module: nn.Module) -> dict[str, Any]:
 
 
 def _shows_memory(module: nn.Module, state: dict[str, Any]) -> bool:
+    """Return whether reading into the tensors of ``state`` loads ``module``."""
     own = {_memory(t) for t in (*module.parameters(), *module.buffers())}
-    return not any(map(_has_a_say, module.modules())) and all(
+    return not any(map(_loads_itself, module.modules())) and all(
         isinstance(v, torch.Tensor) and (_memory(v) in own or v.numel() == 0) and not v.is_meta for v in state.values()
     )
 
@@ -281,15 +243,15 @@ def _memory(tensor: torch.Tensor) -> Any:
     return None if TensorSubclass.of(tensor) is not None else tensor.untyped_storage().data_ptr() or None
 
 
-def _has_a_say(module: nn.Module) -> bool:
-    """Whether a module has a say in how it is loaded, beyond torch's own."""
+def _loads_itself(module: nn.Module) -> bool:
+    """Return whether a module has code or hooks of its own for loading."""
     own = [type(module).load_state_dict, type(module).set_extra_state]
     overrides = any(not f.__module__.startswith("torch.nn.") for f in own)
     return overrides or bool(module._load_state_dict_post_hooks) or translates(module)
 
 
 def copied(value: Any, device: str | None = None) -> Any:
-    """The same, of tensors that nobody else changes."""
-    if type(value) is torch.Tensor:  # most are
+    """Return a copy of ``value``, with copies of its tensors, on ``device`` if it is given."""
+    if type(value) is torch.Tensor:  # the fast path for most
         return value.detach().to(device or value.device, copy=True)
     return tree_map_only(torch.Tensor, lambda t: t.detach().to(device or t.device, copy=True), value)

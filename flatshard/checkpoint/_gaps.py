@@ -1,8 +1,8 @@
-"""Which elements of many have changed, in about a byte for each.
+"""Positions of changed elements, in about a byte for each.
 
 [Note: Gaps]
-Offsets in ascending order are written as distances: how many elements lie between one and the one before. The largest word
-says no element, and that as many are skipped. Words are bytes; where few elements change, of 16 bits, if that is less.
+Ascending offsets are written as distances: the number of elements between one and the previous. The largest word skips as
+many elements and stands for none. Words have 8 bits, or 16 if that takes fewer bytes because few elements change.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from __future__ import annotations
 import torch
 
 _KINDS = {torch.uint8: 2**8 - 1, torch.int16: 2**16 - 1}
-"""The dtype of a word, and the largest. Words of 16 bits are unsigned: torch can do little with ``uint16``."""
+"""The dtype of a word, and the largest word. Words of 16 bits are unsigned; torch can do little with ``uint16``."""
 
 
 def encode_gaps(at: torch.Tensor) -> torch.Tensor:
-    """[Note: Gaps]: of ascending offsets."""
+    """Return the words for ascending offsets. [Note: Gaps]"""
     between = torch.diff(at, prepend=at.new_full((1,), -1)) - 1
     sizes = {kind: kind.itemsize * (len(at) + int(_skips(between, most).sum())) for kind, most in _KINDS.items()}
     kind = min(sizes, key=sizes.__getitem__)
@@ -28,12 +28,12 @@ def encode_gaps(at: torch.Tensor) -> torch.Tensor:
 
 
 def _skips(between: torch.Tensor, most: int) -> torch.Tensor:
-    """How many words skip before an element, of those elements that have any."""
+    """Return the number of skipping words before each element, for elements that have any."""
     return between[(between >= most).nonzero().view(-1)] // most
 
 
 def decode_gaps(gaps: torch.Tensor) -> torch.Tensor:
-    """The offsets."""
+    """Return the offsets."""
     most = _KINDS[gaps.dtype]
     words = gaps.to(torch.int64)
     if gaps.dtype is torch.int16:
@@ -45,19 +45,19 @@ def decode_gaps(gaps: torch.Tensor) -> torch.Tensor:
 
 
 def measure_gaps(gaps: torch.Tensor) -> tuple[int, int]:
-    """Count the offsets, and find where they and what is skipped end. Quicker than ``decode_gaps``."""
+    """Return the number of offsets, and where offsets and skips end. Faster than ``decode_gaps``."""
     most, is_signed = _KINDS[gaps.dtype], gaps.dtype is torch.int16
     offsets = len(gaps) - int((gaps == (-1 if is_signed else most)).sum())
     return offsets, offsets + int(gaps.sum(dtype=torch.int64)) + is_signed * (most + 1) * int((gaps < 0).sum())
 
 
 def differ(now: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
-    """Where the bits of two 1-D tensors differ: also of NaNs and signed zeros."""
-    differs = bits(now) != bits(before)  # in words, of which a complex element has two
+    """Return which elements of two 1-D tensors differ in their bits, also NaNs and signed zeros."""
+    differs = bits(now) != bits(before)  # in words; a complex element has two
     return differs.view(now.numel(), differs.numel() // max(now.numel(), 1)).any(1)
 
 
 def bits(values: torch.Tensor) -> torch.Tensor:
-    """1-D values as integers, of their size or of 8 bytes."""
+    """Return 1-D values as integers of their size, or of 8 bytes."""
     kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
     return values.view(kinds[values.itemsize])

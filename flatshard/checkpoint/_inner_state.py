@@ -1,10 +1,10 @@
 """The tensors inside of an optimizer's quantised state, as checkpoints have them.
 
 [Note: Quantised state]
-Such a value is a tensor subclass with plain tensors inside: codes, a scale for each block of elements, a table. An entry of
-these is for so many elements of the parameter, in memory order, or the tensor is the same for all parameters. Values of two
-lengths show it. So a checkpoint has tensors of one dimension, of which a rank has a part if its elements begin with a block.
-Other ranks may load them, where they cut between blocks as well.
+A quantised value is a tensor subclass with plain tensors inside: codes, a scale for each block of elements, a table. An entry
+of an inner tensor is for a fixed number of elements of the parameter, in memory order, or the tensor is the same for all
+parameters; trials with two lengths show which. So a checkpoint has 1-D tensors, of which a rank has a shard if its elements
+begin with a block. Ranks that cut between blocks, too, may load them.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ import torch
 from torch.optim import Optimizer
 
 from flatshard._handle.adapters.tensor_subclass import is_wrapper
+from flatshard._optimizers import LENGTH, Group, first_tensors, shorter, steps_whole
 from flatshard.checkpoint._boxes import memory_dims
-from flatshard.checkpoint._first_steps import LENGTH, first_tensors, shorter
-from flatshard.checkpoint._optim_params import BY_EACH_RANK, Group, Named, steps_whole
+from flatshard.checkpoint._optimizer_names import BY_EACH_RANK, SteppedParam
 from flatshard.checkpoint._sharded_value import blocks_value
 
 Sizes = dict[str, int | None]
-"""By the name of an inner tensor: for how many elements an entry is. None: the tensor is the same for all parameters."""
+"""By the name of an inner tensor: how many elements an entry is for, or None if the tensor is the same for all parameters."""
 
 
 class Quantised:
@@ -35,27 +35,26 @@ class Quantised:
         self._made: dict[Any, dict[str, torch.Tensor]] = {}
         self._sizes: dict[tuple[str, type], Sizes | None] = {}
 
-    def shown(self, named: Named, group: Group, memory: dict[str, Any]) -> dict[str, dict[str, Any]]:
-        """Return the tensors inside of them, as a checkpoint has them, by the keys of ``memory``.
+    def as_saved(self, param: SteppedParam, group: Group, memory: dict[str, Any]) -> dict[str, dict[str, Any]]:
+        """Return the inner tensors of a parameter's state as a checkpoint has them, by the keys of ``memory``.
 
-        If this rank has no elements of the parameter, those are quantised that are on other ranks.
+        Where this rank has no elements of the parameter, a trial shows which values are quantised on other ranks.
 
         Raises:
-            NotImplementedError: it is not known which elements entries are for, or some are for elements of several ranks.
+            NotImplementedError: it is not known which elements entries are for, or an entry is for elements of several ranks.
         """
         if self._is_known:
             return {}
-        info, values = named.info, memory
-        is_whole = info is None or info.is_whole or steps_whole(self._optimizer)
-        if memory and not is_whole and not named.param.numel():
+        values, is_full = memory, param.is_full or steps_whole(self._optimizer)
+        if memory and not is_full and not param.param.numel():
             with contextlib.suppress(RuntimeError):  # a class that cannot be tried: nothing is known of its values
-                values = self._made_for(group, shorter(math.prod(named.shape)), named.param.dtype)
+                values = self._made_for(group, shorter(math.prod(param.shape)), param.param.dtype)
         found = {}
         for key, value in values.items():
             if is_wrapper(value) and key in memory:
-                problem = f"the optimizer's state {key!r} of {named.fqn!r} is a {type(value).__name__}"
+                problem = f"the optimizer's state {key!r} of {param.fqn!r} is a {type(value).__name__}"
                 sizes = self._sizes_of(group, key, value)
-                found[key] = _parts(named, inner_tensors(value), sizes, problem, is_whole)
+                found[key] = _shards(param, inner_tensors(value), sizes, problem, is_full)
         return found
 
     def _made_for(self, group: Group, numel: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
@@ -65,22 +64,22 @@ class Quantised:
         return self._made[at]
 
     def _sizes_of(self, group: Group, key: str, value: torch.Tensor) -> Sizes | None:
-        """For how many elements entries are. None: two lengths do not show it."""
+        """Return how many elements entries are for, or None if two lengths do not show it."""
         at = key, type(value)
         if at not in self._sizes:
             lengths = shorter(value.numel()), shorter(value.numel()) + LENGTH
             made = (self._made_for(group, length, value.dtype).get(key, value) for length in lengths)
-            self._sizes[at] = _sizes(*made)
+            self._sizes[at] = _compare_sizes(*made)
         return self._sizes[at]
 
 
 def inner_tensors(value: Any) -> dict[str, torch.Tensor]:
-    """The tensors inside of ``value``: 1-D, sharing memory."""
+    """Return the tensors inside of ``value`` by name: 1-D, sharing memory."""
     names, _ = value.__tensor_flatten__()
     return {name: getattr(value, name).view(-1) for name in names}
 
 
-def _sizes(short: torch.Tensor, long: torch.Tensor) -> Sizes | None:
+def _compare_sizes(short: torch.Tensor, long: torch.Tensor) -> Sizes | None:
     if not is_wrapper(short) or type(short) is not type(long):
         return None
     sizes: Sizes = {}
@@ -92,18 +91,18 @@ def _sizes(short: torch.Tensor, long: torch.Tensor) -> Sizes | None:
     return sizes
 
 
-def _parts(
-    named: Named, tensors: dict[str, torch.Tensor], sizes: Sizes | None, problem: str, is_whole: bool
+def _shards(
+    param: SteppedParam, tensors: dict[str, torch.Tensor], sizes: Sizes | None, problem: str, is_full: bool
 ) -> dict[str, Any]:
-    """``tensors`` as a checkpoint has them. ``is_whole``: they are of the whole parameter."""
-    info = named.info
-    shape, stride = (named.shape, named.param.stride()) if info is None else (info.shape, info.stride)
+    """Return ``tensors`` as a checkpoint has them. ``is_full``: they are for all elements of the parameter."""
+    info = param.info
+    shape, stride = (param.shape, param.param.stride()) if info is None else (info.shape, info.stride)
     dims = [dim for dim in memory_dims(shape, stride) if shape[dim] > 1]
-    if sizes is None or dims != sorted(dims) or named.place is not None or getattr(info, "parallel", None) is not None:
+    if sizes is None or dims != sorted(dims) or param.place is not None or getattr(info, "parallel", None) is not None:
         raise NotImplementedError(
             f"{problem}. It is not known which elements its inner tensors are for. {BY_EACH_RANK}"
         )
-    if info is None or is_whole:
+    if info is None or is_full:
         return tensors
     found: dict[str, Any] = {}
     for name, tensor in tensors.items():
@@ -113,5 +112,5 @@ def _parts(
                 f"{problem}, with one number for {per} elements, and this rank has {info.start}:{info.stop} of them: shard "
                 f"with layout=flatshard.layouts.Blocks({per})"
             )
-        found[name] = tensor if per is None else blocks_value(tensor[: numel // per], named.param, info, per)
+        found[name] = tensor if per is None else blocks_value(tensor[: numel // per], param.param, info, per)
     return found

@@ -1,8 +1,8 @@
-"""The state of a whole job on disk: saved whole or not at all, loaded whole or not at all, by any number of ranks.
+"""Saving and loading the state of a job: completely or not at all, by any number of ranks.
 
-Over the files of ``torch.distributed.checkpoint``, to which ``model.state_dict()`` can be handed just as well. What these
-functions add: they need no numpy, they name the ranks that do not come, a save that dies leaves the previous checkpoint as it
-was, a load that cannot succeed changes nothing on any rank, and nothing in a checkpoint is executed.
+The files are those of ``torch.distributed.checkpoint``, which takes ``model.state_dict()`` just as well. These functions add:
+they need no numpy, they name ranks that do not arrive, a save that dies leaves the previous checkpoint, a load that cannot
+succeed changes nothing on any rank, and nothing in a checkpoint is executed.
 """
 
 from __future__ import annotations
@@ -47,51 +47,51 @@ def save_checkpoint(
 ) -> Future[None]:
     """Write ``state`` to the directory ``path``, which all ranks see. Every rank must call it, with the same path.
 
-    Each rank writes its own parts to one file, with no collective on them. The directory appears when all is written, flushed
-    to disk and every element accounted for; until then whatever was at ``path`` is as it was.
+    Each rank writes its own shards to one file, without a collective on them. The directory appears when everything is
+    written, flushed to disk, and every element accounted for. Until then ``path`` is as it was.
 
     Example::
 
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 100)
         state = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "step": 500}
         flatshard.save_checkpoint("run/step-500", state)
-        saved = flatshard.save_checkpoint("run/step-501", state, wait=False)  # training goes on meanwhile
+        saved = flatshard.save_checkpoint("run/step-501", state, wait=False)  # training continues meanwhile
         saved.result()
 
     Args:
-        path: a directory that does not exist. If it is a link: the directory that the link leads to.
+        path: a directory that does not exist, or a link to the directory to write.
         state: modules, optimizers over their parameters, objects with ``state_dict()`` and ``load_state_dict()``, tensors,
-            and plain values (numbers, strings, lists and dicts of such). Where a value is not sharded, rank 0's is saved.
-        process_group: the ranks that have ``state`` together. Default: all.
-        overwrite: replace a checkpoint at ``path``: it is removed when the new one is in its place.
-        wait: False: copy ``state`` to CPU memory and write it in a thread while training goes on. The checkpoint is the state
-            at the call. One at a time: the next call waits for this one.
-        timeout: how much later than the first the last rank may come, and how long a rank may give no sign of life. A write
-            may take as long as it needs. None: a minute, or the process group's timeout if that is shorter.
-        progress: called with the bytes that this rank has written and is to write, as it goes: for tqdm, ``lambda done,
-            total: bar.update(done - bar.n)``. By the thread that writes. Default: of a save that takes long, rank 0 prints a
-            line to stderr every ten seconds.
+            and plain values (numbers, strings, lists and dicts of such). Values that are not sharded come from rank 0.
+        process_group: the ranks that share ``state``. Default: all.
+        overwrite: replace a checkpoint at ``path``. It is removed when the new one is in its place.
+        wait: whether to return when the checkpoint is written. If False, copy ``state`` to CPU memory and write it in a
+            thread while training continues. The checkpoint is the state at the call. The next call waits for this one.
+        timeout: how much later than the first rank the last may arrive, and how long a rank may give no sign of life. A write
+            may take as long as it needs. Default: a minute, or the process group's timeout if that is shorter.
+        progress: called by the writing thread with the bytes that this rank has written and its total: for tqdm, ``lambda
+            done, total: bar.update(done - bar.n)``. Default: during a long save rank 0 prints a line to stderr every ten
+            seconds.
 
     Returns:
-        When it has ended; without ``wait`` ask ``.result()``, which raises what went wrong. If nobody asks, rank 0 logs it,
-        and the next call raises it.
+        A future, done with ``wait``. Its ``result()`` raises the error of a save in the background. An error that nobody
+        retrieves is logged by rank 0 and raised by the next call.
 
     Raises:
         ValueError: ``path`` begins with a scheme (``s3://``): save to a local folder, and copy that.
         RuntimeError: ``destroy_process_group`` was called before.
-        MeetingError: on all ranks, if one did not come or could not do its part: the path exists, a disk is full, elements
-            are missing, a value is of a class that loading refuses, another job is saving to ``path``; or the save before
-            failed in the background, and nobody knows. The files of the attempt are removed.
+        MeetingError: on all ranks, if one did not arrive or failed: the path exists, a disk is full, elements are missing, a
+            value is of a class that loading refuses, another job is saving to ``path``; or the previous save failed in the
+            background and nobody retrieved its error. The files of the attempt are removed.
     """
-    at = _place(path, state, process_group, "save_checkpoint")
-    job = _all_ranks(process_group, f"save_checkpoint({str(at)!r})", timeout, plan_payloads())
+    at = _check_call(path, state, process_group, "save_checkpoint")
+    job = _make_barrier(process_group, f"save_checkpoint({str(at)!r})", timeout, plan_payloads())
     count = ByteCount("saving", at, progress, job.is_first)
     saving, save = Saving(at, job.place, overwrite, count), Save(count)
     with contextlib.ExitStack() as stack:
         stack.enter_context(job)
         stack.callback(saving.discard)
         plan = job.share(lambda: saving.plan(state, wait), saving.plan_for_all)
-        if plan is None:  # the last one holds for some ranks only
+        if plan is None:  # only some ranks could use the plan of the last save
             plan = job.share(saving.plan_anew, saving.plan_for_all)
         saving.keep(*plan)
 
@@ -106,7 +106,7 @@ def save_checkpoint(
             _report_at_exit()
             _background.append(save)
             arguments = (stack.pop_all(), write, job.is_first)  # the thread leaves the barrier
-            threading.Thread(target=save.follow, args=arguments, name="flatshard-save").start()
+            threading.Thread(target=save.run, args=arguments, name="flatshard-save").start()
     return save
 
 
@@ -123,8 +123,8 @@ def load_checkpoint(
     """Read ``state`` from ``path``: modules and optimizers in place. Every rank must call it, with the same path.
 
     The checkpoint may come from any number of ranks, strategy, policy or precision, from a plain model, or from
-    ``torch.distributed.checkpoint.save`` of any of these or of FSDP2. Each rank reads its own parts: once to see that they
-    are as they were saved, and into their places when all ranks have seen that. Nothing in the files is executed.
+    ``torch.distributed.checkpoint.save`` of any of these or of FSDP2. Each rank reads its own shards twice: once to verify
+    them, and in place when all ranks have done so. Nothing in the files is executed.
 
     Example::
 
@@ -132,30 +132,30 @@ def load_checkpoint(
         step = flatshard.load_checkpoint("run/step-500", {"model": model, "optimizer": optimizer, "step": 0})["step"]
 
     Args:
-        path: what ``save_checkpoint`` was given.
-        state: as for saving. Only what it names is read.
+        path: the path that ``save_checkpoint`` was given.
+        state: as for saving. Only the names in it are read.
         process_group: as for saving.
         strict: raise if a module, an optimizer or a dict in ``state`` has names that the checkpoint lacks, or the other way
-            round. False: what the checkpoint lacks stays as it is.
-        verify: False: do not compare the bytes with the sums that they were saved with, which is one of two readings.
+            round. If False, values that the checkpoint lacks stay as they are.
+        verify: compare the bytes with the sums that they were saved with. False saves one of two readings.
         timeout: see :func:`save_checkpoint`.
-        progress: see :func:`save_checkpoint`. Counts what this rank reads: with ``verify`` all of it twice.
+        progress: see :func:`save_checkpoint`. It counts the bytes that this rank reads, with ``verify`` twice.
 
     Returns:
-        ``state``, with what was read in the place of tensors and plain values.
+        ``state``, with the values that were read in place of tensors and plain values.
 
     Raises:
         ValueError, RuntimeError: as for saving.
-        MeetingError: on all ranks, and nothing is changed on any: a rank did not come; names are missing or unexpected,
+        MeetingError: on all ranks, with nothing changed on any: a rank did not arrive; names are missing or unexpected,
             shapes differ, files are missing, cut off or damaged, all of them in one message; an object refused its state;
-            another save has replaced the checkpoint, or ranks see different ones. If the disk fails after all that, the
-            message says that some has been read.
+            another save has replaced the checkpoint, or ranks see different ones. If the disk fails after everything was
+            verified, the message says that some state is changed.
     """
-    at = _place(path, state, process_group, "load_checkpoint")
-    job = _all_ranks(process_group, f"load_checkpoint({str(at)!r})", timeout)
+    at = _check_call(path, state, process_group, "load_checkpoint")
+    job = _make_barrier(process_group, f"load_checkpoint({str(at)!r})", timeout)
     loading = _Loading(at, job.is_first, strict, verify, progress)
     with job:
-        job.share(lambda: loading.check(state), _are_alike)
+        job.share(lambda: loading.check(state), _check_digests)
         try:
             job.share(loading.install)
         except BaseException:
@@ -165,14 +165,14 @@ def load_checkpoint(
     return loading.results()
 
 
-def _place(path: Any, state: Any, group: dist.ProcessGroup | None, verb: str) -> Path:
-    """Where the checkpoint is, once the call makes sense.
+def _check_call(path: Any, state: Any, group: dist.ProcessGroup | None, verb: str) -> Path:
+    """Return the absolute path of the checkpoint.
 
     Raises:
         ValueError: ``path`` is not local.
-        RuntimeError: the ranks that have parts of ``state`` cannot be asked any more.
+        RuntimeError: ``state`` is sharded, and there is no process group any more.
     """
-    place = disk.local(path, verb).absolute()
+    absolute = disk.local(path, verb).absolute()
     if group is None and default_group() is None and isinstance(state, Mapping):
         units = [u for value in state.values() if isinstance(value, nn.Module) for u in units_below(value)]
         if ranks := max((u.runtime.world_size for u in units), default=1) - 1:
@@ -180,51 +180,50 @@ def _place(path: Any, state: Any, group: dist.ProcessGroup | None, verb: str) ->
                 f"{verb}: the model is sharded over {ranks + 1} ranks, and there is no process group any more: call it "
                 "before torch.distributed.destroy_process_group(), or give it the group, process_group="
             )
-    return place
+    return absolute
 
 
-def _all_ranks(
+def _make_barrier(
     group: dist.ProcessGroup | None, call: str, timeout: timedelta | None, payloads: Payloads = PLAIN
 ) -> Barrier:
-    """Return the barrier of ``call`` when no save is under way. Without a group: of all ranks, or of this process alone."""
+    """Wait for a save under way, and return a barrier of the ranks of ``group`` or of all, named after ``call``."""
     group = default_group() if group is None else group
     rank, size, store = membership(group)
     seconds = patience(group, _MINUTE) if timeout is None else timeout.total_seconds()
-    return Barrier(
-        store, rank, range(size), call, seconds, note=_ended(), check_notes=_known_by_some, payloads=payloads
-    )
+    note = _wait_for_saves()
+    return Barrier(store, rank, range(size), call, seconds, note=note, check_notes=_check_failures, payloads=payloads)
 
 
 # -- saving ------------------------------------------------------------------------------------------------------------
 
 
 class Save(Future[None]):
-    """A save under way or ended."""
+    """A save that is running or done."""
 
-    is_known = False  # whether somebody has asked how it ended
+    is_known = False  # whether a caller has retrieved the error, if any
 
     def __init__(self, count: ByteCount) -> None:
         super().__init__()
         self._count = count
-        self.set_running_or_notify_cancel()  # what has begun is not cancelled
+        self.set_running_or_notify_cancel()  # a save that has begun cannot be cancelled
 
     def __repr__(self) -> str:
         state = "failed" if self.done() and super().exception() is not None else "saved" if self.done() else "saving"
         return f"<Save {state} {str(self._count.path)!r}: {self._count} written by this rank>"
 
     def result(self, timeout: float | None = None) -> None:
-        """Wait, and raise what went wrong."""
+        """Wait, and raise the error of a save that failed."""
         self.exception(timeout)
         super().result()
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """Wait, and return what went wrong."""
+        """Wait, and return the error of a save that failed, or None."""
         found = super().exception(timeout)
         self.is_known = True
         return found
 
-    def follow(self, around: contextlib.ExitStack, write: Callable[[], None], is_first: bool) -> None:
-        """End as ``write`` does, and leave what is ``around`` it."""
+    def run(self, around: contextlib.ExitStack, write: Callable[[], None], is_first: bool) -> None:
+        """Call ``write`` inside of ``around``, and set its outcome."""
         try:
             with around:
                 write()
@@ -237,23 +236,23 @@ class Save(Future[None]):
 
     @property
     def failure(self) -> str | None:
-        """What went wrong that nobody knows of, when it has ended."""
+        """The error message of a save that is done, or None if it succeeded or a caller has retrieved the error."""
         error = super().exception()
         return None if error is None or self.is_known else str(error)
 
 
-_background: list[Save] = []  # those under way or not asked about
+_background: list[Save] = []  # saves that are running, or whose outcome nobody has retrieved
 
 
-def _ended() -> str | None:
-    """What went wrong in the background that nobody knows of, when no save is under way any more."""
+def _wait_for_saves() -> str | None:
+    """Wait for saves in the background, and return the first error message that no caller has retrieved, or None."""
     failures = [save.failure for save in _background]
     _background.clear()
     return next((f for f in failures if f is not None), None)
 
 
-def _known_by_some(before: Sequence[str | None]) -> None:
-    """Raise if a save in the background has failed, and nobody on any rank has asked about it."""
+def _check_failures(before: Sequence[str | None]) -> None:
+    """Raise if a save in the background has failed, and no rank's caller has retrieved the error."""
     if all(failure is not None for failure in before):
         raise MeetingError(f"not begun, as the save before this call had failed in the background: {before[0]}")
 
@@ -264,14 +263,14 @@ def _report_at_exit() -> None:
 
 
 def _report() -> None:
-    if failure := _ended():
+    if failure := _wait_for_saves():
         logger.error("a save in the background had failed, and nobody asked for its result(): %s", failure)
 
 
-# -- loading: [Note: Nothing is changed by a failed load] --------------------------------------------------------------
+# -- loading -----------------------------------------------------------------------------------------------------------
 
 
-def _are_alike(digests: Sequence[str]) -> None:
+def _check_digests(digests: Sequence[str]) -> None:
     """Raise if ranks have read the metadata of different checkpoints."""
     if odd := [rank for rank, digest in enumerate(digests) if digest != digests[0]]:
         raise ValueError(
@@ -281,7 +280,7 @@ def _are_alike(digests: Sequence[str]) -> None:
 
 
 class _Loading:
-    """One rank's part of a load."""
+    """The load of one rank. [Note: Nothing is changed by a failed load]"""
 
     def __init__(self, path: Path, is_first: bool, strict: bool, verify: bool, report: Report | None) -> None:
         from flatshard.checkpoint import _reader
@@ -291,21 +290,24 @@ class _Loading:
         self._reader.progress = ByteCount("loading", path, report, is_first)
         self._entries: dict[str, Entry] = {}
         self._loaded: dict[str, Any] = {}
-        self._later: list[Any] = []  # what is read into its place
+        self._later: list[Any] = []  # pieces to read in place
         self._undos: list[Undo] = []
 
     def check(self, state: Mapping[str, Any]) -> str:
-        """Phase 1. Returns by what ranks see that they load the same."""
+        """Check and read what phase 1 can. Return the digest of the metadata, which must be the same on all ranks."""
         self._reader.reset(disk.find(disk.real(self._path)))
         metadata = self._reader.read_metadata()
         names = metadata.state_dict_metadata
         self._entries = {entry.key: entry for entry in entries(state, self._strict)}
-        self._reader.check_sizes([name for entry in self._entries.values() for name in entry.sized(names)])
         self._loaded = {key: entry.template(names) for key, entry in self._entries.items()}
         elsewhere = tuple(prefix for entry in self._entries.values() for prefix in entry.elsewhere)
         expected = [n for n in names if n.partition(".")[0] in state and not n.startswith(elsewhere)]
         now, self._later = self._files.plan(
-            self._reader, self._loaded, self._strict, expected, lambda way: self._entries[way[0]].is_in_place(way[1:])
+            self._reader,
+            self._loaded,
+            self._strict,
+            expected,
+            lambda path: self._entries[path[0]].is_in_place(path[1:]),
         )
         self._reader.check([*now, *self._later])
         self._reader.read(now)
@@ -314,25 +316,25 @@ class _Loading:
         return self._reader.digest
 
     def install(self) -> None:
-        """Phase 2."""
+        """Load what may refuse, in phase 2."""
         for key, entry in self._entries.items():
             entry.install(self._loaded[key], self._undos)
         self._reader.check_same()
 
     def undo(self) -> None:
-        """Phase 2 has failed, here or elsewhere."""
+        """Undo phase 2, after it failed on any rank."""
         while self._undos:
             self._undos.pop()()
 
     def read(self) -> None:
-        """Phase 3."""
+        """Read in place, in phase 3."""
         try:
             self._reader.read(self._later)
         except Exception as e:
             raise RuntimeError(
-                f"reading failed after all had been read once to verify it, and some of the state is changed: {e}"
+                f"reading failed after everything had been verified, and some of the state is changed: {e}"
             ) from e
 
     def results(self) -> dict[str, Any]:
-        """What the caller gets."""
+        """Return the caller's values."""
         return {key: entry.result(self._loaded[key]) for key, entry in self._entries.items()}

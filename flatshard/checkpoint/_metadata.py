@@ -1,14 +1,14 @@
-"""What is in a checkpoint, and where: torch's metadata, with a sum, and read without executing anything.
+"""The metadata of a checkpoint: torch's, with a checksum, and read without executing anything.
 
 [Note: No pickle is executed]
-torch's reader unpickles the metadata, and its planner the values that are not tensors, whatever they say. Here the metadata
-may name the classes of metadata and nothing else, and values are read as ``torch.load(weights_only=True)`` does: so what that
-would refuse is refused when it is saved.
+torch's reader unpickles the metadata, and its planner the values that are not tensors, without restriction. Here the metadata
+may name the classes of metadata and nothing else, and values are read as ``torch.load(weights_only=True)`` reads them. A save
+refuses values that such a load would refuse.
 
 [Note: Versions of torch]
-A tensor's properties are pickled as a tuple, and a torch can only read a tuple of the length that it knows: 2.15 has added
-the strides. The first five fields are those of every torch, and every torch reads five. So we write five, and read the first
-five of what a newer torch wrote. Nobody needs the others: where an entry's bytes lie, the entry itself says.
+A tensor's properties are pickled as a tuple, and each torch reads only tuples of the length that it knows: 2.15 added the
+strides. All versions share the first five fields, and read a tuple of five. So we write five, and read the first five of what
+a newer torch wrote. The others are not needed: each entry has its own place and strides.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.metadata import (
 
 
 class Body(NamedTuple):
-    """Of an entry that we wrote: its own bytes, within the bytes that torch's reader is told of."""
+    """The own bytes of an entry that flatshard wrote, within the range that torch's reader reads."""
 
     start: int  # in the file
     nbytes: int
@@ -38,11 +38,11 @@ class Body(NamedTuple):
 
 
 def body_of(info: Any) -> Body | None:
-    """Return the body of an entry, whose file and place ``info`` tells, or None if flatshard did not write it.
+    """Return the body of an entry, or None if flatshard did not write it. ``info``: torch's, its file and place.
 
     Raises:
-        ValueError: these are no places, or the body is not within the entry. The sum of the metadata does not exclude that:
-            whoever changes a checkpoint can sum it again.
+        ValueError: a place is not valid, or the body is not within the entry. A checksum does not exclude that: whoever
+            forges metadata can compute it.
     """
     given = getattr(info, "flatshard_body", None)
     body = None if given is None else Body._make(given)
@@ -76,8 +76,8 @@ _METADATA_CLASSES = {
 
 
 def pickled(metadata: Metadata) -> bytes:
-    """What every torch can unpickle. [Note: Versions of torch]"""
-    alike: dict[tuple[Any, ...], TensorProperties] = {}  # each once: it takes a quarter of the time to read them
+    """Return ``metadata`` in the form that every torch can unpickle. [Note: Versions of torch]"""
+    alike: dict[tuple[Any, ...], TensorProperties] = {}  # equal ones once: reading takes a quarter of the time
     for kind in metadata.state_dict_metadata.values():
         if isinstance(kind, TensorStorageMetadata):
             kind.properties = alike.setdefault(_shared_fields(kind.properties), kind.properties)
@@ -89,7 +89,7 @@ def pickled(metadata: Metadata) -> bytes:
 
 
 def _shared_fields(properties: TensorProperties) -> tuple[Any, ...]:
-    """Those that every torch reads."""
+    """Return the fields that every torch reads."""
     fields: tuple[Any, ...] = properties.__getstate__()  # type: ignore[no-untyped-call]
     return fields[:_PROPERTIES]
 
@@ -101,7 +101,7 @@ def _reduced(properties: TensorProperties) -> tuple[Any, ...]:
 
 
 class _Properties(TensorProperties):
-    """What stands for torch's class while it is unpickled, as a newer torch may have written more fields."""
+    """A stand-in for torch's class while it is unpickled: a newer torch may have written more fields."""
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
         self.__class__ = TensorProperties  # type: ignore[assignment]
@@ -122,12 +122,16 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 def seal(data: bytes) -> bytes:
-    """What follows the metadata, where a reader of pickles has stopped."""
+    """Return the checksum that follows the metadata, where unpickling has stopped."""
     return _MAGIC + hashlib.blake2b(data, digest_size=32).digest()
 
 
 def unpickled(data: bytes) -> Metadata:
-    """Raises ValueError if it is damaged, or not the metadata of a checkpoint."""
+    """Return the metadata.
+
+    Raises:
+        ValueError: it is damaged, or not the metadata of a checkpoint.
+    """
     size = len(data) - len(seal(b""))
     sealed = data[max(size, 0) :].startswith(_MAGIC)
     if sealed and data[size:] != seal(data[:size]):
@@ -148,7 +152,7 @@ def unpickled(data: bytes) -> Metadata:
 
 
 def _fits(metadata: Metadata, more: int) -> bool:
-    """Whether metadata without a sum, with so many bytes ``more`` after it, is what torch's writer writes."""
+    """Return whether metadata without a checksum, with ``more`` bytes after it, can be that of torch's writer."""
     ours = any(hasattr(info, "flatshard_body") for info in metadata.storage_data.values())
     return not ours and not more and all(map(_is_entry, metadata.state_dict_metadata.items()))
 

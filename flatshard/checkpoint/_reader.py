@@ -1,6 +1,6 @@
-"""Reading the files of a checkpoint at the speed of the disk: ours, and those that torch's writer wrote.
+"""Reading the files of a checkpoint at the speed of the disk: ours, and those of torch's writer.
 
-So also FSDP2's, sharded ones of FSDP1, those of plain models. Nothing in them is executed: [Note: No pickle is executed].
+Checkpoints of FSDP2, FSDP1 and plain models are read as well. Nothing in them is executed: [Note: No pickle is executed].
 """
 
 from __future__ import annotations
@@ -32,34 +32,34 @@ from flatshard.checkpoint._metadata import Body, body_of, unpickled
 from flatshard.checkpoint._sharded_value import ShardedValue, view_of
 from flatshard.checkpoint._spans import SHARE, FileSpan, read_spans
 
-Way = tuple[Any, ...]
+ValuePath = tuple[Any, ...]
 """The keys that lead to a value in nested dicts and lists."""
 Target = Callable[[], torch.Tensor]
-"""Where a tensor goes: a view of it, asked for when it is filled."""
+"""Returns a view of the tensor to fill, when it is filled."""
 Region = tuple[Sequence[int], Sequence[int]]
 """Offsets and lengths in a tensor."""
 
 
 class EntryPiece(NamedTuple):
-    """What is read of an entry, and to where."""
+    """A region of an entry to read, and the tensor to read it to."""
 
     entry: MetadataIndex
-    info: Any  # torch's: its file and place
-    body: Body | None  # None: we did not write it
-    start: int  # of what is read, in the file
+    info: Any  # torch's: the entry's file and place
+    body: Body | None  # the entry's, if flatshard wrote it
+    start: int  # of the bytes to read, in the file
     nbytes: int
-    dtype: torch.dtype | None  # of a tensor's own bytes. None: they are what torch.save wrote
-    region: Region | None  # of the entry. None: all of it
-    target: Target | None  # None: no tensor
-    done: Callable[[Any], object]  # is given the tensor, when it is filled; or a stream
+    dtype: torch.dtype | None  # of a tensor's own bytes, or None if torch.save wrote them
+    region: Region | None  # of the entry, or None for all of it
+    target: Target | None  # None for a value that is no tensor
+    done: Callable[[Any], object]  # called with the tensor when it is filled, or with a stream
 
     @property
     def end(self) -> int:
-        """Of the entry, in the file."""
+        """The end of the entry in the file."""
         return int(self.info.offset + self.info.length)
 
-    def lies_as(self, target: torch.Tensor) -> bool:
-        """Whether the bytes can be read to where ``target`` is."""
+    def fits_memory(self, target: torch.Tensor) -> bool:
+        """Return whether the bytes can be read directly to the memory of ``target``."""
         assert self.body is not None
         assert self.body.stride is not None
         if target.dtype is not self.dtype or target.nbytes != self.nbytes or target.device.type != "cpu":
@@ -69,10 +69,10 @@ class EntryPiece(NamedTuple):
 
 
 class Reader(disk.LocalPath, FileSystemReader):  # type: ignore[misc]  # `path` is a property
-    """``torch.distributed.checkpoint.load(state, storage_reader=Reader(path))``: executes nothing, reads into place.
+    """``torch.distributed.checkpoint.load(state, storage_reader=Reader(path))``: executes nothing, reads in place.
 
-    Everything that the load needs is looked at before anything is read into its place: files that are missing, cut off or
-    outside of the directory, and the sums of what ``flatshard.checkpoint.Writer`` or ``save_checkpoint`` wrote.
+    Everything that the load needs is checked before anything is read in place: files that are missing, cut off or outside of
+    the directory, and the sums of what ``flatshard.checkpoint.Writer`` or ``save_checkpoint`` wrote.
 
     Example::
 
@@ -88,15 +88,15 @@ class Reader(disk.LocalPath, FileSystemReader):  # type: ignore[misc]  # `path` 
         """
         Args:
             path: the checkpoint's directory.
-            verify: False leaves out the sums, and with them one more reading of the files.
+            verify: compare the bytes with their sums, which reads the files once more.
         """
         super().__init__(path)
         self.progress: ByteCount | None = None
-        self.digest = ""  # of the metadata: the same for all ranks that load one checkpoint
+        self.digest = ""  # of the metadata: the same on all ranks that load one checkpoint
         self.metadata: Metadata
         self._verify = verify
         self._files: dict[str, Path] = {}  # by their names in the metadata
-        self._versions: dict[Path, tuple[int, ...]] = {}  # of the files that have been looked at
+        self._versions: dict[Path, tuple[int, ...]] = {}  # of the files that have been checked
 
     # -- torch's -------------------------------------------------------------------------------------------------------
 
@@ -104,7 +104,7 @@ class Reader(disk.LocalPath, FileSystemReader):  # type: ignore[misc]  # `path` 
         """See torch.
 
         Raises:
-            ValueError: it is damaged, or not the metadata of a checkpoint.
+            ValueError: the metadata is damaged, or is not that of a checkpoint.
         """
         file = Path(self.path) / disk.METADATA
         self._versions = {file: _version(file)}
@@ -116,7 +116,7 @@ class Reader(disk.LocalPath, FileSystemReader):  # type: ignore[misc]  # `path` 
         """See torch.
 
         Raises:
-            ValueError: files are missing, cut off or damaged; nothing has been read.
+            ValueError: files are missing, cut off or damaged. Nothing has been read.
         """
         pieces = []
         for item in plan.items:
@@ -141,10 +141,10 @@ class Reader(disk.LocalPath, FileSystemReader):  # type: ignore[misc]  # `path` 
         done: Callable[[Any], object],
         region: Region | None = None,
     ) -> EntryPiece:
-        """Internal: what is to be read of one entry: see :class:`EntryPiece`.
+        """Internal: return what to read of an entry: see :class:`EntryPiece`.
 
         Raises:
-            ValueError: the metadata does not say where it is.
+            ValueError: the metadata does not say where the entry is, or has too few bytes for its shape.
         """
         info = self.metadata.storage_data.get(index)
         if info is None:
@@ -155,7 +155,7 @@ class Reader(disk.LocalPath, FileSystemReader):  # type: ignore[misc]  # `path` 
         dtype = self.metadata.state_dict_metadata[index.fqn].properties.dtype  # type: ignore[union-attr]
         start, nbytes = body.start, body.nbytes
         if region is not None:
-            first, last = 0, 0  # elements that it is within
+            first, last = 0, 0  # elements between which the region is
             for offset, length, stride in zip(*region, body.stride, strict=True):
                 first += offset * stride
                 last += (offset + length - 1) * stride
@@ -165,29 +165,11 @@ class Reader(disk.LocalPath, FileSystemReader):  # type: ignore[misc]  # `path` 
                 raise ValueError(f"the checkpoint has {body.nbytes} bytes of {_describe(index)}, too few for its shape")
         return EntryPiece(index, info, body, start, nbytes, dtype, region, target, done)
 
-    def check_sizes(self, names: Iterable[str]) -> None:
-        """Internal: the files have as many bytes as the shapes of the tensors among these, so memory can be taken for them.
-
-        Raises:
-            ValueError: they have not.
-        """
-        found: list[EntryPiece] = []
-        for name in names:
-            kind = self.metadata.state_dict_metadata[name]
-            if not isinstance(kind, TensorStorageMetadata):
-                continue
-            pieces = [self.piece(MetadataIndex(name, chunk.offsets), None, _nothing) for chunk in kind.chunks]
-            if sum(p.info.length for p in pieces) < (size := math.prod(kind.size)) * kind.properties.dtype.itemsize:
-                raise ValueError(f"the checkpoint has too few bytes of {name!r} for {size} elements")
-            found += pieces
-        self._check_files(found)
-
     def check(self, pieces: Sequence[EntryPiece]) -> None:
-        """Internal: what is to be read is there, and as it was saved.
+        """Internal: check that all pieces are there, as they were saved.
 
         Raises:
-            ValueError: with the names of files that are missing, cut off, or outside of the directory, and of what is
-                damaged.
+            ValueError: files are missing, cut off, damaged, or outside of the directory. The message names them.
         """
         by_file = self._check_files(pieces)
         summed = {file: _summed(found) if self._verify else [] for file, found in by_file.items()}
@@ -200,7 +182,7 @@ class Reader(disk.LocalPath, FileSystemReader):  # type: ignore[misc]  # `path` 
             raise ValueError(f"files of the checkpoint are damaged: {', '.join(wrong[:10])}")
 
     def _check_files(self, pieces: Sequence[EntryPiece]) -> dict[Path, list[EntryPiece]]:
-        """``pieces`` by the files that they are in, which have as many bytes as these say."""
+        """Return ``pieces`` by file, once each file is known to have enough bytes."""
         root = Path(os.path.realpath(self.path))
         self._files = {name: Path(os.path.realpath(root / name)) for name in {p.info.relative_path for p in pieces}}
         for name, file in self._files.items():
@@ -221,17 +203,13 @@ class Reader(disk.LocalPath, FileSystemReader):  # type: ignore[misc]  # `path` 
         return by_file
 
     def check_same(self) -> None:
-        """Internal: the files are those that were looked at.
-
-        Raises:
-            ValueError: another save has replaced them.
-        """
+        """Internal: raise if another save has replaced the files since they were checked."""
         for file, version in self._versions.items():
             if not file.exists() or _version(file) != version:
                 raise ValueError("another save has replaced the checkpoint while it was read: load it again")
 
     def read(self, pieces: Sequence[EntryPiece]) -> None:
-        """Internal: fill the targets of what has been checked.
+        """Internal: fill the targets of pieces that have been checked.
 
         Raises:
             ValueError: another save has replaced the files.
@@ -250,10 +228,10 @@ class Reader(disk.LocalPath, FileSystemReader):  # type: ignore[misc]  # `path` 
         return found
 
     def _damaged(self, file: Path, pieces: list[EntryPiece], summed: list[FileSpan]) -> Iterator[str]:
-        """What in ``file`` is not as it was saved."""
+        """Describe the entries of ``file`` that are not as they were saved."""
         with file.open("rb", buffering=0) as raw:
             for piece in pieces if self._verify else ():
-                if piece.body is None and piece.target is not None:  # without sums: whether it can be read at all
+                if piece.body is None and piece.target is not None:  # without sums: it can only be tried
                     try:
                         _load(raw.fileno(), piece)
                     except Exception as e:
@@ -272,7 +250,7 @@ class Reader(disk.LocalPath, FileSystemReader):  # type: ignore[misc]  # `path` 
             if piece.dtype is None:
                 target.copy_(_load(file, piece))
                 self._count(piece.nbytes)
-            elif piece.lies_as(target):
+            elif piece.fits_memory(target):
                 in_place.append((piece, target))
                 continue
             else:
@@ -288,7 +266,7 @@ class Reader(disk.LocalPath, FileSystemReader):  # type: ignore[misc]  # `path` 
             piece.done(target)
 
     def _fill(self, file: int, places: list[tuple[EntryPiece, torch.Tensor]]) -> None:
-        """Read each tensor's memory from its place in ``file``."""
+        """Read the memory of each tensor from ``file``."""
         memories = [(memory_of(tensor), piece.start) for piece, tensor in places]
         spans = [
             FileSpan(start + i, min(SHARE, memory.nbytes - i), memory[i : i + SHARE])
@@ -303,7 +281,7 @@ class Reader(disk.LocalPath, FileSystemReader):  # type: ignore[misc]  # `path` 
 
 
 def _version(file: Path) -> tuple[int, ...]:
-    """By which a file is known from another that has taken its place."""
+    """Return what distinguishes a file from another that has taken its place."""
     stat = file.stat()
     return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns
 
@@ -313,8 +291,8 @@ def _describe(index: MetadataIndex) -> str:
 
 
 def _summed(pieces: list[EntryPiece]) -> list[FileSpan]:
-    """The blocks of one file from which something is read, as far as they have sums."""
-    # Of each entry, by where it starts: the first block that is touched, the one after the last, and a piece.
+    """Return the blocks of one file from which something is read, and their sums."""
+    # By the start of an entry: its first block that is read, the one after the last, and a piece of it.
     touched: dict[int, tuple[int, int, EntryPiece]] = {}
     for piece in pieces:
         if piece.body is not None:
@@ -333,7 +311,7 @@ def _summed(pieces: list[EntryPiece]) -> list[FileSpan]:
 
 
 def _load(file: int, piece: EntryPiece) -> torch.Tensor:
-    """What torch.save wrote."""
+    """Return the piece of a tensor that ``torch.save`` wrote."""
     tensor: torch.Tensor = torch.load(io.BytesIO(_read(file, piece)), map_location="cpu", weights_only=True)
     return tensor if piece.region is None else _region(tensor, *piece.region)
 
@@ -351,32 +329,32 @@ def _read(file: int, piece: EntryPiece) -> bytes:
     return bytes(data)
 
 
-# -- what a job's load reads -------------------------------------------------------------------------------------------
+# -- planning a load ---------------------------------------------------------------------------------------------------
 
 
 def plan(
-    reader: Reader, state: dict[str, Any], strict: bool, expected: Iterable[str], is_later: Callable[[Way], bool]
+    reader: Reader, state: dict[str, Any], strict: bool, expected: Iterable[str], is_later: Callable[[ValuePath], bool]
 ) -> tuple[list[EntryPiece], list[EntryPiece]]:
-    """What is to be read now, and later, to fill ``state``.
+    """Return the pieces to read now, and those to read later, to fill ``state``.
 
     Args:
         reader: has read the metadata.
         state: values that are no tensors are replaced as they are read.
-        strict: ``state`` has all names that the checkpoint has, and no others.
-        expected: names in the checkpoint that are to be loaded.
-        is_later: by where a value is in the state.
+        strict: require that ``state`` has all ``expected`` names, and no others.
+        expected: the names in the checkpoint to load.
+        is_later: whether a value is read later, by its path in ``state``.
 
     Raises:
-        ValueError: with all names that are missing or unexpected, if that matters; that have another shape or kind, or
-            one that it cannot become; of which parts overlap, or are missing, in the checkpoint.
+        ValueError: with all names that, if ``strict``, are missing or unexpected; that have another shape, kind or dtype in
+            the checkpoint; that overlap or are incomplete there.
     """
     saved = reader.metadata.state_dict_metadata
-    values, ways = flatten_state_dict(state)
+    values, paths = flatten_state_dict(state)
     now: list[EntryPiece] = []
     later: list[EntryPiece] = []
     wrong: list[str] = []
     for name, value in values.items():
-        kind, pieces = saved.get(name), later if is_later(ways[name]) else now
+        kind, pieces = saved.get(name), later if is_later(paths[name]) else now
         if isinstance(value, torch.Tensor) and isinstance(kind, TensorStorageMetadata):
             try:
                 sources = _sources(name, value, kind)
@@ -389,9 +367,10 @@ def plan(
         elif isinstance(kind, TensorStorageMetadata):
             wrong.append(f"{name!r} is a tensor in the checkpoint, and a {type(value).__name__} here")
         elif kind is not None:
-            pieces.append(reader.piece(MetadataIndex(name), None, functools.partial(_put, state, ways[name], name)))
+            pieces.append(reader.piece(MetadataIndex(name), None, functools.partial(_put, state, paths[name], name)))
     if strict and (missing := [n for n in values if n not in saved]):
         keys = dict.fromkeys(n.partition(".")[0] for n in saved)
+        # A whole module or optimizer that was not saved is named once, with what was.
         if unknown := dict.fromkeys(key for n in missing if (key := n.partition(".")[0]) not in keys):
             missing = [n for n in missing if n.partition(".")[0] in keys]
             wrong.insert(0, f"not in the checkpoint: {name_list(unknown)}; it was saved with {name_list(keys)}")
@@ -404,13 +383,13 @@ def plan(
     return now, later
 
 
-def _put(state: Any, way: Way, name: str, stream: io.BytesIO) -> None:
-    """What is no tensor to its place in ``state``, without executing it as torch would."""
+def _put(state: Any, path: ValuePath, name: str, stream: io.BytesIO) -> None:
+    """Put a value that is no tensor at ``path`` in ``state``. Unlike torch's, this executes nothing."""
     try:
         found = torch.load(stream, weights_only=True)
     except pickle.UnpicklingError as e:
         raise ValueError(f"{name!r} in the checkpoint is of a class that is not read: {e}") from None
-    *before, last = way
+    *before, last = path
     for key in before:
         state = state[key]
     state[last] = found
@@ -423,10 +402,10 @@ def _nothing(_: object) -> None:
 def _sources(
     name: str, tensor: torch.Tensor, saved: TensorStorageMetadata
 ) -> list[tuple[MetadataIndex, Target, Region | None]]:
-    """What this rank reads of a tensor: entries, where they go, and which region of them.
+    """Return the entries that this rank reads for ``tensor``, with their targets, and the region of each entry.
 
     Raises:
-        ValueError: why it cannot be loaded.
+        ValueError: the tensor cannot be loaded. The message follows its name.
     """
     if tensor.is_meta:
         raise ValueError("is on the meta device here: give it memory first, module.to_empty(device=...)")
@@ -439,7 +418,7 @@ def _sources(
         raise ValueError(f"has {has} of {numel} elements in the checkpoint")
     found: list[tuple[MetadataIndex, Target, Region | None]] = []
     for offsets, lengths, target in _boxes_of(name, tensor):
-        if sizes.get(offsets) == lengths:  # type: ignore[call-overload]  # it is cut as it was
+        if sizes.get(offsets) == lengths:  # type: ignore[call-overload]  # it was saved with the same boxes
             found.append((MetadataIndex(name, offsets), target, ((0,) * len(lengths), lengths)))
             continue
         chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(lengths))
@@ -453,7 +432,7 @@ def _sources(
 
 
 def _boxes_of(name: str, tensor: torch.Tensor) -> list[tuple[tuple[int, ...], tuple[int, ...], Target]]:
-    """What this rank has of it: offsets, sizes, and the memory."""
+    """Return the boxes that this rank has of ``tensor``: offsets, sizes, and the memory."""
     if isinstance(tensor, ShardedValue):
         return [(b.offsets, b.sizes, functools.partial(view_of, tensor.to_local(), b)) for b in tensor._part.boxes]
     if hasattr(tensor, "__create_chunk_list__"):  # a DTensor

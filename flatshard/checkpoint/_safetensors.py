@@ -1,9 +1,8 @@
-"""A folder of safetensors files, as Hugging Face loads it, written as whole parameters come by.
+"""Exporting a folder of safetensors files, as Hugging Face loads it, while parameters are gathered one after the other.
 
-A file is the length of a JSON header (8 bytes, little endian), the header (for each name dtype, shape, and where its bytes
-are), and the bytes, row-major. So sizes and places are known beforehand: each rank writes some of the files, each tensor in
-its place as soon as it is gathered, and holds no more than a unit. The ``safetensors`` package, which wants all of a file in
-memory (and numpy), isn't needed to write.
+A file is the length of a JSON header (8 bytes, little endian), the header (dtype, shape and place of each tensor), and the
+row-major bytes of the tensors. So all places are known beforehand: each rank writes some of the files, each tensor as soon as
+it is gathered, and holds no more than a unit. The ``safetensors`` package is not needed; it would hold a file in memory.
 """
 
 from __future__ import annotations
@@ -55,11 +54,10 @@ def export_safetensors(
 ) -> None:
     """Write ``module``'s state to ``directory`` as Hugging Face's ``save_pretrained`` does, for ``from_pretrained``.
 
-    All ranks must call it, and all that write see one file system. Parameters are gathered one unit at a time, and each file
-    is written by one rank as they come: no rank ever holds the model. Names are those of ``module.state_dict()``; a tied
-    parameter is written once, under the first of its names, as Hugging Face ties it again. Of buffers, those of the rank
-    that writes the file. Several files have an index, ``{name}.safetensors.index.json``, which is written last: a folder
-    without is not complete.
+    All ranks must call it, on one file system. Parameters are gathered one unit at a time, and each file is written by one
+    rank, so no rank holds the model. Names are those of ``module.state_dict()``. A tied parameter is written once, under the
+    first of its names, as Hugging Face ties it again. Buffers are those of the rank that writes the file. Several files have
+    an index, ``{name}.safetensors.index.json``, which is written last: a folder without it is not complete.
 
     Example::
 
@@ -67,12 +65,12 @@ def export_safetensors(
 
     Args:
         module: a sharded module, or one that holds sharded ones.
-        directory: made if it isn't there. It must have no safetensors files.
+        directory: created if it does not exist. It must have no safetensors files.
         name: of the files, before ``.safetensors`` or ``-00001-of-00002.safetensors``. transformers reads ``"model"``,
             diffusers ``"diffusion_pytorch_model"``; each beside a ``config.json``, which
             ``model.config.save_pretrained(folder)`` and ``model.save_config(folder)`` write.
-        dtype: cast floating-point values. None: each in its own dtype.
-        max_file_bytes: of one file's tensors, unless it has only one.
+        dtype: cast floating-point values to it. Default: each keeps its own.
+        max_file_bytes: limit of the tensors in one file, unless it has only one.
         bucket_bytes: how much to gather at a time, as for ``iter_full_params``.
 
     Raises:
@@ -127,7 +125,7 @@ def export_safetensors(
 
 
 class _Attempt:
-    """Does things until one fails. Others go on: they wait for this rank in gathers."""
+    """Runs actions until one fails, and keeps the error: other ranks wait for this one in gathers."""
 
     error: Exception | None = None
 
@@ -143,7 +141,7 @@ def _raise_together(flats: list[Flat], attempt: _Attempt) -> None:
     """Wait for all ranks.
 
     Raises:
-        RuntimeError: an attempt has failed: on all ranks that have the same shards, or other parts of these.
+        RuntimeError: on all ranks, if an attempt has failed on one.
     """
     _, flat = max(flats, key=lambda each: each[1].layout.world_size)
     told = "" if attempt.error is None else f"{type(attempt.error).__name__}: {attempt.error}"
@@ -155,7 +153,7 @@ def _raise_together(flats: list[Flat], attempt: _Attempt) -> None:
         ) from attempt.error
 
 
-# -- what is written where ---------------------------------------------------------------------------------------------
+# -- files -------------------------------------------------------------------------------------------------------------
 
 _Described = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
@@ -185,7 +183,7 @@ def _nbytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
 
 
 def _cut(name: str, described: _Described, limit: int) -> list[tuple[str, _Described]]:
-    """Files in order: their names, and what each has."""
+    """Return the files in order: names, and the tensors of each."""
     files = [dict(batch) for batch in batches(described.items(), lambda item: _nbytes(*item[1]), limit)]
     if len(files) < 2:
         return [(f"{name}.safetensors", described)]
@@ -211,7 +209,7 @@ def _write_index(path: Path, files: list[tuple[str, _Described]]) -> None:
 
 
 class _File:
-    """One file, under a hidden name until all are complete."""
+    """A file, with a hidden name until all files are complete."""
 
     def __init__(self, path: Path, described: _Described) -> None:
         self._path, self._hidden = path, path.with_name(f".{path.name}")
@@ -237,7 +235,7 @@ class _File:
         self._file.write(memory_of(value.detach().to("cpu").contiguous()))
 
     def close(self) -> None:
-        """All of it is on disk."""
+        """Flush the file to the disk, and close it."""
         assert self._file is not None
         self._file.flush()
         os.fsync(self._file.fileno())

@@ -1,4 +1,4 @@
-"""One rank's part of a save: what it writes, where, and what rank 0 does for all."""
+"""The save of one rank: its plan and its file, and on rank 0 the plan, metadata and directory for all."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from flatshard.checkpoint._gathering import check_one_value
 
 
 class _Plan(NamedTuple):
-    """What was agreed on in a save, kept for the next one. [Note: A plan is kept]"""
+    """The plan of a save, kept for the next one. [Note: A plan is kept]"""
 
-    of: str  # the same on all ranks that made it together, and on no others
-    place: tuple[int, int]  # this rank's in them, and how many there are
-    own: Any  # what this rank could write, and the names of all values: what the plan follows from
-    items: Any  # what this rank writes
+    id: str  # the same on all ranks that made it together, and on no others
+    place: tuple[int, int]  # this rank, and the number of ranks
+    own: Any  # the rank's own plan and the names of all values, from which the plan follows
+    items: Any  # the write items of this rank
     metadata: Any  # on rank 0
 
 
-_kept: list[_Plan] = []  # the last one
+_kept: list[_Plan] = []  # the last plan
 
 
 def plan_payloads() -> Payloads:
@@ -37,19 +37,19 @@ def plan_payloads() -> Payloads:
 
 
 class Saving:
-    """One rank's part of a save.
+    """The save of one rank.
 
-    What rank 0 does for all when they have written, it does while their disks work: [Note: The disk writes meanwhile].
+    Rank 0 writes the metadata for all ranks while their disks work: [Note: The disk writes meanwhile].
 
     [Note: A plan is kept]
-    Who writes what follows from what each rank could write: names, shapes, which parts. In a job that saves every hour these
-    are the same each time. So each keeps what it could write and what was agreed on. In the next save a rank on which it is
-    the same hands in which plan it has, and where all have the same one, that is it. If some have another, all hand in anew.
+    The plan of a save follows from each rank's own plan: names, shapes, boxes. In a job that saves every hour these stay the
+    same. So each rank keeps its own plan and the agreed one. In the next save a rank whose own plan is unchanged sends the id
+    of the kept plan. If all ranks send the same id, the kept plan holds. Otherwise all send their own plans.
     """
 
-    _own: Any  # what this rank could write, and the names of all values
-    _plan: _Plan  # that holds
-    _into: str  # the directory that is written
+    _own: Any  # this rank's own plan, and the names of all values
+    _plan: _Plan  # the agreed one
+    _into: str  # the directory to write
 
     def __init__(self, path: Path, place: tuple[int, int], overwrite: bool, count: ByteCount) -> None:
         from flatshard.checkpoint import _writer
@@ -58,13 +58,13 @@ class Saving:
         self._planner = _writer.SavePlanner(count)
         self._directory: disk.NewDirectory | None = None  # on rank 0
         self._metadata: Any = None  # on rank 0, of a new plan
-        self._open = contextlib.ExitStack()  # files
-        self._written: list[disk.NewFile] = []  # those that are open
+        self._open = contextlib.ExitStack()  # closes the files
+        self._written: list[disk.NewFile] = []  # the open files
 
     def plan(self, state: Mapping[str, Any], wait: bool) -> tuple[str | None, Any]:
-        """Returns the plan that this rank has, or what it could write.
+        """Return the id of the kept plan, or this rank's own plan.
 
-        Without ``wait`` the state is copied here, and may change afterwards.
+        Without ``wait`` this copies the state, which may change afterwards.
         """
         found = {entry.key: entry.saved() for entry in entries(state)}
         self._planner.set_up_planner(found if wait else copied(found, "cpu"), None, self._place[0] == 0)
@@ -73,66 +73,65 @@ class Saving:
         for kept in _kept:
             if (kept.place, kept.own) == (self._place, self._own):
                 self._plan = kept
-                return kept.of, None
+                return kept.id, None
         return None, self._own
 
     def plan_anew(self) -> tuple[str | None, Any]:
-        """As ``plan``, where the plan that this rank has does not hold."""
+        """Return this rank's own plan, where not all ranks have the kept one."""
         return None, self._own
 
     def plan_for_all(self, rows: list[tuple[str | None, Any]]) -> list[Any]:
-        """On rank 0: the directory, the plan that holds, and where each rank writes what, if that is new.
+        """Return for each rank, on rank 0: the directory, the id of the plan, and the rank's part of it if it is new.
 
-        None: all are to hand in anew.
+        Returns None for each rank if all must send their own plans.
         """
-        plans_of, own = zip(*rows, strict=True)
-        of = plans_of[0]
+        ids, own = zip(*rows, strict=True)
         final: list[Any] = [None] * len(rows)
-        if any(other != of for other in plans_of):
+        if any(other != ids[0] for other in ids):
             return final
-        if of is None:
+        if (plan_id := ids[0]) is None:
             plans, names = zip(*own, strict=True)
             check_one_value(names)
             self._writer.check_plans(plans, dict.fromkeys(name for each in names for name in each))
             final, self._metadata = self._planner.create_global_plan(list(plans))
-            final, of = self._writer.Writer(self._path).prepare_global_plan(final), uuid.uuid4().hex
+            final, plan_id = self._writer.Writer(self._path).prepare_global_plan(final), uuid.uuid4().hex
         self._directory = disk.NewDirectory(disk.real(self._path), self._overwrite)
-        return [(str(self._directory.written), of, plan) for plan in final]
+        return [(str(self._directory.written), plan_id, plan) for plan in final]
 
-    def keep(self, directory: str, of: str, plan: Any) -> None:
-        """What was agreed on."""
+    def keep(self, directory: str, plan_id: str, plan: Any) -> None:
+        """Keep the agreed plan, if it is new."""
         self._into = directory
         if plan is not None:
-            self._plan = _Plan(of, self._place, self._own, plan, self._metadata)
+            self._plan = _Plan(plan_id, self._place, self._own, plan, self._metadata)
             _kept[:] = [self._plan]
 
     def write(self) -> Any:
-        """This rank's file. Returns what is where in it."""
+        """Write this rank's file. Return where each entry is in it."""
         plan = self._planner.finish_plan(self._plan.items)
         results, file = self._writer.Writer(self._into).write(plan, self._planner, self._open)
         self._written += [] if file is None else [file]
         return results
 
     def write_metadata(self, results: list[Any]) -> None:
-        """On rank 0, when all have written."""
+        """Write the metadata, on rank 0, when all ranks have written."""
         assert self._directory is not None
         metadata = dataclasses.replace(self._plan.metadata)
         self._written.append(self._writer.Writer(self._into).write_metadata(metadata, results, self._open))
 
     def flush(self) -> None:
-        """What this rank has written is on the disk."""
+        """Flush this rank's files to the disk."""
         for file in self._written:
             file.flush()
         self._open.close()
 
     def publish(self, _: list[None]) -> None:
-        """On rank 0, when all is on the disks."""
+        """Put the directory in its place, on rank 0, when all files are on the disks."""
         assert self._directory is not None
         disk.rename(self._written[-1].path, self._directory.written / disk.METADATA)
         self._directory.publish()
 
     def discard(self) -> None:
-        """Remove what was written, if it has not been published."""
+        """Remove the written files, unless they are published."""
         self._open.close()
         if self._directory is not None:
             self._directory.discard()

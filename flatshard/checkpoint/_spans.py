@@ -1,23 +1,21 @@
-"""Spans of a file's bytes, read to their places or summed where they are, by threads.
+"""Spans of bytes in a file, which threads read to their places or sum in the page cache.
 
-[Note: Summed where it lies]
-To verify bytes, all are read and none is kept. So the sum is taken where the system has them already, in its cache of the
-file: some MiB of it at a time are mapped into memory. That takes half the time of copying them out. First the system is
-asked to read these MiB into its cache (``MADV_POPULATE_READ``). That raises where it is not possible: the file system maps
-no files, the system is another or older (Linux before 5.14), a disk fails. Then the bytes are read instead. If a file was
-cut off between that call and the sum, a millisecond, the system would end the process (SIGBUS). Nobody cuts one off: a
-checkpoint is renamed whole and never written again. One that is replaced is removed, and a removed file stays for those who
-have it open.
+[Note: Summed in the page cache]
+Verifying reads all bytes and keeps none. So sums are computed in the system's cache of the file, of which some MiB at a time
+are mapped into memory. That takes half the time of copying them. First ``MADV_POPULATE_READ`` has the system read these MiB
+into its cache. It raises if the file system maps no files, the system is not Linux 5.14 or later, or the disk fails; then the
+bytes are read instead. If a file were cut off between that call and the sum, within a millisecond, the system would end the
+process (SIGBUS). That does not happen to a checkpoint: it is never written again after its rename, and a removed file stays
+for processes that have it open.
 
-What is loaded is copied by the system, to its place: copying from a mapping is no faster, and a disk that fails is an error.
+Loaded bytes are copied by the system: copying from a mapping is no faster, and a read reports a failing disk as an error.
 
-[Note: Looked at twice]
-A load that fails changes nothing, so all bytes are verified before the first is replaced. To look at them once, what was
-replaced would have to be kept. Measured over one reading into place, 145 MiB for each of two ranks at once: to sum where it
-lies, and then read, 1.5; to read into place, sum there, and copy what was there to a log before, 3.3, with a shard more
-memory, and 1.9 without the log; to read into a buffer of 1 MiB, sum it there and copy it on, 2.5, without a log as well.
-What the system has just copied is not in the core's cache, so a sum there costs what it costs where the file lies; and each
-byte that is written costs twice a byte that is read.
+[Note: Read twice]
+A load that fails changes nothing, so all bytes are verified before the first is replaced. Reading them once would need a log
+of the replaced values. Measured relative to reading in place, 145 MiB on each of two ranks: sum in the page cache, then read,
+1.5; read in place and sum there, with a log 3.3 and a shard more memory, without 1.9; read and sum in a buffer of 1 MiB and
+copy, 2.5. Bytes that the system has just copied are not in the core's cache, so summing them costs the same, and writing a
+byte costs twice as much as reading one.
 """
 
 from __future__ import annotations
@@ -35,28 +33,28 @@ from flatshard._config import local_world_size
 from flatshard.checkpoint import _disk as disk
 from flatshard.checkpoint._container import BLOCK, checksums
 
-SHARE = 16 * BLOCK  # bytes for one thread at a time: the most that a span may have
-_GAP = 4096  # bytes between two spans that are read at once: more than is around a tensor's
+SHARE = 16 * BLOCK  # bytes for one thread at a time, and the most that a span may have
+_GAP = 4096  # bytes between two spans that are read in one call: more than there are around a tensor
 _POPULATE_READ = 22  # MADV_POPULATE_READ, which Python does not name
 
 
 class FileSpan(NamedTuple):
-    """Bytes of a file, and what is to be done with them."""
+    """Bytes of a file, to read or to verify."""
 
     start: int
     nbytes: int
-    place: memoryview | None  # to which they are read. None: they are summed
-    sums: bytes = b""  # of each block, as they should be
-    entry: Any = None  # of the checkpoint, that they are of
+    place: memoryview | None  # to read them to, or None to verify them
+    sums: bytes = b""  # expected, of each block
+    entry: Any = None  # of the checkpoint
 
 
 _start = operator.attrgetter("start")
 
 
 def read_spans(file: int, spans: Iterable[FileSpan], count: Callable[[int], object]) -> list[FileSpan]:
-    """Read all that have a place; returns those of the others that do not have their sums.
+    """Read the spans with a place, and return the other spans that do not have their sums.
 
-    ``count`` is told of bytes as they are done.
+    ``count`` is called with the number of bytes of each finished share.
     """
     shares: list[list[FileSpan]] = []
     room = 0
@@ -78,7 +76,7 @@ def read_spans(file: int, spans: Iterable[FileSpan], count: Callable[[int], obje
 
 
 def own_cores() -> int:
-    """How many threads work for this rank: memory and most disks are faster than one core, and it has its share of these."""
+    """Return the number of threads for this rank: its share of the cores, as memory and most disks are faster than one."""
     return min(8, max(1, (os.cpu_count() or 1) // (local_world_size() or 1)))
 
 
@@ -95,7 +93,7 @@ def _read_share(file: int, share: list[FileSpan]) -> list[FileSpan]:
 
 
 def _runs(share: list[FileSpan]) -> Iterator[list[FileSpan]]:
-    """What of a share lies side by side in the file, but for what is around a tensor's bytes."""
+    """Split a share into runs of spans that are adjacent in the file, except for the bytes around tensors."""
     run: list[FileSpan] = []
     end = 0
     for span in share:
@@ -108,7 +106,7 @@ def _runs(share: list[FileSpan]) -> Iterator[list[FileSpan]]:
 
 
 def _fill(file: int, run: list[FileSpan]) -> None:
-    """In one call, with what lies between read beside."""
+    """Read a run in one call. The bytes between spans go to a buffer that is dropped."""
     buffers: list[memoryview] = []
     end = run[0].start
     for span in run:
@@ -121,7 +119,7 @@ def _fill(file: int, run: list[FileSpan]) -> None:
 
 
 def _seen(file: int, start: int, nbytes: int) -> memoryview:
-    """Bytes to be looked at. [Note: Summed where it lies]"""
+    """Return bytes to verify: mapped, or read. [Note: Summed in the page cache]"""
     if nbytes >= BLOCK:
         skip = start % mmap.ALLOCATIONGRANULARITY
         with contextlib.suppress(OSError, ValueError):  # ValueError: Python's, where the file ends before

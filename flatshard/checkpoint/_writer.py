@@ -1,7 +1,7 @@
-"""Writing the files of a checkpoint, as ``torch.distributed.checkpoint`` has them, at the speed of the disk.
+"""Writing the files of ``torch.distributed.checkpoint`` at the speed of the disk.
 
-Any reader of torch's reads them. Each rank writes one file. Where an entry's own bytes lie, and their sums, is said in its
-place in the metadata, which torch's reader passes over. [Note: Memory as it is]
+Any reader of torch's reads them. Each rank writes one file. The metadata of an entry has the place and the sums of the
+tensor's own bytes, which torch's reader ignores. [Note: Memory as it is]
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ class Writer(disk.LocalPath, FileSystemWriter):  # type: ignore[misc]  # `path` 
         dcp.load(state, storage_reader=flatshard.checkpoint.Reader("run/dcp"))
         model.load_state_dict(state)
 
-    It is made as torch's ``FileSystemWriter`` is: the first argument is the directory. ``overwrite=False``
-    keeps one that exists.
+    It takes the arguments of torch's ``FileSystemWriter``: the first is the directory, and ``overwrite=False`` keeps an
+    existing checkpoint.
     """
 
     def write_data(self, plan: SavePlan, planner: Any) -> Future[list[WriteResult]]:
@@ -77,7 +77,7 @@ class Writer(disk.LocalPath, FileSystemWriter):  # type: ignore[misc]  # `path` 
     def write(
         self, plan: SavePlan, planner: Any, files: contextlib.ExitStack
     ) -> tuple[list[WriteResult], disk.NewFile | None]:
-        """Internal: this rank's file, open until ``files`` closes; None where it has nothing to write."""
+        """Internal: write this rank's file, open until ``files`` closes, or no file if it has nothing to write."""
         if not plan.items:
             return [], None
         name = f"{plan.storage_data.prefix}0{DEFAULT_SUFFIX}"
@@ -87,7 +87,7 @@ class Writer(disk.LocalPath, FileSystemWriter):  # type: ignore[misc]  # `path` 
     def write_metadata(
         self, metadata: Metadata, results: list[list[WriteResult]], files: contextlib.ExitStack
     ) -> disk.NewFile:
-        """Internal: as ``finish``, under a name that it does not keep."""
+        """Internal: write the metadata under a temporary name, open until ``files`` closes."""
         metadata.version, metadata.storage_meta = CURRENT_DCP_VERSION, self.storage_meta()
         metadata.storage_data = {r.index: r.storage_data for each in results for r in each}
         data = pickled(metadata)
@@ -97,7 +97,7 @@ class Writer(disk.LocalPath, FileSystemWriter):  # type: ignore[misc]  # `path` 
 
 
 def _written(file: disk.NewFile, name: str, items: list[WriteItem], planner: Any) -> list[WriteResult]:
-    """What is where in ``file``, once all of ``items`` are."""
+    """Write ``items``, and return where each is in ``file``."""
     results: list[WriteResult] = []
     with contextlib.ExitStack() as around:
         batch = _EntryBatch(file, around.enter_context(ThreadPoolExecutor(1)) if own_cores() > 1 else None)
@@ -118,18 +118,18 @@ def _written(file: disk.NewFile, name: str, items: list[WriteItem], planner: Any
 
 
 class _EntryBatch:
-    """What is written by one call. Its sums are taken meanwhile, where this rank has a core for that.
+    """Entries that are written by one call. If this rank has a core to spare, a thread computes their sums meanwhile.
 
-    They are there before the next batch begins: so no more memory than one batch waits for them.
+    The sums of a batch are there before the next batch begins, so at most one batch is in memory.
     """
 
     def __init__(self, file: disk.NewFile, thread: ThreadPoolExecutor | None) -> None:
         self._file, self._thread = file, thread
-        self._entries: list[tuple[StorageInfo, Body, memoryview]] = []  # whose body is still to be told, with its sums
+        self._entries: list[tuple[StorageInfo, Body, memoryview]] = []  # whose sums are missing
         self._buffers: list[memoryview] = []
 
     def add(self, info: StorageInfo, body: Body, buffers: list[Any]) -> None:
-        """An entry: what comes before its body, the body, what comes after it."""
+        """Add an entry. ``buffers``: padding, head, body and tail."""
         self._entries.append((info, body, memoryview(buffers[2])))
         self._buffers += [memoryview(b) for b in buffers if len(b)]
 
@@ -144,7 +144,7 @@ class _EntryBatch:
 
 
 def _pieces(data: Any) -> tuple[Any, bytes, bytes, tuple[int, ...] | None]:
-    """A tensor on CPU, or a stream; what comes before and after; the strides."""
+    """Return a tensor on CPU or a stream, the bytes before and after it, and the strides of a tensor."""
     if isinstance(data, io.BytesIO):
         return data, b"", b"", None
     tensor = data.detach().cpu()
@@ -160,8 +160,10 @@ def _pieces(data: Any) -> tuple[Any, bytes, bytes, tuple[int, ...] | None]:
 
 
 class SavePlanner(DefaultSavePlanner):
-    """torch's, which makes bytes of values at once, refuses what could not be loaded, takes what is not sharded from rank 0,
-    and counts what it hands out.
+    """torch's planner, with four changes.
+
+    It serializes values at once, refuses values that could not be loaded, takes unsharded values from rank 0, and counts the
+    bytes that it resolves.
     """
 
     def __init__(self, progress: ByteCount) -> None:
@@ -173,7 +175,7 @@ class SavePlanner(DefaultSavePlanner):
         """See torch.
 
         Raises:
-            ValueError: with the names of all values that a load would refuse.
+            ValueError: a load would refuse some values. The message names all of them.
         """
         super().set_up_planner(state_dict, *args, **kwargs)
         if any(
@@ -201,7 +203,7 @@ class SavePlanner(DefaultSavePlanner):
             )
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """See torch, which takes what is not sharded from the ranks with the least to write: one module's from several."""
+        """See torch, which spreads unsharded values over ranks: here rank 0 writes them, so they are of one state."""
         seen: set[Any] = set()
         first = []
         for plan in all_plans:
@@ -227,10 +229,10 @@ def _write_nbytes(item: WriteItem) -> int:
 
 
 def check_plans(plans: Iterable[SavePlan], names: Iterable[str]) -> None:
-    """Every element of every tensor is written by some rank.
+    """Check that every element of every tensor is written by some rank.
 
     Raises:
-        ValueError: with all names of which elements are missing, or written twice.
+        ValueError: elements are missing, or written twice. The message names all such tensors.
     """
     sizes: dict[str, int] = {}
     boxes: dict[str, dict[tuple[int, ...], int]] = {}

@@ -14,21 +14,21 @@ from flatshard._handle.tensors.shard_info import ShardInfo
 
 
 def flat_parameters(module: nn.Module) -> list[nn.Parameter]:
-    """One parameter per unit and dtype, to pass to an optimizer instead of ``module.parameters()``.
+    """Return one parameter per unit and dtype, to pass to an optimizer in place of ``module.parameters()``.
 
-    An optimizer then runs the fewest operations. Each is this rank's whole shard: 1-D, of shape ``(shard_numel,)``. Its
-    attribute ``fqns`` has the names of the parameters in it. From this call on only the flat parameters receive gradients.
-    ``.grad`` of a single parameter is its part of that: a view. So ``model.zero_grad()`` clears the flat gradients, and
-    torch's ``clip_grad_norm_(model.parameters())`` clips them. A parameter that no rank used gets a gradient of zero instead
-    of None. FSDP1 calls this ``use_orig_params=False``.
+    An optimizer then runs the fewest operations. Each parameter is this rank's flat shard: 1-D, of shape ``(shard_numel,)``.
+    Its attribute ``fqns`` has the names of the parameters in it. From this call on only flat parameters receive gradients,
+    and ``.grad`` of a single parameter is a view of its elements there. So ``model.zero_grad()`` clears the flat gradients,
+    and torch's ``clip_grad_norm_(model.parameters())`` clips them. A parameter that no rank used gets a gradient of zero
+    instead of None. FSDP1 calls this ``use_orig_params=False``.
 
     >>> optimizer = torch.optim.AdamW(flatshard.flat_parameters(model))
 
     Raises:
         RuntimeError: parameters are on the meta device, or gradients are being reduced (``reduce_gradients(async_op=True)``).
-        ValueError: a flat parameter contains trainable and frozen parameters, because one was frozen after sharding; an
-            optimizer cannot treat them differently; or parameters from outside of ``module``. Or nothing in ``module`` is
-            sharded.
+        ValueError: a flat parameter contains trainable and frozen parameters, because one was frozen after sharding, and an
+            optimizer cannot treat them differently; it contains parameters from outside of ``module``; or nothing in
+            ``module`` is sharded.
     """
     units = units_of(module, "flat_parameters")
     _check_all_inside(module, units)
@@ -53,7 +53,7 @@ def flat_parameters(module: nn.Module) -> list[nn.Parameter]:
 
 
 def _check_all_inside(module: nn.Module, units: list[Unit]) -> None:
-    """Raise if a unit also owns parameters from outside of ``module``: an optimizer would step them, too."""
+    """Raise if a unit also owns parameters from outside of ``module``, which an optimizer would step, too."""
     inside = set(module.modules())
     for unit in units:
         registered = {id(p) for m, _, p, _ in unit.handle.registrations.entries if m in inside}
@@ -67,7 +67,7 @@ def _check_all_inside(module: nn.Module, units: list[Unit]) -> None:
 
 
 def _info_of(flat: FlatParam) -> ShardInfo:
-    """The ``ShardInfo`` of a single parameter that covers the whole shard (``flat_parameters``)."""
+    """Return the ``ShardInfo`` of a parameter that covers the whole flat shard."""
     layout = flat.layout
     runtime, counted = common_runtime([param._flatshard_info.runtime for param in flat.params])
     others = [s for s, mine in zip(flat.slices, counted, strict=True) if s.numel and not mine]

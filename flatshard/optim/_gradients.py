@@ -1,6 +1,6 @@
-"""Norms and statistics of all gradients of a module over all ranks, and clipping: one or two all-reduces per process group.
+"""Norms, clipping and statistics of a module's gradients over all ranks, by one or two all-reduces per process group.
 
-``torch.nn.utils.clip_grad_norm_`` gives the same numbers (``_handle/tensors/sharded_gradient.py``). The functions here take
+``torch.nn.utils.clip_grad_norm_`` returns the same numbers (``_handle/tensors/sharded_gradient.py``). The functions here take
 the module instead of a list of parameters, so they also work on a rank that has no gradient at all.
 """
 
@@ -27,12 +27,12 @@ from flatshard.optim._in_backward import check_kept
 
 
 def get_total_norm(module: nn.Module, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> torch.Tensor:
-    """The norm of all gradients of ``module`` as if they were one vector, over all ranks.
+    """Return the norm of all gradients of ``module`` over all ranks, as of one vector.
 
-    Every rank must call it, after backward and before the optimizer's step. All ranks get the same number: what
-    ``torch.nn.utils.get_total_norm`` gives for the whole gradients in one process. A shared parameter counts once, and so
-    do parameters of ``NO_SHARD`` units and ignored ones. Parameters without a gradient do not count. The gradients of
-    ignored parameters may differ between ranks; their norms are averaged over the ranks.
+    Every rank must call it, after backward and before the optimizer's step. All ranks get the number that
+    ``torch.nn.utils.get_total_norm`` returns for the full gradients in one process. A shared parameter counts once, and so
+    do parameters of ``NO_SHARD`` units and ignored ones. Parameters without a gradient do not count. Gradients of ignored
+    parameters may differ between ranks, so their norms are averaged over the ranks.
 
     Example::
 
@@ -43,9 +43,9 @@ def get_total_norm(module: nn.Module, norm_type: float = 2.0, error_if_nonfinite
     Args:
         module: a sharded module, a module that contains sharded ones (on any number of process groups), or a submodule of a
             sharded one.
-        norm_type: the order p of the p-norm: positive, or ``math.inf``, or 0. With 0 torch counts the parameters whose
-            gradient has a nonzero element.
-        error_if_nonfinite: raise if the norm is infinite or NaN. This makes the host wait for an accelerator.
+        norm_type: the order p of the p-norm: positive, ``math.inf``, or 0, which counts the parameters whose gradient has a
+            nonzero element, as torch does.
+        error_if_nonfinite: raise if the norm is infinite or NaN. Then the host waits for the accelerator.
 
     Returns:
         A 0-dim tensor: float64 if a parameter is, else float32. Gradients in lower precision are summed in float32.
@@ -74,7 +74,7 @@ def clip_grad_norm_(
 
     Args:
         module: see :func:`flatshard.optim.get_total_norm`, for the other arguments, too.
-        max_norm: what the norm is at most, afterwards.
+        max_norm: the largest norm afterwards.
         norm_type: the order of the norm.
         error_if_nonfinite: raise if the norm is infinite or NaN.
 
@@ -95,7 +95,7 @@ def clip_grad_norm_(
 
 @dataclass(frozen=True)
 class GradientStatistics:
-    """One parameter's gradient over all ranks.
+    """Statistics of a parameter's gradient over all ranks.
 
     Example::
 
@@ -106,22 +106,21 @@ class GradientStatistics:
     norm: float
     """The 2-norm."""
     max_abs: float
-    """The largest magnitude; NaN if there is a NaN."""
+    """The largest magnitude, or NaN if there is a NaN."""
     mean: float
-    """The mean; of a complex gradient, of real and imaginary parts."""
+    """The mean, of a complex gradient that of real and imaginary parts."""
     nonfinite: int
-    """How many elements are infinite or NaN."""
+    """The number of elements that are infinite or NaN."""
     numel: int
-    """Elements of the whole parameter."""
+    """The number of elements of the full parameter."""
 
 
 def gradient_statistics(module: nn.Module) -> dict[str, GradientStatistics]:
-    """Statistics of each gradient of ``module`` by the parameter's FQN: for logging, and for finding what went wrong.
+    """Return statistics of each gradient of ``module`` by the parameter's FQN, for logging and debugging.
 
-    Every rank must call it, and all ranks get the same statistics, except for ignored parameters, whose gradients may
-    differ. It takes two all-reduces for each process group in ``module``, and twice as many with tensor parallelism. The
-    host waits for an accelerator. A shared parameter has its first name. A parameter that has a gradient on no rank is left
-    out.
+    Every rank must call it. All ranks get the same statistics, except for ignored parameters, whose gradients may differ. It
+    takes two all-reduces for each process group in ``module``, twice as many with tensor parallelism, and the host waits for
+    the accelerator. A shared parameter has its first name. Parameters without a gradient on any rank are left out.
 
     Example::
 
@@ -148,21 +147,21 @@ def gradient_statistics(module: nn.Module) -> dict[str, GradientStatistics]:
 
 
 class Gradient(NamedTuple):
-    """One parameter of the module, and this rank's part of its gradient."""
+    """A parameter of the module, and this rank's shard of its gradient."""
 
     fqn: str  # relative to the module
     param: nn.Parameter
     grad: torch.Tensor | None
-    runtime: RankGroup | None  # of the ranks that hold the parts; None: each rank has the whole gradient
+    runtime: RankGroup | None  # of the ranks with the shards, or None if each rank has the full gradient
 
     @property
     def part(self) -> torch.Tensor:
-        """This rank's part: empty, if the gradient is None."""
+        """This rank's shard, which is empty if the gradient is None."""
         return torch.empty(0, device=self.param.device) if self.grad is None else self.grad
 
 
 def _gradients_of(module: nn.Module, verb: str) -> list[Gradient]:
-    """One entry for each parameter of ``module``, in the same order on all ranks."""
+    """Return an entry for each parameter of ``module``, in the same order on all ranks."""
     if not isinstance(module, nn.Module):
         raise TypeError(
             f"{verb} takes the module, got a {type(module).__name__}: pass the model, or pass its parameters to torch's own, "
@@ -189,7 +188,7 @@ def _gradients_of(module: nn.Module, verb: str) -> list[Gradient]:
             continue
         if id(param) not in grads:
             unit = owner_of(param)
-            if unit is None or not isinstance(param, ShardedParameter):  # else a unsharded parameter
+            if unit is None or not isinstance(param, ShardedParameter):  # else an unsharded parameter
                 raise _unsharded(fqn, verb)
             for flat in unit.handle.flats:  # with `flat_parameters` the single parameters have no `.grad`
                 grads.update(zip(map(id, flat.params), flat.local_grads(), strict=True))
@@ -208,7 +207,7 @@ def _unsharded(what: str, verb: str) -> RuntimeError:
 
 
 def _by_kind(grads: list[torch.Tensor]) -> dict[tuple[torch.device, torch.dtype], list[torch.Tensor]]:
-    """Those that are not empty, by device and dtype, because foreach functions are fast for tensors of one kind."""
+    """Return gradients with elements by device and dtype: foreach functions are fast for tensors of one kind."""
     kinds: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     for grad in grads:
         if grad.numel():
@@ -230,14 +229,14 @@ def _total_norm(gradients: list[Gradient], norm_type: float, error_if_nonfinite:
     if error_if_nonfinite and not bool(total.isfinite()):
         raise RuntimeError(
             f"the norm of order {p} of all gradients is {total.item()}, so they cannot be clipped. "
-            "flatshard.optim.gradient_statistics(module) tells which are not finite; error_if_nonfinite=False goes on "
-            "regardless"
+            "flatshard.optim.gradient_statistics(module) tells which are not finite; error_if_nonfinite=False "
+            "continues regardless"
         )
     return total
 
 
 def _norm(gradients: list[Gradient], p: float) -> torch.Tensor:
-    """The total norm: float64, 0-dim. Of order 0 it is what torch calls so: how many gradients have a nonzero element."""
+    """Return the total norm: float64, 0-dim. Order 0 counts the gradients with a nonzero element, as in torch."""
     aggregate, parts, runtimes = Aggregate("norm", p), [g.part for g in gradients], [g.runtime for g in gradients]
     question = f"the norm of order {p} of {_these(gradients)}"
     if p == 0:
@@ -245,16 +244,16 @@ def _norm(gradients: list[Gradient], p: float) -> torch.Tensor:
         return counted
     device = device_for(parts, runtimes)
     local: dict[RankGroup | None, torch.Tensor] = {}
-    for runtime in [None, *in_order(runtimes)]:  # also of those process groups of which this rank has no gradient
+    for runtime in [None, *in_order(runtimes)]:  # also process groups of which this rank has no gradient
         own = [g.part for g in gradients if g.runtime == runtime] or [torch.empty(0, device=device)]
         local[runtime] = torch.linalg.vector_norm(aggregate.local(own, device), p)
     whole = local.pop(None)
-    # Whole gradients are averaged, so that the total is the same on all ranks.
+    # Full gradients of ignored parameters are averaged, so that the total is the same on all ranks.
     return total_norm({r: n for r, n in local.items() if r is not None}, whole, p, question, average_whole=True)
 
 
 def _numbers(gradients: list[Gradient]) -> list[list[float]]:
-    """For each gradient: sum of squares, sum, nonfinite elements, number of ranks that have it, and largest magnitude."""
+    """Return for each gradient: sum of squares, sum, nonfinite elements, number of ranks that have it, largest magnitude."""
     if not gradients:
         return []
     parts, runtimes = [g.part for g in gradients], [g.runtime for g in gradients]
@@ -273,5 +272,5 @@ def _numbers(gradients: list[Gradient]) -> list[list[float]]:
 
 
 def _these(gradients: list[Gradient]) -> str:
-    """For the description of a reduction."""
+    """Describe gradients in the label of a reduction."""
     return f"{len(gradients)} gradients, the first of which is {repr(gradients[0].fqn) if gradients else 'none'}"

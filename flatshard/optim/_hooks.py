@@ -1,16 +1,15 @@
-"""Checks an optimizer of sharded parameters before it steps.
+"""Checks of optimizers of sharded parameters before they step.
 
 [Note: Steps that change nothing]
-Mistakes make ``step()`` return without an error and without any effect. Inside ``no_sync``, and after it until they are
-reduced, gradients are accumulated, but are not in ``.grad``. Inside ``summon_full_params`` a step changes the shards, and the
-exit overwrites them by the unsharded parameters. And an optimizer that was built inside holds the unsharded parameters, which
-nobody reads afterwards. Other steps only check that no queue holds gradients, and that no such context is active.
-
-Another one is the step of a flat parameter, or of a whole one, after ``p.data = ...``: it would change the memory that ``p``
-had, and the next forward adopts the new one. So a step adopts what was replaced since the last one.
+Four mistakes would make ``step()`` return without an error and without effect. Inside ``no_sync``, and after it until they
+are reduced, gradients are accumulated but not in ``.grad``. Inside ``summon_full_params`` a step changes the shards, which
+the exit overwrites with the unsharded parameters. An optimizer that was built inside holds the unsharded parameters, which
+nobody reads afterwards. And after ``p.data = ...`` the step of a flat parameter, or of a full one, would change the previous
+memory of ``p``, while the next forward adopts the new one: so a step adopts what was replaced since the last step. Any other
+step pays for two checks: that no queue holds gradients, and that no such context is active.
 
 [Note: Optimizers that look at shapes]
-Muon on some rows of a matrix, or Adafactor on a slice, runs without an error, but computes wrong updates. So optimizers are
+Muon on some rows of a matrix, or Adafactor on a slice, runs without an error but computes wrong updates. So optimizers are
 checked before their first step, and again when they got more parameters or more modules were sharded. All ranks come to the
 same result. Known classes are in a table; unknown ones are tried: [Note: Trials of optimizers], [Note: State by length].
 Other code can call ``check_whole_parameters``.
@@ -44,9 +43,9 @@ from flatshard._errors import name_list
 from flatshard._handle.registrations import UNSHARDED
 from flatshard._handle.tensors.changes import changes
 from flatshard._handle.tensors.sharded_parameter import ShardedParameter, full_shape, shard_info
+from flatshard._optimizers import defaults_of, params_of
 from flatshard._runtime import Runtime
-from flatshard.checkpoint._optim_params import defaults_of, params_of, take_loaded
-from flatshard.checkpoint._optim_state_dict import hook_optimizer
+from flatshard.checkpoint._optimizer_hooks import hook_optimizer
 from flatshard.optim._lengths import why_not_by_length
 from flatshard.optim._offload import OffloadedOptimizer
 from flatshard.optim._trial import Impossible, check_one_by_one, looks_at_whole
@@ -55,7 +54,7 @@ _checked = CheckedOptimizers()
 _adopted: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()  # `changes.count` at the last step
 _kept: weakref.WeakKeyDictionary[Optimizer, list[nn.Parameter]] = (
     weakref.WeakKeyDictionary()
-)  # as of when it was checked
+)  # `_kept_parameters` when it was checked
 _watching: list[Any] = []
 _noting: list[Any] = []
 
@@ -73,26 +72,31 @@ class Optimizers(Extension):
 
 
 def _note_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    """What was stepped has changed, on all ranks alike: also if C++ wrote it through a pointer, which version counters don't
-    show, or if the optimizer passed over parts without elements. This is for units that are kept gathered until a change.
+    """Mark stepped parameters of units that stay gathered until a change as changed, alike on all ranks.
+
+    Version counters do not show a step in C++ through a pointer, or of an optimizer that skips empty shards.
     """
-    increment_version([p for p in _kept.get(optimizer, ()) if p.grad is not None and p.numel()])
+    increment_version([p for p in _kept.get(optimizer, ()) if p.grad is not None])
 
 
 def _kept_parameters(optimizer: Optimizer) -> list[nn.Parameter]:
-    """Those of units that are kept gathered until a change, also as one parameter of ``flat_parameters``."""
+    """Return the parameters in units that stay gathered until a change, alone or in flat parameters.
+
+    Shards without elements are among them: other ranks gather after the step, so this one must, too.
+    """
     kept = [flat for unit in all_units() if _keeps(unit.config) for flat in unit.handle.flats]
     ids = {id(p) for flat in kept for p in (*flat.params, flat.shard_param)}
-    return [p for p in params_of(optimizer) if id(p) in ids]
+    return [p for p in params_of(optimizer) if id(p) in ids and full_shape(p).numel()]
 
 
 def _take_adopted(optimizer: Optimizer) -> None:
-    """Give ``optimizer`` the sharded parameters in place of those that the user registered instead of them, by
-    ``load_state_dict(assign=True)`` for example: it was built before flatshard noticed.
+    """Replace parameters that the user registered in place of sharded ones, as ``load_state_dict(assign=True)`` does.
+
+    The optimizer was built before flatshard noticed.
     """
     for group in optimizer.param_groups:
         adopted = {p: own for p in group["params"] if (own := p.__dict__.get("_flatshard_adopted")) is not None}
-        if adopted:  # a tied parameter may have been given several, and stays tied
+        if adopted:  # several may stand for one tied parameter, which stays tied
             group["params"][:] = dict.fromkeys(adopted.get(p, p) for p in group["params"])
             for param in adopted.keys() & optimizer.state.keys():
                 optimizer.state[adopted[param]] = optimizer.state.pop(param)
@@ -103,7 +107,7 @@ def _keeps(config: UnitConfig) -> bool:
 
 
 def _see_state_dicts() -> None:
-    """Have optimizers of sharded parameters hooked before their state is asked for. [Note: What an optimizer hands out]"""
+    """Hook optimizers of sharded parameters before their state is read. [Note: What an optimizer hands out]"""
     of_torch = Optimizer.state_dict
 
     @functools.wraps(of_torch)
@@ -111,14 +115,13 @@ def _see_state_dicts() -> None:
         _take_adopted(self)
         if any(isinstance(p, ShardedParameter) for p in params_of(self)):
             hook_optimizer(self)
-            take_loaded(self)
         return of_torch(self)
 
     Optimizer.state_dict = state_dict  # type: ignore[method-assign]
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-    """Returns other arguments, or None. ``args``: the optimizer, and perhaps a closure."""
+    """Check the optimizer, and return other arguments or None. ``args``: the optimizer, and perhaps a closure."""
     _check_moment(optimizer)
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
     if not callable(closure):
@@ -136,7 +139,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any
         return None
 
     def computed() -> Any:
-        loss = closure()  # it may run the last backward of several
+        loss = closure()  # which may run the last backward of several
         _check_held(optimizer)
         return loss
 
@@ -145,31 +148,26 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any
 
 
 def check_optimizer(optimizer: Optimizer) -> None:
-    """Check before its first step that it can step its parameters. Then it is checked no more.
+    """Check once, before its first step, that ``optimizer`` can step its parameters.
 
     Raises:
         RuntimeError: it cannot. Nothing has been stepped.
     """
     params = params_of(optimizer)
     if plain := [p for p in params if not isinstance(p, ShardedParameter)]:
-        if _holds_whole_ones(type(optimizer).__name__, plain):
+        if _holds_unsharded(type(optimizer).__name__, plain):
             return
         _refuse_added(optimizer, {id(p) for p in plain if p.requires_grad})
     if any(isinstance(p, ShardedParameter) for p in params):
         if (why := _why_not_parts(optimizer, params)) is not None:
             raise RuntimeError(why)
         hook_optimizer(optimizer)
-        take_loaded(optimizer)
         _check_lost_rule(optimizer)
     _checked.add(optimizer)
 
 
 def _check_moment(optimizer: Optimizer) -> None:
-    """Check that a step now has an effect. [Note: Steps that change nothing]
-
-    Raises:
-        RuntimeError: the step is inside ``summon_full_params``.
-    """
+    """Raise if the step is inside ``summon_full_params``. [Note: Steps that change nothing]"""
     if not summoned_units:
         return
     params = {id(p) for p in params_of(optimizer)}
@@ -183,11 +181,7 @@ def _check_moment(optimizer: Optimizer) -> None:
 
 
 def _check_held(optimizer: Optimizer) -> None:
-    """Check that all gradients have come. [Note: Steps that change nothing]
-
-    Raises:
-        RuntimeError: units hold gradients (``no_sync``).
-    """
+    """Raise if units hold gradients (``no_sync``), and warn if there are none. [Note: Steps that change nothing]"""
     if held := held_units():
         params = {id(p) for p in params_of(optimizer)}
         check_reduced(_stepped(held, params), f"{type(optimizer).__name__}.step")
@@ -196,7 +190,7 @@ def _check_held(optimizer: Optimizer) -> None:
 
 
 def _warn_of_no_gradients(optimizer: Optimizer) -> None:
-    """Warn if forwards have run for a backward, which has not come to them: ``backward(inputs=...)`` finds no parameters."""
+    """Warn if units have run forward and no backward has reached them: ``backward(inputs=...)`` finds no parameters."""
     found = [
         u for u in _stepped(all_units(), {id(p) for p in params_of(optimizer)}) if u in u.context.reductions.units()
     ]
@@ -210,19 +204,19 @@ def _warn_of_no_gradients(optimizer: Optimizer) -> None:
 
 
 def _stepped(units: Iterable[Unit], params: set[int]) -> list[Unit]:
-    """Those of ``units`` that own some of ``params``, which are ids."""
+    """Return the units that own any of ``params``, which are ids."""
     owned = [(u, p) for u in units for f in u.handle.flats for p in (f.shard_param, *f.params)]
     return list(dict.fromkeys(unit for unit, param in owned if id(param) in params))
 
 
-def _holds_whole_ones(optimizer: str, params: Iterable[torch.Tensor]) -> bool:
-    """Whether some of ``params`` are unsharded parameters that modules have now. Then the next step must check again.
+def _holds_unsharded(optimizer: str, params: Iterable[torch.Tensor]) -> bool:
+    """Return whether some of ``params`` are unsharded parameters of modules now. Then the next step must check again.
 
     Raises:
-        RuntimeError: they are unsharded parameters of before. [Note: Steps that change nothing]
+        RuntimeError: modules have them no more. [Note: Steps that change nothing]
     """
     wanted = {id(p) for p in params}
-    found: dict[int, tuple[str, bool]] = {}  # by id: the FQN, and whether a module has it now
+    found: dict[int, tuple[str, bool]] = {}  # by id: the FQN, and whether a module has the parameter now
     for unit in all_units():
         shows = unit.handle.registrations.shows
         copies = shows.values() if isinstance(shows, dict) else ()
@@ -244,7 +238,7 @@ def _holds_whole_ones(optimizer: str, params: Iterable[torch.Tensor]) -> bool:
 def _refuse_added(optimizer: Optimizer, plain: set[int]) -> None:
     """Raise if the optimizer steps parameters that were registered after ``fully_shard``: [Note: Added after sharding].
 
-    ``plain``: the ids of its trainable parameters that are not sharded.
+    ``plain``: ids of its trainable parameters that are not sharded.
     """
     found: dict[int, str] = {}
     for unit in sorted(all_units(), key=lambda unit: len(unit.fqn)):  # outermost first, so that FQNs are complete
@@ -261,7 +255,7 @@ def _refuse_added(optimizer: Optimizer, plain: set[int]) -> None:
         )
 
 
-# Optimizers that look at shapes, by class name, because most are in other packages. True: it can step empty parameters.
+# Optimizers that look at shapes, by class name, as most are in other packages, and whether they can step empty parameters.
 _SHAPE_AWARE = {
     **dict.fromkeys(("muon", "shampoo", "distributedshampoo", "soap", "lamb", "nvlamb", "fusedlamb", "lars"), True),
     **dict.fromkeys(("adafactor", "came", "sm3", "kron", "galoreadamw", "apolloadamw"), False),
@@ -269,28 +263,28 @@ _SHAPE_AWARE = {
 
 
 def steps_empty_parts(optimizer: Optimizer) -> bool | None:
-    """For an optimizer that looks at shapes: whether it can step parameters without elements. None: it does not."""
+    """Return whether an optimizer that looks at shapes can step empty parameters, or None if it does not look at shapes."""
     if getattr(optimizer, "works_on_shards", False):
         return None
     return _SHAPE_AWARE.get(type(optimizer).__name__.lower())
 
 
-# Optimizers that treat every element alone, with any options.
+# Optimizers that treat every element independently, with any options.
 _ELEMENTWISE = ("ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
 _ELEMENTWISE_TYPES = {*(getattr(torch.optim, name) for name in _ELEMENTWISE), torch.optim.SparseAdam}
 
 
-# Without this limit small units would be cut all the same.
+# The default limit of padding would still cut parameters of small units.
 _KEEP_WHOLE = (
     "or shard with layout=flatshard.layouts.Whole(max_padding=math.inf), which cuts no parameter and pads as it must"
 )
 
 
 def steps_parts(optimizer: Optimizer) -> bool:
-    """Whether ``optimizer`` may step its parameters as they lie here. If not: :class:`WholeParameterOptimizer` does.
+    """Return whether ``optimizer`` may step its parameters as they are sharded. :class:`WholeParameterOptimizer` always may.
 
-    False only where its first step would raise because it looks at more than single elements, and ranks have parts of its
-    parameters. All ranks come to the same result, without communication. Nothing is stepped.
+    The result is False if its first step would raise because it looks at more than single elements and ranks have shards of
+    its parameters. It is the same on all ranks, without communication. Nothing is stepped.
 
     Example::
 
@@ -310,12 +304,12 @@ def steps_parts(optimizer: Optimizer) -> bool:
 
 
 def _why_not_parts(optimizer: Optimizer, params: Iterable[torch.Tensor]) -> str | None:
-    """Why the optimizer cannot step parts of parameters, where ``WholeParameterOptimizer`` can. None: it can.
+    """Return why the optimizer cannot step shards of parameters but ``WholeParameterOptimizer`` could, or None if it can.
 
     See [Note: Optimizers that look at shapes].
 
     Raises:
-        RuntimeError: it cannot step them, and ``WholeParameterOptimizer`` could not either.
+        RuntimeError: neither can.
     """
     if isinstance(optimizer, OffloadedOptimizer):
         optimizer = optimizer.inner
@@ -332,7 +326,7 @@ def _why_not_parts(optimizer: Optimizer, params: Iterable[torch.Tensor]) -> str 
     elif kind not in _ELEMENTWISE_TYPES and not (
         getattr(optimizer, "works_on_shards", False)
         or getattr(optimizer, "steps_whole_parameters", False)
-        or any(isinstance(value, Optimizer) for value in vars(optimizer).values())  # that one is checked when it steps
+        or any(isinstance(value, Optimizer) for value in vars(optimizer).values())  # that one is checked itself
     ):
         if (why := _try_it(optimizer)) is not None:
             return why
@@ -342,10 +336,7 @@ def _why_not_parts(optimizer: Optimizer, params: Iterable[torch.Tensor]) -> str 
 
 
 def _try_it(optimizer: Optimizer) -> str | None:
-    """Try each param group with each way in which its parameters are cut. Returns why it cannot step parts, or None.
-
-    See [Note: Trials of optimizers].
-    """
+    """Try each param group, and return why the optimizer cannot step shards, or None. [Note: Trials of optimizers]"""
     name = type(optimizer).__name__
     allow = "If that is meant, set `works_on_shards = True` on the optimizer"
     tried = set()
@@ -358,6 +349,7 @@ def _try_it(optimizer: Optimizer) -> str | None:
             if info is None or info.is_whole:
                 continue
             ndim, is_cut, by_rows, block = max(1, len(info.shape)), info.is_cut, info.by_rows, _block_of(param)
+            # Parameters with the same options that are cut alike share a trial.
             if (case := (options, ndim, is_cut, by_rows, block)) in tried:
                 continue
             tried.add(case)
@@ -384,17 +376,17 @@ def _try_it(optimizer: Optimizer) -> str | None:
 
 
 def _block_of(param: nn.Parameter) -> int:
-    """A sharded parameter is cut between blocks of so many elements."""
+    """Return the number of elements in a block, between which a sharded parameter is cut."""
     flat = flat_of(param)
     index = None if flat is None else flat.index_of(param)
     return 1 if flat is None or index is None else flat.layout.params[index].block
 
 
 def _check_lost_rule(optimizer: Optimizer) -> None:
-    """Look whether a rule like ``len(p.shape) <= 1`` took matrices for vectors, because their parts are 1-D.
+    """Warn if a rule like ``len(p.shape) <= 1`` may have taken matrices for vectors, because their shards are 1-D.
 
     Raises:
-        RuntimeError: it did: a group with weight decay is empty, and one without has both. If it only looks so, this warns.
+        RuntimeError: a group with weight decay is empty, and one without has matrices and vectors.
     """
     settings = optimizer.param_groups
     filled = [each for each in settings if each["params"]]
@@ -416,11 +408,11 @@ def _check_lost_rule(optimizer: Optimizer) -> None:
 
 
 def check_whole_parameters(params: Iterable[torch.Tensor], optimizer: str = "this optimizer") -> None:
-    """Raise if a parameter is cut between ranks. For optimizers that look at more than single elements.
+    """Raise if a parameter is cut between ranks, for optimizers that look at more than single elements.
 
     All ranks come to the same result, without communication. flatshard calls it before the first step of optimizers named
     Muon, Shampoo, SOAP, LAMB, LARS, Adafactor and similar, unless they have an attribute ``works_on_shards = True``.
-    Optimizers of classes that it does not know it tries on a small matrix.
+    Optimizers of unknown classes are tried on a small matrix.
 
     Example::
 
@@ -433,17 +425,17 @@ def check_whole_parameters(params: Iterable[torch.Tensor], optimizer: str = "thi
         optimizer: the optimizer's name, for the message.
 
     Raises:
-        RuntimeError: a parameter is cut between ranks, or is a 1-D part although the whole has more dimensions, or is sharded
-            by tensor parallelism.
+        RuntimeError: a parameter is cut between ranks, has 1-D shards although it has more dimensions, or is sharded by
+            tensor parallelism.
     """
     if (why := _why_not_whole(params, optimizer, steps_empty=True)) is not None:
         raise RuntimeError(why)
 
 
 def _why_not_whole(params: Iterable[torch.Tensor], optimizer: str, steps_empty: bool) -> str | None:
-    """Why an optimizer of whole parameters cannot step these: ranks have parts. None: it can.
+    """Return why an optimizer that looks at shapes cannot step ``params``, or None if no rank has a part of one.
 
-    ``steps_empty``: it can step parameters without elements, which other ranks have where one has the whole.
+    ``steps_empty``: whether it can step empty parameters, as other ranks have where one has the full parameter.
     """
     sharded = [(p, i) for p in params if (i := shard_info(p)) is not None]
     infos = [info for _, info in sharded]

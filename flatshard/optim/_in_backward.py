@@ -1,4 +1,4 @@
-"""``step_in_backward``: each unit is stepped as soon as its gradients are reduced, and they are freed."""
+"""``step_in_backward``: steps each unit as soon as its gradients are reduced, and frees them."""
 
 from __future__ import annotations
 
@@ -12,15 +12,17 @@ from flatshard._composable.features.user_hooks import register_gradients_reduced
 from flatshard._composable.find import units_of_parameters
 from flatshard._composable.state import Unit
 from flatshard._errors import name_list
-from flatshard.checkpoint._optim_params import params_of
+from flatshard._optimizers import params_of
 from flatshard.optim._hooks import check_optimizer
 from flatshard.optim._offload import OffloadedOptimizer
 
-_stepped: weakref.WeakKeyDictionary[Unit, list[BackwardSteps]] = weakref.WeakKeyDictionary()  # and who steps them
+_stepped: weakref.WeakKeyDictionary[Unit, list[BackwardSteps]] = (
+    weakref.WeakKeyDictionary()
+)  # by the units that they step
 
 
 class BackwardSteps:
-    """What :func:`step_in_backward` returns. ``remove()`` ends it: gradients stay until ``optimizer.step()`` again.
+    """The handle that :func:`step_in_backward` returns. After ``remove()`` gradients stay until ``optimizer.step()`` again.
 
     Example::
 
@@ -32,7 +34,7 @@ class BackwardSteps:
     def __init__(self, optimizer: OffloadedOptimizer, units: dict[Unit, list[nn.Parameter]]) -> None:
         self.optimizer, self._units = optimizer, list(units.values())
         self._names = [unit.fqn for unit in units]
-        self._next: dict[int, int] = {}  # in the last backward: which unit came after which
+        self._next: dict[int, int] = {}  # by unit, the one that followed in the last backward
         self._last: int | None = None
         self._handles: list[RemovableHandle] = []
         for number, unit in enumerate(units):
@@ -47,7 +49,7 @@ class BackwardSteps:
         return f"BackwardSteps of {type(self.optimizer.inner).__name__} ({len(self._units)} units)"
 
     def remove(self) -> None:
-        """End it. Idempotent."""
+        """Stop stepping in backward. Idempotent."""
         for handle in self._handles:
             handle.remove()
         for steps in _stepped.values():
@@ -72,16 +74,16 @@ class BackwardSteps:
 
 
 def step_in_backward(module: nn.Module, optimizer: OffloadedOptimizer) -> BackwardSteps:
-    """Have each unit of ``module`` stepped in backward as soon as its gradients are reduced, and its gradients freed.
+    """Step each unit of ``module`` in backward as soon as its gradients are reduced, and free its gradients.
 
-    So the gradients of all units never exist at once. ``optimizer.step()`` then steps what is in no unit, and ends the step:
-    call it after each backward that reduces, and schedulers after it. Of several microbatches all but the last run in
-    ``flatshard.no_sync``. While one unit is stepped, the state of the one that came next in the last backward is copied to
-    the device. The numbers are the same bits as by ``optimizer.step()`` alone.
+    So the gradients of all units never exist at once. ``optimizer.step()`` then steps parameters in no unit and ends the
+    step: call it after each backward that reduces, and schedulers after it. Run all but the last of several microbatches in
+    ``flatshard.no_sync``. While a unit is stepped, the state of the one that followed in the last backward is copied to the
+    device. The results are bit for bit those of ``optimizer.step()`` alone.
 
-    What needs all gradients at once cannot be: ``flatshard.clip_grad_norm_``, ``get_total_norm`` and ``GradScaler`` raise.
-    ``torch.nn.utils.clip_grad_norm_`` finds no gradients, clips nothing and returns 0. Clip by value in a hook on parameters
-    (``p.register_post_accumulate_grad_hook``), which runs before.
+    Functions that need all gradients at once do not work: ``flatshard.clip_grad_norm_``, ``get_total_norm`` and
+    ``GradScaler`` raise. ``torch.nn.utils.clip_grad_norm_`` finds no gradients, clips nothing and returns 0. Clip by value in
+    a hook on parameters (``p.register_post_accumulate_grad_hook``), which runs before.
 
     Example::
 
@@ -91,17 +93,17 @@ def step_in_backward(module: nn.Module, optimizer: OffloadedOptimizer) -> Backwa
         optimizer.step()
 
     Args:
-        module: a sharded module, whose units' parameters ``optimizer`` steps, all or some. Those that it gets later are
-            stepped by ``optimizer.step()``.
-        optimizer: of :class:`OffloadedOptimizer`.
+        module: a sharded module, of whose units ``optimizer`` steps all or some parameters. Parameters that are added to it
+            later are stepped by ``optimizer.step()``.
+        optimizer: an :class:`OffloadedOptimizer`.
 
     Returns:
-        A handle, whose ``remove()`` ends it.
+        A handle with ``remove()``.
 
     Raises:
-        TypeError: ``optimizer`` is another one.
-        ValueError: it steps no parameter of a unit of ``module``; or some are stepped in backward already.
-        RuntimeError: it is none that may step parts, or unit by unit.
+        TypeError: ``optimizer`` is of another class.
+        ValueError: it steps no parameter of a unit of ``module``, or some are stepped in backward already.
+        RuntimeError: it may not step shards, or not unit by unit.
     """
     if not isinstance(optimizer, OffloadedOptimizer):
         raise TypeError(
@@ -131,7 +133,7 @@ def step_in_backward(module: nn.Module, optimizer: OffloadedOptimizer) -> Backwa
 
 
 def check_kept(units: Iterable[Unit], verb: str) -> None:
-    """Raise if gradients are gone when backward ends: ``verb`` needs those of all ``units`` at once."""
+    """Raise if the gradients of some ``units`` are freed in backward: ``verb`` needs all of them at once."""
     if gone := [unit.fqn for unit in units if _stepped.get(unit)]:
         raise RuntimeError(
             f"{verb}: the gradients of units {name_list(gone, 3)} are stepped and freed in backward, one unit after the "

@@ -1,10 +1,10 @@
-"""Finds out whether an optimizer keeps other state for parts of a parameter than for the whole.
+"""Finds out whether an optimizer keeps other state for shards of a parameter than for the full parameter.
 
 [Note: State by length]
-Some optimizers choose the form of their state by the number of elements: those of torchao quantise whole blocks only, of 4096
-elements at least, and keep plain tensors for the rest. They treat every element alike, but with a part of an odd length they
-compute other numbers than one process. Which state an optimizer makes, a first step on zeros shows, for the lengths that all
-ranks have. So all come to the same result, and to the same cure: blocks whose length makes the state of the whole.
+Some optimizers choose the form of their state by the number of elements: torchao's quantise parameters of whole blocks, of at
+least 4096 elements, and keep plain tensors for others. They treat elements alike, but for a shard of an odd length they
+compute other numbers than one process. A first step on zeros shows the state for a length. Each rank tries the lengths of all
+ranks, so all come to the same result and the same cure: blocks whose length makes the state of the full parameter.
 """
 
 from __future__ import annotations
@@ -21,53 +21,52 @@ from flatshard._errors import name_list
 from flatshard._handle.flat_param import FlatParam
 from flatshard._handle.layout import FlatLayout
 from flatshard._handle.tensors.sharded_parameter import ShardedParameter, flat_param_of
-from flatshard.checkpoint._first_steps import first_tensors, shorter
-from flatshard.checkpoint._optim_params import Group
+from flatshard._optimizers import Group, first_tensors, shorter
 from flatshard.optim._trial import Impossible
 
 Forms = dict[str, tuple[type, torch.dtype]]
-"""The state that is made for some length: the class and dtype of each value that has dimensions."""
+"""The form of the state for a length: the class and dtype of each value with dimensions."""
 
 
 class _Cut(NamedTuple):
-    """A parameter that ranks have parts of."""
+    """A parameter that is cut between ranks."""
 
     flat: FlatParam
     fqn: str
     numel: int
-    parts: frozenset[int]  # their lengths
-    forms_of: Callable[[int], Forms]  # of a length that `shorter` gives
+    lengths: frozenset[int]  # of its shards
+    forms_of: Callable[[int], Forms]  # for a length that `shorter` returns
 
-    def is_same(self, lengths: Iterable[int]) -> bool:
-        """Whether parts of these lengths have the state of the whole."""
-        whole = self.forms_of(shorter(self.numel))
-        return all(self.forms_of(n) == whole for n in set(map(shorter, lengths)))
+    def have_same_state(self, lengths: Iterable[int]) -> bool:
+        """Return whether shards of these lengths have state in the form of the full parameter's."""
+        full = self.forms_of(shorter(self.numel))
+        return all(self.forms_of(n) == full for n in set(map(shorter, lengths)))
 
 
 def why_not_by_length(optimizer: Optimizer) -> str | None:
-    """Why the optimizer cannot step its parameters as they are cut. None: lengths change no state.
+    """Return why the optimizer cannot step its parameters as they are cut, or None if lengths do not change its state.
 
     Raises:
-        RuntimeError: it steps flat parameters, and keeps other state of them than of single parameters.
-        Impossible: it is not known which state it keeps.
+        RuntimeError: it steps flat parameters, and keeps other state for them than for single parameters.
+        Impossible: its state cannot be found out.
     """
     name, cuts = type(optimizer).__name__, [cut for group in optimizer.param_groups for cut in _cuts(optimizer, group)]
-    wrong = next((cut for cut in cuts if not cut.is_same(cut.parts)), None)
+    wrong = next((cut for cut in cuts if not cut.have_same_state(cut.lengths)), None)
     if wrong is None:
         return None
-    length = next(n for n in sorted(wrong.parts) if not wrong.is_same([n]))
-    of_whole, of_part = (wrong.forms_of(shorter(n)) for n in (wrong.numel, length))
-    key = next(key for key in {**of_whole, **of_part} if of_whole.get(key) != of_part.get(key))
+    length = next(n for n in sorted(wrong.lengths) if not wrong.have_same_state([n]))
+    full, shard = (wrong.forms_of(shorter(n)) for n in (wrong.numel, length))
+    key = next(key for key in {**full, **shard} if full.get(key) != shard.get(key))
     return (
         f"{name} keeps other state for other numbers of elements: {key!r} of {wrong.fqn!r} ({wrong.numel} elements) would be "
-        f"{_told(of_whole.get(key))}, and of a part of {length}, which a rank has, it is {_told(of_part.get(key))}. Shard "
+        f"{_describe(full.get(key))}, and of a part of {length}, which a rank has, it is {_describe(shard.get(key))}. Shard "
         f"with {_cure(cuts)}; or use flatshard.optim.WholeParameterOptimizer(params, {name}, ...), which works in any "
         "layout. If that is meant, set `works_on_shards = True` on the optimizer"
     )
 
 
 def _cuts(optimizer: Optimizer, group: Group) -> Iterator[_Cut]:
-    """Yield the parameters of a group that are cut."""
+    """Yield the parameters of a group that are cut between ranks."""
 
     @functools.cache
     def forms(dtype: torch.dtype, length: int) -> Forms:
@@ -90,9 +89,9 @@ def _cuts(optimizer: Optimizer, group: Group) -> Iterator[_Cut]:
 
 
 def _check_flat(optimizer: Optimizer, flat: _Cut) -> None:
-    """Raise if the state of a flat parameter is none of single elements. ``parts``: its single parameters."""
+    """Raise if the state of a flat parameter is not elementwise. ``flat.lengths`` are those of the parameters inside."""
     forms = flat.forms_of(shorter(flat.numel))
-    if not flat.is_same(flat.parts) or any(kind is not torch.Tensor for kind, _ in forms.values()):
+    if not flat.have_same_state(flat.lengths) or any(kind is not torch.Tensor for kind, _ in forms.values()):
         raise RuntimeError(
             f"{type(optimizer).__name__} keeps state by the number of elements, or for blocks of them. That of the flat "
             f"parameter which {flat.fqn!r} is in would be of several parameters: build it on model.parameters(), not on "
@@ -100,12 +99,12 @@ def _check_flat(optimizer: Optimizer, flat: _Cut) -> None:
         )
 
 
-def _told(form: tuple[type, torch.dtype] | None) -> str:
+def _describe(form: tuple[type, torch.dtype] | None) -> str:
     return "absent" if form is None else f"a {form[0].__name__} of {form[1]}"
 
 
 def _cure(cuts: list[_Cut]) -> str:
-    """The layout with the least padding in which all parts have the state of the whole: blocks, and some that are not cut."""
+    """Return the layout with the least padding in which shards have the right state: blocks, and parameters kept whole."""
     longest = max(cut.numel for cut in cuts)
     plans = [(*_planned(cuts, 2**n), 2**n) for n in range(1, longest.bit_length())]
     _, names, block = min(plans, key=lambda plan: plan[0])
@@ -117,7 +116,7 @@ def _cure(cuts: list[_Cut]) -> str:
 
 
 def _planned(cuts: list[_Cut], block: int) -> tuple[int, list[str]]:
-    """If parameters are cut between such blocks: the elements with padding; and those that must not be cut."""
+    """Return the elements with padding if parameters are cut between such blocks, and the parameters that must not be cut."""
     total, whole = 0, set[str]()
     for flat in dict.fromkeys(cut.flat for cut in cuts):
         own, infos, size = [cut for cut in cuts if cut.flat is flat], flat.layout.params, flat.kind.dtype.itemsize
@@ -126,8 +125,8 @@ def _planned(cuts: list[_Cut], block: int) -> tuple[int, list[str]]:
             blocks = [Cut(info.numel if info.fqn in whole else block) for info in infos]
             layout = plan_layout(shapes, size, flat.layout.world_size, blocks)
             lengths = {info.fqn: _lengths(layout, i) - {info.numel} for i, info in enumerate(infos)}
-            # With a block more, too: other ranks or units cut elsewhere.
-            wrong = {c.fqn for c in own if not c.is_same(lengths[c.fqn] | {n + block for n in lengths[c.fqn]})}
+            # Also with a block more, as other numbers of ranks cut elsewhere.
+            wrong = {c.fqn for c in own if not c.have_same_state(lengths[c.fqn] | {n + block for n in lengths[c.fqn]})}
             if not wrong:
                 break
             whole |= wrong
@@ -136,5 +135,5 @@ def _planned(cuts: list[_Cut], block: int) -> tuple[int, list[str]]:
 
 
 def _lengths(layout: FlatLayout, index: int) -> frozenset[int]:
-    """The lengths of the shards that ranks have of a parameter."""
+    """Return the lengths of the shards of a parameter."""
     return frozenset(layout.shard_slices(rank)[index].numel for rank in layout.holders(index))

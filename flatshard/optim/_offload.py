@@ -1,13 +1,13 @@
-"""``OffloadedOptimizer``: the optimizer's state is on the host, and comes to the device unit by unit.
+"""``OffloadedOptimizer``: keeps state on the host, and brings it to the device unit by unit.
 
 [Note: One unit at a time]
-A step of the optimizer inside is made in turns, one for each unit. In its turn a unit's parameters are all that the groups
-have. Options that steps change (timm's Adan counts steps) must not change with every turn: in each turn of a group but its
-last one the optimizer has copies of its options as they were before the step, and in the last one the group itself. So
-afterwards the group is what one step makes of it.
+The inner optimizer steps in turns, one for each unit. In a turn the groups have the unit's parameters alone. Options that
+steps change (timm's Adan counts steps) must change once, not in every turn. So in each turn but its last one a group has
+copies of its options from before the step, and in the last turn the inner optimizer has the group itself, which then is as
+after one step.
 
-This equals one step of all if the optimizer treats parameters one by one, and keeps all that it knows in its state and its
-options. Optimizers of unknown classes are tried: [Note: Trials of optimizers].
+This equals a single step if the optimizer treats parameters one by one, and keeps everything in its state and its options.
+Optimizers of unknown classes are tried: [Note: Trials of optimizers].
 """
 
 from __future__ import annotations
@@ -26,12 +26,11 @@ from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
 from flatshard._composable.state import owner_of
-from flatshard._handle.tensors.sharded_parameter import shard_info
-from flatshard.checkpoint._first_steps import copied_option, first_step
-from flatshard.checkpoint._optim_params import Group, options_of, params_of
-from flatshard.checkpoint._optim_state_dict import hook_optimizer
+from flatshard._handle.tensors.sharded_parameter import full_shape, shard_info
+from flatshard._optimizers import Group, copied_option, options_of, params_of, step_copy, unhooked_step
+from flatshard.checkpoint._optimizer_hooks import hook_optimizer
 from flatshard.optim._host_state import Traffic, Visit, nbytes_on
-from flatshard.optim._trial import Impossible, check_in_turns, unhooked_step
+from flatshard.optim._trial import Impossible, check_in_turns
 
 Unit = list[nn.Parameter]
 """The parameters that are stepped together."""
@@ -40,11 +39,11 @@ Unit = list[nn.Parameter]
 class OffloadedOptimizer(Optimizer):
     """Keeps the state of an ``optimizer_class`` in host memory, and steps on the device, one unit after the other.
 
-    While a unit is stepped, the state of the next one is copied to the device; what the unit before had has been copied back.
-    So the state of two units is on the device at most, and so are the temporaries of one unit's step. The numbers are the
-    same bits as without offloading. The host does not wait for the device in a step, only where state is read. What is not
-    in a unit (a plain parameter) is stepped alone. Parameters that are on the host (on CPU, or by ``cpu_offload=True``) are
-    stepped there, unit by unit, and nothing is copied.
+    While a unit is stepped, the state of the next one is copied to the device, and that of the previous one has been copied
+    back. So at most two units' state and the temporaries of one unit's step are on the device. The results are bit for bit
+    those without offloading. The host waits for the device only where state is read, not in a step. A plain parameter, in no
+    unit, is stepped alone. Parameters on the host (on CPU, or by ``cpu_offload=True``) are stepped there, unit by unit, and
+    nothing is copied.
 
     Example::
 
@@ -53,27 +52,27 @@ class OffloadedOptimizer(Optimizer):
         flatshard.clip_grad_norm_(model, 1.0)
         optimizer.step()
 
-    All else is as with ``optimizer_class``: param groups and their options, learning rate schedulers, ``GradScaler``, hooks
-    (once a step), ``state_dict`` and what ``flatshard.checkpoint`` and ``torch.distributed.checkpoint`` do with it. A
-    checkpoint of either may be loaded into the other. A closure is called once, before the first unit is stepped.
+    Everything else is as with ``optimizer_class``: param groups and their options, learning rate schedulers, ``GradScaler``,
+    hooks (once a step), ``state_dict``, ``flatshard.checkpoint`` and ``torch.distributed.checkpoint``. A checkpoint of either
+    may be loaded into the other. A closure is called once, before the first unit is stepped.
 
-    If a step raises, also for lack of the device's memory, the units before have been stepped, that one is as the optimizer
-    left it, and the rest have not been stepped. All state is complete, and on the host. If it was the host's memory that did
-    not suffice, the rest of that unit's state is still on the device, and goes out in the next step.
+    If a step raises, also because the device is out of memory, the units before it have been stepped, that unit is as the
+    optimizer left it, and the others have not been stepped. All state is complete, and on the host. If the host was out of
+    memory, the rest of that unit's state is still on the device until the next step.
 
     Tensors without dimensions, such as the step counts of fused optimizers, stay on the device.
 
     Args:
         params: as for other optimizers: parameters of sharded modules, plain parameters, or param groups.
-        optimizer_class: creates the optimizer. It must treat parameters one by one; see ``WholeParameterOptimizer`` for one
-            that needs whole matrices.
-        pin_memory: keep the state in page-locked memory. Without, copies block the host.
+        optimizer_class: creates the optimizer, which must treat parameters one by one. ``WholeParameterOptimizer`` is for
+            optimizers that need full matrices.
+        pin_memory: keep the state in page-locked memory. Otherwise copies block the host.
         **defaults: passed to ``optimizer_class``.
 
     Raises:
-        TypeError: ``optimizer_class`` makes no optimizer.
-        ValueError: it makes one that cannot step unit by unit: it needs a closure (LBFGS), steps by another optimizer inside,
-            or is differentiable; or ``optimizer_class`` raises it.
+        TypeError: ``optimizer_class`` does not create an optimizer.
+        ValueError: the optimizer cannot step unit by unit: it needs a closure (LBFGS), steps by another optimizer inside, or
+            is differentiable; or ``optimizer_class`` raises it.
     """
 
     def __init__(
@@ -84,11 +83,11 @@ class OffloadedOptimizer(Optimizer):
         pin_memory: bool = True,
         **defaults: Any,
     ) -> None:
-        self.inner: Any = SimpleNamespace()  # what steps; at first it takes what torch's own constructor sets
-        self._traffic: list[Traffic] = []  # of the devices that state goes out from
+        self.inner: Any = SimpleNamespace()  # the optimizer; during torch's constructor a namespace for its attributes
+        self._traffic: list[Traffic] = []  # of the devices of parameters
         self._tried_groups = 0
-        self._coming: tuple[Unit, Visit] | None = None  # in a backward: what is on its way for the next unit
-        self.ahead: set[nn.Parameter] = set()  # stepped by ``step_ahead`` since the last step
+        self._coming: tuple[Unit, Visit] | None = None  # in a backward: the next unit, whose state is being copied
+        self.ahead: set[nn.Parameter] = set()  # parameters that ``step_ahead`` has stepped since the last step
         self.pin_memory = pin_memory
         super().__init__(params, defaults)
         inner = optimizer_class(self.param_groups, **defaults)
@@ -99,7 +98,7 @@ class OffloadedOptimizer(Optimizer):
 
     @property
     def state(self) -> defaultdict[torch.Tensor, Any]:
-        """By parameter, as in torch, on the host. Waits until all of it is there."""
+        """The state by parameter, as in torch, on the host. Waits until all copies are there."""
         self._wait()
         found: defaultdict[torch.Tensor, Any] = self.inner.state
         return found
@@ -110,7 +109,7 @@ class OffloadedOptimizer(Optimizer):
 
     @property
     def param_groups(self) -> list[Group]:
-        """As in torch."""
+        """See torch."""
         found: list[Group] = self.inner.param_groups
         return found
 
@@ -120,7 +119,7 @@ class OffloadedOptimizer(Optimizer):
 
     @property
     def defaults(self) -> dict[str, Any]:
-        """As in torch."""
+        """See torch."""
         found: dict[str, Any] = self.inner.defaults
         return found
 
@@ -135,7 +134,7 @@ class OffloadedOptimizer(Optimizer):
 
     @property
     def device_nbytes(self) -> int:
-        """Bytes of this rank's state that stay on the device between steps: of tensors without dimensions."""
+        """Bytes of this rank's state that stay on the device between steps: tensors without dimensions."""
         return nbytes_on(self.inner.state, lambda device: device.type != "cpu")
 
     def __repr__(self) -> str:
@@ -159,29 +158,29 @@ class OffloadedOptimizer(Optimizer):
         }
 
     def add_param_group(self, param_group: Group) -> None:
-        """As in torch."""
+        """See torch."""
         if isinstance(self.inner, Optimizer):
             self.inner.add_param_group(param_group)
         else:  # torch's constructor
             super().add_param_group(param_group)
 
     def first_step(self, param: nn.Parameter, group: Group) -> tuple[dict[str, Any], Group]:
-        """Internal: the state that a first step would create for ``param``, and the options that ``group`` would have.
+        """Internal: return the state that a first step would create for ``param``, and the options of ``group`` after it.
 
         Changes nothing. For ``optim_state_dict(for_load=True)``.
         """
-        made, options = first_step(self.inner, group, torch.zeros_like(param.detach()))
+        made, options = step_copy(self.inner, group, torch.zeros_like(param.detach()))
         self._put_away({param: made}, [param])
         self._wait()
         return made, options
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """As in torch.
+        """Step all units. See torch.
 
         Raises:
-            RuntimeError: the optimizer computes something over all parameters, or keeps what it knows elsewhere than in its
-                state and options. Nothing has been stepped.
+            RuntimeError: the optimizer computes something over all parameters, or keeps something outside of its state and
+                options. Nothing has been stepped.
         """
         loss = None
         if closure is not None:
@@ -202,7 +201,7 @@ class OffloadedOptimizer(Optimizer):
         return loss
 
     def _take_turn(self, visit: Visit, later: Visit | None) -> None:
-        """Step what the groups have now, which is what ``visit`` is of. ``later``: comes in meanwhile."""
+        """Step the parameters in the groups now, those of ``visit``, and copy the state of ``later`` meanwhile."""
         try:
             visit.show()
             if later is not None:
@@ -213,9 +212,9 @@ class OffloadedOptimizer(Optimizer):
 
     @torch.no_grad()
     def step_ahead(self, params: Unit, following: Unit) -> None:
-        """Internal: step ``params``, of one unit, before the step that ends with ``step()``; and drop their gradients.
+        """Internal: step the ``params`` of a unit before ``step()``, which ends the step, and drop their gradients.
 
-        ``following``: those that will most likely come next, or none. For :func:`step_in_backward`.
+        ``following``: the parameters that will most likely be next, or none. For :func:`step_in_backward`.
         """
         coming, self._coming = self._coming, None
         if coming is not None and coming[0] is params:
@@ -229,18 +228,19 @@ class OffloadedOptimizer(Optimizer):
                 self.ahead.update(params)
                 self._take_turn(visit, later)
         visit.release()
-        increment_version([p for p in params if p.grad is not None and p.numel()])  # see `_note_step`
+        stepped = [p for p in params if p.grad is not None and (p.numel() or full_shape(p).numel())]
+        increment_version(stepped)  # see `_note_step`
         for p in params:
             p.grad = None
         self._coming = None if later is None else (following, later)
 
     def is_for(self, params: Iterable[nn.Parameter]) -> bool:
-        """Internal: whether it steps some of ``params``."""
+        """Internal: return whether it steps some of ``params``."""
         return not set(params_of(self)).isdisjoint(params)
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """``GradScaler`` asks before it steps, and does itself what there is to do."""
+        """False: ``GradScaler``, which asks before it steps, unscales gradients itself."""
         if self.ahead:
             raise RuntimeError(
                 "GradScaler with step_in_backward: units have been stepped in backward by gradients that were not unscaled. "
@@ -252,7 +252,7 @@ class OffloadedOptimizer(Optimizer):
         return units_of_params(params_of(self)) or [[]]
 
     def _wait(self) -> None:
-        """Until what has gone out may be read."""
+        """Wait until all copies to the host may be read."""
         for traffic in self._traffic:
             traffic.wait_on_host()
 
@@ -263,18 +263,14 @@ class OffloadedOptimizer(Optimizer):
         return Visit(states, params, self.pin_memory)
 
     def _put_away(self, states: Any, params: Sequence[nn.Parameter]) -> None:
-        """Have what is on the device go to the host."""
+        """Copy the state of ``params`` to the host."""
         for unit in units_of_params([p for p in params if p in states]):
             visit = self._visit(states, unit)
             visit.put_away()
             visit.release()
 
     def check(self) -> None:
-        """Internal: try for each new param group whether the optimizer may take turns.
-
-        Raises:
-            RuntimeError: it may not.
-        """
+        """Internal: try for each new param group whether the optimizer may step unit by unit, and raise if not."""
         if type(self.inner).__module__.startswith("torch.optim"):
             return
         for settings in self.param_groups[self._tried_groups :]:
@@ -291,7 +287,7 @@ class OffloadedOptimizer(Optimizer):
         self._tried_groups = len(self.param_groups)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As in torch. ``optimizer_class`` loads it, unit by unit, and it goes to the host. An error changes nothing."""
+        """See torch. The inner optimizer loads it, unit by unit, and it is copied to the host. An error changes nothing."""
         state_dict = state_dict.copy()
         for hook in list(self._optimizer_load_state_dict_pre_hooks.values()):
             state_dict = hook(self, state_dict) or state_dict
@@ -320,13 +316,13 @@ class OffloadedOptimizer(Optimizer):
             raise
         inner.param_groups = [{**options[i], "params": group["params"]} for i, group in enumerate(groups)]
         inner.state = loaded
-        loaded.update(found)  # what is of no parameter, as in torch
+        loaded.update(found)  # state of no parameter, as in torch
         for done in list(self._optimizer_load_state_dict_post_hooks.values()):
             done(self)
 
 
 def _check_can_take_turns(inner: Any) -> None:
-    """Raise if an optimizer cannot step unit by unit, as far as its class tells."""
+    """Raise if the class of an optimizer shows that it cannot step unit by unit."""
     name = type(inner).__name__
     if not isinstance(inner, Optimizer):
         raise TypeError(f"OffloadedOptimizer: optimizer_class made a {name}, which is no torch.optim.Optimizer")
@@ -348,7 +344,7 @@ def _check_can_take_turns(inner: Any) -> None:
 
 
 def units_of_params(params: Sequence[nn.Parameter]) -> list[Unit]:
-    """``params`` by unit and device, in the order in which their first ones come. What is in no unit is alone."""
+    """Return ``params`` by unit and device, in the order of their first ones. A parameter in no unit is alone."""
     found: dict[Any, Unit] = {}
     for param in params:
         unit = owner_of(param) if shard_info(param) is not None else None
@@ -357,7 +353,7 @@ def units_of_params(params: Sequence[nn.Parameter]) -> list[Unit]:
 
 
 def shares_of(groups: Sequence[Group], units: Sequence[Unit]) -> list[dict[int, Unit]]:
-    """For each unit: of each group, by its number, the parameters that are in the unit. A group of none is with the first."""
+    """Return for each unit its parameters, by the index of their group. An empty group belongs to the first unit."""
     number = {param: n for n, unit in enumerate(units) for param in unit}
     found: list[dict[int, Unit]] = [{} for _ in units]
     for i, group in enumerate(groups):
@@ -370,9 +366,9 @@ def shares_of(groups: Sequence[Group], units: Sequence[Unit]) -> list[dict[int, 
 
 
 def in_turns(optimizer: Optimizer, units: Sequence[Unit], ends: bool = True) -> Generator[None, None, None]:
-    """Have ``optimizer`` see the parameters of one unit after the other. [Note: One unit at a time]
+    """Show ``optimizer`` the parameters of one unit after the other. [Note: One unit at a time]
 
-    ``ends``: the step ends with them. If not, options are as before afterwards.
+    ``ends``: whether the step ends with the last unit. If not, options are restored.
     """
     groups = optimizer.param_groups
     held = [group["params"] for group in groups]
@@ -398,7 +394,7 @@ def in_turns(optimizer: Optimizer, units: Sequence[Unit], ends: bool = True) -> 
 
 @torch.no_grad()
 def _step_in_turns(optimizer: Optimizer) -> None:
-    """As ``OffloadedOptimizer`` does, on the host: state is not the same memory in two steps. For a trial."""
+    """Step as ``OffloadedOptimizer`` does, in a trial on the host: state has other memory in each step."""
     step = unhooked_step(optimizer)
     for _ in in_turns(optimizer, [[param] for param in params_of(optimizer)]):
         for of_param in optimizer.state.values():

@@ -1,11 +1,11 @@
-"""Which rank steps a whole parameter, and how its parts come there and go back.
+"""The owner of each full parameter, and the messages that gather it there and scatter it again.
 
 [Note: Owners]
-Each parameter has an owner, the rank that steps it. A parameter that lies on one rank is stepped there, in place. A parameter
-that is cut is owned by one of the ranks that hold a part; if all of them have too much work already, by the rank with the
-least work. For a step the owner gathers the parts of the gradient and of the parameter, steps, sends the new parts back, and
-frees the memory. All ranks together send at most three times the size of the cut parameters. To gather the gradients on every
-rank would send N - 1 times their size.
+Each parameter has an owner, the rank that steps it. A parameter on a single rank is stepped there, in place. A parameter that
+is cut belongs to one of the ranks with a shard, or to the rank with the least work if all of these have too much. For a step
+the owner gathers the shards of the gradient and the parameter, steps, sends the new shards back, and frees the memory. All
+ranks together send at most three times the size of the cut parameters. Gathering the gradients on every rank would send N - 1
+times their size.
 """
 
 from __future__ import annotations
@@ -22,32 +22,32 @@ from flatshard._handle.tensors.sharded_parameter import full_shape, shard_info
 from flatshard.layouts import work_of
 
 Addressed = list[tuple[torch.Tensor, int]]
-"""Messages: each with the rank that it goes to, or comes from."""
+"""Messages, each with the rank that it is sent to or received from."""
 
 
 class Stepped:
-    """A parameter, and the ``proxy`` that the inner optimizer has in its place. Here a plain one, which is its own proxy."""
+    """A parameter and its ``proxy`` in the inner optimizer. In this class it is a plain one, and its own proxy."""
 
-    owner: int | None = None  # the rank of the shard group that steps it; None: every rank does
+    owner: int | None = None  # the rank of the shard group that steps it, or None if every rank does
     is_mine = True  # this rank steps it
-    is_cut = False  # its parts are sent to the owner
+    is_cut = False  # its shards are sent to the owner
 
     def __init__(self, param: nn.Parameter) -> None:
         self.param = self.proxy = param
 
     def show(self) -> None:
-        """Make the proxy the whole parameter with its gradient, in the original shape, for an optimizer to step."""
+        """Make the proxy the full parameter with its gradient, for the inner optimizer to step."""
 
     def hide(self) -> None:
-        """The proxy has been stepped, and no later batch steps it again."""
+        """Drop the proxy's gradient after its step, so that no later batch steps it again."""
         self.proxy.grad = None
 
 
 class Owned(Stepped):
-    """A sharded parameter. The proxy has the whole shape, and memory only while it is shown."""
+    """A sharded parameter. Its proxy has the full shape, and memory only while it is shown."""
 
     def __init__(self, param: nn.Parameter, flat: FlatParam, loads: list[int]) -> None:
-        """``loads``: the work that each rank of the shard group has so far, to which this is added."""
+        """``loads``: the work of each rank of the shard group so far, to which this adds its own."""
         super().__init__(param)
         index = flat.index_of(param)
         assert index is not None
@@ -61,7 +61,7 @@ class Owned(Stepped):
             loads[self.owner] += work
         self.proxy = nn.Parameter(self._placeholder(), param.requires_grad)
         self._parts = [(rank, layout.shard_slices(rank)[index]) for rank in holders] if self.is_cut else []
-        self._whole: torch.Tensor | None = None  # the whole values of a cut parameter, while this rank steps it
+        self._whole: torch.Tensor | None = None  # the full values of a cut parameter, while this rank steps it
         self._grad: torch.Tensor | None = None
 
     def _placeholder(self) -> torch.Tensor:
@@ -69,12 +69,12 @@ class Owned(Stepped):
 
     @property
     def nbytes(self) -> int:
-        """Bytes that are gathered for a step."""
+        """Bytes to gather for a step."""
         grad = 0 if self.param.grad is None else self.param.grad.element_size()
         return self.flat.layout.params[self.index].numel * (self.param.element_size() + grad)
 
     def gather(self, sent: Addressed, received: Addressed) -> None:
-        """Add what this rank must send and receive, so that the owner gets the whole gradient and parameter."""
+        """Add the messages that bring the full gradient and parameter to the owner."""
         info, grad = shard_info(self.param), self.param.grad
         assert info is not None
         assert grad is not None
@@ -115,7 +115,7 @@ class Owned(Stepped):
             self.finish()
 
     def scatter(self, sent: Addressed, received: Addressed) -> None:
-        """Add what this rank must send and receive, so that all holders get their new parts. Afterwards call ``finish``."""
+        """Add the messages that bring the new shards to their ranks. Call ``finish`` afterwards."""
         assert self.owner is not None
         if not self.is_mine:
             received += [(part, self.owner) for part in (self._own(),) if part.numel()]
@@ -130,7 +130,7 @@ class Owned(Stepped):
                 sent.append((piece, holder))
 
     def finish(self) -> None:
-        """End the step. The version grows on all ranks, also where the part is empty."""
+        """Free the memory, and increment the version on all ranks, also if the shard is empty."""
         self.drop()
         increment_version(self.param)
 
@@ -144,7 +144,7 @@ class Owned(Stepped):
 
 
 def _chosen(holders: range, work: int, loads: list[int]) -> int:
-    """The owner. [Note: Owners]"""
+    """Return the owner. [Note: Owners]"""
     if len(holders) == 1:
         return holders[0]
     best = min(holders, key=lambda r: loads[r], default=0)
@@ -153,12 +153,12 @@ def _chosen(holders: range, work: int, loads: list[int]) -> int:
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:
-    """A parameter or gradient as a plain tensor, whose norm does not communicate."""
+    """Return a parameter or gradient as a plain tensor, whose norm does not communicate."""
     return tensor.detach().as_subclass(torch.Tensor)
 
 
-def move(owned: Sequence[Owned], back: bool = False) -> Pending:
-    """Start to gather cut parameters to their owners, or to send them ``back``, in one batch of messages."""
+def exchange(owned: Sequence[Owned], back: bool = False) -> Pending:
+    """Start to gather cut parameters to their owners, or to scatter them if ``back``, in one batch of messages."""
     if not owned:
         return Done()
     flat = owned[0].flat

@@ -1,4 +1,4 @@
-"""One number for each parameter, computed from the parts that ranks hold: layer-wise optimizers scale their steps by it."""
+"""Reductions over each parameter, computed from the shards of all ranks. Layer-wise optimizers scale their steps by them."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ Op = Literal["norm", "sum", "mean", "max", "min"]
 def segment_reduce(
     tensors: Sequence[torch.Tensor], params: Sequence[torch.Tensor], op: Op = "norm", *, ord: float = 2.0
 ) -> torch.Tensor:
-    """Reduce each of ``tensors`` over all elements of the whole parameter, in any layout.
+    """Reduce each of ``tensors`` over all elements of the full parameter, in any layout.
 
-    This takes one all-reduce for each process group among ``params``, for any number of parameters. It takes none if every
-    parameter is whole on every rank. Every rank must call it, for the same parameters in the same order.
+    This takes one all-reduce for each process group of ``params``, for any number of parameters, and none if each rank has
+    all parameters in full. Every rank must call it, for the same parameters in the same order.
 
     The trust ratios of LAMB and LARS::
 
@@ -30,9 +30,9 @@ def segment_reduce(
         ratios = norms[: len(params)] / norms[len(params) :]
 
     Args:
-        tensors: ``tensors[i]`` has the shape of ``params[i]``, and holds this rank's part of the same elements: the
-            parameter itself, its ``.grad``, an update, or an optimizer's average.
-        params: sharded parameters. Plain ones are allowed; every rank has the whole of them.
+        tensors: ``tensors[i]`` has the shape of ``params[i]`` and an entry for each of its elements: the parameter itself,
+            its ``.grad``, an update, or an optimizer's average.
+        params: sharded parameters, or plain ones, which every rank has in full.
         op: ``"norm"`` of order ``ord``, ``"sum"``, ``"mean"`` over all elements, ``"max"`` or ``"min"``.
         ord: the order of the norm.
 

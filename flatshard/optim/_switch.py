@@ -1,8 +1,8 @@
-"""``offload``: parameters, gradients and optimizer state go to host memory between two phases of training, and come back.
+"""``offload``: moves parameters, gradients and optimizer state to host memory between two phases of training, and back.
 
-[Note: A unit that is away]
-Its shard lives on the host, as by ``cpu_offload=True``, and its parameters are slices of that: so what reads or saves them
-works as ever. A claim on the unit refuses forwards, which would run, but fill the device again.
+[Note: An offloaded unit]
+The shard of an offloaded unit is on the host, as with ``cpu_offload=True``, and its parameters are slices of it, so code that
+reads or saves them works. A claim on the unit refuses forwards: they would run, but fill the device again.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from flatshard._composable.features.grad_sync import check_reduced
 from flatshard._composable.state import Unit
 from flatshard._errors import name_list
 from flatshard._handle.flat_param import FlatParam
-from flatshard.checkpoint._optim_params import Optimizers, as_list
+from flatshard._optimizers import Optimizers, as_list
 from flatshard.checkpoint._state_dict import idle_flats
-from flatshard.optim._host_state import of_plain
+from flatshard.optim._host_state import map_plain
 from flatshard.optim._offload import OffloadedOptimizer
 
 At = tuple[nn.Parameter, str]
-"""A value of an optimizer's state."""
+"""A value of an optimizer's state, by its parameter and key."""
 _CPU = torch.device("cpu")
 
 
 class _Away(Claim):
-    """[Note: A unit that is away]"""
+    """The claim on an offloaded unit. [Note: An offloaded unit]"""
 
     uses = False
     needs_storage = False
@@ -42,11 +42,11 @@ class _Away(Claim):
 
     @classmethod
     def of(cls, unit: Unit) -> _Away | None:
-        """That of ``unit``. None: it is not away."""
+        """Return the claim on ``unit``, or None if it is not offloaded."""
         return next((claim for claim in unit.claims if isinstance(claim, cls)), None)
 
     def check_forward(self, grad: bool) -> None:
-        """Raise: there is no forward while it is away."""
+        """Raise: an offloaded unit has no forward."""
         raise RuntimeError(
             f"a forward of unit {self._fqn or '<root>'!r}, whose parameters are in host memory (flatshard.optim.offload): "
             "call back() on what offload returned, or leave its `with` block, and then the model"
@@ -54,7 +54,7 @@ class _Away(Claim):
 
 
 class Offloaded:
-    """What :func:`offload` has moved to host memory. A context manager, at whose end all comes back.
+    """Everything that :func:`offload` has moved to host memory. A context manager that moves it back at its end.
 
     Example::
 
@@ -68,18 +68,16 @@ class Offloaded:
         self._flats = [flat for _, flat in flats]
         self._units = {unit: _Away(unit.fqn, self) for unit, flat in flats if flat.kind.device.type != "cpu"}
         self._grads: list[nn.Parameter] = []  # whose gradients have moved
-        self._states: dict[Optimizer, set[At]] = {}  # what of its state has moved
-        self._read: list[torch.Tensor] = []  # by copies under way
+        self._states: dict[Optimizer, set[At]] = {}  # the values of its state that have moved
+        self._read: list[torch.Tensor] = []  # sources of copies that may be running
         self.host_nbytes = 0
         """Bytes that have moved to the host."""
         self.seconds = 0.0
-        """How long that took."""
+        """Duration of the moves to the host."""
 
     @property
     def device_nbytes(self) -> int:
-        """Bytes of the module and the optimizers that are on accelerators now: its buffers, what is in no unit, static
-        buffers.
-        """
+        """Bytes of the module and optimizers on accelerators now: buffers, parameters in no unit, static buffers."""
         found: list[torch.Tensor | None] = [*self._module.parameters(), *self._module.buffers()]
         found += [p.grad for p in (*self._owners(), *self._module.parameters())]
         found += [value for optimizer in self._states for _, value in _values(optimizer)]
@@ -107,7 +105,7 @@ class Offloaded:
         self.back()
 
     def back(self) -> None:
-        """Move all back to the device: the same bits as before, or as they were changed meanwhile. Idempotent."""
+        """Move everything back to the device, with changes that were made meanwhile. Idempotent."""
         try:
             for unit, claim in self._units.items():
                 if claim in unit.claims:
@@ -126,7 +124,7 @@ class Offloaded:
             self._wait()
 
     def _out(self, optimizers: list[Optimizer], gradients: bool) -> None:
-        """Move to the host what has not moved yet."""
+        """Move everything to the host that is not there yet."""
         start = time.perf_counter()
         try:
             for unit, claim in self._units.items():
@@ -148,7 +146,7 @@ class Offloaded:
         self.seconds += time.perf_counter() - start
 
     def _owners(self) -> Iterator[nn.Parameter]:
-        """The parameters that have the gradients of units: the user's, and those of ``flat_parameters``."""
+        """Iterate over the parameters with the gradients of units: the user's, and those of ``flat_parameters``."""
         for flat in self._flats:
             yield from flat.owners
 
@@ -174,10 +172,10 @@ class Offloaded:
             return torch.empty_like(plain, device=device, pin_memory=on_host).copy_(plain, non_blocking=True)
 
         with torch.no_grad():
-            return of_plain(value, copied)
+            return map_plain(value, copied)
 
     def _wait(self) -> None:
-        """Until all copies have been made; then give the memory back that they read."""
+        """Wait for all copies, and free the memory that they read."""
         devices = {tensor.device for tensor in self._read} | {f.kind.compute_device for f in self._flats}
         for device in devices:
             if (streams := Streams.of(device)) is not None:
@@ -189,15 +187,15 @@ class Offloaded:
 
 
 def offload(module: nn.Module, optimizers: Optimizers = (), *, gradients: bool = True) -> Offloaded:
-    """Move what training keeps on the device to host memory, until ``back()``: to generate on it, or to compute otherwise.
+    """Move the training state on the device to host memory until ``back()``, to use the device otherwise, as for generation.
 
-    That is all shards of ``module``, their gradients, and the state of ``optimizers``. It is pinned there, and the device's
-    memory is given back to other processes, too. Meanwhile parameters are on the host, and may be saved, loaded, changed and
-    exported as ever; a forward raises. What remains is buffers, and what is in no unit: the result counts it. All
-    comes back with the same bits, and objects stay the same. No communication.
+    All shards of ``module``, their gradients, and the state of ``optimizers`` move to pinned memory, and the device's memory
+    is released to other processes. Meanwhile parameters on the host may be saved, loaded, changed and exported; a forward
+    raises. Module buffers and parameters in no unit remain, and the result counts them. Everything comes back with the same
+    bits in the same objects. No communication.
 
-    What has moved already stays where it is, and the same object is returned. Without an accelerator, or with
-    ``cpu_offload=True``, nothing moves, and forwards run: the result says so.
+    If it has moved already, the same object is returned. Without an accelerator, or with ``cpu_offload=True``, nothing moves
+    and forwards run: the result says so.
 
     Example::
 
@@ -207,15 +205,15 @@ def offload(module: nn.Module, optimizers: Optimizers = (), *, gradients: bool =
     Args:
         module: a sharded module, outside of forward and backward. A backward of a forward that ran before raises.
         optimizers: one or several. State of an ``OffloadedOptimizer`` is on the host anyway.
-        gradients: False: they stay on the device, and no optimizer can step until ``back()``.
+        gradients: whether gradients move. If not, no optimizer can step until ``back()``.
 
     Returns:
-        What has moved where: ``back()`` brings it back, and so does the end of a ``with`` block.
+        A context manager, which moves everything back by ``back()`` or at the end of its ``with`` block.
 
     Raises:
         RuntimeError: inside a forward, a backward, ``summon_full_params`` or ``keep_unsharded``; or gradients are held
             (``no_sync``). Nothing has moved.
-        ValueError: nothing in ``module`` is sharded; or some of it was offloaded with another module.
+        ValueError: nothing in ``module`` is sharded, or some of it was offloaded with another module.
     """
     flats = idle_flats(module, "offload")
     units = list(dict.fromkeys(unit for unit, _ in flats))
@@ -241,7 +239,7 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _values(optimizer: Optimizer) -> list[tuple[At, torch.Tensor]]:
-    """The tensors of its state."""
+    """Return the tensors of the optimizer's state."""
     state: Any = optimizer.state
     found = [((param, key), value) for param, values in state.items() for key, value in values.items()]
     return [(at, value) for at, value in found if isinstance(value, torch.Tensor)]

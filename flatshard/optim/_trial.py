@@ -1,12 +1,12 @@
-"""Finds out by a trial whether an optimizer of an unknown class may step parts of parameters.
+"""Finds out by a trial whether an optimizer of an unknown class may step shards of parameters.
 
 [Note: Trials of optimizers]
-An optimizer that uses norms, rows or other parameters steps this rank's parts without an error, but computes wrong updates. A
-list of class names would never be complete. So an optimizer of an unknown class is tried before its first step. One new
-instance of the class, with the same options, steps a small matrix as a whole. Two others step the two parts that two ranks
-would have. If the optimizer treats every element alone, the results are the same. The gradients used make sure of this: each
-element's gradient depends on that element only. A trial runs no hooks of the user, restores all random generators, and
-does not touch the real optimizer. It takes milliseconds, and has the same result on all ranks.
+An optimizer that uses norms, rows or other parameters steps shards without an error, but computes wrong updates. A list of
+class names would never be complete. So an optimizer of an unknown class is tried before its first step. A new instance of the
+class, with the same options, steps a small matrix. Two others step the two shards that two ranks would have. The results are
+the same if the optimizer treats every element independently, as each element's gradient depends on that element only. A trial
+runs no hooks of the user, restores all random generators, and does not touch the real optimizer. It takes milliseconds, and
+has the same result on all ranks.
 """
 
 from __future__ import annotations
@@ -25,8 +25,7 @@ from torch.optim import Optimizer
 
 from flatshard._handle.tensors.aggregate import plainly
 from flatshard._handle.tensors.partial import NORMS, norm_arguments, retype
-from flatshard.checkpoint._first_steps import uncompiled
-from flatshard.checkpoint._optim_params import Group, defaults_of, options_of
+from flatshard._optimizers import Group, defaults_of, options_of, uncompiled, unhooked_step
 
 # Even, and above 128, because some optimizers factor their state from that size on.
 _SHAPES = {1: (260,), 2: (132, 130), 3: (132, 130, 2)}
@@ -39,7 +38,7 @@ class Impossible(Exception):
 
 
 def check_one_by_one(optimizer: Optimizer, settings: Group, ndim: int, fqn: str, cure: str = "") -> None:
-    """Raise if the optimizer steps a parameter, such as ``fqn``, differently if it has a second parameter.
+    """Raise if the optimizer steps a parameter, such as ``fqn``, differently beside a second parameter.
 
     Raises:
         RuntimeError: it does, or it is ``LBFGS``, which needs a closure.
@@ -61,8 +60,8 @@ def check_in_turns(
     """Raise if stepping one parameter after the other, by ``step_in_turns``, differs from one step of the optimizer.
 
     Raises:
-        RuntimeError: it does.
-        Impossible: it cannot be tried.
+        RuntimeError: it differs.
+        Impossible: the optimizer cannot be tried.
     """
     a, b = _start(ndim), 1.5 * _start(ndim).flip(0)
     if _differ(optimizer, settings, [a, b], [[a, b]], step_in_turns):
@@ -75,9 +74,9 @@ def check_in_turns(
 
 
 def looks_at_whole(optimizer: Optimizer, settings: Group, ndim: int, by_rows: bool, block: int) -> bool:
-    """Whether the optimizer steps a parameter of ``ndim`` dimensions differently from two parts of it.
+    """Return whether the optimizer steps a parameter of ``ndim`` dimensions differently from two shards of it.
 
-    The parts are 1-D, or have whole rows (``by_rows``). ``block``: 1-D parts are cut between blocks of so many elements.
+    The shards are 1-D, or have full rows (``by_rows``). 1-D shards are cut between blocks of ``block`` elements.
 
     Raises:
         Impossible: it cannot be tried.
@@ -97,9 +96,9 @@ def _differ(
     ranks: Sequence[list[torch.Tensor]],
     step: Callable[[Optimizer], object] | None = None,
 ) -> bool:
-    """Whether ``ranks``, stepped by ``step``, end otherwise than the ``whole``. None: by the step of the class.
+    """Return whether ``ranks``, stepped by ``step`` or by that of the class, end with other values than ``whole``.
 
-    It also differs if it steps one whole parameter, and raises for the parts of it.
+    It also differs if the optimizer steps a full parameter and raises for its shards.
     """
     start, are_parts, once = torch.cat([t.flatten() for t in whole]), len(whole) == 1, None
     with _unseen():
@@ -110,8 +109,7 @@ def _differ(
             def same(other: torch.Tensor) -> bool:
                 return torch.allclose(once, other, rtol=0, atol=allowed, equal_nan=True)
 
-            # With another seed the result must be the same. Else the optimizer uses random numbers, and the trial says
-            # nothing.
+            # If another seed changes the result, the optimizer uses random numbers, and a difference means nothing.
             parts = _stepped(optimizer, settings, ranks, 0, are_parts, step)
             return not same(parts) and same(_stepped(optimizer, settings, [whole], 1))
         except Exception as e:
@@ -121,14 +119,14 @@ def _differ(
 
 
 def _start(ndim: int) -> torch.Tensor:
-    """Initial values. All rows differ, and so do the two halves."""
+    """Return initial values, of which all rows and the two halves differ."""
     shape = _SHAPES.get(ndim, (132, 130, 2, 2) + (1,) * (ndim - 4))
     each = torch.arange(math.prod(shape), dtype=torch.float64, device="cpu")
     return (torch.sin(1.7 * each) * (1 + 6 * each / len(each))).reshape(shape)
 
 
 class _TrialGradient(torch.Tensor):
-    """The gradient of a part. Its norm is that of the ``whole`` gradient, as for a sharded gradient."""
+    """The gradient of a shard. Its norm is that of the ``whole`` gradient, as for a sharded gradient."""
 
     whole: torch.Tensor
 
@@ -153,9 +151,10 @@ def _stepped(
     are_parts: bool = False,
     stepping: Callable[[Optimizer], object] | None = None,
 ) -> torch.Tensor:
-    """Step one instance of the optimizer for each entry of ``starts``, and return all elements in the end.
+    """Step an instance of the optimizer for each entry of ``starts``, and return all elements in the end.
 
-    An entry has the tensors of one rank. ``are_parts``: they are parts of one parameter. ``stepping``: see ``_differ``.
+    An entry has the tensors of one rank. ``are_parts``: whether they are shards of one parameter. ``stepping``: see
+    ``_differ``.
     """
     ranks = [[nn.Parameter(start.clone()) for start in of_rank] for of_rank in starts]
     tried = [_like(optimizer, settings, params) for params in ranks]
@@ -180,17 +179,8 @@ def _stepped(
     return torch.cat([param.detach().flatten() for params in ranks for param in params])
 
 
-def unhooked_step(optimizer: Optimizer) -> Callable[..., Any]:
-    """The step of the optimizer's class, without the hooks that users registered, also for all optimizers."""
-    step: Any = type(optimizer).step
-    while getattr(step, "hooked", False):
-        step = step.__wrapped__
-    found: Callable[..., Any] = step
-    return found
-
-
 def _like(optimizer: Optimizer, settings: Group, params: list[nn.Parameter]) -> Optimizer:
-    """An optimizer of the same class, with the options of the group ``settings``."""
+    """Return an optimizer of the same class, with the options of the group ``settings``."""
     kind: Any = type(optimizer)
     options = copy.deepcopy(options_of(settings))
     if "lr" in options:

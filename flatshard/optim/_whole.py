@@ -14,22 +14,21 @@ from flatshard._comm.collectives import Done, Pending
 from flatshard._comm.pending import drain
 from flatshard._composable.find import flat_of
 from flatshard._handle.tensors.sharded_parameter import ShardedParameter, full_shape, shard_info
+from flatshard._optimizers import Group, copied_option, options_of, params_of, step_copy
 from flatshard._runtime import Runtime
-from flatshard.checkpoint._first_steps import copied_option, first_step
-from flatshard.checkpoint._optim_params import Group, options_of, params_of
-from flatshard.optim._owned import Owned, Stepped, move
+from flatshard.optim._owned import Owned, Stepped, exchange
 from flatshard.optim._trial import Impossible, check_one_by_one
 
 LIMIT_BYTES = 2**28
 
 
 class WholeParameterOptimizer(Optimizer):
-    """Steps whole parameters by an ``optimizer_class`` that looks at more than single elements: Muon, Shampoo, Adafactor.
+    """Steps full parameters by an ``optimizer_class`` that looks at more than single elements: Muon, Shampoo, Adafactor.
 
-    One rank steps each parameter. With the same gradients the result is the same as in one process, bit for bit. A parameter
-    that lies on one rank is stepped there in place, without communication: because it is small, or by
-    ``layout=flatshard.layouts.Whole(max_padding=math.inf)``. If a parameter is cut, its parts and those of its gradient are
-    sent to one rank, which steps it and sends the new parts back. This runs in batches, while other parameters are stepped.
+    One rank steps each parameter. With the same gradients the result is that of one process, bit for bit. A parameter on a
+    single rank is stepped there in place, without communication: because it is small, or by
+    ``layout=flatshard.layouts.Whole(max_padding=math.inf)``. If a parameter is cut, its shards and those of its gradient are
+    sent to one rank, which steps it and sends the new shards back. This runs in batches, while other parameters are stepped.
     The work is balanced over the ranks. The optimizer's state exists only on the rank that steps the parameter.
 
     Example::
@@ -48,19 +47,19 @@ class WholeParameterOptimizer(Optimizer):
 
     Args:
         params: as for other optimizers: parameters of sharded modules, plain parameters, or param groups.
-        optimizer_class: creates the optimizer. It must treat parameters one by one. One that combines them (LBFGS, Prodigy)
-            would only see the parameters of this rank.
-        limit_bytes: the size of a batch: bytes of whole gradients and parameters on one rank. A batch has at least one
-            parameter. Up to three batches are in memory: one is gathered, one is stepped, and one is sent back, the last
-            without gradients.
+        optimizer_class: creates the optimizer, which must treat parameters one by one. One that combines them (LBFGS,
+            Prodigy) would only see the parameters of this rank.
+        limit_bytes: the size of a batch: bytes of full gradients and parameters on one rank. A batch has at least one
+            parameter. Up to three batches are in memory: one is gathered, one is stepped, and one is sent back, without
+            gradients.
         **defaults: passed to ``optimizer_class``.
 
     Raises:
         ValueError: a parameter is one of ``flat_parameters()``, or is unsharded now; or ``optimizer_class`` raises it.
-        NotImplementedError: a parameter is sharded by tensor parallelism as well, so that no rank could have the whole.
+        NotImplementedError: a parameter is sharded by tensor parallelism as well, so no rank could have it in full.
     """
 
-    steps_whole_parameters = True  # `checkpoint/_optim_params.py`
+    steps_whole_parameters = True  # see `_optimizers.steps_whole`
 
     def __init__(
         self,
@@ -89,7 +88,7 @@ class WholeParameterOptimizer(Optimizer):
         )
 
     def add_param_group(self, param_group: Group) -> None:
-        """As in torch."""
+        """See torch."""
         super().add_param_group(param_group)
         made = self.param_groups[-1]
         try:
@@ -102,21 +101,21 @@ class WholeParameterOptimizer(Optimizer):
             _copy_options(self._inner.param_groups[-1:], [made])
 
     def _of_proxies(self, group: Group) -> Group:
-        """The group as the inner optimizer takes it."""
+        """Return the group with proxies, for the inner optimizer."""
         return {**options_of(group), "params": [self._owned[p].proxy for p in group["params"]]}
 
     def owner(self, param: nn.Parameter) -> int | None:
-        """The rank of the shard group that steps ``param``. None: every rank steps it."""
+        """Return the rank of the shard group that steps ``param``, or None if every rank steps it."""
         return self._owned[param].owner
 
     def steps_here(self, param: nn.Parameter) -> bool:
-        """Whether this rank steps ``param``, and so has its state."""
+        """Return whether this rank steps ``param``, and so has its state."""
         return self._owned[param].is_mine
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As in torch: by number. Of the whole state of one process each rank keeps that of the parameters that it steps.
+        """Load the state of one process, by number, and keep that of parameters that this rank steps. See torch.
 
-        ``optimizer_class`` loads it, too, as it may have a form of its own for what it keeps: torch would cast all.
+        The inner optimizer loads it, too: it may have dtypes of its own for its state, where torch would cast.
         """
         assert self._inner is not None
         super().load_state_dict(state_dict)
@@ -134,20 +133,20 @@ class WholeParameterOptimizer(Optimizer):
         _copy_options(self._inner.param_groups, self.param_groups)
 
     def first_step(self, param: nn.Parameter, group: Group) -> tuple[dict[str, Any], Group]:
-        """Internal: the state that a first step would create for ``param``, and the options that ``group`` would have.
+        """Internal: return the state that a first step would create for ``param``, and the options of ``group`` after it.
 
         Changes nothing, and does not communicate. For ``optim_state_dict(for_load=True)``.
         """
         assert self._inner is not None
-        return first_step(self._inner, group, torch.zeros(full_shape(param), dtype=param.dtype, device=param.device))
+        return step_copy(self._inner, group, torch.zeros(full_shape(param), dtype=param.dtype, device=param.device))
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """As in torch. All ranks must call it together.
+        """Step all parameters. All ranks must call it together. See torch.
 
         Raises:
             RuntimeError: the optimizer computes something over all parameters. Nothing has been stepped.
-            CollectiveError: sending parts failed. Some parameters have been stepped, and others have not.
+            CollectiveError: sending shards failed. Some parameters have been stepped, and others have not.
         """
         loss = None
         if closure is not None:
@@ -169,7 +168,7 @@ class WholeParameterOptimizer(Optimizer):
         return loss
 
     def _refuse_coupling(self, inner: Optimizer) -> None:
-        """Try once per ndim of each new param group whether ``inner`` treats parameters one by one."""
+        """Raise if ``inner`` does not treat parameters one by one, by a trial per ndim of each new param group."""
         if type(inner).__module__.startswith("torch.optim"):
             return  # LBFGS needs a closure, which it does not get here
         for settings in self.param_groups[self._tried_groups :]:
@@ -181,7 +180,7 @@ class WholeParameterOptimizer(Optimizer):
         self._tried_groups = len(self.param_groups)
 
     def _step_all(self, inner: Optimizer, stepped: list[Stepped]) -> None:
-        """Each batch is gathered while the one before is stepped, and the first one while those are that are not cut."""
+        """Gather each batch while the previous one is stepped, and the first while parameters that are not cut are."""
         owned = [each for each in stepped if isinstance(each, Owned)]
         batches = _batches([each for each in owned if each.is_cut], self.limit_bytes)
         options = _copies(inner.param_groups)
@@ -189,7 +188,7 @@ class WholeParameterOptimizer(Optimizer):
             for first in batches[:1]:
                 first.start()
             self._step_some(inner, [each for each in stepped if each.is_mine and not each.is_cut])
-            # Options that count steps count this one, also if it has no parameters, and no other batch.
+            # Options that count steps count this call, also without parameters, and not the batches below.
             _copy_options(inner.param_groups, self.param_groups)
             for earlier, batch, later in zip([None, *batches], batches, [*batches[1:], None], strict=False):
                 batch.wait()
@@ -233,7 +232,7 @@ class _Batch:
 
     def start(self, back: bool = False) -> None:
         """Gather them to their owners, or send them ``back``."""
-        self._pending = move(self.owned, back)
+        self._pending = exchange(self.owned, back)
 
     def wait(self) -> None:
         self._pending.wait()
@@ -253,7 +252,7 @@ class _Batch:
 
 
 def _find_owned(params: Sequence[nn.Parameter], loads: dict[Runtime, list[int]]) -> dict[nn.Parameter, Stepped]:
-    """Choose the owner of each parameter. Parameters on one rank come first; the others are then balanced over the ranks."""
+    """Choose the owner of each parameter: first of those on a single rank, then of the others, to balance the work."""
     found: dict[nn.Parameter, Stepped] = {param: Stepped(param) for param in params}
     places = []
     for param in params:
@@ -279,9 +278,9 @@ def _find_owned(params: Sequence[nn.Parameter], loads: dict[Runtime, list[int]])
 
 
 def _batches(cut: list[Owned], limit: int) -> list[_Batch]:
-    """Each is of one process group, and has from every owner what fits the limit, or one parameter."""
+    """Return batches, each of one process group, with as many bytes for each owner as the limit allows, or one parameter."""
     batches: dict[Runtime, list[_Batch]] = {}
-    filled: dict[tuple[Runtime, int | None], tuple[int, int]] = {}  # by owner: its last batch, and its bytes in there
+    filled: dict[tuple[Runtime, int | None], tuple[int, int]] = {}  # by owner: its last batch, and its bytes there
     for each in cut:
         of_group = batches.setdefault(each.flat.ranks.runtime, [])
         number, held = filled.get((each.flat.ranks.runtime, each.owner), (0, 0))
@@ -295,7 +294,7 @@ def _batches(cut: list[Owned], limit: int) -> list[_Batch]:
 
 
 def _copy_options(given: Sequence[Group], groups: Sequence[Group]) -> None:
-    """Give each of ``groups`` the options of one of ``given``, and no others."""
+    """Set the options of each of ``groups`` to those of its counterpart in ``given``, and remove others."""
     for source, target in zip(given, groups, strict=True):
         for key in [k for k in options_of(target) if k not in source]:
             del target[key]
@@ -303,5 +302,5 @@ def _copy_options(given: Sequence[Group], groups: Sequence[Group]) -> None:
 
 
 def _copies(groups: Sequence[Group]) -> list[Group]:
-    """Their options, of which a step may change some in place: a count of steps may be a tensor."""
+    """Return copies of the groups' options, some of which a step may change in place: a step count may be a tensor."""
     return [{key: copied_option(value) for key, value in options_of(group).items()} for group in groups]

@@ -40,10 +40,9 @@ from flatshard._handle.tensors.grad_dtype import hand_on
 from flatshard._handle.tensors.sharded_parameter import shard_info
 from flatshard._handle.unit_ranks import Runtimes
 from flatshard._mesh_runtime import MeshRuntime
+from flatshard._optimizers import params_of, unhooked_step
 from flatshard._runtime import Peers, Runtime
-from flatshard.checkpoint._optim_params import params_of
 from flatshard.optim._offload import OffloadedOptimizer, in_turns, units_of_params
-from flatshard.optim._trial import unhooked_step
 from flatshard.planning._attention import attention_as_on
 from flatshard.planning._optimizer import OptimizerChoice, PlannedOptimizer, planned_optimizer
 from flatshard.planning._recording import Books, CountedBuffer, MadeOnce, Recorder, RecordingCollectives

@@ -16,7 +16,7 @@ from restarts import Counting, Make, Optimizer
 from torch import Tensor, nn, optim
 
 from flatshard import fully_shard
-from flatshard.checkpoint import optim_state_dict
+from flatshard.checkpoint import MeetingError, load_checkpoint, optim_state_dict, save_checkpoint
 from flatshard.layouts import Blocks, Whole
 from flatshard.optim import OffloadedOptimizer, WholeParameterOptimizer
 
@@ -135,6 +135,37 @@ def test_quantised_state(pool, tmp_path):
     pool.run(save_quantised, path, world_size=2)
     for world_size in (1, 3):
         pool.run(go_on_quantised, path, world_size=world_size)
+
+
+class Refuses:
+    """Loads no number but its own."""
+
+    number = 1
+
+    def state_dict(self) -> dict[str, int]:
+        return {"number": self.number}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        if state["number"] != self.number:
+            raise ValueError("refused")
+
+
+@ranks(2)
+def test_a_load_that_fails_leaves_quantised_state(ctx, path: str) -> None:
+    """The tensors inside of it are read after everything has been checked and taken over, as others are."""
+    model, optimizer = quantised(ctx, Quantising, Blocks(4, max_padding=9), 0)
+    restarts.train(model, optimizer, 0, ctx)
+    job = {"optim": optimizer, "model": model, "last": (refuses := Refuses())}
+    save_checkpoint(path, job, process_group=ctx.group)
+    refuses.number = 2
+    restarts.train(model, optimizer, restarts.STEPS, ctx)
+    momenta = [s["momentum"] for s in optimizer.state.values() if isinstance(s["momentum"], Quantised)]
+    before = [(m.codes.clone(), m.scale.clone()) for m in momenta]
+    with pytest.raises(MeetingError, match="refused"):
+        load_checkpoint(path, job, process_group=ctx.group)
+    for momentum, (codes, scale) in zip(momenta, before, strict=True):
+        assert torch.equal(momentum.codes, codes)
+        assert torch.equal(momentum.scale, scale)
 
 
 # -- options of groups ---------------------------------------------------------------------------------------------------

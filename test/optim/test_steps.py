@@ -7,6 +7,7 @@ from collections import defaultdict
 from typing import Any
 
 import pytest
+import restarts
 import torch
 from models import Block, Net
 from on_ranks import ranks
@@ -109,6 +110,32 @@ def test_after_values_were_replaced(ctx, kind: str) -> None:
             param.data = 0.5 * param.data + 0.25
         optimizer.step()
     check_same_params(model, plain)
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@ranks(3)
+def test_units_of_which_ranks_have_no_elements(ctx, ahead: bool) -> None:
+    """Change with a step on these ranks, too, so that all gather them again: also by an optimizer that counts no version."""
+    adagrad = functools.partial(torch.optim.Adagrad, lr=0.1, fused=True)
+
+    def train(model: nn.Module, optimizer: torch.optim.Optimizer, rows: slice) -> None:
+        for step in range(3):
+            batch = torch.randn(6, 5, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+            (model(batch[rows]).tanh() - 1).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    plain, model = restarts.network(0), restarts.network(0)
+    train(plain, adagrad(plain.parameters()), slice(None))
+    layout = flatshard.layouts.Blocks(4, max_padding=9)
+    fully_shard(model, policy={nn.Linear}, process_group=ctx.group, strategy="shard_optim", layout=layout)
+    assert (model[2].weight.numel() > 0) == (ctx.rank == 0)
+    optimizer = adagrad(model.parameters())
+    if ahead:
+        optimizer = flatshard.optim.OffloadedOptimizer(model.parameters(), adagrad)
+        flatshard.optim.step_in_backward(model, optimizer)
+    train(model, optimizer, slice(2 * ctx.rank, 2 * ctx.rank + 2))
+    restarts.check(model, plain.state_dict(), "Adagrad")
 
 
 @ranks(4)

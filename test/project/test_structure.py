@@ -27,6 +27,7 @@ PACKAGES = [
     ["_handle", "_handle.adapters", "_handle.tensors"],
     ["_composable", "_composable.construct"],
     ["_composable.features", "_comm.monitor"],
+    ["_optimizers"],
     ["optim", "checkpoint", "debug", "comm", "policies", "tensors"],
     ["planning", "elastic", "weights"],
     ["_extensions"],
@@ -179,7 +180,7 @@ COMMUNICATING = (
     "_comm.backends _comm.fake_group _comm.monitor.messages elastic._world elastic._epochs _composable.construct.groups"
 )
 HOOKING = "_composable.hooks planning._program optim._hooks elastic._job _handle.tensors.direct"
-HOOKING += " checkpoint._state_dict_hooks checkpoint._optim_state_dict "
+HOOKING += " checkpoint._state_dict_hooks checkpoint._optimizer_hooks "
 HOOKING += " ".join(name for name in TREES if name.startswith(("_composable.features.", "integrations.")))
 OF_PARAMETERS = (
     "_handle.tensors.sharded_parameter _handle.tensors.direct"  # hooking one is part of what the user sees of it

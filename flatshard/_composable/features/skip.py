@@ -126,7 +126,7 @@ class RanInside(ForwardFeature):
         return given if len(known) == 2 else True in known
 
     def _await_answers(self, unit: Unit, module: nn.Module, skipped: str) -> set[bool]:
-        """Return the answers of other ranks, or none if all skip ``module`` now, which they count under the key ``skipped``."""
+        """Return the answers of other ranks, or none if all skip ``module`` now. ``skipped``: the key of their count."""
         answers, runtime = _answers(unit, module), unit.handle.runtime
         answers.add(skipped, 1)
         for _ in polls(runtime.store().timeout.total_seconds(), longest=0.1):

@@ -1,4 +1,4 @@
-"""Into an optimizer: the state that ``optim_state_dict`` gave, or that of a run that was not sharded."""
+"""Loading state into optimizers: what ``optim_state_dict`` returned, or the state of a run that was not sharded."""
 
 from __future__ import annotations
 
@@ -10,30 +10,29 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from flatshard._handle.unit_ranks import UnitRanks
-from flatshard.checkpoint._barrier import agree
-from flatshard.checkpoint._first_steps import made_by_steps
-from flatshard.checkpoint._optim_params import (
+from flatshard._optimizers import (
     Group,
-    Named,
-    Names,
     Optimizers,
-    State,
     as_list,
     load_into,
+    made_by_steps,
     options_of,
-    rekey,
+    steps_elsewhere,
     steps_whole,
 )
-from flatshard.checkpoint._optim_state_dict import hook_optimizer
+from flatshard.checkpoint._barrier import agree
+from flatshard.checkpoint._optimizer_hooks import register_hooks
+from flatshard.checkpoint._optimizer_names import ParamNames, SteppedParam, rekey
+from flatshard.checkpoint._optimizer_state import State
 from flatshard.checkpoint._sharded_value import NO_VALUES, ShardedValue
 from flatshard.checkpoint._state_dict import idle_flats
 
 
 def load_optim_state_dict(module: nn.Module, optim: Optimizers, state: dict[str, Any], *, strict: bool = True) -> None:
-    """Give ``optim`` the ``state`` that :func:`optim_state_dict` or an unsharded run gave.
+    """Load ``state``, from :func:`optim_state_dict` or an unsharded run, into ``optim``.
 
-    Everything is looked at before anything is changed, where values are whole on all ranks: these call it together. A rank's
-    own parts it loads alone.
+    Everything is checked before anything is changed. Where values are full on all ranks, all ranks must call this together;
+    a rank's own shards it loads alone.
 
     Example::
 
@@ -55,13 +54,13 @@ def load_optim_state_dict(module: nn.Module, optim: Optimizers, state: dict[str,
         loads = to_load(names, optim, state, strict)
     except ValueError as e:
         problem = e
-    agree(_to_ask(names, state, problem is not None), "load_optim_state_dict", problem)
+    agree(_ranks_to_ask(names, state, problem is not None), "load_optim_state_dict", problem)
     for optimizer, load in loads:
         load_into(optimizer, load)
 
 
-def _to_ask(names: Names, state: dict[str, Any], is_bad: bool) -> set[UnitRanks]:
-    """The ranks that load together with this one: if it has whole values of parts, all that have other parts."""
+def _ranks_to_ask(names: ParamNames, state: dict[str, Any], is_bad: bool) -> set[UnitRanks]:
+    """Return the ranks that load together with this one: all that share shards, if it has full values; else none."""
     found = tree_leaves(state.get("state", state) if isinstance(state, dict) else state)
     tensors = [value for value in found if isinstance(value, torch.Tensor) and value.dim()]
     if any(isinstance(t, ShardedValue) for t in tensors) or not (tensors or is_bad):
@@ -72,7 +71,7 @@ def _to_ask(names: Names, state: dict[str, Any], is_bad: bool) -> set[UnitRanks]
 def optim_state_dict_to_load(
     module: nn.Module, optim: Optimizer, state: dict[str, Any], *, strict: bool = True
 ) -> dict[str, Any]:
-    """``state`` as ``optim.load_state_dict`` takes it: by number, with this rank's parts. No communication.
+    """Return ``state`` as ``optim.load_state_dict`` takes it: by number, with this rank's shards. No communication.
 
     Example::
 
@@ -84,9 +83,9 @@ def optim_state_dict_to_load(
         module: the sharded module that the optimizer's parameters come from.
         optim: the optimizer to load. Its groups may be cut otherwise than those saved, as long as parameters of one group
             were saved with the same options.
-        state: by name, with whole tensors (each rank takes its part) or sharded values of this layout; or by number, as
-            ``optimizer.state_dict()`` of a plain model has it: numbers count the parameters as ``optim`` was given them, or,
-            where it steps flat parameters, as ``module.named_parameters()`` does.
+        state: by name, with full tensors (each rank loads its shard) or sharded values of this layout; or by number, as
+            ``optimizer.state_dict()`` of a plain model has it. Numbers count the parameters as ``optim`` was given them, or
+            as ``module.named_parameters()`` lists them if it steps flat parameters.
         strict: every parameter of ``optim`` is in a saved group, and everything saved belongs to ``optim``.
 
     Raises:
@@ -97,34 +96,38 @@ def optim_state_dict_to_load(
     return load
 
 
-def _names(module: nn.Module) -> Names:
-    return Names(module, "load_optim_state_dict", idle_flats(module, "load_optim_state_dict"))
+def _names(module: nn.Module) -> ParamNames:
+    return ParamNames(module, "load_optim_state_dict", idle_flats(module, "load_optim_state_dict"))
 
 
 def to_load(
-    names: Names, optim: Optimizers, state: dict[str, Any], strict: bool
+    names: ParamNames, optim: Optimizers, state: dict[str, Any], strict: bool
 ) -> list[tuple[Optimizer, dict[str, Any]]]:
-    """``optim_state_dict_to_load`` for each of the optimizers, or an error for all of them."""
+    """Return what each optimizer's ``load_state_dict`` takes.
+
+    Raises:
+        ValueError: ``state`` does not fit; the message has all problems of all optimizers.
+    """
     if not isinstance(state, dict) or not {"state", "param_groups"} <= state.keys():
         raise ValueError("load_optim_state_dict takes a dict with 'state' and 'param_groups'")
     optimizers = as_list(optim)
-    own = [named for optimizer in optimizers for group in names.groups(optimizer) for named in group]
+    stepped = [param for optimizer in optimizers for param in names.find_all(optimizer)]
     if any(isinstance(key, int) for group in state["param_groups"] for key in group["params"]):
-        state = rekey(state, _order(names, own, state))
-    load = _Load(names, own, state, strict)
+        state = rekey(state, _order(names, stepped, state))
+    load = _Load(names, stepped, state, strict)
     if strict:
-        load.check_names(own)
-    loads = [(optimizer, load.into(optimizer)) for optimizer in optimizers]
+        load.check_names(stepped)
+    loads = [(optimizer, load.build_state(optimizer)) for optimizer in optimizers]
     if load.problems:
         lines = "\n\t".join(load.problems)
         raise ValueError(f"load_optim_state_dict: the state does not fit, and nothing has been changed:\n\t{lines}")
     for optimizer in optimizers:
-        hook_optimizer(optimizer)  # torch's helpers may see what is loaded before there is a step
+        register_hooks(optimizer)  # torch's helpers may read what is loaded before there is a step
     return loads
 
 
-def _order(names: Names, own: list[Named], state: dict[str, Any]) -> list[str]:
-    """The names that a plain run's numbers stand for."""
+def _order(names: ParamNames, stepped: list[SteppedParam], state: dict[str, Any]) -> list[str]:
+    """Return the names that the numbers of a plain run's state stand for."""
     saved = {
         key: name
         for g in state["param_groups"]
@@ -133,7 +136,7 @@ def _order(names: Names, own: list[Named], state: dict[str, Any]) -> list[str]:
     count = sum(len(g["params"]) for g in state["param_groups"])
     if len(saved) == count:
         return [saved[i] for i in range(count)]
-    order = names.params if any(n.place is not None for n in own) else [n.fqn for n in own]
+    order = names.params if any(param.place is not None for param in stepped) else [param.fqn for param in stepped]
     if len(order) != count:
         raise ValueError(
             f"load_optim_state_dict: the state numbers {count} parameters, there are {len(order)}. Name them: "
@@ -143,51 +146,50 @@ def _order(names: Names, own: list[Named], state: dict[str, Any]) -> list[str]:
 
 
 class _Load:
-    """A state dict by name on its way into optimizers. What does not fit is added to ``problems``."""
+    """A state dict by name, to be loaded into optimizers. Everything that does not fit is added to ``problems``."""
 
-    def __init__(self, names: Names, own: list[Named], state: dict[str, Any], strict: bool) -> None:
+    def __init__(self, names: ParamNames, stepped: list[SteppedParam], state: dict[str, Any], strict: bool) -> None:
         self.names, self.strict = names, strict
         self.problems: list[str] = []
         self.values: State = {names.aliases.get(fqn, fqn): values for fqn, values in state["state"].items()}
         self.options: dict[str, Group] = {}
         for group in state["param_groups"]:
             self.options.update((names.aliases.get(fqn, fqn), options_of(group)) for fqn in group["params"])
-        # What has no dimension for others either: parameters of none cannot tell whether it lies as they do.
+        # Keys of counts: without dimensions for any parameter. A 0-dim parameter alone cannot tell a count from an average.
         self.counts = {"step"}
-        for named in own:
-            values = self.values.get(named.fqn, {}) if named.shape else {}
+        for param in stepped:
+            values = self.values.get(param.fqn, {}) if param.shape else {}
             self.counts.update(k for k, v in values.items() if isinstance(v, torch.Tensor) and not v.dim())
 
-    def check_names(self, own: list[Named]) -> None:
-        """Every parameter is in a saved group, and everything saved is of one of them."""
-        fqns = dict.fromkeys(named.fqn for named in own)
+    def check_names(self, stepped: list[SteppedParam]) -> None:
+        """Add a problem unless every parameter is in a saved group, and everything saved belongs to one of them."""
+        fqns = dict.fromkeys(param.fqn for param in stepped)
         if missing := [fqn for fqn in fqns if fqn not in self.options]:
             self.problems.append(f"missing: {', '.join(map(repr, missing))}")
         if unexpected := [fqn for fqn in dict.fromkeys([*self.options, *self.values]) if fqn not in fqns]:
             self.problems.append(f"unexpected: {', '.join(map(repr, unexpected))}")
 
-    def into(self, optimizer: Optimizer) -> dict[str, Any]:
-        """``optimizer.load_state_dict``'s argument."""
+    def build_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Return the argument of ``optimizer.load_state_dict``."""
         state: dict[int, dict[str, Any]] = {}
         groups: list[Group] = []
         number = 0
         for given in optimizer.param_groups:
-            held = [self.names.of(param) for param in given["params"]]
+            held = [self.names.find(stepped) for stepped in given["params"]]
             ids = range(number, number + len(held))
             number = ids.stop
-            options = self._options([n for each in held for n in each])
-            groups.append({**loaded_options(optimizer, given, options, self.strict), "params": list(ids)})
-            for i, param, of_param in zip(ids, given["params"], held, strict=True):
-                saved = [n for n in of_param if n.fqn in self.values]
-                if saved and not _is_elsewhere(optimizer, param):
-                    state[i] = self._joined(
-                        param, {n.fqn: self._parts(n, steps_whole(optimizer)) for n in saved}, saved
-                    )
+            options = self._saved_options([param for params in held for param in params])
+            groups.append({**_merge_options(optimizer, given, options, self.strict), "params": list(ids)})
+            for i, stepped, params in zip(ids, given["params"], held, strict=True):
+                saved = [param for param in params if param.fqn in self.values]
+                if saved and not steps_elsewhere(optimizer, stepped):
+                    shards = {param.fqn: self._shards(param, steps_whole(optimizer)) for param in saved}
+                    state[i] = self._join(stepped, shards, saved)
         return {"state": state, "param_groups": groups}
 
-    def _options(self, group: list[Named]) -> Group:
-        """Those that the parameters of one group were saved with."""
-        saved = {named.fqn: self.options[named.fqn] for named in group if named.fqn in self.options}
+    def _saved_options(self, params: list[SteppedParam]) -> Group:
+        """Return the options that the parameters of one group were saved with."""
+        saved = {param.fqn: self.options[param.fqn] for param in params if param.fqn in self.options}
         first: Group = next(iter(saved.values()), {})
         if odd := [fqn for fqn, options in saved.items() if options != first]:
             self.problems.append(
@@ -195,68 +197,58 @@ class _Load:
             )
         return first
 
-    def _lies_as(self, named: Named, key: str, value: Any) -> bool:
-        """Whether ``value`` is of each element of the parameter."""
+    def _is_elementwise(self, param: SteppedParam, key: str, value: Any) -> bool:
+        """Return whether ``value`` has an entry for each element of the parameter."""
         if not isinstance(value, torch.Tensor):
             return False
-        return value.dim() > 0 or isinstance(value, ShardedValue) or not (named.shape or key in self.counts)
+        return value.dim() > 0 or isinstance(value, ShardedValue) or not (param.shape or key in self.counts)
 
-    def _parts(self, named: Named, is_whole: bool) -> dict[str, Any]:
-        """The parameter's state with this rank's parts; ``is_whole``: with all of it."""
+    def _shards(self, param: SteppedParam, needs_full: bool) -> dict[str, Any]:
+        """Return the parameter's state with this rank's shards, or with full values if the optimizer needs them."""
         result: dict[str, Any] = {}
-        for key, value in self.values[named.fqn].items():
+        for key, value in self.values[param.fqn].items():
             if isinstance(value, torch.Tensor) and value.is_meta:
-                self.problems.append(f"{named.fqn}: {key}: {NO_VALUES}")
-            elif is_whole and isinstance(value, ShardedValue):
+                self.problems.append(f"{param.fqn}: {key}: {NO_VALUES}")
+            elif needs_full and isinstance(value, ShardedValue):
                 self.problems.append(
-                    f"{named.fqn}: {key}: this rank needs all of it, and got its part ({value!r}): go through "
+                    f"{param.fqn}: {key}: this rank needs all of it, and got its part ({value!r}): go through "
                     "torch.distributed.checkpoint.save and load, or give the other run's optim_state_dict(full=True)"
                 )
-            elif is_whole:
+            elif needs_full:
                 result[key] = value.clone() if isinstance(value, torch.Tensor) else value
-            elif self._lies_as(named, key, value):
+            elif self._is_elementwise(param, key, value):
                 try:
-                    result[key] = named.part(value)
+                    result[key] = param.own_shard(value)
                 except ValueError as e:
-                    self.problems.append(f"{named.fqn}: {key}: {e}")
+                    self.problems.append(f"{param.fqn}: {key}: {e}")
             else:
                 result[key] = value
         return result
 
-    def _joined(self, param: nn.Parameter, parts: dict[str, dict[str, Any]], saved: list[Named]) -> dict[str, Any]:
-        """The state of what the optimizer steps: one parameter's, or put together for a flat one."""
+    def _join(self, stepped: nn.Parameter, shards: State, saved: list[SteppedParam]) -> dict[str, Any]:
+        """Return the state of what the optimizer steps: one parameter's, or a flat parameter's put together."""
         if saved[0].place is None:
-            return parts[saved[0].fqn]
+            return shards[saved[0].fqn]
         result: dict[str, Any] = {}
-        for key in dict.fromkeys(key for values in parts.values() for key in values):
-            having = [named for named in saved if key in parts[named.fqn]]
-            first = parts[having[0].fqn][key]
-            if self._lies_as(having[0], key, self.values[having[0].fqn][key]):
-                result[key] = torch.zeros(param.shape, dtype=first.dtype, device=first.device)
-                for named in having:
-                    target = named.piece(result[key])
+        for key in dict.fromkeys(key for values in shards.values() for key in values):
+            having = [param for param in saved if key in shards[param.fqn]]
+            first = shards[having[0].fqn][key]
+            if self._is_elementwise(having[0], key, self.values[having[0].fqn][key]):
+                result[key] = torch.zeros(stepped.shape, dtype=first.dtype, device=first.device)
+                for param in having:
+                    target = param.piece(result[key])
                     assert target is not None
-                    target.copy_(parts[named.fqn][key])
-            elif any(parts[named.fqn][key] != first for named in having):
-                odd = ", ".join(repr(named.fqn) for named in having)
+                    target.copy_(shards[param.fqn][key])
+            elif any(shards[param.fqn][key] != first for param in having):
+                odd = ", ".join(repr(param.fqn) for param in having)
                 self.problems.append(f"one flat parameter here, saved with different {key!r}: {odd}")
             else:
                 result[key] = first
         return result
 
 
-def loaded_options(optimizer: Optimizer, given: Group, saved: Group, strict: bool) -> Group:
-    """What a group has besides parameters when ``saved`` has been loaded into it. [Note: Options of groups]"""
+def _merge_options(optimizer: Optimizer, given: Group, saved: Group, strict: bool) -> Group:
+    """Return the options of a group after ``saved`` ones are loaded into it: [Note: Options of groups]."""
     own = {key: value for key, value in given.items() if key != "params"}
     gone = made_by_steps(optimizer, given, own.keys() - saved.keys() - {"param_names"}) if strict and saved else set()
     return {**{key: value for key, value in own.items() if key not in gone}, **saved}
-
-
-def stepped_elsewhere(names: Names, optimizer: Optimizer) -> set[str]:
-    """The names of parameters whose state is on another rank."""
-    return {n.fqn for group in names.groups(optimizer) for n in group if _is_elsewhere(optimizer, n.stepped)}
-
-
-def _is_elsewhere(optimizer: Optimizer, param: nn.Parameter) -> bool:
-    """Whether another rank steps it, and so has its state."""
-    return steps_whole(optimizer) and not optimizer.steps_here(param)  # type: ignore[attr-defined]

@@ -1,0 +1,240 @@
+"""The parameters that optimizers step, by the names of their module, and each value of their state.
+
+[Note: Values of an optimizer's state]
+A value with the shape of its parameter here (an average, a momentum) is sharded as the parameter is: this rank has a shard,
+and a state dict holds a sharded value or a full tensor. A value without dimensions (a step count) is the same on all ranks,
+and is saved as it is. How a value of any other shape is sharded is known to the optimizer alone. A value of a flat parameter
+has one piece for each parameter inside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from flatshard._composable.find import units_below
+from flatshard._errors import name_list
+from flatshard._handle.adapters.tensor_subclass import is_wrapper
+from flatshard._handle.tensors.shard_info import ShardInfo
+from flatshard._handle.tensors.sharded_parameter import ShardedParameter, shard_info
+from flatshard._optimizers import params_of, steps_elsewhere, steps_whole
+from flatshard.checkpoint._sharded_value import ShardedValue, check_source, local_source, sharded_value
+from flatshard.checkpoint._state_dict import Flat
+
+BY_EACH_RANK = "Save optimizer.state_dict() by each rank, and load it on the same rank of as many"
+
+
+@dataclass(frozen=True)
+class SteppedParam:
+    """A parameter that an optimizer steps, alone or inside of a flat parameter."""
+
+    fqn: str
+    param: nn.Parameter  # as the module has it
+    stepped: nn.Parameter  # as the optimizer has it: the same, or the flat parameter
+    place: slice | None = None  # of ``param`` in the flat parameter
+
+    @classmethod
+    def alone(cls, param: ShardedParameter) -> SteppedParam:
+        """Return the entry for a parameter that an optimizer steps itself, without its module at hand."""
+        return cls(param._flatshard_info.fqn, param, param)
+
+    @cached_property
+    def info(self) -> ShardInfo | None:
+        return shard_info(self.param)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the unsharded parameter."""
+        if self.info is None or self.info.parallel is None:
+            return tuple(self.param.shape if self.info is None else self.info.shape)
+        return tuple(self.info.parallel.shape)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether this rank has all elements of the parameter, as every other has."""
+        return self.info is None or self.info.is_whole
+
+    def piece(self, value: torch.Tensor) -> torch.Tensor | None:
+        """Return the elements of ``value`` that are for ``param``, or None if it has another shape than ``stepped``."""
+        if value.shape != self.stepped.shape:
+            return None
+        if self.place is None:
+            return value
+        assert self.info is not None
+        return self.info.shaped(value[self.place]) if value.is_contiguous() else None
+
+    def own_shard(self, value: torch.Tensor) -> torch.Tensor:
+        """Return a copy of this rank's shard of a sharded value or a full tensor, in the shape of ``param``.
+
+        Raises:
+            ValueError: ``value`` has another shape, rank or layout.
+        """
+        if self.info is None:
+            if tuple(value.shape) != self.shape:
+                raise ValueError(f"shape {tuple(value.shape)}, the parameter has {self.shape}")
+            return value.clone()
+        if problem := check_source(self.info, value.dtype, value):
+            raise ValueError(problem)
+        return local_source(self.info, value).clone()
+
+    def as_saved(self, key: str, value: Any, strict: bool = True) -> Any:
+        """Return a value of the state as state dicts hold it: [Note: Values of an optimizer's state].
+
+        Raises:
+            NotImplementedError: with ``strict``, the value has a shape of its own, or tensors inside.
+        """
+        if not isinstance(value, torch.Tensor) or isinstance(value, ShardedValue):
+            return value
+        if strict and not self.is_full and is_wrapper(value):
+            raise NotImplementedError(
+                f"the optimizer's state {key!r} of {self.fqn!r} is a {type(value).__name__}, with tensors inside that belong "
+                "to this rank's elements alone (a scale of a quantised part). flatshard.save_checkpoint saves it, with "
+                f"layouts that cut between blocks. {BY_EACH_RANK}"
+            )
+        if (piece := self.piece(value)) is not None:
+            return sharded_value(piece.detach(), self.param)
+        if strict and value.dim() and self.info is not None:
+            raise NotImplementedError(
+                f"the optimizer's state {key!r} of {self.fqn!r} has shape {tuple(value.shape)}, the parameter has "
+                f"{tuple(self.stepped.shape)} here: how it is sharded is known to the optimizer alone. Save "
+                "optimizer.state_dict() by each rank"
+            )
+        return value
+
+
+class ParamNames:
+    """Names of ``module``'s parameters, and the flat parameters that they are in.
+
+    Names are those of ``module.state_dict()``, without what ``checkpoint_wrapper`` and the like add. A parameter that is in
+    no state dict has its name in ``named_parameters()``. Of several names the first is used; the others are ``aliases``.
+    """
+
+    def __init__(self, module: nn.Module, verb: str, flats: list[Flat]) -> None:
+        """
+        Args:
+            module: the module that optimizers step.
+            verb: the caller, for errors.
+            flats: ``module``'s, by ``idle_flats``.
+        """
+        self.verb, self.kind, self.flats = verb, type(module).__name__, flats
+        self.aliases: dict[str, str] = {}  # each name to the first name of its parameter
+        self._names: dict[int, str] = {}
+        listed = [(name, id(p)) for name, p in module.named_parameters(remove_duplicate=False)]
+        params = {key for _, key in listed}
+        saved = [(name, id(value)) for name, value in module.state_dict(keep_vars=True).items() if id(value) in params]
+        for name, key in [*saved, *listed]:
+            self.aliases[name] = self._names.setdefault(key, name)
+        self.params = [self._names[key] for key in dict.fromkeys(key for _, key in listed)]
+        self._flats = {id(flat.shard_param): flat for _, flat in flats}
+
+    def find(self, stepped: nn.Parameter) -> list[SteppedParam]:
+        """Return the module's parameters in one parameter of an optimizer.
+
+        Raises:
+            ValueError: the module has no such parameter.
+        """
+        flat = self._flats.get(id(stepped))
+        if flat is None:
+            return [SteppedParam(self._name(stepped), stepped, stepped)]
+        places = [slice(part.start, part.stop) for part in flat.slices]
+        return [SteppedParam(self._name(p), p, stepped, at) for p, at in zip(flat.params, places, strict=True)]
+
+    def find_all(self, optimizer: Optimizer) -> list[SteppedParam]:
+        """Return the module's parameters that ``optimizer`` steps, in the order of its groups."""
+        return [param for stepped in params_of(optimizer) for param in self.find(stepped)]
+
+    def names_elsewhere(self, optimizer: Optimizer) -> set[str]:
+        """Return the names of parameters whose state is on another rank."""
+        return {param.fqn for param in self.find_all(optimizer) if steps_elsewhere(optimizer, param.stepped)}
+
+    def _name(self, param: nn.Parameter) -> str:
+        if id(param) not in self._names:
+            raise ValueError(
+                f"{self.verb}: the optimizer steps a parameter of shape {tuple(param.shape)} that this {self.kind} has not. "
+                "Pass the module that its parameters come from; with DTensors, build the optimizer after fully_shard"
+            )
+        return self._names[id(param)]
+
+
+def steps_only(module: nn.Module, optimizer: Optimizer) -> bool:
+    """Return whether ``optimizer`` steps nothing but parameters and flat parameters of ``module``."""
+    own = {id(p) for p in module.parameters()}
+    own.update(id(flat.shard_param) for unit in units_below(module) for flat in unit.handle.flats)
+    return all(id(param) in own for param in params_of(optimizer))
+
+
+# -- state that was loaded by number -----------------------------------------------------------------------------------
+
+
+def own_shards(param: ShardedParameter, state: dict[str, Any]) -> dict[str, Any]:
+    """Return ``state`` with this rank's shards in place of sharded values and full tensors. Other values stay.
+
+    Raises:
+        ValueError: a value is another rank's, or of another layout.
+    """
+    stepped = SteppedParam.alone(param)
+    found = dict(state)
+    for key, value in state.items():
+        is_full = isinstance(value, torch.Tensor) and value.dim() > 0 and tuple(value.shape) == stepped.shape
+        if isinstance(value, ShardedValue) or (is_full and value.shape != param.shape):
+            try:
+                found[key] = stepped.own_shard(value)
+            except ValueError as e:
+                raise ValueError(f"the optimizer's state {key!r} of {stepped.fqn!r}: {e}") from None
+    return found
+
+
+def keep_own_shards(optimizer: Optimizer) -> None:
+    """Replace values that plain ``load_state_dict`` put into ``optimizer`` by this rank's shards.
+
+    Raises:
+        ValueError: a value is another rank's. Nothing is changed.
+    """
+    if not steps_whole(optimizer):
+        found = {p: own_shards(p, state) for p, state in optimizer.state.items() if isinstance(p, ShardedParameter)}
+        for param, shards in found.items():
+            optimizer.state[param].update(shards)
+
+
+def rekey(state: dict[str, Any], names: Iterable[str], to: str = "names") -> dict[str, Any]:
+    """Rename the parameters of an optimizer's state dict: by FQN, or by number as torch does.
+
+    Example::
+
+        plain = nn.Linear(2, 3)
+        adam = torch.optim.Adam(plain.parameters())
+        by_name = flatshard.checkpoint.rekey(adam.state_dict(), ["weight", "bias"])
+        by_number = flatshard.checkpoint.rekey(by_name, ["weight", "bias"], to="ids")
+
+    Args:
+        state: ``{"state": {key: ...}, "param_groups": [{"params": [key, ...], ...}]}``. Not changed; values are shared.
+        names: the FQNs that the numbers 0, 1, ... stand for: those of the plain model's ``named_parameters()``, in the order
+            in which its optimizer was given them.
+        to: ``"names"`` or ``"ids"``. Parameters that are named so already keep their names.
+
+    Raises:
+        ValueError: ``state`` has numbers or names that ``names`` does not.
+    """
+    if to not in ("names", "ids"):
+        raise ValueError(f"rekey: to must be 'names' or 'ids', got {to!r}")
+    order = list(names)
+    kind: type = int if to == "names" else str
+    table: dict[Any, Any] = dict(enumerate(order)) if to == "names" else {name: i for i, name in enumerate(order)}
+    keys = [*state["state"], *(key for group in state["param_groups"] for key in group["params"])]
+    if unknown := {str(key) for key in keys if isinstance(key, kind) and key not in table}:
+        raise ValueError(f"rekey: {name_list(sorted(unknown))} are not among the {len(order)} names given")
+
+    def new(key: Any) -> Any:
+        return table[key] if isinstance(key, kind) else key
+
+    return {
+        **state,
+        "state": {new(key): value for key, value in state["state"].items()},
+        "param_groups": [{**g, "params": [new(key) for key in g["params"]]} for g in state["param_groups"]],
+    }
