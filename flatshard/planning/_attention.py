@@ -25,9 +25,9 @@ _FLASH = 1
 
 @contextlib.contextmanager
 def attention_as_on(device: str) -> Iterator[None]:
-    """Within, attention on meta is that of ``device``, a type of device. [Note: Attention on meta]"""
+    """Compute attention on meta as ``device``, a type of device, does. [Note: Attention on meta]"""
     replaced = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
-    by_kernel = _on_cpu if device.partition(":")[0] == "cpu" else _on_device
+    by_kernel = _on_cpu if device == "cpu" else _on_device
     replaced.impl("_scaled_dot_product_attention_math", functools.partial(_attention, by_kernel), "AutogradMeta")  # type: ignore[no-untyped-call]
     try:
         yield

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from flatshard._composable.construct.policy import Policy, SplitRoot
 from flatshard._composable.find import units_of_parameters
 from flatshard._config import MixedPrecision, ShardingStrategy
-from flatshard.planning._arguments import check_fit, default_loss, largest, parse_bytes, ranks_of, repeated
+from flatshard.planning._arguments import check_arguments, default_loss, device_type, largest, parse_bytes, repeated
 from flatshard.planning._choices import (
     UNTIL_BACKWARD,
     UNTIL_CHANGE,
@@ -114,22 +114,22 @@ def fit(
             an argument is wrong.
         NotImplementedError: the policy makes one unit of several modules, or overrides arguments.
     """
+    check_arguments("fit", locals())
     budget = parse_bytes(bytes_per_rank)
-    ranks = ranks_of(world_size)
     if not isinstance(module, nn.Module):
         raise TypeError(f"fit takes an nn.Module, got a {type(module).__name__}")
-    check_fit(example_inputs, microbatches, flops_per_byte, device)
+    ranks = Ranks(*world_size) if isinstance(world_size, tuple) else Ranks(1, world_size)
+    if example_inputs is None:
+        raise ValueError("fit: example_inputs must be the inputs of one microbatch, got None")
     if units_of_parameters(module):
-        raise ValueError(
-            f"fit: this {type(module).__name__} is sharded already: build it again, on meta it takes no memory"
-        )
+        raise ValueError("fit: the module is sharded already: build it again, on meta it takes no memory")
     options = StepOptions(
         optimizer=optimizer,
         microbatches=microbatches,
         no_sync=microbatches > 1,
         activations=0,
         example_inputs=example_inputs,
-        device=device,
+        device=device_type(device),
         widens=None,
         loss=loss or default_loss,
         keeps_inputs=True,
@@ -140,7 +140,7 @@ def fit(
         raise ValueError("fit: with offload_optimizer, optimizer must be a class or a function that makes one")
     offloads = [Setting(states=True)] if offload_optimizer else []
     offloads += [Setting(states=offload_optimizer, offload=EVERYTHING)] if cpu_offload else []
-    offloads = [] if device.partition(":")[0] == "cpu" else offloads
+    offloads = [] if options.device == "cpu" else offloads
 
     def search_of(inputs: Any) -> _Search:
         step = Step(module, dataclasses.replace(options, example_inputs=inputs), others)

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from flatshard._composable.construct.options import as_device
 from flatshard._composable.fully_shard import fully_shard
 from flatshard._composable.unit_config import UnitConfig
 from flatshard._errors import name_list
@@ -138,8 +139,8 @@ class Fit:
         """Call ``fully_shard(module, **fit.arguments)``, with ``arguments`` beside, such as ``process_group=``.
 
         Raises:
-            ValueError: ``module`` has other units or elements than the model that was fitted, there are other ranks, or
-                ``arguments`` change what was fitted.
+            ValueError: ``module`` is not the model that was fitted: its units, elements, dtypes or device differ. Or there
+                are other ranks, or ``arguments`` change what was fitted.
         """
         usual = {
             name: each.default for name, each in inspect.signature(fully_shard).parameters.items()
@@ -162,6 +163,20 @@ class Fit:
             raise ValueError(
                 f"fit.apply: this {type(module).__name__} has {numel:,} elements, and {self.plan.numel:,} were fitted: "
                 "call flatshard.fit with this model"
+            )
+        dtypes = {fqn: flat.dtype for unit in self.plan.units for flat in unit.flats for fqn in flat.fqns}
+        params = {plain_name(name): p for name, p in module.named_parameters(remove_duplicate=False)}
+        if cast := [name for name, dtype in dtypes.items() if name in params and params[name].dtype is not dtype]:
+            raise ValueError(
+                f"fit.apply: in this {type(module).__name__} {name_list(cast, 3)} has {params[cast[0]].dtype}, and "
+                f"{dtypes[cast[0]]} was fitted: cast the model first, or call flatshard.fit with this model"
+            )
+        moved = as_device(arguments.get("device_id"))
+        kinds = {p.device.type for p in params.values()} - {"meta"} if moved is None else {moved.type}
+        if others := sorted(kinds - {self.plan.device}):
+            raise ValueError(
+                f"fit.apply: fitted for device={self.plan.device!r}, and this {type(module).__name__} would train on "
+                f"{others[0]!r}: move it, pass device_id=, or call flatshard.fit(..., device={others[0]!r})"
             )
         mesh = arguments.get("device_mesh")
         found = mesh.size() if mesh is not None else dist.get_world_size(arguments.get("process_group"))

@@ -27,6 +27,7 @@ from flatshard._errors import name_list
 from flatshard._handle.adapters.tensor_subclass import wrapping_of
 from flatshard.debug._describe import UnitDescription, describe
 from flatshard.layouts import LayoutChoice
+from flatshard.planning._arguments import check_arguments, device_type
 from flatshard.planning._optimizer import OptimizerChoice
 from flatshard.planning._program import META, LossChoice, Program, StepOptions
 from flatshard.planning._records import Collective, Ranks
@@ -112,7 +113,8 @@ def plan(
         TypeError, ValueError: an argument is wrong, as the message says; or a part of ``module`` is sharded already.
         NotImplementedError: not supported here: tensor subclasses (DTensors), and collectives of single units.
     """
-    given = locals()
+    check_arguments("plan", locals())
+    given = locals() | {"device": device_type(device)}
     options = StepOptions(
         **{field.name: given[field.name] for field in dataclasses.fields(StepOptions) if field.name in given},
         receives=True,
@@ -136,28 +138,22 @@ def plan(
 
 
 def _ranks(world_size: Any, strategy: ShardingStrategy, per_node: int) -> Ranks:
-    """The argument ``world_size`` as replicas and ranks to shard over."""
-    sizes = world_size if isinstance(world_size, tuple) else (world_size,)
-    if len(sizes) not in (1, 2) or min(sizes) < 1:
-        raise ValueError(
-            "plan: world_size must be a number of ranks of at least 1, or for hybrid strategies (replicas, ranks to shard "
-            f"over), got {world_size!r}"
-        )
-    if len(sizes) == 2 and not strategy.is_hybrid:
+    """Return the argument ``world_size`` as replicas and ranks to shard over."""
+    if isinstance(world_size, tuple) and not strategy.is_hybrid:
         raise ValueError(
             f"plan: world_size={world_size} is for hybrid strategies, (replicas, ranks to shard over), but strategy is "
             f"{strategy}: pass the number of ranks, or strategy=ShardingStrategy.HYBRID_SHARD"
         )
-    if len(sizes) == 2:
-        return Ranks(*sizes)
+    if isinstance(world_size, tuple):
+        return Ranks(*world_size)
     if not strategy.is_hybrid:
-        return Ranks(1, sizes[0])
-    if sizes[0] % per_node:
+        return Ranks(1, world_size)
+    if world_size % per_node:
         raise ValueError(
-            f"plan: {strategy} shards within a node, but {per_node} ranks a node do not divide {sizes[0]} ranks: "
+            f"plan: {strategy} shards within a node, but {per_node} ranks a node do not divide {world_size} ranks: "
             "pass world_size=(replicas, ranks to shard over), or ranks_per_node=..."
         )
-    return Ranks(sizes[0] // per_node, per_node)
+    return Ranks(world_size // per_node, per_node)
 
 
 def check(choice: Choice, activations: int | Mapping[str, int]) -> None:

@@ -139,7 +139,7 @@ class Program:
     def _sharded(self) -> list[Unit]:
         """Shard the copy as ``fully_shard`` does, on the rank that has most elements. Returns its units."""
         ranks, choice = self.ranks, self.choice
-        on_cpu = self.options.device.partition(":")[0] == "cpu"
+        on_cpu = self.options.device == "cpu"
         widens = on_cpu if self.options.widens is None else self.options.widens
 
         def runtime(name: str, rank: int, size: int) -> Runtime:
@@ -193,7 +193,7 @@ class Program:
         with self.books:  # which computes what is alike once
             planned = planned_optimizer(self.options.optimizer, self.params, self.options.device, on_host)
         self.made = planned.made  # what it holds is counted while it lives
-        moves = isinstance(planned.made, OffloadedOptimizer) and self.options.device.partition(":")[0] != "cpu"
+        moves = isinstance(planned.made, OffloadedOptimizer) and self.options.device != "cpu"
         for part, flat in flats.items():
             if state := planned.state_of(part):
                 for value in state:
@@ -444,7 +444,7 @@ def _rank_numels(choice: Choice, shards: int, device: str) -> tuple[list[int], i
     for unit, flat in ((each, flat) for each in choice.planned for flat in plan_flats(each, shards, loads)):
         size = flat.layout.shard_numel
         parts = [size] * flat.layout.world_size
-        is_offloaded = unit.config.cpu_offload.offload_params and device.partition(":")[0] != "cpu"
+        is_offloaded = unit.config.cpu_offload.offload_params and device != "cpu"
         for start, stop in ((info.start, info.stop) for info in (() if is_offloaded else flat.layout.params)):
             ends = min(stop, (start // max(1, size) + 1) * size)  # of the first part; those between are whole shards
             largest = max(largest, ends - start, min(size, stop - ends))

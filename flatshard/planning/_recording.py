@@ -213,7 +213,7 @@ class MadeOnce:
     """Calls operations on meta, each once for the same arguments. [Note: Operations computed once]"""
 
     def __init__(self, device: str) -> None:
-        self._on_cpu = device.partition(":")[0] == "cpu"
+        self._on_cpu = device == "cpu"
         self._results: dict[Any, Any] = {}  # how to make the results, by the operation and its arguments
         self._flops: dict[Any, int] = {}  # by the formula and its arguments
 

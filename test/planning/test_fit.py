@@ -1,5 +1,6 @@
 """``fit``: no step takes more than its budget, and what is predicted is what is counted; nothing cheaper fits."""
 
+import dataclasses
 import functools
 import itertools
 import random
@@ -219,6 +220,16 @@ def test_a_fit_is_applied_to_what_was_fitted(world):
     wider.head = nn.Linear(wider.head.in_features, 2 * wider.head.out_features)
     with pytest.raises(ValueError, match=r"has [\d,]+ elements, and [\d,]+ were fitted"):
         fitted.apply(wider)
+    cast = Gpt()
+    cast.head.bfloat16()
+    with pytest.raises(
+        ValueError, match=r"'head\.weight', 'head\.bias' has torch.bfloat16, and torch.float32 was fitted"
+    ):
+        fitted.apply(cast)
+    on_cuda = dataclasses.replace(fitted, plan=dataclasses.replace(fitted.plan, device="cuda"))
+    for model, changes in ((Gpt(), {}), (on_meta(Gpt), {"device_id": "cpu"})):
+        with pytest.raises(ValueError, match=r"fitted for device='cuda', and this Gpt would train on 'cpu'"):
+            on_cuda.apply(model, **changes)
     for name, value in (("policy", {nn.Linear}), ("strategy", ShardingStrategy.NO_SHARD), ("cpu_offload", True)):
         with pytest.raises(ValueError, match=f"'{name}' would change what was fitted"):
             fitted.apply(Gpt(), **{name: value})
@@ -642,7 +653,7 @@ def test_optimizer_state_on_the_host(world):
     rest = both.plan.host.optimizer - sum(each.optimizer_nbytes for each in both.plan.units if each.fqn in hosts)
     assert both.copied_nbytes == 2 * rest + _on_host.copied_nbytes(both.plan, hosts)
     world(4)
-    model = both.apply(two())
+    model = fully_shard(two(), **both.arguments)
     assert isinstance(both.optimizer(model.parameters(), lr=0.5), OffloadedOptimizer)
     none = fit(on_meta(two), bytes_per_rank="1 GiB", **given)
     assert type(none.optimizer(model.parameters(), lr=0.5)) is torch.optim.AdamW
@@ -690,7 +701,7 @@ def test_the_largest_batch():
 @pytest.mark.parametrize(
     ("name", "value"),
     [("bytes_per_rank", float("inf")), ("microbatches", 0), ("microbatches", "2"), ("flops_per_byte", float("nan"))]
-    + [("device", each) for each in ("tpu", None, "")],
+    + [("device", each) for each in ("tpu", "meta", None, "")],
 )
 def test_a_wrong_argument_is_named_before_anything_is_run(name: str, value: Any) -> None:
     right: dict[str, Any] = {
@@ -701,3 +712,6 @@ def test_a_wrong_argument_is_named_before_anything_is_run(name: str, value: Any)
     }
     with pytest.raises(ValueError, match=f"fit: {name}"):
         fit(torch.nn.Linear(2, 2), **right | {name: value})
+    if name in ("microbatches", "device"):
+        with pytest.raises(ValueError, match=f"plan: {name}"):
+            plan(torch.nn.Linear(2, 2), world_size=2, **{name: value})
