@@ -13,8 +13,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from flatshard.planning._shorter import joined
-
 UNTIL_CHANGE, UNTIL_BACKWARD, UNTIL_FORWARD = range(3)
 """How long a unit's parameters stay gathered: until the parts change, until its backward has ended, until its forward has."""
 
@@ -142,6 +140,11 @@ class Nesting:
             return False
         is_beside = self.following[last] == unit
         return not is_beside or (before.keeps.again in (FIRST, LEFT_OUT)) == (state.keeps.again == LEFT_OUT)
+
+
+def joined(holder: str, key: str) -> str:
+    """Return the FQN of the child ``key`` of ``holder``."""
+    return f"{holder}.{key}" if holder else key
 
 
 def around_of(names: Sequence[str]) -> list[tuple[int, ...]]:

@@ -235,7 +235,7 @@ def _rows(timeline: Timeline, options: Sequence[Keeps]) -> tuple[Tensor, list[Te
     for number, row in enumerate(timeline.rows):
         if row.pair[1] is None:
             taken, left = timeline.taken(row, (None, None))
-            base[number] += taken + row.more
+            base[number] += taken
             base[number + 1 :] += left
             continue
         place = timeline.place[row.pair[1]]

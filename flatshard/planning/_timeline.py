@@ -11,7 +11,6 @@ there before. Where this does not hold, the plan of a choice says so, and what i
 
 from __future__ import annotations
 
-import copy
 import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -112,7 +111,6 @@ class Wanted(NamedTuple):
     pair: tuple[int | None, int | None]  # the units on which it depends: the one before that, and the last that ran
     ahead: int | None  # that is gathered ahead
     alive: int  # so many units have run forward and not backward: the first ones
-    more: int = 0  # bytes that it takes beside what the plans say
 
 
 class Timeline:
@@ -268,7 +266,7 @@ class Timeline:
         level, found = self.begins, []
         for row, kept in zip(self.rows, self.kept(choices), strict=True):
             most, left = self.taken(row, self.pair(row, choices))
-            found.append(level + most + kept + row.more)
+            found.append(level + most + kept)
             level += left
         return found
 
@@ -297,38 +295,6 @@ class Timeline:
         """Whether ``unit`` has its parameters in ``row`` because of its choice, or would have, if it did not run then."""
         is_alive = self.place[unit] < row.alive
         return choice.stays == UNTIL_CHANGE or (choice.stays == UNTIL_BACKWARD and is_alive)
-
-    def repeated(self, units: Sequence[str], like: Sequence[int], begins: int, more: int) -> Timeline:
-        """That of a longer model, whose ``units`` are each ``like`` one of this model's, in the order of forward.
-
-        Args:
-            units, like: of the longer model.
-            begins: bytes that it has more, all the time.
-            more: bytes that its optimizer takes more, while it steps.
-        """
-        longer = copy.copy(self)
-        longer.units, longer.order = list(units), list(range(len(units)))
-        longer.place = {unit: unit for unit in longer.order}
-        longer.nesting = Nesting([()] * len(units), longer.order)
-        longer.size = [self.size[unit] for unit in like]
-        longer.begins = self.begins + begins
-        phases = list(self.places)
-        longer.rows = []
-        for phase, group in itertools.groupby(self.rows, key=lambda row: phases[row.like].phase):
-            rows: dict[int, list[Wanted]] = {}
-            for row in group:
-                rows.setdefault(-1 if row.pair[1] is None else self.place[row.pair[1]], []).append(row)
-            longer.rows += [row._replace(more=more * (phase == "optimizer")) for row in rows.get(-1, ())]
-            if rows.keys() - {-1}:
-                for unit in longer.order if phase == "forward" else longer.order[::-1]:
-                    longer.rows += [self._moved(row, like[unit], unit) for row in rows[like[unit]]]
-        return longer
-
-    def _moved(self, row: Wanted, old: int, new: int) -> Wanted:
-        """``row`` of unit ``old``, for unit ``new`` of a longer model. Places are units there."""
-        ahead = None if row.ahead is None else new + self.place[row.ahead] - old
-        own = None if row.own is None else new
-        return Wanted(row.like, own, (new - 1 if new else None, new), ahead, new + row.alive - old)
 
 
 def pair_of(before: State | None, last: State | None) -> Pair:
