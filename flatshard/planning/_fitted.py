@@ -32,7 +32,7 @@ M = TypeVar("M", bound=nn.Module)
 
 @dataclass(frozen=True)
 class UnitFit:
-    """What one unit keeps.
+    """The choice for one unit.
 
     Example::
 
@@ -47,14 +47,14 @@ class UnitFit:
 
 
 def in_words(keeps: Keeps, before: Keeps) -> str:
-    """What a unit gives up that keeps less than ``before``."""
+    """Return in words the one thing that a unit gives up from ``before`` to ``keeps``."""
     if keeps.recomputes != before.recomputes:
         return "computes its forward again"
     return {UNTIL_BACKWARD: "is freed after each backward", UNTIL_FORWARD: "is freed after forward"}[keeps.stays]
 
 
 class GivenUp(NamedTuple):
-    """One thing that was given up.
+    """A thing that was given up.
 
     Example::
 
@@ -103,7 +103,7 @@ class Fit:
     units: tuple[UnitFit, ...]  # without the outermost one, in module order
     given_up: tuple[GivenUp, ...]  # in this order
     arguments: dict[str, Any]
-    """For :func:`fully_shard`, with recomputation: ``fully_shard(model, **fit.arguments)``."""
+    """The arguments of :func:`fully_shard`, with recomputation: ``fully_shard(model, **fit.arguments)``."""
     found: str  # where the units come from
     notes: tuple[str, ...]  # what was not possible
     batch: int | None = None  # rows of the largest microbatch, if it was asked for
@@ -188,7 +188,7 @@ class Fit:
         return fully_shard(module, **self.arguments | arguments)
 
     def optimizer(self, params: Iterable[Any], **options: Any) -> torch.optim.Optimizer:
-        """The optimizer that was fitted, made of ``params``: an ``OffloadedOptimizer`` of it, if its state is on the host.
+        """Make the fitted optimizer of ``params``, as an ``OffloadedOptimizer`` if its state is on the host.
 
         Raises:
             TypeError: ``fit`` was given no class or function that makes one.
@@ -249,7 +249,7 @@ def _runs(names: Sequence[str]) -> str:
 
 
 def names_in_short(names: Sequence[str], units: Sequence[str]) -> str:
-    """Some of ``units``, in their order: the first and the last, if they are in a row."""
+    """Return a short text for ``names``: the first and the last, if they are in a row in ``units``."""
     first = units.index(names[0])
     return _runs(names) if tuple(units[first : first + len(names)]) == tuple(names) else name_list(names, 3)
 

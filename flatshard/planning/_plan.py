@@ -1,4 +1,4 @@
-"""``plan``: what ``fully_shard`` would build, and what a step takes and sends.
+"""``plan``: the units that ``fully_shard`` would build, and the memory and collectives of a step.
 
 ``_program.py`` shards a copy of the module on the meta device, and runs steps. ``_recording.py`` records their collectives,
 operations and memory. ``_report.py`` shows the result.
@@ -61,7 +61,7 @@ def plan(
     device: str = "cuda",
     compare: bool = True,
 ) -> Plan:
-    """What :func:`fully_shard` would build, and the memory and collectives of a step. Needs no process group and no memory.
+    """Plan the units that :func:`fully_shard` would build, and the memory and collectives of a step, without a process group.
 
     It shards a copy of the module on the meta device, as one rank of a process group that does not exist, and runs steps with
     the same code and hooks as training. It records what they issue, allocate and free. So units, collectives with their
@@ -157,7 +157,7 @@ def _ranks(world_size: Any, strategy: ShardingStrategy, per_node: int) -> Ranks:
 
 
 def check(choice: Choice, activations: int | Mapping[str, int]) -> None:
-    """Check what the policy has chosen.
+    """Raise if the units that the policy chose cannot be planned.
 
     Raises:
         ValueError: ``fully_shard`` could not shard a parameter, or ``activations`` names something that is no unit.
@@ -182,7 +182,7 @@ def check(choice: Choice, activations: int | Mapping[str, int]) -> None:
 
 
 def _alternatives(choice: Choice, ranks: Ranks, per_node: int) -> list[tuple[Choice, Ranks]]:
-    """The other strategies over the same number of ranks, with their own defaults of ``reshard_after_forward``."""
+    """Return the other strategies over the same number of ranks, with their defaults of ``reshard_after_forward``."""
     over = dict.fromkeys((s for s in ShardingStrategy if not s.is_hybrid), Ranks(1, ranks.total))
     if choice.strategy.is_hybrid:
         over |= dict.fromkeys((s for s in ShardingStrategy if s.is_hybrid), ranks)
@@ -193,7 +193,7 @@ def _alternatives(choice: Choice, ranks: Ranks, per_node: int) -> list[tuple[Cho
 
 
 def changed(choice: Choice, **options: Any) -> Choice:
-    """``choice`` with other ``options`` for every unit; and with pinned memory, by which ``Books`` recognises the host."""
+    """Return ``choice`` with other ``options`` for every unit, and with pinned memory, by which ``Books`` knows the host."""
 
     def change(config: UnitConfig) -> UnitConfig:
         pinned = dataclasses.replace(config.cpu_offload, pin_memory=True)
@@ -204,7 +204,7 @@ def changed(choice: Choice, **options: Any) -> Choice:
 
 
 def plan_of(program: Program, others: tuple[Plan, ...] = ()) -> Plan:
-    """Run ``program``. Returns what it has recorded."""
+    """Run ``program``, and return the plan of what it has recorded."""
     program.run()
     collectives = program.recorder.collectives
     recorded = program.options.example_inputs is not None
@@ -257,7 +257,7 @@ DOMINANT = 0.5  # warn if one unit has more than this part of all elements
 
 
 def _warnings(program: Program, units: Sequence[UnitPlan]) -> list[str]:
-    """Warnings about layouts, and about the sizes of units and shards."""
+    """Return warnings about layouts, and about the sizes of units and shards."""
     found = program.layout_warnings
     if len(found) > 3:
         found = [*found[:2], f"likewise {len(found) - 2} more flat parameters"]
@@ -283,7 +283,7 @@ def _warnings(program: Program, units: Sequence[UnitPlan]) -> list[str]:
 
 
 def _assumptions(options: StepOptions) -> list[str]:
-    """What the numbers assume."""
+    """Return the assumptions behind the numbers."""
     recorded = options.example_inputs is not None
     given = "as passed to plan" if options.activations else "not known, and not counted"
     reduced = "all but the last under no_sync" if options.no_sync else "each one reduced"

@@ -81,7 +81,7 @@ class StepOptions:
 
 
 class OptimizerMemory(NamedTuple):
-    """What an optimizer takes. Memory is a pair: on the device, and on the host."""
+    """The memory and operations of an optimizer."""
 
     states: list[int]  # bytes of state of each part
     held: MemoryPair  # between steps
@@ -91,7 +91,7 @@ class OptimizerMemory(NamedTuple):
 
 
 class Learnt:
-    """What programs of one module, with the same ``StepOptions``, find out once."""
+    """The results that programs of one module with the same ``StepOptions`` share."""
 
     def __init__(self, device: str) -> None:
         self.operations = MadeOnce(device)
@@ -179,7 +179,7 @@ class Program:
         self._record_optimizer(optimizer)
 
     def _optimizer(self) -> OptimizerMemory:
-        """What the optimizer holds from now on, and takes while it steps."""
+        """Make the optimizer, count its state from now on, and return the memory of its step."""
         flats = {part: flat for flat in self.flats for part in flat.params}
         parts = [
             (p.shape, p.dtype, None if p.grad is None else p.grad.dtype, flats[p].kind.is_offloaded)
@@ -228,7 +228,7 @@ class Program:
         return found
 
     def _step_in_turns(self, planned: PlannedOptimizer) -> None:
-        """A step of an ``OffloadedOptimizer``: beside a unit's state, that of the next one is on the device."""
+        """Step an ``OffloadedOptimizer``, with the state of two units on the device: the one that steps and the next."""
         optimizer: Any = planned.made
         units = units_of_params(params_of(optimizer))
         sizes = [
@@ -242,7 +242,7 @@ class Program:
             self.books.add("optimizer", -here - later, False)
 
     def _record_optimizer(self, optimizer: OptimizerMemory) -> None:
-        """Record its step. One that goes over its parameters takes most memory on the rank that has the largest part."""
+        """Record the step. If it goes parameter by parameter, it takes most memory on the rank with the largest shard."""
         samples = self.books.samples
         now, steps = samples[-1], optimizer.steps
         temporary = max((device.activations for device, _ in steps), default=0)
@@ -265,12 +265,12 @@ class Program:
                     run_once()
 
     def _end_step(self) -> None:
-        """What an optimizer's step leaves: parameters that have changed, and no gradients."""
+        """Leave the model as after an optimizer's step: with changed parameters and without gradients."""
         increment_version([p for flat in self.flats for p in flat.params if p.grad is not None])
         self.root.zero_grad()
 
     def _on_meta(self, value: Any) -> Any:
-        """A deep copy of ``value`` with its tensors on the meta device."""
+        """Return a deep copy of ``value`` with its tensors on the meta device."""
         tensors = list(tensors_in(value))
         copies = _meta_copies(tensors)
         for tensor in tensors:
@@ -311,7 +311,7 @@ _OBSERVED = "flatshard: which unit runs"
 
 
 class _Observer(Extension):
-    """Tells ``Books`` which unit runs, and which tensors are gradients."""
+    """An extension that tells ``Books`` which unit runs, and which tensors are gradients."""
 
     def __init__(self, books: Books) -> None:
         self.books = books
@@ -415,13 +415,13 @@ _use: Callable[..., Tensor] = _Use.apply
 
 
 def sum_of(output: Any) -> Tensor | None:
-    """The loss of an output, if none is given."""
+    """Return the default loss of ``output``: the sum of its floating-point tensors that require grad, or None."""
     losses = [t.sum() for t in tensors_in(output) if t.requires_grad and t.is_floating_point()]
     return functools.reduce(torch.add, losses) if losses else None
 
 
 def _meta_copies(tensors: Iterable[Tensor]) -> dict[int, Any]:
-    """A meta tensor like each of ``tensors``, by id, for ``copy.deepcopy``."""
+    """Return a meta tensor like each of ``tensors``, by id, for ``copy.deepcopy``."""
     memo: dict[int, Any] = {}
     for tensor in tensors:
         if id(tensor) not in memo:
@@ -438,7 +438,7 @@ def _meta_copies(tensors: Iterable[Tensor]) -> dict[int, Any]:
 
 
 def _rank_numels(choice: Choice, shards: int, device: str) -> tuple[list[int], int]:
-    """The elements that each rank has, without padding; and the most that one has of one parameter on the device."""
+    """Return the elements of each rank without padding, and of the largest shard of a parameter on the device."""
     numels, largest = [0] * shards, 0
     loads: Loads = {}
     for unit, flat in ((each, flat) for each in choice.planned for flat in plan_flats(each, shards, loads)):
