@@ -165,7 +165,7 @@ def test_training_is_that_of_one_process(ctx, name: str):
         make,
         lambda step, n: torch.randint(50, (n, TOKENS)) if name == "gpt" else torch.randn(n, 3, 16, 16),
         steps=3,
-        shard=lambda model, group: fitted.apply(model, process_group=group),
+        shard=lambda model, group: fully_shard(model, process_group=group, **fitted.arguments),  # in float64
         loss_fn=lambda output, _: loss_of(output),
         oracle="slices",  # batch norm's statistics are those of a rank
     )
