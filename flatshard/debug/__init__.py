@@ -1,4 +1,4 @@
-"""For debugging: describes the units of a module, and checks that replicas have the same values."""
+"""Tools for debugging: ``describe`` shows the units of a module, ``check_replicas`` compares the values of replicas."""
 
 from flatshard.debug._describe import Description, FlatDescription, UnitDescription, describe
 from flatshard.debug._replicas import check_replicas

@@ -19,7 +19,7 @@ from flatshard._mesh_runtime import MeshRuntime
 
 @dataclass(frozen=True)
 class FlatDescription:
-    """One flat parameter of a unit: those of its parameters that are gathered together. Sizes are numbers of elements.
+    """A flat parameter: the parameters of a unit that are gathered together. Sizes are numbers of elements.
 
     Example::
 
@@ -44,7 +44,7 @@ class FlatDescription:
 
 @dataclass(frozen=True)
 class UnitDescription:
-    """One unit.
+    """A unit of a sharded module.
 
     Example::
 
@@ -81,7 +81,7 @@ class Description:
         return sum(f.numel for u in self.units for f in u.flats)
 
     def _ranks(self, unit: UnitDescription, flat: FlatDescription) -> str:
-        """Over how many ranks it is sharded, if not over those that the rest of the module is."""
+        """Return how many ranks ``flat`` is sharded over, if not as many as the rest of the module, as text."""
         usual = flat.world_size == self.world_size or ShardingStrategy[unit.strategy].is_whole
         return "" if usual else f" of {flat.world_size} ranks"
 
@@ -92,8 +92,9 @@ class Description:
 
     @property
     def kept_nbytes(self) -> int:
-        """Bytes that it has gathered and holds besides: whole parameters under ``SHARD_OPTIM``, and under
-        ``HYBRID_FULL_SHARD`` what it has of them within its group.
+        """Bytes of gathered parameters that this rank keeps between steps.
+
+        These are full parameters under ``SHARD_OPTIM``, and the group's shards of them under ``HYBRID_FULL_SHARD``.
         """
         return sum(f.kept_numel * f.compute_dtype.itemsize for unit in self.units for f in unit.flats)
 
@@ -137,7 +138,7 @@ class Description:
 
 
 def table(rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:
-    """``rows`` as aligned columns, with a line below the first row. The first ``left`` columns are aligned to the left."""
+    """Return ``rows`` as aligned columns, the first ``left`` of them to the left, with a line below the first row."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = []
     for row in rows:
@@ -148,7 +149,7 @@ def table(rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:
 
 
 def counted(number: int, noun: str) -> str:
-    """``1 rank``, or ``8 ranks``."""
+    """Return ``1 rank``, or ``8 ranks``."""
     return f"{number:,} {noun}{'s' * (number != 1)}"
 
 
@@ -202,7 +203,7 @@ def _kept_numel(unit: Unit, flat: FlatParam) -> int:
 
 
 def _cut(info: ParamInfo) -> str:
-    """Where the parameter may be cut, in words."""
+    """Return in words where the parameter may be cut."""
     if info.block == 1:
         return "elements"
     if not info.by_rows:

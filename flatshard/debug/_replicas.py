@@ -100,7 +100,7 @@ def _parameters(flat: FlatParam) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _compare(runtime: Runtime, values: Named) -> str:
-    """Compare ``values`` over the ranks of ``runtime``. Returns a text about those that differ; empty if none does."""
+    """Compare ``values`` over the ranks of ``runtime``, and return a text about those that differ, or an empty one."""
     if not values:
         return ""
     every = torch.empty(runtime.world_size, len(values), dtype=torch.int64, device=runtime.device)

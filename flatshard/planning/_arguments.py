@@ -1,26 +1,25 @@
-"""What ``fit`` is given, read and checked: sizes, ranks, the loss, inputs of another size, and the largest that fit."""
+"""The arguments of ``plan`` and ``fit``: one table of checks, and what is read from them."""
 
 from __future__ import annotations
 
 import copy
 import math
 import re
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from flatshard._composable.outputs import tensors_in
 from flatshard.planning._program import sum_of
-from flatshard.planning._records import Ranks
 
 
 def parse_bytes(value: float | str) -> int:
-    """``"40 GiB"`` as bytes.
+    """Return ``"40 GiB"`` as bytes.
 
     Raises:
-        ValueError: it is no size.
+        ValueError: ``value`` is no size.
     """
     if isinstance(value, str) and (found := re.fullmatch(r"\s*([\d.]+)\s*([KMGT]?)(i?)B?\s*", value, re.IGNORECASE)):
         power = " KMGT".index(found[2].upper() or " ")
@@ -30,57 +29,71 @@ def parse_bytes(value: float | str) -> int:
     raise ValueError(f'fit: bytes_per_rank={value!r} is no size: pass a number of bytes, or "40 GiB"')
 
 
-def check_fit(example_inputs: Any, microbatches: Any, flops_per_byte: Any, device: Any) -> None:
-    """Check the arguments of ``fit`` that are used as they are.
+def device_type(device: Any) -> str:
+    """Return the type of ``device``, without its index.
+
+    Raises:
+        RuntimeError, TypeError: torch knows no such device.
+    """
+    return torch.device(str(device)).type
+
+
+def _is_device(value: Any) -> bool:
+    """Whether ``value`` names a device with memory to train on: any that torch knows, except for meta."""
+    try:
+        return isinstance(value, str | torch.device) and device_type(value) != "meta"
+    except RuntimeError:
+        return False
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and value >= 1
+
+
+def _is_world_size(value: Any) -> bool:
+    return _is_count(value) or (isinstance(value, tuple) and len(value) == 2 and all(map(_is_count, value)))
+
+
+class _Row(NamedTuple):
+    """A check of one argument."""
+
+    is_right: Callable[[Any], bool]
+    needed: str  # completes "must be"
+
+
+_CHECKS = {
+    "world_size": _Row(_is_world_size, "a number of ranks, or (replicas, ranks to shard over)"),
+    "microbatches": _Row(_is_count, "a number from 1 on"),
+    "ranks_per_node": _Row(_is_count, "a number from 1 on"),
+    "flops_per_byte": _Row(
+        lambda value: type(value) in (int, float) and 0 <= value < math.inf, "a finite number from 0 on"
+    ),
+    "device": _Row(_is_device, 'the name of a device, such as "cuda" or "cpu"'),
+}
+
+
+def check_arguments(function: str, given: Mapping[str, Any]) -> None:
+    """Raise if an argument in ``given`` is wrong, of those that ``function`` uses as they are.
 
     Raises:
         ValueError: an argument is wrong.
     """
-    for name, value, right, needed in (
-        ("example_inputs", example_inputs, example_inputs is not None, "the inputs of one microbatch"),
-        ("microbatches", microbatches, type(microbatches) is int and microbatches >= 1, "a number from 1 on"),
-        (
-            "flops_per_byte",
-            flops_per_byte,
-            type(flops_per_byte) in (int, float) and 0 <= flops_per_byte < math.inf,
-            "a finite number from 0 on",
-        ),
-        (
-            "device",
-            device,
-            str(device).partition(":")[0] in ("cpu", "cuda"),
-            'the name of a device, "cuda" or "cpu"',
-        ),
-    ):
-        if not right:
-            raise ValueError(f"fit: {name} must be {needed}, got {value!r}")
-
-
-def ranks_of(world_size: Any) -> Ranks:
-    """The argument ``world_size``.
-
-    Raises:
-        ValueError: it is no number of ranks.
-    """
-    sizes = world_size if isinstance(world_size, tuple) else (1, world_size)
-    if len(sizes) != 2 or any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in sizes):
-        raise ValueError(
-            f"fit: world_size must be a number of ranks, or (replicas, ranks to shard over), got {world_size!r}"
-        )
-    return Ranks(*sizes)
+    for name, row in _CHECKS.items():
+        if name in given and not row.is_right(given[name]):
+            raise ValueError(f"{function}: {name} must be {row.needed}, got {given[name]!r}")
 
 
 def default_loss(output: Any) -> Any:
-    """``output.loss`` or ``output["loss"]``, or else the sum of its tensors."""
+    """Return ``output.loss`` or ``output["loss"]``, or else the sum of its tensors."""
     found = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
     return found if isinstance(found, Tensor) else sum_of(output)
 
 
 def repeated(inputs: Any, rows: int) -> Any:
-    """``inputs`` with so many rows, where they have as many as their first tensor.
+    """Return ``inputs`` with ``rows`` rows in each tensor that has as many as the first.
 
     Raises:
-        ValueError: there is none.
+        ValueError: no tensor has rows.
     """
     tensors = [t for t in tensors_in(inputs) if t.dim()]
     if not tensors:
@@ -98,7 +111,7 @@ def repeated(inputs: Any, rows: int) -> Any:
 
 
 def largest(peak: Callable[[int], int], budget: int) -> int:
-    """The most rows with which ``peak`` is within ``budget``, at least 1; it grows with them."""
+    """Return the most rows, at least 1, whose ``peak`` is within ``budget``. The peak grows with the rows."""
     peaks = {rows: peak(rows) for rows in (1, 2)}
     fits, over = (2 if peaks[2] <= budget else 1), (None if peaks[2] <= budget else 2)
     while over is None or over - fits > 1:

@@ -1,11 +1,13 @@
-"""Attention on the meta device as a real device computes it: what a kernel saves is not what the formula saves.
+"""Attention on the meta device as a real device computes it.
 
 [Note: Attention on meta]
-``scaled_dot_product_attention`` chooses a kernel by its inputs. On meta there is none, and torch computes the formula, which
-saves the products of all queries and keys. So while a step is recorded, the formula on meta (an operator of its own) is
-replaced: the choice of the real device is made, and the operator of that kernel is called, which has a form on meta. For a
-CPU torch itself is asked, with tensors of the same shapes that have next to no memory. For other devices it is the rule that
-torch documents: flash attention for 16 bits without a mask, the memory-efficient one otherwise.
+``scaled_dot_product_attention`` chooses a kernel by its inputs. On meta there is no kernel, and torch computes the formula,
+which saves the products of all queries and keys. A real kernel does not save them. So the operator of the formula is replaced
+on meta while a step is recorded: it chooses as the real device would, and calls the operator of that kernel, which works on
+meta.
+
+For a CPU, torch itself chooses, by tensors of the same shapes that take next to no memory. For other devices the rule is the
+one that torch documents: flash attention for 16 bits without a mask, the memory-efficient kernel otherwise.
 """
 
 from __future__ import annotations
@@ -25,9 +27,9 @@ _FLASH = 1
 
 @contextlib.contextmanager
 def attention_as_on(device: str) -> Iterator[None]:
-    """Within, attention on meta is that of ``device``, a type of device. [Note: Attention on meta]"""
+    """Compute attention on meta as ``device``, a type of device, does. [Note: Attention on meta]"""
     replaced = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
-    by_kernel = _on_cpu if device.partition(":")[0] == "cpu" else _on_device
+    by_kernel = _on_cpu if device == "cpu" else _on_device
     replaced.impl("_scaled_dot_product_attention_math", functools.partial(_attention, by_kernel), "AutogradMeta")  # type: ignore[no-untyped-call]
     try:
         yield
@@ -48,7 +50,7 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """As ``_scaled_dot_product_attention_math``, of which only the first result is used."""
+    """Replace ``_scaled_dot_product_attention_math``, whose callers use only the first result."""
     if query.dim() == 4:
         result = by_kernel(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
         if result is not None:
@@ -68,7 +70,7 @@ def _on_cpu(
     scale: float | None,
     enable_gqa: bool,
 ) -> Tensor | None:
-    """What the kernel returns. None: there is none for this."""
+    """Return the result of the kernel, or None if there is no kernel for these arguments."""
     q, k, v = (_small(t) for t in (query, key, value))
     like_mask = None if mask is None else _small(mask)
     kind = torch._fused_sdp_choice(q, k, v, like_mask, dropout, is_causal, scale=scale, enable_gqa=enable_gqa)
@@ -88,7 +90,7 @@ def _on_device(
     scale: float | None,
     enable_gqa: bool,
 ) -> Tensor | None:
-    """What the kernel returns. None: there is none for this."""
+    """Return the result of the kernel, or None if there is no kernel for these arguments."""
     size = query.size(-1)
     if not size == key.size(-1) == value.size(-1):
         return None
@@ -108,7 +110,7 @@ def _on_device(
 
 
 def _small(tensor: Tensor) -> Tensor:
-    """A CPU tensor of the same shape and dtype, whose rows are all the same memory."""
+    """Return a CPU tensor of the same shape and dtype whose rows all share memory."""
     size, last = tensor.size(-1), max(1, tensor.stride(-1))
     row = torch.zeros(1 + max(0, size - 1) * last, dtype=tensor.dtype, device="cpu")
     return row.as_strided(tensor.shape, [0] * (tensor.dim() - 1) + [last]).requires_grad_(tensor.requires_grad)

@@ -1,9 +1,9 @@
-"""What units keep, what that costs, and what follows for units inside of others.
+"""The choices of units, their costs, and their effect on units inside of others.
 
 [Note: Units inside of units]
-Where a unit is computed again, so are those inside, but for the last ones that recompute themselves: torch begins a
-recomputation when backward first needs something of it, and ends it as soon as all is there. So of a unit inside it matters,
-too, whether it is computed again with one around it, and when: its *state* says so.
+A unit that recomputes its forward runs the units inside again, too, except for the last ones that recompute themselves: torch
+starts a recomputation when backward first needs one of its tensors, and stops as soon as all of them are there. So the memory
+of an inner unit also depends on whether an outer unit runs it again, and when. The *state* of the unit has both.
 """
 
 from __future__ import annotations
@@ -13,31 +13,32 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from flatshard.planning._shorter import joined
-
 UNTIL_CHANGE, UNTIL_BACKWARD, UNTIL_FORWARD = range(3)
-"""How long a unit's parameters stay gathered: until the parts change, until its backward has ended, until its forward has."""
+"""How long a unit's parameters stay unsharded: until the shards change, until its backward ends, until its forward ends."""
 
 NOT_AGAIN, AGAIN, FIRST, LEFT_OUT = range(4)
-"""Whether a unit is computed again when one around it is. ``LEFT_OUT``: no, as it and all after it recompute themselves, and
-the recomputation ends before them. ``FIRST``: yes, and as all after it are left out, that begins in its backward. ``AGAIN``:
-yes, and it began before its backward. ``NOT_AGAIN``: no unit around it recomputes."""
+"""Whether a unit runs again when the unit around it recomputes.
+
+``NOT_AGAIN``: no unit around it recomputes. ``AGAIN``: it runs again, in a recomputation that began before its backward.
+``FIRST``: it runs again, and as all units after it are left out, the recomputation begins in its backward. ``LEFT_OUT``: it
+does not run again: it and all units after it recompute themselves, and the recomputation ends before them.
+"""
 
 
 class Keeps(NamedTuple):
-    """What one unit keeps."""
+    """The choice for one unit."""
 
     stays: int  # UNTIL_CHANGE, UNTIL_BACKWARD or UNTIL_FORWARD
     recomputes: bool
-    again: int = NOT_AGAIN  # follows from what others keep; only a ``State`` has it
+    again: int = NOT_AGAIN  # follows from the choices of others; set only in a ``State``
 
 
 Choices = tuple[Keeps, ...]
-"""Of the units in order."""
+"""The choices of all units, in module order."""
 
 
 class State(NamedTuple):
-    """What follows from all choices for one unit. [Note: Units inside of units]"""
+    """The choice for one unit, and the part of the others that affects it. [Note: Units inside of units]"""
 
     keeps: Keeps
     around: tuple[bool, ...] = ()  # whether each unit around it recomputes, the outermost first
@@ -45,7 +46,7 @@ class State(NamedTuple):
 
 @dataclass(frozen=True)
 class Costs:
-    """What giving up costs in a step, for each unit."""
+    """The costs of each unit's choices in a step."""
 
     gather: Sequence[float]  # bytes sent by one gather
     flops: Sequence[Mapping[tuple[bool, int], float]]  # operations computed again, by ``recomputes`` and ``again``
@@ -53,23 +54,23 @@ class Costs:
     flops_per_byte: float  # operations that are worth one byte sent
 
     def of(self, unit: int, keeps: Keeps) -> float:
-        """In bytes sent, beside the least that the unit costs."""
+        """Return the cost of ``keeps`` in bytes sent, beyond the least that the unit costs."""
         return self.sent(unit, keeps) + self.computed_again(unit, keeps) / self.flops_per_byte
 
     def sent(self, unit: int, keeps: Keeps) -> float:
-        """Bytes, beside those that the unit always sends."""
+        """Return the bytes that ``unit`` sends beyond the fewest possible."""
         more = {UNTIL_CHANGE: 0, UNTIL_BACKWARD: self.gathers - 1, UNTIL_FORWARD: 2 * self.gathers - 1}[keeps.stays]
         return self.gather[unit] * more
 
     def computed_again(self, unit: int, keeps: Keeps) -> float:
-        """Operations."""
+        """Return the operations that ``unit`` computes again."""
         known = self.flops[unit]
         if (flops := known.get(keeps[1:])) is not None:
             return flops
         return known.get((keeps.recomputes, NOT_AGAIN), 0.0) + known.get((False, keeps.again), 0.0)
 
     def total(self, keeps: Sequence[Keeps]) -> float:
-        """Of all units. ``keeps``: with ``again``."""
+        """Return the cost of all units, whose ``keeps`` have ``again`` set."""
         return sum(itertools.starmap(self.of, enumerate(keeps)))
 
 
@@ -77,7 +78,7 @@ _NEVER = -1
 
 
 class Nesting:
-    """Which units are inside of which. [Note: Units inside of units]
+    """The nesting of units. [Note: Units inside of units]
 
     Args:
         around: for each unit those around it, the outermost first.
@@ -105,15 +106,16 @@ class Nesting:
         self.beside = [together[each] for each in outermost]
 
     def state(self, unit: int, choices: Sequence[Keeps]) -> State:
-        """Of ``unit``."""
+        """Return the state of ``unit``."""
         keeps, around = choices[unit], tuple(choices[each].recomputes for each in self.around[unit])
         return State(keeps._replace(again=self._again(unit, choices)) if any(around) else keeps, around)
 
     def in_full(self, choices: Choices) -> list[Keeps]:
-        """``choices`` with ``again``."""
+        """Return ``choices`` with ``again`` set."""
         return [self.state(unit, choices).keeps for unit in range(len(choices))]
 
     def _again(self, unit: int, choices: Sequence[Keeps]) -> int:
+        """Return whether ``unit`` runs again with a unit around it that recomputes."""
         if not choices[self.around[unit][-1]].recomputes:
             return AGAIN
         following = self.following[unit]
@@ -124,7 +126,7 @@ class Nesting:
         return LEFT_OUT if choices[unit].recomputes else FIRST
 
     def states(self, unit: int, options: Sequence[Keeps]) -> list[State]:
-        """All that it may have, if each unit has these ``options``."""
+        """Return all states that ``unit`` may have if each unit chooses from ``options``."""
         found = []
         for around in itertools.product(sorted({keeps.recomputes for keeps in options}), repeat=len(self.around[unit])):
             for keeps in options:
@@ -136,7 +138,7 @@ class Nesting:
         return found
 
     def follows(self, last: int, before: State, unit: int, state: State) -> bool:
-        """Whether ``unit`` can have ``state``, if the ``last`` one before it has the state ``before``."""
+        """Whether ``unit`` can have ``state`` if ``last``, the unit before it, has the state ``before``."""
         chain = *before.around, before.keeps.recomputes
         if chain[: len(state.around)] != state.around:
             return False
@@ -144,21 +146,26 @@ class Nesting:
         return not is_beside or (before.keeps.again in (FIRST, LEFT_OUT)) == (state.keeps.again == LEFT_OUT)
 
 
+def joined(holder: str, key: str) -> str:
+    """Return the FQN of the child ``key`` of ``holder``."""
+    return f"{holder}.{key}" if holder else key
+
+
 def around_of(names: Sequence[str]) -> list[tuple[int, ...]]:
-    """For each unit those around it, the outermost first, by their names."""
+    """Return for each unit the units around it, the outermost first, by their ``names``."""
     number = {name: at for at, name in enumerate(names)}
     holders = [itertools.accumulate(name.split(".")[:-1], joined) for name in names]
     return [tuple(number[holder] for holder in each if holder in number) for each in holders]
 
 
 def options_of(start: Keeps, recomputes: bool) -> list[Keeps]:
-    """What a unit may keep that keeps ``start`` if nothing is given up."""
+    """Return the choices of a unit that keeps ``start`` if nothing is given up."""
     again = (start.recomputes, True) if recomputes and not start.recomputes else (start.recomputes,)
     return [Keeps(stays, each) for stays in range(start.stays, UNTIL_FORWARD + 1) for each in again]
 
 
 def steps_between(start: Choices, end: Choices, order: Sequence[int]) -> Iterator[tuple[int, Keeps]]:
-    """What is given up from ``start`` to ``end``, one thing of one unit after the other, with what it keeps then."""
+    """Yield the steps from ``start`` to ``end``: a unit and its next choice, which gives up one thing."""
     for unit in order:
         for stays in range(start[unit].stays + 1, end[unit].stays + 1):
             yield unit, Keeps(stays, start[unit].recomputes)
@@ -168,10 +175,10 @@ def steps_between(start: Choices, end: Choices, order: Sequence[int]) -> Iterato
 
 
 def patterns(names: Sequence[str]) -> list[tuple[bool, ...]]:
-    """Rows that say of each unit whether it recomputes. With these each two neighbours have each two choices.
+    """Return rows of flags, whether each unit recomputes. Each pair of neighbours has each pair of flags in some row.
 
-    Of the units of a depth none does, or the odd ones, the even ones, or all, for each choice of those of a lesser depth,
-    which all do the same. Of those of a greater depth none does. In the first row none does.
+    The units of one depth alternate in all four ways. Those of each lesser depth all do the same, in all combinations, and
+    those of a greater depth do not recompute. No unit recomputes in the first row.
     """
     depths = [len(around) for around in around_of(names)]
     places = [depths[:number].count(depth) for number, depth in enumerate(depths)]

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from flatshard._composable.construct.options import as_device
 from flatshard._composable.fully_shard import fully_shard
 from flatshard._composable.unit_config import UnitConfig
 from flatshard._errors import name_list
@@ -31,7 +32,7 @@ M = TypeVar("M", bound=nn.Module)
 
 @dataclass(frozen=True)
 class UnitFit:
-    """What one unit keeps.
+    """The choice for one unit.
 
     Example::
 
@@ -46,14 +47,14 @@ class UnitFit:
 
 
 def in_words(keeps: Keeps, before: Keeps) -> str:
-    """What a unit gives up that keeps less than ``before``."""
+    """Return in words the one thing that a unit gives up from ``before`` to ``keeps``."""
     if keeps.recomputes != before.recomputes:
         return "computes its forward again"
     return {UNTIL_BACKWARD: "is freed after each backward", UNTIL_FORWARD: "is freed after forward"}[keeps.stays]
 
 
 class GivenUp(NamedTuple):
-    """One thing that was given up.
+    """A thing that was given up.
 
     Example::
 
@@ -102,7 +103,7 @@ class Fit:
     units: tuple[UnitFit, ...]  # without the outermost one, in module order
     given_up: tuple[GivenUp, ...]  # in this order
     arguments: dict[str, Any]
-    """For :func:`fully_shard`, with recomputation: ``fully_shard(model, **fit.arguments)``."""
+    """The arguments of :func:`fully_shard`, with recomputation: ``fully_shard(model, **fit.arguments)``."""
     found: str  # where the units come from
     notes: tuple[str, ...]  # what was not possible
     batch: int | None = None  # rows of the largest microbatch, if it was asked for
@@ -138,8 +139,8 @@ class Fit:
         """Call ``fully_shard(module, **fit.arguments)``, with ``arguments`` beside, such as ``process_group=``.
 
         Raises:
-            ValueError: ``module`` has other units or elements than the model that was fitted, there are other ranks, or
-                ``arguments`` change what was fitted.
+            ValueError: ``module`` is not the model that was fitted: its units, elements, dtypes or device differ. Or there
+                are other ranks, or ``arguments`` change what was fitted.
         """
         usual = {
             name: each.default for name, each in inspect.signature(fully_shard).parameters.items()
@@ -163,6 +164,20 @@ class Fit:
                 f"fit.apply: this {type(module).__name__} has {numel:,} elements, and {self.plan.numel:,} were fitted: "
                 "call flatshard.fit with this model"
             )
+        dtypes = {fqn: flat.dtype for unit in self.plan.units for flat in unit.flats for fqn in flat.fqns}
+        params = {plain_name(name): p for name, p in module.named_parameters(remove_duplicate=False)}
+        if cast := [name for name, dtype in dtypes.items() if name in params and params[name].dtype is not dtype]:
+            raise ValueError(
+                f"fit.apply: in this {type(module).__name__} {name_list(cast, 3)} has {params[cast[0]].dtype}, and "
+                f"{dtypes[cast[0]]} was fitted: cast the model first, or call flatshard.fit with this model"
+            )
+        moved = as_device(arguments.get("device_id"))
+        kinds = {p.device.type for p in params.values()} - {"meta"} if moved is None else {moved.type}
+        if others := sorted(kinds - {self.plan.device}):
+            raise ValueError(
+                f"fit.apply: fitted for device={self.plan.device!r}, and this {type(module).__name__} would train on "
+                f"{others[0]!r}: move it, pass device_id=, or call flatshard.fit(..., device={others[0]!r})"
+            )
         mesh = arguments.get("device_mesh")
         found = mesh.size() if mesh is not None else dist.get_world_size(arguments.get("process_group"))
         if found != self.plan.world_size.total:
@@ -173,7 +188,7 @@ class Fit:
         return fully_shard(module, **self.arguments | arguments)
 
     def optimizer(self, params: Iterable[Any], **options: Any) -> torch.optim.Optimizer:
-        """The optimizer that was fitted, made of ``params``: an ``OffloadedOptimizer`` of it, if its state is on the host.
+        """Make the fitted optimizer of ``params``, as an ``OffloadedOptimizer`` if its state is on the host.
 
         Raises:
             TypeError: ``fit`` was given no class or function that makes one.
@@ -234,7 +249,7 @@ def _runs(names: Sequence[str]) -> str:
 
 
 def names_in_short(names: Sequence[str], units: Sequence[str]) -> str:
-    """Some of ``units``, in their order: the first and the last, if they are in a row."""
+    """Return a short text for ``names``: the first and the last, if they are in a row in ``units``."""
     first = units.index(names[0])
     return _runs(names) if tuple(units[first : first + len(names)]) == tuple(names) else name_list(names, 3)
 

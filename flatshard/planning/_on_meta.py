@@ -1,14 +1,16 @@
-"""Operations whose results on the meta device are not those of a real device, or that have none there.
+"""Operations whose results on the meta device differ from a real device's, or that meta refuses.
 
 [Note: Convolution on meta]
-What a convolution of images returns is channels-last if its input or its weight is, but on meta it is contiguous. The size is
-the same, but what follows is not: ``contiguous()`` copies or does not, and autograd copies the gradient of a weight whose
-strides are not those of the weight. Backward has this rule on meta, too. Over one dimension they are contiguous, unless the
-weight is channels-last. Over three it depends on the kernel that is chosen. Neither is recorded: they stay contiguous.
+The result of a 2-D convolution is channels-last if the input or the weight is, but on meta it is contiguous. This changes the
+memory of later operations: ``contiguous()`` may copy, and autograd copies a gradient whose strides are not the weight's. The
+backward of a convolution has the right strides on meta. Results of 1-D and 3-D convolutions stay contiguous here. On a device
+a 1-D result is contiguous unless the weight is channels-last, and a 3-D result depends on the kernel.
 
-Group norm keeps channels-last on a CPU, and is contiguous on other devices; on meta it has strides like its input's. Torch
-2.13 makes its input contiguous on meta before anything here can tell: such a plan for a CPU counts one more copy of it.
-Products of groups of matrices are computed in fp32, too, but on meta they are refused.
+The result of group norm is channels-last on a CPU if its input is, and contiguous on other devices. On meta it has strides
+like its input's. Torch 2.13 makes the input contiguous on meta before this file sees it, so a plan for a CPU counts one more
+copy.
+
+Grouped matrix products in fp32 work on real devices, and are refused on meta.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ aten = torch.ops.aten
 
 
 def computed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], on_cpu: bool) -> Any:
-    """What ``func`` returns on meta, with strides as on a real device. [Note: Convolution on meta]"""
+    """Return the result of ``func`` on meta, with strides as on a real device. [Note: Convolution on meta]"""
     if func is aten._grouped_mm.default and args[0].dtype is torch.float32:
         return _grouped(*args[:3])
     result = func(*args, **kwargs)
@@ -36,13 +38,13 @@ def computed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], on_cpu: b
 
 
 def _grouped(one: Tensor, other: Tensor, ends: Tensor | None = None) -> Tensor:
-    """What ``_grouped_mm`` returns. Either has a matrix for each group, or all of them end to end."""
+    """Return the result of ``_grouped_mm``. Each input has a matrix for each group, or all of them end to end."""
     groups = () if one.dim() != other.dim() else (len(one) if ends is None else len(ends),)
     return one.new_empty(*groups, one.size(-2), other.size(-1))
 
 
 def _is_channels_last(tensor: Tensor) -> bool:
-    """As torch asks: the strides of images grow from the channels to the batch."""
+    """Whether strides grow from channels to batch, by the test of torch."""
     if tensor.dim() != 4 or tensor.stride(1) == 0 or 0 in tensor.shape:
         return False
     least = 0

@@ -61,12 +61,7 @@ def planned_optimizer(
     in_turns = isinstance(optimizer, OffloadedOptimizer)  # what is on one device is stepped together
     for options in optimizer.param_groups:
         are_here = in_turns or not any(part in on_host for part in options["params"])
-        if (
-            device.partition(":")[0] != "cpu"
-            and are_here
-            and options.get("foreach", 0) is None
-            and not options.get("fused")
-        ):
+        if device != "cpu" and are_here and options.get("foreach", 0) is None and not options.get("fused"):
             options["foreach"] = True  # torch's own choice if all are on a device, but not on meta
     try:
         optimizer.step()

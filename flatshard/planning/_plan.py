@@ -1,4 +1,4 @@
-"""``plan``: what ``fully_shard`` would build, and what a step takes and sends.
+"""``plan``: the units that ``fully_shard`` would build, and the memory and collectives of a step.
 
 ``_program.py`` shards a copy of the module on the meta device, and runs steps. ``_recording.py`` records their collectives,
 operations and memory. ``_report.py`` shows the result.
@@ -27,6 +27,7 @@ from flatshard._errors import name_list
 from flatshard._handle.adapters.tensor_subclass import wrapping_of
 from flatshard.debug._describe import UnitDescription, describe
 from flatshard.layouts import LayoutChoice
+from flatshard.planning._arguments import check_arguments, device_type
 from flatshard.planning._optimizer import OptimizerChoice
 from flatshard.planning._program import META, LossChoice, Program, StepOptions
 from flatshard.planning._records import Collective, Ranks
@@ -60,7 +61,7 @@ def plan(
     device: str = "cuda",
     compare: bool = True,
 ) -> Plan:
-    """What :func:`fully_shard` would build, and the memory and collectives of a step. Needs no process group and no memory.
+    """Plan the units that :func:`fully_shard` would build, and the memory and collectives of a step, without a process group.
 
     It shards a copy of the module on the meta device, as one rank of a process group that does not exist, and runs steps with
     the same code and hooks as training. It records what they issue, allocate and free. So units, collectives with their
@@ -112,7 +113,8 @@ def plan(
         TypeError, ValueError: an argument is wrong, as the message says; or a part of ``module`` is sharded already.
         NotImplementedError: not supported here: tensor subclasses (DTensors), and collectives of single units.
     """
-    given = locals()
+    check_arguments("plan", locals())
+    given = locals() | {"device": device_type(device)}
     options = StepOptions(
         **{field.name: given[field.name] for field in dataclasses.fields(StepOptions) if field.name in given},
         receives=True,
@@ -136,32 +138,26 @@ def plan(
 
 
 def _ranks(world_size: Any, strategy: ShardingStrategy, per_node: int) -> Ranks:
-    """The argument ``world_size`` as replicas and ranks to shard over."""
-    sizes = world_size if isinstance(world_size, tuple) else (world_size,)
-    if len(sizes) not in (1, 2) or min(sizes) < 1:
-        raise ValueError(
-            "plan: world_size must be a number of ranks of at least 1, or for hybrid strategies (replicas, ranks to shard "
-            f"over), got {world_size!r}"
-        )
-    if len(sizes) == 2 and not strategy.is_hybrid:
+    """Return the argument ``world_size`` as replicas and ranks to shard over."""
+    if isinstance(world_size, tuple) and not strategy.is_hybrid:
         raise ValueError(
             f"plan: world_size={world_size} is for hybrid strategies, (replicas, ranks to shard over), but strategy is "
             f"{strategy}: pass the number of ranks, or strategy=ShardingStrategy.HYBRID_SHARD"
         )
-    if len(sizes) == 2:
-        return Ranks(*sizes)
+    if isinstance(world_size, tuple):
+        return Ranks(*world_size)
     if not strategy.is_hybrid:
-        return Ranks(1, sizes[0])
-    if sizes[0] % per_node:
+        return Ranks(1, world_size)
+    if world_size % per_node:
         raise ValueError(
-            f"plan: {strategy} shards within a node, but {per_node} ranks a node do not divide {sizes[0]} ranks: "
+            f"plan: {strategy} shards within a node, but {per_node} ranks a node do not divide {world_size} ranks: "
             "pass world_size=(replicas, ranks to shard over), or ranks_per_node=..."
         )
-    return Ranks(sizes[0] // per_node, per_node)
+    return Ranks(world_size // per_node, per_node)
 
 
 def check(choice: Choice, activations: int | Mapping[str, int]) -> None:
-    """Check what the policy has chosen.
+    """Raise if the units that the policy chose cannot be planned.
 
     Raises:
         ValueError: ``fully_shard`` could not shard a parameter, or ``activations`` names something that is no unit.
@@ -186,7 +182,7 @@ def check(choice: Choice, activations: int | Mapping[str, int]) -> None:
 
 
 def _alternatives(choice: Choice, ranks: Ranks, per_node: int) -> list[tuple[Choice, Ranks]]:
-    """The other strategies over the same number of ranks, with their own defaults of ``reshard_after_forward``."""
+    """Return the other strategies over the same number of ranks, with their defaults of ``reshard_after_forward``."""
     over = dict.fromkeys((s for s in ShardingStrategy if not s.is_hybrid), Ranks(1, ranks.total))
     if choice.strategy.is_hybrid:
         over |= dict.fromkeys((s for s in ShardingStrategy if s.is_hybrid), ranks)
@@ -197,7 +193,7 @@ def _alternatives(choice: Choice, ranks: Ranks, per_node: int) -> list[tuple[Cho
 
 
 def changed(choice: Choice, **options: Any) -> Choice:
-    """``choice`` with other ``options`` for every unit; and with pinned memory, by which ``Books`` recognises the host."""
+    """Return ``choice`` with other ``options`` for every unit, and with pinned memory, by which ``Books`` knows the host."""
 
     def change(config: UnitConfig) -> UnitConfig:
         pinned = dataclasses.replace(config.cpu_offload, pin_memory=True)
@@ -208,7 +204,7 @@ def changed(choice: Choice, **options: Any) -> Choice:
 
 
 def plan_of(program: Program, others: tuple[Plan, ...] = ()) -> Plan:
-    """Run ``program``. Returns what it has recorded."""
+    """Run ``program``, and return the plan of what it has recorded."""
     program.run()
     collectives = program.recorder.collectives
     recorded = program.options.example_inputs is not None
@@ -261,7 +257,7 @@ DOMINANT = 0.5  # warn if one unit has more than this part of all elements
 
 
 def _warnings(program: Program, units: Sequence[UnitPlan]) -> list[str]:
-    """Warnings about layouts, and about the sizes of units and shards."""
+    """Return warnings about layouts, and about the sizes of units and shards."""
     found = program.layout_warnings
     if len(found) > 3:
         found = [*found[:2], f"likewise {len(found) - 2} more flat parameters"]
@@ -287,7 +283,7 @@ def _warnings(program: Program, units: Sequence[UnitPlan]) -> list[str]:
 
 
 def _assumptions(options: StepOptions) -> list[str]:
-    """What the numbers assume."""
+    """Return the assumptions behind the numbers."""
     recorded = options.example_inputs is not None
     given = "as passed to plan" if options.activations else "not known, and not counted"
     reduced = "all but the last under no_sync" if options.no_sync else "each one reduced"

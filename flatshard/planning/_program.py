@@ -82,7 +82,7 @@ class StepOptions:
 
 
 class OptimizerMemory(NamedTuple):
-    """What an optimizer takes. Memory is a pair: on the device, and on the host."""
+    """The memory and operations of an optimizer."""
 
     states: list[int]  # bytes of state of each part
     held: MemoryPair  # between steps
@@ -92,7 +92,7 @@ class OptimizerMemory(NamedTuple):
 
 
 class Learnt:
-    """What programs of one module, with the same ``StepOptions``, find out once."""
+    """The results that programs of one module with the same ``StepOptions`` share."""
 
     def __init__(self, device: str) -> None:
         self.operations = MadeOnce(device)
@@ -142,7 +142,7 @@ class Program:
     def _sharded(self) -> list[Unit]:
         """Shard the copy as ``fully_shard`` does, on the rank that has most elements. Returns its units."""
         ranks, choice = self.ranks, self.choice
-        on_cpu = self.options.device.partition(":")[0] == "cpu"
+        on_cpu = self.options.device == "cpu"
         widens = on_cpu if self.options.widens is None else self.options.widens
 
         def runtime(name: str, rank: int, size: int) -> Runtime:
@@ -182,7 +182,7 @@ class Program:
         self._record_optimizer(optimizer)
 
     def _optimizer(self) -> OptimizerMemory:
-        """What the optimizer holds from now on, and takes while it steps."""
+        """Make the optimizer, count its state from now on, and return the memory of its step."""
         flats = {part: flat for flat in self.flats for part in flat.params}
         parts = [
             (p.shape, p.dtype, None if p.grad is None else p.grad.dtype, flats[p].kind.is_offloaded)
@@ -196,7 +196,7 @@ class Program:
         with self.books:  # which computes what is alike once
             planned = planned_optimizer(self.options.optimizer, self.params, self.options.device, on_host)
         self.made = planned.made  # what it holds is counted while it lives
-        moves = isinstance(planned.made, OffloadedOptimizer) and self.options.device.partition(":")[0] != "cpu"
+        moves = isinstance(planned.made, OffloadedOptimizer) and self.options.device != "cpu"
         for part, flat in flats.items():
             if state := planned.state_of(part):
                 for value in state:
@@ -231,7 +231,7 @@ class Program:
         return found
 
     def _step_in_turns(self, planned: PlannedOptimizer) -> None:
-        """A step of an ``OffloadedOptimizer``: beside a unit's state, that of the next one is on the device."""
+        """Step an ``OffloadedOptimizer``, with the state of two units on the device: the one that steps and the next."""
         optimizer: Any = planned.made
         units = units_of_params(params_of(optimizer))
         sizes = [
@@ -245,7 +245,7 @@ class Program:
             self.books.add("optimizer", -here - later, False)
 
     def _record_optimizer(self, optimizer: OptimizerMemory) -> None:
-        """Record its step. One that goes over its parameters takes most memory on the rank that has the largest part."""
+        """Record the step. If it goes parameter by parameter, it takes most memory on the rank with the largest shard."""
         samples = self.books.samples
         now, steps = samples[-1], optimizer.steps
         temporary = max((device.activations for device, _ in steps), default=0)
@@ -268,12 +268,12 @@ class Program:
                     run_once()
 
     def _end_step(self) -> None:
-        """What an optimizer's step leaves: parameters that have changed, and no gradients."""
+        """Leave the model as after an optimizer's step: with changed parameters and without gradients."""
         increment_version([p for flat in self.flats for p in flat.params if p.grad is not None])
         self.root.zero_grad()
 
     def _on_meta(self, value: Any) -> Any:
-        """A deep copy of ``value`` with its tensors on the meta device."""
+        """Return a deep copy of ``value`` with its tensors on the meta device."""
         tensors = list(tensors_in(value))
         copies = _meta_copies(tensors)
         for tensor in tensors:
@@ -314,7 +314,7 @@ _OBSERVED = "flatshard: which unit runs"
 
 
 class _Observer(Extension):
-    """Tells ``Books`` which unit runs, and which tensors are gradients."""
+    """An extension that tells ``Books`` which unit runs, and which tensors are gradients."""
 
     def __init__(self, books: Books) -> None:
         self.books = books
@@ -418,13 +418,13 @@ _use: Callable[..., Tensor] = _Use.apply
 
 
 def sum_of(output: Any) -> Tensor | None:
-    """The loss of an output, if none is given."""
+    """Return the default loss of ``output``: the sum of its floating-point tensors that require grad, or None."""
     losses = [t.sum() for t in tensors_in(output) if t.requires_grad and t.is_floating_point()]
     return functools.reduce(torch.add, losses) if losses else None
 
 
 def _meta_copies(tensors: Iterable[Tensor]) -> dict[int, Any]:
-    """A meta tensor like each of ``tensors``, by id, for ``copy.deepcopy``."""
+    """Return a meta tensor like each of ``tensors``, by id, for ``copy.deepcopy``."""
     memo: dict[int, Any] = {}
     for tensor in tensors:
         if id(tensor) not in memo:
@@ -441,13 +441,13 @@ def _meta_copies(tensors: Iterable[Tensor]) -> dict[int, Any]:
 
 
 def _rank_numels(choice: Choice, shards: int, device: str) -> tuple[list[int], int]:
-    """The elements that each rank has, without padding; and the most that one has of one parameter on the device."""
+    """Return the elements of each rank without padding, and of the largest shard of a parameter on the device."""
     numels, largest = [0] * shards, 0
     loads: Loads = {}
     for unit, flat in ((each, flat) for each in choice.planned for flat in plan_flats(each, shards, loads)):
         size = flat.layout.shard_numel
         parts = [size] * flat.layout.world_size
-        is_offloaded = unit.config.cpu_offload.offload_params and device.partition(":")[0] != "cpu"
+        is_offloaded = unit.config.cpu_offload.offload_params and device != "cpu"
         for start, stop in ((info.start, info.stop) for info in (() if is_offloaded else flat.layout.params)):
             ends = min(stop, (start // max(1, size) + 1) * size)  # of the first part; those between are whole shards
             largest = max(largest, ends - start, min(size, stop - ends))

@@ -1,4 +1,4 @@
-"""Records what one rank does in a step: collectives and operations (``Recorder``), and memory (``Books``).
+"""Recording of one rank's step: collectives and operations (``Recorder``), and memory (``Books``).
 
 [Note: What is counted]
 Tensors on the meta device have no memory, but their storages have a size, are resized and are freed like real ones. ``Books``
@@ -7,10 +7,10 @@ sees every operation, and so every new storage. The file that called the operati
 "activations". A storage changes its category when it becomes a gradient of autograd ("arriving"), or ``.grad`` ("gradients").
 
 [Note: Operations computed once]
-What an operation makes on meta follows from the shapes, strides and dtypes of its tensors and from its other arguments.
-Models repeat their blocks, and many operations on meta are computed in Python. So the second time that an operation is called
-with the same it is not computed: memory like that of the first results is made, or what it writes on meta is returned. Views
-are always computed, and so is whatever else returns memory that it was given.
+The result of an operation on meta follows from the shapes, strides and dtypes of its tensors and from its other arguments.
+Models repeat their blocks, and many operations on meta run in Python. So an operation runs once for the same arguments: the
+second time a tensor like the first result is made, or the tensor that the operation would write is returned. Views always
+run, and so does any other operation that returns memory that it was given.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from flatshard.planning._values import Values
 
 
 class Recorder:
-    """Where a step is, and what it has issued.
+    """The place in a step, and the collectives issued so far.
 
     It has the functions of ``torch.cuda`` that ``Streams`` uses: ``Stream``, ``current_stream`` and ``stream``. Time does not
     pass: what is in memory depends on the order of the program only.
@@ -67,7 +67,7 @@ class Recorder:
 
 
 class RecordedStream:
-    """Stands for a stream, an event or a collective, whose work is done at once."""
+    """A stand-in for a stream, an event or a collective, whose work is done at once."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
@@ -88,7 +88,7 @@ class RecordedStream:
 
 
 class _LiveStorage(NamedTuple):
-    """One storage that exists."""
+    """A storage that exists."""
 
     ref: weakref.ref[torch.UntypedStorage]
     category: str
@@ -97,7 +97,7 @@ class _LiveStorage(NamedTuple):
 
 
 class Books(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Sees all operations, and records their memory and floating-point operations. [Note: What is counted]"""
+    """A mode that records the memory and floating-point operations of all operations. [Note: What is counted]"""
 
     def __init__(self, recorder: Recorder, made: MadeOnce) -> None:
         from torch.utils.flop_counter import flop_registry
@@ -156,7 +156,7 @@ class Books(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.samples.append(sample)
 
     def now(self) -> MemoryPair:
-        """What is in memory."""
+        """Return the memory on the device and on the host."""
         device, host = self._nbytes
         return Memory(**device), Memory(**host)
 
@@ -213,12 +213,12 @@ class MadeOnce:
     """Calls operations on meta, each once for the same arguments. [Note: Operations computed once]"""
 
     def __init__(self, device: str) -> None:
-        self._on_cpu = device.partition(":")[0] == "cpu"
+        self._on_cpu = device == "cpu"
         self._results: dict[Any, Any] = {}  # how to make the results, by the operation and its arguments
         self._flops: dict[Any, int] = {}  # by the formula and its arguments
 
     def __call__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What ``func`` returns."""
+        """Return the result of ``func``."""
         makes, is_foreach = _kind(func)
         if makes is None or not (makes or _written(args, kwargs).is_meta):
             return _each_once(func, args) if is_foreach and not kwargs else func(*args, **kwargs)
@@ -237,7 +237,7 @@ class MadeOnce:
         return result
 
     def flops(self, formula: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
-        """The floating-point operations of one that has returned ``result``, by ``formula``."""
+        """Return the floating-point operations of a call that returned ``result``, by ``formula``."""
         try:
             key = _signatures(formula, args, kwargs)
             known = self._flops.get(key)
@@ -249,17 +249,17 @@ class MadeOnce:
 
 
 def _signatures(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``func`` and ``_signature`` of its arguments."""
+    """Return the key of a call: ``func`` and ``_signature`` of its arguments."""
     return func, _signature(args), _signature(tuple(kwargs.items())) if kwargs else ()
 
 
 def _written(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The tensor that an operation writes and returns."""
+    """Return the tensor that an operation writes and returns."""
     return kwargs["out"] if "out" in kwargs else args[0]
 
 
 def _each_once(func: Any, args: tuple[Any, ...]) -> Any:
-    """What ``func`` returns, an operation on each element of lists, computed for those elements that differ."""
+    """Return the result of ``func``, an operation on each element of lists, and run it only for elements that differ."""
     size = len(args[0])
     lists = [at for at, arg in enumerate(args) if isinstance(arg, list | tuple) and len(arg) == size]
     different: dict[Any, int] = {}
@@ -284,8 +284,10 @@ def _each_once(func: Any, args: tuple[Any, ...]) -> Any:
 
 @functools.cache
 def _kind(func: Any) -> tuple[bool | None, bool]:
-    """Whether the operation makes tensors; False: it writes one that it returns; None: it does something else. And whether it
-    is one on each element of lists."""
+    """Return whether the operation makes tensors, and whether it works on each element of lists.
+
+    The first is False if it writes one tensor and returns it, and None for any other operation.
+    """
     schema = func._schema
     if schema.name.startswith("aten::_foreach_"):
         return None, True
@@ -304,10 +306,10 @@ _PLAIN = torch.Tensor, torch.nn.Parameter
 
 
 def _signature(value: Any) -> Any:
-    """What results on meta follow from.
+    """Return the key of everything that determines an operation's result on meta.
 
     Raises:
-        TypeError: it cannot be said.
+        TypeError: there is no such key.
     """
     if isinstance(value, torch.Tensor):
         is_plain = type(value) in _PLAIN or type(value).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
@@ -324,13 +326,13 @@ def _signature(value: Any) -> Any:
 
 
 def _described(result: Any, args: Any, kwargs: Any) -> Any:
-    """How to make what is like ``result``: tensors and numbers. None: the tensors are not all plain and new."""
+    """Return how to make tensors and numbers like ``result``, or None if not all tensors are plain and new."""
     given = [t for v in (*args, *kwargs.values()) for t in (v if isinstance(v, list | tuple) else (v,))]
     return _described_new(result, {id(t.untyped_storage()) for t in given if isinstance(t, torch.Tensor)})
 
 
 def _described_new(result: Any, given: set[int]) -> Any:
-    """See ``_described``. ``given``: the storages of the arguments, by id."""
+    """Return how to make ``result``, as ``_described``. ``given`` has the ids of the arguments' storages."""
     if isinstance(result, list | tuple):
         numbers = int, float
         parts = [
@@ -367,7 +369,7 @@ _OF_REDUCTIONS = (gradients.__file__, reduction.__file__, _mesh_runtime.__file__
 
 
 def _category(frame: Any) -> str:
-    """The category of storages made by an operation that ``frame`` called. [Note: What is counted]"""
+    """Return the category of storages made by an operation that ``frame`` called. [Note: What is counted]"""
     paths = map(_frames.file_of, _frames.outward(frame))
     path = next(path for path in paths if path != _POOL)  # the pool allocates for its callers
     if path in _OF_REDUCTIONS:

@@ -1,4 +1,4 @@
-"""What a plan records: the collectives of a step, and what is in memory."""
+"""The records of a plan: collectives of a step, and memory."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Ranks(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """One collective of a step.
+    """A collective of a step.
 
     Example::
 
@@ -83,13 +83,13 @@ class Memory:
 
 
 MemoryPair = tuple[Memory, Memory]
-"""On the device, and on the host."""
+"""The memory on the device, and on the host."""
 
 CATEGORIES = tuple(f.name for f in fields(Memory))
 
 
 class Sample(NamedTuple):
-    """What is in memory at one time of a step.
+    """The memory at one time of a step.
 
     Example::
 
@@ -106,7 +106,7 @@ class Sample(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Peak:
-    """The most bytes that are in memory at the same time, and their categories.
+    """The peak of memory, and its categories.
 
     Example::
 

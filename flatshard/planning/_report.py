@@ -15,7 +15,7 @@ from flatshard.planning._records import CATEGORIES, Collective, Memory, Peak, Ra
 
 @dataclass(frozen=True, kw_only=True)
 class UnitPlan(UnitDescription):
-    """One unit, as ``describe`` would show it, and its bytes on one rank.
+    """A unit as ``describe`` would show it, and its bytes on one rank.
 
     Example::
 
@@ -60,13 +60,13 @@ class Plan:
     device: str  # its type
     units: tuple[UnitPlan, ...]  # in module order
     samples: tuple[Sample, ...]
-    """What is in memory from the beginning of a step to its end: one for each change of memory or place."""
+    """The memory from the beginning of a step to its end: a sample for each change of memory, phase or unit."""
     collectives: tuple[Collective, ...]
     """All collectives of a step, in the order in which they are issued."""
     flops: int | None
     """Floating-point operations of a step on a rank, as torch's flop counter counts them. None: without example inputs."""
     others: tuple[Plan, ...]
-    """The same with the other strategies, with ``compare``."""
+    """The plans of the other strategies, with ``compare``."""
     warnings: tuple[str, ...]  # what is probably not meant
     assumptions: tuple[str, ...]  # what the numbers rest on
 
@@ -86,12 +86,12 @@ class Plan:
 
     @property
     def between_steps(self) -> Memory:
-        """What is in memory between steps, without gradients."""
+        """The memory between steps, without gradients."""
         return self.samples[0].device
 
     @property
     def host(self) -> Memory:
-        """The same in host memory, with ``cpu_offload``."""
+        """The host memory between steps, with ``cpu_offload``."""
         return self.samples[0].host
 
     @property
@@ -139,7 +139,7 @@ class Plan:
 
 
 def _highest(peaks: Iterable[Peak]) -> Peak:
-    """The first of the highest, with its last categories: a storage changes its category when it is known what it is."""
+    """Return the first of the highest peaks, by its last sample: a storage's category may be known only then."""
     peaks = list(peaks)
     nbytes = max(peak.nbytes for peak in peaks)
     highest = [peak for peak in peaks if peak.nbytes == nbytes]

@@ -1,4 +1,4 @@
-"""What holds for all units of a step (``Setting``), and the step that is planned for it. See ``_fit.py``."""
+"""The options of all units of a step (``Setting``), and the step that is planned with them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from flatshard.planning._records import Ranks
 from flatshard.planning._report import Plan
 
 EVERYTHING = ("",)
-"""In place of names of units: all of the model, with the outermost unit."""
+"""The value of ``Setting.offload`` for all of the model, with the outermost unit."""
 
 _STRATEGIES = {
     UNTIL_CHANGE: ShardingStrategy.SHARD_OPTIM,
@@ -39,13 +39,13 @@ _HYBRID_STRATEGIES = {
 
 
 def strategies_of(ranks: Ranks) -> dict[int, ShardingStrategy]:
-    """By how long a unit's parameters stay gathered."""
+    """Return strategies by how long a unit's parameters stay unsharded."""
     return _STRATEGIES if ranks.replicas == 1 else _HYBRID_STRATEGIES
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What holds for all units. [Note: What is given up]"""
+    """The options that hold for all units. [Note: What is given up]"""
 
     split: bool = False
     limit: int | None = None  # for what is gathered ahead: ``prefetch_limit_bytes``. 0: nothing is
@@ -58,7 +58,7 @@ class Setting:
 
     @property
     def given_up(self) -> list[str]:
-        """In words."""
+        """The changes from the default setting, in words."""
         larger = f"units of more than {in_bytes(self.limit)} are not gathered ahead" if self.limit else ""
         texts = {
             "the outermost unit is split": self.split,
@@ -80,7 +80,7 @@ class Step:
         check_module(module)
 
     def units(self, policy: Policy, ranks: Ranks) -> list[str]:
-        """The names of the units, without the outermost one."""
+        """Return the names of the units, without the outermost one."""
         arguments = {"policy": "auto" if policy is None else policy}
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -107,7 +107,7 @@ class Step:
         return choose(self.module, policy, unit_config(**given), ignored, ranks.shards)
 
     def plan(self, arguments: dict[str, Any], ranks: Ranks, states: bool = False) -> Plan:
-        """The step, if the module is sharded with these arguments of ``fully_shard``. ``states``: see ``Setting``."""
+        """Plan the step with these arguments of ``fully_shard``. ``states`` is the field of ``Setting``."""
         options = self.options
         if states:
             make: Any = options.optimizer
@@ -122,7 +122,7 @@ class Step:
 
 
 def steps_to(setting: Setting) -> list[Setting]:
-    """The settings that lead to ``setting``, one change after the other."""
+    """Return the settings that lead to ``setting``, one change after the other."""
     changes = vars(setting)
     found = [Setting()]
     for name, value in changes.items():

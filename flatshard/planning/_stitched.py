@@ -1,14 +1,14 @@
-"""The plan of a long model whose blocks have units inside, from that of a model with fewer blocks.
+"""The step of a long model, stitched from plans of models with fewer of its blocks.
 
-[Note: Blocks with units inside]
-What a block does in a step follows from its own choices and from those of ``REACH`` blocks on each side. So a model with
-fewer blocks is planned, in which each block of the long one has a *double*: a block that chooses the same, among blocks that
-do. The step of the long model is that of the doubles, one after the other: each begins with what those before it have left.
-What is in memory between steps, and what the optimizer takes while it steps, grows by the same with each block that does the
-same then: a model with one block more says by how much.
+[Note: Long models]
+The memory of a block in a step depends on its own choices and on those of ``REACH`` blocks on each side. So a model with
+fewer blocks is planned, in which each block of the long one has a *double*: a block with the same choices among the same
+neighbours. The step of the long model is the step of the doubles in a row, each of which begins with the memory that is left
+before it. Each block adds a fixed amount to the memory between steps and in the optimizer's step. A plan with one more block
+tells how much.
 
-So the search is that on the whole model, with these plans in place of its own. The choice that it finds is planned itself.
-The blocks need no units inside: of other long models (``_stand_in.py``) the plans of single choices are made so, too.
+So the search is that on the long model, with these plans in place of its own. The choice that it finds is planned in full. If
+that plan says something else, the search is made on plans of the long model itself.
 """
 
 from __future__ import annotations
@@ -19,74 +19,69 @@ import itertools
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
-from torch import nn
-
-from flatshard.planning import _shorter
-from flatshard.planning._choices import UNTIL_CHANGE, Choices
-from flatshard.planning._records import Collective, MemoryPair, Sample
+from flatshard.planning._choices import UNTIL_CHANGE, Choices, joined
+from flatshard.planning._records import Collective, MemoryPair, Ranks, Sample
 from flatshard.planning._report import Plan
 from flatshard.planning._settings import EVERYTHING, Setting, Step
-from flatshard.planning._shorter import Run, joined, runs_of, without
+from flatshard.planning._shorter import Run, runs_of_blocks, without
+from flatshard.planning._step_model import StepModel
 
 REACH = 2
-"""Blocks on each side from whose choices it follows what a block does."""
-
-Search = Any
-"""``_Search`` of ``_fit.py``, which imports this file."""
+"""Blocks on each side whose choices change the memory of a block."""
 
 Block = tuple[int, int]
-"""A run, and which block of it, by number."""
+"""The numbers of a run and of a block in it."""
 
 
-def runs_of_blocks(module: nn.Module, units: Sequence[str]) -> list[Run]:
-    """The rows of blocks that are alike and have the same units inside, or none, of a long model."""
-    found = []
-    for run in runs_of(module, units) if len(units) >= _shorter.LONG else ():
-        names = _names(run)
-        inside = {tuple(unit[len(name) :] for unit in units if unit.startswith(f"{name}.")) for name in names}
-        around = {*itertools.accumulate(run.holder.split("."), joined)}
-        is_last = list(module.get_submodule(run.holder)._modules)[run.first :] == [n.rpartition(".")[2] for n in names]
-        if is_last and around.isdisjoint(units) and len(inside) == 1:
-            found.append(run)
-    return found
-
-
-def _names(run: Run) -> list[str]:
-    return [joined(run.holder, str(run.first + number)) for number in range(run.length)]
+def step_model(step: Step, ranks: Ranks, names: Sequence[str]) -> StepModel:
+    """Return the step of a module, which is stitched if the module is long."""
+    runs = runs_of_blocks(step.module, names) if step.others["ignored_states"] is None else []
+    return Stitched(step, ranks, names, runs) if runs else StepModel(step, ranks, names)
 
 
 class _Passage(NamedTuple):
-    """Samples while one block runs, or none."""
+    """The samples in a row while one block runs, or while none does."""
 
     phase: str
     block: Block | None
-    before: MemoryPair  # what those before have left
+    before: MemoryPair  # the last sample before
     samples: list[Sample]
 
 
 class _Growth(NamedTuple):
-    """What is more with one block more."""
+    """The memory that one more block adds."""
 
     begins: MemoryPair  # between steps
-    steps: tuple[list[MemoryPair], list[MemoryPair]]  # see ``_steps``: without it, and with it
+    steps: tuple[list[MemoryPair], list[MemoryPair]]  # ``_steps`` without and with the block
 
 
-class Stitched:
-    """Makes plans for a search on a long model. [Note: Blocks with units inside]"""
+class Stitched(StepModel):
+    """The step of a long model, by plans of models with fewer of its blocks. [Note: Long models]"""
 
-    def __init__(self, whole: Search, runs: Sequence[Run]) -> None:
-        self.whole, self.runs = whole, runs
-        self.names = [_names(run) for run in runs]
-        self.of = {name: (at, number) for at, names in enumerate(self.names) for number, name in enumerate(names)}
-        self.searches: dict[tuple[int, ...], Search] = {}
-        self.growths: dict[Hashable, _Growth] = {}
+    is_exact = False
+
+    def __init__(self, step: Step, ranks: Ranks, names: Sequence[str], runs: Sequence[Run]) -> None:
+        super().__init__(step, ranks, names)
+        self.runs = runs
+        self.blocks = [run.names for run in runs]
+        self._block_of = {name: (at, number) for at, each in enumerate(self.blocks) for number, name in enumerate(each)}
+        self._shorter: dict[tuple[int, ...], StepModel] = {}  # by the blocks of each run
+        self._growths: dict[Hashable, _Growth] = {}
+        self._stitched: dict[tuple[Setting, Choices], Plan | None] = {}
         self._block = functools.cache(self._find_block)
 
-    def plan(self, setting: Setting, choices: Choices) -> Plan | None:
-        """That of the long model. None: it has to be planned itself."""
-        chosen: list[list[tuple[Any, ...]]] = [[()] * len(names) for names in self.names]
+    def plan(self, setting: Setting, choices: Choices) -> Plan:
+        """Return the stitched plan, or the plan in full if too many blocks choose differently."""
+        key = setting, choices
+        if key not in self._stitched:
+            self._stitched[key] = self._stitched_plan(setting, choices)
+        return self._stitched[key] or self.plan_in_full(setting, choices)
+
+    def _stitched_plan(self, setting: Setting, choices: Choices) -> Plan | None:
+        """Return the plan of the long model, or None if it must be planned in full."""
+        chosen: list[list[tuple[Any, ...]]] = [[()] * len(names) for names in self.blocks]
         hosts = set(setting.offload)
-        for name, choice in zip(self.whole.names, choices, strict=True):
+        for name, choice in zip(self.names, choices, strict=True):
             if (block := self._block(name)) is not None:
                 chosen[block[0]][block[1]] += ((choice, name in hosts),)
         around = [windows(each) for each in chosen]
@@ -100,58 +95,53 @@ class Stitched:
             doubles.append([places[window] for window in each])
         grown = [
             self._growth(setting, choices, kept, (at, block), chosen[at][block])
-            for at, names in enumerate(self.names)
+            for at, names in enumerate(self.blocks)
             for block in sorted({*range(len(names))} - {*kept[at]})
         ]
         order = _in_order(_passages(short, self._block), doubles)
-        return None if order is None else self._stitched(short, order, grown, doubles)
+        return None if order is None else self._stitch(short, order, grown, doubles)
 
     def _find_block(self, unit: str) -> Block | None:
-        """The block that it is in."""
+        """Return the block that contains ``unit``, or None."""
         around = itertools.accumulate(unit.split("."), joined)
-        return next((self.of[name] for name in around if name in self.of), None)
+        return next((self._block_of[name] for name in around if name in self._block_of), None)
 
     def _planned(self, setting: Setting, choices: Choices, kept: Sequence[Sequence[int]]) -> Plan:
-        """The plan of a model that has only the blocks ``kept`` of each run."""
-        whole, counts = self.whole, tuple(map(len, kept))
-        if counts not in self.searches:
-            step = Step(without(whole.step.module, self.runs, counts), whole.step.options, whole.step.others)
-            step.learnt = whole.step.learnt
-            blocks = [self._block(name) for name in whole.names]
-            names = [n for n, b in zip(whole.names, blocks, strict=True) if b is None or b[1] < counts[b[0]]]
-            self.searches[counts] = type(whole)(
-                step, whole.ranks, names, whole.budget, whole.flops_per_byte, whole.recomputes
-            )
-        search = self.searches[counts]
-        those = [
-            number
-            for number, block in enumerate(map(self._block, whole.names))
-            if block is None or block[1] in kept[block[0]]
-        ]
+        """Return the plan of a model that has only the blocks ``kept`` of each run."""
+        counts = tuple(map(len, kept))
+        blocks = [self._block(name) for name in self.names]
+        if counts not in self._shorter:
+            step = Step(without(self.step.module, self.runs, counts), self.step.options, self.step.others)
+            step.learnt = self.step.learnt
+            names = [n for n, b in zip(self.names, blocks, strict=True) if b is None or b[1] < counts[b[0]]]
+            self._shorter[counts] = StepModel(step, self.ranks, names)
+        shorter = self._shorter[counts]
+        those = [at for at, block in enumerate(blocks) if block is None or block[1] in kept[block[0]]]
         if setting.offload != EVERYTHING:
             hosts = set(setting.offload)
-            on_host = [whole.names[number] in hosts for number in those]
-            setting = dataclasses.replace(setting, offload=tuple(itertools.compress(search.names, on_host)))
-        made: Plan = search.plan(setting, tuple(choices[number] for number in those))
-        return made
+            on_host = [self.names[number] in hosts for number in those]
+            setting = dataclasses.replace(setting, offload=tuple(itertools.compress(shorter.names, on_host)))
+        return shorter.plan(setting, tuple(choices[number] for number in those))
 
     def _growth(
         self, setting: Setting, choices: Choices, kept: Sequence[Sequence[int]], block: Block, chosen: tuple[Any, ...]
     ) -> _Growth:
-        """By one block more that is as ``block``. ``chosen``: what its units do."""
+        """Return what one more block like ``block``, whose units keep ``chosen``, adds."""
         between_steps = tuple((keeps.stays == UNTIL_CHANGE, on_host) for keeps, on_host in chosen)
-        key = block[0], between_steps, setting.joined, setting.states, setting.offload == EVERYTHING
-        if key not in self.growths:
+        # If any unit is on the host, the optimizer steps parameters one by one (``foreach`` of torch is for one device).
+        offload = bool(setting.offload), setting.offload == EVERYTHING
+        key = block[0], between_steps, setting.joined, setting.states, offload
+        if key not in self._growths:
             more = [sorted({*blocks, block[1]}) if at == block[0] else blocks for at, blocks in enumerate(kept)]
             short, grown = (self._planned(setting, choices, each) for each in (kept, more))
             begins = _less(_pair(grown.samples[0]), _pair(short.samples[0]))
-            self.growths[key] = _Growth(begins, (_steps(short), _steps(grown)))
-        return self.growths[key]
+            self._growths[key] = _Growth(begins, (_steps(short), _steps(grown)))
+        return self._growths[key]
 
-    def _stitched(
+    def _stitch(
         self, short: Plan, order: Sequence[tuple[_Passage, int]], grown: Sequence[_Growth], doubles: Sequence[list[int]]
     ) -> Plan:
-        """The plan of the long model. Its collectives are not in order."""
+        """Return the plan of the long model. Its collectives are grouped by unit, not in order."""
         level = functools.reduce(_more, (each.begins for each in grown), _pair(short.samples[0]))
         samples = []
         for passage, number in order:
@@ -170,7 +160,7 @@ class Stitched:
             issued.setdefault(each.unit, []).append(each)
         by_name = {unit.fqn: unit for unit in short.units}
         doubled: dict[int, dict[str, str]] = {at: {} for at in range(len(self.runs))}  # the units of each run
-        for name in self.whole.names:
+        for name in self.names:
             if (of := self._block(name)) is not None:
                 doubled[of[0]][name] = self._name(name, doubles[of[0]][of[1]])
         units, collectives = [], []
@@ -188,22 +178,22 @@ class Stitched:
         )
 
     def _name(self, unit: str, number: int) -> str:
-        """That of the same unit in the block of this ``number``."""
+        """Return the name of the same unit in the block of this ``number``."""
         block = self._block(unit)
-        return unit if block is None else self.names[block[0]][number] + unit[len(self.names[block[0]][block[1]]) :]
+        return unit if block is None else self.blocks[block[0]][number] + unit[len(self.blocks[block[0]][block[1]]) :]
 
 
 def windows(chosen: Sequence[Hashable]) -> list[Hashable]:
-    """For each block what those chose on which it depends what it does."""
+    """Return for each block the choices that its memory depends on."""
     edge = (None,) * REACH
     padded = (*edge, *chosen, *edge)
     return [padded[at : at + 2 * REACH + 1] for at in range(len(chosen))]
 
 
 def fewest(around: Sequence[Hashable]) -> list[int]:
-    """The blocks that remain, so that each other one has a double. ``around``: see ``windows``.
+    """Return the blocks to keep so that each other one has a double. ``around`` is the result of ``windows``.
 
-    Where the blocks between two that are alike have doubles before them, they go, and the second goes in place of the first.
+    If all blocks between two equal ones have doubles before them, the second is dropped together with these.
     """
     kept: list[int] = []
     for block, window in enumerate(around):
@@ -215,7 +205,10 @@ def fewest(around: Sequence[Hashable]) -> list[int]:
 
 
 def _passages(plan: Plan, block_of: Callable[[str], Block | None]) -> list[_Passage]:
-    """The samples of ``plan`` before the optimizer steps. The outermost unit's after a block's are its own."""
+    """Split the samples of ``plan`` before the optimizer's step by block.
+
+    Samples of the outermost unit after a block's belong to that block.
+    """
     found: list[_Passage] = []
     before = _pair(plan.samples[0])
     for sample in plan.samples:
@@ -231,7 +224,7 @@ def _passages(plan: Plan, block_of: Callable[[str], Block | None]) -> list[_Pass
 
 
 def _in_order(passages: Sequence[_Passage], doubles: Sequence[list[int]]) -> list[tuple[_Passage, int]] | None:
-    """The passages of the long model, each as its double's, and the block's number. None: blocks do not run in a row."""
+    """Return the passages of the long model with the numbers of their blocks, or None if blocks do not run in a row."""
     order: list[tuple[_Passage, int]] = []
     for (_, run), group in itertools.groupby(passages, key=lambda each: (each.phase, each.block and each.block[0])):
         parts = list(group)
@@ -248,7 +241,7 @@ def _in_order(passages: Sequence[_Passage], doubles: Sequence[list[int]]) -> lis
 
 
 def _steps(plan: Plan) -> list[MemoryPair]:
-    """What there is while the optimizer steps, beside what there is as it begins."""
+    """Return the memory in the optimizer's step, beside what there is as it begins."""
     samples = [_pair(sample) for sample in plan.samples if sample.phase == "optimizer"]
     last = next(_pair(sample) for sample in reversed(plan.samples) if sample.phase != "optimizer")
     return [_less(sample, last) for sample in samples]

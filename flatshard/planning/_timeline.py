@@ -1,17 +1,16 @@
 """The memory of a step for any choice of what units give up, from the plans of a few choices.
 
 [Note: Timelines]
-A step is a row of stretches, in each of which one unit runs. A stretch begins with what those before it have left, adds
-something at its highest, and leaves something. What it adds and leaves follows from the states of its own unit and of the
-one that ran before it in forward: a tensor between two units is kept if either keeps it. So plans in which each two
-neighbours have each two choices say all of it, and the memory of any other choice is a sum. Gathered parameters of other
-units that stay are added beside; a unit that is gathered ahead comes in the middle of a stretch, and one that has stayed was
-there before. Where this does not hold, the plan of a choice says so, and what it says is learned.
+A step is a row of *stretches*, in each of which one unit runs. A stretch begins with the memory left before it, adds some at
+its peak, and leaves some. Both follow from the states of its own unit and of the unit before it in forward: a tensor between
+two units is kept if either keeps it. So plans that cover all pairs of choices of neighbours determine the memory of any
+choice, as a sum. Unsharded parameters that other units keep are counted separately: a prefetched unit arrives in the middle
+of a stretch, and a kept one is there from its beginning. If the plan of a choice shows another number, the timeline learns
+from it.
 """
 
 from __future__ import annotations
 
-import copy
 import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -31,11 +30,11 @@ from flatshard.planning._choices import (
 from flatshard.planning._report import Plan
 
 Pair = tuple[Keeps | None, Keeps | None]
-"""What the unit before, in forward, and a stretch's own unit keep. None: there is none."""
+"""The choices of the unit before, in forward, and of a stretch's own unit, each None if there is no such unit."""
 
 
 class Place(NamedTuple):
-    """Which stretch of a step: the same in the plans of all choices.
+    """The key of a stretch, which is the same in the plans of all choices.
 
     Backward is numbered from its end: what is computed again comes before, and is not in all plans.
     """
@@ -105,14 +104,13 @@ def _numbered(ran: Sequence[str], units: Sequence[str], from_end: bool) -> list[
 
 
 class Wanted(NamedTuple):
-    """One stretch of the step whose memory is wanted."""
+    """A stretch of the step whose memory is wanted."""
 
     like: int  # the stretch of the plans that says what it takes
     own: int | None  # the unit that runs, of those that choose
     pair: tuple[int | None, int | None]  # the units on which it depends: the one before that, and the last that ran
     ahead: int | None  # that is gathered ahead
     alive: int  # so many units have run forward and not backward: the first ones
-    more: int = 0  # bytes that it takes beside what the plans say
 
 
 class Timeline:
@@ -201,12 +199,12 @@ class Timeline:
         return None
 
     def pair(self, row: Wanted, choices: Choices) -> Pair:
-        """What it depends on."""
+        """Return the choices that ``row`` depends on."""
         before, last = (None if unit is None else self.nesting.state(unit, choices) for unit in row.pair)
         return pair_of(before, last)
 
     def learn(self, choices: Choices, plan: Plan) -> None:
-        """Take what each stretch takes from the plan of ``choices``."""
+        """Learn the memory of each stretch from the plan of ``choices``."""
         seen: list[_Stretch | None] = [None] * len(self.rows)
         at = 0
         for place, stretch in _stretches(plan, self.units).items():
@@ -240,11 +238,11 @@ class Timeline:
         return stretch.with_kept(size, is_later)
 
     def computed_again(self) -> list[dict[tuple[bool, int], float]]:
-        """For ``Costs``. The plan of a choice in which nothing is must have been learned."""
+        """Return ``Costs.flops``, once the plan of a choice without recomputation has been learned."""
         return [{key: flops - known[False, NOT_AGAIN] for key, flops in known.items()} for known in self.flops]
 
     def taken(self, row: Wanted, pair: Pair) -> tuple[int, int]:
-        """What ``row`` adds at its highest, and what it leaves; of the most similar pair, if this one was in no plan."""
+        """Return the bytes that ``row`` adds at its peak, and leaves. The most similar pair tells if no plan had this one."""
         known = self.takes[row.like]
         if (exact := known.get(pair)) is not None:
             return exact.most, exact.left
@@ -264,16 +262,16 @@ class Timeline:
         return False
 
     def memory(self, choices: Choices) -> list[int]:
-        """The most bytes in each stretch."""
+        """Return the peak of each stretch in bytes."""
         level, found = self.begins, []
         for row, kept in zip(self.rows, self.kept(choices), strict=True):
             most, left = self.taken(row, self.pair(row, choices))
-            found.append(level + most + kept + row.more)
+            found.append(level + most + kept)
             level += left
         return found
 
     def kept(self, choices: Choices) -> list[int]:
-        """For each stretch the bytes of gathered parameters that are there only because units keep them."""
+        """Return for each stretch the bytes of unsharded parameters that are there only because units keep them."""
         always = sum(self.size[u] for u, choice in enumerate(choices) if choice.stays == UNTIL_CHANGE)
         sums = [0]
         for unit in self.order:
@@ -298,42 +296,13 @@ class Timeline:
         is_alive = self.place[unit] < row.alive
         return choice.stays == UNTIL_CHANGE or (choice.stays == UNTIL_BACKWARD and is_alive)
 
-    def repeated(self, units: Sequence[str], like: Sequence[int], begins: int, more: int) -> Timeline:
-        """That of a longer model, whose ``units`` are each ``like`` one of this model's, in the order of forward.
-
-        Args:
-            units, like: of the longer model.
-            begins: bytes that it has more, all the time.
-            more: bytes that its optimizer takes more, while it steps.
-        """
-        longer = copy.copy(self)
-        longer.units, longer.order = list(units), list(range(len(units)))
-        longer.place = {unit: unit for unit in longer.order}
-        longer.nesting = Nesting([()] * len(units), longer.order)
-        longer.size = [self.size[unit] for unit in like]
-        longer.begins = self.begins + begins
-        phases = list(self.places)
-        longer.rows = []
-        for phase, group in itertools.groupby(self.rows, key=lambda row: phases[row.like].phase):
-            rows: dict[int, list[Wanted]] = {}
-            for row in group:
-                rows.setdefault(-1 if row.pair[1] is None else self.place[row.pair[1]], []).append(row)
-            longer.rows += [row._replace(more=more * (phase == "optimizer")) for row in rows.get(-1, ())]
-            if rows.keys() - {-1}:
-                for unit in longer.order if phase == "forward" else longer.order[::-1]:
-                    longer.rows += [self._moved(row, like[unit], unit) for row in rows[like[unit]]]
-        return longer
-
-    def _moved(self, row: Wanted, old: int, new: int) -> Wanted:
-        """``row`` of unit ``old``, for unit ``new`` of a longer model. Places are units there."""
-        ahead = None if row.ahead is None else new + self.place[row.ahead] - old
-        own = None if row.own is None else new
-        return Wanted(row.like, own, (new - 1 if new else None, new), ahead, new + row.alive - old)
-
 
 def pair_of(before: State | None, last: State | None) -> Pair:
-    """What a stretch depends on. Where units are around the one before and not around the last, they have ended: only whether
-    the one before is computed again at all still matters, by itself or with one of them."""
+    """Return the pair of choices that a stretch depends on.
+
+    Units around the one before that are not around the last one have ended. Of these only one fact still matters: whether the
+    one before runs again at all, by itself or with one of them.
+    """
     if last is None or before is None:
         return None, None if last is None else last.keeps
     keeps, count = before.keeps, len(last.around)
@@ -344,8 +313,11 @@ def pair_of(before: State | None, last: State | None) -> Pair:
 
 
 def _difference(one: Pair, other: Pair) -> tuple[int, ...]:
-    """How much ``other`` choices differ from ``one``: first by what is computed again, as gathered parameters are counted
-    apart. Of those that stay it is known what they take more, and not what others would take less."""
+    """Return how much ``other`` differs from ``one``, as a key for sorting.
+
+    Recomputation comes first, as unsharded parameters are counted separately. A pair with units that are freed early is
+    preferred: it tells what a kept one would take more, and not the reverse.
+    """
     both = [(a, b) for a, b in zip(one, other, strict=True) if a is not None and b is not None]
     again = [a is not None and b is not None and a.recomputes != b.recomputes for a, b in zip(one, other, strict=True)]
     longer = sum(b.stays < a.stays for a, b in both)

@@ -1,11 +1,10 @@
 """Values of small tensors on the meta device, for models whose forward asks for them.
 
 [Note: Values on meta]
-Some models look at their data: whether a mask is all ones, whether positions begin anew. Tensors on meta have no values. So
-what follows from constants and from the example inputs' integers and booleans alone is computed beside, on the CPU: an
-operation of which every tensor has values gives values. A tensor that is not on meta has its own. What depends on parameters,
-on floating-point inputs or on random numbers has none. An operation that writes what is not known takes its values from a
-tensor, and from all that share its memory.
+Some models read their data: whether a mask is all ones, whether positions begin anew. Tensors on meta have no values. So the
+results of constants and of integer and boolean example inputs are also computed on the CPU: if all tensors of an operation
+have values, so does its result. Tensors that depend on parameters, floating-point inputs or random numbers have none. If an
+operation writes unknown values, its tensor and all tensors that share the memory lose theirs.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ class Values:
             del self._of[tensor]
 
     def call(self, func: Any, args: Any, kwargs: dict[str, Any], compute: Callable[[], Any]) -> Any:
-        """What ``func`` returns on meta, where ``compute`` does it, with values if they are known."""
+        """Return the result of ``func`` on meta, made by ``compute``, and keep its values if they are known."""
         is_known = self._are_known(args) and self._are_known(kwargs.values()) and not _is_random(func)
         given = is_known and any(True for _ in _tensors(args, kwargs))
         if given and torch.Tag.data_dependent_output in func.tags:
@@ -65,7 +64,7 @@ class Values:
         return True
 
     def _forget(self, tensors: list[Tensor]) -> None:
-        """Those that have been written to, and what shares their memory, have no values any more."""
+        """Drop the values of ``tensors``, which were written to, and of all tensors that share their memory."""
         written = {id(t.untyped_storage()) for t in tensors if t.is_meta}
         if written & self._memory:  # else nothing is looked through
             self._memory -= written
@@ -94,13 +93,13 @@ def _is_random(func: Any) -> bool:
 
 @functools.cache
 def _writes(func: Any) -> tuple[tuple[int, str], ...]:
-    """The places and names of the arguments that ``func`` writes."""
+    """Return the places and names of the arguments that ``func`` writes."""
     arguments = enumerate(func._schema.arguments)
     return tuple((at, a.name) for at, a in arguments if a.alias_info is not None and a.alias_info.is_write)
 
 
 def _written(writes: Iterable[tuple[int, str]], args: Any, kwargs: dict[str, Any]) -> list[Tensor]:
-    """The arguments at these places and of these names."""
+    """Return the arguments at these places and of these names."""
     return list(_tensors([args[at] if at < len(args) else kwargs.get(name) for at, name in writes]))
 
 

@@ -1,5 +1,6 @@
 """``fit``: no step takes more than its budget, and what is predicted is what is counted; nothing cheaper fits."""
 
+import dataclasses
 import functools
 import itertools
 import random
@@ -16,7 +17,7 @@ from torch.nn import functional as F
 
 from flatshard import ShardingStrategy, describe, fit, fully_shard, plan
 from flatshard.optim import OffloadedOptimizer
-from flatshard.planning import _arguments, _choices, _chooser, _fit, _on_host, _shorter, _stand_in
+from flatshard.planning import _arguments, _choices, _chooser, _fit, _on_host, _search, _settings, _shorter
 from flatshard.policies import SplitRoot
 
 WIDTH, TOKENS = 32, 24
@@ -164,7 +165,7 @@ def test_training_is_that_of_one_process(ctx, name: str):
         make,
         lambda step, n: torch.randint(50, (n, TOKENS)) if name == "gpt" else torch.randn(n, 3, 16, 16),
         steps=3,
-        shard=lambda model, group: fitted.apply(model, process_group=group),
+        shard=lambda model, group: fully_shard(model, process_group=group, **fitted.arguments),  # in float64
         loss_fn=lambda output, _: loss_of(output),
         oracle="slices",  # batch norm's statistics are those of a rank
     )
@@ -219,6 +220,16 @@ def test_a_fit_is_applied_to_what_was_fitted(world):
     wider.head = nn.Linear(wider.head.in_features, 2 * wider.head.out_features)
     with pytest.raises(ValueError, match=r"has [\d,]+ elements, and [\d,]+ were fitted"):
         fitted.apply(wider)
+    cast = Gpt()
+    cast.head.bfloat16()
+    with pytest.raises(
+        ValueError, match=r"'head\.weight', 'head\.bias' has torch.bfloat16, and torch.float32 was fitted"
+    ):
+        fitted.apply(cast)
+    on_cuda = dataclasses.replace(fitted, plan=dataclasses.replace(fitted.plan, device="cuda"))
+    for model, changes in ((Gpt(), {}), (on_meta(Gpt), {"device_id": "cpu"})):
+        with pytest.raises(ValueError, match=r"fitted for device='cuda', and this Gpt would train on 'cpu'"):
+            on_cuda.apply(model, **changes)
     for name, value in (("policy", {nn.Linear}), ("strategy", ShardingStrategy.NO_SHARD), ("cpu_offload", True)):
         with pytest.raises(ValueError, match=f"'{name}' would change what was fitted"):
             fitted.apply(Gpt(), **{name: value})
@@ -229,7 +240,7 @@ def test_what_a_rough_timeline_leaves_out(monkeypatch):
     """It is found, if nothing else fits."""
     budget, given = (bounds("gpt")[0] + bounds("gpt")[1]) // 2, options("gpt")
     expected = fit(on_meta(Gpt), bytes_per_rank=budget, **given)
-    monkeypatch.setattr(_fit, "ROUGHLY", 0.0)
+    monkeypatch.setattr(_search, "ROUGHLY", 0.0)
     assert str(fit(on_meta(Gpt), bytes_per_rank=budget, **given)) == str(expected)
 
 
@@ -287,8 +298,8 @@ def test_what_is_not_possible(world):
 def searches(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The searches of all later fits."""
     found: list[Any] = []
-    run = _fit._Search.run
-    monkeypatch.setattr(_fit._Search, "run", lambda self, *given: found.append(self) or run(self, *given))
+    find = _search.Search.find
+    monkeypatch.setattr(_search.Search, "find", lambda self, *given: found.append(self) or find(self, *given))
     return found
 
 
@@ -304,10 +315,14 @@ def test_a_few_plans_say_the_peak_of_any_choice(monkeypatch, name: str):
     for turn, changes in enumerate(({}, {"device": "cuda"}, {"microbatches": 2})):
         fit(model, bytes_per_rank="1 GiB", **given | changes)
         search = found[-1]
-        limits = [0, *search._sizes(_fit.Setting())[:-1]]
-        settings = _fit.Setting(), _fit.Setting(split=True), *[_fit.Setting(limit=each) for each in limits[:3]]
+        limits = [0, *search._sizes(_settings.Setting())[:-1]]
+        settings = (
+            _settings.Setting(),
+            _settings.Setting(split=True),
+            *[_settings.Setting(limit=each) for each in limits[:3]],
+        )
         for setting in some(settings, 2, turn):
-            timeline = search._timeline(setting)
+            timeline = search.timeline(setting)
             kinds = _choices.options_of(search.start[0], True)
             for _ in range(2):
                 choices = tuple(draws.choice(kinds) for _ in search.names)
@@ -326,13 +341,13 @@ def test_a_unit_that_is_gathered_after_a_stretch(monkeypatch, name: str):
     given = options(name, policy=policy, device="cuda", microbatches=2, world_size=8)
     fit(on_meta(MODELS[name][0]), bytes_per_rank="1 GiB", **given)
     choices = keeps(2, True), keeps(0, False), keeps(1, False)
-    peak = found[0].peak(_fit.Setting(), choices)
-    assert max(found[0]._timeline(_fit.Setting()).memory(choices)) == peak
+    peak = found[0].peak(_settings.Setting(), choices)
+    assert max(found[0].timeline(_settings.Setting()).memory(choices)) == peak
 
 
 def all_choices(search: Any, setting: Any) -> tuple[Tensor, Tensor]:
     """Peaks and costs of all choices of what units give up, by the timeline: by those of the first half, and of the other."""
-    timeline, costs = search._timeline(setting), search._costs(setting)
+    timeline, costs = search.timeline(setting), search.costs(setting)
     kinds = _choices.options_of(search.start[0], True)
     base, rows = _chooser._rows(timeline, kinds)
     count = len(timeline.order)
@@ -347,7 +362,7 @@ def all_choices(search: Any, setting: Any) -> tuple[Tensor, Tensor]:
     (first, before), (second, after) = halves
     linked = rows[count // 2][:, second[:, 0]] + after
     peaks = torch.stack([(linked[each[-1]] + taken).amax(1) for each, taken in zip(first, base + before, strict=True)])
-    sent = [search.plan(each, search.start).sent_nbytes for each in (setting, _fit.Setting())]
+    sent = [search.plan(each, search.start).sent_nbytes for each in (setting, _settings.Setting())]
     return peaks, price[0][:, None] + price[1] + sent[0] - sent[1] - costs.total(search.start)  # type: ignore[index]
 
 
@@ -364,7 +379,7 @@ def test_the_cheapest_of_all_choices(monkeypatch, make: Any, changes: dict[str, 
     found = searches(monkeypatch)
     given = options("uneven", policy=Uneven, flops_per_byte=50.0) | changes
     free = fit(on_meta(make), bytes_per_rank="1 GiB", **given)
-    tables = [all_choices(found[0], _fit.Setting(split=split)) for split in (False, True)]
+    tables = [all_choices(found[0], _settings.Setting(split=split)) for split in (False, True)]
     low, high = min(int(peaks.min()) for peaks, _ in tables), free.peak.nbytes
     for share in some([0.0, 0.1, 0.7, 0.9], 2):
         budget = low + int(share * (high - low))
@@ -376,41 +391,29 @@ def test_the_cheapest_of_all_choices(monkeypatch, make: Any, changes: dict[str, 
         assert spent <= 1.05 * least + 1, (share, str(fitted))
         last = [each.peak for each in fitted.given_up][-1]
         assert last == fitted.peak.nbytes
-    timeline, costs = found[0]._timeline(_fit.Setting()), found[0]._costs(_fit.Setting())
+    timeline, costs = found[0].timeline(_settings.Setting()), found[0].costs(_settings.Setting())
     assert _chooser.cheapest(timeline, costs, low // 2, found[0].start, True) is None
 
 
 def test_a_long_model_is_planned_once(monkeypatch):
     """What follows from a few of its blocks is what its own plans say; where blocks differ unseen, these are used."""
-    model = on_meta(lambda: Gpt(10))
-    given = options("gpt")
-    planned: list[int] = []
-    plan_step = _fit.Step.plan
-
-    def counted(step: Any, *arguments: Any) -> Any:
-        planned.append(len(step.module.blocks))
-        return plan_step(step, *arguments)
-
-    monkeypatch.setattr(_fit.Step, "plan", counted)
-    most = plan(model, policy="auto", strategy="shard_grad_op", compare=False, **given).total_peak.nbytes
-    budget = most // 2
-    expected = fit(model, bytes_per_rank=budget, **given)
-    monkeypatch.setattr(_shorter, "LONG", 10)
-    monkeypatch.setattr(_shorter, "KEPT", 4)
-    monkeypatch.setattr(_stand_in, "KEPT", 4)
+    model, given = on_meta(lambda: Gpt(12)), options("gpt", recompute=False)
+    planned, plan_step = list[int](), _fit.Step.plan
+    monkeypatch.setattr(
+        _fit.Step, "plan", lambda step, *a: planned.append(len(step.module.blocks)) or plan_step(step, *a)
+    )
+    most = fit(model, bytes_per_rank="1 GiB", **given).peak.nbytes
+    expected = str(fit(model, bytes_per_rank=int(0.97 * most), **given))
+    monkeypatch.setattr(_shorter, "LONG", 12)
     planned.clear()
-    fitted = fit(model, bytes_per_rank=budget, **given)
-    assert planned.count(10) == 1
-    assert fitted.unlimited == expected.unlimited
-    assert cost_of(fitted.plan, fitted.unlimited, 8000.0) <= 1.05 * cost_of(expected.plan, expected.unlimited, 8000.0)
-    planned.clear()
-    with pytest.raises(ValueError, match=r"The least possible peak is 786,988 bytes .* It would fit on 6 ranks"):
-        fit(model, bytes_per_rank=660_000, **given)
-    assert planned.count(10) == 0
+    assert str(fit(model, bytes_per_rank=int(0.97 * most), **given)) == expected
+    assert 1 <= planned.count(12) <= 2  # with the setting that it is compared with, if neighbours differ much
+    with pytest.raises(ValueError, match="The least possible peak is"):
+        fit(model, bytes_per_rank=most // 6, **given)
     model.blocks[5].forward = functools.partial(thrice, model.blocks[5])
     planned.clear()
-    assert fit(model, bytes_per_rank=budget, **given).margin >= 0
-    assert planned.count(10) > 1
+    assert fit(model, bytes_per_rank=int(0.97 * most), **given).margin >= 0
+    assert planned.count(12) > 2
 
 
 def test_a_long_model_whose_blocks_have_units_inside(monkeypatch):
@@ -449,8 +452,8 @@ def test_a_few_plans_say_the_peak_and_cost_of_units_inside_of_units(monkeypatch,
     model = on_meta(lambda: nn.Sequential(Outer(16), Outer(80), *[nn.Linear(16, 300)] * has_head))
     fit(model, bytes_per_rank="1 GiB", **given)
     search = found[0]
-    for setting in (_fit.Setting(), _fit.Setting(split=True)):
-        timeline, costs = search._timeline(setting), search._costs(setting)
+    for setting in (_settings.Setting(), _settings.Setting(split=True)):
+        timeline, costs = search.timeline(setting), search.costs(setting)
         for _ in range(16):
             choices = tuple(draw(_choices.options_of(keeps, True)) for keeps in search.start)
             planned, free = (search.plan(setting, each) for each in (choices, search.start))
@@ -465,24 +468,14 @@ def test_the_plan_of_a_long_model_from_one_with_fewer_blocks(monkeypatch):
     fit(on_meta(lambda: Gpt(20)), bytes_per_rank="1 GiB", **given)
     search = found[0]
     draw = functools.partial(random.Random(0).choice, _choices.options_of(search.start[0], True))
-    for setting in (_fit.Setting(), _fit.Setting(split=True, limit=0, offload=tuple(search.names[20:]))):
+    for setting in (_settings.Setting(), _settings.Setting(split=True, limit=0, offload=tuple(search.names[20:]))):
         one, two = ((draw(), draw()) * 10 for _ in range(2))
         choices = *one, *two, draw()
-        made, own = search.stitched.plan(setting, choices), search._planned(setting, choices)
+        made, own = search.model._stitched_plan(setting, choices), search.model.plan_in_full(setting, choices)
         steps = [[sample for sample in each.samples if sample.phase != "optimizer"] for each in (made, own)]
         assert steps[0] == steps[1]
         assert (made.total_peak.nbytes, made.flops) == (own.total_peak.nbytes, own.flops)
         assert sorted(map(str, made.collectives)) == sorted(map(str, own.collectives))
-
-
-def test_units_inside_of_units_are_not_shortened():
-    """The units of a block would be others than those of the block that stands for it."""
-    model = on_meta(lambda: Gpt(17))
-    for block in model.blocks:
-        block.inside = nn.Sequential(nn.LayerNorm(2))
-    names = [f"blocks.{at}{inside}" for at in range(17) for inside in ("", ".inside.0")]
-    assert _shorter.shortened(model, names) is None
-    assert len(_shorter.shortened(model, [*names[::2], *(f"x{at}" for at in range(7))]).module.blocks) == 8
 
 
 def thrice(block: Block, x: Tensor) -> Tensor:
@@ -584,19 +577,15 @@ def test_units_are_gathered_ahead_where_those_on_the_host_free_enough():
     assert fitted.arguments.keys() == {"policy"}
 
 
-@pytest.mark.parametrize(
-    ("widths", "share", "few"),
-    [((32, 8, 64, 48), 0.9, 0), ((64, 32, 48, 96), 0.72, 16)],
-)
-def test_as_little_on_the_host_as_is_enough(monkeypatch, widths: tuple[int, ...], share: float, few: int):
-    """Of all sets of units that may be there, none that is enough copies less; of many units in place of few, 5 % less."""
-    monkeypatch.setattr(_on_host, "FEW", few)
+def test_as_little_on_the_host_as_is_enough(monkeypatch):
+    """Of all sets of units that may be there, none that is enough copies 5 % less."""
+    widths, share = (32, 8, 64, 48), 0.9
     found, given = (
         searches(monkeypatch),
         options("uneven", policy=Uneven, device="cuda", example_inputs=(torch.ones(1, 16),)),
     )
     model = on_meta(lambda: nn.Sequential(*[Uneven(width) for width in widths]))
-    model[1].requires_grad_(widths[1] > 8)
+    model[1].requires_grad_(False)
     planned = given | {"recompute": True, "compare": False, "backward_prefetch": None, "forward_prefetch": False}
     least, most = (plan(model, cpu_offload=there, **planned).total_peak.nbytes for there in (True, False))
     budget = int(least + share * (most - least))
@@ -605,22 +594,22 @@ def test_as_little_on_the_host_as_is_enough(monkeypatch, widths: tuple[int, ...]
     fits = {}
     for row in itertools.product((False, True), repeat=4):
         hosts = tuple(itertools.compress(found[0].names, row))
-        if found[0]._least_fits(_fit.Setting(limit=0, offload=hosts)):
-            fits[hosts] = _on_host.copied_nbytes(found[0].plan(_fit.Setting(), found[0].least), hosts)
-    assert 0 < fits[tuple(names)] <= min(fits.values()) * (1 if few else 1.05) < max(fits.values()), (names, fits)
+        if found[0]._least_fits(_settings.Setting(limit=0, offload=hosts)):
+            fits[hosts] = _on_host.copied_nbytes(found[0].plan(_settings.Setting(), found[0].least), hosts)
+    assert 0 < fits[tuple(names)] <= min(fits.values()) * 1.05 < max(fits.values()), (names, fits)
     assert fitted.copied_nbytes == _on_host.copied_nbytes(fitted.plan, names)
     assert "recomputes  on the host" in str(fitted)
 
 
 def test_a_model_that_cannot_be_on_the_host(monkeypatch):
-    made = _fit._Search.peak
+    made = _search.Search.peak
 
     def peak(self: Any, setting: Any, choices: Any) -> int:
         if setting.offload:
             raise NotImplementedError
         return made(self, setting, choices)
 
-    monkeypatch.setattr(_fit._Search, "peak", peak)
+    monkeypatch.setattr(_search.Search, "peak", peak)
     with pytest.raises(ValueError, match="The least possible peak is"):
         fit(on_meta(two), bytes_per_rank=2**10, cpu_offload=True, **options("gpt", device="cuda"))
 
@@ -642,7 +631,7 @@ def test_optimizer_state_on_the_host(world):
     rest = both.plan.host.optimizer - sum(each.optimizer_nbytes for each in both.plan.units if each.fqn in hosts)
     assert both.copied_nbytes == 2 * rest + _on_host.copied_nbytes(both.plan, hosts)
     world(4)
-    model = both.apply(two())
+    model = fully_shard(two(), **both.arguments)
     assert isinstance(both.optimizer(model.parameters(), lr=0.5), OffloadedOptimizer)
     none = fit(on_meta(two), bytes_per_rank="1 GiB", **given)
     assert type(none.optimizer(model.parameters(), lr=0.5)) is torch.optim.AdamW
@@ -655,18 +644,17 @@ def test_optimizer_state_on_the_host(world):
 
 def test_a_run_of_a_long_models_units_on_the_host(monkeypatch):
     """What follows from a few blocks on the device and a few on the host is what the program says."""
-    monkeypatch.setattr(_shorter, "LONG", 10)
-    model, given = on_meta(lambda: Gpt(17)), options("gpt", device="cuda", example_inputs=(IDS[:1, :1],))
+    model, given = on_meta(lambda: Gpt(24)), options("gpt", device="cuda", example_inputs=(IDS[:1, :1],))
     planned, plan_step = list[int](), _fit.Step.plan
     monkeypatch.setattr(
         _fit.Step, "plan", lambda step, *a: planned.append(len(step.module.blocks)) or plan_step(step, *a)
     )
-    given |= {"bytes_per_rank": lowest(given, 17) * 7 // 10, "recompute": False}
+    given |= {"bytes_per_rank": lowest(given, 24) * 7 // 10, "recompute": False}
     fitted = fit(model, cpu_offload=True, **given)
     hosts = [unit.offload for unit in fitted.units]
     assert hosts == sorted(hosts)
-    assert 4 <= sum(hosts) <= 13
-    assert planned.count(17) == 1
+    assert 4 <= sum(hosts) <= 20
+    assert planned.count(24) == 1
 
 
 def test_the_largest_batch():
@@ -690,7 +678,7 @@ def test_the_largest_batch():
 @pytest.mark.parametrize(
     ("name", "value"),
     [("bytes_per_rank", float("inf")), ("microbatches", 0), ("microbatches", "2"), ("flops_per_byte", float("nan"))]
-    + [("device", each) for each in ("tpu", None, "")],
+    + [("device", each) for each in ("tpu", "meta", None, "")],
 )
 def test_a_wrong_argument_is_named_before_anything_is_run(name: str, value: Any) -> None:
     right: dict[str, Any] = {
@@ -701,3 +689,6 @@ def test_a_wrong_argument_is_named_before_anything_is_run(name: str, value: Any)
     }
     with pytest.raises(ValueError, match=f"fit: {name}"):
         fit(torch.nn.Linear(2, 2), **right | {name: value})
+    if name in ("microbatches", "device"):
+        with pytest.raises(ValueError, match=f"plan: {name}"):
+            plan(torch.nn.Linear(2, 2), world_size=2, **{name: value})
