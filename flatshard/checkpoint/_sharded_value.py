@@ -34,7 +34,7 @@ from flatshard._handle.adapters.tensor_subclass import TensorSubclass
 from flatshard._handle.flat_param import FlatParam
 from flatshard._handle.tensors.experts import ExpertRanks
 from flatshard._handle.tensors.shard_info import ShardInfo, in_memory_order
-from flatshard._handle.tensors.sharded_parameter import ShardedParameter, home_of, shard_info
+from flatshard._handle.tensors.sharded_parameter import ShardedParameter, home_of, sharded_types
 from flatshard._runtime import Runtime
 from flatshard.checkpoint._barrier import barrier
 from flatshard.checkpoint._boxes import Box, Part
@@ -80,21 +80,30 @@ class ShardedValue(torch.Tensor):
         whole = value.full_tensor()  # on all ranks
     """
 
-    _local: torch.Tensor  # 1-D, the part's elements in memory order
-    _part: Part
-    _origin: Origin | None  # None: it was unpickled
+    _local: torch.Tensor  # 1-D, the shard's elements in memory order
+    _origin: Origin | None  # None if it was unpickled
+    _known_part: Part | None  # None until somebody asks for `_part`
 
     # No dispatch by function: operations come to `__torch_dispatch__`, as a DTensor's do.
     __torch_function__ = nn.Parameter.__torch_function__
 
     @staticmethod
-    def __new__(cls, local: torch.Tensor, part: Part, origin: Origin | None) -> ShardedValue:
+    def __new__(cls, local: torch.Tensor, part: Part | None, origin: Origin | None) -> ShardedValue:
+        """Wrap ``local``. A ``part`` of None follows from ``origin``, which is of a plain parameter."""
+        shape = origin.info.shape if part is None else part.shape  # type: ignore[union-attr]
         # Private, but what every tensor subclass that wraps others is made by; there is no public name for it.
         result: ShardedValue = torch.Tensor._make_wrapper_subclass(
-            cls, part.shape, dtype=local.dtype, device=local.device, requires_grad=False
+            cls, shape, dtype=local.dtype, device=local.device, requires_grad=False
         )
-        result._local, result._part, result._origin = local, part, origin
+        result._local, result._known_part, result._origin = local, part, origin
         return result
+
+    @property
+    def _part(self) -> Part:
+        if self._known_part is None:
+            assert self._origin is not None
+            self._known_part = part_of(self._origin.info)
+        return self._known_part
 
     def to_local(self) -> torch.Tensor:
         """This rank's elements: 1-D, in memory order, sharing memory with what the value was made of."""
@@ -349,11 +358,16 @@ def part_of(info: ShardInfo) -> Part:
 
 
 def sharded_value(tensor: torch.Tensor, param: nn.Parameter) -> torch.Tensor:
-    """``tensor``, which lies as the sharded ``param`` does, as a state dict holds it: whole, where it is."""
-    info = shard_info(param)
-    if info is None or (info.is_whole and info.parallel is None and info.runtime is None):
+    """Return ``tensor``, which lies in memory as ``param`` does, as state dicts hold it. A full tensor stays as it is."""
+    info: ShardInfo | None = getattr(param, "_flatshard_info", None)
+    if info is None or (info.runtime is None and info.is_whole and info.parallel is None):
         return tensor
-    return ShardedValue(info.in_memory_order(tensor), part_of(info), _origin_of(param, info))
+    local = tensor if tensor.dim() == 1 else info.in_memory_order(tensor)
+    flat = home_of(param) if type(param) in sharded_types else None  # type: ignore[arg-type]
+    origin = Origin(info, flat.ranks.runtime) if isinstance(flat, FlatParam) else None
+    # The part is found when somebody asks: of a plain parameter it follows from `info`.
+    is_plain = origin is not None and info.wrapping is None
+    return ShardedValue(local, None if is_plain else part_of(info), origin)
 
 
 def blocks_value(tensor: torch.Tensor, param: nn.Parameter, info: ShardInfo, per: int) -> ShardedValue:

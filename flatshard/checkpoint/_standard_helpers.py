@@ -1,6 +1,6 @@
 """What functions of ``torch.distributed.checkpoint`` want of state: its helpers for ``state_dict()``, its writers.
 
-[Note: Whole state for the standard helpers]
+[Note: Full state for the standard helpers]
 ``get_model_state_dict(full_state_dict=True)`` calls ``model.state_dict()`` and then gathers what are DTensors. There is no
 seam for others: so the hooks that make sharded values look whether this helper is calling, and what its options are, and
 give whole tensors to it. With ``cpu_offload`` the helper throws away all but the first rank's, so the others get tensors
@@ -13,9 +13,13 @@ before anything is written, and can look there who is to write them.
 
 from __future__ import annotations
 
+import sys
+import threading
+import weakref
+from collections import OrderedDict
 from collections.abc import Iterator
 from types import FrameType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -23,7 +27,8 @@ from torch import nn
 
 from flatshard import _frames
 
-_HELPERS = "torch.distributed.checkpoint.state_dict"
+HELPERS = "torch.distributed.checkpoint.state_dict"
+"""The module of torch's helpers. Without it nobody can have called one."""
 
 
 def callers() -> Iterator[FrameType]:
@@ -32,23 +37,42 @@ def callers() -> Iterator[FrameType]:
 
 
 class Request(NamedTuple):
-    """By a helper for the state of ``module``."""
+    """A helper's request for the state of ``module``."""
 
     module: nn.Module
     whole: bool
-    receives: bool  # whether this rank gets the whole
-    device: torch.device | None  # for the whole; None: where it is gathered
+    receives: bool  # whether this rank gets the full state
+    device: torch.device | None  # for the full state; None: where it is gathered
 
 
 def request(kind: str) -> Request | None:
-    """By the helper for state of this ``kind``, ``"model"`` or ``"optim"``, if it has called us."""
-    for frame in callers():
-        if _frames.function_name(frame) == f"_get_{kind}_state_dict" and _frames.module_name(frame) == _HELPERS:
+    """Return the request of the helper for state of this ``kind``, ``"model"`` or ``"optim"``, or None if none has called."""
+    for frame in callers() if HELPERS in sys.modules else ():
+        if _frames.function_name(frame) == f"_get_{kind}_state_dict" and _frames.module_name(frame) == HELPERS:
             options = _frames.variable(frame, "info")
             receives = not options.cpu_offload or not dist.is_initialized() or dist.get_rank() == 0
             device = torch.device("cpu") if options.cpu_offload else None
             return Request(_frames.variable(frame, "model"), options.full_state_dict, receives, device)
     return None
+
+
+class _Last(threading.local):
+    """The last state dict that was asked for, and its request: hooks of many modules ask."""
+
+    destination: weakref.ref[OrderedDict[str, Any]] | None = None
+    request: Request | None = None
+
+
+_last = _Last()
+
+
+def model_request(destination: dict[str, Any]) -> Request | None:
+    """Return the helper's request that ``module.state_dict()`` fills ``destination`` for, or None if the user called it."""
+    if not isinstance(destination, OrderedDict):  # the user's own: torch makes an OrderedDict
+        return None
+    if _last.destination is None or _last.destination() is not destination:
+        _last.destination, _last.request = weakref.ref(destination), request("model")
+    return _last.request
 
 
 def check_writer(name: str) -> None:

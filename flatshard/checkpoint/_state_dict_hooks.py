@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import sys
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -28,7 +29,7 @@ from flatshard._composable.state import Unit, owner_of
 from flatshard._frames import is_of, variable
 from flatshard._handle.registrations import SHARDED
 from flatshard._handle.tensors.part import PartTensor
-from flatshard._handle.tensors.sharded_parameter import ShardedParameter, is_sharded_parameter
+from flatshard._handle.tensors.sharded_parameter import ShardedParameter, is_sharded_parameter, sharded_types
 from flatshard._handle.unit_ranks import UnitRanks
 from flatshard.checkpoint._barrier import agree
 from flatshard.checkpoint._sharded_value import (
@@ -39,7 +40,7 @@ from flatshard.checkpoint._sharded_value import (
     local_source,
     sharded_value,
 )
-from flatshard.checkpoint._standard_helpers import Request, callers, request
+from flatshard.checkpoint._standard_helpers import HELPERS, Request, callers, model_request
 from flatshard.checkpoint._state_dict import idle_flats, whole_parameters
 
 
@@ -81,33 +82,30 @@ class UnitStateDicts(ForwardFeature):
 
 
 class StateDictHooks:
-    """Those of the modules of one unit."""
+    """Hooks on the modules of one unit."""
 
     def __init__(self, link: FeatureLink[UnitStateDicts]) -> None:
         self._link = link
 
-    @property
-    def _unit(self) -> Unit | None:
-        feature = self._link.feature
-        return None if feature is None else feature.unit
-
-    def settle(self) -> None:
+    def adopt_changes(self) -> None:
         """Take over what the user replaced, so that what is registered is what the shards hold.
 
         After ``unshard()`` the sharded parameters are registered again. A state dict must not hold the unsharded ones, whose
         memory is freed later.
         """
-        own = self._unit
-        for unit in () if own is None else own.needs:
-            if not unit.claims.use:
-                if unit.is_unsharded_by_user:
-                    unit.show()
-                    unit.handle.follow_user()
-                if unit.handle.registrations.shows is SHARDED:
-                    unit.handle.check_parameters()
+        feature = self._link.feature
+        for unit in () if feature is None else feature.unit.needs:
+            if unit.claims and unit.claims.use:
+                continue
+            if unit.is_unsharded_by_user:
+                unit.show()
+                unit.handle.follow_user()
+            if unit.handle.registrations.shows is SHARDED:
+                unit.handle.check_parameters()
 
     def before_state_dict(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
-        self.settle()
+        if vars(module)["_parameters"]:
+            self.adopt_changes()
 
     def before_load(
         self,
@@ -120,8 +118,8 @@ class StateDictHooks:
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        """Put this rank's parts in the place of whole values."""
-        self.settle()
+        """Replace full values by this rank's shards."""
+        self.adopt_changes()
         if _checked.errors is not error_msgs or not prefix.startswith(_checked.prefix):
             _check(module, state_dict, prefix)
             _checked.errors, _checked.prefix = error_msgs, prefix
@@ -135,37 +133,38 @@ class StateDictHooks:
 
 
 def _after_state_dict(module: nn.Module, destination: dict[str, Any], prefix: str, local_metadata: Any) -> None:
-    """Say of each sharded parameter which part of the whole it is. With ``keep_vars`` the parameters stay themselves."""
-    sharded = [
-        (prefix + name, param)
-        for name, param in module._parameters.items()
-        if is_sharded_parameter(param)
-        and (value := destination.get(prefix + name)) is not None
-        and type(value) in (torch.Tensor, PartTensor)
-        and value.shape == param.shape
-    ]
-    asked = request("model") if sharded else None
-    for name, param in sharded:
-        destination[name] = sharded_value(destination[name].as_subclass(torch.Tensor), param)
-        if asked is not None and asked.whole and isinstance(destination[name], ShardedValue):
-            destination[name] = _wholes(destination, asked)[id(param)]
+    """Replace each shard in ``destination`` by a `ShardedValue`. With ``keep_vars`` the parameters stay themselves."""
+    parameters: dict[str, Any] = vars(module)["_parameters"]
+    for name, param in dict.items(parameters):  # the sharded parameters, whatever the module shows
+        key = prefix + name
+        value = destination.get(key)
+        if value is None or type(param) not in sharded_types or type(value) not in (torch.Tensor, PartTensor):
+            continue  # other hooks may have put something else there
+        if type(value) is torch.Tensor and (value.shape != param.shape or parameters.get(name) is not param):
+            continue  # a full parameter
+        destination[key] = found = sharded_value(value.as_subclass(torch.Tensor), param)
+        if HELPERS in sys.modules and isinstance(found, ShardedValue):
+            request = model_request(destination)
+            if request is not None and request.whole:
+                destination[key] = _full_values(destination, request)[id(param)]
 
 
-def _wholes(destination: dict[str, Any], asked: Request) -> dict[int, torch.Tensor]:
-    """All parameters', by id, as long as the state dict lives. [Note: Whole state for the standard helpers]
+def _full_values(destination: dict[str, Any], request: Request) -> dict[int, torch.Tensor]:
+    """Return the full values of all parameters by id. [Note: Full state for the standard helpers]
 
-    An attribute of the dict, beside torch's own ``_metadata``: they are gathered together, and go to several modules.
+    They are gathered together, for the hooks of several modules. An attribute of the dict keeps them as long as it lives.
     """
     kept = vars(destination)
-    if _WHOLE not in kept:
+    if _FULL not in kept:
         call = "get_model_state_dict(full_state_dict=True)"
-        wanted = {id(p) for p in asked.module.parameters() if isinstance(p, ShardedParameter)}
-        kept[_WHOLE] = whole_parameters(idle_flats(asked.module, call), wanted, call, asked.receives, asked.device)
-    found: dict[int, torch.Tensor] = kept[_WHOLE]
+        wanted = {id(p) for p in request.module.parameters() if isinstance(p, ShardedParameter)}
+        flats = idle_flats(request.module, call)
+        kept[_FULL] = whole_parameters(flats, wanted, call, request.receives, request.device)
+    found: dict[int, torch.Tensor] = kept[_FULL]
     return found
 
 
-_WHOLE = "_flatshard_whole"
+_FULL = "_flatshard_full"
 
 
 # -- checking ----------------------------------------------------------------------------------------------------------

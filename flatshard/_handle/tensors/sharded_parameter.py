@@ -47,7 +47,7 @@ from flatshard._handle.tensors.changes import changes
 from flatshard._handle.tensors.direct import leaf_of
 from flatshard._handle.tensors.grad_dtype import hand_on, plain_grad_dtype
 from flatshard._handle.tensors.operations import OperationKind, kind_of
-from flatshard._handle.tensors.part import as_leaves, check_initialiser, draw, handler_of, refuse, settle
+from flatshard._handle.tensors.part import PartTensor, as_leaves, check_initialiser, draw, handler_of, refuse, settle
 from flatshard._handle.tensors.partial import make_whole
 from flatshard._handle.tensors.shard_info import ShardInfo
 from flatshard._handle.tensors.sharded_gradient import mark, plain_grad
@@ -55,6 +55,7 @@ from flatshard._handle.tensors.sharded_gradient import mark, plain_grad
 _plain_data: Any = torch.Tensor.data
 _plain_requires_grad: Any = torch.Tensor.requires_grad
 _plain_shape: Any = torch.Tensor.shape
+_plain_detach: Any = torch.Tensor.detach
 
 
 class Filling(Protocol):
@@ -130,7 +131,7 @@ _NOT_RECORDED = OperationKind.DIMENSIONS, OperationKind.SIZE
 
 def _by_the_table(name: str, method: Callable[..., Any], handler: Callable[..., Any]) -> Callable[..., Any]:
     """``method``, with what the table says where ``param`` is a part."""
-    is_recorded = kind_of(name) not in _NOT_RECORDED and name != "detach"
+    is_recorded = kind_of(name) not in _NOT_RECORDED
 
     @functools.wraps(method)
     def of_a_part(self: ShardedParameter, *rest: Any, **kwargs: Any) -> Any:
@@ -148,12 +149,24 @@ def _by_the_table(name: str, method: Callable[..., Any], handler: Callable[..., 
     return of_a_part
 
 
+@functools.wraps(_plain_detach)
+def _detach(self: ShardedParameter) -> torch.Tensor:
+    """Return a :class:`PartTensor` without the table's detours: a state dict detaches every parameter."""
+    result: torch.Tensor = _plain_detach(self)
+    info = self._flatshard_info
+    is_full = info.runtime is None or info.shard_world_size == 1 or (whole_now and not _is_part(self))
+    if not is_full and torch._C._is_torch_function_enabled():
+        result.__class__ = PartTensor
+        result._flatshard_info = info  # type: ignore[attr-defined]
+    return result
+
+
 def _methods_of_the_table() -> dict[str, Any]:
-    """The methods and properties of tensors that are not as plain as they are."""
-    found: dict[str, Any] = {}
+    """Return the methods and properties of tensors that differ for a shard."""
+    found: dict[str, Any] = {"detach": _detach}
     for name in dir(torch.Tensor):
         kind, attribute, handler = kind_of(name), getattr(torch.Tensor, name), handler_of(name)
-        if handler is None or (kind is None and name.startswith("__")):
+        if handler is None or (kind is None and name.startswith("__")) or name in found:
             continue
         if kind is OperationKind.RANDOM:
             found[name] = _filled_or_drawn(name)
