@@ -10,9 +10,6 @@ import inspect
 from collections.abc import Iterable
 from typing import Any
 
-from flatshard import _frames
-from flatshard._names import UNIT_KEY
-
 
 class InternalError(AssertionError):
     """A state that flatshard believed impossible: a bug in flatshard. The call that raised it has changed nothing.
@@ -123,29 +120,3 @@ RESTRUCTURE_BEFORE = (
     "parametrize, prune, normalise or delete parameters before fully_shard. A model that is sharded already: build it again, "
     "load flatshard.checkpoint.full_state_dict(module) into it, change it, and then call fully_shard"
 )
-
-
-def cure_of_reading() -> str:
-    """Return the cure for code that computes with a shard as if it were the full parameter."""
-    for frame in _frames.outward(_frames.of_caller()):
-        module = _frames.self_of(frame)
-        if _frames.function_name(frame) == "forward" and UNIT_KEY in getattr(module, "__dict__", ()):
-            return (
-                f"But here {type(module).__name__}.forward computes with it, and the policy has made the module that has it "
-                "a unit of its own. Leave that one to the unit around it: a head whose weight is read (a fused loss) by "
-                "policy={Block} in place of SplitRoot({Block})"
-            )
-    return "If a method of yours computes with it, register the method by flatshard.register_forward_method"
-
-
-def refuse_other_sharding(fqn: str) -> None:
-    """Raise if torch's FSDP has called, which would shard this rank's part of the parameter ``fqn`` once more."""
-    if _frames.called_by(_OTHER_SHARDING):
-        raise RuntimeError(
-            f"parameter {fqn!r} is sharded by flatshard.fully_shard, and torch's FSDP would shard this rank's part of it "
-            "once more. Use one of them: leave torch's out (in a tool that calls it unasked, turn its FSDP off), and "
-            "build the module again"
-        )
-
-
-_OTHER_SHARDING = ("torch.distributed.fsdp", "torch.distributed._composable")

@@ -1,15 +1,12 @@
-"""Frames of running code: only this file looks into them.
+"""Frames of running code. Only this file reads them.
 
-A forward is running as long as the frame that called it is. This is asked after exceptions that skipped hooks (an interrupt
-does), and when several threads run forwards. Errors say who has called, and what ranks wait for. Where torch tells nobody
-what a caller wants, its frame is looked at: ``_handle/tensors/guard.py``, [Note: Who reads], and
-``checkpoint/_standard_helpers.py``. Those files hold frames, and ask the functions here.
+A forward is running as long as the frame that called it is. Units check it after exceptions that skipped hooks, such as an
+interrupt, and when several threads run forwards. ``_callers.py`` answers who calls, and the watch says what a rank waits for.
 """
 
 from __future__ import annotations
 
 import inspect
-import itertools
 import sys
 import threading
 from collections.abc import Callable, Collection, Iterator
@@ -106,9 +103,9 @@ def module_name(frame: FrameType | None) -> str:
     return name
 
 
-def variable(frame: FrameType, name: str, default: Any = None) -> Any:
-    """A local variable of the function that runs in it."""
-    return frame.f_locals.get(name, default)
+def variables(frame: FrameType) -> dict[str, Any]:
+    """The local variables of the function that runs in it."""
+    return frame.f_locals
 
 
 def self_of(frame: FrameType) -> Any:
@@ -136,10 +133,3 @@ def main_thread_in(names: Collection[str], file: str) -> tuple[str, dict[str, An
         if frame.f_code.co_name in names and frame.f_code.co_filename == file:
             return frame.f_code.co_name, frame.f_locals
     return None
-
-
-def called_by(modules: tuple[str, ...]) -> bool:
-    """Whether code of a module whose name starts with one of ``modules`` is among the nearest callers."""
-    # nn.Module's __setattr__, and what noticed it, are in between.
-    nearest = itertools.islice(outward(sys._getframe(1)), 8)
-    return any(module_name(frame).startswith(modules) for frame in nearest)

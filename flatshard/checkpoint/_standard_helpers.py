@@ -17,23 +17,16 @@ import sys
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterator
-from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from flatshard import _frames
+from flatshard._callers import variables_of
 
 HELPERS = "torch.distributed.checkpoint.state_dict"
 """The module of torch's helpers. Without it nobody can have called one."""
-
-
-def callers() -> Iterator[FrameType]:
-    """The frames of those who have called the caller, from the innermost."""
-    return _frames.outward(_frames.of_caller(2))
 
 
 class Request(NamedTuple):
@@ -47,13 +40,13 @@ class Request(NamedTuple):
 
 def request(kind: str) -> Request | None:
     """Return the request of the helper for state of this ``kind``, ``"model"`` or ``"optim"``, or None if none has called."""
-    for frame in callers() if HELPERS in sys.modules else ():
-        if _frames.function_name(frame) == f"_get_{kind}_state_dict" and _frames.module_name(frame) == HELPERS:
-            options = _frames.variable(frame, "info")
-            receives = not options.cpu_offload or not dist.is_initialized() or dist.get_rank() == 0
-            device = torch.device("cpu") if options.cpu_offload else None
-            return Request(_frames.variable(frame, "model"), options.full_state_dict, receives, device)
-    return None
+    call = variables_of(HELPERS, f"_get_{kind}_state_dict") if HELPERS in sys.modules else None
+    if call is None:
+        return None
+    options = call["info"]
+    receives = not options.cpu_offload or not dist.is_initialized() or dist.get_rank() == 0
+    device = torch.device("cpu") if options.cpu_offload else None
+    return Request(call["model"], options.full_state_dict, receives, device)
 
 
 class _Last(threading.local):
@@ -81,14 +74,11 @@ def check_writer(name: str) -> None:
     Raises:
         ValueError: it is torch's ``HuggingFaceStorageWriter``.
     """
-    for frame in callers():
-        writer = _frames.variable(frame, "storage_writer") if _frames.module_name(frame) == _SAVER else None
-        if any(kind.__name__ == "HuggingFaceStorageWriter" for kind in type(writer).__mro__):
-            raise ValueError(
-                f"{name!r}: this rank's part is several boxes, of which torch's HuggingFaceStorageWriter keeps one. Shard "
-                "the model by whole rows, fully_shard(..., layout=flatshard.layouts.Rows()), or write the folder by "
-                "flatshard.checkpoint.export_safetensors(module, path)"
-            )
-
-
-_SAVER = "torch.distributed.checkpoint.state_dict_saver"
+    call = variables_of("torch.distributed.checkpoint.state_dict_saver", "_save_state_dict")
+    writer = None if call is None else call["storage_writer"]
+    if any(kind.__name__ == "HuggingFaceStorageWriter" for kind in type(writer).__mro__):
+        raise ValueError(
+            f"{name!r}: this rank's part is several boxes, of which torch's HuggingFaceStorageWriter keeps one. Shard "
+            "the model by whole rows, fully_shard(..., layout=flatshard.layouts.Rows()), or write the folder by "
+            "flatshard.checkpoint.export_safetensors(module, path)"
+        )

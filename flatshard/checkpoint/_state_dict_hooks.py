@@ -23,10 +23,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from flatshard._callers import variables_of
 from flatshard._composable.extensions import Extension, ForwardFeature
 from flatshard._composable.features.feature_link import FeatureLink
 from flatshard._composable.state import Unit, owner_of
-from flatshard._frames import is_of, variable
 from flatshard._handle.registrations import SHARDED
 from flatshard._handle.tensors.part import PartTensor
 from flatshard._handle.tensors.sharded_parameter import ShardedParameter, is_sharded_parameter, sharded_types
@@ -40,7 +40,7 @@ from flatshard.checkpoint._sharded_value import (
     local_source,
     sharded_value,
 )
-from flatshard.checkpoint._standard_helpers import HELPERS, Request, callers, model_request
+from flatshard.checkpoint._standard_helpers import HELPERS, Request, model_request
 from flatshard.checkpoint._state_dict import idle_flats, whole_parameters
 
 
@@ -268,6 +268,6 @@ def _problem(tensor: torch.Tensor, source: Any) -> str | None:
 
 
 def _is_strict() -> bool:
-    """What the user said to ``load_state_dict``: hooks are told True in any case."""
-    frame = next((frame for frame in callers() if is_of(frame, nn.Module.load_state_dict)), None)
-    return frame is not None and bool(variable(frame, "strict", True))
+    """Return the ``strict=`` that the user gave to ``load_state_dict``. Hooks get True in any case."""
+    call = variables_of(nn.Module.__module__, "load_state_dict")
+    return call is not None and bool(call["strict"])

@@ -21,15 +21,13 @@ import itertools
 import math
 import warnings
 from collections.abc import Callable, Iterator
-from types import FrameType
 from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 
-from flatshard._errors import cure_of_reading, refuse_other_sharding
-from flatshard._frames import function_name, module_name, of_caller
+from flatshard._callers import Caller, cure_of_reading, refuse_other_sharding
 from flatshard._handle.tensors.aggregate import Aggregate, device_for, local_norms, plainly
 from flatshard._handle.tensors.operations import OperationKind, is_in_place, is_of_many, kind_of
 from flatshard._handle.tensors.partial import METADATA, NORMS, UNSCALE, make_whole, norm_arguments, retype
@@ -232,27 +230,27 @@ def warn_of_memory_format(fqn: str) -> None:
 
 def _dimensions(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     """Return the number of dimensions of the full tensor, adjusted by those that a view adds or removes."""
-    part, info, reader = args[0], args[0]._flatshard_info, of_caller(2)
-    check_initialiser(info, reader)
+    part, info, caller = args[0], args[0]._flatshard_info, Caller(1)
+    refuse_initialiser(info, caller)
     with plainly():
         own: int = part.dim()
         # On the meta device torch computes by Python code, which takes the dimensions for those of the shape. So does
         # torch's private code, as dynamo, which looks at memory.
-        is_of_memory = part.is_meta or module_name(reader).startswith("torch._")
-        return own if is_of_memory else own + len(info.full_shape) - len(info.part_shape)
+        return own if part.is_meta or caller.is_private_torch else own + len(info.full_shape) - len(info.part_shape)
 
 
 def _shape(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Size:
     shape: torch.Size = _plainly(func, args, kwargs)
     if 0 in shape:  # initialisers leave it alone, where those of other ranks go on
-        check_initialiser(args[0]._flatshard_info, of_caller(2))
+        refuse_initialiser(args[0]._flatshard_info, Caller(1))
     return shape
 
 
-def check_initialiser(info: ShardInfo, reader: FrameType) -> None:
-    """Raise if one of torch's initialisers asks for the shape of a part: for that of the whole, from which it computes."""
-    if module_name(reader) == nn.init.__name__ and (info.is_cut or info.wrapping is not None or len(info.shape) < 2):
-        refuse(info, function_name(reader))
+def refuse_initialiser(info: ShardInfo, caller: Caller) -> None:
+    """Raise if one of torch's initialisers asks for the shape of a shard, as it computes with the full shape."""
+    name = caller.initialiser
+    if name is not None and (info.is_cut or info.wrapping is not None or len(info.shape) < 2):
+        refuse(info, name)
 
 
 def _size(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -31,7 +31,6 @@ import copy
 import functools
 import weakref
 from collections.abc import Callable, Iterable
-from types import FrameType
 from typing import Any, Protocol, Self, TypeGuard
 
 import torch
@@ -41,13 +40,13 @@ from torch.optim import optimizer as _torch_optimizer
 from torch.overrides import has_torch_function
 from torch.utils.hooks import RemovableHandle
 
+from flatshard._callers import Caller
 from flatshard._errors import RESTRUCTURE_BEFORE
-from flatshard._frames import function_name, is_of, of_caller, outward
 from flatshard._handle.tensors.changes import changes
 from flatshard._handle.tensors.direct import leaf_of
 from flatshard._handle.tensors.grad_dtype import hand_on, plain_grad_dtype
 from flatshard._handle.tensors.operations import OperationKind, kind_of
-from flatshard._handle.tensors.part import PartTensor, as_leaves, check_initialiser, draw, handler_of, refuse, settle
+from flatshard._handle.tensors.part import PartTensor, as_leaves, draw, handler_of, refuse, refuse_initialiser, settle
 from flatshard._handle.tensors.partial import make_whole
 from flatshard._handle.tensors.shard_info import ShardInfo
 from flatshard._handle.tensors.sharded_gradient import mark, plain_grad
@@ -213,10 +212,10 @@ class ShardedParameter(nn.Parameter):
 
     def _set_data(self, data: torch.Tensor) -> None:
         if not _is_same(self, data):  # module.to() may assign the same memory
-            writer = of_caller(1)
-            if handle_to_empty(self, writer, data):
+            caller = Caller()
+            if handle_to_empty(self, caller, data):
                 return
-            if is_of(writer, nn.utils.vector_to_parameters) and _is_part(self):
+            if caller.assigns_vector and _is_part(self):
                 refuse(self._flatshard_info, "vector_to_parameters")
             _plain_data.__set__(self, data)
             increment_version(self)
@@ -271,9 +270,9 @@ class ShardedParameter(nn.Parameter):
     def _get_shape(self) -> torch.Size:
         shape: torch.Size = _plain_shape.__get__(self)
         if 0 in shape:  # initialisers leave it alone, where those of other ranks go on
-            reader = of_caller(1)
+            caller = Caller()
             if _is_part(self):
-                check_initialiser(self._flatshard_info, reader)
+                refuse_initialiser(self._flatshard_info, caller)
         return shape
 
     shape = property(_get_shape)
@@ -356,15 +355,15 @@ def is_sharded_parameter(value: Any) -> TypeGuard[ShardedParameter]:
 _torch_optimizer._foreach_supported_types.append(ShardedParameter)
 
 
-def handle_to_empty(param: ShardedParameter, writer: FrameType, new: torch.Tensor) -> bool:
-    """If ``writer``, which gives ``param`` the memory ``new``, is ``module.to_empty()``: allocate the shard of a parameter on
-    meta, and return True. [Note: Filled later]
+def handle_to_empty(param: ShardedParameter, caller: Caller, new: torch.Tensor) -> bool:
+    """Allocate the shard of ``param`` on meta and return True, if ``module.to_empty()`` gives it the memory ``new``.
+
+    It is filled afterwards: [Note: Filled later].
 
     Raises:
         RuntimeError: ``param`` has its values, which would be lost.
     """
-    frame = next((each for each in outward(writer) if function_name(each) != "_apply"), None)
-    if not is_of(frame, nn.Module.to_empty):
+    if not caller.empties:
         return False
     home = home_of(param)
     if home is not None and home.filling is not None:
