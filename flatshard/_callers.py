@@ -123,6 +123,7 @@ class CallingForward:
                 "backward for each forward. Otherwise this forward was not called by its unit's forward: call the module "
                 "that is the unit, as module(...)"
             )
+        # The cure: register the method that computes, if a unit has one; else call the unit, or make another one.
         called, found = self._method_around(param)
         if found is not None:
             owner, method = found

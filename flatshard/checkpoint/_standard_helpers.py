@@ -1,14 +1,13 @@
-"""What functions of ``torch.distributed.checkpoint`` want of state: its helpers for ``state_dict()``, its writers.
+"""Requests of functions of ``torch.distributed.checkpoint``: its helpers for state dicts, its writers.
 
 [Note: Full state for the standard helpers]
-``get_model_state_dict(full_state_dict=True)`` calls ``model.state_dict()`` and then gathers what are DTensors. There is no
-seam for others: so the hooks that make sharded values look whether this helper is calling, and what its options are, and
-give whole tensors to it. With ``cpu_offload`` the helper throws away all but the first rank's, so the others get tensors
-without memory.
+``get_model_state_dict(full_state_dict=True)`` calls ``model.state_dict()``, and gathers the DTensors in it. It gathers
+nothing else, and has no hook. So our hooks on ``state_dict()`` look whether this helper calls, and give it full tensors.
+With ``cpu_offload`` it drops the tensors of all ranks but the first, so these get tensors without memory.
 
 [Note: One box of a name]
-``HuggingFaceStorageWriter`` keeps one box of each name and rank, without a word about others. A value is asked for its boxes
-before anything is written, and can look there who is to write them.
+``HuggingFaceStorageWriter`` keeps one box for each name and rank, and silently drops the others. A value is asked for its
+boxes before anything is written, and then looks for the writer.
 """
 
 from __future__ import annotations
@@ -69,7 +68,7 @@ def model_request(destination: dict[str, Any]) -> Request | None:
 
 
 def check_writer(name: str) -> None:
-    """Raise if the writer of the save under way would not keep all of the boxes of ``name``. [Note: One box of a name]
+    """Raise if the writer of this save would drop boxes of ``name``. [Note: One box of a name]
 
     Raises:
         ValueError: it is torch's ``HuggingFaceStorageWriter``.
@@ -78,7 +77,7 @@ def check_writer(name: str) -> None:
     writer = None if call is None else call["storage_writer"]
     if any(kind.__name__ == "HuggingFaceStorageWriter" for kind in type(writer).__mro__):
         raise ValueError(
-            f"{name!r}: this rank's part is several boxes, of which torch's HuggingFaceStorageWriter keeps one. Shard "
+            f"{name!r}: this rank's shard is several boxes, of which torch's HuggingFaceStorageWriter keeps one. Shard "
             "the model by whole rows, fully_shard(..., layout=flatshard.layouts.Rows()), or write the folder by "
             "flatshard.checkpoint.export_safetensors(module, path)"
         )

@@ -1,14 +1,13 @@
 """``state_dict()`` and ``load_state_dict()`` of sharded modules, by torch's own hooks on each of them.
 
-Hooks on every module that a unit owns, not on the unit's alone: so the state dict of any submodule is right, too.
+The hooks are on every module of a unit, so that the state dict of any submodule is right, too.
 
 [Note: Nothing is changed by a bad checkpoint]
-torch loads module by module, and complains at the end. Here the hook that comes first in a ``load_state_dict`` (that of
-the outermost module that ``fully_shard`` has seen) looks at all keys, shapes and dtypes below it, and raises one error with
-all names before anything is copied. Where the values are whole, it is raised on all ranks: each may have been given others
-(``{}``, by ``full_state_dict(rank0_only=True)``). A rank's own parts, of an average or read in place, it loads alone.
-Modules that translate what they load (their class overrides ``_load_from_state_dict``, or they have hooks of their own before
-loading) are left to themselves.
+torch loads module by module, and raises at the end. Here the hook of the outermost module checks all keys, shapes and dtypes
+below it. It raises one error with all names before anything is copied. If the values are full tensors, all ranks raise, as
+each may have been given others: ``{}``, by ``full_state_dict(rank0_only=True)``. Shards are checked by each rank alone.
+Modules that translate their values are not checked: their class overrides ``_load_from_state_dict``, or they have pre-hooks
+of their own.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ from flatshard.checkpoint._state_dict import idle_flats, whole_parameters
 
 
 class _Checked(threading.local):
-    """The ``load_state_dict`` that was checked last: its list of errors, which is its own, and the prefix."""
+    """The last ``load_state_dict`` that was checked. Its list of errors identifies it."""
 
     errors: list[str] | None = None
     prefix = ""
@@ -55,13 +54,13 @@ _checked = _Checked()
 
 
 class StateDicts(Extension):
-    """Has the modules of every unit give and take sharded values."""
+    """Hooks the modules of every unit, so that their state dicts have sharded values."""
 
     def attach(self, unit: Unit, modules: list[nn.Module]) -> UnitStateDicts:
         feature = UnitStateDicts(unit)
         hooks = StateDictHooks(feature.link)
         for module in modules:
-            if not isinstance(module, torch.jit.ScriptModule):  # takes no hooks
+            if not isinstance(module, torch.jit.ScriptModule):  # it takes no hooks
                 module.register_state_dict_pre_hook(hooks.before_state_dict)  # type: ignore[no-untyped-call]
                 module.register_state_dict_post_hook(functools.partial(_after_state_dict))  # type: ignore[no-untyped-call]
                 module.register_load_state_dict_pre_hook(hooks.before_load)  # type: ignore[no-untyped-call]
@@ -69,7 +68,7 @@ class StateDicts(Extension):
 
 
 class UnitStateDicts(ForwardFeature):
-    """What the hooks on a unit's modules know the unit by."""
+    """The unit of the hooks on its modules."""
 
     def __init__(self, unit: Unit) -> None:
         self.unit = unit
@@ -90,8 +89,7 @@ class StateDictHooks:
     def adopt_changes(self) -> None:
         """Take over what the user replaced, so that what is registered is what the shards hold.
 
-        After ``unshard()`` the sharded parameters are registered again. A state dict must not hold the unsharded ones, whose
-        memory is freed later.
+        After ``unshard()`` the sharded parameters are registered again: the memory of unsharded ones is freed later.
         """
         feature = self._link.feature
         for unit in () if feature is None else feature.unit.needs:
@@ -189,7 +187,7 @@ def _check(root: nn.Module, state_dict: dict[str, Any], prefix: str) -> None:
         for name, tensor in _persistent(module):
             expected.add(at + name)
             if at + name not in state_dict:
-                if name != "num_batches_tracked":  # which checkpoints of old lack
+                if name != "num_batches_tracked":  # old checkpoints lack it
                     missing.append(at + name)
             elif problem := _problem(tensor, state_dict[at + name]):
                 problems.append(f"{at + name}: {problem}")
@@ -213,14 +211,14 @@ def _check(root: nn.Module, state_dict: dict[str, Any], prefix: str) -> None:
 
 
 _EMPTY = (
-    "It is empty here. Of full_state_dict(rank0_only=True) the first rank alone has values: for all to load them, call "
+    "It is empty here. Only the first rank has the values of full_state_dict(rank0_only=True): for all to load them, call "
     "torch.distributed.checkpoint.state_dict.set_model_state_dict(model, state, options=StateDictOptions("
     "full_state_dict=True, broadcast_from_rank0=True))"
 )
 
 
 def _to_ask(root: nn.Module, state_dict: dict[str, Any], prefix: str) -> set[UnitRanks]:
-    """The ranks that load together with this one: where whole values are loaded into parts, all that have other parts."""
+    """Return the ranks that must agree on this load: if full values are loaded, all that have shards of a parameter."""
     if any(isinstance(v, ShardedValue) or is_part(v) for key, v in state_dict.items() if key.startswith(prefix)):
         return set()
     sharded = [param for module in root.modules() for param in module._parameters.values() if is_part(param)]
@@ -228,7 +226,7 @@ def _to_ask(root: nn.Module, state_dict: dict[str, Any], prefix: str) -> set[Uni
 
 
 def _named_modules(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
-    """As ``load_state_dict`` walks: a module under each of its names."""
+    """Iterate over modules as ``load_state_dict`` does: under each of their names."""
     yield prefix, module
     for name, child in module._modules.items():
         if child is not None:
@@ -236,7 +234,7 @@ def _named_modules(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Mod
 
 
 def translates(module: nn.Module) -> bool:
-    """Whether what ``module`` loads may not be what the state dict has under its names."""
+    """Return whether ``module`` may load other values than the state dict has under its names."""
     load = type(module)._load_from_state_dict
     if load is not nn.Module._load_from_state_dict and not load.__module__.startswith("torch.nn.modules."):
         return True

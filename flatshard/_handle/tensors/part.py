@@ -83,7 +83,7 @@ class PartTensor(torch.Tensor):
 
 
 class OwnedTensor(PartTensor):
-    """What is computed from a parameter that is never cut, and not from its elements alone: it is the owner's."""
+    """A result of rows and columns of a parameter that is never cut. Only its owner's values are right."""
 
 
 # -- handlers ----------------------------------------------------------------------------------------------------------
@@ -96,13 +96,13 @@ def name_of(func: Function) -> str:
 
 
 def _handler(func: Function) -> Handler | None:
-    """What is called for ``func``. None: ``func`` itself, as for a plain tensor."""
+    """Return the handler of ``func``, or None if ``func`` itself is called, as for a plain tensor."""
     found = HANDLERS[func] = handler_of(name_of(func))
     return found
 
 
 def handler_of(name: str) -> Handler | None:
-    """The same for the function or attribute ``name``."""
+    """Return the handler of the function or attribute ``name``, or None if it works as for a plain tensor."""
     if is_of_many(name) or is_in_place(name):
         return None
     kind = kind_of(name)
@@ -304,7 +304,7 @@ def _rows_only(info: ShardInfo, name: str) -> None:
 
 
 def _transpose(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Of a vector it is the vector."""
+    """Transpose rows and columns. A vector stays as it is."""
     info = args[0]._flatshard_info
     return _same(func, args, kwargs) if len(info.shape) < 2 else _by_rows(func, args, kwargs)
 

@@ -58,7 +58,7 @@ _plain_detach: Any = torch.Tensor.detach
 
 
 class Filling(Protocol):
-    """How a feature gives a flat parameter memory and values after ``fully_shard``. [Note: Filled later]"""
+    """A feature that gives a flat parameter memory and values after ``fully_shard``. [Note: Filled later]"""
 
     @property
     def unit(self) -> str:
@@ -386,9 +386,9 @@ def own_of(shown: nn.Parameter) -> ShardedParameter | None:
 
 
 def show_whole(param: ShardedParameter, beside: Iterable[Any] = ()) -> nn.Parameter:
-    """What code gets that reads ``param`` from its module: itself, or while it is being filled, the whole.
+    """Return ``param`` for code that reads it from its module, or the full parameter while it is being filled.
 
-    ``beside``: the module's own parameters.
+    ``beside`` has the module's own parameters.
     """
     home = _homes.get(id(param))
     if home is None or home.filling is None:
