@@ -115,7 +115,7 @@ class GuardedParameters(Parameters):
         return repr(self.copy())
 
     def _for_reader(self, param: ShardedParameter, caller: Caller) -> nn.Parameter:
-        """Return ``param``, or the full one to code that fills it. [Note: Who reads], [Note: Filled later]
+        """Return ``param``, or the full one while it is being filled. [Note: Who reads], [Note: Filled later]
 
         Raises:
             RuntimeError: a forward of this dict's module reads it. Others may: ``model.head.weight.grad``.
@@ -123,7 +123,7 @@ class GuardedParameters(Parameters):
         if not param._flatshard_info.is_whole and (forward := caller.forward_of(self)) is not None:
             raise RuntimeError(forward.explain(param))
         _refuse_early(param, caller)
-        return show_whole(param, super().values()) if caller.reads_attribute else param
+        return show_whole(param, super().values())
 
     def _check_part(self, name: str, param: nn.Parameter, caller: Caller) -> None:
         """Raise if a forward reads a shard from a copy of its module that was made without its unit."""
