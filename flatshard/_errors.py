@@ -1,6 +1,6 @@
-"""Errors of users apart from errors of ours.
+"""Errors: a user's mistake, or a bug of ours.
 
-A user's mistake is a ``ValueError``, ``TypeError`` or ``RuntimeError`` whose message says *who* (the FQN), *what*
+A user's mistake is a ``ValueError``, ``TypeError`` or ``RuntimeError``. Its message says *who* (the FQN), *what*
 (actual against expected) and the *cure* (the call that fixes it). A bug of ours is an :class:`InternalError`.
 """
 
@@ -10,12 +10,9 @@ import inspect
 from collections.abc import Iterable
 from typing import Any
 
-from flatshard import _frames
-from flatshard._names import UNIT_KEY
-
 
 class InternalError(AssertionError):
-    """A state that flatshard believed impossible: a bug in flatshard. The call that raised it has changed nothing.
+    """A bug in flatshard: it reached a state that it regards as impossible. The call that raised it has changed nothing.
 
     Example::
 
@@ -31,11 +28,11 @@ class InternalError(AssertionError):
 
 
 class CollectiveError(RuntimeError):
-    """A collective of a unit failed: another rank died or left the step, the process group's timeout passed, or what was
-    given as ``collectives=`` or as a communication hook raised. The error that it met is its ``__cause__``.
+    """A collective of a unit failed. Another rank died or left the step, the process group's timeout passed, or custom
+    ``collectives=`` or a communication hook raised. The original error is its ``__cause__``.
 
-    Nothing is left under way for the unit, whose gradients of this backward are dropped. A gloo group is of no use after
-    a dead rank or a timeout: end the process, or make new groups and build the model anew.
+    No collective of the unit is left under way, and its gradients of this backward are dropped. After a dead rank or a
+    timeout a gloo group cannot be used: end the process, or make new groups and build the model again.
 
     Example::
 
@@ -46,9 +43,9 @@ class CollectiveError(RuntimeError):
             raise
 
     Attributes:
-        phase: ``"all-gather"``, ``"reduce-scatter"``, ``"all-reduce"`` or ``"broadcast"``; of norms and other numbers
-            ``"all-reduce for"`` and what is computed.
-        unit: the unit's FQN; ``""`` is the root, and for numbers.
+        phase: ``"all-gather"``, ``"reduce-scatter"``, ``"all-reduce"`` or ``"broadcast"``; for norms and other numbers
+            ``"all-reduce for"`` and the name of the number.
+        unit: the unit's FQN; ``""`` for the root, and for numbers.
         rank: this process's rank in the unit's process group.
         world_size: the number of ranks of that group.
     """
@@ -58,20 +55,20 @@ class CollectiveError(RuntimeError):
         self.phase, self.unit, self.rank, self.world_size = phase, unit, rank, world_size
 
     def __str__(self) -> str:
-        # The cause may be a long text of gloo's about a connection, and says nothing about why: so it comes last.
+        # The cause comes last: it may be a long text of gloo's about a connection, which does not say why it failed.
         of = "" if " for " in self.phase else f" of unit {self.unit or '<root>'!r}"
         return (
             f"the {self.phase}{of} failed on rank {self.rank} of {self.world_size}: if it "
             "waited in vain or lost a connection, look for the first error on the other ranks: one of them died, or did not "
-            f"come to {'it' if not of else 'this unit'}. The error on this rank: {self.args[-1]}"
+            f"reach {'it' if not of else 'this unit'}. The error on this rank: {self.args[-1]}"
         )
 
 
 class OutOfStepError(CollectiveError):
-    """Ranks run different units, or the same units in different orders: they wait for collectives that others do not issue.
+    """Ranks run different units, or the same units in different orders. They wait for collectives that others do not issue.
 
-    All ranks raise it, and no data of different units have been mixed, unless the message says so. The process group is of
-    no use any more. The attributes say which collective of this rank it was.
+    All ranks raise it. No data of different units were mixed, unless the message says so. The process group cannot be used
+    again. The attributes describe the collective of this rank.
 
     Example::
 
@@ -87,21 +84,21 @@ class OutOfStepError(CollectiveError):
 
 
 class ReconfiguredError(CollectiveError):
-    """The process group was given other ranks after a module was sharded over it. Nothing was sent."""
+    """The process group got other ranks after a module was sharded over it. Nothing was sent."""
 
     def __str__(self) -> str:
         return str(self.args[-1])
 
 
 def name_list(names: Iterable[str], limit: int = 8) -> str:
-    """``'a', 'b', ... (3 more)``: names in an error message, never a wall of text."""
+    """Return ``'a', 'b', ... (3 more)``: the first ``limit`` of ``names`` for an error message."""
     names = list(names)
     shown = ", ".join(repr(name) if name else "the root module" for name in names[:limit])
     return shown if len(names) <= limit else f"{shown}, ... ({len(names) - limit} more)"
 
 
 def why_not_called(function: Any, *args: Any, **kwargs: Any) -> str | None:
-    """Why ``function`` cannot be called with these arguments, as far as it has a signature. None: it can."""
+    """Return why ``function`` cannot be called with these arguments, or None if it can, or has no signature."""
     try:
         inspect.signature(function).bind(*args, **kwargs)
     except TypeError as e:
@@ -112,7 +109,7 @@ def why_not_called(function: Any, *args: Any, **kwargs: Any) -> str | None:
 
 
 def cannot_trace(what: str, who: str) -> RuntimeError:
-    """The error for a tracer that meets ``who``, a sharded parameter or a unit."""
+    """Return the error for a tracer that reaches ``who``, a sharded parameter or a unit."""
     return RuntimeError(
         f"{what} cannot trace a sharded module: {who} is gathered for each forward, which a trace cannot contain. Trace "
         "a new model that is not sharded, with the values of flatshard.checkpoint.full_state_dict(module)"
@@ -123,29 +120,3 @@ RESTRUCTURE_BEFORE = (
     "parametrize, prune, normalise or delete parameters before fully_shard. A model that is sharded already: build it again, "
     "load flatshard.checkpoint.full_state_dict(module) into it, change it, and then call fully_shard"
 )
-
-
-def cure_of_reading() -> str:
-    """Return the cure for code that computes with a shard as if it were the full parameter."""
-    for frame in _frames.outward(_frames.of_caller()):
-        module = _frames.self_of(frame)
-        if _frames.function_name(frame) == "forward" and UNIT_KEY in getattr(module, "__dict__", ()):
-            return (
-                f"But here {type(module).__name__}.forward computes with it, and the policy has made the module that has it "
-                "a unit of its own. Leave that one to the unit around it: a head whose weight is read (a fused loss) by "
-                "policy={Block} in place of SplitRoot({Block})"
-            )
-    return "If a method of yours computes with it, register the method by flatshard.register_forward_method"
-
-
-def refuse_other_sharding(fqn: str) -> None:
-    """Raise if torch's FSDP has called, which would shard this rank's part of the parameter ``fqn`` once more."""
-    if _frames.called_by(_OTHER_SHARDING):
-        raise RuntimeError(
-            f"parameter {fqn!r} is sharded by flatshard.fully_shard, and torch's FSDP would shard this rank's part of it "
-            "once more. Use one of them: leave torch's out (in a tool that calls it unasked, turn its FSDP off), and "
-            "build the module again"
-        )
-
-
-_OTHER_SHARDING = ("torch.distributed.fsdp", "torch.distributed._composable")

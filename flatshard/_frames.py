@@ -1,15 +1,12 @@
-"""Frames of running code: only this file looks into them.
+"""Frames of running code. Only this file reads them.
 
-A forward is running as long as the frame that called it is. This is asked after exceptions that skipped hooks (an interrupt
-does), and when several threads run forwards. Errors say who has called, and what ranks wait for. Where torch tells nobody
-what a caller wants, its frame is looked at: ``_handle/tensors/guard.py``, [Note: Who reads], and
-``checkpoint/_standard_helpers.py``. Those files hold frames, and ask the functions here.
+A forward is running as long as the frame that called it is. Units check it after exceptions that skipped hooks, such as an
+interrupt, and when several threads run forwards. ``_callers.py`` answers who calls, and the watch says what a rank waits for.
 """
 
 from __future__ import annotations
 
 import inspect
-import itertools
 import sys
 import threading
 from collections.abc import Callable, Collection, Iterator
@@ -22,13 +19,14 @@ _MODULE_FILE = nn.Module.__call__.__code__.co_filename
 
 
 def of_caller(depth: int = 0) -> FrameType:
-    """The frame of the caller, or ``depth`` callers further out."""
+    """Return the frame of the caller, or of ``depth`` callers further out."""
     return sys._getframe(1 + depth)
 
 
 def of_module_call(depth: int, outer: FrameType | None) -> tuple[FrameType, bool]:
-    """The frame of the ``nn.Module.__call__`` that is running, as seen from ``depth`` callers further out; and whether it was
-    called, directly or indirectly, from ``outer``.
+    """Return the frame of the running ``nn.Module.__call__``, and whether ``outer`` called it, directly or indirectly.
+
+    The search begins ``depth`` callers further out.
     """
     frame = sys._getframe(1 + depth)
     while frame.f_code.co_filename != _MODULE_FILE and frame.f_back is not None:  # the hook may be wrapped
@@ -37,19 +35,19 @@ def of_module_call(depth: int, outer: FrameType | None) -> tuple[FrameType, bool
 
 
 def caller_of(frame: FrameType) -> FrameType | None:
-    """The frame that ``frame`` was called from."""
+    """Return the frame that called ``frame``, or None if none did."""
     return frame.f_back
 
 
 def outward(frame: FrameType | None) -> Iterator[FrameType]:
-    """``frame``, and those that it was called from."""
+    """Iterate over ``frame`` and its callers, from the innermost."""
     while frame is not None:
         yield frame
         frame = frame.f_back
 
 
 def is_inside(frame: FrameType, outer: FrameType) -> bool:
-    """Whether ``frame`` was called, directly or indirectly, from ``outer``."""
+    """Return whether ``outer`` called ``frame``, directly or indirectly."""
     at: FrameType | None = frame
     while at is not None:
         if at is outer:
@@ -59,13 +57,13 @@ def is_inside(frame: FrameType, outer: FrameType) -> bool:
 
 
 def runs(frame: FrameType, elsewhere: bool = False) -> bool:
-    """Whether ``frame`` is running on any thread, or (``elsewhere``) on one that is not the caller's."""
+    """Return whether ``frame`` is running on any thread, or with ``elsewhere`` on any but the caller's."""
     here = threading.get_ident() if elsewhere else None
     return any(thread != here and is_inside(running, frame) for thread, running in sys._current_frames().items())
 
 
 def threads() -> set[int]:
-    """The threads that run Python code now."""
+    """Return the ids of the threads that run Python code now."""
     return set(sys._current_frames())
 
 
@@ -73,22 +71,22 @@ def threads() -> set[int]:
 
 
 def is_of(frame: FrameType | None, function: Callable[..., Any]) -> bool:
-    """Whether ``function``, written in Python, runs in ``frame``."""
+    """Return whether ``function``, written in Python, runs in ``frame``."""
     return frame is not None and frame.f_code is function.__code__
 
 
 def code_of(function: Callable[..., Any]) -> CodeType:
-    """The code of ``function``, written in Python: what torch knows a function by that dynamo is not to look below."""
+    """Return the code of ``function``, written in Python. Dynamo skips functions by their code."""
     return function.__code__
 
 
 def is_in_module_file(frame: FrameType) -> bool:
-    """Whether a method of ``nn.Module`` itself runs in it, such as the call that runs hooks."""
+    """Return whether a method of ``nn.Module`` itself runs in ``frame``, such as the call that runs hooks."""
     return frame.f_code.co_filename == _MODULE_FILE
 
 
 def is_inner_of(frame: FrameType, function: Callable[..., Any]) -> bool:
-    """Whether a function that ``function`` defines inside itself runs in it."""
+    """Return whether a function that ``function`` defines inside itself runs in ``frame``."""
     return frame.f_code in function.__code__.co_consts
 
 
@@ -101,24 +99,24 @@ def file_of(frame: FrameType) -> str:
 
 
 def module_name(frame: FrameType | None) -> str:
-    """The name of the Python module whose code runs in it. Empty for None."""
+    """Return the name of the Python module whose code runs in ``frame``, or "" for None."""
     name: str = "" if frame is None else frame.f_globals.get("__name__", "")
     return name
 
 
-def variable(frame: FrameType, name: str, default: Any = None) -> Any:
-    """A local variable of the function that runs in it."""
-    return frame.f_locals.get(name, default)
+def variables(frame: FrameType) -> dict[str, Any]:
+    """Return the local variables of the function that runs in ``frame``."""
+    return frame.f_locals
 
 
 def self_of(frame: FrameType) -> Any:
-    """The first argument of the function that runs in it, or None."""
+    """Return the first argument of the function that runs in ``frame``, or None if it has none."""
     code = frame.f_code
     return frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
 
 
 def method_name(kind: type, frame: FrameType) -> str | None:
-    """The name of the method of ``kind`` that runs in it, directly or inside decorators. None if there is none."""
+    """Return the name of the method of ``kind`` that runs in ``frame``, also inside decorators, or None if none does."""
     code = frame.f_code
     for cls in kind.__mro__:
         for name, found in cls.__dict__.items():
@@ -126,20 +124,13 @@ def method_name(kind: type, frame: FrameType) -> str | None:
                 if getattr(found, "__code__", None) is code:
                     return name
                 found = getattr(found, "__wrapped__", None)
-    # In a decorator without functools.wraps: the decorated function has the method's name.
+    # A decorator without functools.wraps: the decorated function has the method's name.
     return code.co_name if callable(inspect.getattr_static(kind, code.co_name, None)) else None
 
 
 def main_thread_in(names: Collection[str], file: str) -> tuple[str, dict[str, Any]] | None:
-    """The innermost call, on the main thread, of one of the functions ``names`` of ``file``: its name, and its variables."""
+    """Return the name and variables of the innermost call of one of ``names`` in ``file``, on the main thread, or None."""
     for frame in outward(sys._current_frames().get(threading.main_thread().ident or 0)):
         if frame.f_code.co_name in names and frame.f_code.co_filename == file:
             return frame.f_code.co_name, frame.f_locals
     return None
-
-
-def called_by(modules: tuple[str, ...]) -> bool:
-    """Whether code of a module whose name starts with one of ``modules`` is among the nearest callers."""
-    # nn.Module's __setattr__, and what noticed it, are in between.
-    nearest = itertools.islice(outward(sys._getframe(1)), 8)
-    return any(module_name(frame).startswith(modules) for frame in nearest)

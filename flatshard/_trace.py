@@ -1,6 +1,6 @@
-"""Who did what, when: profiler labels, the logger, and an in-memory list of events for tests.
+"""Events of units: labels for profilers, the logger, and a list in memory for tests.
 
-Costs one global read per event while nobody listens.
+An event costs one global read while nobody listens.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if _config.TRACE:
 
 
 def event(what: str, unit: str) -> None:
-    """Note ``what`` happened to the unit with FQN ``unit`` ('' is the root). Where it costs, ask for ``sinks`` first."""
+    """Send an event of the unit with the FQN ``unit`` ("" for the root) to all sinks. Frequent callers test them first."""
     text = f"{what} {unit or '<root>'}"
     for sink in sinks:
         sink(text)
@@ -43,7 +43,7 @@ def event(what: str, unit: str) -> None:
 
 @contextlib.contextmanager
 def record_events() -> Iterator[list[str]]:
-    """Collect the events of this process inside the ``with`` block, as readable lines, in order."""
+    """Collect the events of this process inside the ``with`` block: readable lines, in order."""
     events: list[str] = []
     sink = events.append
     sinks.append(sink)
@@ -54,12 +54,12 @@ def record_events() -> Iterator[list[str]]:
 
 
 def is_profiling() -> bool:
-    """Whether a profiler runs. Read from where torch notes it: to ask its C++ code takes three times as long."""
+    """Return whether a profiler runs. Torch's Python flag is read, as its C++ code takes three times as long."""
     return profiler._is_profiler_enabled
 
 
 def labelled(what: str, unit: str, where: AbstractContextManager[object]) -> AbstractContextManager[object]:
-    """``where``, within a profiler range ``flatshard::what (unit)`` while a profiler runs."""
+    """Return ``where``, inside of a profiler range ``flatshard::what (unit)`` while a profiler runs."""
     return _in_range(f"flatshard::{what} ({unit or '<root>'})", where) if is_profiling() else where
 
 

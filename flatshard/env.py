@@ -1,4 +1,4 @@
-"""What a bug report needs: versions, devices and settings. Run ``python -m flatshard.env``, also under torchrun."""
+"""Facts for a bug report: versions, devices and settings. Run ``python -m flatshard.env``, also under torchrun."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _OF_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_R
 
 
 def report() -> str:
-    """One line a fact, as ``name: value``. It has no file names, and of environment variables only those that matter here.
+    """Return one line for each fact, ``name: value``. It has no file names, and only the environment variables that matter.
 
     Example::
 

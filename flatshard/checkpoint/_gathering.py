@@ -1,4 +1,4 @@
-"""What checkpoints gather besides parameters: texts, and parts of tensors."""
+"""Collectives of checkpoints, besides those for parameters: texts, and shards of single tensors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from flatshard._runtime import Runtime
 def check_one_value(ranks: Iterable[Mapping[str, list[int] | None]]) -> None:
     """Raise if ranks have different parameters under one name, as experts may be.
 
-    ``ranks``: of each rank, by name: the ranks that have the same parameter (``ExpertRanks.ranks_around``); None: all have.
+    ``ranks`` has a mapping from each rank. Its values are the ranks that have the same parameter under a name
+    (``ExpertRanks.ranks_around``), or None if all have it.
     """
     found: dict[str, set[tuple[int, ...]]] = {}
     for of_rank in ranks:
@@ -57,7 +58,7 @@ def exchange_over(runtime: Runtime, label: Label, text: str) -> list[str]:
 
 
 def from_parts(runtime: Runtime, part: torch.Tensor | None, start: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
-    """A 1-D tensor of ``numel`` elements, the same on all ranks. Each rank passes its part, at ``start``, or None."""
+    """Return a 1-D tensor of ``numel`` elements, the same on all ranks. Each passes its shard from ``start`` on, or None."""
     result = torch.zeros(numel, dtype=dtype, device=runtime.device)
     if part is not None:
         result[start : start + part.numel()].copy_(part)
@@ -67,10 +68,7 @@ def from_parts(runtime: Runtime, part: torch.Tensor | None, start: int, numel: i
 
 
 def unwrapped_whole(whole: torch.Tensor, info: ShardInfo | None) -> torch.Tensor:
-    """The whole parameter as the user knows it: in its tensor subclass, and not tensor-parallel.
-
-    With tensor parallelism this gathers over its mesh.
-    """
+    """Return the full parameter in its tensor subclass. A tensor-parallel one is gathered over its mesh."""
     if info is None or info.wrapping is None:
         return whole
     whole = info.wrapping.wrap(whole)

@@ -1,18 +1,17 @@
-"""What ``state_dict()`` holds for a sharded parameter: a tensor that knows the whole's shape and its part of it.
+"""The values of ``state_dict()`` for sharded parameters: tensors with the full shape, which hold this rank's shard.
 
 [Note: Checkpoints without communication]
-``torch.distributed.checkpoint`` asks a tensor which regions of the whole it has, by the three methods of the protocol
-``torch.distributed._checkpointable``. It is private, but all that torch itself has for this, and spelt out here alone. A
-region is a box (boxes.py), and the tensor that is written or read is a view of the parameter's memory. So saving takes no
-collective on parameter data and no copy, and loading fills the shards in place.
+``torch.distributed.checkpoint`` asks a tensor for its regions of the full one, by the three methods of the protocol
+``torch.distributed._checkpointable``. The protocol is private, but torch has no other, and only this file uses it. A region
+is a box (boxes.py), and the tensor that is written or read is a view of the parameter's memory. So saving takes no
+collective on parameters and no copy, and loading fills the shards in place.
 
-[Note: A tensor of which a rank holds a part]
-:class:`ShardedValue` has the shape of the whole, as code that reads a checkpoint's shapes expects. What treats every element
-alike (arithmetic, casts, ``clone``, ``lerp_`` for averages of weights) does so to this rank's part. What would need the
-other ranks' elements raises, but for ``full_tensor()``, which asks them: nothing may pass for the whole that is not. What
-asks for the memory raises, too: libraries that write files do so (safetensors, transformers' ``save_pretrained``). Only
-``data_ptr()`` is 0, as of any tensor that wraps others, because torch's stager of asynchronous saves reads it. A pickled
-value is this rank's part and says so: another rank refuses to load it.
+[Note: Operations on sharded values]
+:class:`ShardedValue` has the full shape, as code that reads a checkpoint's shapes expects. Elementwise operations
+(arithmetic, casts, ``clone``, ``lerp_`` for averages of weights) run on this rank's shard. Others raise, so that no shard
+passes for the full tensor; only ``full_tensor()`` gathers. Access to the memory raises, too, as libraries that write files
+would take it (safetensors, transformers' ``save_pretrained``). Only ``data_ptr()`` is 0, as for any tensor that wraps others,
+because torch's stager of asynchronous saves reads it. A pickled value contains its place, and no other rank loads it.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from flatshard._handle.adapters.tensor_subclass import TensorSubclass
 from flatshard._handle.flat_param import FlatParam
 from flatshard._handle.tensors.experts import ExpertRanks
 from flatshard._handle.tensors.shard_info import ShardInfo, in_memory_order
-from flatshard._handle.tensors.sharded_parameter import ShardedParameter, flat_param_of, shard_info
+from flatshard._handle.tensors.sharded_parameter import ShardedParameter, flat_param_of, sharded_types
 from flatshard._runtime import Runtime
 from flatshard.checkpoint._barrier import barrier
 from flatshard.checkpoint._boxes import Box, Part
@@ -45,20 +44,20 @@ aten = torch.ops.aten
 
 
 class Origin(NamedTuple):
-    """What a value was made of."""
+    """The parameter that a value was made of."""
 
     info: ShardInfo
-    runtime: Runtime  # of the ranks that have the other parts of the block
+    runtime: Runtime  # the ranks that have the other shards of the block
 
 
 def _no_memory(name: str) -> Callable[..., NoReturn]:
-    """The method ``name``, by which code gets at a tensor's bytes. [Note: A tensor of which a rank holds a part]"""
+    """Return a method in place of ``name``, which gives access to a tensor's bytes. [Note: Operations on sharded values]"""
 
     @functools.wraps(getattr(torch.Tensor, name))
     def refused(self: ShardedValue, *args: Any, **kwargs: Any) -> NoReturn:
         part = self._part
         raise RuntimeError(
-            f"{name}() of {_name(self)}: this rank has only elements {part.start}:{part.stop} of it. Save whole tensors: "
+            f"{name}() of {_name(self)}: this rank has only elements {part.start}:{part.stop} of it. Save full tensors: "
             "flatshard.checkpoint.full_state_dict(module) gathers them, flatshard.checkpoint.export_safetensors(module, "
             "path) writes them as safetensors files. All ranks must call it. This rank's elements are value.to_local()"
         )
@@ -67,53 +66,62 @@ def _no_memory(name: str) -> Callable[..., NoReturn]:
 
 
 class ShardedValue(torch.Tensor):
-    """A tensor with the shape of the whole, of which this rank has a part: what ``model.state_dict()`` holds.
+    """A sharded tensor in ``model.state_dict()``: it has the full shape, and holds this rank's shard.
 
-    ``torch.distributed.checkpoint`` saves and loads it without communication, ``model.load_state_dict`` takes it. Operations
-    on each element (arithmetic, ``.to(dtype)``, ``clone``, ``copy_``) run on the part; others raise.
+    ``torch.distributed.checkpoint`` saves and loads it without communication, and ``model.load_state_dict`` takes it.
+    Elementwise operations (arithmetic, ``.to(dtype)``, ``clone``, ``copy_``) run on the shard; others raise.
 
     Example::
 
         value = model.state_dict()["4.weight"]
         assert value.shape == (10, 64)
-        part = value.to_local()  # 1-D: this rank's elements
-        whole = value.full_tensor()  # on all ranks
+        shard = value.to_local()  # 1-D: this rank's elements
+        full = value.full_tensor()  # on all ranks
     """
 
-    _local: torch.Tensor  # 1-D, the part's elements in memory order
-    _part: Part
-    _origin: Origin | None  # None: it was unpickled
+    _local: torch.Tensor  # 1-D, the shard's elements in memory order
+    _origin: Origin | None  # None if it was unpickled
+    _known_part: Part | None  # None until somebody asks for `_part`
 
     # No dispatch by function: operations come to `__torch_dispatch__`, as a DTensor's do.
     __torch_function__ = nn.Parameter.__torch_function__
 
     @staticmethod
-    def __new__(cls, local: torch.Tensor, part: Part, origin: Origin | None) -> ShardedValue:
+    def __new__(cls, local: torch.Tensor, part: Part | None, origin: Origin | None) -> ShardedValue:
+        """Wrap ``local``. A ``part`` of None follows from ``origin``, which is of a plain parameter."""
+        shape = origin.info.shape if part is None else part.shape  # type: ignore[union-attr]
         # Private, but what every tensor subclass that wraps others is made by; there is no public name for it.
         result: ShardedValue = torch.Tensor._make_wrapper_subclass(
-            cls, part.shape, dtype=local.dtype, device=local.device, requires_grad=False
+            cls, shape, dtype=local.dtype, device=local.device, requires_grad=False
         )
-        result._local, result._part, result._origin = local, part, origin
+        result._local, result._known_part, result._origin = local, part, origin
         return result
 
+    @property
+    def _part(self) -> Part:
+        if self._known_part is None:
+            assert self._origin is not None
+            self._known_part = part_of(self._origin.info)
+        return self._known_part
+
     def to_local(self) -> torch.Tensor:
-        """This rank's elements: 1-D, in memory order, sharing memory with what the value was made of."""
+        """Return this rank's elements: 1-D, in memory order, sharing memory with the parameter."""
         return self._local
 
     @property
     def ranks_around(self) -> list[int] | None:
-        """Internal: see ``ExpertRanks``; None for what is no expert."""
+        """Internal: the ranks of an expert (``ExpertRanks``), or None if it is no expert."""
         runtime = None if self._origin is None else self._origin.info.runtime
         return runtime.ranks_around if isinstance(runtime, ExpertRanks) else None
 
     def full_tensor(self) -> torch.Tensor:
-        """All of it: a plain tensor of its own, where the parameter computes. All ranks that share it must call it.
+        """Gather the full tensor, as a plain one on the device that computes. All ranks that share it must call it.
 
-        For single values; ``full_state_dict`` and ``iter_full_params`` gather many at a time.
+        It gathers a single value; ``full_state_dict`` and ``iter_full_params`` gather many at a time.
 
         Raises:
-            RuntimeError: it came from a pickle, so nobody knows who has the other parts; or some ranks do not call it, which
-                the message names.
+            RuntimeError: the value was unpickled, so it is unknown who has the other shards; or some ranks, which the message
+                names, do not call it.
         """
         part, origin = self._part, self._origin
         if origin is None:
@@ -143,7 +151,7 @@ class ShardedValue(torch.Tensor):
         return found
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """With its part, which no other rank's parameter takes."""
+        """Pickle the shard with its place, so that no other rank's parameter takes it."""
         part = self._part
         if part.numel < math.prod(part.shape) and not _warned:
             _warned.append(True)
@@ -179,7 +187,7 @@ class ShardedValue(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """[Note: A tensor of which a rank holds a part]"""
+        """Run ``func`` on the shards of its operands, or raise. [Note: Operations on sharded values]"""
         kwargs = kwargs or {}
         if func is aten.new_empty.default:
             return _new_empty(*args, **kwargs)
@@ -204,7 +212,7 @@ class ShardedValue(torch.Tensor):
         return result
 
 
-@functools.lru_cache(maxsize=2**14)  # the same objects in each save: a plan is quickly found to be the last one's
+@functools.lru_cache(maxsize=2**14)  # the same objects in each save, so that equal plans compare quickly
 def _write_items(fqn: str, dtype: torch.dtype, shape: tuple[int, ...], boxes: tuple[Box, ...]) -> tuple[Any, ...]:
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
     from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
@@ -219,7 +227,7 @@ def _write_items(fqn: str, dtype: torch.dtype, shape: tuple[int, ...], boxes: tu
 
 
 def _local_operand(func: Any, value: ShardedValue, operand: Any) -> Any:
-    """``operand`` as ``func`` takes it together with this rank's part of ``value``."""
+    """Return ``operand`` as ``func`` takes it together with the shard of ``value``."""
     if isinstance(operand, ShardedValue) and operand._part == value._part:
         return operand._local
     if isinstance(operand, torch.Tensor) and operand.numel() != 1 and not _is_prepared(func, value._part, operand):
@@ -230,13 +238,13 @@ def _local_operand(func: Any, value: ShardedValue, operand: Any) -> Any:
 
 
 def _like(value: ShardedValue, result: torch.Tensor) -> torch.Tensor:
-    """``result`` of an operation on this rank's part of ``value``, as a sharded value if it is a part."""
+    """Return the ``result`` of an operation on the shard of ``value``, as a sharded value if it has the shard's size."""
     return ShardedValue(result, value._part, value._origin) if result.numel() == value._part.numel else result
 
 
 @functools.lru_cache
 def _is_foreach(func: Any) -> bool:
-    """Whether ``func`` is a function of torch on lists (``_foreach_lerp_``) that treats each element alike."""
+    """Return whether ``func`` is an elementwise function of torch on lists, such as ``_foreach_lerp_``."""
     prefix, _, name = func._schema.name.partition("::_foreach_")
     name = name.removesuffix("_")
     if prefix != "aten" or name in ("", "max"):  # `max` of a list reduces, and only `max` of two tensors is pointwise
@@ -247,7 +255,7 @@ def _is_foreach(func: Any) -> bool:
 
 
 def _foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``func`` on lists of tensors, of which some are sharded: one call, on this rank's parts."""
+    """Run ``func`` on lists of tensors, some of them sharded, by one call on this rank's shards."""
     names = [argument.name for argument in func._schema.arguments]
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     lists = {n: list(v) for n, v in given.items() if isinstance(v, list | tuple) and isinstance(v[0], torch.Tensor)}
@@ -268,7 +276,7 @@ def _foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return [r if v is None else _like(v, r) for v, r in zip(firsts, results, strict=True)]
 
 
-_warned: list[bool] = []  # that a part is not the whole: once
+_warned: list[bool] = []  # once, that a pickled value is a shard
 
 
 def _unpickled(local: torch.Tensor, *part: Any) -> ShardedValue:
@@ -278,11 +286,11 @@ def _unpickled(local: torch.Tensor, *part: Any) -> ShardedValue:
 torch.serialization.add_safe_globals([_unpickled])  # torch.load(weights_only=True)
 
 _CURE = (
-    "this rank has only a part of it. Take whole tensors from flatshard.checkpoint.full_state_dict(module) or "
+    "this rank has only a part of it. Take full tensors from flatshard.checkpoint.full_state_dict(module) or "
     "flatshard.checkpoint.iter_full_params(module), on all ranks; or hand the dict to torch.distributed.checkpoint"
 )
 
-# Beyond what torch tags as pointwise.
+# Elementwise operations that torch does not tag as pointwise.
 _ON_PARTS = {
     aten.detach.default,
     aten.alias.default,
@@ -327,18 +335,18 @@ def _is_prepared(func: Any, part: Part, value: torch.Tensor) -> bool:
     return func is aten.copy_.default and value.shape == (part.numel,) and not isinstance(value, ShardedValue)
 
 
-# -- parts and wholes --------------------------------------------------------------------------------------------------
+# -- shards and full tensors -------------------------------------------------------------------------------------------
 
 
-_known_part = functools.lru_cache(maxsize=2**16)(Part)  # a load asks several times, and a part finds its boxes once
+_known_part = functools.lru_cache(maxsize=2**16)(Part)  # a load asks several times, and a part computes its boxes once
 
 
 def part_of(info: ShardInfo) -> Part:
-    """Which part of its whole parameter a sharded parameter holds."""
+    """Return the place of a sharded parameter in the full one."""
     if info.parallel is None:
         whole = (0,) * len(info.shape)
         return _known_part(info.shape, info.shape, whole, info.stride, info.start, info.stop, info.is_copy)
-    # Private, and the only place where torch says what a DTensor's local tensor is of the whole.
+    # Private, but torch has nothing else that computes the place of a DTensor's local tensor.
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     parallel = info.parallel
@@ -349,15 +357,20 @@ def part_of(info: ShardInfo) -> Part:
 
 
 def sharded_value(tensor: torch.Tensor, param: nn.Parameter) -> torch.Tensor:
-    """``tensor``, which lies as the sharded ``param`` does, as a state dict holds it: whole, where it is."""
-    info = shard_info(param)
-    if info is None or (info.is_whole and info.parallel is None and info.runtime is None):
+    """Return ``tensor``, which lies in memory as ``param`` does, as state dicts hold it. A full tensor stays as it is."""
+    info: ShardInfo | None = getattr(param, "_flatshard_info", None)
+    if info is None or (info.runtime is None and info.is_whole and info.parallel is None):
         return tensor
-    return ShardedValue(info.in_memory_order(tensor), part_of(info), _origin_of(param, info))
+    local = tensor if tensor.dim() == 1 else info.in_memory_order(tensor)
+    flat = flat_param_of(param) if type(param) in sharded_types else None  # type: ignore[arg-type]
+    origin = Origin(info, flat.ranks.runtime) if isinstance(flat, FlatParam) else None
+    # The part is found when somebody asks: of a plain parameter it follows from `info`.
+    is_plain = origin is not None and info.wrapping is None
+    return ShardedValue(local, None if is_plain else part_of(info), origin)
 
 
 def blocks_value(tensor: torch.Tensor, param: nn.Parameter, info: ShardInfo, per: int) -> ShardedValue:
-    """``tensor``, of which each entry is for ``per`` elements of this rank's part of ``param``: in 1-D, of all entries."""
+    """Return a 1-D sharded value of ``tensor``, which has one entry for every ``per`` elements of this shard of ``param``."""
     start, shape = info.start // per, (info.numel // per,)
     part = Part(shape, shape, (0,), (1,), start, start + len(tensor), info.is_copy)
     return ShardedValue(tensor, part, _origin_of(param, info))
@@ -369,16 +382,16 @@ def _origin_of(param: nn.Parameter, info: ShardInfo) -> Origin | None:
 
 
 def view_of(local: torch.Tensor, box: Box) -> torch.Tensor:
-    """A box of a part (1-D) in the tensor's own dimensions, sharing memory."""
+    """Return a view of ``box`` in the 1-D shard ``local``, with the tensor's dimensions."""
     step = local.stride(0)
     stride = box.stride if step == 1 else [s * step for s in box.stride]
     return local.as_strided(box.sizes, stride, local.storage_offset() + box.start * step)
 
 
 def take(part: Part, whole: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a whole tensor, or of its block: 1-D. A view where it can be, and no other element is read.
+    """Return this rank's 1-D shard of the full tensor ``whole``, or of a block of it. It is a view where possible.
 
-    So of a file that is mapped into memory (``torch.load(mmap=True)``) each rank reads its own bytes.
+    No other element is read: each rank reads only its bytes of a file that is mapped into memory (``torch.load(mmap=True)``).
     """
     shape = tuple(whole.shape)
     if shape != part.block_shape or shape == part.shape:
@@ -394,25 +407,24 @@ def take(part: Part, whole: torch.Tensor) -> torch.Tensor:
 
 
 NO_VALUES = 'it is on the meta device, and has no values: read the file with torch.load(path, map_location="cpu")'
-"""Why a tensor cannot be loaded."""
+"""The reason why a tensor on meta cannot be loaded."""
 
 
 def check_source(info: ShardInfo, dtype: torch.dtype, source: object) -> str | None:
-    """Why ``source`` cannot be loaded into a sharded tensor of ``dtype``; None: ``local_source`` can."""
+    """Return why ``source`` cannot be loaded into a sharded tensor of ``dtype``, or None if ``local_source`` can load it."""
     if not isinstance(source, torch.Tensor):
         return f"expected a tensor, got a {type(source).__name__}"
     if source.is_meta:
         return NO_VALUES
     source = _unwrapped(info, source)
+    # Shards come with their place, from `state_dict()` or `keep_vars=True`; others must have the full shape.
     whole = tuple(info.shape if info.parallel is None else info.parallel.shape)
     if is_part(source):
         return None if part_of(source._flatshard_info) == part_of(info) else _other_part(repr(source))
     if tuple(source.shape) != whole and not (whole == () and source.shape == (1,)):
         hint = ""
         if source.shape == info.part_shape:
-            hint = (
-                ". It has the shape of this rank's part, but does not say whose part it is: load values of state_dict()"
-            )
+            hint = ". It has the shape of this rank's part, but does not say whose it is: load values of state_dict()"
         return f"size mismatch: the checkpoint has shape {tuple(source.shape)}, the model has {whole}{hint}"
     if not torch.can_cast(source.dtype, dtype):
         return f"the checkpoint has {source.dtype}, which cannot become {dtype}"
@@ -434,14 +446,14 @@ def check_source(info: ShardInfo, dtype: torch.dtype, source: object) -> str | N
 
 
 def _unwrapped(info: ShardInfo, source: torch.Tensor) -> torch.Tensor:
-    """What is inside of ``source``, where a whole tensor subclass is loaded into one that is sharded."""
+    """Return the tensor inside of ``source``, if a full tensor subclass is loaded into a sharded one."""
     known = info.wrapping
     same = isinstance(known, TensorSubclass) and type(source) is known.kind and TensorSubclass.of(source) == known
     return known.unwrap(source) if known is not None and same else source
 
 
 def is_part(source: object) -> TypeGuard[ShardedParameter]:
-    """Whether it is a parameter of which other ranks have other parts: ``state_dict(keep_vars=True)`` holds these."""
+    """Return whether ``source`` is a parameter that is cut over ranks, as in ``state_dict(keep_vars=True)``."""
     return isinstance(source, ShardedParameter) and not source._flatshard_info.is_whole
 
 
@@ -453,7 +465,7 @@ def _other_part(what: str) -> str:
 
 
 def local_source(info: ShardInfo, source: torch.Tensor) -> torch.Tensor:
-    """This rank's part of what ``check_source`` passed, in the shape of the sharded parameter."""
+    """Return this rank's shard of ``source``, in the shape of the sharded parameter. `check_source` comes first."""
     source = _unwrapped(info, source)
     if is_part(source):  # perhaps with the same elements in another shape
         return info.shaped(source._flatshard_info.in_memory_order(source.detach()))

@@ -1,6 +1,6 @@
-"""State dicts that communicate, or that are this rank's alone: whole tensors, a stream of them, and shards as they are.
+"""State dicts of full tensors, which communicate, and of this rank's flat shards.
 
-``model.state_dict()`` is neither: each value knows its part of the whole (`ShardedValue`), and saving needs no communication.
+``model.state_dict()`` is neither: its values are shards that know their place (`ShardedValue`). Saving them sends nothing.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from flatshard.checkpoint._gathering import check_one_value, exchange_over, unwr
 from flatshard.checkpoint._sharded_value import NO_VALUES
 
 _FORMAT = 1  # of local_state_dict
-_LET_GO = 2.0  # seconds: see `_is_running`
+_LET_GO = 2.0  # seconds to wait in `_is_running`
 
 Flat = tuple[Unit, FlatParam]
 T = TypeVar("T")
@@ -46,11 +46,11 @@ def full_state_dict(
     offload_to_cpu: bool = True,
     dtype: torch.dtype | None = None,
 ) -> dict[str, Any]:
-    """``module.state_dict()`` with whole, plain tensors: what the unsharded model's would be. All ranks must call it.
+    """Return ``module.state_dict()`` with full, plain tensors, as the unsharded model has it. All ranks must call it.
 
-    Gathers one flat parameter at a time, so a rank holds at most one unit beyond the result. Nothing shares memory with the
-    model. Tied parameters are one tensor under all their names; buffers and ignored parameters are this rank's own (for
-    BatchNorm's statistics see ``flatshard.sync_buffers``).
+    One flat parameter is gathered at a time, so a rank holds at most one unit beyond the result. Nothing shares memory with
+    the model. Tied parameters are one tensor under all their names. Buffers and ignored parameters are this rank's own; for
+    BatchNorm's statistics see ``flatshard.sync_buffers``.
 
     Example::
 
@@ -60,16 +60,16 @@ def full_state_dict(
 
     Args:
         module: a sharded module, or one that holds sharded ones.
-        rank0_only: only the first of all ranks gets the result; the others ``{}``, and hold at most one unit.
-            ``load_state_dict`` wants it on all ranks; torch's ``set_model_state_dict`` hands it on, with
+        rank0_only: only the first of all ranks gets the result. Others get ``{}``, and hold at most one unit.
+            ``load_state_dict`` needs it on all ranks; torch's ``set_model_state_dict`` sends it to them, with
             ``broadcast_from_rank0=True``.
-        offload_to_cpu: the result is on CPU, else where the parameters compute.
-        dtype: cast floating-point values. None: each in its own dtype.
+        offload_to_cpu: whether the result is on CPU, and not on the device that computes.
+        dtype: the dtype of floating-point values, or None to keep the dtype of each.
 
     Raises:
         ValueError: nothing in ``module`` is sharded, or ``dtype`` is no floating-point dtype.
-        RuntimeError: called inside a forward or ``summon_full_params``, where ``state_dict()`` is whole already; or
-            ranks that do not call it, whom the message names: after five minutes, or the group's timeout if that is shorter.
+        RuntimeError: it was called inside a forward or ``summon_full_params``, where ``state_dict()`` has full tensors; or
+            other ranks, which the message names, did not call it within five minutes, or the group's timeout if shorter.
     """
     flats = idle_flats(module, "full_state_dict")
     check_dtype(dtype, "full_state_dict")
@@ -83,7 +83,7 @@ def full_state_dict(
     for value in state.values():
         if isinstance(value, torch.Tensor) and id(value) not in exported:
             exported[id(value)] = export(value, device, dtype)
-    for name, value in state.items():  # in the OrderedDict of module.state_dict(): others look for its versions
+    for name, value in state.items():  # the OrderedDict of module.state_dict() has the modules' versions
         state[name] = exported.get(id(value), value)
     return state
 
@@ -96,10 +96,15 @@ def whole_parameters(
     device: torch.device | None,
     dtype: torch.dtype | None = None,
 ) -> dict[int, torch.Tensor]:
-    """Plain tensors of their own, by the ids of the parameters, of which ``wanted`` are asked for. All ranks together.
+    """Return plain full tensors by the ids of their parameters. All ranks must call it.
 
-    ``call``: see ``barrier``. ``receives``: False: tensors without memory, as only other ranks get the values. ``device``:
-    None: where the parameters compute.
+    Args:
+        flats: the flat parameters to gather.
+        wanted: the ids of the parameters to return.
+        call: the user's call, for errors: see ``barrier``.
+        receives: whether this rank gets the values. If not, it gets tensors without memory.
+        device: the device of the result, or None for the one that computes.
+        dtype: the dtype of floating-point values, or None to keep the dtype of each.
     """
     found: dict[int, torch.Tensor] = {}
     for param, value in gathered(flats, wanted, call):
@@ -113,9 +118,9 @@ def whole_parameters(
 def gathered(
     flats: list[Flat], wanted: Container[int], call: str, bucket_bytes: int = 1
 ) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
-    """Parameters with their whole values, a bucket of flat parameters at a time, in one order on all ranks.
+    """Iterate over parameters and their full values, in the same order on all ranks. A bucket of units is gathered at a time.
 
-    A value is a view of what is gathered, which is freed with the last one: let go of it before the next.
+    A value is a view of the gathered buffer. Drop it before asking for the next one, so that the buffer is freed.
     """
     barrier([flat.ranks.runtime for _, flat in flats], call)
     _check_experts(flats)
@@ -139,12 +144,11 @@ def iter_full_params(
     names: Container[str] | Callable[[str], bool] | None = None,
     dtype: torch.dtype | None = None,
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """(FQN, whole tensor) of each parameter, gathered as it goes: to hand weights on without ever holding all of them.
+    """Iterate over (FQN, full tensor) of each parameter, without holding all of them at a time.
 
-    All ranks must iterate, over the same names and to the same point: the order is one on all ranks. A flat parameter is
-    gathered at a time, or several together as far as they fit in ``bucket_bytes``; at most that is held beyond what the
-    caller keeps, or the largest flat parameter. The tensors are the caller's own, where the parameters compute. Parameters
-    nobody shards come last.
+    All ranks must iterate over the same names, and to the same point. The order is the same on all ranks; parameters that
+    are not sharded come last. Several flat parameters are gathered together, as far as they fit in ``bucket_bytes``, but at
+    least one. No more is held beyond the tensors that the caller keeps. These are copies on the device that computes.
 
     Example::
 
@@ -153,15 +157,15 @@ def iter_full_params(
 
     Args:
         module: a sharded module, or one that holds sharded ones.
-        bucket_bytes: how much to gather at a time.
-        names: which parameters: a collection of FQNs, or a function that says. A tied parameter comes under every name that
-            was asked for. None: all parameters, each once.
-        dtype: cast floating-point parameters. None: each in its own dtype.
+        bucket_bytes: the most bytes to gather at a time.
+        names: a collection of FQNs, or a function that returns whether to include one. A tied parameter comes under every
+            name that is included. None iterates over all parameters, each once.
+        dtype: the dtype of floating-point parameters, or None to keep the dtype of each.
 
     Raises:
         ValueError: nothing in ``module`` is sharded, a name is unknown, or ``dtype`` is no floating-point dtype.
-        RuntimeError: called inside a forward or ``summon_full_params``, where parameters are whole already; or ranks
-            that do not call it, when the first is asked for.
+        RuntimeError: it was called inside a forward or ``summon_full_params``, where parameters are full; or other ranks
+            do not call it, once the first parameter is asked for.
     """
     flats = idle_flats(module, "iter_full_params")
     check_dtype(dtype, "iter_full_params")
@@ -194,7 +198,7 @@ def _stream(
 
 
 def batches(items: Iterable[T], nbytes: Callable[[T], int], limit: int) -> Iterator[list[T]]:
-    """``items`` in order, so many at a time as have no more bytes than ``limit``, but at least one."""
+    """Iterate over ``items`` in batches of at most ``limit`` bytes, but at least one item."""
     batch: list[T] = []
     size = 0
     for item in items:
@@ -211,10 +215,10 @@ def batches(items: Iterable[T], nbytes: Callable[[T], int], limit: int) -> Itera
 
 
 def local_state_dict(module: nn.Module) -> dict[str, Any]:
-    """This rank's flat shards as they are, with the plan that they follow. No communication, no copy.
+    """Return this rank's flat shards and their layout. Nothing is sent or copied.
 
-    For ``torch.save`` and ``torch.load(weights_only=True)`` by each rank, where the same ranks come back in the same layout:
-    restarts, snapshots in memory (``copy.deepcopy`` it). Anything else takes ``state_dict()``, which fits any layout.
+    Each rank saves and loads its own, by ``torch.save`` and ``torch.load(weights_only=True)``, in a job with the same ranks
+    and layout: for restarts, or with ``copy.deepcopy`` for snapshots in memory. For any other layout use ``state_dict()``.
 
     Example::
 
@@ -234,7 +238,7 @@ def local_state_dict(module: nn.Module) -> dict[str, Any]:
 
 
 def load_local_state_dict(module: nn.Module, state: dict[str, Any]) -> None:
-    """Take back what :func:`local_state_dict` gave on this rank, for a model that is sharded in the same way.
+    """Load the result of :func:`local_state_dict` on this rank, into a model that is sharded in the same way.
 
     Example::
 
@@ -244,10 +248,10 @@ def load_local_state_dict(module: nn.Module, state: dict[str, Any]) -> None:
 
     Args:
         module: the sharded module.
-        state: what ``local_state_dict`` gave.
+        state: the result of ``local_state_dict``.
 
     Raises:
-        ValueError: ``state`` is of another layout, rank, world size or format; the message says where. Nothing is changed.
+        ValueError: ``state`` is of another layout, rank, world size or format. The message says where. Nothing is changed.
         RuntimeError: called inside a forward or ``summon_full_params``.
     """
     flats = idle_flats(module, "load_local_state_dict")
@@ -279,7 +283,7 @@ def load_local_state_dict(module: nn.Module, state: dict[str, Any]) -> None:
     with torch.no_grad():
         for (_, flat), saved in zip(flats, given, strict=True):
             for index, (part, param) in enumerate(zip(flat.slices, flat.params, strict=True)):
-                if id(param) not in inside:  # of a unit around ``module``
+                if id(param) not in inside:  # the unit is around ``module``
                     continue
                 param.copy_(flat.shaped(index, saved["shard"][part.start : part.stop]))
         for name, value in rest.items():
@@ -291,7 +295,7 @@ _CURE = "Save by torch.distributed.checkpoint.save(module.state_dict()), which l
 
 
 def _plan(unit: Unit, flat: FlatParam) -> dict[str, Any]:
-    """Of plain numbers and names, as they come back from a file."""
+    """Return the layout of ``flat`` in plain numbers and names, as a file holds them."""
     infos = flat.layout.params
     parallels = [known.parallel for p in flat.params if (known := shard_info(p)) is not None]
     return {
@@ -309,7 +313,7 @@ def _plan(unit: Unit, flat: FlatParam) -> dict[str, Any]:
 
 
 def dtype_named(name: str) -> torch.dtype:
-    """The one whose ``str()`` is ``name``."""
+    """Return the dtype whose ``str()`` is ``name``."""
     found: torch.dtype = getattr(torch, name.removeprefix("torch."))
     return found
 
@@ -336,7 +340,11 @@ def _check_experts(flats: list[Flat]) -> None:
 
 
 def idle_flats(module: nn.Module, verb: str) -> list[Flat]:
-    """The flat parameters of ``module``, each with its unit, when what the user replaced has been taken over."""
+    """Return the flat parameters of ``module``, each with its unit, for ``verb``.
+
+    Raises:
+        RuntimeError: some of them are in a forward or a backward, are shown unsharded, or have no memory.
+    """
     units = units_of(module, verb)
     if busy := [u.fqn for u in units if u.claims.use]:
         raise RuntimeError(
@@ -358,8 +366,9 @@ def idle_flats(module: nn.Module, verb: str) -> list[Flat]:
 
 
 def _is_running(units: list[Unit]) -> bool:
-    """Whether a backward that has reached them has not failed. On an accelerator the engine's threads let go of one that has
-    failed a little later than ``backward()`` raises: that is waited for.
+    """Return whether a backward that reached ``units`` is still running.
+
+    On an accelerator the engine's threads end a failed one a little later than ``backward()`` raises. That is waited for.
     """
     end = time.monotonic() + _LET_GO
     while any(u.context.backward is not None and not u.context.backward.has_failed for u in units):
@@ -375,7 +384,7 @@ def is_first_rank(units: list[Unit]) -> bool:
 
 
 def has_first_copy(units: list[Unit]) -> bool:
-    """Whether this rank is of the first replica, and of the first ranks of tensor parallelism."""
+    """Return whether this rank is in the first replica, and first in all meshes of tensor parallelism."""
     infos = [shard_info(p) for u in units for b in u.handle.flats for p in b.params]
     parallels = [info.parallel for info in infos if info is not None and info.parallel is not None]
     return not any(any(p.mesh.get_coordinate()) for p in parallels) and all(
@@ -389,7 +398,7 @@ def check_dtype(dtype: object, verb: str) -> None:
 
 
 def export(value: torch.Tensor, device: torch.device | None, dtype: torch.dtype | None) -> torch.Tensor:
-    """A copy of a tensor. Of a tensor subclass, of what is inside: what a dtype means to it only the class knows."""
+    """Return a copy of ``value``. A tensor subclass keeps its dtype, as only its class knows how to cast it."""
     if (subclass := TensorSubclass.of(value)) is not None:
         return subclass.wrap(subclass.unwrap(value).to(device=device or value.device, copy=True))
     target = dtype if dtype is not None and value.is_floating_point() else value.dtype

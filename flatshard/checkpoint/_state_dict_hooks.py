@@ -1,20 +1,20 @@
 """``state_dict()`` and ``load_state_dict()`` of sharded modules, by torch's own hooks on each of them.
 
-Hooks on every module that a unit owns, not on the unit's alone: so the state dict of any submodule is right, too.
+The hooks are on every module of a unit, so that the state dict of any submodule is right, too.
 
 [Note: Nothing is changed by a bad checkpoint]
-torch loads module by module, and complains at the end. Here the hook that comes first in a ``load_state_dict`` (that of
-the outermost module that ``fully_shard`` has seen) looks at all keys, shapes and dtypes below it, and raises one error with
-all names before anything is copied. Where the values are whole, it is raised on all ranks: each may have been given others
-(``{}``, by ``full_state_dict(rank0_only=True)``). A rank's own parts, of an average or read in place, it loads alone.
-Modules that translate what they load (their class overrides ``_load_from_state_dict``, or they have hooks of their own before
-loading) are left to themselves.
+torch loads module by module, and raises at the end. Here the hook of the outermost module checks all keys, shapes and dtypes
+below it. It raises one error with all names before anything is copied. If the values are full tensors, all ranks raise, as
+each may have been given others: ``{}``, by ``full_state_dict(rank0_only=True)``. Shards are checked by each rank alone.
+Modules that translate their values are not checked: their class overrides ``_load_from_state_dict``, or they have pre-hooks
+of their own.
 """
 
 from __future__ import annotations
 
 import copy
 import functools
+import sys
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -22,13 +22,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from flatshard._callers import variables_of
 from flatshard._composable.extensions import Extension, ForwardFeature
 from flatshard._composable.features.feature_link import FeatureLink
 from flatshard._composable.state import Unit, owner_of
-from flatshard._frames import is_of, variable
 from flatshard._handle.registrations import SHARDED
 from flatshard._handle.tensors.part import PartTensor
-from flatshard._handle.tensors.sharded_parameter import ShardedParameter, is_sharded_parameter
+from flatshard._handle.tensors.sharded_parameter import ShardedParameter, is_sharded_parameter, sharded_types
 from flatshard._handle.unit_ranks import UnitRanks
 from flatshard.checkpoint._barrier import agree
 from flatshard.checkpoint._sharded_value import (
@@ -39,12 +39,12 @@ from flatshard.checkpoint._sharded_value import (
     local_source,
     sharded_value,
 )
-from flatshard.checkpoint._standard_helpers import Request, callers, request
+from flatshard.checkpoint._standard_helpers import HELPERS, Request, model_request
 from flatshard.checkpoint._state_dict import idle_flats, whole_parameters
 
 
 class _Checked(threading.local):
-    """The ``load_state_dict`` that was checked last: its list of errors, which is its own, and the prefix."""
+    """The last ``load_state_dict`` that was checked. Its list of errors identifies it."""
 
     errors: list[str] | None = None
     prefix = ""
@@ -54,13 +54,13 @@ _checked = _Checked()
 
 
 class StateDicts(Extension):
-    """Has the modules of every unit give and take sharded values."""
+    """Hooks the modules of every unit, so that their state dicts have sharded values."""
 
     def attach(self, unit: Unit, modules: list[nn.Module]) -> UnitStateDicts:
         feature = UnitStateDicts(unit)
         hooks = StateDictHooks(feature.link)
         for module in modules:
-            if not isinstance(module, torch.jit.ScriptModule):  # takes no hooks
+            if not isinstance(module, torch.jit.ScriptModule):  # it takes no hooks
                 module.register_state_dict_pre_hook(hooks.before_state_dict)  # type: ignore[no-untyped-call]
                 module.register_state_dict_post_hook(functools.partial(_after_state_dict))  # type: ignore[no-untyped-call]
                 module.register_load_state_dict_pre_hook(hooks.before_load)  # type: ignore[no-untyped-call]
@@ -68,7 +68,7 @@ class StateDicts(Extension):
 
 
 class UnitStateDicts(ForwardFeature):
-    """What the hooks on a unit's modules know the unit by."""
+    """The unit of the hooks on its modules."""
 
     def __init__(self, unit: Unit) -> None:
         self.unit = unit
@@ -81,33 +81,29 @@ class UnitStateDicts(ForwardFeature):
 
 
 class StateDictHooks:
-    """Those of the modules of one unit."""
+    """Hooks on the modules of one unit."""
 
     def __init__(self, link: FeatureLink[UnitStateDicts]) -> None:
         self._link = link
 
-    @property
-    def _unit(self) -> Unit | None:
-        feature = self._link.feature
-        return None if feature is None else feature.unit
-
-    def settle(self) -> None:
+    def adopt_changes(self) -> None:
         """Take over what the user replaced, so that what is registered is what the shards hold.
 
-        After ``unshard()`` the sharded parameters are registered again. A state dict must not hold the unsharded ones, whose
-        memory is freed later.
+        After ``unshard()`` the sharded parameters are registered again: the memory of unsharded ones is freed later.
         """
-        own = self._unit
-        for unit in () if own is None else own.needs:
-            if not unit.claims.use:
-                if unit.is_unsharded_by_user:
-                    unit.show()
-                    unit.handle.follow_user()
-                if unit.handle.registrations.shows is SHARDED:
-                    unit.handle.check_parameters()
+        feature = self._link.feature
+        for unit in () if feature is None else feature.unit.needs:
+            if unit.claims and unit.claims.use:
+                continue
+            if unit.is_unsharded_by_user:
+                unit.show()
+                unit.handle.follow_user()
+            if unit.handle.registrations.shows is SHARDED:
+                unit.handle.check_parameters()
 
     def before_state_dict(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
-        self.settle()
+        if vars(module)["_parameters"]:
+            self.adopt_changes()
 
     def before_load(
         self,
@@ -120,8 +116,8 @@ class StateDictHooks:
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        """Put this rank's parts in the place of whole values."""
-        self.settle()
+        """Replace full values by this rank's shards."""
+        self.adopt_changes()
         if _checked.errors is not error_msgs or not prefix.startswith(_checked.prefix):
             _check(module, state_dict, prefix)
             _checked.errors, _checked.prefix = error_msgs, prefix
@@ -135,37 +131,38 @@ class StateDictHooks:
 
 
 def _after_state_dict(module: nn.Module, destination: dict[str, Any], prefix: str, local_metadata: Any) -> None:
-    """Say of each sharded parameter which part of the whole it is. With ``keep_vars`` the parameters stay themselves."""
-    sharded = [
-        (prefix + name, param)
-        for name, param in module._parameters.items()
-        if is_sharded_parameter(param)
-        and (value := destination.get(prefix + name)) is not None
-        and type(value) in (torch.Tensor, PartTensor)
-        and value.shape == param.shape
-    ]
-    asked = request("model") if sharded else None
-    for name, param in sharded:
-        destination[name] = sharded_value(destination[name].as_subclass(torch.Tensor), param)
-        if asked is not None and asked.whole and isinstance(destination[name], ShardedValue):
-            destination[name] = _wholes(destination, asked)[id(param)]
+    """Replace each shard in ``destination`` by a `ShardedValue`. With ``keep_vars`` the parameters stay themselves."""
+    parameters: dict[str, Any] = vars(module)["_parameters"]
+    for name, param in dict.items(parameters):  # the sharded parameters, whatever the module shows
+        key = prefix + name
+        value = destination.get(key)
+        if value is None or type(param) not in sharded_types or type(value) not in (torch.Tensor, PartTensor):
+            continue  # other hooks may have put something else there
+        if type(value) is torch.Tensor and (value.shape != param.shape or parameters.get(name) is not param):
+            continue  # a full parameter
+        destination[key] = found = sharded_value(value.as_subclass(torch.Tensor), param)
+        if HELPERS in sys.modules and isinstance(found, ShardedValue):
+            request = model_request(destination)
+            if request is not None and request.whole:
+                destination[key] = _full_values(destination, request)[id(param)]
 
 
-def _wholes(destination: dict[str, Any], asked: Request) -> dict[int, torch.Tensor]:
-    """All parameters', by id, as long as the state dict lives. [Note: Whole state for the standard helpers]
+def _full_values(destination: dict[str, Any], request: Request) -> dict[int, torch.Tensor]:
+    """Return the full values of all parameters by id. [Note: Full state for the standard helpers]
 
-    An attribute of the dict, beside torch's own ``_metadata``: they are gathered together, and go to several modules.
+    They are gathered together, for the hooks of several modules. An attribute of the dict keeps them as long as it lives.
     """
     kept = vars(destination)
-    if _WHOLE not in kept:
+    if _FULL not in kept:
         call = "get_model_state_dict(full_state_dict=True)"
-        wanted = {id(p) for p in asked.module.parameters() if isinstance(p, ShardedParameter)}
-        kept[_WHOLE] = whole_parameters(idle_flats(asked.module, call), wanted, call, asked.receives, asked.device)
-    found: dict[int, torch.Tensor] = kept[_WHOLE]
+        wanted = {id(p) for p in request.module.parameters() if isinstance(p, ShardedParameter)}
+        flats = idle_flats(request.module, call)
+        kept[_FULL] = whole_parameters(flats, wanted, call, request.receives, request.device)
+    found: dict[int, torch.Tensor] = kept[_FULL]
     return found
 
 
-_WHOLE = "_flatshard_whole"
+_FULL = "_flatshard_full"
 
 
 # -- checking ----------------------------------------------------------------------------------------------------------
@@ -190,7 +187,7 @@ def _check(root: nn.Module, state_dict: dict[str, Any], prefix: str) -> None:
         for name, tensor in _persistent(module):
             expected.add(at + name)
             if at + name not in state_dict:
-                if name != "num_batches_tracked":  # which checkpoints of old lack
+                if name != "num_batches_tracked":  # old checkpoints lack it
                     missing.append(at + name)
             elif problem := _problem(tensor, state_dict[at + name]):
                 problems.append(f"{at + name}: {problem}")
@@ -214,14 +211,14 @@ def _check(root: nn.Module, state_dict: dict[str, Any], prefix: str) -> None:
 
 
 _EMPTY = (
-    "It is empty here. Of full_state_dict(rank0_only=True) the first rank alone has values: for all to load them, call "
+    "It is empty here. Only the first rank has the values of full_state_dict(rank0_only=True): for all to load them, call "
     "torch.distributed.checkpoint.state_dict.set_model_state_dict(model, state, options=StateDictOptions("
     "full_state_dict=True, broadcast_from_rank0=True))"
 )
 
 
 def _to_ask(root: nn.Module, state_dict: dict[str, Any], prefix: str) -> set[UnitRanks]:
-    """The ranks that load together with this one: where whole values are loaded into parts, all that have other parts."""
+    """Return the ranks that must agree on this load: if full values are loaded, all that have shards of a parameter."""
     if any(isinstance(v, ShardedValue) or is_part(v) for key, v in state_dict.items() if key.startswith(prefix)):
         return set()
     sharded = [param for module in root.modules() for param in module._parameters.values() if is_part(param)]
@@ -229,7 +226,7 @@ def _to_ask(root: nn.Module, state_dict: dict[str, Any], prefix: str) -> set[Uni
 
 
 def _named_modules(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
-    """As ``load_state_dict`` walks: a module under each of its names."""
+    """Iterate over modules as ``load_state_dict`` does: under each of their names."""
     yield prefix, module
     for name, child in module._modules.items():
         if child is not None:
@@ -237,7 +234,7 @@ def _named_modules(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Mod
 
 
 def translates(module: nn.Module) -> bool:
-    """Whether what ``module`` loads may not be what the state dict has under its names."""
+    """Return whether ``module`` may load other values than the state dict has under its names."""
     load = type(module)._load_from_state_dict
     if load is not nn.Module._load_from_state_dict and not load.__module__.startswith("torch.nn.modules."):
         return True
@@ -269,6 +266,6 @@ def _problem(tensor: torch.Tensor, source: Any) -> str | None:
 
 
 def _is_strict() -> bool:
-    """What the user said to ``load_state_dict``: hooks are told True in any case."""
-    frame = next((frame for frame in callers() if is_of(frame, nn.Module.load_state_dict)), None)
-    return frame is not None and bool(variable(frame, "strict", True))
+    """Return the ``strict=`` that the user gave to ``load_state_dict``. Hooks get True in any case."""
+    call = variables_of(nn.Module.__module__, "load_state_dict")
+    return call is not None and bool(call["strict"])

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from flatshard._composable.construct.options import as_device
+from flatshard._composable.construct.groups import as_device
 from flatshard._composable.fully_shard import fully_shard
 from flatshard._composable.unit_config import UnitConfig
 from flatshard._errors import name_list

@@ -21,7 +21,7 @@ import flatshard
 PACKAGE = Path(flatshard.__file__).parent
 
 PACKAGES = [
-    ["_errors", "_names", "_torch", "_config", "_trace", "_frames", "layouts"],
+    ["_errors", "_names", "_torch", "_config", "_trace", "_frames", "_callers", "layouts"],
     ["_comm"],
     ["_runtime", "_mesh_runtime"],
     ["_handle", "_handle.adapters", "_handle.tensors"],
@@ -190,12 +190,14 @@ OF_FEATURES = (
     "not_sharded|late_tie|layerdrop|layer_drop|callback|quantized|functorch|dynamo"
 )
 TREE_WORDS = r"\b((named_)?(modules|children)|get_submodule|_modules|named_parameters)\b"
-# Whether a forward is still running; for errors; who reads a module's parameters, and who replaces them (see the note in
-# guard.py); torch's helpers, by their variables; whose memory an allocation is. No more may come.
-ASKING_WHO_CALLS = """
+# Whether a forward is still running; code that dynamo skips; what a rank waits for; whose memory an allocation is.
+READING_FRAMES = """
 _composable.features.forward_method _composable.features.keep _composable.features.skip _composable.features.transforms
-_composable.state _errors _comm.monitor.watch _handle.tensors.guard _handle.tensors.part
-_handle.tensors.sharded_parameter planning._recording
+_composable.state _comm.monitor.watch planning._recording _callers
+"""
+# For errors, and where torch tells nobody what it wants: see the note in _callers.py. No more may come.
+ASKING_WHO_CALLS = """
+_handle.tensors.guard _handle.tensors.part _handle.tensors.sharded_parameter
 checkpoint._standard_helpers checkpoint._state_dict_hooks
 """
 # `_composable` decides when collectives start; handles and the runtime start them, and modules that make them of others.
@@ -226,7 +228,8 @@ RULES = [
     Rule(r"\b__version__\b", "_torch env"),
     Rule(rf"\b({FRAMES})\b", "_frames"),
     Rule(r"\bpickle\.loads?\(|\bUnpickler\(", of="elastic|weights"),  # what comes over a network is not executed
-    Rule(AN_IMPORT + r".*\b_frames\b", ASKING_WHO_CALLS),
+    Rule(AN_IMPORT + r".*\b_frames\b", READING_FRAMES),
+    Rule(AN_IMPORT + r".*\b_callers\b", ASKING_WHO_CALLS),
     Rule(r"\.(reduce_scatter|all_reduce)\(", STARTING, of=r"(?!_handle\.)"),
     Rule(r"\.all_gather\(", f"{STARTING} {GATHERING}", of=r"(?!_handle\.)"),
     Rule(r"\.(broadcast_now|all_reduce_now)\(", f"{STARTING} {BROADCASTING}", of=r"(?!_handle\.)"),

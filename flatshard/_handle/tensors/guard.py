@@ -9,12 +9,9 @@ a forward finds them faster than in a plain module. Then a read of this dict nev
 unsharded. Parameters that are registered as None (``bias=False``) are always in ``__dict__``.
 
 [Note: Who reads]
-A forward that reads ``self.weight`` while it is sharded is wrong; a script that reads ``model.head.weight.grad`` is right.
-Both read the same attribute of the same module, and torch does not tell a dict which one it is. Only the frames of the
-callers differ. So they are read here, in reads and writes while parameters are sharded, which no step makes for each
-parameter. They decide whether to raise. For parameters on meta they decide which code sees full ones, and whether memory has
-values: ``to_empty`` registers memory without values, ``load_state_dict(assign=True)`` with values. While parameters are
-unsharded in another dtype, ``module.to()`` must convert those of the user, too.
+A forward that reads ``self.weight`` while it is sharded is wrong. A script that reads ``model.head.weight.grad`` is right.
+Both read the same attribute of the same module, and torch tells a dict of neither. So the dict asks who calls (`Caller`), in
+reads and writes while parameters are sharded. No step makes these for each parameter.
 """
 
 from __future__ import annotations
@@ -23,16 +20,12 @@ import copy
 import itertools
 import operator
 from collections.abc import ItemsView, Iterable, Iterator, ValuesView
-from types import FrameType
 from typing import Any, NoReturn, Self
 
 from torch import nn
-from torch.nn.utils._named_member_accessor import swap_tensor  # private: to recognise writes by functional_call
-from torch.utils.checkpoint import CheckpointFunction
 
-from flatshard import _frames
-from flatshard._errors import RESTRUCTURE_BEFORE, cannot_trace, refuse_other_sharding
-from flatshard._frames import is_of, outward, self_of
+from flatshard._callers import Caller, refuse_other_sharding
+from flatshard._errors import RESTRUCTURE_BEFORE
 from flatshard._handle.tensors.changes import changes
 from flatshard._handle.tensors.shard_info import ShardInfo
 from flatshard._handle.tensors.sharded_parameter import (
@@ -87,9 +80,9 @@ class GuardedParameters(Parameters):
             shown = self.attributes.get(name)
             if isinstance(shown, nn.Parameter):
                 return shown
-            return self._for_reader(param, _frames.of_caller(1))
+            return self._for_reader(param, Caller())
         if self.parts and param is not None:
-            self._check_part(name, param, _frames.of_caller(1))
+            self._check_part(name, param, Caller())
         return param
 
     # All ways to read must give the same. `dict(self)` and `**self` do because this class has its own iterator.
@@ -99,14 +92,14 @@ class GuardedParameters(Parameters):
 
     def items(self) -> ItemsView[str, nn.Parameter | None]:  # type: ignore[override]  # dict's own view bypasses `_look`
         if fillings:
-            if _lists_own(_frames.of_caller(1)):
+            if Caller().lists_own:
                 return {name: self._look_whole(name) for name in self}.items()
             show_parts()
         # In C, because `zero_grad` calls this. Parameters that are registered as None are in `attributes`, too.
         if not any(map(operator.is_not, map(self.attributes.get, self.keys()), itertools.repeat(None))):
             return super().items()
         shown = {name: self._look(name) for name in self}.items()
-        return _with_own(shown, _frames.of_caller(1))  # type: ignore[return-value]
+        return _with_own(shown, Caller())  # type: ignore[return-value]
 
     def values(self) -> ValuesView[nn.Parameter | None]:  # type: ignore[override]
         show_parts()
@@ -121,54 +114,37 @@ class GuardedParameters(Parameters):
     def __repr__(self) -> str:
         return repr(self.copy())
 
-    def _for_reader(self, param: ShardedParameter, reader: FrameType) -> nn.Parameter:
-        """Return the parameter for ``reader``. Raises if it is a forward of this dict's module.
+    def _for_reader(self, param: ShardedParameter, caller: Caller) -> nn.Parameter:
+        """Return ``param``, or the full one while it is being filled. [Note: Who reads], [Note: Filled later]
 
-        Other readers get it: ``model.head.weight.grad``.
+        Raises:
+            RuntimeError: a forward of this dict's module reads it. Others may: ``model.head.weight.grad``.
         """
-        if not is_of(reader, nn.Module.__getattr__):
-            _refuse_early(param, reader)
-            return param
-        if not param._flatshard_info.is_whole:
-            self._check_reader(param, reader)
-        _refuse_early(param, _frames.caller_of(reader))
+        if not param._flatshard_info.is_whole and (forward := caller.forward_of(self)) is not None:
+            raise RuntimeError(forward.explain(param))
+        _refuse_early(param, caller)
         return show_whole(param, super().values())
 
-    def _check_reader(self, param: ShardedParameter, reader: FrameType) -> None:
-        for frame in outward(_frames.caller_of(reader)):
-            if _frames.is_in_module_file(frame):  # nn.Module.__call__, which runs the hooks
-                break
-            if (
-                _frames.function_name(frame) == "forward"
-                and getattr(self_of(frame), "__dict__", None) is self.attributes
-            ):
-                raise RuntimeError(_explain(param, frame))
-
-    def _check_part(self, name: str, param: nn.Parameter, reader: FrameType) -> None:
-        """Raise if a forward reads a part from a copy of its module that was made without its unit."""
+    def _check_part(self, name: str, param: nn.Parameter, caller: Caller) -> None:
+        """Raise if a forward reads a shard from a copy of its module that was made without its unit."""
         info = self.parts.get(name)
-        if info is None or param.shape == info.shape or not is_of(reader, nn.Module.__getattr__):
+        if info is None or param.shape == info.shape or (forward := caller.forward_of(self)) is None:
             return
-        for frame in outward(_frames.caller_of(reader)):
-            if _frames.is_in_module_file(frame):
-                break
-            module = self_of(frame)
-            if _frames.function_name(frame) == "forward" and getattr(module, "__dict__", {}).get("_parameters") is self:
-                raise RuntimeError(
-                    f"{type(module).__name__}.forward would compute with this rank's part of {info.fqn!r}, of shape "
-                    f"{tuple(param.shape)}: it is a copy of a module that was sharded as a part of another one. {_COPY}"
-                )
+        raise RuntimeError(
+            f"{type(forward.module).__name__}.forward would compute with this rank's part of {info.fqn!r}, of shape "
+            f"{tuple(param.shape)}: it is a copy of a module that was sharded as a part of another one. {_COPY}"
+        )
 
     # `Registrations` writes to the plain dict. So a write here is by the user, and forwards must see the new value.
 
     def __setitem__(self, name: str, param: nn.Parameter | None) -> None:
         held = super().get(name)
         if is_sharded_parameter(held) and param is not held:
-            writer = _frames.of_caller(1)
-            if isinstance(param, nn.Parameter) and handle_to_empty(held, writer, param):
+            caller = Caller()
+            if isinstance(param, nn.Parameter) and handle_to_empty(held, caller, param):
                 return
             refuse_other_sharding(held._flatshard_info.fqn)
-            if is_of(writer, swap_tensor):
+            if caller.swaps:
                 self._check_swap(name, held)
         elif is_sharded_parameter(param) and any(param is own for own in super().values()) and held is not param:
             _refuse_removal(param, name)
@@ -251,13 +227,13 @@ class WatchedParameters(Parameters):
     def __setitem__(self, name: str, param: nn.Parameter | None) -> None:
         held = super().get(name)
         if isinstance(held, ShardedParameter) and isinstance(param, nn.Parameter) and param is not held:
-            if not handle_to_empty(held, _frames.of_caller(1), param):
+            if not handle_to_empty(held, Caller(), param):
                 super().__setitem__(name, param)
         else:
             super().__setitem__(name, param)
 
     def items(self) -> ItemsView[str, nn.Parameter | None]:  # type: ignore[override]
-        return _with_own(super().items(), _frames.of_caller(1))  # type: ignore[return-value]
+        return _with_own(super().items(), Caller())  # type: ignore[return-value]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> WatchedParameters:
         result = memo[id(self)] = WatchedParameters()
@@ -269,32 +245,23 @@ class WatchedParameters(Parameters):
         return dict, (dict(self),)
 
 
-def _with_own(
-    shown: ItemsView[str, nn.Parameter | None], reader: FrameType
-) -> Iterable[tuple[str, nn.Parameter | None]]:
-    """Return the items for ``reader``: for ``module.to()``, ``half()`` and the like also the user's own parameters.
-
-    These are added where modules show others, of another dtype or on another device, which may need no conversion.
+def _with_own(shown: ItemsView[str, nn.Parameter | None], caller: Caller) -> Iterable[tuple[str, nn.Parameter | None]]:
+    """Return ``shown``. ``module.to()``, ``half()`` and the like also get the user's own parameters, where these have another
+    dtype or device than what is shown: there they may have nothing to convert.
     """
-    if not is_of(reader, nn.Module._apply):
+    if not caller.converts:
         return shown
     both = [(name, param, own_of(param)) for name, param in shown if param is not None]
     kinds = [(name, own, (own.dtype, own.device) != (p.dtype, p.device)) for name, p, own in both if own is not None]
     return [*shown, *((name, own) for name, own, differs in kinds if differs)]
 
 
-def _lists_own(reader: FrameType) -> bool:
-    """Return whether ``reader`` is in ``module.named_parameters(recurse=False)``."""
-    list_all, caller = nn.Module.named_parameters, _frames.caller_of(reader)
-    return caller is not None and _frames.is_inner_of(reader, list_all) and _frames.variable(caller, "recurse") is False
+def _refuse_early(param: ShardedParameter, caller: Caller) -> None:
+    """Raise if ``torch.nn.utils`` calls (weight_norm, parametrize, prune, ...).
 
-
-def _refuse_early(param: ShardedParameter, reader: FrameType | None) -> None:
-    """Raise if ``reader`` is of ``torch.nn.utils`` (weight_norm, parametrize, prune, ...). It would come to what
-    ``_refuse_removal`` refuses. But first it computes with the part: some ranks would raise other errors, or crash.
+    ``_refuse_removal`` would refuse it later, but first it computes with the shard: some ranks would crash.
     """
-    name = _frames.module_name(reader)
-    if name.startswith("torch.nn.utils.") and not name.startswith("torch.nn.utils._"):  # those are of functional_call
+    if (name := caller.restructures) is not None:
         raise RuntimeError(
             f"parameter {param._flatshard_info.fqn!r} is sharded, and {name} would compute with this rank's part of it: "
             f"{RESTRUCTURE_BEFORE}"
@@ -309,53 +276,3 @@ def _refuse_removal(param: ShardedParameter, name: str) -> NoReturn:
         f"parameter {param._flatshard_info.fqn!r} is sharded, and {name!r} would be taken out of its module or renamed: "
         f"{RESTRUCTURE_BEFORE}"
     )
-
-
-def _explain(param: ShardedParameter, forward: FrameType) -> str:
-    info, kind = param._flatshard_info, type(self_of(forward)).__name__
-    if any(_frames.module_name(frame).startswith("torch.fx.") for frame in outward(forward)):
-        return str(cannot_trace("torch.fx", f"parameter {info.fqn!r}"))
-    if any(is_of(frame, CheckpointFunction.backward) for frame in outward(forward)):
-        return (
-            f"parameter {info.fqn!r} is sharded, and {kind}.forward is recomputed in backward after its unit was resharded: "
-            "another use of it in this backward was skipped (flatshard.skip), and with a reentrant checkpoint flatshard "
-            "cannot know that a recomputation is still to come. Use use_reentrant=False, or run a backward for each forward. "
-            "Otherwise this forward was not called by its unit's forward: call the module that is the unit, as module(...)"
-        )
-    # The innermost public method: `generate`, and not the helper that it calls.
-    method, owner, called = None, "", kind  # `called`: the outermost module that it calls
-    for frame in outward(_frames.caller_of(forward)):
-        caller = self_of(frame)
-        if not isinstance(caller, nn.Module) or _frames.is_in_module_file(frame):
-            continue
-        if method is None and _frames.function_name(frame) == "forward":
-            called = type(caller).__name__
-        if _all_gathers(caller, param):
-            found = _frames.method_name(type(caller), frame)
-            if found not in (None, "forward") and (method is None or not found.startswith("_")):
-                method, owner = found, type(caller).__name__
-        if method is not None and not method.startswith("_"):
-            break
-    if method is not None:
-        what = f"{owner}.{method}"
-        cure = (
-            f"after flatshard.register_forward_method(module, {method!r}), {what} gathers what it uses. If it steps an "
-            f"optimizer itself (manual optimization), do not register it, but make the {called} a unit of its own"
-        )
-    else:
-        cure = (
-            "call the module that is the unit, as module(...), or run this inside `with "
-            "flatshard.summon_full_params(module):`; for the unit's other methods see register_forward_method. Or make the "
-            f"{called} a unit of its own"
-        )
-    return (
-        f"parameter {info.fqn!r} is sharded: this rank has elements {info.start}:{info.stop} of shape {info.shape}. But "
-        f"{kind}.forward was called outside of its unit's forward: {cure}, as by policy={{{called}}}"
-    )
-
-
-def _all_gathers(module: nn.Module, param: ShardedParameter) -> bool:
-    """Return whether ``module`` is a unit whose forwards gather ``param``."""
-    unit: Any = vars(module).get(UNIT_KEY)
-    flats = () if unit is None else [flat for needed in unit.needs for flat in needed.handle.flats]
-    return any(flat.index_of(param) is not None for flat in flats)

@@ -21,15 +21,13 @@ import itertools
 import math
 import warnings
 from collections.abc import Callable, Iterator
-from types import FrameType
 from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 
-from flatshard._errors import cure_of_reading, refuse_other_sharding
-from flatshard._frames import function_name, module_name, of_caller
+from flatshard._callers import Caller, cure_of_reading, refuse_other_sharding
 from flatshard._handle.tensors.aggregate import Aggregate, device_for, local_norms, plainly
 from flatshard._handle.tensors.operations import OperationKind, is_in_place, is_of_many, kind_of
 from flatshard._handle.tensors.partial import METADATA, NORMS, UNSCALE, make_whole, norm_arguments, retype
@@ -85,7 +83,7 @@ class PartTensor(torch.Tensor):
 
 
 class OwnedTensor(PartTensor):
-    """A result computed from a parameter that is never cut, and not from its elements alone: it is the owner's."""
+    """A result of rows and columns of a parameter that is never cut. Only its owner's values are right."""
 
 
 # -- handlers ----------------------------------------------------------------------------------------------------------
@@ -98,13 +96,13 @@ def name_of(func: Function) -> str:
 
 
 def _handler(func: Function) -> Handler | None:
-    """Return the handler of ``func``, or None to call ``func`` itself, as for a plain tensor."""
+    """Return the handler of ``func``, or None if ``func`` itself is called, as for a plain tensor."""
     found = HANDLERS[func] = handler_of(name_of(func))
     return found
 
 
 def handler_of(name: str) -> Handler | None:
-    """Return the handler of the function or attribute ``name``, or None to call that itself."""
+    """Return the handler of the function or attribute ``name``, or None if it works as for a plain tensor."""
     if is_of_many(name) or is_in_place(name):
         return None
     kind = kind_of(name)
@@ -232,27 +230,27 @@ def warn_of_memory_format(fqn: str) -> None:
 
 def _dimensions(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     """Return the number of dimensions of the full tensor, adjusted by those that a view adds or removes."""
-    part, info, reader = args[0], args[0]._flatshard_info, of_caller(2)
-    check_initialiser(info, reader)
+    part, info, caller = args[0], args[0]._flatshard_info, Caller(1)
+    refuse_initialiser(info, caller)
     with plainly():
         own: int = part.dim()
         # On the meta device torch computes by Python code, which takes the dimensions for those of the shape. So does
-        # torch's private code that looks at memory, such as dynamo.
-        is_of_memory = part.is_meta or module_name(reader).startswith("torch._")
-        return own if is_of_memory else own + len(info.full_shape) - len(info.part_shape)
+        # torch's private code, as dynamo, which looks at memory.
+        return own if part.is_meta or caller.is_private_torch else own + len(info.full_shape) - len(info.part_shape)
 
 
 def _shape(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Size:
     shape: torch.Size = _plainly(func, args, kwargs)
-    if 0 in shape:  # initialisers leave it alone, while those of other ranks continue
-        check_initialiser(args[0]._flatshard_info, of_caller(2))
+    if 0 in shape:  # initialisers leave it alone, where those of other ranks go on
+        refuse_initialiser(args[0]._flatshard_info, Caller(1))
     return shape
 
 
-def check_initialiser(info: ShardInfo, reader: FrameType) -> None:
-    """Raise if one of torch's initialisers asks for the shape of a part: it needs that of the full parameter."""
-    if module_name(reader) == nn.init.__name__ and (info.is_cut or info.wrapping is not None or len(info.shape) < 2):
-        refuse(info, function_name(reader))
+def refuse_initialiser(info: ShardInfo, caller: Caller) -> None:
+    """Raise if one of torch's initialisers asks for the shape of a shard, as it computes with the full shape."""
+    name = caller.initialiser
+    if name is not None and (info.is_cut or info.wrapping is not None or len(info.shape) < 2):
+        refuse(info, name)
 
 
 def _size(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

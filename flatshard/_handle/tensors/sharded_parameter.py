@@ -33,7 +33,6 @@ import copy
 import functools
 import weakref
 from collections.abc import Callable, Iterable
-from types import FrameType
 from typing import Any, Protocol, Self, TypeGuard
 
 import torch
@@ -43,13 +42,21 @@ from torch.optim import optimizer as _torch_optimizer
 from torch.overrides import has_torch_function
 from torch.utils.hooks import RemovableHandle
 
+from flatshard._callers import Caller
 from flatshard._errors import RESTRUCTURE_BEFORE
-from flatshard._frames import function_name, is_of, of_caller, outward
 from flatshard._handle.tensors.changes import changes
 from flatshard._handle.tensors.direct import leaf_of
 from flatshard._handle.tensors.grad_dtype import hand_on, plain_grad_dtype
 from flatshard._handle.tensors.operations import OperationKind, kind_of
-from flatshard._handle.tensors.part import as_leaves, check_initialiser, draw, handler_of, refuse, share_numbers
+from flatshard._handle.tensors.part import (
+    PartTensor,
+    as_leaves,
+    draw,
+    handler_of,
+    refuse,
+    refuse_initialiser,
+    share_numbers,
+)
 from flatshard._handle.tensors.partial import make_whole
 from flatshard._handle.tensors.shard_info import ShardInfo
 from flatshard._handle.tensors.sharded_gradient import mark, plain_grad
@@ -57,6 +64,7 @@ from flatshard._handle.tensors.sharded_gradient import mark, plain_grad
 _plain_data: Any = torch.Tensor.data
 _plain_requires_grad: Any = torch.Tensor.requires_grad
 _plain_shape: Any = torch.Tensor.shape
+_plain_detach: Any = torch.Tensor.detach
 
 
 class Filling(Protocol):
@@ -133,8 +141,8 @@ _NOT_RECORDED = OperationKind.DIMENSIONS, OperationKind.SIZE
 
 
 def _by_the_table(name: str, method: Callable[..., Any], handler: Callable[..., Any]) -> Callable[..., Any]:
-    """Make ``method`` follow the table of operations where ``param`` is a part."""
-    is_recorded = kind_of(name) not in _NOT_RECORDED and name != "detach"
+    """``method``, with what the table says where ``param`` is a part."""
+    is_recorded = kind_of(name) not in _NOT_RECORDED
 
     @functools.wraps(method)
     def of_a_part(self: ShardedParameter, *rest: Any, **kwargs: Any) -> Any:
@@ -152,12 +160,24 @@ def _by_the_table(name: str, method: Callable[..., Any], handler: Callable[..., 
     return of_a_part
 
 
+@functools.wraps(_plain_detach)
+def _detach(self: ShardedParameter) -> torch.Tensor:
+    """Return a :class:`PartTensor` without the table's detours: a state dict detaches every parameter."""
+    result: torch.Tensor = _plain_detach(self)
+    info = self._flatshard_info
+    is_full = info.runtime is None or info.shard_world_size == 1 or (whole_now and not _is_part(self))
+    if not is_full and torch._C._is_torch_function_enabled():
+        result.__class__ = PartTensor
+        result._flatshard_info = info  # type: ignore[attr-defined]
+    return result
+
+
 def _methods_of_the_table() -> dict[str, Any]:
-    """Return the methods and properties of tensors that follow the table of operations."""
-    found: dict[str, Any] = {}
+    """Return the methods and properties of tensors that differ for a shard."""
+    found: dict[str, Any] = {"detach": _detach}
     for name in dir(torch.Tensor):
         kind, attribute, handler = kind_of(name), getattr(torch.Tensor, name), handler_of(name)
-        if handler is None or (kind is None and name.startswith("__")):
+        if handler is None or (kind is None and name.startswith("__")) or name in found:
             continue
         if kind is OperationKind.RANDOM:
             found[name] = _filled_or_drawn(name)
@@ -204,10 +224,10 @@ class ShardedParameter(nn.Parameter):
 
     def _set_data(self, data: torch.Tensor) -> None:
         if not _is_same(self, data):  # module.to() may assign the same memory
-            writer = of_caller(1)
-            if handle_to_empty(self, writer, data):
+            caller = Caller()
+            if handle_to_empty(self, caller, data):
                 return
-            if is_of(writer, nn.utils.vector_to_parameters) and _is_part(self):
+            if caller.assigns_vector and _is_part(self):
                 refuse(self._flatshard_info, "vector_to_parameters")
             _plain_data.__set__(self, data)
             increment_version(self)
@@ -261,10 +281,10 @@ class ShardedParameter(nn.Parameter):
 
     def _get_shape(self) -> torch.Size:
         shape: torch.Size = _plain_shape.__get__(self)
-        if 0 in shape:  # initialisers leave it alone, while those of other ranks continue
-            reader = of_caller(1)
+        if 0 in shape:  # initialisers leave it alone, where those of other ranks go on
+            caller = Caller()
             if _is_part(self):
-                check_initialiser(self._flatshard_info, reader)
+                refuse_initialiser(self._flatshard_info, caller)
         return shape
 
     shape = property(_get_shape)
@@ -348,16 +368,15 @@ def is_sharded_parameter(value: Any) -> TypeGuard[ShardedParameter]:
 _torch_optimizer._foreach_supported_types.append(ShardedParameter)
 
 
-def handle_to_empty(param: ShardedParameter, writer: FrameType, new: torch.Tensor) -> bool:
-    """Allocate the shard of a parameter on meta if ``writer`` is ``module.to_empty()``, and return whether it is.
+def handle_to_empty(param: ShardedParameter, caller: Caller, new: torch.Tensor) -> bool:
+    """Allocate the shard of ``param`` on meta and return True, if ``module.to_empty()`` gives it the memory ``new``.
 
-    ``new``: the memory that ``writer`` gives ``param``. [Note: Filled later]
+    It is filled afterwards: [Note: Filled later].
 
     Raises:
         RuntimeError: ``param`` has its values, which would be lost.
     """
-    frame = next((each for each in outward(writer) if function_name(each) != "_apply"), None)
-    if not is_of(frame, nn.Module.to_empty):
+    if not caller.empties:
         return False
     flat = flat_param_of(param)
     if flat is not None and flat.filling is not None:
@@ -382,7 +401,7 @@ def own_of(shown: nn.Parameter) -> ShardedParameter | None:
 def show_whole(param: ShardedParameter, beside: Iterable[Any] = ()) -> nn.Parameter:
     """Return ``param`` for code that reads it from its module, or the full parameter while it is being filled.
 
-    ``beside``: the module's own parameters.
+    ``beside`` has the module's own parameters.
     """
     flat = _flat_params.get(id(param))
     if flat is None or flat.filling is None:
