@@ -33,7 +33,7 @@ LIMITS: dict[str, tuple[int, ...]] = {
     "test/mutants": (3, 0, 0, 0),
     "test/optim": (10, 0, 0, 2),
     "test/planning": (9, 0, 0, 1),
-    "test/project": (10, 0, 0, 0),
+    "test/project": (0, 0, 0, 0),
     "test/together": (5, 0, 0, 2),
     "test/weights": (1, 0, 0, 0),
 }
