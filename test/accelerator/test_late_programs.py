@@ -6,10 +6,11 @@ from typing import Any
 import pytest
 import torch
 from accelerator.harness import POLICIES
-from fuzz_programs import Program, draw
+from fuzz.drawing import draw
+from fuzz.machine import run_program
+from fuzz.programs import Program
 from pairs import some
 from pool import Pool
-from program_machine import run_program
 
 
 def on_the_device(program: Program) -> Program:

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from event_lines import sharded, train
-from fuzz_options import layout_named
+from fuzz.random_options import layout_named
 from models import Block, NormNet
 from models import Net as PlainNet
 from on_ranks import ranks

@@ -3,7 +3,7 @@ each draw against the same program on plain models in one process.
 
 ``--fuzz N`` runs N draws, ``--fuzz-seed S`` starts at seed S; of many a table says how many had what. A failing one prints
 its lines, its ``repr``, and the command that runs it alone. ``--minimise`` looks for a shorter one that fails alike. What is
-drawn: ``fuzz_programs.py``, ``fuzz_models.py``, ``fuzz_options.py``; how it is run and compared: ``program_machine.py``.
+drawn: ``programs.py``, ``random_models.py``, ``random_options.py``; how it is run and compared: ``machine.py``.
 """
 
 import dataclasses
@@ -15,28 +15,15 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import fuzz_models
-import fuzz_options
-import program_machine
 import pytest
-from fuzz_models import WAYS
-from fuzz_options import FIRSTS
-from fuzz_programs import (
-    KINDS,
-    PENALTIES,
-    STORES,
-    Block,
-    Bomb,
-    Place,
-    Program,
-    Statement,
-    draw,
-    make_world_size,
-    smaller,
-    statements,
-)
+from fuzz import files, machine, parameters, programs, random_models, random_options, runner, training
+from fuzz.drawing import STORES, draw, make_world_size, smaller
+from fuzz.machine import run_seeds
+from fuzz.programs import KINDS, PENALTIES, Block, Bomb, Place, Program, Statement, statements
+from fuzz.random_models import WAYS
+from fuzz.random_options import FIRSTS
+from fuzz.training import LONE
 from pool import Failure, Pool, RankFailure
-from program_machine import LONE, run_seeds
 
 import flatshard
 
@@ -199,7 +186,7 @@ def test_minimising_finds_the_shortest():
     shortest, _ = minimise(fails, program, RankFailure("", [FAILED]))
     assert _kinds(shortest) == {"Step", "Summon"}
     assert len(list(statements(shortest.body))) == 2
-    assert eval(repr(shortest), vars(__import__("fuzz_programs")) | {"inf": float("inf")}) == shortest
+    assert eval(repr(shortest), vars(programs) | {"inf": float("inf")}) == shortest
 
 
 def _kinds(program: Program) -> set[str]:
@@ -215,7 +202,8 @@ def test_a_program_depends_on_its_seed_only():
 
 # -- what is drawn -----------------------------------------------------------------------------------------------------
 
-CALLING = "".join(Path(module.__file__).read_text() for module in (fuzz_models, fuzz_options, program_machine))
+CALLERS = (random_models, random_options, runner, training, parameters, files, machine)
+CALLING = "".join(Path(module.__file__).read_text() for module in CALLERS)
 """Where public verbs are called."""
 OTHERS = {
     *("CollectiveError", "InternalError", "OutOfStepError", "MeetingError", "CPUOffload"),

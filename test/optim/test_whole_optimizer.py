@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from fuzz_options import layout_named
+from fuzz.random_options import layout_named
 from on_ranks import ranks
 from pairs import all_pairs, some
 from parity import whole_gradients

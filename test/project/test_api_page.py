@@ -51,7 +51,7 @@ def test_each_argument_and_field_is_documented():
 
 
 def the_quick_starts_names(is_sharded: bool) -> dict[str, Any]:
-    """What examples find: see the top of the page."""
+    """Names that examples find: see the top of the page."""
     start = README.partition("<!-- example: quickstart -->\n```python\n")[2].partition("flatshard.fully_shard(")[0]
     start = start.replace("torch.distributed.init_process_group()", "")
     names: dict[str, Any] = {"nn": nn, "dist": dist, "math": math, "functools": functools, "copy": copy}
@@ -71,7 +71,7 @@ def train(names: dict[str, Any]) -> None:
 
 
 def run_examples(ctx: Any, name: str, directory: str) -> None:
-    """One after the other, each with a new model; and trains for a step what one has sharded."""
+    """Run the examples, each with a new model, and train for a step the model that one has sharded."""
     os.chdir(directory)
     for code in api_page.examples(WITH_EXAMPLES[name]):
         shards = re.search(r"\bfully_shard\(", code)
@@ -84,7 +84,7 @@ def run_examples(ctx: Any, name: str, directory: str) -> None:
 
 @pytest.mark.parametrize("name", WITH_EXAMPLES)
 def test_example(request, tmp_path, monkeypatch, name: str):
-    """Of every public name, and of the modules that have one."""
+    """Examples of every public name, and of the modules that have one."""
     assert api_page.examples(WITH_EXAMPLES[name]), f"{name} has no example"
     if name in NEEDS_NO_RANKS:
         monkeypatch.chdir(tmp_path)

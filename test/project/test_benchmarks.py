@@ -161,7 +161,7 @@ def test_launches_waits_and_hidden_communication_are_read_from_a_trace():
 
 
 def run_modes(ctx: Any, wrong: bool) -> dict[str, float]:
-    """How far off the modes of the report are, by its own check, on CPU."""
+    """Check on CPU how far off the modes of the report are."""
     modes = {name: mode for each in gpu_ranks.PARITY.values() for name, mode in each.items()}
     off = {}
     for name in ("FULL_SHARD", "bf16, reduced in fp32", "microbatches under no_sync", "a frozen block")[

@@ -47,7 +47,7 @@ def test_bodies_start_from_the_same_state(pool):
 
 
 def fail_on(ctx, rank):
-    """One rank fails, the others wait for it in a collective."""
+    """A rank fails while the others wait for it in a collective."""
     if ctx.rank == rank:
         raise ValueError("the reason")
     dist.barrier(group=ctx.group)

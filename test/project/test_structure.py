@@ -105,7 +105,7 @@ def imports(tree: ast.AST) -> Iterator[tuple[ast.stmt, str, list[str]]]:
 
 
 def imported_modules(module: str, names: list[str]) -> set[str]:
-    """Which of our modules ``from module import names`` needs, by its name in ``TREES``."""
+    """Return the modules of ours that ``from module import names`` needs, by name in ``TREES``."""
     if module.partition(".")[0] != "flatshard":
         return set()
     short = module.removeprefix("flatshard").removeprefix(".")
@@ -169,7 +169,7 @@ FRAMES = (
     "_getframe|_current_frames|f_back|f_code|f_locals|f_globals|__code__|"
     "currentframe|getouterframes|extract_stack|walk_stack|tb_frame|gi_frame|cr_frame"
 )
-# What may be asked of torch.distributed without communicating, and the types to annotate with.
+# Names of torch.distributed that communicate nothing, and the types to annotate with.
 QUERIES = (
     "ProcessGroup|GroupMember.NON_GROUP_MEMBER|is_available|is_backend_available|is_initialized|get_process_group_ranks|"
     "get_rank|get_world_size|get_backend_config|distributed_c10d._get_default_group"
@@ -434,7 +434,7 @@ def test_no_two_classes_have_one_name():
 
 
 def test_no_tests_import_from_other_tests():
-    """What two files of tests need is in a module beside them: see test/README.md."""
+    """Shared code of two files of tests is in a module beside them: see test/README.md."""
     lines = [(path.name, line) for path in TESTS for line in code(path.read_text()) if re.match(AN_IMPORT, line)]
     found = {(name, module) for name, line in lines for module in re.findall(r"\btest_\w+", line)}
     assert found <= {("test_core_alone.py", "test_structure")}  # the packages as they are listed here

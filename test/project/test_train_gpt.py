@@ -18,7 +18,7 @@ SMALL = ["--layers", "1", "--width", "16", "--heads", "2", "--context", "16", "-
 
 
 def verify(ctx) -> tuple[bool, list[str]]:
-    """What ``--verify 4`` says."""
+    """Return the output of ``--verify 4``."""
     options = train_gpt.parse_options(["--verify", "4", *SMALL])
     ranks = train_gpt.Ranks(ctx.rank, ctx.world_size, torch.device("cpu"))
     with contextlib.redirect_stdout(io.StringIO()) as said:
@@ -36,7 +36,7 @@ def test_two_ranks_train_as_one_process(two_ranks):
 @pytest.mark.slow
 @pytest.mark.time_limit(240)  # three processes import torch
 def test_an_interrupt_ends_all_ranks_at_once():
-    """As Ctrl-C does on a terminal. No warning before, no traceback, and no words of torchrun's."""
+    """Interrupt as Ctrl-C does on a terminal: no warning, no traceback, and no message of torchrun."""
     environment = {name: value for name, value in os.environ.items() if name != "RANK"}
     # Other tests may keep a rank from its core for so long that the others would say that they wait for it.
     environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "FLATSHARD_WATCH_SECONDS": "0"}

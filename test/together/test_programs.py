@@ -1,15 +1,14 @@
 """Orders of verbs that once went wrong, in the grammar of the fuzzer, against the same programs on plain models.
 
-After each statement all parameters, gradients and buffers are compared; see ``program_machine.py``.
+After each statement all parameters, gradients and buffers are compared; see ``fuzz/machine.py``.
 """
 
 from typing import Any
 
 import pytest
 import torch
-from fuzz_models import Model
-from fuzz_options import Sharding
-from fuzz_programs import (
+from fuzz.machine import run_program
+from fuzz.programs import (
     ASKED,
     KINDS,
     ROOT,
@@ -40,9 +39,10 @@ from fuzz_programs import (
     Unshard,
     ZeroGrad,
 )
+from fuzz.random_models import Model
+from fuzz.random_options import Sharding
 from on_ranks import ranks
 from pairs import some
-from program_machine import run_program
 
 UNIT, CHECKPOINT = Place("unit", 0), Place("unit", 1)
 STEP, ZERO = Step(0), ZeroGrad(0)

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from fuzz_models import CLASSES, Model, nestable
+from fuzz.random_models import CLASSES, Model, nestable
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy

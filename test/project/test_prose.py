@@ -1,0 +1,69 @@
+"""Prose that is hard to read does not grow: ``benchmarks/prose.py`` counts it, folder by folder."""
+
+import prose
+
+LIMITS: dict[str, tuple[int, ...]] = {
+    "benchmarks": (58, 0, 0, 9),
+    "flatshard": (23, 0, 0, 0),
+    "flatshard/_comm": (7, 0, 0, 0),
+    "flatshard/_composable": (22, 0, 0, 0),
+    "flatshard/_composable/construct": (4, 0, 0, 4),
+    "flatshard/_composable/features": (12, 0, 0, 2),
+    "flatshard/_handle": (24, 0, 0, 0),
+    "flatshard/_handle/adapters": (7, 0, 0, 0),
+    "flatshard/_handle/tensors": (22, 0, 0, 0),
+    "flatshard/checkpoint": (83, 1, 0, 4),
+    "flatshard/debug": (3, 0, 0, 2),
+    "flatshard/elastic": (28, 0, 0, 3),
+    "flatshard/integrations": (12, 0, 0, 0),
+    "flatshard/optim": (21, 0, 0, 1),
+    "flatshard/planning": (60, 0, 0, 8),
+    "flatshard/weights": (14, 0, 0, 0),
+    "test": (18, 0, 0, 2),
+    "test/accelerator": (33, 0, 0, 4),
+    "test/checkpoint": (17, 0, 0, 4),
+    "test/comm": (12, 0, 0, 2),
+    "test/core": (24, 0, 0, 1),
+    "test/debug": (0, 0, 0, 1),
+    "test/elastic": (13, 0, 0, 1),
+    "test/features": (27, 0, 0, 1),
+    "test/fuzz": (29, 0, 0, 6),
+    "test/handle": (14, 0, 0, 0),
+    "test/integrations": (14, 0, 0, 2),
+    "test/mutants": (3, 0, 0, 0),
+    "test/optim": (10, 0, 0, 2),
+    "test/planning": (9, 0, 0, 1),
+    "test/project": (0, 0, 0, 0),
+    "test/together": (5, 0, 0, 2),
+    "test/weights": (1, 0, 0, 0),
+}
+"""Most places of each of ``prose.KINDS``. A folder that is not here has none. These numbers only go down."""
+
+
+def test_no_folder_has_more_places_that_are_hard_to_read():
+    places = prose.search_all()
+    for folder, counts in prose.count(places).items():
+        limits = LIMITS.get(folder, (0,) * len(counts))
+        for kind, number, limit in zip(prose.KINDS, counts, limits, strict=True):
+            found = [str(each) for each in places if each.kind == kind and str(each.path.parent).endswith(f"/{folder}")]
+            assert number <= limit, f"{folder} has {number} of {kind!r}, at most {limit}:\n" + "\n".join(found)
+
+
+def test_each_kind_is_found(tmp_path):
+    path = tmp_path / "module.py"
+    long, text, lines = "word " * 26, "text\n" * 26, "    x = 1\n" * 27
+    path.write_text(
+        f'"""A file.\n\n[Note: Long]\n{text}"""\n'
+        f'def f():\n    """What it is."""\ndef g():\n    """{long}."""\ndef h():\n{lines}'
+        f"def i():\n    # a comment\n{lines}# Those of h.\nclass C:\n    pass\n"
+    )
+    found = [(each.kind, each.text.strip(". ")) for each in prose.search(path)]
+    assert sorted(found) == sorted(
+        [
+            ("riddle", "Those of h"),
+            ("long note", "[Note: Long]"),
+            ("riddle", "What it is"),
+            ("long sentence", long.strip()),
+            ("bare function", "h"),
+        ]
+    )
