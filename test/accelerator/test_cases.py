@@ -20,9 +20,9 @@ MODULES = {
     "moves": moves,
 }
 CASES = {f"{module}-{name}": case for module, each in MODULES.items() for name, case in each.cases.items()}
-TABLE = Path(__file__).parents[1].joinpath("mutants", "table.txt").read_text()
-TELLING = re.findall(r"accelerator/test_cases:ranks\[([^]]*)\]", TABLE)
-"""Those that ``mutants/table.txt`` names."""
+TABLES = "".join(path.read_text() for path in sorted((Path(__file__).parents[1] / "mutants/tables").glob("*.txt")))
+TELLING = re.findall(r"accelerator/test_cases:ranks\[([^]]*)\]", TABLES)
+"""Those that ``mutants/tables`` names."""
 
 
 def on_ranks() -> Iterator[str]:

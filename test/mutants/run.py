@@ -1,15 +1,20 @@
-"""Runs the mutants of ``table.txt``: does a test fail where the package has a mistake?
+"""Run the mutants of ``tables/``: does a test fail where the package has a mistake?
 
-    python test/mutants/run.py [--only FILE] [--jobs N] [--again] [--results FILE]
+    python test/mutants/run.py [--only WHERE] [--since REV] [--jobs N] [--again] [--results FILE]
 
 Each mutant is made in a copy of the repository, and its tests run there until one fails. Results are kept in a file outside
-of the repository; a later run has those left that no test has killed. In the end the tests that have failed run without
-a mutant: one that fails there, too, has shown nothing.
+the repository; a later run repeats the mutants that no test has killed. At the end the tests that failed run without
+a mutant: a test that fails there, too, has shown nothing.
+
+``--only`` selects a folder, a file or a function: ``_handle/``, ``_handle/lifetime.py``, ``lifetime.py:Lifetime.reshard``.
+``--since`` selects the rows that are new or changed since a git revision.
 """
 
 import argparse
+import ast
 import collections
 import contextlib
+import functools
 import hashlib
 import importlib
 import json
@@ -19,6 +24,7 @@ import py_compile
 import re
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -27,7 +33,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parents[2]
-TABLE = Path(__file__).with_name("table.txt")
+TABLES = Path(__file__).with_name("tables")
 TIMEOUT = 400.0
 """Seconds after which the tests of a mutant hang. The limits of the tests themselves end most of them before."""
 PRELOAD = "torch torch.distributed torch._dynamo torch.distributed.checkpoint torch.distributed.fsdp pytest expecttest"
@@ -35,42 +41,92 @@ _TEST = re.compile(r"[^\s\[]+(?:\[[^]]*\])?\*?")  # the name of a case may have 
 COPIED = ("flatshard", "test", "benchmarks", "pyproject.toml")
 
 
+MODULE = "<module>"
+"""Function of a row that no function or class contains."""
+
+
+@functools.lru_cache(1)
+def _regions(source: str) -> dict[str, list[tuple[int, int]]]:
+    """Start and end of each function and class, by qualified name. A property and its setter share one."""
+    starts = [0]
+    for line in source.splitlines(keepends=True):
+        starts.append(starts[-1] + len(line))
+    found: dict[str, list[tuple[int, int]]] = {MODULE: [(0, len(source))]}
+
+    def visit(node: ast.AST, prefix: str) -> None:
+        for child in ast.iter_child_nodes(node):
+            inner = prefix
+            if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                name = prefix + child.name
+                first = min([child.lineno, *(each.lineno for each in child.decorator_list)])
+                found.setdefault(name, []).append((starts[first - 1], starts[child.end_lineno or 0]))
+                inner = f"{name}." if isinstance(child, ast.ClassDef) else f"{name}.<locals>."
+            visit(child, inner)
+
+    visit(ast.parse(source), "")
+    return found
+
+
 class Mutant(NamedTuple):
-    """One mistake: in ``file``, ``old`` is replaced by ``new``. ``tests``: ``directory/file:function``, quickest first."""
+    """One mistake: in ``function`` of ``file``, ``old`` is replaced by ``new``.
+
+    ``tests`` are ``directory/file:function``, quickest first.
+    """
 
     file: str
+    function: str
     old: str
     new: str
     tests: tuple[str, ...]
 
     @property
     def key(self) -> str:
-        return hashlib.sha256(repr(self[:3]).encode()).hexdigest()[:16]
+        return hashlib.sha256(repr(self[:4]).encode()).hexdigest()[:16]
 
     def apply(self, source: str) -> str:
-        if (found := source.count(self.old)) != 1:
-            raise ValueError(f"{self.file} has {found} times, not once: {self.old!r}")
-        return source.replace(self.old, self.new)
+        regions = _regions(source).get(self.function)
+        if regions is None:
+            raise ValueError(f"{self.file} has no {self.function}: {self.old!r}")
+        if (found := sum(source.count(self.old, *region) for region in regions)) != 1:
+            raise ValueError(f"{self.file}: {self.function} has {found} times, not once: {self.old!r}")
+        at = next(at for region in regions if (at := source.find(self.old, *region)) >= 0)
+        return source[:at] + self.new + source[at + len(self.old) :]
 
     def __str__(self) -> str:
-        return f"{self.file}: {self.old.strip()!r} -> {self.new.strip()!r}"
+        return f"{self.file}:{self.function}: {self.old.strip()!r} -> {self.new.strip()!r}"
 
 
 def read_table(text: str) -> list[Mutant]:
-    """The mutants of ``table.txt``, which says how it is read."""
+    """Return the mutants of a table; its format is described in ``test/README.md``."""
     mutants: list[Mutant] = []
-    file, usual = "", list[str]()
+    file, function, usual = "", "", list[str]()
     for line in text.splitlines():
         if line.startswith("== "):
             file, _, tests = line[3:].partition(": ")
-            usual = _TEST.findall(tests)
+            function, usual = "", _TEST.findall(tests)
+        elif line.startswith("-- "):
+            function = line[3:]
         elif line.strip() and not line.startswith("# "):
             change, _, tests = line.partition("  @@ ")
             old, arrow, new = (each.replace("\\n", "\n") for each in change.partition("  ==>  "))
-            if not arrow:
-                raise ValueError(f"table.txt: no arrow in {line!r}")
-            mutants.append(Mutant(f"flatshard/{file}", old, new, tuple(_TEST.findall(tests) or usual)))
+            if not (arrow and function):
+                raise ValueError(f"{file}: no {'function before' if arrow else 'arrow in'} {line!r}")
+            mutants.append(Mutant(f"flatshard/{file}", function, old, new, tuple(_TEST.findall(tests) or usual)))
     return mutants
+
+
+def read_tables() -> list[Mutant]:
+    return [mutant for path in sorted(TABLES.glob("*.txt")) for mutant in read_table(path.read_text())]
+
+
+def _read_tables_at(revision: str) -> set[Mutant]:
+    def git(*arguments: str) -> str:
+        return subprocess.run(("git", *arguments), cwd=ROOT, check=True, capture_output=True, text=True).stdout
+
+    names = git("ls-tree", "--name-only", revision, f"{TABLES.relative_to(ROOT)}/").split()
+    if not names:
+        sys.exit(f"{revision} has no {TABLES.relative_to(ROOT)}")
+    return {mutant for name in names for mutant in read_table(git("show", f"{revision}:{name}"))}
 
 
 # -- one copy of the repository ----------------------------------------------------------------------------------------
@@ -107,7 +163,7 @@ def _run(where: Path, arguments: Sequence[str], plugins: list[Any], parent: int)
         try:
             os.setsid()  # a group of processes, so that nothing of it is left running
             os.chdir(where)
-            sys.path[:] = [str(where), *(p for p in sys.path if Path(p).resolve() not in (ROOT, TABLE.parent))]
+            sys.path[:] = [str(where), *(p for p in sys.path if Path(p).resolve() not in (ROOT, TABLES.parent))]
             out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
             os.dup2(out, 1), os.dup2(out, 2)
             get_context: Any = multiprocessing.get_context  # ranks are forks of what has imported torch already
@@ -184,12 +240,14 @@ def _read(results: Path) -> dict[str, list[Any]]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", metavar="FILE", help="mutants of files with this in their path")
+    parser.add_argument("--only", default="", metavar="WHERE", help="mutants with this in FILE:FUNCTION")
+    parser.add_argument("--since", metavar="REV", help="rows that are new or changed since this git revision")
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--again", action="store_true", help="also those that have a result")
     parser.add_argument("--results", type=Path, default=Path(tempfile.gettempdir()) / "flatshard-mutants.jsonl")
     given = parser.parse_args()
-    every = [mutant for mutant in read_table(TABLE.read_text()) if given.only in mutant.file]
+    before = _read_tables_at(given.since) if given.since else set()
+    every = [m for m in read_tables() if given.only in f"{m.file}:{m.function}" and m not in before]
     known = {} if given.again else _read(given.results)
     todo = [mutant for mutant in every if known.get(mutant.key, [""])[0] != "killed"]
     turns = collections.Counter[str]()  # files take turns, and what has not run yet comes first
