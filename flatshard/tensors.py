@@ -13,7 +13,7 @@ __all__ = ["ShardInfo", "ShardedGradient", "ShardedParameter", "full_shape", "nu
 
 
 def num_parameters(module: nn.Module, *, trainable_only: bool = False) -> int:
-    """How many elements the whole parameters of ``module`` have; tied ones count once. No communication.
+    """Return how many elements the full parameters of ``module`` have. Tied ones count once. No communication.
 
     ``sum(p.numel() for p in module.parameters())`` of a sharded module counts this rank's parts.
 

@@ -42,12 +42,12 @@ def _may_come(unit: Unit) -> bool:
 
 
 def may_reach_inside(unit: Unit) -> bool:
-    """Whether the backward may yet reach a unit inside ``unit``."""
+    """Return whether the backward may yet reach a unit inside ``unit``."""
     return not all(u.is_reached for u in units_below(unit.module))
 
 
 def _may_come_first(unit: Unit) -> bool:
-    """Whether the backward may yet reach a unit that is to be reduced before ``unit``: inside it, or between two forwards."""
+    """Return whether backward may yet reach a unit to reduce before ``unit``: inside it, or between two of its forwards."""
     if any(u.turn > unit.turn and not u.is_reached for u in units_below(unit.module)):
         return True
     record = None if unit.backward is None else unit.backward.last_forward
@@ -59,10 +59,10 @@ def _may_come_first(unit: Unit) -> bool:
 
 
 class Backward:
-    """One backward on one process group, from the first unit that it reaches until it ends or fails. See ``of``."""
+    """A running backward on one process group, from the first unit that it reaches until it ends or fails. See ``of``."""
 
     every: ClassVar[weakref.WeakSet[Backward]] = weakref.WeakSet()
-    """Those of all process groups. The engine keeps them alive until their graph tasks have ended."""
+    """The backwards of all process groups. The engine keeps them alive until their graph tasks have ended."""
 
     def __init__(self, unit: Unit) -> None:
         """``unit``: one of the group."""
@@ -83,7 +83,7 @@ class Backward:
 
     @classmethod
     def of(cls, unit: Unit) -> Backward:
-        """The running backward, on the process group of ``unit``, which it is reaching or gathering."""
+        """Return the running backward on the process group of ``unit``, which it reaches or gathers."""
         context, task = unit.context, current_graph_task()
         backward = context.backward
         if isinstance(backward, Backward) and next(reversed(backward._tasks)) == task:
@@ -134,7 +134,7 @@ class Backward:
         return now
 
     def pre_backward(self, record: ForwardRecord) -> None:
-        """Called when backward reaches a forward of a unit. Completes idle units before it. [Note: What completes a unit]"""
+        """Note that backward reaches a forward of a unit, and complete idle units before it. [Note: What completes a unit]"""
         task, unit = current_graph_task(), record.unit
         record.opened_in = task
         now = unit.backward_slot.now
@@ -146,7 +146,7 @@ class Backward:
             self._complete_before(unit, idle)
 
     def recompute(self, unit: Unit) -> None:
-        """Called when a forward of ``unit`` runs in backward. In a reentrant checkpoint that is when backward comes to it."""
+        """Note that a forward of ``unit`` runs in backward. In a reentrant checkpoint that is when backward comes to it."""
         self.touch(unit)
         if self._idle and not unit.comes_again():
             self._complete_before(unit, [u for u in self._idle if unit not in units_below(u.module)])
@@ -161,8 +161,9 @@ class Backward:
 
     @staticmethod
     def post_backward(unit: Unit) -> bool:
-        """Called when backward leaves a forward of ``unit``, through its inputs. Returns whether it has left all of them, or
-        all before the next pass. hooks.py, [Note: Freeing in backward]
+        """Note that backward leaves a forward of ``unit`` through its inputs, and return whether it has left all of them.
+
+        Forwards of earlier passes don't count. hooks.py, [Note: Freeing in backward]
         """
         if (now := unit.backward_slot.now) is None:
             return True
@@ -175,7 +176,7 @@ class Backward:
         self._idle[unit] = None
 
     def complete(self, unit: Unit, reduces: bool = False, early: bool = False) -> None:
-        """Called when ``unit`` has all gradients of the graph task that reached it first. Reduce it, in order.
+        """Reduce ``unit`` when it is its turn: it has all gradients of the graph task that reached it first.
 
         ``reduces``: even if none were expected. ``early``: see ``UnitBackward.complete``.
         """
@@ -204,7 +205,7 @@ class Backward:
             raise
 
     def _bring_gradients(self, tasks: Iterable[int]) -> bool:
-        """Whether one of these graph tasks has gradients for a unit, of any process group: ranks may not agree on one."""
+        """Return whether one of ``tasks`` has gradients for a unit of any process group: ranks may not agree on one."""
         return any(not backward._bringing.isdisjoint(tasks) for backward in self.every)
 
     def _complete_all(self, units: Iterable[Unit], brings_gradients: bool, early: bool = False) -> None:
@@ -224,7 +225,7 @@ class Backward:
             for unit in self._reached:
                 unit.tree.join(self._reached[0].tree)
         if held and brings_gradients:
-            # What this model holds of earlier backwards is reduced now, even if this one added nothing to it.
+            # Reduce what this model holds of earlier backwards, even if this one added nothing to it.
             mine = {unit.tree.model for unit in self._reached[:1]}
             self._ready.update(u for u in held if u.handle.gradients.reduces and u.tree.model in mine)
         self._queue.reduce_all(self._ready)
@@ -235,7 +236,7 @@ class Backward:
         self._context.runtime.wait_for_host_reads()
 
     def _reduce_held_inside(self) -> None:
-        """Also reduce what units on other process groups hold, if they are inside units of this backward and were not run."""
+        """Reduce held gradients of units on other process groups that are inside units of this backward and were not run."""
         others = [queue for queue in ReductionQueue.every if queue is not self._queue and queue.is_holding]
         if not others:
             return
@@ -262,8 +263,9 @@ class Backward:
         return any(callback() is None for callback in [*self._tasks.values()])
 
     def _on_death(self, callback: object) -> None:
-        """The engine dropped a graph task, perhaps after an exception. Then register the user's parameters, which
-        ``zero_grad`` needs. The next forward cleans up the rest, because this callback may run at any point.
+        """Register the user's parameters, which ``zero_grad`` needs, if the engine dropped a graph task after an exception.
+
+        The next forward cleans up the rest, because this callback may run at any point.
         """
         if self.has_failed:
             for unit in self._reached:
@@ -278,7 +280,7 @@ class Backward:
                 )
 
     def drop(self) -> None:
-        """After an exception: drop its gradients, and free everything.
+        """Drop its gradients and free everything, after an exception.
 
         This includes reductions in flight: the user may have called ``zero_grad`` already, and they would set ``.grad`` after
         it. It includes gradients held by earlier backwards, as this backward has added to some of them.
@@ -327,7 +329,7 @@ def gather_ahead(unit: Unit) -> None:
 
 
 def gather_last_inside(record: ForwardRecord) -> None:
-    """Called when a unit that backward reached by ``record`` is about to be recomputed."""
+    """Gather the unit inside that backward needs first, before the unit of ``record`` is recomputed."""
     last = record
     while last.previous is not None and last.unit in last.previous.outer:
         last = last.previous
@@ -338,13 +340,13 @@ def gather_last_inside(record: ForwardRecord) -> None:
 
 
 def prefetches_before(unit: Unit) -> bool:
-    """Whether the next unit is gathered before this unit's backward computes."""
+    """Return whether the next unit is gathered before this unit's backward computes."""
     when = unit.config.backward_prefetch
     return when is BackwardPrefetch.BACKWARD_PRE or (when is None and unit.backward_targets is not None)
 
 
 def prefetch_after(unit: Unit) -> None:
-    """Called when this unit's backward has computed."""
+    """Gather the next unit, as the backward of ``unit`` has computed."""
     if (now := unit.backward) is not None and now.last_forward is not None:
         prefetch(now.last_forward)
 

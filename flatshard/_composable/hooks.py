@@ -93,16 +93,16 @@ _LATER = "flatshard: forwards that ended later with the same output"
 
 
 class Unrecorded(Protocol):
-    """What runs in place of a unit's hooks while no forward of it needs a record, because nothing is gathered or freed."""
+    """The hooks of a unit while its forwards need no record, because nothing is gathered or freed."""
 
     def check(self) -> Callable[[Any], object]:
-        """Called before a forward. Raises if it needs one; else returns anything."""
+        """Raise before a forward that needs a record. The result has no meaning."""
 
     def begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
-        """A forward of ``module`` begins. Returns new arguments, or None."""
+        """Begin a forward of ``module``. Return new arguments, or None."""
 
     def end(self, module: nn.Module, output: Any) -> Any:
-        """One has ended, or has raised if ``output`` is None. Returns a new output, or None."""
+        """End a forward of ``module``, which has raised if ``output`` is None. Return a new output, or None."""
 
 
 class UnitHooks:
@@ -130,7 +130,7 @@ class UnitHooks:
 
     @classmethod
     def of(cls, unit: Unit) -> UnitHooks:
-        """The hooks that were installed on ``unit``."""
+        """Return the hooks that were installed on ``unit``."""
         for hook in called_modules(unit.module)[0]._forward_pre_hooks.values():
             if isinstance(owner := getattr(hook, "__self__", None), cls):
                 return owner
@@ -140,7 +140,7 @@ class UnitHooks:
         )
 
     def record(self, unless: Unrecorded | None) -> Unrecorded | None:
-        """Have ``unless`` run in place of the hooks, or the hooks again if it is None. Returns what did before."""
+        """Run ``unless`` in place of the hooks, or the hooks again if it is None. Return what ran before."""
         before, self._unrecorded = self._unrecorded, unless
         if before is not None:
             self._instead.remove(before.check)
@@ -185,7 +185,7 @@ class UnitHooks:
     def pre_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType | None = None
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Returns new arguments, or None. ``frame``: see ``Context.enter_forward``."""
+        """Gather the unit, and return new arguments or None. ``frame``: see ``Context.enter_forward``."""
         unit = self.unit
         context = unit.context
         in_backward = current_graph_task() != -1  # recomputed by activation checkpointing
@@ -262,7 +262,7 @@ class UnitHooks:
         handle.registrations.show(UNSHARDED)
 
     def post_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        """Returns a new output, or None. If the forward raised, this is called with None as ``output``."""
+        """Release the unit, and return a new output or None. ``output`` is None if the forward raised."""
         unit = self.unit
         forward = unit.context.exit_forward(module, output is None)
         if forward is None:
@@ -325,7 +325,7 @@ class UnitHooks:
             context.end_pass()
 
     def register_pre_backward(self, outputs: Iterable[torch.Tensor], forward: Forward) -> bool:
-        """Make backward call ``pre_backward`` when it reaches one of ``outputs``. Returns whether it may."""
+        """Make backward call ``pre_backward`` when it reaches one of ``outputs``. Return whether it may reach one."""
         found = set[Node | None]()
         for tensor in outputs:
             if tensor.requires_grad:
@@ -364,7 +364,7 @@ class UnitHooks:
     def watch_inputs(
         self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Call ``post_backward`` when backward leaves the unit through its inputs. [Note: Freeing in backward]"""
+        """Make backward call ``post_backward`` when it leaves through the inputs. [Note: Freeing in backward]"""
         values, spec = tree_flatten((args, kwargs))
         where = [i for i, v in enumerate(values) if isinstance(v, torch.Tensor) and v.requires_grad]
         if not where:
@@ -376,7 +376,7 @@ class UnitHooks:
         return new_args, new_kwargs
 
     def pre_backward(self, way: Way[ForwardRecord], later: Sequence[Callable[[Any], None]], grads: Any) -> None:
-        """Called when backward reaches the unit, through one of its outputs.
+        """Gather the unit, and prefetch the next one, when backward reaches one of its outputs.
 
         ``later``: what is called before it, of forwards that ended later with the same output: of a unit around this one, or
         of a unit that returned its input. So backward reaches forwards in reverse order, on all ranks.
@@ -413,7 +413,7 @@ class UnitHooks:
                 "(by an optimizer step, for example), so its gradients would be wrong. Call backward before the step, or "
                 "run forward again after it"
             )
-        # Where the input of a reduction is to be freed first, `finish_previous` gathers. [Note: Reductions in flight]
+        # `finish_previous` gathers instead if the input of a reduction is to be freed first. [Note: Reductions in flight]
         if prefetches_before(unit) and not (context.reductions.frees and backward.touch(unit).finish_at > 1):
             prefetch(record)
 
@@ -455,7 +455,7 @@ class UnitHooks:
             prefetch_after(unit)
 
     def post_backward(self) -> None:
-        """Called when backward leaves one forward of the unit through its inputs. [Note: Freeing in backward]"""
+        """Free the unit if backward has left all its forwards through their inputs. [Note: Freeing in backward]"""
         unit, now = self.unit, self.unit.backward
         is_over = not ((now is not None and now.pending) or unit.comes_again())
         if Backward.post_backward(unit) and (is_over or not unit.handle.gradients.accumulators.are_all):
@@ -467,7 +467,7 @@ class UnitHooks:
 
 
 def overridden(features: Iterable[object], method: Callable[..., Any]) -> list[Callable[..., Any]]:
-    """The method of each feature that overrides it."""
+    """Return ``method`` of each feature that overrides it."""
     name = method.__name__
     return [getattr(each, name) for each in features if getattr(type(each), name) is not method]
 

@@ -49,7 +49,7 @@ from flatshard._runtime import Runtime
 
 
 class Queued(Protocol):
-    """A unit, as far as the queue knows it."""
+    """The part of a unit that the queue reads."""
 
     handle: FlatParamHandle
     turn: int
@@ -78,7 +78,7 @@ class ReductionQueue(Generic[Unit]):
         self.every.add(self)
 
     def take_over(self, other: ReductionQueue[Unit], units: Iterable[Unit]) -> None:
-        """The units of ``other`` are in this queue from now on. ``units``: all that have had a turn in it, and others."""
+        """Move the units of ``other`` to this queue. ``units`` has all that have had a turn in it, and perhaps others."""
         for unit in units:
             unit.turn += self._turns
         self._open.update(other._open)
@@ -86,13 +86,13 @@ class ReductionQueue(Generic[Unit]):
         self.drops += other.drops
 
     def expect(self, unit: Unit) -> None:
-        """Called in the forward of ``unit``: a backward may reach it."""
+        """Add ``unit`` in its forward: a backward may reach it."""
         if (ref := weakref.ref(unit)) not in self._open:
             self._open[ref] = False
             unit.turn = self._turns = self._turns + 1
 
     def add_back(self, unit: Unit) -> None:
-        """Called when backward reaches ``unit``. If no forward since its last reduction has added it, it keeps its turn."""
+        """Add ``unit`` when backward reaches it. It keeps its turn if no forward since its last reduction has added it."""
         if unit in self._deferred:  # all at once, so that ranks have one order
             self.give()
         if (ref := weakref.ref(unit)) not in self._open:
@@ -101,15 +101,15 @@ class ReductionQueue(Generic[Unit]):
             self._open = OrderedDict((r, self._open[r]) for r in sorted(turns, key=turns.__getitem__))
 
     def remove(self, unit: Unit) -> None:
-        """``unit`` is not to be reduced."""
+        """Remove ``unit``: it is not to be reduced."""
         self._open.pop(weakref.ref(unit), None)
 
     def units(self) -> Iterator[Unit]:
-        """The units in it that still exist, in the order in which they are reduced."""
+        """Return an iterator over its live units, in the order of their reductions."""
         return (unit for ref in reversed(self._open) if (unit := ref()) is not None)
 
     def withholding(self) -> Iterable[Unit]:
-        """The units whose gradients of earlier backwards are not in ``.grad`` yet."""
+        """Return the units whose gradients of earlier backwards are not in ``.grad`` yet."""
         return (u for u in dict.fromkeys([*self._deferred, *self.units()]) if u.handle.gradients.withholds)
 
     @property
@@ -195,7 +195,7 @@ class ReductionQueue(Generic[Unit]):
         return self._reducing is not None and not self._reducing.handle.has_replicas
 
     def finish_previous(self) -> None:
-        """Called when some of a unit's gradients have come: end the previous reduction. [Note: Reductions in flight]"""
+        """End the previous reduction, as some of a unit's gradients have come. [Note: Reductions in flight]"""
         if self._reducing is not None and self._reducing.handle.has_replicas:
             self._reducing.handle.gradients.advance()
         else:
@@ -216,9 +216,9 @@ class ReductionQueue(Generic[Unit]):
             raise
 
     def reduce_held(self, units: Collection[Unit], one_by_one: bool = True) -> None:
-        """Outside of a backward: reduce the gradients that earlier backwards hold for ``units``.
+        """Reduce the gradients that earlier backwards hold for ``units``, outside of a backward.
 
-        ``one_by_one``: and wait for each, so that one input at a time is freed. False: start all, and defer them.
+        ``one_by_one``: wait for each, so that one input at a time is freed. Otherwise start all, and defer them.
         """
         held = [u for u in self.units() if u in units and u.handle.gradients.wants_reduction]
         for unit in held:
@@ -236,11 +236,11 @@ class ReductionQueue(Generic[Unit]):
         self._runtime.join()
 
     def deferred(self, units: Collection[Unit]) -> list[Unit]:
-        """Those of ``units`` whose gradients are deferred, in the order of their reductions."""
+        """Return the units in ``units`` whose gradients are deferred, in the order of their reductions."""
         return [unit for unit in self._deferred if unit in units]
 
     def give(self, units: Collection[Unit] | None = None) -> None:
-        """Wait for reductions that were deferred, and set ``.grad``. None: of all units."""
+        """Wait for deferred reductions of ``units``, by default of all, and set ``.grad``."""
         given = [*self._deferred] if units is None else self.deferred(units)
         try:
             for unit in given:

@@ -56,7 +56,7 @@ _forwards, _unit = operator.attrgetter("forwards"), operator.attrgetter("unit")
 
 
 class ForwardRecord:
-    """One forward of one unit with a backward to come. It lives as long as the autograd graph, whose hooks refer to it."""
+    """A forward of a unit with a backward to come. It lives as long as the autograd graph, whose hooks refer to it."""
 
     __slots__ = ("__weakref__", "opened_in", "outer", "previous", "unit", "version")
 
@@ -78,7 +78,7 @@ made_units: weakref.WeakValueDictionary[int, Unit] = weakref.WeakValueDictionary
 
 
 class Unit:
-    """One module, or several, whose parameters are gathered together. Which one is outermost is found anew in each call."""
+    """A module, or several, whose parameters are gathered together. Each call finds anew which unit is the outermost."""
 
     def __init__(
         self, module: nn.Module, handle: FlatParamHandle, context: Context, runtime: Runtime, config: UnitConfig
@@ -89,9 +89,9 @@ class Unit:
         self.context = context
         self.runtime = runtime  # of the ranks that the call of `fully_shard` has sharded over
         self.config = config
-        # What is unsharded for its forward: itself, and the owners of parameters that are registered here, too (tied ones).
+        # Units to unshard before this unit's forward: itself and the owners of tied parameters.
         self.needs: tuple[Unit, ...] = (self,)
-        # Units to gather while this unit computes: see `configure`. None: according to the recorded order.
+        # Units to gather while this unit computes (see `configure`), or None for the recorded order.
         self.forward_targets: Iterable[Unit] | None = None
         self.backward_targets: Iterable[Unit] | None = None
         self.backward_slot: BackwardSlot[ForwardRecord] = BackwardSlot()
@@ -110,7 +110,7 @@ class Unit:
             ranks.label.handle = weakref.ref(self.handle)
 
     def _make_room(self) -> None:
-        """Free the memory that it needs and another unit is using. [Note: Static buffers]"""
+        """Free memory of other units that this one needs. [Note: Static buffers]"""
         self.context.free_unused()
         for unit in made_units.values():  # that stay until the end of the backward, though their values are not needed
             if unit.is_over and unit.handle.gradients.accumulators.are_all:
@@ -133,17 +133,17 @@ class Unit:
         self.turn = 0  # its place in the order of reductions, which `ReductionQueue` gives
 
     def move(self, context: Context, runtime: Runtime) -> None:
-        """Its handle has moved to these ranks. What it has learned of earlier passes is forgotten, as ranks may be new."""
+        """Follow its handle to other ranks. Forget what it has learned of earlier passes, as ranks may be new."""
         self.context, self.runtime = context, runtime
         self._reset(self.features)
         self._own_parameters()
 
     def feature(self, kind: type[T]) -> T | None:
-        """Its feature of this class, or None."""
+        """Return its feature of class ``kind``, or None."""
         return next((feature for feature in self.features if isinstance(feature, kind)), None)
 
     def show(self, unclaimed: Shown = SHARDED) -> None:
-        """Register the parameters that the claims ask for. If none asks for any: ``unclaimed``."""
+        """Register the parameters that the claims ask for, or ``unclaimed`` if none asks for any."""
         for claim in reversed(self.claims):
             if claim.shows is not None:
                 unclaimed = claim.shows
@@ -185,12 +185,12 @@ class Unit:
         return False
 
     def note_leak(self, record: ForwardRecord) -> None:
-        """The outputs of ``record`` are the unsharded parameters, or views of them."""
+        """Note that outputs of ``record`` are the unsharded parameters, or views of them."""
         self.leaks = weakref.WeakSet() if self.leaks is None else self.leaks
         self.leaks.add(record)
 
     def drop_leaks(self, since: int) -> None:
-        """The graphs of the steps that backward has reached, in graph task ``since`` or later, are gone."""
+        """Drop the leaks whose graphs are gone: backward has reached them in graph task ``since`` or later."""
         if self.leaks:
             self.leaks -= {record for record in self.leaks if record.opened_in >= since}
 
@@ -269,7 +269,7 @@ class Unit:
 
 
 class Forward:
-    """One running forward of a unit."""
+    """A running forward of a unit."""
 
     __slots__ = (
         "__weakref__", "claims", "copied", "first_node", "frame", "gathers", "in_backward", "instead", "module", "recorded",
@@ -310,7 +310,7 @@ class RunningBackward(Protocol):
 
 
 class Context:
-    """What units on connected process groups share. [Note: One context for groups that are connected]"""
+    """The shared state of units on connected process groups. [Note: One context for groups that are connected]"""
 
     _instances: ClassVar[weakref.WeakValueDictionary[int, Context]] = weakref.WeakValueDictionary()
 
@@ -373,7 +373,7 @@ class Context:
 
     @classmethod
     def _place(cls, number: int) -> Place | None:
-        """How far this rank has come, for errors and the watch on the runtime of this number."""
+        """Return how far this rank has come, for errors and the watch on the runtime of this number."""
         if (context := cls._instances.get(number)) is None:
             return None
         inside = "" if context.backward is None or context.backward.has_failed else "backward"
@@ -565,13 +565,13 @@ def copies_in(memo: dict[int, Any]) -> dict[weakref.ref[Unit], Unit]:
 
 
 def unit_of(module: nn.Module) -> Unit | None:
-    """The unit whose module is ``module``, or has it in its group. None if there is none."""
+    """Return the unit of ``module``, alone or in a group, or None."""
     found: Unit | None = module.__dict__.get(UNIT_KEY)
     return found
 
 
 def owner_of(param: nn.Parameter) -> Unit | None:
-    """The unit that owns a parameter, or None. ``param``: what modules show of it now: a part, the whole, or a copy."""
+    """Return the unit that owns ``param``, or None. Modules may show a shard, the full parameter, or a copy."""
     if (found := _owners.get(id(param))) is not None:
         return found
     of_copy = _owners_of_copies.get(param) if _owners_of_copies else None
@@ -579,7 +579,7 @@ def owner_of(param: nn.Parameter) -> Unit | None:
 
 
 def own_copies(unit: Unit, copies: Iterable[nn.Parameter]) -> None:
-    """``copies`` are of parameters of ``unit``, whose modules may show them."""
+    """Record that ``copies`` are of parameters of ``unit``, whose modules may show them."""
     _owners_of_copies.update((copy, weakref.ref(unit)) for copy in copies)
 
 

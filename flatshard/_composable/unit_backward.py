@@ -74,7 +74,7 @@ Record = TypeVar("Record")  # of a unit's forward
 
 
 class UnitBackward(Generic[Record]):
-    """One unit in the running backward, since it was gathered or reached. Dropping it is the reset."""
+    """A unit's record in the running backward, from its gather on. Dropping it is the reset."""
 
     __slots__ = (
         "_label", "counts_in", "expected", "finish_at", "finished_in", "lacks_some", "last_forward", "open_forwards",
@@ -213,7 +213,7 @@ def gradient_hook(
 
 
 class Way(Generic[Record]):
-    """An autograd node that made an output of a forward: backward comes to the forward by it. It lives as long as the node.
+    """An autograd node that made an output, by which backward comes to a forward. It lives as long as the node.
 
     It holds the nodes after that one. To hold the node itself would be a cycle, in which the graph would live on.
     """
@@ -229,7 +229,7 @@ class Way(Generic[Record]):
 
 
 def how_many_run(nodes: Collection[Any]) -> int:
-    """How many of ``nodes`` the running graph task runs, or has run."""
+    """Return how many of ``nodes`` the running graph task runs, or has run."""
     try:
         return sum(map(_will_run, nodes))
     except RuntimeError:  # `torch.autograd.grad` takes the gradients of some nodes for itself
