@@ -9,6 +9,7 @@ import torch
 from fuzz import programs
 from fuzz.runner import ERRORS, Bang, Interrupt, Runner
 from fuzz.twins import Shown, Twin
+from parity import everybody
 from torch import nn
 
 import flatshard
@@ -184,8 +185,10 @@ class Parameters(Runner):
         if (seen is own) == (shown is not None):
             return False  # unsharded by the user: what becomes of a change is not said
         unnoticed = shown is None and s.how == "mul_data"
-        if unnoticed and (twin.kept or any(u.is_unsharded_by_user for u in twin.units)):
-            return False
+        if unnoticed:  # a rank that has skipped a unit may have freed it: all ranks do the same
+            unseen = bool(twin.kept) or any(u.is_unsharded_by_user for u in twin.units)
+            if any(everybody(self._there(twin), unseen)):
+                return False
         for p in (seen, plain):
             with torch.no_grad():
                 exec(programs.CHANGES[s.how], {"p": p})
