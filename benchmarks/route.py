@@ -51,9 +51,9 @@ class Block(nn.Module):
         return x + self.down(self.up(x).relu())
 
 
-def shard(model: nn.Module, package: str, group: Any = None) -> None:
+def shard(model: nn.Module, package: str) -> None:
     if package == "flatshard":
-        flatshard.fully_shard(model, policy={Block}, process_group=group)
+        flatshard.fully_shard(model, policy={Block})
     else:
         from torch.distributed.fsdp import fully_shard
 
@@ -70,7 +70,7 @@ def root_of(package: str) -> str:
     return str(Path(fsdp2.__file__).parent)
 
 
-def record(package: str = "flatshard", group: Any = None) -> dict[str, list[Call]]:
+def record(package: str) -> dict[str, list[Call]]:
     """Return the calls of each phase."""
     root, calls = root_of(package), {phase: list[Call]() for phase in PHASES}
 
@@ -88,7 +88,7 @@ def record(package: str = "flatshard", group: Any = None) -> dict[str, list[Call
 
     torch.manual_seed(0)
     model = nn.Sequential(*(Block() for _ in range(3)))
-    recorded("construct", lambda: shard(model, package, group))
+    recorded("construct", lambda: shard(model, package))
     optimizer, x = torch.optim.SGD(model.parameters(), lr=0.1), torch.randn(4, 32)
     for _ in range(3):
         loss = recorded("forward", lambda: model(x).square().mean())
@@ -105,12 +105,8 @@ def figures(calls: list[Call]) -> tuple[int, int, int]:
     return len(calls), len({call.file for call in calls}), changes
 
 
-def measure(group: Any = None, package: str = "flatshard") -> dict[str, tuple[int, int, int]]:
-    """Return the figures of each phase, and the medians of a unit's forward and backward."""
-    return dict(_measure(record(package, group), package))
-
-
-def _measure(calls: dict[str, list[Call]], package: str) -> Iterator[tuple[str, tuple[int, int, int]]]:
+def measure(calls: dict[str, list[Call]], package: str) -> Iterator[tuple[str, tuple[int, int, int]]]:
+    """Yield the figures of each phase, and the medians of a unit's forward and backward."""
     for phase, entries in calls.items():
         yield phase, figures(entries)
         for entry in ENTRIES[package]:
@@ -133,7 +129,7 @@ def _run(rank: int, store: str, package: str, show: str | None) -> None:
             print(f"    {call.function}")
     elif rank == 0:
         print(f"{package}, torch {torch.__version__}: calls, files, changes of file")
-        for name, numbers in _measure(calls, package):
+        for name, numbers in measure(calls, package):
             print(f'    "{name}": {numbers},')
     dist.destroy_process_group()
 
