@@ -31,7 +31,6 @@ from pathlib import Path
 
 import host_overhead
 import torch
-import torch.distributed as dist
 from contenders import Setting, build, drop_gradients
 from suite import OURS, Benchmark, Figure, Table, fake_world, progress
 from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
@@ -56,15 +55,15 @@ NOTHING = "nothing"
 class OneCall(FakeCollectives):
     """Collectives that fill nothing: one call into the group, as over a real one."""
 
-    @classmethod
-    def of(cls, group: dist.ProcessGroup, device: torch.device) -> OneCall:
-        return cls(group)
-
     def all_gather(self, output: torch.Tensor, shard: torch.Tensor, label: Label | None = None) -> Pending:
         return self.group.broadcast(output, 0)
 
     def reduce_scatter(self, output: torch.Tensor, input: torch.Tensor, label: Label | None = None) -> Pending:
         return self.group.broadcast(output, 0)
+
+
+FILLING = {name: getattr(FakeCollectives, name) for name in ("all_gather", "reduce_scatter")}
+"""The collectives of the fake group, which ``OneCall``'s replace: collectives of a user's would take a route of their own."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +82,9 @@ class Count:
         if self.name == FLOOR:
             return host_overhead.floor(WORLD_SIZE, units, self.bf16, OneCall), lambda: None
         torch.manual_seed(0)
-        setting = Setting(host_overhead.Unit, bf16=self.bf16, collectives=None if self.fills else OneCall.of)
+        for name, method in FILLING.items():
+            setattr(FakeCollectives, name, method if self.fills else getattr(OneCall, name))
+        setting = Setting(host_overhead.Unit, bf16=self.bf16)
         model = build(self.name, host_overhead.units(units), setting)
         if self.name == "DDP":
             # It takes the result of an all-reduce from the group's work, and the fake group's has none.

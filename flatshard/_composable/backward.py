@@ -37,7 +37,7 @@ _keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_ke
 
 def _may_come(unit: Unit) -> bool:
     """Return whether gradients of ``unit`` may still come, in the running graph task or one around it."""
-    now = unit.backward
+    now = unit.backward_slot.now
     return (now is not None and now.state in (AWAITING, IDLE)) or unit.expected_gradients() > 0
 
 
@@ -50,7 +50,7 @@ def _may_come_first(unit: Unit) -> bool:
     """Return whether backward may yet reach a unit to reduce before ``unit``: inside it, or between two of its forwards."""
     if any(u.turn > unit.turn and not u.is_reached for u in units_below(unit.module)):
         return True
-    record = None if unit.backward is None else unit.backward.last_forward
+    record = None if unit.backward_slot.now is None else unit.backward_slot.now.last_forward
     while record is not None:
         if record.unit.turn > unit.turn and not record.unit.is_reached:
             return True
@@ -133,7 +133,7 @@ class Backward:
         unit.leaves_out |= now.lacks_some
         return now
 
-    def pre_backward(self, record: ForwardRecord) -> None:
+    def pre_backward(self, record: ForwardRecord) -> UnitBackward[ForwardRecord]:
         """Note that backward reaches a forward of a unit, and complete idle units before it. [Note: What completes a unit]"""
         task, unit = current_graph_task(), record.unit
         record.opened_in = task
@@ -144,6 +144,7 @@ class Backward:
         now.last_forward = record
         if self._idle and (idle := [u for u in self._idle if u not in record.outer]):
             self._complete_before(unit, idle)
+        return now
 
     def recompute(self, unit: Unit) -> None:
         """Note that a forward of ``unit`` runs in backward. In a reentrant checkpoint that is when backward comes to it."""
@@ -172,7 +173,9 @@ class Backward:
 
     def postpone(self, unit: Unit) -> None:
         """Make ``unit`` idle: it has all awaited gradients, but other ranks may have some to come."""
-        self.touch(unit).postpone()
+        now = unit.backward_slot.now
+        assert now is not None
+        now.postpone()
         self._idle[unit] = None
 
     def complete(self, unit: Unit, reduces: bool = False, early: bool = False) -> None:
@@ -181,7 +184,9 @@ class Backward:
         ``reduces``: even if none were expected. ``early``: see ``UnitBackward.complete``.
         """
         self._idle.pop(unit, None)
-        if self.touch(unit).complete(early) or reduces:
+        now = unit.backward_slot.now
+        assert now is not None
+        if now.complete(early) or reduces:
             if unit.handle.gradients.reduces:
                 self._ready.add(unit)
                 self._queue.reduce(self._ready, _may_come, _may_come_first)
@@ -294,17 +299,17 @@ class Backward:
 
 def _completes_in(unit: Unit, task: int) -> bool:
     """Return whether graph task ``task`` completes ``unit``."""
-    return (now := unit.backward) is not None and now.task == task
+    return (now := unit.backward_slot.now) is not None and now.task == task
 
 
 def is_finished(unit: Unit) -> bool:
     """Return whether ``unit`` has all its gradients from the running graph task."""
-    return (now := unit.backward) is not None and now.finished_in == current_graph_task()
+    return (now := unit.backward_slot.now) is not None and now.finished_in == current_graph_task()
 
 
 def has_left_first(unit: Unit) -> bool:
     """Return whether backward has reached forwards of ``unit``, and left all of them, the first one in its pass too."""
-    if (now := unit.backward) is None or now.open_forwards:
+    if (now := unit.backward_slot.now) is None or now.open_forwards:
         return False
     before = None if now.last_forward is None else now.last_forward.previous
     while before is not None and before.unit is not unit:
@@ -316,7 +321,7 @@ def gather(unit: Unit) -> None:
     """Gather a unit for the current backward, and the units that it needs."""
     context = unit.context
     for needed in unit.needs:
-        if needed.backward is None:
+        if needed.backward_slot.now is None:
             Backward.of(unit).touch(needed)
         if needed.handle.lifetime.params is ParamState.SHARDED:
             needed.handle.unshard(context.pass_id, again=True)
@@ -347,7 +352,7 @@ def prefetches_before(unit: Unit) -> bool:
 
 def prefetch_after(unit: Unit) -> None:
     """Gather the next unit, as the backward of ``unit`` has computed."""
-    if (now := unit.backward) is not None and now.last_forward is not None:
+    if (now := unit.backward_slot.now) is not None and now.last_forward is not None:
         prefetch(now.last_forward)
 
 
@@ -355,9 +360,9 @@ def prefetch(record: ForwardRecord) -> None:
     """Gather the unit that comes after that of ``record`` in backward, or the units that the user chose instead."""
     task = current_graph_task()
     for unit in _next(record):
-        if unit.backward is None or unit.backward.finished_in != task:
+        if unit.backward_slot.now is None or unit.backward_slot.now.finished_in != task:
             for needed in unit.needs:
-                if needed.backward is None:
+                if needed.backward_slot.now is None:
                     Backward.of(unit).touch(needed)
             unit.context.prefetch(unit, record.unit.config.prefetch_limit_bytes)
 

@@ -41,7 +41,7 @@ from flatshard._composable.exec_order import ForwardOrder
 from flatshard._composable.module_tree import ModuleTree, called_modules, copy_with_attributes
 from flatshard._composable.outputs import Copied, next_node
 from flatshard._composable.reduction_queue import ReductionQueue
-from flatshard._composable.unit_backward import AWAITING, COMPLETE, BackwardSlot, UnitBackward, Way, how_many_run
+from flatshard._composable.unit_backward import AWAITING, COMPLETE, BackwardSlot, Way, how_many_run
 from flatshard._composable.unit_backward import current_graph_task as current_graph_task
 from flatshard._composable.unit_config import UnitConfig
 from flatshard._handle.handle import FlatParamHandle
@@ -94,6 +94,7 @@ class Unit:
         # Units to gather while this unit computes (see `configure`), or None for the recorded order.
         self.forward_targets: Iterable[Unit] | None = None
         self.backward_targets: Iterable[Unit] | None = None
+        # Its record in the running backward, or None if no backward has gathered or reached it.
         self.backward_slot: BackwardSlot[ForwardRecord] = BackwardSlot()
         self._ways: list[weakref.ref[Way[ForwardRecord]]] = []  # by which backward may come to live forwards
         # Leaves besides the parameters whose gradients count: where forwards may not have run the module.
@@ -149,11 +150,6 @@ class Unit:
                 unclaimed = claim.shows
                 break
         self.handle.registrations.show(unclaimed)
-
-    @property
-    def backward(self) -> UnitBackward[ForwardRecord] | None:
-        """The unit's record in the running backward, or None if no backward has gathered or reached it."""
-        return self.backward_slot.now
 
     @property
     def is_reached(self) -> bool:

@@ -125,7 +125,8 @@ class UnitBackward(Generic[Record]):
         except RuntimeError:
             of_params, others = how_many_run(nodes), how_many_run(stand_ins)
         count = of_params + others
-        self._move("reach with gradients" if count else "reach with none")
+        event = "reach with gradients" if count else "reach with none"
+        self.state = COMPLETION_TRANSITIONS.get((self.state, event)) or self._refuse(event)
         self.expected[task] = count
         self.pending += count
         self.finish_at = self.pending - max(0, self.pending // 6 - 1) if waits_early else 1
@@ -140,7 +141,7 @@ class UnitBackward(Generic[Record]):
 
     def postpone(self) -> None:
         """Note that all gradients have come, and that the backward will gather the unit again."""
-        self._move("postpone")
+        self.state = COMPLETION_TRANSITIONS.get((self.state, "postpone")) or self._refuse("postpone")
 
     def complete(self, early: bool = False) -> bool:
         """Note that all gradients have come, or that no more are waited for. Return whether any were expected.
@@ -148,14 +149,12 @@ class UnitBackward(Generic[Record]):
         Args:
             early: the backward may reach another forward of the unit in the same graph task.
         """
-        self._move("complete early" if early else "complete")
+        event = "complete early" if early else "complete"
+        self.state = COMPLETION_TRANSITIONS.get((self.state, event)) or self._refuse(event)
         self.finished_in, were_any = next(iter(self.expected)), any(self.expected.values())
         self.expected.clear()
         self.pending, self.counts_in = 0, -1
         return were_any
-
-    def _move(self, event: str) -> None:
-        self.state = COMPLETION_TRANSITIONS.get((self.state, event)) or self._refuse(event)
 
     def _refuse(self, event: str) -> NoReturn:
         raise InternalError(f"cannot {event} unit {self._label.unit!r} in a backward while it is {self.state.name}")
