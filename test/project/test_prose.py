@@ -26,7 +26,7 @@ LIMITS: dict[str, tuple[int, ...]] = {
     "test/core": (0, 0, 0, 1),
     "test/debug": (0, 0, 0, 1),
     "test/elastic": (13, 0, 0, 1),
-    "test/features": (27, 0, 0, 1),
+    "test/features": (0, 0, 0, 1),
     "test/fuzz": (29, 0, 0, 6),
     "test/handle": (14, 0, 0, 0),
     "test/integrations": (14, 0, 0, 2),
