@@ -20,7 +20,7 @@ LIMITS: dict[str, tuple[int, ...]] = {
     "flatshard/planning": (60, 0, 0, 8),
     "flatshard/weights": (14, 0, 0, 0),
     "test": (18, 0, 0, 2),
-    "test/accelerator": (33, 0, 0, 4),
+    "test/accelerator": (0, 0, 0, 4),
     "test/checkpoint": (17, 0, 0, 4),
     "test/comm": (12, 0, 0, 2),
     "test/core": (0, 0, 0, 1),
