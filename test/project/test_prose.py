@@ -22,7 +22,7 @@ LIMITS: dict[str, tuple[int, ...]] = {
     "test": (18, 0, 0, 2),
     "test/accelerator": (0, 0, 0, 4),
     "test/checkpoint": (17, 0, 0, 4),
-    "test/comm": (12, 0, 0, 2),
+    "test/comm": (0, 0, 0, 2),
     "test/core": (0, 0, 0, 1),
     "test/debug": (0, 0, 0, 1),
     "test/elastic": (13, 0, 0, 1),
