@@ -25,7 +25,7 @@ LIMITS: dict[str, tuple[int, ...]] = {
     "test/comm": (0, 0, 0, 2),
     "test/core": (0, 0, 0, 1),
     "test/debug": (0, 0, 0, 1),
-    "test/elastic": (13, 0, 0, 1),
+    "test/elastic": (0, 0, 0, 1),
     "test/features": (0, 0, 0, 1),
     "test/fuzz": (29, 0, 0, 6),
     "test/handle": (14, 0, 0, 0),
