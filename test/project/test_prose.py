@@ -21,7 +21,7 @@ LIMITS: dict[str, tuple[int, ...]] = {
     "flatshard/weights": (14, 0, 0, 0),
     "test": (18, 0, 0, 2),
     "test/accelerator": (0, 0, 0, 4),
-    "test/checkpoint": (17, 0, 0, 4),
+    "test/checkpoint": (0, 0, 0, 4),
     "test/comm": (0, 0, 0, 2),
     "test/core": (0, 0, 0, 1),
     "test/debug": (0, 0, 0, 1),
