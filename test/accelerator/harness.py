@@ -286,9 +286,7 @@ def _run(case: Case, env: Env) -> Any:
 
 
 def simulate(case: Case, env: Env, policy: str) -> tuple[Any, list[Any]]:
-    """Run the case on the simulated device. Return numbers and the order of collectives; ``env.problems`` gets the
-    rest.
-    """
+    """Run the case on the simulated device. Return numbers and the order of collectives; add to ``env.problems``."""
     from accelerator import sim_ccl
     from accelerator.sim import HostWatch, sim
 

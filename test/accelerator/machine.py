@@ -312,7 +312,7 @@ class Machine:
         for q in queues:
             _merge(self._host, q.clock)
 
-    # -- CUDA's restrictions while a graph is captured, enforced here although nothing is captured ---------------------
+    # -- restrictions while CUDA captures a graph, enforced although nothing is captured
 
     def _capture_wait(self, q: Queue, record: Record) -> None:
         if record.captured and self._capturing and q.key not in self._capturing:
@@ -603,11 +603,10 @@ class Machine:
         race = Race(what, first, second, block, freed)
         self.races.setdefault(race.site(), race)
 
-    # -- Between two programs ------------------------------------------------------------------------------------------
+    # -- between two programs
 
     def reset(self) -> None:
-        """Wait for everything, then forget all findings and overwrite free memory, whose old values could be right by
-        chance.
+        """Wait for everything, forget all findings, and overwrite free memory: its old values could be right by chance.
 
         Recorded accesses are dropped as well, so clocks restart: otherwise they would grow with each program.
         """

@@ -17,9 +17,10 @@ def _new(value: float = 1.0) -> Tensor:
 
 
 def _across(waits: str = "", then: str = "", joins: str = "last") -> Callable[[Any, Any], Tensor]:
-    """Return a program that reads a tensor on another stream. ``waits``: that stream waits for nothing, an early event,
-    or this stream.
-    ``then`` happens to the tensor after that. ``joins``: when this stream waits for the other.
+    """Return a program that reads a tensor on another stream.
+
+    ``waits``: the other stream waits for nothing, an early event, or this stream. ``then`` happens to the tensor after
+    that. ``joins``: when this stream waits for the other.
     """
 
     def program(device: Any, side: Any) -> Tensor:
