@@ -583,7 +583,7 @@ def job(tmp_path) -> Job:
 
 
 def test_what_is_not_in_a_checkpoint(job):
-    """Missing entries raise by name; an optimizer's missing state stays as it is."""
+    """Missing entries raise by name. With ``strict=False`` they stay as they are, optimizer state included."""
     other, saved_with = Four(), "it was saved with 'm', 'o', 'step'"
     other.a, other.e = nn.Linear(6, 3), nn.Linear(2, 2)
     for state, pattern in (

@@ -214,9 +214,7 @@ def test_where_optimizers_of_ranks_differ_all_ranks_raise(ctx) -> None:
 
 @ranks(2)
 def test_names_under_checkpoint_wrapper(ctx, path: str) -> None:
-    """Names are those of the state dict, without checkpoint_wrapper's prefix, whichever model is wrapped, in all ways
-    to load.
-    """
+    """Names are those of the state dict, without checkpoint_wrapper's prefix, in all ways to load."""
 
     def build(wraps: bool) -> nn.Module:
         torch.manual_seed(0)

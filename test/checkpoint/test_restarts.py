@@ -130,8 +130,9 @@ def go_on_quantised(ctx, path: str) -> None:
 
 
 def test_quantised_state(pool, tmp_path):
-    """Load between ranks, layouts that cut between blocks, and optimizers of shards and of full tensors; some shards
-    are empty.
+    """Load between ranks, between layouts that cut at blocks, and between optimizers of shards and of full tensors.
+
+    Some shards are empty.
     """
     path = str(tmp_path / "x")
     pool.run(save_quantised, path, world_size=2)

@@ -92,9 +92,7 @@ def test_bad_values_change_nothing(ctx) -> None:
 
 @ranks(4)
 def test_whole_values_are_loaded_on_all_ranks_or_on_none(ctx) -> None:
-    """Loading raises if a rank has other values, as with ``full_state_dict(rank0_only=True)``. The cure in the message
-    works.
-    """
+    """Loading raises if a rank has other values, as with ``full_state_dict(rank0_only=True)``. The error's cure works."""
     for how in ("plain", "replicas"):
         ctx.note(how)
         model, other = on_four(ctx, how), on_four(ctx, how, 1)
