@@ -1,7 +1,6 @@
 """Collectives that replace the built-in ones: exact, quantised, or none at all.
 
-The oracle for exact collectives is a run without them. For quantised ones, it is an error bound that follows from the
-format.
+The oracle for exact collectives is a run without them. For quantised ones, the format gives an error bound.
 """
 
 import copy

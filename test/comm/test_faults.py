@@ -141,7 +141,7 @@ def test_a_rank_dies_in_the_middle_of_a_message(pool, verb: str):
 
 
 class Failing(Recording):
-    """the values that a forward would use"""
+    """Fails the n-th collective of a kind: before it sends, or when it is waited for and has ended."""
 
     method, left, at_once = "", 0, False
 

@@ -188,7 +188,7 @@ def fall_out_of_step(ctx, where: str, static_buffers: bool) -> None:
 
 @pytest.fixture(scope="module")
 def fresh():
-    """Start separate ranks, where works of other tests keep nothing alive."""
+    """Start separate ranks, where other tests have left nothing."""
     ranks = Pool(3)
     yield ranks
     ranks.close()

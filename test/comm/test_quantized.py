@@ -37,7 +37,7 @@ def test_quantisation_error_of_each_operation(ctx, by_default: bool):
                 """Assert that the largest error is within the format's bound, and the mean error small."""
                 got, expected = got.double(), expected.double()
                 assert (got - expected).abs().max() <= bound + rounding * expected.abs().max()
-                # 7e-3 is for one rounding of normal numbers; here magnitudes grow within a block, and all-reduce rounds
+                # 7e-3 is for one rounding of normal numbers. Magnitudes grow within a block, and all-reduce rounds
                 # twice.
                 assert 1e-3 < (got - expected).norm() / expected.norm() < 1.3e-2
 
