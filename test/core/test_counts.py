@@ -152,9 +152,7 @@ def lines_of_flatshard() -> Iterator[list[int]]:
 def host_costs(
     blocks: int, strategy: ShardingStrategy, width: int = SMALL_WIDTH, freezes: bool = False
 ) -> tuple[int, int]:
-    """Return the operations beyond the plain model's, and this library's lines, in a step. ``freezes``: every other
-    block.
-    """
+    """Return operations beyond the plain model's, and lines of this library, in a step. ``freezes``: every other block."""
     gc.collect()  # backward checks whether other process groups hold gradients: drop those of earlier tests
     model, plain = sharded(blocks, width, strategy=strategy), Net(blocks, width)
     for block in (*model.blocks[::2], *plain.blocks[::2]) if freezes else ():
@@ -178,7 +176,7 @@ def test_host_work_per_unit_does_not_grow_with_units(world, strategy, freezes: b
 
 
 def test_a_frozen_unit_has_no_place_in_the_order_of_reductions(world, monkeypatch):
-    """If it had one, each backward would sort it in again."""
+    """With a place in the order, each backward would sort the unit in again."""
     world(8)
     model, added, add_back = sharded(), set(), ReductionQueue.add_back
     model.blocks[2].requires_grad_(False)

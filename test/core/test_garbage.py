@@ -46,9 +46,7 @@ def test_dropped_models_are_freed(ctx):
 
 
 def test_a_skipped_unit_keeps_no_tensors(fake_group):
-    """A skipped unit keeps no frame of its forward either: the graph frees its input, not the collector, which may run
-    late.
-    """
+    """A skipped unit keeps no frame of its forward either. The graph frees its input; the collector might run late."""
     model = flatshard.fully_shard(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), policy={nn.Linear})
     gc.collect()
     gc.disable()

@@ -56,9 +56,10 @@ def test_a_later_unit_over_the_replicas_is_of_one_order_with_them(ctx):
 @pytest.mark.parametrize("shared_later", [False, True])
 @ranks(2)
 def test_units_that_share_a_process_group_are_reduced_in_one_order(ctx, shared_later: bool):
-    """All-reduces of a group match by order, even of units from several calls: one unit's replicas are all ranks of
-    another's.
-    A rank that leaves a unit out completes it late. ``shared_later``: another call connects the groups.
+    """All-reduces of a group match by order, even of units from several calls.
+
+    Here, one unit's replicas are all ranks of another's. A rank that leaves a unit out completes it late.
+    ``shared_later``: another call connects the groups.
     """
 
     alone = dist.new_group([ctx.rank], use_local_synchronization=True)  # a group that no unit has connected yet
@@ -138,9 +139,7 @@ def test_parity(ctx, strategy: ShardingStrategy):
 
 @ranks(4)
 def test_every_replica_starts_from_rank_0(ctx):
-    """Replicas agree, whatever their random generators, if ``fully_shard`` initialises meta parameters or the user does
-    later.
-    """
+    """Replicas agree, whatever their random generators, if ``fully_shard`` or a later call initialises parameters."""
     mesh = ctx.device_mesh((2, 2), ("replicate", "shard"))
     for device, options in (("cpu", {"sync_module_states": True}), ("meta", {"device_id": "cpu"}), ("meta", {})):
         torch.manual_seed(ctx.rank)
@@ -205,9 +204,7 @@ def test_refusals(ctx):
 
 @ranks(2, 4)
 def test_what_no_later_backward_adds_to(ctx):
-    """Gradients that were averaged within the shard group only are averaged over the replicas by the next full
-    backward.
-    """
+    """Gradients averaged within the shard group only are averaged over the replicas by the next full backward."""
     where: dict[str, Any] = {"process_group": (ctx.alone, ctx.group)}
     if ctx.world_size == 4:
         where = {"device_mesh": ctx.device_mesh((2, 2), ("replicate", "shard"))}

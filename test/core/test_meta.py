@@ -200,9 +200,7 @@ def test_partly_on_meta(ctx):
 
 @ranks(1, 3)
 def test_sync_module_states(ctx):
-    """Other ranks may be on meta, as when FSDP1 loads a large model once per node. Broadcast tensors need no
-    initialiser.
-    """
+    """Other ranks may be on meta, as when FSDP1 loads a large model once per node. Sent tensors need no initialiser."""
 
     def make(seed: int) -> nn.Module:
         """Return a model with parameters and buffers of many dtypes, shapes and strides."""

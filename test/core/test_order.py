@@ -157,8 +157,7 @@ def test_a_reduction_ends_when_a_sixth_of_the_next_units_gradients_have_come(ctx
 
 
 class Around(nn.Module):
-    """Own parameters before and after inner units. They complete after these units, or earlier if ``before`` is left
-    out.
+    """Own parameters before and after inner units. They complete last, or earlier if ``before`` is left out.
 
     ``skip`` names the child that this rank leaves out.
     """
@@ -365,9 +364,7 @@ def test_added_losses_of_partly_frozen_units(ctx, frozen: str, passes: tuple[int
 )
 @ranks(2, timeout=20)
 def test_added_losses_of_units_that_ranks_leave_out(ctx, strategy: str, freezes: bool):
-    """All ranks gather units equally often, whichever each left out before. ``freezes`` a weight for one pass in
-    between.
-    """
+    """All ranks gather units equally often, whichever each left out before. ``freezes`` a weight in one pass."""
 
     def run(net: nn.Module, passes: list[int], left_out: set[tuple[int, int]]) -> None:
         of, losses = range(2) if net is plain else [ctx.rank], []
@@ -391,7 +388,7 @@ def test_added_losses_of_units_that_ranks_leave_out(ctx, strategy: str, freezes:
 
 
 def test_a_unit_without_gradients_is_reduced_in_its_turn(world):
-    """It must not wait for the end of backward: other ranks may have its gradients and wait for this rank."""
+    """The unit must not wait for the end of backward: other ranks may have its gradients and wait for this rank."""
     world(8)
     model = fully_shard(Uneven(), policy={Block, Around, Fork})
     model.take_path({"fork": "both"})
@@ -511,7 +508,7 @@ class Scaled(nn.Module):
 
 
 def test_what_a_unit_around_others_left_out_before_does_not_change_when_it_is_reduced(world):
-    """It waits for inner units only in a backward without gradients for some of its parameters."""
+    """The outer unit waits for inner ones only in a backward without gradients for some of its parameters."""
     world(8)
     model = Skipping(nn.Linear(4, 4), Scaled())
     fully_shard(model, policy={nn.Linear, Scaled})

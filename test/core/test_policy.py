@@ -362,9 +362,7 @@ def test_who_owns_what():
 
 
 def test_earlier_calls():
-    """A policy keeps units of earlier calls, the root owns the remaining parameters, and a device's names are
-    equivalent.
-    """
+    """A policy keeps units of earlier calls, the root owns the other parameters, and a device's names are equivalent."""
     for device_id in (None, 0, "cpu:0", torch.device("cpu", 0)):
         model = Net()
         fully_shard(model.blocks[1], strategy=NO_SHARD)

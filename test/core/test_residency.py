@@ -272,7 +272,7 @@ class Translator(nn.Module):
 
 @ranks(2)
 def test_calls_past_the_outermost_unit(ctx):
-    """Each such call is a forward of its unit, on any number of ranks. No hook remains after the block."""
+    """A call past the root is a forward of its unit, on any number of ranks. No hook remains after the block."""
     ids = torch.arange(4) % (3 + ctx.rank)
     plain, model = twins(ctx, Translator, Block)
     hooks = [(m, len(m._forward_pre_hooks), len(m._forward_hooks)) for m in model.modules()]

@@ -195,9 +195,7 @@ STASHES: dict[str, tuple[Callable[["Stash", Tensor], None], Callable[["Stash"], 
 
 
 class Stash(Block):
-    """Stores a tensor for the loss, computed from its own parameters after the output. ``drops``: the output has no
-    graph.
-    """
+    """Stores a tensor for the loss, computed from its own parameters after the output. ``drops`` the output's graph."""
 
     def __init__(self, where: str, drops: bool = False) -> None:
         super().__init__("linear", "aux")
@@ -255,9 +253,7 @@ def gradient_penalty(model: nn.Module, x: Tensor, adds: bool = True, penalises: 
 
 
 def input_gradient_in_backward(model: nn.Module, x: Tensor) -> None:
-    """Take an input gradient of a completed unit that waits for its reduction: units keep the order of their first
-    forwards.
-    """
+    """Take an input gradient of a completed unit that waits for its reduction: units keep their first forwards' order."""
 
     def ask(grad: Tensor) -> None:
         with torch.enable_grad():
@@ -319,7 +315,7 @@ class Adapter(Block):
 
 @ranks(2)
 def test_frozen_units_are_freed_in_backward(ctx):
-    """Backward frees them before its end: at most two units are unsharded, the current one and the prefetched one."""
+    """Backward frees frozen units before its end: at most the current and the prefetched unit are unsharded."""
 
     def make() -> nn.Module:
         return Net(nn.Sequential(Block().requires_grad_(False), Adapter(), Block().requires_grad_(False)))
@@ -358,9 +354,7 @@ def test_gradients_with_graphs_are_refused(ctx):
 
 @ranks(2)
 def test_another_default_device(ctx, path):
-    """Tensors that flatshard creates ignore the default device: in a step, a norm, a checkpoint, and comparisons of
-    ranks.
-    """
+    """Tensors of flatshard ignore the default device: in a step, a norm, a checkpoint, and comparisons of ranks."""
     plain, model = twins(ctx, lambda: Net(Block()), policy={Block})
     x = torch.ones(2, WIDTH).double()
     for each in (plain, model):

@@ -185,9 +185,7 @@ class Adding(nn.Linear):
 
 @ranks(2)
 def test_containers_that_a_unit_is_given_are_the_callers(ctx):
-    """A caller's containers receive the losses even if a unit gets copies because inputs are cast or backward enters
-    there.
-    """
+    """A caller's containers receive the losses even if a unit gets copies, for cast inputs or for backward's entry."""
     for trainable, policy in itertools.product([True, False], [None, LOW]):
         model = Collecting(trainable)
         for i in range(3):
