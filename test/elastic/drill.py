@@ -216,7 +216,7 @@ def run_rank(plan: Plan, process: int, port: int, pipe: Any) -> None:
     except BaseException as e:
         pipe.send(("raised", type(e).__name__, str(e)))
     pipe.close()
-    os._exit(0)  # without waiting for threads or for the others
+    os._exit(0)  # no other process waits for this one
 
 
 def _recipe_step(made: list[int], model: nn.Module, optimizer: Any, step: int, rank: int, size: int) -> None:

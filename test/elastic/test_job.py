@@ -157,7 +157,7 @@ def test_a_rank_joins():
 
 
 def test_a_rank_that_is_stopped_behind_the_last_step():
-    """It is removed after ``patience`` and raises. The others end without it."""
+    """The stopped rank is removed after ``patience`` and raises. The others end without it."""
     with processes(Plan(3, {1: Death("end", 1, signal.SIGSTOP)}, patience=2.0)) as job:
         job.finish()
     assert len(check(job)) == 2
@@ -196,8 +196,8 @@ def test_the_recipe():
 
 
 def test_a_rank_that_is_stopped():
-    """A short stop only slows the job. After ``patience`` the rank is removed: it raises when it wakes, and makes no
-    more step.
+    """A short stop only slows the job. After ``patience``, the rank is removed and raises when it wakes.
+
     This holds in groups that the world did not make, such as the replicas' here.
     """
     with processes(Plan(4, strategy="HYBRID_SHARD", waits=(1, 3), patience=2.0)) as job:

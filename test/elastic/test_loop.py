@@ -106,7 +106,7 @@ def test_copies_that_are_under_way(alone, monkeypatch):
 
 
 def test_a_thread_that_is_left(monkeypatch):
-    """If its wait ever ends, it only ends itself."""
+    """If the wait of an abandoned thread ever ends, the thread does nothing but end."""
     monkeypatch.setattr(_copies, "_LOOK", 0.1)
     comes, done = threading.Event(), list[int]()
 
@@ -222,7 +222,7 @@ def test_how_a_loop_ends(alone):
 
 
 def test_a_process_that_ends_in_the_middle(alone):
-    """It reports this to the store, so that others end, too. A process that joins a job without ranks raises."""
+    """An ending process reports to the store, so that others end, too. A process that joins a job without ranks raises."""
     world = alone()
     job, _, _ = job_in(world)
     run = job.steps(range(3))
@@ -245,7 +245,7 @@ def test_a_process_that_ends_in_the_middle(alone):
 
 
 def test_a_process_that_comes_after_the_last_step(alone):
-    """It never trained, so the loop raises, and so does any later use of its rank."""
+    """A late process has never trained, so the loop raises, and so does any later use of its rank."""
     job, model, optimizer = job_in(alone())
     for step in job.steps(range(2)):
         with job.attempt():
