@@ -115,9 +115,7 @@ def test_gradients_held_on_another_group(ctx):
 
 @ranks(2)
 def test_which_modules_a_backward_reduces_too(ctx):
-    """A backward also reduces modules of the same fully_shard call, and modules that an earlier backward reached
-    together with its own.
-    """
+    """A backward also reduces modules of the same fully_shard call, and those that an earlier one reached with its own."""
     tree = fully_shard(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), policy={nn.Linear}, process_group=ctx.group)
     trunk, first, second, other = modules = [fully_shard(nn.Linear(3, 3), process_group=ctx.group) for _ in range(4)]
     x = torch.ones(2, 3)

@@ -49,9 +49,7 @@ def average(state: Any, gradient: Tensor, output: Tensor | None = None) -> Any:
 
 @ranks(2)
 def test_where_hooks_are_registered(ctx):
-    """Register hooks on some units, remove them, copy the model. A hook without a state gets that of the replaced
-    reduction.
-    """
+    """Register hooks on some units, remove them, copy the model. A hook without a state gets the replaced reduction."""
     calls: list[list[int]] = []
 
     def hook(state: CommHookState, *tensors: Tensor) -> Any:

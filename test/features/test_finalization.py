@@ -202,9 +202,7 @@ class Waited(Recording):
 
 @ranks(2)
 def test_order(ctx):
-    """Reductions start as usual, and the last is in flight when backward ends. Held gradients' start in the
-    finalization.
-    """
+    """Reductions start as usual, and the last is in flight when backward ends. Finalization starts held ones."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     flatshard.fully_shard(model, policy={nn.Linear}, process_group=ctx.group, collectives=Waited)
     calls = collectives_of(model[0]).calls

@@ -96,9 +96,7 @@ def test_ignored_classes_keep_their_precision(ctx):
 
 @ranks(1, 3)
 def test_summon_full_params(ctx):
-    """Summoned parameters have the user's dtype, bit for bit, and are written back without rounding. Forwards inside
-    use it.
-    """
+    """Summoned parameters have the user's dtype, bit for bit, and are written back unrounded. Forwards inside use it."""
     torch.manual_seed(0)
     reference = Net()
     policy = MixedPrecision(BF16, reduce_dtype=FP32)

@@ -185,6 +185,5 @@ def test_ranks_by_fork(tmp_path: Path):
     env = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "PYTHONPATH": root}
     ran = subprocess.run(command, input=NOTEBOOK, text=True, capture_output=True, env=env, timeout=100)
     assert ran.returncode == 0, ran.stderr[-2000:]
-    # Gradients of bias: 2 per row and rank; of weight: 2 on rank 1 only. Their average's norm is sqrt(3 * 2**2 + 9 *
-    # 1**2).
+    # Gradients of bias: 2 per row and rank; of weight: 2 on rank 1. Averaged, the norm is sqrt(3 * 2**2 + 9 * 1**2).
     assert (tmp_path / "store.norm").read_text() == f"{21**0.5:.4f}"

@@ -105,7 +105,7 @@ class Tower(nn.Module):
 @pytest.mark.parametrize("prefetch", [*BackwardPrefetch, None])
 @ranks(3)
 def test_units_in_which_nothing_trains(ctx, prefetch):
-    """Backward reaches them at the same time as on ranks that run them, whatever tensors pass by a skipped unit."""
+    """Backward reaches frozen units as on ranks that run them, whatever tensors pass by a skipped unit."""
     torch.manual_seed(0)
     plain, model = Tower(lambda module, x: x).double(), Tower(skip).double()
     model.load_state_dict(plain.state_dict())
@@ -129,7 +129,7 @@ def test_units_in_which_nothing_trains(ctx, prefetch):
 
 @ranks(3)
 def test_a_module_of_a_group_in_which_nothing_trains(ctx):
-    """Its group's other modules train. Without gradients, backward reaches it on no rank, so no rank gathers it."""
+    """The group's other modules train. Without gradients, backward reaches this one on no rank, so no rank gathers it."""
     torch.manual_seed(0)
     plain, model = Tower(lambda module, x: x).double(), Tower(skip).double()
     model.load_state_dict(plain.state_dict())

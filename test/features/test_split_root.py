@@ -178,9 +178,7 @@ def split(model: nn.Module, group: Any, **options: Any) -> nn.Module:
 
 @ranks(2)
 def test_parity(ctx):
-    """Options that decide when units are gathered give equal parameters. In other respects such a unit is like any
-    group.
-    """
+    """Options that decide when units are gathered give equal parameters. Otherwise, such a unit is like any group."""
     post, never = BackwardPrefetch.BACKWARD_POST, {"backward_prefetch": None, "forward_prefetch": False}
     for make, options in (
         (lambda: Lm(tied=True, call="reentrant"), {"backward_prefetch": post, "static_buffers": True}),
@@ -194,9 +192,7 @@ def test_parity(ctx):
 
 
 def test_collectives_and_what_is_unsharded(world):
-    """Each unit except the root is gathered twice; a tied one once more, for the head. They are freed while a block
-    runs.
-    """
+    """Each unit except the root is gathered twice, a tied one again for the head. All are free while a block runs."""
     world(2)
     for tied in (False, True):
         model = split(Lm(tied), None)
