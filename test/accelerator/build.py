@@ -1,4 +1,4 @@
-"""Builds ``shim.cpp``, the part of the simulated accelerator that is C++. Half a minute of one core, once per machine."""
+"""Build ``shim.cpp``, the C++ code of the simulated accelerator: half a minute of one core, once per machine."""
 
 import fcntl
 import hashlib
@@ -19,7 +19,7 @@ NAME = "flatshard_simulator"
 
 
 def missing() -> str:
-    """What this machine lacks to build the simulator. Empty: nothing."""
+    """Return what this machine lacks to build the simulator, or an empty string."""
     compiler = os.environ.get("CXX", "c++")
     if sys.platform != "linux":
         return "the simulated accelerator is built on Linux only"
@@ -34,25 +34,25 @@ def missing() -> str:
 
 
 def library() -> Path:
-    """Where it is built: a directory of its own for each version of torch, Python and the source."""
+    """Return the path of the shared library, in a directory for each version of torch, Python and the source."""
     identity = hashlib.sha256(SOURCE.read_bytes())
     identity.update(f"{torch.__version__} {sys.version} {os.getuid()}".encode())
     return Path(tempfile.gettempdir()) / f"flatshard-simulator-{identity.hexdigest()[:16]}" / f"{NAME}.so"
 
 
-# Another process builds it: torch loads what it builds, and that registers a device, once and for all.
+# Build in another process, because torch loads what it builds, and loading registers a device permanently.
 COMMAND = [sys.executable, "-P", __file__]
 _started: list[subprocess.Popen[bytes]] = []
 
 
 def start() -> None:
-    """Begin to build beside what else runs, unless that was done. :func:`build` then waits for it, and says what is wrong."""
+    """Start building in the background unless the library exists. :func:`build` waits for it and reports errors."""
     if not missing() and not library().exists():
         _started.append(subprocess.Popen(COMMAND, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL))
 
 
 def build() -> Path:
-    """The shared library, built unless that was done. Processes that call it at once wait for the first."""
+    """Return the shared library, built if necessary. Concurrent processes wait for the first."""
     if not library().exists():
         made = subprocess.run(COMMAND, capture_output=True, text=True)
         if made.returncode:
@@ -61,7 +61,7 @@ def build() -> Path:
 
 
 def load() -> ModuleType:
-    """The module. In one process, load it once: it registers a device."""
+    """Load the module, at most once per process, because it registers a device."""
     spec = importlib.util.spec_from_file_location(NAME, build())
     assert spec is not None
     assert spec.loader is not None
@@ -73,7 +73,7 @@ def load() -> ModuleType:
 def _compile() -> None:
     from torch.utils import cpp_extension
 
-    # ninja is next to this Python, which may run without its virtual environment being activated
+    # ninja is next to this Python, whose virtual environment may not be activated
     os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
     done = library()
     done.parent.mkdir(exist_ok=True)
@@ -81,7 +81,7 @@ def _compile() -> None:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not done.exists():
             cpp_extension.load(NAME, [str(SOURCE)], build_directory=where, extra_cflags=["-O1", "-w"])
-            os.replace(Path(where) / done.name, done)  # whole or not at all
+            os.replace(Path(where) / done.name, done)  # atomic
 
 
 if __name__ == "__main__":

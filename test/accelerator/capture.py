@@ -1,4 +1,4 @@
-"""A whole step, captured as in a CUDA graph: nothing outside of it is waited for, by streams or by the host."""
+"""A full step captured as in a CUDA graph: neither streams nor the host wait for work outside it."""
 
 from typing import Any
 
@@ -30,7 +30,7 @@ def step(
     warm_ups: int = 4,
     **options: Any,
 ) -> Any:
-    """As the documentation of ``torch.cuda.graph`` says: warm-up on a side stream, then the capture on another one."""
+    """Warm up on a side stream and capture on another, as ``torch.cuda.graph`` documents."""
     model = env.shard(env.make(), **options)
     flatshard.configure(model, manual_finalization=finalized, keep_unsharded_storage=keeps)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=True)

@@ -1,4 +1,4 @@
-"""Runs the same training on the simulated accelerator and on CPU, and says what differs.
+"""Run the same training on the simulated accelerator and on CPU, and report differences.
 
 A case is a function that trains something small and returns numbers::
 
@@ -9,11 +9,11 @@ A case is a function that trains something small and returns numbers::
         model = env.shard(env.make(Net))
         return env.train(model)
 
-It runs in the ranks of a pool that have the simulator (see ``conftest.py``): once on CPU, then on the simulated device under
-one of ``POLICIES``, or all. :func:`check` wants the same numbers, no race, no wait of the host inside
-``env.steady()``, and the same order of collectives on all ranks, over whichever group they go.
+It runs in the ranks of a pool with the simulator (see ``conftest.py``): once on CPU, then on the simulated device under
+one or all of ``POLICIES``. :func:`check` asserts the same numbers, no race, no wait of the host inside
+``env.steady()``, and the same order of collectives on all ranks, across groups.
 
-This module does not import the simulator, which would change torch for all other tests: the ranks do.
+Only the ranks import the simulator, because that would change torch for all other tests.
 """
 
 import contextlib
@@ -39,13 +39,13 @@ from torch.utils import _pytree as pytree
 import flatshard
 
 POLICIES = ("late_side", "late_main", "random")
-"""The orders of kernels that cases are tried in: see ``sim.py``."""
+"""Orders of kernels that cases run under, see ``sim.py``."""
 FAKE_SIZE = 8
 WIDTH = 8
 
 
 def prepare() -> None:
-    """What a rank does first. Its device goes on while it waits for another rank in something else than a kernel."""
+    """Prepare a rank. Its device continues in the background while the rank waits for another outside a kernel."""
     from accelerator import sim, sim_ccl  # noqa: F401
 
     sim.sim.start_background()
@@ -57,7 +57,7 @@ class Block(Mlp):
 
 
 class Net(nn.Module):
-    """Three blocks, and a scale and a head of its own."""
+    """Three blocks, with a scale and a head of the root."""
 
     def __init__(self, make_block: Callable[[], nn.Module] = Block, blocks: int = 3) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ def mean_square(output: Tensor) -> Tensor:
 
 @dataclasses.dataclass
 class Env:
-    """Where a case runs."""
+    """Environment that a case runs in."""
 
     device: torch.device
     group: Any
@@ -102,7 +102,7 @@ class Env:
         return self.device.type != "cpu"
 
     def make(self, make_model: Callable[[], nn.Module] = Net, seed: int = 0) -> nn.Module:
-        """The same model anywhere."""
+        """Return the same model on every device."""
         torch.manual_seed(seed)
         return make_model().to(self.device)
 
@@ -112,21 +112,21 @@ class Env:
         return flatshard.fully_shard(model, policy={Block} if policy is None else policy, **options)
 
     def tensor(self, *shape: int, seed: int = 0) -> Tensor:
-        """Random numbers, the same anywhere. The host does not wait, which would order what comes behind what was."""
+        """Return the same random numbers on every device, copied without a wait of the host, which would hide races."""
         made = torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
         return made.to(self.device, non_blocking=True)
 
     def batch(self, step: int, rows: int = 2) -> Tensor:
-        """This rank's."""
+        """Return this rank's batch."""
         return self.tensor(rows, WIDTH, seed=1000 * step + self.rank)
 
     def backward(self, model: nn.Module, step: int = 0) -> None:
-        """On this rank's batch."""
+        """Run a backward on this rank's batch."""
         mean_square(model(self.batch(step))).backward()
 
     @property
     def replicas(self) -> DeviceMesh:
-        """A device mesh over all ranks, made once: two replicas, each of half of them."""
+        """Device mesh over all ranks, made once: two replicas, each of half the ranks."""
         kind, shape, names = self.device.type, (2, self.size // 2), ("replicate", "shard")
         if (kind, shape, names) not in self.meshes:
             self.meshes[kind, shape, names] = init_device_mesh(kind, shape, mesh_dim_names=names)
@@ -134,7 +134,7 @@ class Env:
 
     @contextlib.contextmanager
     def side_streams(self, count: int) -> Iterator[list[contextlib.AbstractContextManager[Any]]]:
-        """Other streams, which wait for this one at first, and it for them at last. On CPU, contexts that do nothing."""
+        """Yield streams that wait for the current one at entry, and it for them at exit. On CPU, yield null contexts."""
         if not self.is_simulated:
             yield [contextlib.nullcontext() for _ in range(count)]
             return
@@ -163,7 +163,7 @@ class Env:
 
     @contextlib.contextmanager
     def capture(self) -> Iterator[None]:
-        """As in a CUDA graph, on a stream that nothing has run on yet. On CPU, just compute."""
+        """Capture as in a CUDA graph, on a new stream. On CPU, only compute."""
         if not self.is_simulated:
             yield
             return
@@ -176,7 +176,7 @@ class Env:
 
     @contextlib.contextmanager
     def steady(self, wanted: bool = True) -> Iterator[None]:
-        """The host must not wait for the device inside."""
+        """Report waits of the host for the device inside."""
         if not self.is_simulated or not wanted:
             yield
             return
@@ -200,10 +200,10 @@ class Env:
         waits: bool = False,
         steady_from: int = 1,
     ) -> dict[str, Any]:
-        """Train for some steps. Returns parameters, gradients, losses and norms.
+        """Train for some steps. Return parameters, gradients, losses and norms.
 
-        ``holds``: what is configured to be False for all ``micro`` batches of a step but the last. The first steps, and all
-        if it ``waits``, may make the host wait.
+        ``holds`` names a setting that is False for all ``micro`` batches of a step except the last. The host may wait
+        in the first steps, or in all if ``waits``.
         """
         stepper = optimizer(model)
         losses, norms = [], []
@@ -223,7 +223,7 @@ class Env:
         return {**numbers(model), "losses": losses, "norms": norms}
 
     def steps(self, model: nn.Module, run: Callable[[int], object]) -> dict[str, Any]:
-        """Three of the optimizer, each after ``run(step)``. The host must not wait in the last of them."""
+        """Run three steps, each an optimizer's step after ``run(step)``. The host must not wait in the last."""
         optimizer = sgd(model.parameters())
         for step in range(3):
             with self.steady(step == 2):
@@ -234,7 +234,7 @@ class Env:
 
 
 def numbers(model: nn.Module) -> dict[str, Any]:
-    """This rank's parameters, gradients and buffers."""
+    """Return this rank's parameters, gradients and buffers."""
     grads = {f"{n}.grad": p.grad for n, p in model.named_parameters() if p.grad is not None}
     return {**{n: p.detach() for n, p in model.named_parameters()}, **grads, **dict(model.named_buffers())}
 
@@ -245,17 +245,17 @@ class Case:
     name: str
     run: Callable[[Env], Any]
     ranks: int = 2
-    fake: bool = True  # on the fake group, which needs no other rank
+    fake: bool = True  # whether the fake group, which needs no other rank, is enough
     watch_host: bool = False
     rtol: float = 1e-5
     atol: float = 1e-6
 
 
 class Cases(dict[str, Case]):
-    """The cases of one test module, by name."""
+    """Cases of a test module by name."""
 
     def add(self, variants: dict[str, dict[str, Any]] | None = None, **options: Any) -> Callable[[Any], Any]:
-        """Register a case, once for each of ``variants``, whose arguments it gets. ``options``: see :class:`Case`."""
+        """Register a case for each of ``variants``, called with its arguments. ``options`` are fields of :class:`Case`."""
 
         def register(run: Callable[..., Any]) -> Callable[..., Any]:
             for variant, arguments in (variants or {"": {}}).items():
@@ -286,7 +286,7 @@ def _run(case: Case, env: Env) -> Any:
 
 
 def simulate(case: Case, env: Env, policy: str) -> tuple[Any, list[Any]]:
-    """Run it on the simulated device. Returns numbers and the order of collectives; ``env.problems`` has the rest."""
+    """Run the case on the simulated device. Return numbers and the order of collectives; add to ``env.problems``."""
     from accelerator import sim_ccl
     from accelerator.sim import HostWatch, sim
 
@@ -305,7 +305,7 @@ def simulate(case: Case, env: Env, policy: str) -> tuple[Any, list[Any]]:
 
 
 def compare(got: Any, expected: Any, rtol: float, atol: float) -> list[str]:
-    """What differs, by name."""
+    """Return the differences by name."""
     found, spec = pytree.tree_flatten_with_path(got)
     wanted, wanted_spec = pytree.tree_flatten_with_path(expected)
     if spec != wanted_spec:
@@ -323,7 +323,7 @@ def compare(got: Any, expected: Any, rtol: float, atol: float) -> list[str]:
 def run_case(
     ctx: Context, module: str, name: str, policies: tuple[str, ...], backend: str | None = None
 ) -> list[tuple[str, list[str], list[Any]]]:
-    """The body of all tests: policy, problems and order of collectives of each run on the simulated device."""
+    """Run a case, the body of all tests. Return policy, problems and order of collectives of each simulated run."""
     case: Case = importlib.import_module(module).cases[name]
     answers = []
     if ctx.group is None:
@@ -341,7 +341,7 @@ def run_case(
             try:
                 got, order = simulate(case, env, policy)
             except Exception as e:
-                if ctx.world_size > 1:  # the others may wait
+                if ctx.world_size > 1:  # the other ranks may wait
                     raise
                 answers.append((policy, [f"{type(e).__name__}: {e}\n{traceback.format_exc()}"], []))
                 continue
@@ -354,16 +354,16 @@ def run_case(
 
 
 def check(pool: Pool, case: Case, backend: str | None = None) -> None:
-    """Fail with all that is wrong with the case, if anything is. ``pool``: of the fixtures in ``conftest.py``.
+    """Fail with all problems of the case, if any, on a ``pool`` of the fixtures in ``conftest.py``.
 
-    Races are found by the clocks of streams, whatever the policy, which only decides what numbers a race gives. So a case
-    runs under one of them, by its name.
+    The clocks of streams find races under any policy. The policy only decides which numbers a race gives, so a case
+    runs under one, chosen by its name.
     """
     at = zlib.crc32(case.name.encode()) % len(POLICIES)
     policies = POLICIES if pairs.thorough else POLICIES[at : at + 1]
     ranks = pool.size if pool.size == 1 or backend is not None else case.ranks  # all of them make a group
     answers = pool.run(run_case, case.module, case.name, policies, backend, world_size=ranks, timeout=60)
-    problems: dict[str, list[str]] = {}  # where each was seen
+    problems: dict[str, list[str]] = {}  # with the runs that showed each
     for of_ranks in zip(*answers, strict=True):
         policy = of_ranks[0][0]
         for rank, (_, found, order) in enumerate(of_ranks):

@@ -1,4 +1,4 @@
-"""The simulated accelerator's streams, events and memory, and what watches over them. See ``sim.py``."""
+"""Streams, events and memory of the simulated accelerator, with their checks. See ``sim.py``."""
 
 import bisect
 import collections
@@ -19,16 +19,16 @@ import torch
 Key = tuple[int, int]
 """Device and stream."""
 Ranges = list[tuple[int, int]]
-"""Addresses, from and to."""
+"""First and end address."""
 Clock = dict[Key, int]
-"""For each stream, how much of what it was given is known to be over."""
+"""For each stream, the number of its tasks that are known to be finished."""
 Stack = tuple[tuple[CodeType, int], ...]
 
 # -- Stacks ----------------------------------------------------------------------------------------------------------
 
 _REPOSITORY = str(Path(__file__).parents[2])
 _OWN = ("machine.py", "operators.py", "sim.py", "sim_ccl.py")
-_shown: dict[str, str | None] = {}  # by file; None: the simulator's own, or torch's way to it
+_shown: dict[str, str | None] = {}  # by file; None for files of the simulator, or of torch between it and the program
 
 
 def _show_file(file: str) -> str | None:
@@ -41,7 +41,7 @@ def _show_file(file: str) -> str | None:
 
 
 def stack_here() -> Stack:
-    """The innermost frames that are not the simulator's own."""
+    """Return the innermost frames outside the simulator."""
     found = []
     frame = sys._getframe(1)
     while frame is not None and len(found) < 9:
@@ -52,43 +52,43 @@ def stack_here() -> Stack:
 
 
 def lines_of(stack: Stack) -> list[str]:
-    """The frames as text, the innermost first."""
+    """Return the frames as text, innermost first."""
     if not stack:
         return ["(autograd's engine)"]
     return [f"{_show_file(code.co_filename)}:{line} {code.co_name}" for code, line in stack]
 
 
 def _site(stack: Stack) -> str:
-    """Where it happened: the innermost line of flatshard."""
+    """Return the innermost line of flatshard in the stack."""
     lines = lines_of(stack)
     return next((line for line in lines if line.startswith("flatshard/")), lines[0])
 
 
-# -- What is recorded ------------------------------------------------------------------------------------------------
+# -- Records -----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(slots=True)
 class Access:
-    """One kernel reads or writes some bytes."""
+    """A kernel's read or write of some bytes."""
 
     lo: int
     hi: int
     write: bool
     stream: Any  # its key; ("host", 0) for code on the CPU
-    number: int  # among what the stream was given
+    number: int  # among the stream's tasks
     name: str
     stack: Stack
 
 
 @dataclass(slots=True)
 class Block:
-    """Memory of the device, or pinned memory of the host."""
+    """Device memory, or pinned host memory."""
 
     ptr: int
     size: int
-    home: Any  # the key of the stream that it belongs to, or "host"
+    home: Any  # key of the stream that owns the memory, or "host"
     free: bool = False
-    asked: int = 0  # bytes that were asked for
+    asked: int = 0  # requested bytes
     accesses: list[Access] = field(default_factory=list)
     recorded: bool = False  # by record_stream
     stack: Stack = ()  # of the allocation
@@ -97,7 +97,7 @@ class Block:
 
 @dataclass
 class Race:
-    """Two accesses to the same bytes, at least one of which writes, that nothing orders."""
+    """Two unordered accesses to the same bytes, at least one of them a write."""
 
     what: str
     first: Access
@@ -106,7 +106,7 @@ class Race:
     freed: Stack = ()
 
     def site(self) -> tuple[str, ...]:
-        """Races of one site are counted once."""
+        """Return a key that equal races share, so that they count once."""
         first, second = self.first, self.second
         return self.what, first.name, _site(first.stack), second.name, _site(second.stack), _site(self.freed)
 
@@ -123,12 +123,12 @@ class Race:
 
 
 class CaptureError(RuntimeError):
-    """What CUDA would say while a graph is captured."""
+    """Error that CUDA would raise while a graph is captured."""
 
 
 @dataclass(slots=True, eq=False)
 class Record:
-    """One recording of an event."""
+    """Recording of an event."""
 
     clock: Clock
     captured: bool = False
@@ -137,10 +137,10 @@ class Record:
 
 @dataclass(slots=True, eq=False)
 class Task:
-    """One entry of a stream: a kernel, the recording of an event, or a wait for one."""
+    """Entry of a stream: a kernel, the recording of an event, or a wait for one."""
 
     name: str
-    number: int  # among all that was issued
+    number: int  # among all tasks
     run: Callable[[], Any] | None = None  # a collective returns (whether it is over, what to do then)
     record: Record | None = None
     wait: Record | None = None
@@ -180,15 +180,15 @@ def _merge(into: Clock, other: Clock) -> None:
 
 
 class Machine:
-    """All devices. The shim calls its methods, by their names, for every allocation, stream and event."""
+    """All devices. The shim calls its methods by name for every allocation, stream and event."""
 
     def __init__(self, shim: ModuleType) -> None:
         self.shim = shim
         self.policy = "late_side"
         self.races: dict[tuple[str, ...], Race] = {}
-        self.host_syncs: list[tuple[str, Stack]] = []  # what made the host wait
+        self.host_syncs: list[tuple[str, Stack]] = []  # waits of the host
         self.launched: collections.Counter[str] = collections.Counter()  # kernels by name
-        self.checked = True  # whether races are looked for
+        self.checked = True  # whether to look for races
         self.allocated = self.peak = 0  # bytes
         self._lock = threading.RLock()
         self._depth = 0
@@ -207,7 +207,7 @@ class Machine:
         self._just_freed: dict[Any, list[Block]] = collections.defaultdict(list)
 
     def __enter__(self) -> None:
-        """Nobody else changes anything inside. Memory that Python frees there is freed at the end."""
+        """Exclude other threads. Memory that Python frees inside is freed at the end."""
         self._lock.acquire()
         self._depth += 1
 
@@ -222,7 +222,7 @@ class Machine:
     # -- streams and events
 
     def current(self, device: int) -> Key:
-        """The current stream there."""
+        """Return the device's current stream."""
         return device, self.shim.stream_on(device)
 
     def new_stream(self, device: int, priority: int) -> int:
@@ -231,7 +231,7 @@ class Machine:
         return number
 
     def _advance(self, q: Queue) -> None:
-        """``q`` is about to be given something, which comes after all that the host has waited for."""
+        """Prepare ``q`` for a new task, which comes after everything that the host has waited for."""
         _merge(q.clock, self._host)
         q.issued += 1
         q.clock[q.key] = q.issued
@@ -239,7 +239,7 @@ class Machine:
         self._touched = time.monotonic()
 
     def record(self, event: int, device: int, stream: int) -> int:
-        """Record ``event`` (0: a new one) on a stream. Returns the event."""
+        """Record ``event``, or a new one if 0, on a stream. Return the event."""
         with self:
             q = self._queues[device, stream]
             self._advance(q)
@@ -250,7 +250,7 @@ class Machine:
             return event
 
     def block(self, event: int, device: int, stream: int) -> None:
-        """Let a stream wait for an event."""
+        """Make a stream wait for an event."""
         with self:
             record, q = self._events.get(event), self._queues[device, stream]
             if record is not None:
@@ -294,16 +294,16 @@ class Machine:
             self._wait_for([q for key, q in self._queues.items() if key[0] == device])
 
     def given(self) -> Clock:
-        """How much each stream has been given."""
+        """Return the number of tasks of each stream."""
         return {key: q.issued for key, q in self._queues.items()}
 
     def waits_for_all(self, since: Clock) -> bool:
-        """Whether the current stream comes after all that others have been given since they had been given so much."""
+        """Return whether the current stream comes after all tasks that other streams got after ``since``."""
         clock = self._queues[self.current(0)].clock
         return all(clock.get(key, 0) >= now for key, now in self.given().items() if now > since.get(key, 0))
 
     def drain(self) -> None:
-        """Wait for everything. This is no wait of the program's."""
+        """Wait for everything. It does not count as a wait of the program."""
         with self:
             self._wait_for(list(self._queues.values()))
 
@@ -312,7 +312,7 @@ class Machine:
         for q in queues:
             _merge(self._host, q.clock)
 
-    # -- what CUDA refuses while a graph is captured: nothing is captured here, but the rules are kept
+    # -- restrictions while CUDA captures a graph, enforced although nothing is captured
 
     def _capture_wait(self, q: Queue, record: Record) -> None:
         if record.captured and self._capturing and q.key not in self._capturing:
@@ -334,10 +334,10 @@ class Machine:
 
     @contextlib.contextmanager
     def capture(self) -> Iterator[None]:
-        """What is issued inside on the current stream would be captured, as by ``torch.cuda.graph``.
+        """Check tasks of the current stream inside as if ``torch.cuda.graph`` captured them.
 
         Raises:
-            CaptureError: what CUDA would refuse.
+            CaptureError: if CUDA would refuse the capture.
         """
         self.drain()
         key = self.current(self.shim.current()[0])
@@ -355,7 +355,7 @@ class Machine:
                 why, stack = self.host_syncs[before]
                 text = "\n".join(lines_of(stack))
                 raise CaptureError(f"cudaErrorStreamCaptureUnsupported: the host waits: {why}\n{text}")
-            for other, q in self._queues.items():  # a graph would not hold it, and a replay would not do it
+            for other, q in self._queues.items():  # a graph would not hold such work, and a replay would skip it
                 if other not in self._capturing and q.issued > given.get(other, 0):
                     raise CaptureError(f"stream {other} was used inside the capture, and is not part of it")
         finally:
@@ -364,12 +364,12 @@ class Machine:
     # -- running
 
     def run_until(self, over: Callable[[], bool]) -> None:
-        """Let the device go on, as the policy says, until ``over``.
+        """Run the device, in the policy's order, until ``over``.
 
         Raises:
-            RuntimeError: the streams wait for each other, or for a collective that other ranks do not come to.
+            RuntimeError: if streams wait for each other, or for a collective that other ranks do not reach.
         """
-        if torch._C._len_torch_dispatch_stack():  # the program's modes are not about kernels
+        if torch._C._len_torch_dispatch_stack():  # the program's modes do not apply to kernels
             with torch.utils._python_dispatch._disable_current_modes():
                 return self.run_until(over)
         since, pause = time.monotonic(), 0.0
@@ -385,7 +385,7 @@ class Machine:
                 time.sleep(pause)
 
     def start_background(self, patience: float = 0.1) -> None:
-        """Let the device go on by itself when the host has given it nothing for a while: it may wait for another rank."""
+        """Run the device in a thread if the host has issued no task for a while: it may wait for another rank."""
 
         def run() -> None:
             while True:
@@ -398,7 +398,7 @@ class Machine:
         threading.Thread(target=run, daemon=True).start()
 
     def step(self) -> bool:
-        """Run the head of one stream. False: none can."""
+        """Run the head of one stream. Return False if none can run."""
         able = [q for q in self._queues.values() if q.tasks and q.tasks[0].can_go_on]
         if not able:
             return False
@@ -435,7 +435,7 @@ class Machine:
     # -- memory
 
     def find(self, ptr: int) -> Block | None:
-        """The block that the address lies in."""
+        """Return the block that holds the address."""
         with self._lock:
             i = bisect.bisect_right(self._starts, ptr) - 1
             if i >= 0 and ptr < self._blocks[i].ptr + self._blocks[i].size:
@@ -451,7 +451,7 @@ class Machine:
         return block
 
     def _overwrite(self, q: Queue, block: Block, name: str, stack: Stack) -> None:
-        """As if the stream's next tensor lay there, and had been written to."""
+        """Overwrite the block as if the stream's next tensor lay there."""
         self._advance(q)
         access = Access(block.ptr, block.ptr + block.size, True, q.key, q.issued, name, stack)
         self._check(q, block, access, block.free_stack)
@@ -497,7 +497,7 @@ class Machine:
             self._just_freed[block.home].append(block)
 
     def record_stream(self, ptr: int, device: int, stream: int) -> None:
-        """Once it is freed, it is never used again: that is later than what the stream was given."""
+        """Never reuse the block after its free, which is later than any of the stream's tasks."""
         with self:
             block = self.find(ptr)
             if block is not None and block.home != (device, stream):
@@ -510,14 +510,14 @@ class Machine:
             return block.ptr
 
     def free_pinned(self, ptr: int) -> None:
-        """It is never used again: CUDA's host allocator waits for the copies from and to it by itself."""
+        """Never reuse the memory: CUDA's host allocator itself waits for copies from and to it."""
 
     def is_pinned(self, ptr: int) -> bool:
         block = self.find(ptr)
         return block is not None and block.home == "host"
 
     def is_used(self, ptr: int, nbytes: int) -> bool:
-        """Whether kernels that the host has not waited for read or write some of these bytes."""
+        """Return whether unfinished kernels, as far as the host knows, read or write some of these bytes."""
         block = self.find(ptr)
         found = [] if block is None else block.accesses
         return any(a.lo < ptr + nbytes and ptr < a.hi and not self._host_waited_for(a) for a in found)
@@ -542,7 +542,7 @@ class Machine:
         ready: Callable[[], bool] | None = None,
         record: Record | None = None,
     ) -> None:
-        """Give a stream a kernel. ``record`` is done when it is over; it does not start before ``ready``."""
+        """Give a stream a kernel that starts when ``ready``. ``record`` is done when the kernel is over."""
         with self:
             q, stack = self._queues[key], stack_here()
             self._advance(q)
@@ -554,7 +554,7 @@ class Machine:
             q.tasks.append(Task(name, self._number, run=run, ready=ready, record=record))
 
     def access(self, q: Queue, lo: int, hi: int, write: bool, name: str, stack: Stack) -> None:
-        """What ``q`` was given last reads or writes these bytes."""
+        """Record that the latest task of ``q`` reads or writes these bytes."""
         if hi <= lo:
             return
         access = Access(lo, hi, write, q.key, q.issued, name, stack)
@@ -586,7 +586,7 @@ class Machine:
                 self._race(what, a, access, block, freed)
 
     def host_access(self, ptr: int, nbytes: int, write: bool, name: str) -> None:
-        """Code on the CPU reads or writes memory now. Of pinned memory the device may be using it."""
+        """Record that code on the CPU reads or writes memory now. The device may be using it if it is pinned."""
         with self:
             block = self.find(ptr)
             if block is None or block.home != "host":
@@ -606,9 +606,9 @@ class Machine:
     # -- between two programs
 
     def reset(self) -> None:
-        """Wait for everything, and forget what was found, and what free memory holds: it might be right by chance.
+        """Wait for everything, forget all findings, and overwrite free memory: its old values could be right by chance.
 
-        What was accessed is forgotten as well, so clocks begin anew: else they would grow with each program.
+        Recorded accesses are dropped as well, so clocks restart: otherwise they would grow with each program.
         """
         self.drain()
         self._host.clear()
@@ -624,7 +624,7 @@ class Machine:
                 self.shim.fill(block.ptr, block.size, 255)
 
     def abandon(self) -> None:
-        """After an error: drop what was issued and never ran, as of collectives that other ranks never come to."""
+        """Drop tasks that never ran, for use after an error: for example collectives that other ranks never reach."""
         with self:
             for q in self._queues.values():
                 for task in q.tasks:

@@ -1,4 +1,4 @@
-"""Jobs whose ranks fail, on the simulated accelerator: the copies that they go on from are whole."""
+"""Jobs whose ranks fail on the simulated accelerator: the copies from which they continue are complete."""
 
 from collections.abc import Iterable
 from datetime import timedelta
@@ -22,7 +22,7 @@ cases = Cases()
 
 
 class HereEpochs(Epochs):
-    """Ranks that live on: they meet in collectives, without a store."""
+    """Epochs of surviving ranks, which meet in collectives, without a store."""
 
     def __init__(self, env: Env) -> None:
         self.number, self.has_ended = 0, False
@@ -43,7 +43,7 @@ class HereEpochs(Epochs):
 
 
 class Here(World):
-    """They fail together, meet, and go on in new groups."""
+    """A world whose ranks fail together, meet, and continue in new groups."""
 
     def __init__(self, env: Env) -> None:
         self.patience, self.epochs = 20.0, HereEpochs(env)
@@ -94,10 +94,11 @@ def lose_answer(channel: Any) -> None:
     rtol=2e-2,
     atol=2e-3,
 )
-@mock.patch.object(_copies, "_PIECE", 256)  # bytes: less than most parts have
+@mock.patch.object(_copies, "_PIECE", 256)  # bytes: fewer than most shards have
 def job(env: Env, **options: Any) -> dict[str, Any]:
-    """Steps fail on the device, while copies to the host, gathers or reductions are under way; on CPU none fails. The host
-    does not wait when copies begin, and keeps three times its parts, and two small buffers to send from.
+    """Fail steps on the device during copies to the host, gathers or reductions; on CPU none fails.
+
+    The host does not wait when copies begin. It keeps three times its shards, and two small send buffers.
     """
     world = Here(env)
     model = env.shard(env.make(), process_group=world.group, **options)
@@ -112,7 +113,7 @@ def job(env: Env, **options: Any) -> dict[str, Any]:
         before = len(sim.host_syncs)
         take(*args)
         for why, stack in sim.host_syncs[before:]:
-            if any(line.endswith(" take") for line in lines_of(stack)):  # and not by the thread
+            if any(line.endswith(" take") for line in lines_of(stack)):  # waits of the thread are allowed
                 env.problems.append("\n    ".join([f"the host waits: {why}", *lines_of(stack)[:8]]))
 
     if env.is_simulated and "cpu_offload" not in options:
@@ -138,10 +139,10 @@ def job(env: Env, **options: Any) -> dict[str, Any]:
             if step == 3 and failing:
                 lost_connection()
             optimizer.step()
-            if step == 4 and 5 in fails and env.rank == 1:  # alone it does not learn that all ranks have their copies
+            if step == 4 and 5 in fails and env.rank == 1:  # only this rank does not learn that all have their copies
                 lose_answer(made._copies._channel)
             if step == 5 and failing:
-                if env.rank == 3:  # as one that takes its place: what it gets are the copies of another rank
+                if env.rank == 3:  # like a replacement, this rank receives another rank's copies
                     made._copies.forget()
                 lost_connection()
     newest = made._copies.generation

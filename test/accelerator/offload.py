@@ -1,4 +1,4 @@
-"""Optimizer state on the host, on the simulated accelerator: what is where, when, and that nothing is read too early."""
+"""Optimizer state on the host, with the simulated accelerator: its place and time, and no read too early."""
 
 import contextlib
 import copy
@@ -28,7 +28,7 @@ cases = Cases()
 
 
 class Momentum(optim.Optimizer):
-    """Without temporaries: what a step allocates is state. Can raise, and calls back in each turn."""
+    """Optimizer without temporaries, so that a step allocates state only. May raise, and calls back in each turn."""
 
     def __init__(self, params: Any, lr: float = 0.1) -> None:
         super().__init__(params, {"lr": lr})
@@ -72,7 +72,7 @@ ADAMW = {"lr": 0.01, "eps": 1e-3}
     atol=2e-3,
 )
 def stepped(env: Env, kind: Any, settings: dict[str, Any], **options: Any) -> Any:
-    """The same bits as without; the host waits for nothing, but where state is read."""
+    """Steps give the same bits as without offloading. The host waits only where state is read."""
     results = []
     for make in (kind, lambda params, **given: OffloadedOptimizer(params, kind, **given)):
         model = env.shard(env.make(), **options)
@@ -80,7 +80,7 @@ def stepped(env: Env, kind: Any, settings: dict[str, Any], **options: Any) -> An
         for step in range(3):
             optimizer.zero_grad()
             env.backward(model, step)
-            with env.steady(step == 2 and kind is Momentum):  # others look at counts on the host
+            with env.steady(step == 2 and kind is Momentum):  # others read counts on the host
                 optimizer.step()
         state = [v for p in model.parameters() for v in optimizer.state[p].values()]
         on_host = {v.device.type == "cpu" for v in state if v.dim()}
@@ -111,7 +111,7 @@ def stepped(env: Env, kind: Any, settings: dict[str, Any], **options: Any) -> An
     atol=2e-3,
 )
 def in_backward(env: Env, kind: Any = Momentum, settings: dict[str, Any] | None = None, **options: Any) -> Any:
-    """Each unit is stepped when it is reduced: the same bits, at most two units' state on the device, and no race."""
+    """Stepping each unit at its reduction gives the same bits, with at most two units' state on the device and no race."""
     results = []
     for is_ahead in (False, True):
         model = env.shard(env.make(lambda: Net(blocks=5)), **options)
@@ -133,7 +133,7 @@ def in_backward(env: Env, kind: Any = Momentum, settings: dict[str, Any] | None 
 
 @contextlib.contextmanager
 def _two_units_at_most(env: Env, optimizer: OffloadedOptimizer) -> Iterator[None]:
-    """Of what is on the side stream's memory; and that they are two."""
+    """Assert that the side stream's memory holds the state of at most two units, and at times of two."""
     from accelerator.sim import sim
 
     side, found = optimizer._traffic[0].side.stream_id, [0]
@@ -153,7 +153,7 @@ def _two_units_at_most(env: Env, optimizer: OffloadedOptimizer) -> Iterator[None
 
 @cases.add({"full": {}, "none": {"strategy": S.NO_SHARD}, "first": {"steps": 1}})
 def bounded(env: Env, steps: int = 3, **options: Any) -> Any:
-    """At most two units' state is on the device, also in the first step, which makes it; and none after a step."""
+    """At most two units' state is on the device, even in the first step, which creates it; none is after a step."""
     model = env.shard(env.make(lambda: Net(blocks=6)), **options)
     optimizer = OffloadedOptimizer(model.parameters(), Momentum)
     units = [sum(p.nbytes for p in unit if p.numel()) for unit in optimizer._units()]
@@ -166,7 +166,7 @@ def bounded(env: Env, steps: int = 3, **options: Any) -> Any:
             optimizer.step()
         if found:
             assert found[1] == optimizer.device_nbytes * (step == 0)
-            assert found[0] == two if step else found[0] <= two  # the state of the next unit comes in meanwhile
+            assert found[0] == two if step else found[0] <= two  # the next unit's state arrives meanwhile
         where.append([v["momentum"].data_ptr() for v in optimizer.state.values() if v["momentum"].dim()])
         assert where[0] == where[-1], "other memory of the host than before"
     return numbers(model)
@@ -174,7 +174,7 @@ def bounded(env: Env, steps: int = 3, **options: Any) -> Any:
 
 @cases.add(watch_host=True)
 def interrupted(env: Env) -> Any:
-    """A step that raises in its second unit. All state is on the host, and the next step goes on."""
+    """If a step raises in its second unit, all state is on the host and the next step works."""
     model = env.shard(env.make())
     optimizer = OffloadedOptimizer(model.parameters(), Momentum)
     states = []
@@ -193,7 +193,7 @@ def interrupted(env: Env) -> Any:
 
 @cases.add({f"unit{n}": {"unit": n} for n in (0, 2)}, watch_host=True, fake=False)
 def lacking_memory(env: Env, unit: int) -> Any:
-    """The device has no memory for the state of one unit: the unit before it, and those behind, have not been stepped."""
+    """If the device lacks memory for one unit's state, the unit before it and those after it are not stepped."""
     model = env.shard(env.make())
     optimizer = OffloadedOptimizer(model.parameters(), Momentum)
     env.backward(model, 0)
@@ -227,7 +227,7 @@ def lacking_memory(env: Env, unit: int) -> Any:
 
 @cases.add({"adamw": {}}, watch_host=True)
 def saved(env: Env) -> Any:
-    """State by every name, and loaded again, by an optimizer with and one without offloading."""
+    """Save state in every format and load it, in an optimizer with offloading and in one without."""
     model = env.shard(env.make())
     optimizer = OffloadedOptimizer(model.parameters(), optim.AdamW, **ADAMW)
     for step in range(2):
@@ -276,7 +276,7 @@ def saved(env: Env) -> Any:
     atol=2e-3,
 )
 def switched(env: Env, is_flat: bool = False, gradients: bool = True, **options: Any) -> Any:
-    """Between backward and step, and between steps, all goes to the host and comes back: the same bits as without."""
+    """Offload everything between backward and step, and between steps, and bring it back: the same bits as without."""
     move = functools.partial(flatshard.optim.offload, gradients=gradients)
     results = []
     for is_switched in (False, True):
@@ -342,7 +342,7 @@ def _away(env: Env, model: nn.Module, optimizer: Any, move: Any, options: dict[s
 
 @cases.add()
 def in_and_after_a_step(env: Env) -> Any:
-    """A forward that ran before has no backward any more. One that failed is over, though the engine lets go of it later."""
+    """An earlier forward has no backward to come. A failed one is over, even if the engine frees it later."""
     model = env.shard(env.make())
     optimizer = optim.SGD(model.parameters(), lr=0.1)
     for hold in (False, True):
@@ -367,7 +367,7 @@ def in_and_after_a_step(env: Env) -> Any:
 
 
 def _kept(tasks: list[Any]) -> Any:
-    """As ``Backward._enter``, and the task lives on."""
+    """Return a ``Backward._enter`` that keeps the task alive."""
     enter = Backward._enter
 
     def entered(self: Backward, task: int) -> None:

@@ -1,6 +1,6 @@
-"""Operators on the simulated accelerator: what each reads and writes is noted, and the same operator runs later on CPU.
+"""Operators on the simulated accelerator: record reads and writes now, and run the same operator on CPU later.
 
-A kernel holds no memory, as a real one does not: it gets addresses, and the allocator may give them to somebody else.
+A kernel holds no memory, like a real one. It gets addresses, and the allocator may reuse them.
 """
 
 import functools
@@ -14,16 +14,16 @@ from torch.utils._pytree import tree_map
 NAME = "simdev"
 _RANDOM = ("uniform_", "normal_", "random_", "bernoulli_", "exponential_", "geometric_", "cauchy_", "log_normal_")
 _IN_FLOAT32 = ("native_layer_norm", "native_layer_norm_backward")
-"""Of 16-bit numbers: the statistics are in float32 then, as on CUDA, which CPU refuses."""
+"""Operators that keep float32 statistics for 16-bit inputs, as on CUDA. CPU refuses these dtypes."""
 
 
 def is_sim(value: Any) -> bool:
-    """Whether it is a tensor on the device."""
+    """Return whether ``value`` is a tensor on the device."""
     return isinstance(value, torch.Tensor) and value.device.type == NAME
 
 
 def extent(t: torch.Tensor) -> tuple[int, int]:
-    """The addresses that it spans, from and to."""
+    """Return the first and end address of the tensor."""
     if t.numel() == 0:
         return 0, 0
     ptr = t.data_ptr()
@@ -35,7 +35,7 @@ def extent(t: torch.Tensor) -> tuple[int, int]:
 
 
 class Late:
-    """A tensor of the device, or none, as a kernel gets it: an address."""
+    """A kernel's argument: the address of a tensor on the device or the host."""
 
     def __init__(self, shim: Any, t: torch.Tensor) -> None:
         self._shim = shim
@@ -43,7 +43,7 @@ class Late:
         self._conj, self._neg = t.is_conj(), t.is_neg()
 
     def now(self) -> torch.Tensor:
-        """A CPU tensor on the same bytes."""
+        """Return a CPU tensor on the same bytes."""
         made = self._shim.from_ptr(*self._where)
         made = torch._conj(made) if self._conj else made
         return torch._neg_view(made) if self._neg else made
@@ -75,7 +75,7 @@ def _map(f: Callable[[Any], Any], value: Any) -> Any:
 
 
 def _identity(value: Any) -> Any:
-    """Hashable, and the same for arguments whose results look the same."""
+    """Return a hashable key, equal for arguments with equal meta results."""
     if isinstance(value, torch.Tensor):
         number = value.item() if value.device.type == "cpu" and value.dim() == 0 else None
         return value.device.type, value.shape, value.stride(), value.dtype, value.is_conj(), number
@@ -93,7 +93,7 @@ def _tensors_in(value: Any) -> list[torch.Tensor]:
 
 
 class Operators:
-    """What the dispatcher calls for tensors of the device."""
+    """The dispatcher's implementations for tensors of the device."""
 
     def __init__(self, machine: Machine) -> None:
         self.machine = machine
@@ -102,28 +102,28 @@ class Operators:
     def register(self, everything: torch.library.Library, aten: torch.library.Library) -> None:
         everything.fallback(self.call, "PrivateUse1")
         aten.impl("_copy_from", self.copy, "PrivateUse1")
-        for key in ("Conjugate", "Negative"):  # else torch makes a plain tensor of a conjugated one, by this very copy
+        for key in ("Conjugate", "Negative"):  # otherwise torch resolves a conjugated tensor through this same copy
             aten.impl("_copy_from", torch.library.fallthrough_kernel, key)
         aten.impl("_copy_from_and_resize", self.copy_and_resize, "PrivateUse1")
         aten.impl("_local_scalar_dense", self.item, "PrivateUse1")
         aten.impl("record_stream", self.record_stream, "PrivateUse1")
 
     def late(self, value: Any) -> Any:
-        """An argument as a kernel gets it, which runs later."""
+        """Return the argument in the form that a kernel gets."""
         if is_sim(value):
             return Late(self.machine.shim, value)
         if isinstance(value, torch.Tensor) and value.device.type == "cpu":
-            return value.clone()  # a number, which is read when the kernel is launched
+            return value.clone()  # a number, read when the kernel is launched
         if isinstance(value, torch.device) and value.type == NAME:
             return torch.device("cpu")
         return value
 
     def stream_of(self, t: torch.Tensor) -> Key:
-        """The current stream of its device."""
+        """Return the current stream of the tensor's device."""
         return self.machine.current(t.device.index)
 
     def call(self, op: Any, *args: Any, **kwargs: Any) -> Any:
-        """Any operator that has no implementation of its own for the device."""
+        """Run an operator without an implementation of its own for the device."""
         schema = op._schema
         given = dict(zip((a.name for a in schema.arguments), args, strict=False)) | kwargs
         written = [a.name for a in schema.arguments if a.name in given and a.alias_info and a.alias_info.is_write]
@@ -166,7 +166,7 @@ class Operators:
 
             self.machine.enqueue(key, name, change, read, [extent(t) for t in writes])
             results = [given[name] for name in written]
-            # What an operator returns beside the arguments that it changes is not supported: few do.
+            # Results besides the changed arguments are not supported: few operators have any.
             return None if not schema.returns else results[0] if len(schema.returns) == 1 else tuple(results)
 
         where = torch.device(NAME, index)
@@ -191,7 +191,7 @@ class Operators:
         return made
 
     def _on_meta(self, op: Any, args: Any, kwargs: Any) -> Any:
-        """What the result looks like. Remembered, as working it out takes longer than the kernel."""
+        """Return the result on the meta device, cached because computing it takes longer than the kernel."""
         key = op, _identity(args), _identity(kwargs)
         if key not in self._metas:
             self._metas[key] = op(*_map(_to_meta, args), **_map(_to_meta, kwargs))
@@ -203,7 +203,7 @@ class Operators:
         return tree_map(lambda m: torch.as_strided(source, m.shape, m.stride(), offset + m.storage_offset()), made)
 
     def _fill(self, op: Any, key: Key, name: str, args: Any, kwargs: Any) -> torch.Tensor:
-        """Random numbers are drawn when the program asks for them, so that they are those of a run on CPU."""
+        """Draw random numbers now, so that they equal those of a run on CPU."""
         target = args[0]
         drawn = torch.empty(target.shape, dtype=target.dtype)
         op(drawn, *_map(_now, _map(self.late, args[1:])), **kwargs)
@@ -212,7 +212,7 @@ class Operators:
         return target
 
     def _wait_and_call(self, op: Any, key: Key, name: str, device: Any, args: Any, kwargs: Any) -> Any:
-        """The shape of its result is not known before the values are."""
+        """Run now, after a wait, because the result's shape depends on values."""
         for t in _tensors_in(args):
             if is_sim(t):
                 self.machine.enqueue(key, name, lambda: None, [extent(t)], [])
@@ -223,7 +223,7 @@ class Operators:
     # -- copies
 
     def copy(self, source: torch.Tensor, target: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
-        """``target.copy_(source)`` where at least one is on the device, as CUDA does it."""
+        """Run ``target.copy_(source)`` like CUDA, with at least one tensor on the device."""
         if target.numel() == 0:
             return target
         if source.numel() != target.numel():
@@ -245,7 +245,7 @@ class Operators:
         machine, key, name = self.machine, self.stream_of(target), "copy from host"
         to = self.late(target)
         if non_blocking and _is_plain(source, target) and machine.is_pinned(source.data_ptr()):
-            pinned = Late(machine.shim, source)  # what is there when the copy runs
+            pinned = Late(machine.shim, source)  # reads the values at the time of the copy
             machine.enqueue(key, name, functools.partial(_copy, to, pinned), [extent(source)], [extent(target)])
             return
         value = source.detach().clone()
@@ -258,7 +258,7 @@ class Operators:
         late, ptr = self.late(source), target.data_ptr()
         if non_blocking and _is_plain(source, target) and machine.is_pinned(ptr):
             if not machine.is_used(ptr, target.nbytes):
-                machine.shim.fill(ptr, target.nbytes, 255)  # who reads it too early sees NaN
+                machine.shim.fill(ptr, target.nbytes, 255)  # a read before the copy sees NaN
             pinned = Late(machine.shim, target)
             machine.enqueue(key, name, functools.partial(_copy, pinned, late), [extent(source)], [extent(target)])
             return
@@ -286,5 +286,5 @@ def _copy(target: Late, source: Any) -> None:
 
 
 def _is_plain(source: torch.Tensor, target: torch.Tensor) -> bool:
-    """Whether a copy moves the bytes as they are, which a copy engine can do."""
+    """Return whether a copy moves bytes unchanged, which a copy engine can do."""
     return source.dtype is target.dtype and source.is_contiguous() and target.is_contiguous()

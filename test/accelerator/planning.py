@@ -1,4 +1,4 @@
-"""``plan`` for an accelerator: the collectives and the peak of a real step on the simulated one, with its streams."""
+"""``plan`` for an accelerator against a real step on the simulated one, with streams: collectives and peak memory."""
 
 import contextlib
 import functools
@@ -21,7 +21,7 @@ cases = Cases()
 
 
 class Wide(nn.Module):
-    """Blocks whose memory is more than what an allocator rounds."""
+    """Blocks larger than an allocator's rounding."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class Wide(nn.Module):
 
 
 def held(env: Env) -> int:
-    """Bytes of tensors on the device, as they were asked for."""
+    """Return the requested bytes of tensors on the device."""
     if not env.is_simulated:
         return 0
     from accelerator.sim import sim
@@ -45,7 +45,7 @@ def held(env: Env) -> int:
 
 @contextlib.contextmanager
 def at_allocations(call: Callable[[int, int], object]) -> Iterator[None]:
-    """``call(bytes, stream)`` before each allocation inside, which may raise."""
+    """Call ``call(bytes, stream)``, which may raise, before each allocation inside."""
     from accelerator.sim import sim
 
     allocate = sim.alloc
@@ -63,7 +63,7 @@ def at_allocations(call: Callable[[int, int], object]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def peak(env: Env) -> Iterator[list[int]]:
-    """The most bytes on the device inside, beyond those before; and those that are left. On CPU: nothing."""
+    """Measure peak and remaining bytes on the device inside, relative to those at entry. On CPU, yield an empty list."""
     found: list[int] = []
     if not env.is_simulated:
         yield found
@@ -76,7 +76,7 @@ def peak(env: Env) -> Iterator[list[int]]:
 
 
 def issued(order: list[tuple[str, int, str]]) -> list[tuple[str, int, int]]:
-    """(kind, bytes of the whole, ranks) of each collective."""
+    """Return (kind, full bytes, ranks) of each collective."""
     found = []
     for _, ranks, what in order:
         kind, numel, dtype = re.fullmatch(r"(\w+)\((\d+) x (\w+)\)", what).groups()
@@ -127,7 +127,7 @@ def a_step(env: Env, micro: int = 1, holds: bool = False, **options: Any) -> Any
         order.clear()
     with peak(env) as found:
         step()
-    if found and env.rank == 0:  # a plan takes a second, and all ranks issue the same, as `check` asserts
+    if found and env.rank == 0:  # a plan takes a second, and `check` asserts that all ranks issue the same
         planned = planned_step(env, micro, holds, asked)
         assert issued(order) == [(c.kind, c.nbytes, c.ranks) for c in planned.collectives]
         assert found[0] == planned.total_peak.nbytes - planned.between_steps.total
@@ -138,7 +138,7 @@ def a_step(env: Env, micro: int = 1, holds: bool = False, **options: Any) -> Any
 def an_optimizers_step_with_some_units_on_the_host(
     env: Env, makes: Any = torch.optim.AdamW, hosts: tuple[int, ...] = (1, 3)
 ) -> Any:
-    """torch does not step parameters on two devices as one. An ``OffloadedOptimizer`` steps units."""
+    """torch does not step parameters on two devices together. An ``OffloadedOptimizer`` steps by unit."""
     policy: Any = {f"blocks.{at}": {"cpu_offload": at in hosts} for at in range(4)}
     model = env.shard(env.make(Wide), policy)
     optimizer = makes(model.parameters())

@@ -1,26 +1,26 @@
-"""``simdev``: a simulated accelerator, whose work is late, out of order and checked. Two devices, on CPU memory.
+"""``simdev``: a simulated accelerator that runs late, reordered and checked work. Two devices on CPU memory.
 
-Importing this module registers it with torch, for good: do it in a process of its own (``harness.py`` has a pool of them).
-Then tensors may be on ``torch.device("simdev")``, ``torch.simdev`` has what ``torch.cuda`` has, and ``sim`` is the machine.
+Importing this module registers it with torch permanently, so do it in a separate process (``harness.py`` has a pool).
+Tensors may then be on ``torch.device("simdev")``, ``torch.simdev`` corresponds to ``torch.cuda``, and ``sim`` is the
+machine.
 
-Kernels go into a queue per stream. They run when the host waits for something (``.item()``, a blocking copy,
-``synchronize``), in an order that only streams and events decide. Which of the orders that those allow is up to
-``sim.policy``:
+Each stream has a queue of kernels. They run when the host waits (``.item()``, a blocking copy, ``synchronize``), in an
+order that streams and events allow. ``sim.policy`` selects the order:
 
-- ``late_side``: the default stream first, side streams only where something waits for them;
+- ``late_side``: the default stream first, side streams only when another stream waits for them;
 - ``late_main``: side streams first;
 - ``random``: any.
 
-The allocator is the worst that a caching allocator may be. Memory that is freed belongs to the stream that it was allocated
-on, and the next allocation on that stream may take it at once: it is overwritten with NaN then, on that stream. Pinned
-memory is written and read when the copy runs. So a missing wait gives NaN or old numbers. Besides, every access is checked
-with vector clocks, as torch.cuda._sanitizer does: ``sim.races`` has the pairs of accesses to the same bytes that nothing
-orders, with both stacks, whatever the policy. ``sim.host_syncs`` has what made the host wait. ``sim.capture()`` keeps the
-rules of CUDA graphs.
+The allocator is the worst allowed caching allocator. Freed memory belongs to the stream of its allocation, and that
+stream's next allocation may reuse it immediately: its kernels then overwrite it with NaN. Pinned memory is written and
+read when the copy runs. So a missing wait gives NaN or old numbers.
 
-What is computed, an operator computes on CPU, on the same bytes. Limits: there is no time, no occupancy and no real graph;
-the dtypes of results are those of the meta device; host memory is only seen where it is pinned, by copies and by operators
-inside a ``HostWatch``.
+Every access is checked with vector clocks, like torch.cuda._sanitizer: under any policy, ``sim.races`` lists unordered
+pairs of accesses to the same bytes, with both stacks. ``sim.host_syncs`` lists waits of the host. ``sim.capture()``
+enforces the rules of CUDA graphs.
+
+An operator computes on CPU, on the same bytes. Limits: no time, no occupancy, no real graph; results have the meta
+device's dtypes; host memory is checked only if it is pinned, in copies and in operators inside a ``HostWatch``.
 """
 
 import atexit
@@ -136,8 +136,8 @@ def _make_module() -> types.ModuleType:
 
 
 def _allow_setting_data() -> None:
-    """``p.data = ...`` between the device and the CPU: torch allows it for CUDA and refuses it for others."""
-    importlib.import_module("torch._dynamo")  # it looks at what is replaced here
+    """Allow ``p.data = ...`` between the device and the CPU: torch allows it for CUDA only."""
+    importlib.import_module("torch._dynamo")  # reads the attributes replaced here
     data, compatible = torch._C.TensorBase.data, torch._has_compatible_shallow_copy_type
 
     def set_data(self: torch.Tensor, value: torch.Tensor) -> None:
@@ -153,7 +153,7 @@ def _allow_setting_data() -> None:
     torch._has_compatible_shallow_copy_type = lambda a, b: is_sim(a) or is_sim(b) or compatible(a, b)
 
 
-_libraries: list[torch.library.Library] = []  # what they register ends with them
+_libraries: list[torch.library.Library] = []  # registrations end with these objects
 
 
 def _install() -> None:
@@ -174,7 +174,7 @@ _install()
 
 @functools.cache
 def _watched(func: Any) -> tuple[str, tuple[bool, ...]]:
-    """An operator's name; and for each argument, unless no values on the host are read, whether it is written to."""
+    """Return the operator's name and, per argument, whether it is written to; no arguments if no host values are read."""
     schema = func._schema
     if func.is_view or schema.name in ("aten::_copy_from", "aten::_to_copy", "aten::copy_", "aten::empty_like"):
         return schema.name, ()
@@ -182,7 +182,7 @@ def _watched(func: Any) -> tuple[str, tuple[bool, ...]]:
 
 
 class HostWatch(torch.utils._python_dispatch.TorchDispatchMode):
-    """Reports, among the races, code on the CPU that reads what the device has not written yet, or the other way round."""
+    """Reports unordered accesses by code on the CPU and by the device as races."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:

@@ -1,8 +1,8 @@
-"""``simccl``: a process group for the simulated accelerator with NCCL's habits.
+"""``simccl``: a process group for the simulated accelerator that behaves like NCCL.
 
-Collectives are kernels on the current stream (with ``async_op`` on the group's own). They run late, in the order in which the
-group was given them, and know NCCL's dtypes only. What NCCL would hang on or mix, raises: another collective, size or dtype
-on another rank. The bytes travel by shared memory. Tensors on CPU are gloo's, if the group was made with it
+Collectives are kernels on the current stream, or on the group's own with ``async_op``. They run late, in the order of
+their calls, and accept only NCCL's dtypes. A different collective, size or dtype on another rank raises, where NCCL
+would hang or mix data. The bytes travel through shared memory. Gloo handles CPU tensors if the group has it
 (``cpu:gloo,simdev:simccl``).
 """
 
@@ -26,16 +26,16 @@ DTYPES = {
 DTYPES |= {getattr(torch, name) for name in ["int64", "int32", "int8", "uint8", "bool"]}
 
 order: list[tuple[str, int, str]] = []
-"""What this rank has given to groups: the group, its size, and the collective with its length and dtype."""
+"""Collectives that this rank has issued: the group, its size, and the collective with its length and dtype."""
 
 Under_Way = tuple[Callable[[], bool], Callable[[], Any]]
 
 
 class Work(torch._C._distributed_c10d.Work):
-    """What waits lets the current stream wait, and never the host."""
+    """Handle whose wait makes the current stream wait, never the host."""
 
     def __init__(self, event: int = 0, device: int = 0, tensors: Sequence[torch.Tensor] = ()) -> None:
-        """``tensors`` live until it has been waited for, as with NCCL."""
+        """Keep ``tensors`` alive until the wait, like NCCL."""
         super().__init__()
         self.event = event
         self.device = device
@@ -63,10 +63,10 @@ def _bytes(t: torch.Tensor) -> torch.Tensor:
 
 
 class Table:
-    """Memory that all ranks of a group see, on one machine: what each brings to a collective lies there, with its name.
+    """Shared memory of a group's ranks on one machine, which holds each rank's input to a collective, with its name.
 
-    Two slots for each rank. A rank that comes to collective n has finished n - 1, to which all had come, so all have finished
-    n - 2, whose slot is taken.
+    Each rank has two slots. A rank that reaches collective n has finished n - 1, which all ranks had reached. So all
+    ranks have finished n - 2, whose slot is reused.
     """
 
     SLOT = 1 << 26
@@ -76,10 +76,10 @@ class Table:
         self._rank, self._size, self._number = rank, size, 0
         if rank == 0:
             with tempfile.NamedTemporaryFile(prefix="flatshard-simccl-") as file:
-                file.truncate(2 * size * self.SLOT)  # takes no memory before it is written to
+                file.truncate(2 * size * self.SLOT)  # uses no memory before it is written to
                 self._map(file)
                 store.set("path", file.name)
-                store.wait([f"open {other}" for other in range(1, size)])  # then all have it, and its name goes
+                store.wait([f"open {other}" for other in range(1, size)])  # then all have it, and its name may go
         else:
             with open(store.get("path"), "r+b") as file:
                 self._map(file)
@@ -93,7 +93,7 @@ class Table:
         return (2 * rank + self._number % 2) * self.SLOT
 
     def post(self, what: str, t: torch.Tensor) -> None:
-        """Bring ``t`` to the next collective."""
+        """Publish ``t`` for the next collective."""
         self._number += 1
         at, body = self._at(self._rank), self._at(self._rank) + self._HEAD.size
         if t.nbytes > self.SLOT - self._HEAD.size:
@@ -103,18 +103,18 @@ class Table:
         struct.pack_into("q", self._memory, at, self._number)  # last
 
     def is_full(self) -> bool:
-        """Whether all ranks have come to the collective that this one is in."""
+        """Return whether all ranks have reached this rank's collective."""
         return all(struct.unpack_from("q", self._memory, self._at(r))[0] == self._number for r in range(self._size))
 
     def read(self, rank: int) -> tuple[str, torch.Tensor]:
-        """What a rank brought: the collective's name, and bytes."""
+        """Return the collective's name and the bytes that a rank published."""
         at, body = self._at(rank), self._at(rank) + self._HEAD.size
         _, nbytes, name = self._HEAD.unpack_from(self._memory, at)
         return name.rstrip(b"\0").decode(), self._bytes[body : body + nbytes].clone()
 
 
 class SimCCL(dist.ProcessGroup):
-    """The group."""
+    """A process group of the simulated accelerator."""
 
     supports_coalescing = False
 
@@ -124,7 +124,7 @@ class SimCCL(dist.ProcessGroup):
         self._table = Table(dist.PrefixStore("table", store), rank, size)
         self._cpu = dist.ProcessGroupGloo(dist.PrefixStore("cpu", store), rank, size, timeout)
         self._last: Record | None = None  # done when its last collective is over
-        self._own: dict[Any, int] = {}  # streams of its own
+        self._own: dict[Any, int] = {}  # the group's own streams
 
     def get_group_store(self) -> Any:
         return self._store
@@ -144,7 +144,7 @@ class SimCCL(dist.ProcessGroup):
         return "simccl"
 
     def _on_cpu(self, t: torch.Tensor) -> Any:
-        """Who does it, where the tensor is on CPU. None: it is not."""
+        """Return the group that handles CPU tensors if ``t`` is one, else None."""
         return self._cpu if t.device.type == "cpu" and self._has_gloo else None
 
     @staticmethod
@@ -181,7 +181,7 @@ class SimCCL(dist.ProcessGroup):
             sim.block(sim.record(0, *sim.current(device)), *key)
         what = f"{name}({sum(t.numel() for t in writes)} x {str(writes[0].dtype).removeprefix('torch.')})"
         order.append((self.group_name, self._size, what))
-        # The order within a communicator is NCCL's affair: it does not show in the clocks of streams.
+        # NCCL keeps the order within a communicator without help of streams, so their clocks do not show it.
         before, self._last = self._last, Record({})
         ranges = [extent(t) for t in reads], [extent(t) for t in writes]
         sim.enqueue(
@@ -190,7 +190,7 @@ class SimCCL(dist.ProcessGroup):
         return Work(sim.record(0, *key), device, reads + writes) if asynchronous else Work()
 
     def _exchange(self, source: torch.Tensor, then: Callable[[list[torch.Tensor]], Any]) -> Callable[[str], Under_Way]:
-        """A kernel that hands what all ranks have in ``source`` to ``then``. Nobody blocks meanwhile."""
+        """Return a kernel that passes all ranks' ``source`` to ``then``, without blocking any rank."""
         late = operators.late(source)
 
         def begin(what: str) -> Under_Way:
@@ -212,7 +212,7 @@ class SimCCL(dist.ProcessGroup):
 
         return begin
 
-    # -- collectives
+    # -- Collectives ---------------------------------------------------------------------------------------------------
 
     def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> Any:
         if cpu := self._on_cpu(input):
@@ -278,7 +278,7 @@ class SimCCL(dist.ProcessGroup):
         return self._launch("all_gather of a list", opts, [input], parts, self._exchange(input, hand_out))
 
     def gather(self, outputs: Any, inputs: Any, opts: Any) -> Any:
-        """Of objects, which are on the CPU."""
+        """Gather objects, which are on the CPU."""
         return self._cpu.gather(outputs, inputs, opts)
 
     def all_to_all_single(
@@ -302,10 +302,10 @@ class SimCCL(dist.ProcessGroup):
         self._cpu.barrier().wait()
         return Work()
 
-    # -- messages
+    # -- Messages ------------------------------------------------------------------------------------------------------
 
     def _message(self, name: str, peer: int, t: torch.Tensor, begin: Callable[[], Under_Way]) -> Work:
-        """On a stream of its own, as nothing in a batch waits for another part of it."""
+        """Send or receive on a separate stream, because messages of a batch do not wait for each other."""
         self._check(name, [t])
         device = t.device.index
         key = device, self._own_stream(name, peer, device, device=device)
@@ -316,7 +316,7 @@ class SimCCL(dist.ProcessGroup):
 
     @staticmethod
     def _waited(work: Any, then: Callable[[], Any]) -> Under_Way:
-        """Gloo's messages are over only when somebody has waited for them."""
+        """Wait in a thread: Gloo's messages end only if a thread waits for them."""
         over = threading.Event()
 
         def wait() -> None:
@@ -352,7 +352,7 @@ class SimCCL(dist.ProcessGroup):
 
 
 def _reduce(parts: list[torch.Tensor], op: Any) -> torch.Tensor:
-    """In rank order; 16-bit numbers in fp32, rounded at the end (NCCL rounds more often)."""
+    """Reduce in rank order, 16-bit numbers in fp32 with rounding at the end (NCCL rounds more often)."""
     name = next(n for n in ("AVG", "SUM", "MAX", "MIN") if op == getattr(dist.ReduceOp, n))
     first = parts[0]
     total = first.float() if first.dtype.itemsize < 4 and first.is_floating_point() else first.clone()

@@ -1,4 +1,4 @@
-"""The cases of the modules here: on the fake group, and on real ranks where that would not do."""
+"""Cases of the modules in this folder: on the fake group, and on real ranks if the fake group is not enough."""
 
 import itertools
 import re
@@ -22,11 +22,11 @@ MODULES = {
 CASES = {f"{module}-{name}": case for module, each in MODULES.items() for name, case in each.cases.items()}
 TABLES = "".join(path.read_text() for path in sorted((Path(__file__).parents[1] / "mutants/tables").glob("*.txt")))
 TELLING = re.findall(r"accelerator/test_cases:ranks\[([^]]*)\]", TABLES)
-"""Those that ``mutants/tables`` names."""
+"""Names of cases in ``mutants/tables``."""
 
 
 def on_ranks() -> Iterator[str]:
-    """Those that tell, and of the variants that are for ranks only a third of the others."""
+    """Yield the names in ``TELLING``, and a third of the other variants that need ranks."""
     yield from TELLING
     others = [name for name, case in CASES.items() if not case.fake and name not in TELLING]
     for _, variants in itertools.groupby(others, key=lambda name: name.split("-")[:2]):
@@ -45,6 +45,6 @@ def test_fake_group(simulated_process: Pool, name: str) -> None:
 
 
 def test_without_gloo(simulated_pool: Pool) -> None:
-    """A group that has the device's backend only: what ranks tell each other goes through the device as well."""
+    """Run on a group with the device's backend only, so ranks also exchange objects through the device."""
     check(simulated_pool, CASES["training-many_steps"], backend="simccl")
     check(simulated_pool, CASES["capture-step-three_warm_ups"], backend="simccl")

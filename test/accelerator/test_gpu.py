@@ -1,7 +1,6 @@
-"""On a real accelerator: the allocator, and that collectives run under compute. Skipped without one.
+"""Memory and overlap of collectives with compute on a real accelerator. Skipped without one.
 
-One GPU is enough: what is looked at needs no values, so it runs over the fake group. Whether numbers are right on all GPUs of
-a machine, ``benchmarks/gpu.py`` tells.
+No check needs values, so one GPU and the fake group are enough. ``benchmarks/gpu.py`` checks numbers on all GPUs.
 """
 
 from typing import Any
@@ -37,7 +36,7 @@ class Net(nn.Module):
 @pytest.mark.gpu
 @pytest.mark.parametrize("options", [{}, {"strategy": ShardingStrategy.SHARD_GRAD_OP}, {"cpu_offload": CPUOffload()}])
 def test_memory_is_the_same_in_every_step(world, options):
-    """Without record_stream the allocator sees one order of events, whatever the device's timing."""
+    """Without record_stream, the allocator sees one order of events, whatever the device's timing."""
     world(8)
     width, blocks = 512, 6
     model = fully_shard(Net(blocks, width).cuda(), policy={Block}, **options)
@@ -53,13 +52,13 @@ def test_memory_is_the_same_in_every_step(world, options):
     assert len(set(seen[3:])) == 1, seen
     block = sum(p.numel() for p in Block(width).parameters()) * 4
     between, peak, _ = seen[-1]
-    if not options:  # the unit in work, one ahead, reductions under way; the head; activations
+    if not options:  # the current unit, a prefetched one, reductions in flight; the head; activations
         assert peak - between < 6 * block
         assert between < 2 * blocks * block / 8 + block
 
 
 class SlowCollectives(FakeCollectives):
-    """All-gathers and reductions that keep the device busy for some 0.4 ms, on the stream that they run on."""
+    """All-gathers and reductions that keep the device busy for about 0.4 ms on their stream."""
 
     CYCLES = 800_000
 
@@ -76,7 +75,7 @@ class SlowCollectives(FakeCollectives):
 
 
 def hidden(model: nn.Module, x: Tensor) -> float:
-    """How much of the collectives' time the device computed in meanwhile, in one step, as a profile shows it."""
+    """Return the fraction of the collectives' time in which the device computed, according to a profile of one step."""
     with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as prof:
         model(x).square().mean().backward()
         torch.cuda.synchronize()

@@ -1,4 +1,4 @@
-"""Programs of the fuzzer on the simulated device: the numbers of one process, and no race."""
+"""The fuzzer's programs on the simulated device give the numbers of one process, without races."""
 
 import dataclasses
 from typing import Any
@@ -14,14 +14,14 @@ from pool import Pool
 
 
 def on_the_device(program: Program) -> Program:
-    """The simulator's groups are the CPU's as well, so ``to_empty`` would be for that."""
+    """Replace ``to_empty``, because the simulator's groups also have a CPU backend, whose device it would choose."""
     starts = ["as it is" if s.start == "to_empty" else s.start for s in program.shardings]
     first, second = (dataclasses.replace(s, start=at) for s, at in zip(program.shardings, starts, strict=True))
     return dataclasses.replace(program, shardings=(first, second))
 
 
 SEEDS = (103, 110, 113, 121, 122, 123, 131, 137, 138, 141, 151, 155, 161, 163, 167, 170, 173, 174, 181, 310005, 310386)
-"""Of several ranks, and without a fused GRU and a compiler, which the simulator does not have."""
+"""Programs of several ranks without a fused GRU or a compiler, which the simulator lacks."""
 PROGRAMS = [on_the_device(draw(seed, additions=False)) for seed in SEEDS]
 
 

@@ -1,4 +1,4 @@
-"""The simulator itself: what it lets be late, and what it reports."""
+"""The simulator itself: the work that it delays, and its reports."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,7 +9,7 @@ from accelerator.harness import POLICIES
 from pool import Context, Pool
 from torch import Tensor
 
-SIZE = 256  # a block of the allocator, so that the next tensor of this size takes the last one's memory
+SIZE = 256  # a block of the allocator, so that the next tensor of this size reuses the last one's memory
 
 
 def _new(value: float = 1.0) -> Tensor:
@@ -17,7 +17,11 @@ def _new(value: float = 1.0) -> Tensor:
 
 
 def _across(waits: str = "", then: str = "", joins: str = "last") -> Callable[[Any, Any], Tensor]:
-    """A tensor is read on another stream, which waits for nothing, an early event, or this stream; what happens then."""
+    """Return a program that reads a tensor on another stream.
+
+    ``waits``: the other stream waits for nothing, an early event, or this stream. ``then`` happens to the tensor after
+    that. ``joins``: when this stream waits for the other.
+    """
 
     def program(device: Any, side: Any) -> Tensor:
         here = device.current_stream()
@@ -80,7 +84,7 @@ PROGRAMS: dict[str, tuple[Callable[[Any, Any], Tensor], str]] = {
 
 
 def run_program(ctx: Context, name: str) -> tuple[set[str], set[bool]]:
-    """The kinds of races that were reported, and whether the numbers were right, under all policies."""
+    """Return the kinds of reported races, and whether numbers were right, over all policies."""
     from accelerator.sim import HostWatch, sim
 
     device = torch.get_device_module("simdev")

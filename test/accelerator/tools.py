@@ -1,4 +1,4 @@
-"""What goes around training, on the simulated accelerator: collectives, copies."""
+"""Calls around training on the simulated accelerator: collectives, copies."""
 
 import copy
 import functools
@@ -17,11 +17,11 @@ from flatshard.comm import DefaultCollectives
 cases = Cases()
 
 
-# -- collectives -----------------------------------------------------------------------------------------------------
+# -- Collectives -------------------------------------------------------------------------------------------------------
 
 
 def _on_device(make: Callable[[Any], Any]) -> Any:
-    """Such collectives; on CPU the built-in ones."""
+    """Return a factory of ``make``'s collectives on the device and the built-in ones on CPU."""
 
     def chosen(group: Any, device: torch.device) -> Any:
         return flatshard.comm.builtin_collectives(group, device) if device.type == "cpu" else make(group)
@@ -49,7 +49,7 @@ MIXED = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 @cases.add({"fp32": {}, "bf16": {"mixed_precision": MIXED}}, fake=False, ranks=3)
 def widened(env: Env, **options: Any) -> Any:
-    """Gradients sent as they were computed, and averages over a number of ranks that is no power of two: as over gloo."""
+    """Widen gradients in the collective, like gloo, and average over a number of ranks that is no power of two."""
     model = env.shard(env.make(), collectives=_on_device(functools.partial(DefaultCollectives, widens=True)), **options)
     found = env.train(model)
     if env.is_simulated:
@@ -59,7 +59,7 @@ def widened(env: Env, **options: Any) -> Any:
     return found
 
 
-# -- copies, dtypes, devices --------------------------------------------------------------------------------------------
+# -- Copies, dtypes, devices -------------------------------------------------------------------------------------------
 
 
 @cases.add({"pinned": {"pin": True}, "not_pinned": {"pin": False}}, watch_host=True)
@@ -69,7 +69,7 @@ def copied_offloaded(env: Env, pin: bool) -> Any:
     other = copy.deepcopy(model)
     for dtype in (torch.float64, torch.float32):
         with torch.no_grad():
-            other.to(dtype)(env.batch(0).to(dtype))  # which adopts what it was converted to
+            other.to(dtype)(env.batch(0).to(dtype))  # adopts the converted parameters
     pinned = [[p.is_pinned() for p in m.parameters() if p.numel()] for m in (model, other)]
     assert pinned[0] == pinned[1]
     return env.train(model, waits=True), env.train(other, waits=True)
@@ -77,7 +77,7 @@ def copied_offloaded(env: Env, pin: bool) -> Any:
 
 @cases.add()
 def second_device(env: Env) -> Any:
-    """A model on a device that is not the current one."""
+    """Train on a device that is not the current one."""
     if env.is_simulated:
         env.device = torch.device("simdev", 1)
     return env.train(env.shard(env.make()))

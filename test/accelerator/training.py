@@ -21,7 +21,7 @@ OFFLOAD = {"cpu_offload": CPUOffload(True)}
 
 
 def train(env: Env, **options: Any) -> Any:
-    """A model that is sharded with those of ``options`` that are not ``Env.train``'s."""
+    """Train a model. ``Env.train`` gets its own ``options``, and ``fully_shard`` the others."""
     own = {name: options.pop(name) for name in ("micro", "holds", "optimizer", "clip") if name in options}
     return env.train(env.shard(env.make(), **options), waits="cpu_offload" in options, **own)
 
@@ -30,7 +30,7 @@ def clip(model: nn.Module) -> Tensor:
     return flatshard.clip_grad_norm_(model, 0.1)
 
 
-# -- strategies, precision, accumulation, norms: in none of them the host may wait -------------------------------------
+# -- Strategies, precision, accumulation, norms: the host must not wait in any -----------------------------------------
 
 
 @cases.add(
@@ -79,15 +79,15 @@ def averaged(env: Env, **options: Any) -> Any:
 
 @cases.add(ranks=4, fake=False)
 def many_steps(env: Env) -> Any:
-    """Until the order of collectives is no longer compared, which over the device makes the host wait."""
+    """Train until ranks no longer compare the order of collectives, which makes the host wait on a device group."""
     return env.train(env.shard(env.make(), reshard_after_forward=2), steps=6, steady_from=5)
 
 
 @cases.add()
 def overlapped(env: Env) -> Any:
-    """While a unit computes, nothing has waited for what side streams do meanwhile: the next gather, or a reduction."""
+    """A computing unit does not wait for side streams, which gather the next unit or reduce."""
     model = env.shard(env.make())
-    env.backward(model)  # the first pass knows no order to prefetch by
+    env.backward(model)  # the first pass knows no order for prefetching
     seen: list[bool] = []
     if env.is_simulated:
         from accelerator.sim import sim
@@ -102,7 +102,7 @@ def overlapped(env: Env) -> Any:
     return numbers(model)
 
 
-# -- offload ---------------------------------------------------------------------------------------------------------
+# -- Offload -----------------------------------------------------------------------------------------------------------
 
 
 @cases.add(
@@ -121,7 +121,7 @@ def offload(env: Env, **options: Any) -> Any:
 
 @cases.add({"load": {"then": "load"}, "step": {"then": "step"}, "write": {"then": "write"}}, watch_host=True)
 def offload_evaluates(env: Env, then: str) -> Any:
-    """What follows an evaluation at once must not change what that computes with."""
+    """A change right after an evaluation must not change the evaluation's values."""
     model = env.shard(env.make(), cpu_offload=CPUOffload(True))
     env.backward(model, 0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -144,7 +144,7 @@ def offload_evaluates(env: Env, then: str) -> Any:
 
 @cases.add({how: {"how": how} for how in ("unshard", "summon", "held", "kept")}, watch_host=True)
 def offload_reads(env: Env, how: str) -> Any:
-    """What has read the shards, or a backward that brings no gradients to the host; and their change right after it."""
+    """Change shards right after a call that reads them, or after a backward without gradients on the host."""
     model = env.shard(env.make(), cpu_offload=CPUOffload(True), reshard_after_forward=True)
     seen = []
     for step in range(2):
@@ -168,7 +168,7 @@ def offload_reads(env: Env, how: str) -> Any:
     return seen, numbers(model)
 
 
-# -- parameters that travel encoded --------------------------------------------------------------------------------------
+# -- Encoded parameters ------------------------------------------------------------------------------------------------
 
 
 class Encoded(nn.Sequential):
@@ -180,7 +180,7 @@ class Encoded(nn.Sequential):
 
 @cases.add({"default": {}, "offload": OFFLOAD}, **BF16)
 def encoded_on_streams(env: Env, **options: Any) -> Any:
-    """The scales are shared on whichever stream runs the first of the units that gather ahead."""
+    """All streams use the scales, which the first unit of a joint gather computes on its stream."""
     model = env.make(functools.partial(Net, Encoded))
     for module in model.modules():
         if isinstance(module, Linear8):
@@ -198,11 +198,11 @@ def encoded_on_streams(env: Env, **options: Any) -> Any:
     return outputs, numbers(model)
 
 
-# -- streams ---------------------------------------------------------------------------------------------------------
+# -- Streams -----------------------------------------------------------------------------------------------------------
 
 
 class Towers(nn.Module):
-    """Two towers on two streams, and their loss on a third. A neck that both use, each on its own stream."""
+    """Two towers on two streams with their loss on a third, and a neck that both streams use."""
 
     def __init__(self, in_turn: bool) -> None:
         super().__init__()
@@ -214,7 +214,7 @@ class Towers(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         with self.env.side_streams(3) as (*sides, last):
             values = [x, x]
-            if self.in_turn:  # so backward goes from one stream to the other after each block
+            if self.in_turn:  # makes backward switch streams after each block
                 for blocks in zip(*self.towers, strict=True):
                     for i, (side, block) in enumerate(zip(sides, blocks, strict=True)):
                         with side:
@@ -242,7 +242,7 @@ class Towers(nn.Module):
     **BF16,
 )
 def towers(env: Env, in_turn: bool = False, **options: Any) -> Any:
-    """Branches on several streams of the user's own."""
+    """Run branches on several streams of the user."""
     model = env.make(lambda: Towers(in_turn))
     model.env = env
     model = env.shard(model, **options)
@@ -272,7 +272,7 @@ class Either(nn.Module):
 
 @cases.add({"default": {}, "not_sharded": {"strategy": S.NO_SHARD}}, **BF16)
 def gradients_of_one_unit(env: Env, **options: Any) -> Any:
-    """Autograd accumulates the gradients of one unit on two streams."""
+    """Accumulate the gradients of one unit on two streams."""
     model = env.shard(env.make(Either), policy={Either}, **options)
 
     def run(step: int) -> None:
@@ -290,7 +290,7 @@ def gradients_of_one_unit(env: Env, **options: Any) -> Any:
 
 @cases.add({"grad_op": {"strategy": S.SHARD_GRAD_OP}, "holds": {"holds": True}})
 def microbatches_on_streams(env: Env, holds: bool = False, **options: Any) -> Any:
-    """The graphs of two microbatches at once, each on a stream of its own, and then two backwards."""
+    """Build the graphs of two microbatches on separate streams, then run two backwards."""
     model = env.shard(env.make(), **options)
 
     def run(step: int) -> None:
@@ -308,7 +308,7 @@ def microbatches_on_streams(env: Env, holds: bool = False, **options: Any) -> An
 
 @cases.add({"deferred": {}, "held": {"holds": True}})
 def added_by_a_call(env: Env, holds: bool = False) -> Any:
-    """What backwards on another stream bring is added, by a call, to gradients that this stream has just changed."""
+    """Add gradients of backwards on another stream, by a call, to gradients that this stream has just changed."""
     model = env.shard(env.make())
     flatshard.configure(model, manual_finalization=not holds)
 
@@ -326,7 +326,7 @@ def added_by_a_call(env: Env, holds: bool = False) -> Any:
 
 @cases.add()
 def independent_streams(env: Env) -> Any:
-    """Evaluations at once, on two streams that do not wait for each other."""
+    """Evaluate on two streams that do not wait for each other."""
     model = env.shard(env.make(), reshard_after_forward=True)
     batches = [env.batch(step) for step in range(4)]
     outputs = []

@@ -1,4 +1,4 @@
-"""A checkpoint written under one version of torch is read under another: since 2.15 its metadata has one field more."""
+"""Checkpoints written under one version of torch are read under another: metadata since 2.15 has one field more."""
 
 import contextlib
 import io
@@ -14,12 +14,12 @@ from torch.distributed.checkpoint.metadata import TensorProperties
 
 from flatshard.checkpoint import Reader, Writer, load_checkpoint, save_checkpoint
 
-FIELDS = 5  # of a tensor's properties, as every torch of the range reads them
+FIELDS = 5  # of a tensor's properties, read by every supported torch
 
 
 @contextlib.contextmanager
 def another_torch(more: int) -> Iterator[None]:
-    """Which pickles so many fields ``more`` than ``FIELDS`` of a tensor's properties, and reads no others."""
+    """Simulate a torch that pickles ``more`` fields than ``FIELDS`` of a tensor's properties, and reads no others."""
     here, taken = TensorProperties.__getstate__, TensorProperties.__setstate__
 
     def get(properties: TensorProperties) -> tuple[Any, ...]:
@@ -71,7 +71,7 @@ def test_read_under_another_torch(tmp_path, writer, reader):
 
 
 def test_what_is_written_is_the_same_under_each(tmp_path):
-    """And properties that are alike are there once, whatever their tensors' strides: it takes time to read them."""
+    """Equal properties are stored once, whatever their tensors' strides, because reading them takes time."""
     written = []
     for more in range(2):
         with another_torch(more):

@@ -1,4 +1,4 @@
-"""Parts of tensors as boxes, in integers: each element once, in memory order, and no more boxes than promised."""
+"""Shards as boxes, in integers: each element once, in memory order, and no more boxes than promised."""
 
 import itertools
 import math
@@ -14,7 +14,7 @@ SHAPES = [(), (1,), (5,), (0, 4), (3, 4), (1, 6), (6, 1), (2, 3, 4), (1, 3, 2), 
 
 
 def check(part: Part, whole: Tensor, local: Tensor) -> None:
-    """``local``: the elements of the part, in order."""
+    """Assert that the boxes cover ``part``, whose elements are ``local``, in order."""
     assert torch.equal(take(part, whole), local)
     found = torch.full(whole.shape, -1)
     for box in part.boxes:

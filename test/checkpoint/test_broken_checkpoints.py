@@ -1,4 +1,4 @@
-"""Saves and loads that break at any point: what was there stays, nothing is changed, and an error names what is wrong."""
+"""Saves and loads that fail at any point: earlier checkpoints stay, nothing changes, and the error names the cause."""
 
 import contextlib
 import datetime
@@ -55,7 +55,7 @@ METADATA = ".metadata"
 
 
 class Four(nn.Sequential):
-    """Four matrices, to be in one group of parameters or another."""
+    """Four matrices for groups of parameters."""
 
     def __init__(self, value: float = 1.0) -> None:
         super().__init__(OrderedDict((name, nn.Linear(3, 3, bias=False)) for name in "abcd"))
@@ -99,11 +99,11 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     optimizer.zero_grad()
 
 
-# -- a load that fails changes nothing ---------------------------------------------------------------------------------
+# -- A failing load changes nothing ------------------------------------------------------------------------------------
 
 
 class Refuses:
-    """An object that takes over what it is given, and raises then, on one rank."""
+    """An object that takes its state and then raises, if ``refuses``."""
 
     def __init__(self, value: int, refuses: bool) -> None:
         self.value, self.refuses = value, refuses
@@ -146,7 +146,7 @@ def test_a_load_that_fails_changes_nothing(ctx, path: str) -> None:
 
 
 class Translates(nn.Linear):
-    """A module with a say in how it is loaded."""
+    """A module that changes values while loading."""
 
     def _load_from_state_dict(self, state: Any, prefix: str, *args: Any) -> None:
         state[prefix + "weight"] = state[prefix + "weight"] * 2
@@ -159,12 +159,12 @@ def test_a_module_with_a_say_in_its_loading(tmp_path):
     before = module.weight.detach().clone()
     with expect("not this one"):
         load_checkpoint(tmp_path / "x", {"m": module, "s": Refuses(2, True)})
-    assert torch.allclose(module.weight, before * 2)  # given back by the way in
+    assert torch.allclose(module.weight, before * 2)  # restored by loading, which doubles the values
     load_checkpoint(tmp_path / "x", {"m": module})
     assert torch.equal(module.weight, saved.weight * 2)
 
 
-# -- in the background -------------------------------------------------------------------------------------------------
+# -- In the background -------------------------------------------------------------------------------------------------
 
 
 def test_a_background_save_that_fails_is_known(tmp_path, caplog):
@@ -200,12 +200,12 @@ def test_a_background_save_that_fails_on_one_rank(ctx, path: str) -> None:
         if ctx.rank == 0:
             assert "rank 1: OSError" in str(failed.exception())
         dist.barrier(ctx.group)
-    save()  # one rank knows
+    save()  # one rank knows the error
 
 
 @ranks(2)
 def test_a_background_save_is_the_state_at_the_call(ctx, path: str) -> None:
-    """Training goes on meanwhile, and other values change, on all ranks."""
+    """Training continues and other values change during the save, on all ranks."""
     model, create, trained = four(ctx), _disk.create, threading.Event()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     step(model, optimizer)
@@ -249,7 +249,7 @@ def test_what_could_not_be_loaded_is_not_saved(tmp_path):
 
 
 def test_a_path_with_a_scheme_is_refused(tmp_path, monkeypatch):
-    """By every verb that takes a path, before anything is written. The cure: a copy of a local folder is as good."""
+    """Every function that takes a path raises before it writes. The cure works: copy a local folder."""
     monkeypatch.chdir(tmp_path)
     model, state = Four(), {"step": 1}
     for path in ("s3://bucket/x", "memory://x", Path("gs://bucket/x"), "file:///x"):
@@ -271,7 +271,7 @@ def test_a_path_with_a_scheme_is_refused(tmp_path, monkeypatch):
     save_checkpoint("./s3:/x", state)  # a folder of that name
 
 
-# -- ranks that do not come, or die ------------------------------------------------------------------------------------
+# -- Ranks that do not come, or die ------------------------------------------------------------------------------------
 
 
 @ranks(3)
@@ -286,7 +286,7 @@ def test_ranks_meet_again_after_one_has_skipped_a_save(ctx, path: str) -> None:
             with patched(_barrier, "_GRACE", 0.5), expect(f"rank {skips}.*did not come within 1 s"):
                 save(f"{path}/1", timeout=SHORT)
         dist.barrier(ctx.group)
-        assert store.num_keys() <= keys + 1  # none is left of it
+        assert store.num_keys() <= keys + 1  # no key of it is left
         dist.barrier(ctx.group)
     for i in range(2, 5):
         save(f"{path}/{i}")
@@ -298,7 +298,7 @@ def test_ranks_meet_again_after_one_has_skipped_a_save(ctx, path: str) -> None:
 
 @ranks(2)
 def test_a_rank_that_is_stopped_while_another_gives_up(ctx, path: str) -> None:
-    """Between its look for what that one has sent, and its read: it does not wait for what is gone."""
+    """The rank stops between finding a message and reading it, and does not wait for a removed message."""
     store, await_note = ctx.group.get_group_store(), _barrier.Barrier._await
 
     def stopped(self: _barrier.Barrier, key: str, sender: int, began: float) -> str | None:
@@ -317,7 +317,7 @@ def test_a_rank_that_is_stopped_while_another_gives_up(ctx, path: str) -> None:
 
 @ranks(2)
 def test_ranks_wait_no_longer_than_the_groups_timeout(ctx, path: str) -> None:
-    """Where nothing else is said."""
+    """The group's timeout is the default."""
     backend, model = ctx.group._get_backend(torch.device("cpu")), four(ctx)
     before = timeout_of(ctx.group)
     assert before is not None
@@ -335,16 +335,16 @@ def test_ranks_wait_no_longer_than_the_groups_timeout(ctx, path: str) -> None:
 
 @ranks(3)
 def test_a_rank_that_dies_is_named(ctx, path: str) -> None:
-    """A rank that comes, and gives no sign of life then; and one that is interrupted."""
+    """Rank 1 comes and then gives no sign of life; in a second save, rank 2 is interrupted."""
     if ctx.rank == 1:
         with _job._make_barrier(ctx.group, f"save_checkpoint({path!r})", SHORT):
-            pass  # its thread ends, as it would with the process
+            pass  # its thread ends, as if the process died
     else:
         dead = expect("rank 1: no sign of life for 1 s, so it died, or its machine did")
-        with patched(_barrier, "_LEAVE_AFTER", 0.2), dead:  # it looks for no answer
+        with patched(_barrier, "_LEAVE_AFTER", 0.2), dead:  # looks for no answer
             save_checkpoint(path, {"step": 1}, process_group=ctx.group, timeout=SHORT)
     dist.barrier(ctx.group)
-    state = {"model": fully_shard(nn.Linear(30, 30), process_group=ctx.group)}  # each rank writes its part
+    state = {"model": fully_shard(nn.Linear(30, 30), process_group=ctx.group)}  # each rank writes its shard
     outcome = pytest.raises(KeyboardInterrupt) if ctx.rank == 2 else expect("rank 2: KeyboardInterrupt")
     interrupts = patched(_disk, "create", mock.Mock(side_effect=KeyboardInterrupt), when=ctx.rank == 2)
     with interrupts, patched(_barrier, "_LEAVE_AFTER", 0.2), outcome:
@@ -355,7 +355,7 @@ def test_a_rank_that_dies_is_named(ctx, path: str) -> None:
 
 @ranks(3)
 def test_the_first_rank_leaves_last(ctx, path: str) -> None:
-    """Rank 0, whose process may have the store, leaves last: also where it fails."""
+    """Rank 0, whose process may have the store, leaves last, even if it fails."""
     take = rendezvous.Rendezvous.take
 
     def late(self: rendezvous.Rendezvous, key: str) -> Any:
@@ -379,14 +379,14 @@ def test_the_first_rank_leaves_last(ctx, path: str) -> None:
 
 @ranks(3)
 def test_a_write_may_take_long(ctx, path: str) -> None:
-    """Longer than ranks wait for each other: it takes as long as it needs, on any rank."""
+    """A write may take longer than ranks wait for each other, on any rank."""
     flush = _disk.flush
 
     def late(file: int) -> None:
         time.sleep((1.25 + 0.2 * ctx.rank) * SHORT.total_seconds())
         flush(file)
 
-    state = {"model": fully_shard(nn.Linear(30, 30), process_group=ctx.group)}  # each rank writes its part
+    state = {"model": fully_shard(nn.Linear(30, 30), process_group=ctx.group)}  # each rank writes its shard
     for slow in (0,), (1, 2):
         with patched(_disk, "flush", late, when=ctx.rank in slow):
             save_checkpoint(f"{path}/{slow[0]}", state, process_group=ctx.group, timeout=SHORT)
@@ -400,12 +400,12 @@ def test_long_waits_cost_little(monkeypatch):
     assert 3600 * 2 <= looks < 3600 * 2 + 300
 
 
-# -- the model as it is ------------------------------------------------------------------------------------------------
+# -- The model's state in a step ---------------------------------------------------------------------------------------
 
 
 @ranks(2)
 def test_saved_after_an_exception_in_any_part_of_a_step(ctx, path: str) -> None:
-    """What is saved is the state before the step, or with the step whole; and so it is after ``unshard``."""
+    """A save has the state before the step, or after it, even if parameters are unsharded."""
     at, error = "", KeyboardInterrupt
 
     def stop(where: str) -> None:
@@ -439,7 +439,7 @@ def test_saved_after_an_exception_in_any_part_of_a_step(ctx, path: str) -> None:
         saved = values(model, optimizer)
         assert same(saved, before) == (where != "after step")
         optimizer.zero_grad()
-        step(model, optimizer)  # training goes on
+        step(model, optimizer)  # training continues
         assert not same(values(model, optimizer), saved)
         load_checkpoint(saved_to, state, process_group=ctx.group)
         assert same(values(model, optimizer), saved)
@@ -447,7 +447,7 @@ def test_saved_after_an_exception_in_any_part_of_a_step(ctx, path: str) -> None:
 
 @ranks(3)
 def test_of_what_is_not_sharded_rank_0s_is_saved(ctx, path: str) -> None:
-    """Not one tensor of one rank, the next of another."""
+    """All unsharded tensors come from rank 0, not some from each rank."""
     model = nn.Sequential(nn.Linear(5, 5), nn.BatchNorm1d(5), nn.BatchNorm1d(5))
     fully_shard(model, process_group=ctx.group)
     for buffer in model.buffers():
@@ -463,9 +463,9 @@ def test_of_what_is_not_sharded_rank_0s_is_saved(ctx, path: str) -> None:
 
 @ranks(2)
 def test_loading_holds_no_more_than_training(ctx, path: str) -> None:
-    """Optimizer state once, where there is none yet, and little beside: also of parameters that lie on one rank whole.
+    """Loading allocates missing optimizer state once and little else, even for parameters that one rank holds in full.
 
-    Saving takes no collective.
+    Saving issues no collective.
     """
     layers = [nn.Sequential(*[nn.Linear(32, 32) for _ in range(4)]) for _ in range(4)]
     model = fully_shard(nn.Sequential(*layers), policy={nn.Sequential}, process_group=ctx.group)
@@ -485,7 +485,7 @@ def test_loading_holds_no_more_than_training(ctx, path: str) -> None:
 
 @ranks(4)
 def test_a_plan_is_kept(ctx, path: str) -> None:
-    """For saves of what was saved last by the same ranks; and for no others."""
+    """A plan is reused for a save of the same state by the same ranks only."""
     model, made, paths = four(ctx), [], (f"{path}/{i}" for i in itertools.count())
     create = _writer.SavePlanner.create_global_plan
 
@@ -522,11 +522,11 @@ def test_a_plan_is_kept(ctx, path: str) -> None:
         save_checkpoint(f"{path}/half {ctx.rank // 2}", {"kept": model}, process_group=pair)
 
 
-# -- files that are not as they were -----------------------------------------------------------------------------------
+# -- Changed files -----------------------------------------------------------------------------------------------------
 
 
 class Job:
-    """A plain model and its optimizer, in one process, with a checkpoint of them."""
+    """A plain model and its optimizer in one process, with a checkpoint of them."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.model = path, Four()
@@ -572,7 +572,7 @@ class Job:
 
     @property
     def file(self) -> Path:
-        """Of the tensors."""
+        """File of the tensors."""
         (found,) = self.path.glob("*.distcp")
         return found
 
@@ -583,7 +583,7 @@ def job(tmp_path) -> Job:
 
 
 def test_what_is_not_in_a_checkpoint(job):
-    """It is named; or stays as it is, an optimizer's state included."""
+    """Missing entries raise by name. With ``strict=False`` they stay as they are, optimizer state included."""
     other, saved_with = Four(), "it was saved with 'm', 'o', 'step'"
     other.a, other.e = nn.Linear(6, 3), nn.Linear(2, 2)
     for state, pattern in (
@@ -607,7 +607,7 @@ class Evil:
 
 
 def sealed(change: Callable[[Any], object]) -> Callable[[bytes], bytes]:
-    """Metadata that are changed, with the right sum."""
+    """Return changed metadata with a correct checksum."""
 
     def of(intact: bytes) -> bytes:
         found = _metadata.unpickled(intact)
@@ -642,7 +642,7 @@ DAMAGE: list[tuple[Callable[[bytes], bytes], str]] = [
     (sealed(body(start=-8)), "says that an entry lies where none can"),
     (sealed(body(stride=(-3, 1))), "says that an entry lies where none can"),
     (sealed(body(stride=(2**40, 1))), r"has 36 bytes of 'm.a.weight' at \(0, 0\), too few for its shape"),
-    (sealed(elsewhere), "names a file outside of its directory"),  # which is there
+    (sealed(elsewhere), "names a file outside of its directory"),  # the file exists
     (lambda intact: intact[:100], "cannot be read: pickle data was truncated"),
     (lambda _: pickle.dumps(Evil()), r"checkpoint's metadata names posix\.system"),
 ]
@@ -666,7 +666,7 @@ def test_damage_is_named(job, tmp_path):
 
 @pytest.mark.parametrize("cores", [1, 2])
 def test_sums_are_of_what_is_written(tmp_path, monkeypatch, cores):
-    """By a thread beside the writes, where there is a core for it: all are there when the save ends."""
+    """A thread computes checksums during writes if it has a core. All of them exist when the save ends."""
     threads = []
 
     def summed(data: memoryview) -> bytes:
@@ -690,7 +690,7 @@ def test_sums_are_of_what_is_written(tmp_path, monkeypatch, cores):
 
 
 def test_sums_are_those_of_earlier_checkpoints():
-    """Of every size for which another way is quickest: what has been written stays readable."""
+    """Checksums are stable for every size that has its own fastest method, so that old checkpoints stay readable."""
     row, block = _container._COLUMNS * 8, _container.BLOCK
     data = memoryview(random.Random(0).randbytes(block + 3 * row + 5))
     sizes = (0, 1, 7, 8, 12, 255, 256, 257, 264, 2 * row - 1, 2 * row, block - 1, block, len(data))
@@ -701,7 +701,7 @@ def test_sums_are_those_of_earlier_checkpoints():
 
 @pytest.mark.parametrize("maps", ["all", "nothing", "no page"])
 def test_large_tensors_are_verified_where_files_cannot_be_mapped_too(tmp_path, monkeypatch, maps):
-    """Several blocks of one tensor at once, and what is over."""
+    """Verify several blocks of a tensor at once, and the remainder."""
     saved = {"a": torch.arange(700_003), "b": torch.arange(256).to(torch.uint8).repeat(2**16 + 4)}
     save_checkpoint(tmp_path / "x", saved)
     refuses = OSError(errno.ENODEV, os.strerror(errno.ENODEV))
@@ -726,7 +726,7 @@ def test_large_tensors_are_verified_where_files_cannot_be_mapped_too(tmp_path, m
 
 @pytest.mark.parametrize("late", [False, True], ids=["before it is mapped", "before the system has it there"])
 def test_a_file_that_is_cut_off_after_it_was_looked_at(tmp_path, monkeypatch, late):
-    """Where it would be mapped: an error, and not the end of the process."""
+    """If a mapped file shrinks, a load raises instead of ending the process."""
     saved = {"a": torch.arange(700_003)}
     save_checkpoint(tmp_path / "x", saved)
     (file,) = (tmp_path / "x").glob("*.distcp")
@@ -743,7 +743,7 @@ def test_a_file_that_is_cut_off_after_it_was_looked_at(tmp_path, monkeypatch, la
 
 
 def test_replaced_while_it_is_read(job, tmp_path):
-    """By another job, between any two steps of the load."""
+    """Another job replaces the checkpoint between any two steps of the load."""
     other = Job(tmp_path / "other")
     other.path = job.path
     for owner, name in [(Reader, "check"), (Reader, "read"), (_job._Loading, "install"), (_job._Loading, "read")]:
@@ -770,7 +770,7 @@ def test_ranks_that_see_different_checkpoints(ctx, path: str) -> None:
         save_checkpoint(f"{path}/{i}", {"x": torch.full((3,), float(i))}, process_group=ctx.group)
     state = {"x": torch.zeros(3)}
     outcome = expect("'rank 1', 'rank 2' found another checkpoint there than rank 0: all must see one file system")
-    with patched(_disk, "find", lambda _: Path(path) / str(min(ctx.rank, 1))), outcome:  # as on disks of two machines
+    with patched(_disk, "find", lambda _: Path(path) / str(min(ctx.rank, 1))), outcome:  # simulates disks of two hosts
         load_checkpoint(f"{path}/0", state, process_group=ctx.group)
     assert not state["x"].any()
 
@@ -794,7 +794,7 @@ MUTATIONS = int(os.environ.get("CHECKPOINT_DAMAGE", "150"))
 
 @pytest.mark.time_limit(120 + MUTATIONS // 4)
 def test_damaged_files(job):
-    """Loads of damaged files: refused with nothing changed, or, where nothing that matters was hit, right."""
+    """Loads of damaged files raise and change nothing, or are right if no relevant byte was hit."""
     rng = random.Random(int(os.environ.get("CHECKPOINT_SEED", "0")))
     intact = {f: f.read_bytes() for f in (job.file, job.path / METADATA)}
     refused = 0
@@ -811,15 +811,15 @@ def test_damaged_files(job):
         refused += error is not None
         assert error is None or "checkpoint" in error
         assert same(job.values(), job.saved if error is None else before), (kind, target.name, error)
-        assert error or target.name != METADATA or data == intact[target], kind  # every byte of it matters
+        assert error or target.name != METADATA or data == intact[target], kind  # every byte of the metadata matters
         target.write_bytes(intact[target])
-        job.give(job.saved)  # values that do not grow
+        job.give(job.saved)  # avoids growing values
     job.check_saved()
     assert 0 < refused < MUTATIONS
 
 
 def test_damaged_metadata_of_others(job):
-    """It has no sum: what it says is looked at."""
+    """Metadata of other writers has no checksum, so its contents are checked."""
     model = Four(5.0)
     shutil.rmtree(job.path)
     dcp.save({"m": model.state_dict()}, checkpoint_id=job.path, no_dist=True)
@@ -838,18 +838,18 @@ def test_damaged_metadata_of_others(job):
     assert same(values(job.model), values(model))
 
 
-# -- saves that die ----------------------------------------------------------------------------------------------------
+# -- Saves that die ----------------------------------------------------------------------------------------------------
 
-PIECES = 6 if pairs.thorough else 1  # in which each buffer is written
+PIECES = 6 if pairs.thorough else 1  # number of writes for each buffer
 STEPS = ("make_directory", "create", "write", "flush", "flush_directory", "rename", "remove")
 
 
 class Killed(BaseException):
-    """The process is gone: nothing that it would have done comes any more."""
+    """Raised when the process is killed: none of its later work happens."""
 
 
 class Failing:
-    """The steps on the disk, of which one fails: as the process dies there, or as the disk refuses."""
+    """Steps on the disk with a failing one: the process dies there, or the disk raises."""
 
     def __init__(self, patch: pytest.MonkeyPatch, at: int, kill: bool, error: int = errno.EIO, only: str = "") -> None:
         self.count, self.at, self.kill, self.error = 0, at, kill, error
@@ -858,7 +858,7 @@ class Failing:
 
     def _failing(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def write(file: int, buffers: Any) -> None:
-            """Bit by bit."""
+            """Write in pieces."""
             for buffer in buffers:
                 size = -(-buffer.nbytes // PIECES)
                 for i in range(0, buffer.nbytes, size):
@@ -884,9 +884,9 @@ class Failing:
     [{"kill": True}, {"kill": False}, {"kill": False, "error": errno.ENOSPC, "only": "write"}],
     ids=["killed", "fails", "full"],
 )
-@pytest.mark.time_limit(300)  # saves and loads, flushed, of which a thorough run has hundreds
+@pytest.mark.time_limit(300)  # a thorough run has hundreds of flushed saves and loads
 def test_the_disk_at_every_step(job, caplog, options):
-    """The process is killed, the disk refuses or is full, at each step. Every save cleans what the one before has left."""
+    """The process is killed, or the disk fails or is full, at each step. Every save cleans up after the one before."""
     job.train()
     new = job.values()
     for at in itertools.count():
@@ -894,13 +894,13 @@ def test_the_disk_at_every_step(job, caplog, options):
             failing = Failing(patch, at, **options)
             with contextlib.suppress(MeetingError, Killed):
                 job.save()
-        assert options["kill"] or job.path.exists()  # put back, if it had been moved away
+        assert options["kill"] or job.path.exists()  # put back if it was moved away
         job.train()
         job.load()
-        if not job.path.exists():  # it lies beside, and the next save puts it back
+        if not job.path.exists():  # the old checkpoint is beside the path, and the next save puts it back
             with expect("exists: choose another path"):
                 save_checkpoint(job.path, job.state())
-        if same(job.values(), new):  # it was published: begin anew from the old
+        if same(job.values(), new):  # the new checkpoint was published: start again from the old
             job.give(job.saved)
             job.save()
         else:
@@ -915,7 +915,7 @@ def test_the_disk_at_every_step(job, caplog, options):
 
 @ranks(2)
 def test_published_when_all_is_on_the_disks(ctx, path: str) -> None:
-    """Every file of every rank is flushed after its last byte, while there is nothing at the path yet."""
+    """Every file of every rank is flushed after its last byte, before anything exists at the path."""
     flush, flushed = _disk.flush, {}
 
     def late(file: int) -> None:
@@ -924,7 +924,7 @@ def test_published_when_all_is_on_the_disks(ctx, path: str) -> None:
         flush(file)
         flushed[Path(os.readlink(f"/proc/self/fd/{file}")).name] = os.fstat(file).st_size
 
-    state = {"model": fully_shard(nn.Linear(30, 30), process_group=ctx.group)}  # each rank writes its part
+    state = {"model": fully_shard(nn.Linear(30, 30), process_group=ctx.group)}  # each rank writes its shard
     with patched(_disk, "flush", late):
         save_checkpoint(path, state, process_group=ctx.group)
     own = [f"__{ctx.rank}_0.distcp", *([METADATA] if ctx.rank == 0 else [])]
@@ -933,7 +933,7 @@ def test_published_when_all_is_on_the_disks(ctx, path: str) -> None:
 
 @pytest.mark.parametrize("has_it", [True, False])
 def test_the_disk_begins_before_the_flush(tmp_path, monkeypatch, has_it):
-    """With every byte that is written, where the system can be told so."""
+    """The system starts to write each byte before the flush, if it supports that."""
     told: dict[str, list[tuple[int, int]]] = {}
 
     def begin(file: int, start: int, nbytes: int, flags: int) -> None:
@@ -990,7 +990,7 @@ def test_new_directories_are_flushed(tmp_path):
     assert {tmp_path, tmp_path / "a", tmp_path / "a" / "b"} <= {call.args[0] for call in flush.call_args_list}
 
 
-# -- progress ----------------------------------------------------------------------------------------------------------
+# -- Progress ----------------------------------------------------------------------------------------------------------
 
 
 def test_a_line_of_long_saves(tmp_path, monkeypatch, capsys):
@@ -1011,7 +1011,7 @@ def test_a_line_of_long_saves(tmp_path, monkeypatch, capsys):
 
 
 def test_a_progress_that_raises(tmp_path, caplog):
-    """It is told of, once, and the checkpoint does not suffer."""
+    """The error is logged once, and does not affect the checkpoint."""
     state = {str(i): torch.ones(2**18) for i in range(9)}
     breaks = mock.Mock(side_effect=[None, BrokenPipeError("gone")])
     save_checkpoint(tmp_path / "x", state, progress=breaks)
@@ -1021,7 +1021,7 @@ def test_a_progress_that_raises(tmp_path, caplog):
     assert breaks.call_count == 2
 
 
-# -- the files by torch's own functions --------------------------------------------------------------------------------
+# -- Files by torch's own functions ------------------------------------------------------------------------------------
 
 
 def test_a_reader_that_is_used_again_looks_again(job):

@@ -1,4 +1,4 @@
-"""Weights for another system: what has changed in each rank's shards, put in place by a receiver."""
+"""Weights for another system: a receiver applies changes in each rank's shards."""
 
 from types import SimpleNamespace
 
@@ -16,7 +16,7 @@ from flatshard.checkpoint._gaps import decode_gaps, differ, encode_gaps
 
 
 def test_gaps():
-    """Words of a byte, and of two where few elements change; and no more bytes than that takes."""
+    """Gaps take one byte, or two if few elements change, and no more bytes than that."""
     for at, nbytes in {
         (0,): 1,
         (254,): 1,
@@ -37,13 +37,13 @@ def test_gaps():
 
 
 def weights(model: nn.Module) -> dict[str, Tensor]:
-    """What a receiver has: the values in the dtype that computes, and of parameters only."""
+    """Return a receiver's values: parameters only, in the compute dtype."""
     names = {n for n, _ in model.named_parameters(remove_duplicate=False)}
     return {n: v for n, v in model.state_dict().items() if n in names}
 
 
 def follow(ctx, model: nn.Module, server: nn.Module, dtype: torch.dtype | None, lr: float) -> SentParams:
-    """Train twice, and have the server follow: every rank has one, to which all ranks' changes go."""
+    """Train twice and update the server. Each rank has one, which receives all ranks' changes."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
     with CommunicationWatch() as watch:
         since = SentParams(model, dtype=dtype)
@@ -67,7 +67,7 @@ def follow(ctx, model: nn.Module, server: nn.Module, dtype: torch.dtype | None, 
 
 @ranks(4)
 def test_a_receiver_that_follows(ctx) -> None:
-    """Every kind of parameter; with tensor parallelism; and in replicas, of which one sends."""
+    """A receiver follows every kind of parameter, tensor parallelism, and replicas, one of which sends."""
     follow(ctx, shard(ctx, make(), policy={nn.Linear}), make().to(torch.bfloat16), torch.bfloat16, lr=1e-5)
     for how in ("tp", "replicas"):
         since = follow(ctx, on_four(ctx, how), layers(), None, lr=1e-2)
@@ -80,7 +80,7 @@ def test_what_does_not_fit(world):
     since = SentParams(model)
     with torch.no_grad():
         model.weight.add_(1)
-    for _ in range(2):  # what was not followed by another one may be lost, and comes again
+    for _ in range(2):  # values that were not received may be lost, so they are sent again
         changed = next(iter_changed_params(since))
     assert (changed.flat, changed.values.numel(), changed.nbytes) == (0, 6, 6 * 5)
     for bad in ({"weight": torch.zeros(2, 2), "bias": torch.zeros(2)}, {"bias": torch.zeros(2)}):

@@ -1,4 +1,4 @@
-"""Whole tensors on one rank or all, a stream and a folder of them, and each rank's shards as they are."""
+"""Full tensors on one rank or all, a stream and a folder of them, and each rank's shards unchanged."""
 
 import copy
 import importlib.util
@@ -49,18 +49,18 @@ from flatshard.layouts import Elements, Rows
 STRATEGIES = [ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD, ShardingStrategy.SHARD_OPTIM]
 
 WHOLE_ON_FIRST = StateDictOptions(full_state_dict=True, cpu_offload=True)
-CHECK = 1024  # bytes by which ranks compare their order at first
+CHECK = 1024  # bytes of the ranks' first order check
 
 
 def same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    """In the same order and memory layout, too."""
+    """Assert equal tensors in the same order and memory layout."""
     assert list(found) == list(expected)
     same_tensors(found, expected, strides=True)
 
 
 @ranks(3)
 def test_whole_values(ctx) -> None:
-    """All at once, and as a stream, whose order is that of all ranks, and which may be of some names."""
+    """Get all values at once, or as a stream in the same order on all ranks, possibly of some names."""
     plain = make()
     source, params = plain.state_dict(), {n: p.detach() for n, p in plain.named_parameters()}
     up = {n.removeprefix("up."): v for n, v in source.items() if n.startswith("up.")}
@@ -96,7 +96,7 @@ def test_whole_values(ctx) -> None:
 
 @ranks(2)
 def test_peak_memory_of_exports(ctx, path: str) -> None:
-    """At most one unit over the result; a stream holds one bucket, and what writes files no more."""
+    """An export needs at most one unit beyond its result. A stream holds one bucket, and so does writing files."""
     model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(6)])
     fully_shard(model, policy={nn.Linear}, process_group=ctx.group)
     unit, two = flatshard.describe(model).units[1].flats[0].padded_numel * 4, 2 * 64 * 64 * 4
@@ -106,7 +106,7 @@ def test_peak_memory_of_exports(ctx, path: str) -> None:
         (lambda: full_state_dict(model), whole, whole + unit),
         (lambda: full_state_dict(model, rank0_only=True), here, here + unit),
         (lambda: get_model_state_dict(model, options=WHOLE_ON_FIRST), here, here + unit),
-        # Two parameters beside: the caller's last, and the next.
+        # Two more parameters: the caller's last, and the next.
         (lambda: deque(iter_full_params(model, bucket_bytes=1), 0), unit / 2, unit + two),
         (lambda: deque(iter_full_params(model, bucket_bytes=3 * unit), 0), 3 * unit, 3 * unit + two),
         (lambda: export_safetensors(model, path, bucket_bytes=1), unit / 2, unit + two),
@@ -114,7 +114,7 @@ def test_peak_memory_of_exports(ctx, path: str) -> None:
         with MemoryWatch() as watch:
             found = export()
         assert least <= watch.peak <= most + CHECK
-        assert watch.peak > unit / 2  # it sees the gathered one
+        assert watch.peak > unit / 2  # sees the gathered one
         assert sum(v.nbytes for v in found.values()) == least if isinstance(found, dict) else not found
 
 
@@ -149,7 +149,7 @@ def test_local_state_dict(ctx) -> None:
 
 @ranks(4)
 def test_tensor_parallel_modules_and_replicas(ctx, path: str) -> None:
-    """Saved and loaded with tensor parallelism, in replicas and without either; so is an optimizer's state."""
+    """Save and load models with tensor parallelism, in replicas, and without either, with optimizer state."""
     plain = layers()
     optimizer = torch.optim.AdamW(plain.parameters())
     train(plain, optimizer)
@@ -177,11 +177,11 @@ def test_tensor_parallel_modules_and_replicas(ctx, path: str) -> None:
             same_optim(optim_state_dict(other, optimizer, full=True), trained)
 
 
-# -- files -----------------------------------------------------------------------------------------------------------------
+# -- Files -------------------------------------------------------------------------------------------------------------
 
 
 def check(path: Path, expected: dict[str, Tensor], count: int | None = None, name: str = "model") -> None:
-    """The files, by the index where there is one. ``count``: how many there are."""
+    """Assert that the files, located by the index if it exists, hold ``expected``. ``count``: their number."""
     files = sorted(p.name for p in path.iterdir())
     if files == [f"{name}.safetensors"]:
         found = read_safetensors(path / files[0])
@@ -212,13 +212,13 @@ def test_files_and_index(ctx, path: str) -> None:
 
 
 def once() -> dict[str, Tensor]:
-    """Without what is tied to another, which comes first."""
+    """Return the model's state without tied values after the first."""
     return {n: v for n, v in make().state_dict().items() if n != "head.weight"}
 
 
 @ranks(2)
 def test_one_rank_that_cannot_write(ctx, path: str) -> None:
-    """Where one rank cannot write, all raise, and no file is left."""
+    """If one rank cannot write, all raise, and no file is left."""
     model = shard(ctx, make(), policy={nn.Linear})
     no_space = r"^export_safetensors: rank 1: OSError: \[Errno 28\] No space left on device$"
     with pytest.MonkeyPatch.context() as patch:
@@ -245,9 +245,9 @@ def test_one_rank_that_cannot_write(ctx, path: str) -> None:
 
 @ranks(2)
 def test_what_torchs_writer_would_lose_is_refused(ctx, path: str) -> None:
-    """torch's own writer keeps one box of each name: before it writes anything, it is refused what has several."""
+    """torch's own writer keeps one box per name, so a save of several raises before it writes."""
     for layout in (Elements(), Rows()):
-        model = nn.Linear(5, 9)  # each rank has rows, and a part of one
+        model = nn.Linear(5, 9)  # each rank has rows and a fraction of one
         fully_shard(model, layout=layout, process_group=ctx.group)
         at = Path(path) / f"{type(layout).__name__} {ctx.rank}"
         writer = dcp.HuggingFaceStorageWriter(str(at), save_distributed=True)
@@ -257,4 +257,4 @@ def test_what_torchs_writer_would_lose_is_refused(ctx, path: str) -> None:
             assert list(at.glob("*")) == []
         elif importlib.util.find_spec("safetensors"):
             dcp.save(model.state_dict(), storage_writer=writer, no_dist=True)
-        dcp.save(model.state_dict(), checkpoint_id=at, no_dist=True)  # others keep all of them
+        dcp.save(model.state_dict(), checkpoint_id=at, no_dist=True)  # other writers keep all boxes

@@ -1,4 +1,4 @@
-"""State asked for in the middle of a step, also by another thread: right values, or an error; and the step goes on."""
+"""State requested during a step, possibly by another thread: right values or an error, and the step continues."""
 
 import functools
 from collections.abc import Callable
@@ -30,7 +30,7 @@ REFUSED = {
 
 
 class Asking(nn.Linear):
-    """Calls ``ask`` in its forward, or in its backward."""
+    """Calls ``ask`` in its forward or in its backward."""
 
     when = ""
 
@@ -44,7 +44,7 @@ class Asking(nn.Linear):
 
 
 def ask(verb: Any, refused: str, values: dict[str, Tensor], parts: dict[str, Tensor], model: nn.Module) -> None:
-    """``refused``: the error; else what the verb gives is right."""
+    """Assert that ``verb`` raises ``refused``, if given, or returns the right values."""
     if refused:
         with pytest.raises(RuntimeError, match=refused):
             verb(model)

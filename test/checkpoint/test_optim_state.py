@@ -1,4 +1,4 @@
-"""An optimizer's state by name: against the plain optimizer's own, from it, and through checkpoints."""
+"""Optimizer state by name: compared with the plain optimizer's, loaded from it, and in checkpoints."""
 
 import copy
 import itertools
@@ -32,7 +32,7 @@ def two_groups(model: Model) -> Optimizer:
 
 
 def drop_empty(optimizer: Optimizer) -> None:
-    """As some optimizers do, which make no state for nothing."""
+    """Remove state of empty parameters, like optimizers that create none for them."""
     for param in [p for p in optimizer.state if not p.numel()]:
         del optimizer.state[param]
 
@@ -75,7 +75,7 @@ def whole(model: nn.Module, optimizer: Any, expected: dict[str, Any]) -> None:
 
 @ranks(3)
 def test_flat_parameters(ctx) -> None:
-    """An optimizer over flat parameters loads and saves what one over single parameters does."""
+    """An optimizer over flat parameters loads and saves the same state as one over single parameters."""
     plain, expected = trained_layers()
     for strategy in (FULL, NO_SHARD):
         model = fully_shard(layers(), policy={nn.Linear}, strategy=strategy, process_group=ctx.group)
@@ -103,7 +103,7 @@ def test_flat_parameters(ctx) -> None:
 
 
 def trained_layers() -> tuple[Optimizer, dict[str, Any]]:
-    """The optimizer of a plain model, and its state by name."""
+    """Return the optimizer of a plain model and its state by name."""
     plain = layers()
     optimizer = adamw(plain)
     train(plain, optimizer)
@@ -111,7 +111,7 @@ def trained_layers() -> tuple[Optimizer, dict[str, Any]]:
 
 
 class Wrapper(torch.optim.Optimizer):
-    """Holds another one, as accelerate's does."""
+    """Holds another optimizer, like accelerate's."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
@@ -144,7 +144,7 @@ def test_several_optimizers_of_which_one_holds_another(ctx) -> None:
 
 
 class Factored(torch.optim.SGD):
-    """Keeps a row of its own for each matrix."""
+    """Keeps an unrelated row of state for each matrix."""
 
     def step(self, closure=None):
         super().step(closure)
@@ -189,7 +189,7 @@ def test_what_does_not_fit_raises_and_changes_nothing(ctx) -> None:
 
 @ranks(4)
 def test_where_optimizers_of_ranks_differ_all_ranks_raise(ctx) -> None:
-    """A part that an optimizer lacks is an error on all ranks, not zeros: also on those of other replicas."""
+    """Missing optimizer state raises on all ranks, also of other replicas, rather than loading as zeros."""
     mesh = ctx.device_mesh((2, 2), ("replicate", "shard"))
     lacks = r"'0.weight' is stepped on rank 0, and not by the optimizer of rank 1"
     for policy, where, dropped in (
@@ -214,7 +214,7 @@ def test_where_optimizers_of_ranks_differ_all_ranks_raise(ctx) -> None:
 
 @ranks(2)
 def test_names_under_checkpoint_wrapper(ctx, path: str) -> None:
-    """Names are those of the state dict, which has none of checkpoint_wrapper's, whoever is wrapped: in all ways to load."""
+    """Names are those of the state dict, without checkpoint_wrapper's prefix, in all ways to load."""
 
     def build(wraps: bool) -> nn.Module:
         torch.manual_seed(0)
@@ -247,7 +247,7 @@ def test_names_under_checkpoint_wrapper(ctx, path: str) -> None:
 @pytest.mark.parametrize("flat", [False, True])
 @ranks(2)
 def test_a_template_takes_no_step(ctx, flat: bool) -> None:
-    """A template comes of no step: no hook runs, nothing moves, and a parameter at a time is held besides."""
+    """A template takes no step: no hook runs, no value changes, and it holds one more parameter at a time."""
     torch.manual_seed(0)
     model = nn.Sequential(*[nn.Linear(64, 64, bias=False) for _ in range(6)])
     fully_shard(model, policy={nn.Linear}, process_group=ctx.group)
@@ -259,7 +259,7 @@ def test_a_template_takes_no_step(ctx, flat: bool) -> None:
     with MemoryWatch() as watch:
         state = optim_state_dict(model, optimizer, for_load=True)["state"]
     part = model[0].weight.nbytes
-    assert watch.peak <= 6 * part + 6 * part  # the momentum of all; what a step of one needs
+    assert watch.peak <= 6 * part + 6 * part  # the momentum of all; temporaries of one parameter's step
     assert seen == []
     assert not optimizer.state
     assert "step" not in group
@@ -270,7 +270,7 @@ def test_a_template_takes_no_step(ctx, flat: bool) -> None:
     assert {key for _, key in forms(state)} == {"momentum"}
     optimizer.state.clear()
     optim_state_dict(model, optimizer, for_load=True)
-    assert group["step"] == group["history"]["scale"].max() == 1  # which a step changes in place
+    assert group["step"] == group["history"]["scale"].max() == 1  # a step changes these in place
 
 
 def forms(state: dict[str, Any]) -> dict[tuple[str, str], Any]:

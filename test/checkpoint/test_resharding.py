@@ -1,6 +1,6 @@
-"""Checkpoints of other systems, and for them, bit for bit; and a file of which each rank reads its part.
+"""Checkpoints from and for other systems, bit for bit; and a file from which each rank reads its shard.
 
-From one layout and number of ranks to another: the fuzzer, in whose programs jobs are restarted.
+The fuzzer's programs restart jobs, which covers other layouts and numbers of ranks.
 """
 
 from collections.abc import Callable
@@ -50,7 +50,7 @@ FLAT, ON_CPU = StateDictOptions(flatten_optimizer_state_dict=True), StateDictOpt
 @pytest.mark.parametrize("theirs", [plain, by_fsdp1, by_fsdp2])
 @ranks(3)
 def test_to_and_from_others(ctx, path: str, theirs: Callable[..., nn.Module]) -> None:
-    """By torch's helpers, the same for all; and what others have saved is loaded by ``load_checkpoint``, too."""
+    """torch's helpers treat all alike, and ``load_checkpoint`` also loads checkpoints of other systems."""
     for number, (saves, loads, options) in enumerate(
         ((theirs, ours, None), (ours, theirs, None), (ours, theirs, ON_CPU), (theirs, ours, FLAT))
     ):
@@ -97,4 +97,4 @@ def test_each_rank_reads_its_own_bytes_of_a_file(ctx, path: str) -> None:
     assert torch.equal(model.weight.detach(), torch.arange(start, start + model.weight.numel()).float())
     mappings = [m for m in Path("/proc/self/smaps").read_text().split("VmFlags:") if path in m]
     resident = sum(int(m.partition("\nRss:")[2].split()[0]) * 1024 for m in mappings)
-    assert part * 0.9 < resident < part + 5_000_000, resident  # the kernel maps up to 2 MB around what is read
+    assert part * 0.9 < resident < part + 5_000_000, resident  # the kernel maps up to 2 MB around the bytes read

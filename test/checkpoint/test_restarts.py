@@ -1,4 +1,4 @@
-"""torch's optimizers, stopped midway and gone on with by another number of ranks: as if nothing had been."""
+"""torch's optimizers, stopped midway and continued by another number of ranks, equal an uninterrupted run."""
 
 import itertools
 import math
@@ -57,11 +57,11 @@ def test_torchs_optimizers(pool, tmp_path):
     pool.run(restart, path, names, world_size=3)
 
 
-# -- quantised state -----------------------------------------------------------------------------------------------------
+# -- Quantised state ---------------------------------------------------------------------------------------------------
 
 
 class Quantised(Inner):
-    """Numbers of 8 bits with a scale for each block of 4, and a table of what they stand for."""
+    """8-bit numbers with a scale for each block of 4, and a table of their values."""
 
     names: ClassVar[list[str]] = ["codes", "scale", "table"]
 
@@ -81,7 +81,7 @@ class Quantised(Inner):
 
 
 class Quantising(Optimizer):
-    """Momentum, quantised where blocks suffice, as of torchao's optimizers."""
+    """Momentum, quantised if the blocks fit, like torchao's optimizers."""
 
     def __init__(self, params: Any, lr: float = 0.1) -> None:
         super().__init__(params, {"lr": lr})
@@ -115,7 +115,7 @@ def go_on_quantised(ctx, path: str) -> None:
     blocks, whole = Blocks(4, max_padding=9), partial(WholeParameterOptimizer, optimizer_class=Quantising)
     away = partial(OffloadedOptimizer, optimizer_class=Quantising)
     for make, layout in ((Quantising, blocks), (away, blocks), (Quantising, Whole(math.inf)), (whole, None)):
-        for stepped in (0, 1):  # into new state, and into what there is
+        for stepped in (0, 1):  # into new state, and into existing state
             model, optimizer = quantised(ctx, make, layout, 1)
             restarts.train(model, optimizer, 0, ctx, stepped)
             restarts.load_job(ctx, path, model, optimizer)
@@ -130,7 +130,10 @@ def go_on_quantised(ctx, path: str) -> None:
 
 
 def test_quantised_state(pool, tmp_path):
-    """Between ranks, layouts that cut between blocks, and optimizers of parts and of wholes; some ranks have no elements."""
+    """Load between ranks, between layouts that cut at blocks, and between optimizers of shards and of full tensors.
+
+    Some shards are empty.
+    """
     path = str(tmp_path / "x")
     pool.run(save_quantised, path, world_size=2)
     for world_size in (1, 3):
@@ -138,7 +141,7 @@ def test_quantised_state(pool, tmp_path):
 
 
 class Refuses:
-    """Loads no number but its own."""
+    """Refuses to load another number than its own."""
 
     number = 1
 
@@ -152,7 +155,7 @@ class Refuses:
 
 @ranks(2)
 def test_a_load_that_fails_leaves_quantised_state(ctx, path: str) -> None:
-    """The tensors inside of it are read after everything has been checked and taken over, as others are."""
+    """Inner tensors, like others, are read only after all checks and all objects' loads."""
     model, optimizer = quantised(ctx, Quantising, Blocks(4, max_padding=9), 0)
     restarts.train(model, optimizer, 0, ctx)
     job = {"optim": optimizer, "model": model, "last": (refuses := Refuses())}
@@ -168,10 +171,10 @@ def test_a_load_that_fails_leaves_quantised_state(ctx, path: str) -> None:
         assert torch.equal(momentum.scale, scale)
 
 
-# -- options of groups ---------------------------------------------------------------------------------------------------
+# -- Options of groups -------------------------------------------------------------------------------------------------
 
 ASKED_FOR = [how for how in restarts.LOADS if how != "dcp" and "helper" not in how]
-"""Those that load a group as it was saved, whatever options the optimizer has."""
+"""Ways to load that restore a group as saved, whatever options the optimizer has."""
 
 schedule = partial(optim.lr_scheduler.ExponentialLR, gamma=0.5)
 
@@ -179,7 +182,7 @@ schedule = partial(optim.lr_scheduler.ExponentialLR, gamma=0.5)
 @pytest.mark.parametrize("saved_with", [True, False])
 @ranks(2)
 def test_a_scheduler_may_be_made_before_or_after_loading(ctx, path: str, saved_with: bool) -> None:
-    """What a group has after loading is what a plain optimizer has, whenever the scheduler is made."""
+    """Groups after loading equal a plain optimizer's, whenever the scheduler is made."""
     make = OPTIMIZERS["AdamW"]
     model, optimizer = restarts.sharded(ctx, make, 0, is_whole=False)
     if saved_with:
@@ -203,7 +206,7 @@ def test_a_scheduler_may_be_made_before_or_after_loading(ctx, path: str, saved_w
 
 @ranks(2)
 def test_back_to_before_the_first_step(ctx, path: str) -> None:
-    """What steps have made goes, where the checkpoint is of before the first step; what the user added stays."""
+    """A checkpoint from before the first step removes state of steps, but keeps the user's additions."""
     for is_whole in (False, True):
         model, optimizer = restarts.sharded(ctx, Counting, 0, is_whole)
         at = f"{path}-{is_whole}"

@@ -1,4 +1,4 @@
-"""``torch.distributed.checkpoint.state_dict`` on sharded models: right, or an error that names what to call."""
+"""``torch.distributed.checkpoint.state_dict`` on sharded models: right values, or an error that names the call to use."""
 
 import copy
 import pickle
@@ -49,7 +49,7 @@ def whole(model: nn.Module, optimizer: Optimizer) -> tuple[dict[str, Tensor], di
 
 @ranks(4)
 def test_loading_whole_state(ctx) -> None:
-    """``broadcast_from_rank0`` takes all ranks of the world."""
+    """``broadcast_from_rank0`` needs all ranks of the world."""
     model, optimizer = build(ctx, 0)
     train(model, optimizer)
     expected = whole(model, optimizer)
@@ -68,7 +68,7 @@ WHOLE, WHOLE_ON_FIRST = (StateDictOptions(full_state_dict=True, cpu_offload=on_f
 
 
 def check_whole(model: nn.Module, source: dict[str, Tensor], trained: dict[str, Any]) -> None:
-    """What torch's helpers give of a sharded model with these values is what they give of the plain one."""
+    """Assert that torch's helpers return the plain model's results for a sharded model with these values."""
     model.load_state_dict(source)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
     load_optim_state_dict(model, optimizer, trained)
@@ -91,7 +91,7 @@ def check_whole(model: nn.Module, source: dict[str, Tensor], trained: dict[str, 
 
 
 def trained(plain: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """What the helpers give of it."""
+    """Return the helpers' results for the model after training."""
     reference = torch.optim.AdamW([p for p in plain.parameters() if p.requires_grad], lr=1e-2)
     train(plain, reference)
     return get_model_state_dict(plain), get_optimizer_state_dict(plain, reference)
@@ -104,7 +104,7 @@ def test_getting_whole_state(ctx) -> None:
     assert not expected[1]["state"].keys() & {"empty", "frozen"}  # unused; not trained
     for strategy, policy in ((ShardingStrategy.FULL_SHARD, {nn.Linear}), (ShardingStrategy.NO_SHARD, None)):
         ctx.note(strategy.name)
-        model = nn.Sequential()  # the helpers' module may hold the sharded one
+        model = nn.Sequential()  # the helpers' module may contain the sharded one
         model.inner = shard(ctx, make(1), strategy, policy)
         check_whole(model.inner, *expected)
         same_tensors(get_model_state_dict(model, options=WHOLE), {f"inner.{n}": v for n, v in expected[0].items()})
@@ -115,7 +115,7 @@ def test_getting_whole_state(ctx) -> None:
 
 @ranks(3)
 def test_one_rank_alone(ctx) -> None:
-    """Who calls alone gets an error that names the others; afterwards all can call together."""
+    """A rank that calls alone gets an error that names the others; afterwards all can call together."""
     model, optimizer = build(ctx, 0)
     train(model, optimizer)
     value = model.state_dict()["0.weight"]
@@ -140,7 +140,7 @@ def test_one_rank_alone(ctx) -> None:
 
 @ranks(1, 2)
 def test_what_an_optimizer_hands_out(ctx, path: str) -> None:
-    """``optimizer.state_dict()`` says whose part it is, to torch.distributed.checkpoint and in files."""
+    """``optimizer.state_dict()`` marks its values as shards, for torch.distributed.checkpoint and for files."""
     model, optimizer = build(ctx, 0)
     train(model, optimizer)
     expected = whole(model, optimizer)
@@ -159,7 +159,7 @@ def test_what_an_optimizer_hands_out(ctx, path: str) -> None:
         (lambda o: dcp.load({"optim": o}, checkpoint_id=f"{path}/dcp", process_group=ctx.group), 2),
         (lambda o: o.load_state_dict(copy.deepcopy(mine)), 2),
         (lambda o: o.load_state_dict(mine), 0),  # before any step
-        (lambda o: o.load_state_dict(by_number), 0),  # whole
+        (lambda o: o.load_state_dict(by_number), 0),  # full values
     ):
         other, other_optimizer = build(ctx, 1)
         for _ in range(steps):
@@ -181,7 +181,7 @@ def test_what_an_optimizer_hands_out(ctx, path: str) -> None:
 
 @ranks(2)
 def test_optimizers_that_have_loaded_and_flat_parameters(ctx) -> None:
-    """An optimizer that has loaded and not stepped is known to the helpers; flat parameters' state is marked, too."""
+    """An optimizer that loaded without a step is known to the helpers; flat parameters' state is marked, too."""
     model, optimizer = build(ctx, 0)
     train(model, optimizer)
     expected = whole(model, optimizer)[1]
@@ -201,8 +201,8 @@ def test_optimizers_that_have_loaded_and_flat_parameters(ctx) -> None:
 
 @ranks(2)
 def test_an_optimizer_that_gets_sharded_parameters_later(ctx) -> None:
-    """An optimizer that stepped plain parameters first."""
-    fully_shard(nn.Linear(1, 1), process_group=ctx.group)  # from here on, optimizers are noticed
+    """The optimizer steps plain parameters first."""
+    fully_shard(nn.Linear(1, 1), process_group=ctx.group)  # optimizers are noticed from here on
     model, plain = nn.Sequential(layers()), nn.Parameter(torch.ones(3))
     optimizer = torch.optim.AdamW([plain], lr=1e-2)
     plain.grad = torch.ones(3)

@@ -1,4 +1,4 @@
-"""``state_dict()`` and ``load_state_dict()`` of sharded models, and what is in the dict."""
+"""``state_dict()`` and ``load_state_dict()`` of sharded models, and the values in the dict."""
 
 import copy
 import pickle
@@ -25,7 +25,7 @@ from flatshard.checkpoint import ShardedValue, _sharded_value, full_state_dict
 def test_saved_and_loaded_whole_and_sharded(ctx) -> None:
     for strategy, policy, assign in all_pairs(STRATEGIES, (None, {nn.Linear}), (False, True)):
         ctx.note(f"{strategy} {policy} {assign}")
-        source = make(1).state_dict()  # anew, as torch's `assign` keeps a plain parameter's tensor
+        source = make(1).state_dict()  # made again, because torch's `assign` keeps a plain parameter's tensor
         model, other, third = (shard(ctx, make(), strategy, policy) for _ in range(3))
         params = dict(model.named_parameters(remove_duplicate=False))
         with CommunicationWatch() as watch:
@@ -52,7 +52,7 @@ def test_saved_and_loaded_whole_and_sharded(ctx) -> None:
         third.load_state_dict(model.state_dict(keep_vars=True))
         check_equal(third, source)
         third(torch.ones(3, 5)).sum().backward()
-    model.load_state_dict({n: v.double() for n, v in source.items()})  # cast, as torch does
+    model.load_state_dict({n: v.double() for n, v in source.items()})  # cast, as in torch
     check_equal(model, source)
 
 
@@ -92,7 +92,7 @@ def test_bad_values_change_nothing(ctx) -> None:
 
 @ranks(4)
 def test_whole_values_are_loaded_on_all_ranks_or_on_none(ctx) -> None:
-    """Where one rank was given others, as by ``full_state_dict(rank0_only=True)``. The cure is what the message names."""
+    """Loading raises if a rank has other values, as with ``full_state_dict(rank0_only=True)``. The error's cure works."""
     for how in ("plain", "replicas"):
         ctx.note(how)
         model, other = on_four(ctx, how), on_four(ctx, how, 1)
@@ -123,7 +123,7 @@ def test_whole_values_are_loaded_on_all_ranks_or_on_none(ctx) -> None:
 
 @ranks(2)
 def test_what_is_on_meta_has_no_values(ctx, path: str) -> None:
-    """Whatever takes values, or gives them: an error that says so, and nothing is changed."""
+    """Every function that takes or returns values raises for a model on meta, and nothing changes."""
     model = shard(ctx, make(), policy={nn.Linear})
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
     model(torch.ones(3, 5)).sum().backward()
@@ -161,7 +161,7 @@ def test_what_is_on_meta_has_no_values(ctx, path: str) -> None:
 
 
 def rename(module: nn.Module, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-    """From a name of old."""
+    """Rename entries of an old name."""
     for name in [n for n in state_dict if n.startswith(f"{prefix}old.")]:
         state_dict[name.replace("old", "0")] = state_dict.pop(name)
 
@@ -232,7 +232,7 @@ def test_a_pickled_value_is_one_rank_s_part(ctx) -> None:
 
 @ranks(3)
 def test_averages_of_lists(ctx) -> None:
-    """As averages of weights do with lists of everything in ``state_dict()``: timm's ModelEmaV3, torch's swa_utils."""
+    """Average lists of everything in ``state_dict()``, like timm's ModelEmaV3 and torch's swa_utils."""
 
     def apply(mine: list[Tensor], theirs: list[Tensor]) -> None:
         torch._foreach_lerp_(mine, theirs, weight=0.25)
@@ -249,7 +249,7 @@ def test_averages_of_lists(ctx) -> None:
     found, expected = full_state_dict(models[0]), plain[0].state_dict()
     torch.testing.assert_close({n: found[n] for n in names}, {n: expected[n] for n in names})
     state, other, cut = models[0].state_dict(), plain[1].state_dict(), ("up.weight", "down.weight")
-    torch._foreach_copy_([state[n] for n in cut], [other[n] for n in cut])  # each rank takes its part of a whole tensor
+    torch._foreach_copy_([state[n] for n in cut], [other[n] for n in cut])  # each rank copies its shard of full tensors
     found = full_state_dict(models[0])
     assert all(found[n].equal(other[n]) for n in cut)
 
@@ -264,8 +264,8 @@ def test_lists_and_memory_are_refused_by_name(ctx) -> None:
     for other in (torch.ones(5, 7), state["up.bias"], torch.ones(state["down.weight"].to_local().shape)):
         with pytest.raises(ValueError, match=r"sharded tensor 'down.weight' .*another layout"):
             torch._foreach_add_(mine, [state["up.weight"], other])
-    assert state["up.weight"].to_local().equal(before)  # nothing was changed
-    # As safetensors and transformers' save_pretrained do: they ask every value for its memory.
+    assert state["up.weight"].to_local().equal(before)  # nothing changed
+    # safetensors and transformers' save_pretrained ask every value for its memory.
     value = state["up.weight"]
     text = r"'up.weight' of shape \(7, 5\).*this rank has only.*full_state_dict\(.*export_safetensors\("
     for name in ("untyped_storage", "storage", "numpy", "__array__", "__dlpack__", "tolist"):
@@ -289,7 +289,7 @@ def test_saving_takes_no_collective_on_parameters(ctx, path: str) -> None:
         for each in (other, model):
             dcp.load(each.state_dict(), checkpoint_id=path, process_group=ctx.group)
     assert watch.data == []
-    assert watch.seen or ctx.world_size == 1  # it does see torch's own
+    assert watch.seen or ctx.world_size == 1  # sees torch's own collectives
     for each in (other, model):  # in place
         check_equal(each, source)
         each.load_state_dict(each.state_dict())

@@ -1,7 +1,6 @@
-"""What carries the bytes: other collectives in the place of the built-in ones, quantised ones, none at all.
+"""Collectives that replace the built-in ones: exact, quantised, or none at all.
 
-The oracle for collectives that claim to be exact is the run without them; for quantised ones, a bound on the error that
-follows from the format.
+The oracle for exact collectives is a run without them. For quantised ones, the format gives an error bound.
 """
 
 import copy
@@ -48,7 +47,7 @@ def test_other_collectives_do_all_the_work_of_a_step(ctx):
 
 @ranks(2)
 def test_units_with_different_collectives_share_everything_else(ctx) -> None:
-    """One factory makes them once for all models of a group, another anew."""
+    """A factory is called once for all models of its group; units with another factory get their own collectives."""
     made = []
 
     def factory(group: dist.ProcessGroup, device: torch.device) -> Recording:
@@ -94,7 +93,7 @@ def test_what_cannot_be_used_raises_before_anything_is_changed(world):
             with pytest.raises(error, match=message):
                 fully_shard(model, **options)
             assert {n: (type(p), p.shape) for n, p in model.named_parameters()} == before
-            fully_shard(model, policy={Block})  # nothing is left that could be in the way
+            fully_shard(model, policy={Block})  # nothing left over prevents sharding
 
 
 def test_an_option_that_would_do_nothing_raises(world):
@@ -113,7 +112,7 @@ def test_an_option_that_would_do_nothing_raises(world):
 
 
 class Coarse(Recording):
-    """An all-gather that rounds to 1/8."""
+    """Collectives whose all-gather rounds to 1/8."""
 
     exact = False
 
@@ -132,8 +131,8 @@ def test_approximate_gathers_never_reach_the_shards(ctx) -> None:
         seen = []
         with model.blocks[0].linear.register_forward_pre_hook(lambda m, a, s=seen: s.append(m.weight.detach().clone())):
             model(make_input(0, 2)).sum().backward()
-        assert torch.equal(seen[0], rounded["blocks.0.linear.weight"])  # what forward computes with
-        for _ in range(2):  # to look at parameters does not round them, though they are written back
+        assert torch.equal(seen[0], rounded["blocks.0.linear.weight"])  # the values that forward uses
+        for _ in range(2):  # reading parameters does not round them, although they are written back
             with summon_full_params(model, with_grads=True):
                 for name, p in model.named_parameters():
                     assert torch.equal(p, values[name])
@@ -141,7 +140,7 @@ def test_approximate_gathers_never_reach_the_shards(ctx) -> None:
         with summon_full_params(model, offload_to_cpu=True):
             assert torch.equal(model.head.weight, values["head.weight"])
         flatshard.unshard(model)
-        assert torch.equal(model.front.weight, rounded["front.weight"])  # ahead of a forward: what forward would see
+        assert torch.equal(model.front.weight, rounded["front.weight"])  # the values that a forward would use
         flatshard.reshard(model)
         with summon_full_params(model), torch.no_grad():
             model.front.weight.mul_(2)
@@ -150,13 +149,13 @@ def test_approximate_gathers_never_reach_the_shards(ctx) -> None:
 
 @ranks(2, 3)
 def test_changes_in_forward_under_approximate_gathers(ctx) -> None:
-    """What a forward sets is kept, also to the very value that the gather had rounded it to. Others are not rounded."""
+    """Values that a forward sets are kept, even if they equal the rounded ones. Other values are not rounded."""
     for strategy in (FULL, GRAD_OP):
         model = nn.Sequential(nn.Linear(37, 1, bias=False))
         expected = model[0].weight.detach().clone()
         rounded = (expected[0, 11] * 8).round() / 8
         fully_shard(model, policy={nn.Linear}, process_group=ctx.group, strategy=strategy, collectives=Coarse)
-        for value in (torch.tensor(0.7), rounded):  # under GRAD_OP: whole from the first call to the second
+        for value in (torch.tensor(0.7), rounded):  # under GRAD_OP, unsharded from the first call to the second
 
             def change(linear: nn.Linear, args: Any, value: Tensor = value) -> None:
                 with torch.no_grad():
@@ -192,7 +191,7 @@ def test_reductions_may_have_a_group_of_their_own(ctx) -> None:
 
 
 def lose_a_rank(ctx, folder: str) -> str:
-    """A group of three ranks is made one of two: what a forward says then."""
+    """Reduce a group of three ranks to two, and return the error of a forward."""
 
     def reconfigure(number: int, size: int) -> None:
         store.set(f"{number}/{ctx.rank}", dist._get_reconfigure_handle())
@@ -214,7 +213,7 @@ def lose_a_rank(ctx, folder: str) -> str:
 
 @pytest.mark.skipif(_torch.VERSION < (2, 15), reason="this torch gives a group no other ranks")
 def test_a_group_that_was_given_other_ranks_is_refused(tmp_path):
-    """Gloo would end the process: the collectives are made for as many ranks as there were."""
+    """Gloo would end the process, because the collectives are made for the old number of ranks."""
     bare = Pool(3, backend=None)
     try:
         told = bare.run(lose_a_rank, str(tmp_path), world_size=3)

@@ -1,6 +1,6 @@
-"""A collective fails: every rank that lives ends with an error that names the unit and the phase, and nothing is left over.
+"""A failing collective: every surviving rank raises an error with unit and phase, and no work is left over.
 
-Ranks die and leave in the middle of a step, over gloo; collectives fail when they are waited for, and the next step works.
+Ranks die or leave in the middle of a step over gloo. Collectives fail at their wait, and the next step works.
 """
 
 import datetime
@@ -36,11 +36,11 @@ from flatshard.comm import QuantizedCollectives
 
 
 class Leaves(Exception):
-    """A rank leaves the step, and lives."""
+    """Ends the step on a rank that survives."""
 
 
 class Interrupted(KeyboardInterrupt):
-    """The same by Ctrl-C on that rank."""
+    """Ends the step by Ctrl-C on a rank that survives."""
 
 
 ENDS = {"leaves": Leaves, "interrupted": Interrupted}
@@ -53,7 +53,7 @@ def go(how: str) -> None:
 
 
 def lose_a_rank(ctx, how: str, where: str, options: dict[str, Any]) -> str:
-    # A timeout of its own: the others must not outlive it. No shorter, as a busy machine stalls for seconds.
+    # The other ranks must not outlive the group's own timeout. It is no shorter, as a busy machine stalls for seconds.
     group = dist.new_group(list(range(ctx.world_size)), timeout=datetime.timedelta(seconds=4))
     model = Net(blocks=3)
     with pytest.MonkeyPatch.context() as patch:  # no other help than the timeout: see test_out_of_step.py
@@ -91,14 +91,14 @@ def lose_a_rank(ctx, how: str, where: str, options: dict[str, Any]) -> str:
         ("leaves", "forward", {}, r"^the all-gather of unit 'blocks\.1' .*while receiving from rank 2 of the group"),
         ("interrupted", "backward", {"strategy": NO_SHARD}, r"^the all-reduce of unit 'blocks\.1' "),
         ("leaves", "backward", {"collectives": QuantizedCollectives()}, r"^the \S+ of unit 'blocks\.[01]' "),
-        # What the dead rank had sent may or may not have arrived.
+        # Messages of the dead rank may or may not have arrived.
         ("dies", "backward", {}, r"^the (reduce-scatter|all-gather) of unit '(blocks\.[012]|<root>)' "),
         ("dies", "norm", {}, r"^the all-reduce for the norm of order 2.0 of the gradient of 'head.weight' failed"),
     ],
 )
 @pytest.mark.slow
 def test_when_a_rank_is_lost_the_others_say_where(pool, monkeypatch, how, where, options, message):
-    monkeypatch.setattr(pool_module, "GRACE", 30.0)  # every rank is to come to an end of its own
+    monkeypatch.setattr(pool_module, "GRACE", 30.0)  # every rank must end by itself
     with pytest.raises(RankFailure) as e:
         pool.run(lose_a_rank, how, where, options, world_size=3, timeout=40)
     failures = {f.rank: f for f in e.value.failures}
@@ -134,14 +134,14 @@ def lose_a_rank_in_a_message(ctx, verb: str) -> None:
 
 @pytest.mark.parametrize("verb", ["gather", "send", "receive"])
 def test_a_rank_dies_in_the_middle_of_a_message(pool, verb: str):
-    """Gloo forgets who waits for that message until its timeout: the others wait for what it does not forget."""
+    """Gloo drops waits for that message until its timeout, so the others wait for one that it keeps."""
     with pytest.raises(RankFailure) as e:
         pool.run(lose_a_rank_in_a_message, verb, world_size=2, timeout=40)
     assert {f.rank: (f.kind, f.type_name) for f in e.value.failures}[0] == ("raised", "Leaves"), e.value
 
 
 class Failing(Recording):
-    """One collective, the n-th of its kind, fails: before it sends, or when it is waited for and has ended."""
+    """Fails the n-th collective of a kind: before it sends, or when it is waited for and has ended."""
 
     method, left, at_once = "", 0, False
 
@@ -166,7 +166,7 @@ class Failing(Recording):
 
 
 CASES = [(FULL, "all_gather", 5), (FULL, "reduce_scatter", 3), (GRAD_OP, "all_gather", 3), (NO_SHARD, "all_reduce", 3)]
-"""The last: how many there are in a step."""
+"""Strategy, collective, and its number of calls in a step."""
 
 
 @ranks(2, timeout=20)
@@ -216,7 +216,7 @@ def test_failures_outside_a_step(ctx) -> None:
         check_clean(model)
         with summon_full_params(model, with_grads=True):
             assert model.head.weight.grad is not None
-    # A gather ahead of need that nobody comes to use: reported, but no error of the step.
+    # An unused prefetch is reported, but does not fail the step.
     collectives.method, collectives.left = "all_gather", 0
     flatshard.unshard(model.blocks[0], async_op=True)
     collectives.method = ""
@@ -225,7 +225,7 @@ def test_failures_outside_a_step(ctx) -> None:
 
 
 class Work:
-    """``error``: of its wait."""
+    """Work whose wait raises ``error``, if given."""
 
     def __init__(self, error: Exception | None = None) -> None:
         self.error = error
@@ -236,7 +236,7 @@ class Work:
 
 
 def test_what_may_never_end_is_told():
-    """Of other failures the memory may be freed."""
+    """After other failures, the memory may be freed."""
     pending = [Done(), Work(ValueError()), Done()]
     assert drain(pending)
     assert not pending
@@ -248,7 +248,7 @@ def test_failed_works_let_go_of_the_others():
     gone = weakref.ref(third)
     works = Works([first, second, third], describe=lambda index: f"work {index}")
     del third
-    for _ in range(2):  # it stays failed
+    for _ in range(2):  # it keeps failing
         with pytest.raises(RuntimeError, match="timed out") as e:
             works.wait()
     assert e.value.__notes__ == ["work 1"]

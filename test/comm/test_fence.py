@@ -1,6 +1,6 @@
-"""Memory that gloo still uses is not freed, and works are waited for: after interrupts at every wait, and dropped models.
+"""Memory in use by gloo is not freed, and works are waited for: after an interrupt at any wait, and in dropped models.
 
-What the fence sees is said in fence.py.
+The docstring of fence.py defines the fence's checks.
 """
 
 import datetime
@@ -30,7 +30,7 @@ DELAY = 0.002
 
 
 class Block(nn.Module):
-    """Two flat parameters: one trains, one is frozen. So a unit has two gathers under way at a time."""
+    """A block with one trainable and one frozen flat parameter, so that a unit has two gathers in flight at a time."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class Block(nn.Module):
 
 
 class Run:
-    """A model in training, deterministic: equal numbers of steps give equal parameters."""
+    """A deterministic training run: equal numbers of steps give equal parameters."""
 
     def __init__(self, group: Any, rank: int, strategy: ShardingStrategy, **options: Any) -> None:
         torch.manual_seed(0)
@@ -73,13 +73,13 @@ def check_same(run: Run, expected: dict[str, Tensor]) -> None:
 
 
 HOW = [(True, False), (False, True), (False, False), (True, True)]
-"""Whether an interrupt comes when the wait has returned, and whether ``recover`` is called."""
+"""Pairs: whether an interrupt comes after the wait has returned, and whether ``recover`` is called."""
 
 
 @pytest.mark.parametrize("strategy", some(STRATEGIES, 1), ids=lambda strategy: strategy.name)
 @ranks(2, timeout=30)
 def test_interrupts_at_every_wait(ctx, strategy: ShardingStrategy) -> None:
-    """On all ranks at the same wait, as Ctrl-C in a notebook that drives them; the exceptions stay alive."""
+    """Interrupt all ranks at the same wait, like Ctrl-C in a notebook that drives them. The exceptions stay alive."""
     expected = untouched(ctx, strategy, 2)
     kept: list[BaseException] = []
     with fences.install(DELAY) as fence:
@@ -151,7 +151,7 @@ def find_out(run: Run, where: str, outputs: list[Tensor], odd: bool) -> None:
 
 
 def fall_out_of_step(ctx, where: str, static_buffers: bool) -> None:
-    """What a rank has begun to send may never be asked for: it stays with the group, and its memory with it."""
+    """Sends that no rank receives stay with the group, and so does their memory."""
     group = dist.new_group(list(range(ctx.world_size)), timeout=datetime.timedelta(seconds=20))
     odd = ctx.rank == 1
     with pytest.MonkeyPatch.context() as patch, fences.install(DELAY) as fence:
@@ -164,10 +164,10 @@ def fall_out_of_step(ctx, where: str, static_buffers: bool) -> None:
                 run.model[odd](run.x)
         with pytest.raises(flatshard.OutOfStepError, match="ranks run different units") as caught:
             find_out(run, where, outputs, odd)
-        for memory in backends._memories.values():  # what waits for ranks to meet begins when they have
+        for memory in backends._memories.values():  # works that wait for the handshake start after it
             memory.handshake.wait()
         works = len(fence.under_way)
-        assert works >= 2  # those of one rank with another that does something else
+        assert works >= 2  # works between a rank and another that runs different units
         flatshard.recover(run.model)
         fence.check()
         del run, caught
@@ -175,10 +175,10 @@ def fall_out_of_step(ctx, where: str, static_buffers: bool) -> None:
         gc.collect()
         fence.check()
         assert len(fence.under_way) == works
-        dist.barrier(group=group)  # no half of a message is on any connection
+        dist.barrier(group=group)  # no message is incomplete on any connection
         dist.destroy_process_group(group)
         del group
-        until = time.monotonic() + 40  # the watch may hold the group's wait until it looks again
+        until = time.monotonic() + 40  # the watch may hold the group's wait until its next look
         while fence.under_way and time.monotonic() < until:
             time.sleep(0.1)
             gc.collect()
@@ -188,7 +188,7 @@ def fall_out_of_step(ctx, where: str, static_buffers: bool) -> None:
 
 @pytest.fixture(scope="module")
 def fresh():
-    """Ranks of their own: what other tests have left in a process holds nothing here."""
+    """Start separate ranks, where other tests have left nothing."""
     ranks = Pool(3)
     yield ranks
     ranks.close()

@@ -1,6 +1,6 @@
-"""Ranks that do different things end with an error within seconds, which names the units and the cure; slow ones don't.
+"""Ranks out of step raise an error within seconds, with the units and the cure; slow ranks do not.
 
-Each case has a process group of its own, of no use afterwards, over real gloo.
+Each case has its own process group, unusable afterwards, over real gloo.
 """
 
 import datetime
@@ -22,12 +22,12 @@ from flatshard import OutOfStepError, ShardingStrategy, _config, fully_shard, ke
 from flatshard._comm.monitor.messages import interrupt
 
 SECONDS = 20
-"""That an error may take on a busy machine. The group's timeout is longer."""
+"""Time limit for an error on a busy machine. The group's timeout is longer."""
 WATCH = 0.4
 
 
 class Net(nn.Module):
-    """Units of one shape, run in any order: without tags their data would be mixed silently."""
+    """Units of one shape, run in any order: without tags, their data would be mixed silently."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ def new_group(size: int) -> dist.ProcessGroup:
 
 
 def make(ctx, strategy: ShardingStrategy = ShardingStrategy.FULL_SHARD, order_check: str = "off") -> tuple[Any, Any]:
-    """A sharded model, and its process group."""
+    """Return a sharded model and its process group."""
     _config.WATCH_SECONDS, _config.ORDER_CHECK = WATCH, order_check
     group = new_group(ctx.world_size)
     torch.manual_seed(0)
@@ -56,11 +56,11 @@ def train(model: nn.Module, order: str = "0123") -> None:
 
 
 class Ends(Exception):
-    """A body has come to its end: the groups are to be made anew."""
+    """Raised at the end of a body, so that the groups are made again."""
 
 
 def run(ctx, body: Any) -> None:
-    """``body`` with the configuration that it changes put back."""
+    """Run ``body`` and restore the configuration that it changes."""
     before, start = (_config.WATCH_SECONDS, _config.ORDER_CHECK), time.monotonic()
     try:
         body(ctx)
@@ -75,7 +75,7 @@ def errors(pool, monkeypatch) -> Iterator[Any]:
     monkeypatch.setattr(pool_module, "GRACE", float(SECONDS))
 
     def run_body(body: Any, world_size: int = 2) -> list[tuple[str, str]]:
-        """Every rank's error: its type and its message."""
+        """Return every rank's error as type and message."""
         with pytest.raises(RankFailure) as e:
             pool.run(run, body, world_size=world_size, timeout=40)
         failures = sorted(e.value.failures, key=lambda f: f.rank)
@@ -89,7 +89,7 @@ CASES: dict[str, tuple[Callable[[Any], None], int, Iterable[int], tuple[str, ...
 
 
 def tells(*patterns: str, size: int = 2, ranks: Iterable[int] = (), **arguments: str) -> Callable[[Any], Any]:
-    """What ``ranks`` of ``size`` must be told, all by default, where they run the body with ``arguments``."""
+    """Register a case: ``ranks`` of ``size``, by default all, raise errors that match ``patterns``."""
 
     def add(body: Any) -> Any:
         name = " ".join([body.__name__, *arguments.values()])
@@ -116,7 +116,7 @@ def swap_at_first(ctx) -> None:
     r"Give FLATSHARD_SHARED_MEMORY the same value on all",
 )
 def another_environment(ctx) -> None:
-    """Rank 1 would not take part where ranks make each other's memory known."""
+    """Rank 1 would not join the handshake for shared memory."""
     before, _config.SHARED_MEMORY = _config.SHARED_MEMORY, 0 if ctx.rank else 65536
     try:
         model = fully_shard(nn.Linear(200, 200), process_group=new_group(2))
@@ -127,7 +127,7 @@ def another_environment(ctx) -> None:
 
 @tells(r"all-gather of 'blocks\.0' was not issued: ranks got out of step before", r"restart all ranks")
 def go_on_after(ctx) -> None:
-    """What one rank has sent for a unit, nobody has received: another gather of it would take that for its own."""
+    """No rank has received one rank's message for a unit, so another gather of it would receive that message."""
     model, _ = make(ctx, order_check="first")
     with pytest.raises(OutOfStepError, match="ranks run different units"):
         train(model, "0213" if ctx.rank == 1 else "0123")
@@ -151,7 +151,7 @@ def swap_later(ctx) -> None:
 
 
 def interrupt_after_another(ctx) -> None:
-    """Rank 0 has ended its own waits and left; rank 2 waits for rank 1, which does nothing."""
+    """Rank 0 has ended its own waits and left. Rank 2 waits for rank 1, which does nothing."""
     group = new_group(3)
     dist.barrier(group)  # all are connected
     if ctx.rank == 0:
@@ -171,7 +171,7 @@ def test_interrupt_when_a_connection_is_closed_already(errors):
 
 @tells(r"as they run different units", r"rank 0 waits for the all-gather of 'blocks\.0'", size=4, ranks=(0, 1))
 def swap_in_a_smaller_group(ctx) -> None:
-    """After forward all ranks keep a half of each unit: backward gathers it among two of the four."""
+    """After forward, all ranks keep half of each unit, which backward gathers among two of the four."""
     _config.WATCH_SECONDS, _config.ORDER_CHECK = WATCH, "off"
     model = fully_shard(Net(), policy={nn.Linear}, process_group=new_group(4), reshard_after_forward=2)
     for _ in range(2):
@@ -219,7 +219,7 @@ def compute_on_one_rank(ctx, what: str) -> None:
 )
 def leave_a_parameter_out_of_the_loss(ctx) -> None:
     model, _ = make(ctx)
-    for times in (ctx.rank, ctx.rank or None):  # zero is right, and without the term is not
+    for times in (ctx.rank, ctx.rank or None):  # adding zero times the term works, leaving out the term does not
         loss, term = model(torch.ones(2, 4)).sum(), model.blocks[0].weight.sum()
         (loss if times is None else loss + times * term).backward()
 
@@ -232,7 +232,7 @@ def leave_a_parameter_out_of_the_loss(ctx) -> None:
     ranks=(0,),
 )
 def wait_in_the_users_collective(ctx) -> None:
-    """Rank 0 alone evaluates."""
+    """Evaluate on rank 0 only."""
     model, group = make(ctx)
     train(model)
     if ctx.rank == 0:
@@ -245,7 +245,7 @@ SIZE = r"rank 0 has '0\.weight' of shape \(4, 4\) where rank 1 has '0\.weight' o
 
 
 @tells(SIZE, r"unit '0' is not the same on all ranks", how="size", order_check="first")
-@tells(SIZE, how="size", order_check="off")  # the watch says the same
+@tells(SIZE, how="size", order_check="off")  # the watch reports the same
 @tells(r"units have different names: rank 0 has 'last' where rank 1 has 'other'", how="module", order_check="first")
 @tells(r"2 parameters on rank 0, and 1 on rank 1; only rank 0 has 'last\.bias'", how="bias", order_check="first")
 @tells(r"as \d+ elements of torch.float32 a rank on rank 0, and .* of torch.bf", how="dtype", order_check="first")
@@ -285,7 +285,7 @@ def be_slow(ctx) -> None:
 
 
 def run_alone(ctx) -> None:
-    """Rank 0 runs on its own what it keeps, for longer than the others wait."""
+    """Run kept units on rank 0 alone for longer than the others wait."""
     model, _ = make(ctx)
     train(model)
     with keep_unsharded(model), torch.no_grad():

@@ -1,4 +1,4 @@
-"""Block-wise int8 collectives: how far off, how many bytes, what they keep, and that a model trains as well with them."""
+"""Block-wise int8 collectives: their errors, bytes and special values, and the quality of training with them."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ from flatshard.comm import DefaultCollectives, QuantizedCollectives
 
 def quantised(group: Any, block: int = 256, by_default: bool = False) -> Any:
     collectives = QuantizedCollectives(block)(group, torch.device("cpu"))
-    if by_default:  # as it is over NCCL, by the calls that every backend knows
+    if by_default:  # the default over NCCL: calls that every backend knows
         collectives._inner = DefaultCollectives(group)
     return collectives
 
@@ -34,10 +34,11 @@ def test_quantisation_error_of_each_operation(ctx, by_default: bool):
             step = values.double().abs().max().item() / 254 * (1 + 1e-6)
 
             def check(got: Tensor, expected: Tensor, bound: float, rounding: float = rounding) -> None:
-                """No element is off by more than the format allows, and all of them by little."""
+                """Assert that the largest error is within the format's bound, and the mean error small."""
                 got, expected = got.double(), expected.double()
                 assert (got - expected).abs().max() <= bound + rounding * expected.abs().max()
-                # 7e-3 for one rounding of normal numbers; here magnitudes grow within a block, and all-reduce rounds twice.
+                # 7e-3 is for one rounding of normal numbers. Magnitudes grow within a block, and all-reduce rounds
+                # twice.
                 assert 1e-3 < (got - expected).norm() / expected.norm() < 1.3e-2
 
             shards = values[:, :numel]
@@ -61,13 +62,13 @@ def test_quantisation_error_of_each_operation(ctx, by_default: bool):
 def test_what_quantisation_keeps(ctx) -> None:
     size, rank = ctx.world_size, ctx.rank
     collectives = quantised(ctx.group, block=4)
-    for dtype in (torch.uint8, torch.int64):  # as they are
+    for dtype in (torch.uint8, torch.int64):  # sent unchanged
         everything = torch.arange(5 * size, dtype=dtype)
         output, shard = torch.zeros_like(everything), everything.view(size, -1)[rank].clone()
         collectives.all_gather(output, shard).wait()
         assert torch.equal(output, everything)
 
-    # Zeros of either sign, a tiny number, an infinity and a NaN, one block each; every rank has the same.
+    # Zeros of either sign, a tiny number, an infinity and a NaN, one block each; equal on all ranks.
     inf, nan = float("inf"), float("nan")
     part = torch.tensor([0.0, -0.0, 0, 0, 1e-42, 0, 0, 0, 1, -inf, 0, 0, nan, 2, 3, 4, -0.0, 1, -1e-6, 127])
     for reduced in (torch.empty(20), part.repeat(size)):
@@ -82,7 +83,7 @@ def test_what_quantisation_keeps(ctx) -> None:
             assert got[16:].tolist() == [0, 1, 0, 127]
             assert got[16:].signbit().tolist() == [True, False, False, False]  # a small number does not look unused
 
-    # -0.0 on one rank, and something on another.
+    # -0.0 on one rank and a value on another.
     part = torch.full((4,), -0.0)
     if rank == 1:
         part = torch.tensor([0.0, -0.0, 127, -1e-9])
@@ -106,7 +107,7 @@ def test_whole_parameters_are_exact(ctx) -> None:
 @ranks(3)
 def test_bytes_on_the_wire(ctx):
     def wire(numel: int, block: int) -> int:
-        """Bytes; ``block`` 0: as they are."""
+        """Return the bytes on the wire; ``block`` 0 means unquantised."""
         return -(-(numel + 4 * -(-numel // block)) // 16) * 16 if block else 4 * numel
 
     for collectives, gathers, reduces in (
@@ -118,7 +119,7 @@ def test_bytes_on_the_wire(ctx):
     ):
         model = Net(blocks=2, width=64)
         fully_shard(model, policy={Block}, process_group=ctx.group, collectives=collectives)
-        for _ in range(4):  # in which the order is checked
+        for _ in range(4):  # the order is checked in these steps
             model(make_input(0, 2)).sum().backward()
         with sent_bytes() as forward:
             loss = model(make_input(0, 2)).sum()

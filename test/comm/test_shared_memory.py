@@ -1,7 +1,7 @@
-"""Payloads in shared memory: the bits of gloo, whoever shares memory with whom; nothing is left over, however ranks end.
+"""Payloads in shared memory: gloo's bits, whichever ranks share memory, and no segment left however ranks end.
 
-What follows from messages alone (the order check, the watch, interrupts, the fence) is tested in the other files of this
-folder, which ``FLATSHARD_SHARED_MEMORY=1`` runs with every payload in shared memory, 0 with none.
+The other files of this folder test behaviour that depends on messages only: the order check, the watch, interrupts, the
+fence. ``FLATSHARD_SHARED_MEMORY=1`` runs them with every payload in shared memory, 0 with none.
 """
 
 import contextlib
@@ -44,7 +44,7 @@ HEADER = 24  # bytes
 
 @contextlib.contextmanager
 def sharing(least: int = 1) -> Iterator[None]:
-    """Payloads of at least ``least`` bytes are in shared memory; 0: none are."""
+    """Put payloads of at least ``least`` bytes into shared memory, or none if 0."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_config, "SHARED_MEMORY", least)
         yield
@@ -60,17 +60,17 @@ def new_group(size: int) -> Any:
 
 
 def results(collectives: GlooCollectives, size: int, rank: int, seed: int) -> dict[str, Tensor]:
-    """Of every collective on every dtype, all under way at a time."""
+    """Return the results of every collective on every dtype, all in flight at once."""
     issued: list[tuple[str, Tensor, Any]] = []
     for dtype in (*FLOATS, torch.uint8, torch.int64):
         torch.manual_seed(seed * size + rank)
         values = (torch.randn(size, NUMEL) * 100).to(dtype)
         shard = values[rank].clone()
         if dtype.is_complex:
-            shard = shard.view(torch.uint8)  # as flatshard sends it
+            shard = shard.view(torch.uint8)  # the form in which flatshard sends it
         output = shard.new_empty(size * shard.numel())
         issued.append((f"gather {dtype}", output, collectives.all_gather(output, shard)))
-        shard.zero_()  # it is the caller's again
+        shard.zero_()  # the caller may write to it again
         output = torch.empty(size * NUMEL, dtype=dtype)
         issued.append((f"all-to-all {dtype}", output, collectives.all_to_all(output, values.flatten())))
         if dtype in FLOATS:
@@ -102,7 +102,7 @@ def test_the_bits_are_those_of_gloo(ctx) -> None:
         assert len(memory.handshake.peers) == len(memory.handshake.readers) == ctx.world_size - 1
         nbytes = memory.handshake.own.nbytes
         check_bits(ctx, group)
-        assert memory.handshake.own.nbytes <= 2 * nbytes  # it is used again
+        assert memory.handshake.own.nbytes <= 2 * nbytes  # memory is reused
 
 
 @ranks(3)
@@ -110,21 +110,21 @@ def test_gloo_carries_headers_alone(ctx) -> None:
     output, shard = torch.empty(ctx.world_size * NUMEL), torch.ones(NUMEL)
     with sharing(4 * NUMEL):
         collectives = GlooCollectives(ctx.group)
-        collectives.all_gather(output, shard).wait()  # ranks meet
+        collectives.all_gather(output, shard).wait()  # runs the handshake
         with sent_bytes() as sent, sharing(4 * NUMEL):
             collectives.all_gather(output, shard).wait()
             collectives.reduce_scatter(shard, output).wait()
         assert sent == 2 * (ctx.world_size - 1) * [HEADER]
-        with sent_bytes() as sent, sharing(4 * NUMEL):  # what is too small is sent as it is
+        with sent_bytes() as sent, sharing(4 * NUMEL):  # smaller payloads are sent as messages
             collectives.all_gather(output[: 3 * (NUMEL - 1)], shard[1:]).wait()
         assert sent == (ctx.world_size - 1) * [4 * (NUMEL - 1)]
 
 
-# -- ranks that cannot share memory ----------------------------------------------------------------------------------
+# -- Ranks that cannot share memory ------------------------------------------------------------------------------------
 
 
 def fill(patch: pytest.MonkeyPatch) -> None:
-    """From now on there is memory to say that there is no more, and none for payloads."""
+    """Refuse memory for payloads from now on, but not for the message that reports it."""
     real = Segment.allocate
 
     def take(self: Any, nbytes: int) -> Any:
@@ -166,7 +166,7 @@ def test_ranks_that_share_no_memory_get_the_same_bits(ctx, refused: str) -> None
         _, memory = in_memory(group)
         expected = {sender for reader, sender in every - pairs if reader == ctx.rank}
         assert {*memory.handshake.peers} == expected - ({2} if refused == "no memory" else set())
-        assert bool(memory._messages) is is_full  # what has no room goes by gloo
+        assert bool(memory._messages) is is_full  # payloads without room are sent by gloo
     dist.barrier()
 
 
@@ -176,7 +176,7 @@ def test_who_has_no_room_does_not_wait_for_its_readers(ctx) -> None:
     outputs = [torch.empty(2 * FIRST_BYTES) for _ in range(2)]
     with sharing(), pytest.MonkeyPatch.context() as patch:
         collectives, memory = in_memory(new_group(2))
-        collectives.all_gather(torch.empty(2 * NUMEL), torch.ones(NUMEL)).wait()  # ranks meet
+        collectives.all_gather(torch.empty(2 * NUMEL), torch.ones(NUMEL)).wait()  # runs the handshake
         fill(patch)
         pending = []
         for number, output in enumerate(outputs, 1):
@@ -191,10 +191,10 @@ def test_who_has_no_room_does_not_wait_for_its_readers(ctx) -> None:
 
 @ranks(2)
 def test_messages_do_not_overtake_those_that_wait_for_ranks_to_meet(ctx) -> None:
-    """One rank waits for a large payload before it sends a small one of the same unit, the other after it."""
+    """Rank 0 waits for a large payload before it sends a small one of the same unit, rank 1 after it."""
     with sharing(4 * NUMEL):
         collectives = GlooCollectives(new_group(2))
-        outputs = torch.empty(2 * NUMEL), torch.empty(2 * 6)  # 24 bytes: as a header
+        outputs = torch.empty(2 * NUMEL), torch.empty(2 * 6)  # 24 bytes, the size of a header
         first = collectives.all_gather(outputs[0], torch.full((NUMEL,), float(ctx.rank)))
         if ctx.rank == 0:
             first.wait()
@@ -206,7 +206,7 @@ def test_messages_do_not_overtake_those_that_wait_for_ranks_to_meet(ctx) -> None
 
 @ranks(2)
 def test_ranks_meet_whatever_else_they_wait_for(ctx) -> None:
-    """Each rank waits for a group of its own first."""
+    """Each rank waits for a different group first."""
     with sharing():
         shard, groups = torch.ones(NUMEL), [new_group(2), new_group(2)]
         pending = [GlooCollectives(group).all_gather(torch.empty(2 * NUMEL), shard) for group in groups]
@@ -217,7 +217,7 @@ def test_ranks_meet_whatever_else_they_wait_for(ctx) -> None:
 
 @ranks(2)
 def test_another_file_in_its_place_is_not_read(ctx) -> None:
-    """As on another host, where a process of that number has a file of that number."""
+    """On another host, a process with the same number may have a file with the same number."""
     with sharing():
         segment = Segment(2)
         token, pid, fd, inode = segment.address
@@ -226,7 +226,7 @@ def test_another_file_in_its_place_is_not_read(ctx) -> None:
         for wrong in (
             [token + 1, pid, fd, inode],  # another segment
             [token, pid, fd, inode + 1],  # another file
-            [token, pid, reader, os.fstat(reader).st_ino],  # it would block
+            [token, pid, reader, os.fstat(reader).st_ino],  # reading it would block
             [token, pid, 10**6, inode],
             [0, 0, 0, 0],
         ):
@@ -236,7 +236,7 @@ def test_another_file_in_its_place_is_not_read(ctx) -> None:
         os.close(writer)
 
 
-# -- what stays ------------------------------------------------------------------------------------------------------
+# -- Memory that stays -------------------------------------------------------------------------------------------------
 
 
 def mapped_segments() -> int:
@@ -259,7 +259,7 @@ def test_memory_is_used_again_and_freed_with_the_group(ctx) -> None:
             assert output.view(2, -1)[:, 0].tolist() == [0, 1]
         dist.barrier(group)
         assert segment.nbytes <= 2 * FIRST_BYTES
-        pending = [collectives.all_gather(torch.empty(2 * 4096), shard) for _ in range(400)]  # it grows
+        pending = [collectives.all_gather(torch.empty(2 * 4096), shard) for _ in range(400)]  # the segment grows
         for each in pending:
             each.wait()
         dist.barrier(group)
@@ -284,7 +284,7 @@ def test_a_forked_process_lets_go(ctx) -> None:
         if (child := os.fork()) == 0:
             with contextlib.suppress(OSError):
                 os.fstat(fd)
-                os._exit(1)  # it is open
+                os._exit(1)  # it is still open
             os._exit(0 if mapped_segments() <= here - 2 else 2)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
         collectives.all_gather(torch.empty(2 * NUMEL), torch.ones(NUMEL)).wait()
@@ -299,17 +299,17 @@ def test_inputs_of_reductions_are_read_where_they_lie(ctx) -> None:
         for numel in (NUMEL, 2 * NUMEL):
             lent, output = collectives._lend_memory(3 * numel, torch.float32, False), torch.empty(numel)
             beside = collectives._lend_memory(3 * numel, torch.float32, False)
-            assert beside.data_ptr() != lent.data_ptr()  # a tensor uses it, though nobody is to read it
+            assert beside.data_ptr() != lent.data_ptr()  # a tensor still uses it, although it will not be read
             lent.copy_(torch.arange(3 * numel) + ctx.rank)
             segment, address = memory.handshake.own, lent.data_ptr()
             in_use = len(segment._blocks)
             pending = collectives.reduce_scatter(output, lent)
-            assert len(segment._blocks) == in_use  # no other memory is taken
+            assert len(segment._blocks) == in_use  # no other memory is used
             again = collectives.reduce_scatter(torch.empty(numel), lent)
             assert len(segment._blocks) == in_use + 1  # the first is still being read
             if ctx.rank == 0:
                 del lent
-                # Until others have read it, it is not used again.
+                # The memory is not reused until the others have read it.
                 other = collectives._lend_memory(3 * numel, torch.float32, False)
                 assert other.data_ptr() != address
             dist.barrier(ctx.group)
@@ -397,11 +397,11 @@ def test_memory_that_no_pass_uses_any_more_is_given_back() -> None:
     sent, lent, late = send(shard), segment.lend(input // 4, torch.float32).fill_(1), send(input)
     read(sent)
     segment.release_unused()
-    assert held(segment) == segment.nbytes == 81 * mmap.PAGESIZE  # all above the shard is in use
+    assert held(segment) == segment.nbytes == 81 * mmap.PAGESIZE  # everything above the shard is in use
     assert lent.sum() == input // 4
     read(late)
     segment.allocate(1)
-    assert held(segment) == 50 * mmap.PAGESIZE  # it was read after the rest
+    assert held(segment) == 50 * mmap.PAGESIZE  # read after the rest
     again = segment.lend(input // 4, torch.float32).fill_(2)
     segment.allocate(1)
     assert again.sum() == 2 * input // 4
@@ -418,20 +418,20 @@ def test_memory_of_reductions_is_given_back_when_a_backward_has_ended(ctx) -> No
         model = nn.Sequential(*[nn.Linear(128, 128, bias=False) for _ in range(6)])
         fully_shard(model, policy={nn.Linear}, process_group=new_group(2))
         _, memory = in_memory(next(iter(units_below(model))).context.runtime.group)
-        for layer in model:  # in step, so that at most three shards are under way in a forward
+        for layer in model:  # keeps ranks in step, so that at most three shards are in flight in a forward
             layer.register_forward_pre_hook(lambda *_: dist.barrier(ctx.group))
         for _ in range(4):
             model(torch.ones(2, 128)).sum().backward()
             dist.barrier(ctx.group)
-            memory.handshake.own.allocate(1)  # what was read after the end of backward
+            memory.handshake.own.allocate(1)  # releases blocks read after the end of backward
         shard = 128 * 128 // 2 * 4
         most = torch.tensor(memory.handshake.own.nbytes)
-        dist.all_reduce(most, dist.ReduceOp.MAX, group=ctx.group)  # what a rank sends is read at once if it is late
+        dist.all_reduce(most, dist.ReduceOp.MAX, group=ctx.group)  # a late rank reads payloads at once
         assert most > 4 * shard
         assert held(memory.handshake.own) < 3 * shard + 3 * mmap.PAGESIZE
 
 
-# -- training --------------------------------------------------------------------------------------------------------
+# -- Training ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("strategy", [FULL, NO_SHARD, ShardingStrategy.HYBRID_FULL_SHARD])

@@ -1,4 +1,4 @@
-"""What ranks tell each other by a process group's store, with every kind of store that torch has."""
+"""Messages of ranks over a process group's store, with every kind of store in torch."""
 
 import pickle
 import time
@@ -21,7 +21,7 @@ from flatshard.checkpoint._barrier import Barrier
 
 
 class Scales(nn.Module):
-    """Parameters of which each rank holds one, or a part of one."""
+    """Parameters of which each rank holds one, or a shard of one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ def over_a_store(ctx: Any, kind: str, path: str) -> None:
 
 @pytest.mark.parametrize("kind", ["tcp", "file", "prefix"])
 def test_a_job_over_each_store(kind: str, tmp_path: Path) -> None:
-    """Parameters that no rank used have no gradient on any; checkpoints are whole; ranks out of step are described."""
+    """Parameters unused on all ranks have no gradient, checkpoints are complete, ranks out of step are described."""
     bare = Pool(2, backend=None)
     try:
         bare.run(over_a_store, kind, str(tmp_path / "store"), world_size=2)
@@ -98,7 +98,7 @@ def store_of(kind: str, path: str) -> Any:
 
 @pytest.mark.parametrize("kind", ["tcp", "file", "hash", "prefix"])
 def test_keys_are_read_without_a_wait(kind: str, tmp_path: Path) -> None:
-    """Also the ones that are gone; and long values."""
+    """Removed keys and long values are read, too."""
     store = store_of(kind, str(tmp_path / "store"))
     keys, others = Rendezvous(store, "here/"), Rendezvous(store, "there/")
     began = time.monotonic()

@@ -1,11 +1,10 @@
-"""What a step costs, in numbers that do not depend on the machine: bytes copied, bytes sent, memory held, operations.
+"""The cost of a step in numbers that do not depend on the machine: bytes copied and sent, memory held, operations.
 
-The fake process group stands for any number of ranks in one process. A :class:`Wire` in place of its collectives moves
-nothing, so that every byte counted is a local one, and notes what would have been sent.
+The fake process group simulates any number of ranks in one process. :class:`Wire` replaces its collectives: it records
+what would be sent and moves nothing, so every counted byte is local.
 
-What "bytes" means: an operation reads the bytes of its tensor arguments and writes those of its results; views,
-allocations, and arguments that are only written are not read. A model's own cost is what the plain model costs, and
-every number here is the difference to that.
+An operation reads the bytes of its tensor arguments and writes those of its results. Views, allocations and arguments
+that are only written count as no reads. Every number here is the difference to the plain model's.
 """
 
 import contextlib
@@ -45,7 +44,7 @@ def sharded(blocks: int = 4, width: int = WIDTH, **options: Any) -> nn.Module:
 
 
 def step(model: nn.Module) -> None:
-    """Forward and backward, and no gradients left."""
+    """Run forward and backward, then drop the gradients."""
     model(torch.ones(2, 3)).sum().backward()
     model.zero_grad()
 
@@ -56,8 +55,8 @@ class Cost(NamedTuple):
 
 
 def extra(model: nn.Module, plain: nn.Module) -> Cost:
-    """What a step costs on ``model`` beyond what it costs on ``plain``."""
-    step(model)  # the first step may build what the later ones use
+    """Return how much more a step costs on ``model`` than on ``plain``."""
+    step(model)  # the first step may build state that later ones reuse
     costs = []
     for each in (model, plain):
         with CopiedBytes() as cost:
@@ -78,10 +77,10 @@ BF16 = flatshard.MixedPrecision(torch.bfloat16, reduce_dtype=torch.float32)
 
 
 def test_shard_optim_gathers_once_in_a_step(world):
-    """Whatever runs forward between two steps of the optimizer; and a step is a change on all ranks, whatever wrote it."""
+    """Parameters are gathered once per step, whatever forwards run in between and whichever rank's optimizer writes."""
 
     class ByPointer(torch.optim.SGD):
-        """As an optimizer in C++, of which version counters show nothing, nor the parts without elements."""
+        """Writes through pointers like a C++ optimizer: no version changes, and ranks with empty shards write nothing."""
 
         def step(self) -> None:  # type: ignore[override]
             for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None and p.numel()):
@@ -132,7 +131,7 @@ FOLDER = str(Path(flatshard.__file__).parent)
 
 @contextlib.contextmanager
 def lines_of_flatshard() -> Iterator[list[int]]:
-    """The number of lines of this library that run: what the host does, loops included."""
+    """Count the lines of this library that run, loops included: its work on the host."""
     count = [0]
 
     def in_function(frame: Any, event: str, arg: Any) -> Any:
@@ -153,8 +152,8 @@ def lines_of_flatshard() -> Iterator[list[int]]:
 def host_costs(
     blocks: int, strategy: ShardingStrategy, width: int = SMALL_WIDTH, freezes: bool = False
 ) -> tuple[int, int]:
-    """Operations beyond the plain model's, and lines of this library, in a step. ``freezes``: every other block."""
-    gc.collect()  # a backward asks whether other process groups hold gradients: those of earlier tests are gone
+    """Return operations beyond the plain model's, and lines of this library, in a step. ``freezes``: every other block."""
+    gc.collect()  # backward checks whether other process groups hold gradients: drop those of earlier tests
     model, plain = sharded(blocks, width, strategy=strategy), Net(blocks, width)
     for block in (*model.blocks[::2], *plain.blocks[::2]) if freezes else ():
         block.requires_grad_(False)
@@ -172,12 +171,12 @@ def test_host_work_per_unit_does_not_grow_with_units(world, strategy, freezes: b
         ((b - a) / 6, (c - b) / 12) for a, b, c in zip(few, more, many, strict=True)
     )
     assert second == first > 0
-    # What earlier tests have left in this process may add some lines. Work that grows would double them.
+    # Leftovers of earlier tests may add some lines. Growing work would double them.
     assert 0 < lines_second <= lines_first * 1.15
 
 
 def test_a_frozen_unit_has_no_place_in_the_order_of_reductions(world, monkeypatch):
-    """It would be sorted in again by each backward, among all units that are to be reduced."""
+    """With a place in the order, each backward would sort the unit in again."""
     world(8)
     model, added, add_back = sharded(), set(), ReductionQueue.add_back
     model.blocks[2].requires_grad_(False)
@@ -194,13 +193,13 @@ def test_host_work_per_unit_does_not_grow_with_ranks(world):
         costs.append([b - a for a, b in zip(few, more, strict=True)])
     (operations, lines), (same, others) = costs
     assert operations == same
-    # A parameter of which this rank holds nothing may take a line more or less, whatever the number of ranks.
+    # A parameter with an empty shard may take a line more or less, whatever the number of ranks.
     assert abs(lines - others) <= 5 * len(list(Block(WIDTH).parameters()))
 
 
 @pytest.mark.parametrize("accumulates", [False, True])
 def test_parameters_are_looked_at_only_after_a_change(world, accumulates: bool):
-    """Once a step is like the last, a unit's Python loops don't go over its parameters, however many they are."""
+    """If a step equals the last, no Python loop of a unit visits its parameters."""
     world(8)
     costs = []
     for layers in (12, 20):
@@ -217,7 +216,7 @@ def test_parameters_are_looked_at_only_after_a_change(world, accumulates: bool):
         costs.append(lines[0])
         model[0].bias.requires_grad_(False)
         assert changes.count > before
-    assert (costs[1] - costs[0]) / 16 <= 7  # per parameter: the hook of its gradient, and placing that
+    assert (costs[1] - costs[0]) / 16 <= 7  # per parameter: its gradient's hook, and placing the gradient
 
 
 def checkpointed(model: nn.Module) -> nn.Module:
@@ -227,7 +226,7 @@ def checkpointed(model: nn.Module) -> nn.Module:
 
 
 def frozen(model: nn.Module) -> nn.Module:
-    """A block, and all of the next but its norm."""
+    """Freeze one block, and the next except for its norm."""
     model.blocks[1].requires_grad_(False)
     model.blocks[2].requires_grad_(False)
     model.blocks[2].norm.requires_grad_(True)
@@ -235,14 +234,14 @@ def frozen(model: nn.Module) -> nn.Module:
 
 
 def divided(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
-    """By tensor parallelism."""
+    """Apply tensor parallelism."""
     for block in model.blocks:
         parallelize_module(block, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
     return model
 
 
 class Skipping(Net):
-    """Runs every other block, as if other ranks ran all of them."""
+    """Runs every other block and skips the rest, which other ranks would run."""
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.front(x)
@@ -257,7 +256,7 @@ def evaluate(model: nn.Module) -> None:
 
 
 def accumulate(model: nn.Module, holds: bool) -> None:
-    """Three microbatches. ``holds``: only the last is reduced."""
+    """Run three microbatches. ``holds``: only the last is reduced."""
     for number in range(3):
         with flatshard.no_sync(model) if holds and number < 2 else contextlib.nullcontext():
             model(torch.ones(2, 3)).sum().backward()
@@ -265,7 +264,7 @@ def accumulate(model: nn.Module, holds: bool) -> None:
 
 
 def traced(tp: DeviceMesh) -> dict[str, tuple[nn.Module, dict[str, Any], Callable[[nn.Module], None]]]:
-    """The model, the options of ``fully_shard``, and the step, by name. ``tp``: (4, 2)."""
+    """Return the model, the options of ``fully_shard`` and the step of each case. ``tp``: a mesh of (4, 2)."""
 
     def hybrid(mesh: DeviceMesh) -> dict[str, Any]:
         return {"strategy": ShardingStrategy.HYBRID_SHARD, "device_mesh": mesh}
@@ -278,15 +277,15 @@ def traced(tp: DeviceMesh) -> dict[str, tuple[nn.Module, dict[str, Any], Callabl
         "shard-grad-op": (Net(), {"strategy": GRAD_OP}, step),
         "no-shard": (Net(), {"strategy": NO_SHARD}, step),
         "hybrid": (Net(), hybrid(tp), step),
-        "one replica": (Net(), hybrid(init_device_mesh("cpu", (1, 8))), step),  # as "full"
-        "replicas of one": (Net(), hybrid(init_device_mesh("cpu", (8, 1))), step),  # as "no-shard"
+        "one replica": (Net(), hybrid(init_device_mesh("cpu", (1, 8))), step),  # equals "full"
+        "replicas of one": (Net(), hybrid(init_device_mesh("cpu", (8, 1))), step),  # equals "no-shard"
         "checkpointed": (checkpointed(Net()), {}, step),
         "3 x no_sync": (Net(), {}, functools.partial(accumulate, holds=True)),
         "3 x reduced": (Net(), {}, functools.partial(accumulate, holds=False)),
         "skipped": (Skipping(), {}, step),
         "tensor parallel": (divided(Net(), tp["tp"]), {"device_mesh": tp["dp"]}, step),
         "bf16": (Net(), {"mixed_precision": BF16}, step),
-        "bf16, widened": (Net(), {"mixed_precision": BF16}, step),  # on the way
+        "bf16, widened": (Net(), {"mixed_precision": BF16}, step),  # widened by the collectives
         "frozen": (frozen(Net()), {}, step),
         "resharded to 2": (Net(), {"reshard_after_forward": 2}, step),
     }
@@ -296,10 +295,11 @@ KINDS = {"all-gather": "G", "reduce-scatter": "R", "all-reduce": "A"}
 
 
 def test_traces_of_models(world):
-    """A change of a line is a change of what a step does, wanted or not: the third step of each model.
+    """Record the third step of each model: a changed line means that a step does something else, wanted or not.
 
-    Collectives in order (G: all-gather, R: reduce-scatter, A: all-reduce; 3G: three of them), their bytes; what is live on
-    rank 0 between steps, and at the most over that in a step; bytes copied and operations in all, with the model's own.
+    Columns: bytes sent; live bytes on rank 0 between steps (kept) and their maximum in a step (peak); bytes copied and
+    operations, the model's own included; collectives in order. G is all-gather, R reduce-scatter, A all-reduce; 3G is
+    three all-gathers.
     """
     world(8)
     tp = init_device_mesh("cpu", (4, 2), mesh_dim_names=("dp", "tp"))
@@ -351,8 +351,9 @@ resharded to 2    1,802,496   75,104    615,016  4,336,748  233  8GRGRG3R""",
 
 
 MOST = {"SGD": 10, "AdamW": 18, "RMSprop": 18, "NAdam": 26, "ASGD": 10, "Adamax": 70, "Rprop": 180}
-"""Lines of this library that run for each parameter, where an optimizer steps one after the other. A function of a gradient
-whose result is a part costs most of them. In a step of all together: hardly any."""
+"""Lines of this library that run for each parameter if an optimizer steps parameters one by one. Most come from
+functions that compute a new sharded tensor from a gradient. A foreach step needs hardly any.
+"""
 
 
 def test_a_step_of_parts_costs_few_lines(world):
@@ -363,7 +364,7 @@ def test_a_step_of_parts_costs_few_lines(world):
             optimizer = getattr(torch.optim, name)(model.parameters(), lr=0.1, foreach=foreach)
             for p in model.parameters():
                 p.grad = torch.ones_like(p)
-            optimizer.step()  # makes its state
+            optimizer.step()  # creates its state
             with lines_of_flatshard() as lines:
                 optimizer.step()
             assert lines[0] <= allowed, (name, foreach, lines[0])

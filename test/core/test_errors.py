@@ -1,6 +1,6 @@
-"""The user's mistakes: each raises before anything is changed, and says who, what and the cure.
+"""User errors: each raises before anything changes, and names the object, the problem and the cure.
 
-What ``fully_shard`` refuses is refused by looking, never by trying, so one process with the fake process group is enough.
+``fully_shard`` checks without trying, so one process with the fake process group is enough.
 """
 
 import contextlib
@@ -31,12 +31,12 @@ from flatshard._composable.state import unit_of
 
 @pytest.fixture(autouse=True)
 def _four_ranks(world) -> None:
-    """This process is the first; nobody else is there."""
+    """Simulate rank 0 of four."""
     world(4)
 
 
 def seen_of(root: nn.Module) -> list[Any]:
-    """What can be seen of a module tree: classes, objects, values, attributes, hooks."""
+    """Return everything observable of a module tree: classes, objects, values, attributes, hooks."""
     seen: list[Any] = []
     for name, m in root.named_modules():
         hooks = [list(v.items()) for k, v in m.__dict__.items() if k.endswith("_hooks")]
@@ -47,13 +47,13 @@ def seen_of(root: nn.Module) -> list[Any]:
 
 @contextlib.contextmanager
 def refused(root: nn.Module, kind: type[Exception], message: str) -> Iterator[None]:
-    """The body raises ``kind`` with ``message`` (plain text, not a pattern), and has changed nothing in ``root``."""
+    """Assert that the body raises ``kind`` with ``message`` (plain text, not a pattern) and leaves ``root`` unchanged."""
     before = seen_of(root)
     with pytest.raises(kind, match=re.escape(message)) as caught:
         yield
     assert caught.type is kind, f"a {caught.type.__name__} is not the error to raise here"
     assert seen_of(root) == before
-    assert not hasattr(caught.value, "__notes__")  # no "build it anew"
+    assert not hasattr(caught.value, "__notes__")  # no note to build the module anew
 
 
 def test_what_is_no_module():
@@ -66,7 +66,7 @@ def test_what_is_no_module():
     with pytest.raises(TypeError, match="cannot hook a RecursiveScriptModule: a scripted module can be inside a unit"):
         fully_shard(scripted)
     model = nn.Sequential(Block(), scripted)
-    fully_shard(model, policy={Block})  # as the message says
+    fully_shard(model, policy={Block})  # the cure in the message
     model(torch.ones(2, 4)).sum().backward()
     assert all(p.grad is not None for p in model.parameters())
 
@@ -181,7 +181,7 @@ ODD: list[tuple[Callable[[], Any], type[Exception], str]] = [
 
 @pytest.mark.parametrize("policy", [None, {Block}], ids=["root", "blocks"])
 def test_a_parameter_that_cannot_be_flattened(monkeypatch, policy):
-    """Of tensor subclasses see ``handle/test_tensor_subclass``. Of the package spmd_types there is a stand-in."""
+    """Tests of tensor subclasses are in ``handle/test_tensor_subclass``. A stand-in replaces the package spmd_types."""
     for make, kind, message in ODD:
         model = Net()
         made = make()
@@ -191,7 +191,7 @@ def test_a_parameter_that_cannot_be_flattened(monkeypatch, policy):
             if kind is NotImplementedError:
                 patch.setitem(sys.modules, "spmd_types", spmd_types)
             fully_shard(model, policy=policy)
-        fully_shard(model, policy=policy, ignored_states=[weight])  # the cure, where there is no better one
+        fully_shard(model, policy=policy, ignored_states=[weight])  # the cure if there is no better one
         assert model.blocks[1].linear.weight is weight
 
 
@@ -200,10 +200,10 @@ def test_parameters_that_only_look_odd():
         """A subclass without its own dispatch."""
 
     class DDP(nn.Linear):
-        """Not torch's."""
+        """A class with the name of torch's."""
 
     model = nn.Sequential(nn.LazyLinear(4), DDP(4, 4))
-    model(torch.ones(2, 3))  # as the message says of lazy ones
+    model(torch.ones(2, 3))  # the cure for lazy parameters in the message
     model[0].weight = Mine(torch.ones(4, 3))
     model.num_replicates = 2
     model[1]._replicate = True
@@ -219,7 +219,7 @@ def test_two_parameters_in_the_same_memory(policy):
         model.blocks[0].linear.weight, model.blocks[1].linear.weight = map(nn.Parameter, views(torch.ones(4, 4)))
         with refused(model, ValueError, f"parameters {names} are different Parameter objects in the same"):
             fully_shard(model, policy=policy)
-    base = torch.ones(8, 4)  # side by side they are two
+    base = torch.ones(8, 4)  # adjacent views are two parameters
     model.blocks[0].linear.weight, model.blocks[1].linear.weight = nn.Parameter(base[:4]), nn.Parameter(base[4:])
     assert describe(fully_shard(model)).numel == sum(p.numel() for p in Net().parameters())
 
@@ -253,7 +253,7 @@ def test_what_another_wrapper_manages(name: str):
 
 
 def on_meta() -> nn.Sequential:
-    """The second layer's initialiser leaves the buffer out."""
+    """Return a model on meta whose second layer has a buffer that its initialiser does not fill."""
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
         model[1].register_buffer("table", torch.ones(3))
@@ -261,12 +261,12 @@ def on_meta() -> nn.Sequential:
 
 
 def test_a_failure_after_the_change_has_begun_says_so():
-    """What an initialiser leaves out can only show when it has run, unit by unit, with earlier units sharded by then."""
+    """An unfilled buffer shows only after the initialiser has run, when earlier units are already sharded."""
     model = on_meta()
     with pytest.raises(RuntimeError, match=r"'1\.table' were on the meta device and have not been initialised") as e:
         fully_shard(model, policy={nn.Linear}, device_id="cpu")
     assert e.value.__notes__ == ["fully_shard had begun to change this Sequential: build it anew before you try again."]
-    # What is left. Nothing hooked, so a half-sharded module does not train; and it is not sharded again by mistake.
+    # No hook is left, so the half-sharded module neither trains nor can be sharded again by mistake.
     assert not any(m._forward_pre_hooks or m._forward_hooks for m in model.modules())
     assert unit_of(model[1]) is None
     with pytest.raises(ValueError, match="this Sequential is sharded already"):

@@ -1,10 +1,10 @@
-"""An exception from user code, anywhere in a step, costs that step and nothing else.
+"""An exception from user code anywhere in a step costs that step and nothing else.
 
-The user catches it, calls ``zero_grad`` and goes on: the next steps must equal those of a model to which nothing
-happened, and no memory of the broken step may be left once the next one is over (or at once, after ``recover``).
+The user catches it, calls ``zero_grad`` and continues. The next steps must equal those of a model without the
+exception. The broken step's memory is freed by the end of the next step, or at once by ``recover``.
 
-All ranks raise at the same place. A failure on one rank alone leaves its peers in a collective: no library can help.
-Exceptions among other verbs are the fuzzer's.
+All ranks raise at the same place. A failure on one rank alone leaves its peers in a collective, and no library can
+help. The fuzzer covers exceptions between other calls.
 """
 
 import contextlib
@@ -33,7 +33,7 @@ ERRORS: tuple[type[BaseException], ...] = (ValueError, torch.OutOfMemoryError, K
 
 
 class Bomb:
-    """Raises at the ``number``-th call, once."""
+    """Callable that raises once, at call ``number``."""
 
     def __init__(self, error: type[BaseException], number: int = 1) -> None:
         self.error, self.left = error, number
@@ -84,7 +84,7 @@ class Recomputing(Block):
 
 
 class Run:
-    """A model in training, deterministic: equal numbers of steps give equal parameters."""
+    """A deterministic training run: equal numbers of steps give equal parameters."""
 
     def __init__(self, ctx: Any, strategy: ShardingStrategy, reentrant: bool | None = None, **options: Any) -> None:
         self.make = functools.partial(Run, ctx, strategy, reentrant, **options)
@@ -113,7 +113,7 @@ class Run:
         with where(self.model, i, bomb), pytest.raises(error, match="on purpose"):
             self.half_step(**guard)
         assert bomb.left == 0
-        # ``zero_grad`` and the like see the user's own parameters. Not after an interrupt: torch runs no hooks then.
+        # ``zero_grad`` sees the user's own parameters, except after an interrupt: torch then runs no hooks.
         own = [isinstance(p, flatshard.tensors.ShardedParameter) for p in self.model.parameters()]
         assert all(own) or not issubclass(error, Exception)
 
@@ -122,7 +122,7 @@ class Run:
         check_clean(self.model)
 
     def check_same(self) -> None:
-        """As a model to which nothing has happened."""
+        """Assert that the model equals one whose steps raised no exception."""
         check_clean(self.model)
         other = self.make()
         for _ in range(self.steps):
@@ -142,12 +142,12 @@ def test_training_goes_on(ctx, name: str):
         for guard in (torch.no_grad, torch.inference_mode) if in_forward else ():
             run.explode(where, i, error, guard=guard)
         run.explode(where, i, error)
-        if in_forward and issubclass(error, Exception):  # every unit's own hooks run as an exception passes
+        if in_forward and issubclass(error, Exception):  # all units' hooks run while an exception propagates
             assert not unit_of(run.model).context.forwards
             assert not any(unit.claims for unit in units(run.model) if unit.config.strategy is STRATEGIES[0])
         run.step()
         check_clean(run.model)
-    for i in (1, 2, 0):  # without a step between them
+    for i in (1, 2, 0):  # no step between them
         run.explode(where, i, ValueError)
     run.recover()
     run.step()
@@ -156,9 +156,9 @@ def test_training_goes_on(ctx, name: str):
 
 @ranks(4, timeout=20)
 def test_recomputation_raises(ctx):
-    """The exception comes when the forward runs for the second time, in backward.
+    """Raise when the forward runs for the second time, in backward.
 
-    What a broken step kept of its forwards, for gathers among two of the four, is not taken for the next step's.
+    Shards that the broken step kept for gathers among two of the four ranks are not used in the next step.
     """
     for strategy, reentrant, options in (
         (STRATEGIES[0], True, {"reshard_after_forward": 2}),
@@ -180,7 +180,7 @@ ALLOCATING = ("empty", "empty_strided", "empty_like", "new_empty", "zeros", "zer
 
 
 class Lacks(TorchDispatchMode):
-    """The ``left``-th of some operators fails; of a copy of several tensors when the first has been made."""
+    """Fails the ``left``-th call of the given operators; a copy of several tensors fails after the first one."""
 
     def __init__(self, operators: tuple[str, ...], left: int) -> None:
         super().__init__()
@@ -199,7 +199,7 @@ class Lacks(TorchDispatchMode):
 @pytest.mark.parametrize("operators", [ALLOCATING, ("copy_", "_foreach_copy_")], ids=["memory", "copies"])
 @ranks(2, timeout=20)
 def test_out_of_memory_anywhere_in_a_backward(ctx, operators: tuple[str, ...]):
-    """For each allocation and each copy of a backward, in reductions too: the next iteration is right."""
+    """Fail at each allocation and each copy of a backward, reductions included: the next iteration is right."""
     for strategy in STRATEGIES:
         run, number = Run(ctx, strategy), 0
         run.step()
@@ -224,7 +224,7 @@ def test_out_of_memory_anywhere_in_a_backward(ctx, operators: tuple[str, ...]):
 
 @ranks(2)
 def test_recover_inside_a_step(ctx):
-    """Refused: it would free what is in use."""
+    """``recover`` refuses: it would free memory in use."""
     run, refused = Run(ctx, ShardingStrategy.FULL_SHARD), []
 
     def attempt(*_: Any) -> None:
@@ -241,7 +241,7 @@ def test_recover_inside_a_step(ctx):
 
 @ranks(2)
 def test_gradients_before_and_after(ctx):
-    """Gradients of earlier, whole backwards survive a broken one; of the broken one nothing arrives later."""
+    """Gradients of earlier, complete backwards survive a broken one, and the broken one's never arrive later."""
     for strategy in STRATEGIES:
         run = Run(ctx, strategy)
         run.half_step()
@@ -249,7 +249,7 @@ def test_gradients_before_and_after(ctx):
         run.explode(PLACES["forward of a unit"], 1, ValueError)
         run.explode(PLACES["backward in a unit"], 2, ValueError)
         for p, grad in zip(run.model.parameters(), before, strict=True):
-            if not p._flatshard_info.fqn.startswith("head"):  # the root may have had its gradients
+            if not p._flatshard_info.fqn.startswith("head"):  # the root may have received its gradients
                 assert torch.equal(p.grad, grad)
         run.optimizer.zero_grad()
         flatshard.recover(run.model)
@@ -260,5 +260,5 @@ def test_gradients_before_and_after(ctx):
         with pytest.raises(ValueError, match="on purpose"):
             fails.backward()
         run.optimizer.zero_grad()
-        works.backward()  # without a forward in between: its own gradients, all of them
+        works.backward()  # no forward since: the backward gives all of its own gradients
         assert all(torch.equal(p.grad, g) for p, g in zip(run.model.parameters(), before, strict=True))

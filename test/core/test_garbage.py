@@ -1,4 +1,4 @@
-"""A sharded model that is dropped is freed: its cycles run through Python alone, where the collector sees them."""
+"""A dropped sharded model is freed: its reference cycles consist of Python objects, which the collector sees."""
 
 import contextlib
 import copy
@@ -29,7 +29,7 @@ def make_and_train(group: Any, copied: bool, last: str) -> list[weakref.ref]:
     model = copy.deepcopy(model) if copied else model
     if last == "failure":
         model[1].register_forward_hook(lambda module, args, out: out.register_hook(fail) and None)
-    out = model(torch.randn(2, 8))  # which leaves records of what a backward would need
+    out = model(torch.randn(2, 8))  # creates records for a backward
     if last != "forward":
         with contextlib.suppress(ValueError):
             out.sum().backward()
@@ -46,7 +46,7 @@ def test_dropped_models_are_freed(ctx):
 
 
 def test_a_skipped_unit_keeps_no_tensors(fake_group):
-    """Nor a forward's frame: what passed through is freed with the graph, not by the collector, which may come late."""
+    """A skipped unit keeps no frame of its forward either. The graph frees its input; the collector might run late."""
     model = flatshard.fully_shard(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), policy={nn.Linear})
     gc.collect()
     gc.disable()
@@ -71,7 +71,7 @@ class Meeting(Recording):
 
 
 def train_with_static_buffers(group: Any) -> nn.Module:
-    """Runs the blocks in another order, in which a unit that is gathered ahead may find its buffer taken."""
+    """Train with a changing order of blocks, so that a prefetched unit may find its buffer in use."""
     model = Net(6, width=4, inputs=4, outputs=4)
     flatshard.fully_shard(model, policy={Block}, process_group=group, static_buffers=True)
     for order in (range(6), reversed(range(6)), reversed(range(6))):
@@ -81,7 +81,7 @@ def train_with_static_buffers(group: Any) -> nn.Module:
 
 
 def norm_over_two_groups(group: Any, other: Any) -> nn.Module:
-    """Their numbers tell which is reduced over first."""
+    """Clip over two groups: the groups' numbers decide which is reduced over first."""
     first, second = (flatshard.fully_shard(nn.Linear(3, 3), process_group=each) for each in (other, group))
     both = nn.Sequential(first, second)
     both(torch.ones(2, 3)).sum().backward()
@@ -90,7 +90,7 @@ def norm_over_two_groups(group: Any, other: Any) -> nn.Module:
 
 
 def retain_a_graph_and_build_one(group: Any) -> nn.Module:
-    """Units stay unsharded after a backward that builds a graph, and after one that retains such a graph."""
+    """Run a backward that builds a graph and one that retains such a graph: units stay unsharded after both."""
     for builds in (False, True):
         model = flatshard.fully_shard(nn.Linear(3, 3), process_group=group)
         x = torch.ones(2, 3, requires_grad=True)
@@ -104,7 +104,7 @@ def retain_a_graph_and_build_one(group: Any) -> nn.Module:
 
 
 def accumulate(group: Any) -> nn.Module:
-    """Goes before its last microbatch comes."""
+    """Return a model that is dropped before its last microbatch."""
     model = flatshard.fully_shard(nn.Linear(3, 3), process_group=group)
     model(torch.ones(2, 3)).sum().backward()
     with flatshard.no_sync(model):
@@ -113,13 +113,13 @@ def accumulate(group: Any) -> nn.Module:
 
 
 def with_collectives_that_meet(group: Any) -> nn.Module:
-    """The factory is called once for all models of the group."""
+    """Shard with a factory of collectives that is called once for all models of the group."""
     return flatshard.fully_shard(nn.Linear(3, 3), process_group=group, collectives=Meeting)
 
 
 @ranks(4)
 def test_ranks_collect_garbage_at_different_times(ctx):
-    """What lives on for a while, here on all ranks but rank 0, makes no difference for the order of collectives."""
+    """Models that live longer on some ranks, here on all but rank 0, do not change the order of collectives."""
     other, kept = dist.new_group(), []  # all of the pool's ranks must call this
     makers = [
         train_with_static_buffers,
@@ -138,7 +138,7 @@ def test_ranks_collect_garbage_at_different_times(ctx):
 
 @ranks(4)
 def test_groups_that_were_connected_stay_so(ctx):
-    """Whether the units that connected them still live, here on two ranks, makes no difference for who shares an order."""
+    """Groups share an order even if the units that connected them are freed on some ranks, here on two."""
     mesh = ctx.device_mesh((2, 2), ("replicate", "shard"))
     groups = mesh.get_group(1), mesh.get_group(0)
     between = flatshard.fully_shard(nn.Linear(3, 3), device_mesh=mesh, strategy=flatshard.ShardingStrategy.HYBRID_SHARD)

@@ -1,4 +1,4 @@
-"""The C library keeps freed memory where units live on CPU: no page faults from one step to the next."""
+"""The C library keeps freed memory if units live on CPU: steps after the first cause no page faults."""
 
 import platform
 import resource
@@ -11,7 +11,7 @@ from torch import nn
 from flatshard import _config, fully_shard
 from flatshard._comm import host_memory
 
-WIDTH = 1024  # 4 MiB a unit
+WIDTH = 1024  # 4 MiB per unit
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library")
@@ -28,7 +28,8 @@ def test_a_steady_step_takes_no_new_memory(ctx):
         model.zero_grad()
         found.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
     pages = 4 * WIDTH * WIDTH // resource.getpagesize()
-    # Of some 14 units gathered and reduced: an input of a reduction that shared memory has given back, or two if a rank lags.
+    # Some 14 units are gathered and reduced in a step. The new pages may be those of one reduction's input that shared
+    # memory has released, or of two if a rank lags.
     assert min(found) < 3 * pages
 
 

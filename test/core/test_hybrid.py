@@ -1,4 +1,4 @@
-"""Hybrid sharding: shard within a group, replicate across groups. Meshes (1,1), (1,n), (n,1), (a,b) against one process."""
+"""Hybrid sharding, shards within a group and replicas across groups, on meshes (1,1), (1,n), (n,1), (a,b)."""
 
 import copy
 import math
@@ -29,7 +29,7 @@ def make() -> nn.Module:
 
 
 def backward(ctx, plain: nn.Module | None, model: nn.Module | None, order: tuple[int, ...] = (0, 1, 2)) -> None:
-    """Of a batch, and of this rank's part of it."""
+    """Run ``plain`` on a full batch, and ``model`` on this rank's share of it."""
     x = torch.randn(2 * ctx.world_size, 5, generator=torch.Generator().manual_seed(0)).double()
     for m, part in zip((plain, model), parts(ctx, x), strict=True):
         if m is not None:
@@ -56,11 +56,13 @@ def test_a_later_unit_over_the_replicas_is_of_one_order_with_them(ctx):
 @pytest.mark.parametrize("shared_later", [False, True])
 @ranks(2)
 def test_units_that_share_a_process_group_are_reduced_in_one_order(ctx, shared_later: bool):
-    """All-reduces of a group match by order, also of units from several calls: the replicas of one are all ranks of another.
-    A rank that leaves a unit out completes it late. ``shared_later``: another call tells that the groups have to do with it.
+    """All-reduces of a group match by order, even of units from several calls.
+
+    Here, one unit's replicas are all ranks of another's. A rank that leaves a unit out completes it late.
+    ``shared_later``: another call connects the groups.
     """
 
-    alone = dist.new_group([ctx.rank], use_local_synchronization=True)  # that nothing has connected yet
+    alone = dist.new_group([ctx.rank], use_local_synchronization=True)  # a group that no unit has connected yet
 
     def shard(model: nn.Module) -> nn.Module:
         if shared_later:
@@ -89,7 +91,7 @@ def test_units_that_share_a_process_group_are_reduced_in_one_order(ctx, shared_l
 @pytest.mark.parametrize("grouped", [False, True])
 @ranks(2)
 def test_a_unit_alone_on_its_process_group_that_one_rank_leaves_out(ctx, grouped: bool):
-    """The backward brings gradients to units of the other group. ``grouped``: two units are on that of the first."""
+    """Backward brings gradients to units of the other group. ``grouped``: two units are on the first group."""
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(5, 5), Optional(), Optional(), nn.Linear(5, 5)).double()
     model = copy.deepcopy(plain)
@@ -107,7 +109,7 @@ def test_a_unit_alone_on_its_process_group_that_one_rank_leaves_out(ctx, grouped
 @pytest.mark.parametrize("strategy", HYBRID, ids=lambda s: s.name)
 @ranks(1, 3, 4)
 def test_parity(ctx, strategy: ShardingStrategy):
-    """Not ``check_parity``, which counts elements over all ranks: with replicas that count is a multiple it doesn't know."""
+    """``check_parity`` counts elements over all ranks, and replicas would multiply its count."""
     world = ctx.world_size
     for shape, as_mesh in (
         [((2, 2), False), ((2, 2), True)] if world == 4 else [((1, world), False), ((world, 1), False)]
@@ -137,7 +139,7 @@ def test_parity(ctx, strategy: ShardingStrategy):
 
 @ranks(4)
 def test_every_replica_starts_from_rank_0(ctx):
-    """Whatever the random generators do, where ``fully_shard`` fills what is on meta, and where it is filled later."""
+    """Replicas agree, whatever their random generators, if ``fully_shard`` or a later call initialises parameters."""
     mesh = ctx.device_mesh((2, 2), ("replicate", "shard"))
     for device, options in (("cpu", {"sync_module_states": True}), ("meta", {"device_id": "cpu"}), ("meta", {})):
         torch.manual_seed(ctx.rank)
@@ -147,13 +149,13 @@ def test_every_replica_starts_from_rank_0(ctx):
         if not options:
             for layer in model.to_empty(device="cpu"):
                 layer.reset_parameters()
-        model(torch.ones(1, 5))  # from here on no value is to come
+        model(torch.ones(1, 5))  # ends initialisation
         assert same_everywhere(ctx.group, torch.cat([p.flatten() for p in full_params(model).values()]))
 
 
 @ranks(4)
 def test_all_reduce_at_the_last_microbatch(ctx):
-    """Reduce-scatter every microbatch, all-reduce the last: same gradients, fewer all-reduces."""
+    """Reduce-scatter each microbatch and all-reduce the last only: same gradients, fewer all-reduces."""
     mesh = ctx.device_mesh((2, 2), ("replicate", "shard"))
     for strategy, policy in [(HYBRID[0], {Block}), (HYBRID[1], None)]:
         plain, model = twins(ctx, make, policy, device_mesh=mesh, strategy=strategy)
@@ -173,7 +175,7 @@ def test_all_reduce_at_the_last_microbatch(ctx):
 
 @ranks(4)
 def test_refusals(ctx):
-    """Groups are built from the local world size."""
+    """Test errors for groups and meshes that do not fit hybrid sharding."""
     mesh = ctx.device_mesh((2, 2), ("replicate", "shard"))
     shards, replicas = mesh.get_group(1), mesh.get_group(0)
     hybrid = {"strategy": HYBRID[0]}
@@ -202,7 +204,7 @@ def test_refusals(ctx):
 
 @ranks(2, 4)
 def test_what_no_later_backward_adds_to(ctx):
-    """What was averaged within the shard group only is averaged over the replicas by the next backward that may."""
+    """Gradients averaged within the shard group only are averaged over the replicas by the next full backward."""
     where: dict[str, Any] = {"process_group": (ctx.alone, ctx.group)}
     if ctx.world_size == 4:
         where = {"device_mesh": ctx.device_mesh((2, 2), ("replicate", "shard"))}
@@ -218,7 +220,7 @@ def test_what_no_later_backward_adds_to(ctx):
         for m in (model, plain):
             m.zero_grad()
 
-    partially()  # then a block is left out
+    partially()  # then leave a block out
     backward(ctx, plain, model, order=(0, 2))
     backward(ctx, plain, None)
     check()
@@ -228,7 +230,7 @@ def test_what_no_later_backward_adds_to(ctx):
     backward(ctx, plain, model)
     check()
 
-    partially()  # then a block is frozen for a backward
+    partially()  # then freeze a block for one backward
     model.blocks[1].requires_grad_(False)
     backward(ctx, None, model)
     model.zero_grad()
@@ -239,7 +241,7 @@ def test_what_no_later_backward_adds_to(ctx):
 
 @ranks(4)
 def test_reshard_forgets_what_was_kept(ctx):
-    """After a write that no version tells of."""
+    """Write without a new version, so that only ``reshard`` can discard the kept parameters."""
     model, mesh, x = nn.Linear(4, 4), ctx.device_mesh((2, 2), ("outer", "inner")), torch.ones(1, 4)
     fully_shard(model, strategy=ShardingStrategy.HYBRID_FULL_SHARD, device_mesh=mesh, sync_module_states=True)
     with torch.no_grad():

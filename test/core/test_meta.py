@@ -1,4 +1,4 @@
-"""From a module without values to a sharded one: the meta device, ``to_empty`` after it, ``sync_module_states``, meshes."""
+"""Initialisation of sharded modules: the meta device, ``to_empty`` after it, ``sync_module_states``, meshes."""
 
 import copy
 import functools
@@ -30,7 +30,7 @@ WIDTH = 13
 
 
 class Rotary(nn.Module):
-    """A buffer that is in no state dict, an integer, and a parameter without dimensions."""
+    """A buffer outside the state dict, an integer buffer, and a parameter without dimensions."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ class Block(NormBlock):
 
 
 class Lm(nn.Module):
-    """Embedding and head are tied. ``init_weights`` comes to the root before and after the blocks, as torchtitan's does."""
+    """Embedding and head are tied. Like torchtitan's, ``init_weights`` visits the root before and after the blocks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -89,17 +89,17 @@ def on_meta(make: Callable[[], nn.Module] = Lm) -> nn.Module:
 
 
 def tensors_of(model: nn.Module) -> dict[str, Tensor]:
-    """Whole parameters, and buffers."""
+    """Return full parameters and buffers."""
     return {**full_params(model), **dict(model.named_buffers())}
 
 
 def check_alike(ctx: Any, tensors: Iterable[Tensor]) -> None:
-    """Collective: on all ranks."""
+    """Assert that all ranks hold the same ``tensors``. Collective."""
     assert all(same_everywhere(ctx.group, t.detach().flatten()) for t in tensors)
 
 
 def same_as(ctx: Any, model: nn.Module, expected: nn.Module) -> None:
-    """Values, and gradients of the batch."""
+    """Assert equal values, and equal gradients for a batch."""
     wanted = {**dict(expected.named_parameters()), **dict(expected.named_buffers())}
     for name, value in tensors_of(model).items():
         assert torch.equal(value, wanted[name].detach()), name
@@ -116,7 +116,7 @@ def same_as(ctx: Any, model: nn.Module, expected: nn.Module) -> None:
 @ranks(1, 3)
 def test_materialises(ctx, own_values: bool):
     def init(module: nn.Module) -> None:
-        """For one module, and with values of its own."""
+        """Initialise one module, with values other than its default's."""
         for param in module.parameters(recurse=False):
             nn.init.normal_(param, std=0.02)
         for buffer in module.buffers(recurse=False):
@@ -127,7 +127,7 @@ def test_materialises(ctx, own_values: bool):
         (ShardingStrategy.NO_SHARD, {Block, Rotary}),
         (ShardingStrategy.FULL_SHARD, {Block, nn.Embedding, nn.Linear}),
     ):
-        torch.manual_seed(100 + ctx.rank)  # ranks whose generators differ end equal all the same
+        torch.manual_seed(100 + ctx.rank)  # ranks with different generators still end with equal values
         model = on_meta()
         model.embed.weight.lr_scale = 0.5
         params = dict(model.named_parameters())
@@ -151,17 +151,17 @@ def test_materialises(ctx, own_values: bool):
 
 
 def test_what_is_no_initialiser(fake_group):
-    """Of modules that initialise only a part of themselves see ``test_errors``."""
+    """``test_errors`` covers modules that initialise only some of their parameters."""
     linear = functools.partial(nn.Linear, 3, 3)
     for bad in (42, nn.Linear, lambda: None):
         with pytest.raises(TypeError, match=r"param_init_fn=.*it must be None or a function that takes") as e:
             fully_shard(model := on_meta(linear), param_init_fn=bad)
-        assert not hasattr(e.value, "__notes__")  # nothing has been changed
+        assert not hasattr(e.value, "__notes__")  # nothing was changed
         fully_shard(model)
     for init in (lambda module: None, lambda module: module.to_empty(device="cpu", recurse=False)):
         with pytest.raises(RuntimeError, match=r"'weight', 'bias' were .*param_init_fn was called"):
             fully_shard(on_meta(linear), param_init_fn=init)
-    assert not torch.are_deterministic_algorithms_enabled()  # a mode that is on for the call only
+    assert not torch.are_deterministic_algorithms_enabled()  # the mode is on during the call only
     lists = on_meta(lambda: nn.Sequential(nn.ParameterList([torch.ones(3)])))
     with pytest.raises(RuntimeError, match=r"'0.0' are on the meta device and their modules cannot") as e:
         fully_shard(lists, sync_module_states=True)
@@ -170,7 +170,7 @@ def test_what_is_no_initialiser(fake_group):
 
 @ranks(2)
 def test_partly_on_meta(ctx):
-    """Only what is on meta is initialised, one unit at a time: not what has values, nor what an earlier call has sharded."""
+    """Initialise only meta parameters, one unit at a time; initialised and already sharded ones stay."""
     model = nn.Sequential(Block(), on_meta(Block), Block(), on_meta(Block))
     model[2].up.weight = nn.Parameter(torch.empty_like(model[2].up.weight, device="meta"))
     before = {n: p.detach().clone() for n, p in model.named_parameters() if not p.is_meta}
@@ -182,7 +182,7 @@ def test_partly_on_meta(ctx):
         whole = [p for p in waiting if not p.is_meta and shard_info(p) is None]
         assert 0 < sum(p.untyped_storage().nbytes() for p in whole) <= one_block
         calls.append(next(n for n, m in model.named_modules() if m is module))
-        if module is model[2].up:  # one of two: the other one's value is not to be touched
+        if module is model[2].up:  # one of two parameters: the other one's value must stay
             nn.init.zeros_(module.weight)
         else:
             module.reset_parameters()
@@ -200,10 +200,10 @@ def test_partly_on_meta(ctx):
 
 @ranks(1, 3)
 def test_sync_module_states(ctx):
-    """The other ranks may be on meta, as FSDP1 loads a large model once a node. What is sent needs no initialiser."""
+    """Other ranks may be on meta, as when FSDP1 loads a large model once per node. Sent tensors need no initialiser."""
 
     def make(seed: int) -> nn.Module:
-        """Parameters and buffers of many dtypes, shapes and strides."""
+        """Return a model with parameters and buffers of many dtypes, shapes and strides."""
         model = saving.make(seed)
         model.flags = nn.Parameter(torch.rand(9) > 0.5, requires_grad=False)
         model.phase = nn.Parameter(torch.randn(3, dtype=torch.complex64))
@@ -231,7 +231,7 @@ def test_sync_module_states(ctx):
 
 @ranks(4)
 def test_device_meshes(ctx):
-    """Each group has the values of its first rank, and gradients of its own: groups that mixed would show."""
+    """Each group starts from its first rank's values and has its own gradients, so mixed-up groups would show."""
     two, transposed = (ctx.device_mesh((2, 2), names) for names in (("tp", "dp"), ("dp", "tp")))
     meshes: list[tuple[DeviceMesh, list[int]]] = [
         (two["dp"], [0, 1] if ctx.rank < 2 else [2, 3]),
@@ -257,7 +257,7 @@ def test_device_meshes(ctx):
         assert all((p == members[0]).all() for p in full_params(model).values())
 
 
-# -- Filled later: the order of FSDP2 ----------------------------------------------------------------------------------
+# -- Initialised later, in FSDP2's order -------------------------------------------------------------------------------
 
 
 def sharded_on_meta(ctx: Any, **options: Any) -> nn.Module:
@@ -272,7 +272,7 @@ def plain(seed: int = 3) -> Lm:
 
 
 def apply(model: nn.Module) -> None:
-    """``model.apply(init)``, with a second visit of the parents by ``named_parameters``, as GPT-2's does."""
+    """Call ``model.apply(init)``, and visit parents a second time by ``named_parameters`` as GPT-2 does."""
 
     def init(module: nn.Module) -> None:
         if isinstance(module, nn.Linear | nn.Embedding):
@@ -290,7 +290,7 @@ def apply(model: nn.Module) -> None:
 
 
 def each_its_own(model: nn.Module) -> None:
-    """As torchtitan's modules: each lists its own parameters. Who lists those of a whole model finds parts."""
+    """Initialise each module's own parameters, like torchtitan. Listing a full model's parameters returns shards."""
     for module in model.modules():
         for _, p in module.named_parameters(recurse=False):
             nn.init.kaiming_uniform_(p) if p.ndim > 1 else nn.init.normal_(p)
@@ -303,7 +303,7 @@ def test_other_ways_to_initialise(ctx, fill: Callable[[nn.Module], None]):
     float64 = torch.float64
     for options, dtype in (
         ({}, torch.float32),
-        ({"layout": layouts.Rows()}, float64),  # converted before it has values
+        ({"layout": layouts.Rows()}, float64),  # converted before initialisation
         ({"mixed_precision": MixedPrecision(reduce_dtype=float64)}, torch.float32),
     ):
         expected, model = Lm().to(dtype), sharded_on_meta(ctx, **options).to(dtype).to_empty(device="cpu")
@@ -315,7 +315,7 @@ def test_other_ways_to_initialise(ctx, fill: Callable[[nn.Module], None]):
 
 
 class Tied(nn.Module):
-    """A head with a bias of its own."""
+    """A tied head with its own bias."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -328,7 +328,7 @@ class Tied(nn.Module):
 
 @ranks(3)
 def test_own_parameters_of_two_units(ctx):
-    """A module lists both whole."""
+    """A module that owns parameters of two units lists both of them unsharded."""
     expected, model = Tied(), on_meta(Tied)
     fully_shard(model, policy={nn.Embedding, nn.Linear}, process_group=ctx.group).to_empty(device="cpu")
     for each in (model, expected):
@@ -372,13 +372,13 @@ LOOKS: dict[str, Callable[[nn.Module, list[nn.Parameter]], object]] = {
     "reshard": lambda model, params: flatshard.reshard(model),
     "state_dict": lambda model, params: model.blocks.state_dict(),
     "whole": lambda model, params: flatshard.checkpoint.full_state_dict(model),
-    "torch's": lambda model, params: get_state_dict(model, torch.optim.AdamW(params)),  # which steps zeros
+    "torch's": lambda model, params: get_state_dict(model, torch.optim.AdamW(params)),  # steps with zeros
 }
 
 
 @ranks(3)
 def test_whoever_is_no_initialiser_finds_parts(ctx):
-    """Of the unit that was initialised last, too: before any forward, by what was collected before there were values."""
+    """Other readers see shards, even before any forward and through references from before initialisation."""
     for name, look in LOOKS.items():
         ctx.note(name)
         model, expected = sharded_on_meta(ctx), plain()
@@ -389,12 +389,12 @@ def test_whoever_is_no_initialiser_finds_parts(ctx):
         assert any(p.shape != shard_info(p).part_shape for p in params)
         look(model, params)
         assert all(p.shape == shard_info(p).part_shape for p in params)
-        assert type(ShardedParameter.__dict__["grad"].fget).__name__ == "method-wrapper"  # C again, as steps read it
+        assert type(ShardedParameter.__dict__["grad"].fget).__name__ == "method-wrapper"  # in C again, for speed
         same_as(ctx, model, expected)
 
 
 class Rnn(nn.Module):
-    """An RNN has weak references to its parameters, and a ``__setattr__`` of its own."""
+    """An RNN, which keeps weak references to its parameters and overrides ``__setattr__``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -451,11 +451,11 @@ def test_loads(ctx, tmp_path: Path):
         for reads in (False, True):
             ctx.note(f"{fill.__name__}, {reads}")
             model = sharded_on_meta(ctx).to_empty(device="cpu")
-            if reads and fill is not by_hand:  # what shows whole parameters is no obstacle
+            if reads and fill is not by_hand:  # showing full parameters does not prevent initialisation
                 assert model.norm.weight.shape == (WIDTH,)
             fill(model)
             model.rotary.inv_freq.copy_(expected.rotary.inv_freq)
-            for name, value in expected.named_parameters():  # who reads one that has its values finds a part
+            for name, value in expected.named_parameters():  # reading an initialised parameter returns a shard
                 module, _, attribute = name.rpartition(".")
                 param = getattr(model.get_submodule(module), attribute)
                 assert param.shape == shard_info(param).part_shape, name
@@ -506,7 +506,7 @@ def test_a_plan_while_another_model_waits_for_values(fake_group):
 
 @ranks(2)
 def test_ranks_that_start_from_different_values_are_told(ctx: Any) -> None:
-    """Once, with cures that work. Values that come after ``fully_shard`` are compared by nobody: they are parts."""
+    """Ranks warn once, and the cures work. Values assigned after ``fully_shard`` are shards, so they are not compared."""
 
     def first_step(model: nn.Module, **options: Any) -> nn.Module:
         fully_shard(model, policy={nn.Linear}, process_group=ctx.group, **options)
@@ -518,7 +518,7 @@ def test_ranks_that_start_from_different_values_are_told(ctx: Any) -> None:
         return nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 3))
 
     pretrained = make(0)
-    if ctx.rank == 0:  # on one rank alone
+    if ctx.rank == 0:  # on one rank only
         pretrained[2].load_state_dict(make(1)[2].state_dict())
     for model in (make(ctx.rank), pretrained):
         with pytest.warns(UserWarning, match="ranks had different values of the same parameters"):

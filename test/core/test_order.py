@@ -1,7 +1,7 @@
-"""The order of gathers, frees and reductions, as text: a change of it shows as a diff of lines that a human can read.
+"""The order of gathers, frees and reductions as text, so that a change shows as a readable diff.
 
-Events come from ``flatshard._trace.record_events``. Every rank must see the same collectives in the same order, or they
-would be matched with the wrong ones, so :func:`same_everywhere` checks that in every test.
+Events come from ``flatshard._trace.record_events``. All ranks must issue the same collectives in the same order, or
+unrelated ones would match. :func:`same_everywhere` checks that in every test.
 
 Accept a wanted change with ``EXPECTTEST_ACCEPT=1 python -m pytest test/core/test_order.py``, and read the diff.
 """
@@ -44,7 +44,7 @@ def of_each_strategy(ctx) -> list[list[str]]:
 
 def test_strategies(pool):
     columns = same_everywhere(pool.run(of_each_strategy))
-    # The second step of FULL_SHARD knows what comes next, and gathers it one unit ahead.
+    # In its second step, FULL_SHARD knows the order and gathers one unit ahead.
     heads = ("FULL_SHARD, first step", "then", "SHARD_GRAD_OP", "NO_SHARD")
     assert_expected_inline(
         as_text([[head, *column] for head, column in zip(heads, columns, strict=True)]),
@@ -79,7 +79,7 @@ def backward_of_each_prefetch(ctx) -> list[list[str]]:
 
 def test_backward_prefetch(pool):
     columns = same_everywhere(pool.run(backward_of_each_prefetch))
-    # BACKWARD_PRE gathers the next unit before this one is freed, BACKWARD_POST after, None when it is needed.
+    # BACKWARD_PRE gathers the next unit before freeing this one, BACKWARD_POST after that, None on demand.
     assert_expected_inline(
         as_text([["BACKWARD_PRE", *columns[0]], ["POST", *columns[1]], ["None", *columns[2]]]),
         """\
@@ -99,7 +99,7 @@ reduce-scatter <root>    reduce-scatter <root>    reduce-scatter <root>""",
     )
 
 
-# -- Passes that are not like the last ---------------------------------------------------------------------------------
+# -- Passes that differ from the last ----------------------------------------------------------------------------------
 
 
 def change_order(ctx) -> list[list[str]]:
@@ -114,7 +114,7 @@ def change_order(ctx) -> list[list[str]]:
 
 def test_skipped_and_swapped_units(pool):
     steps = same_everywhere(pool.run(change_order))
-    # The prefetched blocks.1 is freed unused, at the end of the first forward. The next step does not gather it.
+    # The first forward frees the prefetched blocks.1 unused at its end. The next step does not gather it.
     assert_expected_inline(
         as_text(steps),
         """\
@@ -157,9 +157,9 @@ def test_a_reduction_ends_when_a_sixth_of_the_next_units_gradients_have_come(ctx
 
 
 class Around(nn.Module):
-    """Own parameters before and after units inside: complete after them, or before if ``before`` is left out.
+    """Own parameters before and after inner units. They complete last, or earlier if ``before`` is left out.
 
-    ``skip`` names what is left out, on this rank alone.
+    ``skip`` names the child that this rank leaves out.
     """
 
     def __init__(self) -> None:
@@ -174,7 +174,7 @@ class Around(nn.Module):
 
 
 class Fork(nn.Module):
-    """A unit with two branches; ``skip`` leaves one or both out, but the unit itself runs."""
+    """A unit with two branches. ``skip`` leaves out one or both, but the unit itself runs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -218,7 +218,7 @@ IN_TURN = ["two.second", "two.first", "two", "fork", "one.second", "one.first", 
 @pytest.mark.parametrize("options", [{}, POST, NO_SHARD], ids=["FULL_SHARD", "BACKWARD_POST", "NO_SHARD"])
 @ranks(3, timeout=20)
 def test_ranks_that_take_different_paths_reduce_in_one_order(ctx, options: dict[str, Any]):
-    """Several steps, the paths changing: what one step leaves behind would show in the next."""
+    """Paths change over several steps, so that leftovers of one step would show in the next."""
     plain, model = twins(ctx, Uneven, {Block, Around, Fork}, **options)
     optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2, weight_decay=0.1) for m in (plain, model)]
     for name, paths in [*PATHS.items(), *PATHS.items()]:
@@ -238,7 +238,7 @@ def test_ranks_that_take_different_paths_reduce_in_one_order(ctx, options: dict[
 
 
 class Late(nn.Module):
-    """Its own parameters have their gradients before backward reaches the unit inside."""
+    """A unit whose own parameters receive their gradients before backward reaches the inner unit."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -249,7 +249,7 @@ class Late(nn.Module):
 
 
 class Recomputed(nn.Module):
-    """Its parameters have their gradients in a backward inside the backward."""
+    """A unit whose parameters receive their gradients in a backward inside the backward."""
 
     def __init__(self, inner: nn.Module | None = None) -> None:
         super().__init__()
@@ -260,7 +260,7 @@ class Recomputed(nn.Module):
 
 
 class Passing(nn.Module):
-    """May return its input, so that backward reaches it after the unit before, at the same node. May have parameters."""
+    """May return its input, so that backward reaches it after the previous unit, at the same node. May have parameters."""
 
     passes = False
 
@@ -273,7 +273,7 @@ class Passing(nn.Module):
 
 
 class Within(Passing):
-    """Has parameters before and after a reentrant checkpoint, and in it beside a unit. The first may be left out."""
+    """Parameters before, after and inside a reentrant checkpoint, which also has a unit. The first may be left out."""
 
     def __init__(self) -> None:
         super().__init__(nn.Linear(4, 4))
@@ -323,7 +323,7 @@ def test_what_one_rank_does_not_use(ctx, name: str):
 
 @ranks(2, timeout=20)
 def test_a_unit_waits_for_one_that_ran_between_its_two_modules(ctx):
-    """Rank 0 uses only the last module, and returns the model's input from the first: backward does not come there."""
+    """Rank 0 uses only the last module and returns the model's input from the first, which backward does not reach."""
     model = nn.Sequential(Passing(), Fork(), nn.Linear(4, 4))
     fully_shard([model[0], model[2]], process_group=ctx.group)
     fully_shard(model, policy={Fork}, process_group=ctx.group)
@@ -337,7 +337,7 @@ def test_a_unit_waits_for_one_that_ran_between_its_two_modules(ctx):
 @pytest.mark.parametrize(("frozen", "passes"), [("a", (0, 1)), ("b", (0, 1)), ("b", (0,))])
 @ranks(2, timeout=20)
 def test_added_losses_of_partly_frozen_units(ctx, frozen: str, passes: tuple[int, ...]):
-    """A rank whose graph has none of a unit's parameters gathers and reduces it as often, and as late, as the others."""
+    """A rank whose graph lacks a unit's parameters gathers and reduces it as often, and as late, as the others."""
 
     def make() -> nn.Module:
         net = nn.Sequential(nn.Linear(4, 4), Fork(), Fork(), nn.Linear(4, 2))
@@ -364,7 +364,7 @@ def test_added_losses_of_partly_frozen_units(ctx, frozen: str, passes: tuple[int
 )
 @ranks(2, timeout=20)
 def test_added_losses_of_units_that_ranks_leave_out(ctx, strategy: str, freezes: bool):
-    """They are gathered equally often on all ranks, whatever each has left out before. ``freezes``: in between."""
+    """All ranks gather units equally often, whichever each left out before. ``freezes`` a weight in one pass."""
 
     def run(net: nn.Module, passes: list[int], left_out: set[tuple[int, int]]) -> None:
         of, losses = range(2) if net is plain else [ctx.rank], []
@@ -388,7 +388,7 @@ def test_added_losses_of_units_that_ranks_leave_out(ctx, strategy: str, freezes:
 
 
 def test_a_unit_without_gradients_is_reduced_in_its_turn(world):
-    """Not at the end of backward: other ranks may have gradients of it, and wait for this one."""
+    """The unit must not wait for the end of backward: other ranks may have its gradients and wait for this rank."""
     world(8)
     model = fully_shard(Uneven(), policy={Block, Around, Fork})
     model.take_path({"fork": "both"})
@@ -401,7 +401,7 @@ def test_a_unit_without_gradients_is_reduced_in_its_turn(world):
 
 
 def test_what_comes_back_keeps_its_turn(world):
-    """A backward of another graph may reach units in an order of its own."""
+    """Another graph's backward may reach units in a different order."""
     world(2)
     model = fully_shard(nn.Sequential(*(nn.Linear(4, 4) for _ in range(3))), policy={nn.Linear})
     model(torch.ones(2, 4)).sum().backward()
@@ -412,7 +412,7 @@ def test_what_comes_back_keeps_its_turn(world):
 
 
 def test_what_was_frozen_since_its_forward_does_not_count(world):
-    """Autograd calls its hook, and there is no gradient. The unit is complete with the last one that there is."""
+    """Autograd calls the frozen parameter's hook without a gradient. The unit completes with its last real gradient."""
     world(2)
     model = fully_shard(nn.Sequential(*(nn.Linear(4, 4) for _ in range(4))))
     loss = model(torch.ones(2, 4)).sum()
@@ -433,8 +433,9 @@ class Bypassed(nn.Linear):
 
 @pytest.mark.parametrize("chooses", [False, True])
 def test_what_no_value_is_needed_for_is_not_gathered_again(world, chooses: bool):
-    """Backward comes to an earlier forward of the unit, of which no parameter is in the graph. On another rank some may be,
-    which reduces the unit then. ``chooses``: the backward is for some leaves, so it cannot be foreseen that it comes there.
+    """Backward reaches an earlier forward of the unit whose graph holds no parameter.
+    Another rank's graph may hold some, and it reduces the unit then.
+    ``chooses``: the backward is for selected leaves, so it is unknown beforehand whether backward gets there.
     """
     world(2)
     model = fully_shard(Bypassed(4, 4))
@@ -459,7 +460,7 @@ def test_a_graph_that_waits_for_a_backward_of_its_own_delays_nothing(world):
 
 
 class Skipping(nn.Sequential):
-    """Does not use its last module where ``short`` is set. Its backward raises before the first module where ``fails`` is."""
+    """Leaves out its last module if ``short``. Its backward raises before reaching the first module if ``fails``."""
 
     short = fails = False
 
@@ -481,7 +482,7 @@ def collectives_of_a_step(model: Skipping) -> list[str]:
 
 
 def test_what_a_rank_left_out_before_does_not_change_its_order(world):
-    """Other ranks may have left out nothing: also in a backward that fails, all have begun the same reductions."""
+    """Other ranks may have run all modules: even a failing backward must start the same reductions."""
     world(8)
     model = Skipping(*(nn.Linear(4, 4) for _ in range(4)))
     fully_shard([model[1], model[3]])
@@ -494,7 +495,7 @@ def test_what_a_rank_left_out_before_does_not_change_its_order(world):
 
 
 class Scaled(nn.Module):
-    """Its own parameter is used last, so it has its gradient before backward reaches the unit inside."""
+    """A unit that uses its own parameter last, so its gradient comes before backward reaches the inner unit."""
 
     short = False
 
@@ -507,7 +508,7 @@ class Scaled(nn.Module):
 
 
 def test_what_a_unit_around_others_left_out_before_does_not_change_when_it_is_reduced(world):
-    """It waits for what is inside only in a backward that lacks some of its parameters."""
+    """The outer unit waits for inner ones only in a backward without gradients for some of its parameters."""
     world(8)
     model = Skipping(nn.Linear(4, 4), Scaled())
     fully_shard(model, policy={nn.Linear, Scaled})
@@ -520,7 +521,7 @@ def test_what_a_unit_around_others_left_out_before_does_not_change_when_it_is_re
 
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
 def test_added_losses_whose_backward_fails(world, strategy: str):
-    """All ranks have begun the same reductions, also one that left a unit out in the first pass."""
+    """All ranks start the same reductions, including a rank that left a unit out in the first pass."""
     world(8)
     model = Skipping(*(nn.Linear(4, 4) for _ in range(3)), Passing(nn.LayerNorm(4)))
     fully_shard(model, policy={nn.Linear, Passing}, strategy=strategy)
@@ -534,4 +535,4 @@ def test_added_losses_whose_backward_fails(world, strategy: str):
         steps.append([e for e in events if not e.startswith("reshard")])
     assert steps[0] == steps[1]
     model.fails = False
-    model(torch.ones(2, 4)).sum().backward()  # training goes on, and what failed is dropped
+    model(torch.ones(2, 4)).sum().backward()  # training continues, and the failed gradients are dropped

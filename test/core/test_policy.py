@@ -1,6 +1,6 @@
-"""Which submodules become units, by every kind of policy, and which unit owns which parameter.
+"""The submodules that become units, for every kind of policy, and the unit that owns each parameter.
 
-Everything here is decided before the first collective, so one process with the fake process group is enough.
+All of this is decided before the first collective, so one process with the fake process group is enough.
 """
 
 import copy
@@ -25,7 +25,7 @@ from flatshard.policies import ModuleWrapPolicy, find_blocks
 
 @pytest.fixture(autouse=True)
 def _four_ranks(world) -> None:
-    """This process is the first; nobody else is there."""
+    """Simulate rank 0 of four."""
     world(4)
 
 
@@ -35,11 +35,11 @@ class Block(Mlp):
 
 
 class Wide(Block):
-    """A subclass, which a policy on ``Block`` selects too."""
+    """A subclass, selected by a policy on ``Block`` too."""
 
 
 class Parts(nn.Module):
-    """What its forward does, does not matter here."""
+    """A container of ``parts``, never run."""
 
     def __init__(self, **parts: Any):
         super().__init__()
@@ -61,13 +61,13 @@ class Net(Parts):
 
 
 def by_unit(module: nn.Module, value) -> dict:
-    """``value(unit)`` for each unit, by the name that its module has in ``module``; in module order."""
+    """Return ``value(unit)`` for each unit in module order, by its module's name in ``module``."""
     names = {m: n for n, m in module.named_modules()}
     return {names[unit.module]: value(unit) for unit in units_below(module)}
 
 
 def owned(module: nn.Module) -> dict[str, list[str]]:
-    """The names of the parameters that each unit owns."""
+    """Return the names of the parameters that each unit owns."""
     names = {p: n for n, p in module.named_parameters()}
     return by_unit(module, lambda u: [names[p] for flat in u.handle.flats for p in flat.params])
 
@@ -103,7 +103,7 @@ BY_CLASS = {
 
 
 def test_kinds_of_policy_that_mean_the_same():
-    """A subclass of a sought class is selected too, as by isinstance. Names, order and classes are kept."""
+    """A policy also selects subclasses, like isinstance. Names, order and classes stay."""
     plain = Net()
     assert units(fully_shard(Net(), policy=None)) == [""]
     for kind, policy in BY_CLASS.items():
@@ -115,13 +115,13 @@ def test_kinds_of_policy_that_mean_the_same():
 
 
 class Wrapper(nn.Sequential):
-    """What FSDP1's recursion wraps a unit in; here it only marks it."""
+    """Marker for units that FSDP1's recursion would wrap."""
 
 
 def fsdp1_units(root: nn.Module, policy, ignored_modules=()) -> list[str]:
-    """The FQNs of the units that FSDP1's recursion makes of ``root``, which it changes.
+    """Return the FQNs of the units of FSDP1's recursion, which changes ``root``.
 
-    But for ``out_proj`` of attention, of which FSDP1 makes a unit that is never called: its model then fails.
+    ``out_proj`` of attention is left out: FSDP1 makes a unit of it that is never called, so its model fails.
     """
     names = {m: n for n, m in root.named_modules()}
     params = {p for m in ignored_modules for p in m.parameters()}
@@ -142,14 +142,14 @@ def test_size_based_policies_choose_what_fsdp1_chooses():
         for make in (Net, tower):
             assert units(fully_shard(make(), policy=ours)) == fsdp1_units(make(), theirs), arguments
     policy = functools.partial(torch_wrap.size_based_auto_wrap_policy, min_num_params=200)
-    plain, model = Net(), Net()  # what is ignored pushes nobody over the threshold
+    plain, model = Net(), Net()  # ignored parameters do not count towards the threshold
     expected = fsdp1_units(plain, policy, [plain.blocks[1]])
     assert expected != fsdp1_units(Net(), policy)
     assert units(fully_shard(model, policy=policy, ignored_states=[model.blocks[1]])) == expected
 
 
 def test_size_based_policies_decide_alike_on_all_ranks_where_something_is_sharded_already():
-    """The part that a rank holds has another size on another rank: what is sharded counts on none."""
+    """Shards differ in size between ranks, so parameters that are already sharded count on no rank."""
     seen = []
 
     def policy(module, recurse, nonwrapped_numel):
@@ -170,7 +170,7 @@ FULL, GRAD_OP, NO_SHARD = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GR
 PRE, POST = BackwardPrefetch.BACKWARD_PRE, BackwardPrefetch.BACKWARD_POST
 NO_PREFETCH = {"backward_prefetch": None, "forward_prefetch": False}
 USUAL = (FULL, PRE, True)
-# A policy's settings for the head and for the root, and the call's; what the head, the root and a block have then.
+# Settings of a policy for the head and for the root, and of the call; then the results for head, root and a block.
 SETTINGS: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any], Any, Any, Any]] = [
     ({"strategy": GRAD_OP}, {}, {}, (GRAD_OP, PRE, True), USUAL, USUAL),
     ({"sharding_strategy": TorchStrategy.NO_SHARD}, {}, {}, (NO_SHARD, PRE, True), USUAL, USUAL),
@@ -190,7 +190,7 @@ SETTINGS: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any], Any, Any, A
 
 @pytest.mark.parametrize("kind", [dict, CustomPolicy, torch_wrap.CustomPolicy])
 def test_settings(kind):
-    """A policy's are for that unit only, also those of the root; all others have what the call was given."""
+    """A policy's settings apply to the chosen unit only, the root included; other units use the call's."""
     for of_head, of_root, given, *expected in SETTINGS:
         model = Net()
         chosen = {"head": of_head, "": of_root, "blocks.0": {}}
@@ -233,13 +233,13 @@ def test_what_is_no_policy():
             fully_shard(model, policy=policy, ignored_states=[model.blocks[2]])
         assert not units_below(model)
         assert type(model.scale) is nn.Parameter
-    for classes in ({"Block"}, set(), [Block()]):  # ours looks when it is made
+    for classes in ({"Block"}, set(), [Block()]):  # our class checks at construction
         with pytest.raises(ValueError, match=r"is not an nn\.Module class|holds an instance of Block|selects nothing"):
             ModuleWrapPolicy(classes)
 
 
 def staged(*widths: int, count: int = 3) -> nn.Module:
-    """Stages of layers of one width, each with two experts."""
+    """Return stages of layers of one width, each layer with two experts."""
     layers = [[Layer(experts=nn.ModuleList([Block(n), Block(n)])) for _ in range(count)] for n in widths]
     stages = [Stage(layers=nn.Sequential(*each)) for each in layers]
     return nn.Sequential(nn.Linear(3, 3), *stages, nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)))
@@ -249,7 +249,7 @@ def test_repeated_blocks():
     for make, expected in (
         (Net, ["blocks.0", "blocks.2"]),  # `Wide` is another class
         (lambda: staged(8, 16, count=2), [f"{s}.layers.{i}" for s in (1, 2) for i in (0, 1)]),  # not experts
-        (lambda: staged(8, 8), ["1", "2"]),  # stages that are alike
+        (lambda: staged(8, 8), ["1", "2"]),  # equal stages
     ):
         model = make()
         assert list(find_blocks(model)) == expected
@@ -269,7 +269,7 @@ def test_a_policy_that_matches_nothing_warns_with_what_it_sought_and_what_there_
         (warning,) = caught
         assert sought in str(warning.message)
         assert "'Block', 'Linear', 'Sequential'" in str(warning.message)
-        assert warning.filename == __file__  # the line to change is the caller's
+        assert warning.filename == __file__  # points to the caller's line
         assert units(model) == [""]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -295,7 +295,7 @@ def pair() -> nn.Module:
 
 
 def parent() -> nn.Module:
-    """Registers its child's weight as its own too."""
+    """Return a module that also registers its child's weight as its own."""
     child = nn.Linear(4, 4)
     return Parent(child=child, weight=child.weight)
 
@@ -362,7 +362,7 @@ def test_who_owns_what():
 
 
 def test_earlier_calls():
-    """A policy leaves their units as they are; the root owns what none of them has taken; device names are one device."""
+    """A policy keeps units of earlier calls, the root owns the other parameters, and a device's names are equivalent."""
     for device_id in (None, 0, "cpu:0", torch.device("cpu", 0)):
         model = Net()
         fully_shard(model.blocks[1], strategy=NO_SHARD)

@@ -1,4 +1,4 @@
-"""Prefetching as the user says: chosen modules in place of the recorded order, and a limit in bytes.
+"""Prefetching set by the user: chosen modules in place of the recorded order, and a limit in bytes.
 
 The orders are text, as in ``test_order.py``: accept a wanted change with ``EXPECTTEST_ACCEPT=1``, and read the diff.
 """
@@ -45,7 +45,7 @@ class Follower(nn.Module):
 
 @ranks(2)
 def test_what_changes_in_a_forward_is_not_gathered_before(ctx):
-    """Once a step has shown that it changes."""
+    """A unit is no longer prefetched once a step has shown that forward changes it."""
     model = sharded(ctx, Follower())
     columns = [train(model) for _ in range(3)]
     gathers = [[e for e in c[: c.index("-- backward")] if "gather" in e] for c in columns]
@@ -75,7 +75,7 @@ def chosen(ctx) -> list[list[str]]:
 
 
 def test_chosen_modules(pool):
-    """Of these, too, ``BACKWARD_POST`` says when."""
+    """``BACKWARD_POST`` also sets the time at which chosen modules are gathered."""
     heads = "root: 0, 1; 0: 2; 1: none", "only 0: 1", "POST, 2: 1, 0; 1: none"
     columns = same_everywhere(pool.run(chosen))
     assert_expected_inline(
@@ -147,7 +147,7 @@ def test_misuse(fake_group, name):
 
 
 def test_deepcopy(fake_group):
-    """Also of a long chain: a copy that followed it would exceed Python's recursion limit."""
+    """Copying a long chain recursively would exceed Python's recursion limit."""
     model, outside = fully_shard(Net(120), policy=Block), fully_shard(Net())
     for block, following in itertools.pairwise(model.blocks):
         configure(block, forward_prefetch=[following])

@@ -1,4 +1,4 @@
-"""How long parameters stay unsharded, as the user says: ``reshard_after_forward`` at run time, and ``keep_unsharded``."""
+"""How long parameters stay unsharded: ``reshard_after_forward`` at run time, and ``keep_unsharded``."""
 
 import contextlib
 import copy
@@ -43,7 +43,7 @@ def last_of_two(model: nn.Module) -> list[str]:
 
 @ranks(2)
 def test_reshard_after_forward(ctx):
-    """Given at construction and set at run time: the same; and None is what the strategy says."""
+    """Values set at construction and at run time have the same effect, and None uses the strategy's."""
     full, grad_op = (last_of_two(sharded(ctx, Net(), strategy=s)) for s in STRATEGIES[:2])
     for strategy, plain in zip(STRATEGIES[:2], (full, grad_op), strict=True):
         model, steps = sharded(ctx, Net(), strategy=strategy), {}
@@ -51,7 +51,7 @@ def test_reshard_after_forward(ctx):
             configure(model, reshard_after_forward=value)
             steps[value] = last_of_two(model)
             assert steps[value] == last_of_two(sharded(ctx, Net(), strategy=strategy, reshard_after_forward=value))
-        assert steps[False] == grad_op  # it keeps all parameters; FULL_SHARD keeps those of the outermost unit
+        assert steps[False] == grad_op  # False keeps all parameters; FULL_SHARD keeps the root's
         assert [e for e in steps[True] if "<root>" not in e] == [e for e in full if "<root>" not in e]
         assert [events.count("all-gather <root>") for events in (full, steps[True])] == [1, 2]
         configure(model, reshard_after_forward=None)
@@ -59,7 +59,7 @@ def test_reshard_after_forward(ctx):
 
 
 def test_what_is_no_value(fake_group):
-    """Without ``recurse``, and by the policy, it is one unit's."""
+    """Without ``recurse``, or if a policy sets it, the value applies to one unit."""
     model, other = Net(), fully_shard(Net(), policy=Block)
     for value, message in (
         (8, r"=8 does not divide the 2 ranks .*: pass one of \[1, 2\], True or False"),
@@ -90,7 +90,7 @@ def test_ten_forwards_are_one_gather(ctx):
         expected = model(torch.ones(2, 4))
         with record_events() as events:
             with guard(), keep_unsharded(model):
-                assert not unsharded(model)  # at first use, so that what is not used is not gathered
+                assert not unsharded(model)  # gathers at first use, so that unused units are never gathered
                 for _ in range(3):
                     assert torch.equal(model(torch.ones(2, 4)), expected)
                     assert all(isinstance(p, ShardedParameter) for p in model.parameters())
@@ -102,7 +102,7 @@ def test_ten_forwards_are_one_gather(ctx):
 
 @ranks(1, 2, 3)
 def test_a_step_inside_is_noticed(ctx):
-    """Numbers are those of training outside; a gather a step is left."""
+    """Numbers equal those of training outside, and each unit is gathered once per step."""
     for strategy in STRATEGIES:
         plain, model = twins(ctx, Net, Block, strategy=strategy)
         optimizers = [adamw(m.parameters()) for m in (model, plain)]
@@ -127,8 +127,8 @@ def test_a_step_inside_is_noticed(ctx):
 
 @ranks(2)
 def test_on_entry_and_exit(ctx):
-    """On entry nothing that an earlier forward left is trusted, but for what ``unshard`` gathered; on exit all is freed.
-    ``unshard`` does not trust it either.
+    """On entry, only parameters that ``unshard`` gathered are kept, not an earlier forward's; on exit all are freed.
+    ``unshard`` gathers an earlier forward's parameters anew, too.
     """
     x = torch.ones(2, 4)
 
@@ -138,7 +138,7 @@ def test_on_entry_and_exit(ctx):
 
     for strategy in STRATEGIES[:2]:
         model = sharded(ctx, Net(), strategy=strategy)
-        model(x)  # the outermost unit stays unsharded for a backward
+        model(x)  # the root stays unsharded for a backward
         scale(2)
         with torch.no_grad():
             expected = model(x)
@@ -167,7 +167,7 @@ def test_on_entry_and_exit(ctx):
 
 
 def test_a_handle_that_is_waited_for_after_a_forward_shows_nothing(fake_group):
-    """The forward has used what was gathered, and under SHARD_GRAD_OP it stays for the backward."""
+    """The forward has used the gathered parameters; under SHARD_GRAD_OP they stay for the backward, but hidden."""
     model = fully_shard(Net(), policy=Block, strategy=STRATEGIES[1])
     handle = flatshard.unshard(model, recurse=True, async_op=True)
     loss = model(torch.ones(2, 4)).sum()
@@ -183,11 +183,11 @@ def test_parts_of_a_model(ctx):
         with keep_unsharded(model, recurse=False):
             model(x)
             assert unsharded(model) == [""]
-        with keep_unsharded(model.blocks):  # no unit itself
+        with keep_unsharded(model.blocks):  # not a unit itself
             with keep_unsharded(model.blocks[0]):
                 model(x)
             assert unsharded(model) == blocks
-            flatshard.reshard(model)  # at once; the next forward gathers again
+            flatshard.reshard(model)  # frees now; the next forward gathers again
             assert not unsharded(model)
             model(x)
             assert unsharded(model) == blocks
@@ -196,7 +196,7 @@ def test_parts_of_a_model(ctx):
 
 @ranks(2)
 def test_full_precision_in_eval(ctx):
-    """Evaluation in the parameters' own dtype has copies of its own to keep."""
+    """Evaluation in full precision keeps its own unsharded copies."""
     x = torch.ones(2, 4)
     policy = MixedPrecision(param_dtype=torch.bfloat16, full_precision_in_eval=True)
     model = sharded(ctx, Net(), mixed_precision=policy).eval()
@@ -228,7 +228,7 @@ X = torch.linspace(-1, 1, 8, dtype=torch.double).view(2, 4)
 
 @ranks(2)
 def test_summon_inside_a_step(ctx):
-    """It is refused in forward and in backward, and nothing has happened. The cure reads another layer in a forward."""
+    """Summoning raises in forward and in backward, and changes nothing. The cure reads another layer in a forward."""
     plain, model = twins(ctx, Net, {nn.Linear})
     seen: list[Tensor] = []
 
@@ -252,7 +252,7 @@ def test_summon_inside_a_step(ctx):
 
 
 class Translator(nn.Module):
-    """Its encoder is no unit, and has parameters of the outermost one: a shared embedding, a norm."""
+    """The encoder is no unit. The root owns its parameters: a shared embedding, a norm."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -272,7 +272,7 @@ class Translator(nn.Module):
 
 @ranks(2)
 def test_calls_past_the_outermost_unit(ctx):
-    """Each is a forward of its unit, on any number of ranks; and after the block nothing is left of that."""
+    """A call past the root is a forward of its unit, on any number of ranks. No hook remains after the block."""
     ids = torch.arange(4) % (3 + ctx.rank)
     plain, model = twins(ctx, Translator, Block)
     hooks = [(m, len(m._forward_pre_hooks), len(m._forward_hooks)) for m in model.modules()]
@@ -297,5 +297,5 @@ def test_calls_past_the_outermost_unit(ctx):
     with pytest.raises(RuntimeError, match=r"'words\.weight' is sharded"):
         copied.encoder(ids)
     low = sharded(ctx, Net(), mixed_precision=MixedPrecision(torch.bfloat16))
-    with torch.no_grad(), keep_unsharded(low):  # its input is cast
+    with torch.no_grad(), keep_unsharded(low):  # casts its input
         assert low.front(torch.ones(2, 4)).dtype is torch.bfloat16

@@ -1,7 +1,7 @@
-"""What people do in a training step beyond ``model(x).sum().backward()``: with the gradients of one process, or refused.
+"""Training steps beyond ``model(x).sum().backward()``: each gives the gradients of one process, or raises.
 
-Several forwards and backwards, units left out, accumulation, and checkpoints in every place are the fuzzer's and those of
-``together/test_programs`` and ``test_checkpointing``. Here is what these don't draw.
+The fuzzer, ``together/test_programs`` and ``test_checkpointing`` cover several forwards and backwards, units left out,
+accumulation, and checkpoints in every place. This file has cases that they do not draw.
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ WIDTH = 5
 
 
 class Block(nn.Module):
-    """What the policy of this file makes a unit: this class and all below it."""
+    """A class that this file's policy makes a unit, with its subclasses."""
 
     def __init__(self, *names: str) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """A unit between two others; ``take`` makes a tensor of what the middle one returns."""
+    """A unit between two others. ``take`` makes a tensor of the middle one's output."""
 
     def __init__(self, middle: nn.Module, take: Callable[[Any], Tensor] = lambda out: out) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ def backward_three_times(model: nn.Module, x: Tensor) -> None:
 
 
 class Repeats(nn.Module):
-    """One unit called three times in a forward, once in the midst of another."""
+    """Calls one unit three times in a forward, with another unit's call in between."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -102,7 +102,7 @@ class NoGradient(torch.autograd.Function):
 
 
 class WithheldGradient(Block):
-    """``only``: it has no other parameter."""
+    """Withholds its weight's gradient. ``only``: the weight is the only parameter."""
 
     def __init__(self, only: bool) -> None:
         super().__init__()
@@ -115,7 +115,7 @@ class WithheldGradient(Block):
 
 
 class Recomputes(Block):
-    """Computes a layer again in backward: by a function that uses its parameters, past its own forward."""
+    """Recomputes a layer in backward by a function of its parameters, without calling its forward."""
 
     def __init__(self, reentrant: bool) -> None:
         super().__init__("before", "inner", "after")
@@ -140,7 +140,7 @@ for reentrant in (False, True):
     PASSES[f"recomputed in one unit, {reentrant}"] = Case(lambda r=reentrant: Net(Recomputes(r)), policy=None)
 
 
-# -- What a unit may return --------------------------------------------------------------------------------------------
+# -- Outputs of a unit -------------------------------------------------------------------------------------------------
 
 
 Record = dataclasses.make_dataclass("Record", ["hidden", "extra"])
@@ -154,7 +154,7 @@ class Slotted:
 
 
 class Returns(Block):
-    """Returns what ``pack`` makes of two tensors, of which each uses one of two layers; and of the first."""
+    """Returns ``pack(...)`` of two tensors, which use one layer each, of the input and of the first layer."""
 
     def __init__(self, pack: Callable[..., Any]) -> None:
         super().__init__("one", "two")
@@ -182,7 +182,7 @@ FORMS: dict[str, tuple[Callable[..., Any], Callable[[Any], Tensor]]] = {
 OUTPUTS = {name: Case(lambda pack=pack, take=take: Net(Returns(pack), take)) for name, (pack, take) in FORMS.items()}
 
 
-# -- What leaves a unit past its output --------------------------------------------------------------------------------
+# -- Tensors that leave a unit outside its output ----------------------------------------------------------------------
 
 
 STASHES: dict[str, tuple[Callable[["Stash", Tensor], None], Callable[["Stash"], Tensor]]] = {
@@ -191,11 +191,11 @@ STASHES: dict[str, tuple[Callable[["Stash", Tensor], None], Callable[["Stash"], 
     "buffer": (lambda m, value: setattr(m, "buffer", value), lambda m: [m.buffer, m.forget_buffer()][0]),
     "inner module": (lambda m, value: setattr(m.aux, "fresh", value), lambda m: m.aux.__dict__.pop("fresh")),
 }
-"""Where a unit leaves a tensor, and how the loss takes it."""
+"""Places where a unit stores a tensor, each with the loss's way to read it."""
 
 
 class Stash(Block):
-    """Leaves a tensor that the loss uses, made of parameters of its own after the output. ``drops``: that has no graph."""
+    """Stores a tensor for the loss, computed from its own parameters after the output. ``drops`` the output's graph."""
 
     def __init__(self, where: str, drops: bool = False) -> None:
         super().__init__("linear", "aux")
@@ -225,7 +225,7 @@ def stash_only(model: nn.Module, x: Tensor) -> None:
 
 
 def catch_inner(model: nn.Module, x: Tensor) -> None:
-    """A user's forward hook on a layer inside of a unit: a feature loss, as in distillation."""
+    """Read a layer inside a unit by a forward hook of the user, for a feature loss as in distillation."""
     caught: list[Tensor] = []
     with model.middle.linear.register_forward_hook(lambda module, args, out: caught.append(out)):
         model(x)
@@ -241,11 +241,11 @@ for where in STASHES:
     ESCAPES[f"{where}, loss of its own"] = Case(lambda where=where: Net(Stash(where)), stash_only, uses_output=False)
 
 
-# -- Gradients of other things than parameters, and of gradients -------------------------------------------------------
+# -- Gradients with respect to inputs, and of gradients ----------------------------------------------------------------
 
 
 def gradient_penalty(model: nn.Module, x: Tensor, adds: bool = True, penalises: bool = True) -> None:
-    """A gradient with respect to inputs is no step: it leaves no ``.grad``."""
+    """Take a gradient with respect to inputs, which leaves no ``.grad``."""
     x = x.clone().requires_grad_()
     y = model(x)
     (grad,) = torch.autograd.grad(y.square().sum(), x, create_graph=penalises, retain_graph=True)
@@ -253,7 +253,7 @@ def gradient_penalty(model: nn.Module, x: Tensor, adds: bool = True, penalises: 
 
 
 def input_gradient_in_backward(model: nn.Module, x: Tensor) -> None:
-    """Of a unit that is complete, and waits for its turn to be reduced: units keep the order of their first forwards."""
+    """Take an input gradient of a completed unit that waits for its reduction: units keep their first forwards' order."""
 
     def ask(grad: Tensor) -> None:
         with torch.enable_grad():
@@ -281,7 +281,7 @@ CASES = {"passes": PASSES, "outputs": OUTPUTS, "escapes": ESCAPES, "gradients": 
 @pytest.mark.parametrize("table", CASES)
 @ranks(2, timeout=30)
 def test_gradients_are_those_of_one_process(ctx, table: str):
-    """Each case by the first strategy and by one of the others, for two steps; nothing is left of either."""
+    """Run each case for two steps, by the first strategy and one of the others. No state is left after either."""
     for turn, (name, case) in enumerate(CASES[table].items()):
         for strategy in (STRATEGIES[0], STRATEGIES[1 + turn % 2]):
             ctx.note(f"{name}: {strategy.name}")
@@ -293,12 +293,12 @@ def test_gradients_are_those_of_one_process(ctx, table: str):
                     m.zero_grad()
                     case.step(m, x)
                 check_same_gradients(model, one)
-            if not case.uses_output:  # a forward that no backward has come back to is forgotten at the next pass
+            if not case.uses_output:  # the next pass would drop a forward that no backward has reached
                 recover(model)
             check_clean(model)
 
 
-# -- What is freed when, what is refused -------------------------------------------------------------------------------
+# -- Freed memory and refused calls ------------------------------------------------------------------------------------
 
 
 class Adapter(Block):
@@ -315,7 +315,7 @@ class Adapter(Block):
 
 @ranks(2)
 def test_frozen_units_are_freed_in_backward(ctx):
-    """Not only at its end: at most two units are whole at a time, the current one and the one gathered ahead."""
+    """Backward frees frozen units before its end: at most the current and the prefetched unit are unsharded."""
 
     def make() -> nn.Module:
         return Net(nn.Sequential(Block().requires_grad_(False), Adapter(), Block().requires_grad_(False)))
@@ -354,7 +354,7 @@ def test_gradients_with_graphs_are_refused(ctx):
 
 @ranks(2)
 def test_another_default_device(ctx, path):
-    """Tensors of flatshard's own are where they belong: in a step, a norm, a checkpoint, and what ranks compare."""
+    """Tensors of flatshard ignore the default device: in a step, a norm, a checkpoint, and comparisons of ranks."""
     plain, model = twins(ctx, lambda: Net(Block()), policy={Block})
     x = torch.ones(2, WIDTH).double()
     for each in (plain, model):

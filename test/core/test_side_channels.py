@@ -1,4 +1,4 @@
-"""Losses that leave a unit by another way than its output: auxiliary heads, deep supervision, multi-token prediction."""
+"""Losses that leave a unit outside its output: auxiliary heads, deep supervision, multi-token prediction."""
 
 import collections
 import contextvars
@@ -26,7 +26,7 @@ LOW = MixedPrecision(torch.bfloat16, torch.float32, cast_forward_inputs=True)
 
 
 class Late(Recording):
-    """Collectives whose results come as late as a caller can bear: when they are waited for."""
+    """Collectives that deliver as late as possible: when their result is waited for."""
 
     def all_gather(self, output: Tensor, shard: Tensor) -> Any:
         landing = torch.empty_like(output)
@@ -47,7 +47,7 @@ class Kept:
 
 
 class Notes:
-    """Any object of the user."""
+    """An object of the user."""
 
     def __init__(self) -> None:
         self.losses: list[Tensor] = []
@@ -62,7 +62,7 @@ OF_THE_THREAD = threading.local()
 
 
 def containers() -> dict[str, tuple[Any, Callable[[Tensor], object], Callable[[], list[Tensor]]]]:
-    """By name: what a unit is given, how it hands a loss over, and where the losses are then."""
+    """Return, by name, a unit's argument, a function that hands a loss over, and a function that returns the losses."""
     a_list: list[Tensor] = []
     a_deque, a_namespace = collections.deque[Tensor](), types.SimpleNamespace(losses=[])
     kept, notes = Kept(), Notes()
@@ -83,7 +83,7 @@ def containers() -> dict[str, tuple[Any, Callable[[Tensor], object], Callable[[]
 
 
 class Block(nn.Module):
-    """Hands the loss of a head of its own over, and returns what the head has seen."""
+    """Hands over its own head's loss, and returns the head's input."""
 
     def __init__(self, output: Callable[[Tensor], Any] = lambda y: y) -> None:
         super().__init__()
@@ -130,7 +130,7 @@ WAYS = ("append", "method", "namespace", "dataclass", "deque", "tuple", "global"
 
 @ranks(2)
 def test_losses_that_are_handed_over(ctx):
-    """Gradients are those of one process, whatever the losses are kept in, and whenever units are gathered."""
+    """Gradients equal those of one process, for each container of losses and each time of gathering."""
     for way in WAYS:
         for when in BackwardPrefetch if way == "append" else [BackwardPrefetch.BACKWARD_PRE]:
             ctx.note(f"{way}, {when}")
@@ -151,7 +151,7 @@ def test_losses_that_are_handed_over(ctx):
 
 
 class Collecting(nn.Module):
-    """Blocks that add losses, one in fp32, to containers that they are given, where earlier blocks' are."""
+    """Blocks that add losses, one in fp32, to given containers, which hold earlier blocks' losses."""
 
     def __init__(self, trainable: bool) -> None:
         super().__init__()
@@ -185,7 +185,7 @@ class Adding(nn.Linear):
 
 @ranks(2)
 def test_containers_that_a_unit_is_given_are_the_callers(ctx):
-    """Also where a unit gets copies, with inputs that are cast, or that backward leaves it by."""
+    """A caller's containers receive the losses even if a unit gets copies, for cast inputs or for backward's entry."""
     for trainable, policy in itertools.product([True, False], [None, LOW]):
         model = Collecting(trainable)
         for i in range(3):
@@ -219,7 +219,7 @@ def test_structures_of_outputs(ctx):
 
 
 class Slots:
-    """A structure that torch can't rebuild with other tensors."""
+    """A structure that torch cannot rebuild with other tensors."""
 
     __slots__ = ("y",)
 
@@ -229,7 +229,7 @@ class Slots:
 
 @ranks(2)
 def test_what_is_not_there_is_not_read(ctx):
-    """Where backward enters a unit by a loss alone, autograd refuses to read its parameters. The next step is right."""
+    """If backward enters a unit by a loss alone, autograd refuses to read its freed parameters. The next step is right."""
     heard: list[logging.LogRecord] = []
     handler = logging.Handler()
     handler.emit = heard.append
@@ -271,7 +271,7 @@ def test_what_an_earlier_backward_has_freed_is_not_read_either(ctx):
 
 @ranks(2)
 def test_a_forward_that_may_not_begin_between_a_forward_and_its_backward(ctx):
-    """Nothing is written back from memory that is not there."""
+    """No value is written back from memory that is already freed."""
     model = shard(Net(), ctx.group, forward_prefetch=False)
     before = flatshard.checkpoint.full_state_dict(model)
     output = model(torch.ones(2, WIDTH))

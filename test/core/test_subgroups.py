@@ -1,4 +1,4 @@
-"""``reshard_after_forward=k``: backward's all-gathers among k ranks, from what they keep of their forward."""
+"""``reshard_after_forward=k``: backward gathers among k ranks, from shards that they keep of the forward."""
 
 import gc
 from typing import Any
@@ -74,13 +74,13 @@ all-gather over 2 blocks.0""",
 
 @ranks(4)
 def test_memory(ctx):
-    for dtype in (torch.bfloat16, torch.complex64):  # the last travels as bytes
+    for dtype in (torch.bfloat16, torch.complex64):  # complex64 travels as bytes
         mixed = MixedPrecision(param_dtype=dtype) if dtype is torch.bfloat16 else None
         model = sharded(ctx, Net() if mixed else Net().to(dtype), reshard_after_forward=2, mixed_precision=mixed)
         x = torch.ones(2, 4, dtype=torch.float32 if mixed else dtype)
         units = units_below(model)
         half = sum(u.handle.unsharded_nbytes for u in units) // 2
-        losses = [model(x).abs().sum() for _ in range(2)]  # of the same parameters: kept once
+        losses = [model(x).abs().sum() for _ in range(2)]  # same parameters: kept once
         assert kept(model) == half
         assert sum(b.unsharded.nbytes for u in units for b in u.handle.flats) == 0
         losses[0].backward(retain_graph=True)
@@ -88,7 +88,7 @@ def test_memory(ctx):
         with record_events() as events:
             for each in losses:
                 each.backward()
-        assert not gathers_over_2(events)  # used once
+        assert not gathers_over_2(events)  # the kept shards serve one backward
         with torch.no_grad():
             model(x)
         assert kept(model) == 0
@@ -97,12 +97,12 @@ def test_memory(ctx):
         assert kept(model) == half
         del loss
         gc.collect()
-        assert kept(model) == 0  # no backward will come
+        assert kept(model) == 0  # no backward will follow
 
 
 @ranks(4)
 def test_values(ctx):
-    """Of changes that cannot be noticed backward knows nothing: it has the values of the last forward."""
+    """Backward misses changes that leave no trace: it uses the last forward's values."""
     plain, model = twins(ctx, Net, {Block}, torch.float32, reshard_after_forward=2)
     x = torch.ones(2, 4)
     first = model(x).square().sum()
@@ -116,7 +116,7 @@ def test_values(ctx):
 
 @ranks(4)
 def test_collectives(ctx):
-    """What approximates hands its values on exactly; what leaves communication out leaves it out here too."""
+    """Quantized collectives pass their values on exactly, and collectives that skip communication skip it here too."""
     model = fully_shard(Net(), policy={Block}, reshard_after_forward=2, collectives=QuantizedCollectives())
     seen: list[torch.Tensor] = []
     linear = model.blocks[1].linear
@@ -140,7 +140,7 @@ def test_collectives(ctx):
 
 @ranks(4)
 def test_groups(ctx):
-    """Made once, also where each rank knows its own group only, for each backend."""
+    """Groups are created once per backend, even if each rank knows only its own group."""
     with mock.patch.object(dist, "new_group", wraps=dist.new_group) as made:
         one = sharded(ctx, Net(), reshard_after_forward=2)
         before = made.call_count

@@ -1,4 +1,4 @@
-"""``check_replicas``: what must be equal on several ranks is, bit for bit, or all ranks hear what is not."""
+"""``check_replicas``: replicated values are equal bit for bit, or all ranks raise an error that names the differences."""
 
 import re
 from typing import Any

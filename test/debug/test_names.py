@@ -1,4 +1,4 @@
-"""Names are those of state dicts, without what ``checkpoint_wrapper`` adds, whether it or the units were there first."""
+"""Names equal those of state dicts, without ``checkpoint_wrapper``'s prefix, whether it wraps before or after sharding."""
 
 from typing import Any
 

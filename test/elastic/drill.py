@@ -1,4 +1,4 @@
-"""Jobs of processes that are killed, stopped or added while they train, and the run in one process that they must equal."""
+"""Jobs whose processes are killed, stopped or added while they train, and the equivalent run in one process."""
 
 import contextlib
 import ctypes
@@ -54,7 +54,7 @@ POINTS: dict[str, list[tuple[Any, str]]] = {
     ],
     "end": [(Epochs, "finish"), (Epochs, "_mark")],
 }
-"""Where a rank may die: before and after a call of one of these."""
+"""Phases with their functions: a rank may die before and after each call of one."""
 
 
 def network(freezes: bool = False, width: int = 8) -> nn.Module:
@@ -67,7 +67,7 @@ def network(freezes: bool = False, width: int = 8) -> nn.Module:
 def train(
     model: nn.Module, optimizer: Any, scheduler: Any, step: int, rank: int, size: int, accumulates: bool = False
 ) -> None:
-    """``accumulates``: gradients of two steps. Step 3 writes to a frozen parameter, by pointer."""
+    """Train a step. ``accumulates``: gradients of two steps. Step 3 writes to a frozen parameter, by pointer."""
     x = torch.randn(ROWS, 3, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
     if not accumulates or step % 2 == 0:
         optimizer.zero_grad()
@@ -82,19 +82,19 @@ def train(
 
 def parts_of_job(model: nn.Module) -> tuple[Any, Any]:
     matrices = [p for p in model.parameters() if len(flatshard.full_shape(p)) > 1]
-    vectors = [p for p in model.parameters() if len(flatshard.full_shape(p)) < 2]  # so it steps in another order
+    vectors = [p for p in model.parameters() if len(flatshard.full_shape(p)) < 2]  # changes the order of steps
     optimizer = torch.optim.AdamW([{"params": matrices}, {"params": vectors, "weight_decay": 0.0}], lr=1e-2)
     return optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
 
 
 @dataclass(frozen=True)
 class Death:
-    """A process that kills itself, or stops, at the ``number``-th point of a phase."""
+    """A process that kills or stops itself at point ``number`` of a phase."""
 
     phase: str
     number: int
     signal: "signal.Signals" = signal.SIGKILL
-    is_over: ClassVar[bool] = False  # the job: what this process does now is none of it
+    is_over: ClassVar[bool] = False  # whether the job is over, so that this process's calls no longer count
 
     def install(self) -> None:
         if self.phase == "messages":
@@ -120,7 +120,7 @@ class Death:
             setattr(owner, name, counted(getattr(owner, name)))
 
     def _install_torn(self) -> None:
-        """It dies in the middle of the largest message of the ``number``-th copies: memory for its second half is missing."""
+        """Die within the largest message of copies number ``number``: memory for its second half is missing."""
         left, messages = [self.number], GlooCollectives.messages
 
         def torn(collectives: GlooCollectives, sent: Any, received: Any, tag: int, *then: Any) -> Any:
@@ -145,10 +145,10 @@ class Death:
 
 @dataclass
 class Plan:
-    """One job."""
+    """Description of a job."""
 
     ranks: int
-    deaths: dict[int, Death] = field(default_factory=dict)  # by the rank that they begin as
+    deaths: dict[int, Death] = field(default_factory=dict)  # by initial rank
     options: dict[str, Any] = field(default_factory=dict)  # of Job
     strategy: str = "FULL_SHARD"
     accumulates: bool = False
@@ -156,20 +156,20 @@ class Plan:
     width: int = 8
     steps: int = STEPS
     patience: float = 20.0
-    raises: int | None = None  # the process that raises an error of its own in step 2
+    raises: int | None = None  # the process that raises a user error in step 2
     leaves: int | None = None  # the process that leaves the loop after step 2
-    waits: tuple[int, ...] = ()  # in these steps each process waits, the first time, until `Processes.go_on`
-    wakes_early: bool = False  # who is stopped wakes when it has been lost, and not when all others have ended
-    recipe: str | None = None  # the code of a ``main(port, build, train)``, to run in place of the job here
+    waits: tuple[int, ...] = ()  # steps in which each process waits, the first time, until `Processes.go_on`
+    wakes_early: bool = False  # stopped processes wake once they are lost, not once all others have ended
+    recipe: str | None = None  # code of a ``main(port, build, train)`` to run instead of this file's job
 
     @property
     def stopped(self) -> set[int]:
-        """The numbers of the processes that stop, in their world."""
+        """Numbers in their world of the processes that stop."""
         return {rank + 1 for rank, death in self.deaths.items() if death.signal == signal.SIGSTOP}
 
 
 def run_rank(plan: Plan, process: int, port: int, pipe: Any) -> None:
-    """One process of a job. It sends the steps that it begins, with who is there, and at the end what came of it."""
+    """Run one process of a job. It sends each step that it begins, with the members, and its outcome at the end."""
     gc.freeze()  # a collection would copy all pages that the processes share
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
@@ -193,7 +193,7 @@ def run_rank(plan: Plan, process: int, port: int, pipe: Any) -> None:
         job = Job(world, model, optimizer, [scheduler], say=lambda text: pipe.send(("said", text)), **plan.options)
         death, waits = plan.deaths.get(job.rank) if process < plan.ranks else None, set(plan.waits)
         for step in job.steps(range(plan.steps)):
-            if death is not None:  # the first copies are there
+            if death is not None:  # the first copies exist
                 death.install()
                 death = None
             with job.attempt():
@@ -216,7 +216,7 @@ def run_rank(plan: Plan, process: int, port: int, pipe: Any) -> None:
     except BaseException as e:
         pipe.send(("raised", type(e).__name__, str(e)))
     pipe.close()
-    os._exit(0)  # the others wait for nothing
+    os._exit(0)  # no other process waits for this one
 
 
 def _recipe_step(made: list[int], model: nn.Module, optimizer: Any, step: int, rank: int, size: int) -> None:
@@ -228,13 +228,13 @@ def _recipe_step(made: list[int], model: nn.Module, optimizer: Any, step: int, r
 
 @dataclass
 class Outcome:
-    """What one process has sent."""
+    """Messages of one process."""
 
     steps: list[tuple[int, list[int]]] = field(default_factory=list)
     said: list[str] = field(default_factory=list)
     end: tuple[Any, ...] | None = None
     raised: tuple[str, str] | None = None
-    number: int = 0  # of the process in its world; those that begin are numbered by rank, from 1
+    number: int = 0  # of the process in its world; the first processes are numbered by rank, from 1
 
     def take(self, kind: str, *values: Any) -> None:
         if kind == "step":
@@ -249,7 +249,7 @@ class Outcome:
 
 
 class Processes:
-    """The processes of a job, with the store. None of them outlives the context."""
+    """The processes of a job, with the store. None outlives the context."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
@@ -259,7 +259,7 @@ class Processes:
         self._pipes: dict[Any, Outcome] = {}
 
     def start(self) -> None:
-        """Start one more."""
+        """Start another process."""
         context = multiprocessing.get_context("forkserver")
         ours, theirs = context.Pipe()
         arguments = (self.plan, len(self.started), self.store.port, theirs)
@@ -271,26 +271,26 @@ class Processes:
         self._pipes[ours] = self.outcomes[-1]
 
     def start_late(self) -> None:
-        """Start one more, and read until it waits to be taken in."""
+        """Start another process, and read until it waits to join."""
         self.start()
         arrived = dist.PrefixStore("flatshard/elastic", self.store)
         self.read(lambda: arrived.check(["1/in/1"]))
 
     def go_on(self, step: int) -> None:
-        """Those that wait in ``step`` go on."""
+        """Let processes that wait in ``step`` continue."""
         for pipe in self._pipes:
-            with contextlib.suppress(OSError):  # it has been killed
+            with contextlib.suppress(OSError):  # the process was killed
                 pipe.send(step)
 
     def kill(self, *numbers: int, by: signal.Signals = signal.SIGKILL) -> None:
-        """At once. One that has ended is left alone: it may have been to stop later than its job took."""
+        """Send a signal to processes. Those that have ended are skipped: the job may end before a process stops."""
         for process, outcome in zip(self.started, self.outcomes, strict=True):
             if outcome.number in numbers:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(process.pid, by)
 
     def read(self, until: Callable[[], bool] = lambda: False, seconds: float = 60) -> None:
-        """Take what comes until all have ended, or ``until``: in so many seconds."""
+        """Read messages until all processes have ended or ``until`` returns True, for at most ``seconds``."""
         end = time.monotonic() + seconds
         while self._pipes and not until():
             assert time.monotonic() < end, (self.plan, [(o.steps[-2:], o.said, o.raised) for o in self.outcomes])
@@ -301,11 +301,11 @@ class Processes:
                     del self._pipes[pipe]  # type: ignore[arg-type]
 
     def read_step(self, step: int) -> None:
-        """Until each process that lives has begun it."""
+        """Read until each living process has begun the step."""
         self.read(lambda: all(outcome.steps and outcome.steps[-1][0] >= step for outcome in self._pipes.values()))
 
     def finish(self) -> None:
-        """Read until all have ended, and wake those that are stopped when the others have, or have lost them."""
+        """Read until all have ended. Wake stopped processes once the others have ended, or have lost them."""
         stopped = self.plan.stopped
 
         def is_over() -> bool:
@@ -333,12 +333,12 @@ def processes(plan: Plan) -> Iterator[Processes]:
 
 
 def history(outcome: Outcome) -> list[tuple[int, ...]]:
-    """Who made each step in the end."""
+    """Return the members that completed each step."""
     return [tuple(members) for _, members in sorted(dict(outcome.steps).items())]
 
 
 def in_one_process(plan: Plan) -> list[Any]:
-    """The values of the model and the learning rates of the run without deaths."""
+    """Return the model's values and the learning rates of the run without deaths."""
     model = network(plan.freezes, plan.width)
     optimizer, scheduler = parts_of_job(model)
     for step in range(plan.steps):
@@ -347,9 +347,9 @@ def in_one_process(plan: Plan) -> list[Any]:
 
 
 def drawn(seed: int, directory: str) -> Plan:
-    """A job that loses a rank, or two that are no neighbours; any rank, at any point. ``directory``: for checkpoints.
+    """Return a job that loses one rank, or two that are not neighbours, at any point. It saves in ``directory``.
 
-    Some stop instead of dying, and wake when the others have gone on without them, or have ended.
+    Some ranks stop instead of dying, and wake when the others have continued without them or have ended.
     """
     random_ = random.Random(seed)
     ranks = random_.choice((2, 3, 4))
@@ -367,7 +367,7 @@ def drawn(seed: int, directory: str) -> Plan:
     if ranks == 4 and random_.random() < 0.6:
         deaths[(victim + 2) % 4 if strategy != "HYBRID_SHARD" else victim ^ 1] = death("recovery", 14)
     stops = any(each.signal == signal.SIGSTOP for each in deaths.values())
-    patience = 4.0 if stops or phase == "saving" else 20.0  # a save waits so long for who has died
+    patience = 4.0 if stops or phase == "saving" else 20.0  # a save waits this long for a dead rank
     options: dict[str, Any] = {"every": random_.choice((1, 1, 2))}
     if phase == "saving":
         options.update(checkpoints=directory, save_every=2)

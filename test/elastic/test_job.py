@@ -1,4 +1,4 @@
-"""Ranks die, stop, fail and join, at any point: those that are left train on as one process that lost nothing."""
+"""Ranks die, stop, fail and join at any point: the remaining ones train as one process that lost nothing."""
 
 import itertools
 import os
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.time_limit(110)
 
 
 def check(job: Processes) -> list[Outcome]:
-    """Those that are left trained as one process, and no more than one completed step was made again."""
+    """Assert that remaining ranks trained as one process does, and repeated at most one completed step."""
     plan, outcomes = job.plan, job.outcomes
     left = [each for each in outcomes if each.end is not None]
     assert left, [each.raised for each in outcomes]
@@ -53,7 +53,7 @@ def test_drawn_deaths(tmp_path, seed: int):
 
 @pytest.mark.parametrize(("rank", "number"), some([(1, 2), (0, 2), (1, 6), (2, 2)], 2))
 def test_a_death_in_the_middle_of_a_message(rank: int, number: int):
-    """Of copies, while a step runs, and of the last step's. No rank waits for a timeout, though gloo forgets waits."""
+    """Die in copies during a step and after the last. No rank waits for a timeout, although gloo drops waits."""
     plan = Plan(3, {rank: Death("messages", number)}, width=384, patience=50.0)
     with processes(plan) as job:
         job.read(lambda: any(each.exitcode for each in job.started))
@@ -62,7 +62,7 @@ def test_a_death_in_the_middle_of_a_message(rank: int, number: int):
 
 
 def killed(plan: Plan, *dead: int, when: Callable[[], bool] = lambda: True) -> Processes:
-    """A job that loses processes at once, in the step in which it waits; ``when``: then, and not before."""
+    """Run a job that loses processes together, in the step in which it waits, once ``when`` returns True."""
     with processes(plan) as job:
         (step,) = plan.waits
         job.read_step(step)
@@ -79,13 +79,13 @@ FROZEN = Plan(3, freezes=True, steps=9, waits=(7,))
 
 @pytest.mark.parametrize(("plan", "dead"), [(NEIGHBOURS, [2, 3]), (FROZEN, [2])])
 def test_deaths_at_once(plan: Plan, dead: list[int]):
-    """Of neighbours: with two copies of each part nothing is lost. Copies have what is frozen, though sent steps before."""
+    """With two copies of each shard, neighbours may die. Copies include frozen parameters, although sent steps before."""
     job = killed(plan, *dead)
     assert len(check(job)) == plan.ranks - len(dead)
 
 
 def test_too_many_deaths():
-    """An error on all that are left says which parts nobody has."""
+    """All remaining ranks raise an error that names the lost shards."""
     job = killed(Plan(4, waits=(1,)), 2, 3)
     raised = [o.raised for o in job.outcomes if o.raised is not None]
     assert [name for name, _ in raised] == ["LostError"] * 2, raised
@@ -94,8 +94,8 @@ def test_too_many_deaths():
 
 
 def test_too_many_deaths_with_a_checkpoint(tmp_path):
-    """Those that are left go on where it is, with the bits of a run that lost the others there."""
-    options = {"checkpoints": str(tmp_path), "save_every": 2, "every": 6}  # so the checkpoint is newer than the copies
+    """The remaining ranks continue from the checkpoint, bit for bit like a run that lost the others there."""
+    options = {"checkpoints": str(tmp_path), "save_every": 2, "every": 6}  # makes the checkpoint newer than the copies
     plan = Plan(4, waits=(3,), patience=8.0, options=options)
     job = killed(plan, 2, 3, when=(tmp_path / "step-2").exists)
     left = check(job)
@@ -106,7 +106,7 @@ def test_too_many_deaths_with_a_checkpoint(tmp_path):
 
 
 def test_a_replacement_that_waits_when_a_rank_dies():
-    """The cut stays as it was, and the ranks change places: what they keep is labelled anew, as the next death shows."""
+    """The shards stay and ranks change places: the next death shows that kept copies have new labels."""
     with processes(Plan(3, waits=(1, 4))) as job:
         job.read_step(1)
         job.start_late()
@@ -129,7 +129,7 @@ def test_a_replacement_that_waits_when_a_rank_dies():
     ],
 )
 def test_what_is_no_death(how: dict[str, Any], text: str):
-    """An error of one's own, leaving the loop, and a store that ends: all are told, and none goes on alone."""
+    """A user error, leaving the loop, or a lost store raises on all ranks, and no rank continues alone."""
     with processes(Plan(3, **how)) as job:
         if "waits" in how:
             job.read_step(1)
@@ -144,7 +144,7 @@ def test_what_is_no_death(how: dict[str, Any], text: str):
 
 
 def test_a_rank_joins():
-    """In between two steps, with the values of the others."""
+    """A rank joins between two steps and receives the others' values."""
     with processes(Plan(2, waits=(1,))) as job:
         job.read_step(1)
         job.start_late()
@@ -157,7 +157,7 @@ def test_a_rank_joins():
 
 
 def test_a_rank_that_is_stopped_behind_the_last_step():
-    """It is out after ``patience``, and finds that; the others end without it."""
+    """The stopped rank is removed after ``patience`` and raises. The others end without it."""
     with processes(Plan(3, {1: Death("end", 1, signal.SIGSTOP)}, patience=2.0)) as job:
         job.finish()
     assert len(check(job)) == 2
@@ -168,8 +168,8 @@ def test_a_rank_that_is_stopped_behind_the_last_step():
     ("strategy", "ranks", "freezes"), [("FULL_SHARD", 2, False), ("FULL_SHARD", 2, True), ("HYBRID_SHARD", 4, False)]
 )
 def test_bytes_of_copies(strategy: str, ranks: int, freezes: bool):
-    """Each rank sends its parts after each step, and before the first what there is then; two replicas send nothing. What is
-    frozen is sent until both buffers have it: three times, and when somebody has written to it twice.
+    """Each rank sends its shards after each step and before the first; two replicas send nothing.
+    Frozen parameters are sent until both buffers have them: three times, and twice after a write.
     """
     plan = Plan(ranks, strategy=strategy, freezes=freezes)
     with processes(plan) as job:
@@ -180,12 +180,12 @@ def test_bytes_of_copies(strategy: str, ranks: int, freezes: bool):
         trained = state - frozen
         whole = trained // 3 + plan.steps * trained + 5 * frozen
         assert sent == (whole if strategy == "FULL_SHARD" else 0)
-        assert 0 < kept <= (3.4 if strategy == "FULL_SHARD" else 1.2) * state  # parts begin at multiples of 16 bytes
+        assert 0 < kept <= (3.4 if strategy == "FULL_SHARD" else 1.2) * state  # shards begin at multiples of 16 bytes
         assert (frozen > 0) == freezes
 
 
 def test_the_recipe():
-    """README's, on four processes of which the first is killed."""
+    """README's recipe runs on four processes, the first of which is killed."""
     readme = (Path(__file__).parents[2] / "README.md").read_text()
     code = readme.partition("<!-- recipe: A rank dies -->\n```python\n")[2].partition("```")[0]
     with processes(Plan(4, recipe=code.replace("range(1000)", "range(5)"))) as job:
@@ -196,8 +196,9 @@ def test_the_recipe():
 
 
 def test_a_rank_that_is_stopped():
-    """For less than ``patience`` it is only slow. Then it is out: it finds that when it wakes, and makes no step more. That
-    holds in groups that the world has not made, as the replicas' here.
+    """A short stop only slows the job. After ``patience``, the rank is removed and raises when it wakes.
+
+    This holds in groups that the world did not make, such as the replicas' here.
     """
     with processes(Plan(4, strategy="HYBRID_SHARD", waits=(1, 3), patience=2.0)) as job:
         job.read_step(1)
@@ -219,7 +220,7 @@ def test_a_rank_that_is_stopped():
     assert [step for step, _ in slow.steps] == [0, 1, 2, 3]
     slow.raised = None
     assert len(check(job)) == 3
-    assert sum("lost process" in text for o in others for text in o.said) == 1  # once, and not when it was slow
+    assert sum("lost process" in text for o in others for text in o.said) == 1  # once, and not while it was slow
 
 
 def test_copies_go_to_another_host():
@@ -227,6 +228,6 @@ def test_copies_go_to_another_host():
     assert shifts(["a"] * 4, each, 2) == [1, 2]
     assert shifts(["a", "a", "b", "b"], each, 1) == [2]
     assert shifts(["a", "b", "a", "b"], each, 1) == [1]
-    assert shifts(["a", "a", "b"], each[:3], 1) == [1]  # two to another host, of three
+    assert shifts(["a", "a", "b"], each[:3], 1) == [1]  # two of three to another host
     assert shifts(["a"] * 4, [0, 1, 0, 1], 1) == []  # two replicas of two shards
     assert shifts(["a", "a", "b", "b"], [0, 1, 0, 1], 2) == [1]  # not to the other replica of the same shard

@@ -1,4 +1,4 @@
-"""The loop of a job, on one rank: what it refuses, how it ends, and that it goes on where a checkpoint is."""
+"""A job's loop on one rank: its errors, its end, and its continuation from a checkpoint."""
 
 import contextlib
 import io
@@ -24,7 +24,7 @@ from flatshard.elastic._epochs import Epochs
 
 @pytest.fixture
 def alone() -> Iterator[Callable[[], World]]:
-    """Makes a world of one rank, or several one after the other with one store."""
+    """Return a function that makes worlds of one rank, one after another on one store."""
     store, made = dist.HashStore(), list[World]()
 
     def make(fresh: bool = False) -> World:
@@ -67,7 +67,7 @@ def values(model: nn.Module) -> list[Any]:
 
 
 def test_a_step_that_failed_comes_again(alone):
-    """With the state of before it, and only as often as somebody died: otherwise the error is raised."""
+    """The step repeats with the state before it, as often as a rank died. Otherwise, its error is raised."""
     job, model, optimizer = job_in(alone())
     seen, before = [], []
 
@@ -89,7 +89,7 @@ def test_a_step_that_failed_comes_again(alone):
 
 
 def test_copies_that_are_under_way(alone, monkeypatch):
-    """When a step fails, the thread that fills them is waited for."""
+    """A failing step waits for the thread that fills copies."""
     monkeypatch.setattr(_copies, "_LOOK", 0.1)
     job, model, optimizer = job_in(alone())
     seen, fill, begun = [], job._copies._fill, threading.Event()
@@ -106,7 +106,7 @@ def test_copies_that_are_under_way(alone, monkeypatch):
 
 
 def test_a_thread_that_is_left(monkeypatch):
-    """It may do nothing but end, should its wait ever come to an end."""
+    """If the wait of an abandoned thread ever ends, the thread does nothing but end."""
     monkeypatch.setattr(_copies, "_LOOK", 0.1)
     comes, done = threading.Event(), list[int]()
 
@@ -123,7 +123,7 @@ def test_a_thread_that_is_left(monkeypatch):
 
 
 def test_gradients_between_steps(alone):
-    """What no optimizer has stepped goes back with the model; what one has stepped does not."""
+    """Gradients that were not stepped are restored with the model; stepped gradients are not."""
     job, model, optimizer = job_in(alone())
     failed, grads = set(), []
     for step in job.steps(range(6)):
@@ -132,18 +132,18 @@ def test_gradients_between_steps(alone):
             if step in (2, 4):
                 optimizer.zero_grad()
             backward(model, step)
-            if step not in failed and step in (0, 2):  # this rank does not learn that copies are there
+            if step not in failed and step in (0, 2):  # this rank does not learn that copies exist
                 failed.add(step)
                 job._copies._channel.gather = lost_connection
             if step % 2:
                 optimizer.step()
-            if step not in failed and step == 5:  # the copies of step 4 are there
+            if step not in failed and step == 5:  # copies of step 4 exist
                 failed.add(step)
                 lost_connection()
     rows = [all(row) for row in grads]
     assert rows[:8] == [False, True, False, True, True, True, False, True]  # steps 01 012 3 23
     assert rows[8:] == [True, True, True]  # steps 45 5
-    assert not any(grads[6])  # of what comes again at step 2, the optimizer has stepped the gradients
+    assert not any(grads[6])  # of the step that repeats as step 2, the optimizer has stepped the gradients
     twin = network()
     same, _ = parts_of_job(twin)
     for step in range(6):
@@ -157,7 +157,7 @@ def test_gradients_between_steps(alone):
 
 
 def test_copies_after_every_other_step(alone):
-    """A failure loses what was made since, also of ``extra``."""
+    """A failure loses all progress since the last copies, of ``extra`` too."""
     job, model, optimizer = job_in(alone(), every=2)
     (scheduler,), seen, failed = job._extra, [], []
     for step in job.steps(range(5)):
@@ -194,7 +194,7 @@ def test_changes_while_copies_are_sent(alone):
 
 
 def test_how_a_loop_ends(alone):
-    """By its last step, by ``stop``, by ``break``, or by an error; each job once."""
+    """A loop ends by its last step, ``stop``, ``break`` or an error, once per job."""
     job, model, optimizer = job_in(alone())
     seen = []
     for step in job.steps(range(9)):
@@ -222,7 +222,7 @@ def test_how_a_loop_ends(alone):
 
 
 def test_a_process_that_ends_in_the_middle(alone):
-    """It says so at the store, so that others end, too; one that joins a job without ranks is told."""
+    """An ending process reports to the store, so that others end, too. A process that joins a job without ranks raises."""
     world = alone()
     job, _, _ = job_in(world)
     run = job.steps(range(3))
@@ -230,7 +230,7 @@ def test_a_process_that_ends_in_the_middle(alone):
     world.epochs.has_ended = False
     world._at_exit(os.getpid() + 1)  # of a child
     assert not world._store.check(["failed"])
-    world._socket.close()  # as when the process dies
+    world._socket.close()  # happens when the process dies
     late = alone()
     assert late.joins
     with pytest.raises(RuntimeError, match="of which no rank is left"):
@@ -245,7 +245,7 @@ def test_a_process_that_ends_in_the_middle(alone):
 
 
 def test_a_process_that_comes_after_the_last_step(alone):
-    """It was never trained: the loop raises, and so does whatever asks for its rank, as code behind the loop does."""
+    """A late process has never trained, so the loop raises, and so does any later use of its rank."""
     job, model, optimizer = job_in(alone())
     for step in job.steps(range(2)):
         with job.attempt():
@@ -262,7 +262,7 @@ def test_a_process_that_comes_after_the_last_step(alone):
 
 
 class Runs:
-    """Whoever unpickles it makes a directory."""
+    """An object that makes a directory when it is unpickled."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -272,7 +272,7 @@ class Runs:
 
 
 def test_what_comes_over_the_network_is_not_executed(alone, tmp_path):
-    """Neither what is in the store, nor what another rank says."""
+    """Data from the store or from other ranks is never executed."""
     world, runs = alone(), Runs(str(tmp_path / "it ran"))
     for data in (pickle.dumps(runs).hex(), "[" * 10**5, '{"eval": "1"}', '{"dtype": "nn"}', "{}"):
         world._store.set("1/decided", data)
@@ -295,7 +295,7 @@ class Position(NamedTuple):
 
 
 def test_what_a_rank_that_joins_could_not_read(alone):
-    """Raises when it is first copied, though nobody joins; unless its class is named, as the error says."""
+    """The first copy raises, even if no rank joins, unless the class is registered as the error says."""
     for allowed in ([], [Position]):
         world = alone(fresh=True)
         model = flatshard.fully_shard(network(), policy={NormBlock})
@@ -306,7 +306,7 @@ def test_what_a_rank_that_joins_could_not_read(alone):
 
 
 def test_more_processes_than_begin_the_job(alone, monkeypatch):
-    """Whoever is not among the first waits to join."""
+    """Processes beyond the first ones wait to join."""
     enter = Epochs._enter
 
     def come_too_late(epochs: Epochs, epoch: int, note: Any) -> None:
@@ -319,7 +319,7 @@ def test_more_processes_than_begin_the_job(alone, monkeypatch):
 
 
 def test_groups_that_others_make(alone):
-    """They wait as long as those of the world; when that is gone, as long as torch says."""
+    """While a world exists, other groups get its timeout; afterwards torch's default."""
     torchs, world = dist.distributed_c10d.default_pg_timeout, alone()
     made = init_device_mesh("cpu", (1, 1), mesh_dim_names=("a", "b"))
     for group in (*made.get_all_groups(), dist.new_group(), world.copies_group):
@@ -329,13 +329,13 @@ def test_groups_that_others_make(alone):
 
 
 def test_checkpoints(alone, tmp_path):
-    """A job begins at the newest, with all that it had, and keeps two."""
+    """A job begins at the newest checkpoint, with all of its state, and keeps two."""
     job, model, optimizer = job_in(alone(), checkpoints=tmp_path, save_every=2)
     run, expected = job.steps(range(9)), []
     for step in run:
         with job.attempt():
             one_step(model, optimizer, step)
-        if step % 2:  # otherwise the next save may find this one under way
+        if step % 2:  # otherwise the next save may find this one in progress
             job._checkpoints._under_way[1].result()
         if step == 5:
             expected = values(model)
@@ -356,7 +356,7 @@ def test_checkpoints(alone, tmp_path):
 
 
 def test_a_save_that_cannot_begin(alone, tmp_path):
-    """The first one ends the job. Later ones are left out, and it is said."""
+    """If the first save cannot begin, the job ends. Later saves are skipped with a message."""
     said: list[str] = []
     for blocked in (2, 4):
         directory = tmp_path / str(blocked)
@@ -368,14 +368,14 @@ def test_a_save_that_cannot_begin(alone, tmp_path):
                     (directory / f"step-{blocked}").mkdir(parents=True, exist_ok=True)
                 with job.attempt():
                     one_step(model, optimizer, step)
-                if job._checkpoints._under_way is not None:  # otherwise the next save may find this one under way
+                if job._checkpoints._under_way is not None:  # otherwise the next save may find this one in progress
                     job._checkpoints._under_way[1].result()
     assert sorted(path.name for path in directory.iterdir()) == ["step-2", "step-4", "step-6"]
     assert [text for text in said if "step-4 is not saved: " in text and "is no checkpoint" in text], said
 
 
 def test_several_models(alone):
-    """A model and its average move as one; as ``extra`` the average is refused, because its parts would stay."""
+    """A model and its average reshard together. As ``extra``, the average is refused, because its shards would stay."""
     world = alone()
     model = flatshard.fully_shard(network(), policy={NormBlock})
     average = torch.optim.swa_utils.AveragedModel(model)

@@ -1,4 +1,4 @@
-"""``reshard_over``: a model in training on other ranks is the same model, bit for bit, and what it sends is counted."""
+"""``reshard_over``: training continues on other ranks with the same model, bit for bit, and counted bytes."""
 
 import gc
 import weakref
@@ -30,12 +30,12 @@ WORLDS = (1, 2, 3, 4, 3, 2) if thorough else (1, 3, 4, 2)
 
 
 class Net(NormNet):
-    """With buffers, and a parameter that is frozen."""
+    """A net with buffers and a frozen parameter."""
 
     def __init__(self) -> None:
         super().__init__(blocks=2, width=24)
         self.mean = nn.BatchNorm1d(3)
-        self.scale = nn.Parameter(torch.tensor(0.5))  # no dimension: one rank has it
+        self.scale = nn.Parameter(torch.tensor(0.5))  # without dimensions: one rank has it
         self.front.weight.requires_grad_(False)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -68,7 +68,7 @@ def step(model: nn.Module, optimizer: Optimizer, number: int, rank: int = 0, siz
 
 
 def whole(model: nn.Module, optimizer: Optimizer) -> list[dict[str, Any]]:
-    """All values of all ranks that the model is on."""
+    """Return all values from all ranks of the model."""
     return [full_state_dict(model), whole_gradients(model), optim_state_dict(model, optimizer, full=True)["state"]]
 
 
@@ -85,11 +85,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
 STRATEGIES = (S.FULL_SHARD, S.SHARD_GRAD_OP, S.SHARD_OPTIM, S.NO_SHARD)
 CASES = some(
     all_pairs(STRATEGIES, tuple(OPTIONS), (None, "rows", "whole", "blocks"), (adamw, momentum)), 5
-)  # each of them
+)  # each value at least once
 
 
 class OfRank:
-    """The model on one rank, as long as it takes part."""
+    """The model on one rank while it takes part."""
 
     def __init__(self, group: Any, make: Callable[[nn.Module], Optimizer], on_meta: bool, **options: Any) -> None:
         dtype = options.pop("dtype", torch.float64)
@@ -110,7 +110,7 @@ class OfRank:
 @ranks(4, timeout=100)
 @pytest.mark.time_limit(110)
 def test_worlds(ctx):
-    """More ranks and fewer in one run, each change compared bit for bit, with steps in between; all as one process."""
+    """Grow and shrink a run, with steps in between. Each change keeps all bits, and the run equals one process's."""
     groups = {size: dist.new_group(list(range(size))) for size in (1, 2, 3)} | {4: ctx.group}
     for strategy, option, layout, make in CASES:
         ctx.note(f"{strategy} {option} {layout} {make.__name__}")
@@ -126,7 +126,7 @@ def test_worlds(ctx):
                 expected = whole(mine.model, mine.optimizer) if ctx.rank < before else None
                 group = new if ctx.rank < now else None
                 if before != now:
-                    with patch.object(_exchange, "_LARGE", 100 * (before % 3)):  # bytes of a message of its own
+                    with patch.object(_exchange, "_LARGE", 100 * (before % 3)):  # bytes of a separate message
                         reshard_over(mine.model, [mine.optimizer], process_group=group, over=over)
                 if ctx.rank < now:
                     found = whole(mine.model, mine.optimizer)
@@ -134,7 +134,7 @@ def test_worlds(ctx):
                     dist.broadcast(first := own.clone(), 0, group=new)
                     if expected is not None:
                         same(found, expected)
-                    else:  # who joins has the buffers of the first rank
+                    else:  # a joining rank has the buffers of the first rank
                         torch.testing.assert_close(own, first, rtol=0, atol=0)
                     mine.check_objects()
                     step(mine.model, mine.optimizer, number, ctx.rank, now)
@@ -162,7 +162,7 @@ HYBRID = (S.HYBRID_SHARD, S.HYBRID_SHARD_ZERO2, S.HYBRID_FULL_SHARD, S.HYBRID_SH
 @pytest.mark.parametrize("strategy", some(HYBRID, 2))
 @ranks(4)
 def test_meshes(ctx, strategy):
-    """From two replicas of two shards to one of four, and to four of one: what a replica has is not sent."""
+    """Reshard two replicas of two shards to one of four, then to four of one. Values within a replica are not sent."""
     mine = OfRank(mesh_of(ctx, (2, 2)), adamw, False, strategy=strategy)
     alone = network()
     twin = adamw(alone)
@@ -180,7 +180,7 @@ def test_meshes(ctx, strategy):
 
 @ranks(3)
 def test_bytes(ctx):
-    """What all ranks send is what they need and lack: parameters and one momentum, in double precision."""
+    """Ranks send exactly the bytes that others lack: parameters and one momentum, in double precision."""
     two = dist.new_group([0, 1])
     mine = OfRank(ctx.group, momentum, False)
     step(mine.model, mine.optimizer, 0, ctx.rank, 3)
@@ -203,7 +203,7 @@ def test_bytes(ctx):
 
 @ranks(2)
 def test_refusals(ctx):
-    """Whatever cannot move raises on all ranks, and nothing is changed."""
+    """Unsupported models and arguments raise on all ranks, and nothing changes."""
 
     def refused(error: type[Exception], text: str, model: nn.Module, optimizer: Any = (), **given: Any) -> None:
         before = full_state_dict(model)
@@ -242,9 +242,7 @@ def test_refusals(ctx):
 
 @ranks(2)
 def test_lets_go(ctx):
-    """Of the old cut nothing is left: neither shards nor gradients, nor the old group's runtime. Nor of a model whose rank
-    has left.
-    """
+    """Old shards, gradients and the old group's runtime are freed, and so is a model whose rank has left."""
     mine = OfRank(ctx.group, adamw, False)
     step(mine.model, mine.optimizer, 0, ctx.rank, 2)
     shards = [weakref.ref(f.shard) for u in flatshard._composable.find.units_below(mine.model) for f in u.handle.flats]
@@ -266,7 +264,7 @@ def test_lets_go(ctx):
 
 @ranks(2)
 def test_a_default_device(ctx):
-    """What is sent has a device of its own: a default one makes it neither empty nor slow."""
+    """Sent tensors ignore the default device: they are neither empty nor slow."""
     first = ctx.rank == 0
     mine = OfRank(ctx.alone, adamw, on_meta=not first)
     if first:
@@ -281,7 +279,7 @@ def test_a_default_device(ctx):
 
 @ranks(2)
 def test_what_was_configured_moves(ctx):
-    """A divisor that the user has chosen; another one is the number of the new ranks."""
+    """A divisor set by the user stays; otherwise it is the new number of ranks."""
     for divisor in (None, 1.0):
         model = fully_shard(nn.Linear(3, 3), process_group=ctx.alone)
         if divisor is not None:
@@ -293,7 +291,7 @@ def test_what_was_configured_moves(ctx):
 
 @ranks(2)
 def test_events(ctx):
-    """A model that has moved gathers, reduces and frees as one that was sharded there."""
+    """After resharding, a model gathers, reduces and frees like one that was sharded on those ranks."""
     here, moved = sharded(ctx, PlainNet()), fully_shard(PlainNet(), policy=Block, process_group=ctx.alone)
     for _ in range(2):
         train(moved)

@@ -1,4 +1,4 @@
-"""Gradient accumulation: by default into ``.grad``, under ``no_sync`` on each rank; against one process."""
+"""Gradient accumulation, into ``.grad`` by default and per rank under ``no_sync``, against one process."""
 
 import contextlib
 import copy
@@ -21,7 +21,7 @@ def leave_out(block: int | None, *nets: nn.Module) -> None:
 
 @ranks(2)
 def test_accumulation_in_the_reduce_dtype(ctx):
-    """Under no_sync gradients add up in the reduce dtype: many small ones are not lost in bf16."""
+    """Under no_sync, gradients add up in the reduce dtype, so many small ones are not lost in bf16."""
     for width in (6, 200):
         policy = MixedPrecision(torch.bfloat16, reduce_dtype=torch.float32)
         model = fully_shard(nn.Linear(width, 1, bias=False), process_group=ctx.group, mixed_precision=policy)
@@ -35,7 +35,7 @@ def test_accumulation_in_the_reduce_dtype(ctx):
         expected = torch.full_like(model.weight.grad, 1 + 100 * 2**-9)  # in bf16 it would still be 1
         torch.testing.assert_close(model.weight.grad, expected, rtol=1e-6, atol=0)
         model.zero_grad()
-        with flatshard.no_sync(model):  # what is held after a reduction in it, by one rank only
+        with flatshard.no_sync(model):  # held gradients after a reduction in it, from one rank only
             (model(x) * 0).sum().backward()
             flatshard.reduce_gradients(model)
             loss = model(x).sum()
@@ -47,7 +47,7 @@ def test_accumulation_in_the_reduce_dtype(ctx):
 
 @ranks(2)
 def test_converted_while_flat_gradients_are_held(ctx):
-    """What is held follows the parameters to another dtype; so it does for flat parameters, of whom all have gradients."""
+    """Held gradients follow the parameters to another dtype, with flat parameters too."""
     for mixed in (None, MixedPrecision(reduce_dtype=torch.float32)):
         plain, model = twins(ctx, Net, {Block}, torch.float32, mixed_precision=mixed)
         flats, x = flatshard.flat_parameters(model), torch.randn(2, 4)
@@ -68,7 +68,7 @@ def test_a_copy_made_inside_no_sync_is_outside(ctx):
         with flatshard.no_sync(model.blocks[0]):
             copied = copy.deepcopy(model)
         model(x).sum().backward()
-        assert all(p.grad is None for p in model.parameters())  # the outer one goes on
+        assert all(p.grad is None for p in model.parameters())  # the outer no_sync remains in effect
     flatshard.recover(model)
     flatshard.configure(model, gradient_sync=False)
     held = copy.deepcopy(model)
@@ -81,7 +81,7 @@ def test_a_copy_made_inside_no_sync_is_outside(ctx):
 
 @ranks(2)
 def test_autograd_grad_adds_nothing_to_what_is_held(ctx):
-    """With respect to the input it comes to all units, and adds to none of them."""
+    """A gradient with respect to the input passes all units and adds to no unit's gradients."""
     plain, model = twins(ctx, lambda: Net(width=5, inputs=5), {Block})
     x = torch.randn(2, 5, dtype=torch.double, requires_grad=True)
     with flatshard.no_sync(model):
@@ -96,7 +96,7 @@ def test_autograd_grad_adds_nothing_to_what_is_held(ctx):
 
 @ranks(4)
 def test_gradients_held_on_another_group(ctx):
-    """The last microbatch leaves out the unit on the other process group, of which gradients are held."""
+    """The last microbatch leaves out a unit on another process group that holds gradients."""
     torch.manual_seed(0)
     plain = Net(width=5, inputs=5).double()
     model = copy.deepcopy(plain)
@@ -115,7 +115,7 @@ def test_gradients_held_on_another_group(ctx):
 
 @ranks(2)
 def test_which_modules_a_backward_reduces_too(ctx):
-    """Those in the same call of fully_shard, or that an earlier one has reached with it, which then are one model."""
+    """A backward also reduces modules of the same fully_shard call, and those that an earlier one reached with its own."""
     tree = fully_shard(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), policy={nn.Linear}, process_group=ctx.group)
     trunk, first, second, other = modules = [fully_shard(nn.Linear(3, 3), process_group=ctx.group) for _ in range(4)]
     x = torch.ones(2, 3)

@@ -1,4 +1,4 @@
-"""``sync_buffers``: what each rank has written into its buffers becomes one value on all ranks."""
+"""``sync_buffers`` makes buffers that ranks have written equal on all ranks."""
 
 from typing import Any
 
@@ -49,7 +49,7 @@ def test_ranks_have_the_same(ctx):
         model(batches[ctx.rank])
         with pytest.raises(RuntimeError, match=r"running_mean.*call flatshard.sync_buffers\(module\)"):
             check_replicas(pick(model), buffers=True)
-        flatshard.sync_buffers(pick(model))  # as it says
+        flatshard.sync_buffers(pick(model))  # the cure in the message
         check_replicas(pick(model), buffers=True)
         norm = model.front[1]
         torch.testing.assert_close(norm.running_mean, plain.front[1].running_mean)

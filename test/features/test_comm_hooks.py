@@ -1,4 +1,4 @@
-"""Communication hooks in the place of the reductions: FSDP1's own work unchanged, ready-made ones halve the bytes."""
+"""Communication hooks that replace the reductions: FSDP1's own work unchanged, and the ready-made ones halve the bytes."""
 
 import copy
 import functools
@@ -30,7 +30,7 @@ def built(group: Any, strategy: ShardingStrategy = FULL, model: nn.Module | None
 
 
 def same_gradients(ctx: Any, model: nn.Module, plain: nn.Module) -> None:
-    """Of a backward each."""
+    """Assert that a backward of each model gives equal gradients."""
     for m in (model, plain):
         m.zero_grad()
         backward(m, ctx.rank)
@@ -49,7 +49,7 @@ def average(state: Any, gradient: Tensor, output: Tensor | None = None) -> Any:
 
 @ranks(2)
 def test_where_hooks_are_registered(ctx):
-    """Which units, for how long, and in copies. A hook without a state gets the reduction that it takes the place of."""
+    """Register hooks on some units, remove them, copy the model. A hook without a state gets the replaced reduction."""
     calls: list[list[int]] = []
 
     def hook(state: CommHookState, *tensors: Tensor) -> Any:
@@ -68,16 +68,16 @@ def test_where_hooks_are_registered(ctx):
     plain, model = built(ctx.group), built(ctx.group)
     handle = register_comm_hook(model, None, hook, recurse=False)
     assert count(model) == 1  # the root
-    inner = register_comm_hook(model.blocks, None, hook)  # not a unit itself: those below
+    inner = register_comm_hook(model.blocks, None, hook)  # not a unit itself: applies to the units below
     assert count(model) == count(copy.deepcopy(model)) == 3
-    units = reversed(flatshard.describe(model).units)  # in the order in which backward completes them
+    units = reversed(flatshard.describe(model).units)  # the order in which backward completes them
     assert calls == [[flat.padded_numel, flat.shard_numel] for unit in units for flat in unit.flats]
     with pytest.raises(ValueError, match=r"units the root module, 'blocks.0', 'blocks.1' have a communication hook"):
         register_comm_hook(model, None, hook)
     handle.remove()
     assert count(model) == 2
     again = register_comm_hook(model, None, hook, recurse=False)
-    handle.remove()  # not its hook
+    handle.remove()  # does nothing: the current hook is another
     assert count(model) == 3
     again.remove()
     inner.remove()
@@ -85,7 +85,7 @@ def test_where_hooks_are_registered(ctx):
     torch.manual_seed(0)
     model = built(ctx.group, NO_SHARD, Net().requires_grad_(False))
     register_comm_hook(model, None, hook)
-    model.requires_grad_(True)  # what is frozen at first may be thawed
+    model.requires_grad_(True)  # frozen parameters may train later
     assert count(model) == 3
 
 
@@ -96,7 +96,7 @@ def test_what_cannot_be_registered_raises_before_anything_is_changed():
         alone = built(None)
     with fake_world(4):
         model, replicated = built(None), built(None, NO_SHARD)
-        # Some units under one strategy and some under another: the hook must do for all.
+        # Units of several strategies: the hook must fit all of them.
         mixed = fully_shard(Net(), policy=CustomPolicy(lambda m: isinstance(m, Block) and {"strategy": NO_SHARD}))
         of_sharded = r"FULL_SHARD and calls hook\(state, gradient, output\), but .* does not take"
         for module, hook, message in (
@@ -109,10 +109,10 @@ def test_what_cannot_be_registered_raises_before_anything_is_changed():
             with pytest.raises((TypeError, ValueError), match=message):
                 register_comm_hook(module, None, hook)
         for sharded in (model, replicated, mixed):
-            handle = register_comm_hook(sharded, None, average)  # nothing was registered by what raised
+            handle = register_comm_hook(sharded, None, average)  # the calls that raised registered nothing
             sharded(make_input(0, 2)).sum().backward()
         del mixed, sharded
-        handle.remove()  # of a model that is no more
+        handle.remove()  # the model is already freed
 
 
 @ranks(2)
@@ -137,7 +137,7 @@ def test_a_hook_that_goes_wrong_is_named(ctx):
 @ranks(3)
 @mock.patch.object(Tensor, "record_stream", mock.Mock())  # torch's hooks call it; on CPU it raises
 def test_hooks_of_fsdp1_work_unchanged(ctx):
-    """torch's own hooks, with their own states: the averages are those without a hook, up to rounding."""
+    """torch's own hooks with their own states give the averages of training without a hook, up to rounding."""
     low = functools.partial(default_hooks.LowPrecisionState, ctx.group)
     for strategy, exact in ((FULL, default_hooks.reduce_scatter_hook), (NO_SHARD, default_hooks.allreduce_hook)):
         plain = built(ctx.group, strategy)
@@ -151,7 +151,7 @@ def test_hooks_of_fsdp1_work_unchanged(ctx):
             ctx.note(hook.__name__)
             model = built(ctx.group, strategy)
             register_comm_hook(model, state, hook)
-            for _ in range(2):  # an input that has been pointed elsewhere must not have been the one for the next step
+            for _ in range(2):  # a hook that replaced a reduction's input must not affect the next step
                 model.zero_grad()
                 backward(model, ctx.rank)
             for name, grad in whole_gradients(model).items():
@@ -161,7 +161,7 @@ def test_hooks_of_fsdp1_work_unchanged(ctx):
 
 @ranks(3)
 def test_compression_to_16_bits(ctx):
-    """Half of the bytes. Numbers: the fuzzer's, whose oracle rounds."""
+    """Hooks halve the bytes. The fuzzer checks values, with rounding in its oracle."""
     optim = ShardingStrategy.SHARD_OPTIM
     for strategy, hook in ((FULL, bf16_compress_hook), (GRAD_OP, fp16_compress_hook), (optim, bf16_compress_hook)):
         ctx.note(strategy.name)
@@ -170,7 +170,7 @@ def test_compression_to_16_bits(ctx):
         shards = [u.flats[0].shard_numel for u in flatshard.describe(model).units]
         gathered = {FULL: sum(shards) + sum(shards[1:]), GRAD_OP: sum(shards)}.get(strategy, 0)
         for each, width in ((plain, 4), (model, 2)):
-            for _ in range(4):  # in which the order is checked
+            for _ in range(4):  # the order is checked in these steps
                 backward(each, ctx.rank)
                 each.zero_grad()
             with sent_bytes() as sent:
@@ -179,7 +179,7 @@ def test_compression_to_16_bits(ctx):
 
 
 class Switch(nn.Module):
-    """Rank 0 uses ``a``, with a gradient below float16's range, nobody uses ``b``."""
+    """Rank 0 uses ``a``, with a gradient below float16's range. No rank uses ``b``."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
@@ -207,17 +207,17 @@ def test_compression_keeps_unused_parameters_apart(ctx):
 
 
 class Watched(Recording):
-    """Its reductions may be issued in another order on another rank, and may widen."""
+    """Collectives that may widen, and whose reductions may be issued in any order."""
 
     widens, compared = True, (GATHER,)
 
     def note(self, call: str, *tensors: Tensor) -> None:
-        assert len({t.dtype for t in tensors}) == 1  # a hook gets no output of another dtype
+        assert len({t.dtype for t in tensors}) == 1  # a hook gets an output of the gradient's dtype only
 
 
 @ranks(2)
 def test_what_a_hook_hands_on_of_the_collectives_below(ctx):
-    """Nothing is compared that may differ between ranks."""
+    """Ranks compare only the order of gathers, as a hook's own collectives may differ."""
     announce = mock.patch.object(OrderCheck, "announce", autospec=True, side_effect=OrderCheck.announce)
     for policy in (None, flatshard.MixedPrecision(torch.bfloat16, torch.float32)):
         model = built(ctx.group, collectives=Watched, mixed_precision=policy)

@@ -1,4 +1,4 @@
-"""torch.compile: blocks compiled before or after sharding, and whole models. The graph breaks at the hooks of units."""
+"""torch.compile of blocks, before or after sharding, and of full models. The graph breaks at the hooks of units."""
 
 import copy
 import dataclasses
@@ -46,7 +46,7 @@ def make(checkpointed: bool = False) -> nn.Sequential:
 
 
 def compile_part(model: nn.Sequential, what: str, backend: Any) -> None:
-    """``"inner"``: part of a unit. ``"block"``: one unit."""
+    """Compile a part of ``model``: ``"inner"`` layers, a ``"block"`` (one unit), all ``"blocks"``, or the ``"model"``."""
     blocks = model[:BLOCKS]
     inner = [block.inner for block in blocks]
     for module in {"blocks": blocks, "block": blocks[1:2], "inner": inner, "model": [model]}[what]:
@@ -54,7 +54,7 @@ def compile_part(model: nn.Sequential, what: str, backend: Any) -> None:
 
 
 ORDERS = [f"{what} {when}" for what in ("blocks", "inner", "model") for when in ("before", "after")]
-"""What is compiled, and whether before sharding."""
+"""Compiled parts, each before or after sharding."""
 
 
 def shard(model: nn.Sequential, group: Any, order: str, backend: Any, **options: Any) -> nn.Sequential:
@@ -69,17 +69,17 @@ def shard(model: nn.Sequential, group: Any, order: str, backend: Any, **options:
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[Pool]:
-    """Ranks of their own, as compilers leave threads and caches behind."""
+    """Start separate ranks, because compilers leave threads and caches behind."""
     p = Pool(4, preload=COMPILER)
     yield p
     p.close()
 
 
-GRAPHS = 2  # that of the first block, whose input requires no gradient, and that of the others
+GRAPHS = 2  # one for the first block, whose input requires no gradient, and one for the others
 
 
 def train(ctx, order: str, backend: str, checkpointed: bool, strategy: S) -> None:
-    """All blocks share one graph: it breaks before and after them, at a unit's hooks, and nothing is compiled twice."""
+    """All blocks share one graph, which breaks at the hooks around each unit. Nothing is compiled twice."""
     torch._dynamo.reset()
     counter = CompileCounterWithBackend(backend)
     model = check_parity(
@@ -96,7 +96,7 @@ def train(ctx, order: str, backend: str, checkpointed: bool, strategy: S) -> Non
     assert events.count("reduce-scatter 1") == 1
     counter = CompileCounterWithBackend("eager")
     torch.compile(lambda x: (flatshard.clip_grad_norm_(model, 1.0), x + 1), backend=counter)(torch.ones(2))
-    assert (counter.frame_count, counter.op_count) == (1, 1)  # that of the user's own operation
+    assert (counter.frame_count, counter.op_count) == (1, 1)  # the user's own operation
 
 
 CASES = all_pairs(ORDERS, ("aot_eager", "eager"), (FULL, S.SHARD_GRAD_OP, S.SHARD_OPTIM), (False, True))
@@ -133,7 +133,7 @@ def test_tensor_parallel(ctx):
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
 @ranks(2, timeout=110.0)
 def test_inductor(ctx):
-    """One unit, and kernels that a C++ compiler is done with soon."""
+    """Compile one unit, with settings that make the C++ compiler fast."""
     import torch._inductor.config as config
 
     with config.patch({"cpp.vec_isa_ok": False, "cpp_cache_precompile_headers": False, "compile_threads": 1}):
@@ -155,7 +155,7 @@ def test_a_compiled_step_of_an_optimizer(ctx):
     torch.compile(optimizers[0].step, backend="aot_eager")()
     optimizers[1].step()
     torch.testing.assert_close(full_params(models[0]), full_params(models[1]), rtol=1e-4, atol=1e-5)
-    with torch.no_grad():  # they gather what has changed
+    with torch.no_grad():  # gathers the stepped parameters
         torch.testing.assert_close(models[0](x), models[1](x), rtol=1e-4, atol=1e-5)
 
 
@@ -165,14 +165,14 @@ class Output:
 
 
 class WithOutput(Block):
-    """Returns a dataclass, as Hugging Face's models do."""
+    """Returns a dataclass, like Hugging Face's models."""
 
     def forward(self, x: Output) -> Output:
         return Output(super().forward(x.hidden))
 
 
 class Counted(flatshard.comm.GlooCollectives):
-    """A user's collectives. They are outside flatshard's package, and dynamo cannot trace them."""
+    """A user's collectives, outside flatshard's package. Dynamo cannot trace them."""
 
     gathers = 0
 
@@ -184,7 +184,7 @@ class Counted(flatshard.comm.GlooCollectives):
 
 @ranks(2)
 def test_units_compiled_as_one_graph(ctx):
-    """They return dataclasses; what the hooks call, such as collectives of the user's, is not compiled."""
+    """Units return dataclasses. Calls of their hooks, such as a user's collectives, are not compiled."""
     torch.manual_seed(0)
     plain, x = nn.Sequential(WithOutput(), WithOutput()), Output(torch.ones(2, WIDTH))
     low = MixedPrecision(torch.bfloat16, output_dtype=torch.float32, cast_forward_inputs=True)
@@ -204,7 +204,7 @@ def test_units_compiled_as_one_graph(ctx):
 
 @ranks(2)
 def test_a_deep_copy_of_compiled_units(ctx):
-    """torch's copy of ``torch.compile(module)`` has none of its hooks."""
+    """torch's copy of ``torch.compile(module)`` loses its hooks."""
     for grouped in (False, True):
         torch._dynamo.reset()
         plain = nn.Sequential(*(torch.compile(Block(), backend="eager") for _ in range(2)), Block())

@@ -1,4 +1,4 @@
-"""The end of a backward as a call of the user's: ``manual_finalization``, and ``reduce_gradients(async_op=True)``."""
+"""Ends of backwards that the user calls: ``manual_finalization``, and ``reduce_gradients(async_op=True)``."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -34,7 +34,7 @@ def backward(ctx, plain: nn.Module | None, model: nn.Module) -> None:
 
 
 def check_ended(plain: nn.Module, model: nn.Module, flat: bool) -> None:
-    """``flat``: all of a flat parameter has a gradient."""
+    """Assert equal gradients and a clean model. ``flat``: every element of a flat parameter has a gradient."""
     for p in plain.parameters() if flat else ():
         p.grad = torch.zeros_like(p) if p.grad is None else p.grad
     check_same_gradients(model, plain)
@@ -51,7 +51,7 @@ CHOICES = {
 
 @ranks(2, 4)
 def test_training(ctx):
-    """Steps of several microbatches, against one process. ``.grad`` changes in the finalization only."""
+    """Steps of several microbatches equal those of one process. ``.grad`` changes in the finalization only."""
     cases = some(all_pairs(*CHOICES[ctx.world_size]), 8 if ctx.world_size == 2 else 3)
     for strategy, width, flat, syncs, ends in cases:
         ctx.note(f"{strategy} {width} {flat} {syncs} {ends}")
@@ -87,7 +87,7 @@ def test_training(ctx):
 
 @ranks(1)
 def test_a_single_rank(ctx):
-    """Gradients become ``.grad`` at once, but not those of flat parameters."""
+    """Gradients become ``.grad`` immediately, except those of flat parameters."""
     for flat, held in ((False, False), (True, False), (True, True)):
         plain, model = make(ctx, process_group=ctx.alone)
         params = flatshard.flat_parameters(model) if flat else [*model.parameters()]
@@ -107,8 +107,8 @@ def test_a_single_rank(ctx):
 
 @ranks(2)
 def test_in_between(ctx):
-    """Hooks on gradients run in the finalization, and zero_grad drops what is in ``.grad``. Changes of mode, dtype and device
-    raise, and have changed nothing.
+    """Hooks on gradients run in the finalization, and zero_grad drops only ``.grad``.
+    Changes of mode, dtype and device raise and change nothing.
     """
     plain, model = make(ctx)
     flatshard.configure(model, manual_finalization=True)
@@ -121,7 +121,7 @@ def test_in_between(ctx):
     assert len(seen) == len([p for p in model.parameters() if p.grad is not None]) > 0
     plain.zero_grad()
     backward(ctx, plain, model)
-    model.zero_grad()  # as under no_sync: not the gradients that are on their way
+    model.zero_grad()  # keeps gradients in flight, as under no_sync
     for change, what in (
         (lambda: flatshard.configure(model, manual_finalization=False), r"configure\(manual_finalization=...\)"),
         (lambda: flatshard.flat_parameters(model), "flat_parameters"),
@@ -129,7 +129,7 @@ def test_in_between(ctx):
         with pytest.raises(RuntimeError, match=rf"{what} was called after a backward, before .* call flatshard.reduce"):
             change()
     for p in model.parameters():
-        p.data = p.data.clone()  # the same values elsewhere
+        p.data = p.data.clone()  # the same values at another address
     flatshard.reduce_gradients(model)
     check_same_gradients(model, plain)
     model.zero_grad()
@@ -158,7 +158,7 @@ def test_failures(ctx):
     plain, model = make(ctx)
     flatshard.configure(model, manual_finalization=True)
     x = torch.zeros(1, 5).double()
-    # A forward that raises keeps what earlier backwards have left, and so does another model on the group.
+    # A forward that raises keeps gradients of earlier backwards, and so does another model on the group.
     backward(ctx, plain, model)
     other_plain, other = make(ctx)
     backward(ctx, other_plain, other)
@@ -170,7 +170,7 @@ def test_failures(ctx):
         model(x)
     flatshard.reduce_gradients(model)
     check_same_gradients(model, plain)
-    # A backward that raises before it reaches these units drops it, as under no_sync; so does recover.
+    # A backward that raises before it reaches these units drops their gradients, as under no_sync; so does recover.
     for how in ("backward", "recover"):
         model.zero_grad()
         plain.zero_grad()
@@ -193,7 +193,7 @@ def test_failures(ctx):
 
 
 class Waited(Recording):
-    """Notes when a reduction is waited for."""
+    """Records when a reduction is waited for."""
 
     def reduce_scatter(self, output: Tensor, input: Tensor) -> Any:
         pending = super().reduce_scatter(output, input)
@@ -202,9 +202,7 @@ class Waited(Recording):
 
 @ranks(2)
 def test_order(ctx):
-    """Reductions start where they always do, and the last is in flight when backward ends; those of held gradients start in
-    the finalization.
-    """
+    """Reductions start as usual, and the last is in flight when backward ends. Finalization starts held ones."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     flatshard.fully_shard(model, policy={nn.Linear}, process_group=ctx.group, collectives=Waited)
     calls = collectives_of(model[0]).calls
@@ -215,6 +213,6 @@ def test_order(ctx):
         assert [call for call in calls if call != "all_gather"] == expected
         handle = flatshard.reduce_gradients(model, async_op=True)
         assert calls.count("reduce_scatter") == 2
-        assert calls[-1] == "reduce_scatter"  # also in flight
+        assert calls[-1] == "reduce_scatter"  # the last one is in flight here, too
         handle.wait()
         assert calls.count("wait") == 2

@@ -1,4 +1,4 @@
-"""Methods besides ``forward``, registered by ``register_forward_method``: they compute, train and fail as forwards do."""
+"""Methods registered by ``register_forward_method`` compute, train and fail like ``forward``."""
 
 import copy
 import functools
@@ -37,7 +37,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """A language model on a vector a sequence: ids (batch,) in, logits (batch, TOKENS) out."""
+    """A language model with one vector per sequence: ids (batch,) in, logits (batch, TOKENS) out."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,11 +60,11 @@ class Model(nn.Module):
         return self.head(self.norm(self.blocks[2](x)))
 
     def loss(self, ids: Tensor, *, weight: float = 1.0) -> Tensor:
-        """Calls the module itself, and uses its parameters as well."""
+        """Call the module itself and use its parameters as well."""
         return weight * nn.functional.cross_entropy(self(ids), (ids + 1) % TOKENS) + self.norm.weight.square().sum()
 
     def generate(self, ids: Tensor, steps: int) -> Tensor:
-        """Greedy; the embedding of what is chosen is scaled by a parameter of the root's own."""
+        """Generate greedily. A parameter of the root scales the embeddings."""
         out = [ids]
         for _ in range(steps):
             x = self.embed(out[-1]) * self.norm.weight
@@ -98,7 +98,7 @@ def make() -> Model:
 
 
 def train(model: nn.Module, ids: Tensor, scale: float) -> Tensor:
-    """One method that calls the module; others with a graph each and tensors between them; one of an inner unit."""
+    """Train by a method that calls the module, several with a graph each, and an inner unit's."""
     x = model.blocks[0].mix(model.encode(ids))
     outputs = [model.decode(x), *(checkpoint(model.decode, x, use_reentrant=each) for each in (False, True))]
     loss = model.loss(ids, weight=0.5) + sum(output.square().mean() for output in outputs)
@@ -134,7 +134,7 @@ def test_generator_methods(ctx):
         for m in (model, plain):
             stream = m.stream(ids, 4)
             items = [next(stream), next(stream)]
-            if m is model:  # between two items the caller may do anything
+            if m is model:  # the caller may do anything between two items
                 check_clean(model)
                 assert torch.equal(model.generate(ids, 2), plain.generate(ids, 2))
             items += [stream.send(items[0] + 1), stream.throw(ValueError())]
@@ -146,7 +146,7 @@ def test_generator_methods(ctx):
         next(unfinished)
         with record_events() as events:
             unfinished.close()
-        assert not events  # the garbage collector may do this
+        assert not events  # the garbage collector may close it
         next(failing)
         with pytest.raises(KeyError):
             failing.throw(KeyError())
@@ -156,10 +156,10 @@ def test_generator_methods(ctx):
 
 @ranks(2)
 def test_deepcopy(ctx):
-    """Of methods that are attributes of the object, too."""
+    """Copy instance attributes that are methods, too."""
     ids = torch.arange(4)
     model, plain = shard(make(), ctx.group), make()
-    model.generate = functools.partial(model.generate, steps=3)  # over a registered one
+    model.generate = functools.partial(model.generate, steps=3)  # hides a registered method
     model.encode = Model.encode.__get__(model)
     register_forward_method(model, ["generate", "encode"])
     assert torch.equal(model.generate(ids), plain.generate(ids, 3))
@@ -198,7 +198,7 @@ def test_registering(fake_group):
 class Careless(Model):
     def __init__(self) -> None:
         super().__init__()
-        self.narrow = nn.Linear(WIDTH, 4, bias=False)  # of which a rank's part has the 2 * WIDTH elements of two rows
+        self.narrow = nn.Linear(WIDTH, 4, bias=False)  # a rank's shard has as many elements as two rows: 2 * WIDTH
 
     def through(self, x: Tensor) -> Tensor:
         return self.project(x)
@@ -220,7 +220,7 @@ class Careless(Model):
 
 @ranks(2)
 def test_a_method_that_was_not_registered(ctx):
-    """The method that the error names is one that can be registered, and helps."""
+    """The error names a method that can be registered, and registering it helps."""
     model, x, ids = Careless(), torch.ones(2, WIDTH), torch.arange(4)
     fully_shard(model, policy={Block}, process_group=ctx.group)
     model(ids).sum().backward()
@@ -228,7 +228,7 @@ def test_a_method_that_was_not_registered(ctx):
         copy.deepcopy(model).encode(ids)
     for called, named in (("through", "project"), ("ask", "ask")):
         ctx.note(called)
-        with pytest.raises(RuntimeError) as caught:  # whose shapes would fit
+        with pytest.raises(RuntimeError) as caught:  # the shard's shape would fit
             getattr(model, called)(x)
         text = str(caught.value)
         assert text.startswith("parameter 'narrow.weight' is sharded: this rank has elements "), text
@@ -240,7 +240,7 @@ def test_a_method_that_was_not_registered(ctx):
         model.blocks[0].mix(x)
     model.blocks[1].mix = lambda x: x
     with pytest.raises(RuntimeError, match=r"'blocks\.1\.gain' is sharded.* But Block\.forward was called outside"):
-        model.blocks[1].forward(x)  # as a method, which no hook sees
+        model.blocks[1].forward(x)  # called directly, so hooks miss it
     for direct, outermost in ((lambda: model.head(x), "Linear"), (lambda: nn.Sequential(model.head)(x), "Sequential")):
         message = rf"'embed\.weight' is sharded.* But Linear.* call the module that is .*make the {outermost} a unit"
         with pytest.raises(RuntimeError, match=message):
@@ -254,9 +254,9 @@ def test_a_method_that_was_not_registered(ctx):
 
 
 class Swaps(nn.Module):
-    """Writes parameters of its own while it runs."""
+    """Writes its own parameters while it runs."""
 
-    shadowed = None  # comes first, in plain torch too
+    shadowed = None  # takes precedence, in plain torch too
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""``p.grad_dtype``: 256 + 1 - 256 is 1 in float32, and 0 in bfloat16."""
+"""``p.grad_dtype``: 256 + 1 - 256 is 1 in float32 and 0 in bfloat16."""
 
 import copy
 from typing import Any
@@ -17,7 +17,7 @@ STEPS = (256.0, 1.0, -256.0)
 
 
 class Scale(nn.Module):
-    """The gradient of each element is the input."""
+    """A module whose parameters' gradients equal the input."""
 
     def __init__(self, size: int = 5) -> None:
         super().__init__()
@@ -28,7 +28,7 @@ class Scale(nn.Module):
 
 
 class Net(nn.Sequential):
-    """The second is too large for its gradients to be copied together."""
+    """Two modules, the second too large for copying its gradients together."""
 
     def __init__(self) -> None:
         super().__init__(Scale(), Scale(17_000))
@@ -50,7 +50,7 @@ def sharded(ctx: Any, names: str = "ab", dtype: Any = BF16, **options: Any) -> n
 
 
 def gradients(model: nn.Module) -> dict[tuple[str, Any], set[float]]:
-    """The values of all, by the parameters' names and the gradients' dtypes."""
+    """Return the gradients' values by parameter name and gradient dtype."""
     found: dict[tuple[str, Any], set[float]] = {}
     with flatshard.summon_full_params(model, with_grads=True, writeback=False):
         for name, param in model.named_parameters():
@@ -61,7 +61,7 @@ def gradients(model: nn.Module) -> dict[tuple[str, Any], set[float]]:
 
 
 def train(model: nn.Module, *inputs: float) -> nn.Module:
-    """A backward each."""
+    """Run a backward for each input."""
     for x in inputs:
         model(x).backward()
     return model
@@ -73,9 +73,9 @@ MIXED = {("a", FP32): {1.0}, ("b", BF16): {0.0}}
 
 @ranks(2)
 def test_reduced_in_it(ctx):
-    """Ranks have 256 and 1."""
+    """Reduce 256 of one rank and 1 of the other."""
     mine = STEPS[ctx.rank]
-    own = MixedPrecision(BF16, reduce_in_param_dtype=False)  # as FSDP2's policy since torch 2.15
+    own = MixedPrecision(BF16, reduce_in_param_dtype=False)  # default of FSDP2's policy since torch 2.15
     in_fp32 = MixedPrecision(reduce_dtype=FP32)
     kept = MixedPrecision(reduce_dtype=FP32, keep_low_precision_grads=True)
     for options, names, a, b in (
@@ -99,7 +99,7 @@ def test_reduced_in_it(ctx):
 
 
 class Hands(torch.autograd.Function):
-    """A gradient in float32, whatever the parameter is."""
+    """Gives a float32 gradient, whatever the parameter's dtype."""
 
     @staticmethod
     def forward(ctx: Any, param: Tensor) -> Tensor:
@@ -129,10 +129,10 @@ def test_any_dtype(ctx):
         with pytest.raises(RuntimeError, match=message):
             model().backward()
         assert model.weight.grad is None
-        model.weight.grad_dtype = FP32  # as it says
+        model.weight.grad_dtype = FP32  # the cure in the message
     low = Own()
     low.weight.grad_dtype = None
-    fully_shard(low, process_group=ctx.group, mixed_precision=MixedPrecision(reduce_dtype=FP32))  # or so
+    fully_shard(low, process_group=ctx.group, mixed_precision=MixedPrecision(reduce_dtype=FP32))  # another cure
     for each in (model, model, low):
         each.zero_grad()
         each().backward()
@@ -172,7 +172,7 @@ def test_conversions_and_copies(ctx):
 
 @ranks(1, 2)
 def test_chosen_in_between(ctx):
-    """Chosen while there is a graph, and while gradients are held."""
+    """Set ``grad_dtype`` while a graph exists, and while gradients are held."""
     model = sharded(ctx, "")
     loss = model(*STEPS)
     choose(model, "ab")

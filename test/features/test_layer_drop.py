@@ -1,4 +1,4 @@
-"""Models that leave out layers at random, as Hugging Face's do: each rank drops its own, and the numbers are the model's."""
+"""Models that drop layers at random, like Hugging Face's: ranks drop different layers, and train as one process does."""
 
 import copy
 import warnings
@@ -20,7 +20,7 @@ from flatshard import OutOfStepError, fully_shard
 
 
 class SpeechEncoder(nn.Module):
-    """As Wav2Vec2Encoder: it looks for FSDP, and then uses what it should drop."""
+    """Like Wav2Vec2Encoder, checks whether FSDP wraps the model, and then runs layers that it should drop."""
 
     def __init__(self, rate: float) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class SpeechEncoder(nn.Module):
 
 
 class BartEncoder(nn.Module):
-    """Its layers have their input by name, and units inside."""
+    """Passes inputs to its layers by keyword. Layers have units inside."""
 
     def __init__(self, rate: float) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class BartEncoder(nn.Module):
 
 
 class TwoLists(nn.Module):
-    """As Flaubert: what is dropped is in several lists."""
+    """Like Flaubert, keeps layers to drop in several lists."""
 
     def __init__(self, rate: float) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ class TwoLists(nn.Module):
 
 
 class Around(nn.Module):
-    """What has the same config, and no layers of its own."""
+    """A model with its encoder's config and no layers to drop."""
 
     def __init__(self, encoder: nn.Module) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ class Around(nn.Module):
 
 
 def make(kind: Callable[[float], nn.Module], rate: float = 0.5, checkpointed: bool | None = None) -> nn.Module:
-    """``checkpointed``: the layers' ``use_reentrant``; None: they are not."""
+    """Return a model. ``checkpointed`` is the layers' ``use_reentrant``, or None for no checkpoints."""
     torch.manual_seed(0)
     model = Around(kind(rate)).double()
     model.encoder.checkpointed = checkpointed
@@ -101,7 +101,7 @@ def shard(ctx, model: nn.Module, policy: Any = frozenset({Block, nn.Sequential})
 
 
 def train(ctx, reference: nn.Module, model: nn.Module, steps: int = 2) -> None:
-    """Each rank draws layers for its own slice. Losses and parameters are those of one process that does the same."""
+    """Train with layers dropped per rank. Losses and parameters equal those of one process that drops the same layers."""
     optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (reference, model)]
     for step in range(steps):
         torch.manual_seed(100 + step)
@@ -123,10 +123,10 @@ def train(ctx, reference: nn.Module, model: nn.Module, steps: int = 2) -> None:
 @ranks(3)
 def test_each_rank_drops_its_own_layers(ctx, kind: Any):
     reference, model = make(kind), make(kind)
-    assert shard(ctx, model, {Block, nn.Sequential, nn.LayerNorm}) == []  # the norm, behind the list, is a unit
+    assert shard(ctx, model, {Block, nn.Sequential, nn.LayerNorm}) == []  # the norm behind the list is a unit
     train(ctx, reference, model, steps=3)
     train(ctx, copy.deepcopy(reference), copy.deepcopy(model))
-    reference.eval(), model.eval()  # nothing is dropped
+    reference.eval(), model.eval()  # drops nothing
     train(ctx, reference, model, steps=1)
     with torch.no_grad():
         model.train()(torch.ones(2, 4).double())
@@ -134,7 +134,7 @@ def test_each_rank_drops_its_own_layers(ctx, kind: Any):
 
 @ranks(2)
 def test_checkpoints_that_do_not_fit(ctx):
-    """Every rank raises, whether it drops a layer or not, and each of the cures works."""
+    """Every rank raises, whether it drops a layer or not, and each cure works."""
     units, reentrant = {Block, nn.Sequential}, "'encoder.layers.0' is in a reentrant .* Use use_reentrant=False"
     inside = "'encoder.layers.3.1' has several units .* Make the layer one unit, or set layerdrop to 0"
     for kind, checkpointed, what, cure, policy in (
@@ -153,7 +153,7 @@ def test_checkpoints_that_do_not_fit(ctx):
 
 @ranks(2)
 def test_wherever_fully_shard_is_called(ctx):
-    """The list that may be dropped is registered once, whoever shards; a forward that fails leaves nothing behind."""
+    """The list of layers is registered once, whichever call shards it. A failing forward leaves no state."""
     reference, model = make(SpeechEncoder), make(SpeechEncoder)
     for module in (*model.encoder.layers, model.encoder, model):
         fully_shard(module, process_group=ctx.group)
@@ -172,14 +172,14 @@ def run_passes(model: nn.Module) -> None:
 
 @ranks(2)
 def test_a_warning_where_layers_are_in_several_lists(ctx):
-    """What cannot be told apart is warned about, and each of the cures works."""
+    """Ambiguous lists are warned about, and each cure works."""
     for rate, skips in ((0.0, False), (0.5, True)):
         reference, model = make(TwoLists, rate), make(TwoLists, rate)
         assert bool(shard(ctx, model)) == skips
         model.encoder.skips = skips
         train(ctx, reference, model)
     model = make(TwoLists)
-    (told,) = shard(ctx, model, group=dist.new_group(list(range(ctx.world_size))))  # it will be of no use afterwards
+    (told,) = shard(ctx, model, group=dist.new_group(list(range(ctx.world_size))))  # unusable after this test
     assert "'encoder' may leave out layers at random" in told
     assert "Set layerdrop to 0, or call flatshard.skip(layer, x)" in told
     torch.manual_seed(ctx.rank)

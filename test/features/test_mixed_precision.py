@@ -1,5 +1,5 @@
-"""Mixed precision: which dtype what has, and where. Numbers: ``together/test_parity_with_fsdp2``, and the fuzzer's, whose
-oracle casts, computes, averages in the reduce dtype and casts back by hand.
+"""Dtypes in mixed precision. ``together/test_parity_with_fsdp2`` and the fuzzer check values.
+The fuzzer's oracle casts, computes, averages in the reduce dtype and casts back.
 """
 
 import copy
@@ -24,7 +24,7 @@ from flatshard._composable.find import units_below
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 FULL, NO_SHARD = ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD
 INPUTS = torch.ones(2, 3, dtype=torch.long), torch.ones(())
-"""Of a ``Net``."""
+"""Inputs of ``Net``."""
 
 
 def norm_block() -> NormBlock:
@@ -32,7 +32,7 @@ def norm_block() -> NormBlock:
 
 
 class Net(nn.Module):
-    """Its head has the weight of its embedding."""
+    """A net whose head is tied to its embedding."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class Net(nn.Module):
 
 
 def note_dtypes(module: nn.Module) -> list[torch.dtype]:
-    """Of its inputs and its weight, in each forward."""
+    """Record the dtypes of the module's input and weight in each forward."""
     seen: list[torch.dtype] = []
     module.register_forward_hook(lambda m, args, output: seen.extend((args[0].dtype, m.weight.dtype)))
     return seen
@@ -70,7 +70,7 @@ def test_inputs_and_outputs_are_cast(ctx):
     assert out.dtype is FP32
     assert seen == [[BF16, BF16]] * 2
     out.sum().backward()
-    assert model.blocks[0](torch.ones(1, 6)).dtype is BF16  # alone it is the outermost one
+    assert model.blocks[0](torch.ones(1, 6)).dtype is BF16  # called alone, it is the root
     model = shard(norm_block(), mixed_precision=MixedPrecision(BF16, cast_root_forward_inputs=False))
     assert model(torch.ones(1, 6, dtype=BF16)).dtype is BF16
     widening = shard(Widening(norm_block()), policy={NormBlock}, mixed_precision=MixedPrecision(BF16))
@@ -96,7 +96,7 @@ def test_ignored_classes_keep_their_precision(ctx):
 
 @ranks(1, 3)
 def test_summon_full_params(ctx):
-    """The user's own dtype, bit for bit; changes written back without rounding; nested; forwards in full precision inside."""
+    """Summoned parameters have the user's dtype, bit for bit, and are written back unrounded. Forwards inside use it."""
     torch.manual_seed(0)
     reference = Net()
     policy = MixedPrecision(BF16, reduce_dtype=FP32)
@@ -115,14 +115,14 @@ def test_summon_full_params(ctx):
                 for (name, p), q in zip(model.named_parameters(), reference.parameters(), strict=True):
                     expected = torch.full_like(q, 1 / 3) if name == "blocks.0.up.bias" else q + 1e-6
                     assert torch.equal(p, expected), name
-                    p.zero_()  # which is not written back
+                    p.zero_()  # not written back
         model(*INPUTS).sum().backward()
 
 
 @pytest.mark.parametrize("output_dtype", [None, FP32])
 @ranks(2)
 def test_summon_full_params_of_some_units(ctx, output_dtype: torch.dtype | None):
-    """A unit in full precision inside one that is not, or around one. Tensors are cast on the way from one to the other."""
+    """Summon a unit inside or around units in low precision. Tensors are cast between them."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3))
     x, dtype = torch.linspace(-1, 1, 6).view(2, 3), output_dtype or BF16
@@ -161,7 +161,7 @@ class Clamped(nn.Module):
 
 @ranks(2)
 def test_a_forward_that_changes_its_parameters(ctx):
-    """What forward changes in its own parameters is kept; what it doesn't is not rounded to the compute dtype."""
+    """Changes by forward to its own parameters are kept; other values are not rounded to the compute dtype."""
     model = fully_shard(Clamped(), process_group=ctx.group, mixed_precision=MixedPrecision(BF16))
     with torch.no_grad():
         model(torch.ones(5))
@@ -170,7 +170,7 @@ def test_a_forward_that_changes_its_parameters(ctx):
 
 
 def test_a_dtype_for_each_parameter():
-    """Each dtype is gathered by itself. Numbers: bit for bit as FSDP2's, in ``together/test_parity_with_fsdp2``."""
+    """Each dtype is gathered separately. ``together/test_parity_with_fsdp2`` compares values with FSDP2's bit for bit."""
     model = norm_block()
 
     def gathers(fn: Any) -> list[int]:
@@ -180,7 +180,7 @@ def test_a_dtype_for_each_parameter():
 
     norm, linear, padding = 2 * 6, 6 * 9 + 9 + 9 * 6, 64
     assert len(gathers(None)) == 1
-    of_norm, of_linear = gathers(lambda p: p.dtype if tuple(p.shape) == (6,) else None)  # the norm's
+    of_norm, of_linear = gathers(lambda p: p.dtype if tuple(p.shape) == (6,) else None)  # the norm's parameters
     assert 4 * norm <= of_norm <= 4 * norm + padding
     assert 2 * linear <= of_linear <= 2 * linear + padding
     for wrong, shown in ((FP16, "torch.float16"), ("bf16", "'bf16'"), (FP64, "torch.float64")):
@@ -204,7 +204,7 @@ def test_policies_of_fsdp_are_accepted():
 
 
 def test_what_a_later_torch_can_say_is_refused():
-    """A field that is not known is refused unless it says nothing."""
+    """Unknown fields raise unless they have their default."""
     fields = [("sum_backwards", bool, False), ("axes", list, dataclasses.field(default_factory=list))]
     for kind, argument, ours in (
         (fsdp.MixedPrecision, "mixed_precision", MixedPrecision),
@@ -231,7 +231,7 @@ def test_what_is_no_dtype():
 
 @ranks(2)
 def test_low_precision_masters_with_a_stateful_optimizer_are_warned_about(ctx):
-    """Once; also where the parameters come into a group of an optimizer that has stepped already."""
+    """Each model warns once, even if its parameters join an optimizer that has already stepped."""
 
     def warned(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
         with warnings.catch_warnings(record=True) as caught:
@@ -245,21 +245,21 @@ def test_low_precision_masters_with_a_stateful_optimizer_are_warned_about(ctx):
         return fully_shard(nn.Linear(4, 4).to(dtype), process_group=ctx.group)
 
     low, high = sharded(BF16), sharded(FP32)
-    assert warned(low, torch.optim.SGD(low.parameters(), lr=0.1)) == 0  # it has no state to lose
+    assert warned(low, torch.optim.SGD(low.parameters(), lr=0.1)) == 0  # has no state that loses precision
     assert warned(low, torch.optim.AdamW(low.parameters())) == 1
     optimizer = torch.optim.AdamW(high.parameters())
     assert warned(high, optimizer) == 0
     for late in (optimizer, torch.optim.AdamW(nn.Linear(1, 1).parameters())):
         late.step()
         low = sharded(BF16)
-        late.step()  # it is known now, without them
+        late.step()  # known to flatshard before it gets the parameters
         late.add_param_group({"params": low.parameters()})
         assert warned(low, late) == 1
 
 
 @ranks(2)
 def test_a_kept_cast(ctx):
-    """Of what is freed after forward. When it is dropped: ``core/test_subgroups``."""
+    """Keep casts of units that are freed after forward. ``core/test_subgroups`` tests when they are dropped."""
     policy = MixedPrecision(BF16, reduce_dtype=FP32, keep_cast_shard=True)
     model = fully_shard(Net(), policy={NormBlock}, process_group=ctx.group, mixed_precision=policy)
     loss = model(*INPUTS).sum()

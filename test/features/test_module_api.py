@@ -1,6 +1,6 @@
-"""What users do to a module between steps, on a sharded one: copy, convert, overwrite, look at it whole.
+"""Changes of a sharded module between steps: copying, converting, overwriting, summoning.
 
-Orders of these verbs, and what they do to training: ``together/test_programs.py``.
+``together/test_programs.py`` tests orders of these calls, and training after them.
 """
 
 import copy
@@ -28,7 +28,7 @@ class Block(Mlp):
 
 
 class Model(nn.Module):
-    """A root parameter, blocks, a recurrent layer, a tied one, a buffer."""
+    """A root parameter, blocks, a recurrent layer, a tied layer, a buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,12 +45,12 @@ class Model(nn.Module):
 
 
 def vectors(step: int, n: int) -> Tensor:
-    """The same for the same step, whoever asks."""
+    """Return inputs that depend on the step only."""
     return torch.randn(n, WIDTH, generator=torch.Generator().manual_seed(step)).double()
 
 
 def each_kind(ctx: Any):
-    """A plain model, and the same one sharded by some strategies, each with some policy."""
+    """Yield a plain model and its sharded twin for several strategies and policies."""
     for strategy, policy in (
         (FULL, {Block}),
         (GRAD_OP, None),
@@ -62,7 +62,7 @@ def each_kind(ctx: Any):
 
 
 def train_both(ctx: Any, model: nn.Module, plain: nn.Module, optimizer: Any = None, steps: int = 2) -> None:
-    """Two steps of both give the same parameters. The sharded model's own optimizer may be passed."""
+    """Assert that steps of both models give equal parameters. ``optimizer`` belongs to the sharded model, if given."""
     optimizers = [optimizer or adamw(model.parameters()), adamw(plain.parameters())]
     for step in range(steps):
         x = vectors(step, 2 * ctx.world_size)
@@ -74,7 +74,7 @@ def train_both(ctx: Any, model: nn.Module, plain: nn.Module, optimizer: Any = No
 
 @ranks(2)
 def test_deepcopy_of_more_and_of_less(ctx):
-    """How a copy trains: ``together/test_programs``."""
+    """``together/test_programs`` tests how a copy trains."""
     plain, model = twins(ctx, Model, {Block})
     model.optimizer = adamw(model.parameters())
     model.scale.lr_scale = 0.5
@@ -86,28 +86,28 @@ def test_deepcopy_of_more_and_of_less(ctx):
     held = [p for group in copied.optimizer.param_groups for p in group["params"]]
     assert all(a is b for a, b in zip(held, copied.parameters(), strict=True))
     assert set(copied.optimizer.state) == set(held)
-    part = copy.deepcopy(model.blocks[0])  # the root owns a parameter of it, so its copy has a copy of the root
+    part = copy.deepcopy(model.blocks[0])  # the root owns one of its parameters, so the root is copied for it
     assert part.up.weight is not model.blocks[0].up.weight
     plain, model = twins(ctx, Block)
     train_both(ctx, copy.deepcopy(nn.ModuleList([model, nn.Tanh()]))[0], plain)
-    one = copy.deepcopy(model.up.weight)  # a single parameter: this rank's part, as a plain one
+    one = copy.deepcopy(model.up.weight)  # this rank's shard of a single parameter, as a plain one
     assert type(one) is nn.Parameter
     assert torch.equal(one, model.up.weight)
     seen: list[Tensor] = []
     plain, model = twins(ctx, lambda: nn.Sequential(Block()), Block)
     for each in (model, plain):
         each[0].down.register_forward_hook(lambda module, args, out: seen.append(out))
-        each(vectors(0, 2)).sum().backward()  # from here on flatshard has a hook there, too
+        each(vectors(0, 2)).sum().backward()  # installs flatshard's hook on that layer
         each.zero_grad()
     copied = copy.deepcopy(model)
     for each in (copied, plain):
         each(vectors(0, 2))
-        seen.pop().sum().backward()  # what left the unit by the hook alone
+        seen.pop().sum().backward()  # this tensor left the unit by the hook only
     check_same_gradients(copied, plain)
 
 
 class MakesTarget(nn.Module):
-    """BYOL's: the target is copied from the network in the first forward."""
+    """Copies its target from the network in the first forward, like BYOL."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -153,7 +153,7 @@ def test_replacements_that_are_refused(ctx):
     if ctx.world_size == 1:
         return
     before = torch.__future__.get_swap_module_params_on_conversion()
-    torch.__future__.set_swap_module_params_on_conversion(True)  # gives an optimizer's objects other classes, unseen
+    torch.__future__.set_swap_module_params_on_conversion(True)  # changes the classes of an optimizer's objects
     try:
         with pytest.raises(RuntimeError, match=r"Couldn't swap Linear\.weight"):
             model.float()
@@ -164,7 +164,7 @@ def test_replacements_that_are_refused(ctx):
 
 @ranks(2, 4)
 def test_converting_a_part(ctx):
-    """A rank that holds no element of the part says the same; a part that is a unit may be converted."""
+    """Ranks with empty shards raise the same error. A submodule that is a unit may be converted."""
     for strategy, name in ((FULL, "up"), (GRAD_OP, "down"), (NO_SHARD, "up")):
         plain, model = twins(ctx, Block, strategy=strategy)
         model.get_submodule(name).to(torch.bfloat16)
@@ -190,12 +190,12 @@ def test_parameters_registered_anew(ctx):
         plain.rnn.weight_ih_l0.data.mul_(3)
         plain.rnn.weight_ih_l0.requires_grad_(False)
         train_both(ctx, model, plain, optimizer)
-        model.scale = nn.Parameter(params["scale"].detach() * 2)  # and nothing else
+        model.scale = nn.Parameter(params["scale"].detach() * 2)  # no other parameter
         plain.scale.data.mul_(2)
         train_both(ctx, model, plain, steps=1)
         assert all(p is params[n] for n, p in model.named_parameters())
         if ctx.world_size > 1 and strategy is not NO_SHARD:
-            model.scale = nn.Parameter(torch.ones(WIDTH + 1))  # never a rank's part
+            model.scale = nn.Parameter(torch.ones(WIDTH + 1))  # not the shape of any rank's shard
             with pytest.raises(RuntimeError, match="'scale' was replaced by a tensor of shape"):
                 model(vectors(0, 2))
     _, model = twins(ctx, Model)
@@ -210,9 +210,9 @@ def test_parameters_registered_anew(ctx):
 
 @ranks(1, 3)
 def test_flat_parameters(ctx):
-    """Training with them: the fuzzer's optimizer ``"flat"``."""
+    """The fuzzer's optimizer ``"flat"`` tests training."""
     _, model = twins(ctx, Model, {Block})
-    model.blocks[1].requires_grad_(False)  # a unit of its own
+    model.blocks[1].requires_grad_(False)  # one frozen unit
     flats = flatshard.flat_parameters(model)
     assert all(a is b for a, b in zip(flatshard.flat_parameters(model), flats, strict=True))
     assert sorted(n for f in flats for n in f.fqns) == sorted(n for n, p in model.named_parameters() if p.requires_grad)
@@ -238,7 +238,7 @@ CLEARS: dict[str, Callable[[nn.Module], Any]] = {
 
 @ranks(1, 3)
 def test_gradients_of_flat_parameters_are_seen_through_single_ones(ctx):
-    """Modules clear them, as in one process, and torch clips them."""
+    """Modules clear these gradients as in one process, and torch clips them."""
     for (_, plain, model), (way, clear) in zip(
         (*each_kind(ctx), *each_kind(ctx)), some(CLEARS.items(), 8), strict=False
     ):
@@ -283,7 +283,7 @@ def test_flat_parameters_keep_gradients_that_were_there(ctx):
 
 @ranks(1, 3)
 def test_summon_takes_new_gradients(ctx):
-    """And gradients that are taken away."""
+    """Gradients may also be removed inside."""
     for (_, plain, model), offload in zip(each_kind(ctx), (False, True, True, False), strict=True):
         x = vectors(0, ctx.world_size)
         for m, part in zip((plain, model), parts(ctx, x), strict=True):
@@ -300,7 +300,7 @@ def test_summon_takes_new_gradients(ctx):
 
 @ranks(1, 2)
 def test_the_memory_format_is_chosen_before(ctx):
-    """A warning says so, and its cure does it."""
+    """A later change warns, and the warning's cure works."""
     x = torch.randn(2, 3, 6, 6)
     for before in (True, False):
         torch.manual_seed(0)

@@ -1,7 +1,7 @@
 """Units of several modules: ``fully_shard([norm, head])``, or a tuple of modules in a policy.
 
-What they compute, and verbs on them: the fuzzer's policies ``groups`` and ``lists``, ``together/test_programs.py``.
-How often they are gathered: ``test_split_root``.
+The fuzzer's policies ``groups`` and ``lists`` and ``together/test_programs.py`` test their values and other calls on
+them. ``test_split_root`` counts their gathers.
 """
 
 import copy
@@ -23,7 +23,7 @@ WIDTH = 12
 
 
 class Model(nn.Module):
-    """Its norm and head can be one unit. The loss calls the head."""
+    """A model whose norm and head can be one unit. The loss calls the head."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class Model(nn.Module):
 
 @ranks(2)
 def test_chunked_loss(ctx):
-    """The head is called per chunk, after the model's forward: one gather and one reduction, as migration.md has it."""
+    """Calling the head per chunk after the forward costs one gather and one reduction, as migration.md promises."""
     torch.manual_seed(0)
     plain = Model().double()
     model = copy.deepcopy(plain)
@@ -67,7 +67,7 @@ def test_chunked_loss(ctx):
 
 
 def test_members_are_freed_when_all_have_run(world):
-    """And at the end of the pass, where some do not run."""
+    """If some do not run, the end of the pass frees all."""
     world(2)
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
     fully_shard([model[0], model[1]])
@@ -89,7 +89,7 @@ def test_names(world):
     assert pair[0] is model.norm
     (unit,) = flatshard.describe(model).units
     assert [f for flat in unit.flats for f in flat.fqns] == ["0.weight", "0.bias", "1.weight"]
-    for outer, inside in ((model, ""), (nn.Sequential(model, nn.Linear(2, 2)), "0.")):  # which has it inside
+    for outer, inside in ((model, ""), (nn.Sequential(model, nn.Linear(2, 2)), "0.")):  # the second contains the group
         fully_shard(outer)
         unit = flatshard.describe(outer).units[-1]
         assert (unit.fqn, unit.module) == (f"{inside}norm, {inside}head", "LayerNorm, Linear")
@@ -97,7 +97,7 @@ def test_names(world):
 
 
 def test_a_copy_that_was_refused_leaves_no_units(world):
-    """The group is copied, and some of its modules are not."""
+    """The copy includes a group but not all of its modules."""
     world(2)
     model = Model()
     fully_shard([model.embed, model.blocks[0]])
@@ -107,8 +107,8 @@ def test_a_copy_that_was_refused_leaves_no_units(world):
         copy.deepcopy(model)
     other = nn.Linear(2, 2)
     other(torch.ones(2)).sum().backward()
-    torch.optim.SGD(other.parameters(), lr=0.1).step()  # looks at all units
-    assert refused.tb is not None  # it keeps what was copied alive
+    torch.optim.SGD(other.parameters(), lr=0.1).step()  # visits all units
+    assert refused.tb is not None  # the traceback keeps the partial copy alive
 
 
 def test_mistakes(world):

@@ -1,4 +1,4 @@
-"""What cannot be done to a sharded model: one error on every rank, with a cure that works, and nothing is changed."""
+"""Changes that a sharded model refuses: every rank raises the same error, its cure works, and nothing changes."""
 
 import copy
 import functools
@@ -24,14 +24,14 @@ X = torch.ones(2, 4)
 
 
 def both(ctx: Any) -> tuple[nn.Module, nn.Module]:
-    """A plain model and the same one sharded."""
+    """Return a plain model and its sharded twin."""
     torch.manual_seed(0)
     plain = Net()
     return plain, fully_shard(copy.deepcopy(plain), policy={Block}, process_group=ctx.group)
 
 
 def unsharded(model: nn.Module) -> nn.Module:
-    """A new model with the values of ``model``, as errors advise."""
+    """Return a new model with the values of ``model``, as errors advise."""
     new = Net()
     new.load_state_dict(flatshard.checkpoint.full_state_dict(model))
     return new
@@ -44,7 +44,7 @@ def train(model: nn.Module) -> Tensor:
 
 
 def by_hand(module: nn.Module, renamed_first: bool) -> None:
-    """As libraries that torch does not know."""
+    """Reparametrize like libraries unknown to torch."""
     weight = module.weight
     if renamed_first:
         module.original = weight
@@ -79,7 +79,7 @@ def test_what_changes_the_structure_comes_before(ctx):
         assert [name for name, _ in model.named_parameters()] == names
         assert (type(model.front), list(model.front._forward_pre_hooks.values())) == before
     assert torch.allclose(train(model), train(plain))
-    for name, change in CHANGES.items():  # as the message says
+    for name, change in CHANGES.items():  # the cure in the message
         ctx.note(f"again: {name}")
         again, changed = unsharded(model), copy.deepcopy(plain)
         for each in (again, changed):
@@ -106,7 +106,7 @@ def test_torchs_fsdp(ctx):
 
 
 class Lm(nn.Sequential):
-    """As transformers' models have ``resize_token_embeddings``."""
+    """Has ``resize_token_embeddings`` like transformers' models."""
 
     def __init__(self) -> None:
         super().__init__(nn.Embedding(6, 4), nn.Linear(4, 6, bias=False))
@@ -118,8 +118,8 @@ class Lm(nn.Sequential):
 @ranks(2)
 def test_resizing(ctx):
     for policy in (None, {nn.Linear}):
-        model = nn.Sequential(Lm())  # as peft's models are around others
-        model[0].resize_token_embeddings(8)  # before, it works
+        model = nn.Sequential(Lm())  # wrapped, as peft wraps models
+        model[0].resize_token_embeddings(8)  # allowed before sharding
         fully_shard(model, policy=policy, process_group=ctx.group)
         for each in (model, copy.deepcopy(model)):
             embeddings = each[0][0]
@@ -142,7 +142,7 @@ def test_tracers(ctx):
     ):
         with pytest.raises(RuntimeError, match=message):
             tracer(model)(X)
-        assert torch.equal(model(X), plain(X))  # nothing is left of it
+        assert torch.equal(model(X), plain(X))  # tracing left no state
         train(model)
         assert torch.equal(tracer(unsharded(model))(X), plain(X))
     with flatshard.summon_full_params(model), torch.no_grad():
@@ -154,7 +154,7 @@ def test_tracers(ctx):
 
 
 def raises_in_a_fork(model: nn.Module, message: str) -> bool:
-    """Whether a forward does, in a process such as a DataLoader's worker."""
+    """Return whether a forward raises in a forked process, such as a DataLoader's worker."""
     if not (child := os.fork()):
         found = False
         try:
@@ -174,4 +174,4 @@ def test_a_forward_in_a_forked_process(ctx):
         message = f"RuntimeError: unit '{fqn}' runs a forward in process .* forked from rank {ctx.rank} "
         assert raises_in_a_fork(each, message)
     assert not raises_in_a_fork(plain, "")
-    train(model)  # the parent goes on
+    train(model)  # the parent continues

@@ -1,4 +1,4 @@
-"""DistributedDataParallel around a model that has sharded units: tools put it there unasked."""
+"""DistributedDataParallel around a model with sharded units, as some tools add it unasked."""
 
 import copy
 from typing import Any
@@ -16,7 +16,7 @@ from flatshard import fully_shard
 
 
 class Around(nn.Module):
-    """A module that ``fully_shard`` never sees, with layers and a buffer of its own."""
+    """A module outside ``fully_shard``, with its own layers and buffer."""
 
     def __init__(self, net: Net) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ def shard_blocks(model: Around, **arguments: Any) -> Around:
 
 
 def shard_all_but_one(model: Around, **arguments: Any) -> Around:
-    """One of the root's own parameters, too."""
+    """Shard all parameters except one layer's, the root's own included."""
     return fully_shard(model, ignored_states=[model.out], **arguments)
 
 
@@ -70,7 +70,7 @@ def train(ctx, plain: nn.Module, model: nn.Module) -> None:
 def test_layers_beside_units_train_as_in_one_process(ctx, shard):
     plain = plain_around(tied=shard is shard_all_but_one)
     model = shard(copy.deepcopy(plain), process_group=ctx.group)
-    with torch.no_grad():  # what only DDP makes equal on all ranks
+    with torch.no_grad():  # only DDP makes them equal on all ranks
         model.out.weight.add_(ctx.rank if shard is shard_blocks else 0)
     around = DistributedDataParallel(model, process_group=ctx.group)
     train(ctx, plain, around)
@@ -79,7 +79,7 @@ def test_layers_beside_units_train_as_in_one_process(ctx, shard):
 
 @ranks(2)
 def test_around_an_ignored_part(ctx):
-    """DDP averages the gradients of what ``fully_shard`` leaves alone, whichever comes first."""
+    """DDP averages gradients of modules that ``fully_shard`` ignores, whichever wraps first."""
     for ddp_first in (False, True):
         plain = plain_around()
         model = copy.deepcopy(plain)
@@ -89,14 +89,14 @@ def test_around_an_ignored_part(ctx):
         if not ddp_first:
             model.out = DistributedDataParallel(model.out, process_group=ctx.group)
         train(ctx, plain, model)
-        model.out = model.out.module  # for the names of one process
+        model.out = model.out.module  # restores the names of one process
         check_same_params(model, plain)
 
 
 @ranks(2)
 def test_around_nothing_but_units_it_raises(ctx):
     model = fully_shard(Net(2), policy={Block}, process_group=ctx.group)
-    theirs = "DistributedDataParallel is not needed"  # torch's, as the module names what it is to ignore
+    theirs = "DistributedDataParallel is not needed"  # torch's error, as the module lists ignored tensors
     ours = r"all trainable parameters of this .* are sharded.*'.*front.weight'"
     for around, message in ((model, theirs), (nn.Sequential(model), ours)):
         with pytest.raises(RuntimeError, match=message):
@@ -105,7 +105,7 @@ def test_around_nothing_but_units_it_raises(ctx):
 
 @ranks(2)
 def test_a_broadcast_of_states_leaves_the_parts(ctx):
-    """As Lightning's "ddp" before it validates: parts stay, and what is not sharded gets rank 0's values."""
+    """Lightning's "ddp" broadcasts before validation: shards stay, and unsharded tensors get rank 0's values."""
     model = plain_around()
     shard_but_some(model, process_group=ctx.group)
     before = full_params(model)

@@ -1,4 +1,4 @@
-"""Servers: requests come on many threads; one thread has the model, which stays unsharded, or all have. And notebooks."""
+"""Servers with requests on many threads: one thread runs the unsharded model, or all do. Also ranks in notebooks."""
 
 import contextlib
 import copy
@@ -28,13 +28,13 @@ REQUESTS = [torch.full((1, 4), float(i)) for i in range(6)]
 
 
 def answer(model: nn.Module, x: Tensor) -> Tensor:
-    with torch.no_grad():  # of this thread
+    with torch.no_grad():  # applies to this thread
         return model(x)
 
 
 @contextlib.contextmanager
 def inside(model: nn.Module, call: Callable[[], Any]) -> Iterator[None]:
-    """Meanwhile another thread is in ``call``, at a module of ``model``; it goes on at the end."""
+    """Keep another thread in ``call``, at a module of ``model``, until the end of the block."""
     entered, leave = threading.Event(), threading.Event()
 
     def stay(*_: object) -> None:
@@ -53,12 +53,12 @@ def inside(model: nn.Module, call: Callable[[], Any]) -> Iterator[None]:
 
 @ranks(2)
 def test_two_threads_at_a_time(ctx):
-    """A second thread is told what to do; ``threads=True`` is refused while another one trains, which goes on."""
+    """A second thread raises with a cure. ``threads=True`` raises while another thread trains, which continues."""
     plain, model = twins(ctx, Net, {Block}, torch.float32)
     with flatshard.keep_unsharded(model):
         with ThreadPoolExecutor(max_workers=1) as one, record_events() as events:
             answers = list(one.map(functools.partial(answer, model), REQUESTS))
-        assert sum(event.startswith("all-gather") for event in events) == 4  # one a unit
+        assert sum(event.startswith("all-gather") for event in events) == 4  # one per unit
         assert all(torch.equal(y, answer(plain, x)) for x, y in zip(REQUESTS, answers, strict=True))
         message = r"on another thread.*ThreadPoolExecutor\(max_workers=1\).*threads=True"
         with inside(model, lambda: answer(model, REQUESTS[0])), pytest.raises(RuntimeError, match=message):
@@ -71,7 +71,7 @@ def test_two_threads_at_a_time(ctx):
 
 
 class Tied(nn.Sequential):
-    """Nested units, one of which needs the parameter of another."""
+    """Nested units, one of which uses another's parameter."""
 
     def __init__(self) -> None:
         net, tied = Net(), nn.Linear(4, 4)
@@ -88,7 +88,7 @@ def wait_at(barrier: threading.Barrier, *_: object) -> None:
 
 @ranks(2)
 def test_many_threads(ctx):
-    """Eight threads at a time, on each rank other requests; then training goes on."""
+    """Eight threads run at a time, with different requests per rank. Training continues afterwards."""
     mixed = {"mixed_precision": MixedPrecision(torch.bfloat16, output_dtype=torch.float64, cast_forward_inputs=True)}
     for precision in ({}, mixed):
         ctx.note(str(precision))
@@ -103,7 +103,7 @@ def test_many_threads(ctx):
             expected = {float(x[0, 0]): answer(alone, x) for x in everyones}
             trainings = [nn.MSELoss()(m(everyones[ctx.rank]).float(), torch.ones(1, 2)) for m in models]
             with flatshard.keep_unsharded(model, threads=True), ThreadPoolExecutor(max_workers=8) as eight:
-                meet = threading.Barrier(8)  # all are in forwards at the same time
+                meet = threading.Barrier(8)  # all run forwards at the same time
                 together = model[1].register_forward_pre_hook(functools.partial(wait_at, meet))
                 with record_events() as events:
                     found = list(eight.map(functools.partial(answer, model), requests))
@@ -115,7 +115,7 @@ def test_many_threads(ctx):
                 with pytest.raises(RuntimeError, match=r"unit '<root>' runs forward .*with gradients.*no_grad"):
                     model(requests[0])
                 together.remove()
-                trainings[0].backward()  # of a forward before
+                trainings[0].backward()  # its forward was before the block
             trainings[1].backward()
             check_clean(model)
             for m in models:
@@ -126,7 +126,7 @@ def test_many_threads(ctx):
 
 @ranks(2)
 def test_what_needs_a_record_is_refused(ctx):
-    """What would give wrong values raises, and the next try works."""
+    """Calls that would give wrong values raise, and the next try works."""
     model, x = Net(), REQUESTS[1]
     fully_shard(model, policy={Block}, process_group=ctx.group)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -156,7 +156,7 @@ def test_what_needs_a_record_is_refused(ctx):
         answer(model.eval(), x)
 
 
-# -- ranks that a notebook starts: its __main__ has no file, as that of a script read from stdin has none -----------------
+# -- Ranks started by a notebook, whose __main__ has no file: simulated by a script on stdin ---------------------------
 
 NOTEBOOK = """
 import pathlib, sys
@@ -185,5 +185,5 @@ def test_ranks_by_fork(tmp_path: Path):
     env = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "PYTHONPATH": root}
     ran = subprocess.run(command, input=NOTEBOOK, text=True, capture_output=True, env=env, timeout=100)
     assert ran.returncode == 0, ran.stderr[-2000:]
-    # Of bias: 2 per row and rank; of weight: 2 on rank 1 only. Averaged, the norm is sqrt(3 * 2**2 + 9 * 1**2).
+    # Gradients of bias: 2 per row and rank; of weight: 2 on rank 1. Averaged, the norm is sqrt(3 * 2**2 + 9 * 1**2).
     assert (tmp_path / "store.norm").read_text() == f"{21**0.5:.4f}"

@@ -1,6 +1,6 @@
-"""``flatshard.skip``: what it takes and returns, and units on other process groups inside.
+"""``flatshard.skip``: its arguments and results, and inner units on other process groups.
 
-Ranks that run different units: the fuzzer's, under every option, and ``test_layer_drop``.
+The fuzzer, under every option, and ``test_layer_drop`` test ranks that run different units.
 """
 
 import copy
@@ -30,8 +30,8 @@ def test_the_call(ctx):
     assert both[0].requires_grad
     assert both[1].tolist() == [3]
     both[0].sum().backward()
-    assert all(p.grad is None for p in block.parameters())  # nobody ran it
-    (block(x) if ctx.rank else skip(block, x)).sum().backward()  # of an input that requires no gradient
+    assert all(p.grad is None for p in block.parameters())  # no rank ran it
+    (block(x) if ctx.rank else skip(block, x)).sum().backward()  # an input that requires no gradient
     (plain.blocks[0](x).sum() / 2).backward()
     check_same_gradients(model, plain)
     with torch.no_grad():
@@ -39,7 +39,7 @@ def test_the_call(ctx):
         assert skip(block) == ()
     with pytest.raises(ValueError, match=r"backward must reach unit 'blocks\.0', so pass a floating-point tensor"):
         skip(block, torch.tensor([3]))
-    # The last rank has run out of data.
+    # The last rank has no more data.
     model.zero_grad()
     plain.zero_grad()
     (plain(x).square().mean() / 2).backward()
@@ -51,7 +51,7 @@ def test_the_call(ctx):
 
 
 def test_a_checkpoint_recomputes_it(world):
-    """So units inside are gathered in the order of a forward, as on ranks that run them."""
+    """Recomputation gathers inner units in the order of a forward, as ranks that run them do."""
     world(2)
     model = fully_shard(nn.Sequential(*(Block() for _ in range(3))), policy={Block}, backward_prefetch=None)
     steps = []
@@ -64,9 +64,9 @@ def test_a_checkpoint_recomputes_it(world):
 
 @ranks(4)
 def test_units_on_other_process_groups_inside(ctx):
-    """They are skipped with the unit around them, whether the rank has run it before or not."""
+    """Skipping a unit skips the inner units too, whether this rank ran them before or not."""
     elsewhere = torch.distributed.new_group()
-    for before in (0, 2):  # steps in which it has
+    for before in (0, 2):  # steps that ran it before
         torch.manual_seed(0)
         plain = nn.Sequential(Block(), nn.Sequential(Block(), Block()), Block()).double()
         model = copy.deepcopy(plain)
@@ -84,7 +84,7 @@ def test_units_on_other_process_groups_inside(ctx):
 
 
 class Tower(nn.Module):
-    """Frozen blocks for images, between layers that train; and a frozen block in the middle of these."""
+    """Frozen blocks for images, beside trained layers with a frozen block in between."""
 
     def __init__(self, skip: Callable[[nn.Module, torch.Tensor], torch.Tensor]) -> None:
         super().__init__()
@@ -105,7 +105,7 @@ class Tower(nn.Module):
 @pytest.mark.parametrize("prefetch", [*BackwardPrefetch, None])
 @ranks(3)
 def test_units_in_which_nothing_trains(ctx, prefetch):
-    """Backward comes to them where it comes on ranks that run them, whatever tensors a rank passes by with."""
+    """Backward reaches frozen units as on ranks that run them, whatever tensors pass by a skipped unit."""
     torch.manual_seed(0)
     plain, model = Tower(lambda module, x: x).double(), Tower(skip).double()
     model.load_state_dict(plain.state_dict())
@@ -113,7 +113,7 @@ def test_units_in_which_nothing_trains(ctx, prefetch):
     fully_shard(model.tower, policy={Block}, **options)
     fully_shard(model, policy={Block}, **options)
     ids, image = torch.arange(3), torch.ones(2, WIDTH).double()
-    # Who has an image, and who passes by the block in the middle. At first all pass by, of whom none has ever run it.
+    # The ranks with an image, and those that skip the middle block. At first all skip it, before any has run it.
     cases = ((), (0, 1, 2)), ((1, 2), (0, 1)), ((), ()), ((0,), (2,)), ((0, 1, 2), (0, 1, 2))
     for number, (having, passing) in enumerate(cases):
         given = [(ids + rank % 2, image if rank in having else None, rank in passing) for rank in range(3)]
@@ -129,7 +129,7 @@ def test_units_in_which_nothing_trains(ctx, prefetch):
 
 @ranks(3)
 def test_a_module_of_a_group_in_which_nothing_trains(ctx):
-    """The others of its group train. Backward does not come to it on data without gradients, so no rank gathers for it."""
+    """The group's other modules train. Without gradients, backward reaches this one on no rank, so no rank gathers it."""
     torch.manual_seed(0)
     plain, model = Tower(lambda module, x: x).double(), Tower(skip).double()
     model.load_state_dict(plain.state_dict())
@@ -146,7 +146,7 @@ def test_a_module_of_a_group_in_which_nothing_trains(ctx):
 
 @ranks(2)
 def test_a_frozen_unit_that_backward_comes_to_now_and_then(ctx):
-    """As to a loss network: to what is generated, and not to what is real. The tensors tell."""
+    """Backward reaches a loss network for generated data, not for real data. The skipped tensors decide on which."""
     net, maker = nn.Sequential(Block(), Block()).requires_grad_(False), Block()
     for module in (net, maker):
         fully_shard(module, policy={Block}, process_group=ctx.group)
@@ -161,7 +161,7 @@ def test_a_frozen_unit_that_backward_comes_to_now_and_then(ctx):
 
 @ranks(2)
 def test_a_forward_without_gradients_in_between(ctx):
-    """Generation may run a part of the model. A rank that has run out of data passes by what runs in training."""
+    """Generation may run some blocks only. A rank without data skips the blocks that training runs."""
     plain, model = twins(ctx, Net, {Block})
     x, order = torch.ones(2, WIDTH).double(), [0, 1, 2]
     for _ in range(2):

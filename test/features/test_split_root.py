@@ -1,4 +1,4 @@
-"""``policies.SplitRoot``: what the beginning and the end of a model need are units, in place of the outermost one."""
+"""``policies.SplitRoot``: the model's first and last layers become units instead of belonging to the root."""
 
 import copy
 import functools
@@ -27,7 +27,7 @@ SPLIT = SplitRoot({Block})
 
 
 class Lm(nn.Module):
-    """Two embeddings at the beginning, norm and head at the end; a scale is its own."""
+    """Two embeddings first, norm and head last, and a scale of its own."""
 
     def __init__(self, tied: bool = False, call: str = "none") -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class Lm(nn.Module):
 
 
 class Outer(nn.Module):
-    """As in transformers: the units are two modules further in, and the head is beside what is around them."""
+    """Like transformers' models, with units two modules deep and the head beside the module around them."""
 
     def __init__(self, tied: bool = False) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class Outer(nn.Module):
 
 
 class Towers(nn.Sequential):
-    """Two rows of blocks, and something between them."""
+    """Two rows of blocks, with a norm in between."""
 
     def __init__(self) -> None:
         rows = nn.Sequential(Block(WIDTH), Block(WIDTH)), nn.Sequential(Block(WIDTH))
@@ -77,8 +77,8 @@ def cases() -> Iterator[tuple[str, nn.Module, SplitRoot]]:
     yield "further in", Outer(), SPLIT
     yield "between", Towers(), SPLIT
     model = Lm()
-    model.alone = nn.ParameterList([nn.Parameter(torch.ones(2))])  # it is not called
-    model.more = nn.ModuleList([nn.Linear(2, 2, bias=False)])  # nor is this, but its items are
+    model.alone = nn.ParameterList([nn.Parameter(torch.ones(2))])  # the list is never called
+    model.more = nn.ModuleList([nn.Linear(2, 2, bias=False)])  # the list is not called either, but its items are
     yield "lists", model, SPLIT
     model = Lm()
     model.alias = model.head.weight
@@ -102,7 +102,7 @@ def cases() -> Iterator[tuple[str, nn.Module, SplitRoot]]:
 
 def test_units(world):
     world(2)
-    lines = list[str]()  # of the first case all units, of others those that differ
+    lines = list[str]()  # all units of the first case, changed units of the others
     for case, model, policy in cases():
         fully_shard(model, policy=policy)
         names = {p: name for name, p in model.named_parameters()}
@@ -159,7 +159,7 @@ units of earlier calls:
 
 
 def test_options(world):
-    """They are those of the outermost unit, also if the policy says so."""
+    """The new units get the root's options, even if a policy sets them."""
     world(2)
     model = Lm()
     chosen = CustomPolicy(lambda m: {"strategy": GRAD_OP} if m is model else isinstance(m, Block))
@@ -178,7 +178,7 @@ def split(model: nn.Module, group: Any, **options: Any) -> nn.Module:
 
 @ranks(2)
 def test_parity(ctx):
-    """Under options that decide when units are gathered; for the rest a group of modules is as any other."""
+    """Options that decide when units are gathered give equal parameters. Otherwise, such a unit is like any group."""
     post, never = BackwardPrefetch.BACKWARD_POST, {"backward_prefetch": None, "forward_prefetch": False}
     for make, options in (
         (lambda: Lm(tied=True, call="reentrant"), {"backward_prefetch": post, "static_buffers": True}),
@@ -192,7 +192,7 @@ def test_parity(ctx):
 
 
 def test_collectives_and_what_is_unsharded(world):
-    """Units but the outermost are gathered twice; a tied one once more, for the head. They are free while a block runs."""
+    """Each unit except the root is gathered twice, a tied one again for the head. All are free while a block runs."""
     world(2)
     for tied in (False, True):
         model = split(Lm(tied), None)
@@ -203,7 +203,7 @@ def test_collectives_and_what_is_unsharded(world):
         with look, record_events() as events:
             model(x).sum().backward()
         unsharded = {u.fqn for u in seen[0] if u.state != "sharded"}
-        assert unsharded == {"", "blocks.1", "blocks.2"}  # the last one is gathered ahead
+        assert unsharded == {"", "blocks.1", "blocks.2"}  # the last one is prefetched
         counts = Counter(tuple(event.split(" ", 1)) for event in events)
         gathers = {u.fqn or "<root>": 1 + bool(u.fqn) for u in seen[0]} | {"words, places": 2 + tied}
         assert {fqn: n for (verb, fqn), n in counts.items() if verb == "all-gather"} == gathers
@@ -211,7 +211,7 @@ def test_collectives_and_what_is_unsharded(world):
 
 
 class Fused(Lm):
-    """Its loss reads the weight of its head."""
+    """Reads its head's weight in the loss."""
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.words(tokens)
@@ -222,7 +222,7 @@ class Fused(Lm):
 
 @ranks(2)
 def test_a_head_whose_weight_is_read(ctx):
-    """The error says that it is a unit, and a policy by which it is none; with that, it trains."""
+    """The error names the unit and a policy without it, with which the model trains."""
     plain, model = twins(ctx, Fused, SPLIT)
     tokens = torch.arange(6).view(2, 3)
     with pytest.raises(RuntimeError) as caught:

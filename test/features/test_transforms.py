@@ -1,4 +1,4 @@
-"""``torch.func`` and higher derivatives: right inside ``summon_full_params``, a clear error outside of it."""
+"""``torch.func`` and higher derivatives: correct inside ``summon_full_params``, and a clear error outside."""
 
 from collections.abc import Callable
 from typing import Any
@@ -19,7 +19,7 @@ WIDTH = 6
 
 
 def make(ctx: Any, policy: Any = None, **options: Any) -> tuple[nn.Module, nn.Module]:
-    """A sharded model and a plain one, with the same values."""
+    """Return a sharded model and a plain one with equal values."""
     layers = nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 3)
     return twins(ctx, lambda: nn.Sequential(*layers), policy, **options)[::-1]
 
@@ -37,7 +37,7 @@ def total(x: Tensor) -> Tensor:
 
 
 def is_as_before(model: nn.Module, plain: nn.Module) -> None:
-    """Nothing was changed: the model computes and trains as ``plain`` does."""
+    """Assert that nothing changed: the model computes and trains as ``plain`` does."""
     assert all(type(p) is ShardedParameter for p in model.parameters())
     check_clean(model)
     x = inputs()
@@ -86,7 +86,7 @@ def test_inside_summon_full_params(ctx):
 
 @ranks(2)
 def test_outside_of_it(ctx):
-    """An error that names the unit and the cure, before anything is changed."""
+    """The error names the unit and the cure, and nothing changes."""
     cure = r"`with (torch\.no_grad\(\), )?flatshard\.summon_full_params\(module\)"
     for policy in (None, {nn.Linear}):
         model, plain = make(ctx, policy)
@@ -106,10 +106,10 @@ def test_outside_of_it(ctx):
 
 @ranks(2)
 def test_a_graph_that_outlives_the_transform(ctx):
-    """Its backward would find parameters that are freed, without a hook that gathers them."""
+    """The graph's backward would find freed parameters and no hook to gather them."""
     model, plain = make(ctx, {nn.Linear})
     error = r"unit '0' ran inside a transform .* recording .*`with torch\.no_grad\(\)"
-    for name in ("vmap", "jvp"):  # in place of jvp as in `test_forward_mode`, which trains
+    for name in ("vmap", "jvp"):  # the cure is in `test_forward_mode`, which trains
         told = pytest.raises(RuntimeError, match=rf"{error}.*forward_ad\.dual_level\(\)")
         with told, flatshard.summon_full_params(model):
             TRANSFORMS[name](model, inputs())
@@ -141,7 +141,7 @@ def test_second_derivatives(ctx):
     x, of = inputs(), torch.autograd.functional
     for vectorize in (False, True):
         torch.testing.assert_close(of.jacobian(model, x, vectorize=vectorize), of.jacobian(plain, x))
-    got = of.hessian(lambda x: total(model(x)), x)  # one graph of a backward, through which backward runs 12 times
+    got = of.hessian(lambda x: total(model(x)), x)  # backward runs through one graph 12 times
     torch.testing.assert_close(got, of.hessian(lambda x: total(plain(x)), x))
     for each in (model, plain):  # gradients of a penalty, twice
         (grad,) = torch.autograd.grad(total(each(x := inputs().requires_grad_())), x, create_graph=True)

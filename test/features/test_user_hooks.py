@@ -1,4 +1,4 @@
-"""What users register to run as gradients come: on their parameters, as in plain torch, and on units."""
+"""User hooks that run when gradients arrive: on parameters, as in plain torch, and on units."""
 
 import copy
 from collections.abc import Iterator
@@ -22,7 +22,7 @@ WIDTH = 8
 
 
 class Model(models.Net):
-    """Blocks that have an unused parameter each, and are called as ``kind`` says; a frozen bias."""
+    """A net with an unused parameter per block and a frozen bias. ``kind`` selects how blocks are called."""
 
     kind = "none"
 
@@ -55,7 +55,7 @@ def inputs(step: int, n: int) -> Tensor:
 
 
 def backward(ctx: Any, model: nn.Module, plain: nn.Module, step: int) -> None:
-    """Of the mean over the batch, sharded in parts and plain in whole."""
+    """Run a backward of the batch's mean: on this rank's share if sharded, on the full batch if plain."""
     for m, part in zip((plain, model), parts(ctx, inputs(step, 2 * ctx.world_size)), strict=True):
         m(part).square().mean().backward()
 
@@ -67,11 +67,11 @@ def each_strategy(ctx: Any, count: int = 3) -> Iterator[ShardingStrategy]:
 
 
 def in_backward(params: Any) -> None:
-    """The tutorial's: https://pytorch.org/tutorials/intermediate/optimizer_step_in_backward_tutorial.html"""
+    """Step in backward, like https://pytorch.org/tutorials/intermediate/optimizer_step_in_backward_tutorial.html"""
     optimizers = {p: adamw([p]) for p in params if p.requires_grad}
 
     def step(param: Tensor) -> None:
-        assert param.grad.shape == param.shape  # not None, as it would be if hooks ran twice
+        assert param.grad.shape == param.shape  # None if hooks ran twice
         assert not torch.is_grad_enabled()
         step_all([optimizers[param]])
 
@@ -80,7 +80,7 @@ def in_backward(params: Any) -> None:
 
 
 def change_gradients(model: Model) -> None:
-    """By hooks on tensors: not all rows are trained."""
+    """Register tensor hooks that scale gradients and leave some rows untrained."""
     mask = torch.arange(WIDTH, dtype=torch.float64).fmod(3).unsqueeze(1)
     model.front.weight.register_hook(lambda grad: grad * mask)
     model.blocks[1].linear.weight.register_hook(lambda grad: -3 * grad)
@@ -89,14 +89,14 @@ def change_gradients(model: Model) -> None:
 @pytest.mark.parametrize("flat", [False, True])
 @ranks(1, 3)
 def test_optimizer_in_backward(ctx, flat: bool):
-    """Hooks run once per backward, on complete gradients; those on tensors before, on the whole local ones.
+    """Hooks run once per backward, on complete gradients. Hooks on tensors run before, on full local gradients.
 
-    With flat parameters the fewest operations: one step a unit.
+    Flat parameters need the fewest operations: one step per unit.
     """
     for number, strategy in enumerate(each_strategy(ctx)):
         model, plain = make(), make()
         for block in (*model.blocks, *plain.blocks) if flat else ():
-            del block.unused  # with flat parameters an unused one gets a zero gradient
+            del block.unused  # a flat parameter gives an unused one a zero gradient
         if before := not flat and number % 2:
             change_gradients(model)
             in_backward(model.parameters())
@@ -117,7 +117,7 @@ def test_optimizer_in_backward(ctx, flat: bool):
         if ctx.world_size > 1:
             with no_sync(model):
                 backward(ctx, model, plain, 0)
-            check_same_params(model, plain)  # nothing has been reduced, so no hook has run
+            check_same_params(model, plain)  # nothing was reduced, so no hook has run
             recover(model)
         if flat:
             model.front.weight.register_post_accumulate_grad_hook(lambda p: None)
@@ -128,7 +128,7 @@ def test_optimizer_in_backward(ctx, flat: bool):
 
 @ranks(2)
 def test_removed_frozen_copied_converted(ctx):
-    """As in plain torch, copies are without the hooks."""
+    """Copies are without the hooks, as in plain torch."""
     model = make().float()
     shard(ctx, model, mixed_precision=MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32))
     param, calls, seen = model.front.weight, [], []
@@ -145,7 +145,7 @@ def test_removed_frozen_copied_converted(ctx):
 
 
 def note_unit(model: nn.Module, unit: Any, calls: list[str]) -> Any:
-    """A hook on the unit: notes its name, and looks at what the user sees then."""
+    """Register a hook on the unit that records its name and checks the parameters that the user sees."""
     params, name = dict(model.named_parameters()), unit.fqn
     own = [n for f in unit.flats if f.trainable for n in f.fqns]
 
@@ -192,4 +192,4 @@ def test_misuse(fake_group):
         model.head.bias.register_hook(lambda grad: grad)
     kept = model.front.weight
     del model
-    assert kept.register_hook(print) is not None  # of a model that is gone
+    assert kept.register_hook(print) is not None  # its model is freed
