@@ -150,6 +150,20 @@ def test_materialises(ctx, own_values: bool):
         assert not any(torch.equal(after[name], whole[name]) for name in whole)
 
 
+@ranks(3)
+def test_a_recurrent_module_filled_by_name(ctx):
+    """Parameters of recurrent modules are full, listed by ``named_parameters(recurse=False)`` or read, while they are filled."""
+    plain = nn.GRU(2, 2)
+    for read in (getattr, lambda module, name: dict(module.named_parameters(recurse=False))[name]):
+        model = on_meta(lambda: nn.GRU(2, 2))
+        fully_shard(model, process_group=ctx.group).to_empty(device="cpu")
+        with torch.no_grad():
+            for name, value in plain.named_parameters():
+                read(model, name).copy_(value)
+        whole = full_params(model)
+        assert all(torch.equal(whole[name], value) for name, value in plain.named_parameters())
+
+
 def test_what_is_no_initialiser(fake_group):
     """``test_errors`` covers modules that initialise only some of their parameters."""
     linear = functools.partial(nn.Linear, 3, 3)

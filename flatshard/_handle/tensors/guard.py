@@ -220,7 +220,10 @@ class GuardedParameters(Parameters):
 
 
 class WatchedParameters(Parameters):
-    """A module's ``_parameters`` where unsharded parameters are registered by ``setattr``. It recognises ``to_empty``."""
+    """A module's ``_parameters`` where unsharded parameters are registered by ``setattr``: a recurrent module's.
+
+    It recognises ``to_empty``, and shows full parameters while they are being filled.
+    """
 
     __slots__ = ()
 
@@ -232,7 +235,15 @@ class WatchedParameters(Parameters):
         else:
             super().__setitem__(name, param)
 
+    def __getitem__(self, name: str) -> nn.Parameter | None:
+        param = super().__getitem__(name)
+        return show_whole(param, super().values()) if fillings and is_sharded_parameter(param) else param
+
     def items(self) -> ItemsView[str, nn.Parameter | None]:  # type: ignore[override]
+        if fillings:
+            if Caller().lists_own:
+                return {name: self[name] for name in self}.items()
+            show_parts()
         return _with_own(super().items(), Caller())  # type: ignore[return-value]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> WatchedParameters:
