@@ -23,9 +23,9 @@ Test = Callable[..., None]
 
 
 def ranks(*world_sizes: int, pool: str = "pool", **options: Any) -> Callable[[Test], Test]:
-    """Without ``world_sizes``, ``world_size`` is a parameter of the test.
+    """Make a test of a body. Without ``world_sizes``, ``world_size`` is a parameter of the test.
 
-    ``pool``: the fixture; ``options``: of its ``run``, as ``timeout``.
+    ``pool`` is the name of the fixture; ``options`` are arguments of its ``run``, such as ``timeout``.
     """
 
     def decorate(body: Test) -> Test:

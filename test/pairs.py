@@ -1,4 +1,4 @@
-"""Fewer cases than there are: all pairs of some choices, or some of many. All of them in a thorough run."""
+"""Selections of cases: all pairs of some choices, or some of many. A thorough run has all cases."""
 
 import itertools
 import os
@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 thorough = bool(os.environ.get("PAIRS_THOROUGH"))
-"""``--thorough``: every case. Set before tests are collected; ranks have it from the environment."""
+"""Whether ``--thorough`` runs every case. It is set before tests are collected; ranks read it from the environment."""
 
 
 def some(cases: Iterable[T], count: int, turn: int = 0) -> list[T]:
