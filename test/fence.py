@@ -3,7 +3,7 @@
 While :func:`install` is active,
 
 - every message and collective of a process group is tracked until its ``wait`` returns. Freeing its storage by ``resize_``
-  is a *violation*. So is dropping the work, unless the group has failed: the rest of its message would stay on the connection;
+  is a *violation*. So is dropping the work, unless the group has failed: the rest of its message would stay on the link;
 - memory that a storage frees or allocates is first filled with 0xFF, which is NaN in every floating-point dtype;
 - sends are delayed at random by at most ``delay`` seconds, so that works stay pending for longer;
 - :meth:`Fence.interrupt_at` raises a KeyboardInterrupt before or after a chosen wait, like Ctrl-C.
