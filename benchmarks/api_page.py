@@ -48,7 +48,7 @@ INTERNAL = "Internal:"
 """Prefix of the docstrings of members that are not public."""
 
 
-# -- what is public ----------------------------------------------------------------------------------------------------
+# -- public names ------------------------------------------------------------------------------------------------------
 
 
 def modules() -> dict[str, types.ModuleType]:

@@ -113,7 +113,7 @@ def environments(count: int, **more: str) -> list[dict[str, str]]:
     return [without_a_job(**of_all, RANK=str(i), LOCAL_RANK=str(i), **more) for i in range(count)]
 
 
-# -- what is reported --------------------------------------------------------------------------------------------------
+# -- the report --------------------------------------------------------------------------------------------------------
 
 
 @dataclass

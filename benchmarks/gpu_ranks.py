@@ -47,7 +47,7 @@ EXACT, ROUNDED = 1e-9, 0.01
 """Maximum error of weights relative to their change by training, in float64 and with bf16 compute."""
 
 
-# -- right or wrong ----------------------------------------------------------------------------------------------------
+# -- correctness -------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -261,7 +261,7 @@ def fits(mode: Mode, device: Device, size: int) -> str:
     return "needs an even number of ranks, four or more" if needs_pairs and (size < 4 or size % 2) else ""
 
 
-# -- how fast ----------------------------------------------------------------------------------------------------------
+# -- speed -------------------------------------------------------------------------------------------------------------
 
 LARGE = GPTConfig(vocabulary=32_000, context=1024, layers=12, width=2048, heads=16)
 CONTENDING = {

@@ -136,7 +136,7 @@ def run_counted(units: int, steps: int) -> None:
             gc.enable()
 
 
-# -- what it has counted -----------------------------------------------------------------------------------------------
+# -- results of callgrind ----------------------------------------------------------------------------------------------
 
 
 def profiles(folder: Path, units: int, steps: int) -> Iterator[tuple[Count, Path]]:

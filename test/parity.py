@@ -1,20 +1,20 @@
-"""Parity with single-process training: the oracle of this project.
+"""Parity with single-process training, the main reference of these tests.
 
-The sharded model, trained by W ranks on equal slices of a batch, must do what plain PyTorch does with the whole batch
-in one process. Every rank runs both: the oracle needs no communication, so a difference is the sharding's.
+A sharded model, trained by W ranks on equal slices of a batch, must agree with plain PyTorch on the full batch in one
+process. Every rank runs both. The reference needs no communication, so any difference is caused by sharding.
 
-**What "equal" means.** The two runs add the same numbers in another order, so they differ by rounding, and AdamW turns
-rounding into differences of any size: it divides each gradient by its own magnitude, so an element whose gradient
-cancels to nearly nothing (a bias in front of a LayerNorm) moves by a full learning rate in a direction that rounding
-decides. A tolerance wide enough for that in float32 would hide real mistakes. Hence:
+**Tolerances.** The two runs add the same numbers in different orders, so they differ by rounding. AdamW can amplify
+rounding to any size, as it divides each gradient by its own magnitude. If a gradient cancels to nearly zero (a bias before
+a LayerNorm), rounding decides the direction of a step of a full learning rate. A tolerance that is wide enough for that in
+float32 would hide real mistakes. Hence:
 
-- Models and inputs are cast to float64 by default. Rounding is then 1e-16, AdamW's ``eps`` of 1e-8 dwarfs it, and the
-  tolerance can be 1e-9 relative, a thousand times stricter than the 1e-6 that is promised, without being flaky.
-- In float32, use ``oracle="slices"``: the oracle then runs forward and backward for one rank's slice after the other,
-  as the ranks do, instead of for the whole batch, so only the sum over ranks is rounded differently. And give AdamW an
-  ``eps`` that is not small against the gradients (:func:`adamw_float32`). That holds 1e-6.
-- "Relative" is relative to the largest magnitude in the tensor, but at least to :data:`FLOOR` times the largest in the
-  whole model: a tensor that consists of rounding only (that same bias) has no scale of its own.
+- Models and inputs are cast to float64 by default. Rounding is then 1e-16, far below AdamW's ``eps`` of 1e-8. So the
+  relative tolerance can be 1e-9, a thousand times stricter than the documented 1e-6, without flaky tests.
+- In float32, use ``oracle="slices"``: the reference then runs forward and backward for each rank's slice in turn, as the
+  ranks do, so that only the sum over ranks is rounded differently. Also give AdamW an ``eps`` that is not small relative
+  to the gradients (:func:`adamw_float32`). Then 1e-6 holds.
+- Errors are relative to the largest magnitude in the tensor, but at least to :data:`FLOOR` times the largest in the model,
+  as a tensor of rounding errors only (such as that bias) has no scale of its own.
 """
 
 import copy
@@ -85,10 +85,10 @@ def check_parity(
     :param rtol: relative tolerance, see :data:`FLOOR`; by default 1e-9 if all floating-point parameters are float64,
         1e-6 otherwise.
     :param dtype: the dtype to cast the model and the inputs to; None leaves a mixed model as it is.
-    :param oracle: ``"batch"`` trains the reference on the whole batch, ``"slices"`` on the mean of the slices' losses.
+    :param oracle: ``"batch"`` trains the reference on the full batch, ``"slices"`` on the mean of the slices' losses.
     :param train: ``train(model, inputs, scale)`` runs forward, loss and the backward of ``scale * loss``, and returns the
-        loss, for steps that are more than ``loss_fn(model(inputs), inputs).backward()``.
-    :param replicated: whether every rank must hold whole parameters (NO_SHARD); None accepts either.
+        loss, for steps other than ``loss_fn(model(inputs), inputs).backward()``.
+    :param replicated: whether every rank must hold full parameters (NO_SHARD); None accepts either.
     :param clip: clips the gradients of either model, and returns their norm.
     """
 

@@ -94,7 +94,7 @@ def check(model: nn.Module, expected: dict[str, Tensor], where: str) -> None:
     torch.testing.assert_close(full_state_dict(model), expected, rtol=1e-9, atol=1e-9, msg=lambda m: f"{where}: {m}")
 
 
-# -- paths: how they save, and how they load -----------------------------------------------------------------------------
+# -- functions that save, and that load ----------------------------------------------------------------------------------
 
 
 def save_job(ctx: Any, path: str, model: nn.Module, optimizer: Optimizer) -> None:

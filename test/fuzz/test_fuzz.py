@@ -88,7 +88,7 @@ def is_noticed(error: RankFailure) -> bool:
     }
 
 
-# -- how often what was drawn ------------------------------------------------------------------------------------------
+# -- coverage ----------------------------------------------------------------------------------------------------------
 
 COUNTED = "statements"
 MANY = 1000
@@ -201,7 +201,7 @@ def test_a_program_depends_on_its_seed_only():
         assert str(draw(seed)).startswith(f"# seed {seed}, ")
 
 
-# -- what is drawn -----------------------------------------------------------------------------------------------------
+# -- completeness of the grammar ---------------------------------------------------------------------------------------
 
 CALLERS = (random_models, random_options, runner, training, parameters, files, machine)
 CALLING = "".join(Path(module.__file__).read_text() for module in CALLERS)

@@ -118,7 +118,7 @@ def test_trains_as_in_one_process(ctx, name: str) -> None:
             check(ctx, MODELS[name], strategy=strategy, **options)
 
 
-# -- What is sharded --------------------------------------------------------------------------------------------------
+# -- Sharded subclasses -----------------------------------------------------------------------------------------------
 
 
 def made(ctx: Any, model: nn.Module, **options: Any) -> nn.Module:
@@ -266,7 +266,7 @@ def test_checkpoints(ctx, path: str) -> None:
         other.load_state_dict({**full, "0.base.weight": torch.randn(WIDTH, WIDTH)})
 
 
-# -- What is not ------------------------------------------------------------------------------------------------------
+# -- Refused subclasses -----------------------------------------------------------------------------------------------
 
 
 class Opaque(Tensor):

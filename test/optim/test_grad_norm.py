@@ -312,7 +312,7 @@ def test_ranks_that_use_different_parameters(ctx) -> None:
         [g.norm() for g in grads(sharded)]  # ranks have different gradients
 
 
-# -- What torch and users do with gradients ---------------------------------------------------------------------------
+# -- Use of gradients by torch and users ------------------------------------------------------------------------------
 
 
 @ranks(3)

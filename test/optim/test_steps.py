@@ -45,7 +45,7 @@ def sharded(ctx, **arguments: Any) -> Net:
     return fully_shard(Net(), policy={Block}, process_group=ctx.group, **arguments)
 
 
-# -- in the middle of something ----------------------------------------------------------------------------------------
+# -- during a pass -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", list(MAKE))
@@ -175,7 +175,7 @@ def test_inside_summon_full_params(ctx) -> None:
         torch.testing.assert_close(list(full_params(model).values()), expected)
 
 
-# -- of parameters that are not the user's own -------------------------------------------------------------------------
+# -- parameters from inside a context ----------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager

@@ -364,7 +364,7 @@ def test_bytes_over_each_axis(world):
     assert planned.between_steps.unsharded == sum(wholes) // inner
 
 
-# -- What is recorded on the meta device ------------------------------------------------------------------------------
+# -- Operations on the meta device ------------------------------------------------------------------------------------
 
 
 class Observed(nn.Linear):
@@ -404,7 +404,7 @@ def test_widening():
     assert sizes[True, "cuda"] == sizes[True, "cpu"] == sizes[False, "cuda"] // 2
 
 
-# -- Text, and what is passed -----------------------------------------------------------------------------------------
+# -- Text, and arguments ----------------------------------------------------------------------------------------------
 
 
 def test_the_table():

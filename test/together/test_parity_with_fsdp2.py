@@ -272,7 +272,7 @@ def test_the_same_numbers(pool, where):
     pool.run(compare, where, world_size=math.prod(MESHES[where][0]))
 
 
-# -- what differs on purpose: the table of migration.md ----------------------------------------------------------------
+# -- deliberate differences: the table of migration.md -----------------------------------------------------------------
 
 
 class Scale(nn.Module):

@@ -141,7 +141,7 @@ PROGRAMS: dict[str, Body] = {
         (no_sync(train("c")), configure(divide_factor=None), train("d"), STEP),
     ),
     "copied inside no_sync": (no_sync(no_sync(Copy(0, 1), place=UNIT)), train("a", 1), Step(1), train("b")),
-    # -- frozen and thawed
+    # -- frozen and unfrozen
     "frozen and copied before its backward": (forward("a"), FREEZE, Copy(0, 1), backward("a"), Copy(0, 2)),
     "all frozen and copied before its backward": (
         (forward("a"), FREEZE_ALL, Copy(0, 1), backward("a"), THAW_ALL, Freeze(1, ROOT, True))

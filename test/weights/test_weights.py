@@ -331,7 +331,7 @@ def test_only_its_intervals(alone):
     assert {read_message(each, "").header["kind"] for each in sent} == {"update"}  # the plan was sent once
 
 
-# -- what is lost, and what fails ----------------------------------------------------------------------------------------
+# -- losses and failures -------------------------------------------------------------------------------------------------
 
 
 def test_what_is_lost_costs_what_was_lost_or_all(alone):
