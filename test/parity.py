@@ -167,7 +167,7 @@ class ParityRun:
         assert [n for n, _ in self.sharded.named_modules()] == [n for n, _ in self.reference.named_modules()]
         now = {n: p for n, p in now.items() if not _is_subclass(originals[n])}  # sharding makes new objects of these
         changed = [name for name, p in now.items() if p is not originals[name]]
-        assert not changed, f"not the user's parameter objects any more: {changed}"
+        assert not changed, f"parameter objects were replaced: {changed}"
         of = {name: (p.dtype, p.requires_grad) for name, p in now.items()}
         wrong = {n: found for n, found in of.items() if found != (reference[n].dtype, reference[n].requires_grad)}
         assert not wrong, f"dtype or requires_grad changed: {wrong}"
@@ -175,7 +175,7 @@ class ParityRun:
         dist.all_reduce(held, group=self.ctx.group)
         numels = {name: (n, reference[name].numel()) for name, n in zip(now, held.tolist(), strict=True)}
         wrong = {name: both for name, both in numels.items() if both[0] not in [both[1] * k for k in self.copies]}
-        assert not wrong, f"elements on all ranks together, and in the original: {wrong}"
+        assert not wrong, f"elements over all ranks, and in the original: {wrong}"
 
     def check_values(self, start: dict[str, Tensor], stepped: set[str]) -> None:
         """Check full parameters' shapes, dtypes, strides and values; unchanged ones must have the same bits."""

@@ -113,7 +113,7 @@ class Context:
                 case "PrefixStore":
                     new: Any = dist.PrefixStore("inner", dist.PrefixStore("outer", store))
                 case "HashStore":
-                    assert self.world_size == 1, "a HashStore is one process's"
+                    assert self.world_size == 1, "a HashStore serves a single process"
                     new = dist.HashStore()
                 case "FileStore":
                     if self.rank == 0:

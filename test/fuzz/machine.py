@@ -62,7 +62,7 @@ class Machine(Training, Parameters, Files):
             self.do(programs.Evaluate(twin.number, ROOT, 1001, "no_grad"))
             self.do(programs.Save(twin.number, ROOT, "full"))
         texts = everybody(self.ctx, "; ".join(self.outcomes))
-        assert len(set(texts)) == 1, f"ranks were refused different things: {texts}"
+        assert len(set(texts)) == 1, f"ranks have different refusals: {texts}"
         all_close([(got.cpu(), expected, *more) for got, expected, *more in self.noted])
         return self.outcomes, self.counts
 

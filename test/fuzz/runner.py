@@ -340,7 +340,7 @@ class Runner:
             "cut otherwise": lambda: self.loads_other_cuts,
             "copied unsharded": lambda: twin and (twin.shown or twin.kept or self.interrupted or by_user),
         }
-        assert true.get(found, lambda: True)(), f"this is not so: {text}"
+        assert true.get(found, lambda: True)(), f"refused, though its condition is not met: {text}"
         return found
 
     def _uses(self, option: str) -> bool:

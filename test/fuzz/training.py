@@ -245,7 +245,7 @@ class Training(Runner):
         try:
             sum(loss.sharded for loss in losses).backward(retain_graph=s.retain)
             failed = False
-            assert not any(loss.is_local for loss in losses), "a term was this rank's number, and nothing said so"
+            assert not any(loss.is_local for loss in losses), "backward accepted a term that is this rank's value"
         except (Bang, Interrupt):
             failed = True
         except CheckpointError:  # as below: a later forward has changed the unit's state
@@ -379,7 +379,7 @@ class Training(Runner):
             if not self._backward(programs.Backward((s.loss,)), None, None):
                 return False
             assert not twin.undefined, "units have been stepped in a backward that failed"
-            assert not twin.held, "not all was reduced"
+            assert not twin.held, "some gradients were not reduced"
             twin.changes += 1
             opt.step()
         finally:
