@@ -12,8 +12,8 @@ is flatshard's default.
 The floor: autograd allocates a gradient, which must be read once and written once into the reduction's input (float32: 2 P;
 from bfloat16: 0.5 + 1). A collective can read a float32 shard in place; a bfloat16 shard is cast once, (1 + 0.5) / 8.
 Microbatches without a reduction accumulate in the reduction's input. The plain model's own accumulation reads and writes as
-much, so the floor is that of one reduction. To reduce each of four takes four copies of 2 P and three additions of shards, 3
-P / 8 each, and saves the plain model's three additions of 3 P.
+much, so the floor is that of one reduction. To reduce each of four takes four copies of 2 P, and three additions of shards, 3
+P / 8 each. It saves the plain model's three additions of 3 P.
 
 The second table, ``payload``, has the bytes that collectives work on, with padding. An all-gather counts with its full
 output, and a reduce-scatter with its full input: a rank sends and receives (N - 1) / N of it. The floor: if units are freed

@@ -7,10 +7,10 @@
 It needs no answers. Each part runs in processes of its own with a time limit, so a part that fails or hangs is a finding, and
 the others run:
 
-- correctness: every mode trains a small GPT on all GPUs, and is compared with one process that trains on the full batch, in
-  float64 to 1e-9 of the change by training; FSDP2 has the same check.
-- races: some of these modes under torch's stream sanitizer (``TORCH_CUDA_SANITIZER``), and if compute-sanitizer is installed,
-  on one GPU under its memcheck, with an allocator that frees memory at once.
+- correctness: every mode trains a small GPT on all GPUs, and is compared with one process that trains on the full batch. In
+  float64, the tolerance is 1e-9 of the change by training. FSDP2 has the same check.
+- races: some of these modes run under torch's stream sanitizer (``TORCH_CUDA_SANITIZER``). If compute-sanitizer is
+  installed, they also run on one GPU under its memcheck, with an allocator that frees memory immediately.
 - step time, memory, overlap: a GPT of 670 million parameters on all GPUs, in fp32 and bf16, with FSDP2, FSDP1 and DDP.
 - capture: a step in a CUDA graph, over NCCL, on all GPUs.
 - one GPU: ``one_gpu.py``: the same contenders over the fake group and NCCL with one rank. Kernels, bytes copied, host waits.

@@ -18,8 +18,8 @@ it ends when all have (``_composable/backward.py``). Over gloo, bfloat16 gradien
 (``_handle/reduction.py``); NCCL adds in the dtype that it sends. The accelerator's way is a separate row, counted over the
 same fake group. ``shared_memory.py`` counts the memory of several ranks on one host.
 
-The last table has the embedding, and norm and head, in units of their own (``policies.SplitRoot``), with a tied and an untied
-head, and with a larger vocabulary, relative to the floors above.
+In the last table, the embedding, and norm and head, are units of their own (``policies.SplitRoot``). Rows have a tied or an
+untied head, or a larger vocabulary. Figures are relative to the floors above.
 """
 
 from __future__ import annotations

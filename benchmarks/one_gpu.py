@@ -5,8 +5,8 @@
     python benchmarks/one_gpu.py
     python benchmarks/one_gpu.py --simulated
 
-A GPT in float32, and with bf16 compute, runs over the fake group of 8 and of 64, and over NCCL at world size 1, where nothing
-is sent. Over the fake group, all contenders call the collectives of torch.distributed as over NCCL. Each is one call into the
+A GPT runs in float32 and with bf16 compute, over the fake group of 8 and of 64, and over NCCL at world size 1. Nothing is
+sent. Over the fake group, all contenders call the collectives of torch.distributed as over NCCL. Each is one call into the
 group that moves nothing, so that all other costs show. Without a GPU it says so, and prints no tables. (No file here may be
 called ``cuda.py``: torch would import it as the package ``cuda``.)
 

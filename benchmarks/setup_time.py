@@ -2,8 +2,8 @@
 
     python benchmarks/setup_time.py
 
-The first two are the sharding of 30 units of 12 small parameters over the fake group of 4,096, and the first forward and
-backward, beside a plain model's. The last is the first step of AdamW (foreach), which makes its state, on this rank's shards
+The first two use 30 units of 12 small parameters over the fake group of 4,096: their sharding, and their first forward and
+backward, minus a plain model's. The last is the first step of AdamW (foreach), which makes its state, on this rank's shards
 of 480 parameters (40 units). Every contender and round is a process of its own. It is forked from a process that has imported
 everything and trained a plain model, but no contender: so the figure includes everything that a library builds or caches
 once, but not torch's own first operations. The fake group's collectives fill nothing for peers (``filling_nothing``).

@@ -5,8 +5,8 @@ always busy. All lanes draw chunks of tests from one list, and each has pools of
 pytest handles here as if the test had run here. So dots, failures, durations, ``-x``, ``--lf``, ``--junitxml`` and the exit
 status are pytest's own.
 
-A run has one lane if it is small, if pytest may talk to the user (``--pdb``, ``-s``), if the process has initialised a GPU,
-after which it must not fork, and with ``--lanes 1``.
+A run has one lane with ``--lanes 1``, if it is small, if pytest may talk to the user (``--pdb``, ``-s``), or if the process
+has initialised a GPU. Such a process must not fork.
 
 If a fork dies, its current test fails with the fork's last output, and this process runs the remaining tests. The forks end
 with this process, however that ends.

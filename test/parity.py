@@ -11,10 +11,10 @@ float32 would hide real mistakes. Hence:
 - Models and inputs are cast to float64 by default. Rounding is then 1e-16, far below AdamW's ``eps`` of 1e-8. So the
   relative tolerance can be 1e-9, a thousand times stricter than the documented 1e-6, without flaky tests.
 - In float32, use ``oracle="slices"``: the reference then runs forward and backward for each rank's slice in turn, as the
-  ranks do, so that only the sum over ranks is rounded differently. Also give AdamW an ``eps`` that is not small relative
+  ranks do. Only the sum over ranks is then rounded differently. Also give AdamW an ``eps`` that is not small relative
   to the gradients (:func:`adamw_float32`). Then 1e-6 holds.
-- Errors are relative to the largest magnitude in the tensor, but at least to :data:`FLOOR` times the largest in the model,
-  as a tensor of rounding errors only (such as that bias) has no scale of its own.
+- Errors are relative to the largest magnitude in the tensor, but at least to :data:`FLOOR` times the largest in the model.
+  A tensor of rounding errors only (such as that bias's gradient) has no scale of its own.
 """
 
 import copy

@@ -1,11 +1,12 @@
 """Random options of the fuzzer: the arguments of ``fully_shard`` as plain values, and the rounding that they cause.
 
-[Note: An oracle that rounds] With mixed precision or compressed gradients no tolerance is both safe and sharp after a few
-steps. So the reference computes as the ranks do: for each rank's slice, it runs a copy of the model in the compute dtype,
-adds up the rank's microbatches in the reduce dtype, and rounds to the dtype that is sent; then it averages. After each
-backward and step it continues from the sharded model's values. What remains is the order of additions, and one rounding more
-or less: a few units in the last place of the coarsest dtype, relative to the largest gradient of any rank. A missing 1/N, a
-lost microbatch or a swapped parameter is off by tens of percent.
+[Note: An oracle that rounds]
+With mixed precision or compressed gradients no tolerance is both safe and sharp after a few steps. So the reference computes
+as the ranks do: for each rank's slice, it runs a copy of the model in the compute dtype and adds up the microbatches in the
+reduce dtype. Then it rounds to the dtype that is sent, and averages. After each backward and step it continues from the
+sharded model's values. What remains is the order of additions, and one rounding more or less: a few units in the last place
+of the coarsest dtype, relative to the largest gradient of any rank. A missing 1/N, a lost microbatch or a swapped parameter
+is off by tens of percent.
 """
 
 import copy

@@ -332,8 +332,7 @@ def test_what_needs_all_gradients_is_refused_in_backward(ctx) -> None:
 
 @ranks(2)
 def test_a_unit_in_a_reentrant_checkpoint(ctx):
-    """With each unit inside the checkpoint as the message says, it is stepped once. Around part of it, it would be stepped
-    twice."""
+    """A unit that is entirely inside the checkpoint is stepped once. With part of it inside, it would be stepped twice."""
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
     model[1] = checkpoint_wrapper(model[1], CheckpointImpl.REENTRANT)
     fully_shard(model, policy={nn.Linear}, process_group=ctx.group)
