@@ -1,10 +1,10 @@
-"""Writes flatshard/api.md: every public name, its signature and its docstring.
+"""Write flatshard/api.md: every public name with its signature and docstring.
 
     python benchmarks/api_page.py > flatshard/api.md
 
-A test compares the two, and runs every example. A docstring is in Google's style: a summary, sections (``Args:``,
-``Returns:``, ``Raises:``, ``Attributes:``), and ``Example::`` or lines that begin with ``>>>``. Fields of a class are
-documented by the string below them, or by the comment beside them.
+A test compares the page with this output, and runs every example. Docstrings have Google's style: a summary, sections
+(``Args:``, ``Returns:``, ``Raises:``, ``Attributes:``), and ``Example::`` or lines that begin with ``>>>``. The string below
+a class's field documents it, or the comment beside it.
 """
 
 from __future__ import annotations
@@ -41,25 +41,25 @@ calls `fully_shard`, `plan` or `fit`, `model` is not sharded yet. In all others 
 imported, too.
 """
 ITEMS = ("Args", "Raises", "Attributes")
-"""Sections that are lists of names."""
+"""Sections that list names."""
 PROSE = ("Returns", "Yields")
-"""Sections that are text."""
+"""Sections of text."""
 INTERNAL = "Internal:"
-"""A member whose docstring begins so is none of a user's."""
+"""Prefix of the docstrings of members that are not public."""
 
 
-# -- what is public ----------------------------------------------------------------------------------------------------
+# -- public names ------------------------------------------------------------------------------------------------------
 
 
 def modules() -> dict[str, types.ModuleType]:
-    """The public modules, by name."""
+    """Return the public modules by name."""
     inner = {name: getattr(flatshard, name) for name in flatshard.__all__}
     found = {f"flatshard.{n}": m for n, m in inner.items() if isinstance(m, types.ModuleType)}
     return {"flatshard": flatshard, **found, "flatshard.fsdp2": flatshard.fsdp2, "flatshard.env": flatshard.env}
 
 
 def public() -> Iterator[tuple[str, Any]]:
-    """(dotted name, object) of every public name, the top level first. A name that is exported twice comes once."""
+    """Yield (dotted name, object) of every public name, the top level first. Names that are exported twice appear once."""
     seen: set[int] = set()
     for prefix, module in modules().items():
         for name in module.__all__:
@@ -70,7 +70,7 @@ def public() -> Iterator[tuple[str, Any]]:
 
 
 def members(kind: type) -> Iterator[tuple[str, Any]]:
-    """The methods and properties that a class has itself, with docstrings of their own."""
+    """Yield a class's own methods and properties that have docstrings of their own."""
     for name, member in vars(kind).items():
         if name.startswith("_"):
             continue
@@ -80,7 +80,7 @@ def members(kind: type) -> Iterator[tuple[str, Any]]:
         if not isinstance(function, types.FunctionType) or not doc or doc.startswith(INTERNAL):
             continue
         if any(getattr(getattr(base, name, None), "__doc__", None) == doc for base in kind.__mro__[1:]):
-            continue  # what it overrides has the same docstring
+            continue  # the overridden method has the same docstring
         yield name, member
 
 
@@ -94,7 +94,7 @@ class Field:
 
 
 def fields(kind: type) -> list[Field]:
-    """Those of ``kind``, with the string below each, or else the comment beside it."""
+    """Return the fields of ``kind``, each with the string below it, or else with the comment beside it."""
     is_record = dataclasses.is_dataclass(kind) or issubclass(kind, tuple | enum.Enum)
     found: list[Field] = []
     for each in reversed(_own(kind)) if is_record else [kind]:
@@ -103,7 +103,7 @@ def fields(kind: type) -> list[Field]:
 
 
 def _hidden(kind: Any) -> set[str]:
-    """Fields of a dataclass that its ``repr`` leaves out: only the code needs them."""
+    """Return fields of a dataclass that its ``repr`` leaves out, as only the code needs them."""
     return {f.name for f in dataclasses.fields(kind) if not f.repr} if dataclasses.is_dataclass(kind) else set()
 
 
@@ -137,7 +137,7 @@ def _fields_in_source(kind: type) -> Iterator[Field]:
 
 
 def signature(name: str, value: Any, width: int = 110) -> str:
-    """``name(arguments) -> result``, with one argument a line where they are many."""
+    """Return ``name(arguments) -> result``, with a line for each argument if there are many."""
     if isinstance(value, property):
         return f"{name}: {type_text(inspect.signature(value.fget).return_annotation, _names(value.fget))}"
     kind = "class " if isinstance(value, type) else ""
@@ -150,7 +150,7 @@ def signature(name: str, value: Any, width: int = 110) -> str:
     for each in found.parameters.values():
         is_variable = each.kind in (each.VAR_POSITIONAL, each.VAR_KEYWORD)
         is_documented = re.search(rf"^\s*\*{{0,2}}{each.name}:", doc, re.MULTILINE)
-        is_refused = is_variable and not is_documented and "." in name and not kind  # it is there to raise
+        is_refused = is_variable and not is_documented and "." in name and not kind  # it exists to raise
         if each.name in ("self", "cls", *_hidden(value)) or is_refused:
             continue
         if each.kind is each.KEYWORD_ONLY and not starred:
@@ -171,12 +171,12 @@ def signature(name: str, value: Any, width: int = 110) -> str:
     if len(line) <= width:
         return line
     if kind and fields(value) and any(each.default is each.empty for each in found.parameters.values()):
-        return kind + name  # a result: its fields are listed
+        return kind + name  # a result, whose fields are listed
     return f"{kind}{name}(\n" + "".join(f"    {text},\n" for text in shown) + f"){returns}"
 
 
 def _is_made_by_users(kind: type) -> bool:
-    """Not an enum, an error or a protocol, and what it is made of is public."""
+    """Return whether users make objects of the class: no enum, error or protocol, and with public arguments."""
     if issubclass(kind, enum.Enum | BaseException) or getattr(kind, "_is_protocol", False):
         return False
     if not any("__init__" in vars(each) or "__new__" in vars(each) for each in _own(kind)):
@@ -191,7 +191,7 @@ def _is_made_by_users(kind: type) -> bool:
 
 
 def _names(value: Any) -> dict[str, Any]:
-    """What the names in ``value``'s annotations mean."""
+    """Return the objects that names in ``value``'s annotations refer to."""
     value = inspect.unwrap(value)
     if isinstance(value, types.FunctionType):
         return value.__globals__
@@ -199,7 +199,7 @@ def _names(value: Any) -> dict[str, Any]:
 
 
 def type_text(annotation: Any, names: dict[str, Any]) -> str:
-    """A type as a reader writes it: without quotes, module paths and names for types that only the code has."""
+    """Return a type as a reader writes it, without quotes, module paths and names of internal types."""
     if isinstance(annotation, typing.ForwardRef):
         annotation = annotation.__forward_arg__
     if not isinstance(annotation, str):
@@ -238,7 +238,7 @@ def _expression(text: str) -> ast.expr:
 
 
 def _object_text(value: Any, names: dict[str, Any]) -> str:
-    """A type that has been evaluated."""
+    """Return the text of an evaluated type."""
     if value is None or value is type(None):
         return "None"
     if value is Any:
@@ -259,7 +259,7 @@ def _object_text(value: Any, names: dict[str, Any]) -> str:
 
 
 def _class_text(kind: type) -> str:
-    """``nn.Module``, ``torch.Tensor``, ``Callable``: as the rest of the page calls it."""
+    """Return the name that the page uses for a class: ``nn.Module``, ``torch.Tensor``, ``Callable``."""
     name = getattr(kind, "__qualname__", repr(kind))
     module = getattr(kind, "__module__", "")
     if kind is collections.abc.Callable:
@@ -273,7 +273,7 @@ def _class_text(kind: type) -> str:
 
 
 def default(value: Any) -> str:
-    """The value of a default, as one would write it."""
+    """Return a default as source text."""
     if isinstance(value, enum.Enum):
         return value.name.lower() if type(value).__name__.startswith("_") else str(value)
     if isinstance(value, tuple):
@@ -291,13 +291,13 @@ def default(value: Any) -> str:
 
 
 def markdown(doc: str) -> str:
-    """A docstring, without its indentation, as Markdown."""
+    """Convert a docstring to Markdown, without its indentation."""
     lines = doc.splitlines()
     out: list[str] = []
     at = 0
 
     def indented_block() -> list[str]:
-        """The lines from ``at`` on that are indented or empty."""
+        """Return the lines from ``at`` on that are indented or empty."""
         nonlocal at
         begin = at
         while at < len(lines) and (not lines[at].strip() or lines[at].startswith("    ")):
@@ -327,13 +327,13 @@ def markdown(doc: str) -> str:
 
 
 def _tidy(text: str) -> str:
-    """With at most one empty line in a row, except in code."""
+    """Collapse adjacent empty lines, except in code."""
     parts = re.split(r"(^ *```python\n.*?^ *```$)", text, flags=re.DOTALL | re.MULTILINE)
     return "".join(part if number % 2 else re.sub(r"\n{3,}", "\n\n", part) for number, part in enumerate(parts))
 
 
 def _spaced(code: list[str]) -> list[str]:
-    """With two empty lines around functions and classes, as the formatter wants it on a page; ``help`` shows one."""
+    """Put two empty lines around functions and classes, as the formatter wants on a page; ``help`` shows one."""
     out: list[str] = []
     statements = ast.parse("\n".join(code)).body
     begins = [min([s.lineno, *(d.lineno for d in getattr(s, "decorator_list", ()))]) for s in statements]
@@ -349,7 +349,7 @@ def _spaced(code: list[str]) -> list[str]:
 
 
 def _items(lines: list[str]) -> Iterator[str]:
-    """``name: text`` with further lines indented below it, as a list."""
+    """Convert ``name: text``, with further lines indented below it, to a list."""
     texts: list[tuple[str, list[str]]] = []
     for line in lines:
         if item := re.match(r"([\w*][\w, *.`=]*):(?: (.*))?$", line):
@@ -369,13 +369,13 @@ def _item(name: str, doc: str) -> Iterator[str]:
 
 
 def prose(text: str) -> str:
-    """One line: roles and double backticks become code."""
+    """Convert a paragraph: roles and double backticks become code."""
     text = re.sub(r":(?:func|class|meth|attr|mod|exc):`~?([^`]+)`", r"`\1`", text)
     return text.replace("``", "`")
 
 
 def docs_of(value: Any) -> str:
-    """The docstring of a class, with that of its ``__init__``."""
+    """Return the docstring of a class, followed by that of its ``__init__``."""
     own = inspect.cleandoc(value.__doc__ or "")
     init = vars(value).get("__init__") if isinstance(value, type) and not dataclasses.is_dataclass(value) else None
     if isinstance(init, types.FunctionType) and init.__doc__:
@@ -384,7 +384,7 @@ def docs_of(value: Any) -> str:
 
 
 def examples(value: Any) -> list[str]:
-    """The code of each example of a public name, in order."""
+    """Return the code of each example of a public name, in order."""
     return re.findall(r"^```python\n(.*?)^```", markdown(docs_of(value)), re.DOTALL | re.MULTILINE)
 
 
@@ -392,7 +392,7 @@ def examples(value: Any) -> list[str]:
 
 
 def page() -> str:
-    """The whole page."""
+    """Return the full page."""
     of_module: dict[str, list[tuple[str, Any]]] = {name: [] for name in modules()}
     for name, value in public():
         of_module[name.rpartition(".")[0]].append((name, value))
@@ -414,12 +414,12 @@ def _title(name: str) -> str:
 
 
 def _anchor(title: str) -> str:
-    """As GitHub makes it of a heading."""
+    """Return the anchor that GitHub gives a heading."""
     return re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-")
 
 
 def _also(module: str, shown: list[str]) -> str:
-    """The names of ``module`` that an earlier section has."""
+    """Return a sentence on names of ``module`` that an earlier section has."""
     here = [n for n in modules()[module].__all__ if f"{module}.{n}" not in shown]
     links = ", ".join(f"[{name}](#{_anchor(name)})" for name in here)
     return f"Also here: {links}.\n" if here else ""

@@ -1,15 +1,15 @@
-"""Time to save and to load a GPT with its AdamW state, against FSDP2 and FSDP1, over gloo on CPU, interleaved.
+"""Time to save and load a GPT with its AdamW state, compared with FSDP2 and FSDP1, over gloo on CPU, interleaved.
 
     python benchmarks/checkpoint.py
 
-Every contender holds the same model and saves it with its optimizer's state to files of its own, flushed to disk; then it
-loads them back. A round does all of them once; figures are medians over the rounds, with the fastest and the slowest, and
-ratios to the floor: each rank writes its bytes to one file with a single call, flushes it, and reads it back. A second floor
-has the disk begin with each 4 MiB as they are written, as flatshard does: less than that a save cannot take on this disk.
-What was just written is read from the page cache, by all of them. ``dcp`` is ``torch.distributed.checkpoint``, which needs
-numpy, to send objects (``pip install -e '.[bench]'``); ``--alone`` does without it, and without them.
+Every contender has the same model. It saves the model and optimizer state to files of its own, flushes them to disk, and
+loads them. A round runs each contender once. Figures are medians over the rounds, with the fastest and the slowest, and
+ratios to the floor: each rank writes its bytes to a file with a single call, flushes it, and reads it. In a second floor, the
+disk starts on each 4 MiB as they are written, as in flatshard: no save is faster on this disk. All contenders read what they
+wrote from the page cache. ``dcp`` is ``torch.distributed.checkpoint``, which needs numpy to send objects (``pip install -e
+'.[bench]'``); ``--alone`` leaves out it and the contenders that use it.
 
-CPU is what rank 0 spends, user and system, in all of its threads: it says more than seconds where others use the machine.
+CPU is rank 0's time, user and system, of all its threads. It is more reliable than seconds if others use the machine.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ import flatshard
 from flatshard.checkpoint._disk import NewFile
 
 Way = dict[str, Callable[[Path], object]]
-"""How to ``save`` to a path, and how to ``load``."""
+"""Functions that ``save`` to a path and ``load`` from it."""
 
 
 def ours(job: Job) -> Way:
@@ -49,7 +49,7 @@ def ours(job: Job) -> Way:
 
 
 def ours_by_torch(job: Job) -> Way:
-    """By torch's functions, with our state dicts, writer and reader."""
+    """Save by torch's functions, with flatshard's state dicts, writer and reader."""
 
     def state(for_load: bool) -> dict[str, Any]:
         optimizer = flatshard.checkpoint.optim_state_dict(job.model, job.optimizer, for_load=for_load)
@@ -81,7 +81,7 @@ def by_torch(job: Job) -> Way:
 
 
 def floor(nbytes: int) -> Way:
-    """One file a rank."""
+    """Write and read one file per rank."""
     data = bytearray(nbytes)
 
     def save(path: Path) -> None:
@@ -99,7 +99,7 @@ def floor(nbytes: int) -> Way:
 
 
 def floor_begun(nbytes: int) -> Way:
-    """The same, of which the disk begins with each part as it is written."""
+    """Write and read one file per rank, starting the disk on each chunk as it is written."""
     data = memoryview(bytearray(nbytes))
 
     def save(path: Path) -> None:
@@ -128,13 +128,13 @@ def contender(name: str, config: GPTConfig) -> Way:
 
 
 def timed(run: Callable[[], object]) -> tuple[float, float]:
-    """Seconds until the slowest rank is done, and seconds of CPU of this one."""
+    """Return the seconds until the slowest rank is done, and this rank's CPU seconds."""
     cpu = time.process_time()
     return seconds_of_all(run), time.process_time() - cpu
 
 
 def shared_directory() -> Path:
-    """A new one, the same on every rank."""
+    """Make a new directory, the same on every rank."""
     path = [tempfile.mkdtemp()] if dist.get_rank() == 0 else [""]
     row = torch.zeros(1024, dtype=torch.uint8)  # broadcast_object_list would need numpy
     row[: len(path[0].encode())] = torch.tensor(list(path[0].encode()), dtype=torch.uint8)
@@ -160,12 +160,12 @@ def measure(args: argparse.Namespace) -> list[Table]:
     try:
         for number in range(args.rounds + 1):
             progress(f"checkpoints, round {number} of {args.rounds}")
-            turn = number % len(ways)  # who comes first finds the disk busy with what was removed last
+            turn = number % len(ways)  # the first contender finds the disk busy with the last removal
             for name in [*ways][turn:] + [*ways][:turn]:
                 path = directory / f"{name.replace(', ', '-')}-{number}"
                 for verb, run in ways[name].items():
                     found = timed(partial(run, path))
-                    if number:  # the first warms up
+                    if number:  # the first round warms up
                         spent.setdefault((name, verb), []).append(found)
                 if dist.get_rank() == 0:
                     shutil.rmtree(path)

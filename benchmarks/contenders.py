@@ -1,6 +1,6 @@
-"""Who is compared: the plain model, flatshard, and torch's own ways of data parallelism, built alike for every benchmark.
+"""Contenders: the plain model, flatshard, and torch's own kinds of data parallelism, built alike for every benchmark.
 
-All take a plain module and the class of its units, and give a module that trains.
+Each one gets a plain module and the class of its units, and returns a module that trains.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from flatshard import _torch
 
 @dataclass(frozen=True)
 class Setting:
-    """What is asked of a contender beyond its defaults, and of its step."""
+    """Options of a contender and its step that differ from the defaults."""
 
     unit: type[nn.Module]
-    """Every module of this class is a unit, and the rest of the model one more."""
+    """Class of the units. The rest of the model is one more unit."""
     bf16: bool = False
-    """Parameters kept and gradients reduced in float32, computed with in bfloat16. Plain: all of it in bfloat16."""
+    """Whether to compute in bfloat16, with parameters and reductions in float32. The plain model is all bfloat16."""
     prefetch: bool = True
-    """Whether a unit is gathered in backward while the one before it computes: the default of all."""
+    """Whether to gather a unit in backward while the one before it computes, as all do by default."""
     microbatches: int = 1
     reduced: bool = True
-    """Whether each microbatch is reduced, or the last alone."""
+    """Whether to reduce each microbatch, or only the last."""
     collectives: Any = None
-    """Flatshard's own argument."""
+    """Argument of flatshard."""
     options: Mapping[str, Any] = field(default_factory=dict)
-    """More of flatshard's own."""
+    """Further arguments of flatshard."""
     device: torch.device = torch.device("cpu")  # noqa: RUF009  (immutable)
 
 
@@ -68,7 +68,7 @@ def fsdp2(model: nn.Module, setting: Setting) -> nn.Module:
 
 
 def fsdp1(model: nn.Module, setting: Setting, flat: bool = False) -> nn.Module:
-    """``flat``: one parameter a unit for the optimizer (``use_orig_params=False``)."""
+    """Shard by FSDP1. If ``flat``, the optimizer has one parameter per unit (``use_orig_params=False``)."""
     from torch.distributed.fsdp import BackwardPrefetch, FullyShardedDataParallel, MixedPrecision
     from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
@@ -88,7 +88,7 @@ def fsdp1_flat(model: nn.Module, setting: Setting) -> nn.Module:
 
 
 def ddp(model: nn.Module, setting: Setting) -> nn.Module:
-    """It has no setting for bf16: autocast computes in it, and casts each weight when it is used."""
+    """Replicate by DDP, which has no option for bf16: autocast computes in it, and casts each weight at its use."""
     if setting.bf16:
         model.forward = torch.autocast(setting.device.type, torch.bfloat16)(model.forward)  # type: ignore[method-assign]
     return nn.parallel.DistributedDataParallel(model)
@@ -106,22 +106,22 @@ CONTENDERS: dict[str, Callable[[nn.Module, Setting], nn.Module]] = {
 }
 
 SHARDED = ["flatshard", "FSDP2", "FSDP1", FSDP1_FLAT]
-"""Those that do what flatshard does."""
+"""Contenders that shard as flatshard does."""
 
 
 def build(name: str, model: nn.Module, setting: Setting) -> nn.Module:
-    """``model``, to be trained the contender's way."""
+    """Prepare ``model`` for training in the contender's way."""
     return CONTENDERS[name](model, setting)
 
 
 def numel(config: GPTConfig) -> int:
-    """Of a GPT's parameters."""
+    """Return the number of a GPT's parameters."""
     with torch.device("meta"):
         return sum(p.numel() for p in GPT(config).parameters())
 
 
 def mean_logit(logits: Tensor) -> Tensor:
-    """A loss that costs next to nothing."""
+    """Return a loss that costs next to nothing."""
     return logits.float().mean()
 
 
@@ -144,7 +144,7 @@ class Job:
         self.optimizer = optimizer(self.model.parameters())
 
     def passes(self) -> None:
-        """A forward and a backward of each microbatch. The gradients stay until the next ones."""
+        """Run a forward and a backward for each microbatch. Gradients stay until the next call."""
         drop_gradients(self.model)
         for number in range(self.setting.microbatches):
             is_held = not self.setting.reduced and number < self.setting.microbatches - 1
@@ -152,12 +152,12 @@ class Job:
                 self.loss(self.model(self.tokens)).backward()  # type: ignore[no-untyped-call]
 
     def step(self) -> None:
-        """Of training."""
+        """Run a training step."""
         self.passes()
         self.optimizer.step()
 
     def _unsynchronised(self) -> AbstractContextManager[None]:
-        """Backwards inside keep their gradients on this rank, in whole: the contender's ``no_sync``."""
+        """Keep full gradients on this rank in backwards inside, by the contender's ``no_sync``."""
         if self.name == "flatshard":
             return flatshard.no_sync(self.model)
         if self.name == "FSDP2":
@@ -172,7 +172,7 @@ class Job:
 
 
 def drop_gradients(model: nn.Module) -> None:
-    """``zero_grad`` without an optimizer's bookkeeping."""
+    """Drop gradients without an optimizer's bookkeeping."""
     for parameter in model.parameters():
         parameter.grad = None
 
@@ -181,17 +181,17 @@ _TENSOR_COLLECTIVES = {
     "all_gather_into_tensor",
     "reduce_scatter_tensor",
     "all_to_all_single",
-    _torch.ALL_GATHER,  # which may have another name than above; both are called
+    _torch.ALL_GATHER,  # may have another name than above; both are replaced
     _torch.REDUCE_SCATTER,
 }
 
 
 @contextlib.contextmanager
 def filling_nothing() -> Iterator[None]:
-    """Over the fake group, a collective of ``torch.distributed`` on tensors is one call into the group, and fills nothing.
+    """Replace collectives of ``torch.distributed`` on tensors by one call into the fake group, which fills nothing.
 
-    The fake group itself fills the output of an all-gather rank by rank, which no real backend does. (FSDP1 on CPU gathers
-    into a list of one view a rank, which stays.)
+    The fake group fills an all-gather's output rank by rank, which no real backend does. FSDP1's all-gathers on CPU, into a
+    list with one view per rank, stay.
     """
 
     def stand_in(collective: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,23 +1,23 @@
-"""What a step copies and what it sends, as multiples of P, the float32 bytes of the parameters. Counted, not timed.
+"""Bytes that a step copies and sends, as multiples of P, the float32 bytes of the parameters. They are counted, not timed.
 
     python benchmarks/copied_bytes.py
 
 A GPT of 12 blocks, the fake group of 8, forward and backward.
 
-The first table: local bytes beyond the plain model's. Every operation's reads and writes are counted, collectives left out
-(``counting.py`` states the convention). The plain model is float32, or bfloat16 where the contenders compute in it.
-``4 x no_sync`` is four microbatches of which the last reduces; ``4 x reduced`` reduces each, which is flatshard's default
-way to accumulate. The plain model makes as many microbatches.
+The first table has local bytes beyond the plain model's. Reads and writes of every operation count, except collectives
+(``counting.py`` states the convention). The plain model is float32, or bfloat16 if the contenders compute in it, and has as
+many microbatches. ``4 x no_sync`` is four microbatches, of which only the last reduces. ``4 x reduced`` reduces each, which
+is flatshard's default.
 
-The floor: autograd makes a gradient in memory of its own, and it must get into the reduction's input: read once, written
-once (float32: 2 P; from bfloat16: 0.5 + 1). A float32 shard may be handed to the collective where it lies; one of bfloat16 is
-cast once (1 + 0.5) / 8. Microbatches that are not reduced are added up in the reduction's input: what that reads and writes,
-the plain model's own accumulation does as well, so the floor is that of one reduction. Reducing each of four makes four
-copies of 2 P, adds three shards of 3 P / 8, and saves the plain model's three additions of 3 P.
+The floor: autograd allocates a gradient, which must be read once and written once into the reduction's input (float32: 2 P;
+from bfloat16: 0.5 + 1). A collective can read a float32 shard in place; a bfloat16 shard is cast once, (1 + 0.5) / 8.
+Microbatches without a reduction accumulate in the reduction's input. The plain model's own accumulation reads and writes as
+much, so the floor is that of one reduction. To reduce each of four takes four copies of 2 P, and three additions of shards, 3
+P / 8 each. It saves the plain model's three additions of 3 P.
 
-The second table, ``payload``: the bytes that collectives work on, with padding. An all-gather counts with its whole output, a
-reduce-scatter with its whole input: (N - 1) / N of that is what a rank sends and receives. The floor: with units that are
-freed after forward, every parameter is gathered twice, but for the root's, which stay; and every gradient is reduced once.
+The second table, ``payload``, has the bytes that collectives work on, with padding. An all-gather counts with its full
+output, and a reduce-scatter with its full input: a rank sends and receives (N - 1) / N of it. The floor: if units are freed
+after forward, every parameter is gathered twice, except the root's, which stay; every gradient is reduced once.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ PAYLOAD_TARGETS = {"fp32 payload / P": 2.96, "all-gathers": 25, "reduce-scatters
 
 
 def unit_bytes(config: GPTConfig = CONFIG) -> list[int]:
-    """Of the float32 parameters: each block, and the rest last."""
+    """Return the float32 bytes of each block's parameters, with the rest of the model last."""
     with torch.device("meta"):
         model = GPT(config)
     blocks = [sum(4 * p.numel() for p in block.parameters()) for block in model.blocks]
@@ -57,10 +57,10 @@ P = sum(unit_bytes())
 
 
 def counted(name: str, setting: Setting) -> tuple[float, list[tuple[str, int]]]:
-    """A step's copied bytes over P, and (kind, bytes of the whole) of each collective. Within a fake group."""
+    """Return a step's copied bytes over P, and (kind, bytes in full) of each collective. Call it in a fake group."""
     wire = Wire(out_of_place=True)
     job = Job(name, CONFIG, replace(setting, collectives=wire.factory), TOKENS)
-    for _ in range(2):  # the first ones may build what the later ones use
+    for _ in range(2):  # the first steps may build objects that later ones use
         job.passes()
     wire.sent.clear()
     with Sent() as sent, CopiedBytes() as copied:
@@ -69,7 +69,7 @@ def counted(name: str, setting: Setting) -> tuple[float, list[tuple[str, int]]]:
 
 
 def floor() -> dict[str, Figure]:
-    """In the order of the columns: see above."""
+    """Return the floor of each column; see above."""
     values = (2.0, 1.5 + 1.5 / RANKS, 2.0, 4 * 2 + 3 * 3 / RANKS - 3 * 3)
     return {column: Figure(value) for column, value in zip(COLUMNS, values, strict=True)}
 
@@ -83,7 +83,7 @@ def payload_row(kinds: Counter[str], fp32: float, bf16: float) -> dict[str, Figu
 
 
 def payload(fp32: list[tuple[str, int]], bf16: list[tuple[str, int]]) -> dict[str, Figure]:
-    """One contender's row of the second table, from what it sends in either precision."""
+    """Return a contender's row of the second table, from its collectives in either precision."""
     return payload_row(Counter(kind for kind, _ in fp32), *(sum(n for _, n in sent) for sent in (fp32, bf16)))
 
 

@@ -1,7 +1,7 @@
-"""Real text that every machine has: the source code of Python's standard library, as bytes.
+"""Real text on every machine: the source code of Python's standard library, as bytes.
 
-Nothing is downloaded. The files are read in sorted order up to a total size, so one Python version always gives the
-same text, and whole files are held out for validation, so no line of theirs is trained on.
+Nothing is downloaded. Files are read in sorted order up to a total size, so a Python version always gives the same text. Some
+files are held out for validation, so none of their lines is in the training text.
 """
 
 import sysconfig
@@ -13,22 +13,22 @@ from torch import Tensor
 
 VOCABULARY = 256  # one token per byte value
 
-# Not written for this library by hand: other people's packages, test suites, generated tables.
+# Third-party packages, test suites and generated tables.
 _SKIPPED = {"site-packages", "dist-packages", "test", "tests", "encodings", "pydoc_data"}
 _SKIPPED_PREFIX = "_sysconfigdata"  # generated, and different on every machine
-_HOLD_OUT_EVERY = 16  # one file in this many is for validation
+_HOLD_OUT_EVERY = 16  # validation has one file of so many
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """Two texts without a file in common, each a 1-D uint8 tensor."""
+    """Two texts that share no file, each a 1-D uint8 tensor."""
 
     train: Tensor
     validation: Tensor
 
 
 def load_corpus(max_bytes: int = 4_000_000) -> Corpus:
-    """Reads at most ``max_bytes`` of the standard library's sources, training and validation together."""
+    """Read at most ``max_bytes`` of the standard library's sources, for training and validation together."""
     root = Path(sysconfig.get_path("stdlib"))
     paths = [
         path
@@ -50,7 +50,7 @@ def load_corpus(max_bytes: int = 4_000_000) -> Corpus:
 
 
 def random_windows(text: Tensor, count: int, length: int, *, seed: int) -> Tensor:
-    """Cuts ``count`` windows out of ``text`` at places that depend on ``seed`` alone.
+    """Cut ``count`` windows out of ``text`` at positions that depend on ``seed`` alone.
 
     Returns:
         int64 tensor of shape (count, length).
@@ -60,7 +60,7 @@ def random_windows(text: Tensor, count: int, length: int, *, seed: int) -> Tenso
 
 
 def even_windows(text: Tensor, count: int, length: int) -> Tensor:
-    """The same, evenly spread from the beginning of ``text`` to its end."""
+    """Cut ``count`` windows out of ``text``, evenly spread from its beginning to its end."""
     return _windows(text, torch.arange(count) * _last_start(text, length) // max(count - 1, 1), length)
 
 

@@ -1,13 +1,13 @@
-"""Counts that do not depend on the machine: bytes copied, collectives and their payload, live bytes of memory.
+"""Counts that do not depend on the machine: bytes copied, collectives and their payload, and live bytes of memory.
 
-The benchmarks' and the tests' (``test/core/test_counts.py``).
+Benchmarks and tests (``test/core/test_counts.py``) use them.
 
-[What is a byte copied] An operation reads the bytes of its tensor arguments and writes those of its results. Views and
-allocations move nothing; an argument that is only written (``copy_``, ``zero_``, ``out=``) is not read, and one without
-dimensions is a number, here and among live bytes. Operations of the process group (``c10d``) are left out, and flatshard's
-collectives, which copy over the fake group, replaced by :class:`Wire`. FSDP2's ``all_gather_copy_in`` takes and returns the
-buffer of the whole all-gather, of which it fills this rank's part: it reads its inputs and writes as much. What a kernel does
-within is not seen.
+[Copied bytes] An operation reads the bytes of its tensor arguments and writes those of its results. Views and allocations
+move nothing. An argument that is only written (``copy_``, ``zero_``, ``out=``) is not read. Tensors without dimensions are
+numbers, here and among live bytes. Operations of the process group (``c10d``) do not count, and :class:`Wire` replaces
+flatshard's collectives, which copy over the fake group. FSDP2's ``all_gather_copy_in`` takes and returns the buffer of the
+all-gather, of which it fills this rank's shard: it counts with its inputs, read and written. A kernel's internal traffic is
+not visible.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _COPY_IN = "fsdp::all_gather_copy_in"
 
 
 def nbytes(value: Any) -> int:
-    """Of all tensors in it."""
+    """Return the bytes of all tensors in ``value``."""
     return sum(t.numel() * t.itemsize for t in pytree.tree_leaves(value) if isinstance(t, Tensor))
 
 
@@ -40,13 +40,13 @@ def _is_number(value: Any) -> bool:
 
 
 def storages(tensors: Iterable[Tensor]) -> dict[int, int]:
-    """Bytes of the memory behind tensors, by address: each once. What is freed has no address."""
+    """Return the bytes of the storages behind tensors by address, each counted once. Freed storages have no address."""
     found = [t.untyped_storage() for t in tensors]
     return {s.data_ptr(): s.nbytes() for s in found if s.nbytes()}
 
 
 class CopiedBytes(TorchDispatchMode):
-    """Bytes read and written by operations, by the operation's name: see above. And how many operations there were."""
+    """Bytes that operations read and write, by the operation's name (see above), and the number of operations."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ class CopiedBytes(TorchDispatchMode):
 
 
 class Wire:
-    """Flatshard's collectives that move nothing, and note (kind, bytes of the whole)."""
+    """Collectives for flatshard that move nothing, and record (kind, bytes in full)."""
 
     exact = True
 
@@ -87,7 +87,7 @@ class Wire:
         self.out_of_place, self.widens = out_of_place, widens
 
     def factory(self, group: object, device: object) -> Wire:
-        """For ``fully_shard(collectives=...)``."""
+        """Return this object, as ``fully_shard(collectives=...)`` requires."""
         return self
 
     def _note(self, kind: str, tensor: Tensor) -> Done:
@@ -105,7 +105,7 @@ class Wire:
 
 
 class Sent(TorchDispatchMode):
-    """The same of what goes through the process group: (kind, bytes of the whole)."""
+    """A record of (kind, bytes in full) of the process group's collectives."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -126,10 +126,10 @@ class Sent(TorchDispatchMode):
 
 
 class LiveBytes(TorchDispatchMode):
-    """Bytes of all memory behind the tensors that operations got or gave while this was on: now, and at the most.
+    """Live bytes of the storages that operations used while this was active: now, and at the peak.
 
-    Exact: each storage is known by a weak reference to its implementation in C++, so that one is counted once, with its
-    present size (it may be resized), until nothing holds it. The size of all is taken after every operation.
+    The count is exact. A weak reference to each storage's C++ implementation counts it once, with its present size as it may
+    be resized, until it is freed. The total is updated after every operation.
     """
 
     def __init__(self) -> None:
@@ -146,9 +146,9 @@ class LiveBytes(TorchDispatchMode):
         return result
 
     def add(self, tensors: Iterable[Tensor]) -> None:
-        """Know the memory behind these, too."""
+        """Track the storages behind these tensors, too."""
         for tensor in tensors:
-            if is_traceable_wrapper_subclass(tensor):  # a DTensor's own storage is none
+            if is_traceable_wrapper_subclass(tensor):  # a DTensor has no storage of its own
                 names, _ = tensor.__tensor_flatten__()
                 self.add(t for t in (getattr(tensor, name) for name in names) if isinstance(t, Tensor))
                 continue
@@ -160,7 +160,7 @@ class LiveBytes(TorchDispatchMode):
                 self._known[storage._cdata] = StorageWeakRef(storage)
 
     def now(self) -> int:
-        """Bytes that are live."""
+        """Return the live bytes."""
         total, gone = 0, []
         revive = torch.UntypedStorage._new_with_weak_ptr
         for key, reference in self._known.items():
@@ -175,7 +175,7 @@ class LiveBytes(TorchDispatchMode):
 
     @contextlib.contextmanager
     def watch(self) -> Iterator[None]:
-        """Within, ``peak`` grows. Python's own collector is off: what only it would free counts as live."""
+        """Record ``peak`` inside. Python's garbage collector is off, so objects that only it would free count as live."""
         gc.collect()
         gc.disable()
         self.peak, self.watching = self.now(), True

@@ -1,4 +1,4 @@
-"""What the benchmarks on GPUs measure by: a CUDA device, the simulated accelerator of the tests, or, in tests, a CPU."""
+"""Devices for the benchmarks on GPUs: a CUDA device, the tests' simulated accelerator, or, in tests, a CPU."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from torch.profiler import profile, record_function
 
 Run = Callable[[], object]
 MEASURED = "measured"
-"""What the part of a trace that counts is called."""
+"""Name of the measured part of a trace."""
 
 
 @dataclass(frozen=True)
 class Counts:
-    """Of what a device was given in a run."""
+    """A device's operations in a run."""
 
     kernels: int
     copies: int
     waits: int
-    """How often the host waited for the device."""
+    """Number of times that the host waited for the device."""
 
     @staticmethod
     def read(events: Sequence[dict[str, Any]]) -> Counts:
-        """From what torch's profiler exports. ``torch.cuda.set_sync_debug_mode`` would not tell of waits for events."""
+        """Count the events of a torch profiler's trace. ``torch.cuda.set_sync_debug_mode`` would miss waits for events."""
         (whole,) = (e for e in events if e.get("name") == MEASURED and e.get("cat") == "user_annotation")
         calls = [e for e in events if e.get("cat") in ("cuda_runtime", "cuda_driver")]
         waits = [e for e in calls if "Synchronize" in e["name"] or e["name"] in ("cudaMemcpy", "cudaMemset")]
@@ -44,14 +44,14 @@ class Counts:
 
 @dataclass(frozen=True)
 class Overlap:
-    """Seconds of a run in which a device communicated, and those of them in which it computed as well."""
+    """Seconds of a run in which a device communicated, and the part of them in which it also computed."""
 
     collectives: float
     hidden: float
 
     @staticmethod
     def read(events: Sequence[dict[str, Any]]) -> Overlap:
-        """From what torch's profiler exports, in microseconds. NCCL's kernels also wait for other ranks."""
+        """Measure the events of a torch profiler's trace, in microseconds. NCCL's kernels also wait for other ranks."""
         kernels = [e for e in events if e.get("cat") == "kernel"]
         sends, computes = ([e for e in kernels if ("nccl" in e["name"].lower()) is side] for side in (True, False))
         sent, busy = (_merged((e["ts"], e["ts"] + e["dur"]) for e in each) for each in (sends, computes))
@@ -60,7 +60,7 @@ class Overlap:
 
 
 def _merged(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
-    """As few spans as cover the same time."""
+    """Merge overlapping spans."""
     out: list[tuple[float, float]] = []
     for begin, end in sorted(spans):
         if out and begin <= out[-1][1]:
@@ -71,23 +71,23 @@ def _merged(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
 
 
 class Device:
-    """A CPU, which has neither kernels nor memory to count, and no graphs."""
+    """A CPU, without kernels or memory to count, and without graphs."""
 
     backend = "gloo"
-    """Of a process group that moves something."""
+    """Backend of a process group that communicates."""
     warm_up = 3
-    """Steps until a contender is steady."""
+    """Number of steps until a contender is steady."""
 
     def __init__(self, kind: str = "cpu", index: int = 0) -> None:
         self.device = torch.device(kind, index)
         self.module = torch.get_device_module(self.device)
 
     def finish(self) -> None:
-        """Wait until everything is over."""
+        """Wait until all operations are complete."""
         self.module.synchronize()
 
     def recover(self) -> None:
-        """After an error in the middle of a step."""
+        """Clean up after an error in the middle of a step."""
 
     def seconds(self, run: Run) -> float:
         return suite.seconds(lambda: (run(), self.finish()))
@@ -99,7 +99,7 @@ class Device:
         return Overlap.read(self._trace(run))
 
     def _trace(self, run: Run) -> list[dict[str, Any]]:
-        """What torch's profiler sees."""
+        """Return the events of torch's profiler."""
         self.finish()
         with profile() as profiled:
             with record_function(MEASURED):
@@ -111,15 +111,15 @@ class Device:
             return list(json.loads(path.read_text())["traceEvents"])
 
     def allocated(self) -> int:
-        """Bytes."""
+        """Return the allocated bytes."""
         return 0
 
     def peak(self, run: Run) -> int:
-        """The most bytes that are allocated during ``run``."""
+        """Return the peak of allocated bytes during ``run``."""
         return 0
 
     def captured(self, run: Run) -> Run:
-        """Warm up, and run it once as a graph. Returns what runs the graph again.
+        """Warm up, capture ``run`` as a graph, and return the graph's replay.
 
         Raises:
             Exception: it cannot be captured.
@@ -128,7 +128,7 @@ class Device:
 
 
 class Cuda(Device):
-    """A GPU, or what has the same interface."""
+    """A GPU, or a device with the same interface."""
 
     backend = "nccl"
 
@@ -137,7 +137,7 @@ class Cuda(Device):
         self.module.set_device(self.device)
 
     def recover(self) -> None:
-        """What failed may have had all of the memory."""
+        """Free cached memory, as the failed run may have used all of it."""
         self.module.empty_cache()
 
     def seconds(self, run: Run) -> float:
@@ -160,7 +160,7 @@ class Cuda(Device):
         return int(self.module.max_memory_allocated())
 
     def captured(self, run: Run) -> Run:
-        side = self.module.Stream()  # as torch.cuda.graph's documentation says
+        side = self.module.Stream()  # required by torch.cuda.graph's documentation
         side.wait_stream(self.module.current_stream())
         with self.module.stream(side):
             for _ in range(self.warm_up):
@@ -180,9 +180,9 @@ class Cuda(Device):
 
 
 class Simulated(Cuda):
-    """The simulated accelerator of the tests, which is built and registered with torch here, for good.
+    """The tests' simulated accelerator. The first one builds it, and registers it with torch permanently.
 
-    It runs each operator on CPU, late. So kernels and copies are operators, seconds are the host's, and a captured step has
+    Each operator runs late on CPU. So kernels and copies are operators, and seconds are the host's. A captured step has
     followed CUDA's rules, and is not replayed.
     """
 
@@ -195,7 +195,7 @@ class Simulated(Cuda):
         if why := importlib.import_module("accelerator.build").missing():
             raise SystemExit(why)
         self.sim: Any = importlib.import_module("accelerator.sim").sim
-        self.sim.checked = False  # the tests look for races
+        self.sim.checked = False  # tests check for races
         importlib.import_module("accelerator.sim_ccl")
         super().__init__("simdev")
 
@@ -217,7 +217,7 @@ class Simulated(Cuda):
         return Counts(launched.total() - copies, copies, waits)
 
     def overlap(self, run: Run) -> Overlap:
-        """There is no time here."""
+        """Return zeros, as the simulated device has no clock."""
         run()
         return Overlap(0.0, 0.0)
 

@@ -1,4 +1,4 @@
-"""A small GPT in plain PyTorch: it knows nothing of sharding, and no line of it is written for it."""
+"""A small GPT in plain PyTorch, without a line for sharding."""
 
 import math
 from dataclasses import dataclass
@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """The sizes of a model."""
+    """Sizes of a model."""
 
     vocabulary: int
-    context: int  # the longest sequence the model can read
+    context: int  # maximum length of a sequence
     layers: int
     width: int
     heads: int
@@ -43,7 +43,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """Two linear layers with a GELU between them, four times as wide inside."""
+    """Two linear layers with a GELU between them, and four times the width inside."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """One pre-norm transformer layer: the natural unit of sharding, ``policy={Block}``."""
+    """A pre-norm transformer layer, the natural unit of sharding: ``policy={Block}``."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -89,7 +89,7 @@ class GPT(nn.Module):
         self._initialize()
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Scores every possible next token at every place.
+        """Return scores of every possible next token at every position.
 
         Args:
             tokens: int64 tensor of shape (batch, length), length at most ``config.context``.
@@ -105,11 +105,11 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def _initialize(self) -> None:
-        """Starts small: the untrained model is nearly uniform, so its loss is close to log(vocabulary)."""
+        """Initialise with small weights: the output is nearly uniform, so the loss is close to log(vocabulary)."""
         for name, parameter in self.named_parameters():
             if name.endswith("bias"):
                 nn.init.zeros_(parameter)
             elif parameter.ndim >= 2:
-                # Each block adds two branches to the residual stream: keep their sum at the scale of one.
+                # Each block adds two branches to the residual stream, whose sum keeps the scale of one.
                 branches = 2 * self.config.layers if name.endswith("project.weight") else 1
                 nn.init.normal_(parameter, std=0.02 / math.sqrt(branches))

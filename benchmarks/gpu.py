@@ -1,25 +1,25 @@
-"""On a machine with GPUs: is flatshard right there, and how fast? One command, and one file to attach to an issue.
+"""Check correctness and speed on a machine with GPUs: one command, and one file to attach to an issue.
 
     python benchmarks/gpu.py                                         # all GPUs of this machine, one or more
     torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 benchmarks/gpu.py   # on both hosts
     python benchmarks/gpu.py --simulated                             # without a GPU: shows that it runs; no results
 
-It asks nothing. What it does, each part in processes of its own with a time limit, so that one that fails or hangs is a
-finding, and the others go on:
+It needs no answers. Each part runs in processes of its own with a time limit, so a part that fails or hangs is a finding, and
+the others run:
 
-- right or wrong: every mode trains a small GPT on all GPUs, and is compared with one process that trains on the whole batch,
-  in float64 to 1e-9 of what training has changed; FSDP2 goes through the same check.
-- races: some of these modes under torch's sanitizer of streams (``TORCH_CUDA_SANITIZER``), and, where compute-sanitizer is
-  installed, on one GPU under its memcheck, with an allocator that gives freed memory back at once.
-- step time, memory, overlap: a GPT of 670 million parameters on all GPUs, in fp32 and bf16, against FSDP2, FSDP1 and DDP.
+- correctness: every mode trains a small GPT on all GPUs, and is compared with one process that trains on the full batch. In
+  float64, the tolerance is 1e-9 of the change by training. FSDP2 has the same check.
+- races: some of these modes run under torch's stream sanitizer (``TORCH_CUDA_SANITIZER``). If compute-sanitizer is
+  installed, they also run on one GPU under its memcheck, with an allocator that frees memory immediately.
+- step time, memory, overlap: a GPT of 670 million parameters on all GPUs, in fp32 and bf16, with FSDP2, FSDP1 and DDP.
 - capture: a step in a CUDA graph, over NCCL, on all GPUs.
 - one GPU: ``one_gpu.py``: the same contenders over the fake group and NCCL with one rank. Kernels, bytes copied, host waits.
-- switch: ``switch.py``: seconds for each GiB of training that goes to host memory and comes back.
-- the tests that need a GPU, where pytest is installed (``pip install -e '.[test]'``).
+- switch: ``switch.py``: seconds for each GiB of training state that moves to host memory and back.
+- tests that need a GPU, if pytest is installed (``pip install -e '.[test]'``).
 
-``gpu-report.txt`` (``--out``) is written anew after each part, so there is a report whenever it is stopped. With torchrun,
-the host of rank 0 has it. Versions, GPUs and the environment variables of NCCL and torch are in it; this machine's name and
-folders are not.
+``gpu-report.txt`` (``--out``) is written again after each part, so an interrupted run has a report, too. With torchrun, the
+host of rank 0 writes it. It has versions, GPUs, and the environment variables of NCCL and torch, but neither the machine's
+name nor its folders.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ HERE = Path(__file__).parent
 ROOT = HERE.parent
 MINUTE = 60.0
 GRACE = 30.0
-"""Seconds that the other ranks have to end after one has failed."""
+"""Seconds for the other ranks to end after one has failed."""
 OF_A_JOB = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -59,9 +59,9 @@ OF_A_JOB = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR
 
 
 def run_all(command: Sequence[str], environments: Sequence[Mapping[str, str]], limit: float) -> tuple[str, str]:
-    """Runs a command once in each environment, at the same time. What the first one printed, and what went wrong.
+    """Run a command in each environment at the same time; return the first one's output, and the error.
 
-    All are ended ``limit`` seconds later at the latest, and ``GRACE`` seconds after one has failed.
+    All end after ``limit`` seconds at the latest, and ``GRACE`` seconds after one has failed.
     """
     with tempfile.TemporaryDirectory() as folder:
         outputs = [Path(folder) / str(number) for number in range(len(environments))]
@@ -93,18 +93,18 @@ def tail(text: str, lines: int = 30) -> str:
 
 
 def without_a_job(**more: str) -> dict[str, str]:
-    """An environment for a process that is no rank."""
+    """Return an environment for a process that is no rank."""
     kept = {k: v for k, v in os.environ.items() if k not in OF_A_JOB and not k.startswith("TORCHELASTIC_")}
     return {**kept, "PYTHONPATH": search_path(), **more}
 
 
 def search_path() -> str:
-    """So that flatshard need not be installed."""
+    """Return a path for imports, so that flatshard need not be installed."""
     return os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
 
 
 def environments(count: int, **more: str) -> list[dict[str, str]]:
-    """Of the ranks that this process starts: under torchrun the one that it is, else ``count``."""
+    """Return environments of the ranks to start: under torchrun this process's own, otherwise ``count``."""
     if are_started():
         return [{**os.environ, "PYTHONPATH": search_path(), **more}]
     with socket.socket() as free:
@@ -113,21 +113,21 @@ def environments(count: int, **more: str) -> list[dict[str, str]]:
     return [without_a_job(**of_all, RANK=str(i), LOCAL_RANK=str(i), **more) for i in range(count)]
 
 
-# -- what is reported --------------------------------------------------------------------------------------------------
+# -- the report --------------------------------------------------------------------------------------------------------
 
 
 @dataclass
 class Section:
-    """Of the report."""
+    """A section of the report."""
 
     title: str
     text: str
     problems: list[str] = field(default_factory=list)
-    """One line each, for the top."""
+    """Findings for the top of the report, one line each."""
 
 
 def error_of(case: Mapping[str, Any]) -> str:
-    """What went wrong in a case, and on which ranks; empty if nothing did."""
+    """Return a case's error with the ranks that failed, or "" if none did."""
     if "ended" in case:
         return f"{case['ended']}; here: {case['ranks'][0].get('error', 'no error')}"
     failed = [rank for rank, mine in enumerate(case["ranks"]) if "error" in mine]
@@ -138,7 +138,7 @@ def error_of(case: Mapping[str, Any]) -> str:
 
 
 def of_parity(part: str, cases: Iterable[Mapping[str, Any]]) -> Section:
-    """Right or wrong, a line a mode."""
+    """Report the correctness of each mode in a line."""
     lines, problems = [], []
     for case in cases:
         name = case["case"]
@@ -157,7 +157,7 @@ def of_parity(part: str, cases: Iterable[Mapping[str, Any]]) -> Section:
 
 
 def of_figures(part: str, cases: Iterable[Mapping[str, Any]]) -> Section:
-    """A table: of each figure the largest of all ranks; of errors the first line, and below the table the rest."""
+    """Report figures as a table, each the largest of all ranks. Errors have their first line there, and the rest below."""
     rows: dict[str, dict[str, Figure]] = {}
     problems, errors = [], []
     for case in cases:
@@ -176,7 +176,7 @@ def of_figures(part: str, cases: Iterable[Mapping[str, Any]]) -> Section:
 
 @dataclass
 class Report:
-    """What is known so far, as text. Written whenever that grows."""
+    """The report so far, as text. It is written after each section."""
 
     path: Path | None
     head: str
@@ -196,7 +196,7 @@ class Report:
 
 
 def anonymous(text: str) -> str:
-    """Without the names of this machine and its folders."""
+    """Remove the names of this machine and its folders."""
     master = os.environ.get("MASTER_ADDR", "")
     names = {str(ROOT): ".", sys.prefix: "PYTHON", str(Path.home()): "~", socket.gethostname(): "HOST"}
     names |= {master: "MASTER"} if master not in ("", "localhost", "127.0.0.1") else {}
@@ -206,7 +206,7 @@ def anonymous(text: str) -> str:
 
 
 def head(count: int) -> str:
-    """Where this is."""
+    """Describe the machine and the versions."""
     lines = [f"flatshard on {count} ranks, commit {commit()}", flatshard.env.report()]
     if shutil.which("nvidia-smi"):
         query = ["--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
@@ -217,7 +217,7 @@ def head(count: int) -> str:
 
 
 def read(results: Path) -> tuple[list[str], list[dict[str, Any]]]:
-    """What rank 0 wrote: the names of all cases, and what was found of those that it came to."""
+    """Read rank 0's results: the names of all cases, and the results of those that ran."""
     lines = [json.loads(line) for line in results.read_text().splitlines()]
     return [name for line in lines for name in line.get("cases", ())], [line for line in lines if "case" in line]
 
@@ -227,13 +227,13 @@ def read(results: Path) -> tuple[list[str], list[dict[str, Any]]]:
 
 @dataclass(frozen=True)
 class Machine:
-    """Where the parts run: ``count`` ranks in all, each with a ``device``."""
+    """The devices of all parts: ``count`` ranks, each with a ``device``."""
 
     device: str
     count: int
 
     def on_all_ranks(self, part: str, limit: float, **env: str) -> Section:
-        """One part of ``gpu_ranks.py``."""
+        """Run a part of ``gpu_ranks.py`` on all ranks."""
         with tempfile.TemporaryDirectory() as folder:
             results = Path(folder) / "results"
             results.touch()
@@ -255,7 +255,7 @@ class Machine:
         return self.tables("to the host and back", "switch")
 
     def tables(self, title: str, script: str) -> Section:
-        """Of a benchmark in a process of its own."""
+        """Run a benchmark in a process of its own."""
         options = ["--simulated"] if self.device == "simulated" else []
         printed, problem = run_all([*self.script(script), *options], [without_a_job()], 20 * MINUTE)
         return with_problem(Section(title, printed.rstrip()), problem)
@@ -292,7 +292,7 @@ def with_problem(section: Section, problem: str) -> Section:
 
 
 def parts_of(machine: Machine) -> dict[str, Callable[[], Section]]:
-    """By name, in order; what all ranks do comes first. Rank 0 alone does the others, ``ALONE``."""
+    """Return all parts by name, in order. Parts for all ranks come first; rank 0 alone runs the others, ``ALONE``."""
     races = {"TORCH_CUDA_SANITIZER": "1"} if machine.device == "cuda" else {}
 
     def on_all(part: str, limit: float, **env: str) -> Callable[[], Section]:

@@ -1,9 +1,9 @@
-"""One part of ``gpu.py``, on all ranks: whether the numbers are right, how long a step takes, whether it can be captured.
+"""Run a part of ``gpu.py`` on all ranks: correctness, the time of a step, or its capture.
 
     python benchmarks/gpu_ranks.py --part strategies --results FILE
 
-``gpu.py`` starts this once a rank and part. Every rank runs one case after the other, and tells the others how it went by
-the store, so a case that fails is a line in the results, and the next one runs. If a rank does not tell, the part ends there.
+``gpu.py`` starts this once for each rank and part. Every rank runs the cases in turn, and sends the others its result by the
+store. So a case that fails is a line in the results, and the next one runs. If a rank sends nothing, the part ends there.
 Without torchrun's environment variables it is a job of one rank.
 """
 
@@ -42,36 +42,36 @@ from flatshard.comm import DefaultCollectives, QuantizedCollectives
 
 S = ShardingStrategy
 PATIENCE = datetime.timedelta(seconds=150)
-"""How long a rank waits for the others."""
+"""Time limit for other ranks."""
 EXACT, ROUNDED = 1e-9, 0.01
-"""How far off weights may be, over how far training has moved them: in float64, and where bf16 is computed with."""
+"""Maximum error of weights relative to their change by training, in float64 and with bf16 compute."""
 
 
-# -- right or wrong ----------------------------------------------------------------------------------------------------
+# -- correctness -------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Mode:
-    """A way to train that must do what one process does with the whole batch."""
+    """A kind of training that must agree with one process on the full batch."""
 
     options: Mapping[str, Any] = field(default_factory=dict)
-    """Of ``fully_shard``."""
+    """Arguments of ``fully_shard``."""
     off: float = EXACT
     microbatches: int = 1
     is_held: bool = False
-    """Under ``no_sync``, and not each reduced."""
+    """Whether microbatches are under ``no_sync``, instead of each being reduced."""
     prepare: Callable[[GPT, Device], object] = lambda model, device: None
-    """What is done to the sharded model before it is sharded."""
+    """Change to the model before it is sharded."""
     freezes: bool = False
-    """The first block."""
+    """Whether the first block is frozen."""
     optimizer: Callable[..., torch.optim.Optimizer] | None = None
-    """None: AdamW, and where numbers are rounded SGD, as Adam divides small gradients by themselves."""
+    """The optimizer. None is AdamW, or SGD if numbers are rounded, as Adam divides small gradients by themselves."""
     whole: bool = False
-    """The sharded model's optimizer is a ``WholeParameterOptimizer``."""
+    """Whether the sharded model has a ``WholeParameterOptimizer``."""
     axes: tuple[str, ...] = ()
-    """For the hybrid strategies: two dimensions, the second of which is sharded over."""
+    """Mesh dimensions for hybrid strategies, the second of which shards."""
     is_fsdp2: bool = False
-    """Not ours, but torch's: whether the oracle is right here."""
+    """Whether torch's FSDP2 trains, to check the reference itself."""
 
     @property
     def makes(self) -> Callable[..., torch.optim.Optimizer]:
@@ -143,10 +143,10 @@ PARITY: dict[str, dict[str, Mode]] = {
         "units compiled": Mode(prepare=compiled),
     },
 }
-"""By part. A part of its own starts anew, so what one leaves broken the next does not find."""
+"""Modes by part. Each part starts new processes, without the state of an earlier failure."""
 
 RACES = (FSDP2, "FULL_SHARD", "SHARD_GRAD_OP", "static buffers", "offload", "microbatches under no_sync")
-"""What torch's sanitizer looks at."""
+"""Modes that run under torch's sanitizer."""
 
 SMALL = GPTConfig(vocabulary=37, context=12, layers=3, width=20, heads=2)
 STEPS, ROWS = 3, 2
@@ -159,7 +159,7 @@ def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
 
 
 def batches(mode: Mode, size: int) -> Iterator[Tensor]:
-    """Of all steps: (microbatches, ranks, rows, tokens), the same on all ranks."""
+    """Yield the batches of all steps, the same on all ranks: (microbatches, ranks, rows, tokens)."""
     generator = torch.Generator().manual_seed(1)
     for _ in range(STEPS):
         shape = (mode.microbatches, size, ROWS, SMALL.context + 1)
@@ -178,7 +178,7 @@ def trainable(model: nn.Module) -> list[nn.Parameter]:
 
 
 def alone(mode: Mode, device: Device, size: int) -> tuple[list[Tensor], list[Tensor], list[float]]:
-    """One process: the parameters before and after training, and the gradients' norms. bf16: rounded as a rank rounds it."""
+    """Train one process, rounded as ranks round for bf16; return parameters before and after training, and gradient norms."""
     model = small_gpt(mode, device)
     start = [p.detach().clone() for p in model.parameters()]
     low = small_gpt(mode, device).bfloat16() if mode.is_bf16 else model
@@ -220,7 +220,7 @@ def sharded(mode: Mode, device: Device, size: int, group: dist.ProcessGroup | No
 
 
 def wholes(mode: Mode, model: GPT) -> list[Tensor]:
-    """The parameters after training, on this rank's device."""
+    """Return the full parameters after training, on this rank's device."""
     if mode.is_fsdp2:
         return [p.detach().full_tensor() for p in model.parameters()]  # type: ignore[attr-defined]
     with flatshard.summon_full_params(model, writeback=False):
@@ -228,7 +228,7 @@ def wholes(mode: Mode, model: GPT) -> list[Tensor]:
 
 
 def parity(mode: Mode, device: Device, rank: int, size: int, group: dist.ProcessGroup | None = None) -> dict[str, Any]:
-    """How far off this rank's results are, in a world that fits."""
+    """Return the errors of this rank's results, in a world that the mode supports."""
     start, expected, norms = alone(mode, device, size)
     model, seen = sharded(mode, device, size, group), []
     whole = functools.partial(flatshard.optim.WholeParameterOptimizer, optimizer_class=mode.makes)
@@ -254,14 +254,14 @@ def parity(mode: Mode, device: Device, rank: int, size: int, group: dist.Process
 
 
 def fits(mode: Mode, device: Device, size: int) -> str:
-    """Why a mode cannot run there, or nothing."""
+    """Return why a mode cannot run there, or ""."""
     if mode.is_fsdp2 and isinstance(device, Simulated):
         return "the simulated device has no functional collectives"
     needs_pairs = mode.axes or type(mode.options.get("reshard_after_forward")) is int
     return "needs an even number of ranks, four or more" if needs_pairs and (size < 4 or size % 2) else ""
 
 
-# -- how fast ----------------------------------------------------------------------------------------------------------
+# -- speed -------------------------------------------------------------------------------------------------------------
 
 LARGE = GPTConfig(vocabulary=32_000, context=1024, layers=12, width=2048, heads=16)
 CONTENDING = {
@@ -272,13 +272,13 @@ CONTENDING = {
     "FSDP1": Setting(Block),
     "DDP": Setting(Block),
 }
-"""Over all ranks, but for the plain model, which sends nothing. DDP has no setting for bf16, and is not simulated."""
+"""Contenders over all ranks, with the plain model, which sends nothing. DDP has no bf16 option, and is not simulated."""
 ADAMW = functools.partial(torch.optim.AdamW, lr=1e-4, fused=True)
 ROUNDS, BATCH = 20, 2
 
 
 def timed(name: str, bf16: bool, config: GPTConfig, device: Device, rounds: int) -> dict[str, Any]:
-    """Of a contender alone on the device: milliseconds of a step, memory, and how much communication is hidden."""
+    """Measure a contender alone on the device: milliseconds of a step, memory, and the overlap of communication."""
     setting = replace(CONTENDING[name], bf16=bf16, device=device.device)
     kind = name.partition(",")[0]
     assert kind in CONTENDERS
@@ -303,7 +303,7 @@ def timed(name: str, bf16: bool, config: GPTConfig, device: Device, rounds: int)
 
 
 def captured(name: str, config: GPTConfig, device: Device) -> dict[str, Any]:
-    """A step of SGD in a CUDA graph, over this job's ranks."""
+    """Capture a step with SGD in a CUDA graph, over this job's ranks."""
     options = {"static_buffers": True} if "static" in name else {}
     setting = Setting(Block, device=device.device, options=options)
     tokens = torch.zeros(1, config.context, dtype=torch.int64)
@@ -316,11 +316,11 @@ def captured(name: str, config: GPTConfig, device: Device) -> dict[str, Any]:
 # -- a part ------------------------------------------------------------------------------------------------------------
 
 Case = Callable[[], dict[str, Any]]
-"""Returns this rank's figures."""
+"""A function that returns this rank's figures."""
 
 
 def cases_of(part: str, device: Device, rank: int, size: int, tiny: bool) -> dict[str, Case | str]:
-    """What a part runs, by name; a text: why it does not run here."""
+    """Return the cases of a part by name, or for a case that does not run here, the reason."""
     if part == "steps":
         config, rounds = (SMALL, 1) if tiny else (LARGE, ROUNDS)
         return {
@@ -344,7 +344,7 @@ PARTS = (*PARITY, "races", "steps", "capture")
 
 
 def told(store: dist.Store, name: str, mine: dict[str, Any], rank: int, size: int) -> list[dict[str, Any]]:
-    """What each rank says of a case. A rank that does not tell is an error of the store's, after ``PATIENCE``."""
+    """Return each rank's result of a case. If a rank sends none, the store raises after ``PATIENCE``."""
     store.set(f"{name}/{rank}", json.dumps(mine))
     keys = [f"{name}/{other}" for other in range(size)]
     store.wait(keys, PATIENCE)
@@ -352,7 +352,8 @@ def told(store: dist.Store, name: str, mine: dict[str, Any], rank: int, size: in
 
 
 def run(part: str, device: Device, store: dist.Store, rank: int, size: int, tiny: bool) -> Iterator[dict[str, Any]]:
-    """First the names of all cases; then each as all ranks saw it. If a rank does not answer, that one is the last."""
+    """Yield the names of all cases, then each case's results on all ranks. If a rank does not answer, that case is the
+    last."""
     cases = cases_of(part, device, rank, size, tiny)
     yield {"cases": list(cases)}
     for name, case in cases.items():
@@ -363,7 +364,7 @@ def run(part: str, device: Device, store: dist.Store, rank: int, size: int, tiny
         try:
             mine = case()
             device.finish()
-        except Exception as e:  # of a peer, or ours: a line of the results, and the other cases go on
+        except Exception as e:  # any error is a line of the results, and the other cases run
             text = "".join(traceback.format_exception(e)[-4:])
             mine = {"error": f"{type(e).__name__}: {e}"[:2000], "where": text[-2000:]}
             device.recover()
@@ -396,11 +397,11 @@ def main() -> None:
         for found in run(args.part, device, dist.PrefixStore("told", store), rank, size, args.device != "cuda"):
             if results is not None:
                 print(json.dumps(found), file=results, flush=True)
-    with contextlib.suppress(dist.DistError):  # rank 0 may have the store, so it goes last
+    with contextlib.suppress(dist.DistError):  # rank 0 may have the store, so it leaves last
         store.set(f"left/{rank}", "")
         if rank == 0:
             store.wait([f"left/{other}" for other in range(size)], PATIENCE)
-    leave(0)  # a job in which a case failed may not be able to take its process group apart
+    leave(0)  # after a failed case the process group may not shut down
 
 
 if __name__ == "__main__":

@@ -1,15 +1,15 @@
-"""Host time that sharding adds to a unit's forward and backward, with the fake process group (no communication).
+"""Host time that sharding adds to a unit's forward and backward, over the fake process group (no communication).
 
     python benchmarks/host_overhead.py --world-size 64 --units 100
 
-A unit has 12 small parameters (16 x 16), so the arithmetic is negligible and what is left is Python, dispatch and
-autograd. All contenders run interleaved in one process; figures are medians over the rounds, from which the plain model's
-median is subtracted. bf16: float32 parameters, bfloat16 compute, float32 reduction, over a plain bfloat16 model.
+A unit has 12 small parameters (16 x 16), so arithmetic is negligible: the rest is Python, dispatch and autograd. All
+contenders run interleaved in one process. Figures are medians over the rounds, minus the plain model's median. bf16 means
+float32 parameters, bfloat16 compute and float32 reduction, compared with a plain bfloat16 model.
 
-The floor: an eager flat design cannot do less per unit than two all-gathers, one reduce-scatter, four storage resizes,
-two copies of the shard, and twelve gradient copies. Just those are timed, beside the others.
+The floor: for a unit, an eager flat design needs at least two all-gathers, one reduce-scatter, four storage resizes, two
+copies of the shard, and twelve gradient copies. These alone are timed beside the others.
 
-That the host's work per unit grows neither with ranks nor with units is counted, in ``test/core/test_counts.py``.
+``test/core/test_counts.py`` counts that the host's work per unit grows neither with ranks nor with units.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Unit(nn.Sequential):
 
 
 def units(count: int) -> nn.Sequential:
-    """A model of nothing but host time."""
+    """Make a model whose time is the host's alone."""
     return nn.Sequential(*(Unit() for _ in range(count)))
 
 
@@ -47,7 +47,7 @@ def batch(dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def contender(name: str, count: int, bf16: bool) -> Callable[[], float]:
-    """Seconds of a forward and a backward of a new model. Its gradients are dropped outside of them."""
+    """Return a function that times a forward and a backward of a new model, without the drop of gradients."""
     torch.manual_seed(0)
     model = build(name, units(count), Setting(Unit, bf16=bf16))
     x = batch(torch.bfloat16 if bf16 else torch.float32)
@@ -63,7 +63,7 @@ def contender(name: str, count: int, bf16: bool) -> Callable[[], float]:
 def floor(
     world_size: int, count: int, bf16: bool, made: type[FakeCollectives] = FakeCollectives
 ) -> Callable[[], float]:
-    """Seconds for the operations that no eager flat design can leave out, once for each unit. ``made``: the collectives."""
+    """Return a function that times the operations that every eager flat design needs, for each unit."""
     assert dist.group.WORLD is not None
     collectives = made(dist.group.WORLD)
     numel, dtype = -(-PARAMS * WIDTH * WIDTH // world_size), torch.bfloat16 if bf16 else torch.float32
@@ -89,7 +89,7 @@ def floor(
 
 
 def column(args: argparse.Namespace, bf16: bool) -> dict[str, Figure]:
-    """Microseconds per unit, of every contender over plain, and of the floor and plain in all."""
+    """Return microseconds per unit: every contender's minus the plain model's, and those of the floor and the plain model."""
     steps = {name: contender(name, args.units, bf16) for name in SHARDED}
     steps |= {"floor": floor(args.world_size, args.units, bf16), "plain (in all)": contender("plain", args.units, bf16)}
     times = interleaved(steps, args.rounds)

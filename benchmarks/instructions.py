@@ -1,19 +1,19 @@
-"""Instructions that sharding adds to a unit's forward and backward, counted by callgrind, with the fake process group.
+"""Instructions that sharding adds to a unit's forward and backward, counted by callgrind, over the fake process group.
 
     python benchmarks/instructions.py               # two minutes of one core; needs valgrind (apt install valgrind)
     python benchmarks/instructions.py --profiles    # and keep callgrind's files, for callgrind_annotate
 
-What ``host_overhead.py`` times, of the same units, is counted here: load does not change a count, so it tells a change of one
-in a thousand. All contenders run in one process under valgrind, each alone, in eager steps after warm-up, and Python's own
-collector is off. The plain model's count is subtracted. A count is of one build of Python and torch: compare within one run.
+The units are those of ``host_overhead.py``. Load does not change a count, so a change of one in a thousand is visible. All
+contenders run in one process under valgrind, one at a time, in eager steps after warm-up, without Python's garbage collector.
+The plain model's count is subtracted. Counts depend on the build of Python and torch: compare within one run.
 
-The fake group imitates what a real one would deliver, and no real one executes that on the host. It is counted alone, as
-"imitation": what callgrind counts inside torch's fake group (it fills the output of an all-gather rank by rank), and of
-flatshard, which fills the output by operations of its own, the difference to a run whose collectives are one call into the
-group (``OneCall``). "net" is the rest. DDP reduces nothing: it would be one call in a step.
+The fake group imitates the data of other ranks, for which the host of a real group runs nothing. It is counted alone, as
+"imitation": for torch's fake group, which fills an all-gather's output rank by rank, the instructions inside of it. flatshard
+fills the output by operations of its own, so its imitation is the difference to collectives that are one call into the group
+(``OneCall``). "net" is the rest. DDP reduces nothing here: it would be one call in a step.
 
-The floor: what those operations take that no eager flat design can leave out, as in ``host_overhead.py``. Their collectives
-are ``OneCall``'s.
+The floor: instructions of the operations that every eager flat design needs, as in ``host_overhead.py``, with ``OneCall``'s
+collectives.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ from flatshard._comm.progress import Label
 
 WORLD_SIZE = 64
 TARGET = 0.12
-"""Of FSDP2's, both net."""
+"""Maximum ratio to FSDP2's, both net."""
 WARM_UP = 6
-"""Steps that are not counted: caches are filled, and Python's bytecode specialises."""
+"""Number of uncounted steps, which fill caches and let Python specialise its bytecode."""
 TOOLS = "valgrind", "callgrind_control", "callgrind_annotate"
 IMITATION = "c10d::FakeProcessGroup::"
 PLAIN, FLOOR = "plain", "floor"
 PRECISIONS = {False: "fp32", True: "bf16"}
 NOTHING = "nothing"
-"""An empty step: what it takes to begin and to end a count."""
+"""An empty step, which counts the start and the end of a count."""
 
 
 class OneCall(FakeCollectives):
@@ -68,15 +68,15 @@ FILLING = {name: getattr(FakeCollectives, name) for name in ("all_gather", "redu
 
 @dataclass(frozen=True)
 class Count:
-    """What is counted: a contender in one precision."""
+    """A counted contender in one precision."""
 
     name: str
     bf16: bool = False
     fills: bool = True
-    """False: flatshard with collectives that fill nothing."""
+    """Whether flatshard's collectives fill their output."""
 
     def step(self, units: int) -> tuple[Callable[[], object], Callable[[], object]]:
-        """What is counted, and what follows it uncounted."""
+        """Return the counted part of a step, and the uncounted part after it."""
         if self.name == NOTHING:
             return lambda: None, lambda: None
         if self.name == FLOOR:
@@ -87,14 +87,14 @@ class Count:
         setting = Setting(host_overhead.Unit, bf16=self.bf16)
         model = build(self.name, host_overhead.units(units), setting)
         if self.name == "DDP":
-            # It takes the result of an all-reduce from the group's work, and the fake group's has none.
+            # DDP reads an all-reduce's result from the group's work, which the fake group does not provide.
             model.register_comm_hook(None, noop_hook)
         x = host_overhead.batch(torch.bfloat16 if self.bf16 else torch.float32)
         return lambda: model(x).sum().backward(), lambda: drop_gradients(model)
 
 
 def counts() -> list[Count]:
-    """In the order in which they are counted. DDP has no bf16."""
+    """Return the counts in the order in which they run. DDP has no bf16."""
     found = [Count(NOTHING), Count("DDP")]
     for bf16 in (False, True):
         found += [
@@ -111,13 +111,13 @@ def counts() -> list[Count]:
 
 
 def control(*options: str) -> None:
-    """Tell the callgrind that runs this process."""
+    """Send a command to the callgrind that runs this process."""
     command = ["callgrind_control", *options, str(os.getpid())]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
 
 def run_counted(units: int, steps: int) -> None:
-    """Run all counts in this process: callgrind writes a file after each."""
+    """Run all counts in this process; callgrind writes a file after each."""
     torch.set_num_threads(1)
     with fake_world(WORLD_SIZE):
         for count in counts():
@@ -137,14 +137,14 @@ def run_counted(units: int, steps: int) -> None:
             gc.enable()
 
 
-# -- what it has counted -----------------------------------------------------------------------------------------------
+# -- results of callgrind ----------------------------------------------------------------------------------------------
 
 
 def profiles(folder: Path, units: int, steps: int) -> Iterator[tuple[Count, Path]]:
-    """Run callgrind; yields its files, one for each count.
+    """Run callgrind; yield its files, one for each count.
 
     Raises:
-        SystemExit: valgrind is not installed, or the counted process has failed.
+        SystemExit: valgrind is not installed, or the counted process failed.
     """
     if missing := [tool for tool in TOOLS if shutil.which(tool) is None]:
         raise SystemExit(
@@ -153,7 +153,7 @@ def profiles(folder: Path, units: int, steps: int) -> Iterator[tuple[Count, Path
         )
     here = Path(__file__).parent
     search = os.pathsep.join([str(here), str(here.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
-    # The same hashes, addresses of stacks and threads in each run.
+    # Each run has equal hashes, stack addresses and threads.
     env = {**os.environ, "PYTHONPATH": search, "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"}
     out, log = folder / "callgrind.out", folder / "valgrind.log"
     valgrind = [
@@ -171,25 +171,25 @@ def profiles(folder: Path, units: int, steps: int) -> Iterator[tuple[Count, Path
 
 
 def total(profile: Path) -> int:
-    """All instructions in one of callgrind's files."""
+    """Return the number of all instructions in a file of callgrind."""
     (line,) = (line for line in profile.read_text().splitlines() if line.startswith("totals:"))
     return int(line.split()[1])
 
 
 def inside(annotated: str, function: str) -> int:
-    """The instructions in functions whose name begins with ``function``, and in what they call. ``annotated``: inclusive."""
+    """Return the instructions in functions whose name begins with ``function``, from an inclusive annotation."""
     lines = (line.strip() for line in annotated.splitlines() if f":{function}" in line)
     return sum(int(line.split()[0].replace(",", "")) for line in lines)
 
 
 def imitation(profile: Path) -> int:
-    """The instructions in torch's fake group."""
+    """Return the instructions in torch's fake group."""
     command = ["callgrind_annotate", "--inclusive=yes", "--threshold=100", str(profile)]
     return inside(subprocess.run(command, check=True, capture_output=True, text=True).stdout, IMITATION)
 
 
 def rows(found: dict[Count, tuple[int, int]]) -> dict[str, dict[str, Figure]]:
-    """From each count's total and imitation, per unit and step: one row per contender and precision."""
+    """Return a row per contender and precision, from each count's total and imitation, per unit and step."""
     result: dict[str, dict[str, Figure]] = {}
     for count, (whole, fake) in found.items():
         if count.name == NOTHING or not count.fills:

@@ -1,4 +1,4 @@
-"""Starts the processes of a job, kills one of them at random every few steps, and starts another in its place."""
+"""Start the processes of a job, kill one of them at random every few steps, and start another in its place."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ import torch.distributed as dist
 
 
 def start_and_kill(count: int, script: str, arguments: Sequence[str], every: int) -> int:
-    """Run ``script`` in ``count`` processes until all have ended. The store that they meet at is here: it outlives them.
+    """Run ``script`` in ``count`` processes until all have ended. The rendezvous store is in this process, so it survives
+    them.
 
-    The first rank sets ``step`` in it, to the number of the step and of the ranks. None is killed before all are there.
-    ``killed`` is when that was, by this machine's monotonic clock.
+    The first rank sets ``step`` in the store to the number of the step and of the ranks. No rank is killed before all have
+    joined. ``killed`` is the time of a kill, by this machine's monotonic clock.
 
     Returns:
         The number of processes that failed without being killed.

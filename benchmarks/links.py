@@ -1,11 +1,11 @@
-"""Run a benchmark with each rank behind a network link of its own, of a stated bandwidth. Linux, as root, with iproute2.
+"""Run a benchmark with a network link of limited bandwidth for each rank. It needs Linux, root, and iproute2.
 
     unshare --net --mount python benchmarks/links.py --mbit 200 benchmarks/weight_updates.py --rounds 3
 
-Ranks on one host share memory and a loopback that moves bytes for nothing. Here each has a network namespace, joined to the
-others by a bridge: what it sends and what it gets are limited to ``--mbit`` each (``tc``, a token bucket), as a host's
-network card does. ``FLATSHARD_SHARED_MEMORY=0`` has all payloads go that way. ``unshare`` keeps the machine's own network and
-mounts as they are; all of it is gone when the command ends.
+Ranks of one host share memory, and a loopback without cost. Here each rank has a network namespace, which a bridge connects
+with the others. Like a host's network card, it sends and receives at most ``--mbit`` each (``tc``, a token bucket).
+``FLATSHARD_SHARED_MEMORY=0`` sends all payloads by it. ``unshare`` leaves the machine's own network and mounts as they are,
+and everything is gone when the command ends.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from suite import arguments
 
 
 def tool(*command: str) -> None:
-    """Run one of iproute2's."""
+    """Run an iproute2 command."""
     subprocess.run(command, check=True)
 
 
 def limit(device: str, mbit: float, *inside: str) -> None:
-    """Of what leaves by ``device``. A burst of 5 ms may pass at once; 200 ms may wait."""
+    """Limit the bandwidth of packets that leave by ``device``. A burst of 5 ms passes at once; 200 ms may queue."""
     burst = str(max(16_000, int(mbit * 1e6 / 8 * 0.005)))
     tool(
         *inside,
@@ -46,7 +46,7 @@ def limit(device: str, mbit: float, *inside: str) -> None:
 
 
 def join(rank: int, mbit: float) -> None:
-    """A namespace for a rank, and its link to the bridge."""
+    """Make a namespace for a rank, and its link to the bridge."""
     space, outside = f"rank{rank}", f"link{rank}"
     tool("ip", "netns", "add", space)
     tool("ip", "link", "add", outside, "type", "veth", "peer", "name", "eth0", "netns", space)

@@ -1,25 +1,25 @@
-"""Live bytes of memory in a training step, and between steps, over what they have to be.
+"""Live bytes in a training step, and between steps, relative to the floor.
 
     python benchmarks/memory.py
 
-A GPT of 12 blocks, the fake group of 8, forward, backward and a step of AdamW (foreach). Bytes are those of all storages
-that are live, counted exactly after every operation (``LiveBytes`` in ``counting.py``); Python's collector is off. The first
-table is the peak, the second the peak until the (last) forward ends. ``4 x reduced`` and ``4 x no_sync`` are four
-microbatches: each is reduced (flatshard's default), or the last alone.
+A GPT of 12 blocks, the fake group of 8, forward, backward and a step of AdamW (foreach). The bytes of all live storages are
+counted exactly after every operation (``LiveBytes`` in ``counting.py``), without Python's garbage collector. The first table
+has the peak, the second one the peak until the (last) forward ends. ``4 x reduced`` and ``4 x no_sync`` are four
+microbatches: each is reduced (flatshard's default), or only the last.
 
-The floor of the peak: this rank's shards of parameters, gradients and AdamW's two moments (4 P / 8, P being the parameters
-in float32), the two largest whole units (the one in work and the one gathered ahead, in the dtype that they compute in), and
-what a plain model in that dtype keeps for its backward. It is a sum of what has to be there, not all of it at one moment: a
-step may stay below it. That of the forward is the same without gradients (3 P / 8). The floor between steps: the shards,
-gradients and moments alone.
+The floor of the peak has this rank's shards of parameters, gradients and AdamW's two moments (4 P / 8, where P is the
+parameters in float32). It has the two largest full units, the current one and the prefetched one, in their compute dtype; and
+a plain model's saved activations in that dtype. This is a sum of necessary memory, not all of it at one moment, so a step may
+stay below it. The forward's floor is the same without gradients (3 P / 8). The floor between steps is the shards, gradients
+and moments alone.
 
-On CPU flatshard ends a reduction when a sixth of the next unit's gradients are there; on an accelerator, which would stand
-idle, when all of them are (``_composable/backward.py``). And over gloo it sends bfloat16 gradients as they are, to be added
-in float32 (``_handle/reduction.py``); NCCL adds in what it sends. The accelerator's way is a row of its own, counted under
-the same fake group. ``shared_memory.py`` counts the memory of ranks of one host.
+On CPU, flatshard ends a reduction when a sixth of the next unit's gradients have arrived. An accelerator would idle, so there
+it ends when all have (``_composable/backward.py``). Over gloo, bfloat16 gradients are sent unchanged and added in float32
+(``_handle/reduction.py``); NCCL adds in the dtype that it sends. The accelerator's way is a separate row, counted over the
+same fake group. ``shared_memory.py`` counts the memory of several ranks on one host.
 
-The last table: the embedding, and norm and head, in units of their own (``policies.SplitRoot``), with the head tied to the
-embedding and not, and with more words. Over the floors above.
+In the last table, the embedding, and norm and head, are units of their own (``policies.SplitRoot``). Rows have a tied or an
+untied head, or a larger vocabulary. Figures are relative to the floors above.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ STATE = 4 * P / RANKS
 
 
 def as_nccl(group: dist.ProcessGroup, device: torch.device) -> Collectives:
-    """The collectives of the group, which add in the dtype that they send."""
+    """Return the group's collectives, which add in the dtype that they send."""
     made = builtin_collectives(group, device)
     made.widens = False
     return made
@@ -71,18 +71,18 @@ def as_nccl(group: dist.ProcessGroup, device: torch.device) -> Collectives:
 
 @dataclass(frozen=True)
 class Held:
-    """Bytes."""
+    """Live bytes of a step."""
 
     peak: int
-    """Of a step."""
+    """Peak of the step."""
     forward: int
-    """The peak until its last forward has ended."""
+    """Peak until its last forward ends."""
     after: int
-    """The step, with its gradients."""
+    """Bytes after the step, with gradients."""
 
 
 def held(name: str, setting: Setting, config: GPTConfig = CONFIG) -> Held:
-    """What a step of a contender holds. Within a fake group."""
+    """Count the bytes of a contender's step. Call it in a fake group."""
     with LiveBytes() as live:
         adamw = functools.partial(torch.optim.AdamW, foreach=True)
         forward = 0
@@ -107,14 +107,14 @@ def held(name: str, setting: Setting, config: GPTConfig = CONFIG) -> Held:
         with live.watch():
             job.step()
         gc.collect()
-        if name == LATER:  # models of one group share them
+        if name == LATER:  # models of a group share the queues
             for queue in queues:
                 queue.waits_early = True
         return Held(live.peak, forward, live.now())
 
 
 def activations(bf16: bool, config: GPTConfig) -> int:
-    """Bytes that a plain model's forward keeps for its backward."""
+    """Return the bytes of a plain model's saved activations."""
     model = GPT(config).to(torch.bfloat16 if bf16 else torch.float32)
     with LiveBytes() as live:
         live.add(model.parameters())
@@ -127,7 +127,7 @@ def activations(bf16: bool, config: GPTConfig) -> int:
 
 
 def floor(bf16: bool, of_state: float = 1.0, config: GPTConfig = CONFIG) -> float:
-    """Of the peak. ``of_state``: how much there is of shards, gradients and moments."""
+    """Return the floor of the peak, with a fraction ``of_state`` of shards, gradients and moments."""
     units = unit_bytes(config)
     state = of_state * 4 * sum(units) / RANKS
     return state + sum(sorted(units)[-2:]) / (2 if bf16 else 1) + activations(bf16, config)

@@ -1,4 +1,4 @@
-"""Collectives that do not communicate: to find out how much of a step is communication."""
+"""Collectives that do not communicate, to measure how much of a step is communication."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from flatshard._comm.collectives import Collectives, Done, Pending
 
 @dataclass(frozen=True)
 class NoCommunication:
-    """For timing only: leave out all-gathers, reductions or both. What is computed is garbage. Warns when it is used.
+    """Skip all-gathers, reductions or both, for timing only: results are garbage. It warns when it is used.
 
     >>> flatshard.fully_shard(model, policy={Block}, collectives=NoCommunication())
 
-    The step without less the step with it is what communication costs beyond what computation hides. An all-gather fills
-    the whole with this rank's shard (finite numbers, as arithmetic on denormals and NaN may be slower), a reduction takes
-    this rank's part of its own gradients: each is a local copy. The initial broadcast and ``summon_full_params`` still
-    communicate. What FSDP1 has as the environment variables ``FSDP_USE_FAKE_ALL_GATHER`` and ``FSDP_USE_FAKE_REDUCE``.
+    A step's time minus its time with this is the cost of communication that compute does not hide. An all-gather fills its
+    output with this rank's shard, as these numbers are finite, and arithmetic on denormals and NaN may be slower. A reduction
+    returns this rank's shard of its own gradients. Each is a local copy. The initial broadcast and ``summon_full_params``
+    still communicate. FSDP1 has the environment variables ``FSDP_USE_FAKE_ALL_GATHER`` and ``FSDP_USE_FAKE_REDUCE`` for this.
 
     Args:
         all_gather: leave out the all-gathers of parameters.
@@ -39,7 +39,7 @@ class NoCommunication:
             raise ValueError("NoCommunication(all_gather=False, reduce=False) leaves out nothing: do not pass it")
 
     def __call__(self, group: dist.ProcessGroup, device: torch.device) -> Collectives:
-        """The collectives for one process group and device; ``fully_shard`` calls this."""
+        """Return the collectives for a process group and a device; ``fully_shard`` calls this."""
         left_out = [what for what, out in (("all-gathers", self.all_gather), ("reductions", self.reduce)) if out]
         warnings.warn(
             f"NoCommunication: {' and '.join(left_out)} are left out. The parameters and gradients of this model "
@@ -55,8 +55,8 @@ class _NoCommunication:
         self._inner = inner
         self._choice = choice
         self.exact = not choice.all_gather
-        self.compared = ()  # that would communicate
-        self.regathers = True  # also within the smaller groups of `reshard_after_forward=int`
+        self.compared = ()  # a comparison would communicate
+        self.regathers = True  # also in the smaller groups of `reshard_after_forward=int`
         self.out_of_place, self.widens = inner.out_of_place, inner.widens
 
     def all_gather(self, output: torch.Tensor, shard: torch.Tensor) -> Pending:

@@ -1,40 +1,40 @@
-"""On one GPU: step time, kernels, bytes copied, memory, host waits, CUDA graphs, against FSDP1 and FSDP2.
+"""Step time, kernels, bytes copied, memory, host waits and CUDA graphs on one GPU, compared with FSDP1 and FSDP2.
 
 ``gpu.py`` runs this, and more.
 
     python benchmarks/one_gpu.py
     python benchmarks/one_gpu.py --simulated
 
-A GPT in float32, and with bf16 compute, over the fake group of 8 and of 64 and over NCCL at world size 1, where nobody sends
-anything. Over the fake group everybody calls the collectives of torch.distributed as over NCCL, each of which is one call
-into the group that moves nothing, so that all else shows. Without a GPU it says so, and there are no tables. (No file here
-may be called ``cuda.py``: torch would import it as the package ``cuda``.)
+A GPT runs in float32 and with bf16 compute, over the fake group of 8 and of 64, and over NCCL at world size 1. Nothing is
+sent. Over the fake group, all contenders call the collectives of torch.distributed as over NCCL. Each is one call into the
+group that moves nothing, so that all other costs show. Without a GPU it says so, and prints no tables. (No file here may be
+called ``cuda.py``: torch would import it as the package ``cuda``.)
 
-What the columns are, all of a GPU, and what could not be less:
+The columns, all measured on a GPU, and their floors:
 
 - ms: a forward, a backward and a step of AdamW (fused), by CUDA events; contenders interleaved, medians of the rounds.
   Floor: the plain model's, on the same device in the same rounds.
-- over plain: the same over the plain model's. Floor: 1.
-- kernels, copies: launched in such a step, by ``torch.profiler``'s trace (copies: memcpy and memset). Floor: the plain
+- over plain: the ratio to the plain model's time. Floor: 1.
+- kernels, copies: launches in such a step, in ``torch.profiler``'s trace (copies: memcpy and memset). Floor: the plain
   model's.
-- copied / P: bytes of forward and backward as ``copied_bytes.py`` counts them, over the plain model's; P is the parameters in
-  float32. Floor: 2, with bf16 1.5 and the cast of the shard; over NCCL at world size 1, where nothing need be copied, 0.
-- peak, MiB: ``max_memory_allocated`` in such a step, over what was allocated before the contender was made, alone on the
-  device. Floor: parameters, gradients and optimizer state of one rank, and what autograd saves.
-- host waits: how often the host waits for the device in such a step, by the trace. Floor: 0, and 1 with offload, whose
-  optimizer reads on the host what the device wrote.
-- graph: whether a step with SGD (foreach, momentum) of the plain model and of flatshard, but for offload, can be captured in
-  a CUDA graph and replayed: the replay's time, or the error. Over NCCL its numbers are compared with those of eager steps.
-  Captured last, as a failed one may leave the process unable to go on. Floor: the plain model's.
+- copied / P: bytes of forward and backward as ``copied_bytes.py`` counts them, minus the plain model's; P is the parameters
+  in float32. Floor: 2, with bf16 1.5 and the cast of the shard; over NCCL at world size 1 nothing need be copied, so 0.
+- peak, MiB: ``max_memory_allocated`` in such a step, minus the memory allocated before the contender was made, alone on the
+  device. Floor: parameters, gradients and optimizer state of one rank, and saved activations.
+- host waits: waits of the host for the device in such a step, in the trace. Floor: 0, or 1 with offload, whose optimizer
+  reads the device's results on the host.
+- graph: whether a step with SGD (foreach, momentum) can be captured in a CUDA graph and replayed, for the plain model and for
+  flatshard without offload: the replay's time, or the error. Over NCCL its numbers are compared with eager steps'. It comes
+  last, as a failed capture may break the process. Floor: the plain model's.
 
-Whether collectives run under compute is tested (``test/accelerator/test_gpu.py``).
+``test/accelerator/test_gpu.py`` tests whether collectives overlap with compute.
 
-Rows of flatshard: as it is, with ``static_buffers=True``, with ``CPUOffload``, and in bf16 also with
-``DefaultCollectives(group, widens=True)``, which sends gradients in bf16 and adds them in float32. A contender that fails has
-its error in the first column.
+Rows of flatshard: defaults, ``static_buffers=True``, ``CPUOffload``, and in bf16 also ``DefaultCollectives(group,
+widens=True)``, which sends gradients in bf16 and adds them in float32. A contender that fails has its error in the first
+column.
 
-``--simulated`` runs all of this, tiny, on the simulated accelerator of the tests (``test/accelerator``), to show that it
-runs. Its figures are no results, say so in every cell, and are not written anywhere: ``devices.py`` has what they are.
+``--simulated`` runs a tiny version on the tests' simulated accelerator (``test/accelerator``), to show that it runs. Every
+cell says that its figures are no results, and they are not written to files; ``devices.py`` explains them.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ from flatshard.comm import Collectives, DefaultCollectives
 
 @dataclass(frozen=True)
 class Place:
-    """A process group, and what is computed with."""
+    """A process group and a compute dtype."""
 
     name: str
     title: str
@@ -80,7 +80,7 @@ PLACES = [
 
 
 def as_over_nccl(group: dist.ProcessGroup, device: torch.device) -> Collectives:
-    """Flatshard's collectives, also over the fake group, for which it has others."""
+    """Return flatshard's collectives for NCCL, even over the fake group, which has others."""
     return DefaultCollectives(group)
 
 
@@ -107,17 +107,17 @@ SGD = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, foreach=True)
 
 
 def rows_of(place: Place) -> list[str]:
-    """Those that mean something there."""
+    """Return the rows that apply to ``place``."""
     return [name for name in ROWS if place.bf16 or name != WIDENS]
 
 
 def first_line(error: Exception) -> Figure:
-    """What stands in the table for a figure that failed."""
+    """Return a cell for a figure that failed, with the error's first line."""
     return Figure(None, note=f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"[:120])
 
 
 def values(job: Job) -> torch.Tensor:
-    """This rank's parameters, on the host."""
+    """Return this rank's parameters, on the host."""
     return torch.cat([p.detach().clone().flatten().float().cpu() for p in job.model.parameters()])
 
 
@@ -136,7 +136,7 @@ class Bench:
 
     @contextlib.contextmanager
     def world(self) -> Iterator[None]:
-        """Be rank 0 of the process group."""
+        """Make this process rank 0 of the process group."""
         if self.place.is_fake:
             with fake_world(self.place.size), filling_nothing():
                 yield
@@ -155,9 +155,9 @@ class Bench:
         return Job(contender, self.config, setting, tokens, optimizer)
 
     def alone(self, name: str) -> dict[str, Figure]:
-        """What is counted of one contender, with nothing else on the device. Bytes copied: in all."""
-        gc.collect()  # sharded models lie in cycles
-        gc.freeze()  # what is left: the next time is quicker
+        """Count a contender's figures with nothing else on the device. Copied bytes are totals."""
+        gc.collect()  # sharded models are in reference cycles
+        gc.freeze()  # the next collection skips the rest
         self.device.finish()
         before, job = self.device.allocated(), self.job(name)
         for _ in range(self.device.warm_up):
@@ -175,14 +175,14 @@ class Bench:
         }
 
     def rows(self) -> dict[str, dict[str, Figure]]:
-        """All contenders' figures but that of graphs."""
+        """Return all contenders' figures except graphs."""
         rows: dict[str, dict[str, Figure]] = {}
         with self.world():
             for name in rows_of(self.place):
                 progress(f"{self.place.title}, {name}")
                 try:
                     rows[name] = {"ms": Figure(None), "over plain": Figure(None), **self.alone(name)}
-                except Exception as e:  # of a peer, or ours: the others go on
+                except Exception as e:  # any error: the other contenders run
                     rows[name] = {"ms": first_line(e)}
                     self.device.recover()
             jobs = {name: self.job(name) for name, row in rows.items() if len(row) > 1}
@@ -201,18 +201,18 @@ class Bench:
         return rows
 
     def graph(self, name: str) -> Figure:
-        """Whether a step can be captured, and how long its replay takes."""
+        """Capture a step, and return the time of its replay or the error."""
         try:
             with self.world():
                 return self.captured(self.job(name, SGD), self.job(name, SGD))
-        except Exception as e:  # the finding, whatever it is
+        except Exception as e:  # any error is the finding
             self.device.recover()
             return first_line(e)
 
     def captured(self, job: Job, eager: Job) -> Figure:
         start = values(job)
         replay = self.device.captured(job.step)
-        if not self.place.is_fake:  # over which the numbers are of no meaning
+        if not self.place.is_fake:  # over the fake group numbers have no meaning
             trained = values(job)
             for _ in range(self.device.warm_up + 1):
                 eager.step()
@@ -223,7 +223,7 @@ class Bench:
 
 
 def marked(table: Table) -> Table:
-    """A table of the simulated device: no cell of it is a number any more, and nobody takes it for a result."""
+    """Mark every cell of the simulated device's table, so that no number in it looks like a result."""
     rows = {
         name: {column: Figure(None, note=f"{figure.text(table.digits)} simulated") for column, figure in row.items()}
         for name, row in table.rows.items()

@@ -1,12 +1,12 @@
-"""What sharded parameters and gradients cost an optimizer and gradient clipping, over plain ones of the same sizes.
+"""Cost of sharded parameters and gradients in an optimizer and in clipping, relative to plain ones of the same sizes.
 
     python benchmarks/optimizer_overhead.py
 
-100 units of 12 parameters of 64 elements, so that host time is all there is: a step of AdamW (foreach) and ``zero_grad``.
-The plain parameters are copies of this rank's parts in flatshard, of which in the fake group of 64 one in twelve is not
-empty. ``--world-size 2``: every second. All run interleaved in one process; figures are medians over the rounds.
+A step of AdamW (foreach) and ``zero_grad`` run on 100 units of 12 parameters of 64 elements, so all of the time is the
+host's. Plain parameters are copies of this rank's shards in flatshard. In the fake group of 64 one in twelve is not empty,
+with ``--world-size 2`` every second. All contenders run interleaved in one process; figures are medians over the rounds.
 
-The floor is the plain parameters' time: 1. Flat parameters, one a unit, may be below it.
+The floor is the plain parameters' time: 1. Flat parameters, one per unit, may be below it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import flatshard
 
 PER_UNIT = 12
 FLAT = "flatshard, flat"
-"""By ``flat_parameters``."""
+"""flatshard with ``flat_parameters``."""
 
 
 class Unit(nn.Module):
@@ -42,7 +42,7 @@ def sharded(name: str, args: argparse.Namespace) -> nn.Module:
 
 
 def timed(params: Sequence[nn.Parameter], run: Callable[[], object]) -> Callable[[], float]:
-    """Seconds of ``run``, on gradients that are always the same."""
+    """Return a function that times ``run``, always on the same gradients."""
     grads = [torch.ones_like(param) for param in params]
 
     def step() -> float:
@@ -54,13 +54,13 @@ def timed(params: Sequence[nn.Parameter], run: Callable[[], object]) -> Callable
 
 
 def stepped(params: Sequence[nn.Parameter]) -> Callable[[], float]:
-    """A step of AdamW and ``zero_grad``."""
+    """Return a function that times a step of AdamW and ``zero_grad``."""
     optimizer = torch.optim.AdamW(params, foreach=True)
     return timed(params, lambda: (optimizer.step(), optimizer.zero_grad()))
 
 
 def ratios(steps: dict[str, Callable[[], float]], rounds: int, column: str) -> dict[str, dict[str, Figure]]:
-    """A table's rows: to the first of ``steps``."""
+    """Return a table's rows, as ratios to the first of ``steps``."""
     times = interleaved(steps, rounds)
     floor, *others = times
     return {name: {column: over(times[name], times[floor])} for name in [*others, floor]}

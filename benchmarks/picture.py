@@ -1,8 +1,8 @@
-"""Draws the picture of README.md: one unit's flat buffer, its shards, and the views that modules compute with.
+"""Draw the picture of README.md: one unit's flat buffer, its shards, and the views that modules compute with.
 
     python benchmarks/picture.py > benchmarks/idea.svg
 
-A test compares. The colours follow the reader's theme, light or dark.
+A test compares the file with this output. The colours follow the reader's theme, light or dark.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from html import escape
 
 PARAMETERS = {"norm": 40, "up.weight": 196, "up.bias": 64, "down.weight": 196, "down.bias": 72, "": 8}
-"""Widths of a block's parameters in the picture. The last is padding."""
+"""Widths of a block's parameters in the picture. The last one is padding."""
 RANKS = 4
 LEFT, WIDTH = 132, sum(PARAMETERS.values())
 HEIGHT = 22  # of a bar
@@ -31,7 +31,7 @@ STYLE = """
 
 
 def bar(top: float, begin: float = 0, end: float = WIDTH, labels: bool = False) -> Iterator[str]:
-    """The part of the flat buffer from ``begin`` to ``end``, in the colours of the parameters in it."""
+    """Draw the flat buffer from ``begin`` to ``end``, in the colours of the parameters in it."""
     start = 0.0
     for number, (name, width) in enumerate(PARAMETERS.items()):
         left, right = max(start, begin), min(start + width, end)
@@ -54,7 +54,7 @@ def arrow(x: float, begin: float, end: float) -> Iterator[str]:
 
 
 def picture() -> str:
-    """The picture, as SVG."""
+    """Return the picture as SVG."""
     parts: list[str] = []
     shard = WIDTH / RANKS
     top = 46.0

@@ -1,4 +1,4 @@
-"""What a job prints while it trains: a line that changes in place on a terminal, plain lines in a log, and a loss curve."""
+"""Output of a job in training: a line that changes in place on a terminal, plain lines in a log, and a loss curve."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ REDRAW_SECONDS = 0.1
 
 
 class Progress:
-    """The progress of rank 0's loop over the steps from ``first`` to ``last``, both included.
+    """Progress of rank 0's loop over the steps from ``first`` to ``last``, both included.
 
-    On a terminal ``step`` redraws the last line. ``line`` prints one that stays, on a terminal and in a log.
+    On a terminal ``step`` redraws the last line. ``line`` prints a permanent line, on a terminal and in a log.
     """
 
     def __init__(self, first: int, last: int, tokens_per_step: int, out: TextIO | None = None) -> None:
@@ -25,15 +25,15 @@ class Progress:
         self._first, self._last = first, last
         self._tokens_per_step = tokens_per_step
         self._times: list[float] = []
-        """Seconds of each step but the first, which is slower: it allocates."""
+        """Seconds of each step but the first, which is slower as it allocates."""
         self._line_times: list[float] = []
-        """Of each step since the last line."""
+        """Seconds of each step since the last line."""
         self._began = time.perf_counter()
         self._drawn: float | None = None
-        """When the line that changes in place was, if it is there."""
+        """Time when the changing line was drawn, or None if there is none."""
 
     def step(self, step: int, loss: float) -> None:
-        """Step ``step`` has ended, with this loss on this rank."""
+        """Record the end of a step, with this rank's loss."""
         now = time.perf_counter()
         self._line_times.append(now - self._began)
         if step > self._first:
@@ -49,7 +49,7 @@ class Progress:
             self._drawn = now
 
     def line(self, step: int, loss: float, rest: str = "") -> None:
-        """Prints a line on the steps since the last line, whose mean loss over all ranks is ``loss``."""
+        """Print a line on the steps since the last line, with their mean ``loss`` over all ranks."""
         rate = f"{self._rate(self._line_times):>9,.0f} tokens/s"
         text = (
             f"step {step:>{len(str(self._last))}}/{self._last}  loss {loss:.3f}  {rest}  {rate}{self._time_left(step)}"
@@ -60,11 +60,11 @@ class Progress:
         self.pause()
 
     def pause(self) -> None:
-        """What has happened since the last step or line was no step: do not count it."""
+        """Leave out the time since the last step or line."""
         self._began = time.perf_counter()
 
     def clear(self) -> None:
-        """Takes the line away that changes in place, if one is there."""
+        """Remove the changing line, if there is one."""
         if self._drawn is not None:
             self._out.write("\r\x1b[K")
             self._drawn = None
@@ -73,21 +73,21 @@ class Progress:
         return len(times) * self._tokens_per_step / max(sum(times), 1e-9)
 
     def _time_left(self, step: int) -> str:
-        """From the mean of the steps so far; empty after the last one, and before any was timed."""
+        """Return the estimate by the mean of past steps, or "" after the last step and before any was timed."""
         if not self._times or step == self._last:
             return ""
         return f"  {clock((self._last - step) * sum(self._times) / len(self._times))} left"
 
 
 def clock(seconds: float) -> str:
-    """``0:07``, ``12:34`` or ``1:02:03``."""
+    """Format seconds as ``0:07``, ``12:34`` or ``1:02:03``."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
 def loss_curve(first: int, losses: Sequence[float], title: str) -> str:
-    """An SVG of the loss at each step from ``first`` on, and of its mean over the steps around each."""
+    """Draw the loss of each step from ``first`` on, and its mean over nearby steps, as SVG."""
     left, right, top, bottom = 56, 704, 44, 344
     last = first + len(losses) - 1
     levels = ticks(min(losses), max(losses), 6)
@@ -130,7 +130,7 @@ def loss_curve(first: int, losses: Sequence[float], title: str) -> str:
 
 
 def mean_around(values: Sequence[float], reach: int) -> list[float]:
-    """The mean of each value and of up to ``reach`` on each side: as many on both, so that it does not lag."""
+    """Return the mean of each value and up to ``reach`` neighbours on each side: equally many, so that it does not lag."""
     sums = [0.0, *itertools.accumulate(values)]
     means = []
     for i in range(len(values)):
@@ -140,7 +140,7 @@ def mean_around(values: Sequence[float], reach: int) -> list[float]:
 
 
 def ticks(low: float, high: float, most: int) -> list[float]:
-    """At most ``most`` + 1 multiples of 1, 2 or 5 times a power of ten, at least two, that cover ``low`` to ``high``."""
+    """Return multiples of 1, 2 or 5 times a power of ten that cover ``low`` to ``high``: 2 to ``most`` + 1 of them."""
     span = (high - low) or 1.0
     power = 10.0 ** math.floor(math.log10(span / most))
     for step in (power * factor for factor in (1, 2, 5, 10, 20)):

@@ -1,4 +1,4 @@
-"""The processes of a job: how they start, find each other, and add up what each of them knows."""
+"""The processes of a job: their start, their rendezvous, and reductions over them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torch import Tensor
 
 
 def set_environment() -> None:
-    """One thread a rank, and gloo need not look up the machine's own name; where the user has set nothing."""
+    """Set defaults of one thread per rank, and of an interface for gloo, which then does not look up the machine's name."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     if os.environ.get("MASTER_ADDR", "localhost") in ("localhost", "127.0.0.1", "::1"):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
@@ -33,16 +33,16 @@ class Ranks:
     device: torch.device
 
     def say(self, text: str) -> None:
-        """Prints, on rank 0 only."""
+        """Print on rank 0 only."""
         if self.rank == 0:
             print(text, flush=True)
 
     def own_rows(self, rows: Tensor) -> Tensor:
-        """This rank's equal part of a tensor that is the same on all ranks, cut along its first dimension."""
+        """Return this rank's equal share of rows of a tensor that is the same on all ranks."""
         return rows.to(self.device).chunk(self.size)[self.rank]
 
     def reduce(self, value: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
-        """In float64, over all ranks."""
+        """Reduce a value over all ranks in float64."""
         reduced = value.detach().to(self.device, torch.float64, copy=True)
         dist.all_reduce(reduced, op)
         return reduced
@@ -55,19 +55,19 @@ class Ranks:
 
 
 def are_started() -> bool:
-    """Whether this process is one of the ranks that torchrun, or ``start``, has started."""
+    """Return whether torchrun or ``start`` has started this process as a rank."""
     return "RANK" in os.environ
 
 
 def leave(code: int) -> NoReturn:
-    """Ends this process at once. Python's own way out takes torch apart first, which costs a second of one core."""
+    """End this process at once. Python's own exit would first destroy torch's state, which takes a second of one core."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
 
 
 def start(count: int, script: str, arguments: Sequence[str]) -> None:
-    """Runs ``script`` in ``count`` processes, as torchrun does, and returns when all have ended.
+    """Run ``script`` in ``count`` processes, like torchrun, and return when all have ended.
 
     Raises:
         SystemExit: one of them failed, or the user has interrupted them.
@@ -77,7 +77,7 @@ def start(count: int, script: str, arguments: Sequence[str]) -> None:
     from torch.distributed.run import main as torchrun
 
     set_environment()
-    logging.disable(logging.WARNING)  # in this process only, where torchrun warns of each signal that it passes on
+    logging.disable(logging.WARNING)  # in this process only: torchrun warns of each signal that it forwards
     try:
         torchrun(["--standalone", "--nproc-per-node", str(count), script, *arguments])
     except ChildFailedError as error:
@@ -89,7 +89,7 @@ def start(count: int, script: str, arguments: Sequence[str]) -> None:
 
 @contextlib.contextmanager
 def process_group(use_gpu: bool = True) -> Iterator[Ranks]:
-    """Joins the process group that torchrun describes, or makes one of a single rank, and leaves it at the end."""
+    """Join the process group that torchrun describes, or make one of a single rank, and leave it at the end."""
     set_environment()
     device, backend = torch.device("cpu"), "gloo"
     if use_gpu and torch.cuda.is_available():
@@ -105,9 +105,9 @@ def process_group(use_gpu: bool = True) -> Iterator[Ranks]:
         yield ranks
     except KeyboardInterrupt:
         ranks.say("\nstopped")
-        leave(128 + signal.SIGINT)  # at once: the other ranks leave too, perhaps in the middle of a collective
+        leave(128 + signal.SIGINT)  # at once, as the other ranks leave too, perhaps in the middle of a collective
     finally:
-        # A model holds its process group, and a model lies in reference cycles. While anything holds the group, gloo's
-        # threads outlive destroy_process_group, and one that frees a tensor during Python's own exit aborts the process.
+        # A model holds its process group, and is in reference cycles. While the group is alive, gloo's threads outlive
+        # destroy_process_group, and a thread that frees a tensor during Python's exit aborts the process.
         gc.collect()
         dist.destroy_process_group()

@@ -1,13 +1,13 @@
-"""Runs the benchmarks and prints their tables: the quick set, in under five minutes on two cores.
+"""Run the benchmarks and print their tables: the quick set, in under five minutes on two cores.
 
     python benchmarks/run.py
     python benchmarks/run.py --only copied_bytes memory
     python benchmarks/run.py --full
 
-Each benchmark is a process of its own, which starts gloo ranks where it needs them; nothing has to be set by hand. Tables,
-with the versions, the hardware, the commit and this command, go to ``benchmarks/results/`` as text and JSON. Timed figures
-are medians with the least and the most of their rounds in brackets; on a shared machine only ratios within one run mean
-anything. Counts are exact.
+Each benchmark is a process of its own, which starts the gloo ranks that it needs. Tables, with the versions, the hardware,
+the commit and this command, are written to ``benchmarks/results/`` as text and JSON. Timed figures are medians, with the
+minimum and the maximum of their rounds in brackets. On a shared machine only ratios within one run are meaningful. Counts are
+exact.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from suite import Table, arguments
 HERE = Path(__file__).parent
 QUICK = ("copied_bytes", "memory", "host_overhead", "optimizer_overhead", "setup_time", "step_time", "one_gpu")
 MORE = ("checkpoint", "instructions", "shared_memory", "weight_updates")
-"""With ``--full``, or by name."""
+"""Benchmarks that run with ``--full``, or by name."""
 
 
 def describe(command: str) -> dict[str, str]:
-    """Where and with what results are made: versions, processors, the commit. No host names and no paths."""
+    """Describe how results are made: versions, processors, and the commit, without host names and paths."""
     gpus = "none"
     if torch.cuda.is_available():
         gpus = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}, CUDA {torch.version.cuda}"
-    info = Path("/proc/cpuinfo")  # on Linux
+    info = Path("/proc/cpuinfo")  # Linux only
     lines = info.read_text().splitlines() if info.exists() else []
     models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return {
@@ -56,7 +56,7 @@ def describe(command: str) -> dict[str, str]:
 
 
 def commit() -> str:
-    """Of this repository, and whether the working tree differs from it but for results."""
+    """Return this repository's commit, and whether the working tree has other changes than results."""
 
     def git(*arguments: str) -> str:
         command = ["git", "-C", str(HERE), *arguments]
@@ -70,10 +70,10 @@ def commit() -> str:
 
 
 def run(name: str, full: bool) -> list[Table]:
-    """One benchmark's tables, from its own process, which prints them.
+    """Run a benchmark in a process of its own, which prints its tables, and return these.
 
     Raises:
-        RuntimeError: it failed; its own words are on standard error.
+        RuntimeError: it failed; its error is on standard error.
     """
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "tables.json"
@@ -87,7 +87,7 @@ def run(name: str, full: bool) -> list[Table]:
 
 
 def summary(tables: Sequence[Table]) -> list[str]:
-    """How many targets are met, and which are not."""
+    """Return the number of met targets, and the missed ones."""
     judged = [(table, judgement) for table in tables for judgement in table.judged()]
     missed = [
         f"missed: {table.name}, {name}, {column}: {value:.{table.digits}f}, target {target:g}"
@@ -98,7 +98,7 @@ def summary(tables: Sequence[Table]) -> list[str]:
 
 
 def write(stem: Path, about: dict[str, str], tables: Sequence[Table], notes: Sequence[str]) -> None:
-    """The results' two files."""
+    """Write the results' two files."""
     stem.parent.mkdir(parents=True, exist_ok=True)
     head = "\n".join(f"{key}: {value}" for key, value in about.items())
     text = "\n\n".join([head, *(table.as_text() for table in tables), "\n".join(notes)]) + "\n"

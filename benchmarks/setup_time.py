@@ -1,15 +1,15 @@
-"""Milliseconds of what happens once: sharding, the first step, the optimizer's first step.
+"""Milliseconds of one-time work: sharding, the first step, and the optimizer's first step.
 
     python benchmarks/setup_time.py
 
-30 units of 12 small parameters over the fake group of 4,096: the wrapping, and the first forward and backward, beside a plain
-model's first. Then AdamW's (foreach) first step of 480 parameters (40 units), which makes its state, on what this rank has of
-4,096. Every contender and round is a process of its own, forked from one that has imported everything and trained a plain
-model, but none of a contender: what a library builds or caches once is part of the figure, and what torch itself does at its
-first operations is not. The fake group's collectives fill nothing for peers (``filling_nothing``). Contenders take turns;
-medians over the rounds. The peers take seconds a round: with ``--full``.
+The first two use 30 units of 12 small parameters over the fake group of 4,096: their sharding, and their first forward and
+backward, minus a plain model's. The last is the first step of AdamW (foreach), which makes its state, on this rank's shards
+of 480 parameters (40 units). Every contender and round is a process of its own. It is forked from a process that has imported
+everything and trained a plain model, but no contender: so the figure includes everything that a library builds or caches
+once, but not torch's own first operations. The fake group's collectives fill nothing for peers (``filling_nothing``).
+Contenders alternate; figures are medians over the rounds. The peers take seconds per round, and run with ``--full``.
 
-The floor is the plain model: no wrapping, its first step, AdamW's first step on whole parameters.
+The floor is the plain model: no sharding, its first step, and AdamW's first step on full parameters.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ TARGETS = {"wrapping": 60.0, "first step over plain": 10.0, "AdamW's first step"
 
 
 def once(name: str) -> tuple[float, float, float]:
-    """Seconds of each: the wrapping, the first step, the optimizer's first step."""
+    """Return the seconds of the sharding, the first step, and the optimizer's first step."""
     torch.manual_seed(0)
     models = [units(30)]
     wrapping = seconds(lambda: models.append(build(name, models.pop(), Setting(Unit))))
@@ -43,7 +43,7 @@ def once(name: str) -> tuple[float, float, float]:
 
 
 def forked(name: str) -> tuple[float, float, float]:
-    """:func:`once` in a process of its own."""
+    """Run :func:`once` in a process of its own."""
     with ProcessPoolExecutor(1, multiprocessing.get_context("fork")) as process:
         return process.submit(once, name).result()
 

@@ -1,14 +1,14 @@
-"""What ranks of one host hold in a training step: their tensors, and their segments of shared memory.
+"""Memory of the ranks of one host in a training step: their tensors, and their shared-memory segments.
 
     python benchmarks/shared_memory.py
 
 It starts two gloo ranks; for more: ``torchrun --standalone --nproc-per-node 4 benchmarks/shared_memory.py``. A GPT of 12
-blocks, forward, backward and a step of AdamW (foreach), three times, of which the last is counted. Bytes of tensors are
-those of ``memory.py``, without what lies in shared memory. A rank's segment counts with all pages that the system has given
-for it, in use or not; what others have mapped of it is the same memory. Both are taken after every operation,
-and the figure is the most of their sum, on the rank that has the most. How far a rank lags changes it a little.
+blocks runs forward, backward and a step of AdamW (foreach) three times; the last is counted. Bytes of tensors are as in
+``memory.py``, without those in shared memory. A rank's segment counts with all pages that the system has allocated for it, in
+use or not. Other ranks' mappings of it are the same memory. Both are counted after every operation, and the figure is the
+maximum of their sum, on the rank that has the most. It varies a little with the ranks' relative progress.
 
-The floor is what the same ranks hold when all goes by gloo.
+The floor is the memory of the same ranks if all data is sent by gloo.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ TENSORS = "flatshard, its tensors"
 
 
 class WithSegments(LiveBytes):
-    """Tensors outside of shared memory, and the pages of this rank's segments."""
+    """Bytes of tensors outside of shared memory, and of the pages of this rank's segments."""
 
     def __init__(self) -> None:
         super().__init__()
         self.tensors = 0
-        """The most bytes of tensors alone."""
+        """Peak bytes of tensors alone."""
 
     def now(self) -> int:
         shakes = [memory.handshake for memory in backends._memories.values()]
@@ -64,10 +64,10 @@ class WithSegments(LiveBytes):
 
 
 def held(setting: Setting, config: GPTConfig, least: int) -> tuple[int, int]:
-    """The most bytes that a rank holds, and of its tensors. ``least``: ``FLATSHARD_SHARED_MEMORY``."""
+    """Return a rank's peak bytes, and those of tensors. ``least`` is the value of ``FLATSHARD_SHARED_MEMORY``."""
     before, _config.SHARED_MEMORY = _config.SHARED_MEMORY, least
     tokens = torch.zeros(4, config.context, dtype=torch.int64)
-    # A group of its own: its segments are freed with it.
+    # The group is new, as its segments are freed with it.
     group = dist.new_group(range(dist.get_world_size()))
     with WithSegments() as live:
         adamw = functools.partial(torch.optim.AdamW, foreach=True)

@@ -1,19 +1,19 @@
-"""Step time of a GPT against FSDP2, FSDP1 and DDP, over gloo on CPU, all in one process group, interleaved.
+"""Step time of a GPT, compared with FSDP2, FSDP1 and DDP, over gloo on CPU, in one process group, interleaved.
 
     python benchmarks/step_time.py
 
 It starts two ranks; for more: ``torchrun --standalone --nproc-per-node 4 benchmarks/step_time.py``. Every contender trains
 the same 25 M parameter model on the same batch: forward, backward and an AdamW step. A round runs each once; figures are
-medians over the rounds, as ratios to FSDP2's median. ``4 x``: four microbatches, of which the last reduces; ``flatshard, each
-reduced`` is its default accumulation instead. bf16: float32 parameters, bfloat16 compute, float32 reduction; DDP: under
-autocast. ``flatshard, gloo alone`` shares no memory between ranks. ``--full`` adds flatshard with all communication left out
+medians over the rounds, as ratios to FSDP2's median. ``4 x`` is four microbatches, of which the last reduces; ``flatshard,
+each reduced`` is flatshard's default accumulation. bf16 means float32 parameters, bfloat16 compute and float32 reduction, and
+for DDP autocast. ``flatshard, gloo alone`` shares no memory between ranks. ``--full`` adds flatshard without communication
 (``no_communication.py``).
 
-CPU is what rank 0 spends in a step, user and system, in all of its threads: the load of the machine changes it less.
-Page faults are rank 0's minor ones in a step: memory that the process had not, which the system zeroes. They are a count.
-All contenders share one process and its heap.
+CPU is rank 0's time in a step, user and system, of all its threads: the load of the machine changes it less. Page faults are
+rank 0's minor ones in a step, for memory that is new to the process, which the system zeroes. They are a count. All
+contenders share one process and its heap.
 
-The floor is the plain model's step without any communication, on each rank's own batch (bf16: all of it in bfloat16).
+The floor is the plain model's step without any communication, on each rank's own batch (for bf16 all in bfloat16).
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def config(args: argparse.Namespace) -> GPTConfig:
 
 @dataclass
 class Used:
-    """What a contender's steps took of this rank."""
+    """Resources of this rank used by a contender's steps."""
 
     cpu: list[float] = field(default_factory=list)
     """Seconds, user and system."""
@@ -59,7 +59,7 @@ class Used:
 
 
 def contender(name: str, args: argparse.Namespace, setting: Setting, used: Used) -> Callable[[], float]:
-    """Seconds of a step, until the slowest rank is done. ``used``: gets what this one took."""
+    """Return a function that times a step until the slowest rank is done, and adds its resources to ``used``."""
     if name == EACH:
         setting = replace(setting, reduced=True)
     elif name == ALONE:
@@ -85,7 +85,7 @@ def contender(name: str, args: argparse.Namespace, setting: Setting, used: Used)
 
 
 def column(args: argparse.Namespace, setting: Setting) -> tuple[list[dict[str, Figure]], Figure]:
-    """Every contender's ratio to FSDP2, that of its CPU, its page faults; and FSDP2's milliseconds."""
+    """Return every contender's ratio to FSDP2 in time and CPU, its page faults, and FSDP2's milliseconds."""
     more = {EACH: setting.microbatches > 1, ALONE: args.full}
     names = [*SHARDED, GLOO, "DDP", *(name for name, is_there in more.items() if is_there), FLOOR]
     used = {name: Used() for name in names}

@@ -1,7 +1,7 @@
-"""What all benchmarks share: tables of figures with targets and spreads, interleaved timing, the command line and its ranks.
+"""Shared by all benchmarks: tables of figures with targets and spreads, interleaved timing, the command line and its ranks.
 
-A benchmark is a file with a function ``measure(args) -> list[Table]``, and one :class:`Benchmark` which says what can be
-chosen. It runs alone (``python benchmarks/memory.py``) or with the others (``python benchmarks/run.py``).
+A benchmark is a file with a function ``measure(args) -> list[Table]``, and a :class:`Benchmark` that lists its options. It
+runs alone (``python benchmarks/memory.py``) or with the others (``python benchmarks/run.py``).
 """
 
 from __future__ import annotations
@@ -33,47 +33,47 @@ OURS = "flatshard"
 
 @dataclass(frozen=True)
 class Figure:
-    """A number, or why there is none. A timed one has the least and the most of its rounds beside it."""
+    """A number, or the reason why there is none. A timed figure also has the minimum and maximum of its rounds."""
 
     value: float | None
     low: float | None = None
     high: float | None = None
     note: str = ""
-    """Why there is no value, or what was found in its place."""
+    """Reason why there is no value, or text in its place."""
 
     def text(self, digits: int) -> str:
         if self.value is None:
             return self.note or "-"
-        digits = 0 if isinstance(self.value, int) else digits  # an int is counted
+        digits = 0 if isinstance(self.value, int) else digits  # an int is a count
         spread = "" if self.low is None else f" ({self.low:,.{digits}f}-{self.high:,.{digits}f})"
         return f"{self.value:,.{digits}f}{spread}"
 
 
 def spread(values: Iterable[float]) -> Figure:
-    """The median of the rounds, with the least and the most."""
+    """Return the median of the rounds, with the minimum and the maximum."""
     values = list(values)
     return Figure(statistics.median(values), min(values), max(values))
 
 
 def over(series: Iterable[float], base: Iterable[float]) -> Figure:
-    """Each round's value over the median of ``base``."""
+    """Return the spread of each round's value over the median of ``base``."""
     middle = statistics.median(base)
     return spread(value / middle for value in series)
 
 
 @dataclass(frozen=True)
 class Table:
-    """One measure: rows of contenders, columns of settings."""
+    """A measure, with rows of contenders and columns of settings."""
 
     name: str
     title: str
-    """What is measured, of what, in which unit."""
+    """Measure, model, and unit."""
     floor: str
-    """What could not be less, and how that is computed."""
+    """Lower bound, and how it is computed."""
     rows: Mapping[str, Mapping[str, Figure]]
-    """Figures by column, by contender."""
+    """Figures by contender and column."""
     targets: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
-    """What a figure should be at most, by column, by contender: flatshard and its variants."""
+    """Maximum of figures by contender and column, for flatshard and its variants."""
     notes: Sequence[str] = ()
     digits: int = 2
 
@@ -82,7 +82,7 @@ class Table:
         return list(dict.fromkeys(column for row in self.rows.values() for column in row))
 
     def judged(self) -> Iterator[tuple[str, str, float, float, bool]]:
-        """(contender, column, figure, target, whether it is missed as it is printed), where there is a figure."""
+        """Yield (contender, column, figure, target, whether the printed figure misses it) for each figure."""
         for name, columns in self.targets.items():
             for column, target in columns.items():
                 value = self.rows[name][column].value if name in self.rows else None
@@ -90,7 +90,7 @@ class Table:
                     yield name, column, value, target, round(value, self.digits) > target
 
     def as_text(self) -> str:
-        """The table as it is printed."""
+        """Return the table as printed."""
         missed = {(name, column) for name, column, *_, is_missed in self.judged() if is_missed}
         lines = [["", *self.columns]]
         for name, row in self.rows.items():
@@ -107,13 +107,13 @@ class Table:
 
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> Table:
-        """What ``dataclasses.asdict`` gave."""
+        """Make a table from the result of ``dataclasses.asdict``."""
         rows = {name: {c: Figure(**f) for c, f in row.items()} for name, row in data["rows"].items()}
         return Table(**{**data, "rows": rows})
 
 
 def by_column(columns: Mapping[str, Mapping[str, Figure]]) -> dict[str, dict[str, Figure]]:
-    """Rows from figures by contender, by column."""
+    """Return rows of figures by contender, then by column."""
     names = dict.fromkeys(name for column in columns.values() for name in column)
     return {name: {c: column[name] for c, column in columns.items() if name in column} for name in names}
 
@@ -122,15 +122,15 @@ def by_column(columns: Mapping[str, Mapping[str, Figure]]) -> dict[str, dict[str
 
 
 def interleaved(steps: Mapping[str, Callable[[], float]], rounds: int, warm_up: int = 2) -> dict[str, list[float]]:
-    """Seconds of each step in each round. A round runs every contender once; the first ``warm_up`` are not counted.
+    """Return seconds of each step in each round. A round runs every contender; the first ``warm_up`` rounds do not count.
 
-    A step returns its own time, so that it can leave out what does not belong to it.
+    A step returns its own time, so that it can leave out parts of its work.
     """
     times: dict[str, list[float]] = {name: [] for name in steps}
     for number in range(rounds + warm_up):
         if number == warm_up:
             gc.collect()
-            gc.freeze()  # a collection in one contender's step must not walk the objects of all the others
+            gc.freeze()  # a collection in one contender's step must not walk the objects of the others
         for name, step in steps.items():
             seconds = step()
             if number >= warm_up:
@@ -140,21 +140,21 @@ def interleaved(steps: Mapping[str, Callable[[], float]], rounds: int, warm_up: 
 
 
 def seconds(run: Callable[[], object]) -> float:
-    """How long ``run`` takes, by the wall clock."""
+    """Return the wall-clock time of ``run``."""
     began = time.perf_counter()
     run()
     return time.perf_counter() - began
 
 
 def seconds_of_all(run: Callable[[], object]) -> float:
-    """Seconds from when all ranks are there until the slowest is done."""
+    """Return the seconds from the arrival of all ranks until the slowest is done."""
     dist.barrier()
     return seconds(lambda: (run(), dist.barrier()))
 
 
 @contextlib.contextmanager
 def fake_world(size: int) -> Iterator[None]:
-    """Be rank 0 of ``size``, over the fake process group: its collectives move nothing."""
+    """Make this process rank 0 of ``size``, over the fake process group, whose collectives move nothing."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
     try:
         yield
@@ -164,7 +164,7 @@ def fake_world(size: int) -> Iterator[None]:
 
 
 def progress(text: str) -> None:
-    """A line for whoever waits, by rank 0, apart from the tables."""
+    """Print a line of progress on rank 0, apart from the tables."""
     if not dist.is_initialized() or dist.get_rank() == 0:
         print(f"  {text}", file=sys.stderr, flush=True)
 
@@ -174,19 +174,19 @@ def progress(text: str) -> None:
 
 @dataclass(frozen=True)
 class Benchmark:
-    """What one file measures, and what can be chosen on its command line beside ``--full`` and ``--json``."""
+    """Measurements of one file, and its command-line options beside ``--full`` and ``--json``."""
 
     measure: Callable[[argparse.Namespace], list[Table]]
     doc: str | None
-    """The text of ``--help``."""
+    """Text of ``--help``."""
     ranks: int = 1
-    """Of a gloo group, which this starts. 1: ``measure`` makes the process groups that it needs."""
+    """Number of ranks of the gloo group to start. With 1, ``measure`` makes its own process groups."""
     rounds: tuple[int, int] = (0, 0)
-    """Without and with ``--full``. 0: nothing is timed."""
+    """Number of rounds without and with ``--full``, or 0 if nothing is timed."""
     sizes: Mapping[str, int] = field(default_factory=dict)
-    """Whole numbers with their defaults, such as ``{"layers": 8}`` for ``--layers``."""
+    """Integer options with their defaults, such as ``{"layers": 8}`` for ``--layers``."""
     flags: Mapping[str, str] = field(default_factory=dict)
-    """With their help."""
+    """Flags with their help."""
 
     def parser(self) -> argparse.ArgumentParser:
         parser = arguments(self.doc)
@@ -202,7 +202,7 @@ class Benchmark:
         return parser
 
     def main(self) -> list[Table]:
-        """Measure what the command line asks for, on all ranks, and print the tables, which are returned."""
+        """Run the requested measurements on all ranks; print and return the tables."""
         args = self.parser().parse_args()
         if any(self.rounds) and args.rounds is None:
             args.rounds = self.rounds[args.full]
@@ -222,5 +222,5 @@ class Benchmark:
 
 
 def arguments(description: str | None) -> argparse.ArgumentParser:
-    """A parser whose help is the file's docstring."""
+    """Return a parser whose help is the file's docstring."""
     return argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)

@@ -1,4 +1,4 @@
-"""On one GPU: how long training takes to go to host memory and to come back (``flatshard.optim.offload``).
+"""Time to move training to host memory and back on one GPU (``flatshard.optim.offload``).
 
 ``gpu.py`` runs this.
 
@@ -6,17 +6,18 @@
     python benchmarks/switch.py --simulated
 
 A GPT in float32 has trained for two steps with AdamW, as rank 0 of the fake group of 8. Parameters, gradients and optimizer
-state go out and come back, several times. Columns:
+state move to the host and back, several times. Columns:
 
-- out, back: seconds for each GiB that moves, by the wall clock: "first" when host memory is allocated and pinned, and the
-  median of later times. Floor: one copy of as many bytes, between pinned memory and the device.
-- copies: how often something is copied, out; each costs a launch. Floor: 1.
-- bytes copied: over the bytes that move, out and back. Floor: 1.
-- remain: bytes that PyTorch has on the device while all is away, beyond those before the model was made; and how many
-  ``device_nbytes`` tells. Floor: 0, as this GPT has no buffers, and nothing that is in no unit; on CUDA cuBLAS keeps some.
+- out, back: seconds for each GiB that moves, by the wall clock: "first" includes allocating and pinning host memory, and
+  later times have a median. Floor: one copy of as many bytes, between pinned memory and the device.
+- copies: number of copies to the host; each costs a launch. Floor: 1.
+- bytes copied: ratio to the bytes that move, out and back. Floor: 1.
+- remain: bytes that PyTorch has on the device meanwhile, minus those before the model was made; and the part of them that
+  ``device_nbytes`` reports. Floor: 0, as this GPT has no buffers, and no parameters outside of units; on CUDA cuBLAS keeps
+  some.
 
-Without a GPU it says so, and there are no tables. ``--simulated``: as in ``one_gpu.py``, on the simulated accelerator of the
-tests, which has no clock. There copies, bytes and what remains are counts; seconds are no results.
+Without a GPU it says so, and prints no tables. ``--simulated`` runs on the tests' simulated accelerator, as in
+``one_gpu.py``. That has no clock: copies, bytes and remaining memory are counts, but seconds are no results.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ GIB = 2**30
 
 
 def floor_row(device: Device, nbytes: int, rounds: int) -> dict[str, Figure]:
-    """One copy of as many bytes."""
+    """Time a single copy of as many bytes."""
     here = torch.empty(nbytes, dtype=torch.uint8, device=device.device)
     there = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
     ways = {"out": (there, here), "back": (here, there)}
@@ -53,7 +54,7 @@ def floor_row(device: Device, nbytes: int, rounds: int) -> dict[str, Figure]:
 
 
 def switched(device: Device, job: Job, rounds: int, base: int) -> tuple[dict[str, Figure], int]:
-    """A row, and how many bytes move. ``base``: bytes on the device without the job."""
+    """Return a row, and the number of bytes that move. ``base`` is the bytes on the device without the job."""
     seconds: dict[str, list[float]] = {"out": [], "back": []}
     for _ in range(1 + rounds):
         away = flatshard.optim.offload(job.model, job.optimizer)

@@ -1,22 +1,22 @@
-"""Trains a byte-level GPT on the sources of Python's standard library, sharded over all ranks by flatshard.
+"""Train a byte-level GPT on the sources of Python's standard library, sharded over all ranks by flatshard.
 
 examples, in an activated environment:
-  Two processes on one machine, over gloo on a CPU and over nccl where there are GPUs:
+  Two processes on one machine, over gloo on CPU, or over nccl if there are GPUs:
       python benchmarks/train_gpt.py --ranks 2
   The same under torchrun (for ranks on several machines see torchrun --help):
       torchrun --standalone --nproc-per-node 2 benchmarks/train_gpt.py
-  See that sharding changes nothing: 20 steps beside an unsharded model that trains in one process on the batches of all
-  ranks put together. It fails if the two differ:
+  Check that sharding changes nothing: 20 steps, compared with an unsharded model that trains in one process on the
+  concatenated batches of all ranks. It fails if the two differ:
       python benchmarks/train_gpt.py --ranks 2 --verify
   A shorter run, with a picture of the loss:
       python benchmarks/train_gpt.py --ranks 2 --steps 200 --plot loss.svg
-  Checkpoints, and going on from one with another number of ranks, here on the same rows:
+  Save checkpoints, and continue from one with another number of ranks, here on the same rows:
       python benchmarks/train_gpt.py --ranks 2 --steps 100 --batch 8 --save run --save-every 50
       python benchmarks/train_gpt.py --ranks 4 --steps 100 --batch 4 --resume run/step-50
-  Kill a rank at random every 20 steps, start another, and see the loss go on:
+  Kill a rank at random every 20 steps, start another, and see the loss continue to fall:
       python benchmarks/train_gpt.py --ranks 4 --kill-every 20
 
-To read the code, begin with ``main``. All that flatshard asks of a training script is in ``build_sharded_model``.
+To read the code, begin with ``main``. All changes that flatshard needs in a training script are in ``build_sharded_model``.
 """
 
 # ruff: noqa: E402  (torch warns at its import where NumPy is missing, which nothing here needs)
@@ -55,11 +55,11 @@ SAMPLE_BYTES = 240
 VALIDATION_WINDOWS = 64  # per rank
 
 # The largest relative difference that --verify allows between the sharded run and the one-process run. Both compute the
-# same sums in another order: a gradient as one sum over all rows, or as a sum per rank and then over ranks. That moves a
-# fp32 result by a few units of 2^-24 = 6e-8, and over the first 20 steps, where the learning rate is still warming up,
-# such differences do not grow: at most 2.4e-7 was seen over seeds, sizes, strategies and 1 to 4 ranks. The smallest fault
-# that was tried, the gradient of a single bias vector lost, makes 4e-5; a single one wrong by 1%, 5e-4; a wrong divisor,
-# 1. (Far more steps or a higher --lr amplify rounding, as any training does: 50 steps gave 3e-6.)
+# same sums in another order: a gradient as one sum over all rows, or as a sum per rank and then over ranks. This changes
+# an fp32 result by a few units of 2^-24 = 6e-8. During the learning rate's warm-up, in the first 20 steps, differences do
+# not grow: the maximum was 2.4e-7, over seeds, sizes, strategies and 1 to 4 ranks. The smallest fault that was tried, a
+# lost gradient of a single bias vector, gives 4e-5; one that is wrong by 1 %, 5e-4; and a wrong divisor, 1. (Many more
+# steps or a higher --lr amplify rounding, as in any training: 50 steps gave 3e-6.)
 TOLERANCE = 1e-5
 
 
@@ -87,7 +87,7 @@ def main() -> None:
 
 
 def train(options: Options, corpus: Corpus, ranks: Ranks) -> bool:
-    """Trains the sharded model and reports on it. True if the validation loss fell."""
+    """Train the sharded model and report on it. Return whether the validation loss fell."""
     began = time.perf_counter()
     model = build_sharded_model(options, ranks)
     table = str(flatshard.describe(model))
@@ -123,7 +123,7 @@ def train(options: Options, corpus: Corpus, ranks: Ranks) -> bool:
 
 
 def train_elastic(options: Options, corpus: Corpus) -> None:
-    """Trains while ranks are killed and others come, in one of the processes of ``start_and_kill``."""
+    """Train in a process of ``start_and_kill``, while ranks are killed and others join."""
     set_environment()
     assert options.store is not None
     store = dist.TCPStore("localhost", options.store, is_master=False)  # type: ignore[attr-defined]
@@ -152,10 +152,10 @@ def train_elastic(options: Options, corpus: Corpus) -> None:
 def train_steps(
     trainer: Trainer, first: int, options: Options, corpus: Corpus, ranks: Ranks
 ) -> tuple[list[float], float, tuple[dict[str, int], ...]]:
-    """Trains, and says how it goes. Returns the mean loss over ranks of each step, the seconds of all, and the memory."""
+    """Train and print progress. Return each step's mean loss over ranks, the total seconds, and the memory."""
     progress = Progress(first, options.steps, options.batch * options.context * ranks.size)
     means: list[float] = []
-    since_line: list[Tensor] = []  # losses of this rank
+    since_line: list[Tensor] = []  # this rank's losses
     seconds = 0.0
     memory: tuple[dict[str, int], ...] = ()
     for step in range(first, options.steps + 1):
@@ -183,10 +183,10 @@ def train_steps(
 
 
 def verify(options: Options, corpus: Corpus, ranks: Ranks) -> bool:
-    """Trains the sharded model and an unsharded one on the same batches. True if they agree within ``TOLERANCE``.
+    """Train a sharded and an unsharded model on the same batches. Return whether they agree within ``TOLERANCE``.
 
-    The norm of the gradient is compared besides the loss, because AdamW divides the gradient by its own size: a
-    gradient that is wrong by a constant factor would leave the loss as it is.
+    Besides the loss, the gradient's norm is compared. AdamW divides the gradient by its own size, so a gradient that is wrong
+    by a constant factor would not change the loss.
     """
     sharded = Trainer(build_sharded_model(options, ranks), options)
     reference = Trainer(build_model(options, ranks), options)
@@ -200,7 +200,7 @@ def verify(options: Options, corpus: Corpus, ranks: Ranks) -> bool:
     agreed = True
     for step in range(1, min(options.verify or 0, options.steps) + 1):
         batch = global_batch(options, corpus, ranks, step)
-        # The batches of all ranks have one size, so the mean of their mean losses is the mean over all rows.
+        # All ranks' batches have the same size, so the mean of their mean losses is the mean over all rows.
         loss = ranks.mean(sharded.step(ranks.own_rows(batch)))
         norm = gradient_norm(sharded.model)
         expected_loss = reference.step(batch).item()
@@ -224,13 +224,13 @@ def verify(options: Options, corpus: Corpus, ranks: Ranks) -> bool:
 
 
 def build_model(options: Options, ranks: Ranks) -> GPT:
-    """The whole model, with the same initial values on every rank and at every call."""
+    """Make the full model, with the same initial values on every rank and at every call."""
     torch.manual_seed(options.seed)
     return GPT(options.config()).to(ranks.device)
 
 
 def build_sharded_model(options: Options, ranks: Ranks) -> GPT:
-    """The same model, sharded in place: one unit for each ``Block``, and one for what is left."""
+    """Shard the same model in place: a unit for each ``Block``, and one for the rest."""
     mixed_precision = None
     if options.precision == "bf16":
         mixed_precision = flatshard.MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -243,11 +243,11 @@ def build_sharded_model(options: Options, ranks: Ranks) -> GPT:
 
 
 class Trainer:
-    """A model with its AdamW and its learning rates. It trains the sharded model and the reference alike."""
+    """A model with its AdamW and its learning rates, for both the sharded model and the reference."""
 
     def __init__(self, model: GPT, options: Options) -> None:
         self.model = model
-        # A sharded parameter is a 1-D piece of the original. Its full shape tells matrices from biases and norms.
+        # A sharded parameter is a 1-D shard. Its full shape tells matrices from biases and norms.
         matrices = [p for p in model.parameters() if len(flatshard.full_shape(p)) >= 2]
         vectors = [p for p in model.parameters() if len(flatshard.full_shape(p)) < 2]
         self.optimizer = torch.optim.AdamW(
@@ -258,10 +258,10 @@ class Trainer:
         self.schedule = torch.optim.lr_scheduler.LambdaLR(
             self.optimizer, lambda step: warmup_and_cosine(step, options.steps)
         )
-        self.last_lr = 0.0  # of the last step
+        self.last_lr = 0.0  # of the latest step
 
     def step(self, windows: Tensor) -> Tensor:
-        """Takes one optimizer step and returns the loss before it. The gradients stay until the next step."""
+        """Run an optimizer step, and return the loss before it. Gradients stay until the next step."""
         self.optimizer.zero_grad()
         loss = next_byte_loss(self.model, windows)
         loss.backward()  # type: ignore[no-untyped-call]
@@ -271,11 +271,11 @@ class Trainer:
         return loss.detach()
 
     def save(self, path: Path, step: int) -> None:
-        """Writes all that training goes on from."""
+        """Write the state that training continues from."""
         flatshard.save_checkpoint(path, self._state(step), overwrite=True)
 
     def resume(self, path: str) -> int:
-        """Reads it, as written by any number of ranks, and returns the next step."""
+        """Read that state, written by any number of ranks, and return the next step."""
         return int(flatshard.load_checkpoint(path, self._state(0))["step"]) + 1
 
     def _state(self, step: int) -> dict[str, Any]:
@@ -283,7 +283,7 @@ class Trainer:
 
 
 def warmup_and_cosine(step: int, steps: int) -> float:
-    """The factor on the learning rate: up in a straight line at first, then down half a cosine to 0.1."""
+    """Return the factor on the learning rate: a linear warm-up, then half a cosine down to 0.1."""
     if step < WARMUP_STEPS:
         return (step + 1) / WARMUP_STEPS
     progress = (step - WARMUP_STEPS) / max(steps - WARMUP_STEPS, 1)
@@ -291,7 +291,7 @@ def warmup_and_cosine(step: int, steps: int) -> float:
 
 
 def next_byte_loss(model: nn.Module, windows: Tensor) -> Tensor:
-    """Mean cross-entropy in nats, a scalar, of each byte given those before it.
+    """Return the mean cross-entropy in nats, a scalar, of each byte given the bytes before it.
 
     Args:
         windows: int64 tensor of shape (batch, context + 1).
@@ -302,13 +302,13 @@ def next_byte_loss(model: nn.Module, windows: Tensor) -> Tensor:
 
 @torch.no_grad()
 def validation_loss(model: nn.Module, options: Options, corpus: Corpus, ranks: Ranks) -> float:
-    """Mean loss over windows of the held-out text, which the ranks divide among them."""
+    """Return the mean loss over windows of the held-out text, which the ranks divide among them."""
     windows = even_windows(corpus.validation, VALIDATION_WINDOWS * ranks.size, options.context + 1)
     return ranks.mean(next_byte_loss(model, ranks.own_rows(windows)))
 
 
 def print_sample(model: nn.Module, options: Options, ranks: Ranks) -> None:
-    """Prints what the model makes of the prompt, byte by byte as it comes."""
+    """Print the model's continuation of the prompt, byte by byte."""
     ranks.say(f"\na sample, continuing {PROMPT.decode()!r}:\n")
     decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
     for byte in generate(model, PROMPT, SAMPLE_BYTES, options, ranks):
@@ -318,15 +318,16 @@ def print_sample(model: nn.Module, options: Options, ranks: Ranks) -> None:
 
 
 def printable(text: str) -> str:
-    """``text`` without what could change the terminal's settings, as an escape sequence would."""
+    """Return ``text`` without characters that could change the terminal's settings, such as escape sequences."""
     return "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
 @torch.no_grad()
 def generate(model: nn.Module, prompt: bytes, count: int, options: Options, ranks: Ranks) -> Iterator[int]:
-    """Yields the bytes of ``prompt``, and then ``count`` sampled ones.
+    """Yield the bytes of ``prompt``, and then ``count`` sampled ones.
 
-    Inside ``keep_unsharded`` the model is gathered once. Every rank samples the same, from the same random numbers.
+    Inside ``keep_unsharded`` the model is gathered once. All ranks have the same random numbers, so they sample the same
+    bytes.
     """
     yield from prompt
     generator = torch.Generator().manual_seed(options.seed)
@@ -346,13 +347,13 @@ def generate(model: nn.Module, prompt: bytes, count: int, options: Options, rank
 
 
 def global_batch(options: Options, corpus: Corpus, ranks: Ranks, step: int) -> Tensor:
-    """The rows that all ranks train on in this step, shape (ranks * batch, context + 1), equal on every rank."""
+    """Return the rows that all ranks train on in this step, shape (ranks * batch, context + 1), equal on every rank."""
     seed = options.seed * 1_000_003 + step
     return random_windows(corpus.train, ranks.size * options.batch, options.context + 1, seed=seed).to(ranks.device)
 
 
 def gradient_norm(model: nn.Module) -> float:
-    """Euclidean norm of the whole model's gradient. That of a sharded gradient is the norm of the whole, on every rank."""
+    """Return the norm of the full model's gradient. A sharded gradient's norm is that of the full one, on every rank."""
     return math.hypot(*(float(p.grad.double().norm()) for p in model.parameters() if p.grad is not None))
 
 
@@ -363,7 +364,7 @@ def relative_difference(value: float, expected: float) -> float:
 def measured_memory(
     trainer: Trainer, options: Options, corpus: Corpus, ranks: Ranks
 ) -> tuple[dict[str, int], dict[str, int]]:
-    """The bytes that stay on the fullest rank between two steps, and those of an unsharded model after one step."""
+    """Return the bytes that stay on the fullest rank between two steps, and those of an unsharded model after one step."""
     replica = Trainer(build_model(options, ranks), options)
     replica.step(ranks.own_rows(global_batch(options, corpus, ranks, step=1)))
     sharded, replicated = (
@@ -375,7 +376,7 @@ def measured_memory(
 
 
 def memory_report(sharded: dict[str, int], replicated: dict[str, int]) -> str:
-    """What ``measured_memory`` returned, as a table."""
+    """Print the result of ``measured_memory`` as a table."""
     lines = ["MiB on the fullest rank     sharded  replicated"]
     for name, size in sharded.items():
         share = size / replicated[name]
@@ -384,7 +385,7 @@ def memory_report(sharded: dict[str, int], replicated: dict[str, int]) -> str:
 
 
 def footprint(trainer: Trainer) -> dict[str, int]:
-    """Bytes of the memory, padding included, behind the tensors that training keeps."""
+    """Return the bytes of the storages, with padding, behind the tensors that training keeps."""
     parameters = list(trainer.model.parameters())
     kept = {
         "parameters": [p.detach() for p in parameters],
@@ -401,7 +402,7 @@ def footprint(trainer: Trainer) -> dict[str, int]:
 
 
 def option(default: Any, help: str, kind: Any, metavar: str | None = None, **more: Any) -> Any:
-    """A field of :class:`Options`."""
+    """Return a field of :class:`Options`."""
     return dataclasses.field(default=default, metadata={"help": help, "type": kind, "metavar": metavar, **more})
 
 
@@ -431,7 +432,7 @@ def directory(text: str) -> str:
 
 @dataclass(frozen=True)
 class Options:
-    """The command line: each field is an option of its name."""
+    """Command-line options; each field is an option of its name."""
 
     ranks: int | None = number(None, "start N processes (default: those of torchrun, or this one)")
     layers: int = number(4, "blocks")

@@ -1,16 +1,15 @@
-"""Time to bring the weights of a model in training to an inference engine, against gathering all of them, over gloo on CPU.
+"""Time to bring the weights of a model in training to an inference engine, compared with a full gather, over gloo on CPU.
 
     python benchmarks/weight_updates.py
 
-The engine is beside rank 0, in bfloat16. Every round trains for a step of AdamW, and then each contender brings the engine to
-where the model is. "full gather": ``iter_full_params`` on all ranks, and rank 0 copies each tensor. "flatshard.weights": what
-has changed, found by each rank, sent to rank 0 and written there. How much changes depends on the learning rate: that of
-columns, from reinforcement learning's to pretraining's. Here bytes cost nothing, as ranks of one host share memory: with
-``links.py`` each rank has a network link of a stated bandwidth.
+The engine is beside rank 0, in bfloat16. Every round trains a step of AdamW; then each contender updates the engine. "full
+gather" runs ``iter_full_params`` on all ranks, and rank 0 copies each tensor. "flatshard.weights" finds changes on each rank,
+sends them to rank 0, and writes them there. The number of changes depends on the learning rate: columns range from
+reinforcement learning's to pretraining's. Ranks of one host share memory, so bytes cost nothing; with ``links.py`` each rank
+has a network link of limited bandwidth.
 
-Seconds are until the slowest rank is done. CPU is that of all ranks. Bytes are counted, with their headers: those that ranks
-send to the engine, over those of all weights, and over those of the elements that have changed: the floor, if it was known
-where these are.
+Seconds are until the slowest rank is done. CPU is the sum over all ranks. Bytes are those that ranks send to the engine, with
+headers, relative to all weights, and to the elements that changed. The latter is the floor, if their positions were known.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ GATHER, OURS = "full gather", "flatshard.weights"
 
 
 class Update:
-    """By messages to rank 0, all of a rank in one."""
+    """An engine updated by messages to rank 0, all of a rank's in one."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._out: list[bytes] = []
@@ -51,7 +50,7 @@ class Update:
         self._out.append(message)
 
     def _ask(self) -> None:
-        """Rank 0's questions, to all."""
+        """Send rank 0's requests to all ranks."""
         if dist.get_rank() == 0:
             self.receiver.poll()
         questions = exchanged([b"%d " % rank + message for rank, message in self._asked])
@@ -62,7 +61,7 @@ class Update:
                 self.sender.receive(message)
 
     def _bring(self) -> None:
-        """What ranks send goes to rank 0."""
+        """Send all ranks' messages to rank 0."""
         self.sent = sum(map(len, self._out))
         for messages in exchanged(self._out, to=0):
             for message in messages:
@@ -79,7 +78,7 @@ class Update:
 
 
 def exchanged(messages: list[bytes], to: int | None = None) -> list[list[bytes]]:
-    """Each rank's messages, on rank ``to``; None: on all."""
+    """Return each rank's messages, on rank ``to``, or on all ranks if it is None."""
     lengths = torch.tensor([len(message) for message in messages], dtype=torch.int64)
     counts = gathered(torch.tensor([len(lengths)]))
     tables = gathered(padded(lengths, int(max(counts))))

@@ -1,4 +1,4 @@
-"""A model that checkpoints its activations in any way and place; perhaps with tensor parallelism."""
+"""A model with activation checkpoints of any kind and place, and optional tensor parallelism."""
 
 from collections.abc import Callable
 from typing import Any
@@ -39,13 +39,13 @@ CALLS: dict[str, Call] = {
     ),
     "no early stop": lambda module, x: without_early_stop(module, x),
 }
-"""How a module is called."""
+"""Functions that call a module."""
 
 WRAPS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "wrapper": lambda module: checkpoint_wrapper(module),
     "composable": lambda module: composable_checkpoint(module),
 }
-"""How a module is made to checkpoint itself."""
+"""Functions that make a module checkpoint itself."""
 
 KINDS = [*CALLS, *WRAPS]
 PLACES = ["inside", "around", "across", "nested"]
@@ -80,7 +80,7 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """``place``: where ``kind`` of a checkpoint is, in relation to units (``Block``)."""
+    """Blocks between a front and a head. ``kind`` of checkpoint is at ``place``, relative to units (``Block``)."""
 
     def __init__(self, kind: str, place: str) -> None:
         super().__init__()
@@ -88,7 +88,7 @@ class Net(nn.Module):
         call = CALLS.get(kind, plain)
         self.front = nn.Linear(WIDTH, WIDTH)
         self.blocks = nn.Sequential(*[Block(call if place in ("inside", "nested") else plain) for _ in range(4)])
-        self.halves = [self.blocks[:2], self.blocks[2:]]  # not registered: their names stay those of the blocks
+        self.halves = [self.blocks[:2], self.blocks[2:]]  # not registered, so that blocks keep their names
         self.head = nn.Linear(WIDTH, 3)
         self.place, self.call = place, call
         if kind in WRAPS:
@@ -112,7 +112,7 @@ class Net(nn.Module):
 
 
 def make(kind: str = "none", place: str = "inside", drops: bool = False) -> Net:
-    """In float64. Without ``drops`` no dropout: of a part of the sequence it would draw other numbers than of the whole."""
+    """Make the model in float64. Without ``drops`` there is no dropout, whose numbers differ for a slice of the sequence."""
     torch.manual_seed(0)
     model = Net(kind, place).double()
     for module in model.modules():
@@ -122,7 +122,7 @@ def make(kind: str = "none", place: str = "inside", drops: bool = False) -> Net:
 
 
 def parallelize(model: Net, mesh: DeviceMesh, sequence: bool) -> None:
-    """With ``sequence`` all activations between ``front`` and ``head`` are sharded along the sequence."""
+    """Parallelise the model. If ``sequence``, activations between ``front`` and ``head`` are sharded along the sequence."""
     between = {"input_layouts": Shard(1)} if sequence else {}
     for inner in [m for m in model.modules() if isinstance(m, Inner)]:
         after = {"output_layouts": Shard(1)} if sequence else {}
@@ -137,5 +137,5 @@ def parallelize(model: Net, mesh: DeviceMesh, sequence: bool) -> None:
 
 
 def loss_of(model: nn.Module, x: Tensor, rank: int, step: int) -> Tensor:
-    torch.manual_seed(100 * step + rank)  # for dropout: the same on ranks that are tensor-parallel
+    torch.manual_seed(100 * step + rank)  # for dropout: equal on tensor-parallel ranks
     return model(x).double().square().mean()

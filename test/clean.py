@@ -1,4 +1,4 @@
-"""What must be left of a step, however it ended: nothing."""
+"""A check that a step leaves nothing behind, however it ended."""
 
 import torch
 from torch import nn
@@ -10,15 +10,15 @@ from flatshard._handle.registrations import SHARDED
 
 
 def storage_nbytes(tensor: torch.Tensor | None) -> int:
-    """Bytes of what a tensor lies in; None has none."""
+    """Return the bytes of a tensor's storage, or 0 for None."""
     return 0 if tensor is None else tensor.untyped_storage().nbytes()
 
 
 def check_clean(model: nn.Module) -> None:
-    """Nothing is left of any step: no memory, no record, no registration."""
+    """Check that no step has left memory, a record or a registration."""
     for unit in units(model):
         handle, context = unit.handle, unit.context
-        kept = unit.config.strategy.placements.until is Until.CHANGE  # with whatever values
+        kept = unit.config.strategy.placements.until is Until.CHANGE  # with any values
         assert handle.is_sharded or kept, unit
         assert handle.lifetime.grads is GradState.NONE, unit
         assert handle.registrations.shows is SHARDED, unit
@@ -30,7 +30,7 @@ def check_clean(model: nn.Module) -> None:
                 pass
             elif flat.ranks.pool is None:
                 assert flat.unsharded.is_alias or flat.unsharded.flat.untyped_storage().nbytes() == 0, unit
-            else:  # which keeps the memory, for its next user
+            else:  # it keeps the memory for its next user
                 assert flat.unsharded.nbytes == 0, unit
             assert all(c.grad is None for c in flat.unsharded.params), unit
         assert unit.backward_slot.now is None, unit
@@ -38,5 +38,5 @@ def check_clean(model: nn.Module) -> None:
         assert not context.forwards
         assert context.backward is None
         assert context.reductions._reducing is None, unit
-        # Those of another model may be there, also of one that awaits the garbage collector.
+        # Another model may have reductions, even one that awaits the garbage collector.
         assert unit not in context.reductions.units()

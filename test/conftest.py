@@ -1,6 +1,6 @@
-"""What every test gets: the pool of ranks, a time limit, the ``gpu`` marker, the fuzzer's options.
+"""Fixtures and hooks of all tests: the pool of ranks, a time limit, the ``gpu`` marker, and the fuzzer's options.
 
-torch is imported inside functions here: it takes seconds, and first pytest says that it collects.
+Functions here import torch themselves, as that takes seconds, and pytest should first report that it collects.
 """
 
 import contextlib
@@ -19,10 +19,10 @@ from pool import Pool
 from time_left import TimeLeft
 
 TEST_TIMEOUT = 120
-"""Seconds that a test may take, unless it carries ``@pytest.mark.time_limit(seconds)``."""
+"""Seconds that a test may take by default; see ``@pytest.mark.time_limit(seconds)``."""
 
 BUILD_TIMEOUT = 600
-"""Seconds that the first test with the simulated accelerator may take to build it."""
+"""Seconds for building the simulated accelerator in the first test that needs it."""
 
 _stderr_fd = pytest.StashKey[int]()
 _file = pytest.StashKey[Path]()
@@ -40,9 +40,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--minimise", action="store_true", help="make failing random programs shorter")
 
 
-@pytest.hookimpl(trylast=True)  # once the terminal's reporter is there
+@pytest.hookimpl(trylast=True)  # after the terminal reporter
 def pytest_configure(config: pytest.Config) -> None:
-    config.stash[_stderr_fd] = os.dup(2)  # here output is not captured yet: a last resort must be seen
+    config.stash[_stderr_fd] = os.dup(2)  # before output is captured: a last resort must be visible
     reporter = config.pluginmanager.get_plugin("terminalreporter")
     if reporter is not None and config.option.verbose > -2:
         config.pluginmanager.register(TimeLeft(reporter), "time-left")
@@ -58,7 +58,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_unconfigure(config: pytest.Config) -> None:
     faulthandler.cancel_dump_traceback_later()
     os.close(config.stash[_stderr_fd])
-    gc.unfreeze()  # else what the interpreter collects at its end stays, and libraries in C++ print it as leaked
+    gc.unfreeze()  # otherwise C++ libraries report frozen objects as leaked at exit
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -68,12 +68,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         cases: dict[str, list[pytest.Item]] = {}
         for item in items:
             cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
-        # Not always the first: where tests have the same parameters, they take turns in them.
+        # Not always the first: tests with the same parameters alternate between them.
         chosen = {each[turn % len(each)] for turn, each in enumerate(cases.values())}
         config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
         items[:] = [item for item in items if item in chosen]
     simulated = [item for item in items if _is_simulated(item)]
-    if len(simulated) < len(items):  # in the middle of a large run, the simulator has been built meanwhile
+    if len(simulated) < len(items):  # in a large run, the simulator is built meanwhile
         others = [item for item in items if not _is_simulated(item)]
         half = next((i for i in range(len(others) // 2, len(others)) if others[i].path != others[i - 1].path), 0)
         items[:] = [*others[:half], *simulated, *others[half:]]
@@ -96,7 +96,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 
 def _keep_what_lives() -> None:
-    """Modules and tests never die, nor what a file of tests has left: collections to come do not look at them."""
+    """Exempt modules, tests, and objects left by test files from later collections, as they live forever."""
     gc.collect()
     gc.freeze()
 
@@ -109,14 +109,14 @@ def pytest_runtest_protocol(item: pytest.Item) -> None:
 
 
 def pytest_runtestloop(session: pytest.Session) -> bool | None:
-    return lanes.run(session) or None  # None: pytest's own
+    return lanes.run(session) or None  # None: pytest's own loop
 
 
 def _limited(phase: str) -> Callable[[pytest.Item], Any]:
-    """A hook that fails a phase of a test that takes too long, by an alarm that interrupts Python code and waits in it.
+    """Return a hook that fails a phase of a test after its time limit. An alarm interrupts Python code, and waits in it.
 
-    Where even the alarm cannot run, because the main thread never returns from C++, it ends the session with all stacks:
-    worse than a failed test, better than a hang.
+    If the main thread never returns from C++, the alarm cannot run. Then the session ends with all stacks: worse than a
+    failed test, better than a hang.
     """
 
     @pytest.hookimpl(wrapper=True)
@@ -145,19 +145,19 @@ pytest_runtest_setup, pytest_runtest_call, pytest_runtest_teardown = map(_limite
 
 @pytest.fixture(scope="session")
 def pool() -> Iterator[Pool]:
-    """Four gloo ranks, started at the first ``pool.run(body, ...)`` of the session."""
+    """Four gloo ranks, started by the session's first ``pool.run(body, ...)``."""
     with contextlib.closing(Pool()) as p:
         yield p
 
 
 @pytest.fixture(scope="session")
 def _simulator(pytestconfig: pytest.Config) -> None:
-    """Builds the simulated accelerator, which takes half a minute once per machine, and more on a busy one."""
+    """Build the simulated accelerator, once per machine: half a minute, or longer on a busy machine."""
     from accelerator import build
 
     if why := build.missing():
         pytest.skip(why)
-    signal.alarm(BUILD_TIMEOUT)  # in place of the test's; the next phase of a test sets its own
+    signal.alarm(BUILD_TIMEOUT)  # replaces the test's alarm; its next phase sets a new one
     faulthandler.dump_traceback_later(BUILD_TIMEOUT + 30, exit=True, file=pytestconfig.stash[_stderr_fd])
     build.build()
     signal.alarm(TEST_TIMEOUT)
@@ -172,7 +172,7 @@ def two_ranks() -> Iterator[Pool]:
 
 @pytest.fixture(scope="session")
 def simulated_pool(_simulator: None) -> Iterator[Pool]:
-    """Four ranks with a simulated accelerator each."""
+    """Four ranks, each with a simulated accelerator."""
     from accelerator import harness
 
     with contextlib.closing(Pool(backend="cpu:gloo,simdev:simccl", prepare=harness.prepare)) as p:
@@ -181,7 +181,7 @@ def simulated_pool(_simulator: None) -> Iterator[Pool]:
 
 @pytest.fixture(scope="session")
 def simulated_process(_simulator: None) -> Iterator[Pool]:
-    """One process with a simulated accelerator and without a process group."""
+    """A process with a simulated accelerator and without a process group."""
     from accelerator import harness
 
     with contextlib.closing(Pool(1, backend=None, prepare=harness.prepare)) as p:
@@ -197,7 +197,7 @@ def _seed() -> None:
 
 @pytest.fixture
 def world() -> Iterator[Callable[[int], None]]:
-    """``world(n)``: be rank 0 of n, over the fake process group."""
+    """A function ``world(n)`` that makes this process rank 0 of n, over the fake process group."""
     import torch.distributed as dist
     from torch.testing._internal.distributed import fake_pg
 

@@ -1,4 +1,4 @@
-"""A linear layer whose weight says what of it is sent: float8 numbers with one scale, as torchao's does."""
+"""A linear layer whose weight encodes its gather: float8 elements with one scale, like torchao's."""
 
 from typing import Any, ClassVar
 
@@ -9,7 +9,7 @@ from torch.utils import _pytree as pytree
 WIDTH = 21
 FLOAT8 = torch.float8_e4m3fn
 KEPT = (torch.ops.aten.detach.default, torch.ops.aten.clone.default)
-"""Operations whose result is of the subclass, too."""
+"""Operations that return the subclass."""
 
 
 def encoded(tensor: Tensor, scale: Tensor) -> Tensor:
@@ -17,7 +17,7 @@ def encoded(tensor: Tensor, scale: Tensor) -> Tensor:
 
 
 class Inner(Tensor):
-    """A subclass with the tensors ``names`` inside, and the dtype of its own."""
+    """A subclass with inner tensors ``names`` and a dtype of its own."""
 
     names: ClassVar[list[str]]
 
@@ -45,7 +45,7 @@ class Inner(Tensor):
 
 
 class Received(Inner):
-    """What has travelled."""
+    """A gathered weight."""
 
     names: ClassVar[list[str]] = ["data8", "scale"]
 
@@ -57,7 +57,7 @@ class Received(Inner):
 
 
 class Wrapped(Inner):
-    """One tensor of the same shape and dtype inside, which may be another subclass."""
+    """A subclass with an inner tensor of the same shape and dtype, which may be a subclass itself."""
 
     names: ClassVar[list[str]] = ["inner"]
 
@@ -77,7 +77,7 @@ class Wrapped(Inner):
 
 
 class Weight(Wrapped):
-    """Products are of float8 numbers, with one scale for all of a weight."""
+    """A weight whose matrix products use float8 elements with a single scale."""
 
     _precomputed_scale: Tensor | None = None
 
@@ -114,7 +114,8 @@ class Product(torch.autograd.Function):
 
 
 class Linear8(nn.Linear):
-    """``later``: its weight is plain until ``encode``, as ``module.to(device)`` does not know the class."""
+    """A linear layer with such a weight. If ``later``, it is plain until ``encode``, as ``module.to(device)`` lacks
+    support."""
 
     def __init__(self, dtype: torch.dtype = torch.float64, width: int = WIDTH, later: bool = False) -> None:
         super().__init__(width, width, dtype=dtype)

@@ -1,4 +1,4 @@
-"""The events of a step as lines, on all ranks alike. A small model to see them on."""
+"""The events of a step as lines, which must agree on all ranks, and a small model to record."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ def sharded(ctx: Any, model: nn.Module, policy: Any = Block, **options: Any) -> 
 
 
 def train(model: nn.Module, x: Tensor | None = None) -> list[str]:
-    """One step's events: forward and backward, set apart by a line."""
+    """Run a step; return the events of forward and backward, with a line between."""
     with record_events() as events:
         loss = model(torch.ones(2, 4) if x is None else x).sum()
         events.append("-- backward")
@@ -24,13 +24,13 @@ def train(model: nn.Module, x: Tensor | None = None) -> list[str]:
 
 
 def same_everywhere(results: list[Any]) -> Any:
-    """What all ranks agree on."""
+    """Return the ranks' common result; raise if they differ."""
     assert all(r == results[0] for r in results), results
     return results[0]
 
 
 def as_text(steps: list[list[str]], only: str = "") -> str:
-    """One column a step; ``only``: the lines that start with it."""
+    """Print a column for each step, with the lines that start with ``only``."""
     steps = [[line for line in step if line.startswith((only, "--"))] for step in steps]
     width = max(len(line) for step in steps for line in step) + 2
     rows = max(len(step) for step in steps)

@@ -1,15 +1,14 @@
-"""A debug mode for memory that gloo still uses: it is seen, whether or not a thread happens to write there.
+"""A debug mode for memory that gloo still uses: it finds violations even if no thread writes there at that moment.
 
-While :func:`install` is in force,
+While :func:`install` is active,
 
-- every message and collective of a process group is known until its ``wait`` has returned. Freeing a storage by ``resize_``
-  that such a work still uses is a *violation*, and so, unless the group has failed, is to drop the work: the rest of its
-  message stays on the connection;
-- what a storage frees, and what it gets anew, is filled with 0xFF first, which is NaN in every floating-point dtype;
-- sends are delayed at random (``delay``, seconds at most), so that works stay under way for longer;
-- :meth:`Fence.interrupt_at` raises a KeyboardInterrupt at a chosen wait, before it or when it has returned, as Ctrl-C does.
+- every message and collective of a process group is tracked until its ``wait`` returns. Freeing its storage by ``resize_``
+  is a *violation*. So is dropping the work, unless the group has failed: the rest of its message would stay on the link;
+- memory that a storage frees or allocates is first filled with 0xFF, which is NaN in every floating-point dtype;
+- sends are delayed at random by at most ``delay`` seconds, so that works stay pending for longer;
+- :meth:`Fence.interrupt_at` raises a KeyboardInterrupt before or after a chosen wait, like Ctrl-C.
 
-A rule that is checked beats a fence of pages: a thread need not come by at the wrong moment for it to show.
+A rule is better than a fence of pages, which needs a thread to write at the wrong moment.
 """
 
 import contextlib
@@ -27,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 VERBS = ("send", "recv", "allreduce", "broadcast")
-"""By which flatshard uses a group's memory later than it calls."""
+"""Methods of a group by which flatshard uses memory after the call."""
 
 REAL = {verb: dist.ProcessGroup.__dict__[verb] for verb in VERBS}
 REAL_RESIZE = torch.UntypedStorage.resize_
@@ -38,18 +37,18 @@ class Fence:
     delay: float = 0.0
     violations: list[str] = dataclasses.field(default_factory=list)
     waits: int = 0
-    """That have begun since ``interrupt_at``."""
+    """Number of waits since ``interrupt_at``."""
     under_way: dict[int, tuple[str, list[tuple[int, int]]]] = dataclasses.field(default_factory=dict, repr=False)
-    """Works that have not ended, by number: the verb, and the addresses that it uses."""
+    """Pending works by number: the verb, and the addresses that it uses."""
     finalized: dict[int, tuple[str, Any]] = dataclasses.field(default_factory=dict, repr=False)
-    """Those whose object has been finalized meanwhile, with where: see ``let_go``."""
+    """Works whose object was finalized meanwhile, with the place; see ``let_go``."""
     made: int = 0
     _gone: list[str] = dataclasses.field(default_factory=list, repr=False)
     _interrupt: tuple[int, bool] | None = None
     _random: random.Random = dataclasses.field(default_factory=lambda: random.Random(0), repr=False)
 
     def interrupt_at(self, wait: int | None, after: bool = False) -> None:
-        """Raise at the ``wait``-th wait from now on; ``after``: when it has returned. None: at no wait."""
+        """Raise at the ``wait``-th wait from now on, or after it if ``after``. None cancels."""
         self.waits = 0
         self._interrupt = None if wait is None else (wait, after)
 
@@ -57,15 +56,15 @@ class Fence:
         self.violations.append(f"{what}\n{''.join(traceback.format_stack(limit=14)[:-2])}")
 
     def check(self) -> None:
-        """Raises if there were violations, or works were dropped before they had ended; and forgets them."""
+        """Raise if there were violations or dropped works, and forget them."""
         self.let_go()
         found, self.violations[:], self._gone[:] = [*self.violations, *self._gone], [], []
         assert not found, "\n".join(found)
 
     def let_go(self) -> None:
-        """Find works that were dropped, and let gloo forget their memory, as it does when a work is destroyed.
+        """Find dropped works, and let gloo forget their memory, as it does when a work is destroyed.
 
-        Not those that another object's finalizer has brought back, in a cycle with which they were finalized: they live.
+        Works are alive if another object's finalizer has resurrected them, in a cycle that was finalized as a whole.
         """
         alive = {o.key for o in gc.get_objects() if type(o) is FencedWork} if self.finalized else set()
         for key in [key for key in self.finalized if key not in alive]:
@@ -75,7 +74,7 @@ class Fence:
 
     def before_wait(self) -> None:
         if threading.current_thread() is not threading.main_thread():
-            return  # it gets no interrupts
+            return  # interrupts go to the main thread
         self.waits += 1
         if self._interrupt == (self.waits, False):
             self._interrupt = None
@@ -92,7 +91,7 @@ class Fence:
 
 
 class FencedWork:
-    """A work of a process group, known until it has ended."""
+    """A work of a process group, tracked until it ends."""
 
     def __init__(self, fence: Fence, work: Any, verb: str, tensors: list[torch.Tensor]) -> None:
         self._fence, self._work, self._verb = fence, work, verb
@@ -104,7 +103,7 @@ class FencedWork:
         self._fence.before_wait()
         try:
             result = self._work.wait(*args)
-        finally:  # it ended with an error: gloo has closed the connection
+        finally:  # after an error gloo has closed the connection
             self._fence.under_way.pop(self.key, None)
         self._fence.after_wait()
         return result
@@ -146,7 +145,7 @@ def _fenced_resize(fence: Fence, real: Callable[..., Any]) -> Callable[..., Any]
             for verb, ranges in list(fence.under_way.values()):
                 if any(a < start + before and start + size < b for a, b in ranges):
                     fence.violate(f"memory was freed that a {verb} still uses")
-                    return None  # it stays, so that gloo harms nobody
+                    return None  # the memory stays, so gloo's writes do no harm
             _poison(self, size)
         result = real(self, size)
         _poison(self, before)
@@ -157,7 +156,7 @@ def _fenced_resize(fence: Fence, real: Callable[..., Any]) -> Callable[..., Any]
 
 @contextlib.contextmanager
 def install(delay: float = 0.0) -> Iterator[Fence]:
-    """Have all process groups and storages of this process fenced inside. Another fence, outside, sees nothing meanwhile."""
+    """Fence all process groups and storages of this process. An outer fence is inactive meanwhile."""
     fence = Fence(delay)
     before = {verb: dist.ProcessGroup.__dict__[verb] for verb in VERBS}
     resize_before = torch.UntypedStorage.resize_

@@ -1,15 +1,15 @@
-"""Runs the tests in lanes side by side: this process, and forks of it. Nothing else about a run changes.
+"""Run tests in parallel lanes: this process, and forks of it. Everything else about a run stays the same.
 
-The ranks of a pool wait for each other, and a test without ranks uses one core. With one lane more than there are cores, the
-cores are always busy. All lanes take chunks of tests from the same list; each has pools of its own. A fork sends what it has
-to report, and pytest hears it here as if the test had run here: dots, failures, durations, ``-x``, ``--lf``, ``--junitxml``
-and the exit status are pytest's own.
+The ranks of a pool wait for each other, and a test without ranks uses one core. With one lane more than cores, the cores are
+always busy. All lanes draw chunks of tests from one list, and each has pools of its own. A fork sends its reports, which
+pytest handles here as if the test had run here. So dots, failures, durations, ``-x``, ``--lf``, ``--junitxml`` and the exit
+status are pytest's own.
 
-A run takes one lane if it is small, if pytest would talk to the user meanwhile (``--pdb``, ``-s``), where a process that has
-looked at a GPU must not fork, and with ``--lanes 1``.
+A run has one lane with ``--lanes 1``, if it is small, if pytest may talk to the user (``--pdb``, ``-s``), or if the process
+has initialised a GPU. Such a process must not fork.
 
-If a fork dies, the test that it was in has failed, with the fork's last output, and this process runs what was not run.
-If this process ends in any way, so do the forks.
+If a fork dies, its current test fails with the fork's last output, and this process runs the remaining tests. The forks end
+with this process, however that ends.
 """
 
 import contextlib
@@ -32,15 +32,15 @@ import pytest
 from pool import share_start
 
 ENOUGH = 300
-"""Tests that a run must have for more than one lane: each starts pools of its own, which takes some seconds."""
+"""Minimum number of tests for several lanes, as each lane takes some seconds to start its pools."""
 CHUNK = 12
-"""Tests of one file that a lane takes at a time."""
+"""Number of tests of one file that a lane draws at a time."""
 PATIENCE = 10.0
-"""Seconds that a fork has to end once it was told to."""
+"""Seconds for a fork to end after it was told to."""
 
 
 def run(session: pytest.Session) -> bool:
-    """Runs all tests of the session in lanes, as ``pytest_runtestloop`` does. False: one lane is enough for them."""
+    """Run all tests of the session in lanes, as ``pytest_runtestloop`` does. Return False if one lane is enough."""
     if not _is_for_lanes(session):
         return False
     chunks = _chunks(session.items)
@@ -77,25 +77,25 @@ def _is_for_lanes(session: pytest.Session) -> bool:
     return (
         option.lanes > 1
         and len(session.items) >= ENOUGH
-        and not session.testsfailed  # while collecting
+        and not session.testsfailed  # during collection
         and not (option.collectonly or option.usepdb or option.trace or option.capture == "no")
         and not any(getattr(option, name, None) for name in ("setupshow", "setuponly", "setupplan", "stepwise"))
         and sys.platform == "linux"
         and len(os.sched_getaffinity(0)) > 1
         and not _has_a_gpu()
-        and threading.active_count() == 1  # what another thread holds, a fork holds forever
+        and threading.active_count() == 1  # a fork never gets locks that other threads hold
     )
 
 
 def _has_a_gpu() -> bool:
-    torch = sys.modules.get("torch")  # not imported for this: tests may have no use for it
+    torch = sys.modules.get("torch")  # not imported here: tests may not need it
     return torch is not None and torch.cuda.is_available()
 
 
 def _chunks(items: Sequence[pytest.Item]) -> list[list[pytest.Item]]:
-    """Chunks of one file each, and whole files where something is made once a file.
+    """Split tests into chunks of one file each, or full files if a fixture lives for the file.
 
-    Large ones come first: a lane that began with one of them last would leave the other without work. Else in their order.
+    Large chunks come first, as one at the end would leave other lanes idle. Otherwise the order is kept.
     """
     chunks: list[list[pytest.Item]] = []
     for item in items:
@@ -108,13 +108,13 @@ def _chunks(items: Sequence[pytest.Item]) -> list[list[pytest.Item]]:
 
 
 def _shares(item: pytest.Item) -> bool:
-    """Whether the test uses a fixture that lives for several tests, but not for all."""
+    """Return whether the test uses a fixture that lives for several tests, but not for all."""
     fixtures = getattr(item, "_fixtureinfo").name2fixturedefs.values()  # noqa: B009
     return any(f.scope not in ("function", "session") for found in fixtures for f in found)
 
 
 def _take(chunks: list[list[pytest.Item]], numbers: int) -> Iterator[tuple[pytest.Item, pytest.Item | None]]:
-    """The tests of a lane, each with the one after it, whose fixtures stay."""
+    """Yield the tests of a lane, each with its successor, whose fixtures stay."""
 
     def next_chunk() -> list[pytest.Item]:
         number = os.read(numbers, 2)
@@ -143,11 +143,11 @@ def _stop_if_told(session: pytest.Session) -> None:
 
 
 class Fork:
-    """Another lane, as the first one sees it."""
+    """A fork, as seen by the first lane."""
 
     def __init__(self, session: pytest.Session, chunks: list[list[pytest.Item]], numbers: int) -> None:
         self.ended: set[str] = set()
-        """The tests that it ran to their end."""
+        """Tests that it completed."""
         self._under_way: tuple[str, Any] | None = None
         self._how_it_ended, self._is_told = "", False
         self._messages, self._output = tempfile.TemporaryFile(), tempfile.TemporaryFile()  # noqa: SIM115
@@ -156,16 +156,16 @@ class Fork:
         sys.stdout.flush()
         sys.stderr.flush()
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # there is one thread, but torch's own C++ ones
+            warnings.simplefilter("ignore", DeprecationWarning)  # torch's C++ threads are the only other ones
             self._pid = os.fork()
         if self._pid == 0:
             _be_the_fork(session, chunks, numbers, sender, self._output)
 
     def hear(self, session: pytest.Session, to_its_end: bool = False) -> None:
-        """Report what the fork has reported."""
+        """Handle reports of the fork; if ``to_its_end``, until it has ended."""
         runs = True
         while runs:
-            runs = self._runs() and to_its_end  # asked before: it says no more once it has ended
+            runs = self._runs() and to_its_end  # checked before reading: nothing follows its end
             for message in self._new_messages():
                 self._replay(session, *message)
                 _stop_if_told(session)
@@ -177,7 +177,7 @@ class Fork:
     def _new_messages(self) -> Iterator[tuple[str, Any]]:
         start, size = self._heard, os.fstat(self._messages.fileno()).st_size
         stream = io.BytesIO(os.pread(self._messages.fileno(), size - start, start))
-        with contextlib.suppress(EOFError, pickle.UnpicklingError):  # the rest is being written
+        with contextlib.suppress(EOFError, pickle.UnpicklingError):  # the rest is still being written
             while True:
                 message = pickle.load(stream)
                 self._heard = start + stream.tell()
@@ -212,10 +212,10 @@ class Fork:
         self.ended.add(nodeid)
 
     def close(self) -> None:
-        """End it, if it has not ended."""
+        """End the fork if it is running."""
         end = time.monotonic() + PATIENCE
         if self._runs():
-            os.kill(self._pid, signal.SIGINT)  # fixtures end
+            os.kill(self._pid, signal.SIGINT)  # so that fixtures end
         while self._runs():
             if time.monotonic() > end:
                 os.kill(self._pid, signal.SIGKILL)
@@ -234,7 +234,7 @@ class Fork:
 
 
 class _Sender:
-    """The plugin that tells the first lane what happens in another."""
+    """A plugin that sends this lane's reports to the first lane."""
 
     def __init__(self, session: pytest.Session, messages: IO[bytes]) -> None:
         self._config = session.config
@@ -242,7 +242,7 @@ class _Sender:
         self._first_lane = os.getpid()
 
     def send(self, kind: str, value: Any) -> None:
-        if os.getppid() != self._first_lane:  # it has ended
+        if os.getppid() != self._first_lane:  # the first lane has ended
             os._exit(1)
         pickle.dump((kind, value), self._messages)
         self._messages.flush()
@@ -259,7 +259,7 @@ class _Sender:
 
     def pytest_warning_recorded(self, warning_message: Any, when: str, nodeid: str, location: Any) -> None:
         told = warnings.WarningMessage(
-            f"{warning_message.category.__name__}: {warning_message.message}",  # a class of a test may not pickle
+            f"{warning_message.category.__name__}: {warning_message.message}",  # a test's own class may not pickle
             UserWarning,
             warning_message.filename,
             warning_message.lineno,
@@ -270,12 +270,12 @@ class _Sender:
 def _be_the_fork(
     session: pytest.Session, chunks: list[list[pytest.Item]], numbers: int, sender: _Sender, output: IO[bytes]
 ) -> None:
-    """The fork's whole life. Never returns."""
+    """Run the fork's lane; never return."""
     try:
         plugins = session.config.pluginmanager
         plugins.unregister(name="terminalreporter")
         capture: Any = plugins.getplugin("capturemanager")
-        capture.stop_global_capturing()  # it shares its files with the first lane
+        capture.stop_global_capturing()  # it shares files with the first lane
         os.dup2(output.fileno(), 1)
         os.dup2(output.fileno(), 2)
         capture.start_global_capturing()
@@ -288,7 +288,7 @@ def _be_the_fork(
             session._setupstate.teardown_exact(None)
         os._exit(0)
     except (session.Failed, session.Interrupted, KeyboardInterrupt):
-        os._exit(1)  # the first lane knows
+        os._exit(1)  # the first lane reports it
     except BaseException:
         os.write(output.fileno(), traceback.format_exc().encode())
         os._exit(1)

@@ -1,4 +1,4 @@
-"""What a training step takes, measured: live bytes of all memory behind tensors, phase by phase."""
+"""Peak memory of a training step by phase: live bytes of all storages."""
 
 import contextlib
 from collections.abc import Callable, Sequence
@@ -9,7 +9,7 @@ from counting import LiveBytes
 from torch import Tensor, nn
 
 STEPS = 6
-"""The first ones compare the order of ranks."""
+"""Number of steps. The first ones compare the order of ranks."""
 
 
 def measured(
@@ -18,7 +18,7 @@ def measured(
     batch: Sequence[Tensor] | dict[str, Tensor],
     loss_of: Callable[[Any], Tensor],
 ) -> dict[str, int]:
-    """The most live bytes in each phase of a later step of a sharded model. Outputs are not kept beyond the loss."""
+    """Return the peak of live bytes in each phase of a late step. Outputs are freed after the loss."""
     peaks: dict[str, int] = {}
     live = LiveBytes()
 
@@ -28,7 +28,7 @@ def measured(
         peaks[phase] = live.peak
         return result
 
-    steps: list[int] = []  # those begun
+    steps: list[int] = []  # started steps
     given, named = ((), batch) if isinstance(batch, dict) else (batch, {})
     with live:
         live.add([*model.parameters(), *model.buffers(), *given, *named.values()])

@@ -1,4 +1,4 @@
-"""Small models that many tests train. One with a feature of its own belongs into the test that needs it."""
+"""Small models that many tests train. A model with a feature of its own belongs in the test that needs it."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 
 class Block(nn.Module):
-    """One layer, and a way around it."""
+    """A layer with a residual connection."""
 
     def __init__(self, width: int = 4) -> None:
         super().__init__()
@@ -19,7 +19,7 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """Blocks between two layers of its own, called in the order of ``order``."""
+    """Blocks between two layers, called in the order of ``order``."""
 
     def __init__(
         self, blocks: int = 3, width: int = 4, inputs: int = 4, outputs: int = 2, block: type[nn.Module] = Block
@@ -38,7 +38,7 @@ class Net(nn.Module):
 
 
 class Mlp(nn.Module):
-    """Two layers, and a way around them. ``hidden``: the width between them, twice ``width`` by default."""
+    """Two layers with a residual connection. ``hidden`` is the width between them, by default twice ``width``."""
 
     def __init__(self, width: int, hidden: int | None = None, bias: bool = True) -> None:
         super().__init__()
@@ -50,12 +50,12 @@ class Mlp(nn.Module):
 
 
 WIDTH, SMALL_WIDTH = 96, 24
-"""Of norm blocks. In one of ``WIDTH`` each gradient is copied as it comes, in one of ``SMALL_WIDTH`` all together: see
+"""Widths of norm blocks. With ``WIDTH`` each gradient is copied when it arrives, with ``SMALL_WIDTH`` all together; see
 ``SMALL`` in gradients.py."""
 
 
 class NormBlock(nn.Module):
-    """A layer norm and two layers, and a way around them. ``hidden``, ``bias``: see ``Mlp``."""
+    """A layer norm and two layers with a residual connection. For ``hidden`` and ``bias`` see ``Mlp``."""
 
     def __init__(self, width: int, hidden: int | None = None, bias: bool = True) -> None:
         super().__init__()
@@ -68,14 +68,14 @@ class NormBlock(nn.Module):
 
 
 class NormNet(Net):
-    """Such blocks between two layers."""
+    """Norm blocks between two layers."""
 
     def __init__(self, blocks: int = 4, width: int = WIDTH) -> None:
         super().__init__(blocks, width, 3, 3, NormBlock)
 
 
 class Gather(torch.autograd.Function):
-    """The tensors of all ranks of a group, stacked. (torch's own takes a group's ranks for those of the world.)"""
+    """Stack the tensors of all ranks of a group. (torch's own function takes a group's ranks for global ones.)"""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:

@@ -1,12 +1,12 @@
-"""``@ranks(1, 3)``: a test whose function is the body that all ranks run, at each of these world sizes.
+"""``@ranks(1, 3)`` makes a test of a body, a function that all ranks run, at each of these world sizes.
 
-Of more than two sizes a run that is not thorough takes the last, and one of the others: another one in another test.
+If there are more than two, only a thorough run has all of them. Otherwise a test runs the last one, and one of the others.
 
     @ranks(2, 3)
     def test_sum(ctx, factor):
         ...
 
-Other arguments are fixtures or parameters, which must pickle. ``path`` is a path in ``tmp_path`` where nothing is yet.
+Other arguments are fixtures or parameters, which must pickle. ``path`` is a path in ``tmp_path`` that does not exist.
 """
 
 import functools
@@ -23,9 +23,9 @@ Test = Callable[..., None]
 
 
 def ranks(*world_sizes: int, pool: str = "pool", **options: Any) -> Callable[[Test], Test]:
-    """Without ``world_sizes``, ``world_size`` is a parameter of the test.
+    """Make a test of a body. Without ``world_sizes``, ``world_size`` is a parameter of the test.
 
-    ``pool``: the fixture; ``options``: of its ``run``, as ``timeout``.
+    ``pool`` is the name of the fixture; ``options`` are arguments of its ``run``, such as ``timeout``.
     """
 
     def decorate(body: Test) -> Test:

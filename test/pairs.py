@@ -1,4 +1,4 @@
-"""Fewer cases than there are: all pairs of some choices, or some of many. All of them in a thorough run."""
+"""Selections of cases: all pairs of some choices, or some of many. A thorough run has all cases."""
 
 import itertools
 import os
@@ -8,13 +8,13 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 thorough = bool(os.environ.get("PAIRS_THOROUGH"))
-"""``--thorough``: every case. Set before tests are collected; ranks have it from the environment."""
+"""Whether ``--thorough`` runs every case. It is set before tests are collected; ranks read it from the environment."""
 
 
 def some(cases: Iterable[T], count: int, turn: int = 0) -> list[T]:
-    """``count`` of the cases, evenly spread over them; another ``turn``, others. All of them in a thorough run.
+    """Return ``count`` of the cases, evenly spread; another ``turn`` selects others. A thorough run has all of them.
 
-    For cases that differ in one thing and show the same.
+    Use it for similar cases that differ in one respect.
 
         >>> some("abcdef", 2), some("abcdef", 2, turn=1)
         (['a', 'd'], ['b', 'e'])
@@ -26,10 +26,10 @@ def some(cases: Iterable[T], count: int, turn: int = 0) -> list[T]:
 
 
 def all_pairs(*choices: Sequence[Any]) -> list[tuple[Any, ...]]:
-    """Cases, one of each of ``choices`` in each, such that every two values of two choices come together in one of them.
+    """Return cases with a value of each of ``choices``, such that every pair of values is in one of them.
 
-    The same at every call. Most mistakes in how options work together are mistakes of two of them; what takes three is for
-    the fuzzers. The whole product in a thorough run.
+    The result is the same at every call. Most failures of combined options need two of them; the fuzzer finds failures that
+    need three. A thorough run has the full product.
 
         >>> all_pairs("ab", "xy", (1, 2))
         [('a', 'x', 1), ('a', 'y', 2), ('b', 'x', 2), ('b', 'y', 1)]

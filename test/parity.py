@@ -1,20 +1,20 @@
-"""Parity with single-process training: the oracle of this project.
+"""Parity with single-process training, the main reference of these tests.
 
-The sharded model, trained by W ranks on equal slices of a batch, must do what plain PyTorch does with the whole batch
-in one process. Every rank runs both: the oracle needs no communication, so a difference is the sharding's.
+A sharded model, trained by W ranks on equal slices of a batch, must agree with plain PyTorch on the full batch in one
+process. Every rank runs both. The reference needs no communication, so any difference is caused by sharding.
 
-**What "equal" means.** The two runs add the same numbers in another order, so they differ by rounding, and AdamW turns
-rounding into differences of any size: it divides each gradient by its own magnitude, so an element whose gradient
-cancels to nearly nothing (a bias in front of a LayerNorm) moves by a full learning rate in a direction that rounding
-decides. A tolerance wide enough for that in float32 would hide real mistakes. Hence:
+**Tolerances.** The two runs add the same numbers in different orders, so they differ by rounding. AdamW can amplify
+rounding to any size, as it divides each gradient by its own magnitude. If a gradient cancels to nearly zero (a bias before
+a LayerNorm), rounding decides the direction of a step of a full learning rate. A tolerance that is wide enough for that in
+float32 would hide real mistakes. Hence:
 
-- Models and inputs are cast to float64 by default. Rounding is then 1e-16, AdamW's ``eps`` of 1e-8 dwarfs it, and the
-  tolerance can be 1e-9 relative, a thousand times stricter than the 1e-6 that is promised, without being flaky.
-- In float32, use ``oracle="slices"``: the oracle then runs forward and backward for one rank's slice after the other,
-  as the ranks do, instead of for the whole batch, so only the sum over ranks is rounded differently. And give AdamW an
-  ``eps`` that is not small against the gradients (:func:`adamw_float32`). That holds 1e-6.
-- "Relative" is relative to the largest magnitude in the tensor, but at least to :data:`FLOOR` times the largest in the
-  whole model: a tensor that consists of rounding only (that same bias) has no scale of its own.
+- Models and inputs are cast to float64 by default. Rounding is then 1e-16, far below AdamW's ``eps`` of 1e-8. So the
+  relative tolerance can be 1e-9, a thousand times stricter than the documented 1e-6, without flaky tests.
+- In float32, use ``oracle="slices"``: the reference then runs forward and backward for each rank's slice in turn, as the
+  ranks do. Only the sum over ranks is then rounded differently. Also give AdamW an ``eps`` that is not small relative
+  to the gradients (:func:`adamw_float32`). Then 1e-6 holds.
+- Errors are relative to the largest magnitude in the tensor, but at least to :data:`FLOOR` times the largest in the model.
+  A tensor of rounding errors only (such as that bias's gradient) has no scale of its own.
 """
 
 import copy
@@ -38,7 +38,7 @@ Optimizer = torch.optim.Optimizer
 
 
 def adamw(params: Iterable[Tensor], eps: float = 1e-8) -> Optimizer:
-    """Weight decay shows a step on a parameter that should have had none."""
+    """AdamW with weight decay, which reveals a step on a parameter that should have had none."""
     return torch.optim.AdamW(params, lr=1e-2, weight_decay=0.1, eps=eps)
 
 
@@ -48,12 +48,12 @@ def adamw_float32(params: Iterable[Tensor]) -> Optimizer:
 
 
 def default_shard(module: nn.Module, group: Any) -> nn.Module:
-    """One unit: the root."""
+    """Shard the root as a single unit."""
     return fully_shard(module, process_group=group)
 
 
 def mean_square(output: Any, inputs: Any) -> Tensor:
-    """A loss that reaches every floating-point tensor of an output of any structure."""
+    """Return a loss that reaches every floating-point tensor of an output of any structure."""
     terms = [t.double().square().mean() for t in pytree.tree_leaves(output) if _is_float(t) and t.numel()]
     assert terms, "the model's output holds no floating-point tensor"
     return torch.stack(terms).mean()
@@ -85,10 +85,10 @@ def check_parity(
     :param rtol: relative tolerance, see :data:`FLOOR`; by default 1e-9 if all floating-point parameters are float64,
         1e-6 otherwise.
     :param dtype: the dtype to cast the model and the inputs to; None leaves a mixed model as it is.
-    :param oracle: ``"batch"`` trains the reference on the whole batch, ``"slices"`` on the mean of the slices' losses.
+    :param oracle: ``"batch"`` trains the reference on the full batch, ``"slices"`` on the mean of the slices' losses.
     :param train: ``train(model, inputs, scale)`` runs forward, loss and the backward of ``scale * loss``, and returns the
-        loss, for steps that are more than ``loss_fn(model(inputs), inputs).backward()``.
-    :param replicated: whether every rank must hold whole parameters (NO_SHARD); None accepts either.
+        loss, for steps other than ``loss_fn(model(inputs), inputs).backward()``.
+    :param replicated: whether every rank must hold full parameters (NO_SHARD); None accepts either.
     :param clip: clips the gradients of either model, and returns their norm.
     """
 
@@ -129,7 +129,7 @@ def check_parity(
         losses_of_steps.append((train(sharded, slices[ctx.rank], 1.0).double(), torch.stack(losses).mean()))
         expected = {name: p.grad for name, p in reference.named_parameters()}
         got = [name for name, p in sharded.named_parameters() if p.grad is not None]
-        wrong = [name for name in got if expected[name] is None]  # by zeros an optimizer decays the parameter
+        wrong = [name for name in got if expected[name] is None]  # with zeros an optimizer would decay the parameter
         assert not wrong, f"step {step}: gradients where the reference has None: {wrong}"
         if step == 0:
             _assert_close(whole_gradients(sharded), expected, rtol, "gradients")
@@ -141,7 +141,7 @@ def check_parity(
             each.step()
 
     means = torch.stack([loss for loss, _ in losses_of_steps]) / ctx.world_size
-    dist.all_reduce(means, group=ctx.group)  # once, as small collectives are what takes most of the time
+    dist.all_reduce(means, group=ctx.group)  # all at once, as small collectives take most of the time
     for step, (_, expected_loss) in enumerate(losses_of_steps):
         _assert_close({"loss": means[step]}, {"loss": expected_loss}, rtol, f"step {step}: losses")
     run.check_registration(originals)
@@ -151,23 +151,23 @@ def check_parity(
 
 @dataclasses.dataclass
 class ParityRun:
-    """Both models after (or during) a parity check, and the comparisons between them. All of them are collective."""
+    """Both models during or after a parity check, and comparisons between them. All of these are collective."""
 
     ctx: Any
     reference: nn.Module
     sharded: nn.Module
     rtol: float
     copies: tuple[int, ...]
-    """How many ranks may hold an element of a parameter."""
+    """Number of ranks that may hold an element of a parameter."""
 
     def check_registration(self, originals: dict[str, nn.Parameter]) -> None:
-        """Sharding and training changed no name and no parameter object, and no rank's slice is lost or doubled."""
+        """Check that names and parameter objects are unchanged, and that no rank's slice is lost or doubled."""
         now, reference = dict(self.sharded.named_parameters()), dict(self.reference.named_parameters())
         assert list(now) == list(reference)
         assert [n for n, _ in self.sharded.named_modules()] == [n for n, _ in self.reference.named_modules()]
-        now = {n: p for n, p in now.items() if not _is_subclass(originals[n])}  # of which new objects are sharded
+        now = {n: p for n, p in now.items() if not _is_subclass(originals[n])}  # sharding makes new objects of these
         changed = [name for name, p in now.items() if p is not originals[name]]
-        assert not changed, f"not the user's parameter objects any more: {changed}"
+        assert not changed, f"parameter objects were replaced: {changed}"
         of = {name: (p.dtype, p.requires_grad) for name, p in now.items()}
         wrong = {n: found for n, found in of.items() if found != (reference[n].dtype, reference[n].requires_grad)}
         assert not wrong, f"dtype or requires_grad changed: {wrong}"
@@ -175,10 +175,10 @@ class ParityRun:
         dist.all_reduce(held, group=self.ctx.group)
         numels = {name: (n, reference[name].numel()) for name, n in zip(now, held.tolist(), strict=True)}
         wrong = {name: both for name, both in numels.items() if both[0] not in [both[1] * k for k in self.copies]}
-        assert not wrong, f"elements on all ranks together, and in the original: {wrong}"
+        assert not wrong, f"elements over all ranks, and in the original: {wrong}"
 
     def check_values(self, start: dict[str, Tensor], stepped: set[str]) -> None:
-        """Full parameters agree, in shape, dtype, strides and values; what nothing has changed is bitwise as before."""
+        """Check full parameters' shapes, dtypes, strides and values; unchanged ones must have the same bits."""
         full = full_params(self.sharded)
         expected = {name: _clone(p) if _is_subclass(p) else p.detach() for name, p in self.reference.named_parameters()}
         _assert_close(full, expected, self.rtol, "parameters", strides=True)
@@ -191,13 +191,13 @@ class ParityRun:
 
 
 def full_params(sharded: nn.Module) -> dict[str, Tensor]:
-    """Copies of all parameters in their original shapes. Collective."""
+    """Return copies of all parameters in their original shapes. Collective."""
     with summon_full_params(sharded, writeback=False):
         return {name: _clone(p) for name, p in sharded.named_parameters()}
 
 
 def whole_gradients(sharded: nn.Module) -> dict[str, Tensor | None]:
-    """Copies of all gradients in their original shapes. Collective."""
+    """Return copies of all gradients in their original shapes. Collective."""
     with summon_full_params(sharded, writeback=False, with_grads=True):
         return {name: None if p.grad is None else p.grad.clone() for name, p in sharded.named_parameters()}
 
@@ -211,7 +211,7 @@ def _is_subclass(t: Tensor) -> bool:
 
 
 def _clone(t: Tensor) -> Tensor:
-    return t.detach() * 1 if _is_subclass(t) else t.detach().clone()  # plain; the latter keeps the strides
+    return t.detach() * 1 if _is_subclass(t) else t.detach().clone()  # plain; a clone keeps strides
 
 
 def _build(make_model: Callable[[], nn.Module], dtype: torch.dtype | None) -> nn.Module:
@@ -240,7 +240,7 @@ def _max(t: Tensor) -> float:
 def _assert_close(
     got: dict[str, Tensor | None], expected: dict[str, Tensor | None], rtol: float, what: str, strides: bool = False
 ) -> None:
-    """All tensors of two models agree, relative to the largest magnitudes; lists all that don't, not only the first."""
+    """Compare all tensors of two models, relative to the largest magnitudes; report all that differ, not only the first."""
     assert list(got) == list(expected)
     largest = max((_max(t) for t in expected.values() if _is_float(t)), default=0.0)
     wrong = []
@@ -267,7 +267,7 @@ def _assert_close(
 
 
 def everybody(ctx, value: object) -> list[Any]:
-    """Every rank's ``value``: anything that pickles. Not ``all_gather_object``, which needs numpy."""
+    """Return every rank's ``value``, which must pickle. ``all_gather_object`` would need numpy."""
     mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
     sizes = [torch.zeros(1, dtype=torch.long) for _ in range(ctx.world_size)]
     dist.all_gather(sizes, torch.tensor([mine.numel()]), group=ctx.group)
@@ -283,7 +283,7 @@ def shard_with(policy: Any, strategy: ShardingStrategy, model: nn.Module, group:
 
 
 def check_same_gradients(sharded: nn.Module, plain: nn.Module, rtol: float = 1e-9) -> None:
-    """Those of the sharded model are those of the plain one, and None where those are."""
+    """Compare the gradients of a sharded and a plain model; None must match None."""
     expected = {name: p.grad for name, p in plain.named_parameters()}
     torch.testing.assert_close(whole_gradients(sharded), expected, rtol=rtol, atol=rtol / 1e3)
 
@@ -296,7 +296,7 @@ def check_same_params(sharded: nn.Module, plain: nn.Module, rtol: float = 1e-9) 
 def twins(
     ctx: Any, make: Callable[[], nn.Module], policy: Any = None, dtype: torch.dtype = torch.float64, **options: Any
 ) -> tuple[nn.Module, nn.Module]:
-    """A plain model, and the same one sharded: for steps that :func:`check_parity` does not make."""
+    """Return a plain model and a sharded copy, for steps that :func:`check_parity` does not make."""
     torch.manual_seed(0)
     plain = make().to(dtype)
     where = {} if "device_mesh" in options else {"process_group": ctx.group}
@@ -304,7 +304,7 @@ def twins(
 
 
 def by_pointer(param: Tensor) -> Tensor:
-    """The memory of ``param``. No version tells of what is written to it, as of what an optimizer in C++ writes."""
+    """Return the memory of ``param``. Writes to it bump no version, like writes of an optimizer in C++."""
     return torch.from_dlpack(param.detach()) if param.numel() else param.detach().clone()
 
 
@@ -315,5 +315,5 @@ def step_all(optimizers: Iterable[Optimizer]) -> None:
 
 
 def parts(ctx: Any, x: Tensor) -> tuple[Tensor, Tensor]:
-    """A batch for the plain one of :func:`twins`: itself, and what this rank has of it."""
+    """Return the batches of :func:`twins`: the full one, and this rank's slice."""
     return x, x.chunk(ctx.world_size)[ctx.rank]

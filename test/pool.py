@@ -1,8 +1,8 @@
-"""A pool of ranks (of gloo, unless told otherwise) that lives as long as the pytest session.
+"""A pool of ranks that lives as long as the pytest session. Its backend is gloo by default.
 
-Starting four Python processes that import torch costs seconds; a test body costs milliseconds. So the ranks start
-once, as forks of one process that has imported torch, and every distributed test is a module-level function
-``body(ctx, ...)`` that they run::
+Starting four Python processes that import torch costs seconds; a test body costs milliseconds. So the ranks start once, as
+forks of a process that has imported torch. Every distributed test is a module-level function ``body(ctx, ...)`` that they
+run::
 
     def body(ctx, factor):
         t = torch.full((), float(ctx.rank))
@@ -12,15 +12,15 @@ once, as forks of one process that has imported torch, and every distributed tes
     def test_sum(pool):
         assert pool.run(body, 2, world_size=3) == [6.0, 6.0, 6.0]
 
-What a shared pool must guarantee, and how it does:
+A shared pool gives these guarantees:
 
-- A failing rank fails the test with its own traceback (:class:`RankFailure`), even while its peers sit in a
-  collective that never completes: they get ``GRACE`` seconds, then all ranks are killed.
-- A hanging rank fails the test at the timeout, by rank number and with the Python stacks of all its threads, which
-  faulthandler writes at SIGABRT, so also where the rank is stuck in C++.
-- After a failure, and after a body that made groups on some ranks only, groups may be out of step: they are built anew,
-  and the processes too where that does not work at once.
-- Ranks never outlive pytest: they are daemons, and each watches for the parent's death on a thread.
+- A failing rank fails the test with its own traceback (:class:`RankFailure`), even if its peers wait in a collective that
+  never completes. They get ``GRACE`` seconds, then all ranks are killed.
+- A hanging rank fails the test at the timeout, with the rank's number and the Python stacks of all its threads. faulthandler
+  writes them at SIGABRT, so they are available even if the rank hangs in C++.
+- After a failure, groups may be out of step, and so may they after a body that made groups on some ranks only. The pool then
+  makes new groups, and new processes if that fails.
+- Ranks never outlive pytest: they are daemons, and a thread of each watches for the parent's death.
 """
 
 import atexit
@@ -56,16 +56,16 @@ PRELOAD = (
     *("torch", "torch.distributed", "torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.fsdp"),
     *("torch.distributed.tensor.parallel", "torch.optim", "pytest", "expecttest", "flatshard"),
 )
-"""What the process has imported of which the ranks are forks."""
+"""Modules imported by the process whose forks are ranks."""
 COMPILER = ("torch._inductor.pattern_matcher", "torch._inductor.debug", "torch._dynamo.testing")
-"""What ranks import where they compile: a second of each of them."""
+"""Modules that ranks import to compile, each of which takes a second."""
 GRACE = 5.0
-"""Seconds that the other ranks get to answer once one rank has failed."""
+"""Seconds for the other ranks to answer after a rank has failed."""
 
 
 @dataclasses.dataclass
 class Context:
-    """What a test body knows about the rank that it runs on."""
+    """A rank, as a test body sees it."""
 
     rank: int
     world_size: int
@@ -79,13 +79,13 @@ class Context:
 
     @functools.cached_property
     def mesh(self) -> Any:
-        """A one-dimensional CPU device mesh over :attr:`group`."""
+        """Return a one-dimensional CPU device mesh over :attr:`group`."""
         from torch.distributed.device_mesh import DeviceMesh
 
         return DeviceMesh.from_group(self.group, "cpu", mesh_dim_names=("dp",))
 
     def device_mesh(self, shape: tuple[int, ...], names: tuple[str, ...], device: str = "cpu") -> Any:
-        """A device mesh over all ranks of the pool, which all must ask for. Later bodies get the same one.
+        """Return a device mesh over all ranks of the pool, all of which must call this. Later bodies get the same one.
 
         The process groups of a mesh live as long as the default group, each with threads of its own.
         """
@@ -99,7 +99,7 @@ class Context:
         return self._meshes[device, shape, names]
 
     def group_over(self, kind: str) -> Any:
-        """A group of the same ranks as :attr:`group` over a store of another kind, a class of ``torch.distributed``.
+        """Return a group with the ranks of :attr:`group` over another store, a class of ``torch.distributed``.
 
         Later bodies get the same one. A ``HashStore`` is for one rank.
         """
@@ -113,14 +113,14 @@ class Context:
                 case "PrefixStore":
                     new: Any = dist.PrefixStore("inner", dist.PrefixStore("outer", store))
                 case "HashStore":
-                    assert self.world_size == 1, "a HashStore is one process's"
+                    assert self.world_size == 1, "a HashStore serves a single process"
                     new = dist.HashStore()
                 case "FileStore":
                     if self.rank == 0:
                         store.set(name, tempfile.mkstemp(dir=self._folder)[1])
                     new = dist.FileStore(store.get(name).decode(), self.world_size)
             groups[default] = backend, new
-            try:  # under a name that torch does not count: the other ranks of the pool make no such group
+            try:  # under a name that torch does not count, as other ranks of the pool make no such group
                 with mock.patch.object(c10d, "_process_group_name", return_value=name):
                     group = dist.new_group(list(range(self.world_size)), use_local_synchronization=True)
             finally:
@@ -129,13 +129,13 @@ class Context:
         return self._meshes[kind, self.world_size]
 
     def note(self, text: str) -> None:
-        """Say what this rank is about to do: the last note is shown if the rank then fails, hangs or dies."""
+        """Record the rank's next action: the last note is shown if the rank then fails, hangs or dies."""
         self._send(("note", text))
 
 
 @dataclasses.dataclass
 class Failure:
-    """How one rank failed: by an exception, by not answering in time, or by dying."""
+    """A rank's failure: an exception, no answer in time, or death."""
 
     rank: int
     kind: str
@@ -148,12 +148,12 @@ class Failure:
 
 
 class RankFailure(AssertionError):
-    """One or more ranks failed; the message holds every rank's own account, the most telling first."""
+    """Failure of at least one rank. The message has every rank's account, the most informative first."""
 
     def __init__(self, what: str, failures: list[Failure]) -> None:
-        order = ("died", "raised", "hung", "blocked")  # a peer's death raises elsewhere
+        order = ("died", "raised", "hung", "blocked")  # a peer's death raises on other ranks
         self.failures = sorted(failures, key=lambda f: (order.index(f.kind), f.rank))
-        alike: dict[tuple[str, str, str], list[Failure]] = {}  # the same error on many ranks is shown once
+        alike: dict[tuple[str, str, str], list[Failure]] = {}  # an error that many ranks share is shown once
         for f in self.failures:
             alike.setdefault((f.kind, f.text, f.note), []).append(f)
         super().__init__("\n".join([what, *map(self._section, alike.values())]))
@@ -168,7 +168,7 @@ class RankFailure(AssertionError):
         return f"---- {title}\n{note}{f.text.rstrip()}"
 
     def of(self, kind: str) -> list[int]:
-        """The ranks that failed in this way."""
+        """Return the ranks that failed in this way."""
         return [f.rank for f in self.failures if f.kind == kind]
 
 
@@ -183,7 +183,7 @@ def _exit_with_parent() -> None:
 
 
 def _send_objects_without_numpy() -> None:
-    """Objects that torch sends, as the plans of ``torch.distributed.checkpoint``, become bytes by numpy: not a dependency."""
+    """Send objects without numpy, which is no dependency. torch uses it for plans of ``torch.distributed.checkpoint``."""
     import ctypes
     import importlib.util
 
@@ -198,9 +198,9 @@ def _send_objects_without_numpy() -> None:
 
 
 def _make_groups(rank: int, size: int, port: int, prefix: str, backend: str | None) -> dict[int, Any]:
-    """The default group over all ranks; for every world size k the group of ranks 0..k-1; under 0 that of this rank only.
+    """Return groups by world size k, each of ranks 0..k-1, with a group of this rank only under 0.
 
-    ``backend`` None: no group at all, as bodies make their own.
+    The default group has all ranks. If ``backend`` is None there are no groups, as bodies make their own.
     """
     if backend is None:
         return dict.fromkeys(range(size + 1))
@@ -218,9 +218,9 @@ def _make_groups(rank: int, size: int, port: int, prefix: str, backend: str | No
 
 
 def _yield_to_others() -> None:
-    """Let a rank that other tests' ranks wake up run on until it waits, as it may hold the lock of a connection.
+    """Let a rank that is woken by another one run until it waits, as it may hold the lock of a connection.
 
-    gloo's thread does not wait for such a lock: it asks again at once, for as long as the holder is kept from its core.
+    gloo's thread does not block on such a lock. It spins for as long as the lock's holder has no core.
     """
     if sys.platform == "linux":
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))  # threads inherit it
@@ -229,15 +229,15 @@ def _yield_to_others() -> None:
 def _share_gloo_device() -> None:
     """Let all gloo groups of this process share one device.
 
-    Each device has a thread that wakes up a hundred times a second. A rank has dozens of groups, each with its own device
-    by default. In a run of all tests these threads took a quarter of the time. The thread of this one makes room for
-    whoever holds the lock that it asks for: see :func:`_yield_to_others`.
+    Each device has a thread that wakes up a hundred times per second. A rank has dozens of groups, each with a device of its
+    own by default: in a run of all tests their threads took a quarter of the time. The thread of the shared device yields to
+    a lock's holder: see :func:`_yield_to_others`.
     """
     from torch.distributed import ProcessGroupGloo
 
     def make_device() -> None:
         if sys.platform == "linux":
-            os.nice(10)  # this thread, and those that it makes
+            os.nice(10)  # applies to this thread and the threads that it starts
         devices.append(ProcessGroupGloo.create_default_device())
 
     devices: list[Any] = []
@@ -257,9 +257,9 @@ def _share_gloo_device() -> None:
 
 
 def _count_groups() -> int:
-    """How many groups this rank has made, by which torch names the next one.
+    """Return the number of groups that this rank has made, from which torch makes the next one's name.
 
-    Where ranks differ in it, the constructor of a later group waits for ever, or connects ranks of different groups.
+    If ranks differ, a later group's constructor waits forever, or connects ranks of different groups.
     """
     import torch.distributed.distributed_c10d as c10d
 
@@ -274,7 +274,7 @@ def _run_body(ctx: Context, payload: bytes) -> tuple[str, Any]:
         torch.manual_seed(0)
         random.seed(0)
         return "ok", pickle.dumps(fn(ctx, *args, **kwargs))
-    except BaseException as e:  # also pytest's outcomes, which are no Exception
+    except BaseException as e:  # pytest's outcomes are no Exceptions
         kind = "skip" if type(e).__name__ == "Skipped" else "raised"
         return kind, (type(e).__qualname__, str(e), traceback.format_exc())
     finally:
@@ -283,11 +283,11 @@ def _run_body(ctx: Context, payload: bytes) -> tuple[str, Any]:
 
 
 def _forget_meshes() -> None:
-    """Clear the DTensor caches: an equal mesh of the new groups would get results on the old mesh, whose groups are gone.
+    """Clear DTensor's caches, which would return results on old meshes for equal meshes of new groups.
 
-    As ``torch.distributed.tensor.debug._clear_sharding_prop_cache`` does, which can't be imported without numpy.
+    This equals ``torch.distributed.tensor.debug._clear_sharding_prop_cache``, whose import needs numpy.
     """
-    if "torch.distributed.tensor" in sys.modules:  # else there are none, and to import it takes a second
+    if "torch.distributed.tensor" in sys.modules:  # otherwise there are none, and the import takes a second
         import torch
         from torch.distributed.tensor import DTensor
 
@@ -296,7 +296,7 @@ def _forget_meshes() -> None:
 
 
 def _collect_and_freeze() -> None:
-    """Free what a body has left. What then lives, such as imported modules, lives on: the collector skips it from now on."""
+    """Free objects left by a body. The collector skips the rest from now on, such as imported modules."""
     gc.collect()
     gc.freeze()
 
@@ -312,7 +312,7 @@ def _rank_main(
 ) -> None:
     """Serve requests until the parent closes the connection or dies."""
     threading.Thread(target=_exit_with_parent, daemon=True).start()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle: it stops the ranks
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C, and stops the ranks
     _yield_to_others()
     if not os.environ.get("POOL_CORES"):
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -338,7 +338,7 @@ def _rank_main(
         try:
             command, argument = pickle.loads(conn.recv_bytes())
         except EOFError:
-            os._exit(0)  # not a clean exit: a group that is out of step would be waited for
+            os._exit(0)  # a clean exit would wait for groups that are out of step
         if command == "groups":
             if dist.is_initialized():
                 dist.destroy_process_group()
@@ -374,16 +374,16 @@ def _environment() -> Any:
 
 
 def share_start() -> None:
-    """Let the pools of this process and of its forks start from one process that has imported torch, which is begun now."""
+    """Start a process that imports torch, and let the pools of this process and its forks start from it."""
     multiprocessing.get_context("forkserver").set_forkserver_preload([*PRELOAD, *COMPILER])
     with _environment():
         forkserver.ensure_running()
-    # It is no child of the forks, which could not ask whether it lives.
+    # Forks are not its parent, and could not check whether it is alive.
     os.register_at_fork(after_in_child=lambda: setattr(forkserver._forkserver, "ensure_running", lambda: None))
 
 
 class Pool:
-    """Ranks, started at first use, that run test bodies; see the module's docstring."""
+    """Ranks that start at first use and run test bodies; see the module's docstring."""
 
     def __init__(
         self,
@@ -450,7 +450,7 @@ class Pool:
         raise RankFailure(what, failures)
 
     def close(self) -> None:
-        """End all ranks and remove the pool's files. The pool can be used again: it then starts anew."""
+        """End all ranks and remove the pool's files. The next use starts it again."""
         self._stop_ranks()
         self._store = None
         shutil.rmtree(self._dir, ignore_errors=True)
@@ -458,7 +458,7 @@ class Pool:
     # -- starting and stopping
 
     def _get_ready(self) -> None:
-        """Have live ranks whose groups are in step: nothing to do, or new groups, or new processes."""
+        """Ensure live ranks whose groups are in step, by new groups or new processes if needed."""
         if self._ranks and all(r.process.is_alive() for r in self._ranks):
             if not self._in_step:
                 self._make_groups(RENEW_TIMEOUT)
@@ -474,7 +474,7 @@ class Pool:
         import torch.distributed as dist
 
         self._dir.mkdir(exist_ok=True)
-        if self._store is None:  # port 0: the system picks a free one, so no two sessions can race for it
+        if self._store is None:  # the system picks a free port, so sessions don't race for one
             self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         start = multiprocessing.get_context("forkserver")
         with _environment():
@@ -511,7 +511,7 @@ class Pool:
 
     @contextlib.contextmanager
     def _stop_ranks_on_error(self):
-        """An exception in here, like a test's alarm, leaves unread answers behind: nobody may use those ranks."""
+        """Stop the ranks after an exception, such as a test's alarm, which leaves unread answers."""
         try:
             yield
         except BaseException:
@@ -522,11 +522,11 @@ class Pool:
 
     def _post(self, rank: int, message: tuple[str, Any]) -> None:
         self._ranks[rank].note = ""
-        with contextlib.suppress(BrokenPipeError):  # a dead rank shows when its answer is awaited
+        with contextlib.suppress(BrokenPipeError):  # a dead rank is noticed when its answer is awaited
             self._ranks[rank].conn.send_bytes(pickle.dumps(message))
 
     def _collect(self, ranks: range, timeout: float) -> dict[int, tuple[str, Any]]:
-        """The answers of the ranks by rank; those that did not answer in time are missing."""
+        """Return answers by rank, without the ranks that did not answer in time."""
         answers: dict[int, tuple[str, Any]] = {}
         waiting = {self._ranks[rank].conn: rank for rank in ranks}
         deadline, failed = time.monotonic() + timeout, False
@@ -557,7 +557,7 @@ class Pool:
         return answers
 
     def _failures(self, answers: dict[int, tuple[str, Any]], ranks: range) -> list[Failure]:
-        """An account of every rank that did not end well. Ranks without an answer are stopped for their stacks."""
+        """Return the failure of every rank that failed. Ranks without an answer are stopped for their stacks."""
         failures = []
         one_failed = any(kind in ("raised", "died") for kind, _ in answers.values())
         for rank in set(ranks) - answers.keys():

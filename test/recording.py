@@ -1,4 +1,4 @@
-"""A small model, collectives that note what they are asked for, and what a model sends."""
+"""A small model, collectives that record their calls, and a count of sent bytes."""
 
 import contextlib
 from collections.abc import Iterator
@@ -29,7 +29,7 @@ def make_input(step: int, n: int) -> Tensor:
 
 
 class Recording:
-    """The built-in collectives, which note what they are asked for."""
+    """The built-in collectives with a record of their calls."""
 
     exact = True
     out_of_place = False
@@ -39,7 +39,7 @@ class Recording:
         self.calls: list[str] = []
 
     def note(self, call: str, *tensors: Tensor) -> None:
-        """``tensors``: what is written to, and what is sent."""
+        """Record a call with its output and input tensors."""
         self.calls.append(call)
 
     def all_gather(self, output: Tensor, shard: Tensor) -> Any:
@@ -67,10 +67,10 @@ def collectives_of(module: nn.Module) -> Any:
 
 @contextlib.contextmanager
 def sent_bytes() -> Iterator[list[int]]:
-    """Bytes of the messages that this rank gives to gloo, by which all payloads go meanwhile: all ranks must be here."""
+    """Count the bytes that this rank sends by gloo, which carries all payloads meanwhile. Collective."""
     sent: list[int] = []
     before, _config.SHARED_MEMORY = _config.SHARED_MEMORY, 0
-    send = vars(dist.ProcessGroup)["send"]  # what binds, for later
+    send = vars(dist.ProcessGroup)["send"]  # a function, which binds later
 
     def counted(group: Any, tensors: list[Tensor], to: int, tag: int) -> Any:
         sent.append(sum(t.nbytes for t in tensors))

@@ -1,4 +1,4 @@
-"""A run that other ranks go on with midway, through every path that saves an optimizer's state; beside it one process."""
+"""Interrupted runs that other ranks continue, with each way to save an optimizer's state, compared with one process."""
 
 import copy
 import functools
@@ -22,18 +22,18 @@ from flatshard.optim import WholeParameterOptimizer
 
 Optimizer = torch.optim.Optimizer
 Make = Callable[..., Optimizer]
-ROWS = 6  # of a batch: for worlds of 1, 2 and 3 ranks
-STEPS = 2  # before the restart, and after it
+ROWS = 6  # per batch: divides by 1, 2 and 3 ranks
+STEPS = 2  # before and after the restart
 
 
 def network(seed: int) -> nn.Module:
     torch.manual_seed(seed)
-    sizes = ((5, 8), (8, 4), (4, 1))  # matrices only, for Muon; of the last one a third rank has no element
+    sizes = ((5, 8), (8, 4), (4, 1))  # matrices only, for Muon; a third rank has no element of the last one
     return nn.Sequential(*(nn.Linear(a, b, bias=False) for a, b in sizes)).double()
 
 
 class Counting(Optimizer):
-    """Makes options of its groups in its first step, and steps by them, as timm's Adan does."""
+    """An optimizer that adds options to its groups in its first step and reads them, like timm's Adan."""
 
     def __init__(self, params: Any, lr: float = 0.1) -> None:
         super().__init__(params, {"lr": lr})
@@ -52,7 +52,7 @@ class Counting(Optimizer):
 
 
 class Clipping(torch.optim.SGD):
-    """Clips the norm of all its gradients in its step, as timm's Lamb does."""
+    """An optimizer that clips the total norm in its step, like timm's Lamb."""
 
     def step(self, closure: Any = None) -> Any:
         torch.nn.utils.clip_grad_norm_([p for g in self.param_groups for p in g["params"]], 1.0)
@@ -60,7 +60,7 @@ class Clipping(torch.optim.SGD):
 
 
 def train(model: nn.Module, optimizer: Optimizer, start: int, ctx: Any = None, steps: int = STEPS) -> None:
-    """``start``: so many steps have been made. ``ctx``: this rank trains on its part of each batch."""
+    """Train from step ``start``, on this rank's slice of each batch if ``ctx`` is given."""
     for number in range(start, start + steps):
         batch = torch.randn(ROWS, 5, generator=torch.Generator().manual_seed(number), dtype=torch.float64)
         if ctx is not None:
@@ -71,7 +71,8 @@ def train(model: nn.Module, optimizer: Optimizer, start: int, ctx: Any = None, s
 
 
 def in_one_process(make: Make, steps: int, is_restarted: bool = False) -> dict[str, Tensor]:
-    """``is_restarted``: after ``STEPS``. What torch loads, it casts: a float32 that an optimizer keeps, to float64."""
+    """Train in one process, perhaps restarted after ``STEPS``. Loading by torch casts an optimizer's own float32 to
+    float64."""
     model = network(0)
     optimizer = make(model.parameters())
     train(model, optimizer, 0, steps=min(steps, STEPS))
@@ -93,7 +94,7 @@ def check(model: nn.Module, expected: dict[str, Tensor], where: str) -> None:
     torch.testing.assert_close(full_state_dict(model), expected, rtol=1e-9, atol=1e-9, msg=lambda m: f"{where}: {m}")
 
 
-# -- paths: how they save, and how they load -----------------------------------------------------------------------------
+# -- functions that save, and that load ----------------------------------------------------------------------------------
 
 
 def save_job(ctx: Any, path: str, model: nn.Module, optimizer: Optimizer) -> None:
@@ -152,7 +153,8 @@ LOADS: dict[str, tuple[str, Callable[..., None]]] = {
 
 
 def save(ctx: Any, name: str, make: Make, path: str) -> bool:
-    """Train, save, and go on: uninterrupted, and by numbers. Returns whether the optimizer steps whole parameters."""
+    """Train, save, and continue without a restart and from numbered state. Return whether the optimizer steps full
+    parameters."""
     ctx.note(f"{name}: save")
     is_whole = False
     try:
@@ -161,7 +163,7 @@ def save(ctx: Any, name: str, make: Make, path: str) -> bool:
     except (RuntimeError, ValueError) as e:
         if "WholeParameterOptimizer" not in str(e) and "Muon only supports 2D parameters" not in str(e):
             raise
-        is_whole = True  # the cure
+        is_whole = True  # the error's cure
         model, optimizer = sharded(ctx, make, 0, is_whole)
         train(model, optimizer, 0, ctx)
     check(model, in_one_process(make, STEPS), f"{name} before the restart")
@@ -181,7 +183,7 @@ def save(ctx: Any, name: str, make: Make, path: str) -> bool:
 
 
 def restart(ctx: Any, name: str, make: Make, path: str, is_whole: bool) -> None:
-    """Load what other ranks have saved, on every path, and go on."""
+    """Load what other ranks saved, in each way, and continue."""
     expected = in_one_process(make, 2 * STEPS, is_restarted=True)
     whole = torch.load(f"{path}-{name}-model")
     for how, (kind, load) in LOADS.items():

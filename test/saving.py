@@ -1,4 +1,4 @@
-"""What the tests of checkpoints share: models with every kind of parameter, comparisons, and watches."""
+"""Shared by tests of checkpoints: models with every kind of parameter, comparisons, and watches."""
 
 import json
 from pathlib import Path
@@ -18,7 +18,8 @@ STRATEGIES = [s for s in ShardingStrategy if not s.is_hybrid]
 
 
 class Model(nn.Module):
-    """Tied, frozen, empty, 0-dim, transposed, channels-last and 16-bit parameters; buffers, one of them not saved."""
+    """Tied, frozen, empty, 0-dim, transposed, channels-last and 16-bit parameters; and buffers, one of them not
+    persistent."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,7 +52,7 @@ def shard(ctx, model: Model, strategy=ShardingStrategy.FULL_SHARD, policy=None) 
 
 
 def check_equal(model: nn.Module, expected: dict[str, Tensor]) -> None:
-    """All values of a sharded model, bit for bit."""
+    """Compare all values of a sharded model, bit for bit."""
     with flatshard.summon_full_params(model):
         found = model.state_dict()
         assert list(found) == list(expected)
@@ -59,7 +60,7 @@ def check_equal(model: nn.Module, expected: dict[str, Tensor]) -> None:
 
 
 class CommunicationWatch(TorchDispatchMode):
-    """Notes every collective, with the dtypes that it moves."""
+    """A record of every collective, with the dtypes that it moves."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -73,16 +74,16 @@ class CommunicationWatch(TorchDispatchMode):
 
     @property
     def data(self) -> list[tuple[str, torch.dtype]]:
-        """Leaving out objects, which are pickled: torch's planners send their plans, which are about names and sizes."""
+        """Collectives other than those of pickled objects: torch's planners send plans, which have names and sizes only."""
         return [(f, d) for f, d in self.seen if d not in (torch.uint8, torch.int64)]
 
 
 class MemoryWatch(LiveBytes):
-    """The most bytes that were alive at once, of tensors made inside."""
+    """A record of the peak of live bytes, of tensors made inside."""
 
     def __init__(self) -> None:
         super().__init__()
-        checksums(memoryview(bytes(8)))  # makes a table of a MiB, once per process
+        checksums(memoryview(bytes(8)))  # makes a table of 1 MiB, once per process
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         known = {t.untyped_storage()._cdata for t in torch.utils._pytree.tree_leaves(args) if isinstance(t, Tensor)}
@@ -95,25 +96,25 @@ class MemoryWatch(LiveBytes):
 
 
 def same_tensors(found: dict[str, Any], expected: dict[str, Tensor], strides: bool = False) -> None:
-    """Plain tensors, bit for bit; in any order."""
+    """Compare plain tensors by name, bit for bit."""
     torch.testing.assert_close(found, expected, rtol=0, atol=0, allow_subclasses=False, check_stride=strides)
 
 
 def by_name(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """The state of an optimizer of a plain model."""
+    """Return the state of an optimizer of a plain model."""
     ids = {id(p): n for n, p in model.named_parameters()}
     order = [ids[id(p)] for group in optimizer.param_groups for p in group["params"]]
     return flatshard.checkpoint.rekey(optimizer.state_dict(), order)
 
 
 def same(found: dict[str, Any], expected: dict[str, Any]) -> None:
-    """Bit for bit; groups may come in another order of parameters."""
+    """Compare states bit for bit; groups may have their parameters in another order."""
     for part in (lambda state: state["state"], options):
         torch.testing.assert_close(part(found), part(expected), rtol=0, atol=0, allow_subclasses=False)
 
 
 def options(state: dict[str, Any]) -> dict[str, Any]:
-    """Each parameter's."""
+    """Return each parameter's options."""
     return {
         name: {k: v for k, v in group.items() if k not in ("params", "param_names")}
         for group in state["param_groups"]
@@ -122,13 +123,14 @@ def options(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def layers(seed: int = 0) -> nn.Module:
-    """Uneven for two ranks."""
+    """Make layers of sizes that two ranks don't divide."""
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 5), nn.LayerNorm(5))
 
 
 def on_four(ctx, how: str, seed: int = 0, strategy: ShardingStrategy = ShardingStrategy.FULL_SHARD) -> nn.Module:
-    """Layers on four ranks: ``"tp"``, with tensor parallelism in pairs; ``"replicas"``, in two; ``"plain"``, over all."""
+    """Shard layers over four ranks: ``"tp"`` with tensor parallelism in pairs, ``"replicas"`` in two, ``"plain"`` over
+    all."""
     model = layers(seed)
     if how == "plain":
         return fully_shard(model, process_group=ctx.group)
@@ -152,11 +154,11 @@ _DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "
 
 
 def read_safetensors(path: Path) -> dict[str, Tensor]:
-    """One file, by the format's own words."""
+    """Read a file as the format's specification says."""
     data = path.read_bytes()
     size = int.from_bytes(data[:8], "little")
     header = json.loads(data[8 : 8 + size])
-    assert size % 8 == 0  # so that all of it can be mapped to tensors
+    assert size % 8 == 0  # required to map it to tensors
     assert header.pop("__metadata__") == {"format": "pt"}
     ends, found = 0, {}
     for name, each in header.items():

@@ -1,4 +1,4 @@
-"""How far a long run of the tests is."""
+"""Progress of a long run of the tests."""
 
 import time
 from typing import Any
@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 
 WHOLE_RUN = "about 6 minutes on two idle cores"
-"""How long all tests take. Change it with them."""
+"""Duration of a full run. Change it when tests change."""
 
 
 class TimeLeft:
-    """Says at once what pytest does, as until the first test ends it says nothing, and every minute how far the run is."""
+    """A plugin that prints a line at the start, as pytest is silent until the first test ends, and one every minute."""
 
     EVERY = 60.0
 

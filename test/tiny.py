@@ -1,4 +1,4 @@
-"""Tiny models of transformers from configs, their data, and what its libraries ask of a rank's environment."""
+"""Tiny models of transformers from configs, their data, and the environment of a rank that the library reads."""
 
 import os
 from typing import Any
@@ -11,7 +11,7 @@ VOCABULARY = 61
 
 
 def tiny_llama(tied: bool = False, **changes: Any) -> nn.Module:
-    """Two layers, of sizes that two ranks don't divide evenly. The same values whenever it is called."""
+    """Make a model of two layers, with sizes that two ranks don't divide. Every call gives the same values."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
@@ -30,7 +30,7 @@ def tiny_llama(tied: bool = False, **changes: Any) -> nn.Module:
 
 
 def tiny_gpt2() -> nn.Module:
-    """Tied embeddings and dropout of zero. The same values whenever it is called."""
+    """Make a model with tied embeddings and no dropout. Every call gives the same values."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     config = GPT2Config(
@@ -50,7 +50,7 @@ def tiny_gpt2() -> nn.Module:
 
 
 def tiny_t5() -> nn.Module:
-    """Two layers in its encoder and its decoder, which share the embedding. The same values whenever it is called."""
+    """Make a model with two layers in encoder and decoder, which share the embedding. Every call gives the same values."""
     from transformers import T5Config, T5ForConditionalGeneration
 
     sizes = {"vocab_size": VOCABULARY, "d_model": 16, "d_kv": 4, "d_ff": 20, "num_layers": 2, "num_heads": 2}
@@ -59,7 +59,7 @@ def tiny_t5() -> nn.Module:
 
 
 def tiny_whisper() -> nn.Module:
-    """Two layers in its encoder and its decoder. The same values whenever it is called."""
+    """Make a model with two layers in encoder and decoder. Every call gives the same values."""
     from transformers import WhisperConfig, WhisperForConditionalGeneration
 
     ends = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
@@ -73,17 +73,17 @@ def tiny_whisper() -> nn.Module:
 
 
 def tiny_vit() -> nn.Module:
-    """timm's, of images of 8 x 8 in 4 classes. The same values whenever it is called."""
+    """Make timm's model for images of 8 x 8 in 4 classes. Every call gives the same values."""
     from timm.models.vision_transformer import VisionTransformer
 
     torch.manual_seed(0)
     sizes = {"img_size": 8, "patch_size": 4, "embed_dim": 16, "depth": 2, "num_heads": 2, "num_classes": 4}
-    # The gradient of keys' biases is 0 but for rounding errors, which Adafactor steps by.
+    # The gradient of keys' biases would be rounding errors only, by which Adafactor would step.
     return VisionTransformer(**sizes, qkv_bias=False)
 
 
 class Tokens(Dataset):
-    """Random tokens, each sample its own labels."""
+    """Random tokens; each sample has itself as labels."""
 
     def __init__(self, count: int, length: int = 7) -> None:
         generator = torch.Generator().manual_seed(5)
@@ -97,7 +97,7 @@ class Tokens(Dataset):
 
 
 def be_a_rank(ctx: Any) -> None:
-    """What ``torchrun`` sets, and a fresh state of accelerate."""
+    """Set ``torchrun``'s environment, and reset accelerate's state."""
     be_alone()
     rank, size = str(ctx.rank), str(ctx.world_size)
     os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
@@ -105,7 +105,7 @@ def be_a_rank(ctx: Any) -> None:
 
 
 def be_alone() -> None:
-    """One process without a process group, and a fresh state of accelerate, whose singletons outlive a body."""
+    """Unset a rank's environment, and reset accelerate's singletons, which outlive a body."""
     from accelerate.state import AcceleratorState, GradientState
 
     AcceleratorState._reset_state(True)
@@ -115,10 +115,10 @@ def be_alone() -> None:
 
 
 def check_equal(state: dict[str, Tensor], expected: dict[str, Tensor], near: float = 1e-9) -> None:
-    """State of a run on ranks, and of one process."""
+    """Compare the state of a run on ranks with one process's."""
     torch.testing.assert_close(dict(state), dict(expected), rtol=near, atol=near)
 
 
 def copied(model: nn.Module) -> dict[str, Tensor]:
-    """Copies of a plain model's parameters."""
+    """Copy a plain model's parameters."""
     return {n: p.detach().clone() for n, p in model.named_parameters()}

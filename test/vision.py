@@ -1,7 +1,7 @@
-"""Imported before anything that imports torchvision, as timm, torchmetrics and transformers do.
+"""Import this before anything that imports torchvision, such as timm, torchmetrics and transformers.
 
-PyPI's torchvision is built for CUDA. Beside a torch without CUDA its C++ library can't be loaded, and importing it fails, as
-it describes two operators of that library. In this case they are declared here; nothing in the tests calls them.
+PyPI's torchvision is built for CUDA. Its C++ library can't be loaded with a torch without CUDA; then the import fails, as it
+describes two operators of that library. In this case they are declared here; no test calls them.
 """
 
 import importlib.util
@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 declared: list[torch.library.Library] = []
-"""The operators exist as long as this does."""
+"""Keeps the operators alive."""
 
 
 def declare() -> None:

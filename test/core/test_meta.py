@@ -152,7 +152,7 @@ def test_materialises(ctx, own_values: bool):
 
 @ranks(3)
 def test_a_recurrent_module_filled_by_name(ctx):
-    """Parameters of recurrent modules are full, listed by ``named_parameters(recurse=False)`` or read, while they are filled."""
+    """Parameters of recurrent modules are full, listed by ``named_parameters(recurse=False)`` or read, until all are set."""
     plain = nn.GRU(2, 2)
     for read in (getattr, lambda module, name: dict(module.named_parameters(recurse=False))[name]):
         model = on_meta(lambda: nn.GRU(2, 2))

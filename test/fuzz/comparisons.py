@@ -1,4 +1,4 @@
-"""Comparisons of tensors, and of a shard with its part of a full tensor."""
+"""Comparisons of tensors, and of a shard with its slice of a full tensor."""
 
 from typing import Any
 
@@ -10,13 +10,13 @@ import flatshard
 
 
 def flat(own: Tensor, info: Any) -> Tensor:
-    """A part in memory order."""
+    """Return the shard's elements in memory order."""
     own = own.detach().as_subclass(torch.Tensor)
     return own.reshape(-1) if info is None or own.dim() < 2 or own.is_contiguous() else info.in_memory_order(own)
 
 
 def part_of(own: Tensor, whole: Tensor) -> Tensor:
-    """This rank's part of what is in whole in one process."""
+    """Return this rank's slice of a full tensor."""
     info = flatshard.tensors.shard_info(own)
     if info is None:
         return whole.detach().reshape(-1)
@@ -27,11 +27,11 @@ def part_of(own: Tensor, whole: Tensor) -> Tensor:
 
 
 Pair = tuple[Tensor, Tensor, float, str, float]
-"""What was found, what was expected, and the rest of :func:`close`'s arguments."""
+"""A tensor, its expected value, and the other arguments of :func:`close`."""
 
 
 def all_close(pairs: list[Pair]) -> None:
-    """:func:`close` for each, after a look at all of them at once, in which nearly always all are much closer."""
+    """Call :func:`close` for each pair, unless one comparison shows that all are much closer, as nearly always."""
     if not pairs:
         return
     alike = all(got.dtype == expected.dtype and got.numel() == expected.numel() for got, expected, *_ in pairs)
@@ -48,7 +48,8 @@ def largest(t: Tensor | None) -> float:
 
 
 def close(got: Tensor, expected: Tensor, rtol: float, what: str, scale: float = 0.0) -> None:
-    """``scale``: a magnitude that counts, where it is larger."""
+    """Raise if the relative error is above ``rtol``. It is relative to the largest expected value, or to ``scale`` if
+    larger."""
     got, expected = got.detach().cpu(), expected.detach()
     assert got.dtype == expected.dtype, f"{what}: {got.dtype}, expected {expected.dtype}"
     got, expected = got.reshape(-1), expected.reshape(-1)

@@ -1,4 +1,4 @@
-"""Draw a random program from a seed, and make a failing one smaller."""
+"""Draw a random program from a seed, and shrink a failing one."""
 
 import dataclasses
 import random
@@ -62,7 +62,8 @@ def make_world_size(seed: int) -> int:
 
 
 def draw(seed: int, additions: bool = True) -> Program:
-    """``additions``: see :class:`_Additions`; the simulated accelerator does not have all that they need."""
+    """Draw a program. ``additions=False`` leaves out :class:`_Additions`, parts of which need more than the simulated
+    accelerator."""
     rng = random.Random(f"program {seed}")
     world_size = make_world_size(seed)
     model = draw_model(rng)
@@ -74,7 +75,7 @@ def draw(seed: int, additions: bool = True) -> Program:
     elsewhere = rng.choice(["same", "alone", *["half"] * 2 * (world_size == 4)])
     sizes = world_size, {"same": world_size, "alone": 1, "half": 2}[elsewhere]
     shardings = [draw_sharding(rng, size, model, rounding) for size in sizes]
-    if optimizer == "flat":  # an optimizer of flat parameters has those that train
+    if optimizer == "flat":  # flat optimizers only have the trainable ones
         shardings = [dataclasses.replace(sharding, ignored=None) for sharding in shardings]
     drawing = _Drawing(rng, world_size, model, bool(rounding), 1 if rounding else rng.choice([1, 1, 1, 2]))
     body = tuple(drawing.body(0, rng.randint(2, 4)))
@@ -96,12 +97,13 @@ def draw(seed: int, additions: bool = True) -> Program:
 
 
 def _suits(optimizer: str, model: Model) -> bool:
-    """Adafactor wants the mean of each parameter."""
+    """Return whether the optimizer can train the model: Adafactor needs the mean of each parameter, so none may be empty."""
     return optimizer != "whole" or not model.has("empty")
 
 
 def _with_more(seed: int, models: int, optimizer: str, body: tuple[Statement, ...]) -> tuple[Statement, ...]:
-    """Some programs move models at any time, or step in backward. Drawn apart: seeds keep the rest of their programs."""
+    """Insert statements that move models, or step in backward. They have their own generator: seeds keep their other
+    draws."""
     rng, found = random.Random(f"moves {seed}"), list(body)
     for _ in range(rng.choice([0, 0, 1, 2])):
         found.insert(rng.randint(0, len(found)), ReshardOver(rng.randrange(models), rng.choice(MOVES)))
@@ -112,11 +114,11 @@ def _with_more(seed: int, models: int, optimizer: str, body: tuple[Statement, ..
 
 
 STORES = ("TCPStore", "FileStore", "PrefixStore", "HashStore")
-"""A HashStore is one process's."""
+"""Stores of process groups. A HashStore serves a single process."""
 
 
 class _Additions:
-    """Draws what the grammar has got since, apart from the rest, as :func:`_with_more` does. ``program``: the result."""
+    """Later additions to the grammar, with their own generator as in :func:`_with_more`. The result is ``program``."""
 
     def __init__(self, program: Program) -> None:
         self.rng = random.Random(f"additions {program.seed}")
@@ -154,7 +156,7 @@ class _Additions:
             self.program = dataclasses.replace(self.program, model=model, shardings=shardings)
 
     def _sharded(self, sharding: Sharding, names: tuple[str, ...]) -> Sharding:
-        """Where classes are units, those of what was added are some, too."""
+        """Add the new classes to a policy that selects units by class."""
         kind, *rest = policy = sharding.policy
         if kind == "class":
             policy = ("set", *rest, *names)
@@ -163,7 +165,7 @@ class _Additions:
         return dataclasses.replace(sharding, policy=policy, recompute=sharding.recompute and "Tower" not in names)
 
     def _fill_later(self) -> None:
-        """Some models are initialised by code of their own after they have been sharded."""
+        """Let the user's code initialise some models after sharding."""
         firsts = [self.rng.choice(FIRSTS) if s.start == "to_empty" else "forward" for s in self.program.shardings]
         first, second = (
             dataclasses.replace(s, first=first, start="init" if s.start == "to_empty" else s.start)
@@ -235,7 +237,7 @@ class _Drawing:
         yield from self._end(model)
 
     def _train_places(self, depth: int) -> Iterator[Statement]:
-        """Of one model, with another's forward in between, or a unit alone."""
+        """Draw a training step of one model, with another model's forward in between, or of a single unit."""
         first, second = self._forward(), self._forward()
         yield first
         yield dataclasses.replace(second, place=self._place(), method=False)
@@ -262,7 +264,7 @@ class _Drawing:
         how = rng.random()
         if how < 0.25:
             yield Reduce(model, ROOT if rng.random() < 0.7 else self._place())
-        elif how < 0.85:  # else all of it was inside no_sync
+        elif how < 0.85:  # otherwise the whole step was inside no_sync
             loss = dataclasses.replace(self._forward(), model=model)
             yield loss
             yield self._backward((loss.loss,))
@@ -336,7 +338,7 @@ class _Drawing:
         return saved
 
     def _load(self, model: int) -> Statement:
-        """Mostly of what was saved last."""
+        """Load, in most cases, the latest save."""
         place, kind = self._place(), self.rng.choice(LOADS)
         last = self._saved[-1] if self._saved and place.index % 5 < 4 else None
         return Load(last.model, last.place, last.kind) if last else Load(model, place, kind)
@@ -433,13 +435,14 @@ class _Drawing:
 
 SIMPLEST = dict[str, Any](models=1, elsewhere="same", optimizer="sgd", optimizer_first=False, width=3)
 SIMPLEST |= {"raises": None, "options": (), "place": ROOT, "guard": "no_grad"}
-"""Values of fields that have no default."""
+"""Simplest values of fields without a default."""
 
 
 def smaller(what: Any) -> Iterator[Any]:
-    """The same with something left out, or as it is by default: large parts first. Some of them are no programs."""
+    """Yield smaller variants, largest removals first: something left out, or set to its default. Not all are valid
+    programs."""
     if type(what) is tuple:
-        size, kept = len(what), bool(what) and isinstance(what[0], str)  # a kind of module, or of policy
+        size, kept = len(what), bool(what) and isinstance(what[0], str)  # a kind of module or of policy
         while size:
             for start in range(kept, len(what), size):
                 yield what[:start] + what[start + size :]

@@ -1,4 +1,4 @@
-"""Statements about state: copies, checkpoints, other ranks, and questions that change nothing."""
+"""Statements about state: copies, checkpoints, moves to other ranks, and queries that change nothing."""
 
 import copy
 from collections.abc import Callable
@@ -20,7 +20,7 @@ from flatshard import checkpoint as saving
 
 
 class Files(Runner):
-    """Statements about state."""
+    """Copy, save, load, move and query models."""
 
     # -- copies and files
 
@@ -28,7 +28,7 @@ class Files(Runner):
         if twin is None or self.twins[s.to] is not None or self.program.optimizer == "flat":
             return False
         for each in (twin.model, twin.plain):
-            forget(each)  # what backward computed again
+            forget(each)  # terms recorded by recomputation in backward
         found: list[nn.Module] = []
         if not self.attempt(lambda: found.append(copy.deepcopy(twin.model)), twin):
             return True
@@ -77,7 +77,7 @@ class Files(Runner):
         return True
 
     def _reshardover(self, s: programs.ReshardOver, twin: Twin, module: None) -> bool:
-        """The ranks of a program are all there, whatever its models are sharded over: all take part."""
+        """Move to other ranks. All of the program's ranks take part, whichever of them the model is sharded over."""
         places = {ranks.size: ranks for ranks in self.everywhere}
         to = places.get({"all": self.ctx.world_size, "half": 2 * (self.ctx.world_size == 4), "alone": 1}[s.to])
         if to is None or self.interrupted or twin.undefined or twin.shown or twin.partial:
@@ -129,7 +129,7 @@ class Files(Runner):
         return True
 
     def _export(self, twin: Twin, module: nn.Module) -> dict[str, Tensor]:
-        """What ``export_safetensors`` writes, read back."""
+        """Export to safetensors, and read the result back."""
         state: dict[str, Tensor] = {}
         with self._folder() as folder:
             path = folder / str(self._first(twin))
@@ -143,7 +143,7 @@ class Files(Runner):
     def _compare_optimizers(state: dict[str, Any], twin: Twin) -> None:
         for name, p in twin.plain.named_parameters():
             expected, got = twin.plain_opt.state.get(p, {}), state["state"].get(name, {})
-            if not p.numel():  # nobody can tell whether another rank has used it
+            if not p.numel():  # no rank can know whether another one has used it
                 continue
             assert set(got) == set(expected), f"the optimizer's state of {name}: {set(got)}, expected {set(expected)}"
             for key, value in expected.items():
@@ -160,7 +160,7 @@ class Files(Runner):
             return False
         self.loads_other_cuts = saved.trained != twin.trained and s.kind in ("sharded", "local")
         if self.loads_other_cuts and len({*everybody(self.ctx, saved.cuts == twin.cuts(path))}) > 1:
-            return False  # refused on some ranks only
+            return False  # some ranks refuse, others do not
         verbs: dict[str, Callable[[], Any]] = {
             "full": lambda: module.load_state_dict(state),
             "sharded": lambda: module.load_state_dict(state),
@@ -221,7 +221,7 @@ class Files(Runner):
         close(found.double(), torch.tensor(expected, dtype=torch.float64), max(twin.rtol, 1e-6), "norms")
 
     def _ask_iter_changed_params(self, twin: Twin, module: nn.Module, plain: nn.Module) -> None:
-        """What a server has after each ask is what the model had."""
+        """Check that a server that applies each change has the model's values."""
         if twin.sent is not None and twin.sent[0]._module is twin.model:
             sent, weights = twin.sent
             for plan, changes in everybody(self._there(twin), (sent.plan, list(saving.iter_changed_params(sent)))):
@@ -243,9 +243,9 @@ class Files(Runner):
     def _ask_summed_gradients(self, twin: Twin, module: nn.Module, plain: nn.Module) -> None:
         infos = [flatshard.tensors.shard_info(p) for p in module.parameters()]
         if any(info is not None and info.never_cut for info in infos):
-            return  # what is computed from such a gradient is its owner's
+            return  # only the gradient's owner can use its results
         if self.program.optimizer == "flat":
-            return  # only the flat parameters have gradients
+            return  # only flat parameters have gradients
         got, expected = (
             sum(p.grad.pow(2).sum() for p in m.parameters() if p.grad is not None) for m in (module, plain)
         )

@@ -1,18 +1,17 @@
-"""Runs a random program (programs.py) on the ranks, and beside it on plain models in one process: the oracle.
+"""Run a random program (programs.py) on the ranks, with the same program on plain models in one process as its oracle.
 
-Every rank keeps *twins*: a sharded model that trains on this rank's slice of each batch, and a plain one that runs the
-forward of one slice after the other and trains on the mean of their losses. Each statement runs on the sharded model first,
-then on the plain one; after each, this rank's parts of parameters and gradients, and whole parameters where they are shown,
-are compared. That communicates nothing and touches no state of the library. Where numbers are rounded on the way: see
-[Note: An oracle that rounds].
+Every rank keeps *twins*: a sharded model and a plain one. The sharded model trains on this rank's slice of each batch. The
+plain one runs the forward of every slice in turn, and trains on the mean of their losses. Each statement runs on the sharded
+model first, then on the plain one. After each, this rank's shards of parameters and gradients are compared, and full
+parameters while they are unsharded. The comparison communicates nothing and touches no state of the library. For models whose
+numbers are rounded, see [Note: An oracle that rounds].
 
-What a plain model has no verb for is written out here: what ``no_sync`` holds, by parameter; what ``summon_full_params``
-brings back; when gradients are undefined (from an exception in a backward to ``zero_grad``).
+The machine implements verbs that a plain model lacks: it records what ``no_sync`` holds for each parameter, what
+``summon_full_params`` restores, and when gradients are undefined (from an exception in a backward to ``zero_grad``).
 
-A documented refusal (:data:`REFUSALS`) means that nothing happened. Some are allowed only where they are true:
-see ``_check_refusal``. Statements with a meaning that nobody promises are left out, on both sides: ``p.data.mul_()`` where
-the user keeps parameters unsharded, an optimizer's step inside ``summon_full_params``, a backward of what came before
-``p.data = ...``.
+A documented refusal (:data:`REFUSALS`) means that nothing happened. ``_check_refusal`` raises if its condition is not met.
+Statements with undefined results are skipped on both sides: ``p.data.mul_()`` while the user keeps parameters unsharded, an
+optimizer's step inside ``summon_full_params``, and a backward of a graph that is older than ``p.data = ...``.
 """
 
 import gc
@@ -40,7 +39,7 @@ class Machine(Training, Parameters, Files):
     """Run one program on this rank."""
 
     def main(self) -> tuple[list[str], Counter[str]]:
-        """Run all, then see that nothing is left of it, and that a plain step is right."""
+        """Run all statements, then check that no state is left and that a plain step is right."""
         self.run(self.program.body)
         self.ctx.note(f"seed {self.program.seed}: the end")
         self.losses.clear()
@@ -63,7 +62,7 @@ class Machine(Training, Parameters, Files):
             self.do(programs.Evaluate(twin.number, ROOT, 1001, "no_grad"))
             self.do(programs.Save(twin.number, ROOT, "full"))
         texts = everybody(self.ctx, "; ".join(self.outcomes))
-        assert len(set(texts)) == 1, f"ranks were refused different things: {texts}"
+        assert len(set(texts)) == 1, f"ranks have different refusals: {texts}"
         all_close([(got.cpu(), expected, *more) for got, expected, *more in self.noted])
         return self.outcomes, self.counts
 
@@ -88,13 +87,13 @@ class Machine(Training, Parameters, Files):
 def run_program(
     ctx: Any, program: Program, halves: Any = None, device: torch.device = CPU
 ) -> tuple[list[str], Counter[str]]:
-    """Returns what was refused, and counts of statements."""
+    """Run a program; return its refusals, and a count of its statements."""
     with warnings.catch_warnings(), torch.compiler.set_stance("force_eager"):
         warnings.simplefilter("ignore")
         return Machine(ctx, program, halves, device).main()
 
 
 def run_seeds(ctx: Any, programs: list[Program]) -> list[Counter[str]]:
-    """Several of them. Returns each one's counts."""
+    """Run several programs; return the counts of each."""
     halves = ctx.device_mesh((2, 2), ("replicate", "shard")) if ctx.world_size == 4 else None
     return [run_program(ctx, program, halves)[1] for program in programs]

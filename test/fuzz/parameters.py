@@ -1,4 +1,4 @@
-"""Statements about parameters: blocks around statements, residency, options, changes by the user."""
+"""Statements about parameters: contexts, residency, options, and changes by the user."""
 
 import contextlib
 import functools
@@ -18,14 +18,15 @@ from flatshard._composable.state import owner_of, unit_of
 
 
 class Parameters(Runner):
-    """Statements about parameters."""
+    """Unshard, reshard, configure and change parameters."""
 
     # -- blocks
 
     def _within(
         self, s: Any, module: nn.Module, verb: Any, enter: Callable[[], None], leave: Callable[[bool], None]
     ) -> None:
-        """Run the body inside. ``leave`` is told whether it ended well; neither is called where entering is refused."""
+        """Run the body inside a context. ``leave`` gets whether the body succeeded; if entering is refused, neither is
+        called."""
         error = ERRORS[s.raises]("at the end of the body") if s.raises else None
         try:
             with contextlib.ExitStack() as inside:
@@ -93,13 +94,13 @@ class Parameters(Runner):
                     p.data.copy_(value)
                     if options.get("with_grads"):
                         p.grad = grad
-            if keeps:  # what is shown is kept for good, whoever changed it, and whatever becomes of those around
+            if keeps:  # unsharded values are kept for good, whoever changed them and whatever encloses this context
                 for outer in twin.shown:
                     shown.changed |= outer.changed
                     outer.note(twin.plain, shown.scope)
                 if twin.shown:
                     twin.shown[-1].changed |= shown.changed
-            if shown.changed:  # perhaps by a forward inside, whose backward may be refused then
+            if shown.changed:  # the change may be a forward's, whose backward may be refused later
                 twin.unsharded_at = -1
                 twin.changes += 1
 
@@ -111,7 +112,7 @@ class Parameters(Runner):
     def _unshard(self, s: programs.Unshard, twin: Twin, module: nn.Module) -> bool:
         if self.interrupted:
             return False
-        # Else what is whole already stays as it is.
+        # Parameters that are unsharded already keep their values.
         fresh = twin.shows_own and all(u.handle.is_sharded for u in twin.units) and not twin.kept
         if self.attempt(lambda: flatshard.unshard(module, recurse=s.recurse, async_op=not s.wait), twin, module):
             twin.unsharded_at = twin.changes if fresh else -1
@@ -128,7 +129,7 @@ class Parameters(Runner):
             and (twin.ranks.size != 4 or self._uses("static_buffers"))
         ):
             return False
-        if isinstance(value, tuple):  # the units that follow, of its group; in backward those before it
+        if isinstance(value, tuple):  # its next units: later ones in forward, earlier ones in backward
             if unit_of(module) is None:
                 return False
             order = [m for m in twin.model.modules() if unit_of(m) and unit_of(m).context is unit_of(module).context]
@@ -183,7 +184,7 @@ class Parameters(Runner):
                 shown.changed = True
             return True
         if (seen is own) == (shown is not None):
-            return False  # unsharded by the user: what becomes of a change is not said
+            return False  # unsharded by the user: a change has undefined results
         unnoticed = shown is None and s.how == "mul_data"
         if unnoticed:  # a rank that has skipped a unit may have freed it: all ranks do the same
             unseen = bool(twin.kept) or any(u.is_unsharded_by_user for u in twin.units)
@@ -212,7 +213,7 @@ class Parameters(Runner):
             twin.converted = True
             twin.changes += 1
         twin.model.to(dtype)
-        flatshard.reshard(twin.model)  # what unshard() has shown
+        flatshard.reshard(twin.model)  # parameters that unshard() left unsharded
         twin.plain.to(dtype)
         twin.held = {name: grad.to(dtype) for name, grad in twin.held.items()}
         twin.opt, twin.plain_opt = self._optimizer(twin.model), self._optimizer(twin.plain)

@@ -1,10 +1,10 @@
 """Random programs: sequences of flatshard's public verbs between and inside training steps, as plain data.
 
-A program is a function of its seed alone: :func:`drawing.draw` makes a :class:`Program`, which prints as lines of Python
-(``str(program)``), and whose ``repr`` makes it again. It has a model (``random_models.py``), ways to shard it
-(``random_options.py``), and statements. ``machine.py`` runs it on the ranks, and beside it the same program on a plain
-model in one process. A statement that has nothing to act on (a backward of a loss that is no more) does nothing, so any part
-of a program is a program: :func:`drawing.smaller` lists what is left where something is left out, for a minimiser.
+A program is a function of its seed: :func:`drawing.draw` makes a :class:`Program`. ``str(program)`` prints it as lines of
+Python; evaluating its ``repr`` makes it again. It has a model (``random_models.py``), ways to shard the model
+(``random_options.py``), and statements. ``machine.py`` runs it on the ranks, and on a plain model in one process. A statement
+without an object does nothing, such as a backward of a loss that does not exist. So any part of a program is a program, and
+:func:`drawing.smaller` lists smaller variants for the minimiser.
 """
 
 import dataclasses
@@ -15,16 +15,16 @@ from fuzz.random_models import Model
 from fuzz.random_options import Sharding
 
 VERBS = 3
-"""Random verbs between two lines of a training step, at most."""
+"""Maximum number of random verbs between two lines of a training step."""
 
 KINDS = ("root", "unit", "group", "owner", "inner", "between", "compiled", "tied")
-"""Of modules that a verb is given. ``"owner"``: a unit inside that owns parameters of modules in it; ``"inner"``: its
-parameters belong to a unit further out; ``"between"``: no unit, but around units; ``"compiled"``: inside torch.compile's
-wrapper; ``"tied"``: has a parameter that is also registered elsewhere."""
+"""Kinds of modules that verbs are called with. An ``"owner"`` is an inner unit that owns parameters of its submodules. An
+``"inner"`` module's parameters belong to an outer unit. A module ``"between"`` is no unit, but contains units. A
+``"compiled"`` one is inside torch.compile's wrapper. A ``"tied"`` one has a parameter that is registered elsewhere, too."""
 
 
 class Place(NamedTuple):
-    """The ``index``-th module of a kind, round and round."""
+    """The ``index``-th module of a kind, modulo their number."""
 
     kind: str = "root"
     index: int = 0
@@ -36,17 +36,17 @@ class Place(NamedTuple):
 ROOT = Place()
 
 MOVES = ("all", "half", "alone")
-"""Where ``ReshardOver`` moves to."""
+"""Destinations of ``ReshardOver``."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Bomb:
-    """An exception from the user's code, on all ranks at the same place of a forward or its backward."""
+    """An exception from the user's code, on all ranks at the same point of a forward or its backward."""
 
     when: str
-    """``"forward"``: raised there; ``"backward"``: in the backward of a function there; ``"hook"``: in a tensor's hook."""
+    """``"forward"``, ``"backward"`` (of a function called in forward), or ``"hook"`` (of a tensor)."""
     where: str
-    """``"before"`` a module runs, or ``"after"`` it."""
+    """``"before"`` or ``"after"`` the module's forward."""
     module: int
     error: str
 
@@ -56,10 +56,10 @@ class Bomb:
 
 @dataclass_transform(frozen_default=True)
 class Statement:
-    """One statement, a frozen dataclass. ``model``: its number; none of that number: nothing to do."""
+    """A statement of a program, as a frozen dataclass. It does nothing if there is no model with the number ``model``."""
 
     text: ClassVar[str]
-    """Of the line: ``{m}`` is the model or the module, other names are fields."""
+    """Template of its line. ``{m}`` is the model or the module; other names are fields."""
 
     def __init_subclass__(cls) -> None:
         dataclasses.dataclass(frozen=True)(cls)
@@ -73,7 +73,7 @@ class Statement:
 
 
 class Block(Statement):
-    """A ``with`` statement. ``raises``: the body ends in this exception, which is caught outside."""
+    """A ``with`` statement. If ``raises``, the body ends in this exception, which is caught outside."""
 
     model: int
     place: Place
@@ -96,10 +96,10 @@ class Forward(Statement):
     inputs: int
     mode: int = 0
     left_out: tuple[tuple[int, int], ...] = ()
-    """(rank, number of a ``Drop``) that this rank leaves out."""
+    """Pairs (rank, number of a ``Drop``): modules that a rank leaves out."""
     bomb: Bomb | None = None
     method: bool = False
-    """Whether it is the registered method ``encode`` of the root."""
+    """Whether to call ``encode``, a registered forward method of the root."""
     trains_told: bool = True
     """See ``Env``."""
 
@@ -125,7 +125,7 @@ class Evaluate(Statement):
 
 
 class Generate(Statement):
-    """What encoder-decoder models do: modules are called past the outermost one. ``uneven``: rank r makes r steps more."""
+    """Call inner modules past the root, as encoder-decoder models generate. If ``uneven``, rank r makes r more steps."""
 
     model: int
     inputs: int
@@ -135,7 +135,7 @@ class Generate(Statement):
 
 
 class Penalty(Statement):
-    """A term of a parameter in the loss; see ``PENALTIES``. ``factors``: one for each rank; None: a rank without the term."""
+    """A term of a parameter in the loss; see ``PENALTIES``. ``factors`` has one for each rank, or None for no term."""
 
     loss: str
     model: int
@@ -162,7 +162,7 @@ PENALTIES = {
     **{name: f"{name}(p, q)" for name in ("torch.dist", "F.mse_loss", "F.l1_loss", "F.smooth_l1_loss")},
 }
 FUNCTIONS = tuple(how for how in PENALTIES if how.startswith(("torch.", "F.")) or how == "vector_norm")
-"""Of torch, which may take this rank's part for the whole, if backward is refused then."""
+"""Functions of torch that may take this rank's shard for the full parameter, if backward is refused then."""
 ANCHORS = {"copy": "0.5 * p.detach().clone()", "part": "0.5 * p.detach()"}
 
 
@@ -170,7 +170,7 @@ class Backward(Statement):
     losses: tuple[str, ...]
     retain: bool = False
     hook: tuple[int, Place, str] | None = None
-    """(model, unit, error): a hook on the unit's reduced gradients raises."""
+    """(model, unit, error) of a hook that raises when the unit's gradients are reduced."""
 
     def __str__(self) -> str:
         note = f"  # {self.hook[2]} in a reduced hook of {self.hook[1].of(self.hook[0])}" if self.hook else ""
@@ -188,7 +188,7 @@ class Step(Statement):
 
 
 class Ahead(Statement):
-    """A step in which each unit is stepped in backward, as soon as it is reduced."""
+    """Run a step in which each unit is stepped in backward as soon as its gradients are reduced."""
 
     loss: str
     model: int
@@ -216,14 +216,14 @@ class Keep(Block):
 
 class Summon(Block):
     options: tuple[tuple[str, bool], ...]
-    """What differs from the defaults."""
+    """Options that differ from their defaults."""
 
     def __str__(self) -> str:
         return f"summon_full_params({self.place.of(self.model)}{''.join(f', {k}={v}' for k, v in self.options)})"
 
 
 class Configure(Statement):
-    """``value``: plain. In place of a list of modules: how many, which follow the module's own unit."""
+    """Change an option. If it is a list of modules, ``value`` is how many of those that follow the unit."""
 
     model: int
     place: Place
@@ -258,7 +258,7 @@ class Reshard(Statement):
 
 
 class Toggle(Statement):
-    """``param``: counts a model's parameters, round and round."""
+    """Freeze or unfreeze a parameter. ``param`` is its index modulo the number of parameters."""
 
     model: int
     param: int
@@ -274,7 +274,7 @@ class Freeze(Statement):
 
 
 class Change(Statement):
-    """Change a parameter's values; see ``CHANGES``. Inside summon_full_params: what it shows."""
+    """Change a parameter's values; see ``CHANGES``. Inside summon_full_params, change the full parameter."""
 
     model: int
     param: int
@@ -308,16 +308,16 @@ class Copy(Statement):
 
 
 class Restart(Statement):
-    """Save all, build the model again, shard it in another way over other ranks, load all."""
+    """Save everything, build the model again, shard it differently over other ranks, and load everything."""
 
     model: int
     how: str
-    """``"job"``: save_checkpoint; ``"full"``: whole state dicts."""
+    """``"job"``: by save_checkpoint. ``"full"``: by full state dicts."""
     text = "m{s.model}, opt{s.model} = restarted, by {s.how!r}"
 
 
 class ReshardOver(Statement):
-    """Move the model to other ranks, in memory. ``to``: ``"all"``, ``"half"`` of them, or each rank ``"alone"``."""
+    """Move the model to other ranks, in memory: to ``"all"``, to ``"half"`` of them, or to each rank ``"alone"``."""
 
     model: int
     to: str
@@ -347,7 +347,7 @@ LOADS = ("full", "sharded", "local", "optim")
 
 
 class Load(Statement):
-    """What was saved of that kind and place last."""
+    """Load the latest save of that kind and place."""
 
     model: int
     place: Place
@@ -356,7 +356,7 @@ class Load(Statement):
 
 
 class Clip(Statement):
-    """``whose``: torch's ``clip_grad_norm_`` or flatshard's."""
+    """Clip gradients by ``clip_grad_norm_``, torch's or flatshard's as ``whose`` says."""
 
     model: int
     place: Place
@@ -366,7 +366,7 @@ class Clip(Statement):
 
 
 class Ask(Statement):
-    """A verb that changes nothing: see ``ASKED``."""
+    """Call a verb that changes nothing; see ``ASKED``."""
 
     model: int
     place: Place
@@ -401,18 +401,17 @@ class Program:
     world_size: int
     model: Model
     shardings: tuple[Sharding, Sharding]
-    """The models', and what they are restarted in; then the first again."""
+    """Shardings of the models: the first one, and the one after an odd number of restarts."""
     elsewhere: str
-    """The ranks of the second: ``"same"``, ``"alone"`` (each by itself), or ``"half"`` of them."""
+    """Ranks of the second sharding: the ``"same"``, each rank ``"alone"``, or ``"half"`` of them."""
     optimizer: str
-    """``"sgd"``, ``"adamw"``, ``"flat"``: SGD of ``flat_parameters``, ``"whole"``: Adafactor of whole parameters,
-    ``"offloaded"``: AdamW with its state on the host.
-    """
+    """``"sgd"``, ``"adamw"``, ``"flat"`` (SGD of ``flat_parameters``), ``"whole"`` (Adafactor of full parameters), or
+    ``"offloaded"`` (AdamW with its state on the host)."""
     optimizer_first: bool
     models: int
     body: tuple[Statement, ...]
     store: str = "TCPStore"
-    """Of the ranks' process group: one of ``STORES``."""
+    """Store of the process group; see ``STORES``."""
 
     def __str__(self) -> str:
         when = "before" if self.optimizer_first else "after"
@@ -427,7 +426,7 @@ class Program:
 
 
 def statements(body: tuple[Statement, ...]) -> Iterator[Statement]:
-    """All, also those inside others."""
+    """Yield all statements, including nested ones."""
     for statement in body:
         yield statement
         if isinstance(statement, Block):

@@ -1,7 +1,7 @@
-"""Random models of the fuzzer: trees of modules as plain data, and what makes modules of them.
+"""Random models for the fuzzer: trees of modules as plain data, and functions that build them.
 
-A :class:`Spec` prints and shrinks well; :meth:`Model.build` makes the same modules of it each time. All modules map (batch,
-width) to (batch, width), in whatever dtype they get. :data:`NOW` says what a forward is to do besides computing.
+A :class:`Spec` prints and shrinks well; :meth:`Model.build` builds the same modules from it each time. All modules map
+(batch, width) to (batch, width), in the dtype of their input. :data:`NOW` holds the options of the running forward.
 """
 
 import contextlib
@@ -26,17 +26,17 @@ from flatshard._composable.find import units_below
 
 @dataclasses.dataclass(frozen=True)
 class Env:
-    """What a forward is to do besides computing."""
+    """Options of a forward."""
 
     first: bool = True
-    """Whether this is the forward of the batch's first slice, or the only one: it changes what a forward changes."""
+    """Whether this is the forward of the batch's first slice, or its only one. Only this one may change parameters."""
     mode: int = 0
     left_out: frozenset[int] = frozenset()
-    """Numbers of :class:`Drop` and :class:`Tower` modules that this rank leaves out."""
+    """Numbers of the :class:`Drop` and :class:`Tower` modules that this rank leaves out."""
     trains_told: bool = True
-    """Whether backward goes through what a :class:`Teller` tells."""
+    """Whether backward goes through the terms of :class:`Teller` modules."""
     told: Any = dataclasses.field(default_factory=list)
-    """Such terms, which are part of the loss."""
+    """Terms that modules added to the loss."""
 
 
 NOW = Env(told=deque(maxlen=0))
@@ -75,7 +75,7 @@ class Empty(nn.Module):
 
 
 class Transposed(nn.Module):
-    """A parameter whose strides are not those of its shape."""
+    """A parameter that is not contiguous."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ class Transposed(nn.Module):
 
 
 class Frozen(nn.Module):
-    """A unit of which only one parameter trains."""
+    """A unit with a single trainable parameter."""
 
     def __init__(self, width: int, bias: bool) -> None:
         super().__init__()
@@ -98,7 +98,7 @@ class Frozen(nn.Module):
 
 
 class Integer(nn.Module):
-    """An integer parameter, as quantised models have them, and a buffer."""
+    """An integer parameter, as in quantised models, and a buffer."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -130,7 +130,7 @@ class Recurrent(nn.Module):
 
 
 class Around(nn.Module):
-    """Has one module inside."""
+    """A module with one module inside."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -143,7 +143,7 @@ class Residual(Around):
 
 
 class Fork(nn.Module):
-    """Returns its branches' outputs in a structure, so that a unit's output is no plain tensor."""
+    """Return the branches' outputs in a structure, so that a unit's output is no plain tensor."""
 
     def __init__(self, form: str, branches: list[nn.Module]) -> None:
         super().__init__()
@@ -161,7 +161,7 @@ class Fork(nn.Module):
 
 
 class Join(nn.Module):
-    """Adds up a fork's outputs; with the form ``"drop"`` only the first, so that the others get no gradient."""
+    """Add a fork's outputs; with the form ``"drop"`` return the first only, so that the others get no gradient."""
 
     def __init__(self, fork: Fork) -> None:
         super().__init__()
@@ -182,7 +182,7 @@ class Twice(Around):
 
 
 class TwoNames(nn.Module):
-    """One module registered under two names: its parameters have two FQNs and are called for twice."""
+    """A module registered under two names: its parameters have two FQNs, and its forward runs twice."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -198,7 +198,7 @@ class Unused(Around):
 
 
 class Stash(Around):
-    """Lets a tensor out past its output: the root adds it to its own."""
+    """Store a tensor that is not part of the output; the root adds it to its own output."""
 
     seen: Tensor | None = None
 
@@ -242,11 +242,11 @@ WAYS: dict[str, Callable[[], Any]] = {
     "attribute": Pocket,
     "closure": lambda: None,
 }
-"""By which a term of the loss leaves a module besides its output, with what holds it then."""
+"""Ways for a term of the loss to leave a module besides its output, each with the object that holds the term then."""
 
 
 class Teller(Around):
-    """Hands a term of the loss on, as auxiliary heads do, by one of ``WAYS``: ``"append"`` to ``"tuple"`` are arguments."""
+    """Pass on a term of the loss in one of ``WAYS``, as auxiliary heads do. ``"append"`` to ``"tuple"`` are arguments."""
 
     def __init__(self, inner: nn.Module, width: int, way: str) -> None:
         super().__init__(inner)
@@ -256,7 +256,7 @@ class Teller(Around):
 
     def forward(self, x: Tensor, to: Any = None) -> Any:
         y = torch.tanh(self.inner(x))
-        term = self.head(y).square().mean()  # computed after the output: backward comes to it first
+        term = self.head(y).square().mean()  # computed after the output, so backward reaches it first
         match self.way:
             case "append" | "method":
                 to(term)
@@ -279,7 +279,7 @@ class Teller(Around):
         return y
 
     def forget(self) -> None:
-        """What was told, also by forwards that backward has run again."""
+        """Drop recorded terms, including those from recomputation in backward."""
         TOLD.clear()
         CONTEXT.set(None)
         THREAD.term = None
@@ -287,7 +287,7 @@ class Teller(Around):
 
 
 class Listener(Around):
-    """Calls a teller. The term is added to the output, or to the loss."""
+    """Call a teller, and add the term to the output or to the loss."""
 
     def __init__(self, inner: nn.Module, is_added: bool) -> None:
         super().__init__(inner)
@@ -330,14 +330,14 @@ def _newest(holder: Any) -> Tensor:
 
 
 def forget(model: nn.Module) -> None:
-    """What forwards have let out besides their outputs, as a copy of the model would not take it."""
+    """Drop tensors that forwards let out besides their outputs, as a copy of the model fails with them."""
     for m in model.modules():
         if isinstance(m, Stash | Teller):
             m.forget()
 
 
 class Modify(nn.Module):
-    """Changes the output of a possible unit in place, through a view or not."""
+    """Change the output of a possible unit in place, through a view or not."""
 
     def __init__(self, width: int, view: bool) -> None:
         super().__init__()
@@ -351,7 +351,7 @@ class Modify(nn.Module):
 
 
 class Island(Around):
-    """Computes in another dtype than its surroundings."""
+    """A module that computes in another dtype than its surroundings."""
 
     def __init__(self, inner: nn.Module, dtype: torch.dtype) -> None:
         super().__init__(inner)
@@ -362,16 +362,15 @@ class Island(Around):
 
 
 class Skip(Around):
-    """Leaves its inner block out in mode 1, on all ranks alike."""
+    """Leave the inner block out in mode 1, on all ranks alike."""
 
     def forward(self, x: Tensor) -> Tensor:
         return self.inner(x) if NOW.mode == 0 else x
 
 
 class Drop(Around):
-    """Left out by some ranks, as the data say. If its output would need a gradient on the others only, no rank leaves it out:
-    a unit must be reached by backward on all ranks, or be skipped.
-    """
+    """A block that some ranks leave out, depending on the data. If its output needs a gradient on the other ranks only, no
+    rank leaves it out: a unit must be reached by backward on all ranks, or be skipped."""
 
     def __init__(self, inner: nn.Module, number: int) -> None:
         super().__init__(inner)
@@ -384,7 +383,8 @@ class Drop(Around):
 
 
 class Tower(Around):
-    """A frozen module on data without gradients. Some ranks leave it out, as the data say, and use what ``skip`` returns."""
+    """A frozen module on data without gradients. Depending on the data, some ranks use the result of ``skip`` in its
+    place."""
 
     def __init__(self, inner: nn.Module, width: int, number: int) -> None:
         super().__init__(inner.requires_grad_(False))
@@ -401,14 +401,14 @@ class Tower(Around):
 
 
 class Chunked(Around):
-    """Runs its inner block on one part of the batch after the other, as losses of large vocabularies do."""
+    """Run the inner block on slices of the batch in turn, as losses of large vocabularies do."""
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.cat([self.inner(part) for part in x.chunk(2)])
 
 
 class Change(nn.Module):
-    """Changes a parameter in forward, as momentum encoders do."""
+    """Change a parameter in forward, as momentum encoders do."""
 
     def __init__(self, width: int, how: str) -> None:
         super().__init__()
@@ -430,7 +430,7 @@ class Change(nn.Module):
 
 
 class Checkpoint(Around):
-    """Forgets its inner activations and computes them again in backward."""
+    """Drop inner activations, and recompute them in backward."""
 
     def __init__(self, inner: nn.Module, reentrant: bool) -> None:
         super().__init__(inner)
@@ -440,10 +440,10 @@ class Checkpoint(Around):
         env = NOW
 
         def run(x: Tensor) -> Tensor:
-            with during(env):  # also when it is computed again
+            with during(env):  # for its recomputation, too
                 return self.inner(x)
 
-        if self.reentrant and not x.requires_grad:  # it would train nothing inside, and warn
+        if self.reentrant and not x.requires_grad:  # torch would train nothing inside, and warn
             return self.inner(x)
         return checkpoint(run, x, use_reentrant=self.reentrant)
 
@@ -454,9 +454,8 @@ class Decoder(Around):
 
 
 class Root(nn.Module):
-    """An optional embedding, a tree, perhaps a decoder behind it, a head that always trains, a parameter of its own; the
-    output in some form.
-    """
+    """An optional embedding, a tree, an optional decoder, a head that always trains, and a parameter of its own. The output
+    has one of several forms."""
 
     def __init__(
         self, front: nn.Embedding | None, body: nn.Module, decoder: Decoder | None, width: int, output: str
@@ -493,7 +492,7 @@ class Root(nn.Module):
         return self.forward(inputs)
 
     def generate(self, inputs: Tensor, steps: int) -> Tensor:
-        """Calls what is inside, one after the other: the encoder once, the decoder at each step."""
+        """Call inner modules in turn: the encoder once, the decoder at each step."""
         memory = y = self.body(self.front(inputs).mean(1) if hasattr(self, "front") else inputs)
         for _ in range(steps):
             y = self.decoder(y, memory) if hasattr(self, "decoder") else self.body(y)
@@ -518,7 +517,7 @@ Spec = tuple[Any, ...]
 
 
 def build(spec: Spec, width: int, other: torch.dtype) -> nn.Module:
-    """The modules of a spec. ``other`` is the dtype of islands, which they get once the whole model has its own."""
+    """Build the modules of a spec. ``other`` is the dtype of islands, which they get once the whole model has its own."""
     module = _build(spec, width, other)
     module.is_node = True  # type: ignore[assignment]  # it can run alone
     return module
@@ -551,7 +550,7 @@ OF_MODULES: dict[str, Callable[..., nn.Module]] = {
     "scale": Scale,
     "empty": Empty,
     "tanh": nn.Tanh,
-    "silu": nn.SiLU,  # of none; a ReLU of rounding around 0 has either gradient
+    "silu": nn.SiLU,  # no ReLU: rounding around 0 changes its gradient
 }
 
 
@@ -568,8 +567,8 @@ def _build(spec: Spec, width: int, other: torch.dtype) -> nn.Module:
             return Listener(Teller(*children, width, choices[0]), choices[1])
         case "tower":
             return Tower(*children, width, choices[0])
-        case "compiled":  # its forwards run eagerly, as the machine says: it is the wrapper that counts
-            if hasattr(children[0], "_orig_mod"):  # torch 2.15 makes a function of one that is compiled
+        case "compiled":  # forwards run eagerly (see the machine): only the wrapper matters
+            if hasattr(children[0], "_orig_mod"):  # torch 2.15 makes a function of a compiled module
                 return children[0]
             return torch.compile(children[0], backend="eager")  # type: ignore[return-value]
     return OF_A_WIDTH[name](width, *choices) if name in OF_A_WIDTH else OF_MODULES[name](*children, *choices)
@@ -577,21 +576,22 @@ def _build(spec: Spec, width: int, other: torch.dtype) -> nn.Module:
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """What a model is made of, as plain values."""
+    """A description of a model, as plain values."""
 
     tree: Spec
     width: int
     front: str = "none"
-    """``"none"``, ``"embedding"``, ``"frozen"`` (embedding) or ``"tied"`` (embedding that is the head's weight)."""
+    """``"none"``, ``"embedding"``, ``"frozen"`` (a frozen embedding), or ``"tied"`` (an embedding that shares the head's
+    weight)."""
     output: str = "tensor"
     ties: tuple[tuple[int, int], ...] = ()
     """Pairs of indices into the model's linear layers; those with equal shapes and dtypes share their weights."""
     float32: bool = False
-    """Whether the model is float32 with float64 islands, instead of the other way round."""
+    """Whether the model is float32 with float64 islands, instead of the reverse."""
     decoder: Spec | None = None
 
     def build(self, islands: torch.dtype | None = None) -> nn.Module:
-        """The model; the same one at every call after the same ``torch.manual_seed``."""
+        """Build the model; the same one at every call after the same ``torch.manual_seed``."""
         main, other = (torch.float32, torch.float64) if self.float32 else (torch.float64, torch.float32)
         front = None if self.front == "none" else nn.Embedding(7, self.width)
         if front is not None and self.front == "frozen":
@@ -626,12 +626,12 @@ class Model:
 
 
 def _registrations(module: nn.Module) -> Counter[nn.Parameter]:
-    """How often each parameter is registered."""
+    """Count the registrations of each parameter."""
     return Counter(p for m in module.modules() for p in m._parameters.values() if p is not None)
 
 
 def nestable(model: nn.Module) -> list[nn.Module]:
-    """Submodules that can be sharded before the root is: no shared parameter is both inside and outside of them."""
+    """List submodules that can be sharded before the root: they share no parameter with modules outside of them."""
     everywhere = _registrations(model)
     return [
         module
@@ -643,7 +643,7 @@ def nestable(model: nn.Module) -> list[nn.Module]:
 
 
 def make_tree(rng: random.Random, depth: int, among: tuple[str, ...] = CONTAINERS + ("seq", "seq")) -> Spec:
-    """A random tree of at most this depth."""
+    """Draw a random tree of at most this depth."""
     name = rng.choice(LEAVES if depth == 0 or rng.random() < 0.3 else among)
     children = [make_tree(rng, depth - 1, among) for _ in range(rng.randint(2, 3))] if name in CONTAINERS else []
     match name:
@@ -664,13 +664,13 @@ def make_tree(rng: random.Random, depth: int, among: tuple[str, ...] = CONTAINER
 
 def draw_model(rng: random.Random) -> Model:
     parts = [make_tree(rng, rng.randint(0, 2)) for _ in range(rng.randint(1, 4))]
-    # The others in the outermost sequence only: nothing runs them twice, or computes them again.
+    # The other modules are in the outermost sequence only, where nothing runs them twice or recomputes them.
     if rng.random() < 0.15:
         parts.insert(rng.randint(0, len(parts)), ("change", rng.choice(CHANGES)))
     if rng.random() < 0.1:
         parts.insert(rng.randint(0, len(parts)), ("batchnorm",))
     for number in range(rng.choice([0, 0, 0, 1, 2])):
-        # What one rank leaves out runs once on the others.
+        # A module that one rank leaves out runs exactly once on the others.
         inner = make_tree(rng, rng.randint(0, 1), ("seq", "residual"))
         parts.insert(rng.randint(0, len(parts)), ("drop", number, inner))
     return Model(

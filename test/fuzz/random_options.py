@@ -1,12 +1,12 @@
-"""How the fuzzer shards a model: the arguments of ``fully_shard`` as plain values, and what rounding they bring.
+"""Random options of the fuzzer: the arguments of ``fully_shard`` as plain values, and the rounding that they cause.
 
 [Note: An oracle that rounds]
-With mixed precision or compressed gradients no tolerance is both safe and sharp after a few steps. So the reference does
-what the ranks do: for one rank's slice after the other it runs a copy of the model in the compute dtype, sums up a rank's
-microbatches in the reduce dtype, rounds what is sent, and averages. After each backward and step it goes on from what the
-sharded model has. What is left is the order of additions, and one rounding more or less: a few units in the last place of
-the coarsest dtype, relative to the largest gradient of any rank. A missing 1/N, a lost microbatch or a swapped parameter is
-off by tens of percent.
+With mixed precision or compressed gradients no tolerance is both safe and sharp after a few steps. So the reference computes
+as the ranks do: for each rank's slice, it runs a copy of the model in the compute dtype and adds up the microbatches in the
+reduce dtype. Then it rounds to the dtype that is sent, and averages. After each backward and step it continues from the
+sharded model's values. What remains is the order of additions, and one rounding more or less: a few units in the last place
+of the coarsest dtype, relative to the largest gradient of any rank. A missing 1/N, a lost microbatch or a swapped parameter
+is off by tens of percent.
 """
 
 import copy
@@ -49,7 +49,7 @@ AS_THEY_ARE = (
 
 @dataclasses.dataclass(frozen=True)
 class Ranks:
-    """Those that a model is sharded over."""
+    """Ranks that a model is sharded over."""
 
     group: Any
     rank: int
@@ -57,7 +57,7 @@ class Ranks:
     alone: Any
     """A process group of this rank only."""
     halves: DeviceMesh | None = None
-    """A mesh (2, 2) over all, where they are four."""
+    """A mesh (2, 2) over all ranks, if there are four."""
     device: torch.device = CPU
 
     @property
@@ -67,24 +67,24 @@ class Ranks:
 
 @dataclasses.dataclass(frozen=True)
 class Sharding:
-    """Plain values, with defaults that choose nothing."""
+    """Options of ``fully_shard`` as plain values. Defaults leave them out."""
 
     policy: tuple[Any, ...] = ("none",)
-    """``"manual"`` calls ``fully_shard`` for modules inside first, ``"lists"`` for lists of two, ``"groups"`` has tuples."""
+    """``"manual"`` shards inner modules first, ``"lists"`` shards lists of two modules, and ``"groups"`` has tuples."""
     strategy: str = "FULL_SHARD"
     mesh: tuple[int, int] | None = None
     """(replicate, shard) of a hybrid strategy."""
     as_mesh: bool = False
-    """Whether the ranks are given as a device mesh, where they are not anyway."""
+    """Whether to pass ranks as a device mesh even where a process group is enough."""
     unit_strategies: tuple[str, ...] = ()
-    """Strategies of the manually nested units, in turn; none: the model's own."""
+    """Strategies of the manually nested units, in turn; if empty, the model's own."""
     start: str = "as it is"
-    """Where the values come from: one of :data:`STARTS`. ``"init"``: as ``"to_empty"``, and the user's code fills modules."""
+    """Origin of the values, one of :data:`STARTS`. ``"init"`` is ``"to_empty"`` with modules filled by the user's code."""
     first: str = "forward"
-    """What is done before the first forward of an ``"init"``: one of :data:`FIRSTS`."""
+    """The first verb after an ``"init"``, before any forward: one of :data:`FIRSTS`."""
     device_id: bool = False
     ignored: int | None = None
-    """Counts modules without modules inside: its parameters are frozen, and not sharded."""
+    """Index of a module without submodules that is frozen and not sharded."""
     backward_prefetch: str | None = "BACKWARD_PRE"
     forward_prefetch: bool = True
     prefetch_limit_bytes: int | None = None
@@ -106,7 +106,7 @@ class Sharding:
     keep_cast_shard: bool = False
     cast_forward_inputs: bool = False
     output_dtype: torch.dtype | None = None
-    """Of the root; where units inside are not made by the same call."""
+    """Output dtype of the root, if a separate call makes the inner units."""
     ignore_norms: bool = False
     full_precision_in_eval: bool = False
     recompute: bool = False
@@ -141,7 +141,7 @@ class Sharding:
         return {"process_group": tuple(groups)}
 
     def over(self, ranks: Ranks) -> tuple["Sharding", dict[str, Any]]:
-        """The same over other ranks, and how these are told to a verb."""
+        """Return this sharding over other ranks, and the arguments that pass these to a verb."""
         fits = self.mesh is None or self.mesh[0] * self.mesh[1] == ranks.size
         new = self if fits else dataclasses.replace(self, mesh=(1, ranks.size))
         return new, new._where(ranks)
@@ -155,7 +155,7 @@ class Sharding:
         return found
 
     def shard(self, model: nn.Module, ranks: Ranks, values: nn.Module) -> None:
-        """Shard ``model``, which has the values of ``values`` afterwards, wherever it is now."""
+        """Shard ``model``, which then has the values of ``values``, wherever it was."""
         ignored = self.ignore(model)
         like = dict(zip(model.modules(), values.modules(), strict=True))
 
@@ -223,7 +223,7 @@ class Sharding:
                 for i in sorted(chosen, reverse=True):  # named_modules() lists parents first
                     assert shard_one(candidates[i], strategy=next(strategies)) is candidates[i]
                 assert shard_one(model) is model
-            case "groups" | "lists":  # pairs of modules that are beside each other
+            case "groups" | "lists":  # pairs of adjacent modules
                 pairs: list[tuple[nn.Module, nn.Module]] = []
                 for i, j in itertools.pairwise(i % len(candidates) for i in rest if candidates):
                     pair, taken = (candidates[i], candidates[j]), {m for others in pairs for m in others}
@@ -251,7 +251,7 @@ class Sharding:
 
 @dataclasses.dataclass
 class SizePolicy:
-    """Wraps what has at least so many parameters that no inner unit took, except containers that are never called."""
+    """Wraps modules with at least so many parameters that no inner unit owns, except containers that are never called."""
 
     least: int
 
@@ -262,7 +262,7 @@ class SizePolicy:
 
 
 def layout_named(name: str | None) -> Any:
-    """A layout without a limit to padding. ``"mixed"``: each parameter one of them, by its name."""
+    """Return a layout without a limit to padding. ``"mixed"`` chooses one for each parameter, by its name."""
     layouts = {
         None: None,
         "rows": flatshard.layouts.Rows(max_padding=1e9),
@@ -276,7 +276,8 @@ def layout_named(name: str | None) -> Any:
 
 
 def draw_rounding(rng: random.Random, optimizer: str) -> dict[str, Any]:
-    """The same for all shardings of a program. An ``"adamw"`` divides by its state, so it wants one dtype."""
+    """Draw options that round, shared by all shardings of a program. ``"adamw"`` divides by its state, so it needs one
+    dtype."""
     found: dict[str, Any] = {}
     if rng.random() < 0.75:
         found["param_dtype"] = rng.choice([torch.bfloat16, torch.bfloat16, torch.float32, None])
@@ -293,7 +294,7 @@ def draw_rounding(rng: random.Random, optimizer: str) -> dict[str, Any]:
 
 
 def draw_sharding(rng: random.Random, size: int, model: Model, rounding: dict[str, Any]) -> Sharding:
-    """``size``: how many ranks."""
+    """Draw a sharding over ``size`` ranks."""
     found: dict[str, Any] = dict(rounding)
     kind = rng.choice(POLICIES)
     names = sorted({type(m).__name__ for m in model.build().modules()} & set(CLASSES) | {"Linear"})
@@ -315,7 +316,7 @@ def draw_sharding(rng: random.Random, size: int, model: Model, rounding: dict[st
     if kind == "manual" and rng.random() < 0.4:
         own = ["FULL_SHARD", "SHARD_GRAD_OP", "SHARD_OPTIM"]
         if hybrid:
-            joins = strategy == "HYBRID_FULL_SHARD"  # over other ranks than the others
+            joins = strategy == "HYBRID_FULL_SHARD"  # its group differs from the others'
             own = [s for s in STRATEGIES if s.startswith("HYBRID") and (s == "HYBRID_FULL_SHARD") == joins]
         found["unit_strategies"] = tuple(rng.choice([*own, "NO_SHARD"]) for _ in range(3))
     strategies = {strategy, *found.get("unit_strategies", ())}
@@ -341,12 +342,12 @@ def draw_sharding(rng: random.Random, size: int, model: Model, rounding: dict[st
         found["ignored"] = rng.randrange(20)
     found["start"] = rng.choice(["as it is", *STARTS])
     if found.get("ignored") is not None and found["start"] in ("meta", "to_empty"):
-        found["start"] = "as it is"  # what is not sharded is not filled either
+        found["start"] = "as it is"  # modules that are not sharded are not filled
     if "param_dtype" in found:
-        found["ignored"] = None  # it would keep its own dtype, which the others' outputs do not have
+        found["ignored"] = None  # it would keep its own dtype, unlike the outputs of the others
     found["device_id"] &= found["start"] != "to_empty"
     if model.has("gru", "change") and found["start"] in ("meta", "to_empty"):
-        found["start"] = "as it is"  # RNNs refer weakly to parameters; a change in the first forward is refused
+        found["start"] = "as it is"  # RNNs hold weak references to parameters; a change in the first forward is refused
     found["layout"] = rng.choice([None, None, "rows", "pairs", "blocks", "whole", "mixed"])
     found["collectives"] = "hook" not in found and rng.random() < 0.15
     found["static_buffers"] = rng.random() < 0.06
@@ -362,7 +363,7 @@ def draw_sharding(rng: random.Random, size: int, model: Model, rounding: dict[st
 
 
 class Rounding:
-    """What the ranks compute with, in one process."""
+    """The ranks' arithmetic, in one process."""
 
     def __init__(self, sharding: Sharding, model: nn.Module) -> None:
         self._sharding = sharding
@@ -370,13 +371,13 @@ class Rounding:
         self.rtol = 2**-6 if dtypes & set(LOW) else 1e-4
         self.loss_rtol = 2**-7 if sharding.param_dtype in LOW else 1e-4
         self.scales: dict[str, float] = {}
-        """The largest magnitude of each gradient on any rank, which is what rounding is relative to."""
+        """The largest magnitude of each gradient on any rank; rounding errors are relative to it."""
         norms = [m for m in model.modules() if isinstance(m, nn.LayerNorm)] if sharding.ignore_norms else []
         left_alone = {p for m in norms for p in m.parameters()}
         self._left_alone = {name for name, p in model.named_parameters() if p in left_alone}
 
     def lowered(self, model: nn.Module) -> nn.Module:
-        """A copy in the compute dtype."""
+        """Return a copy in the compute dtype."""
         copied = copy.deepcopy(model)
         copied.zero_grad()
         dtype = self._sharding.param_dtype
@@ -398,11 +399,11 @@ class Rounding:
         return x.to(dtype) if dtype is not None and x.is_floating_point() else x
 
     def kept(self, name: str, grad: Tensor) -> Tensor:
-        """As a rank adds it up."""
+        """Cast a gradient to the dtype in which its rank accumulates it."""
         return grad if name in self._left_alone else grad.to(self._sharding.reduce_dtype or grad.dtype)
 
     def average(self, name: str, grads: list[Tensor | None], factor: float, param: nn.Parameter) -> Tensor:
-        """What comes of every rank's gradient."""
+        """Average the ranks' gradients."""
         given = next(g for g in grads if g is not None)
         every = [torch.zeros_like(given) if g is None else g for g in grads]
         self.scales[name] = max([self.scales.get(name, 0.0), *(g.abs().max().item() for g in every if g.numel())])

@@ -1,4 +1,4 @@
-"""Run statements on twins: exceptions on purpose, documented refusals, and the comparison after each statement."""
+"""Run statements on twins: deliberate exceptions, documented refusals, and a comparison after each statement."""
 
 import contextlib
 import dataclasses
@@ -59,22 +59,22 @@ REFUSALS = {
     "part for whole": r"a function of torch took this part for the whole",
     "a part": r"is sharded: this rank has .*, and '.*' needs the whole\. It is whole inside",
 }
-"""Errors that are right, each with a cure in its text."""
+"""Patterns of documented errors, each with its cure."""
 
 
 class Bang(ValueError):
-    """Raised by a program on purpose."""
+    """A deliberate exception."""
 
 
 class Interrupt(KeyboardInterrupt):
-    """The same, as Ctrl-C is: not an ``Exception``."""
+    """A deliberate exception like Ctrl-C: not an ``Exception``."""
 
 
 ERRORS: dict[str, type[BaseException]] = {"ValueError": Bang, "KeyboardInterrupt": Interrupt}
 
 
 class Fuse:
-    """Raises once."""
+    """A function that raises once."""
 
     def __init__(self, error: str) -> None:
         self.error = error
@@ -100,7 +100,7 @@ class _Raises(torch.autograd.Function):
 
 @contextlib.contextmanager
 def placed(bomb: Bomb | None, fuse: Fuse | None, module: nn.Module) -> Iterator[None]:
-    """The bomb is in one of the modules of ``module``."""
+    """Place the bomb in one of the modules inside ``module``."""
     if bomb is None or fuse is None:
         yield
         return
@@ -127,7 +127,7 @@ def placed(bomb: Bomb | None, fuse: Fuse | None, module: nn.Module) -> Iterator[
 
 
 def run(call: Callable[[Tensor], Any], module: nn.Module, x: Tensor, env: Env) -> Any:
-    """A forward: its output, and with it what was told besides."""
+    """Run a forward; return its output, and the terms that it added to the loss."""
     env = dataclasses.replace(env, told=[])
     try:
         with during(env):
@@ -138,7 +138,7 @@ def run(call: Callable[[Tensor], Any], module: nn.Module, x: Tensor, env: Env) -
 
 
 class Runner:
-    """One program on this rank; subclasses add a method for each statement."""
+    """The state of a program on this rank. Subclasses have a method for each kind of statement."""
 
     def __init__(self, ctx: Any, program: Program, halves: Any = None, device: torch.device = CPU) -> None:
         self.ctx, self.program, self.device = ctx, program, device
@@ -148,16 +148,16 @@ class Runner:
         if halves is not None:
             half = halves.get_group("shard"), halves.get_local_rank("shard"), 2
             others["half"] = Ranks(*half, ctx.alone, device=device)
-        self.noted: list[Pair] = []  # comparisons for which the host does not wait
+        self.noted: list[Pair] = []  # comparisons deferred to the end
         self.ranks, self.everywhere = (here, others[program.elsewhere]), list(others.values())
         self.twins: list[Twin | None] = [None] * 3
         self.losses: dict[str, Loss] = {}
         self.saved: dict[tuple[str, str], Saved] = {}
-        self.loads_other_cuts = False  # of a model whose parameters may have been cut otherwise
+        self.loads_other_cuts = False  # load checkpoints whose shards may be cut differently
         self.outcomes: list[str] = []
         self.counts: Counter[str] = Counter()
-        self.interrupted = False  # a forward, and nothing has cleaned up since
-        self.models: list[set[int]] = []  # numbers of twins that a backward reached together, while some held gradients
+        self.interrupted = False  # a forward was interrupted, and nothing has cleaned up since
+        self.models: list[set[int]] = []  # numbers of twins that a backward reached together while some held gradients
         self.folders = 0
         for number in range(program.models):
             twin = Twin(number, 0, program.shardings[0], self.ranks[0])
@@ -170,7 +170,7 @@ class Runner:
         return self.program.model.build(self.program.shardings[0].param_dtype)
 
     def _make(self, twin: Twin, plain: nn.Module, plain_opt: Any = None) -> tuple[nn.Module, nn.Module, Any, Any]:
-        """A sharded model as ``plain`` is now, and what ``Twin.begin`` takes."""
+        """Shard a copy of ``plain`` as it is now; return the arguments of ``Twin.begin``."""
         sharding, ranks = twin.sharding, twin.ranks
         if self.program.model.rounds_to_float32:
             twin.rtol = 1e-4
@@ -195,7 +195,8 @@ class Runner:
         sharding.shard(model, ranks, plain)
         if sharding.start == "init":
             self._do_first(twin, model, params, plain)
-        # Up to the first use, parameters that are read from modules are whole. Islands don't evaluate in full precision.
+        # Before first use, modules show full parameters. Islands don't evaluate in full precision, so they are unsharded
+        # explicitly.
         fills = sharding.start in ("to_empty", "init")
         if fills and sharding.full_precision_in_eval and self.program.model.has("island"):
             flatshard.unshard(model)
@@ -207,7 +208,7 @@ class Runner:
         return model, plain, opt or self._optimizer(model), plain_opt or self._optimizer(plain)
 
     def _do_first(self, twin: Twin, model: nn.Module, params: dict[str, nn.Parameter], plain: nn.Module) -> None:
-        """What comes after an initialisation, before any forward, finds and leaves parts."""
+        """Call a verb after initialisation and before any forward: it must find and leave shards."""
         verb, group = twin.sharding.first, twin.ranks.group
         self.ctx.note(f"seed {self.program.seed}: {verb} before the first forward")
         match verb:
@@ -241,7 +242,7 @@ class Runner:
             close(flat(p, flatshard.tensors.shard_info(p)), part, 1e-6, f"this rank's part of {name}")
 
     def _optimizer(self, model: nn.Module) -> Any:
-        """Settings under which rounding stays rounding; see parity.py."""
+        """Make an optimizer with settings that don't amplify rounding; see parity.py."""
         params: Any = list(model.parameters())
         match self.program.optimizer:
             case "sgd":
@@ -299,11 +300,11 @@ class Runner:
 
     @staticmethod
     def rank0_only(twin: Twin) -> bool:
-        """Whether only rank 0 has whole parameters of it: then what communicates for it is for no rank to do."""
+        """Return whether only rank 0 has the full parameters: then no verb that communicates for them may run."""
         return any(shown.options.get("rank0_only") for shown in twin.shown)
 
     def attempt(self, what: Callable[[], object], twin: Twin | None = None, module: nn.Module | None = None) -> bool:
-        """Whether it was done; False: refused, as is documented."""
+        """Call ``what``. Return False if it was refused as documented."""
         try:
             what()
         except (RuntimeError, ValueError, NotImplementedError) as e:
@@ -312,7 +313,7 @@ class Runner:
         return True
 
     def _check_refusal(self, error: BaseException, twin: Twin | None, module: nn.Module | None = None) -> str:
-        """That ``error`` is documented, and true."""
+        """Raise if ``error`` is not documented, or its condition is not met."""
         text = str(error)
         found = next((key for key, pattern in REFUSALS.items() if re.search(pattern, text, re.DOTALL)), None)
         if found is None or isinstance(error, Bang):
@@ -320,11 +321,11 @@ class Runner:
         self.outcomes.append(found)
         shown = any(t.shown for t in self._alive)
         by_user = twin is not None and any(u.is_unsharded_by_user for u in twin.units)
-        # Held until it is cleaned up: of a failed backward; of a unit that no rank has used, as none knows of the others.
+        # Gradients are held until a cleanup after a failed backward, or if no rank used the unit, as none knows that.
         dying = twin is not None and any(u.context.backward is not None for u in twin.units)
         holding = [] if twin is None else [i for i, u in enumerate(twin.units) if u.handle.gradients.withholds]
         unused = any(i not in map(twin.owner.get, twin.held) for i in holding)
-        true: dict[str, Callable[[], object]] = {  # of what has more than its text
+        true: dict[str, Callable[[], object]] = {  # refusals with conditions beside their text
             "state inside": lambda: shown or self.interrupted,
             "reshard busy": lambda: shown or self.interrupted,
             "gradients inside": lambda: shown or self.interrupted,
@@ -339,14 +340,14 @@ class Runner:
             "cut otherwise": lambda: self.loads_other_cuts,
             "copied unsharded": lambda: twin and (twin.shown or twin.kept or self.interrupted or by_user),
         }
-        assert true.get(found, lambda: True)(), f"this is not so: {text}"
+        assert true.get(found, lambda: True)(), f"refused, though its condition is not met: {text}"
         return found
 
     def _uses(self, option: str) -> bool:
         return any(getattr(twin.sharding, option) for twin in self._alive)
 
     def check(self) -> None:
-        """Everything that can be compared without communication."""
+        """Check everything that needs no communication."""
         pairs: list[Pair] = []
         for twin in self._alive:
             grads = {name: largest(p.grad) for name, p in twin.whole.items()}
@@ -385,7 +386,7 @@ class Runner:
         self.compare(pairs)
 
     def compare(self, pairs: list[Pair]) -> None:
-        """At once; on an accelerator at the end, so that kernels may be as late as they are in a user's program."""
+        """Compare now; on an accelerator at the end, so that kernels may run as late as in a user's program."""
         if self.device is CPU:
             all_close(pairs)
         else:
@@ -404,14 +405,14 @@ class Runner:
         return list(batch.split(rows // twin.ranks.size))
 
     def _adopt(self, *twins: Twin) -> None:
-        """See ``Twin.adopt``."""
+        """Let twins adopt their sharded model's values; see ``Twin.adopt``."""
         for twin in twins:
             if twin.rounding and not (twin.shown or twin.undefined or self.interrupted):
                 self.check()
                 twin.adopt()
 
     def _mixes_gradients(self) -> bool:
-        """Then new gradients are refused."""
+        """Return whether full gradients are shown: then new gradients are refused."""
         return any(s.options.get("with_grads") for twin in self._alive for s in twin.shown)
 
     def _discard_losses(self, twin: Twin) -> None:
@@ -420,9 +421,9 @@ class Runner:
 
     @contextlib.contextmanager
     def _folder(self) -> Iterator[Path]:
-        """A new name, the same on all ranks."""
+        """Return a new folder, the same on all ranks."""
         self.folders += 1
-        owner = torch.tensor(os.getpid())  # that of rank 0
+        owner = torch.tensor(os.getpid())  # rank 0's after the broadcast
         dist.broadcast(owner, group=self.ctx.group, group_src=0)
         path = Path(tempfile.gettempdir(), f"fuzz-{owner}-{self.program.seed}-{self.folders}")
         if self.ctx.rank == 0:
@@ -435,9 +436,9 @@ class Runner:
 
     @staticmethod
     def _there(twin: Twin) -> SimpleNamespace:
-        """The ranks that a twin is sharded over, for ``everybody``."""
+        """Return the ranks of a twin, as ``everybody`` takes them."""
         return SimpleNamespace(group=twin.ranks.group, world_size=twin.ranks.size)
 
     def _first(self, twin: Twin) -> int:
-        """The number, in the pool, of the first rank of those that this model is sharded over here."""
+        """Return the pool's number of the twin's first rank."""
         return dist.get_global_rank(twin.ranks.group, 0)

@@ -1,9 +1,10 @@
-"""Random models, sharded in random ways, under random programs of flatshard's public verbs and clients' habits: one grammar,
-each draw against the same program on plain models in one process.
+"""Random models, sharded in random ways, run random programs of flatshard's public verbs and clients' habits. Each draw is
+compared with the same program on plain models in one process.
 
-``--fuzz N`` runs N draws, ``--fuzz-seed S`` starts at seed S; of many a table says how many had what. A failing one prints
-its lines, its ``repr``, and the command that runs it alone. ``--minimise`` looks for a shorter one that fails alike. What is
-drawn: ``programs.py``, ``random_models.py``, ``random_options.py``; how it is run and compared: ``machine.py``.
+``--fuzz N`` runs N draws, ``--fuzz-seed S`` starts at seed S; from 1,000 draws on, a table counts what they contain. A
+failing draw prints its lines, its ``repr``, and the command that runs it alone. ``--minimise`` searches for a shorter program
+with the same failure. The grammar is in ``programs.py``, ``random_models.py`` and ``random_options.py``; ``machine.py`` runs
+programs and compares.
 """
 
 import dataclasses
@@ -28,12 +29,12 @@ from pool import Failure, Pool, RankFailure
 import flatshard
 
 CHUNK = 25
-"""Draws per test: a test's overhead is larger than a draw's."""
+"""Draws per test: a test costs more to start than a draw costs to run."""
 TIMEOUT = 20.0
 MAX_FAILURES = 3
-"""Failing draws after which a chunk gives up."""
+"""Number of failing draws after which a chunk stops."""
 MINIMISING = 120.0
-"""Seconds that a failing program is made shorter for."""
+"""Seconds spent on shrinking a failing program."""
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -79,7 +80,7 @@ def test_random_programs_do_as_in_one_process(pool, world_size, seeds, request, 
 
 
 def is_noticed(error: RankFailure) -> bool:
-    """Whether flatshard has noticed that a rank lacks a term of the loss: then the ranks have to end."""
+    """Return whether flatshard noticed that a rank lacks a term of the loss: then the program has to end."""
     raised = [f for f in error.failures if f.kind == "raised"]
     return any(LONE in f.note for f in raised) and {f.type_name for f in raised} <= {
         "OutOfStepError",
@@ -87,17 +88,17 @@ def is_noticed(error: RankFailure) -> bool:
     }
 
 
-# -- how often what was drawn ------------------------------------------------------------------------------------------
+# -- coverage ----------------------------------------------------------------------------------------------------------
 
 COUNTED = "statements"
 MANY = 1000
-"""Draws after which a table says how often what was drawn."""
+"""Number of draws from which on a table counts their contents."""
 VALUES = 24
-"""Of a field, at most: of one with more values their number is told."""
+"""Maximum number of values that are listed for a field; beyond it, only their count is."""
 
 
 class Coverage:
-    """A plugin that prints the table."""
+    """A pytest plugin that prints the table."""
 
     def __init__(self, seeds: range) -> None:
         self._seeds = seeds
@@ -118,7 +119,7 @@ class Coverage:
 
 
 def coverage(programs: Iterable[Program]) -> Iterator[str]:
-    """A line for each field: its values, each with the number of draws that have it."""
+    """Yield a line for each field: its values, each with the number of draws that have it."""
     found: dict[str, Counter[Any]] = {}
     for program in programs:
         for name, value in {fact for fact in facts(program) if fact[0]}:
@@ -151,7 +152,7 @@ def failure(pool: Pool, program: Program) -> RankFailure | None:
 
 
 def _kind(error: RankFailure) -> tuple[str, str, str]:
-    """Of failures that are alike: without numbers and names of parameters."""
+    """Return a key for failures that are alike, without numbers and names of parameters."""
     first = error.failures[0]
     text = re.sub(r"\d[-\d.e]*|'\S*'|(body|front|head|scale)\S*", "#", first.message)
     return first.kind, first.type_name, text[:60]
@@ -160,7 +161,7 @@ def _kind(error: RankFailure) -> tuple[str, str, str]:
 def minimise(
     fails: Callable[[Program], RankFailure | None], program: Program, error: RankFailure, seconds: float = MINIMISING
 ) -> tuple[Program, RankFailure]:
-    """Leave out whatever can be, as long as the program fails alike."""
+    """Leave out as much as possible while the program still fails alike."""
     end, kind = time.monotonic() + seconds, _kind(error)
     while True:
         for shorter in smaller(program):
@@ -200,36 +201,36 @@ def test_a_program_depends_on_its_seed_only():
         assert str(draw(seed)).startswith(f"# seed {seed}, ")
 
 
-# -- what is drawn -----------------------------------------------------------------------------------------------------
+# -- completeness of the grammar ---------------------------------------------------------------------------------------
 
 CALLERS = (random_models, random_options, runner, training, parameters, files, machine)
 CALLING = "".join(Path(module.__file__).read_text() for module in CALLERS)
-"""Where public verbs are called."""
+"""Source of the files that call public verbs."""
 OTHERS = {
     *("CollectiveError", "InternalError", "OutOfStepError", "MeetingError", "CPUOffload"),
     *("ChangedParams", "ShardedValue", "GradientStatistics", "ShardInfo", "ShardedGradient", "ShardedParameter"),
     *("Description", "FlatDescription", "UnitDescription", "Collectives", "DefaultCollectives", "GlooCollectives"),
     *("Pending", "CommHookHandle", "CommHookState", "BackwardSteps"),
-    "QuantizedCollectives",  # with an error of their own: comm/test_quantized.py
+    "QuantizedCollectives",  # raises errors of its own: comm/test_quantized.py
     *("sync_buffers", "steps_parts"),  # not drawn yet: features/test_buffers.py, integrations/test_trainer.py
     *("plan", "fit", "Fit"),  # planning/
-    *("Reader", "Writer", "rekey", "optim_state_dict_to_load"),  # for what torch and plain models save: checkpoint/
+    *("Reader", "Writer", "rekey", "optim_state_dict_to_load"),  # for torch and plain models: checkpoint/
     *("full_shape", "check_whole_parameters"),  # optim/test_whole_optimizer.py
     *("offload", "Offloaded"),  # nothing moves on CPU: accelerator/offload.py
-    *("Job", "World", "LostError", "OutError"),  # ranks that die: elastic/
+    *("Job", "World", "LostError", "OutError"),  # loss of ranks: elastic/
 }
-"""Types, errors, and what has no equal in one process."""
+"""Types, errors, and verbs without an equivalent in one process."""
 
 
 def test_every_public_verb_is_called():
     packages = [getattr(flatshard, n) for n in ("checkpoint", "comm", "debug", "elastic", "optim", "tensors")]
     names = {name for package in (flatshard, *packages) for name in package.__all__} - OTHERS
     unknown = {name for name in names if not isinstance(getattr(flatshard, name, None), ModuleType)}
-    assert not {name for name in unknown if not re.search(rf"\b{name}\b", CALLING)}, "a program should call them"
+    assert not {name for name in unknown if not re.search(rf"\b{name}\b", CALLING)}, "no program calls them"
 
 
 def facts(what: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """All values in a program, each with its class and field."""
+    """Yield all values in a program, each with its class and field."""
     if isinstance(what, Place):
         yield name, what.kind
     elif isinstance(what, tuple):
@@ -244,7 +245,7 @@ def facts(what: Any, name: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def test_all_is_drawn():
-    """Every kind of statement, on every kind of module; and of each field two values at least."""
+    """Every kind of statement and every kind of module is drawn, and at least two values of each field."""
     found: dict[str, set[Any]] = {}
     for name, value in {fact for seed in range(200) for fact in facts(draw(seed))}:
         found.setdefault(name, set()).add(value)

@@ -1,4 +1,4 @@
-"""Statements of a training step: forwards, backwards, gradients, the optimizer."""
+"""Statements of a training step: forward, backward, gradients, and the optimizer."""
 
 import contextlib
 import dataclasses
@@ -24,7 +24,8 @@ from flatshard._composable.module_tree import called_modules
 from flatshard._composable.state import unit_of
 
 LONE = "a term that some ranks do not have, in"
-"""Begins the note of a backward that ends the program in an ``OutOfStepError`` or ``CollectiveError``, or is right."""
+"""Prefix of the note of a backward with a term that some ranks lack. It is right, or ends the program in an
+``OutOfStepError`` or ``CollectiveError``."""
 
 
 TWO = ("dist", "torch.dist", "F.mse_loss", "F.l1_loss", "F.smooth_l1_loss")
@@ -37,7 +38,7 @@ def _penalty_of(p: Tensor, s: programs.Penalty) -> Tensor:
 
 
 def has_leaves(t: Tensor) -> bool:
-    """Whether a backward of ``t`` comes to a parameter."""
+    """Return whether a backward of ``t`` reaches a parameter."""
     todo, seen = [t.grad_fn], set()
     while todo:
         node = todo.pop()
@@ -50,14 +51,15 @@ def has_leaves(t: Tensor) -> bool:
 
 
 class Training(Runner):
-    """Statements of a training step."""
+    """Run forwards, backwards and steps."""
 
     # -- forwards
 
     def _run_forward(
         self, statement: programs.Forward | programs.Evaluate, twin: Twin, module: nn.Module
     ) -> tuple[Any, list[Any], list[nn.Module]] | None:
-        """The outputs of this rank's slice and of all slices, and what these ran in. None: it ended in an exception."""
+        """Run a forward on this rank's slice and on all slices; return both outputs and the models that computed the latter,
+        or None if it raised."""
         model, bomb = self.program.model, statement.bomb
         path = twin.path(statement.place)
         assert path is not None
@@ -65,13 +67,13 @@ class Training(Runner):
             return None
         changes = model.has("change") and (not path or "'change'" in repr(model.tree))
         if twin.shown and twin.sharding.mixed:
-            return None  # what is shown has the parameters' own dtype
+            return None  # unsharded parameters have their own dtype
         if self.device is not CPU and any(shown.options.get("offload_to_cpu") for shown in twin.shown):
-            return None  # what is shown is on the CPU
+            return None  # unsharded parameters are on the CPU
         if changes and twin.shown and isinstance(statement, programs.Forward):
-            return None  # it may be refused at a later unit, when some have changed already
+            return None  # a later unit may refuse it when some have changed already
         if bomb and model.has("change") and bomb.error == "KeyboardInterrupt":
-            bomb = None  # what the forward changed before it is lost, or not
+            bomb = None  # changes by the forward before the exception may be lost
         if changes and model.has("data", "data_in_place"):
             self._discard_losses(twin)
         fuse = Fuse(bomb.error) if bomb else None
@@ -97,7 +99,7 @@ class Training(Runner):
                     if not self.attempt(lambda: out.append(run(call, module, x, first)), twin):
                         if model.has("batchnorm"):  # it may have run before the unit that refused
                             for mine, theirs in zip(twin.plain.buffers(), twin.model.buffers(), strict=True):
-                                mine.data.copy_(theirs)  # unseen by autograd, as below
+                                mine.data.copy_(theirs)  # without a version bump, as below
                         return None
                 self.interrupted = False
             except (Bang, Interrupt):
@@ -118,8 +120,8 @@ class Training(Runner):
                     runs, x = twin.rounding.lowered(plain_module), twin.rounding.input(x)
                 copies.append(runs)
                 outs.append(run(runs, runs, x, envs[r]))
-                for name, value in own.items():  # each rank has its own
-                    twin.plain.get_buffer(name).data.copy_(value)  # unseen by autograd, as BatchNorm does
+                for name, value in own.items():  # each rank has its own buffers
+                    twin.plain.get_buffer(name).data.copy_(value)  # without a version bump, as BatchNorm does
         self._note_change(twin, changes)
         for got, expected in zip(pytree.tree_leaves(out[0]), pytree.tree_leaves(outs[rank]), strict=True):
             if isinstance(got, Tensor) and got.is_floating_point():
@@ -189,7 +191,7 @@ class Training(Runner):
             return False
         info = flatshard.tensors.shard_info(own)
         if info is None or ((info.by_rows or info.never_cut) and ("std" in s.how or s.how in TWO)):
-            return False  # that is this rank's
+            return False  # the refused value is this rank's
         factors = [s.factors[rank % len(s.factors)] for rank in range(twin.ranks.size)]
         if {*factors} == {None}:
             return False
@@ -226,11 +228,11 @@ class Training(Runner):
         if stale and any(loss.left_out for loss in losses):
             return False  # each rank is refused at another point, after other collectives
         if stale and self.program.model.has("checkpoint") and any(loss.twin.rounding for loss in losses):
-            return False  # the oracle's copies would be recomputed from the values of their forward
+            return False  # the oracle's copies would recompute from the values of their forward
         if stale and any(loss.penalties for loss in losses):
-            return False  # some terms of parameters need their values, and are refused
+            return False  # refused if the gradient of a term needs the parameter's value
         if any(loss.is_lone and not all(loss.twin.synced.values()) for loss in losses):
-            return False  # ranks without the term wait for nothing: they go on, until the next collective of all
+            return False  # ranks without the term don't wait: they continue to the next collective of all ranks
         hook, fuse, involved = None, None, {id(loss.twin): loss.twin for loss in losses}
         if s.hook and (hooked := self.twins[s.hook[0]]) and (path := hooked.path(s.hook[1])) is not None:
             place = hooked.model.get_submodule(path)
@@ -243,10 +245,10 @@ class Training(Runner):
         try:
             sum(loss.sharded for loss in losses).backward(retain_graph=s.retain)
             failed = False
-            assert not any(loss.is_local for loss in losses), "a term was this rank's number, and nothing said so"
+            assert not any(loss.is_local for loss in losses), "backward accepted a term that is this rank's value"
         except (Bang, Interrupt):
             failed = True
-        except CheckpointError:  # as below: where a later forward has made the unit follow
+        except CheckpointError:  # as below: a later forward has changed the unit's state
             failed = True
         except RuntimeError as e:
             failed = True
@@ -263,15 +265,15 @@ class Training(Runner):
                 self.losses.pop(name, None)
         if failed:
             reached = any(unit.context.backward is not None for twin in self._alive for unit in twin.units)
-            reached |= fuse is not None and fuse.blown  # the backward is over when its last reductions end
+            reached |= fuse is not None and fuse.blown  # a backward is over when its last reductions end
             self._fail_backward(involved, reached)
             return True
         try:
             self._run_plain_backward(losses, s.retain)
-        except CheckpointError:  # frozen since forward: in one process the recomputation follows that, as nobody needs
+        except CheckpointError:  # frozen since forward: one process recomputes without it
             self._fail_backward(involved)
         except RuntimeError as e:
-            if any(loss.twin.shown for loss in losses):  # what was changed may be copies, which the graph does not hold
+            if any(loss.twin.shown for loss in losses):  # changed tensors may be copies outside of the graph
                 self._fail_backward(involved)
                 return True
             raise AssertionError(f"torch refuses this backward in one process, flatshard did not: {e}") from None
@@ -279,7 +281,7 @@ class Training(Runner):
         return True
 
     def _fail_backward(self, involved: dict[int, Twin], reached: bool = True) -> None:
-        """``reached``: whether it had come to a unit. Otherwise what is held was not touched, and stays."""
+        """Handle a failed backward. If it had ``reached`` no unit, held gradients stay as they were."""
         for twin in involved.values():
             twin.undefined = True
         for twin in self._alive if reached else ():
@@ -299,14 +301,14 @@ class Training(Runner):
         found: list[dict[str, Tensor | None]] = []
         try:
             total = sum(sum(loss.plain) / len(loss.plain) for loss in losses)
-            brought = has_leaves(total)  # also those that were frozen since
+            brought = has_leaves(total)  # includes parameters that were frozen since forward
             total.backward(retain_graph=retain)
         finally:
             for twin, old in zip(self._alive, before, strict=True):
                 found.append({name: p.grad for name, p in twin.plain.named_parameters()})
                 for name, p in twin.plain.named_parameters():
                     p.grad = old[name]
-        for loss in losses:  # not held: nothing comes to the unit
+        for loss in losses:  # no_sync does not hold these, as they don't pass through the unit
             for name, leaf in loss.penalties:
                 param, unit = loss.twin.plain.get_parameter(name), loss.twin.owner[name]
                 new = leaf.grad * (loss.twin.ranks.size / (loss.twin.factors[unit] or loss.twin.ranks.size))
@@ -332,7 +334,7 @@ class Training(Runner):
             twin.reduce_held([unit for unit in mine if unit < 0 or twin.units[unit].context in groups])
 
     def _holds_back(self, twin: Twin) -> bool:
-        """Whether ``no_sync`` keeps gradients out of ``.grad``."""
+        """Return whether ``no_sync`` keeps gradients out of ``.grad``."""
         return twin.ranks.size > 1 or self.program.optimizer == "flat"
 
     def _run_rounded_backward(self, loss: Loss, retain: bool) -> None:
@@ -355,7 +357,7 @@ class Training(Runner):
         if twin.undefined or twin.shown:
             return False
         if self.attempt(twin.opt.step, twin):
-            held = map(twin.plain.get_parameter, twin.held)  # those of frozen parameters are not wanted
+            held = map(twin.plain.get_parameter, twin.held)  # held gradients of frozen parameters are ignored
             assert not any(p.requires_grad and p.numel() for p in held), "stepped while gradients are held"
             twin.plain_opt.step()
             twin.changes += 1
@@ -368,16 +370,16 @@ class Training(Runner):
             return False
         if loss.changes != twin.changes or not twin.is_idle or twin.partial or not all(twin.synced.values()):
             return False  # refused after some units have been stepped, or not all are reduced
-        if twin.rounding or loss.penalties:  # the oracle goes on from the gradients, which are gone; or they come later
+        if twin.rounding or loss.penalties:  # the oracle needs the gradients, which are gone; or they arrive later
             return False
-        if any(isinstance(m, Checkpoint) and m.reentrant for m in twin.model.modules()):  # refused around a unit's part
+        if any(isinstance(m, Checkpoint) and m.reentrant for m in twin.model.modules()):  # refused in part of a unit
             return False
         steps = flatshard.optim.step_in_backward(twin.model, opt)
         try:
             if not self._backward(programs.Backward((s.loss,)), None, None):
                 return False
             assert not twin.undefined, "units have been stepped in a backward that failed"
-            assert not twin.held, "not all was reduced"
+            assert not twin.held, "some gradients were not reduced"
             twin.changes += 1
             opt.step()
         finally:
@@ -399,7 +401,7 @@ class Training(Runner):
         if twin.undefined or not twin.shows_own or self.program.optimizer == "flat":
             return False
         plain = twin.plain.get_submodule(twin.path(s.place))
-        p = 2.0 if self.program.model.has("empty") else s.norm  # of no elements torch knows no maximum
+        p = 2.0 if self.program.model.has("empty") else s.norm  # torch has no maximum of zero elements
         norms: list[Tensor] = []
         clip = flatshard.clip_grad_norm_ if s.whose == "flatshard" else nn.utils.clip_grad_norm_
         given = module if s.whose == "flatshard" else module.parameters()

@@ -1,4 +1,4 @@
-"""Twins: a sharded model and a plain one, and what programs note about them."""
+"""Twins: a sharded model and a plain one, with the state that programs track of them."""
 
 import dataclasses
 from typing import Any
@@ -19,16 +19,16 @@ from flatshard._composable.state import owner_of, unit_of
 
 @dataclasses.dataclass(eq=False)
 class Shown:
-    """A ``summon_full_params`` under way."""
+    """An active ``summon_full_params``."""
 
     scope: set[str]
     options: dict[str, bool]
     before: dict[str, tuple[Tensor, Tensor | None]] = dataclasses.field(default_factory=dict)
-    """Values and gradients to go back to, where it writes nothing back."""
+    """Values and gradients to restore if it writes nothing back."""
     changed: bool = False
 
     def note(self, plain: nn.Module, names: set[str]) -> None:
-        """What ``plain`` has now is what to go back to, of parameters ``names``."""
+        """Record the values and gradients of ``plain``'s parameters ``names`` as those to restore."""
         for name in self.scope & names:
             p = plain.get_parameter(name)
             self.before[name] = p.detach().clone(), None if p.grad is None else p.grad.clone()
@@ -41,12 +41,12 @@ class Twin:
         self.number, self.which = number, which
         self.sharding, self.ranks = sharding, ranks
         self.sent: Any = None
-        self.changes = 0  # of parameters' values
+        self.changes = 0  # number of changes of parameters' values
         self.converted = False
         self.rtol = 1e-9
 
     def begin(self, model: nn.Module, plain: nn.Module, opt: Any, plain_opt: Any) -> None:
-        """With these, and nothing under way."""
+        """Start with these models and optimizers, with nothing in progress."""
         self.model, self.plain, self.opt, self.plain_opt = model, plain, opt, plain_opt
         self.own, self.whole = dict(model.named_parameters()), dict(plain.named_parameters())
         self.names = list(self.own)
@@ -58,12 +58,12 @@ class Twin:
         owners = {name: owner_of(p) for name, p in self.own.items()}
         self.owner = {name: -1 if unit is None else numbers[unit] for name, unit in owners.items()}
         self.synced = dict.fromkeys([*range(len(self.units)), -1], True)
-        self.partial: set[int] = set()  # those that do not all-reduce
+        self.partial: set[int] = set()  # units that do not all-reduce
         self.factors = dict.fromkeys(self.synced, self.sharding.divide_factor)
-        self.synced_outside: dict[int, bool] = {}  # of those inside no_sync
-        self.held: dict[str, Any] = {}  # the mean of the slices' gradients, or all of them where numbers are rounded
-        self.undefined = False  # gradients, since an exception in a backward
-        self.unsharded_at = -1  # `changes` then
+        self.synced_outside: dict[int, bool] = {}  # gradient_sync of units inside no_sync, as it was outside
+        self.held: dict[str, Any] = {}  # the mean of the slices' gradients, or all of them if numbers are rounded
+        self.undefined = False  # whether gradients are, since an exception in a backward
+        self.unsharded_at = -1  # `changes` at that time
         self.shown: list[Shown] = []
         self.kept = 0
         self.places = places(model)
@@ -80,7 +80,7 @@ class Twin:
         return found[place.index % len(found)] if found else None
 
     def cuts(self, path: str) -> list[Any]:
-        """This rank's parts of the parameters in the module there."""
+        """Return this rank's slices of the parameters in the module at ``path``."""
         inside = {*self.plain.get_submodule(path).parameters()}
         infos = [flatshard.tensors.shard_info(self.own[n]) for n, p in self.plain.named_parameters() if p in inside]
         return [None if info is None else (info.start, info.stop) for info in infos]
@@ -89,7 +89,7 @@ class Twin:
         return [self.units.index(unit) for unit in units_of_parameters(module, recurse)]
 
     def seen(self, name: str) -> nn.Parameter:
-        """What is registered under that name in the sharded model."""
+        """Return the parameter registered under that name in the sharded model."""
         module, own = self.holders[name]
         return getattr(module, own)  # type: ignore[no-any-return]
 
@@ -103,14 +103,14 @@ class Twin:
         return self.shows_own and not (self.shown or self.kept or self.held or self.undefined or self.synced_outside)
 
     def scope(self, name: str) -> Shown | None:
-        """The innermost ``summon_full_params`` that shows the parameter."""
+        """Return the innermost ``summon_full_params`` that shows the parameter, or None."""
         return next((s for s in reversed(self.shown) if name in s.scope), None)
 
     def shows_gradients(self, name: str) -> bool:
         return any(s.options.get("with_grads") and name in s.scope for s in self.shown)
 
     def reduce_held(self, units: list[int]) -> None:
-        """Of frozen parameters it is dropped, as torch drops what comes to them in backward."""
+        """Reduce held gradients. A frozen parameter's is dropped, as torch drops gradients that reach it in backward."""
         for name in [n for n in self.held if self.owner[n] in units and self.owner[n] not in self.partial]:
             held, param = self.held.pop(name), self.plain.get_parameter(name)
             if not param.requires_grad:
@@ -122,7 +122,7 @@ class Twin:
             param.grad = grad if param.grad is None else param.grad + grad
 
     def adopt(self) -> None:
-        """Go on from the sharded model's values, where these are rounded: no rounding adds up."""
+        """Continue from the sharded model's values if they are rounded, so that rounding does not add up."""
         grads = [n for n in self.names if self.plain.get_parameter(n).grad is not None and self.own[n].grad is not None]
         names = [n for n in self.names if self.owner[n] >= 0]
         targets = [(self.own[n], self.plain.get_parameter(n)) for n in names]
@@ -141,7 +141,7 @@ class Twin:
 
 
 def places(model: nn.Module) -> dict[str, list[str]]:
-    """The paths of modules of each kind: see ``KINDS``."""
+    """Return the paths of modules of each kind; see ``KINDS``."""
     found: dict[str, list[str]] = {kind: [] for kind in KINDS}
     holders: dict[nn.Parameter, list[nn.Module]] = {}
     for module in model.modules():
@@ -169,9 +169,8 @@ def places(model: nn.Module) -> dict[str, list[str]]:
 
 
 def recomputed_and_skipped(model: nn.Module, numbers: set[int]) -> bool:
-    """Whether a rank that leaves out the modules of these numbers skips a unit that a reentrant checkpoint elsewhere runs:
-    that rank is refused then, in the middle of a backward.
-    """
+    """Return whether a rank that leaves out these modules skips a unit that a reentrant checkpoint runs elsewhere. That rank
+    is refused in the middle of a backward."""
     drops = [m for m in model.modules() if isinstance(m, Drop | Tower) and m.number in numbers]
     checkpoints = [m for m in model.modules() if isinstance(m, Checkpoint) and m.reentrant]
     return any(
@@ -184,16 +183,16 @@ def recomputed_and_skipped(model: nn.Module, numbers: set[int]) -> bool:
 
 @dataclasses.dataclass
 class Saved:
-    """What was saved of a sharded model, and of the plain one."""
+    """Saved state of a sharded model and of the plain one."""
 
     state: Any
     plain: Any
     dtype: torch.dtype
     which: tuple[int, int]
-    """How the twin is sharded, and over how many ranks."""
+    """The twin's number of restarts modulo 2, which selects its sharding, and its number of ranks."""
     cuts: list[Any]
     trained: dict[str, bool]
-    """Its parameters, when it was sharded: those that were frozen have a flat parameter of their own."""
+    """Which parameters were trainable when it was sharded: frozen ones have a flat parameter of their own."""
 
 
 @dataclasses.dataclass
@@ -201,18 +200,18 @@ class Loss:
     twin: Twin
     sharded: Tensor
     plain: list[Tensor]
-    """Of each rank's slice."""
+    """The plain model's losses, one for each rank's slice."""
     copies: list[nn.Module]
-    """Where numbers are rounded: what each slice ran in."""
+    """If numbers are rounded, the model that ran each slice."""
     changes: int
-    """The twin's, when its forward ran."""
+    """The twin's number of changes at the forward."""
     left_out: bool
     """Whether some ranks left out modules, so that graphs differ."""
     tells: bool = False
     """Whether it has terms that left a unit besides its output."""
     penalties: list[tuple[str, Tensor]] = dataclasses.field(default_factory=list)
-    """Parameters that it has terms of, and what these are computed of in ``plain``."""
+    """Names of parameters with a term in the loss, and the tensors that the term is computed from in ``plain``."""
     is_lone: bool = False
-    """Whether some ranks have no such term."""
+    """Whether some ranks lack such a term."""
     is_local: bool = False
-    """Whether such a term was this rank's number: then backward must be refused."""
+    """Whether such a term is a value of this rank only: then backward must be refused."""

@@ -1,4 +1,4 @@
-"""Values that change behind a unit's back are what its next forward computes with, wherever it had been gathered by then."""
+"""The next forward of a unit computes with values that the user changed, whenever the unit was gathered."""
 
 import contextlib
 import copy
@@ -24,7 +24,7 @@ STRATEGIES = (FULL, GRAD_OP, NO_SHARD)
 
 
 def by_data(teacher: nn.Parameter, student: nn.Parameter) -> None:
-    """MoCo, BYOL."""
+    """Update the teacher as MoCo and BYOL do."""
     teacher.data = teacher.data * 0.5 + student.data * 0.5
 
 
@@ -41,7 +41,8 @@ UPDATES = (by_data, by_data_in_place, by_lerp)
 
 
 class Momentum(nn.Module):
-    """Updates its teacher from its student between their forwards. ``mutual``: before, the student from the teacher, too."""
+    """Update the teacher from the student between their forwards. If ``mutual``, first update the student from the
+    teacher."""
 
     def __init__(self, update: Callable[[nn.Parameter, nn.Parameter], None], mutual: bool) -> None:
         super().__init__()
@@ -65,10 +66,11 @@ class Momentum(nn.Module):
 
 @ranks(3, 1)
 def test_momentum_encoders(ctx: Any) -> None:
-    """What was gathered ahead is gathered again, on ranks too whose part of a parameter is empty.
+    """Units that were prefetched before a change are gathered again, including on ranks whose shard of the parameter is
+    empty.
 
-    In one unit the forward writes to its own unsharded parameters, also to those that train. What it wrote back is no
-    change after it: the shard's memory counts no version of its parameters. [Note: Written through .data]
+    With one unit, the forward writes to its own unsharded parameters, including trainable ones. Writing them back afterwards
+    counts as no change, as the shard's memory counts no version of its parameters. See [Note: Written through .data].
     """
     updates = list(itertools.product(UPDATES, ({nn.Linear}, None)))
     for (update, policy), strategy, start in all_pairs(updates, STRATEGIES, ("as it is", "meta", "flat")):
@@ -87,7 +89,7 @@ def test_momentum_encoders(ctx: Any) -> None:
             for m, x in ((plain, batch.flatten(0, 1)), (model, batch[ctx.rank])):
                 m(x).backward()
             step_all(optimizers)
-        for name, value in full_state_dict(model).items():  # summon_full_params would take changes back itself
+        for name, value in full_state_dict(model).items():  # summon_full_params would write changes back itself
             torch.testing.assert_close(value, plain.state_dict()[name], msg=lambda m, n=name: f"{n}: {m}")
 
 
@@ -125,17 +127,18 @@ def test_changes_in_summon_full_params_are_noticed(ctx: Any) -> None:
         loss.backward()
     loss = model(X).sum()
     with summon_full_params(model):
-        assert model[2].weight.shape == (3, 6)  # only looked at
+        assert model[2].weight.shape == (3, 6)  # read only
     loss.backward()
 
 
 @ranks(2)
 def test_a_change_after_what_a_backward_gathered_was_kept(ctx: Any) -> None:
-    """It is for the next forward then, or a later backward, and no longer the values of a forward before."""
+    """A change then counts for the next forward or a later backward, and the kept values are no longer an earlier
+    forward's."""
     model = sharded(ctx, policy=None, strategy=ShardingStrategy.SHARD_OPTIM)
     loss = model(X).sum()
     with summon_full_params(model):
-        pass  # frees what the forward has left
+        pass  # frees what the forward kept unsharded
     loss.backward()
     loss = model(X).sum()
     with torch.no_grad():
@@ -189,7 +192,7 @@ WHOLE: dict[str, Callable[..., Any]] = {
 
 @ranks(2)
 def test_converted_while_whole(ctx: Any) -> None:
-    """``module.to(dtype)`` where parameters are shown whole: those that are not, and buffers, have the new dtype, too."""
+    """``module.to(dtype)`` in summon_full_params also converts buffers and parameters that stay sharded."""
     strategies = (FULL, ShardingStrategy.SHARD_OPTIM, NO_SHARD)
     after = ("a forward", "state_dict", "reshard", "a forward inside")
     cases = all_pairs(tuple(WHOLE), (torch.float64, torch.bfloat16), strategies, after)
@@ -220,7 +223,7 @@ def test_converted_while_whole(ctx: Any) -> None:
 
 @ranks(2)
 def test_converted_while_shown_in_another_dtype(ctx: Any) -> None:
-    """What is shown may have the new dtype already."""
+    """The unsharded parameters may have the new dtype already."""
     plain = nn.Sequential(nn.Linear(4, 6), nn.LSTM(6, 3))
     dtypes = (torch.bfloat16, torch.float16, torch.float64, torch.float32)
     for name, dtype in some(itertools.product(WHOLE, dtypes), 13):
@@ -239,7 +242,7 @@ def test_converted_while_shown_in_another_dtype(ctx: Any) -> None:
 
 @ranks(2)
 def test_values_and_dtypes_of_a_conversion(ctx: Any) -> None:
-    """The body's values are kept in the new dtype; the compute dtype is the policy's; of what is on meta none are kept."""
+    """Values written in the body are kept in the new dtype, except on meta. The policy's compute dtype stays."""
     model, expected = sharded(ctx), net().double()
     with torch.no_grad(), summon_full_params(model):
         with summon_full_params(model):
@@ -258,7 +261,7 @@ def test_values_and_dtypes_of_a_conversion(ctx: Any) -> None:
         assert {p.dtype for p in model.parameters()} == {p.grad.dtype for p in model.parameters()} == {dtype}
         optimizer.zero_grad()
     flatshard.unshard(model[0])
-    model.float()  # as they are: but what is shown is bfloat16
+    model.float()  # no change of the shards, but bfloat16 is unsharded
     flatshard.reshard(model)
     model(X).sum().backward()
     before = full_state_dict(model)["0.bias"]
@@ -273,7 +276,7 @@ def test_values_and_dtypes_of_a_conversion(ctx: Any) -> None:
 
 @ranks(2)
 def test_what_summon_full_params_cannot_keep(ctx: Any) -> None:
-    """Forwards and backwards that would communicate on some ranks, or be lost."""
+    """Forwards and backwards are refused if they would communicate on some ranks only, or lose gradients."""
     model = sharded(ctx)
     with torch.no_grad(), summon_full_params(model, writeback=False, rank0_only=True):
         if ctx.rank == 0:

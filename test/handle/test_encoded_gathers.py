@@ -1,4 +1,4 @@
-"""Parameters whose class says what of them is sent: float8 numbers, of which a fourth of the bytes travel."""
+"""Parameters whose class encodes them for the gather: float8 elements send a fourth of the bytes."""
 
 import copy
 from typing import Any, ClassVar
@@ -46,7 +46,7 @@ def test_trains_as_in_one_process(ctx: Any) -> None:
 
 
 class Counting(Recording):
-    """Collectives that note the bytes of what is gathered."""
+    """Collectives that record the bytes of gathers."""
 
     gathered: ClassVar[list[int]] = []
 
@@ -74,13 +74,13 @@ def test_one_byte_per_element_and_one_gather_of_scales(ctx: Any) -> None:
     Counting.gathered.clear()
     with torch.no_grad():
         assert torch.equal(other(x), model(x))
-        model(x)  # C++ may have written the shards in between
+        model(x)  # C++ may have written to the shards in between
     assert Counting.gathered.count(scales) == 3
 
 
 @ranks(3)
 def test_mixed_precision(ctx: Any) -> None:
-    """The elements are encoded as they are, not cast before, as in FSDP2."""
+    """Elements are encoded without a cast before, as in FSDP2."""
     torch.manual_seed(0)
     plain = Linear8(torch.float32)
     model = fully_shard(copy.deepcopy(plain), process_group=ctx.group, mixed_precision=MixedPrecision(torch.bfloat16))
@@ -107,7 +107,7 @@ def test_changes(ctx: Any) -> None:
     model(x).sum().backward()
     torch.set_grad_enabled(False)
     before = model(x)
-    model[0](x)  # has shared the scales of all, but they are outdated when the others are gathered
+    model[0](x)  # computes the scales of all, which are outdated when the other units are gathered
     for module in model:
         for p in module.parameters() if isinstance(module, Linear8) else ():
             p.mul_(2)

@@ -1,6 +1,6 @@
-"""The plan of a flat parameter: pure integers, checked over thousands of random shapes and by small examples.
+"""The plan of a flat parameter in pure integers, for thousands of random shapes and in small examples.
 
-And layouts whose cuts fall between blocks only, against the exact optimum.
+Layouts that cut between blocks only are compared with the exact optimum.
 """
 
 import itertools
@@ -25,7 +25,8 @@ def plan(shapes: list[tuple[int, ...]], itemsize: int, world_size: int, cuts: li
 
 
 def random_shape(rng: random.Random) -> tuple[int, ...]:
-    """0 to 3 dimensions; now and then an empty one, and sizes from below an alignment unit to many times a shard."""
+    """Draw a shape of 0 to 3 dimensions: some are empty, and sizes range from below an alignment unit to many times a
+    shard."""
     sizes = rng.choice([(1, 2, 3), (0, 1, 2), (1, 5, 8, 31), (16, 64, 257)])
     return tuple(rng.choice(sizes) for _ in range(rng.randint(0, 3)))
 
@@ -39,9 +40,9 @@ def random_cut(rng: random.Random, shape: tuple[int, ...]) -> Cut:
 
 @pytest.mark.parametrize("cuts_anywhere", [True, False])
 def test_random_plans(cuts_anywhere: bool):
-    """Parameters lie aligned in the buffer, which they and gaps tile; slices tile them, and cut no block.
+    """Parameters are aligned in the buffer, which they and the gaps tile. Slices tile parameters without cutting a block.
 
-    Where they may be cut anywhere, they lie in order, in little padding.
+    A layout that may cut anywhere keeps the parameters' order, with little padding.
     """
     assert (PARAM_ALIGNMENT, SHARD_ALIGNMENT) == (16, 128)
     for seed in range(CASES):
@@ -65,11 +66,11 @@ def test_random_plans(cuts_anywhere: bool):
             for rank, slices in enumerate(by_rank):
                 part = slices[index]
                 if not part.numel:
-                    assert part == ShardSlice(0, 0, 0), seed  # an absent part is an empty range, not a flag
+                    assert part == ShardSlice(0, 0, 0), seed  # an absent slice is an empty range, not a flag
                     continue
                 assert 0 <= part.start < part.stop <= layout.shard_numel, seed
                 assert part.offset == end, seed
-                # The same element, seen from the shard and from the parameter.
+                # The shard and the parameter agree on the element.
                 assert rank * layout.shard_numel + part.start == info.start + part.offset, seed
                 assert part.offset % info.block == 0, seed
                 assert world_size == 1 or not info.by_rows or math.prod(info.shape_of(part)) == part.numel, seed
@@ -81,15 +82,16 @@ def test_random_plans(cuts_anywhere: bool):
             assert all(info.start * itemsize % PARAM_ALIGNMENT == 0 for info in layout.params), seed
             nbytes = layout.shard_numel * itemsize
             assert nbytes % (SHARD_ALIGNMENT if nbytes > 8 * SHARD_ALIGNMENT else PARAM_ALIGNMENT) == 0, seed
-            # What [Note: Alignment] promises: 16 bytes a parameter, and an eighth of the shard or 16 a rank.
+            # [Note: Alignment] promises 16 bytes for each parameter, and an eighth of the shard or 16 bytes for each rank.
             padding, of_rank = (layout.padded_numel - layout.numel) * itemsize, max(PARAM_ALIGNMENT, nbytes // 8)
             assert 0 <= padding <= PARAM_ALIGNMENT * len(shapes) + of_rank * world_size, seed
-            for slices in by_rank:  # so a gradient shard can be cut into the parameters' parts with one split
+            for slices in by_rank:  # so one split cuts a gradient shard into the parameters' slices
                 assert all(a.stop <= b.start for a, b in itertools.pairwise([p for p in slices if p.numel])), seed
 
 
 def test_a_dense_stride_is_kept_and_any_other_becomes_row_major():
-    """Kept: transposed, permuted, channels-last, of a dimension of size 1. Others have holes or overlap, or are empty."""
+    """Transposed, permuted and channels-last strides are kept, also with a dimension of size 1. Others have holes, overlap,
+    or are empty."""
     for shape, stride in (
         *(((2, 3), (1, 2)), ((2, 3, 4), (1, 8, 2)), ((2, 3, 4, 5), (60, 1, 15, 3))),
         *(((1, 3), (99, 1)), ((1, 1), (0, 0))),
@@ -100,7 +102,7 @@ def test_a_dense_stride_is_kept_and_any_other_becomes_row_major():
 
 
 def test_shards_are_near_the_smallest_possible():
-    """No shard can be smaller than an equal part of all, nor than the largest block."""
+    """No shard can be smaller than the largest block, nor than the total divided by the ranks."""
     ratios = []
     for seed in range(800):
         rng = random.Random(seed)

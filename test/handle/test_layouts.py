@@ -1,6 +1,6 @@
-"""Layouts on real ranks: shapes of the parts, what they are good for, and everything else as before.
+"""Layouts on real ranks: the shapes of shards, operations that need them, and everything else unchanged.
 
-Training and checkpoints in all layouts are in the fuzzers (test_fuzz.py, test_resharding.py); plans in test_layout.py.
+The fuzzers train and save in all layouts (test_fuzz.py, test_resharding.py); test_layout.py covers plans.
 """
 
 import copy
@@ -20,11 +20,11 @@ from flatshard.layouts import Blocks, Rows, Whole, work_of
 from flatshard.optim import get_total_norm
 from flatshard.tensors import shard_info
 
-FREE = 1e9  # no limit to padding
+FREE = 1e9  # unlimited padding
 
 
 class Net(nn.Module):
-    """A convolution in channels-last, matrices, vectors, a scalar."""
+    """A channels-last convolution, matrices, vectors, and a scalar."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ def mixed(fqn: str, param: nn.Parameter) -> flatshard.layouts.Layout | None:
 
 
 def parts(ctx) -> list[list[str]]:
-    """Of each parameter: its name, its owner, and the shape of what this rank has, with the row that it begins at."""
+    """Describe each parameter by its name, its owner, and this rank's shape and first row."""
     model = fully_shard(net(), process_group=ctx.group, layout=mixed)
     found = []
     for name, param in model.named_parameters():
@@ -66,7 +66,8 @@ def parts(ctx) -> list[list[str]]:
 
 
 def test_parts(pool):
-    """By rows they keep their dimensions, whole ones lie on one rank; a layout for each parameter."""
+    """Row shards keep their dimensions, full parameters are each on one rank, and a layout may be chosen for each
+    parameter."""
     lines = []
     for rows in zip(*pool.run(parts, world_size=3), strict=True):
         lines.append("".join(f"{text:17}" for text in (*rows[0][:2], *(row[2] for row in rows))).rstrip())
@@ -91,12 +92,12 @@ LAYOUTS = {"pairs": Rows(2, FREE), "blocks": Blocks(6, FREE), "whole": Whole(FRE
 @pytest.mark.parametrize("name", LAYOUTS)
 @ranks(3)
 def test_whole_parameters_gradients_and_norms(ctx, name: str) -> None:
-    """Also with quantised collectives, which see one flat buffer: its padding is zero, whatever memory held before."""
+    """Quantised collectives see one flat buffer, so its padding is zero whatever the memory held before."""
     x, reference = torch.randn(4, 3, 2, 2), net()
     reference(x).square().mean().backward()
     total = torch.nn.utils.clip_grad_norm_(reference.parameters(), 1e9)
     for collectives in (None, flatshard.comm.QuantizedCollectives()):
-        with fence.install():  # what memory held is NaN
+        with fence.install():  # fresh memory is NaN
             model = fully_shard(net(), process_group=ctx.group, layout=LAYOUTS[name], collectives=collectives)
             model(x).square().mean().backward()
         with flatshard.summon_full_params(model, with_grads=True):
@@ -128,7 +129,7 @@ def test_too_much_padding_is_cut_anywhere_with_a_warning_or_raises(world):
     odd = nn.Sequential(nn.Linear(101, 103, bias=False), nn.Linear(103, 107, bias=False))
     with pytest.raises(ValueError, match=r"unit '<root>': the layout of .* would take \d+% padding, over the limit"):
         fully_shard(odd, layout=Whole(max_padding=0.01, strict=True))
-    assert type(odd[0].weight) is nn.Parameter  # nothing has been changed
+    assert type(odd[0].weight) is nn.Parameter  # nothing has changed
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         fully_shard(copy.deepcopy(odd), strategy=flatshard.ShardingStrategy.NO_SHARD, layout=Whole(0.0))
@@ -182,7 +183,7 @@ class Byol(nn.Module):
 
 @ranks(2, 3)
 def test_a_network_and_its_copy_in_one_unit(ctx):
-    """They are cut alike, so that one follows the other part by part. One frozen layer of several is no copy."""
+    """Both are cut alike, so the copy can follow shard by shard. A single frozen layer of several is no copy."""
     for policy in (None, {nn.Linear}):
         plain, model = twins(ctx, Byol, policy)
         optimizers = [torch.optim.SGD(m.online.parameters(), lr=0.5) for m in (plain, model)]

@@ -1,4 +1,4 @@
-"""The state machines, walked through their tables: what is in them works, what is not raises and changes nothing."""
+"""Every transition in the state machines' tables works; any other raises and changes nothing."""
 
 import itertools
 from pathlib import Path
@@ -11,7 +11,7 @@ from flatshard._comm.progress import Label
 from flatshard._composable.unit_backward import COMPLETION_TRANSITIONS, CompletionState
 from flatshard._handle.lifetime import GRAD_TRANSITIONS, PARAM_TRANSITIONS, GradState, Lifetime, ParamState
 
-# The attribute of Lifetime, its states, its table.
+# The attribute of Lifetime, its states, and its table.
 MACHINES = {"params": (ParamState, PARAM_TRANSITIONS), "grads": (GradState, GRAD_TRANSITIONS)}
 TABLES = {**MACHINES, "completion": (CompletionState, COMPLETION_TRANSITIONS)}
 

@@ -1,4 +1,4 @@
-"""Kinds of parameters that the fuzzer does not draw, trained sharded and in one process; and the Parameter objects."""
+"""Kinds of parameters that the fuzzer does not draw, compared with one process; and attributes of Parameter objects."""
 
 import copy
 import functools
@@ -30,7 +30,7 @@ Mlp = functools.partial(models.Mlp, WIDTH, 7)
 
 
 class Lm(nn.Module):
-    """Embedding and head share their weight."""
+    """A language model whose embedding and head share their weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class Lm(nn.Module):
 
 
 class Apply(nn.Module):
-    """Parameters given by name, and a function of (input, those parameters by name)."""
+    """A module with named parameters, and a function of the input and these parameters."""
 
     def __init__(self, function: Callable[..., Tensor], **params: Tensor) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class Apply(nn.Module):
 
 
 class MixedDtypes(nn.Module):
-    """float32 and float64 train in one unit, beside frozen bfloat16."""
+    """A unit with float32 and float64 trainable parameters, and frozen bfloat16 ones."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ class MixedDtypes(nn.Module):
 
 
 class Attention(nn.Module):
-    """Without gradients and in eval, both of these go torch's fast path, past the forwards of the modules inside."""
+    """In eval mode without gradients, both take torch's fast path, which bypasses the forwards of inner modules."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -105,7 +105,7 @@ def parametrized(parametrize: Callable[[nn.Module], nn.Module]) -> nn.Module:
 
 
 class Case(NamedTuple):
-    """One model, trained under each of the policies. ``options``: further arguments of ``check_parity``."""
+    """A model, and policies that it is trained under. ``options`` are further arguments of ``check_parity``."""
 
     model: Callable[[], nn.Module]
     policies: Sequence[Any] = (None, {nn.Linear})
@@ -129,7 +129,7 @@ def check(ctx: Any, case: Case, shard: Callable[..., Any], **options: Any) -> An
 
 
 def strategies(ctx: Any) -> Sequence[ShardingStrategy]:
-    """All of them at one world size; they differ in what is freed when, which the number of ranks has no part in."""
+    """Return all strategies for one world size. They differ in when memory is freed, whatever the number of ranks."""
     return STRATEGIES if ctx.world_size == 2 else STRATEGIES[:1]
 
 
@@ -182,7 +182,7 @@ def test_units_called_on_their_own(ctx) -> None:
         return model
 
     net = functools.partial(models.Net, 2, WIDTH, WIDTH, WIDTH)
-    for make, policy, forward in (  # in the first, embedding and head own no parameter
+    for make, policy, forward in (  # embedding and head own no parameter with the first
         (Lm, {nn.Embedding, nn.Linear}, lambda model, ids: model.head(model.body(model.embed(ids)))),
         (net, {models.Block}, lambda model, x: model.blocks[0](x)),
         (tied, {models.Block}, lambda model, x: model.blocks[1](x) + model(x)),
@@ -207,7 +207,7 @@ def test_attributes_are_seen_on_both_views(ctx):
     def look(model: nn.Module, *args: Any) -> None:
         assert (model.up.weight.lr_scale, model.up.weight.group) == (0.5, "first")
         assert model.down.weight.tags == ["decay"]
-        model.up.weight.noted = True  # set on the whole view
+        model.up.weight.noted = True  # set on the unsharded view
 
     model.register_forward_pre_hook(look)
     model(vectors(0, 2))
@@ -247,7 +247,7 @@ def test_sparse_gradients_are_refused(ctx):
     other(torch.tensor([1, 2])).sum().backward()
     model[0].sparse = False
     fully_shard(model, policy={nn.Embedding}, process_group=ctx.group)
-    model[0].sparse = True  # too late, as that of a function
+    model[0].sparse = True  # too late, like a function's argument
     with pytest.raises(RuntimeError, match=r"gradient of '0.weight' is sparse.*sparse=False"):
         model(torch.tensor([1, 2])).sum().backward()
     model[0].sparse = False
@@ -258,16 +258,16 @@ def test_sparse_gradients_are_refused(ctx):
 
 @ranks(2)
 def test_a_parameter_tied_after_sharding(ctx):
-    """In the place of another parameter, in that of None, and under a new name."""
+    """A tied parameter may replace another parameter or None, or have a new name."""
     x = torch.ones(1, 4)
     for policy, strategy in all_pairs((None, {nn.Linear}), STRATEGIES):
         ctx.note(f"{policy} {strategy.name}")
-        norm = nn.LayerNorm(4, elementwise_affine=False)  # whose weight is registered as None
+        norm = nn.LayerNorm(4, elementwise_affine=False)  # its weight is registered as None
         model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), norm))
         expected = model(x).detach()
         fully_shard(model, policy=policy, process_group=ctx.group, strategy=strategy)
         own = model[0].weight
-        outside = nn.ParameterList([own, model[1][0].bias])  # as of an optimizer, or an average of the weights
+        outside = nn.ParameterList([own, model[1][0].bias])  # like those of an optimizer or an average of the weights
         for module, name, why in (
             (model[1][0], "weight", r"'weight' of a Linear in unit .* replaced by '(0\.)?weight'"),
             (norm, "weight", r"'1\.1\.weight' was registered after .* is the sharded .* '0\.weight': .*before fully"),
@@ -291,7 +291,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int) -> None
 
 @ranks(2)
 def test_parameters_added_after_sharding(ctx):
-    """What came after fully_shard is told when an optimizer steps it, and by check_replicas; what was ignored is not."""
+    """An optimizer's step and check_replicas report parameters added after fully_shard, unless they are ignored."""
     for copied in (False, True):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
@@ -301,7 +301,7 @@ def test_parameters_added_after_sharding(ctx):
         train(model, optimizer, ctx.rank)
         model[2].add_module("adapter", nn.Linear(4, 4))
         model[2].register_forward_hook(lambda module, args, output: module.adapter(output))
-        flatshard.debug.check_replicas(model)  # equal as yet
+        flatshard.debug.check_replicas(model)  # equal so far
         optimizer.add_param_group({"params": model[2].adapter.parameters()})
         before = [p.detach().clone() for p in model.parameters()]
         for _ in range(2):

@@ -1,4 +1,4 @@
-"""What may be done with a part of a parameter or a gradient, by kind: the table in ``tensors/operations.py``."""
+"""Operations allowed on shards of parameters and gradients, by kind: see the table in ``tensors/operations.py``."""
 
 import copy
 import itertools
@@ -74,7 +74,7 @@ def test_kinds_of_operations(ctx, layout) -> None:
     for p, ndim in zip(model.parameters(), (2, 1), strict=True):
         for t in (p, p.grad, p.detach(), p.data, p.abs(), p.detach()[:]):
             assert t.ndim == t.dim() == t.ndimension() == ndim
-    # Gradients of numbers of the whole are this rank's parts of the whole gradients.
+    # The gradient of a global number is this rank's shard of the full gradient.
     for name in ("sum", "norm", "norm 3", "mean", "max", "power"):
         ctx.note(name)
         number = REDUCTIONS[name]
@@ -96,7 +96,8 @@ TERMS: dict[str, Callable[[list[nn.Parameter], Tensor], Tensor]] = {
 
 @ranks(2, 4)
 def test_parameters_in_losses(ctx) -> None:
-    """Each rank's coefficient acts on the whole parameter, and is averaged over the ranks as gradients of units are."""
+    """Each rank's coefficient applies to the full parameter. Ranks average these gradients as they average units'
+    gradients."""
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 2)).double()
     x = torch.randn(ctx.world_size, 4, 5).double()
@@ -122,7 +123,7 @@ def test_parameters_in_losses(ctx) -> None:
 
 @ranks(2)
 def test_parameters_in_losses_frozen_before_backward(ctx) -> None:
-    """They get no gradient, as in torch."""
+    """Frozen parameters get no gradient, as in torch."""
     plain = nn.Linear(3, 3).double()
     for strategy in (ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD):
         model = fully_shard(copy.deepcopy(plain), process_group=ctx.group, strategy=strategy)
@@ -143,7 +144,7 @@ FUNCTIONS: dict[str, Callable[[nn.Parameter], Tensor]] = {
 
 @ranks(2)
 def test_functions_that_take_a_part_for_the_whole(ctx) -> None:
-    """Backward refuses them; the methods that the error names are right, and so is the next step."""
+    """Backward refuses such functions. The methods that the error names are right, and so is the next step."""
     plain = nn.Linear(3, 3).double()
     torch.manual_seed(0)
     nn.init.normal_(plain.weight)
@@ -171,8 +172,8 @@ def test_where_rows_are_whole_a_part_is_a_matrix(ctx) -> None:
         assert (torch.ones(2, 4) @ model.weight.T).shape == (2, rows)
     model = fully_shard(nn.Linear(4, 4), process_group=ctx.group)
     with pytest.raises(RuntimeError, match=r"'bias' is sharded: .*of shape \(4,\)"):
-        model.bias[0] = 1  # another element on each rank
-    assert model.bias.T.shape == model.bias.shape  # of a vector right
+        model.bias[0] = 1  # a different element on each rank
+    assert model.bias.T.shape == model.bias.shape  # right for a vector
     with summon_full_params(model):
         model.weight[3] = 0
     with summon_full_params(model):
@@ -193,7 +194,8 @@ WAYS: dict[str, Callable[[nn.Parameter], Tensor]] = {
 
 @ranks(2)
 def test_initialisers(ctx) -> None:
-    """They do what they do with the whole, or raise, on all ranks alike; also where one has all, and another nothing."""
+    """Initialisers fill shards as they fill full parameters, or raise on all ranks alike, including where a shard is all or
+    nothing."""
     for (name, arguments), layout in itertools.product(INITIALISERS.items(), (None, Rows(), Whole(math.inf))):
         ctx.note(f"{name} {layout}")
         plain = nn.Sequential(nn.Conv1d(2, 2, 2) if name == "dirac_" else nn.Linear(2, 2), nn.Linear(4, 4))
@@ -204,7 +206,7 @@ def test_initialisers(ctx) -> None:
             try:
                 torch.manual_seed(3)
                 initialise(whole, **arguments)
-            except ValueError:  # of a vector
+            except ValueError:  # for a vector
                 continue
             told = ""
             try:
@@ -234,7 +236,8 @@ DRAWS: dict[str, Callable[[nn.Parameter], object]] = {
 
 @ranks(2, 3)
 def test_draws_are_those_of_the_whole(ctx) -> None:
-    """Ranks that are seeded alike draw what one process draws, wherever the part is taken from; and go on alike."""
+    """Ranks with the same seed draw one process's random numbers, wherever a shard begins, and continue with the same
+    state."""
     plain = nn.Sequential(nn.Linear(5, 3), nn.Conv2d(3, 2, 2).to(memory_format=torch.channels_last)).double()
     for options in ({}, {"cpu_offload": CPUOffload()}, {"layout": Rows(max_padding=9.0)}, {"layout": Whole(9.0)}):
         model = fully_shard(copy.deepcopy(plain), policy={nn.Linear}, process_group=ctx.group, **options)
@@ -267,7 +270,7 @@ OWNERS: dict[str, Callable[[Tensor], Any]] = {
 
 @ranks(2, 3)
 def test_what_only_an_owner_computes(ctx) -> None:
-    """What only the owner of a matrix can compute: it sends nothing, until all ranks need a number of it."""
+    """An owner's computation sends nothing until all ranks need a number of it."""
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(5, 3, bias=False), nn.Linear(3, 4, bias=False)).double()
     model = fully_shard(copy.deepcopy(plain), process_group=ctx.group, layout=Whole(max_padding=math.inf))
@@ -278,10 +281,10 @@ def test_what_only_an_owner_computes(ctx) -> None:
         for p, q in zip(model.parameters(), plain.parameters(), strict=True):
             for part, whole in ((p.grad, q.grad), (p.detach(), q)):
                 assert float(use(part)) == pytest.approx(float(use(whole)), rel=1e-12)
-            if p.numel():  # as an optimizer: others need not take part
+            if p.numel():  # like an optimizer: other ranks need not take part
                 p.grad.mul_(1 / (p.grad * p.grad.clone()).sum().sqrt())
             q.grad.mul_(1 / q.grad.norm())
-    for each in (plain, model):  # a loss
+    for each in (plain, model):  # as part of a loss
         each.zero_grad()
         sum(torch.ones(()) + (p * p.detach().clone()).sum() for p in each.parameters()).backward()
     for p, q in zip(model.parameters(), plain.parameters(), strict=True):
@@ -294,7 +297,7 @@ def test_what_only_an_owner_computes(ctx) -> None:
 
 @ranks(2)
 def test_parameters_from_a_vector(ctx) -> None:
-    """A vector of whole parameters has other elements at the places of this rank's."""
+    """A vector of full parameters has other elements at the positions of this rank's shards."""
     for layout in (None, Rows(), Whole(math.inf)):
         model = fully_shard(nn.Linear(4, 4), process_group=ctx.group, layout=layout)
         with summon_full_params(model):

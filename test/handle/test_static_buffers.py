@@ -1,4 +1,4 @@
-"""Buffers that are made once: ``static_buffers=True``, and collectives with an ``allocate``."""
+"""Buffers that are allocated once: ``static_buffers=True``, and collectives with an ``allocate``."""
 
 import copy
 import functools
@@ -31,7 +31,7 @@ def static(module: nn.Module, policy: Any = (Block,), **options: Any) -> nn.Modu
 
 
 class Allocating(Recording):
-    """The built-in collectives, with memory of their own making."""
+    """The built-in collectives with an allocator of their own."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         super().__init__(group, device)
@@ -56,7 +56,7 @@ def trained(ctx: Any, **options: Any) -> nn.Module:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     for number in range(4):
         torch.manual_seed(10 * number + ctx.rank)
-        if number == 2:  # another order: what was gathered ahead is not what comes next
+        if number == 2:  # a different order, so the prefetched unit is not the next one
             model.order.reverse()
         with flatshard.no_sync(model) if number % 2 else torch.enable_grad():
             model(torch.randn(3, 10)).square().mean().backward()
@@ -78,11 +78,11 @@ def test_trains_alike(ctx: Any) -> None:
         assert {*collectives.calls} >= uses
         for a, b, c in zip(*(full_params(model).values() for model in (usual, once, allocated)), strict=True):
             assert torch.equal(a, b)
-            torch.testing.assert_close(a, c)  # gloo adds them in another dtype where it need not cast
+            torch.testing.assert_close(a, c)  # gloo adds in another dtype if it need not cast
 
 
 class Partly(Block):
-    """A block that uses a parameter on rank 0 alone, and has one that no rank uses, and one without elements."""
+    """A block with a parameter that only rank 0 uses, one that no rank uses, and one without elements."""
 
     def __init__(self, width: int, idle: bool) -> None:
         super().__init__(width)
@@ -96,7 +96,7 @@ class Partly(Block):
 
 @ranks(2)
 def test_units_that_lack_gradients_share_buffers(ctx: Any) -> None:
-    """They stay until the end of a backward, where no other unit needs their memory."""
+    """They are freed at the end of the backward, unless another unit needs the memory earlier."""
     for idle, when in itertools.product([False, True], [None, *BackwardPrefetch]):
         for blocks in (4, 3):
             torch.manual_seed(0)
@@ -130,7 +130,7 @@ def test_addresses_stay_and_are_few(world):
     assert all(a != b for a, b in itertools.pairwise(addresses[:8]))
     pool = units[0].handle.flats[0].ranks.pool
     block, root = (u.handle.flats[0].layout.padded_numel * 4 for u in (units[1], units[0]))
-    assert pool.nbytes == (root + 2 * block) + (root + block)  # gathered: as many as are in use at a time; and inputs
+    assert pool.nbytes == (root + 2 * block) + (root + block)  # unsharded units in use; and inputs
 
 
 def test_units_of_earlier_calls_share_the_buffers(world):
@@ -165,7 +165,7 @@ def test_a_unit_whose_memory_is_taken_gets_other_memory_unless_its_graph_has_vie
 def test_units_of_several_flat_parameters_are_unsharded_in_any_order(world):
     world(4)
     linear = functools.partial(nn.Linear, 8, 8, bias=False)
-    pairs = [nn.Sequential(linear(), linear().requires_grad_(False)) for _ in range(3)]  # of two flat parameters each
+    pairs = [nn.Sequential(linear(), linear().requires_grad_(False)) for _ in range(3)]  # two flat parameters each
     units = [*pairs, *(linear() for _ in range(3))]
     fully_shard(nn.Sequential(*units), policy=CustomPolicy(lambda m: m in units), static_buffers=True)
     rng, are_whole = random.Random(0), dict.fromkeys(units, False)

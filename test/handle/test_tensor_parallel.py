@@ -1,7 +1,7 @@
-"""Tensor parallelism first, sharding second: 2-D meshes against one process.
+"""Tensor parallelism with sharding on 2-D meshes, compared with one process.
 
-A model is parallelised by ``parallelize_module`` over one dimension of a mesh and sharded over the other. The oracle is the
-plain model in one process, on the whole batch.
+``parallelize_module`` parallelises a model over one mesh dimension, and ``fully_shard`` shards it over the other. The plain
+model in one process trains on the full batch.
 """
 
 import copy
@@ -34,7 +34,7 @@ def whole_of(value: Any) -> Tensor:
 
 
 def check_same(model: nn.Module, plain: nn.Module, rtol: float = 1e-9) -> None:
-    """In parameters and gradients, in whole."""
+    """Compare full parameters and gradients."""
     close = functools.partial(torch.testing.assert_close, rtol=rtol, atol=rtol / 1e3)
     with flatshard.summon_full_params(model, writeback=False, with_grads=True):
         for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
@@ -49,7 +49,7 @@ def batch(step: int) -> Tensor:
 
 
 def backward(plain: nn.Module, model: nn.Module, x: Tensor, mine: int) -> None:
-    """Of the plain model's gradients on all rows, and of the sharded one's on this rank's."""
+    """Run backward for the plain model on all rows, and for the sharded model on this rank's."""
     plain(x.flatten(0, 1)).square().mean().backward()
     output = model(x[mine])
     (output.full_tensor() if isinstance(output, DTensor) else output).square().mean().backward()
@@ -62,7 +62,7 @@ def net() -> Net:
 
 
 def two_dimensions(ctx, sequence: bool = False, **options: Any) -> tuple[Net, Net, int]:
-    """(plain, sharded, this rank's place in the data-parallel mesh)."""
+    """Return (plain, sharded, this rank's index in the data-parallel mesh)."""
     mesh = ctx.device_mesh((2, 2), ("dp", "tp"))
     plain, model = net(), net()
     parallelize(model, mesh["tp"], sequence)
@@ -105,7 +105,7 @@ def test_parity(ctx, sequence: bool, strategy: ShardingStrategy) -> None:
 
 
 def change(ctx) -> None:
-    """Copied, converted, written back."""
+    """Copy, convert, and write to a model."""
     plain, model, mine = two_dimensions(ctx)
     copied = copy.deepcopy(model)
     with torch.no_grad():
@@ -125,7 +125,7 @@ def change(ctx) -> None:
 
 
 def train_flat(ctx) -> None:
-    """Flat parameters of DTensors and plain parameters: elements that tensor-parallel ranks have alike count once."""
+    """Train flat parameters of DTensors and plain parameters. Elements that tensor-parallel ranks share count once."""
     plain, model, mine = two_dimensions(ctx)
     flats = flatshard.flat_parameters(model)
     optimizers = [torch.optim.SGD(p, lr=0.1) for p in (plain.parameters(), flats)]
@@ -153,7 +153,7 @@ class Scale(nn.Module):
 
 
 def add_in_the_reduce_dtype(ctx) -> None:
-    """Tensor-parallel ranks have 256 and 1: in bfloat16 their sum is 256."""
+    """Add 256 and 1 of two tensor-parallel ranks: in bfloat16 their sum is 256."""
     mesh = ctx.device_mesh((2, 2), ("dp", "tp"))
     bf16 = torch.bfloat16
     for reduce, expected, strategy in (
@@ -168,7 +168,7 @@ def add_in_the_reduce_dtype(ctx) -> None:
         mine = torch.full((1, 3), 1.0 if ctx.rank % 2 else 256.0, dtype=bf16)
         model(DTensor.from_local(mine, mesh["tp"], [Shard(0)])).backward()
         assert set(model.scale.grad.tolist()) <= {expected}
-        assert set(model.plain.grad.tolist()) <= {256.0}  # computed in bfloat16
+        assert set(model.plain.grad.tolist()) <= {256.0}  # added in bfloat16
 
 
 def draw(model: nn.Module) -> None:
@@ -177,7 +177,8 @@ def draw(model: nn.Module) -> None:
 
 
 def initialise_on_meta(ctx) -> None:
-    """By ``fully_shard``: ranks of one coordinate get the first one's values. Later: they must have drawn alike."""
+    """Ranks of one coordinate get the first one's values from ``fully_shard``. In a later initialisation they must draw
+    alike."""
     mesh = ctx.device_mesh((2, 2), ("dp", "tp"))
     for options in ({"device_id": "cpu"}, {}, {"strategy": NO_SHARD}):
         with torch.device("meta"):
@@ -201,7 +202,7 @@ def initialise_on_meta(ctx) -> None:
 
 
 def fill_later(ctx) -> None:
-    """On meta: tensor parallelism, sharding, memory, values. Initialisers see DTensors."""
+    """Parallelise and shard on meta, allocate memory, and fill: initialisers see DTensors."""
     mesh = ctx.device_mesh((2, 2), ("dp", "tp"))
     ways: list[dict[str, Any]] = [{}, {"strategy": NO_SHARD}, {"layout": Whole(9.0)}]
     ways += [{"layout": Rows(max_padding=9.0)}, {"layout": Blocks(6, 9.0)}]
@@ -214,7 +215,7 @@ def fill_later(ctx) -> None:
         fully_shard(model, policy={Block}, device_mesh=mesh["dp"], **options)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         model.to_empty(device="cpu")
-        model.blocks[0].inner.up.reset_parameters()  # then over again
+        model.blocks[0].inner.up.reset_parameters()  # then start again
         with torch.no_grad():
             for fqn, value in plain.named_parameters():
                 mine = model.get_parameter(fqn)
@@ -228,7 +229,7 @@ def fill_later(ctx) -> None:
 
 
 def scale_gradients(ctx) -> None:
-    """An overflow on one tensor-parallel rank skips the step on all."""
+    """Check that an overflow on one tensor-parallel rank skips the step on all."""
     for flat in (False, True):
         _, model, mine = two_dimensions(ctx)
         params = flatshard.flat_parameters(model) if flat else list(model.parameters())

@@ -1,4 +1,4 @@
-"""Parameters that are tensor subclasses: quantised weights as bytes, weights with a dispatch of their own."""
+"""Parameters that are tensor subclasses: quantised weights sent as bytes, and weights with a dispatch of their own."""
 
 import copy
 import itertools
@@ -24,7 +24,7 @@ STRATEGIES = list(ShardingStrategy)[:3]
 
 
 class Quantised(Inner):
-    """int8 values with a scale and a zero point for each row, as libraries for quantisation have them."""
+    """int8 values with a scale and a zero point for each row, as in quantisation libraries."""
 
     names: ClassVar[list[str]] = ["stored", "scale", "zero"]
 
@@ -47,7 +47,7 @@ class Quantised(Inner):
 
 
 class Copying(Quantised):
-    """Its tensors cannot be views of others'."""
+    """A subclass whose tensors cannot be views of other tensors."""
 
     @classmethod
     def __tensor_unflatten__(cls, inner: dict[str, Tensor], dtype: Any, size: Any, stride: Any) -> Quantised:
@@ -76,7 +76,7 @@ def adapted() -> nn.Module:
 
 
 def wrapped() -> nn.Module:
-    """Trainable, and one of them shared by two modules."""
+    """Make a model of trainable subclasses, one of them shared by two modules."""
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 3))
     for layer in (model[0], model[3]):
         layer.weight = nn.Parameter(Wrapped.of(layer.weight.detach()))
@@ -118,7 +118,7 @@ def test_trains_as_in_one_process(ctx, name: str) -> None:
             check(ctx, MODELS[name], strategy=strategy, **options)
 
 
-# -- What is sharded --------------------------------------------------------------------------------------------------
+# -- Sharded subclasses -----------------------------------------------------------------------------------------------
 
 
 def made(ctx: Any, model: nn.Module, **options: Any) -> nn.Module:
@@ -126,7 +126,7 @@ def made(ctx: Any, model: nn.Module, **options: Any) -> nn.Module:
 
 
 def in_bfloat16() -> nn.Module:
-    """Whose quantised weights say that they are, too."""
+    """Make a model whose quantised weights report bfloat16."""
     model = adapted()
     for block in model:
         block.base.weight = frozen(Quantised.of(block.base.weight.dequantise().bfloat16()))
@@ -135,7 +135,7 @@ def in_bfloat16() -> nn.Module:
 
 @ranks(2)
 def test_bytes_travel_and_only_adapters_have_gradients(ctx) -> None:
-    """49 int8 + pad, 7 bf16 scales + pad, 7 int32; the bias; the adapters. Bytes are cut whatever the layout."""
+    """49 int8 + pad, 7 bf16 scales + pad, 7 int32; the bias; the adapters. Every layout cuts bytes anywhere."""
     plain = in_bfloat16()
     for block in plain:
         block.base.bias.data = block.base.bias.data.bfloat16()
@@ -180,9 +180,8 @@ def test_summoned_copied_and_evaluated(ctx) -> None:
 
 @ranks(2)
 def test_gradients_and_hooks_after_a_change_of_dtype(ctx) -> None:
-    """For autograd they are other tensors then, on which the user's hooks and ours are registered, too. Gradients from
-    before sharding are kept.
-    """
+    """A conversion makes new tensors for autograd. The user's hooks and flatshard's are registered on them again, and
+    gradients from before sharding are kept."""
     torch.manual_seed(0)
     plain, x = wrapped(), vectors(0, 2)
     expected = torch.autograd.grad(plain(x).sum(), list(plain.parameters()))
@@ -207,7 +206,7 @@ def kinds(model: nn.Module) -> set[tuple[torch.dtype, torch.dtype]]:
 
 @ranks(2)
 def test_mixed_precision(ctx) -> None:
-    """What a dtype means to the class only it knows: it keeps its own. Everything else is cast."""
+    """A subclass keeps its dtype, as only the class knows its meaning. Everything else is cast."""
     bf16 = {"mixed_precision": MixedPrecision(param_dtype=torch.bfloat16)}
     model = made(ctx, wrapped(), policy={nn.Linear}, **bf16)
     assert kinds(model) == {(torch.float32, torch.float32), (torch.float32, torch.bfloat16)}
@@ -220,7 +219,8 @@ def test_mixed_precision(ctx) -> None:
 
 
 class Asked(Wrapped):
-    """FSDP2 asks it what to gather, so its values are numbers of any dtype: they are cast, and gathered as they are."""
+    """A subclass with FSDP2's gather extension. Its values are numbers of any dtype, so they are cast and gathered
+    directly."""
 
     def fsdp_pre_all_gather(self, mesh: Any) -> Any:
         raise AssertionError
@@ -257,7 +257,7 @@ def test_checkpoints(ctx, path: str) -> None:
     assert type(full["0.base.weight"]) is type(plain[0].base.weight)
     for load in (
         lambda other: other.load_state_dict(full, assign=True),
-        lambda other: made(ctx, other).load_state_dict(plain.state_dict()),  # each rank its part of a whole subclass
+        lambda other: made(ctx, other).load_state_dict(plain.state_dict()),  # each rank its shard of a subclass
         lambda other: flatshard.load_checkpoint(path, {"model": made(ctx, other)}, process_group=ctx.group),
     ):
         load(other := make())
@@ -266,7 +266,7 @@ def test_checkpoints(ctx, path: str) -> None:
         other.load_state_dict({**full, "0.base.weight": torch.randn(WIDTH, WIDTH)})
 
 
-# -- What is not ------------------------------------------------------------------------------------------------------
+# -- Refused subclasses -----------------------------------------------------------------------------------------------
 
 
 class Opaque(Tensor):
@@ -274,7 +274,7 @@ class Opaque(Tensor):
 
 
 class Packed(Quantised):
-    """As torchao's NF4Tensor: what FSDP2 gathers of it are the tensors inside, as they are."""
+    """A subclass like torchao's NF4Tensor, whose inner tensors FSDP2 gathers unchanged."""
 
     def fsdp_pre_all_gather(self, mesh: Any) -> Any:
         return (self.stored, self.scale, self.zero), None

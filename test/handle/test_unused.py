@@ -1,6 +1,6 @@
-"""Parameters that some ranks do not use, and of which some hold no element: all ranks agree whether there is a gradient.
+"""Parameters that some ranks do not use, or hold no element of: all ranks agree whether there is a gradient.
 
-Steps of such, against one process: the fuzzer's, and ``core/test_order``.
+The fuzzer and ``core/test_order`` compare steps with such parameters against one process.
 """
 
 import torch
@@ -15,7 +15,7 @@ WIDTH = 4
 
 
 class Scales(nn.Module):
-    """A few numbers each, so that most ranks hold none of most of them."""
+    """Parameters of a few numbers each: most ranks hold no element of most of them."""
 
     def __init__(self, count: int) -> None:
         super().__init__()
@@ -29,7 +29,7 @@ class Scales(nn.Module):
 
 @ranks(4)
 def test_what_an_earlier_backward_used_has_a_gradient(ctx: Context) -> None:
-    """Averaged within the shard group at first, and over the replicas by a backward that uses another parameter."""
+    """The shard group averages the gradient first. A backward that uses another parameter then averages over the replicas."""
     mesh = ctx.device_mesh((2, 2), ("replicate", "shard"))
     model = fully_shard(Scales(3), device_mesh=mesh, strategy="HYBRID_SHARD")
     for used in (0, 1):
@@ -40,10 +40,10 @@ def test_what_an_earlier_backward_used_has_a_gradient(ctx: Context) -> None:
 
 @ranks(2)
 def test_a_gradient_of_negative_zero_is_a_gradient(ctx: Context) -> None:
-    """For the rank that did not use the parameter, too. In small flat parameters, and in large ones."""
+    """It also counts on a rank that did not use the parameter, in small flat parameters and in large ones."""
     for numel in (64, 2**16):
         model = Scales(0)
-        model.scales = nn.ParameterList(torch.ones(numel) for _ in range(3))  # the second is on both ranks
+        model.scales = nn.ParameterList(torch.ones(numel) for _ in range(3))  # both ranks hold part of the second
         fully_shard(model, process_group=ctx.group)
         flatshard.unshard(model)
         sum((w * -0.0).sum() for i, w in enumerate(model.scales) if i != 1 or ctx.rank).backward()
@@ -62,13 +62,13 @@ class Net(nn.Module):
 
 @ranks(3)
 def test_many_parameters(ctx: Context) -> None:
-    """More than an integer of the machine has bits. What ranks have told each other does not stay in the store."""
+    """There are more than a machine integer has bits. The ranks' messages do not stay in the store."""
     before = lists(ctx)
     torch.manual_seed(0)
     model = fully_shard(Net(70).double(), policy={Scales}, process_group=ctx.group)
 
     def uses(rank: int, step: int, index: int) -> bool:
-        return index % (rank + 2) == step or (step == 3 and rank == 0)  # in the last step rank 0 uses all
+        return index % (rank + 2) == step or (step == 3 and rank == 0)  # rank 0 uses all in the last step
 
     for step in range(4):
         model(torch.rand(WIDTH).double(), [i for i in range(70) if uses(ctx.rank, step, i)]).sum().backward()
@@ -76,7 +76,7 @@ def test_many_parameters(ctx: Context) -> None:
         assert [i for i, p in enumerate(model.inner.scales) if p.grad is not None] == expected
         model.zero_grad()
     left = lists(ctx) - before
-    assert len(left) <= 1, left  # that of the last reduction
+    assert len(left) <= 1, left  # the last reduction's
 
 
 def lists(ctx: Context) -> set[str]:
@@ -85,7 +85,7 @@ def lists(ctx: Context) -> set[str]:
 
 
 class NoElements(nn.Module):
-    """``scales``: with another parameter, which alone is used in part."""
+    """A parameter without elements, and with ``scales`` another one, which only some forwards use."""
 
     def __init__(self, scales: bool = False) -> None:
         super().__init__()
@@ -100,7 +100,7 @@ class NoElements(nn.Module):
 
 @ranks(2)
 def test_a_gradient_of_no_elements_communicates_nothing(ctx: Context) -> None:
-    """Ranks don't agree whether there is one. Also in a unit that ranks use in part, and set by hand."""
+    """Ranks need not agree whether there is one, including in a unit that some ranks use, or with a gradient set by hand."""
     scaled = fully_shard(NoElements(scales=True), process_group=ctx.group)
     scaled(torch.ones(2), ctx.rank == 0).sum().backward()
     assert nn.utils.clip_grad_norm_([scaled.nothing], 1.0) == 0

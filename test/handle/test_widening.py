@@ -1,4 +1,4 @@
-"""Gradients are sent in the dtype that they were computed in, and added in the reduce dtype: bit for bit the same sums."""
+"""Gradients sent in their own dtype and added in the reduce dtype give the same bits."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -18,7 +18,7 @@ FULL, GRAD_OP, HYBRID = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD
 
 
 class Recording(recording.Recording):
-    """The built-in collectives, with the dtypes of what they reduce."""
+    """The built-in collectives; they record the dtypes of reductions."""
 
     out_of_place = True
 
@@ -43,7 +43,7 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y = self.inner(x)
         if self.uses:
-            y = y + self.sometimes(x) * -0.0  # gradients of -0.0 are gradients
+            y = y + self.sometimes(x) * -0.0  # a gradient of -0.0 is a gradient
         return x + self.outer(torch.tanh(y))
 
 
@@ -60,13 +60,13 @@ class Net(nn.Module):
 
 Sent = set[tuple[torch.dtype, torch.dtype]]
 Steps = Callable[[Net, int], Iterator[None]]
-"""Trains a model on a rank; yields where gradients are to be looked at."""
+"""Train a model on a rank, and yield when gradients can be compared."""
 
 
 def trained(
     ctx: Any, policy: MixedPrecision, width: int, strategy: ShardingStrategy, widens: bool, steps: Steps
 ) -> list[tuple[Sent, dict[str, Tensor | None]]]:
-    """What reductions have sent, and the gradients, each time."""
+    """Return the dtypes that reductions sent, and the gradients, at each yield of ``steps``."""
     options: dict[str, Any] = {"process_group": ctx.group}
     if strategy is HYBRID:
         options = {"device_mesh": ctx.device_mesh((2, 2), ("replicate", "shard"))}
@@ -90,7 +90,7 @@ def trained(
 
 
 def same_bits(ctx: Any, policy: MixedPrecision, width: int, strategy: ShardingStrategy, steps: Steps) -> list[Sent]:
-    """Train with and without widening, and compare all gradients. Returns what was sent with it, each time."""
+    """Train with and without widening, and compare all gradients. Return the dtypes sent with it, at each yield."""
     narrow, wide = (trained(ctx, policy, width, strategy, widens, steps) for widens in (True, False))
     for (_, mine), (sent, others) in zip(narrow, wide, strict=True):
         assert all(dtype is summed for dtype, summed in sent)
@@ -114,10 +114,10 @@ def train(model: Net, rank: int, step: int, sync: bool = True, uses: bool = True
 
 def accumulate(model: Net, rank: int) -> Iterator[None]:
     for step in range(2):
-        train(model, rank, step, uses=step == rank)  # another parameter is unused on each rank
+        train(model, rank, step, uses=step == rank)  # each rank leaves another parameter unused
         yield
     train(model, rank, 2)
-    train(model, rank, 3, uses=rank == 0)  # added to what is in .grad
+    train(model, rank, 3, uses=rank == 0)  # adds to .grad
     yield
     for step in (4, 5):
         train(model, rank, step, sync=False, uses=rank == 0)
@@ -152,17 +152,17 @@ def test_the_same_bits(ctx, policy: MixedPrecision, width: int, strategy: Shardi
     wide = {(reduce, reduce)}
     narrow = {(param if fits else reduce, reduce)}
     if strategy is HYBRID:
-        narrow |= wide  # between the replicas
+        narrow |= wide  # for the all-reduce between replicas
     assert same_bits(ctx, policy, width, strategy, accumulate) == [narrow, narrow, narrow, wide, narrow, wide, narrow]
 
 
 def hold_on_one_rank(model: Net, rank: int) -> Iterator[None]:
-    model.skips = rank == 1  # its first block gets no gradient there
+    model.skips = rank == 1  # its first block gets no gradient on rank 1
     train(model, rank, 0, sync=False)
     model.skips = False
     train(model, rank, 1)
     yield
-    flatshard.configure(model, gradient_sync=False)  # told so, and does not hold
+    flatshard.configure(model, gradient_sync=False)  # requests no_sync, but holds nothing
     flatshard.configure(model, gradient_sync=True)
     train(model, rank, 2)
     yield
@@ -172,6 +172,6 @@ def hold_on_one_rank(model: Net, rank: int) -> Iterator[None]:
 
 @ranks(2, 3)
 def test_ranks_that_hold_nothing_decide_alike(ctx) -> None:
-    """What decides is what the unit was told, not whether this rank holds anything."""
+    """The unit's settings decide, not whether this rank holds any gradient."""
     wide, narrow = {(FP32, FP32)}, {(BF16, FP32)}
     assert same_bits(ctx, TO_FP32, 40, FULL, hold_on_one_rank) == [wide, wide, narrow]

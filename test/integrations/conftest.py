@@ -1,6 +1,6 @@
-"""Tests with real client libraries: ``pytestmark = pytest.mark.clients("accelerate", ...)`` names those that a file needs.
+"""Tests with real client libraries. ``pytestmark = pytest.mark.clients("accelerate", ...)`` names those that a file needs.
 
-Where one of them is absent its tests skip. So a file of tests imports them inside its bodies only.
+If one of them is not installed, the file's tests are skipped. So such files import them inside functions only.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         import vision  # noqa: F401
 
 
-# Before any pool starts, as ranks have the environment that their libraries were imported in.
+# Set before any pool starts: ranks inherit the environment in which their libraries were imported.
 os.environ |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "TOKENIZERS_PARALLELISM": "false"}
 
 # For PRELOAD: Python 3.11 imports it with the path of a fresh interpreter.
@@ -29,7 +29,7 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
     [str(Path(__file__).parents[1]), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
 )
 
-TIMEOUT = 240.0  # seconds from a body's last note: the first one imports its libraries, on a busy machine slowly
+TIMEOUT = 240.0  # seconds since a body's last note; its first imports of libraries are slow on a busy machine
 PRELOAD = (
     "vision",
     "accelerate",
@@ -41,6 +41,6 @@ PRELOAD = (
 
 @pytest.fixture(scope="session")
 def pair() -> Iterator[Pool]:
-    """Two ranks whose default group has these two: the clients train on the default group."""
+    """Two ranks that form the default group, on which clients train."""
     with contextlib.closing(Pool(2, preload=PRELOAD, timeout=TIMEOUT)) as p:
         yield p

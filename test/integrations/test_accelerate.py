@@ -1,4 +1,4 @@
-"""accelerate around a sharded model: two ranks against one process."""
+"""accelerate with a sharded model: two ranks compared with one process."""
 
 import os
 from pathlib import Path
@@ -17,11 +17,11 @@ pytestmark = [pytest.mark.clients("accelerate", "transformers", "safetensors"), 
 
 BATCH, ACCUMULATE = 2, 2
 Seen = list[tuple[float, float]]
-"""(Loss, norm) of each step."""
+"""(loss, norm) of each step."""
 
 
 def start(model: nn.Module, mixed: str, batch: int = BATCH, **sharding: Any) -> tuple[Any, ...]:
-    """``accelerator, model, optimizer, loader, scheduler``, as a script has them; plain without a process group."""
+    """Return ``accelerator, model, optimizer, loader, scheduler`` as in a script; unsharded without a process group."""
     from accelerate import Accelerator
 
     from flatshard.integrations.accelerate import prepare
@@ -30,7 +30,7 @@ def start(model: nn.Module, mixed: str, batch: int = BATCH, **sharding: Any) -> 
         cpu=True,
         mixed_precision=mixed,
         gradient_accumulation_steps=ACCUMULATE,
-        step_scheduler_with_optimizer=False,  # else a step of it counts once per process
+        step_scheduler_with_optimizer=False,  # otherwise it steps once for each process
     )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
@@ -41,7 +41,7 @@ def start(model: nn.Module, mixed: str, batch: int = BATCH, **sharding: Any) -> 
 
 
 def train(accelerator: Any, model: nn.Module, optimizer: Any, loader: Any, scheduler: Any) -> Seen:
-    """The loop of accelerate's own examples."""
+    """Train as in accelerate's examples."""
     seen, losses = [], []
     for batch in loader:
         with accelerator.accumulate(model):
@@ -59,7 +59,7 @@ def train(accelerator: Any, model: nn.Module, optimizer: Any, loader: Any, sched
 
 
 def check_ranks(ctx, kind: str, mixed: str, folder: str, expected: Seen, weights: dict[str, Tensor]) -> Any:
-    """Two epochs; the second one once more in a new model, from ``save_state``; and once from the state of one process."""
+    """Train two epochs, repeat the second in a new model from ``save_state``, and once from the state of one process."""
     be_a_rank(ctx)
     parts = start(MODELS[kind](), mixed)
     accelerator, model = parts[:2]
@@ -81,7 +81,7 @@ def check_ranks(ctx, kind: str, mixed: str, folder: str, expected: Seen, weights
         again.append((train(*fresh), flatshard.checkpoint.full_state_dict(fresh[1])))
     assert again[0][0] == seen[len(seen) // 2 :]
     torch.testing.assert_close(again[0][1], whole, rtol=0, atol=0)
-    # A layer computes under accelerate's autocast, and the model puts out float32.
+    # Layers compute under accelerate's autocast, and the model returns float32.
     layers, made = next(m for m in model.modules() if isinstance(m, nn.ModuleList)), []
     layers[0].mlp.register_forward_hook(lambda module, args, out: made.append(out.dtype))
     made.append(model(**{n: v[None] for n, v in Tokens(1)[0].items()}).logits.dtype)
@@ -98,7 +98,7 @@ CLOSE = {"no": {"rtol": 1e-4, "atol": 1e-5}, "bf16": {"rtol": 2e-2, "atol": 2e-2
 
 @pytest.mark.parametrize(("kind", "mixed"), [("gpt2", "no"), ("llama", "bf16")])
 def test_as_one_process(pair, tmp_path: Path, kind: str, mixed: str):
-    """Losses, norms, weights; state saved by either and loaded by the other; plain libraries open what the model saves."""
+    """Losses, norms and weights agree. Either loads the other's state, and plain libraries open the saved model."""
     from safetensors.torch import load_file
     from transformers import AutoModelForCausalLM
 
@@ -116,7 +116,7 @@ def test_as_one_process(pair, tmp_path: Path, kind: str, mixed: str):
     torch.testing.assert_close(copied(parts[1]), weights, **CLOSE[mixed])
     opened = AutoModelForCausalLM.from_pretrained(tmp_path / "pretrained").state_dict()
     for state in (load_file(tmp_path / "model" / "model.safetensors"), opened):
-        assert len(whole.keys() - state.keys()) <= (kind == "gpt2")  # one name of its tied weights is enough
+        assert len(whole.keys() - state.keys()) <= (kind == "gpt2")  # one name of tied weights is enough
         torch.testing.assert_close(state, {n: whole[n] for n in state}, rtol=0, atol=0)
 
 
@@ -135,6 +135,6 @@ def test_what_is_refused(ctx):
         prepare(accelerator, a, torch.optim.SGD([*a.parameters(), *b.parameters()]), policy=None)
     be_a_rank(ctx)
     del os.environ["ACCELERATE_USE_CPU"]
-    if not torch.cuda.is_available():  # accelerate takes each rank for the only process
+    if not torch.cuda.is_available():  # otherwise accelerate treats each rank as a single process
         with pytest.raises(ValueError, match=r"accelerate counts 1 processes, and torch.distributed 2: .*cpu=True"):
             prepare(Accelerator(), tiny_llama())

@@ -1,4 +1,4 @@
-"""diffusers reads what ``export_safetensors`` writes."""
+"""diffusers loads the output of ``export_safetensors``."""
 
 from pathlib import Path
 
@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.clients("diffusers", "safetensors"), pytest.mark.time_
 
 @ranks(2)
 def test_from_pretrained(ctx, path: str) -> None:
-    """One file, and several with an index; a ``config.json`` beside them."""
+    """The export is one file, or several with an index, beside a ``config.json``."""
     import diffusers
 
     sizes = {"sample_size": 8, "block_out_channels": (32,), "layers_per_block": 1}

@@ -1,6 +1,6 @@
-"""``fit`` on forty models of transformers, timm and diffusers: no step takes more than its budget, and trains as one process.
+"""``fit`` on forty models of transformers, timm and diffusers: steps stay within the budget, and train as one process.
 
-Two of them run, all with ``--thorough``. Those whose library is absent are left out.
+By default two of them run; ``--thorough`` runs all. Models of libraries that are not installed are skipped.
 """
 
 import importlib
@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.clients("transformers", "timm", "torchvision"), pytest
 
 VOCABULARY, LENGTH, LAYERS = 61, 12, 3
 
-# What most of transformers' configurations call their sizes.
+# Names of sizes in most of transformers' configurations.
 SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 32,
@@ -85,7 +85,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "ConvNeXt": ("timm.models.convnext", {"depths": (1, 1, 2, 1), "dims": (8, 8, 16, 16)}),
     "SwinTransformer": ("timm.models.swin_transformer", SWIN | {"drop_path_rate": 0.0}),
 }
-"""The automatic model or the module, and what is its own."""
+"""The model's automatic class or module, and its own settings."""
 
 DIFFUSERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "UNet2DModel": (
@@ -123,7 +123,7 @@ DIFFUSERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"sample": (3, 8, 8)},
     ),
 }
-"""Sizes, and the shapes of inputs."""
+"""Sizes of models, and shapes of their inputs."""
 ALL = [*MODELS, *(DIFFUSERS if importlib.util.find_spec("diffusers") else ())]
 
 Batch = dict[str, Tensor]
@@ -139,7 +139,7 @@ def of_transformers(name: str) -> tuple[Callable[[], nn.Module], Callable[[int],
 
     def batch(rows: int) -> Batch:
         made = {key: torch.randint(3, VOCABULARY, (rows, LENGTH)) for key in ids}
-        if name == "gpt2":  # else it looks for padding in the ids, by an index that has no values on meta
+        if name == "gpt2":  # otherwise it searches the ids for padding, whose values meta does not have
             made["attention_mask"] = torch.ones(rows, LENGTH, dtype=torch.int64)
         return made
 
@@ -169,14 +169,14 @@ def of_diffusers(name: str) -> tuple[Callable[[], nn.Module], Callable[[int], Ba
 
 
 def loss_of(output: Any) -> Tensor:
-    """A model's own loss, or one of its first tensor."""
+    """Return the model's own loss, or a loss of its first output tensor."""
     if getattr(output, "loss", None) is not None:
         return output.loss  # type: ignore[no-any-return]
     return (output if isinstance(output, Tensor) else output[0]).square().mean()
 
 
 def made(name: str, device: str = "cpu") -> tuple[nn.Module, Callable[[int], Batch]]:
-    """The same values whenever it is called."""
+    """Make the model with the same values at every call."""
     torch.manual_seed(0)
     is_timm = name in MODELS and MODELS[name][0].startswith("timm")
     make, batch = (of_diffusers if name in DIFFUSERS else of_timm if is_timm else of_transformers)(name)
@@ -185,7 +185,7 @@ def made(name: str, device: str = "cpu") -> tuple[nn.Module, Callable[[int], Bat
 
 
 def fits(name: str, example: Batch, world_size: int, shares: tuple[float, ...]) -> list[flatshard.planning.Fit]:
-    """By budgets from nearly the least possible to all that is needed."""
+    """Fit the model for budgets from nearly the minimum to everything."""
     model = made(name, "meta")[0]
     given = {"world_size": world_size, "optimizer": torch.optim.AdamW, "loss": loss_of, "example_inputs": example}
     given |= {"device": "cpu"}
@@ -204,7 +204,7 @@ def check(fitted: flatshard.planning.Fit, model: nn.Module, batch: Batch) -> Non
 
 @pytest.mark.parametrize("name", some(ALL, 2))
 def test_what_is_predicted_is_measured(world, monkeypatch, name: str):
-    """Over the fake group, which receives nothing."""
+    """Ranks are simulated by a fake group, which receives nothing."""
     options = _fit.StepOptions
     monkeypatch.setattr(_fit, "StepOptions", lambda **given: options(**given | {"receives": False}))
     batch = made(name)[1](2)
@@ -221,13 +221,13 @@ def as_double(batch: Batch) -> Batch:
 @pytest.mark.parametrize("name", some(ALL, 1, turn=9))
 @ranks(2, pool="pair", timeout=400)
 def test_training_is_that_of_one_process(ctx, name: str):
-    """Each rank on its own batch, and one process on both; and no rank takes more than the budget."""
+    """Each rank trains on a batch of its own within the budget, and one process on both batches."""
     alone, batch = made(name)
     batches = [batch(2) for _ in range(2)]
     fitted = fits(name, batches[0], 2, (0.3,))[0]
     model = fitted.apply(made(name)[0], process_group=ctx.group)
     models = alone.double(), model.double()
-    if name == "mixtral":  # products of groups of matrices have no float64
+    if name == "mixtral":  # grouped matrix products have no float64
         for each in models:
             each.set_experts_implementation("eager")
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in models]

@@ -1,4 +1,4 @@
-"""Lightning's ``Trainer`` and ``Fabric`` on sharded models, against plain training in one process."""
+"""Lightning's ``Trainer`` and ``Fabric`` with sharded models, compared with plain training in one process."""
 
 import os
 from typing import Any
@@ -30,9 +30,9 @@ def network() -> nn.Module:
 
 
 def task(seed: int = 0, shards: bool = False) -> Any:
-    """A LightningModule with parameters of its own, which its steps use outside of ``forward``.
+    """Make a LightningModule with parameters of its own, which its steps use outside of ``forward``.
 
-    ``shards``: its blocks itself.
+    If ``shards``, ``configure_model`` shards the blocks.
     """
     import lightning
 
@@ -45,7 +45,7 @@ def task(seed: int = 0, shards: bool = False) -> Any:
             self.scale = nn.Parameter(torch.ones((), dtype=torch.float64))
 
         def configure_model(self) -> None:
-            # Lightning calls it for each fit and validate.
+            # Lightning calls this in each fit and validate.
             for block in self.net if shards and type(self.net[0].linear.weight) is nn.Parameter else ():
                 flatshard.fully_shard(block)
 
@@ -73,25 +73,25 @@ CLIPPED = {"gradient_clip_val": 0.3, "accumulate_grad_batches": 2}
 
 
 def trainer(ctx: Any, strategy: Any = None, epochs: int = 2, **options: Any) -> Any:
-    """``strategy``: flatshard's, by policy, if it is left out."""
+    """Make a Trainer. By default, ``strategy`` is flatshard's with a policy."""
     import lightning
 
     from flatshard.integrations.lightning import FlatshardStrategy
 
-    os.environ |= {"LOCAL_RANK": str(ctx.rank), "NODE_RANK": "0"}  # as a launcher does
+    os.environ |= {"LOCAL_RANK": str(ctx.rank), "NODE_RANK": "0"}  # like a launcher
     where = {"accelerator": "cpu", "devices": 2, "strategy": strategy or FlatshardStrategy(policy={Block})}
     return lightning.Trainer(**{**QUIET, **where, "max_epochs": epochs, **options})
 
 
 def loader(batch: int, rank: int | None = None) -> torch.utils.data.DataLoader:
-    """``rank``: its part of two, in order. Lightning's own sampler for training would shuffle."""
+    """Load this rank's half of the data in order; Lightning's own sampler for training would shuffle."""
     parts = torch.utils.data.DistributedSampler
     sampler = None if rank is None else parts(data(), num_replicas=2, rank=rank, shuffle=False)
     return torch.utils.data.DataLoader(data(), batch_size=batch, sampler=sampler)
 
 
 def step_every_other(model: nn.Module, optimizer: torch.optim.Optimizer, losses: Any) -> None:
-    """One process: accumulates over two batches, and clips."""
+    """Accumulate over two batches, clip and step, as in one process."""
     for index, loss in enumerate(losses):
         (loss / 2).backward()
         if index % 2:
@@ -101,7 +101,7 @@ def step_every_other(model: nn.Module, optimizer: torch.optim.Optimizer, losses:
 
 
 def plain(epochs: int = 2) -> tuple[dict[str, Any], float]:
-    """One process trains on the batches of both ranks; the loss of its last validation."""
+    """Train one process on the batches of both ranks; return its state and the loss of its last validation."""
     model = task()
     optimizer, scheduler = (found[0] for found in model.configure_optimizers())
     for _ in range(epochs):
@@ -113,7 +113,7 @@ def plain(epochs: int = 2) -> tuple[dict[str, Any], float]:
 
 @ranks(2, pool="pair")
 def test_fit_by_name(ctx):
-    """Units that ``configure_model`` makes; other initial values on rank 1: the strategy sends rank 0's."""
+    """``configure_model`` makes units. Rank 1 begins with other values, and the strategy sends rank 0's."""
     model = task(seed=ctx.rank, shards=True)
     run = trainer(ctx, "flatshard", **CLIPPED, num_sanity_val_steps=1)
     run.fit(model, loader(4, ctx.rank), loader(4))
@@ -160,7 +160,7 @@ def resume(ctx: Any, kind: str, directory: str) -> None:
     assert run(2, model, last) == pytest.approx(validated, rel=1e-9)
     check_equal(full_state_dict(model), expected)
 
-    other = "sharded" if kind == "full" else "full"  # a strategy loads what the other kind has saved
+    other = "sharded" if kind == "full" else "full"  # each strategy loads the other kind's file
     reader = trainer(ctx, FlatshardStrategy(policy={nn.Linear}, state_dict_type=other))
     [found] = reader.validate(task(seed=7), loader(4), ckpt_path=last, verbose=False)
     assert found["val_loss"] == pytest.approx(validated, rel=1e-9)
@@ -168,7 +168,7 @@ def resume(ctx: Any, kind: str, directory: str) -> None:
 
 @pytest.mark.parametrize("kind", ["full", "sharded"])
 def test_resume_is_an_uninterrupted_run(pair, kind, tmp_path):
-    """As in one process; and a plain Trainer goes on from a whole file, with its optimizer state."""
+    """Both agree with one process, and a plain Trainer continues from a full file with its optimizer state."""
     pair.run(resume, kind, str(tmp_path))
     if kind == "full":
         import lightning
@@ -211,7 +211,8 @@ def test_fabric_is_one_process(ctx):
 
 @ranks(2, pool="pair")
 def test_manual_optimization(ctx):
-    """A network that is no unit is named, by its class; as a unit it trains as in one process, with two optimizers."""
+    """An error names a network that is no unit by its class. Made a unit, it trains as in one process, with two
+    optimizers."""
     import lightning
 
     class Network(nn.Sequential):

@@ -1,4 +1,4 @@
-"""All optimizers of timm, and Adafactor of transformers: stopped midway, and gone on with by another number of ranks."""
+"""All optimizers of timm, and Adafactor of transformers: another number of ranks continues an interrupted run."""
 
 from functools import partial
 from typing import Any
@@ -18,19 +18,20 @@ SETTINGS: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("adafactorbv", "adafactorbvc", "cadafactorbv", "cadafactorbvc"), F64),
     **dict.fromkeys(("lamb", "lambc", "lambcd", "lambcw", "lambw", "clamb", "clambw"), NO_CLIP),
     **dict.fromkeys(("csgdc", "csgdp", "csgdw"), MOMENTUM),
-    # It adds eps to the rate, so the step of rate 0 by which torch's helper makes state would decay weights.
+    # They add eps to the rate, so torch's helper, which makes state by a step with rate 0, would decay weights.
     **dict.fromkeys(("madgrad", "madgradw"), NO_DECAY),
 }
-"""What each must have: a momentum of the parameters' dtype; no norm over all parameters; one at all."""
+"""Required settings: momentum in the parameters' dtype, no clipping by the total norm, or any momentum at all."""
 
-REFUSED = {"adahessian"}  # by the backward that it needs
-COMPILED = {"kron", "kronc", "kronw"}  # by functions of its own, for which ranks that are forks wait forever
+REFUSED = {"adahessian"}  # needs a backward with a graph
+COMPILED = {"kron", "kronc", "kronw"}  # they compile functions, for which forked ranks wait forever
 PARTS = {"adabelief", "adan", "laprop", "lion", "madgrad", "nadam", "radam", "rmsproptf", "sgd"}
 WHOLE = {"adafactor", "cnadamw", "csgdw", "lamb", "lars", "mars", "muon", "novograd", "sgdp"}
 
 
 def all_of_them() -> dict[str, Make]:
-    """One of each class: with other names come other settings of the same code. Those of other packages have no class."""
+    """Return an optimizer of each class, as other names only differ in settings. Optimizers of other packages have no
+    class."""
     import timm.optim
     from transformers.optimization import Adafactor
 
@@ -46,7 +47,7 @@ def all_of_them() -> dict[str, Make]:
 
 
 def save(ctx: Any, path: str, names: list[str]) -> dict[str, bool]:
-    """Which of them step whole parameters."""
+    """Save each optimizer; return which of them step full parameters."""
     return {name: restarts.save(ctx, name, all_of_them()[name], path) for name in names}
 
 

@@ -1,4 +1,4 @@
-"""LoRA by peft on a sharded base model: two ranks against one process."""
+"""LoRA by peft on a sharded base model: two ranks compared with one process."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""torch.distributed.pipelining with sharded stages: losses and weights are those of one process. It needs torch alone."""
+"""torch.distributed.pipelining with sharded stages: losses and weights are one process's. It needs no library but torch."""
 
 import copy
 from typing import Any
@@ -27,7 +27,7 @@ SCHEDULES = {
     "interleaved": (ScheduleInterleaved1F1B, lambda pp: [pp, pp + 2]),
     "V": (ScheduleZBVZeroBubble, lambda pp: [pp, 3 - pp]),
 }
-"""The schedule, and which of four stages a rank of two has."""
+"""Schedules, and which of four stages each of two ranks has."""
 
 
 class Block(Mlp):
@@ -40,7 +40,7 @@ def loss(output: Tensor, target: Tensor) -> Tensor:
 
 
 class Pipeline:
-    """Two ranks deep, two wide: a schedule of a model, and beside it the model in one process."""
+    """A pipeline of two stages with two ranks each, and its model in one process."""
 
     def __init__(self, ctx, schedule_class: Any, stages_of: Any) -> None:
         mesh = ctx.device_mesh((2, 2), ("pp", "dp"))
@@ -52,7 +52,7 @@ class Pipeline:
         self.parts = nn.ModuleList(copy.deepcopy(self.plain[i]) for i in self.indices)
         for part in self.parts:
             fully_shard(part, policy={Block}, device_mesh=mesh["dp"])
-        # A microbatch between two stages. Told, not asked: stages that ask each other for shapes do so with numpy.
+        # Shape of microbatches between stages. It is given, as stages that infer shapes exchange them with numpy.
         like, cpu = torch.empty(2, WIDTH, dtype=torch.double, requires_grad=True), torch.device("cpu")
         stages = []
         for part, index in zip(self.parts, self.indices, strict=True):
@@ -62,9 +62,10 @@ class Pipeline:
         prepare(self.schedule, stages)
 
     def step(self, number: int, notes: Any = ()) -> tuple[Tensor, list[Tensor], list[str]]:
-        """The loss of one process, of this rank's microbatches, if it has the last stage, and what was recorded.
+        """Run a step; return one process's loss, the losses of this rank's microbatches if it has the last stage, and the
+        events.
 
-        ``notes``: modules whose backwards are noted, too.
+        Backwards of the modules ``notes`` are recorded, too.
         """
         x, y = torch.randn(2, 2, 2 * MICROBATCHES, WIDTH, generator=torch.Generator().manual_seed(number)).double()
         expected = loss(self.plain(x.flatten(0, 1)), y.flatten(0, 1))
@@ -85,13 +86,13 @@ class Pipeline:
 @pytest.mark.parametrize("name", SCHEDULES)
 @ranks(4)
 def test_schedules(ctx, name: str):
-    """Three steps of Adam."""
+    """Train three steps of Adam."""
     pipeline = Pipeline(ctx, *SCHEDULES[name])
     optimizers = [torch.optim.Adam(m.parameters(), lr=1e-2) for m in (pipeline.plain, pipeline.parts)]
     for step in range(3):
         ctx.note(f"step {step}")
         expected, losses, events = pipeline.step(step)
-        assert sum(e.startswith("reduce-scatter") for e in events) == 4, events  # two units a stage
+        assert sum(e.startswith("reduce-scatter") for e in events) == 4, events  # two units in each stage
         assert sum(e.startswith("all-gather") for e in events) == 4, events
         if losses:
             mean = torch.stack(losses).mean().detach()
@@ -105,7 +106,7 @@ def test_schedules(ctx, name: str):
 
 @ranks(4)
 def test_reductions_that_a_schedule_places(ctx):
-    """The first reduction is placed before the last backward of the other stage."""
+    """The first reduction is scheduled before the last backward of the other stage."""
     pipeline = Pipeline(ctx, *SCHEDULES["interleaved"])
     for actions in pipeline.schedule.pipeline_order_with_comms.values():
         reductions = [a for a in actions if a.computation_type == REDUCE_GRAD]
@@ -119,7 +120,7 @@ def test_reductions_that_a_schedule_places(ctx):
         for part, plain in pipeline.each():
             check_same_gradients(part, plain)
     kinds = "".join(e[0] for e in events if e.startswith(("backward", "reduce-scatter")))
-    # A backward's hook runs in it, before its end; two units a stage.
+    # A backward's hook runs before the backward's end; each stage has two units.
     assert kinds.endswith("brrbrr"), events
     assert kinds.count("b") == 2 * MICROBATCHES, events
 

@@ -1,4 +1,4 @@
-"""Every recipe of flatshard/integrations/README.md runs, on two ranks."""
+"""Every recipe of flatshard/integrations/README.md runs on two ranks."""
 
 import importlib
 import os
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.time_limit(600)
 
 
 def test_every_python_block_is_a_recipe():
-    # What a job of several launchers does, and what needs an environment of its own.
+    # Other blocks need several launchers or an environment of their own.
     elsewhere = re.findall(r"<!-- (?:like|run by): ([^\n]*) -->\n```python", README)
     assert all((Path(__file__).parents[2] / path).exists() for path in elsewhere)
     assert len(re.findall("```python", README)) == len(RECIPES) + len(elsewhere)
@@ -37,7 +37,7 @@ class Engine:
 
 WRITES = {"accelerate": "model/model.safetensors", "trainer": "model/config.json", "peft": "adapter_model.safetensors"}
 WRITES |= {"lightning": "last.ckpt", "fabric": "step-1"}
-"""What is there after a recipe."""
+"""A file that each recipe writes."""
 
 
 class Network(torch.nn.Sequential):
@@ -110,7 +110,7 @@ def transformers_names(ctx: Any, name: str, folder: str) -> dict[str, Any]:
 
 
 OTHERS = {"lightning": lightning_names, "fabric": lightning_names, "timm": timm_names, "pipelining": pipelining_names}
-"""What recipes with other models than transformers' need."""
+"""Names used by recipes with models other than transformers'."""
 
 
 def run_recipe(ctx, name: str, folder: str) -> None:
@@ -118,7 +118,7 @@ def run_recipe(ctx, name: str, folder: str) -> None:
     names: dict[str, Any] = {"torch": torch, "flatshard": flatshard, "folder": folder, **own}
     exec(compile(RECIPES[name], "README.md", "exec"), names)
     assert flatshard.describe(names["model"]).units
-    if name == "changed weights":  # weights/test_weights.py brings messages to their place
+    if name == "changed weights":  # weights/test_weights.py delivers messages itself
         assert names["sender"].version == 1
     if name == "weight sync":
         assert names["engine"].loaded == {n for n, _ in names["model"].named_parameters()}

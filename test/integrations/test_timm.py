@@ -1,4 +1,4 @@
-"""timm's optimizers and groups of parameters on sharded models, against one process."""
+"""timm's optimizers and parameter groups with sharded models, compared with one process."""
 
 from typing import Any
 
@@ -21,7 +21,7 @@ def sharded() -> nn.Module:
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int | None, steps: int = 3) -> None:
-    """``rank``: on its half of each batch; None: on all of it."""
+    """Train on the rank's half of each batch, or on full batches if ``rank`` is None."""
     g = torch.Generator().manual_seed(1)
     for _ in range(steps):
         x, y = torch.randn(8, 3, 8, 8, generator=g, dtype=torch.float64), torch.randint(4, (8,), generator=g)
@@ -41,7 +41,7 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
 
 @ranks(2, pool="pair")
 def test_optimizers(ctx):
-    """Those of whole matrices train as in one process where they are told so, and are refused where not."""
+    """Optimizers of full matrices train as in one process with ``whole=True``, and are refused otherwise."""
     from timm.optim import create_optimizer_v2
 
     from flatshard.integrations.timm import create_optimizer
@@ -58,7 +58,7 @@ def test_optimizers(ctx):
         check_equal(flatshard.checkpoint.full_state_dict(model), alone.state_dict(), 1e-8)
     for name, whole, match in (
         ("lamb", False, "WholeParameterOptimizer"),
-        ("lamb", True, "Lamb steps a parameter differently if it has other"),  # its max_grad_norm
+        ("lamb", True, "Lamb steps a parameter differently if it has other"),  # because of its max_grad_norm
     ):
         model = sharded()
         with pytest.raises(RuntimeError, match=match):

@@ -1,4 +1,4 @@
-"""torchao's classes for training in low precision, sharded: products, losses and weights are those of one process."""
+"""torchao's classes for low-precision training, sharded: products, losses and weights are one process's."""
 
 import copy
 from functools import partial
@@ -20,7 +20,7 @@ WIDTH = 32
 
 
 def data(step: int) -> torch.Tensor:
-    """The same on every rank: what is scaled is a whole batch."""
+    """Return the same batch on every rank, as scales depend on the full batch."""
     return torch.randn(32, WIDTH, generator=torch.Generator().manual_seed(step))
 
 
@@ -36,12 +36,12 @@ def train(model: nn.Module) -> list[float]:
 
 
 def inside(tensor: torch.Tensor) -> torch.Tensor:
-    """The plain tensor in a weight, if there is one."""
+    """Return the plain tensor inside a weight, or the weight if it is plain."""
     return getattr(tensor, "_data", getattr(tensor, "_tensor", tensor)).detach()
 
 
 def model_of(name: str) -> nn.Module:
-    """Its linear layers, or their weights, are of torchao's class ``name``."""
+    """Make a model whose linear layers, or their weights, are of torchao's class ``name``."""
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
     from torchao.prototype.moe_training import config
     from torchao.prototype.moe_training import tensor as experts
@@ -66,7 +66,7 @@ def model_of(name: str) -> nn.Module:
 
 
 GATHERED = "WeightWithDynamicFloat8CastTensor"
-"""Of a ``Float8Linear`` of which one byte per element travels."""
+"""Weight class of a ``Float8Linear`` that gathers one byte for each element."""
 NAMES = ["Float8Linear", GATHERED, "BitNetTrainingLinearWeight", "Int8MixedPrecisionTrainingLinearWeight"]
 NAMES += ["MXFP8TrainingWeightWrapperTensor", "Float8TrainingWeightWrapperTensor"]
 
@@ -81,7 +81,7 @@ def test_as_one_process(ctx, name: str):
     flatshard.fully_shard(sharded, policy={type(plain[0])}, process_group=ctx.group)
     flats = [flat for unit in flatshard.describe(sharded).units for flat in unit.flats]
     assert (torch.float8_e4m3fn in {flat.compute_dtype for flat in flats}) is (name == GATHERED)
-    precompute_float8_dynamic_scale_for_fsdp(sharded)  # does nothing: flatshard shares the scales
+    precompute_float8_dynamic_scale_for_fsdp(sharded)  # does nothing, as flatshard shares the scales
     assert train(sharded) == pytest.approx(train(plain), rel=1e-6)
     whole = flatshard.checkpoint.full_state_dict(sharded)
     for key, value in plain.state_dict().items():
@@ -106,7 +106,7 @@ def test_a_quantised_weight_is_frozen(ctx):
 
 
 def step_by(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
-    """With the same gradients on all ranks, and in one process."""
+    """Step with the same gradients on all ranks as in one process."""
     for i, p in enumerate(model.parameters()):
         info, shape = flatshard.tensors.shard_info(p), flatshard.full_shape(p)
         grad = torch.randn(shape, generator=torch.Generator().manual_seed(10 * number + i)).flatten()
@@ -122,7 +122,7 @@ def linears() -> nn.Module:
 @pytest.mark.parametrize(("name", "block"), [("AdamW8bit", 256), ("AdamW4bit", 128), ("AdamWFp8", 256)])
 @ranks(2, 3)
 def test_quantised_state(ctx, name: str, block: int, path: str):
-    """Bit for bit that of one process in the layouts that the error names, also from a checkpoint; and refused in others."""
+    """State has one process's bits in the layouts that the error names, also from a checkpoint. Other layouts are refused."""
     import torchao.optim
 
     kind, sizes = getattr(torchao.optim, name), {"policy": {nn.Linear}, "process_group": ctx.group}
@@ -132,7 +132,7 @@ def test_quantised_state(ctx, name: str, block: int, path: str):
     ):
         step_by(model, kind(model.parameters()), 0)
     one_process = kind(plain.parameters(), lr=0.1)
-    torch.compiler.set_stance("force_eager")  # to compile takes longer than all the rest
+    torch.compiler.set_stance("force_eager")  # compilation takes longer than everything else
     for number in range(4):
         step_by(plain, one_process, number)
     expected = dict(plain.named_parameters())

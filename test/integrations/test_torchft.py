@@ -1,4 +1,4 @@
-"""Two replica groups of two ranks under torchft: one is killed, the other goes on, and the first comes back."""
+"""torchft with two replica groups of two ranks: one is killed, the other continues, and the first one rejoins."""
 
 import multiprocessing
 import socket
@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.clients("torchft"), pytest.mark.time_limit(600)]
 
 
 class Group:
-    """The processes of one replica group, and what its first rank has printed."""
+    """The processes of one replica group, and the output of its first rank."""
 
     def __init__(self, number: int, lighthouse: str, folder: Path, last: Path) -> None:
         import torchft_job
@@ -38,7 +38,7 @@ class Group:
             self.ranks[-1].start()
 
     def steps(self, groups: int) -> dict[int, str]:
-        """The sums over the parameters after each step in which that many groups took part."""
+        """Return the sums over parameters after each step with that many groups."""
         out = self.folder / "0.out"
         lines = [line.split() for line in out.read_text().splitlines()] if out.exists() else []
         return {int(line[0]): line[2] for line in lines if len(line) == 4 and line[1] == str(groups)}
@@ -70,7 +70,7 @@ def test_a_group_dies_and_comes_back(tmp_path):
         wait_for(lambda: len(first.steps(2)) >= 3 and len(second.steps(2)) >= 3, groups)
         second.ranks[1].kill()
         time.sleep(0.5)
-        second.kill()  # as its launcher does, and starts it again
+        second.kill()  # like its launcher, which then starts it again
         wait_for(lambda: len(first.steps(1)) >= 3, groups)
         back = Group(2, lighthouse.address(), tmp_path / "2", last)
         groups.append(back)
@@ -79,7 +79,7 @@ def test_a_group_dies_and_comes_back(tmp_path):
         for rank in (*first.ranks, *back.ranks):
             rank.join(100)
             assert rank.exitcode == 0, first.errors() + back.errors()
-        for other in (second, back):  # bit for bit the same, as soon as it has taken part in a step
+        for other in (second, back):  # the same bits after its first step
             together = first.steps(2).keys() & other.steps(2).keys()
             assert len(together) >= 3
             assert all(first.steps(2)[step] == other.steps(2)[step] for step in together)

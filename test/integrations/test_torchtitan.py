@@ -1,4 +1,4 @@
-"""torchtitan's decoder, optimizer container, clipping and checkpoints on sharded ranks, against one process."""
+"""torchtitan's decoder, optimizer container, clipping and checkpoints on sharded ranks, compared with one process."""
 
 import dataclasses
 import os
@@ -23,7 +23,7 @@ STEPS, LENGTH, NEAR = 3, 12, 1e-4
 
 
 def llama() -> Any:
-    """The configuration of a small Llama whose attention runs on CPU too."""
+    """Configure a small Llama whose attention also runs on CPU."""
     from torchtitan.models.common.attention import ScaledDotProductAttention
     from torchtitan.models.llama3 import model_registry
 
@@ -75,21 +75,22 @@ def optimizers(model: nn.Module) -> Any:
 
 
 def batches(count: int, seed: int = 1) -> Iterator[torch.Tensor]:
-    """The tokens of all ranks."""
+    """Yield the tokens of all ranks."""
     g = torch.Generator().manual_seed(seed)
     for _ in range(count):
         yield torch.randint(2048, (4, LENGTH + 1), generator=g)
 
 
 def train(model: nn.Module, steps: Any, rank: int | None, count: int = STEPS, seed: int = 1) -> list[float]:
-    """As torchtitan's Trainer: the sum over tokens, divided by the number of tokens on all ranks. The gradients' norms."""
+    """Train like torchtitan's Trainer, whose loss is the sum over tokens divided by all ranks' tokens; return gradient
+    norms."""
     from torchtitan.distributed.utils import clip_grad_norm_
 
     norms = []
     for tokens in batches(count, seed):
         part = tokens if rank is None else tokens[2 * rank : 2 * rank + 2]
         steps.zero_grad()
-        for rows in part.split(1):  # accumulation
+        for rows in part.split(1):  # gradient accumulation
             logits = model(rows[:, :-1]).flatten(0, 1)
             loss = nn.functional.cross_entropy(logits, rows[:, 1:].flatten(), reduction="sum")
             (loss / (4 * LENGTH)).backward()
@@ -132,7 +133,7 @@ def manager(model: nn.Module, steps: Any, folder: str, spec: Any, **options: Any
 
 @ranks(2, pool="pair", timeout=400)
 def test_checkpoints(ctx, path: str):
-    """Of a model that is compiled, loaded into one that is not."""
+    """A compiled model's checkpoint is loaded into a model that is not compiled."""
     spec = llama()
     models = [shard(filled(spec.model.build(), seed=seed), compiled=seed == 0) for seed in (0, 9, 11)]
     model, again, other = models
@@ -162,11 +163,11 @@ PROCESSOR = mock.MagicMock(
     get_device_properties=lambda device: SimpleNamespace(total_memory=1),
     memory_stats=lambda device: {},
 )
-"""What torchtitan asks of an accelerator's module, for CPU."""
+"""Stand-in on CPU for the attributes that torchtitan reads from an accelerator's module."""
 
 
 def trainers_config(ctx: Any, folder: str) -> Any:
-    """Of torchtitan's own: it builds the model on meta, shards it, gives it memory, and fills it. Two microbatches a step."""
+    """Configure torchtitan's Trainer: it builds on meta, shards, allocates and fills, and has two microbatches in a step."""
     from torchtitan.components import metrics
     from torchtitan.components.dataloader import BaseDataLoader
     from torchtitan.components.loss import CrossEntropyLoss
@@ -211,7 +212,7 @@ def trainers_config(ctx: Any, folder: str) -> Any:
         def init_distributed(self) -> Any:
             return ParallelDims.from_config(self.config.parallelism, ctx.world_size)
 
-    torch.distributed.set_timeout = lambda *_: None  # of torch 2.14; called by the Trainer after its first step
+    torch.distributed.set_timeout = lambda *_: None  # new in torch 2.14; the Trainer calls it after its first step
     os.environ["LOCAL_RANK"] = str(ctx.rank)
     for module in (utils, metrics, parallel_dims, dist_utils):
         module.device_type, module.device_module = "cpu", PROCESSOR

@@ -1,4 +1,4 @@
-"""transformers' Trainer with a sharded model: two ranks against one process, checkpoints of either resumed by the other."""
+"""transformers' Trainer with a sharded model: two ranks agree with one process, and each resumes the other's checkpoints."""
 
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ Log = list[tuple[float, float]]
 
 
 def trainer(kind: str, folder: str, batch: int, checkpointing: bool = False, **sharding: Any) -> Any:
-    """``kind``: of ``MODELS``; for ``"adafactor"`` with an optimizer of whole matrices."""
+    """Make a Trainer for one of ``MODELS``; ``"adafactor"`` has an optimizer of full matrices."""
     from transformers import Trainer, TrainingArguments
 
     from flatshard.integrations.trainer import ShardedTrainer
@@ -53,7 +53,7 @@ def log_of(trained: Any) -> Log:
 
 
 def check_ranks(ctx, kind: str, folder: str, log: Log, weights: dict[str, Tensor], loss: float, flops: float) -> None:
-    """Two ranks, against what one process has found; resumed from what either has saved; and what they save is opened."""
+    """Compare two ranks with one process's results, resume from either's checkpoints, and open the ranks' own."""
     be_a_rank(ctx)
     first = trainer(kind, f"{folder}/two", BATCH, sharding={})
     first.train()
@@ -104,7 +104,7 @@ def test_as_one_process(pair, tmp_path: Path, kind: str):
 
 @ranks(2, pool="pair")
 def test_evaluation_first(ctx, path: str):
-    """Evaluation without training shards; then it trains, with and without checkpointing alike."""
+    """Evaluation before training shards the model, which then trains the same with and without checkpointing."""
     logs = []
     for checkpointing in (False, True):
         be_a_rank(ctx)
@@ -120,7 +120,7 @@ def test_evaluation_first(ctx, path: str):
 
 @ranks(2, pool="pair")
 def test_generation_of_encoder_decoders(ctx, path: str):
-    """Other lengths on each rank: by a Seq2SeqTrainer as it predicts; and by ``keep_unsharded`` without one."""
+    """Ranks generate different lengths: by a Seq2SeqTrainer in predict, and by ``keep_unsharded`` without one."""
     from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments
 
     from flatshard.integrations.state import policy_of
@@ -142,7 +142,7 @@ def test_generation_of_encoder_decoders(ctx, path: str):
     be_a_rank(ctx)
     args = {"use_cpu": True, "report_to": [], "disable_tqdm": True, "predict_with_generate": True}
     trainer = Mine(tiny_t5(), Seq2SeqTrainingArguments(path, **args, per_device_eval_batch_size=2))
-    found = trainer.predict(Tokens(8), **length).predictions  # padded to one length
+    found = trainer.predict(Tokens(8), **length).predictions  # padded to the same length
     again = tiny_t5()
     for index, part in enumerate(found):
         theirs = again.generate(Tokens(8).tokens[index : index + 1], max_new_tokens=2 if index % 4 < 2 else 5)[0]
@@ -151,7 +151,7 @@ def test_generation_of_encoder_decoders(ctx, path: str):
 
 @ranks(2, pool="pair")
 def test_other_models_of_a_trainer(ctx, path: str):
-    """A reference follows the model as TRL has it, part by part; what stays whole is named, with a cure."""
+    """A reference follows the model by shards, as in TRL. An error names an unsharded model, with its cure."""
     be_a_rank(ctx)
     first = trainer("llama", path, BATCH, sharding={})
     first.ref_model, first.teacher_model, first.loss = tiny_llama(), tiny_gpt2(), torch.nn.CrossEntropyLoss()

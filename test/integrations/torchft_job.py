@@ -1,4 +1,4 @@
-"""One rank of one replica group, for ``test_torchft``."""
+"""A rank of a replica group, for ``test_torchft``."""
 
 import gc
 import os
@@ -16,17 +16,18 @@ from flatshard.integrations.torchft import average_gradients, state_functions
 
 
 def main(group: int, rank: int, size: int, port: int, lighthouse: str, folder: Path, last: Path) -> None:
-    """Print a line for each committed step: step, groups that took part, and a sum over the parameters of all ranks of the
-    group. End after the step whose number is in the file ``last``, as soon as there is one.
+    """Train, and print a line for each committed step: step, number of groups, and a sum over the group's parameters.
+
+    Stop after the step whose number is in the file ``last``, as soon as that exists.
     """
-    gc.freeze()  # a collection would copy all pages that the processes share
+    gc.freeze()  # a collection would copy all shared pages
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     for stream, kind in ((1, "out"), (2, "err")):
         os.dup2(os.open(folder / f"{rank}.{kind}", os.O_WRONLY | os.O_CREAT), stream)
     store = dist.TCPStore("localhost", port, is_master=rank == 0, wait_for_workers=False)
     dist.init_process_group("gloo", store=dist.PrefixStore("shards", store), rank=rank, world_size=size)
-    torch.manual_seed(group)  # groups begin with other values: they must take over those of one
+    torch.manual_seed(group)  # groups start with different values, and must adopt the first one's
     model = nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 1))
     flatshard.fully_shard(model, policy={nn.Linear}, sync_module_states=True)
     adamw = torch.optim.AdamW(flatshard.flat_parameters(model), lr=0.05)
@@ -46,7 +47,7 @@ def main(group: int, rank: int, size: int, port: int, lighthouse: str, folder: P
     )
     optimizer = Optimizer(manager, adamw)
     while not last.exists() or manager.current_step() <= int(last.read_text()):
-        time.sleep(0.05)  # others join between steps
+        time.sleep(0.05)  # other groups join between steps
         optimizer.zero_grad()
         torch.manual_seed(1000 * manager.current_step() + 10 * (manager.participating_rank() or 0) + rank)
         x = torch.randn(16, 6)

@@ -35,19 +35,20 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).parents[2]
 TABLES = Path(__file__).with_name("tables")
 TIMEOUT = 400.0
-"""Seconds after which the tests of a mutant hang. The limits of the tests themselves end most of them before."""
+"""Seconds after which a mutant's tests count as hanging. Most of them end earlier by limits of their own."""
 PRELOAD = "torch torch.distributed torch._dynamo torch.distributed.checkpoint torch.distributed.fsdp pytest expecttest"
-_TEST = re.compile(r"[^\s\[]+(?:\[[^]]*\])?\*?")  # the name of a case may have spaces
+_TEST = re.compile(r"[^\s\[]+(?:\[[^]]*\])?\*?")  # a case's name may have spaces
 COPIED = ("flatshard", "test", "benchmarks", "pyproject.toml")
 
 
 MODULE = "<module>"
-"""Function of a row that no function or class contains."""
+"""Function of a row that is outside of functions and classes."""
 
 
 @functools.lru_cache(1)
 def _regions(source: str) -> dict[str, list[tuple[int, int]]]:
-    """Start and end of each function and class, by qualified name. A property and its setter share one."""
+    """Return the lines (start, end) of each function and class by qualified name, where a property and its setter share
+    one."""
     starts = [0]
     for line in source.splitlines(keepends=True):
         starts.append(starts[-1] + len(line))
@@ -68,7 +69,7 @@ def _regions(source: str) -> dict[str, list[tuple[int, int]]]:
 
 
 class Mutant(NamedTuple):
-    """One mistake: in ``function`` of ``file``, ``old`` is replaced by ``new``.
+    """A mistake: in ``function`` of ``file``, ``old`` is replaced by ``new``.
 
     ``tests`` are ``directory/file:function``, quickest first.
     """
@@ -133,7 +134,7 @@ def _read_tables_at(revision: str) -> set[Mutant]:
 
 
 class Cases:
-    """A plugin of pytest: one case of each test, but all of those that the table names with a ``*`` or by their case."""
+    """A pytest plugin that selects one case of each test, or those that the table names by their case or by ``*``."""
 
     def __init__(self, tests: Sequence[str]) -> None:
         split = [t.rstrip("*").partition(":") for t in tests]
@@ -151,22 +152,22 @@ def _copy(where: Path) -> None:
             shutil.copytree(ROOT / name, where / name, ignore=shutil.ignore_patterns("__pycache__"))
         else:
             shutil.copy(ROOT / name, where / name)
-    for file in (where / "flatshard").rglob("*.py"):  # by contents: a mutant may have the size and time of the original
+    for file in (where / "flatshard").rglob("*.py"):  # a mutant may keep the original's size and time: compare contents
         py_compile.compile(str(file), invalidation_mode=py_compile.PycInvalidationMode.CHECKED_HASH)
 
 
 def _run(where: Path, arguments: Sequence[str], plugins: list[Any], parent: int) -> tuple[int | None, str]:
-    """pytest's exit code (None: it took too long), and its output. ``parent``: without it this process is to end."""
+    """Run pytest; return its exit code, or None on a timeout, and its output. The process ends if ``parent`` does."""
     log = where / "log"
     if not (pid := os.fork()):
         code = 3
         try:
-            os.setsid()  # a group of processes, so that nothing of it is left running
+            os.setsid()  # a process group of its own, which can be killed as a whole
             os.chdir(where)
             sys.path[:] = [str(where), *(p for p in sys.path if Path(p).resolve() not in (ROOT, TABLES.parent))]
             out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
             os.dup2(out, 1), os.dup2(out, 2)
-            get_context: Any = multiprocessing.get_context  # ranks are forks of what has imported torch already
+            get_context: Any = multiprocessing.get_context  # ranks are forks of a process that has imported torch
             multiprocessing.get_context = lambda kind=None: get_context("fork" if kind == "forkserver" else kind)
             import pytest
 
@@ -190,7 +191,7 @@ def _run(where: Path, arguments: Sequence[str], plugins: list[Any], parent: int)
 
 
 def _judge(code: int | None, output: str) -> tuple[str, str]:
-    """What has come of a mutant, and the test that failed."""
+    """Return the verdict on a mutant, and the test that failed."""
     if code is None:
         return "killed", "timeout"
     if gone := re.search(r"ERROR: (?:not found|file or directory not found): (.+)", output):
@@ -200,7 +201,7 @@ def _judge(code: int | None, output: str) -> tuple[str, str]:
 
 
 def _apart(tests: Sequence[str]) -> list[list[str]]:
-    """``tests``, those on the simulated device apart: no backward may have run in the process that forks their ranks."""
+    """Separate tests on the simulated device: the process that forks their ranks must not have run a backward."""
     found: dict[bool, list[str]] = {}
     for test in tests:
         found.setdefault("accelerator/" in test, []).append(test)
@@ -250,7 +251,7 @@ def main() -> int:
     every = [m for m in read_tables() if given.only in f"{m.file}:{m.function}" and m not in before]
     known = {} if given.again else _read(given.results)
     todo = [mutant for mutant in every if known.get(mutant.key, [""])[0] != "killed"]
-    turns = collections.Counter[str]()  # files take turns, and what has not run yet comes first
+    turns = collections.Counter[str]()  # files alternate, and mutants that have not run yet come first
     todo.sort(key=lambda m: (m.key in known, (turns.update([m.file]), turns[m.file])[1]))
     print(f"{len(every)} mutants, {len(todo)} to run; results: {given.results}", flush=True)
     start, pid = multiprocessing.get_context("fork").Process, os.getpid()

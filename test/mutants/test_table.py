@@ -1,4 +1,4 @@
-"""Every mutant of ``tables/`` still changes the package, and its tests exist. ``run.py`` says which are noticed."""
+"""Every mutant of ``tables/`` still changes the package, and its tests exist. ``run.py`` tells which of them tests notice."""
 
 import re
 
@@ -34,7 +34,7 @@ def test_a_row_is_found_in_its_function_only():
 
 
 def test_every_named_test_exists():
-    """``run.py --only FILE`` finds the test that notices the mutants of a test that has gone."""
+    """If a test is gone, ``run.py --only FILE`` finds another one that notices its mutants."""
     gone = set()
     for name in {test for mutant in MUTANTS for test in mutant.tests}:
         file, _, test = re.sub(r"\[.*|\*", "", name).partition(":")

@@ -1,4 +1,4 @@
-"""Norms of gradients over all ranks: flatshard's own functions, torch's own tools on sharded gradients, GradScaler."""
+"""Norms of gradients over all ranks, by flatshard's functions, by torch's tools on sharded gradients, and in GradScaler."""
 
 import copy
 import functools
@@ -33,7 +33,7 @@ total_norm = flatshard.optim.get_total_norm
 
 
 class Model(nn.Module):
-    """Tied across units, a frozen parameter, 0-dim and empty ones, one that nobody uses; of doubles."""
+    """A float64 model with a weight tied across units, and frozen, 0-dim, empty and unused parameters."""
 
     def __init__(self, empty: int = 0) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class Model(nn.Module):
 
 
 class Mixed(Model):
-    """Three dtypes and a complex parameter in a unit besides."""
+    """A model with three dtypes and a complex parameter in a unit."""
 
     def __init__(self) -> None:
         super().__init__(1)
@@ -66,7 +66,7 @@ class Mixed(Model):
 
 
 Trained = functools.partial(Model, 1)
-"""Torch refuses the norm of a parameter of no elements in one process."""
+"""Model without an empty parameter, whose norm torch refuses in one process."""
 
 
 def inputs(n: int) -> Tensor:
@@ -78,14 +78,14 @@ def shard(model: nn.Module, group: Any, policy: Any = None, **arguments: Any) ->
 
 
 def pair(ctx: Any, make: Callable[[], nn.Module] = Model, sharding: Callable[..., Any] = shard, **arguments: Any):
-    """(plain, sharded): the same model, the second sharded."""
+    """Return a model and its sharded copy."""
     torch.manual_seed(0)
     plain = make()
     return plain, sharding(copy.deepcopy(plain), ctx.group, **arguments)
 
 
 def backward(ctx: Any, plain: nn.Module, sharded: nn.Module) -> None:
-    """Gradients of the same loss, the plain model's of all slices of the batch."""
+    """Backpropagate the same loss; the plain model's is over all slices of the batch."""
     x = inputs(2 * ctx.world_size)
     mean_square(plain(x), x).backward()
     mean_square(sharded(x[2 * ctx.rank :][:2]), x).backward()
@@ -96,7 +96,7 @@ def grads(module: nn.Module) -> list[Tensor]:
 
 
 def plain_norm(module: nn.Module, order: float = 2) -> Tensor:
-    """In double: torch itself takes an empty gradient's inf-norm for an error, and rounds low precisions each."""
+    """Return the norm in float64: torch refuses an empty gradient's inf-norm, and rounds each low-precision norm."""
     return stock_norm(
         [g.to(torch.complex128) if g.is_complex() else g.double() for g in grads(module) if g.numel()], order
     )
@@ -108,8 +108,9 @@ def check_norm(norm: Tensor, expected: Tensor, rtol: float = 1e-12) -> None:
 
 
 def check_norms(sharded: nn.Module, plain: nn.Module, found: list[Tensor] | None = None) -> None:
-    """Of all orders, by ours and by torch's, as those of one process. ``found``: gradients for torch's, else the module's."""
-    # Torch refuses the inf-norm of an empty parameter's gradient, which is a plain one.
+    """Compare norms of all orders, by flatshard and by torch, with one process. ``found`` are gradients for torch's
+    function."""
+    # An empty parameter has a plain gradient, whose inf-norm torch refuses.
     found = [g for g in found or grads(sharded) if type(g) is not Tensor or g.numel()]
     for order in ORDERS:
         expected = plain_norm(plain, order)
@@ -147,7 +148,7 @@ def put(param: nn.Parameter, index: int, value: float) -> None:
 
 @ranks(4)
 def test_norms_are_those_of_one_process(ctx) -> None:
-    """Also of flat parameters, and of a part of the model, which is a part of a unit, or has units."""
+    """Norms agree for flat parameters, and for a submodule that is a part of a unit or has units."""
     policies = (None, {Mlp}, {Mlp, nn.Linear})
     for strategy, policy, flat in some(all_pairs((FULL, GRAD_OP, NO_SHARD), policies, (False, True)), 6):
         ctx.note(f"{strategy}, {policy}, {flat}")
@@ -177,14 +178,14 @@ CLIPS: tuple[Callable[..., Tensor], ...] = (
 
 @ranks(3)
 def test_clipping_mixed_dtypes(ctx) -> None:
-    """Norms are of float32 at least; torch's are of the gradients' own dtype."""
+    """flatshard's norms are at least float32; torch's have the gradients' dtype."""
     plain, sharded = pair(ctx, Mixed, policy={Mlp})
     backward(ctx, plain, sharded)
     check_statistics(ctx, sharded, plain)
     for most, p, clip in all_pairs((0.1, 1e9), (2, 3, math.inf), CLIPS):
         sharded.zero_grad()
         mean_square(sharded(inputs(2) * (ctx.rank + 1)), None).backward()
-        for name, whole in whole_gradients(sharded).items():  # which are right by other tests
+        for name, whole in whole_gradients(sharded).items():  # which other tests check
             plain.get_parameter(name).grad = whole
         expected, rtol = plain_norm(plain, p), 1e-6 if clip is flatshard.clip_grad_norm_ else 1e-2
         check_norm(clip(sharded, most, p), expected, rtol)
@@ -206,7 +207,7 @@ def test_clipping_mixed_dtypes(ctx) -> None:
 
 @ranks(4)
 def test_units_on_different_groups(ctx) -> None:
-    """Blocks over pairs of ranks, one on every rank, the rest over all; every rank has the same batch."""
+    """Blocks are sharded over pairs of ranks, one is on each rank, and the rest over all; all ranks have the same batch."""
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
 
     def sharding(model: nn.Module, group: Any) -> nn.Module:
@@ -223,7 +224,7 @@ def test_units_on_different_groups(ctx) -> None:
         with CommunicationWatch() as watch:
             norm(sharded)
         assert len(watch.seen) == 2
-    # An overflow in a part that one pair alone has, in one of its ranks.
+    # An overflow on one rank, in a shard that only its pair has.
     with CommunicationWatch() as watch:
         scaler = torch.amp.GradScaler("cpu")
         scaler.scale(torch.zeros(()))
@@ -282,7 +283,7 @@ def test_what_is_not_finite(ctx) -> None:
 
 
 class Branches(nn.Module):
-    """What each rank uses is its own affair. The small branch lies on one rank alone."""
+    """A module of which each rank uses other branches. The small branch lies on one rank."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -308,10 +309,10 @@ def test_ranks_that_use_different_parameters(ctx) -> None:
         sharded.small.weight.grad = sharded.small.bias.grad = None
     check_statistics(ctx, sharded, plain)
     with pytest.raises(RuntimeError, match=r"the norm of order 2\.0 of the gradient of '.*gradient_statistics"):
-        [g.norm() for g in grads(sharded)]  # of different gradients
+        [g.norm() for g in grads(sharded)]  # ranks have different gradients
 
 
-# -- What torch and users do with gradients ---------------------------------------------------------------------------
+# -- Use of gradients by torch and users ------------------------------------------------------------------------------
 
 
 @ranks(3)
@@ -327,7 +328,7 @@ def test_idioms_for_norms(ctx) -> None:
         sum(norm(g, dtype=float64) ** 2 for g in found) ** 0.5,
     ):
         check_norm(idiom, expected, rtol=1e-6)
-    # torch's norms of a list: each is the whole one in whatever it is used for.
+    # torch's norms of a list behave like full norms in every use.
     each = torch.stack([g.norm() for g in grads(plain)])
     for use in (
         lambda norms: (torch.stack(norms) + 0, each),
@@ -337,10 +338,10 @@ def test_idioms_for_norms(ctx) -> None:
             torch.stack([*norms[:2], *torch._foreach_norm(found[2:], 3), torch.ones(())])[1].clone(),
             each[1],
         ),
-        lambda norms: ((norms[0].item(), torch.stack(norms).norm())[1], expected),  # one of them is whole by now
+        lambda norms: ((norms[0].item(), torch.stack(norms).norm())[1], expected),  # one of them is global already
     ):
         torch.testing.assert_close(*use(torch._foreach_norm(found, 2)), check_dtype=False)
-    # What torch cannot do with parts is refused.
+    # Torch's functions that are wrong on shards raise.
     weight = sharded.blocks[0].down.weight.grad
     for refused in lambda: norm(weight, 2), lambda: weight.norm("nuc"):
         with pytest.raises(NotImplementedError, match=r"blocks\.0\.down\.weight.*summon_full_params"):
@@ -358,7 +359,7 @@ def test_gradients_that_users_change_stay_sharded(ctx) -> None:
         for norm in (total_norm(sharded), stock_norm(grads(sharded))):
             check_norm(norm, plain_norm(plain) * factor)
 
-    for _ in range(2):  # accumulates
+    for _ in range(2):  # the second one accumulates
         backward(ctx, plain, sharded)
         check()
     for param in (p for p in sharded.parameters() if p.grad is not None):
@@ -366,13 +367,13 @@ def test_gradients_that_users_change_stay_sharded(ctx) -> None:
         param.grad.mul_(0.5)
         param.grad += param.grad
         assert param.grad is held
-        param.grad = param.grad.clone()  # a plain tensor, until it is in .grad
+        param.grad = param.grad.clone()  # a plain tensor until it is assigned to .grad
         new = param.grad * 3
         assert type(new) is PartTensor
         param.grad = new
         assert param.grad is new
     check(3.0)
-    # A loss on the shards themselves: autograd makes these gradients.
+    # Gradients of a loss on the shards, which autograd makes.
     for model in sharded, plain:
         model.zero_grad()
         sum(p.square().sum() for p in model.parameters()).backward()
@@ -380,12 +381,12 @@ def test_gradients_that_users_change_stay_sharded(ctx) -> None:
     backward(ctx, plain, sharded)
     assert all(type(p.grad) is ShardedGradient for p in sharded.blocks[0].parameters())
     check_norm(total_norm(sharded), plain_norm(plain))
-    # Whole ones, written back.
+    # Full gradients, written back.
     with flatshard.summon_full_params(sharded, with_grads=True):
         for grad in grads(sharded):
             grad.mul_(2)
     check_norm(total_norm(sharded), 2 * plain_norm(plain))
-    # Gradients that were there before sharding.
+    # Gradients from before sharding.
     model = copy.deepcopy(plain)
     expected = plain_norm(model)
     check_norm(stock_norm(grads(shard(model, ctx.group, {Mlp}))), expected)
@@ -399,7 +400,7 @@ class Special(Tensor):
 
 
 def test_refusals(fake_group):
-    """Of unsharded parameters, orders that are no norms, gradients of other classes."""
+    """Unsharded parameters, invalid orders, and gradients of other classes raise."""
     functions = total_norm, functools.partial(flatshard.clip_grad_norm_, max_norm=1.0), gradient_statistics
     model = shard(Model(), None, {Mlp})
     mean_square(model(inputs(2)), None).backward()
@@ -407,7 +408,7 @@ def test_refusals(fake_group):
         with flatshard.summon_full_params(model), pytest.raises(RuntimeError, match=r"unsharded.*outside of these"):
             function(model)
         flatshard.unshard(model.blocks[1])
-        for module in (model, model.blocks[1].up):  # which is not a unit itself
+        for module in (model, model.blocks[1].up):  # the latter is not a unit
             with pytest.raises(RuntimeError, match=r"'blocks\.1' are unsharded"):
                 function(module)
         flatshard.reshard(model)
@@ -423,7 +424,7 @@ def test_refusals(fake_group):
 
 
 class Answers:
-    """Stands for the runtime of two ranks on an accelerator, where the other one says what ``other`` makes of this."""
+    """A fake runtime of two ranks on an accelerator. ``other`` makes the other rank's tensor from this rank's."""
 
     device = SimpleNamespace(type="xpu")
     world_size, rank = 2, 0
@@ -442,7 +443,7 @@ def test_a_different_question_gives_nan_where_the_host_does_not_wait():
         return tensor
 
     def with_same_sum(tensor: Tensor) -> Tensor:
-        """Of questions whose tags add up to the same."""
+        """Return a tensor whose tags have the same sum."""
         tensor[-1] += 1.0
         return tensor
 

@@ -1,4 +1,4 @@
-"""Optimizers whose state is on the host, stepped unit by unit: the same bits as without. See ``accelerator/offload.py``."""
+"""Optimizers with state on the host, stepped unit by unit, give the same bits. See ``accelerator/offload.py``."""
 
 import contextlib
 import copy
@@ -35,14 +35,14 @@ KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
     "adamw": (optim.AdamW, {"lr": torch.tensor(0.01), "foreach": False}),
     "foreach": (optim.AdamW, {"lr": 0.01, "foreach": True}),
     "fused": (optim.AdamW, {"lr": 0.01, "fused": True}),
-    "adagrad": (optim.Adagrad, {"lr": 0.1, "initial_accumulator_value": 0.1}),  # has state before its first step
+    "adagrad": (optim.Adagrad, {"lr": 0.1, "initial_accumulator_value": 0.1}),  # it has state before its first step
     "sgd": (optim.SGD, {"lr": 0.1, "momentum": 0.9}),
     "counting": (Counting, {"lr": 0.1}),
 }
 
 
 class Unused(Net):
-    """One parameter never has a gradient."""
+    """A model with a parameter that never has a gradient."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ def sharded(ctx, **options: Any) -> nn.Module:
 
 
 def groups(model: nn.Module) -> list[dict[str, Any]]:
-    """Two groups, each with parameters of all units."""
+    """Return two groups, each with parameters of all units."""
     params = list(model.parameters())
     return [{"params": [p for p in params if p.ndim > 1]}, {"params": [p for p in params if p.ndim < 2], "lr": 0.05}]
 
@@ -69,12 +69,12 @@ def backward(ctx, model: nn.Module, step: int, scale: float = 1.0) -> Tensor:
 
 
 def same_bits(one: Any, other: Any) -> None:
-    """Also of dicts and lists of tensors."""
+    """Compare bit for bit, including dicts and lists of tensors."""
     torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
 
 
 def same(one: Optimizer, other: Optimizer) -> None:
-    """Their parameters, state, and options of groups."""
+    """Compare parameters, state, and options of groups."""
     params = [[p for group in each.param_groups for p in group["params"]] for each in (one, other)]
     same_bits(*([p.detach() for p in each] for each in params))
     assert len(one.state) == len(other.state)
@@ -99,13 +99,14 @@ CASES = [
     for ahead, count in ((False, 10), (True, 7))
     for turn, case in enumerate(some(all_pairs(*CHOICES), count, turn=ahead))
 ]
-CASES += [("fused", "SHARD_OPTIM", None, 1, False, 3, True)]  # parameters that C++ changes through pointers
+CASES += [("fused", "SHARD_OPTIM", None, 1, False, 3, True)]  # C++ changes parameters by pointers
 
 
 @pytest.mark.parametrize(("kind", "strategy", "precision", "micro", "is_flat", "world_size", "ahead"), CASES, ids=str)
 @ranks()
 def test_the_same_bits(ctx, kind: str, strategy: str, precision: Any, micro: int, is_flat: bool, ahead: bool) -> None:
-    """As the optimizer itself, with a scheduler: after clipping, and ``ahead`` in backward, where no gradient is left."""
+    """Steps agree with the optimizer's own, with a scheduler, after clipping, and with ``ahead`` in backward, where gradients
+    are freed."""
     where: dict[str, Any] = {"strategy": ShardingStrategy[strategy], "mixed_precision": precision}
     if strategy.startswith("HYBRID"):
         where["device_mesh"] = ctx.device_mesh((2, 2), ("replicate", "shard"))
@@ -134,9 +135,8 @@ def test_the_same_bits(ctx, kind: str, strategy: str, precision: Any, micro: int
 
 @ranks(2)
 def test_the_state_of_either_goes_on_in_the_other(ctx, path: str) -> None:
-    """By number and by name, sharded and whole, and by torch's helper; and from a checkpoint, with its scheduler: the bits of
-    the job that was not interrupted.
-    """
+    """Each continues from the other's state by number or name, sharded or full, and by torch's helper. A checkpoint with the
+    scheduler continues with the bits of an uninterrupted job."""
 
     def job(make: Callable[..., Optimizer]) -> dict[str, Any]:
         model = sharded(ctx)
@@ -162,7 +162,7 @@ def test_the_state_of_either_goes_on_in_the_other(ctx, path: str) -> None:
             fresh.load_state_dict(copy.deepcopy(optimizer.state_dict()))
             if isinstance(fresh, OffloadedOptimizer):
                 assert {type(v) for values in fresh.state.values() for v in values.values()} <= {Tensor, float}
-            fresh.state_dict()  # a plain optimizer that has not stepped takes its parts out now
+            fresh.state_dict()  # a plain optimizer checks its shards here if it has not stepped
             same(optimizer, fresh)
             same_by_name(*(optim_state_dict(model, o, full=True) for o in (fresh, optimizer)))
             helped = [get_optimizer_state_dict(model, o)["state"].keys() for o in (optimizer, fresh)]
@@ -202,7 +202,7 @@ def test_groups_closures_hooks_and_plain_parameters(ctx) -> None:
 
 
 class Failing(optim.AdamW):
-    """Raises when one parameter is stepped, or loaded."""
+    """An optimizer that raises when it steps or loads one parameter."""
 
     at: Any = None
 
@@ -221,7 +221,7 @@ class Failing(optim.AdamW):
 
 @ranks(2)
 def test_an_error_in_a_step_loses_nothing(ctx) -> None:
-    """Units before it have been stepped, units after it have not; groups are whole; and the next step works."""
+    """Earlier units have been stepped, and later ones not; groups are complete, and the next step works."""
     model, theirs = sharded(ctx), sharded(ctx)
     params = list(model.parameters())
     optimizer = OffloadedOptimizer(groups(model), Failing, lr=0.1)
@@ -332,7 +332,7 @@ def test_what_needs_all_gradients_is_refused_in_backward(ctx) -> None:
 
 @ranks(2)
 def test_a_unit_in_a_reentrant_checkpoint(ctx):
-    """Is stepped once, as the message says: a part of a unit in there would step the unit twice."""
+    """A unit that is entirely inside the checkpoint is stepped once. With part of it inside, it would be stepped twice."""
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
     model[1] = checkpoint_wrapper(model[1], CheckpointImpl.REENTRANT)
     fully_shard(model, policy={nn.Linear}, process_group=ctx.group)
@@ -349,7 +349,7 @@ class OwnMuon(optim.Muon):
 
 
 class CountingAside(optim.SGD):
-    """Counts steps where no state dict has them."""
+    """An optimizer that counts steps outside of its state dict."""
 
     count = 0
 
@@ -361,7 +361,7 @@ class CountingAside(optim.SGD):
 
 
 class HoldingState(optim.SGD):
-    """Keeps what it has in its state elsewhere, too, and works on that."""
+    """An optimizer that keeps references to its state, and updates it by them."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
@@ -389,7 +389,7 @@ REFUSED = [
 
 
 def test_what_cannot_step_unit_by_unit_is_refused(fake_group):
-    """And what needs whole matrices is, as without offloading: the optimizer inside is looked at."""
+    """Optimizers of full matrices are refused as without offloading, as the inner optimizer is checked."""
     for kind, options, error, text in REFUSED:
         with pytest.raises(error, match=re.escape(text)):
             OffloadedOptimizer(sharded(None).parameters(), kind, **options)
@@ -401,7 +401,7 @@ def test_what_cannot_step_unit_by_unit_is_refused(fake_group):
 
 @ranks(2, 3)
 def test_what_needs_whole_matrices_is_refused_before_a_backward(ctx) -> None:
-    """Also on a rank whose part is empty, and for an optimizer of an unknown class. The cure steps in backward."""
+    """Ranks with an empty shard also raise, and so does an unknown optimizer class. The cure steps in backward."""
     for kind, layout, match in (
         (optim.Adafactor, None, "Adafactor looks at whole parameters"),
         (optim.Adafactor, Whole(math.inf), "Adafactor cannot step parameters without elements"),
@@ -413,7 +413,7 @@ def test_what_needs_whole_matrices_is_refused_before_a_backward(ctx) -> None:
             nn.Linear(4, 3, bias=False),
             nn.Tanh(),
             nn.Linear(3, 1, bias=False),
-        ]  # 3 elements: less than a rank each
+        ]  # 3 elements: fewer than ranks
         model = fully_shard(nn.Sequential(*layers), policy={nn.Linear}, layout=layout, process_group=ctx.group)
         optimizer = OffloadedOptimizer(model.parameters(), kind, lr=0.1)
         before = full_params(model)
@@ -424,7 +424,7 @@ def test_what_needs_whole_matrices_is_refused_before_a_backward(ctx) -> None:
 
 
 def test_what_couples_parameters_or_keeps_something_aside_is_refused(world):
-    """At the first step, before anything is stepped; also where parameters are not cut, or not sharded."""
+    """It raises at the first step, before any parameter is stepped, even if parameters are not cut or not sharded."""
     world(1)
     for kind in (Clipping, CountingAside, HoldingState):
         for model in (fully_shard(Net(), policy={Block}), nn.Linear(4, 4)):
@@ -437,7 +437,7 @@ def test_what_couples_parameters_or_keeps_something_aside_is_refused(world):
 
 
 class WrappedMomentum(optim.SGD):
-    """Its state is of a subclass with a tensor inside, as that of torchao's optimizers is."""
+    """An optimizer whose state has a subclass with an inner tensor, like torchao's."""
 
     works_on_shards = True
 
@@ -451,7 +451,7 @@ class WrappedMomentum(optim.SGD):
 
 @ranks(2)
 def test_state_with_tensors_inside(ctx) -> None:
-    """Steps, and goes to the host and back. Its checkpoint is each rank's own, as the error says."""
+    """Its state is stepped, and moved to the host and back. Each rank has a checkpoint of its own, as the error says."""
     found = []
     for make in (WrappedMomentum, lambda params: OffloadedOptimizer(params, WrappedMomentum)):
         model = sharded(ctx)
@@ -480,7 +480,7 @@ def test_state_with_tensors_inside(ctx) -> None:
 
 @ranks(2)
 def test_on_cpu_nothing_is_offloaded(ctx) -> None:
-    """And forwards run. What would be lost, or is in use, is refused, there as well."""
+    """Forwards run. Gradients that would be lost, and parameters in use, are refused on CPU, too."""
     model = sharded(ctx)
     optimizer = optim.AdamW(model.parameters())
     before = [p.data_ptr() for p in model.parameters()]

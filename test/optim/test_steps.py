@@ -1,4 +1,4 @@
-"""Steps that would change nothing, or the wrong thing: they raise, and nothing is changed."""
+"""Steps that would change nothing, or the wrong thing, raise and leave everything unchanged."""
 
 import contextlib
 import functools
@@ -33,7 +33,7 @@ def values(model: nn.Module) -> list[torch.Tensor]:
 
 @contextlib.contextmanager
 def refused(model: nn.Module, match: str):
-    """Nothing of ``model`` changes."""
+    """Expect an error, and no change of ``model``."""
     before = values(model)
     with pytest.raises(RuntimeError, match=match):
         yield
@@ -45,7 +45,7 @@ def sharded(ctx, **arguments: Any) -> Net:
     return fully_shard(Net(), policy={Block}, process_group=ctx.group, **arguments)
 
 
-# -- in the middle of something ----------------------------------------------------------------------------------------
+# -- during a pass -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", list(MAKE))
@@ -55,26 +55,26 @@ def test_inside_no_sync(ctx, kind: str) -> None:
     optimizer, other = MAKE[kind](model), torch.optim.SGD(beside.parameters())
     beside(torch.ones(2)).sum().backward()
     with flatshard.no_sync(model):
-        optimizer.step()  # there is nothing that it would miss
+        optimizer.step()  # no gradients are missing
         model(X).sum().backward()
         other.step()
         held_refused(model, optimizer, " inside no_sync")
         other.step()
-    held_refused(model, optimizer, "")  # also after it: the loop was left without a last backward outside
+    held_refused(model, optimizer, "")  # the loop ended inside no_sync
     other.step()
-    flatshard.reduce_gradients(model)  # as it says
+    flatshard.reduce_gradients(model)  # the error's cure
     trained(model, optimizer)
 
     with flatshard.no_sync(model.blocks[0]):
         model(X).sum().backward()
     held_refused(model, optimizer, "")
-    torch.optim.SGD(model.head.parameters(), lr=0.1).step()  # another unit's
-    model(X).sum().backward()  # the last backward outside of no_sync, as it says
+    torch.optim.SGD(model.head.parameters(), lr=0.1).step()  # of another unit
+    model(X).sum().backward()  # the error's cure: the last backward is outside of no_sync
     trained(model, optimizer)
 
     with flatshard.no_sync(model):
         model(X).sum().backward()
-    flatshard.recover(model)  # drops what is held
+    flatshard.recover(model)  # drops held gradients
     optimizer.step()
 
 
@@ -102,7 +102,7 @@ def trained(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 @pytest.mark.parametrize("kind", list(MAKE))
 @ranks(2)
 def test_after_values_were_replaced(ctx, kind: str) -> None:
-    """Flat and whole parameters have memory of their own, in which the new values are not."""
+    """Flat and full parameters have memory of their own, without the new values."""
     plain, model = twins(ctx, Net, {Block})
     for each, optimizer in ((model, MAKE[kind](model)), (plain, MAKE["parameters"](plain))):
         each(X.double()).sum().backward()
@@ -115,7 +115,8 @@ def test_after_values_were_replaced(ctx, kind: str) -> None:
 @pytest.mark.parametrize("ahead", [False, True])
 @ranks(3)
 def test_units_of_which_ranks_have_no_elements(ctx, ahead: bool) -> None:
-    """Change with a step on these ranks, too, so that all gather them again: also by an optimizer that counts no version."""
+    """A step also changes these units on ranks without elements, so all ranks gather again, even if no version was
+    counted."""
     adagrad = functools.partial(torch.optim.Adagrad, lr=0.1, fused=True)
 
     def train(model: nn.Module, optimizer: torch.optim.Optimizer, rows: slice) -> None:
@@ -140,7 +141,7 @@ def test_units_of_which_ranks_have_no_elements(ctx, ahead: bool) -> None:
 
 @ranks(4)
 def test_replicas_to_come(ctx) -> None:
-    """Reduced within the shard group, and not yet over the replicas."""
+    """Gradients are reduced within the shard group, but not yet over the replicas."""
     mesh = ctx.device_mesh((2, 2), ("replicas", "shards"))
     model = fully_shard(Net(), policy={Block}, device_mesh=mesh, strategy=ShardingStrategy.HYBRID_SHARD)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -166,15 +167,15 @@ def test_inside_summon_full_params(ctx) -> None:
         with flatshard.summon_full_params(model.blocks[0]):
             with refused(model, r"step inside summon_full_params of units .*'blocks.0'.* Step after the block"):
                 optimizer.step()
-            torch.optim.SGD(model.head.parameters(), lr=0.1).step()  # another unit's
+            torch.optim.SGD(model.head.parameters(), lr=0.1).step()  # of another unit
         optimizer.step()
         with flatshard.summon_full_params(model, with_grads=True):
             expected = [p.detach() - 0.5 * p.grad for p in model.parameters()]
-            torch.optim.SGD(model.parameters(), lr=0.5).step()  # built there
+            torch.optim.SGD(model.parameters(), lr=0.5).step()  # built inside
         torch.testing.assert_close(list(full_params(model).values()), expected)
 
 
-# -- of parameters that are not the user's own -------------------------------------------------------------------------
+# -- parameters from inside a context ----------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
@@ -186,7 +187,7 @@ def unsharded(model: nn.Module):
 
 @ranks(2)
 def test_built_inside_summon_full_params(ctx) -> None:
-    """Or between unshard and reshard."""
+    """Optimizers built there, or between unshard and reshard, raise."""
     summon = flatshard.summon_full_params
     ways = [
         *((each, summon) for each in ARGUMENTS),
@@ -205,7 +206,7 @@ def test_built_inside_summon_full_params(ctx) -> None:
 
 
 class Lookahead(torch.optim.Optimizer):
-    """As timm's: an optimizer around another, which does not call torch's ``__init__``."""
+    """An optimizer around another one, like timm's, which does not call torch's ``__init__``."""
 
     def __init__(self, base: torch.optim.Optimizer) -> None:
         self._optimizer_step_pre_hooks, self._optimizer_step_post_hooks = {}, {}
@@ -221,7 +222,7 @@ class Lookahead(torch.optim.Optimizer):
 
 @ranks(2)
 def test_wrapper_without_the_init_of_torch(ctx) -> None:
-    """It is not tried itself: the one inside is known."""
+    """Only the inner optimizer is checked, and it is a known one."""
     model = sharded(ctx)
     optimizer = Lookahead(torch.optim.AdamW(model.parameters(), lr=0.1))
     before = values(model)
@@ -233,7 +234,7 @@ def test_wrapper_without_the_init_of_torch(ctx) -> None:
 
 
 class Bare(torch.optim.Optimizer):
-    """Has groups and state, and nothing else that torch's ``__init__`` would make."""
+    """An optimizer with groups and state only, and no other attributes of torch's ``__init__``."""
 
     def __init__(self, params: Any, lr: float) -> None:
         self.param_groups, self.state = [{"params": list(params), "lr": lr}], defaultdict(dict)
@@ -259,7 +260,8 @@ def named_adamw(model: nn.Module) -> torch.optim.Optimizer:
 
 @ranks(2)
 def test_optimizers_without_what_the_init_of_torch_makes(ctx, path: str) -> None:
-    """Train, and go on from a checkpoint, with a scheduler, as in one process; whoever holds their groups sees it."""
+    """They train, and continue from a checkpoint, with a scheduler, as in one process. Others that hold their groups see
+    changes."""
     for make in (named_adamw, lambda model: Bare(model.parameters(), 0.1)):
         (plain, model), (_, other) = (twins(ctx, Net, {Block}) for _ in range(2))
         models = model, other
@@ -287,7 +289,7 @@ def test_optimizers_without_what_the_init_of_torch_makes(ctx, path: str) -> None
 
 
 def test_between_a_forward_and_its_backward(world):
-    """torch refuses this backward, whose gradients would be those of other weights."""
+    """torch refuses this backward, whose gradients would be for other weights."""
     for how, strategy, size in all_pairs(("", "flat", "data"), list(ShardingStrategy)[:3], (1, 2)):
         world(size)
         model = fully_shard(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)), strategy=strategy)
@@ -307,7 +309,7 @@ def test_a_backward_that_names_its_inputs_is_warned_of(world):
     world(2)
     model = fully_shard(Net(), policy={Block})
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    optimizer.step()  # nothing has run
+    optimizer.step()  # no pass is running
     model(X).sum().backward(inputs=list(model.head.parameters()))
     with pytest.warns(
         UserWarning, match=r"SGD.step changes nothing.* units the root module, 'blocks.0', .*backward\(inputs"
@@ -315,7 +317,7 @@ def test_a_backward_that_names_its_inputs_is_warned_of(world):
         optimizer.step()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        model(X).sum().backward()  # as it says
+        model(X).sum().backward()  # the error's cure
         optimizer.step()
         optimizer.zero_grad()
         optimizer.step()

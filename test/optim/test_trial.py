@@ -1,5 +1,5 @@
-"""What would not train as in one process is found out before the first step: optimizers that look at more than single
-elements, and groups by what parts have no more."""
+"""Optimizers that would not train as in one process raise before the first step: those that are not elementwise, and groups
+that depend on dimensions that shards don't have."""
 
 import contextlib
 import functools
@@ -26,7 +26,7 @@ from flatshard.optim import WholeParameterOptimizer
 
 
 class Own(Optimizer):
-    """Gradient descent by whatever ``direction`` makes of a gradient."""
+    """Gradient descent along ``direction`` of a gradient."""
 
     def __init__(self, params: Any, lr: float = 0.1, weight_decay: float = 0.0, flag: bool = False) -> None:
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "flag": flag})
@@ -45,7 +45,7 @@ class Own(Optimizer):
 KINDS: dict[str, Any] = {
     name: type(name, (Own,), {"direction": direction})
     for name, direction in {
-        "Normed": lambda self, p, group: p.grad / (1e-6 + p.grad.norm()),  # which is that of the whole one here
+        "Normed": lambda self, p, group: p.grad / (1e-6 + p.grad.norm()),  # the full gradient's norm
         "NormedByParameter": lambda self, p, group: p.grad * p.detach().norm(),
         "NormedIfDecayed": lambda self, p, group: p.grad * (p.detach().norm() if group["weight_decay"] else 1),
         "Centred": lambda self, p, group: p.grad - p.grad.mean(-1, keepdim=True) if p.ndim > 1 else p.grad,
@@ -62,7 +62,7 @@ def by_row(t: Tensor) -> Tensor:
 
 
 class Together(Own):
-    """As Prodigy: one number for all parameters."""
+    """An optimizer with a single number for all parameters, like Prodigy."""
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -73,7 +73,7 @@ class Together(Own):
 
 
 class Other(Own):
-    """Takes other arguments than its options."""
+    """An optimizer whose arguments differ from its options."""
 
     def __init__(self, params: Any, model: nn.Module) -> None:
         super().__init__(params)
@@ -98,7 +98,7 @@ CASES: list[tuple[type[Optimizer], dict[str, Any], Any, str | None]] = [
     (Noisy, {}, None, None),
     (KINDS["Normed"], {}, None, None),
     (NormedByParameter, {}, None, ELEMENTS),
-    (NormedByParameter, {"lr": 0.0}, None, ELEMENTS),  # at the beginning of a warm-up
+    (NormedByParameter, {"lr": 0.0}, None, ELEMENTS),  # the beginning of a warm-up
     (NormedByParameter, {}, Whole(), None),
     (KINDS["NormedIfDecayed"], {"weight_decay": 0.1}, None, ELEMENTS),
     (KINDS["Centred"], {}, None, ELEMENTS),
@@ -110,7 +110,7 @@ CASES: list[tuple[type[Optimizer], dict[str, Any], Any, str | None]] = [
     (Together, {}, Whole(), TOGETHER),
     (torch.optim.LBFGS, {}, None, TOGETHER),
 ]
-"""The class, its options, the layout, and the error."""
+"""Optimizer class, options, layout, and error."""
 
 
 @ranks(2)
@@ -161,7 +161,7 @@ def test_several_groups_and_what_cannot_be_tried(ctx) -> None:
 
 
 class ByLength(Own):
-    """Its momentum is rounded where blocks of 256 suffice, as that of torchao's optimizers is."""
+    """An optimizer that quantises momentum whose length suffices for blocks of 256, like torchao's."""
 
     def direction(self, p: Tensor, group: dict[str, Any]) -> Tensor:
         dtype = torch.bfloat16 if p.numel() % 256 == 0 and p.numel() > 1000 else p.dtype
@@ -171,7 +171,7 @@ class ByLength(Own):
 
 @ranks(2, 3)
 def test_state_that_depends_on_the_length(ctx) -> None:
-    """Is found, and trains as in one process by what the error says."""
+    """It is detected, and the error's cure trains as in one process."""
 
     def trained(model: nn.Module, make: Callable[[Any], Optimizer], x: Tensor) -> nn.Module:
         optimizer = make(model.parameters())
@@ -224,9 +224,9 @@ def groups(model: nn.Module, decays: Callable[[torch.Tensor], bool]) -> list[dic
 
 
 RULES: dict[str, Callable[[nn.Module], Any]] = {
-    "ndim": lambda model: groups(model, lambda p: p.ndim > 1),  # that of the whole; timm's param_groups_weight_decay
+    "ndim": lambda model: groups(model, lambda p: p.ndim > 1),  # as in timm's param_groups_weight_decay
     "shape": lambda model: groups(model, lambda p: len(p.shape) > 1),
-    "dim": lambda model: groups(model, lambda p: p.dim() > 1)[::-1],  # nanoGPT, which has the other order
+    "dim": lambda model: groups(model, lambda p: p.dim() > 1)[::-1],  # as in nanoGPT, which has the reverse order
     "no empty groups": lambda model: [each for each in RULES["shape"](model) if each["params"]],
     "full_shape": lambda model: groups(model, lambda p: len(flatshard.full_shape(p)) > 1),
     "one group": lambda model: model.parameters(),
@@ -260,7 +260,7 @@ def test_rules_by_dimension(ctx) -> None:
                 with pytest.raises(RuntimeError, match=match):
                     optimizer.step()
             assert all(map(torch.equal, before, model.parameters()))
-            optimizer = torch.optim.AdamW(RULES["full_shape"](model))  # as the message says
+            optimizer = torch.optim.AdamW(RULES["full_shape"](model))  # the error's cure
         if rule in ("ndim", "dim"):
             dims = [{len(flatshard.full_shape(p)) for p in group["params"]} for group in optimizer.param_groups]
             assert dims == ([{1}, {2}] if rule == "ndim" else [{2}, {1}])

@@ -1,4 +1,4 @@
-"""Optimizers of whole parameters: bit for bit what one process computes from the same gradients, in any layout."""
+"""Optimizers of full parameters have one process's bits for the same gradients, in any layout."""
 
 import copy
 import functools
@@ -42,15 +42,15 @@ def make(matrices_only: bool) -> nn.Module:
     torch.manual_seed(0)
     layers = [nn.Linear(9, 14, bias=not matrices_only), nn.Tanh(), nn.Linear(14, 5, bias=not matrices_only)]
     layers += [nn.Linear(5, 11, bias=not matrices_only), nn.Tanh(), nn.Linear(11, 3, bias=False)]
-    layers[2].weight = nn.Parameter(layers[2].weight.detach().t().contiguous().t())  # columns lie in memory
+    layers[2].weight = nn.Parameter(layers[2].weight.detach().t().contiguous().t())  # columns are contiguous
     model = nn.Sequential(*layers)
     if not matrices_only:
-        model.register_parameter("scalar", nn.Parameter(torch.tensor(1.0)))  # unused: no gradient
+        model.register_parameter("scalar", nn.Parameter(torch.tensor(1.0)))  # unused, so without a gradient
     return model
 
 
 def backward(ctx, model: nn.Module, reference: nn.Module, step: int) -> None:
-    """A backward of the sharded model; the reference gets the same gradients, whole."""
+    """Run the sharded model's backward, and give its full gradients to the reference."""
     torch.manual_seed(100 * step + ctx.rank)
     model(torch.randn(4, 9, dtype=next(model.parameters()).dtype)).square().mean().backward()
     for p, grad in zip(reference.parameters(), whole_gradients(model).values(), strict=True):
@@ -66,7 +66,7 @@ def train(ctx, ours: tuple[nn.Module, Optimizer], theirs: tuple[nn.Module, Optim
 
 
 def total(ctx, here: int) -> int:
-    """Over all ranks."""
+    """Return the sum over all ranks."""
     found = torch.tensor([here])
     torch.distributed.all_reduce(found, group=ctx.group)
     return int(found)
@@ -90,14 +90,14 @@ CASES += [("muon", "whole", 3, None, "FULL_SHARD")]  # Muon itself
 @pytest.mark.parametrize(("kind", "layout", "world_size", "limit", "strategy"), CASES)
 @ranks()
 def test_as_one_process_bit_for_bit(ctx, kind: str, layout: str, limit: int | None, strategy: str) -> None:
-    """In batches of any size; each state is on one rank."""
+    """Batches have any size, and each state is on one rank."""
     cls, options = KINDS[kind]
     reference, where = make(kind == "muon"), {"process_group": ctx.group}
     if strategy == "HYBRID_SHARD":
         where = {"device_mesh": ctx.device_mesh((2, 2), ("replicate", "shard"))}
     where |= {"policy": {nn.Linear} if ctx.world_size % 2 else None, "layout": layout_named(layout or None)}
     model = copy.deepcopy(reference)
-    if strategy == "beside":  # a unit that is whole: the work of the ranks is balanced over both
+    if strategy == "beside":  # an unsharded unit, whose work is balanced with the other's
         fully_shard(model[0], strategy="NO_SHARD", process_group=ctx.group)
     fully_shard(model, strategy="FULL_SHARD" if strategy == "beside" else strategy, **where)
     ref_optimizer = cls(reference.parameters(), **options)
@@ -116,7 +116,7 @@ def test_as_one_process_bit_for_bit(ctx, kind: str, layout: str, limit: int | No
 
 @ranks(2)
 def test_what_travels(ctx) -> None:
-    """None for what lies on one rank; of the rest two parts to the owner and one back, and nothing else."""
+    """Parameters on one rank send nothing. Of the others, two shards are sent to the owner and one back."""
     whole = functools.partial(WholeParameterOptimizer, optimizer_class=torch.optim.Adafactor)
     for layout, kind in ((Whole(FREE), whole), (Whole(FREE), Muon), (None, whole)):
         model = fully_shard(make(True), process_group=ctx.group, layout=layout)
@@ -135,7 +135,7 @@ def test_what_travels(ctx) -> None:
 
 @ranks(2)
 def test_options_that_count_steps(ctx) -> None:
-    """However many batches a step takes, and whatever asks for its states, options count it once."""
+    """Options count each step once, however many batches it has and whoever reads its state."""
     model = fully_shard(make(False), process_group=ctx.group)
     optimizer = WholeParameterOptimizer(model.parameters(), Counting, limit_bytes=1)
     (group,) = optimizer.param_groups
@@ -148,7 +148,7 @@ def test_options_that_count_steps(ctx) -> None:
 
 
 class Watched(torch.optim.Adafactor):
-    """Calls back before each step."""
+    """An optimizer that calls back before each step."""
 
     watch: Callable[[], Any] = staticmethod(bool)
 
@@ -163,7 +163,7 @@ def test_what_is_held_is_bounded(ctx) -> None:
     torch.manual_seed(0)
     layers = [nn.Linear(16, 17, bias=False) if i % 2 else nn.Linear(17, 16, bias=False) for i in range(12)]
     model = nn.Sequential(*layers)
-    for layer in (*layers, model):  # a unit each, so that each is cut
+    for layer in (*layers, model):  # a unit for each, so that each is cut
         fully_shard(layer, process_group=ctx.group)
     for limit, count in ((5000, 2), (1, 1), (10**6, 4)):
         optimizer = WholeParameterOptimizer(model.parameters(), Watched, limit_bytes=limit)
@@ -180,7 +180,7 @@ def test_what_is_held_is_bounded(ctx) -> None:
 
 @ranks(2)
 def test_after_an_error_the_next_step_works(ctx) -> None:
-    """An optimizer that raises on all ranks: nothing is left under way, and the next step works."""
+    """If the optimizer raises on all ranks, no communication remains, and the next step works."""
     model = fully_shard(make(True), process_group=ctx.group)
     optimizer = WholeParameterOptimizer(model.parameters(), Watched, limit_bytes=1)
     model(torch.randn(3, 9)).sum().backward()
@@ -196,7 +196,7 @@ def test_after_an_error_the_next_step_works(ctx) -> None:
 
 
 class Kept(Optimizer):
-    """Keeps a rate in float32 whatever its parameters are, also when it has been loaded, as timm's NovoGrad does."""
+    """An optimizer with a float32 rate for parameters of any dtype, even after loading, like timm's NovoGrad."""
 
     def __init__(self, params: Any, lr: float = 0.1) -> None:
         super().__init__(params, {"lr": lr})
@@ -223,7 +223,7 @@ def test_what_the_class_loads_in_a_way_of_its_own(ctx) -> None:
     for p, q in zip(params, plain, strict=True):
         p.grad, q.grad = torch.ones_like(p), torch.ones_like(q)
     theirs.step()
-    ours.load_state_dict(copy.deepcopy(theirs.state_dict()))  # of one process
+    ours.load_state_dict(copy.deepcopy(theirs.state_dict()))  # a state of one process
     assert set(ours.state) == {p for p in params if ours.steps_here(p)}
     ours.step()
     theirs.step()
@@ -235,7 +235,7 @@ def test_what_the_class_loads_in_a_way_of_its_own(ctx) -> None:
 
 @ranks(2)
 def test_one_checkpoint_for_optimizers_of_parts_and_of_wholes(ctx, path: str) -> None:
-    """One checkpoint between an optimizer of whole parameters and one of parts; and a rank's own state."""
+    """An optimizer of full parameters and one of shards load each other's checkpoint; a rank's own state loads, too."""
     model = fully_shard(make(True), process_group=ctx.group)
     whole = WholeParameterOptimizer(model.parameters(), torch.optim.AdamW)
     model(torch.ones(1, 9)).sum().backward()
@@ -257,7 +257,7 @@ def test_one_checkpoint_for_optimizers_of_parts_and_of_wholes(ctx, path: str) ->
 
 @ranks(2)
 def test_groups_closures_and_versions(ctx) -> None:
-    """With a plain parameter besides."""
+    """They work with a plain parameter in the optimizer."""
     reference = make(True)
     model = fully_shard(copy.deepcopy(reference), process_group=ctx.group)
     alone = [nn.Parameter(torch.ones(3, 3)) for _ in range(2)]
@@ -297,7 +297,7 @@ def test_what_would_train_something_else_raises(ctx) -> None:
     late.add_param_group({"params": params})
     for optimizer, match in (
         (Adafactor(params), "Adafactor looks at whole parameters, but ranks have parts of '0.weight'"),
-        *((late, "Adafactor looks at whole parameters"),) * 2,  # also when it is tried again
+        *((late, "Adafactor looks at whole parameters"),) * 2,  # also when it is checked again
         (Muon(by_rows.parameters()), "Muon looks at .* Use flatshard.optim.WholeParameterOptimizer"),
         (Adafactor(whole.parameters()), "Adafactor cannot step parameters without elements"),
     ):
@@ -310,7 +310,7 @@ def test_what_would_train_something_else_raises(ctx) -> None:
         RuntimeError, match=r"the flat parameter of .* has several in one: build it on model.parameters\(\)"
     ):
         flat.step()
-    Adafactor(on_one.parameters()).step()  # as it says
+    Adafactor(on_one.parameters()).step()  # the error's cure
     with pytest.raises(ValueError, match=r"not flat_parameters\(\)"):
         WholeParameterOptimizer(flatshard.flat_parameters(whole), Adafactor)
 

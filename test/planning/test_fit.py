@@ -1,4 +1,4 @@
-"""``fit``: no step takes more than its budget, and what is predicted is what is counted; nothing cheaper fits."""
+"""``fit``: steps stay within the budget, measurements match predictions, and no cheaper choice fits."""
 
 import dataclasses
 import functools
@@ -51,7 +51,7 @@ class Gpt(nn.Module):
 
 
 class Looks(Gpt):
-    """Its forward asks for values, as transformers' models do."""
+    """A model whose forward reads values, like transformers' models."""
 
     def forward(self, tokens: Tensor) -> Tensor:
         positions = torch.arange(tokens.size(1), device=tokens.device).expand_as(tokens)
@@ -73,7 +73,7 @@ class Residual(nn.Module):
 
 
 def conv_net() -> nn.Module:
-    """Two stages of blocks, each of its own size."""
+    """Make two stages of blocks, each with a size of its own."""
     stages = [nn.Sequential(Residual(c), Residual(c), nn.Conv2d(c, 2 * c, 3, 2, 1)) for c in (8, 16)]
     return nn.Sequential(
         nn.Conv2d(3, 8, 3, padding=1), *stages, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 7)
@@ -90,7 +90,7 @@ class Uneven(nn.Module):
 
 
 def uneven(count: int = 3) -> nn.Module:
-    """Blocks of which some are dear, and some large."""
+    """Make blocks of which some are expensive, and some large."""
     return nn.Sequential(*[Uneven((8, 64, 32)[at % 3]) for at in range(count)])
 
 
@@ -122,7 +122,7 @@ def on_meta(make: Any) -> nn.Module:
 
 @functools.cache
 def bounds(name: str) -> tuple[int, int]:
-    """The peaks when everything is given up that units have, and nothing."""
+    """Return the peaks if units give up everything and nothing."""
     model = on_meta(MODELS[name][0])
     least = plan(model, policy="auto", recompute=True, compare=False, **options(name))
     most = plan(model, policy="auto", strategy="shard_grad_op", compare=False, **options(name))
@@ -131,7 +131,7 @@ def bounds(name: str) -> tuple[int, int]:
 
 @pytest.mark.parametrize(("name", "share"), [("gpt", 0.1), ("gpt", 1.1), ("values", 0.5), ("conv", 0.3)])
 def test_what_is_predicted_is_measured(world, monkeypatch, name: str, share: float):
-    """Budgets from nearly the least possible to all that is needed, over the fake group: it receives nothing."""
+    """Budgets range from nearly the minimum to everything. Ranks are simulated by a fake group, which receives nothing."""
     made = _fit.StepOptions
     monkeypatch.setattr(_fit, "StepOptions", lambda **given: made(**given | {"receives": False}))
     make, batch = MODELS[name]
@@ -145,7 +145,7 @@ def test_what_is_predicted_is_measured(world, monkeypatch, name: str, share: flo
     assert abs(max(peaks.values()) - fitted.peak.nbytes) <= 0.01 * fitted.peak.nbytes
     for phase, most in peaks.items():
         predicted = max(sample.device.total for sample in fitted.plan.samples if sample.phase == phase)
-        assert abs(most - predicted) <= max(0.01 * predicted, 2**12), phase  # another rank has the largest part
+        assert abs(most - predicted) <= max(0.01 * predicted, 2**12), phase  # another rank has the largest shard
     assert fitted.margin == budget - fitted.peak.nbytes >= 0
     assert bool(fitted.given_up) == (share < 1)
 
@@ -153,7 +153,7 @@ def test_what_is_predicted_is_measured(world, monkeypatch, name: str, share: flo
 @pytest.mark.parametrize("name", ["gpt", "conv"])
 @ranks(2)
 def test_training_is_that_of_one_process(ctx, name: str):
-    """And no rank takes more than the budget."""
+    """No rank takes more than the budget."""
     make, batch = MODELS[name]
     given = options(name, world_size=2)
     whole = plan(on_meta(make), policy="auto", strategy="shard_grad_op", compare=False, **given)
@@ -167,7 +167,7 @@ def test_training_is_that_of_one_process(ctx, name: str):
         steps=3,
         shard=lambda model, group: fully_shard(model, process_group=group, **fitted.arguments),  # in float64
         loss_fn=lambda output, _: loss_of(output),
-        oracle="slices",  # batch norm's statistics are those of a rank
+        oracle="slices",  # batch norm's statistics are per rank
     )
     model = fitted.apply(make(), process_group=ctx.group)
     peaks = measured(model, torch.optim.AdamW(model.parameters()), batch, loss_of)
@@ -180,7 +180,8 @@ def cost_of(planned: Any, first: Any, rate: float) -> float:
 
 
 def test_several_microbatches():
-    """Parameters that stay until the step save a gather in each microbatch, and are given up first where that is enough."""
+    """Units that stay unsharded until the step save a gather in each microbatch. They are given up first if that is
+    enough."""
     given = options("uneven", microbatches=3, policy=Uneven)
     free = fit(on_meta(uneven), bytes_per_rank="1 GiB", **given)
     assert {unit.strategy for unit in free.units} == {"SHARD_OPTIM"}
@@ -237,7 +238,7 @@ def test_a_fit_is_applied_to_what_was_fitted(world):
 
 
 def test_what_a_rough_timeline_leaves_out(monkeypatch):
-    """It is found, if nothing else fits."""
+    """The search finds it if nothing else fits."""
     budget, given = (bounds("gpt")[0] + bounds("gpt")[1]) // 2, options("gpt")
     expected = fit(on_meta(Gpt), bytes_per_rank=budget, **given)
     monkeypatch.setattr(_search, "ROUGHLY", 0.0)
@@ -258,7 +259,7 @@ def test_what_does_not_fit():
 
 
 class Extends(Gpt):
-    """A block that cannot be computed again: it keeps what it has seen."""
+    """A block that cannot be recomputed, as it keeps its inputs."""
 
     def __init__(self) -> None:
         super().__init__(3)
@@ -296,7 +297,7 @@ def test_what_is_not_possible(world):
 
 
 def searches(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The searches of all later fits."""
+    """Record the searches of all later fits."""
     found: list[Any] = []
     find = _search.Search.find
     monkeypatch.setattr(_search.Search, "find", lambda self, *given: found.append(self) or find(self, *given))
@@ -305,7 +306,7 @@ def searches(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 @pytest.mark.parametrize("name", some(["residual", "conv", "uneven", "gpt"], 3))
 def test_a_few_plans_say_the_peak_of_any_choice(monkeypatch, name: str):
-    """In each setting: whether the outermost unit is split, whether units are gathered ahead; and of several microbatches."""
+    """Predictions hold in each setting: outermost unit split or not, prefetching or not, and with several microbatches."""
     found = searches(monkeypatch)
     model, given = (
         on_meta(MODELS[name][0]),
@@ -335,7 +336,7 @@ def test_a_few_plans_say_the_peak_of_any_choice(monkeypatch, name: str):
 
 @pytest.mark.parametrize("name", ["uneven", "gpt"])
 def test_a_unit_that_is_gathered_after_a_stretch(monkeypatch, name: str):
-    """The last one, as backward begins: where it has stayed, its parameters are there before."""
+    """The last unit is prefetched as backward begins, unless its parameters have stayed unsharded."""
     found, keeps = searches(monkeypatch), _choices.Keeps
     policy = {"uneven": Uneven, "gpt": Block}[name]
     given = options(name, policy=policy, device="cuda", microbatches=2, world_size=8)
@@ -346,7 +347,8 @@ def test_a_unit_that_is_gathered_after_a_stretch(monkeypatch, name: str):
 
 
 def all_choices(search: Any, setting: Any) -> tuple[Tensor, Tensor]:
-    """Peaks and costs of all choices of what units give up, by the timeline: by those of the first half, and of the other."""
+    """Return peaks and costs of all choices by the timeline: a row for each choice of the first half, a column for the other
+    half."""
     timeline, costs = search.timeline(setting), search.costs(setting)
     kinds = _choices.options_of(search.start[0], True)
     base, rows = _chooser._rows(timeline, kinds)
@@ -375,7 +377,7 @@ def all_choices(search: Any, setting: Any) -> tuple[Tensor, Tensor]:
     ],
 )
 def test_the_cheapest_of_all_choices(monkeypatch, make: Any, changes: dict[str, Any]):
-    """Of all choices of what units give up, and whether the outermost one is split, none that fits costs 5 % less."""
+    """No choice that fits costs 5 % less, among all that units can give up, with the outermost one split or not."""
     found = searches(monkeypatch)
     given = options("uneven", policy=Uneven, flops_per_byte=50.0) | changes
     free = fit(on_meta(make), bytes_per_rank="1 GiB", **given)
@@ -396,7 +398,7 @@ def test_the_cheapest_of_all_choices(monkeypatch, make: Any, changes: dict[str, 
 
 
 def test_a_long_model_is_planned_once(monkeypatch):
-    """What follows from a few of its blocks is what its own plans say; where blocks differ unseen, these are used."""
+    """Plans of a few blocks predict the model's own plans. If blocks differ in a hidden way, the latter are used."""
     model, given = on_meta(lambda: Gpt(12)), options("gpt", recompute=False)
     planned, plan_step = list[int](), _fit.Step.plan
     monkeypatch.setattr(
@@ -407,7 +409,7 @@ def test_a_long_model_is_planned_once(monkeypatch):
     monkeypatch.setattr(_shorter, "LONG", 12)
     planned.clear()
     assert str(fit(model, bytes_per_rank=int(0.97 * most), **given)) == expected
-    assert 1 <= planned.count(12) <= 2  # with the setting that it is compared with, if neighbours differ much
+    assert 1 <= planned.count(12) <= 2  # twice, if neighbouring settings differ much
     with pytest.raises(ValueError, match="The least possible peak is"):
         fit(model, bytes_per_rank=most // 6, **given)
     model.blocks[5].forward = functools.partial(thrice, model.blocks[5])
@@ -417,7 +419,7 @@ def test_a_long_model_is_planned_once(monkeypatch):
 
 
 def test_a_long_model_whose_blocks_have_units_inside(monkeypatch):
-    """The choice is that of a search on the model's own plans. It takes few of them."""
+    """The choice equals that of a search on the model's own plans, and takes few of them."""
     model, given = on_meta(lambda: Gpt(11)), options("gpt", policy={Block, nn.LayerNorm})
     budget = plan(model, strategy="shard_grad_op", compare=False, **given).total_peak.nbytes // 2
     monkeypatch.setattr(_shorter, "LONG", 20)
@@ -433,7 +435,7 @@ def test_a_long_model_whose_blocks_have_units_inside(monkeypatch):
 
 
 class Outer(nn.Module):
-    """Uses parameters of its own between those of the units inside."""
+    """A module that uses parameters of its own between its inner units."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -446,7 +448,7 @@ class Outer(nn.Module):
 
 @pytest.mark.parametrize("has_head", [False, True])
 def test_a_few_plans_say_the_peak_and_cost_of_units_inside_of_units(monkeypatch, has_head: bool):
-    """Also where a block is computed again, and those inside, some of which recompute themselves."""
+    """Predictions also hold if a block is recomputed together with inner units, some of which recompute themselves."""
     found, draw = searches(monkeypatch), random.Random(0).choice
     given = options("uneven", policy={Outer, Uneven}, device="cuda", flops_per_byte=50.0)
     model = on_meta(lambda: nn.Sequential(Outer(16), Outer(80), *[nn.Linear(16, 300)] * has_head))
@@ -463,7 +465,7 @@ def test_a_few_plans_say_the_peak_and_cost_of_units_inside_of_units(monkeypatch,
 
 
 def test_the_plan_of_a_long_model_from_one_with_fewer_blocks(monkeypatch):
-    """With choices that change in the middle, units on the host, and several microbatches."""
+    """The choices change in the middle, some units are on the host, and there are several microbatches."""
     found, given = searches(monkeypatch), options("gpt", policy={Block, nn.LayerNorm}, device="cuda", microbatches=2)
     fit(on_meta(lambda: Gpt(20)), bytes_per_rank="1 GiB", **given)
     search = found[0]
@@ -485,11 +487,11 @@ def thrice(block: Block, x: Tensor) -> Tensor:
 
 
 def test_the_limit_for_what_is_gathered_ahead():
-    """The highest that is enough: small units are gathered ahead, large ones are not."""
+    """The limit is the highest that fits: small units are prefetched, large ones are not."""
 
     def make() -> nn.Module:
         model = nn.Sequential(*[Uneven(width) for width in (16, 200, 100, 16)])
-        model[1].requires_grad_(False)  # gradients would take more than what is gathered ahead
+        model[1].requires_grad_(False)  # gradients would take more than prefetched units
         return model
 
     given = options("uneven", policy=Uneven, example_inputs=(torch.ones(2, 16),), recompute=False)
@@ -510,7 +512,7 @@ def test_the_limit_for_what_is_gathered_ahead():
 
 
 class Constants(Gpt):
-    """Its forward asks for values of constants: a mask of floats, what was written by way of a view."""
+    """A model whose forward reads values of constants: a mask of floats, and values written by a view."""
 
     def forward(self, tokens: Tensor) -> Tensor:
         mask = torch.ones(tokens.shape, device=tokens.device)
@@ -518,7 +520,7 @@ class Constants(Gpt):
         mask[:, 0] = 0
         assert not bool(mask.all())
         x = self.embed(tokens)
-        mask[0].copy_(x[0, :, 0])  # not known from here on
+        mask[0].copy_(x[0, :, 0])  # unknown from here on
         with pytest.raises(RuntimeError, match="meta"):
             bool(mask.all())
         with pytest.raises(RuntimeError, match="meta"):
@@ -536,13 +538,13 @@ def two() -> nn.Module:
 
 
 def lowest(given: dict[str, Any], blocks: int = 2) -> int:
-    """The peak when everything is given up, with all parts on the device."""
+    """Return the peak if everything is given up, with all units on the device."""
     nothing = {"backward_prefetch": None, "forward_prefetch": False, "recompute": True, "compare": False}
     return plan(on_meta(lambda: Gpt(blocks)), policy=SplitRoot("auto"), **given | nothing).total_peak.nbytes
 
 
 def test_hybrid_strategies():
-    """Units are freed after forward first within their group; at last gradients and state are over all ranks."""
+    """Units are first freed after forward within their group; at last gradients and state are sharded over all ranks."""
     given = options("gpt", world_size=(2, 4), device="cuda")
     free = fit(on_meta(Gpt), bytes_per_rank="1 GiB", **given)
     assert {unit.strategy for unit in free.units} == {"HYBRID_SHARD_ZERO2"}
@@ -559,7 +561,7 @@ def test_hybrid_strategies():
 
 
 def test_parts_on_the_host():
-    """Bytes that are copied are among the costs."""
+    """Copied bytes are part of the costs."""
     given = options("gpt", example_inputs=(IDS[:1, :1],), device="cuda")
     budget = 102 * lowest(given | {"cpu_offload": True}) // 100
     fitted = fit(on_meta(two), bytes_per_rank=budget, cpu_offload=True, **given)
@@ -570,7 +572,7 @@ def test_parts_on_the_host():
 
 
 def test_units_are_gathered_ahead_where_those_on_the_host_free_enough():
-    """On two ranks a unit frees more than one that is gathered ahead takes."""
+    """On two ranks, a unit on the host frees more than a prefetched one takes."""
     given = options("gpt", example_inputs=(IDS[:1, :1],), device="cuda", world_size=2)
     fitted = fit(on_meta(two), bytes_per_rank=99 * lowest(given) // 100, cpu_offload=True, **given)
     assert [unit.offload for unit in fitted.units] == [False, True]
@@ -578,7 +580,7 @@ def test_units_are_gathered_ahead_where_those_on_the_host_free_enough():
 
 
 def test_as_little_on_the_host_as_is_enough(monkeypatch):
-    """Of all sets of units that may be there, none that is enough copies 5 % less."""
+    """No set of units on the host that fits copies 5 % less."""
     widths, share = (32, 8, 64, 48), 0.9
     found, given = (
         searches(monkeypatch),
@@ -615,7 +617,7 @@ def test_a_model_that_cannot_be_on_the_host(monkeypatch):
 
 
 def test_optimizer_state_on_the_host(world):
-    """It comes first, and what it copies is counted; units follow, if it is not enough."""
+    """Optimizer state moves to the host first, and its copies are counted. Units follow if that is not enough."""
     given = options("gpt", example_inputs=(IDS[:1, :1],), device="cuda", cpu_offload=True, offload_optimizer=True)
     planned = {k: v for k, v in given.items() if not k.endswith(("_offload", "_optimizer"))}
     fitted = fit(on_meta(two), bytes_per_rank=85 * lowest(planned) // 100, **given)
@@ -643,7 +645,7 @@ def test_optimizer_state_on_the_host(world):
 
 
 def test_a_run_of_a_long_models_units_on_the_host(monkeypatch):
-    """What follows from a few blocks on the device and a few on the host is what the program says."""
+    """Plans of a few blocks on the device and a few on the host predict the plan of all."""
     model, given = on_meta(lambda: Gpt(24)), options("gpt", device="cuda", example_inputs=(IDS[:1, :1],))
     planned, plan_step = list[int](), _fit.Step.plan
     monkeypatch.setattr(
@@ -658,7 +660,7 @@ def test_a_run_of_a_long_models_units_on_the_host(monkeypatch):
 
 
 def test_the_largest_batch():
-    """One row more does not fit, whatever is given up."""
+    """With one more row no choice fits."""
     given = options("gpt")
     budget = 2 * plan(on_meta(two), policy="auto", recompute=True, compare=False, **given).total_peak.nbytes
     fitted = fit(on_meta(two), bytes_per_rank=budget, largest_batch=True, **given)

@@ -1,4 +1,4 @@
-"""``plan``: what it predicts is what is counted when the same model is built and trained."""
+"""``plan``: predictions equal the numbers that are counted when the same model is built and trained."""
 
 import functools
 import gc
@@ -51,7 +51,7 @@ KEPT = MixedPrecision(torch.bfloat16, reduce_dtype=torch.float32, keep_cast_shar
 
 
 class Counted(TorchDispatchMode):
-    """What the units of a model, and its optimizer, hold at each operation: the most, by ``Memory.held``."""
+    """A mode that records a model's memory, with its optimizer's, at the operation where ``Memory.held`` is highest."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ class Counted(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         files = ("gradients.py", "reduction.py", "unsharded.py", "kept_shards.py")
         more = pytree.tree_leaves((args, kwargs, result)) if _caller() in files else []
-        self.look(*(t for t in more if isinstance(t, Tensor) and t.dim()))  # on their way: gradients, inner shards
+        self.look(*(t for t in more if isinstance(t, Tensor) and t.dim()))  # in transit: gradients, inner shards
         return result
 
     def look(self, *more: Tensor) -> None:
@@ -92,7 +92,7 @@ class Counted(TorchDispatchMode):
 
 
 def _caller() -> str:
-    """The file of this package that called an operation."""
+    """Return the file of this package that called an operation."""
     frame = sys._getframe(2)
     packages = ("_handle", "_composable", "features")
     while frame.f_back is not None and Path(frame.f_code.co_filename).parent.name not in packages:
@@ -112,9 +112,9 @@ def check(
     example_inputs: Any = None,
     **options: Any,
 ) -> None:
-    """Plan, build, train, count, compare: all of it is equal, to the byte."""
+    """Plan, build, train, count and compare: all numbers are equal to the byte."""
     x = torch.ones(2, 3) if x is None else x
-    # AdamW wants gradients in the parameters' dtype.
+    # AdamW needs gradients in the parameters' dtype.
     optimizer_class = torch.optim.SGD if options.get("mixed_precision") is LOW else torch.optim.AdamW
     with torch.device("meta"):
         on_meta = make()
@@ -135,7 +135,7 @@ def check(
     model = make()
     freeze(model)
     mesh = init_device_mesh("cpu", size) if isinstance(size, tuple) else None
-    wire = Wire(widens=True)  # as gloo
+    wire = Wire(widens=True)  # as for gloo
     fully_shard(model, policy=policy, device_mesh=mesh, collectives=wire.factory, **options)
     shown = [
         [(u.fqn, u.module, u.strategy, u.flats) for u in units] for units in (predicted.units, describe(model).units)
@@ -160,7 +160,7 @@ def check(
         method = getattr(owner, name)
 
         def look_and_go_on(self: Any, *args: Any) -> None:
-            counted.look()  # autograd has made a gradient, and no operation has seen it
+            counted.look()  # autograd has made a gradient without an operation
             method(self, *args)
 
         patch.setattr(owner, name, look_and_go_on)
@@ -174,24 +174,24 @@ def check(
     assert wire.sent == planned
     assert between.shards == predicted.between_steps.shards == describe(model).shard_nbytes
     pools = {id(f.ranks.pool): f.ranks.pool for u in units_below(model) for f in u.handle.flats}
-    if options.get("static_buffers"):  # made once, and kept between steps
+    if options.get("static_buffers"):  # allocated once, and kept between steps
         kept = predicted.between_steps.unsharded + predicted.between_steps.reductions
         assert kept == sum(pool.nbytes for pool in pools.values())
         return
-    state = predicted.between_steps.optimizer - between.optimizer  # more on the fullest rank than here
+    state = predicted.between_steps.optimizer - between.optimizer  # the fullest rank has more than this one
     assert state == 0 if options.get("layout") is None else state >= 0
     grads = sum(u.gradient_nbytes for u in predicted.units) - counted.held().gradients
     assert grads >= 0
     counted.peak += state
-    # Of a unit of which this rank has nothing but padding, it drops the gradient shard at once.
+    # If this rank has only padding of a unit, it drops the gradient shard at once.
     most = 0 if options.get("layout") is None else grads
-    if isinstance(size, tuple) and options["strategy"].joins_axes:  # what is between the two halves of a reduction
+    if isinstance(size, tuple) and options["strategy"].joins_axes:  # between the two halves of a reduction
         most = max(f.padded_numel * f.reduce_dtype.itemsize for u in predicted.units for f in u.flats) // size[1]
     assert 0 <= predicted.peak.nbytes - counted.peak <= most, (counted.of, predicted.peak)
 
 
 class Mixed(Block):
-    """Two dtypes in a unit, and units in a unit."""
+    """A block with two dtypes in a unit, and nested units."""
 
     def __init__(self, width: int) -> None:
         super().__init__(width)
@@ -218,7 +218,7 @@ class Deep(nn.Module):
 
 
 class Backwards(Net):
-    """Runs its blocks in another order than they are registered, one twice, one never, one in a checkpoint."""
+    """A model that runs blocks in another order than registered: one twice, one never, and one in a checkpoint."""
 
     reentrant = False
 
@@ -231,7 +231,7 @@ class Backwards(Net):
 
 
 class Reentrant(Backwards):
-    """Its backward runs a backward inside."""
+    """A model whose backward runs an inner backward."""
 
     reentrant = True
 
@@ -261,14 +261,14 @@ def of_weights(layout: Layout) -> Callable[[str, Tensor], Layout | None]:
 
 
 def of_kinds(module: nn.Module) -> Any:
-    """A policy that gives each kind of module options of its own."""
+    """Return options for each kind of module, as a policy."""
     if isinstance(module, nn.LayerNorm):
         return {"strategy": NO_SHARD, "backward_prefetch": None}
     return isinstance(module, Block) and {"reshard_after_forward": False, "layout": Rows()}
 
 
 def choices(count: int, **values: Sequence[Any]) -> list[dict[str, Any]]:
-    """Arguments of :func:`check`: some of all pairs of these values."""
+    """Return arguments of :func:`check` that cover some pairs of these values."""
     return [dict(zip(values, row, strict=True)) for row in some(all_pairs(*values.values()), count)]
 
 
@@ -276,7 +276,7 @@ X, TOKENS = torch.ones(2, 3), torch.tensor([[1, 2], [3, 4]])
 NARROW = functools.partial(Net, width=SMALL_WIDTH)
 PREFETCHES = (None, *BackwardPrefetch)
 HYBRID = [strategy for strategy in ShardingStrategy if strategy.is_hybrid]
-RESHARDED = (FULL, GRAD_OP)  # what stays until the parts change is not resharded after a forward
+RESHARDED = (FULL, GRAD_OP)  # other units stay unsharded until their shards change
 BLOCK = 4 * sum(p.numel() for p in Block(WIDTH).parameters())
 LAYOUTS: tuple[Layout, ...] = (Rows(), Rows(4, max_padding=2), Blocks(64, max_padding=5), Whole(max_padding=99))
 POLICIES = ({Mixed}, {Mixed, Block}, {Mixed, Block, nn.Embedding, nn.Linear}, None)
@@ -309,7 +309,7 @@ STEPS: dict[str, list[dict[str, Any]]] = {
     "options", [pytest.param(row, id=f"{name}-{i}") for name, rows in STEPS.items() for i, row in enumerate(rows)]
 )
 def test_a_step_is_as_planned(world, options, monkeypatch):
-    """Over the fake group, which receives nothing."""
+    """Ranks are simulated by a fake group, which receives nothing."""
 
     class NotReceiving(_plan.StepOptions):
         def __post_init__(self) -> None:
@@ -322,7 +322,7 @@ def test_a_step_is_as_planned(world, options, monkeypatch):
 
 @ranks(2, 3)
 def test_a_step_of_real_ranks_is_as_planned(ctx):
-    """Over gloo, whose reductions receive the parts of other ranks: where units are recomputed, too."""
+    """Over gloo, reductions also hold other ranks' shards, including in recomputed units."""
     batch = (torch.randn(8, 3),)
 
     def loss_of(output: Tensor) -> Tensor:
@@ -335,7 +335,7 @@ def test_a_step_of_real_ranks_is_as_planned(ctx):
             example_inputs=batch, loss=loss_of, **options,
         )  # fmt: skip
         fully_shard(model, policy=Block, process_group=ctx.group, **options)
-        with sent_bytes():  # all of it by messages
+        with sent_bytes():  # all data is sent as messages
             peaks = measured(model, torch.optim.SGD(model.parameters()), batch, loss_of)
         for phase in ("forward", "backward"):
             predicted = max(sample.device.total for sample in planned.samples if sample.phase == phase)
@@ -343,7 +343,7 @@ def test_a_step_of_real_ranks_is_as_planned(ctx):
 
 
 def test_bytes_over_each_axis(world):
-    """Across groups: one gather in a step, and a reduction with each backward, of what a group's rank has."""
+    """Across groups, there is one gather in a step and a reduction in each backward, of a rank's shard within its group."""
     options = {"strategy": JOINED, "microbatches": 3}
     outer, inner = shape = (512, 8)
     planned = plan(Net(), policy=Block, world_size=shape, device="cpu", compare=False, **options)
@@ -352,7 +352,7 @@ def test_bytes_over_each_axis(world):
     for c in planned.collectives:
         sent[c.kind, c.group] += c.sent_nbytes
     across, within = (sum(n * (k - 1) // k for n in wholes) for k in (outer, inner))
-    again = within - wholes[0] * (inner - 1) // inner  # the root stays for its backward
+    again = within - wholes[0] * (inner - 1) // inner  # the root stays unsharded for its backward
     assert sent == {
         ("all-gather", "outer"): across // inner,
         ("reduce-scatter", "outer"): 3 * across // inner,
@@ -364,7 +364,7 @@ def test_bytes_over_each_axis(world):
     assert planned.between_steps.unsharded == sum(wholes) // inner
 
 
-# -- What is recorded on the meta device ------------------------------------------------------------------------------
+# -- Operations on the meta device ------------------------------------------------------------------------------------
 
 
 class Observed(nn.Linear):
@@ -378,7 +378,7 @@ def test_nothing_is_left_of_the_copy_that_ran():
 
 
 def test_operations_are_recorded():
-    """And the module stays as it is."""
+    """The module stays unchanged."""
     model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4), nn.Linear(4, 2))
     before = [p.clone() for p in model.parameters()]
     planned = plan(model, policy=nn.Linear, world_size=2, example_inputs=torch.ones(5, 8))
@@ -392,7 +392,7 @@ def test_operations_are_recorded():
 
 
 def test_widening():
-    """Over NCCL gradients are sent as they were computed if asked for, and take memory for one more input."""
+    """NCCL can send gradients in their own dtype, which takes memory for one more input."""
     largest, sizes = 0, {}
     for widens, device in ((False, "cuda"), (True, "cuda"), (True, "cpu")):
         options = {"mixed_precision": BF16, "compare": False, "device": device}
@@ -404,12 +404,12 @@ def test_widening():
     assert sizes[True, "cuda"] == sizes[True, "cpu"] == sizes[False, "cuda"] // 2
 
 
-# -- Text, and what is passed -----------------------------------------------------------------------------------------
+# -- Text, and arguments ----------------------------------------------------------------------------------------------
 
 
 def test_the_table():
     alone = plan(Net(), policy=Block, world_size=1)
-    assert alone.device == "cuda"  # the steps of accelerators are counted on the simulated one: accelerator/planning.py
+    assert alone.device == "cuda"  # accelerator/planning.py counts steps of accelerators, on the simulated one
     assert "Net, FULL_SHARD over 1 rank:" in str(alone)
     with torch.device("meta"):
         model = nn.Sequential(nn.Sequential(*[nn.Linear(4096, 4096) for _ in range(4)]), nn.Linear(4096, 10))
@@ -447,7 +447,7 @@ class Adds(nn.Module):
 
 
 def test_inputs_are_freed_as_in_training():
-    """What autograd has not saved ends with the forward."""
+    """Memory that autograd has not saved ends with the forward."""
     x, most = torch.ones(1000, 4), Counter[str]()
     for sample in plan(Adds(), world_size=2, example_inputs=x, compare=False).samples:
         most[sample.phase] = max(most[sample.phase], sample.device.activations)
@@ -456,7 +456,7 @@ def test_inputs_are_freed_as_in_training():
 
 
 def test_convolutions_return_the_format_of_a_device():
-    """Of images that are channels-last, are parts of such, are not, or have one channel; and by a weight that is."""
+    """Images are channels-last, slices of such, contiguous, or have one channel; a weight may be channels-last, too."""
     plain, weight, one = torch.ones(2, 6, 5, 5), torch.ones(4, 3, 3, 3), torch.ones(4, 1, 3, 3)
     last, turned = (t.contiguous(memory_format=torch.channels_last) for t in (plain, weight))
     images = (last[:, :3], weight), (last[:, :3].clone(), weight), (plain[:, :3], weight), (plain[:, :3], turned)
@@ -469,7 +469,7 @@ def test_convolutions_return_the_format_of_a_device():
 
 
 def test_norms_and_groups_of_matrices_are_those_of_a_cpu():
-    """Group norm of images that are channels-last, or are not, or were turned; matrices of fp32, which meta refuses."""
+    """Group norm is for images that are contiguous, transposed or channels-last; matrices are float32, which meta refuses."""
     last, turned = torch.ones(2, 4, 3, 3).to(memory_format=torch.channels_last), torch.ones(2, 6, 4).transpose(1, 2)
     ends = torch.tensor([2, 8], dtype=torch.int32)
 
@@ -486,12 +486,12 @@ def test_norms_and_groups_of_matrices_are_those_of_a_cpu():
         expected = strides(*[t.clone() for t in given])
         with Books(Recorder(), MadeOnce("cpu")):
             assert strides(*[torch.empty_strided(t.shape, t.stride(), device="meta") for t in given]) == expected
-    with Books(Recorder(), MadeOnce("cuda")):  # where group norm is contiguous
+    with Books(Recorder(), MadeOnce("cuda")):  # group norm is contiguous on cuda
         assert torch.nn.functional.group_norm(last.to("meta"), 2).is_contiguous()
 
 
 def test_what_operations_write():
-    """Each time: memory where there is too little, and numbers on the CPU."""
+    """Each call allocates an output that is too small, and computes numbers on the CPU."""
     with Books(Recorder(), MadeOnce("cpu")):
         for _ in range(2):
             out, count = torch.empty(0, device="meta"), torch.zeros(())
@@ -582,7 +582,7 @@ def test_what_cannot_be_recorded():
 
 
 def test_optimizer_state_on_the_host():
-    """On the device there is that of two units, while they are stepped."""
+    """The device holds the state of two units while they are stepped."""
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 3 * 64))
     adamw, away = torch.optim.AdamW, flatshard.optim.OffloadedOptimizer
     state = 2 * 4 * 64 * 65 // 2
@@ -593,7 +593,7 @@ def test_optimizer_state_on_the_host():
     ):
         planned = plan(model, policy={nn.Linear}, world_size=2, optimizer=choice, compare=False)
         assert planned.host.optimizer == 5 * state
-        assert planned.between_steps.optimizer == 3 * 2 * 4  # counts of steps
+        assert planned.between_steps.optimizer == 3 * 2 * 4  # step counts
         assert max(sample.device.optimizer for sample in planned.samples) == 4 * state + 3 * 2 * 4
     on_cpu = plan(model, policy={nn.Linear}, world_size=2, optimizer=choice, compare=False, device="cpu")
     assert on_cpu.between_steps.optimizer > 5 * state
@@ -610,7 +610,7 @@ def test_a_step_on_the_host_takes_nothing_on_the_device():
 
 
 def test_a_part_on_the_host_is_copied_as_it_is_kept():
-    """In float32, and cast on the device; gradients as well."""
+    """Shards and gradients are copied in float32, and cast on the device."""
     model, mixed = nn.Sequential(*[nn.Linear(64, 64) for _ in range(3)]), MixedPrecision(torch.bfloat16)
     planned = plan(model, policy={nn.Linear}, world_size=2, mixed_precision=mixed, cpu_offload=True, compare=False)
     unit = next(unit for unit in planned.units if unit.fqn == "1")

@@ -2,28 +2,7 @@
 
 import prose
 
-LIMITS: dict[str, tuple[int, ...]] = {
-    "benchmarks": (58, 0, 0, 9),
-    "flatshard/debug": (0, 0, 0, 2),
-    "flatshard/planning": (0, 0, 0, 7),
-    "test": (18, 0, 0, 2),
-    "test/accelerator": (0, 0, 0, 4),
-    "test/checkpoint": (0, 0, 0, 4),
-    "test/comm": (0, 0, 0, 2),
-    "test/core": (0, 0, 0, 1),
-    "test/debug": (0, 0, 0, 1),
-    "test/elastic": (0, 0, 0, 1),
-    "test/features": (0, 0, 0, 1),
-    "test/fuzz": (29, 0, 0, 6),
-    "test/handle": (14, 0, 0, 0),
-    "test/integrations": (14, 0, 0, 2),
-    "test/mutants": (3, 0, 0, 0),
-    "test/optim": (10, 0, 0, 2),
-    "test/planning": (9, 0, 0, 1),
-    "test/project": (0, 0, 0, 0),
-    "test/together": (5, 0, 0, 2),
-    "test/weights": (1, 0, 0, 0),
-}
+LIMITS: dict[str, tuple[int, ...]] = {}
 """Most places of each of ``prose.KINDS``. A folder that is not here has none. These numbers only go down."""
 
 

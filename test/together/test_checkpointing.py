@@ -1,7 +1,7 @@
-"""Activation checkpointing: every kind of it, in every place, with dropout and tensor parallelism. More of it: the fuzzer's.
+"""Activation checkpointing of every kind in every place, with dropout and tensor parallelism; the fuzzer has more.
 
-The oracle is the plain model without checkpoints in one process, which runs one rank's slice after the other from its
-random state. In bfloat16 it is the sharded model without checkpoints, bit for bit.
+The reference in float64 is the plain model without checkpoints in one process: it runs each rank's slice in turn from the
+rank's random state. In bfloat16 it is the sharded model without checkpoints, bit for bit.
 """
 
 import copy
@@ -25,7 +25,8 @@ from flatshard._trace import record_events
 
 
 def where(ctx, tensor_parallel: bool, hybrid: bool) -> tuple[dict[str, Any], Any, int, int]:
-    """Where to shard, the mesh of tensor parallelism, how many ranks have data of their own, and this one's number."""
+    """Return arguments of ``fully_shard``, the mesh of tensor parallelism, the data-parallel size, and this rank's index in
+    it."""
     if not tensor_parallel:
         group = (ctx.group, ctx.alone) if hybrid else ctx.group
         return {"process_group": group}, None, ctx.world_size, ctx.rank
@@ -37,7 +38,7 @@ def where(ctx, tensor_parallel: bool, hybrid: bool) -> tuple[dict[str, Any], Any
 
 
 def train(ctx, kind: str, place: str, options: dict[str, Any]) -> dict[str, Tensor]:
-    """Train sharded and plain, and compare. Returns the sharded model's parameters."""
+    """Train a sharded and a plain model, and compare; return the sharded model's parameters."""
     parallel, low_precision = options.get("parallel"), "mixed_precision" in options
     plain, model = (make(each, place, parallel != "sequence") for each in ("none", kind))
     strategy = options["strategy"]
@@ -52,9 +53,9 @@ def train(ctx, kind: str, place: str, options: dict[str, Any]) -> dict[str, Tens
             (loss_of(plain, x[rank], rank, step) / size).backward()
         with record_events() as events:
             loss_of(model, x[mine], mine, step).backward()
-        # A reentrant checkpoint runs forward without gradients, so a unit in it does not stay unsharded for backward.
+        # A reentrant checkpoint runs forward without gradients, so its units don't stay unsharded for backward.
         stays = strategy is GRAD_OP and (kind != "reentrant" or place == "inside")
-        if not (parallel and strategy is HYBRID):  # where each is on one rank of two
+        if not (parallel and strategy is HYBRID):  # there each tensor-parallel rank has a half
             check_collectives(events, 1 if stays else 2)
         if parallel and not low_precision:
             expected = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
@@ -68,7 +69,7 @@ def train(ctx, kind: str, place: str, options: dict[str, Any]) -> dict[str, Tens
 
 
 def check_collectives(events: list[str], gathers: int) -> None:
-    """Each unit is gathered for forward and once more for recomputation and backward together, and reduced once."""
+    """Each unit is gathered for forward, once more for recomputation and backward together, and reduced once."""
     counts = Counter(e.replace("._checkpoint_wrapped_module", "") for e in events)
     for index in range(4):
         assert counts[f"all-gather blocks.{index}"] == gathers, events
@@ -85,7 +86,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-# Every two choices come together in 70 cases, of which a part is run: the fuzzer has checkpoints everywhere, too.
+# Covering all pairs of options takes 70 cases. A few are enough here, as the fuzzer has checkpoints everywhere.
 CASES = some(all_pairs(list(OPTIONS), PLACES, KINDS), 11)
 
 
@@ -108,7 +109,7 @@ def test_every_kind(ctx, name: str, place: str):
 
 
 def test_what_recompute_changes(world):
-    """Blocks run twice, and once without gradients. Copies recompute their own. Classes and names stay as they are."""
+    """Blocks run twice, the first time without gradients. Copies recompute independently. Classes and names are unchanged."""
     world(2)
     plain, model = make("none", "inside", True), make("none", "inside", True)
     calls: Counter[nn.Module] = Counter()
@@ -139,13 +140,13 @@ class Around(nn.Module):
 
 
 def nested() -> nn.Module:
-    """A unit around a reentrant checkpoint, inside another checkpoint."""
+    """Make a unit around a reentrant checkpoint, inside another checkpoint."""
     return nn.Sequential(nn.Linear(4, 4), WRAPS["wrapper"](Around()), nn.Tanh(), nn.Linear(4, 4))
 
 
 @ranks(1, 3)
 def test_two_forwards_of_a_unit_around_a_reentrant_checkpoint(ctx):
-    """The unit gets its gradients in nested backwards, and is come to once more when the first have been reduced."""
+    """The unit gets gradients in nested backwards, and backward reaches it again when the first have been reduced."""
     plain, model = twins(ctx, nested, {Around}, strategy=GRAD_OP)
     for _ in range(2):
         x = torch.randn(2 * ctx.world_size, 3, 4).double()
@@ -158,7 +159,7 @@ def test_two_forwards_of_a_unit_around_a_reentrant_checkpoint(ctx):
 
 
 class Partly(nn.Module):
-    """Some of its parameters are used inside a reentrant checkpoint only."""
+    """A module that uses some of its parameters only inside a reentrant checkpoint."""
 
     def __init__(self, uses_before: bool) -> None:
         super().__init__()
@@ -176,7 +177,7 @@ def partly(uses_before: bool) -> nn.Module:
 
 @ranks(2)
 def test_a_unit_partly_inside_a_reentrant_checkpoint(ctx):
-    """It stays whole for what is recomputed, and is complete with its last gradient, before the next unit is gathered."""
+    """The unit stays unsharded for recomputation, and completes with its last gradient before the next unit is gathered."""
     for uses_before in (True, False):
         make = functools.partial(partly, uses_before)
         plain, model = twins(ctx, make, {nn.Linear, Partly}, backward_prefetch=None)

@@ -1,4 +1,4 @@
-"""What modules and users do rarely: each once went wrong, or was refused without need."""
+"""Rare habits of modules and users that once failed, or were refused without need."""
 
 import copy
 import weakref
@@ -21,13 +21,13 @@ FULL, GRAD_OP, NO_SHARD = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GR
 
 
 def each(ctx: Any, plain: nn.Module, model: nn.Module, seed: int = 0) -> Iterator[tuple[nn.Module, Tensor]]:
-    """The plain model with a whole batch, and the sharded one with this rank's part of it."""
+    """Yield the plain model with a full batch, and the sharded one with this rank's slice."""
     torch.manual_seed(seed)
     return zip((plain, model), parts(ctx, torch.randn(3 * ctx.world_size, WIDTH, dtype=torch.double)), strict=True)
 
 
 class Shows(nn.Module):
-    """Hands out its own parameter, which others then use."""
+    """A module that gives others its own parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ def test_a_parameter_that_is_handed_out_lives_as_long_as_its_graphs(ctx):
 
 
 class Aux(nn.Module):
-    """Its loss leaves past its output, in what was a number before."""
+    """A module whose auxiliary loss leaves it by an attribute that was a number before."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -108,7 +108,7 @@ def test_a_hook_inside_a_checkpoint_keeps_nothing_alive(ctx):
 
 @ranks(3)
 def test_a_job_of_a_part(ctx, path: str):
-    """A job whose model is a part of what was sharded is loaded into that part, and into nothing beside it."""
+    """A job with a submodule of the saved model loads into that submodule, and changes nothing beside it."""
     for number, name in enumerate(("front", "blocks.0", "blocks.1.linear")):
         torch.manual_seed(0)
         model = fully_shard(models.Net(), policy={models.Block}, process_group=ctx.group)

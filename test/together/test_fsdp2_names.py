@@ -1,4 +1,4 @@
-"""FSDP2's names: signatures, methods, dimensions of a mesh. Scripts and their numbers: ``test_parity_with_fsdp2.py``."""
+"""FSDP2's names: signatures, methods, and mesh dimensions. ``test_parity_with_fsdp2.py`` compares scripts' numbers."""
 
 import copy
 import inspect
@@ -21,7 +21,7 @@ def test_signatures():
     ours = inspect.signature(flatshard.fsdp2.fully_shard).parameters
     assert set(ours) == set(theirs)
     for name, method in flatshard.fsdp2._METHODS.items():
-        if hasattr(FSDPModule, name):  # not no_sync; and the oldest torch of the range has fewer
+        if hasattr(FSDPModule, name):  # torch has no no_sync, and its oldest supported version has fewer methods
             given, own = (inspect.signature(f).parameters for f in (getattr(FSDPModule, name), method))
             assert list(own)[1:] == list(given)[1:], name
 
@@ -55,7 +55,7 @@ DIMS = torch.distributed.fsdp.DataParallelMeshDims
 
 @ranks(4)
 def test_dimensions_of_a_mesh(ctx):
-    """The same losses and units as with the dimension itself."""
+    """A mesh with ``dp_mesh_dims`` gives the same losses and units as its submesh."""
     mesh = ctx.device_mesh((2, 1, 2), ("replicate", "tp", "shard"))
     pair, whole = flatshard.ShardingStrategy.HYBRID_SHARD, flatshard.ShardingStrategy.NO_SHARD
     for dims, ours in (
@@ -88,7 +88,7 @@ def test_dimensions_of_a_mesh(ctx):
 
 @ranks(2)
 def test_addresses(ctx):
-    """The memory stays, and so do addresses, until it is switched off; values are those of the shards."""
+    """Memory and addresses stay until the option is switched off; values follow the shards."""
 
     def unsharded() -> list[Tensor]:
         flatshard.unshard(model, recurse=True)
@@ -111,7 +111,7 @@ def test_addresses(ctx):
             model(torch.full((1, 3), step, dtype=torch.float)).square().mean().backward()
             torch.optim.SGD(model.parameters(), lr=0.1).step()
             model.zero_grad()
-            between.append(torch.randn(1000))  # the allocator has other clients
+            between.append(torch.randn(1000))  # other allocations from the same allocator
             assert [p.data_ptr() for p in unsharded()] == pointers
         for param, value in zip(first, full_params(model).values(), strict=True):
             assert torch.equal(param, value.to(param.dtype))

@@ -1,4 +1,4 @@
-"""Experts, which some ranks share, beside what all share: in one unit by ``shard_mesh_fn``, or in units of their own."""
+"""Experts on a subset of the ranks and dense parameters on all: in one unit by ``shard_mesh_fn``, or in separate units."""
 
 import contextlib
 import copy
@@ -25,7 +25,7 @@ FULL, GRAD_OP, HYBRID = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD
 
 
 class Experts(nn.Module):
-    """Every token goes through all of them. ``group``: each of its ranks has some."""
+    """Experts divided over the ranks of ``group``. Every token passes through all of them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class Experts(nn.Module):
 
 
 class Moe(nn.Module):
-    """A dense part, and experts."""
+    """A dense module with experts."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ def is_expert(name: str) -> bool:
 
 
 def build(mesh: Any, as_dtensor: bool) -> tuple[Model, Model]:
-    """The plain model with all experts, and one with this rank's. ``mesh``: its dimension "ep" has the experts."""
+    """Return the plain model with all experts, and one with this rank's. The mesh dimension "ep" divides the experts."""
     torch.manual_seed(0)
     plain = Model().double()
     model = copy.deepcopy(plain)
@@ -81,7 +81,7 @@ def build(mesh: Any, as_dtensor: bool) -> tuple[Model, Model]:
 
 def shard(ctx: Any, mesh: Any, model: nn.Module, strategy: ShardingStrategy, **options: Any) -> nn.Module:
     own, rest = mesh["dp"], {"process_group": ctx.group}
-    if strategy is HYBRID:  # experts: replicated over "dp", and each on one rank of "one"
+    if strategy is HYBRID:  # experts are replicated over "dp", and each is on one rank of "one"
         own, rest = mesh["dp", "one"], {"device_mesh": mesh["dp", "ep"]}
     return fully_shard(
         model,
@@ -94,7 +94,7 @@ def shard(ctx: Any, mesh: Any, model: nn.Module, strategy: ShardingStrategy, **o
 
 
 def assert_like(mesh: Any, model: nn.Module, plain: nn.Module, what: str) -> None:
-    """Weights, or gradients, equal to those of the plain model; of experts those that this rank has."""
+    """Compare weights or gradients with the plain model's; only this rank's experts count."""
     with flatshard.summon_full_params(model, writeback=False, with_grads=True):
         for (name, param), (_, expected) in zip(model.named_parameters(), plain.named_parameters(), strict=True):
             got, want = getattr(param, what), getattr(expected, what)
@@ -142,7 +142,7 @@ def test_experts_in_the_unit_of_the_rest(ctx, strategy: ShardingStrategy, as_dte
 
 @ranks(4)
 def test_features_over_two_meshes(ctx, path: str):
-    """What else a unit can do, with DTensors: checkpoints, copies, hooks, statistics, ``describe``."""
+    """Units with DTensors support checkpoints, copies, hooks, statistics and ``describe``."""
     mesh = meshes(ctx, FULL)
     plain, model = build(mesh, True)
     shard(ctx, mesh, model, FULL)
@@ -211,7 +211,7 @@ def test_what_is_refused(ctx, path: str):
 
 @ranks(4)
 def test_each_expert_on_one_rank(ctx):
-    """The gradients are divided as the user says, those over a single rank too; weights are given from the first rank."""
+    """Gradients are divided by the user's factor even over a single rank; the first rank broadcasts weights."""
     mesh = ctx.device_mesh((1, 4), ("dp", "ep"))
     plain, model = build(mesh, False)
     with torch.no_grad():
@@ -229,7 +229,8 @@ def test_each_expert_on_one_rank(ctx):
 
 @ranks(4)
 def test_runtimes_that_are_added_up_together(ctx):
-    """Experts of a unit of their own, and others over the same ranks by ``shard_mesh_fn``, are added up over other ranks."""
+    """Experts in a unit of their own and experts of ``shard_mesh_fn`` over the same ranks are reduced over different
+    ranks."""
     mesh = meshes(ctx, FULL)
     everyone, runtime, other = (
         Runtime.of(group, torch.device("cpu")) for group in (ctx.group, mesh.get_group("dp"), mesh.get_group("ep"))
@@ -244,11 +245,11 @@ def test_runtimes_that_are_added_up_together(ctx):
 
 @ranks(4)
 def test_experts_on_other_groups(ctx):
-    """Experts are sharded over the ranks that hold the same ones, the rest over all; each with its own divisor."""
+    """Experts are sharded over the ranks that hold the same ones, and the rest over all; each has its own divisor."""
     mesh = meshes(ctx, FULL)
     plain, model = build(mesh, False)
     fully_shard(model.blocks[0].experts, device_mesh=mesh["dp"])
-    # Its gradient on a rank is the sum over the tokens of two ranks, so the mean over all ranks is a quarter of the sum.
+    # A rank's gradient is the sum over the tokens of two ranks, so the mean over all ranks is a quarter of the sum.
     flatshard.configure(model.blocks[0].experts, divide_factor=4)
     with pytest.warns(UserWarning, match=r"'blocks\.0\.experts\.\S+' .*sharded by an earlier call.* shard_mesh_fn="):
         shard(ctx, mesh, model, FULL)

@@ -1,6 +1,6 @@
-"""Several sharded models in one process: towers, trunks in common. The fuzzer has what they do one after the other.
+"""Several sharded models in one process: towers and shared trunks. The fuzzer uses models one after the other.
 
-Their collectives interleave in one order. The oracle is the same code on plain models with the whole batch.
+The models' collectives interleave in one order. The reference is the same code on plain models with the full batch.
 """
 
 from collections.abc import Callable
@@ -39,7 +39,7 @@ def shard_each(models: Models, group: Any, strategy: ShardingStrategy) -> None:
 
 
 def inside_others(models: Models, optimizers: Optimizers, x: Tensor) -> None:
-    """A model that runs inside the forward, and inside the backward, of another one that does not hold it."""
+    """Run a model inside the forward, and inside the backward, of a model that does not contain it."""
     a, b, c = models.values()
 
     def in_forward(module: nn.Module, args: Any, output: Tensor) -> Tensor:
@@ -70,7 +70,7 @@ def shard_trunk_first(models: Models, group: Any, strategy: ShardingStrategy) ->
 
 
 def share_a_trunk(models: Models, optimizers: Optimizers, x: Tensor) -> None:
-    """Two models with units in common: one backward through both, one each, and one after the other's step."""
+    """Train two models with shared units: one backward through both, one through each, and one after the other's step."""
     policy, value = models.values()
     (policy(x).square().mean() + value(x).mean()).backward()
     value(x + 1).square().mean().backward()

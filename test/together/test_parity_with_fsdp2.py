@@ -1,7 +1,7 @@
 """The same script under FSDP2 of the installed torch and under ``flatshard.fsdp2``: losses, gradients and parameters.
 
-Bit for bit where both add the same numbers in the same order, as two ranks do; elsewhere to a case's bound. Each row of the
-table in ``flatshard/migration.md`` of what differs on purpose has a test at the end.
+Values agree bit for bit if both add the same numbers in the same order, as two ranks do; otherwise to the bound of the case.
+Each row of the table of deliberate differences in ``flatshard/migration.md`` has a test at the end.
 """
 
 import contextlib
@@ -38,7 +38,7 @@ class Net(nn.Module):
         self.blocks = nn.ModuleList([NormBlock(WIDTH, hidden[0]), NormBlock(WIDTH, hidden[1], bias=False)])
         self.norm = nn.LayerNorm(WIDTH)
         self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
-        self.extra = nn.Linear(WIDTH, WIDTH)  # that most never use
+        self.extra = nn.Linear(WIDTH, WIDTH)  # unused in most forwards
 
     def embedded(self, ids: Tensor) -> Tensor:
         return self.embed(ids)
@@ -67,14 +67,14 @@ def one_backward(model: nn.Module, rank: int, step: int) -> Tensor:
 
 
 def two_forwards(model: nn.Module, rank: int, step: int) -> Tensor:
-    """And one backward through both."""
+    """Run two forwards, and one backward through both."""
     losses = torch.stack([loss_of(model, rank, 10 * step + i) for i in range(2)])
     losses.sum().backward()
     return losses
 
 
 def a_method(model: nn.Module, rank: int, step: int) -> Tensor:
-    """Beside the forward, of what is gathered ahead."""
+    """Call a registered method beside the forward, with units that are prefetched."""
     model.unshard(async_op=True)
     loss = loss_of(model, rank, step) + model.embedded(torch.tensor([rank, step])).square().mean()
     loss.backward()
@@ -83,7 +83,7 @@ def a_method(model: nn.Module, rank: int, step: int) -> Tensor:
 
 
 def microbatches(model: nn.Module, rank: int, step: int, sync: str = "each") -> Tensor:
-    """``sync``: which of them are reduced."""
+    """Accumulate over microbatches; ``sync`` says which of them reduce."""
     losses = []
     for micro in range(3):
         last = micro == 2
@@ -97,7 +97,7 @@ def microbatches(model: nn.Module, rank: int, step: int, sync: str = "each") -> 
 
 
 def finalized(model: nn.Module, rank: int, step: int) -> Tensor:
-    """The end of the last backward is a call, in torch 2.15."""
+    """Finish the last backward by an explicit call, new in torch 2.15."""
     losses = []
     for micro, sync in enumerate((False, True)):
         model.set_requires_gradient_sync(sync)
@@ -108,23 +108,23 @@ def finalized(model: nn.Module, rank: int, step: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Case:
-    """A script of one model. What is left out is the simplest."""
+    """A script of one model. Defaults are the simplest values."""
 
     where: str = "two ranks"
-    """One of ``MESHES``."""
+    """A name in ``MESHES``."""
     make: Callable[[], nn.Module] = Net
     before: Callable[[nn.Module, Any], object] = lambda model, mesh: None
-    """What happens to the model before it is sharded."""
+    """Change to the model before it is sharded."""
     precision: dict[str, Any] = field(default_factory=dict)
     after: Callable[[nn.Module], object] = lambda model: None
-    """What happens to the model once it is sharded."""
+    """Change to the sharded model."""
     step: Step = one_backward
     optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW
     needs: bool = True
-    """Whether FSDP2 of the installed torch has it."""
+    """Whether FSDP2 of the installed torch supports it."""
     steps: int = 2
     bound: float = 0.0
-    """How far gradients and parameters may be off, over the largest of their tensor."""
+    """Maximum error of gradients and parameters, relative to the largest element of their tensor."""
 
 
 def whole(value: Tensor | None) -> Tensor | None:
@@ -132,7 +132,7 @@ def whole(value: Tensor | None) -> Tensor | None:
 
 
 def values(model: nn.Module, of: Callable[[nn.Parameter], Tensor | None]) -> dict[str, Tensor | None]:
-    """Of each parameter, whole: under FSDP2 or flatshard."""
+    """Return a value of each parameter as a full tensor, under FSDP2 or flatshard."""
     is_theirs = isinstance(model, THEIRS.FSDPModule)
     with contextlib.nullcontext() if is_theirs else flatshard.summon_full_params(model, with_grads=True):
         found = {name: whole(of(param)) for name, param in model.named_parameters()}
@@ -158,7 +158,7 @@ class Script:
         self.optimizer = case.optimizer([p for p in model.parameters() if p.requires_grad])
 
     def step(self, number: int) -> dict[str, Tensor | None]:
-        """All numbers of a step, by name."""
+        """Run a step; return all its numbers by name."""
         self.optimizer.zero_grad()
         found: dict[str, Tensor | None] = {"loss": self.case.step(self.model, self.rank, number).detach()}
         found |= {f"gradient of {name}": value for name, value in values(self.model, lambda p: p.grad).items()}
@@ -167,7 +167,7 @@ class Script:
 
 
 def differences(theirs: dict[str, Tensor | None], ours: dict[str, Tensor | None]) -> dict[str, float]:
-    """By name, how far off the largest is, over the largest of the tensor."""
+    """Return each tensor's maximum error, relative to its largest element."""
     assert list(theirs) == list(ours)
     found = {}
     for name, expected in theirs.items():
@@ -197,7 +197,7 @@ def parallelize(model: nn.Module, mesh: Any) -> None:
 
 
 def divide(model: nn.Module, factor: float) -> None:
-    """Gloo cannot multiply while it adds, which FSDP2 has to be told."""
+    """Set the divisor of gradients. FSDP2 needs an option for it with gloo, which cannot multiply in a reduction."""
     for unit in model.modules():
         if isinstance(unit, THEIRS.FSDPModule):
             unit.set_force_sum_reduction_for_comms(True)
@@ -215,7 +215,7 @@ LAST = functools.partial(microbatches, sync="last")
 UNSAID: dict[str, Any] = {"param_dtype": BF16}
 WIDE, LOW = UNSAID | {"reduce_dtype": FP32}, UNSAID | {"reduce_dtype": BF16}
 OWN = {"before": mark_norms, "needs": IS_NEW}
-"""Norms compute in their own dtype."""
+"""Options for norms that compute in their own dtype."""
 
 CASES = {
     "bf16, reduced in fp32": Case(precision=WIDE),
@@ -272,11 +272,11 @@ def test_the_same_numbers(pool, where):
     pool.run(compare, where, world_size=math.prod(MESHES[where][0]))
 
 
-# -- what differs on purpose: the table of migration.md ----------------------------------------------------------------
+# -- deliberate differences: the table of migration.md -----------------------------------------------------------------
 
 
 class Scale(nn.Module):
-    """The gradient of each element of a parameter is its input; None uses it not at all."""
+    """A module whose parameters have its inputs as gradients. An input of None leaves its parameter unused."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -293,7 +293,7 @@ def gradients(
     after: Callable[[nn.Module], object] = lambda model: None,
     **precision: Any,
 ) -> list[dict[str, set[float] | None]]:
-    """The values in the gradients, by parameter: under FSDP2, and under flatshard."""
+    """Return the distinct values of each parameter's gradient, under FSDP2 and under flatshard."""
     found = []
     for api in (THEIRS, OURS):
         model = Scale()
@@ -318,14 +318,14 @@ def divided_by_three(ctx) -> None:
 
 
 def tiny_in_fp16(ctx) -> None:
-    """FSDP2 halves what it sends: the smallest number of fp16 becomes 0. Flatshard adds in float32."""
+    """FSDP2 halves gradients before the reduction: the smallest number of fp16 becomes 0. Flatshard adds in float32."""
     tiny = 2.0**-24
     theirs, ours = gradients(ctx, lambda model: model(tiny, 1.0).backward(), param_dtype=FP16, reduce_dtype=FP16)
     assert (theirs["a"], ours["a"]) == ({0.0}, {tiny})
 
 
 def used_by_one_rank(ctx) -> None:
-    """FSDP2 needs a setting for it, of torch 2.15, with which parameters that no rank has used get zeros."""
+    """FSDP2 needs an option of torch 2.15, and gives zeros to parameters that no rank has used."""
 
     def unused(model: nn.Module) -> None:
         if isinstance(model, THEIRS.FSDPModule):
@@ -339,7 +339,7 @@ def used_by_one_rank(ctx) -> None:
 
 
 def added_in_bf16(ctx) -> None:
-    """256, 1 and 1: FSDP2 over gloo rounds after each addition, flatshard once."""
+    """Add 256, 1 and 1: FSDP2 over gloo rounds after each addition, flatshard once."""
     theirs, ours = gradients(ctx, lambda model: model(1.0 if ctx.rank else 256.0).backward(), reduce_dtype=BF16)
     assert ours["a"] == {86.0}
     assert theirs["a"] == {85.5, 86.0}

@@ -1,6 +1,6 @@
-"""Orders of verbs that once went wrong, in the grammar of the fuzzer, against the same programs on plain models.
+"""Orders of verbs that once failed, as programs of the fuzzer, compared with the same programs on plain models.
 
-After each statement all parameters, gradients and buffers are compared; see ``fuzz/machine.py``.
+All parameters, gradients and buffers are compared after each statement; see ``fuzz/machine.py``.
 """
 
 from typing import Any
@@ -52,7 +52,7 @@ IN_BACKWARD, IN_HOOK = (Bomb(when, "after", 3, "ValueError") for when in ("backw
 
 
 Body = Any
-"""A statement, or statements in tuples."""
+"""A statement, or nested tuples of statements."""
 
 
 def flat(*body: Body) -> tuple[Statement, ...]:
@@ -141,7 +141,7 @@ PROGRAMS: dict[str, Body] = {
         (no_sync(train("c")), configure(divide_factor=None), train("d"), STEP),
     ),
     "copied inside no_sync": (no_sync(no_sync(Copy(0, 1), place=UNIT)), train("a", 1), Step(1), train("b")),
-    # -- frozen and thawed
+    # -- frozen and unfrozen
     "frozen and copied before its backward": (forward("a"), FREEZE, Copy(0, 1), backward("a"), Copy(0, 2)),
     "all frozen and copied before its backward": (
         (forward("a"), FREEZE_ALL, Copy(0, 1), backward("a"), THAW_ALL, Freeze(1, ROOT, True))
@@ -261,7 +261,7 @@ TREE = (
     *(("seq", ("checkpoint", True, ("residual", ("linear", True)))), ("skip", ("linear", False)), ("norm",)),
 )
 SMALL, LARGE = Model(TREE, 5), Model(TREE, 160)
-"""Gradients of large flat parameters are copied one by one, those of small ones together."""
+"""Gradients of large flat parameters are copied individually, those of small ones together."""
 UNITS = ("set", "Residual", "Checkpoint", "Skip", "LayerNorm")
 BF16 = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
 WHERE = {
@@ -284,7 +284,7 @@ WENT_WRONG = {
     "inside another": ["NO_SHARD", "one unit"],
     "copied inside no_sync": ["FULL_SHARD"],
 }
-"""Programs that go wrong, or say something, in these places only."""
+"""Programs that are refused or leave out statements, with the only places where they do."""
 
 
 def run(ctx: Any, name: str, where: list[str]) -> None:
@@ -302,7 +302,7 @@ def run(ctx: Any, name: str, where: list[str]) -> None:
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_program(pool, name):
     turn = list(PROGRAMS).index(name)
-    # The oracle that rounds knows none of these.
+    # The oracle that rounds supports none of these.
     is_exact = any(isinstance(s, Copy | Convert | Toggle) for s in flat(PROGRAMS[name]))
     where = [place for place, (_, sharding) in WHERE.items() if not (is_exact and sharding.mixed)]
     where = WENT_WRONG.get(name) or some(where, 1, turn + 2)
@@ -323,7 +323,7 @@ KINDS_OF_MODULES = Model(
 @pytest.mark.parametrize("kind", KINDS[1:])
 @ranks(2)
 def test_every_verb_on_every_kind_of_module(ctx, kind: str):
-    """What a verb does follows from who owns the module's parameters, not from the module."""
+    """A verb acts on the units that own the module's parameters, whichever module it is called with."""
     place = Place(kind)
     kept = [save(what, place) for what in ("full", "stream", "files", "sharded", "local")]
     asked = tuple(Ask(0, place, what) for what in some(ASKED, 5, turn=KINDS.index(kind)))

@@ -1,4 +1,4 @@
-"""Weights for receivers: bit for bit, whole versions only, whatever is lost; and at which cost."""
+"""Weight updates for receivers: bit for bit, only complete versions whatever is lost, and at which cost."""
 
 import contextlib
 import random
@@ -31,7 +31,7 @@ def alone(world: Callable[[int], None]) -> None:
 
 
 def pair(model: nn.Module, weights: Any = None, **options: Any) -> tuple[Sender, Receiver, list[bytes]]:
-    """On one rank: joined, with what the sender has sent."""
+    """Return a connected sender and receiver of one rank, and the list of the sender's messages."""
     sent: list[bytes] = []
 
     def to_receiver(name: Any, message: bytes) -> None:
@@ -46,7 +46,7 @@ def pair(model: nn.Module, weights: Any = None, **options: Any) -> tuple[Sender,
 
 
 def change(model: nn.Module, seed: int, share: float) -> None:
-    """Some elements of this rank's parts: most of them by a step in bfloat16 or a few, others to any number."""
+    """Change some elements of this rank's shards: most by a step in bfloat16 or a few, others to arbitrary numbers."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for p in model.parameters():
@@ -84,7 +84,8 @@ def shard_big(ctx: Any) -> nn.Module:
 
 
 def half(rank: int) -> list[Target]:
-    """What one of two tensor-parallel ranks of an engine has of :class:`Big`: fused, by columns, padded, transposed."""
+    """Return targets of one of an engine's two tensor-parallel ranks, for :class:`Big`: fused, by columns, padded,
+    transposed."""
     qkv, gate_up, embedding = (torch.zeros(n, WIDTH, dtype=torch.bfloat16) for n in (3 * HALF, 2 * WIDTH, HALF + 3))
     rows = {**dict(zip("qkv", qkv.split(HALF), strict=True)), "embedding": embedding[:HALF]}
     return [
@@ -98,15 +99,14 @@ def half(rank: int) -> list[Target]:
 
 
 class Follower:
-    """A rank of the training, and a receiver beside it. ``kinds``: what receivers ask for, one after the other. ``is_bad``:
-    of the messages some are lost, doubled, late or damaged.
-    """
+    """A training rank with a receiver. ``kinds`` are successive requests of receivers. If ``is_bad``, some messages are lost,
+    doubled, late or damaged."""
 
     def __init__(self, ctx: Any, model: nn.Module, kinds: list[Any], is_bad: bool = False) -> None:
         self.ctx, self.model, self.kinds, self.is_bad, self.random = ctx, model, kinds, is_bad, random.Random(ctx.rank)
         self.out, self.late = list[tuple[str, int, bytes]](), list[tuple[str, int, bytes]]()
         self.applied = self.damaged = 0
-        self.wholes: dict[int, dict[str, Tensor]] = {}  # by version
+        self.wholes: dict[int, dict[str, Tensor]] = {}  # full weights by version
         self.start_sender(0)
         self.start_receiver()
 
@@ -186,14 +186,14 @@ class Follower:
 
 @contextlib.contextmanager
 def small_messages(cell: int = 400, message: int = 1000) -> Iterator[None]:
-    """So that an update of a tiny model has many cells and messages."""
+    """Make messages small, so that an update of a tiny model has many cells and messages."""
     with mock.patch.object(_cells, "CELL", cell), mock.patch.object(_sender, "_MESSAGE", message):
         yield
 
 
 @ranks(2)
 def test_updates_over_a_bad_network(ctx) -> None:
-    """Receivers of all kinds have whole versions at any time, bit for bit; they and the senders are restarted meanwhile."""
+    """Receivers of all kinds always have complete versions, bit for bit, while they and the senders are restarted."""
     with small_messages():
         job = Follower(ctx, shard_big(ctx), ["all", 0, "by name", 1] if ctx.rank else [1, "by name", "all", 0], True)
         for step in range(200):
@@ -201,7 +201,7 @@ def test_updates_over_a_bad_network(ctx) -> None:
                 ctx.note(f"step {step}")
             if step % 20 == 5 + 10 * ctx.rank:
                 job.start_receiver()
-            if step in (40, 196):  # no receiver is restarted after the second
+            if step in (40, 196):  # no receiver is restarted after step 196
                 job.start_sender(step * 100)
             with torch.no_grad():
                 job.model.inner.ignored.mul_(1.01)
@@ -214,12 +214,12 @@ def test_updates_over_a_bad_network(ctx) -> None:
             job.follow()
         assert job.receiver.version == job.sender.version
         assert job.sender.versions == dict.fromkeys(range(2), job.sender.version)
-        assert job.sender.history_nbytes == 0  # all have all
+        assert job.sender.history_nbytes == 0  # every receiver has everything
 
 
 @ranks(2)
 def test_a_rank_that_has_nothing_for_a_receiver(ctx) -> None:
-    """It sends it nothing, nor waits for it."""
+    """The rank sends nothing to the receiver, and does not wait for it."""
     model = fully_shard(nn.Linear(8, 8, bias=False), process_group=ctx.group)
     job = Follower(ctx, model, ["all"])
     job.targets = [Target("weight", torch.zeros(2, 8).bfloat16())]
@@ -237,7 +237,7 @@ def test_a_rank_that_has_nothing_for_a_receiver(ctx) -> None:
 
 @ranks(4)
 def test_shardings(ctx) -> None:
-    """With tensor parallelism in the training; in replicas, of which one sends; however parameters are sharded."""
+    """Training may be tensor-parallel, or have replicas of which one sends, with parameters sharded in any way."""
     group = ctx.group
     for model, senders in (
         (on_four(ctx, "tp"), range(4)),
@@ -248,7 +248,7 @@ def test_shardings(ctx) -> None:
     ):
         job = Follower(ctx, model, ["all"])
         optimizer = torch.optim.AdamW(job.model.parameters(), lr=1e-3)
-        job.follow()  # of rank 0, which says who the others are
+        job.follow()  # rank 0's message, which names the other ranks
         for step in range(3):
             job.follow()
             assert job.receiver.version == step
@@ -267,7 +267,7 @@ MOST_BYTES = {
 
 @pytest.mark.parametrize(("dtype", "share", "most"), [(d, *row) for d, of in MOST_BYTES.items() for row in of], ids=str)
 def test_bytes(alone, dtype: torch.dtype, share: float, most: float):
-    """At most 1.6 times the bytes of the elements that have changed; all that is sent is counted."""
+    """An update has at most 1.6 times the bytes of changed elements. All messages are counted."""
     model = fully_shard(nn.Sequential(nn.Linear(1000, 1000), nn.Linear(1000, 1000)))
     sender, receiver, sent = pair(model, dtype=dtype)
     before = {name: tensor.clone() for name, tensor in receiver.weights.items()}
@@ -282,7 +282,7 @@ def test_bytes(alone, dtype: torch.dtype, share: float, most: float):
 
 
 def test_a_default_device(alone):
-    """No tensor of either side is made there."""
+    """Neither side creates tensors on the default device."""
     model = fully_shard(nn.Linear(100, 100))
     _container._weights.cache_clear()
     with torch.device("meta"):
@@ -296,7 +296,7 @@ def test_a_default_device(alone):
 
 
 def test_numbers_that_have_nothing_in_common(alone):
-    """Cost their own bytes; and so do integers of one byte, which have no half."""
+    """Unrelated numbers cost their own bytes, as do one-byte integers, which have no half."""
     model = nn.Linear(100, 100)
     model.integers = nn.Parameter(torch.arange(100).to(torch.int8), requires_grad=False)
     sender, receiver, sent = pair(fully_shard(model))
@@ -311,7 +311,7 @@ def test_numbers_that_have_nothing_in_common(alone):
 
 
 def test_only_its_intervals(alone):
-    """Each half of an engine gets half of the bytes, and nothing beside its targets is written."""
+    """Each half of an engine gets half of the bytes, and only its targets are written."""
     model = fully_shard(nn.Sequential(nn.Linear(256, 256, bias=False), nn.Linear(256, 256, bias=False)))
     around = torch.full((256, 130), 7.0)
     targets = [Target("0.weight", around[:, 1:129], (0, 128)), Target("1.weight", torch.zeros(128, 256), (128, 0))]
@@ -328,14 +328,14 @@ def test_only_its_intervals(alone):
     assert torch.equal(around[:, 1:129], model[0].weight.view(256, 256)[:, 128:])
     assert torch.equal(targets[1].tensor, model[1].weight.view(256, 256)[128:])
     receiver.poll()
-    assert {read_message(each, "").header["kind"] for each in sent} == {"update"}  # the plan has come once
+    assert {read_message(each, "").header["kind"] for each in sent} == {"update"}  # the plan was sent once
 
 
-# -- what is lost, and what fails ----------------------------------------------------------------------------------------
+# -- losses and failures -------------------------------------------------------------------------------------------------
 
 
 def test_what_is_lost_costs_what_was_lost_or_all(alone):
-    """With room for what was sent that is sent again; else cells as they are now."""
+    """If the history has room for the update, it is sent again; otherwise current cells are."""
     model = fully_shard(nn.Linear(100, 100, bias=False))
     for history_bytes, versions in ((None, 0), (10**6, 3)):
         sender, receiver, sent = pair(model, history_bytes=history_bytes)
@@ -354,11 +354,11 @@ def test_what_is_lost_costs_what_was_lost_or_all(alone):
         assert sender.versions == {0: 3}
         sent.clear()
         receiver.poll()
-        assert not sent  # nothing lacks
+        assert not sent  # nothing is missing
 
 
 def test_cells_of_different_versions(alone):
-    """Some of all cells are lost, and come later as they are then: the others get what lies between."""
+    """Some cells are lost and arrive later with newer values. The other cells get the updates between."""
     model = fully_shard(nn.Linear(40, 40, bias=False))
     late: list[bytes] = []
     with small_messages():
@@ -384,14 +384,14 @@ def test_cells_of_different_versions(alone):
         assert repr(receiver) == "Receiver(0, version=None; rank 0 has not answered)"
         receiver.poll()
         assert [head["kind"] for head in heads()] == ["plan", *["cells"] * 4]
-        _, *cells = deliver(0, 1, 3)  # lost are the second and the last of four
+        _, *cells = deliver(0, 1, 3)  # the second and the last of four are lost
         assert repr(receiver) == "Receiver(0, version=None; rank 0: 2 of 4 cells have not come)"
         set_all(1.0)
-        set_all(0.5)  # the step of 2**7 in bits, of which the low half says no more which way it went
+        set_all(0.5)  # a step of 2**7 in bits, whose direction the low half cannot tell
         deliver(*[i for i, head in enumerate(heads()) if head["version"] == 2])
         receiver.poll()
         deliver(*[i for i, head in enumerate(heads()) if head["kind"] == "cells"])
-        assert receiver.apply() is None  # there are cells of version 3, and version 2 of the others
+        assert receiver.apply() is None  # some cells have version 3, the others version 2
         assert repr(receiver) == "Receiver(0, version=None; rank 0: up to 2)"
         assert receiver.held_nbytes > 0
         receiver.poll()
@@ -399,13 +399,13 @@ def test_cells_of_different_versions(alone):
         deliver(*range(len(late)))
         assert receiver.apply() == (3, frozenset({"weight"}))
         check_has(receiver.weights, model, torch.bfloat16)
-        for message in cells:  # doubled, and late
+        for message in cells:  # doubled and late
             receiver.receive(message)
         assert (receiver.held_nbytes, receiver.apply()) == (0, None)
 
 
 def test_a_send_that_fails(alone):
-    """The version is there all the same, others get it, and what was not sent is asked for."""
+    """The version exists nevertheless: other receivers get it, and this one asks for the missing messages."""
     model = fully_shard(nn.Linear(10, 10))
     routes: dict[Any, Callable[[bytes], object]] = {}
     sender = Sender(model, lambda name, message: routes[name](message), history_bytes=10**6)
@@ -429,7 +429,7 @@ def test_a_send_that_fails(alone):
 
 
 def test_errors_in_the_midst_of_a_version(alone):
-    """Nobody ever has half of it, and the next one is whole: where the sender fails, and the receiver."""
+    """If the sender or the receiver fails, no receiver has half a version, and the next one is complete."""
     model = fully_shard(nn.Sequential(nn.Linear(20, 20), nn.Linear(20, 20)))
     with small_messages():
         sender, receiver, _ = pair(model, history_bytes=10**6)
@@ -447,7 +447,7 @@ def test_errors_in_the_midst_of_a_version(alone):
     sender.publish()
     with mock.patch.object(_codec, "nearest", side_effect=MemoryError), pytest.raises(MemoryError):
         receiver.apply()
-    assert (receiver.version, receiver.apply()) == (None, None)  # all comes again
+    assert (receiver.version, receiver.apply()) == (None, None)  # everything is sent again
     receiver.poll()
     assert (receiver.apply().version, receiver.version) == (3, 3)
     check_has(receiver.weights, model)
@@ -455,7 +455,7 @@ def test_errors_in_the_midst_of_a_version(alone):
 
 @ranks(2)
 def test_memory(ctx) -> None:
-    """A rank of the training holds its shard, in float32, no more than twice; and a receiver its weights."""
+    """A training rank holds at most twice the bytes of its float32 shard, and a receiver those of its weights."""
     model = fully_shard(nn.Sequential(*[nn.Linear(256, 256) for _ in range(6)]), process_group=ctx.group)
     shard_nbytes = sum(p.nbytes for p in model.parameters())
     mail, held = list[bytes](), MemoryWatch()
@@ -477,7 +477,7 @@ def test_memory(ctx) -> None:
 
 
 def test_a_receiver_that_does_not_apply(alone):
-    """It keeps as many bytes as its weights have, and gets the rest later."""
+    """It holds at most as many bytes as its weights have, and gets the rest later."""
     model = fully_shard(nn.Linear(1000, 1000, bias=False))
     sender, receiver, _ = pair(model, dtype=torch.bfloat16, history_bytes=10**7)
     with mock.patch.object(_receiver, "_SLACK", 0):
@@ -487,7 +487,7 @@ def test_a_receiver_that_does_not_apply(alone):
             assert receiver.held_nbytes <= 2_000_000
         assert receiver.held_nbytes > 1_000_000
         for version in range(1, 5):
-            receiver.poll()  # versions that have been dropped come again, and those after the first are dropped again
+            receiver.poll()  # dropped versions are sent again, and all but the first are dropped again
             assert receiver.held_nbytes <= 2_000_000
             assert receiver.apply().version == version
     assert receiver.held_nbytes == 0
@@ -495,7 +495,7 @@ def test_a_receiver_that_does_not_apply(alone):
 
 
 def test_an_engine_that_loads_whole_tensors(alone):
-    """It gets those that a version has changed; and what it did not get, when it has failed."""
+    """The engine gets each tensor that a version changes, and after a failure also those that it missed."""
     model = fully_shard(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3)))
     loaded: list[dict[str, Tensor]] = []
     fails = False
@@ -522,7 +522,7 @@ def test_an_engine_that_loads_whole_tensors(alone):
             weights.update()
     assert [list(each) for each in loaded[1:]] == [["0.bias"], ["0.bias", "2.bias"]]
     assert weights.update() == 2
-    assert len(loaded) == 3  # nothing has changed since
+    assert len(loaded) == 3  # unchanged since
     check_has({**loaded[0], **loaded[2]}, model, torch.bfloat16)
 
 
@@ -545,7 +545,7 @@ def test_what_senders_have_not(alone):
 
 @ranks(2)
 def test_whole_weights_for_an_engine_on_one_rank(ctx) -> None:
-    """It fails after three tensors; ranks stay in step."""
+    """The engine fails after three tensors; ranks stay in step."""
     model = fully_shard(Big(), policy={nn.Linear}, process_group=ctx.group)
     found: list[torch.dtype] = []
 
@@ -577,7 +577,7 @@ def test_a_sender_of_another_dtype_in_the_place_of_one_that_was_refused(alone):
 
 
 def test_late_messages_of_the_dead(alone):
-    """Both sides start anew: what one life of a receiver asked, and what it was answered, says nothing in the next."""
+    """Both sides start anew. A former receiver's requests and answers have no effect on its successor."""
     model, mail = fully_shard(nn.Linear(3, 2)), list[bytes]()
 
     def start() -> tuple[Sender, Receiver]:
@@ -601,7 +601,7 @@ def test_late_messages_of_the_dead(alone):
         receiver.receive(message)
     assert receiver.apply().version == 0
     receiver.poll()
-    sender.receive(mail.pop())  # of a life and a run that it does not know
+    sender.receive(mail.pop())  # from an unknown receiver and run
     sender.receive(question)
     sender.receive(receipt)
     kinds = [read_message(message, "").header["kind"] for message in mail[-4:]]
@@ -609,7 +609,7 @@ def test_late_messages_of_the_dead(alone):
 
 
 def test_wrong_content(alone):
-    """With a sum that is right: it raises ValueError, and changes nothing, on both sides."""
+    """With a valid checksum, it raises ValueError on either side, and changes nothing."""
     sent, asked = list[bytes](), list[bytes]()
     model = fully_shard(nn.Linear(8, 8, bias=False))
     sender = Sender(model, lambda name, message: sent.append(message), dtype=torch.bfloat16, history_bytes=10**6)
@@ -644,11 +644,11 @@ def test_wrong_content(alone):
         for payload in (
             whole_cell[:-1],
             whole_cell[:5],
-            whole_cell[:5] + b"\x3f" + whole_cell[6:-2],  # all but the last element
+            whole_cell[:5] + b"\x3f" + whole_cell[6:-2],  # without the last element
             whole_cell + b"\1",
-            b"\1" + whole_cell[1:],  # another cell
+            b"\1" + whole_cell[1:],  # of another cell
             *(whole_cell[:4] + bytes([form]) + whole_cell[5:] for form in (1, 2, 3, 5, 8, 255)),
-            b"\0\0\0\0\1\1\0\0\0" + b"\x40" + bytes(2),  # the element behind the last
+            b"\0\0\0\0\1\1\0\0\0" + b"\x40" + bytes(2),  # with an element past the last
             b"\0\0\0\0\3\x09\0\0\0" + bytes(8) + b"\1" + bytes(2),
             b"\0\0\0\0\1\1\0\0\0" + b"\xff",
         ):
@@ -697,18 +697,17 @@ def test_mistakes(alone):
     sender.forget(0)
     assert (sender.versions, sender.publish()) == ({}, 1)
     receiver._send = lambda rank, message: sender.receive(message)
-    receiver.poll()  # is told that nobody knows it, and asks anew
+    receiver.poll()  # learns that it is unknown, and asks again
     hello = sent[-1]
     assert repr(receiver) == "Receiver(0, version=0; rank 0 has not answered)"
     receiver.poll()
-    receiver.receive(hello)  # late
+    receiver.receive(hello)  # a late message
     assert (sender.versions, receiver.apply().version, sender.versions) == ({0: None}, 1, {0: 1})
 
 
 def test_a_receiver_that_never_had_all_cells_of_one_version_catches_up(alone):
-    """Nothing is kept, each second message is lost, and versions come as fast as it asks: then for once it is kept. Not more
-    than cells have, where all is lost.
-    """
+    """There is no history, every second message is lost, and versions come as fast as it asks. Then the sender keeps history
+    once, but no more bytes than the cells have if everything is lost."""
     model = fully_shard(nn.Linear(100, 100, bias=False))
     draws, most, applied, step = random.Random(0), 0, list[int](), 0
     with small_messages():
