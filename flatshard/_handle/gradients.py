@@ -211,7 +211,7 @@ class FlatGradients:
         others = [None if choice is own else choice for choice in choices]
         self.reduce_dtype = options.reduce_dtype or promoted([other or unset for other in others])  # of the sums
         self._takes_any = options.reduce_dtype is None and None in choices
-        arriving = [promoted((computed, other or computed)) for other in others]
+        arriving = [computed if other is None else promoted((computed, other)) for other in others]
         # Gradients that arrive in any dtype, or were added up before, may not fit into a narrower one.
         known = None not in choices and not any(w is not None and w.adds_gradients for w in flat.wrappings)
         self._sent_dtype = exactly_sent_as(promoted(arriving), self.reduce_dtype) if known else self.reduce_dtype
