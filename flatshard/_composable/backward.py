@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch.autograd import Variable
@@ -31,13 +31,14 @@ from flatshard._errors import name_list
 from flatshard._handle.lifetime import BY_NONE, ParamState
 from flatshard._handle.registrations import SHARDED
 
+_referent: Any = weakref.ref.__call__
 # Whether the running graph task retains the graph. Private API, as there is no public way.
 _keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
 
 
 def _may_come(unit: Unit) -> bool:
     """Return whether gradients of ``unit`` may still come, in the running graph task or one around it."""
-    now = unit.backward
+    now = unit.backward_slot.now
     return (now is not None and now.state in (AWAITING, IDLE)) or unit.expected_gradients() > 0
 
 
@@ -50,7 +51,7 @@ def _may_come_first(unit: Unit) -> bool:
     """Whether the backward may yet reach a unit that is to be reduced before ``unit``: inside it, or between two forwards."""
     if any(u.turn > unit.turn and not u.is_reached for u in units_below(unit.module)):
         return True
-    record = None if unit.backward is None else unit.backward.last_forward
+    record = None if unit.backward_slot.now is None else unit.backward_slot.now.last_forward
     while record is not None:
         if record.unit.turn > unit.turn and not record.unit.is_reached:
             return True
@@ -259,7 +260,7 @@ class Backward:
     @property
     def has_failed(self) -> bool:
         """Whether a graph task failed with an exception. The watch's thread asks, too."""
-        return any(callback() is None for callback in [*self._tasks.values()])
+        return None in [*map(_referent, [*self._tasks.values()])]
 
     def _on_death(self, callback: object) -> None:
         """The engine dropped a graph task, perhaps after an exception. Then register the user's parameters, which
@@ -292,17 +293,17 @@ class Backward:
 
 def _completes_in(unit: Unit, task: int) -> bool:
     """Return whether graph task ``task`` completes ``unit``."""
-    return (now := unit.backward) is not None and now.task == task
+    return (now := unit.backward_slot.now) is not None and now.task == task
 
 
 def is_finished(unit: Unit) -> bool:
     """Return whether ``unit`` has all its gradients from the running graph task."""
-    return (now := unit.backward) is not None and now.finished_in == current_graph_task()
+    return (now := unit.backward_slot.now) is not None and now.finished_in == current_graph_task()
 
 
 def has_left_first(unit: Unit) -> bool:
     """Return whether backward has reached forwards of ``unit``, and left all of them, the first one in its pass too."""
-    if (now := unit.backward) is None or now.open_forwards:
+    if (now := unit.backward_slot.now) is None or now.open_forwards:
         return False
     before = None if now.last_forward is None else now.last_forward.previous
     while before is not None and before.unit is not unit:
@@ -314,7 +315,7 @@ def gather(unit: Unit) -> None:
     """Gather a unit for the current backward, and the units that it needs."""
     context = unit.context
     for needed in unit.needs:
-        if needed.backward is None:
+        if needed.backward_slot.now is None:
             Backward.of(unit).touch(needed)
         if needed.handle.lifetime.params is ParamState.SHARDED:
             needed.handle.unshard(context.pass_id, again=True)
@@ -345,7 +346,7 @@ def prefetches_before(unit: Unit) -> bool:
 
 def prefetch_after(unit: Unit) -> None:
     """Called when this unit's backward has computed."""
-    if (now := unit.backward) is not None and now.last_forward is not None:
+    if (now := unit.backward_slot.now) is not None and now.last_forward is not None:
         prefetch(now.last_forward)
 
 
@@ -353,9 +354,9 @@ def prefetch(record: ForwardRecord) -> None:
     """Gather the unit that comes after that of ``record`` in backward, or the units that the user chose instead."""
     task = current_graph_task()
     for unit in _next(record):
-        if unit.backward is None or unit.backward.finished_in != task:
+        if unit.backward_slot.now is None or unit.backward_slot.now.finished_in != task:
             for needed in unit.needs:
-                if needed.backward is None:
+                if needed.backward_slot.now is None:
                     Backward.of(unit).touch(needed)
             unit.context.prefetch(unit, record.unit.config.prefetch_limit_bytes)
 

@@ -208,7 +208,7 @@ class UnitHooks:
             for needed, claim in forward.claims:
                 if in_backward or len(needed.claims) == 1 or not needed.claims.show_copies:
                     self._gather(needed, claim, grad, in_backward)
-        if in_backward and (now := unit.backward) is not None and now.last_forward is not None:
+        if in_backward and (now := unit.backward_slot.now) is not None and now.last_forward is not None:
             gather_last_inside(now.last_forward)
         if not in_backward:
             following = context.order.advance(module)
@@ -310,7 +310,7 @@ class UnitHooks:
                 needed.show()
             else:
                 needed.handle.write_back_if_changed()
-                state = None if (now := needed.backward) is None else now.state
+                state = None if (now := needed.backward_slot.now) is None else now.state
                 # If its gradients are still awaited, this was a recomputation.
                 if not (state in (AWAITING, IDLE) or (in_backward and state is COMPLETE_EARLY)):
                     needed.handle.registrations.show(SHARDED)
@@ -389,7 +389,7 @@ class UnitHooks:
                 needed.handle.wait()  # another output of it, perhaps on another stream
             return
         # Otherwise a forward that used only frozen parameters may come after all gradients, and needs their values.
-        now = unit.backward
+        now = unit.backward_slot.now
         if now is not None and now.state is COMPLETE and now.finished_in == task and unit.is_done_with_gradients:
             return
         context, backward = unit.context, Backward.of(unit)
@@ -414,7 +414,9 @@ class UnitHooks:
                 "run forward again after it"
             )
         # Where the input of a reduction is to be freed first, `finish_previous` gathers. [Note: Reductions in flight]
-        if prefetches_before(unit) and not (context.reductions.frees and backward.touch(unit).finish_at > 1):
+        now = unit.backward_slot.now
+        frees = now is not None and now.finish_at > 1 and context.reductions.frees
+        if not frees and prefetches_before(unit):
             prefetch(record)
 
     def receive_gradient(self, group: int, index: int, task: int) -> int | None:
@@ -426,7 +428,7 @@ class UnitHooks:
         unit = self.unit
         if not unit.handle.flats[group].requires_grad[index]:
             return None  # frozen since its forward: there is no gradient, and none was expected
-        if unit.backward is None or task not in unit.backward.expected:
+        if unit.backward_slot.now is None or task not in unit.backward_slot.now.expected:
             Backward.of(unit).begin(unit)
         return task if unit.handle.gradients.receive(group, index) else -1
 
@@ -438,7 +440,7 @@ class UnitHooks:
 
     def complete(self) -> None:
         """Free the unit and start its reduction: all its gradients have come."""
-        unit, backward, now = self.unit, self.unit.context.backward, self.unit.backward
+        unit, backward, now = self.unit, self.unit.context.backward, self.unit.backward_slot.now
         assert isinstance(backward, Backward)
         assert now is not None
         # If it was not called: all ranks gather the next unit before they reduce this one.
@@ -456,7 +458,7 @@ class UnitHooks:
 
     def post_backward(self) -> None:
         """Called when backward leaves one forward of the unit through its inputs. [Note: Freeing in backward]"""
-        unit, now = self.unit, self.unit.backward
+        unit, now = self.unit, self.unit.backward_slot.now
         is_over = not ((now is not None and now.pending) or unit.comes_again())
         if Backward.post_backward(unit) and (is_over or not unit.handle.gradients.accumulators.are_all):
             backward = unit.context.backward

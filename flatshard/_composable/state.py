@@ -41,7 +41,7 @@ from flatshard._composable.exec_order import ForwardOrder
 from flatshard._composable.module_tree import ModuleTree, called_modules, copy_with_attributes
 from flatshard._composable.outputs import Copied, next_node
 from flatshard._composable.reduction_queue import ReductionQueue
-from flatshard._composable.unit_backward import AWAITING, COMPLETE, BackwardSlot, UnitBackward, Way, how_many_run
+from flatshard._composable.unit_backward import AWAITING, COMPLETE, BackwardSlot, Way, how_many_run
 from flatshard._composable.unit_backward import current_graph_task as current_graph_task
 from flatshard._composable.unit_config import UnitConfig
 from flatshard._handle.handle import FlatParamHandle
@@ -149,11 +149,6 @@ class Unit:
                 unclaimed = claim.shows
                 break
         self.handle.registrations.show(unclaimed)
-
-    @property
-    def backward(self) -> UnitBackward[ForwardRecord] | None:
-        """The unit's record in the running backward, or None if no backward has gathered or reached it."""
-        return self.backward_slot.now
 
     @property
     def is_reached(self) -> bool:
