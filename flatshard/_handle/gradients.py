@@ -280,7 +280,7 @@ class FlatGradients:
         Raises:
             RuntimeError: the gradient is sparse, or has a graph of its own.
         """
-        if self._is_waiting:
+        if self._waits_for_all and self._filled is None:  # `_is_waiting`, without a call for each gradient
             return True
         compute = self.flat.unsharded.params[index]
         if compute.grad is not None:
