@@ -98,7 +98,8 @@ class BuiltinCollectives(Collectives):
 
     def place_now(self) -> tuple[int, int]:
         """Return this process's current rank in the group, and the group's current size: see ``GroupMonitor``."""
-        return self.group.rank(), self.group.size()
+        group = self.group
+        return group.rank(), group.size()
 
     @property
     def group(self) -> dist.ProcessGroup:

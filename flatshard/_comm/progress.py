@@ -163,6 +163,11 @@ class Progress:
         return issued
 
 
+def make_label(progress: Progress | None, unit: str, identity: str) -> Label:
+    """Make the label of a new handle. ``progress``: None if there is no other process."""
+    return Label(unit, identity=identity) if progress is None else progress.make_label(unit, identity)
+
+
 class Here:
     """The collectives that this process calls and waits for now, on any process group."""
 

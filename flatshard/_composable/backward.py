@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch.autograd import Variable
@@ -31,6 +31,7 @@ from flatshard._errors import name_list
 from flatshard._handle.lifetime import BY_NONE, ParamState
 from flatshard._handle.registrations import SHARDED
 
+_referent: Any = weakref.ref.__call__
 # Whether the running graph task retains the graph. Private API, as there is no public way.
 _keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
 
@@ -265,7 +266,7 @@ class Backward:
     @property
     def has_failed(self) -> bool:
         """Whether a graph task failed with an exception. The watch's thread asks, too."""
-        return any(callback() is None for callback in [*self._tasks.values()])
+        return None in [*map(_referent, [*self._tasks.values()])]
 
     def _on_death(self, callback: object) -> None:
         """Register the user's parameters, which ``zero_grad`` needs, if the engine dropped a graph task after an exception.

@@ -414,7 +414,7 @@ class UnitHooks:
                 "run forward again after it"
             )
         # `finish_previous` gathers instead if the input of a reduction is to be freed first. [Note: Reductions in flight]
-        if prefetches_before(unit) and not (context.reductions.frees and now.finish_at > 1):
+        if not (now.finish_at > 1 and context.reductions.frees) and prefetches_before(unit):
             prefetch(record)
 
     def receive_gradient(self, group: int, index: int, task: int) -> int | None:

@@ -39,7 +39,7 @@ from flatshard._handle.planned import FlatOptions, Kind
 from flatshard._handle.tensors.aggregate import plainly
 from flatshard._handle.tensors.changes import changes
 from flatshard._handle.tensors.flat_member import FlatGrad, FlatMember
-from flatshard._handle.tensors.shard_info import ShardInfo, in_memory_order
+from flatshard._handle.tensors.shard_info import ShardInfo, elements_of, in_memory_order
 from flatshard._handle.tensors.sharded_gradient import plain_grad
 from flatshard._handle.tensors.sharded_parameter import Filling, ShardedParameter
 from flatshard._handle.unit_ranks import UnitRanks
@@ -61,13 +61,13 @@ class InitialValues:
 
     @classmethod
     def sample(cls, full: Iterable[torch.Tensor], infos: Sequence[ParamInfo]) -> torch.Tensor | None:
-        """Return some elements of each full parameter, or None on meta."""
+        """Return some elements of each full parameter, or None on meta. ``full``: the parameters' elements, 1-D."""
         found = []
-        for info, param in zip(infos, full, strict=True):
-            if param.is_meta:
+        for info, elements in zip(infos, full, strict=True):
+            if elements.is_meta:
                 return None
-            elements = in_memory_order(param, info.stride)[:: max(1, info.numel // cls.MAX_SAMPLES)][: cls.MAX_SAMPLES]
-            found.append((torch.view_as_real(elements).flatten() if elements.is_complex() else elements).double())
+            some = elements[:: max(1, info.numel // cls.MAX_SAMPLES)][: cls.MAX_SAMPLES]
+            found.append((torch.view_as_real(some).flatten() if some.is_complex() else some).double())
         return torch.cat(found)
 
     def _count_changes(self) -> int:
@@ -115,15 +115,14 @@ class FlatParam:
         self.is_whole = ranks.is_whole
         self.slices = layout.shard_slices(ranks.rank)
         self.wrappings = tuple(map(wrapping_of, params))  # None for a plain parameter
-        samples = InitialValues.sample(self._unwrapped(params), layout.params) if shard is None else None
+        samples = InitialValues.sample(self._elements(params), layout.params) if shard is None else None
         self.shard = self.cut(params) if shard is None else self.shard_for(self.layout).copy_(shard)
         self.unsharded = self._make_buffer(params)
         self.is_watched = False  # see `watch`
         self.filling: Filling | None = None
         self.flat_grad: FlatGrad | None = None  # set by `use_shard_param`
         self.params = cast(tuple[ShardedParameter, ...], tuple(params))  # `_adopt` changes their class
-        for index, param in enumerate(params):
-            self._adopt(index, param)
+        self._adopt_params()
         # The `requires_grad` of each parameter when the unsharded parameters were last synchronised with it.
         self.requires_grad = [p.requires_grad for p in params]
         self.synced_at = -1  # `changes.count` at that time
@@ -158,16 +157,16 @@ class FlatParam:
     def cut(self, full: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return this rank's shard of full parameters, on any device: a new tensor like ``shard``."""
         shard = self.shard_for(self.layout)
-        for info, part, plain in zip(self.layout.params, self.slices, self._unwrapped(full), strict=True):
-            if part.numel:
-                elements = in_memory_order(plain, info.stride)
-                shard[part.start : part.stop].copy_(elements[part.offset : part.offset + part.numel])
+        here = [index for index, part in enumerate(self.slices) if part.numel]
+        for index, elements in zip(here, self._elements(full, here), strict=True):
+            part = self.slices[index]
+            shard[part.start : part.stop].copy_(elements[part.offset : part.offset + part.numel])
         return shard
 
-    def _unwrapped(self, full: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
-        """Yield the plain tensor inside each full parameter."""
-        for param, wrapping in zip(full, self.wrappings, strict=True):
-            yield param.detach() if wrapping is None else wrapping.unwrap(param)
+    def _elements(self, full: Sequence[torch.Tensor], indices: Iterable[int] | None = None) -> Iterator[torch.Tensor]:
+        """Yield the elements of each full parameter, or of those at ``indices``, in memory order."""
+        each = range(len(full)) if indices is None else indices
+        return elements_of([(full[i], self.wrappings[i], self.layout.params[i].stride) for i in each])
 
     def part_view(self, index: int) -> torch.Tensor:
         """Return parameter ``index``'s slice of the shard, in the shape of the user's parameter."""
@@ -181,30 +180,46 @@ class FlatParam:
             return part.as_strided(info.shape, info.stride)
         return part.as_strided(info.shape_of(self.slices[index]), info.stride) if info.by_rows else part
 
-    def _adopt(self, index: int, param: nn.Parameter) -> None:
-        info, part, wrapping = self.layout.params[index], self.slices[index], self.wrappings[index]
-        grad, param.grad = param.grad, None
-        param.data = self.part_view(index)
-        end = part.offset + part.numel
-        runtime = self.ranks.norms
-        if wrapping is not None:
-            in_parts = self.ranks.shards if isinstance(wrapping, TensorParallel) else runtime
-            runtime = wrapping.norm_runtime(in_parts, self.kind.compute_device)
-        world = self.layout.world_size
+    def _adopt_params(self) -> None:
+        """Make each of ``params`` a sharded parameter: its slice of the shard, described by a ``ShardInfo``."""
+        views = [self.part_view(index) for index in range(len(self.params))]
+        infos = self._shard_infos()
+        grads: list[torch.Tensor | None] = []
+        for param, view, info in zip(self.params, views, infos, strict=True):
+            grad, param.grad = param.grad, None
+            param.data = view
+            if grad is not None:  # a backward ran before sharding: keep its result, sharded like the parameter
+                grad = in_memory_order(grad.detach(), info.stride)[info.start : info.stop].clone()
+            grads.append(grad)
+        ShardedParameter.adopt_all(self.params, infos, self)
+        for index, (param, info, grad) in enumerate(zip(self.params, infos, grads, strict=True)):
+            self._describe(param, self.unsharded.params[index], info)
+            if grad is not None:
+                param.grad = self.shaped(index, grad)
+
+    def _shard_infos(self) -> list[ShardInfo]:
+        """Return a description of this rank's slice of each parameter."""
+        layout, ranks = self.layout, self.ranks
+        holders = [layout.holders(index) for index in range(len(layout.params))]
         beside = next((w for w in self.wrappings if isinstance(w, TensorParallel)), None)
-        copied = is_copy(wrapping if isinstance(wrapping, TensorParallel) else None, beside)
-        holders = self.layout.holders(index)
-        owner = None if len(holders) > 1 else holders[0] if holders else 0
-        never_cut = info.by_rows and info.block >= info.numel and wrapping is None
-        shard_info = ShardInfo(
-            info.fqn, info.shape, info.stride, part.offset, end, world, info.by_rows, owner, runtime, self.ranks.average_now,
-            wrapping, copied, never_cut=never_cut,
-        )  # fmt: skip
-        adopted = ShardedParameter.adopt(param, shard_info, self)
-        self._describe(adopted, self.unsharded.params[index], shard_info)
-        if grad is not None:  # a backward ran before sharding: keep its result, sharded like the parameter
-            mine = in_memory_order(grad.detach(), info.stride)[part.offset : end].clone()
-            adopted.grad = self.shaped(index, mine)
+        infos = []
+        for info, part, wrapping, held_by in zip(layout.params, self.slices, self.wrappings, holders, strict=True):
+            runtime, copied = ranks.norms, False
+            parallel = wrapping if isinstance(wrapping, TensorParallel) else None
+            if wrapping is not None:
+                in_parts = runtime if parallel is None else ranks.shards
+                runtime = wrapping.norm_runtime(in_parts, self.kind.compute_device)
+            if beside is not None:
+                copied = is_copy(parallel, beside)
+            end = part.offset + part.numel
+            owner = None if len(held_by) > 1 else held_by[0] if held_by else 0
+            never_cut = info.by_rows and info.block >= info.numel and wrapping is None
+            shard_info = ShardInfo(
+                info.fqn, info.shape, info.stride, part.offset, end, layout.world_size, info.by_rows, owner, runtime,
+                ranks.average_now, wrapping, copied, never_cut=never_cut,
+            )  # fmt: skip
+            infos.append(shard_info)
+        return infos
 
     @staticmethod
     def _describe(param: ShardedParameter, compute: nn.Parameter, info: ShardInfo) -> None:
@@ -341,8 +356,7 @@ class FlatParam:
         self.slices = layout.shard_slices(ranks.rank)
         self.shard = shard
         self.unsharded.move(layout, ranks, self.kind, shard)
-        for index, param in enumerate(self.params):
-            self._adopt(index, param)
+        self._adopt_params()
         self.initial_values = InitialValues(None, self.params)  # the values are those of other ranks
 
     def watch(self) -> None:

@@ -92,10 +92,10 @@ class ReductionInput:
     With ``NO_SHARD`` the memory is new each time: it is all-reduced in place and becomes the gradients.
     """
 
-    def __init__(self, flat: FlatParam, dtype: torch.dtype) -> None:
-        """Prepare an input for ``flat``. ``dtype``: its usual dtype."""
+    def __init__(self, flat: FlatParam, dtype: torch.dtype, numel: int) -> None:
+        """Prepare an input of ``numel`` elements for ``flat``. ``dtype``: its usual dtype."""
         self._layout, self._pool = flat.layout, flat.ranks.pool
-        self._numel, self._device = flat.layout.padded_numel, flat.kind.compute_device
+        self._numel, self._device = numel, flat.kind.compute_device
         self._becomes_grads = flat.is_whole
         self._buffer: FlatBuffer | None = None  # in use
         self._known: dict[FlatBuffer, _Views] = {}  # the buffers used so far, with their views
@@ -188,10 +188,11 @@ class FlatGradients:
         flat = self.flat
         self._kind = flat.kind
         self._choose_dtypes()
-        dtype = self.reduce_dtype
+        dtype, numel = self.reduce_dtype, flat.layout.padded_numel
+        self._is_small = numel * dtype.itemsize < SMALL
         to_reduce = flat.ranks.size > 1 or flat.flat_grad is not None or flat.kind.is_offloaded
-        self._input = ReductionInput(flat, dtype) if to_reduce else None  # None: each gradient becomes `.grad` at once
-        self._is_small = flat.layout.padded_numel * dtype.itemsize < SMALL
+        # None: each gradient becomes `.grad` at once.
+        self._input = ReductionInput(flat, dtype, numel) if to_reduce else None
         self._waits_for_all = to_reduce and (self._is_small or not flat.is_whole)
         # Whether each parameter has a gradient in the input (without an input: in `.grad`), or None if none has one.
         self._filled: list[bool] | None = None
@@ -211,7 +212,7 @@ class FlatGradients:
         others = [None if choice is own else choice for choice in choices]
         self.reduce_dtype = options.reduce_dtype or promoted([other or unset for other in others])  # of the sums
         self._takes_any = options.reduce_dtype is None and None in choices
-        arriving = [promoted((computed, other or computed)) for other in others]
+        arriving = [computed if other is None else promoted((computed, other)) for other in others]
         # Gradients that arrive in any dtype, or were added up before, may not fit into a narrower one.
         known = None not in choices and not any(w is not None and w.adds_gradients for w in flat.wrappings)
         self._sent_dtype = exactly_sent_as(promoted(arriving), self.reduce_dtype) if known else self.reduce_dtype
@@ -279,7 +280,7 @@ class FlatGradients:
         Raises:
             RuntimeError: the gradient is sparse, or has a graph of its own.
         """
-        if self._is_waiting:
+        if self._waits_for_all and self._filled is None:  # `_is_waiting`, without a call for each gradient
             return True
         compute = self.flat.unsharded.params[index]
         if compute.grad is not None:

@@ -94,8 +94,8 @@ class FlatParamHandle:
         result = cls(list(all_ranks.values()))
         for planned in flats:
             params, options = [p.param for p in planned.params], planned.options
-            kind = Kind.of(params[0].dtype, params[0].device, options, result.runtime)
-            flat = FlatParam.class_for(options)(planned.layout, options, params, kind, all_ranks[planned.groups])
+            ranks, kind = all_ranks[planned.groups], Kind.of(params[0].dtype, params[0].device, options, result.runtime)
+            flat = FlatParam.class_for(options)(planned.layout, options, params, kind, ranks)
             result._add(flat)
             for owned, compute in zip(planned.params, flat.unsharded.params, strict=True):
                 for module, name in owned.registrations:
@@ -140,7 +140,7 @@ class FlatParamHandle:
         """Collect facts of ``flats`` that every step reads. Called again if their kinds have changed."""
         self._kinds = [b.kind for b in self.flats]
         self.on_meta = [b for b in self.flats if b.is_on_meta]  # have no memory yet. [Note: Filled later]
-        self._sharded = [b for b in self.flats if not b.unsharded.is_alias and b.layout.padded_numel]
+        self._sharded = [b for b in self.flats if not b.unsharded.is_alias and b.layout.shard_numel]
         self._params = [p for b in self.flats for p in b.params]
         shard_params = [b.flat_grad.param for b in self.flats if b.flat_grad is not None]
         self._counted = [*self._params, *shard_params]  # an optimizer that steps the latter changes their versions only

@@ -16,7 +16,7 @@ from flatshard._errors import CollectiveError, OutOfStepError
 from flatshard._handle.flat_param import FlatParam
 from flatshard._handle.gradients import FlatGradients
 from flatshard._handle.lifetime import WITHHELD, GradState, Lifetime
-from flatshard._handle.tensors.direct import watch
+from flatshard._handle.tensors.direct import watch_all
 from flatshard._handle.unit_ranks import UnitRanks
 from flatshard._runtime import Runtime
 
@@ -179,18 +179,19 @@ class UnitGradients:
     def find_accumulators(self) -> None:
         """Find the AccumulateGrad nodes again: unsharded parameters were made, frozen or unfrozen."""
         flats = [grads.flat for grads in self.flats]
+        params = [p for b in flats for p in b.params]
         leaves = [c for b in flats for c in b.unsharded.params if c.requires_grad]
         with torch.inference_mode(False):
             nodes = [get_gradient_edge(leaf).node for leaf in leaves]
             # Drop the old ones first: a node that lives on would check gradients by the shape that it was made for.
             self._watched: list[Any] = []
-            self._watched = [watch(p) for b in flats for p in b.params if p.requires_grad]
+            self._watched = watch_all([p for p in params if p.requires_grad])
         now, streams = self._ranks.runtime.current_stream, frozenset[Any]()
         if now is not None:
             notes: list[Any] = [node.metadata for node in nodes]
             # A live graph may keep nodes of another stream alive.
             streams = frozenset([note.setdefault("flatshard stream", now) for note in notes])
-        self.accumulators = Accumulators(nodes, streams, len(nodes) == sum([len(b.params) for b in flats]))
+        self.accumulators = Accumulators(nodes, streams, len(nodes) == len(params))
 
     # -- reducing -----------------------------------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from flatshard._comm.progress import Label, digest
+from flatshard._comm.progress import Label, Progress, digest, make_label
 from flatshard._comm.rank_group import RankGroup
 from flatshard._config import Placement
 from flatshard._handle.planned import Groups, PlannedFlat
@@ -88,14 +88,14 @@ class UnitRanks:
         assert runtime is not None
         norms = None if unit is None else ExpertRanks.within(runtime, unit.runtime)
         shards, replicas = (None if each is None or each.world_size == 1 else each for each in (shards, replicas))
-        label = _make_label(fqn, _identity(flats), runtime, replicas)
         size = math.prod([each.world_size for each in (shards, replicas) if each is not None])
         averaging = Averaging(size) if unit is None else unit.averaging
+        label = make_label(_progress(runtime, replicas), fqn, digest(_identity(flats)))
         return cls(runtime, shards, replicas, norms or shards, pool, size, label, averaging)
 
     def copied(self, averaging: Averaging) -> UnitRanks:
         """Return the ranks for a copy of the unit, which has ``averaging``."""
-        label = _make_label(self.label.unit, self.label.identity, self.runtime, self.replicas)
+        label = make_label(_progress(self.runtime, self.replicas), self.label.unit, self.label.identity)
         return replace(self, label=label, averaging=averaging)
 
     @property
@@ -151,12 +151,11 @@ class UnitRanks:
         return self.rank == 0 and self.is_first_replica
 
 
-def _identity(flats: Sequence[PlannedFlat]) -> str:
+def _identity(flats: Sequence[PlannedFlat]) -> list[object]:
     shapes = [(p.fqn, tuple(p.param.shape)) for flat in flats for p in flat.params]
     starts = [(f.layout.shard_numel, [i.start for i in f.layout.params]) for f in flats]
-    return digest([*shapes, starts])
+    return [*shapes, starts]
 
 
-def _make_label(fqn: str, identity: str, runtime: Runtime, replicas: Runtime | None) -> Label:
-    progress = runtime.progress or (replicas and replicas.progress)
-    return progress.make_label(fqn, identity) if progress else Label(fqn, identity=identity)
+def _progress(runtime: Runtime, replicas: Runtime | None) -> Progress | None:
+    return runtime.progress or (None if replicas is None else replicas.progress)

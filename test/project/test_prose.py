@@ -2,7 +2,23 @@
 
 import prose
 
-LIMITS: dict[str, tuple[int, ...]] = {}
+LIMITS: dict[str, tuple[int, ...]] = {
+    "benchmarks": (0, 0, 0, 9),
+    "flatshard/debug": (0, 0, 0, 2),
+    "flatshard/planning": (0, 0, 0, 7),
+    "test": (0, 0, 0, 2),
+    "test/accelerator": (0, 0, 0, 4),
+    "test/checkpoint": (0, 0, 0, 4),
+    "test/comm": (0, 0, 0, 2),
+    "test/core": (0, 0, 0, 1),
+    "test/debug": (0, 0, 0, 1),
+    "test/elastic": (0, 0, 0, 1),
+    "test/features": (0, 0, 0, 1),
+    "test/fuzz": (0, 0, 0, 6),
+    "test/integrations": (0, 0, 0, 2),
+    "test/optim": (0, 0, 0, 2),
+    "test/together": (0, 0, 0, 2),
+}
 """Most places of each of ``prose.KINDS``. A folder that is not here has none. These numbers only go down."""
 
 

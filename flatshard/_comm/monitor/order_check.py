@@ -60,12 +60,12 @@ class OrderCheck:
         name = unit if len(unit) <= _NAME else f"...{unit[-_NAME:]}"
         line = f"{issued.verb} of {name or '<root>'!r}{' for backward' if issued.again else ''}"
         self._recent = [*self._recent[-3:], line]
-        flats = [flat[:2] for flat in flats_of(issued.label)]
-        summary = f"{line} {issued.label.identity} {flats}"
+        flats, start = flats_of(issued.label), start_of(issued.label)
+        summary = f"{line} {issued.label.identity} {[flat[:2] for flat in flats]}"
         ahead = hashlib.blake2b(self._hashes[kind] + summary.encode(), digest_size=_HASH).digest()
         self._hashes[kind] = ahead
         text = "; ".join(self._recent).encode()[-_TEXT:]
-        content = (ahead + start_of(issued.label) + text).ljust(_BYTES, b"\0")
+        content = (ahead + start + text).ljust(_BYTES, b"\0")
         message = torch.tensor(list(content), dtype=torch.uint8, device="cpu")
         collectives = self._collectives
         rank, size = collectives.rank, collectives.size

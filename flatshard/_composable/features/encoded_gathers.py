@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from flatshard._comm.collectives import Pending
-from flatshard._comm.progress import Label
+from flatshard._comm.progress import make_label
 from flatshard._composable.extensions import Extension
 from flatshard._composable.find import units_below
 from flatshard._composable.state import Unit
@@ -162,8 +162,7 @@ class Scales:
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
         self._flats: list[EncodedFlatParam] = []
-        progress, name = runtime.progress, "<scales of encoded parameters>"
-        self._label = Label(name) if progress is None else progress.make_label(name, "")
+        self._label = make_label(runtime.progress, "<scales of encoded parameters>", "")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Scales:
         """Return an empty set of scales, which the copied flat parameters join."""

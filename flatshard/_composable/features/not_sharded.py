@@ -79,6 +79,7 @@ def added_later(module: nn.Module) -> Iterator[tuple[Unit, str, nn.Parameter]]:
 def _plain(module: nn.Module) -> Iterator[Registration]:
     stack: list[tuple[str, nn.Module, Unit | None]] = [("", module, None)]
     seen: set[nn.Module] = set()
+    in_units: list[tuple[Unit, str, nn.Module]] = []
     while stack:
         prefix, at, unit = stack.pop()
         if at in seen:
@@ -86,10 +87,13 @@ def _plain(module: nn.Module) -> Iterator[Registration]:
         seen.add(at)
         unit = at.__dict__.get(UNIT_KEY, unit)
         if unit is not None:
-            for name, param in at._parameters.items():
-                if param is not None and shard_info(param) is None:
-                    yield unit, f"{prefix}{name}", at, name, param
+            in_units.append((unit, prefix, at))
         stack += [(f"{prefix}{name}.", child, unit) for name, child in at._modules.items() if child is not None]
+    params = [at._parameters.items() for _, _, at in in_units]
+    for (unit, prefix, at), of_module in zip(in_units, params, strict=True):
+        for name, param in of_module:
+            if param is not None and shard_info(param) is None:
+                yield unit, f"{prefix}{name}", at, name, param
 
 
 class LateTies(Extension):

@@ -17,28 +17,36 @@ from __future__ import annotations
 
 import functools
 import weakref
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.graph import Node, get_gradient_edge
+from torch.autograd.graph import Node
 
 from flatshard._handle.tensors.aggregate import plainly
 from flatshard._handle.tensors.grad_dtype import hand_on
 
+_view_as: Any = torch.Tensor.view_as
 _WATCHED = "flatshard watches"
 """A note in the metadata of a node."""
 
 
-def watch(param: nn.Parameter) -> Node:
-    """Check gradients that reach sharded ``param`` itself, as long as the returned node is kept."""
-    with torch.inference_mode(False), plainly():
-        node = get_gradient_edge(param).node
-    notes: Any = node.metadata
-    if _WATCHED not in notes:
-        notes[_WATCHED] = True
-        node.register_prehook(functools.partial(_take, weakref.ref(param)))
-    return node
+def watch_all(params: Iterable[nn.Parameter]) -> list[Node]:
+    """Check gradients that reach sharded ``params`` themselves, as long as the returned nodes are kept.
+
+    All of them require grad.
+    """
+    nodes = []
+    with torch.inference_mode(False), torch.enable_grad(), plainly():
+        for param in params:
+            # The plain method, not that of the table. `get_gradient_edge` calls the latter.
+            node: Any = _view_as(param, param).grad_fn.next_functions[0][0]
+            if _WATCHED not in (notes := node.metadata):
+                notes[_WATCHED] = True
+                node.register_prehook(functools.partial(_take, weakref.ref(param)))
+            nodes.append(node)
+    return nodes
 
 
 def _take(of: weakref.ref[Any], grads: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -124,3 +124,11 @@ def in_memory_order(tensor: torch.Tensor, stride: tuple[int, ...]) -> torch.Tens
             dense = torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device)
             tensor = dense.copy_(tensor)
         return tensor.as_strided((tensor.numel(),), (1,))
+
+
+def elements_of(
+    full: Iterable[tuple[torch.Tensor, Wrapping | None, tuple[int, ...]]],
+) -> Iterator[torch.Tensor]:
+    """Yield the elements of each full tensor, in memory order. ``full``: the tensors, with their wrappings and strides."""
+    for tensor, wrapping, stride in full:
+        yield in_memory_order(tensor.detach() if wrapping is None else wrapping.unwrap(tensor), stride)

@@ -56,6 +56,7 @@ _foreach_utils._foreach_supported_types.append(ShardedGradient)
 
 plain_grad: Any = torch.Tensor.grad
 """The attribute of a plain parameter: a descriptor in C."""
+_plain_shape: Any = torch.Tensor.shape
 
 
 def mark(grad: torch.Tensor, info: ShardInfo) -> None:
@@ -115,12 +116,12 @@ class GradSlices:
         rows = [(index, layout.params[index]) for index, _ in self._pieces if layout.params[index].by_rows]
         self._by_rows = [(index, info.shape_of(slices[index]), info.stride) for index, info in rows]
         # Slices without elements are made once.
-        of_each = zip(params, itertools.cycle(dtypes))
-        self._empties = [
-            torch.empty(p.shape if not p.numel() else (0,), dtype=dtype, device=device) for p, dtype in of_each
-        ]
-        for empty, info in zip(self._empties, infos, strict=True):
-            mark(empty, info)
+        shapes = [(0,) if p.numel() else _plain_shape.__get__(p) for p in params]
+        of_each = zip(shapes, itertools.cycle(dtypes))
+        self._empties = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in of_each]
+        of_ranks = [index for index, info in enumerate(infos) if info.runtime is not None and info.numel]  # see `mark`
+        empties = [self._empties[index] for index in of_ranks]
+        retype(empties, ShardedGradient, "_flatshard_info", [infos[index] for index in of_ranks])
 
     def cut(self, shard: torch.Tensor) -> list[torch.Tensor]:
         """Return the gradient of each parameter in ``shard``, as it is stored in ``.grad``."""

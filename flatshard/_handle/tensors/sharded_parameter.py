@@ -353,6 +353,12 @@ class ShardedParameter(nn.Parameter):
         param._share_hooks()
         return param
 
+    @classmethod
+    def adopt_all(cls, params: Iterable[nn.Parameter], infos: Iterable[ShardInfo], flat: OwnFlatParam) -> None:
+        """Turn each of ``params`` into a sharded parameter, described by its one of ``infos``. Internal."""
+        for param, info in zip(params, infos, strict=True):
+            cls.adopt(param, info, flat)
+
 
 sharded_types: set[type] = {ShardedParameter}
 """The exact classes of sharded parameters."""
