@@ -13,11 +13,11 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 
 LIMITS: dict[str, tuple[int, int, int]] = {
-    "construct": (1698, 75, 695),
-    "forward": (351, 24, 219),
-    "forward, a unit": (95, 22, 58),
-    "backward": (733, 25, 371),
-    "backward, a unit": (231, 23, 119),
+    "construct": (1599, 72, 466),
+    "forward": (341, 23, 209),
+    "forward, a unit": (92, 21, 55),
+    "backward": (662, 24, 329),
+    "backward, a unit": (212, 22, 103),
     "optimizer": (27, 5, 5),
     "state_dict": (98, 7, 72),
 }
