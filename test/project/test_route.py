@@ -7,11 +7,11 @@ import route
 from on_ranks import ranks
 
 LIMITS: dict[str, tuple[int, int, int]] = {
-    "construct": (2940, 76, 1310),
-    "forward": (360, 25, 243),
-    "forward, a unit": (96, 23, 66),
-    "backward": (736, 29, 429),
-    "backward, a unit": (235, 27, 137),
+    "construct": (1700, 74, 510),
+    "forward": (345, 24, 212),
+    "forward, a unit": (94, 22, 57),
+    "backward": (690, 25, 335),
+    "backward, a unit": (220, 23, 105),
     "optimizer": (27, 5, 5),
     "state_dict": (790, 13, 310),
 }
