@@ -42,7 +42,7 @@ class UserHooksOfUnit(ForwardFeature):
         """Run the post-accumulate-grad hooks of the unit's parameters, then the unit's own hooks."""
         unit = self.unit
         for flat, params in zip(unit.handle.flats, given, strict=True):
-            if flat.shard_param is not None:
+            if flat.flat_grad is not None:
                 _refuse_unreachable(flat)
             if flat.is_watched:
                 for param in params or ():
