@@ -144,6 +144,32 @@ def test_a_module_of_a_group_in_which_nothing_trains(ctx):
         assert {u.state for u in describe(model).units} == {"sharded"}
 
 
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.inner = nn.Parameter(torch.ones(WIDTH)), Block()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(self.scale * x)
+
+
+@ranks(2)
+def test_a_frozen_unit_with_units_inside(ctx):
+    """A rank that skips it gathers the units inside before it asks whether backward comes to it."""
+    plain, tower = Block(), Scaled().requires_grad_(False)
+    model = copy.deepcopy(plain)
+    expected = copy.deepcopy(tower)
+    fully_shard(tower, policy={Block}, process_group=ctx.group)
+    fully_shard(model, process_group=ctx.group)
+    x = torch.ones(2, WIDTH)
+    for _ in range(2):
+        y = model(x)
+        (skip(tower, y) if ctx.rank else tower(y)).sum().backward()
+        y = plain(x)
+        ((expected(y).sum() + y.sum()) / 2).backward()
+        check_same_gradients(model, plain)
+
+
 @ranks(2)
 def test_a_frozen_unit_that_backward_comes_to_now_and_then(ctx):
     """Backward reaches a loss network for generated data, not for real data. The skipped tensors decide on which."""
