@@ -289,3 +289,15 @@ def test_what_summon_full_params_cannot_keep(ctx: Any) -> None:
         for verb in (loss.backward, lambda: flatshard.reduce_gradients(model)):
             with pytest.raises(RuntimeError, match=r"inside summon_full_params\(with_grads=True"):
                 verb()
+
+
+@ranks(2)
+def test_converted_before_an_inference(ctx):
+    """The buffers of gradients are made anew in ``inference_mode``, and used outside of it."""
+    model = fully_shard(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), policy={nn.Linear}, process_group=ctx.group)
+    x = torch.ones(2, 3, dtype=torch.float64)
+    model.double()
+    with torch.inference_mode():
+        model(x)
+    model(x).sum().backward()
+    assert all(p.grad is not None for p in model.parameters())
