@@ -47,7 +47,7 @@ class Works:
         self._describe = describe
 
     def add(self, works: Sequence[Any]) -> None:
-        """Add ``works`` to those that a wait is for."""
+        """Have ``wait`` also wait for ``works``."""
         self._works += works
 
     def wait(self) -> None:

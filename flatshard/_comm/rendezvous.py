@@ -61,7 +61,7 @@ class Rendezvous:
         self._store.set(key, data)  # last: who sees it finds all pieces
 
     def propose(self, key: str, value: Any) -> Any:
-        """Set a key that is not set yet. Return its value: the same on all ranks, whichever proposed first."""
+        """Set a key unless it is set, and return its value: that of the first rank, on all ranks."""
         return self._payloads.decode(self._store.compare_set(self._prefix + key, "", self._payloads.encode(value)))
 
     def peek(self, key: str) -> bytes | None:
@@ -100,7 +100,7 @@ class Rendezvous:
         self._store.delete_key(self._prefix + key)
 
     def has(self, key: str) -> bool:
-        """Whether a key is set."""
+        """Return whether a key is set."""
         return bool(self._store.check([self._prefix + key]))
 
     def missing(self, keys: Iterable[str]) -> list[str]:
@@ -112,9 +112,9 @@ class Rendezvous:
         return any(self._store.check([self._prefix + key for key in keys]) for _ in polls(seconds, longest=0.1))
 
     def add(self, key: str, number: int) -> int:
-        """Add to a counter. Return what it is now."""
+        """Add ``number`` to a counter, and return the new value."""
         return int(self._store.add(self._prefix + key, number))
 
     def count(self, key: str) -> int:
-        """Return what a counter is."""
+        """Return the value of a counter, or 0 if it is not set."""
         return int(self.peek(key) or 0)

@@ -74,5 +74,5 @@ class Claims(list[Claim]):
         return bool(self) and any([claim.by_user and isinstance(claim.shows, dict) for claim in self])
 
     def only(self, claim: Claim) -> bool:
-        """Whether none but ``claim`` relies on the current values."""
+        """Return whether no claim but ``claim`` relies on the current values."""
         return len(self) == 1 or not any([each.uses for each in self if each is not claim])

@@ -36,7 +36,7 @@ class ForwardOrder:
         return previous[at + 1] if at + 1 < len(previous) else None
 
     def are_awaited(self, modules: Collection[nn.Module]) -> bool:
-        """Whether some of ``modules`` have run in this pass, and others have yet to run. It starts anew when all have run."""
+        """Return whether some of ``modules`` have run in this pass and others have not. It starts anew when all have run."""
         awaited = set(modules)
         for module in self.current:
             awaited.discard(module)

@@ -172,7 +172,7 @@ class UnitHooks:
                     compute.requires_grad_(wanted)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> UnitHooks:
-        """Copied with the module: the copy's gradient hooks are on the parameters of the copied unit."""
+        """Return the hooks of the copied unit, whose parameters get the gradient hooks."""
         result = object.__new__(UnitHooks)
         memo[id(self)] = result
         unit = copy.deepcopy(self.unit, memo)

@@ -37,7 +37,7 @@ class ModuleGroup(nn.ModuleList):
 
 
 def called_modules(module: nn.Module) -> tuple[nn.Module, ...]:
-    """The modules whose forwards are those of the unit of ``module``: itself, or those in the group."""
+    """Return the modules whose forwards are the unit's: ``module`` itself, or the modules of the group."""
     return tuple(module) if isinstance(module, ModuleGroup) else (module,)
 
 

@@ -22,7 +22,7 @@ next_node: Callable[[], int] = torch._C._autograd._get_sequence_nr
 
 
 def tensors_in(value: Any, depth: int = 0) -> Iterator[torch.Tensor]:
-    """The tensors in any structure of containers, dataclasses, and objects with attributes."""
+    """Yield the tensors in any structure of containers, dataclasses, and objects with attributes."""
     if isinstance(value, torch.Tensor):
         yield value
     elif value is None or isinstance(value, _PLAIN) or depth > _MAX_DEPTH:

@@ -41,8 +41,7 @@ from flatshard._composable.exec_order import ForwardOrder
 from flatshard._composable.module_tree import ModuleTree, called_modules, copy_with_attributes
 from flatshard._composable.outputs import Copied, next_node
 from flatshard._composable.reduction_queue import ReductionQueue
-from flatshard._composable.unit_backward import AWAITING, COMPLETE, BackwardSlot, Way, how_many_run
-from flatshard._composable.unit_backward import current_graph_task as current_graph_task
+from flatshard._composable.unit_backward import AWAITING, COMPLETE, BackwardSlot, Way, current_graph_task, how_many_run
 from flatshard._composable.unit_config import UnitConfig
 from flatshard._handle.handle import FlatParamHandle
 from flatshard._handle.lifetime import BY_USER, ParamState
@@ -302,7 +301,7 @@ class RunningBackward(Protocol):
         """Whether an exception has ended it."""
 
     def drop(self) -> None:
-        """After an exception: drop its gradients, and free everything."""
+        """Drop its gradients and free everything, after an exception."""
 
 
 class Context:
@@ -331,7 +330,7 @@ class Context:
 
     @classmethod
     def of(cls, runtime: Runtime, *others: tuple[Runtime, Runtime | None]) -> Context:
-        """The context of units over these runtimes. Joins contexts if need be; raises ``RuntimeError`` within a step."""
+        """Return the context of units over these runtimes. Join contexts if need be; raise ``RuntimeError`` within a step."""
         given = [runtime, *(axis for pair in others for each in pair if each is not None for axis in each.axes)]
         numbers = tuple(dict.fromkeys(n for each in given for n in cls._connected.get(each.number, (each.number,))))
         if len(numbers) > 1:
@@ -347,7 +346,7 @@ class Context:
         return first
 
     def _take_over(self, other: Context) -> None:
-        """The units of ``other`` are units of this context from now on."""
+        """Move the units of ``other`` to this context."""
         for context in (self, other):
             context.settle()
             if context.forwards or context.backward is not None or context.reductions.is_deferring:
@@ -378,7 +377,7 @@ class Context:
     # -- forwards ----------------------------------------------------------------------------------------------------
 
     def enter_forward(self, unit: Unit, module: nn.Module, in_backward: bool, frame: FrameType | None) -> Forward:
-        """Called when ``module``, one of the ``unit``, starts a forward, from its pre-forward hook.
+        """Begin a forward of ``module``, one of the ``unit``, from its pre-forward hook.
 
         ``frame``: one that is alive during the forward. None: that of the module's ``__call__``, found from the caller.
 
@@ -399,7 +398,7 @@ class Context:
         return forward
 
     def exit_forward(self, module: nn.Module, raised: bool = False) -> Forward | None:
-        """Called when ``module`` ends a forward. Returns None if the forward never started (an earlier hook raised).
+        """End a forward of ``module``, and return it, or None if it never started (an earlier hook raised).
 
         ``raised``: it may have raised. Then a running forward of ``module`` may be another thread's.
         """
@@ -481,12 +480,12 @@ class Context:
         return sum(u.handle.unsharded_nbytes for u in ahead)
 
     def keep_for_next(self, unit: Unit) -> None:
-        """Called when another module of ``unit`` is to run: it stays unsharded, as if it had been prefetched for it."""
+        """Keep ``unit`` unsharded for another of its modules, as if it had been prefetched for it."""
         if not unit.handle.is_sharded:
             self._prefetched[unit] = None
 
     def used(self, unit: Unit) -> None:
-        """Called when ``unit`` is needed."""
+        """Note that ``unit`` is needed, so it is no longer only prefetched."""
         self._prefetched.pop(unit, None)
 
     def free_unused(self) -> None:
@@ -543,7 +542,7 @@ class Context:
             )
 
     def recover(self, drop_held: bool = False) -> None:
-        """After an exception: restore the state between two steps.
+        """Restore the state between two steps, after an exception.
 
         ``drop_held``: also drop gradients that earlier backwards hold (``no_sync``).
         """
@@ -555,7 +554,7 @@ class Context:
 
 
 def copies_in(memo: dict[int, Any]) -> dict[weakref.ref[Unit], Unit]:
-    """The units that have been copied so far in the deep copy of ``memo``."""
+    """Return the units that the deep copy of ``memo`` has copied so far."""
     copies: dict[weakref.ref[Unit], Unit] = memo.setdefault(id(Unit), {})
     return copies
 

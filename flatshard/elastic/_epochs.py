@@ -64,7 +64,7 @@ class Member(NamedTuple):
         return f"process {self.pid} on {self.host}"
 
     def is_dead(self) -> bool:
-        """Whether the process has ended. [Note: Dead or slow]"""
+        """Return whether the process has ended. [Note: Dead or slow]"""
         try:
             socket.create_connection(self.address, timeout=0.5).close()
         except ConnectionRefusedError:
@@ -233,7 +233,7 @@ class Epochs:
                 raise dist.DistError(f"{self._unmarked('ready')[0]} did not come when a group was made")
 
     def is_called(self) -> bool:
-        """Whether some process waits for the next epoch."""
+        """Return whether some process waits for the next epoch."""
         return self._keys.count(f"{self.number + 1}/count") > 0
 
     def check_alive(self, ranks: Iterable[int]) -> None:

@@ -39,7 +39,7 @@ def device_type(device: Any) -> str:
 
 
 def _is_device(value: Any) -> bool:
-    """Whether ``value`` names a device with memory to train on: any that torch knows, except for meta."""
+    """Return whether ``value`` names a device with memory to train on: any that torch knows, except for meta."""
     try:
         return isinstance(value, str | torch.device) and device_type(value) != "meta"
     except RuntimeError:

@@ -138,7 +138,7 @@ class Nesting:
         return found
 
     def follows(self, last: int, before: State, unit: int, state: State) -> bool:
-        """Whether ``unit`` can have ``state`` if ``last``, the unit before it, has the state ``before``."""
+        """Return whether ``unit`` can have ``state`` if ``last``, the unit before it, has the state ``before``."""
         chain = *before.around, before.keeps.recomputes
         if chain[: len(state.around)] != state.around:
             return False

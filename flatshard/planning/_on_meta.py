@@ -44,7 +44,7 @@ def _grouped(one: Tensor, other: Tensor, ends: Tensor | None = None) -> Tensor:
 
 
 def _is_channels_last(tensor: Tensor) -> bool:
-    """Whether strides grow from channels to batch, by the test of torch."""
+    """Return whether strides grow from channels to batch, by the test of torch."""
     if tensor.dim() != 4 or tensor.stride(1) == 0 or 0 in tensor.shape:
         return False
     least = 0

@@ -26,7 +26,7 @@ class PlannedOptimizer(NamedTuple):
     nbytes: dict[nn.Parameter, int]  # of state for each part, including 0-dim tensors such as step counts
 
     def state_of(self, part: nn.Parameter) -> list[torch.Tensor]:
-        """The tensors of its state. Empty, if only its bytes are known."""
+        """Return the tensors of its state, or none if only its bytes are known."""
         states = {} if self.made is None else self.made.state.get(part, {})
         return [value for value in states.values() if isinstance(value, torch.Tensor)]
 
@@ -77,7 +77,7 @@ def planned_optimizer(
 
 
 def _made(choice: Any, params: Mapping[nn.Parameter, nn.Parameter]) -> torch.optim.Optimizer:
-    """The optimizer on this rank's parts. If ``choice`` is an optimizer: one of its class, with its options."""
+    """Return the optimizer on this rank's shards. If ``choice`` is an optimizer, the result has its class and options."""
     make, groups = choice, list(params.values())
     if isinstance(choice, torch.optim.Optimizer):
         kind: Any = type(choice.inner if isinstance(choice, OffloadedOptimizer) else choice)
@@ -112,7 +112,7 @@ def _made(choice: Any, params: Mapping[nn.Parameter, nn.Parameter]) -> torch.opt
 
 
 def _groups(given: torch.optim.Optimizer, params: Mapping[nn.Parameter, nn.Parameter]) -> list[Any]:
-    """The param groups of ``given``, with this rank's parts."""
+    """Return the param groups of ``given``, with this rank's parts."""
     groups = []
     for options in given.param_groups:
         if unknown := [tuple(p.shape) for p in options["params"] if p not in params and p.requires_grad]:

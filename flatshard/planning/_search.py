@@ -77,7 +77,7 @@ class Search:
                     yield setting
 
     def _is_possible(self, setting: Setting) -> bool:
-        """Whether a step can run in ``setting``. If it fails, ``notes`` says why."""
+        """Return whether a step can run in ``setting``. If it fails, ``notes`` says why."""
         if setting not in self._possible:
             try:
                 self.peak(setting, self.least)
@@ -120,7 +120,7 @@ class Search:
         return self._best(dataclasses.replace(kind, limit=limits[fits])) or lowest
 
     def _least_fits(self, setting: Setting) -> bool:
-        """Whether a step fits if units give up all that they can, with the outermost one split or not."""
+        """Return whether a step fits if units give up all that they can, with the outermost one split or not."""
         settings = [dataclasses.replace(setting, split=split) for split in (False, True)]
         return any(self.peak(each, self.least) <= self.budget for each in settings if self._is_possible(each))
 
@@ -250,7 +250,7 @@ class Search:
         return timeline
 
     def _may_fit(self, setting: Setting) -> bool:
-        """Whether some choice may fit, by a rough timeline that takes few plans and ``ROUGHLY`` times the budget.
+        """Return whether some choice may fit, by a rough timeline that takes few plans and ``ROUGHLY`` times the budget.
 
         ``find`` searches a setting that this leaves out once more before nothing fits.
         """

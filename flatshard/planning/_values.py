@@ -54,7 +54,7 @@ class Values:
         return result
 
     def _are_known(self, values: Iterable[Any]) -> bool:
-        """Whether all tensors in ``values`` have values. Most operations have one that does not, and it comes first."""
+        """Return whether all tensors in ``values`` have values. Most operations have one without, which comes first."""
         for value in values:
             if isinstance(value, Tensor):
                 if value.is_meta and (id(value.untyped_storage()) not in self._memory or value not in self._of):

@@ -187,7 +187,7 @@ def _write_back_gradients(gradients: FlatGradients, whole: list[torch.Tensor | N
 
 
 def _copy(param: nn.Parameter, wrapping: Wrapping | None, device: torch.device | None = None) -> nn.Parameter:
-    """A copy of a whole parameter, without its gradient. ``device``: None: the same device."""
+    """Return a copy of a full parameter without its gradient, on ``device`` or on its own if None."""
     plain = param.detach() if wrapping is None else wrapping.unwrap(param)
     value = torch.empty_strided(plain.shape, plain.stride(), dtype=plain.dtype, device=device or plain.device).copy_(
         plain

@@ -141,7 +141,7 @@ _NOT_RECORDED = OperationKind.DIMENSIONS, OperationKind.SIZE
 
 
 def _by_the_table(name: str, method: Callable[..., Any], handler: Callable[..., Any]) -> Callable[..., Any]:
-    """``method``, with what the table says where ``param`` is a part."""
+    """Return ``method``, which follows the table of operations where ``param`` is a shard."""
     is_recorded = kind_of(name) not in _NOT_RECORDED
 
     @functools.wraps(method)
@@ -322,7 +322,7 @@ class ShardedParameter(nn.Parameter):
     _as_leaf = leaf_of
 
     def _share_hooks(self) -> None:
-        """Autograd never computes a gradient of this tensor, so its hooks are registered where they will run."""
+        """Register hooks where they will run: autograd never computes a gradient of this tensor."""
         flat = _flat_params.get(id(self))
         if flat is not None:
             if self._post_accumulate_grad_hooks:
