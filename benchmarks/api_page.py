@@ -1,6 +1,6 @@
-"""Write flatshard/api.md: every public name with its signature and docstring.
+"""Write flatshard/docs/api.md: every public name with its signature and docstring.
 
-    python benchmarks/api_page.py > flatshard/api.md
+    python benchmarks/api_page.py > flatshard/docs/api.md
 
 A test compares the page with this output, and runs every example. Docstrings have Google's style: a summary, sections
 (``Args:``, ``Returns:``, ``Raises:``, ``Attributes:``), and ``Example::`` or lines that begin with ``>>>``. The string below
@@ -33,7 +33,7 @@ import flatshard.fsdp2
 BEGIN = """\
 # flatshard's public names
 
-Written by `python benchmarks/api_page.py > flatshard/api.md` from the docstrings. [README.md](../README.md) is the way in.
+Written by `python benchmarks/api_page.py > flatshard/docs/api.md` from the docstrings. [README.md](../../README.md) is the way in.
 
 A test runs each example, on four ranks. `Block`, `model` and `optimizer` are those of README's quick start. Where an example
 calls `fully_shard`, `plan` or `fit`, `model` is not sharded yet. In all others it is, and has been trained for a step.

@@ -19,7 +19,7 @@ from gpt import GPT, GPTConfig
 from torch import Tensor, nn
 
 import flatshard
-from flatshard import _torch
+from flatshard._base import torch_versions
 
 
 @dataclass(frozen=True)
@@ -181,8 +181,8 @@ _TENSOR_COLLECTIVES = {
     "all_gather_into_tensor",
     "reduce_scatter_tensor",
     "all_to_all_single",
-    _torch.ALL_GATHER,  # may have another name than above; both are replaced
-    _torch.REDUCE_SCATTER,
+    torch_versions.ALL_GATHER,  # may have another name than above; both are replaced
+    torch_versions.REDUCE_SCATTER,
 }
 
 

@@ -26,7 +26,7 @@ from counting import LiveBytes
 from gpt import Block, GPTConfig
 from suite import OURS, Benchmark, Figure, Table, by_column, progress
 
-from flatshard import _config
+from flatshard._base import environment
 from flatshard._comm import backends
 from flatshard._comm.shared_memory.segment import Mapping
 
@@ -65,7 +65,7 @@ class WithSegments(LiveBytes):
 
 def held(setting: Setting, config: GPTConfig, least: int) -> tuple[int, int]:
     """Return a rank's peak bytes, and those of tensors. ``least`` is the value of ``FLATSHARD_SHARED_MEMORY``."""
-    before, _config.SHARED_MEMORY = _config.SHARED_MEMORY, least
+    before, environment.SHARED_MEMORY = environment.SHARED_MEMORY, least
     tokens = torch.zeros(4, config.context, dtype=torch.int64)
     # The group is new, as its segments are freed with it.
     group = dist.new_group(range(dist.get_world_size()))
@@ -82,7 +82,7 @@ def held(setting: Setting, config: GPTConfig, least: int) -> tuple[int, int]:
             job.step()
     most = torch.tensor([live.peak, live.tensors])
     dist.all_reduce(most, dist.ReduceOp.MAX)
-    _config.SHARED_MEMORY = before
+    environment.SHARED_MEMORY = before
     del job, live
     gc.collect()
     dist.destroy_process_group(group)
@@ -97,7 +97,7 @@ def measure(args: argparse.Namespace) -> list[Table]:
     for column, setting in COLUMNS.items():
         progress(f"shared memory, {column}")
         floor, _ = held(setting, config, 0)
-        peak, tensors = held(setting, config, _config.SHARED_MEMORY)
+        peak, tensors = held(setting, config, environment.SHARED_MEMORY)
         columns[column] = {OURS: Figure(peak / floor), TENSORS: Figure(tensors / floor)}
         floors.append(f"{column} {floor / 2**20:.1f}")
     what = f"GPT of {config.layers} blocks of width {config.width}, {dist.get_world_size()} ranks of one host"

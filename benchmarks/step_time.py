@@ -33,7 +33,7 @@ from no_communication import NoCommunication
 from suite import OURS, Benchmark, Figure, Table, by_column, interleaved, over, progress, seconds_of_all, spread
 from torch import Tensor, nn
 
-from flatshard import _config
+from flatshard._base import environment
 
 COLUMNS = {
     "fp32": Setting(Block),
@@ -71,15 +71,15 @@ def contender(name: str, args: argparse.Namespace, setting: Setting, used: Used)
 
     kind = {EACH: OURS, ALONE: OURS, GLOO: OURS, FLOOR: "plain"}.get(name, name)
     job = Job(kind, config(args), setting, windows[:, :-1], loss=loss)
-    shared = 0 if name == GLOO else _config.SHARED_MEMORY
+    shared = 0 if name == GLOO else environment.SHARED_MEMORY
 
     def step() -> None:
-        before, _config.SHARED_MEMORY = _config.SHARED_MEMORY, shared
+        before, environment.SHARED_MEMORY = environment.SHARED_MEMORY, shared
         began, faults = time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_minflt
         job.step()
         used.faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - faults)
         used.cpu.append(time.process_time() - began)
-        _config.SHARED_MEMORY = before
+        environment.SHARED_MEMORY = before
 
     return lambda: seconds_of_all(step)
 

@@ -12,6 +12,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from flatshard import _extensions, checkpoint, comm, layouts, optim, policies, tensors
+from flatshard._base.config import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
+from flatshard._base.errors import CollectiveError, InternalError, OutOfStepError
 from flatshard._composable.construct.policy import CustomPolicy
 from flatshard._composable.features.buffers import sync_buffers
 from flatshard._composable.features.configure import configure
@@ -21,8 +23,6 @@ from flatshard._composable.features.keep import keep_unsharded
 from flatshard._composable.features.skip import skip
 from flatshard._composable.features.summon import recover, reshard, summon_full_params, unshard
 from flatshard._composable.fully_shard import fully_shard
-from flatshard._config import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
-from flatshard._errors import CollectiveError, InternalError, OutOfStepError
 from flatshard._handle.tensors.sharded_parameter import full_shape
 from flatshard.checkpoint import MeetingError, load_checkpoint, save_checkpoint
 from flatshard.optim import clip_grad_norm_, flat_parameters

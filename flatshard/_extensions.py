@@ -5,6 +5,7 @@ from __future__ import annotations
 from flatshard._comm.backends import by_backend
 from flatshard._comm.fake_group import FakeCollectives
 from flatshard._comm.monitor.monitor import GroupMonitor
+from flatshard._comm.runtime import Peers
 from flatshard._composable.extensions import use
 from flatshard._composable.features.data_writes import DataWrites
 from flatshard._composable.features.ddp import IgnoredByDDP
@@ -21,7 +22,6 @@ from flatshard._composable.features.skip import Skip
 from flatshard._composable.features.transforms import Compile, Transforms
 from flatshard._composable.features.user_hooks import UserHooks
 from flatshard._handle.flat_param import FlatParam
-from flatshard._runtime import Peers
 from flatshard.checkpoint._state_dict_hooks import StateDicts
 from flatshard.optim._hooks import Optimizers
 

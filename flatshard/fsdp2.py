@@ -19,13 +19,13 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from flatshard._base.config import ShardingStrategy
+from flatshard._base.errors import name_list
 from flatshard._composable.features import grad_sync, summon
 from flatshard._composable.features.configure import configure
 from flatshard._composable.features.forward_method import register_forward_method
 from flatshard._composable.find import unit_for, units_in
 from flatshard._composable.fully_shard import fully_shard as _fully_shard
-from flatshard._config import ShardingStrategy
-from flatshard._errors import name_list
 
 __all__ = [
     "CPUOffloadPolicy",

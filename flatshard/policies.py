@@ -9,9 +9,9 @@ from collections.abc import Callable
 
 from torch import nn
 
+from flatshard._base.names import module_names
 from flatshard._composable.construct.policy import CustomPolicy, ModuleWrapPolicy, SplitRoot
 from flatshard._composable.construct.repeated import repeated_blocks
-from flatshard._names import module_names
 
 __all__ = [
     "CustomPolicy",

@@ -3,8 +3,8 @@
 import torch
 from torch import nn
 
+from flatshard._base.config import Until
 from flatshard._composable.find import units_below as units
-from flatshard._config import Until
 from flatshard._handle.lifetime import GradState
 from flatshard._handle.registrations import SHARDED
 

@@ -7,7 +7,7 @@ from models import Block
 from torch import Tensor, nn
 
 from flatshard import fully_shard
-from flatshard._trace import record_events
+from flatshard._base.trace import record_events
 
 
 def sharded(ctx: Any, model: nn.Module, policy: Any = Block, **options: Any) -> nn.Module:

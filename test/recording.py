@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from flatshard import ShardingStrategy, _config
+from flatshard import ShardingStrategy
+from flatshard._base import environment
 from flatshard._composable.state import unit_of
 from flatshard.comm import builtin_collectives
 
@@ -69,7 +70,7 @@ def collectives_of(module: nn.Module) -> Any:
 def sent_bytes() -> Iterator[list[int]]:
     """Count the bytes that this rank sends by gloo, which carries all payloads meanwhile. Collective."""
     sent: list[int] = []
-    before, _config.SHARED_MEMORY = _config.SHARED_MEMORY, 0
+    before, environment.SHARED_MEMORY = environment.SHARED_MEMORY, 0
     send = vars(dist.ProcessGroup)["send"]  # a function, which binds later
 
     def counted(group: Any, tensors: list[Tensor], to: int, tag: int) -> Any:
@@ -81,7 +82,7 @@ def sent_bytes() -> Iterator[list[int]]:
         yield sent
     finally:
         dist.ProcessGroup.send = send
-        _config.SHARED_MEMORY = before
+        environment.SHARED_MEMORY = before
 
 
 def same_everywhere(group: Any, tensor: Tensor) -> bool:

@@ -43,7 +43,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from flatshard import _config, _torch, _trace
+from flatshard._base import environment, torch_versions, trace
 from flatshard._comm.capabilities import EnsureMemory, gathers_late
 from flatshard._comm.collectives import Addressed, Collectives, Done, Pending, as_real
 from flatshard._comm.pending import Works
@@ -69,7 +69,7 @@ def timeout_of(group: dist.ProcessGroup, device: torch.device | None = None) -> 
         try:
             options = getattr(group._get_backend(each), "options", None)
         except RuntimeError as e:
-            _trace.logger.debug("the timeout of %s is not known: %s", group, e)
+            trace.logger.debug("the timeout of %s is not known: %s", group, e)
         else:
             found += [timeout] if (timeout := getattr(options, "_timeout", None)) is not None else []
     return min(found, default=None)
@@ -280,7 +280,7 @@ class GlooCollectives(BuiltinCollectives):
         by_messages = functools.partial(self._exchange_messages, sent, receive, tag, combine)
         if tag >= RESERVED or self.size == 1:
             return by_messages()
-        if 0 < _config.SHARED_MEMORY <= sent[0].nbytes:
+        if 0 < environment.SHARED_MEMORY <= sent[0].nbytes:
             return self._share_memory().exchange(self.messages, sent, receive, tag, combine)
         memory = self._find_memory()
         return by_messages() if memory is None else memory.handshake.after(by_messages)
@@ -373,7 +373,7 @@ class GlooCollectives(BuiltinCollectives):
         Nobody writes there after the collective was issued. The memory is in use as long as a tensor lies in it.
         ``to_all``: each rank reads all of it, not its own shard.
         """
-        is_large = 0 < _config.SHARED_MEMORY * (1 if to_all else self.size) <= numel * dtype.itemsize
+        is_large = 0 < environment.SHARED_MEMORY * (1 if to_all else self.size) <= numel * dtype.itemsize
         memory = self._find_memory() if is_large else None
         return None if memory is None else memory.lend(numel, dtype)
 
@@ -434,8 +434,8 @@ class DefaultCollectives(BuiltinCollectives):
                 )
             self.compared = (GATHER,)  # a reduction may come before a gather on one rank and after it on another
         self._reduce_group = weakref.ref(group if reduce_group is None else reduce_group)
-        self._all_gather: Callable[..., object] = getattr(dist, _torch.ALL_GATHER)
-        self._reduce_scatter: Callable[..., object] = getattr(dist, _torch.REDUCE_SCATTER)
+        self._all_gather: Callable[..., object] = getattr(dist, torch_versions.ALL_GATHER)
+        self._reduce_scatter: Callable[..., object] = getattr(dist, torch_versions.REDUCE_SCATTER)
 
     @property
     def reduce_group(self) -> dist.ProcessGroup:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import ctypes
 import functools
 
-from flatshard import _config
+from flatshard._base import environment
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of malloc.h
 _MOST = 2**31 - 1  # mallopt takes an int
@@ -23,7 +23,7 @@ _MOST = 2**31 - 1  # mallopt takes an int
 @functools.cache
 def keep_freed_memory() -> bool:
     """Have the C library keep freed memory, once per process. Returns whether it does now because of this call."""
-    if not _config.KEEP_MEMORY:
+    if not environment.KEEP_MEMORY:
         return False
     try:
         mallopt = ctypes.CDLL(None).mallopt

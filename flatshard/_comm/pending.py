@@ -18,12 +18,12 @@ from typing import Any, Protocol
 
 import torch
 
-from flatshard import _trace
+from flatshard._base import trace
+from flatshard._base.errors import OutOfStepError
 from flatshard._comm.capabilities import Capabilities, EnsureMemory
 from flatshard._comm.collectives import Pending
 from flatshard._comm.progress import Issued, Label, here
 from flatshard._comm.streams import Streams
-from flatshard._errors import OutOfStepError
 
 
 class Works:
@@ -190,6 +190,6 @@ def drain(pending: list[Pending]) -> bool:
         except OutOfStepError:
             ended = False
         except Exception as e:
-            _trace.logger.debug("ignored the failure of a collective whose result is not needed: %s", e)
+            trace.logger.debug("ignored the failure of a collective whose result is not needed: %s", e)
         del pending[0]
     return ended

@@ -25,8 +25,8 @@ from collections.abc import Callable
 from types import NoneType
 from typing import Any, NamedTuple
 
+from flatshard._base.errors import OutOfStepError
 from flatshard._comm.collectives import Pending
-from flatshard._errors import OutOfStepError
 
 GATHER, REDUCE, EXCHANGE, NUMBERS = 0, 1, 2, 3
 """Kinds of collectives, added to a unit's tag. All ranks have the same order only within a kind: see ``GlooCollectives``.

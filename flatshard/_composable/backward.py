@@ -21,13 +21,13 @@ from typing import Any, ClassVar
 import torch
 from torch.autograd import Variable
 
-from flatshard import _trace
+from flatshard._base import trace
+from flatshard._base.config import BackwardPrefetch
+from flatshard._base.errors import name_list
 from flatshard._composable.find import contexts_of, units_below
 from flatshard._composable.reduction_queue import ReductionQueue
 from flatshard._composable.state import ForwardRecord, Unit
 from flatshard._composable.unit_backward import AWAITING, IDLE, UnitBackward, current_graph_task
-from flatshard._config import BackwardPrefetch
-from flatshard._errors import name_list
 from flatshard._handle.lifetime import BY_NONE, ParamState
 from flatshard._handle.registrations import SHARDED
 
@@ -278,7 +278,7 @@ class Backward:
                 unit.backward_slot.now = None  # it would keep the unit alive: see `BackwardSlot`
                 unit.show()
             if ahead := [u.fqn for u in self._reached if u.handle.lifetime.params is ParamState.UNSHARDING]:
-                _trace.logger.warning(
+                trace.logger.warning(
                     "backward failed before it came to unit %s by an output. If torch reports a tensor that was modified by "
                     "an inplace operation, backward entered the unit by a tensor that its forward handed over in another "
                     "way, as by a list or an object: return that tensor from the forward, too",

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from flatshard._comm.runtime import Runtime
 from flatshard._composable.state import Forward, Unit
 from flatshard._composable.unit_config import UnitConfig
 from flatshard._handle.unit_gradients import WithGradients
-from flatshard._runtime import Runtime
 
 
 class ForwardFeature:

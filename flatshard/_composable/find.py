@@ -14,11 +14,11 @@ from collections.abc import Iterable, Iterator
 
 from torch import nn
 
+from flatshard._base.errors import name_list
+from flatshard._base.names import HIDDEN
 from flatshard._composable.module_tree import called_modules
 from flatshard._composable.state import Context, Unit, made_units, owner_of, unit_of
-from flatshard._errors import name_list
 from flatshard._handle.flat_param import FlatParam
-from flatshard._names import HIDDEN
 
 
 def all_units() -> list[Unit]:

@@ -15,7 +15,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from flatshard._base.config import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
+from flatshard._base.errors import InternalError
+from flatshard._base.names import module_names
 from flatshard._comm.collectives import CollectivesFactory
+from flatshard._comm.runtime import Runtime
 from flatshard._composable.construct.groups import as_device, choose_meshes, resolve_groups, runtimes_over
 from flatshard._composable.construct.layout_plan import Loads, plan_flats
 from flatshard._composable.construct.materialize import Materialization
@@ -35,15 +39,11 @@ from flatshard._composable.hooks import UnitHooks
 from flatshard._composable.module_tree import ModuleGroup, ModuleTree
 from flatshard._composable.state import Context, Unit, owner_of, set_unit
 from flatshard._composable.unit_config import MeshChoice, UnitConfig
-from flatshard._config import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
-from flatshard._errors import InternalError
 from flatshard._handle.adapters.tensor_subclass import wrapping_of
 from flatshard._handle.handle import FlatParamHandle
 from flatshard._handle.planned import Groups, PlannedFlat
 from flatshard._handle.pool import Pools
 from flatshard._handle.unit_ranks import Runtimes, UnitRanks
-from flatshard._names import module_names
-from flatshard._runtime import Runtime
 from flatshard.layouts import LayoutChoice
 
 M = TypeVar("M", bound=nn.Module | Sequence[nn.Module])

@@ -47,6 +47,7 @@ from torch import nn
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 
+from flatshard._base.config import BackwardPrefetch
 from flatshard._composable.backward import (
     Backward,
     gather,
@@ -83,7 +84,6 @@ from flatshard._composable.unit_backward import (
     current_graph_task,
     gradient_hook,
 )
-from flatshard._config import BackwardPrefetch
 from flatshard._handle.lifetime import ParamState
 from flatshard._handle.registrations import SHARDED, UNSHARDED
 from flatshard._handle.unit_gradients import WithGradients

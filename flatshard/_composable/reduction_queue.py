@@ -44,8 +44,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
+from flatshard._comm.runtime import Runtime
 from flatshard._handle.handle import FlatParamHandle
-from flatshard._runtime import Runtime
 
 
 class Queued(Protocol):

@@ -34,8 +34,10 @@ from torch import nn
 from torch.autograd.graph import Node
 from torch.utils.weak import WeakIdKeyDictionary
 
-from flatshard import _frames
+from flatshard._base import frames
+from flatshard._base.names import UNIT_KEY
 from flatshard._comm.progress import Place
+from flatshard._comm.runtime import Runtime
 from flatshard._composable.claims import Claim, Claims
 from flatshard._composable.exec_order import ForwardOrder
 from flatshard._composable.module_tree import ModuleTree, called_modules, copy_with_attributes
@@ -46,8 +48,6 @@ from flatshard._composable.unit_config import UnitConfig
 from flatshard._handle.handle import FlatParamHandle
 from flatshard._handle.lifetime import BY_USER, ParamState
 from flatshard._handle.registrations import SHARDED, Shown
-from flatshard._names import UNIT_KEY
-from flatshard._runtime import Runtime
 
 T = TypeVar("T")
 
@@ -386,9 +386,9 @@ class Context:
         """
         around = self.forwards[-1].frame if self.forwards and not in_backward else None
         if frame is None:
-            frame, is_inside = _frames.of_module_call(2, around)
+            frame, is_inside = frames.of_module_call(2, around)
         else:
-            is_inside = around is not None and _frames.is_inside(frame, around)
+            is_inside = around is not None and frames.is_inside(frame, around)
         if not in_backward and not is_inside:
             self.settle(frame)
             if not self.forwards:
@@ -406,7 +406,7 @@ class Context:
             last = self.forwards[-1]
         except IndexError:  # not asked first: forwards without a record may end on other threads
             return None
-        is_elsewhere = raised and _frames.runs(last.frame, elsewhere=True)
+        is_elsewhere = raised and frames.runs(last.frame, elsewhere=True)
         return None if last.module is not module or is_elsewhere else self.forwards.pop()
 
     def record_forward(self, forward: Forward) -> ForwardRecord:
@@ -425,7 +425,7 @@ class Context:
     @property
     def is_running(self) -> bool:
         """Whether the caller is inside a forward or a backward. Interrupted ones do not count."""
-        inside = bool(self.forwards) and _frames.is_inside(_frames.of_caller(1), self.forwards[-1].frame)
+        inside = bool(self.forwards) and frames.is_inside(frames.of_caller(1), self.forwards[-1].frame)
         return inside or (current_graph_task() != -1 and self.backward is not None)
 
     def _start_pass(self, unit: Unit, frame: FrameType) -> None:
@@ -504,7 +504,7 @@ class Context:
             RuntimeError: another thread is in a forward or a backward.
         """
         if self.forwards:
-            frame = _frames.of_caller(1) if frame is None else frame
+            frame = frames.of_caller(1) if frame is None else frame
             self._check_thread(frame)
             self._drop_forwards(frame)
             if not self.forwards:
@@ -521,7 +521,7 @@ class Context:
 
     def _drop_forwards(self, frame: FrameType | None) -> None:
         """Drop the running forwards that do not enclose ``frame``. None: all."""
-        while self.forwards and (frame is None or not _frames.is_inside(frame, self.forwards[-1].frame)):
+        while self.forwards and (frame is None or not frames.is_inside(frame, self.forwards[-1].frame)):
             for needed, claim in self.forwards.pop().claims:
                 needed.claims.remove(claim)
                 needed.show()
@@ -531,9 +531,9 @@ class Context:
     def _check_thread(self, frame: FrameType) -> None:
         """Raise if the innermost running forward belongs to another thread. ``frame``: of the caller."""
         last = self.forwards[-1]
-        if _frames.is_inside(frame, last.frame):
+        if frames.is_inside(frame, last.frame):
             return
-        if _frames.runs(last.frame):
+        if frames.runs(last.frame):
             raise RuntimeError(
                 f"unit {last.unit.fqn or '<root>'!r} is in a forward on another thread. Collectives of several threads would "
                 "mix: run all sharded modules of a process in one thread. Other threads hand it their inputs, as by a "

@@ -33,8 +33,8 @@ from typing import Any, Generic, NoReturn, TypeVar
 import torch
 from torch.autograd.graph import Node
 
+from flatshard._base.errors import InternalError
 from flatshard._comm.progress import Label
-from flatshard._errors import InternalError
 
 # The id of the running graph task, -1 outside of backward; whether it will run a node. Private API: no other way.
 current_graph_task: Callable[[], int] = torch._C._current_graph_task_id

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from flatshard._base.config import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy, Until
 from flatshard._comm.collectives import CollectivesFactory
 from flatshard._composable.claims import KEPT, Claim
-from flatshard._config import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy, Until
 from flatshard.layouts import LayoutChoice
 
 MeshChoice = Callable[[str, nn.Parameter], DeviceMesh | None] | None

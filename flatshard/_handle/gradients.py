@@ -45,6 +45,7 @@ import torch
 from torch import nn
 
 from flatshard._comm.capabilities import LendMemory
+from flatshard._comm.runtime import Runtime
 from flatshard._handle.flat_param import FlatParam
 from flatshard._handle.layout import FlatLayout
 from flatshard._handle.pool import FlatBuffer
@@ -56,7 +57,6 @@ from flatshard._handle.tensors.partial import consume
 from flatshard._handle.tensors.shard_info import ShardInfo
 from flatshard._handle.tensors.sharded_gradient import GradSlices, plain_grad
 from flatshard._handle.unit_ranks import UnitRanks
-from flatshard._runtime import Runtime
 
 SMALL = 128 * 1024  # bytes of a flat parameter below which overhead per operation costs more than memory traffic
 

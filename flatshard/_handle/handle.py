@@ -16,11 +16,11 @@ import torch
 from torch import nn
 from torch.autograd.graph import increment_version
 
-from flatshard import _trace
+from flatshard._base import trace
+from flatshard._base.errors import CollectiveError, OutOfStepError, name_list
 from flatshard._comm.collectives import Pending
 from flatshard._comm.pending import drain
 from flatshard._comm.streams import Users
-from flatshard._errors import CollectiveError, OutOfStepError, name_list
 from flatshard._handle.adapters.tensor_subclass import plain_tensors
 from flatshard._handle.flat_param import FlatParam
 from flatshard._handle.layout import FlatLayout
@@ -236,12 +236,12 @@ class FlatParamHandle:
             if self.has_static_buffers and self.is_blocked:
                 self._make_room()
             instead = None if self.source is None else self.source.gathers(self._sharded, again)
-            if _trace.sinks and instead is None:
-                _trace.event(self.ranks.gather_verb, self.fqn)
-            if runtime.streams is None and not _trace.is_profiling():
+            if trace.sinks and instead is None:
+                trace.event(self.ranks.gather_verb, self.fqn)
+            if runtime.streams is None and not trace.is_profiling():
                 self._start_all_gathers(exactly, again, instead)
             else:
-                with _trace.labelled("all_gather", self.fqn, runtime.gathering()):
+                with trace.labelled("all_gather", self.fqn, runtime.gathering()):
                     self._start_all_gathers(exactly, again, instead)
         if again:
             for flat in self._sharded:
@@ -312,7 +312,7 @@ class FlatParamHandle:
             except OutOfStepError:
                 raise
             except CollectiveError as e:  # the gathered values are not needed
-                _trace.logger.warning("%s (it was prefetched and not needed)", e)
+                trace.logger.warning("%s (it was prefetched and not needed)", e)
                 return
         self._free(until)
 
@@ -336,8 +336,8 @@ class FlatParamHandle:
             for flat in self.flats:
                 flat.unsharded.was_changed()  # a next gather has other values: changes so far are not looked for again
         if self._sharded:
-            if _trace.sinks:
-                _trace.event("reshard", self.fqn)
+            if trace.sinks:
+                trace.event("reshard", self.fqn)
             if (streams := self.runtime.streams) is not None:
                 self.runtime.before_free(self._users)
                 self._users = None

@@ -25,8 +25,8 @@ from __future__ import annotations
 import enum
 from typing import NamedTuple, NoReturn
 
+from flatshard._base.errors import InternalError
 from flatshard._comm.progress import Label
-from flatshard._errors import InternalError
 
 
 class ParamState(enum.IntEnum):  # not Enum, whose hash is Python code: states are looked up in every step

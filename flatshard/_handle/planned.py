@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from flatshard._comm.runtime import Runtime
 from flatshard._handle.layout import FlatLayout
-from flatshard._runtime import Runtime
 
 
 @dataclass(frozen=True, slots=True)

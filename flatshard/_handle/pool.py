@@ -30,7 +30,7 @@ from typing import Any
 import torch
 
 from flatshard._comm.collectives import Collectives
-from flatshard._runtime import Runtime
+from flatshard._comm.runtime import Runtime
 
 _clock = itertools.count()
 

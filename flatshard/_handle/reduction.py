@@ -32,10 +32,10 @@ import torch
 from flatshard._comm.collectives import Done, Pending
 from flatshard._comm.pending import Chain, drain
 from flatshard._comm.progress import REDUCE, Label
+from flatshard._comm.runtime import Runtime
 from flatshard._comm.streams import holding, wait_on_host
 from flatshard._handle.flat_param import FlatParam
 from flatshard._handle.layout import FlatLayout
-from flatshard._runtime import Runtime
 
 Partial = tuple[torch.Tensor, set[int]]
 """The output of earlier reductions, not averaged over the replicas yet, and the parameters that they did not use."""

@@ -10,15 +10,15 @@ import torch
 from torch import nn
 from torch.autograd.graph import Node, get_gradient_edge
 
-from flatshard import _trace
+from flatshard._base import trace
+from flatshard._base.errors import CollectiveError, OutOfStepError
+from flatshard._comm.runtime import Runtime
 from flatshard._comm.streams import Streams
-from flatshard._errors import CollectiveError, OutOfStepError
 from flatshard._handle.flat_param import FlatParam
 from flatshard._handle.gradients import FlatGradients
 from flatshard._handle.lifetime import WITHHELD, GradState, Lifetime
 from flatshard._handle.tensors.direct import watch_all
 from flatshard._handle.unit_ranks import UnitRanks
-from flatshard._runtime import Runtime
 
 
 class Accumulators(NamedTuple):
@@ -206,8 +206,8 @@ class UnitGradients:
 
     def _reduce(self) -> None:
         self._lifetime.move_grads("reduce")
-        if _trace.sinks:
-            _trace.event(self._ranks.reduce_verb, self._ranks.label.unit)
+        if trace.sinks:
+            trace.event(self._ranks.reduce_verb, self._ranks.label.unit)
         try:
             if self.stream.current is not None:
                 self.stream.wait_for(self.accumulators.streams, self._ranks.runtime)
@@ -219,10 +219,10 @@ class UnitGradients:
             self.accumulates = not self.reduces
             if self.stream.current is not None:
                 self.stream.let_wait(self.accumulators.streams, self._ranks.runtime)
-            if self._ranks.runtime.streams is None and not _trace.is_profiling():
+            if self._ranks.runtime.streams is None and not trace.is_profiling():
                 self._start()
             else:
-                with _trace.labelled("reduce_scatter", self._ranks.label.unit, self._ranks.runtime.reducing()):
+                with trace.labelled("reduce_scatter", self._ranks.label.unit, self._ranks.runtime.reducing()):
                     self._start()
         except BaseException:
             self._abandon()
@@ -352,7 +352,7 @@ class UnitGradients:
         try:
             self.finish(assign=False)
         except CollectiveError as e:
-            _trace.logger.warning("%s (in a backward that had already failed)", e)
+            trace.logger.warning("%s (in a backward that had already failed)", e)
         for grads in self.flats:
             grads.discard()
         if self._lifetime.grads is not GradState.NONE:

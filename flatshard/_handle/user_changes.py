@@ -27,8 +27,8 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from flatshard._base.errors import InternalError, name_list
 from flatshard._comm.progress import Label
-from flatshard._errors import InternalError, name_list
 from flatshard._handle.adapters.tensor_subclass import TensorSubclass
 from flatshard._handle.flat_param import FlatParam
 from flatshard._handle.registrations import Registrations

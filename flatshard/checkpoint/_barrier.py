@@ -34,13 +34,13 @@ from typing import Any, Self, TypeVar
 
 import torch.distributed as dist
 
+from flatshard._base.trace import logger
 from flatshard._comm.backends import timeout_of
 from flatshard._comm.payloads import PLAIN, Payloads
 from flatshard._comm.progress import EXCHANGE, Label, digest, here
 from flatshard._comm.rendezvous import Rendezvous, polls
+from flatshard._comm.runtime import Runtime
 from flatshard._handle.unit_ranks import UnitRanks
-from flatshard._runtime import Runtime
-from flatshard._trace import logger
 
 T = TypeVar("T")
 Outcome = tuple[str | None, Any]

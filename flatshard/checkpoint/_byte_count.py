@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from flatshard._trace import logger
+from flatshard._base.trace import logger
 
 Report = Callable[[int, int], object]
 

@@ -21,8 +21,8 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from flatshard._base.names import plain_name
 from flatshard._handle.tensors.sharded_parameter import ShardedParameter, shard_info
-from flatshard._names import plain_name
 from flatshard.checkpoint._boxes import Part, memory_dims
 from flatshard.checkpoint._gaps import decode_gaps, differ, encode_gaps
 from flatshard.checkpoint._sharded_value import part_of

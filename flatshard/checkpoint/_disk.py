@@ -30,7 +30,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Self
 
-from flatshard._trace import logger
+from flatshard._base.trace import logger
 
 METADATA = ".metadata"
 _LOCK = ".lock"

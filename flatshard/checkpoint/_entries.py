@@ -23,11 +23,11 @@ from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
+from flatshard._base.optimizers import innermost, load_into, params_of
 from flatshard._composable.find import contexts_of, units_of_parameters
 from flatshard._handle.adapters.tensor_parallel import is_dtensor
 from flatshard._handle.adapters.tensor_subclass import TensorSubclass
 from flatshard._handle.handle import check_has_memory
-from flatshard._optimizers import innermost, load_into, params_of
 from flatshard.checkpoint._optimizer_load import to_load
 from flatshard.checkpoint._optimizer_names import ParamNames, steps_only
 from flatshard.checkpoint._optimizer_state import OptimizerState

@@ -6,11 +6,11 @@ from collections.abc import Iterable, Mapping
 
 import torch
 
+from flatshard._base.errors import name_list
 from flatshard._comm.progress import Label
-from flatshard._errors import name_list
+from flatshard._comm.runtime import Runtime
 from flatshard._handle.flat_param import FlatParam
 from flatshard._handle.tensors.shard_info import ShardInfo
-from flatshard._runtime import Runtime
 
 
 def check_one_value(ranks: Iterable[Mapping[str, list[int] | None]]) -> None:

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from flatshard._base.optimizers import LENGTH, Group, first_tensors, shorter, steps_whole
 from flatshard._handle.adapters.tensor_subclass import is_wrapper
-from flatshard._optimizers import LENGTH, Group, first_tensors, shorter, steps_whole
 from flatshard.checkpoint._boxes import memory_dims
 from flatshard.checkpoint._optimizer_names import BY_EACH_RANK, SteppedParam
 from flatshard.checkpoint._sharded_value import blocks_value

@@ -21,11 +21,11 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
+from flatshard._base.errors import name_list
+from flatshard._base.trace import logger
 from flatshard._comm.monitor.messages import default_group, membership
 from flatshard._comm.payloads import PLAIN, Payloads
 from flatshard._composable.find import units_below
-from flatshard._errors import name_list
-from flatshard._trace import logger
 from flatshard.checkpoint import _disk as disk
 from flatshard.checkpoint._barrier import Barrier, MeetingError, patience
 from flatshard.checkpoint._byte_count import ByteCount, Report

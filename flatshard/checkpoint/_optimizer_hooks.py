@@ -19,8 +19,8 @@ from typing import Any
 
 from torch.optim import Optimizer
 
+from flatshard._base.optimizers import params_of, steps_whole
 from flatshard._handle.tensors.sharded_parameter import ShardedParameter
-from flatshard._optimizers import params_of, steps_whole
 from flatshard.checkpoint._optimizer_names import ParamNames, SteppedParam, keep_own_shards, own_shards
 from flatshard.checkpoint._optimizer_state import OptimizerState
 from flatshard.checkpoint._standard_helpers import Request, request

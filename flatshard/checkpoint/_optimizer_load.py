@@ -9,8 +9,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from flatshard._handle.unit_ranks import UnitRanks
-from flatshard._optimizers import (
+from flatshard._base.optimizers import (
     Group,
     Optimizers,
     as_list,
@@ -20,6 +19,7 @@ from flatshard._optimizers import (
     steps_elsewhere,
     steps_whole,
 )
+from flatshard._handle.unit_ranks import UnitRanks
 from flatshard.checkpoint._barrier import agree
 from flatshard.checkpoint._optimizer_hooks import register_hooks
 from flatshard.checkpoint._optimizer_names import ParamNames, SteppedParam, rekey

@@ -18,12 +18,12 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from flatshard._base.errors import name_list
+from flatshard._base.optimizers import params_of, steps_elsewhere, steps_whole
 from flatshard._composable.find import units_below
-from flatshard._errors import name_list
 from flatshard._handle.adapters.tensor_subclass import is_wrapper
 from flatshard._handle.tensors.shard_info import ShardInfo
 from flatshard._handle.tensors.sharded_parameter import ShardedParameter, shard_info
-from flatshard._optimizers import params_of, steps_elsewhere, steps_whole
 from flatshard.checkpoint._sharded_value import ShardedValue, check_source, local_source, sharded_value
 from flatshard.checkpoint._state_dict import Flat
 

@@ -17,10 +17,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from flatshard._composable.features.whole_parameters import Gathering, joined
-from flatshard._handle.flat_param import FlatParam
-from flatshard._handle.tensors.sharded_parameter import shard_info
-from flatshard._optimizers import (
+from flatshard._base.optimizers import (
     Group,
     Optimizers,
     as_list,
@@ -30,7 +27,10 @@ from flatshard._optimizers import (
     steps_elsewhere,
     steps_whole,
 )
-from flatshard._runtime import on_any_rank
+from flatshard._comm.runtime import on_any_rank
+from flatshard._composable.features.whole_parameters import Gathering, joined
+from flatshard._handle.flat_param import FlatParam
+from flatshard._handle.tensors.sharded_parameter import shard_info
 from flatshard.checkpoint._barrier import barrier
 from flatshard.checkpoint._gathering import exchange, from_parts, unwrapped_whole
 from flatshard.checkpoint._inner_state import Quantised

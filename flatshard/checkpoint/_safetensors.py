@@ -17,11 +17,11 @@ from typing import Any, BinaryIO
 import torch
 from torch import nn
 
-from flatshard._errors import name_list
+from flatshard._base.errors import name_list
+from flatshard._comm.runtime import on_any_rank
 from flatshard._handle.adapters.tensor_parallel import is_dtensor
 from flatshard._handle.adapters.tensor_subclass import TensorSubclass
 from flatshard._handle.tensors.sharded_parameter import ShardedParameter, full_shape, shard_info
-from flatshard._runtime import on_any_rank
 from flatshard.checkpoint import _disk as disk
 from flatshard.checkpoint._container import memory_of
 from flatshard.checkpoint._gathering import exchange

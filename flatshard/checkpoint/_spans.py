@@ -29,7 +29,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
-from flatshard._config import local_world_size
+from flatshard._base.environment import local_world_size
 from flatshard.checkpoint import _disk as disk
 from flatshard.checkpoint._container import BLOCK, checksums
 

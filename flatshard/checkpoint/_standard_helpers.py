@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from flatshard._callers import variables_of
+from flatshard._base.callers import variables_of
 
 HELPERS = "torch.distributed.checkpoint.state_dict"
 """The module of torch's helpers. Without it nobody can have called one."""

@@ -13,12 +13,14 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from flatshard._base.errors import name_list
+from flatshard._base.names import plain_name
 from flatshard._comm.progress import Label
+from flatshard._comm.runtime import Runtime
 from flatshard._composable.features.whole_parameters import Gathering
 from flatshard._composable.find import settle, units_of
 from flatshard._composable.state import Unit
 from flatshard._composable.unit_backward import current_graph_task
-from flatshard._errors import name_list
 from flatshard._handle.adapters.tensor_subclass import TensorSubclass
 from flatshard._handle.flat_param import FlatParam
 from flatshard._handle.handle import check_has_memory
@@ -26,8 +28,6 @@ from flatshard._handle.registrations import SHARDED
 from flatshard._handle.tensors.aggregate import in_order
 from flatshard._handle.tensors.experts import ExpertRanks
 from flatshard._handle.tensors.sharded_parameter import ShardedParameter, shard_info
-from flatshard._names import plain_name
-from flatshard._runtime import Runtime
 from flatshard.checkpoint._barrier import barrier
 from flatshard.checkpoint._gathering import check_one_value, exchange_over, unwrapped_whole
 from flatshard.checkpoint._sharded_value import NO_VALUES

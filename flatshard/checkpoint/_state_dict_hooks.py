@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from flatshard._callers import variables_of
+from flatshard._base.callers import variables_of
 from flatshard._composable.extensions import Extension, ForwardFeature
 from flatshard._composable.features.feature_link import FeatureLink
 from flatshard._composable.state import Unit, owner_of

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from flatshard._base.config import ShardingStrategy, Until
+from flatshard._comm.mesh_runtime import MeshRuntime
 from flatshard._composable.find import units_below, units_of
 from flatshard._composable.state import Unit
-from flatshard._config import ShardingStrategy, Until
 from flatshard._handle.flat_param import FlatParam
 from flatshard._handle.layout import ParamInfo
-from flatshard._mesh_runtime import MeshRuntime
 
 
 @dataclass(frozen=True)

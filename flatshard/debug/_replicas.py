@@ -10,13 +10,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from flatshard._base.errors import name_list
 from flatshard._comm.progress import Label
+from flatshard._comm.runtime import Runtime, on_any_rank
 from flatshard._composable.features.buffers import Named, buffers_of_units
 from flatshard._composable.features.not_sharded import added_later
 from flatshard._composable.find import units_of
-from flatshard._errors import name_list
 from flatshard._handle.flat_param import FlatParam
-from flatshard._runtime import Runtime, on_any_rank
 
 _LABEL = Label("check_replicas")
 

@@ -50,14 +50,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from flatshard._base.errors import name_list
+from flatshard._base.trace import logger
 from flatshard._comm.backends import GlooCollectives
 from flatshard._comm.collectives import Done, Pending
 from flatshard._comm.pending import Works
 from flatshard._comm.progress import EXCHANGE, NOBODY
 from flatshard._comm.streams import Streams
 from flatshard._composable.features.user_hooks import register_gradients_reduced_hook
-from flatshard._errors import name_list
-from flatshard._trace import logger
 from flatshard.elastic import _exchange, _units
 from flatshard.elastic._exchange import Channel, as_bytes
 from flatshard.elastic._values import GRAD, PARAM, Image, Key, Live, Manifest, ParamAt, Small, Trained, aligned

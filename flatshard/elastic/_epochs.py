@@ -26,8 +26,8 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
+from flatshard._base.trace import logger
 from flatshard._comm.rendezvous import Rendezvous, polls
-from flatshard._trace import logger
 
 _START = 600.0  # seconds in which the first ranks come
 _PAUSE = 0.02  # seconds between two looks at the store, at most

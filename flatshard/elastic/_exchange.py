@@ -19,10 +19,10 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from flatshard._base.errors import CollectiveError
 from flatshard._comm.backends import builtin_collectives
 from flatshard._comm.payloads import PLAIN
 from flatshard._comm.progress import NOBODY
-from flatshard._errors import CollectiveError
 
 Span = tuple[int, int]
 

@@ -17,9 +17,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
+from flatshard._base.errors import CollectiveError, name_list
 from flatshard._composable.features.summon import recover
 from flatshard._composable.find import units_of_parameters
-from flatshard._errors import CollectiveError, name_list
 from flatshard.checkpoint import MeetingError, load_checkpoint
 from flatshard.checkpoint._disk import local
 from flatshard.elastic import _exchange, _units, _values

@@ -13,9 +13,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
+from flatshard._base.errors import name_list
 from flatshard._comm.monitor.messages import default_group
 from flatshard._composable.find import units_of
-from flatshard._errors import name_list
 from flatshard._handle.planned import PlannedFlat
 from flatshard.elastic import _exchange, _units
 from flatshard.elastic._exchange import Channel, sources

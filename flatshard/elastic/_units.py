@@ -19,18 +19,18 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from flatshard._base.errors import name_list
+from flatshard._comm.runtime import Runtime
 from flatshard._composable.claims import KEPT
 from flatshard._composable.construct.groups import resolve_groups, runtimes_over
 from flatshard._composable.construct.layout_plan import plan_again
 from flatshard._composable.find import contexts_of
 from flatshard._composable.fully_shard import ranks_of
 from flatshard._composable.state import Context, Unit
-from flatshard._errors import name_list
 from flatshard._handle.lifetime import GradState
 from flatshard._handle.planned import PlannedFlat
 from flatshard._handle.pool import Pools
 from flatshard._handle.registrations import SHARDED
-from flatshard._runtime import Runtime
 
 
 @dataclass(frozen=True)

@@ -19,9 +19,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from flatshard._base.errors import name_list
 from flatshard._composable.find import units_of
 from flatshard._composable.state import Unit, owner_of
-from flatshard._errors import name_list
 from flatshard._handle.flat_param import FlatParam
 from flatshard._handle.layout import FlatLayout, ParamInfo
 from flatshard._handle.tensors.aggregate import plainly

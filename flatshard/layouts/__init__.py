@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from flatshard._errors import name_list
+from flatshard._base.errors import name_list
 
 __all__ = ["Blocks", "Elements", "Rows", "Whole"]
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch import nn
 
+from flatshard._base.errors import name_list
 from flatshard._composable.find import units_of
 from flatshard._composable.state import Unit
-from flatshard._errors import name_list
 from flatshard._handle.adapters.tensor_parallel import common_runtime
 from flatshard._handle.flat_param import FlatParam
 from flatshard._handle.handle import check_has_memory

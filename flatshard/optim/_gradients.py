@@ -13,16 +13,16 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from flatshard._base.errors import name_list
+from flatshard._base.names import plain_name
 from flatshard._comm.rank_group import RankGroup
 from flatshard._composable.features.grad_sync import check_reduced
 from flatshard._composable.find import units_of_parameters
 from flatshard._composable.state import owner_of
-from flatshard._errors import name_list
 from flatshard._handle.registrations import SHARDED
 from flatshard._handle.tensors.aggregate import Aggregate, device_for, in_order, plainly, total_norm
 from flatshard._handle.tensors.sharded_gradient import ShardedGradient
 from flatshard._handle.tensors.sharded_parameter import ShardedParameter, full_shape, shard_info
-from flatshard._names import plain_name
 from flatshard.optim._in_backward import check_kept
 
 

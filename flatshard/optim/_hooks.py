@@ -30,6 +30,10 @@ from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from flatshard._base.config import Until
+from flatshard._base.errors import name_list
+from flatshard._base.optimizers import defaults_of, params_of
+from flatshard._comm.runtime import Runtime
 from flatshard._composable.extensions import Extension
 from flatshard._composable.features.checked_optimizers import CheckedOptimizers
 from flatshard._composable.features.grad_sync import check_reduced, held_units
@@ -38,13 +42,9 @@ from flatshard._composable.features.summon import copy_names, summoned_units
 from flatshard._composable.find import all_units, flat_of
 from flatshard._composable.state import Unit
 from flatshard._composable.unit_config import UnitConfig
-from flatshard._config import Until
-from flatshard._errors import name_list
 from flatshard._handle.registrations import UNSHARDED
 from flatshard._handle.tensors.changes import changes
 from flatshard._handle.tensors.sharded_parameter import ShardedParameter, full_shape, shard_info
-from flatshard._optimizers import defaults_of, params_of
-from flatshard._runtime import Runtime
 from flatshard.checkpoint._optimizer_hooks import hook_optimizer
 from flatshard.optim._lengths import why_not_by_length
 from flatshard.optim._offload import OffloadedOptimizer

@@ -8,11 +8,11 @@ from collections.abc import Iterable
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from flatshard._base.errors import name_list
+from flatshard._base.optimizers import params_of
 from flatshard._composable.features.user_hooks import register_gradients_reduced_hook
 from flatshard._composable.find import units_of_parameters
 from flatshard._composable.state import Unit
-from flatshard._errors import name_list
-from flatshard._optimizers import params_of
 from flatshard.optim._hooks import check_optimizer
 from flatshard.optim._offload import OffloadedOptimizer
 

@@ -16,12 +16,12 @@ from typing import NamedTuple
 import torch
 from torch.optim import Optimizer
 
+from flatshard._base.errors import name_list
+from flatshard._base.optimizers import Group, first_tensors, shorter
 from flatshard._composable.construct.layout_plan import Cut, plan_layout
-from flatshard._errors import name_list
 from flatshard._handle.flat_param import FlatParam
 from flatshard._handle.layout import FlatLayout
 from flatshard._handle.tensors.sharded_parameter import ShardedParameter, flat_param_of
-from flatshard._optimizers import Group, first_tensors, shorter
 from flatshard.optim._trial import Impossible
 
 Forms = dict[str, tuple[type, torch.dtype]]

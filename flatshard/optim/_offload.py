@@ -25,9 +25,9 @@ from torch import nn
 from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
+from flatshard._base.optimizers import Group, copied_option, options_of, params_of, step_copy, unhooked_step
 from flatshard._composable.state import owner_of
 from flatshard._handle.tensors.sharded_parameter import full_shape, shard_info
-from flatshard._optimizers import Group, copied_option, options_of, params_of, step_copy, unhooked_step
 from flatshard.checkpoint._optimizer_hooks import hook_optimizer
 from flatshard.optim._host_state import Traffic, Visit, nbytes_on
 from flatshard.optim._trial import Impossible, check_in_turns

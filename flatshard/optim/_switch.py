@@ -15,13 +15,13 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from flatshard._base.errors import name_list
+from flatshard._base.optimizers import Optimizers, as_list
 from flatshard._comm.streams import Streams
 from flatshard._composable.claims import KEPT, Claim
 from flatshard._composable.features.grad_sync import check_reduced
 from flatshard._composable.state import Unit
-from flatshard._errors import name_list
 from flatshard._handle.flat_param import FlatParam
-from flatshard._optimizers import Optimizers, as_list
 from flatshard.checkpoint._state_dict import idle_flats
 from flatshard.optim._host_state import map_plain
 from flatshard.optim._offload import OffloadedOptimizer

@@ -10,12 +10,12 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from flatshard._base.optimizers import Group, copied_option, options_of, params_of, step_copy
 from flatshard._comm.collectives import Done, Pending
 from flatshard._comm.pending import drain
+from flatshard._comm.runtime import Runtime
 from flatshard._composable.find import flat_of
 from flatshard._handle.tensors.sharded_parameter import ShardedParameter, full_shape, shard_info
-from flatshard._optimizers import Group, copied_option, options_of, params_of, step_copy
-from flatshard._runtime import Runtime
 from flatshard.optim._owned import Owned, Stepped, exchange
 from flatshard.optim._trial import Impossible, check_one_by_one
 
@@ -59,7 +59,7 @@ class WholeParameterOptimizer(Optimizer):
         NotImplementedError: a parameter is sharded by tensor parallelism as well, so no rank could have it in full.
     """
 
-    steps_whole_parameters = True  # see `_optimizers.steps_whole`
+    steps_whole_parameters = True  # see `optimizers.steps_whole`
 
     def __init__(
         self,

@@ -18,9 +18,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from flatshard._base.config import MixedPrecision, ShardingStrategy
 from flatshard._composable.construct.policy import Policy
 from flatshard._composable.find import units_of_parameters
-from flatshard._config import MixedPrecision, ShardingStrategy
 from flatshard.planning._arguments import check_arguments, default_loss, device_type, largest, parse_bytes, repeated
 from flatshard.planning._choices import UNTIL_FORWARD, Choices, steps_between
 from flatshard.planning._chooser import peaks_along

@@ -14,11 +14,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from flatshard._base.errors import name_list
+from flatshard._base.names import plain_name
 from flatshard._composable.construct.groups import as_device
 from flatshard._composable.fully_shard import fully_shard
 from flatshard._composable.unit_config import UnitConfig
-from flatshard._errors import name_list
-from flatshard._names import plain_name
 from flatshard.debug._describe import table
 from flatshard.optim._offload import OffloadedOptimizer
 from flatshard.planning._choices import UNTIL_BACKWARD, UNTIL_FORWARD, Keeps

@@ -26,6 +26,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
+from flatshard._base.optimizers import params_of, unhooked_step
+from flatshard._comm.mesh_runtime import MeshRuntime
+from flatshard._comm.runtime import Peers, Runtime
 from flatshard._comm.streams import Streams
 from flatshard._composable.construct.layout_plan import Loads, plan_flats
 from flatshard._composable.extensions import Extension, ForwardFeature, extensions
@@ -39,9 +42,6 @@ from flatshard._handle.pool import Pools
 from flatshard._handle.tensors.grad_dtype import hand_on
 from flatshard._handle.tensors.sharded_parameter import shard_info
 from flatshard._handle.unit_ranks import Runtimes
-from flatshard._mesh_runtime import MeshRuntime
-from flatshard._optimizers import params_of, unhooked_step
-from flatshard._runtime import Peers, Runtime
 from flatshard.optim._offload import OffloadedOptimizer, in_turns, units_of_params
 from flatshard.planning._attention import attention_as_on
 from flatshard.planning._optimizer import OptimizerChoice, PlannedOptimizer, planned_optimizer

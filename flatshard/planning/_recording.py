@@ -26,7 +26,8 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from flatshard import _frames, _mesh_runtime
+from flatshard._base import frames
+from flatshard._comm import mesh_runtime
 from flatshard._comm.backends import BuiltinCollectives
 from flatshard._comm.collectives import Done, Pending
 from flatshard._comm.progress import Label
@@ -172,7 +173,7 @@ class Books(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is _LOCAL_SCALAR and _category(_frames.of_caller(1)) != "activations":
+        if func is _LOCAL_SCALAR and _category(frames.of_caller(1)) != "activations":
             return True  # the answer to "did no rank use this parameter?": all ranks do what this one does
         result = self.values.call(func, args, kwargs, functools.partial(self._made, func, args, kwargs))
         for tensor in result if isinstance(result, tuple | list) else (result,):
@@ -180,7 +181,7 @@ class Books(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 storage = tensor.untyped_storage()
                 if id(storage) not in self._storages and storage.nbytes():
                     on_host = bool(kwargs.get("pin_memory"))  # under CPU offload
-                    self.track([tensor], "gradients" if on_host else _category(_frames.of_caller(1)), on_host)
+                    self.track([tensor], "gradients" if on_host else _category(frames.of_caller(1)), on_host)
         if self.recorder.is_recording:
             if (formula := self._flops_of.get(func._overloadpacket)) is not None:
                 self.recorder.flops[self.recorder.unit] += self._made.flops(formula, args, kwargs, result)
@@ -365,12 +366,12 @@ def _like(described: Any) -> Any:
 
 _HANDLE = str(Path(reduction.__file__).parent)
 _POOL = pool.__file__
-_OF_REDUCTIONS = (gradients.__file__, reduction.__file__, _mesh_runtime.__file__, __file__)
+_OF_REDUCTIONS = (gradients.__file__, reduction.__file__, mesh_runtime.__file__, __file__)
 
 
 def _category(frame: Any) -> str:
     """Return the category of storages made by an operation that ``frame`` called. [Note: What is counted]"""
-    paths = map(_frames.file_of, _frames.outward(frame))
+    paths = map(frames.file_of, frames.outward(frame))
     path = next(path for path in paths if path != _POOL)  # the pool allocates for its callers
     if path in _OF_REDUCTIONS:
         return "reductions"

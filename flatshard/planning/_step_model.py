@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from flatshard._base.config import ShardingStrategy
 from flatshard._composable.construct.policy import SplitRoot
-from flatshard._config import ShardingStrategy
 from flatshard.planning._choices import UNTIL_BACKWARD, UNTIL_CHANGE, UNTIL_FORWARD, Choices, Keeps
 from flatshard.planning._records import Ranks
 from flatshard.planning._report import Plan

@@ -29,10 +29,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from flatshard._base.errors import name_list
+from flatshard._base.names import plain_name
 from flatshard._comm.monitor.messages import default_group, membership
-from flatshard._errors import name_list
 from flatshard._handle.tensors.sharded_parameter import shard_info
-from flatshard._names import plain_name
 from flatshard.checkpoint._barrier import Barrier
 from flatshard.checkpoint._changed_params import SentParams, whole_part
 from flatshard.checkpoint._sharded_value import part_of

@@ -21,7 +21,8 @@ from recording import FULL, GRAD_OP, NO_SHARD, Net, Recording, collectives_of, m
 from torch import Tensor, nn
 
 import flatshard
-from flatshard import CustomPolicy, ShardingStrategy, _torch, fully_shard, summon_full_params
+from flatshard import CustomPolicy, ShardingStrategy, fully_shard, summon_full_params
+from flatshard._base import torch_versions
 from flatshard._comm.backends import GlooCollectives
 from flatshard._comm.pending import Works
 from flatshard._composable.find import units_below
@@ -211,7 +212,7 @@ def lose_a_rank(ctx, folder: str) -> str:
     return str(e.value)
 
 
-@pytest.mark.skipif(_torch.VERSION < (2, 15), reason="this torch gives a group no other ranks")
+@pytest.mark.skipif(torch_versions.VERSION < (2, 15), reason="this torch gives a group no other ranks")
 def test_a_group_that_was_given_other_ranks_is_refused(tmp_path):
     """Gloo would end the process, because the collectives are made for the old number of ranks."""
     bare = Pool(3, backend=None)

@@ -27,7 +27,8 @@ from recording import FULL, GRAD_OP, NO_SHARD, Net, Recording, collectives_of, m
 from torch import Tensor, nn
 
 import flatshard
-from flatshard import CollectiveError, OutOfStepError, _config, fully_shard, summon_full_params
+from flatshard import CollectiveError, OutOfStepError, fully_shard, summon_full_params
+from flatshard._base import environment
 from flatshard._comm.backends import GlooCollectives
 from flatshard._comm.collectives import Done
 from flatshard._comm.pending import Works, drain
@@ -57,8 +58,8 @@ def lose_a_rank(ctx, how: str, where: str, options: dict[str, Any]) -> str:
     group = dist.new_group(list(range(ctx.world_size)), timeout=datetime.timedelta(seconds=4))
     model = Net(blocks=3)
     with pytest.MonkeyPatch.context() as patch:  # no other help than the timeout: see test_out_of_step.py
-        patch.setattr(_config, "WATCH_SECONDS", 0)
-        patch.setattr(_config, "ORDER_CHECK", "off")
+        patch.setattr(environment, "WATCH_SECONDS", 0)
+        patch.setattr(environment, "ORDER_CHECK", "off")
         fully_shard(model, policy={Block}, process_group=group, **options)
     is_last = ctx.rank == ctx.world_size - 1
     if is_last and where == "forward":

@@ -20,7 +20,8 @@ from pool import Pool
 from torch import Tensor, nn
 
 import flatshard
-from flatshard import ShardingStrategy, _config, fully_shard
+from flatshard import ShardingStrategy, fully_shard
+from flatshard._base import environment
 from flatshard._comm import backends
 from flatshard._composable.state import unit_of
 from flatshard._handle.lifetime import BY_USER
@@ -155,7 +156,7 @@ def fall_out_of_step(ctx, where: str, static_buffers: bool) -> None:
     group = dist.new_group(list(range(ctx.world_size)), timeout=datetime.timedelta(seconds=20))
     odd = ctx.rank == 1
     with pytest.MonkeyPatch.context() as patch, fences.install(DELAY) as fence:
-        patch.setattr(_config, "ORDER_CHECK", "first")
+        patch.setattr(environment, "ORDER_CHECK", "first")
         run = Run(group, ctx.rank, ShardingStrategy.SHARD_GRAD_OP, static_buffers=static_buffers)
         outputs = [run.model[i](run.x) for i in (0, 1)] if where == "backward" else []
         if where == "interrupt":

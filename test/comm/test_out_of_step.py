@@ -18,7 +18,8 @@ import torch.distributed as dist
 from pool import RankFailure
 from torch import Tensor, nn
 
-from flatshard import OutOfStepError, ShardingStrategy, _config, fully_shard, keep_unsharded, optim
+from flatshard import OutOfStepError, ShardingStrategy, fully_shard, keep_unsharded, optim
+from flatshard._base import environment
 from flatshard._comm.monitor.messages import interrupt
 
 SECONDS = 20
@@ -45,7 +46,7 @@ def new_group(size: int) -> dist.ProcessGroup:
 
 def make(ctx, strategy: ShardingStrategy = ShardingStrategy.FULL_SHARD, order_check: str = "off") -> tuple[Any, Any]:
     """Return a sharded model and its process group."""
-    _config.WATCH_SECONDS, _config.ORDER_CHECK = WATCH, order_check
+    environment.WATCH_SECONDS, environment.ORDER_CHECK = WATCH, order_check
     group = new_group(ctx.world_size)
     torch.manual_seed(0)
     return fully_shard(Net(), policy={nn.Linear}, process_group=group, strategy=strategy), group
@@ -61,11 +62,11 @@ class Ends(Exception):
 
 def run(ctx, body: Any) -> None:
     """Run ``body`` and restore the configuration that it changes."""
-    before, start = (_config.WATCH_SECONDS, _config.ORDER_CHECK), time.monotonic()
+    before, start = (environment.WATCH_SECONDS, environment.ORDER_CHECK), time.monotonic()
     try:
         body(ctx)
     finally:
-        _config.WATCH_SECONDS, _config.ORDER_CHECK = before
+        environment.WATCH_SECONDS, environment.ORDER_CHECK = before
         assert time.monotonic() - start < SECONDS
     raise Ends
 
@@ -117,12 +118,12 @@ def swap_at_first(ctx) -> None:
 )
 def another_environment(ctx) -> None:
     """Rank 1 would not join the handshake for shared memory."""
-    before, _config.SHARED_MEMORY = _config.SHARED_MEMORY, 0 if ctx.rank else 65536
+    before, environment.SHARED_MEMORY = environment.SHARED_MEMORY, 0 if ctx.rank else 65536
     try:
         model = fully_shard(nn.Linear(200, 200), process_group=new_group(2))
         model(torch.zeros(1, 200))
     finally:
-        _config.SHARED_MEMORY = before
+        environment.SHARED_MEMORY = before
 
 
 @tells(r"all-gather of 'blocks\.0' was not issued: ranks got out of step before", r"restart all ranks")
@@ -172,7 +173,7 @@ def test_interrupt_when_a_connection_is_closed_already(errors):
 @tells(r"as they run different units", r"rank 0 waits for the all-gather of 'blocks\.0'", size=4, ranks=(0, 1))
 def swap_in_a_smaller_group(ctx) -> None:
     """After forward, all ranks keep half of each unit, which backward gathers among two of the four."""
-    _config.WATCH_SECONDS, _config.ORDER_CHECK = WATCH, "off"
+    environment.WATCH_SECONDS, environment.ORDER_CHECK = WATCH, "off"
     model = fully_shard(Net(), policy={nn.Linear}, process_group=new_group(4), reshard_after_forward=2)
     for _ in range(2):
         train(model)

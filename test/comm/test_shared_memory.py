@@ -27,7 +27,8 @@ from recording import FULL, NO_SHARD, Net, make_input, sent_bytes
 from torch import Tensor, nn
 
 import flatshard
-from flatshard import ShardingStrategy, _config, fully_shard
+from flatshard import ShardingStrategy, fully_shard
+from flatshard._base import environment
 from flatshard._comm.backends import GlooCollectives
 from flatshard._comm.capabilities import gathers_late
 from flatshard._comm.shared_memory.handshake import PeerSegment
@@ -46,7 +47,7 @@ HEADER = 24  # bytes
 def sharing(least: int = 1) -> Iterator[None]:
     """Put payloads of at least ``least`` bytes into shared memory, or none if 0."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_config, "SHARED_MEMORY", least)
+        patch.setattr(environment, "SHARED_MEMORY", least)
         yield
 
 

@@ -8,14 +8,15 @@ import torch
 from on_ranks import ranks
 from torch import nn
 
-from flatshard import _config, fully_shard
+from flatshard import fully_shard
+from flatshard._base import environment
 from flatshard._comm import host_memory
 
 WIDTH = 1024  # 4 MiB per unit
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library")
-@pytest.mark.skipif(not _config.KEEP_MEMORY, reason="told not to, or the user has settings of the C library's own")
+@pytest.mark.skipif(not environment.KEEP_MEMORY, reason="told not to, or the user has settings of the C library's own")
 @ranks(2)
 def test_a_steady_step_takes_no_new_memory(ctx):
     model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(4)])
@@ -34,5 +35,5 @@ def test_a_steady_step_takes_no_new_memory(ctx):
 
 
 def test_it_can_be_left_alone(monkeypatch):
-    monkeypatch.setattr(_config, "KEEP_MEMORY", False)
+    monkeypatch.setattr(environment, "KEEP_MEMORY", False)
     assert host_memory.keep_freed_memory.__wrapped__() is False

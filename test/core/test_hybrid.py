@@ -16,10 +16,11 @@ from recording import same_everywhere
 from torch import nn
 
 import flatshard
-from flatshard import ShardingStrategy, _torch, fully_shard
+from flatshard import ShardingStrategy, fully_shard
+from flatshard._base import torch_versions
+from flatshard._base.trace import record_events
 from flatshard._comm.backends import timeout_of
 from flatshard._composable.find import units_below
-from flatshard._trace import record_events
 
 HYBRID = [strategy for strategy in ShardingStrategy if strategy.is_hybrid]
 
@@ -191,7 +192,7 @@ def test_refusals(ctx):
     with pytest.raises(ValueError, match="unit '<root>' has strategy FULL_SHARD and no replicas"):
         flatshard.configure(fully_shard(Net(), process_group=ctx.group), all_reduce=False)
     with (
-        mock.patch.object(_torch, "UNSORTED", {}),
+        mock.patch.object(torch_versions, "UNSORTED", {}),
         pytest.raises(NotImplementedError, match=r"needs torch 2\.12 or later.* Use HYBRID_SHARD"),
     ):
         fully_shard(Net(), device_mesh=mesh, strategy="HYBRID_FULL_SHARD")

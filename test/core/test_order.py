@@ -1,6 +1,6 @@
 """The order of gathers, frees and reductions as text, so that a change shows as a readable diff.
 
-Events come from ``flatshard._trace.record_events``. All ranks must issue the same collectives in the same order, or
+Events come from ``flatshard._base.trace.record_events``. All ranks must issue the same collectives in the same order, or
 unrelated ones would match. :func:`same_everywhere` checks that in every test.
 
 Accept a wanted change with ``EXPECTTEST_ACCEPT=1 python -m pytest test/core/test_order.py``, and read the diff.
@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from flatshard import BackwardPrefetch, ShardingStrategy, fully_shard, optim, reshard
+from flatshard._base.trace import record_events
 from flatshard._composable.find import units_below
-from flatshard._trace import record_events
 
 # -- Strategies and prefetching ----------------------------------------------------------------------------------------
 

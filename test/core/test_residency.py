@@ -25,8 +25,8 @@ from flatshard import (
     keep_unsharded,
     summon_full_params,
 )
+from flatshard._base.trace import record_events
 from flatshard._composable.features import whole_parameters
-from flatshard._trace import record_events
 from flatshard.tensors import ShardedParameter
 
 STRATEGIES = (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD)

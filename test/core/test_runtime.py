@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 import flatshard
 from flatshard import ShardingStrategy, recover
-from flatshard._trace import record_events
+from flatshard._base.trace import record_events
 
 STRATEGIES = (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD)
 WIDTH = 5

@@ -17,9 +17,9 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from flatshard import CustomPolicy, MixedPrecision, configure, describe, fully_shard
+from flatshard._base.trace import record_events
 from flatshard._composable.construct.groups import subgroup
 from flatshard._composable.find import units_below
-from flatshard._trace import record_events
 from flatshard.comm import QuantizedCollectives
 
 OVER_2 = "all-gather over 2 "

@@ -26,7 +26,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import flatshard
 from flatshard._comm.backends import GlooCollectives
-from flatshard._runtime import Runtime
+from flatshard._comm.runtime import Runtime
 from flatshard.checkpoint import _disk, _writer
 from flatshard.elastic import Job, World, _checkpoints, _copies, _reshard
 from flatshard.elastic._epochs import Epochs

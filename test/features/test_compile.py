@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 import flatshard
 from flatshard import MixedPrecision, fully_shard
 from flatshard import ShardingStrategy as S
-from flatshard._trace import record_events
+from flatshard._base.trace import record_events
 
 FULL = S.FULL_SHARD
 WIDTH, BLOCKS = 8, 3

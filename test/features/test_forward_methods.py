@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import flatshard
 from flatshard import ShardingStrategy, fully_shard, register_forward_method
-from flatshard._trace import record_events
+from flatshard._base.trace import record_events
 
 STRATEGIES = tuple(strategy for strategy in ShardingStrategy if not strategy.is_hybrid)
 TOKENS, WIDTH = 11, 6

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import flatshard
 from flatshard import fully_shard
-from flatshard._trace import record_events
+from flatshard._base.trace import record_events
 
 WIDTH = 12
 

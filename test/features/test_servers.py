@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 import flatshard
 from flatshard import MixedPrecision, fully_shard
-from flatshard._trace import record_events
+from flatshard._base.trace import record_events
 
 REQUESTS = [torch.full((1, 4), float(i)) for i in range(6)]
 

@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from flatshard import BackwardPrefetch, describe, fully_shard, skip
-from flatshard._trace import record_events
+from flatshard._base.trace import record_events
 
 WIDTH = 4
 

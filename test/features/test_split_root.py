@@ -17,8 +17,8 @@ from parity import check_parity, check_same_gradients, twins
 from torch import Tensor, nn
 
 from flatshard import BackwardPrefetch, CustomPolicy, ShardingStrategy, describe, fully_shard
+from flatshard._base.trace import record_events
 from flatshard._composable.find import units_below
-from flatshard._trace import record_events
 from flatshard.policies import SplitRoot
 
 GRAD_OP = ShardingStrategy.SHARD_GRAD_OP

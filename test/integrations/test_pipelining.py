@@ -19,7 +19,7 @@ from torch.distributed.pipelining.schedules import FULL_BACKWARD, REDUCE_GRAD
 
 import flatshard
 from flatshard import fully_shard
-from flatshard._trace import record_events
+from flatshard._base.trace import record_events
 from flatshard.integrations.pipelining import prepare
 
 WIDTH, MICROBATCHES, DEPTH = 6, 4, 4

@@ -29,11 +29,11 @@ from torch.utils.checkpoint import checkpoint
 
 import flatshard
 from flatshard import BackwardPrefetch, CustomPolicy, MixedPrecision, ShardingStrategy, describe, fully_shard, plan
+from flatshard._base.torch_versions import VERSION
 from flatshard._composable.find import units_below
 from flatshard._composable.hooks import UnitHooks
 from flatshard._composable.reduction_queue import ReductionQueue
 from flatshard._handle.unit_gradients import UnitGradients
-from flatshard._torch import VERSION
 from flatshard.layouts import Blocks, Layout, Rows, Whole
 from flatshard.planning import Memory, _on_host, _plan
 from flatshard.planning._recording import Books, MadeOnce, Recorder

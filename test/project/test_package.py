@@ -69,7 +69,7 @@ def test_what_an_archive_contains(kind, tmp_path):
             names = [name.partition("/")[2] for name in opened.getnames()]
     wanted = [name for name in files if name.startswith("flatshard/") and (ROOT / name).exists()]
     assert sorted(set(wanted) - set(names)) == []
-    assert {"flatshard/py.typed", "flatshard/LICENSE", "flatshard/migration.md"} <= set(names)
+    assert {"flatshard/py.typed", "flatshard/README.md", "flatshard/docs/migration.md"} <= set(names)
 
 
 def test_products_are_imported_on_first_use():

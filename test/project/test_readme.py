@@ -1,6 +1,6 @@
 """The README: every example runs, its figures are those of the results, and its tables name what exists.
 
-So do the tables of ``flatshard/migration.md``. Its recipes for clients are run in ``integrations``.
+So do the tables of ``flatshard/docs/migration.md``. Its recipes for clients are run in ``integrations``.
 """
 
 import inspect
@@ -28,7 +28,7 @@ from flatshard._handle.tensors.operations import OperationKind
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 INSIDE = (ROOT / "flatshard" / "README.md").read_text()
-MIGRATION = (ROOT / "flatshard" / "migration.md").read_text()
+MIGRATION = (ROOT / "flatshard" / "docs" / "migration.md").read_text()
 
 
 def marked(kind: str) -> dict[str, str]:

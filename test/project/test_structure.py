@@ -21,13 +21,12 @@ import flatshard
 PACKAGE = Path(flatshard.__file__).parent
 
 PACKAGES = [
-    ["_errors", "_names", "_torch", "_config", "_trace", "_frames", "_callers", "layouts"],
+    ["_base", "layouts"],
     ["_comm"],
-    ["_runtime", "_mesh_runtime"],
     ["_handle", "_handle.adapters", "_handle.tensors"],
     ["_composable", "_composable.construct"],
     ["_composable.features", "_comm.monitor"],
-    ["_optimizers"],
+    ["_base.optimizers"],
     ["optim", "checkpoint", "debug", "comm", "policies", "tensors"],
     ["planning", "elastic", "weights"],
     ["_extensions"],
@@ -37,7 +36,7 @@ PACKAGES = [
 """From the bottom up: a module imports from its own row and those before it. A module that is not named itself belongs to
 the longest package that its name begins with; "" is the top one."""
 
-CORE = [package for row in PACKAGES[:5] for package in row]
+CORE = [package for row in PACKAGES[:4] for package in row]
 """Packages, or modules beside packages, that know no feature and no product."""
 
 INNER_IMPORTS = {
@@ -193,16 +192,16 @@ TREE_WORDS = r"\b((named_)?(modules|children)|get_submodule|_modules|named_param
 # Whether a forward is still running; code that dynamo skips; what a rank waits for; whose memory an allocation is.
 READING_FRAMES = """
 _composable.features.forward_method _composable.features.keep _composable.features.skip _composable.features.transforms
-_composable.state _comm.monitor.watch planning._recording _callers
+_composable.state _comm.monitor.watch planning._recording _base.callers
 """
-# For errors, and where torch tells nobody what it wants: see the note in _callers.py. No more may come.
+# For errors, and where torch tells nobody what it wants: see the note in _base/callers.py. No more may come.
 ASKING_WHO_CALLS = """
 _handle.tensors.guard _handle.tensors.part _handle.tensors.sharded_parameter
 checkpoint._standard_helpers checkpoint._state_dict_hooks
 """
 # `_composable` decides when collectives start; handles and the runtime start them, and modules that make them of others.
 STARTING = """
-_mesh_runtime _runtime _comm.backends _composable.construct.groups _comm.quantized _comm.fake_group
+_comm.mesh_runtime _comm.runtime _comm.backends _composable.construct.groups _comm.quantized _comm.fake_group
 _composable.features.comm_hooks checkpoint._gathering elastic._exchange
 """
 # Scales, before a handle gathers; for a handle, in place of its own; whole values, for those who read them.
@@ -224,9 +223,9 @@ RULES = [
     Rule(r"\bresize_\b", "_handle.pool"),  # of a storage
     # By rows, in blocks or whole: nobody else rounds up or cuts shards.
     Rule(r"\b(PARAM_ALIGNMENT|SHARD_ALIGNMENT|round_up|pack)\b", "_composable.construct.layout_plan layouts.packing"),
-    Rule(r"\b(environ|getenv|putenv)\b", "_config env"),  # the report shows it
-    Rule(r"\b__version__\b", "_torch env"),
-    Rule(rf"\b({FRAMES})\b", "_frames"),
+    Rule(r"\b(environ|getenv|putenv)\b", "_base.environment env"),  # the report shows it
+    Rule(r"\b__version__\b", "_base.torch_versions env"),
+    Rule(rf"\b({FRAMES})\b", "_base.frames"),
     Rule(r"\bpickle\.loads?\(|\bUnpickler\(", of="elastic|weights"),  # what comes over a network is not executed
     Rule(AN_IMPORT + r".*\b_frames\b", READING_FRAMES),
     Rule(AN_IMPORT + r".*\b_callers\b", ASKING_WHO_CALLS),
@@ -245,7 +244,7 @@ RULES = [
     Rule(r"\bsuper\(\)\._?register_\w*hook|\._backward_hooks( \S?= |$)", f"{HOOKING} {OF_PARAMETERS}"),
     Rule(r"(?<!\bsuper\(\))\._?register_\w*hook|\._(forward|forward_pre|backward_pre)_hooks( \S?= |$)", HOOKING),
     # The core names no feature. The exception has callbacks of autograd's engine.
-    Rule(rf"(?i){OF_FEATURES}", "_composable.backward", of=r"_composable(?!\.features)|_handle|_runtime"),
+    Rule(rf"(?i){OF_FEATURES}", "_composable.backward", of=r"_composable(?!\.features)|_handle|_comm\.(mesh_)?runtime"),
     # A handle looks at a module by its parameters only. Others may name the type, and hand modules on.
     Rule(rf"^(?!{AN_IMPORT}).*hook", OF_PARAMETERS, of=r"_handle\."),
     Rule(r"\b_(parameters|buffers)\b", "_handle.registrations", of=r"_handle\."),
@@ -331,7 +330,7 @@ def test_no_two_files_write_one_attribute():
 INSTALLED_AT_IMPORT = {
     ("_", "_extensions.plug_in"),  # our own features into our own core
     ("_", "_show_here"),  # names of our public functions
-    ("_trace", "sinks.append"),  # the logger, where the environment asks for it
+    ("_base.trace", "sinks.append"),  # the logger, where the environment asks for it
     ("_handle.tensors.sharded_parameter", "locals"),  # methods of our class
     ("_handle.tensors.sharded_gradient", "HANDLERS[torch._foreach_norm]"),  # a table of our own
     ("_handle.tensors.sharded_gradient", "HANDLERS[UNSCALE]"),

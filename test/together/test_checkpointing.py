@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 import flatshard
 from flatshard import CustomPolicy, fully_shard
-from flatshard._trace import record_events
+from flatshard._base.trace import record_events
 
 
 def where(ctx, tensor_parallel: bool, hybrid: bool) -> tuple[dict[str, Any], Any, int, int]:

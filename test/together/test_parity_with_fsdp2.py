@@ -1,7 +1,7 @@
 """The same script under FSDP2 of the installed torch and under ``flatshard.fsdp2``: losses, gradients and parameters.
 
 Values agree bit for bit if both add the same numbers in the same order, as two ranks do; otherwise to the bound of the case.
-Each row of the table of deliberate differences in ``flatshard/migration.md`` has a test at the end.
+Each row of the table of deliberate differences in ``flatshard/docs/migration.md`` has a test at the end.
 """
 
 import contextlib

@@ -10,9 +10,9 @@ import itertools
 from collections.abc import Mapping
 from typing import Any
 
-from flatshard import _config
+from flatshard._base import environment
+from flatshard._base.errors import name_list
 from flatshard._comm.progress import Issued, Label
-from flatshard._errors import name_list
 from flatshard._handle.handle import FlatParamHandle
 
 Flats = list[tuple[str, int, list[tuple[str, list[int]]]]]
@@ -38,7 +38,7 @@ def flats_of(label: Label) -> Flats:
 
 def settings() -> dict[str, int]:
     """Return the environment's settings, by variable, that must be the same on all ranks."""
-    return {"FLATSHARD_SHARED_MEMORY": _config.SHARED_MEMORY}
+    return {"FLATSHARD_SHARED_MEMORY": environment.SHARED_MEMORY}
 
 
 def start_of(label: Label) -> bytes:

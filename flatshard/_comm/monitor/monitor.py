@@ -11,7 +11,8 @@ from typing import ClassVar
 import torch
 import torch.distributed as dist
 
-from flatshard import _config
+from flatshard._base import environment
+from flatshard._base.errors import OutOfStepError, ReconfiguredError
 from flatshard._comm.backends import BuiltinCollectives, GlooCollectives
 from flatshard._comm.capabilities import Capabilities
 from flatshard._comm.collectives import Pending
@@ -20,7 +21,6 @@ from flatshard._comm.monitor.order_check import OrderCheck
 from flatshard._comm.pending import Awaited, Chain
 from flatshard._comm.progress import Issued, Progress
 from flatshard._comm.streams import Streams
-from flatshard._errors import OutOfStepError, ReconfiguredError
 
 
 class GroupMonitor:
@@ -31,7 +31,7 @@ class GroupMonitor:
 
     def __init__(self, builtin: BuiltinCollectives, device: torch.device, progress: Progress) -> None:
         self._builtin, self._on_cpu = builtin, device.type == "cpu"
-        self._checked = _config.checked_collectives()  # how many collectives of each unit and kind are compared
+        self._checked = environment.checked_collectives()  # how many collectives of each unit and kind are compared
         group = builtin.group
         self._order = self._orders.setdefault(group, OrderCheck(group, device))
         self._may_change = _may_change(group)

@@ -22,13 +22,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from flatshard import _trace
+from flatshard._base import trace
+from flatshard._base.errors import OutOfStepError
 from flatshard._comm.backends import builtin_collectives, has_gloo
 from flatshard._comm.collectives import Pending
 from flatshard._comm.monitor.differences import Described, described, difference, flats_of, settings, start_of
 from flatshard._comm.progress import RESERVED, SAME_ORDER, Issued, Label
 from flatshard._comm.rendezvous import Rendezvous
-from flatshard._errors import OutOfStepError
 
 _LABELS = Label("the order check", RESERVED + 4), Label("the order check", RESERVED)  # about gathers, about reductions
 _HASH, _TEXT = 8, 496  # bytes of a message: a hash of the order, one of the unit's first values, then the text
@@ -126,7 +126,7 @@ class Comparison:
             if units.await_all([str(rank) for rank in ranks], _PATIENCE):
                 return {rank: units.read(str(rank)) for rank in ranks}
         except RuntimeError as e:  # a rank has exited: the error is raised without the descriptions
-            _trace.logger.debug("no description of the units: %s", e)
+            trace.logger.debug("no description of the units: %s", e)
         return {}
 
 

@@ -32,7 +32,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from flatshard import _config, _frames, _trace
+from flatshard._base import environment, frames, trace
 from flatshard._comm.backends import BuiltinCollectives, GlooCollectives
 from flatshard._comm.monitor.differences import described, difference
 from flatshard._comm.monitor.messages import interrupt
@@ -74,7 +74,7 @@ def verdict(collectives: BuiltinCollectives) -> str | None:
         store = collectives.store()
         return None if store is None else Rendezvous(store, _PREFIX).read(_VERDICT)
     except RuntimeError as e:  # the rank that hosts the store is gone, so the original error has to do
-        _trace.logger.debug("no verdict: %s", e)
+        trace.logger.debug("no verdict: %s", e)
         return None
 
 
@@ -101,7 +101,7 @@ def position(progress: Progress, at: int) -> Position:
 
 def _inside() -> list[Any] | None:
     """Return the user's collective that the main thread is in and the ranks that it needs, or None if it is in none."""
-    found = _frames.main_thread_in(_SYMMETRIC, _FILE)
+    found = frames.main_thread_in(_SYMMETRIC, _FILE)
     if found is None:
         return None
     name, arguments = found
@@ -266,7 +266,7 @@ class _Watched:
         late = _missing(settled, rank)
         if late and self._waiting != self._told:
             self._told = self._waiting
-            _trace.logger.warning(
+            trace.logger.warning(
                 "rank %d has waited %.0f s for the %s, which rank %s has not come to: it is slow, or %s",
                 *(rank, time.monotonic() - self._since, waits[2], late[0]),
                 "does not compute it: all ranks must"
@@ -278,8 +278,8 @@ class _Watched:
 def limit() -> float:
     """Return the seconds after which a wait counts as long: fewer in the first passes, where most mistakes show."""
     waiting = here.waiting
-    checked = waiting is not None and waiting.number <= _config.checked_collectives()
-    return min(_config.WATCH_SECONDS, 2.0) if checked else _config.WATCH_SECONDS
+    checked = waiting is not None and waiting.number <= environment.checked_collectives()
+    return min(environment.WATCH_SECONDS, 2.0) if checked else environment.WATCH_SECONDS
 
 
 class _Watch:
@@ -336,7 +336,7 @@ class _Watch:
         try:
             return watched.look()
         except RuntimeError as e:  # the rank that hosts the store is gone, so waits will fail without our help
-            _trace.logger.debug("the watch ends: %s", e)
+            trace.logger.debug("the watch ends: %s", e)
             return False
 
 
@@ -345,5 +345,5 @@ _watch = _Watch()
 
 def start(collectives: GlooCollectives, progress: Progress) -> None:
     """Watch a group until it is destroyed. ``progress``: what this rank issues on it, by any collectives."""
-    if _config.WATCH_SECONDS > 0:
+    if environment.WATCH_SECONDS > 0:
         _watch.add(collectives, progress)

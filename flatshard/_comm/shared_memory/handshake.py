@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from flatshard import _trace
+from flatshard._base import trace
 from flatshard._comm.collectives import Addressed, Pending
 from flatshard._comm.progress import RESERVED
 from flatshard._comm.shared_memory.segment import TOKEN_BYTES, Mapping, Segment
@@ -92,7 +92,7 @@ class Handshake:
             self.own = Segment(size)
             addresses[rank] = torch.tensor(self.own.address, device="cpu")
         except (OSError, AttributeError) as e:  # an address of zeros is nobody's
-            _trace.logger.debug("no shared memory: %s", e)
+            trace.logger.debug("no shared memory: %s", e)
         sent = self._send_row(send, addresses)
         threading.Thread(target=self._finish, args=(send, addresses, sent), daemon=True).start()
 
@@ -129,9 +129,7 @@ class Handshake:
                 try:
                     self.peers[rank] = PeerSegment(addresses[rank].tolist())
                 except (OSError, ValueError) as e:
-                    _trace.logger.debug(
-                        "rank %d of the group cannot read the memory of rank %d: %s", self.rank, rank, e
-                    )
+                    trace.logger.debug("rank %d of the group cannot read the memory of rank %d: %s", self.rank, rank, e)
             mapped = torch.zeros(self.size, self.size, dtype=torch.int64, device="cpu")
             mapped[self.rank, [*self.peers]] = 1
             self._send_row(send, mapped).wait()

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from flatshard import _trace
+from flatshard._base import trace
 from flatshard._comm.collectives import Pending
 from flatshard._comm.progress import RESERVED
 from flatshard._comm.shared_memory.handshake import Handshake, SendMessages
@@ -44,7 +44,7 @@ class SharedMemory:
         try:
             return handshake.own.lend(numel, dtype)
         except OSError as e:
-            _trace.logger.debug("no shared memory of %d elements: %s", numel, e)
+            trace.logger.debug("no shared memory of %d elements: %s", numel, e)
             return None
 
     def release_unused(self) -> None:
@@ -91,7 +91,7 @@ class SharedMemory:
             try:
                 block = own.allocate(step * (1 if is_one else len(readers)))
             except OSError as e:
-                _trace.logger.debug("no shared memory of %d bytes: %s", nbytes, e)
+                trace.logger.debug("no shared memory of %d bytes: %s", nbytes, e)
                 return self._send_by_gloo(send, sent)
             starts = {k: block.payload + (0 if is_one else index * step) for index, k in enumerate(readers)}
             for k in readers[:1] if is_one else readers:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
-from flatshard import _trace
+from flatshard._base import trace
 
 TOKEN_BYTES = 8
 FIRST_BYTES = 2**16  # of a new segment: room for headers that say that there is no more
@@ -121,7 +121,7 @@ class Segment:
             try:
                 self.mapping.map.madvise(mmap.MADV_REMOVE, first * mmap.PAGESIZE, (last - first) * mmap.PAGESIZE)
             except OSError as e:
-                _trace.logger.debug("the system takes no shared memory back: %s", e)
+                trace.logger.debug("the system takes no shared memory back: %s", e)
 
     def release_unused(self) -> None:
         """Return memory that is not in use. [Note: The size of a segment]"""

@@ -10,14 +10,15 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from flatshard import _torch
+from flatshard._base import torch_versions
+from flatshard._base.config import ShardingStrategy
+from flatshard._base.environment import local_world_size
 from flatshard._comm.backends import alive, builtin_collectives, timeout_of
+from flatshard._comm.mesh_runtime import MeshRuntime
+from flatshard._comm.runtime import Runtime
 from flatshard._composable.construct.partition import PlannedUnit
-from flatshard._config import ShardingStrategy, local_world_size
 from flatshard._handle.planned import Groups
 from flatshard._handle.unit_ranks import Runtimes
-from flatshard._mesh_runtime import MeshRuntime
-from flatshard._runtime import Runtime
 
 _node_meshes: dict[int, tuple[weakref.ref[dist.ProcessGroup], DeviceMesh]] = {}
 """Meshes with one row per node, by the id of the default group."""
@@ -231,13 +232,13 @@ def join_groups(inner: dist.ProcessGroup, outer: dist.ProcessGroup, device: torc
     ranks, backend = rows.t().flatten().tolist(), str(dist.get_backend_config(inner))
     timeout = timeout_of(inner, device)
     (_, made), key = _made_before(), (f"{backend}, {timeout}", tuple(ranks))
-    if ranks != sorted(ranks) and not _torch.UNSORTED:
+    if ranks != sorted(ranks) and not torch_versions.UNSORTED:
         raise NotImplementedError(
             "HYBRID_FULL_SHARD needs torch 2.12 or later, as this one sorts the ranks of a new group. Use HYBRID_SHARD"
         )
     if key not in made:
         is_part = len(ranks) < dist.get_world_size()  # the other ranks of the world don't call this
-        new = dist.new_group(ranks, timeout, backend, use_local_synchronization=is_part, **_torch.UNSORTED)
+        new = dist.new_group(ranks, timeout, backend, use_local_synchronization=is_part, **torch_versions.UNSORTED)
         assert isinstance(new, dist.ProcessGroup)
         made[key] = weakref.ref(new)
     return alive(made[key])

@@ -28,8 +28,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from flatshard._base.config import CPUOffload, MixedPrecision
 from flatshard._composable.construct.partition import PlannedUnit
-from flatshard._config import CPUOffload, MixedPrecision
 from flatshard._handle.adapters.encoding import encoded_dtype
 from flatshard._handle.adapters.tensor_subclass import TensorSubclass, wrapping_of
 from flatshard._handle.adapters.wrapping import Wrapping

@@ -19,14 +19,14 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
+from flatshard._base.errors import name_list, why_not_called
+from flatshard._comm.runtime import Runtime, on_any_rank
 from flatshard._composable.construct.partition import PlannedUnit
-from flatshard._errors import name_list, why_not_called
 from flatshard._handle.adapters.tensor_parallel import TensorParallel, local_tensor
 from flatshard._handle.adapters.tensor_subclass import is_wrapper, plain_tensors, wrapping_of
 from flatshard._handle.planned import Groups
 from flatshard._handle.tensors.grad_dtype import choose, hand_on, has_chosen
 from flatshard._handle.unit_ranks import Runtimes
-from flatshard._runtime import Runtime, on_any_rank
 
 PATTERN = 0xA7
 """The byte that memory is filled with until it is initialised. No initialiser leaves it behind."""

@@ -12,8 +12,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from flatshard._composable.unit_config import UnitConfig
-from flatshard._config import (
+from flatshard._base.config import (
     BackwardPrefetch,
     CPUOffload,
     MixedPrecision,
@@ -22,7 +21,8 @@ from flatshard._config import (
     as_reshard_after_forward,
     check_reshard_after_forward,
 )
-from flatshard._errors import name_list
+from flatshard._base.errors import name_list
+from flatshard._composable.unit_config import UnitConfig
 
 SAME_VALUES = {
     "auto_wrap_policy": "policy",

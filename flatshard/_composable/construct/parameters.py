@@ -14,10 +14,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
+from flatshard._base.errors import name_list
 from flatshard._composable.construct.groups import default_device
 from flatshard._composable.construct.partition import PlannedUnit
 from flatshard._composable.state import Unit
-from flatshard._errors import name_list
 from flatshard._handle.adapters.tensor_parallel import is_dtensor, local_tensor
 from flatshard._handle.adapters.tensor_subclass import TensorSubclass, plain_tensors
 from flatshard._handle.planned import Groups

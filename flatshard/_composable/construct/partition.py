@@ -16,12 +16,12 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from flatshard._base.names import HIDDEN, UNIT_KEY
 from flatshard._composable.module_tree import called_modules
 from flatshard._composable.state import owner_of, unit_of
 from flatshard._composable.unit_config import UnitConfig
 from flatshard._handle.planned import Groups, PlannedParam
 from flatshard._handle.tensors.sharded_parameter import ShardedParameter
-from flatshard._names import HIDDEN, UNIT_KEY
 
 # Classes of torch that manage the parameters below them. By name, because importing FSDP takes time. "DDP" is the class of
 # modules that `torch.distributed._composable.replicate` was called on.

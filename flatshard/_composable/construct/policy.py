@@ -27,12 +27,12 @@ import torch
 from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
+from flatshard._base.errors import name_list, why_not_called
+from flatshard._base.names import plain_name
 from flatshard._composable.construct.repeated import repeated_blocks
 from flatshard._composable.module_tree import ModuleGroup, called_modules
 from flatshard._composable.state import unit_of
-from flatshard._errors import name_list, why_not_called
 from flatshard._handle.tensors.sharded_parameter import shard_info
-from flatshard._names import plain_name
 
 _SCRIPTED_CURE = "a scripted module can be inside a unit, but not a unit itself. Shard the module that calls it"
 

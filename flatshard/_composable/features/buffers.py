@@ -12,10 +12,10 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from flatshard._base.errors import name_list
+from flatshard._comm.runtime import Runtime
 from flatshard._composable.find import units_of
 from flatshard._composable.state import Unit, unit_of
-from flatshard._errors import name_list
-from flatshard._runtime import Runtime
 
 Named = list[tuple[str, torch.Tensor]]
 

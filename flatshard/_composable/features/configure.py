@@ -17,13 +17,13 @@ from typing import Any, Final
 
 from torch import nn
 
+from flatshard._base.config import BackwardPrefetch, as_enum, as_reshard_after_forward, check_reshard_after_forward
+from flatshard._base.errors import name_list
+from flatshard._comm.runtime import Runtime
 from flatshard._composable.features import kept_shards
 from flatshard._composable.find import unit_for, units_in
 from flatshard._composable.state import Unit, copies_in
-from flatshard._config import BackwardPrefetch, as_enum, as_reshard_after_forward, check_reshard_after_forward
-from flatshard._errors import name_list
 from flatshard._handle.pool import FlatBuffer
-from flatshard._runtime import Runtime
 
 
 class _Unchanged(enum.Enum):

@@ -20,10 +20,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from flatshard._comm.runtime import Runtime
 from flatshard._composable.extensions import Extension
 from flatshard._composable.state import owner_of
 from flatshard._composable.unit_config import UnitConfig
-from flatshard._runtime import Runtime
 
 _Tensor: Any = torch.Tensor  # whose `data` a library may replace, too
 

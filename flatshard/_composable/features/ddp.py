@@ -19,14 +19,14 @@ from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from flatshard._base.errors import name_list
+from flatshard._base.names import DDP_IGNORES
+from flatshard._comm.runtime import Runtime
 from flatshard._composable.extensions import Extension
 from flatshard._composable.features.not_sharded import leave_to_others
 from flatshard._composable.find import all_units
 from flatshard._composable.state import Unit
 from flatshard._composable.unit_config import UnitConfig
-from flatshard._errors import name_list
-from flatshard._names import DDP_IGNORES
-from flatshard._runtime import Runtime
 
 
 class IgnoredByDDP(Extension):

@@ -19,6 +19,7 @@ from torch import nn
 
 from flatshard._comm.collectives import Pending
 from flatshard._comm.progress import make_label
+from flatshard._comm.runtime import Runtime
 from flatshard._composable.extensions import Extension
 from flatshard._composable.find import units_below
 from flatshard._composable.state import Unit
@@ -27,7 +28,6 @@ from flatshard._handle.adapters.tensor_subclass import TensorSubclass, swap_insi
 from flatshard._handle.flat_param import FlatParam
 from flatshard._handle.planned import Kind
 from flatshard._handle.unsharded import UnshardedBuffer
-from flatshard._runtime import Runtime
 
 
 class EncodedBuffer(UnshardedBuffer):

@@ -26,11 +26,13 @@ import torch
 from torch import nn
 from torch.autograd.graph import increment_version
 
+from flatshard._base.errors import name_list
+from flatshard._base.names import plain_name
+from flatshard._comm.runtime import Runtime
 from flatshard._composable.construct.materialize import fill_with_pattern, shows_pattern, swap_memory
 from flatshard._composable.extensions import Extension
 from flatshard._composable.find import units_of_parameters
 from flatshard._composable.state import Context, Unit
-from flatshard._errors import name_list
 from flatshard._handle.flat_param import FlatParam
 from flatshard._handle.handle import FILL
 from flatshard._handle.tensors.changes import changes
@@ -38,8 +40,6 @@ from flatshard._handle.tensors.grad_dtype import hand_on
 from flatshard._handle.tensors.shard_info import in_memory_order
 from flatshard._handle.tensors.sharded_parameter import fillings, note_whole, show_parts, whole_now
 from flatshard._handle.user_changes import adopt_data, find_moved
-from flatshard._names import plain_name
-from flatshard._runtime import Runtime
 
 _data: Any = torch.Tensor.data
 

@@ -14,11 +14,11 @@ from collections.abc import Collection
 
 from torch import nn
 
+from flatshard._comm.runtime import Runtime
 from flatshard._composable.extensions import Extension
 from flatshard._composable.find import all_units
 from flatshard._composable.state import Context, Unit
 from flatshard._composable.unit_config import UnitConfig
-from flatshard._runtime import Runtime
 
 _inherited: weakref.WeakSet[Unit] = weakref.WeakSet()
 

@@ -10,11 +10,11 @@ from typing import Any
 
 from torch import nn
 
-from flatshard import _frames
+from flatshard._base import frames
+from flatshard._base.errors import name_list
 from flatshard._composable.find import unit_for, unwrapped
 from flatshard._composable.hooks import UnitHooks
 from flatshard._composable.state import Unit
-from flatshard._errors import name_list
 
 
 class ForwardMethod:
@@ -48,7 +48,7 @@ class ForwardMethod:
         """Call ``function`` between the hooks, as ``module.__call__`` calls forward. The post-forward hook always runs."""
         output = None
         try:
-            changed = self.hooks.pre_forward(self.module, args, kwargs, _frames.of_caller())
+            changed = self.hooks.pre_forward(self.module, args, kwargs, frames.of_caller())
             args, kwargs = (args, kwargs) if changed is None else changed
             output = function(*args, **kwargs)
         finally:

@@ -13,11 +13,11 @@ from typing import Literal, overload
 
 from torch import nn
 
+from flatshard._base.errors import name_list
 from flatshard._composable.features.summon import shows_gradients
 from flatshard._composable.find import contexts_of, units_of
 from flatshard._composable.reduction_queue import ReductionQueue
 from flatshard._composable.state import Unit
-from flatshard._errors import name_list
 
 
 @contextlib.contextmanager

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from flatshard import _frames
+from flatshard._base import frames
 from flatshard._composable.claims import Claim, Kept
 from flatshard._composable.extensions import ForwardFeature
 from flatshard._composable.find import settle, units_of
@@ -55,7 +55,7 @@ class Threads:
     def leave(self) -> None:
         """Wait until the forwards on other threads have ended, and record forwards again."""
         with self._ended:
-            while (self._running.keys() - {threading.get_ident()}) & _frames.threads():
+            while (self._running.keys() - {threading.get_ident()}) & frames.threads():
                 self._ended.wait(1.0)
             for each in reversed(self._units):
                 each.leave()
@@ -289,7 +289,7 @@ class _Past:
             return hooks.post_forward(self.module, args, kwargs, output)
 
         ended = module.register_forward_hook(after, with_kwargs=True, always_call=True)
-        return hooks.pre_forward(self.module, args, kwargs, _frames.of_module_call(1, None)[0])
+        return hooks.pre_forward(self.module, args, kwargs, frames.of_module_call(1, None)[0])
 
 
 def _using(module: nn.Module, unit: Unit) -> list[nn.Module]:

@@ -22,8 +22,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from flatshard import _trace
+from flatshard._base import trace
 from flatshard._comm.collectives import CollectivesFactory, Done, Pending
+from flatshard._comm.mesh_runtime import MeshRuntime
+from flatshard._comm.runtime import Runtime
 from flatshard._composable.construct.groups import subgroup
 from flatshard._composable.extensions import Extension
 from flatshard._composable.state import Unit
@@ -31,8 +33,6 @@ from flatshard._composable.unit_config import UnitConfig
 from flatshard._handle.flat_param import FlatParam
 from flatshard._handle.handle import Source
 from flatshard._handle.tensors.aggregate import plainly
-from flatshard._mesh_runtime import MeshRuntime
-from flatshard._runtime import Runtime
 
 
 class KeptShards(Source):
@@ -69,8 +69,8 @@ class KeptShards(Source):
         shards.clear()
         if not (taken and again):
             return None
-        if _trace.sinks:
-            _trace.event(self.verb(flats[0]), flats[0].ranks.label.unit)
+        if trace.sinks:
+            trace.event(self.verb(flats[0]), flats[0].ranks.label.unit)
         return (self.gather(flat, taken.get(flat)) for flat in flats)
 
     def part(self, flat: FlatParam) -> torch.Tensor | None:
@@ -197,14 +197,14 @@ class GatheredOutside(Source):
         unit, version = flat.ranks.label, _version(flat)
         kept = self._kept.get(flat)
         if kept is not None and kept[0] == version:
-            if _trace.sinks:
-                _trace.event(f"all-gather over {runtime.inner.world_size}", unit.unit)
+            if trace.sinks:
+                trace.event(f"all-gather over {runtime.inner.world_size}", unit.unit)
             flat.unsharded.allocate(None)
             wire = flat.unsharded.wire
             part = runtime.part(wire).copy_(kept[1])
             return runtime.gather_inner(wire, part, unit, again)
-        if _trace.sinks:
-            _trace.event("all-gather", unit.unit)
+        if trace.sinks:
+            trace.event("all-gather", unit.unit)
         self._kept.pop(flat, None)
         return runtime.then(flat.gather(False, again), functools.partial(self._note, flat, runtime, version))
 

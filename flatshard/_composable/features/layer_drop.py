@@ -28,14 +28,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from flatshard._base.errors import name_list
+from flatshard._base.names import plain_name
 from flatshard._composable.extensions import Extension
 from flatshard._composable.features.skip import skip
 from flatshard._composable.find import units_below
 from flatshard._composable.outputs import tree_flatten, tree_unflatten
 from flatshard._composable.state import Unit, unit_of
 from flatshard._composable.unit_backward import current_graph_task
-from flatshard._errors import name_list
-from flatshard._names import plain_name
 
 
 class LayerDrop(Extension):

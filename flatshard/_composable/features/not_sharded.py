@@ -30,13 +30,13 @@ from typing import Any, NoReturn
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
+from flatshard._base.names import UNIT_KEY, plain_name
+from flatshard._comm.runtime import Runtime
 from flatshard._composable.extensions import Extension, ForwardFeature
 from flatshard._composable.find import all_units
 from flatshard._composable.state import Context, Unit, owner_of
 from flatshard._composable.unit_config import UnitConfig
 from flatshard._handle.tensors.sharded_parameter import shard_info
-from flatshard._names import UNIT_KEY, plain_name
-from flatshard._runtime import Runtime
 
 Registration = tuple[Unit, str, nn.Module, str, nn.Parameter]
 """The nearest unit around it, the FQN relative to the searched module, the module it is in, its name there, the parameter."""

@@ -18,6 +18,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._pytree import tree_map
 
+from flatshard._base.errors import name_list
 from flatshard._composable.extensions import Extension, ForwardFeature
 from flatshard._composable.features.checked_optimizers import CheckedOptimizers
 from flatshard._composable.features.keep import Keep
@@ -25,7 +26,6 @@ from flatshard._composable.features.summon import summoned_units
 from flatshard._composable.features.whole_parameters import WholeParameters
 from flatshard._composable.outputs import tensors_in
 from flatshard._composable.state import Forward, Unit
-from flatshard._errors import name_list
 from flatshard._handle.registrations import UNSHARDED
 from flatshard._handle.tensors.sharded_parameter import shard_info
 

@@ -31,7 +31,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
-from flatshard import _frames
+from flatshard._base import frames
 from flatshard._comm.progress import GATHER, NOBODY
 from flatshard._comm.rendezvous import Rendezvous, polls
 from flatshard._composable.backward import Backward
@@ -206,7 +206,7 @@ def _pass_by(unit: Unit, module: nn.Module, tensors: Tensors, inside: Callable[[
     hooks = UnitHooks.of(unit)
     marked: Tensors = ()
     try:
-        hooks.pre_forward(module, (), {}, _frames.of_caller())
+        hooks.pre_forward(module, (), {}, frames.of_caller())
         if torch.is_grad_enabled():
             # Ranks that run units inside of it need this rank for them, before they can answer.
             answers_late = any(u is not unit for u in units_below(module))

@@ -9,11 +9,11 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from flatshard._base.errors import RESTRUCTURE_BEFORE, cannot_trace
 from flatshard._composable.claims import Claim
 from flatshard._composable.features.whole_parameters import WholeParameters
 from flatshard._composable.find import contexts_of, settle, units_of, units_of_parameters
 from flatshard._composable.state import Unit, own_copies
-from flatshard._errors import RESTRUCTURE_BEFORE, cannot_trace
 from flatshard._handle.lifetime import BY_USER
 from flatshard._handle.registrations import SHARDED, UNSHARDED, Registrations
 from flatshard._handle.tensors.sharded_parameter import shard_info

@@ -23,13 +23,13 @@ import torch
 from torch import nn
 from torch.autograd import forward_ad
 
-from flatshard import _frames
+from flatshard._base import frames
+from flatshard._comm.runtime import Runtime
 from flatshard._composable.extensions import Extension, ForwardFeature
 from flatshard._composable.hooks import UnitHooks
 from flatshard._composable.outputs import tensors_in
 from flatshard._composable.state import Unit
 from flatshard._composable.unit_config import UnitConfig
-from flatshard._runtime import Runtime
 
 # Private API: there is no public one for this.
 _innermost: Callable[[], object] = torch._C._functorch.peek_interpreter_stack
@@ -118,4 +118,4 @@ def _skip() -> None:
         # The attributes that torch.compiler.disable(reason=...) sets: dynamo shows the reason with fullgraph=True.
         vars(hook)["_torchdynamo_disable"] = True
         vars(hook)["_torchdynamo_disable_msg"] = _REASON
-        set_code_exec_strategy(_frames.code_of(hook), _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))
+        set_code_exec_strategy(frames.code_of(hook), _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))

@@ -11,10 +11,10 @@ from typing import Any
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from flatshard._base.errors import name_list
 from flatshard._composable.extensions import Extension, ForwardFeature
 from flatshard._composable.find import unit_for, unwrapped
 from flatshard._composable.state import Unit
-from flatshard._errors import name_list
 from flatshard._handle.flat_param import FlatParam
 from flatshard._handle.registrations import SHARDED
 from flatshard._handle.unit_gradients import WithGradients

@@ -25,8 +25,8 @@ import torch
 from torch import nn
 
 from flatshard._comm.rank_group import RankGroup
+from flatshard._comm.runtime import Runtime
 from flatshard._handle.adapters.wrapping import Wrapping
-from flatshard._runtime import Runtime
 
 
 @dataclass(frozen=True, slots=True)

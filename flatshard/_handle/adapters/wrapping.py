@@ -18,8 +18,8 @@ import torch
 from torch import nn
 
 from flatshard._comm.rank_group import RankGroup
+from flatshard._comm.runtime import Runtime
 from flatshard._handle.tensors.grad_dtype import hand_on
-from flatshard._runtime import Runtime
 
 REMEMBERED = "_flatshard_wrapping"
 """The attribute of a tensor that has the wrapping recorded by ``remember``."""

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from flatshard._comm.rank_group import RankGroup
-from flatshard._runtime import Runtime
+from flatshard._comm.runtime import Runtime
 
 
 class ExpertRanks(RankGroup):

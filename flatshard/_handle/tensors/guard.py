@@ -24,8 +24,9 @@ from typing import Any, NoReturn, Self
 
 from torch import nn
 
-from flatshard._callers import Caller, refuse_other_sharding
-from flatshard._errors import RESTRUCTURE_BEFORE
+from flatshard._base.callers import Caller, refuse_other_sharding
+from flatshard._base.errors import RESTRUCTURE_BEFORE
+from flatshard._base.names import UNIT_KEY
 from flatshard._handle.tensors.changes import changes
 from flatshard._handle.tensors.shard_info import ShardInfo
 from flatshard._handle.tensors.sharded_parameter import (
@@ -37,7 +38,6 @@ from flatshard._handle.tensors.sharded_parameter import (
     show_parts,
     show_whole,
 )
-from flatshard._names import UNIT_KEY
 
 _COPY = (
     "Make the copy before fully_shard; or shard the module as a unit of its own, and copy it outside of its forward, "

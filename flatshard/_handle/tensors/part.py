@@ -27,7 +27,7 @@ import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 
-from flatshard._callers import Caller, cure_of_reading, refuse_other_sharding
+from flatshard._base.callers import Caller, cure_of_reading, refuse_other_sharding
 from flatshard._handle.tensors.aggregate import Aggregate, device_for, local_norms, plainly
 from flatshard._handle.tensors.operations import OperationKind, is_in_place, is_of_many, kind_of
 from flatshard._handle.tensors.partial import METADATA, NORMS, UNSCALE, make_whole, norm_arguments, retype

@@ -42,8 +42,8 @@ from torch.optim import optimizer as _torch_optimizer
 from torch.overrides import has_torch_function
 from torch.utils.hooks import RemovableHandle
 
-from flatshard._callers import Caller
-from flatshard._errors import RESTRUCTURE_BEFORE
+from flatshard._base.callers import Caller
+from flatshard._base.errors import RESTRUCTURE_BEFORE
 from flatshard._handle.tensors.changes import changes
 from flatshard._handle.tensors.direct import leaf_of
 from flatshard._handle.tensors.grad_dtype import hand_on, plain_grad_dtype

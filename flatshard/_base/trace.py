@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd import profiler
 
-from flatshard import _config
+from flatshard._base import environment
 
 logger = logging.getLogger("flatshard")
 
@@ -31,7 +31,7 @@ def _show(text: str) -> None:
         print(f"flatshard, rank {dist.get_rank() if dist.is_initialized() else 0}: {text}", file=sys.stderr)
 
 
-if _config.TRACE:
+if environment.TRACE:
     sinks.append(_show)
 
 

@@ -17,8 +17,8 @@ import torch
 from flatshard._comm.capabilities import EnsureMemory
 from flatshard._comm.collectives import CollectivesFactory, Done, Pending
 from flatshard._comm.progress import GATHER, REDUCE, Label
+from flatshard._comm.runtime import Runtime
 from flatshard._comm.streams import holding
-from flatshard._runtime import Runtime
 
 
 class MeshRuntime(Runtime):

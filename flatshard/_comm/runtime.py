@@ -21,6 +21,7 @@ from typing import Any, ClassVar, Literal, NoReturn
 import torch
 import torch.distributed as dist
 
+from flatshard._base.errors import CollectiveError, OutOfStepError, cannot_trace
 from flatshard._comm.backends import BuiltinCollectives, builtin_collectives
 from flatshard._comm.capabilities import EnsureMemory, read_capabilities
 from flatshard._comm.collectives import Addressed, Collectives, CollectivesFactory, Pending
@@ -29,7 +30,6 @@ from flatshard._comm.pending import Awaited, Chain, Monitor, call_labelled, drai
 from flatshard._comm.progress import EXCHANGE, GATHER, NUMBERS, REDUCE, Issued, Label, Progress, describe_place
 from flatshard._comm.rank_group import RankGroup
 from flatshard._comm.streams import Streams, Users, holding
-from flatshard._errors import CollectiveError, OutOfStepError, cannot_trace
 
 _Lasting = dict[torch.device, tuple[int, dict[CollectivesFactory, Collectives]]]
 """The ``number`` and ``made`` of the ``Peers`` of one group, by device."""

@@ -9,7 +9,7 @@ No behaviour of a training step depends on its caller. Three kinds of questions 
   a script does. Before a module on meta has values, and while it shows parameters of another dtype, they need other ones.
 - ``torch.distributed.checkpoint`` and ``load_state_dict`` keep their options in local variables, and hooks get none of them.
 
-Whether a forward is still running is another question: see ``_frames.py``.
+Whether a forward is still running is another question: see ``_base/frames.py``.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from torch import nn
 from torch.nn.utils._named_member_accessor import swap_tensor  # private: to recognise writes by functional_call
 from torch.utils.checkpoint import CheckpointFunction
 
-from flatshard import _frames
-from flatshard._errors import cannot_trace
-from flatshard._names import UNIT_KEY
+from flatshard._base import frames
+from flatshard._base.errors import cannot_trace
+from flatshard._base.names import UNIT_KEY
 
 
 class Caller:
@@ -34,57 +34,57 @@ class Caller:
 
     def __init__(self, further: int = 0) -> None:
         """Find the caller of the function that asks, or ``further`` callers further out."""
-        self._frame = _frames.of_caller(2 + further)
+        self._frame = frames.of_caller(2 + further)
 
     @property
     def initialiser(self) -> str | None:
         """The name of the function of ``torch.nn.init`` that calls, or None."""
-        is_one = _frames.module_name(self._frame) == nn.init.__name__
-        return _frames.function_name(self._frame) if is_one else None
+        is_one = frames.module_name(self._frame) == nn.init.__name__
+        return frames.function_name(self._frame) if is_one else None
 
     @property
     def is_private_torch(self) -> bool:
         """Whether torch's private code calls, such as dynamo's."""
-        return _frames.module_name(self._frame).startswith("torch._")
+        return frames.module_name(self._frame).startswith("torch._")
 
     @property
     def reads_attribute(self) -> bool:
         """Whether code has read ``module.name``."""
-        return _frames.is_of(self._frame, nn.Module.__getattr__)
+        return frames.is_of(self._frame, nn.Module.__getattr__)
 
     @property
     def lists_own(self) -> bool:
         """Whether ``module.named_parameters(recurse=False)`` calls."""
-        caller = _frames.caller_of(self._frame)
-        if caller is None or not _frames.is_inner_of(self._frame, nn.Module.named_parameters):
+        caller = frames.caller_of(self._frame)
+        if caller is None or not frames.is_inner_of(self._frame, nn.Module.named_parameters):
             return False
-        return _frames.variables(caller).get("recurse") is False
+        return frames.variables(caller).get("recurse") is False
 
     @property
     def converts(self) -> bool:
         """Whether ``module.to()``, ``half()`` or the like calls."""
-        return _frames.is_of(self._frame, nn.Module._apply)
+        return frames.is_of(self._frame, nn.Module._apply)
 
     @property
     def empties(self) -> bool:
         """Whether ``module.to_empty()`` calls."""
-        calls = _frames.outward(self._frame)
-        return _frames.is_of(next((f for f in calls if _frames.function_name(f) != "_apply"), None), nn.Module.to_empty)
+        calls = frames.outward(self._frame)
+        return frames.is_of(next((f for f in calls if frames.function_name(f) != "_apply"), None), nn.Module.to_empty)
 
     @property
     def swaps(self) -> bool:
         """Whether ``functional_call`` lends a tensor to a module."""
-        return _frames.is_of(self._frame, swap_tensor)
+        return frames.is_of(self._frame, swap_tensor)
 
     @property
     def assigns_vector(self) -> bool:
         """Whether ``vector_to_parameters`` calls."""
-        return _frames.is_of(self._frame, nn.utils.vector_to_parameters)
+        return frames.is_of(self._frame, nn.utils.vector_to_parameters)
 
     @property
     def restructures(self) -> str | None:
         """The module of ``torch.nn.utils`` that calls (weight_norm, parametrize, prune, ...), or None."""
-        name = _frames.module_name(_frames.caller_of(self._frame) if self.reads_attribute else self._frame)
+        name = frames.module_name(frames.caller_of(self._frame) if self.reads_attribute else self._frame)
         is_one = name.startswith("torch.nn.utils.") and not name.startswith("torch.nn.utils._")  # of functional_call
         return name if is_one else None
 
@@ -92,12 +92,12 @@ class Caller:
         """Return the forward that reads an attribute of the module with these ``parameters``, or None if none does."""
         if not self.reads_attribute:
             return None
-        for frame in _frames.outward(_frames.caller_of(self._frame)):
-            if _frames.is_in_module_file(frame):  # nn.Module.__call__, which runs the hooks
+        for frame in frames.outward(frames.caller_of(self._frame)):
+            if frames.is_in_module_file(frame):  # nn.Module.__call__, which runs the hooks
                 return None
-            module = _frames.self_of(frame)
+            module = frames.self_of(frame)
             if (
-                _frames.function_name(frame) == "forward"
+                frames.function_name(frame) == "forward"
                 and getattr(module, "__dict__", {}).get("_parameters") is parameters
             ):
                 return CallingForward(frame, module)
@@ -113,9 +113,9 @@ class CallingForward:
     def explain(self, param: Any) -> str:
         """Return the error for a forward that would compute with the shard ``param``."""
         info, kind = param._flatshard_info, type(self.module).__name__
-        if any(_frames.module_name(frame).startswith("torch.fx.") for frame in _frames.outward(self._frame)):
+        if any(frames.module_name(frame).startswith("torch.fx.") for frame in frames.outward(self._frame)):
             return str(cannot_trace("torch.fx", f"parameter {info.fqn!r}"))
-        if any(_frames.is_of(frame, CheckpointFunction.backward) for frame in _frames.outward(self._frame)):
+        if any(frames.is_of(frame, CheckpointFunction.backward) for frame in frames.outward(self._frame)):
             return (
                 f"parameter {info.fqn!r} is sharded, and {kind}.forward is recomputed in backward after its unit was "
                 "resharded: another use of it in this backward was skipped (flatshard.skip), and with a reentrant "
@@ -149,14 +149,14 @@ class CallingForward:
         The method is the innermost public one: ``generate``, and not the helper that it calls.
         """
         called, found = type(self.module).__name__, None
-        for frame in _frames.outward(_frames.caller_of(self._frame)):
-            caller = _frames.self_of(frame)
-            if not isinstance(caller, nn.Module) or _frames.is_in_module_file(frame):
+        for frame in frames.outward(frames.caller_of(self._frame)):
+            caller = frames.self_of(frame)
+            if not isinstance(caller, nn.Module) or frames.is_in_module_file(frame):
                 continue
-            if found is None and _frames.function_name(frame) == "forward":
+            if found is None and frames.function_name(frame) == "forward":
                 called = type(caller).__name__
             if _gathers(caller, param):
-                method = _frames.method_name(type(caller), frame)
+                method = frames.method_name(type(caller), frame)
                 if method not in (None, "forward") and (found is None or not method.startswith("_")):
                     found = type(caller).__name__, method
             if found is not None and not found[1].startswith("_"):
@@ -173,9 +173,9 @@ def _gathers(module: nn.Module, param: Any) -> bool:
 
 def cure_of_reading() -> str:
     """Return the cure for code that computes with a shard as if it were the full parameter."""
-    for frame in _frames.outward(_frames.of_caller()):
-        module = _frames.self_of(frame)
-        if _frames.function_name(frame) == "forward" and UNIT_KEY in getattr(module, "__dict__", ()):
+    for frame in frames.outward(frames.of_caller()):
+        module = frames.self_of(frame)
+        if frames.function_name(frame) == "forward" and UNIT_KEY in getattr(module, "__dict__", ()):
             return (
                 f"But here {type(module).__name__}.forward computes with it, and the policy has made the module that has it "
                 "a unit of its own. Leave that one to the unit around it: a head whose weight is read (a fused loss) by "
@@ -187,8 +187,8 @@ def cure_of_reading() -> str:
 def refuse_other_sharding(fqn: str) -> None:
     """Raise if torch's FSDP has called, which would shard the shard of the parameter ``fqn`` once more."""
     # nn.Module's __setattr__, and what noticed it, are in between.
-    nearest = itertools.islice(_frames.outward(_frames.of_caller()), 8)
-    if any(_frames.module_name(frame).startswith(_OTHER_SHARDING) for frame in nearest):
+    nearest = itertools.islice(frames.outward(frames.of_caller()), 8)
+    if any(frames.module_name(frame).startswith(_OTHER_SHARDING) for frame in nearest):
         raise RuntimeError(
             f"parameter {fqn!r} is sharded by flatshard.fully_shard, and torch's FSDP would shard this rank's part of it "
             "once more. Use one of them: leave torch's out (in a tool that calls it unasked, turn its FSDP off), and "
@@ -204,7 +204,7 @@ def variables_of(module: str, function: str | None = None) -> Mapping[str, Any] 
 
     Without a ``function`` it is any one of the module.
     """
-    for frame in _frames.outward(_frames.of_caller()):
-        if _frames.module_name(frame) == module and function in (None, _frames.function_name(frame)):
-            return _frames.variables(frame)
+    for frame in frames.outward(frames.of_caller()):
+        if frames.module_name(frame) == module and function in (None, frames.function_name(frame)):
+            return frames.variables(frame)
     return None

@@ -1,11 +1,9 @@
-"""The options of ``fully_shard`` that have classes of their own, and the environment, which is read only here."""
+"""The options of ``fully_shard`` that have classes of their own: strategies, precision, offload, prefetching."""
 
 from __future__ import annotations
 
 import dataclasses
 import enum
-import math
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeVar
@@ -13,8 +11,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeVar
 import torch
 from torch import nn
 
-from flatshard import _torch
-from flatshard._errors import name_list
+from flatshard._base import torch_versions
+from flatshard._base.errors import name_list
 
 
 class Placement(enum.Enum):
@@ -232,7 +230,7 @@ class MixedPrecision:
                 **fields,
                 cast_root_forward_inputs=value.cast_forward_inputs,
                 module_classes_to_ignore=(),
-                reduce_in_param_dtype=_torch.FSDP2_REDUCES_IN_PARAM_DTYPE,
+                reduce_in_param_dtype=torch_versions.FSDP2_REDUCES_IN_PARAM_DTYPE,
             )
         dtype = value if isinstance(value, torch.dtype) else torch.bfloat16
         raise TypeError(
@@ -382,49 +380,3 @@ def as_reshard_after_forward(value: bool | int | None, world_size: int) -> bool 
             f"pass one of {divisors}, True or False"
         )
     return True if value == world_size and world_size > 1 else False if value == 1 else value
-
-
-_MALLOC_SETTINGS = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
-KEEP_MEMORY = os.environ.get("FLATSHARD_KEEP_MEMORY", "1") not in ("0", "") and not any(
-    name in os.environ for name in _MALLOC_SETTINGS
-)
-"""``FLATSHARD_KEEP_MEMORY=0``: do not tell the C library to keep freed memory: see ``_comm/host_memory.py``."""
-
-
-SHARED_MEMORY = int(os.environ.get("FLATSHARD_SHARED_MEMORY", "65536"))
-"""``FLATSHARD_SHARED_MEMORY``: ranks of one host whose collectives go over gloo read payloads of at least so many bytes in
-shared memory; 0: they never do. The first gather checks that it is the same on all ranks. See ``_comm/shared_memory``."""
-
-
-TRACE = os.environ.get("FLATSHARD_TRACE", "0") not in ("0", "")
-"""``FLATSHARD_TRACE=1``: log every unshard, reshard and collective with the unit's FQN (logger
-``flatshard``, INFO), or print it to stderr where logging is not set up."""
-
-
-WATCH_SECONDS = float(os.environ.get("FLATSHARD_WATCH_SECONDS", "10"))
-"""``FLATSHARD_WATCH_SECONDS``: how long a rank may wait, over gloo, before it asks whether ranks wait for each other; 0: it
-never asks. Being slow is no error, however long."""
-
-ORDER_CHECK = os.environ.get("FLATSHARD_ORDER_CHECK", "first")
-"""``FLATSHARD_ORDER_CHECK``: when ranks compare which units they run: in the ``first`` passes, ``always`` or never
-(``off``). The same on all ranks."""
-
-CHECKED = 4
-"""The number of gathers of each unit, and reductions, that ``first`` checks. FULL_SHARD prefetches from step 2 on."""
-
-
-def checked_collectives() -> float:
-    """Return how many gathers of each unit, and reductions, are checked. See ``ORDER_CHECK``.
-
-    Raises:
-        ValueError: ``ORDER_CHECK`` is none of the three.
-    """
-    if ORDER_CHECK not in ("first", "always", "off"):
-        raise ValueError(f"FLATSHARD_ORDER_CHECK={ORDER_CHECK!r}: must be first, always or off")
-    return {"first": CHECKED, "always": math.inf, "off": 0}[ORDER_CHECK]
-
-
-def local_world_size() -> int | None:
-    """Return the number of ranks on this node, as torchrun sets it, or None."""
-    value = os.environ.get("LOCAL_WORLD_SIZE")
-    return int(value) if value is not None else None

@@ -1,7 +1,7 @@
 """Frames of running code. Only this file reads them.
 
 A forward is running as long as the frame that called it is. Units check it after exceptions that skipped hooks, such as an
-interrupt, and when several threads run forwards. ``_callers.py`` answers who calls, and the watch says what a rank waits for.
+interrupt, and when several threads run forwards. ``callers.py`` answers who calls. The watch says what a rank waits for.
 """
 
 from __future__ import annotations

@@ -1,0 +1,1 @@
+"""Files that every layer imports: options, environment, errors, names, events, frames."""
