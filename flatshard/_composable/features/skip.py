@@ -32,7 +32,7 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
 from flatshard._base import frames
-from flatshard._comm.progress import GATHER, NOBODY
+from flatshard._comm.progress import NOBODY
 from flatshard._comm.rendezvous import Rendezvous, polls
 from flatshard._composable.backward import Backward
 from flatshard._composable.extensions import Extension, ForwardFeature
@@ -67,7 +67,7 @@ class RanInside(ForwardFeature):
         self._elsewhere: list[tuple[int, nn.Module]] = []
         # Whether backward came to a module, on the ranks of this label: [Note: Whether backward comes to a frozen module]
         self._comes, self._label = dict[nn.Module, set[bool]](), NOBODY
-        self._asked: dict[nn.Module, str] = {}  # the key by which ranks counted last that all of them skip it
+        self._asked: dict[nn.Module, int] = {}  # how often all ranks have found that all of them skip it
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RanInside:
         return RanInside()
@@ -104,7 +104,7 @@ class RanInside(ForwardFeature):
         runtime, known = unit.handle.runtime, self._known(unit, module)
         if len(known) < 2 and (comes := any(t.requires_grad for t in tensors_in(output))) not in known:
             known.add(comes)
-            if runtime.progress is not None and not unit.handle.never_gathers:
+            if runtime.progress is not None:
                 _answers(unit, module).put(str(comes), True)
 
     def comes(self, unit: Unit, module: nn.Module, given: bool) -> bool:
@@ -116,25 +116,23 @@ class RanInside(ForwardFeature):
         Raises:
             RuntimeError: no rank has run the module in time.
         """
-        runtime = unit.handle.runtime
-        if runtime.progress is None or unit.handle.never_gathers or unit.claims.keep:
+        if unit.handle.runtime.progress is None:
             return given
         if not self._known(unit, module):
-            number = runtime.progress.counts.get(unit.handle.ranks.label.tag + GATHER, 0)
-            self._comes[module] = self._await_answers(unit, module, str(number))
+            self._comes[module] = self._await_answers(unit, module)
         known = self._comes[module]
         return given if len(known) == 2 else True in known
 
-    def _await_answers(self, unit: Unit, module: nn.Module, skipped: str) -> set[bool]:
-        """Return the answers of other ranks, or none if all skip ``module`` now. ``skipped``: the key of their count."""
-        answers, runtime = _answers(unit, module), unit.handle.runtime
-        answers.add(skipped, 1)
+    def _await_answers(self, unit: Unit, module: nn.Module) -> set[bool]:
+        """Return the answers of other ranks, or none if all skip ``module`` now."""
+        answers, runtime, asked = _answers(unit, module), unit.handle.runtime, self._asked.get(module, 0)
+        answers.add(str(asked), 1)  # while there is no answer, all ranks have asked as often
         for _ in polls(runtime.store().timeout.total_seconds(), longest=0.1):
             found = {comes for comes in (False, True) if answers.has(str(comes))}
-            if answers.count(skipped) >= runtime.world_size:  # an answer found now is of a later forward
-                if module in self._asked and runtime.rank == 0:  # all ranks have read it
-                    answers.remove(self._asked[module])
-                self._asked[module] = skipped
+            if answers.count(str(asked)) >= runtime.world_size:  # an answer found now is of a later forward
+                if asked and runtime.rank == 0:  # all ranks have read it
+                    answers.remove(str(asked - 1))
+                self._asked[module] = asked + 1
                 return set()
             if found:
                 return found
@@ -228,7 +226,7 @@ def _pass_by(unit: Unit, module: nn.Module, tensors: Tensors, inside: Callable[[
 
 def _comes(unit: Unit, module: nn.Module, tensors: Tensors) -> bool:
     """Return whether backward comes to ``module`` on the ranks that run it. ``tensors``: that are passed through it here."""
-    if _trains(unit, module) or any(_trains(u, u.module) for u in units_below(module) if u is not unit):
+    if any(_trains(u, m) for m in module.modules() if (u := unit_of(m)) is not None):
         return True
     given, ran = any([t.requires_grad for t in tensors]), unit.feature(RanInside)
     return given if ran is None else ran.comes(unit, module, given)
