@@ -296,6 +296,18 @@ def test_ranks_that_do_different_things(errors, case):
             assert re.search(pattern, message, re.DOTALL), message
 
 
+def ask_for_different_numbers(ctx) -> None:
+    model, _ = make(ctx)
+    model.blocks[ctx.rank].weight.sum()
+
+
+def test_different_numbers_at_the_same_time(errors):
+    for rank, (type_name, message) in enumerate(errors(ask_for_different_numbers)):
+        assert type_name == "RuntimeError"
+        assert re.search(rf"rank {rank} asked for the sum of 'blocks\.{rank}\.weight', but another", message)
+        assert re.search(r"the same term times zero\. All ranks need the same order", message)
+
+
 def be_slow(ctx) -> None:
     model, _ = make(ctx)
     train(model)

@@ -40,7 +40,7 @@ from flatshard._base import environment, frames, trace
 from flatshard._comm.backends import BuiltinCollectives, GlooCollectives
 from flatshard._comm.monitor.differences import described, difference
 from flatshard._comm.monitor.messages import interrupt, name_of
-from flatshard._comm.progress import NUMBERS, SAME_ORDER, Progress, here
+from flatshard._comm.progress import NUMBERS, SAME_NUMBERS, SAME_ORDER, Progress, here
 from flatshard._comm.rendezvous import Rendezvous
 
 _PREFIX, _ALARM, _VERDICT, _POSITION = "flatshard/", "alarm", "verdict", "position/"
@@ -65,12 +65,6 @@ _SYMMETRIC = (
 )
 """Of ``torch.distributed``: no rank returns from them before all ranks have come."""
 _FILE = inspect.getfile(dist.get_rank)  # where they are
-
-
-_SAME_NUMBERS = (
-    "A norm, sum or maximum of sharded parameters or gradients is computed by all ranks together. Have all ranks call what "
-    "computes it, and print the result on one of them. A rank without a use for it in its loss adds the same term times zero"
-)
 
 
 def verdict(collectives: BuiltinCollectives) -> str | None:
@@ -190,7 +184,7 @@ def describe(positions: Mapping[int, Position], found: list[int], group: str) ->
         lines.append(f"\n  rank {world[rank]} {text}. Its last collectives: {'; '.join(place['recent']) or 'none'}")
     units = {world[rank]: unit for rank in told if (unit := positions[rank]["unit"]) is not None}
     if any(_waits_for_numbers(positions[rank]) for rank in found):
-        otherwise = "not all of them compute the same norm, sum or maximum", _SAME_NUMBERS
+        otherwise = "not all of them compute the same norm, sum or maximum", SAME_NUMBERS
     else:
         otherwise = "they run different units", SAME_ORDER
     why, cure = difference(units) or otherwise

@@ -399,7 +399,7 @@ def _of_owners(numbers: list[Any], name: str) -> list[torch.Tensor]:
     runtimes = [info.runtime for info in infos]
     own = [n.detach().to(device_for(numbers, runtimes), torch.float64) * 1 for n in numbers]
     mine = [n if info.start < info.stop else torch.zeros_like(n) for n, info in zip(own, infos, strict=True)]
-    question = f"numbers of {', '.join(repr(info.fqn) for info in infos)}"
+    question = f"the owners' numbers of {', '.join(repr(info.fqn) for info in infos)}"
     whole = Aggregate("sum").over_groups(torch.stack(mine), runtimes, question)
     return [
         _with_graph(n, n, w.to(n.device, n.dtype), lambda a, b: 1.0, f"a number of {n._flatshard_info.fqn!r}")
