@@ -377,8 +377,8 @@ def share_numbers(
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Replace the owners' numbers in the arguments by those of all ranks, if other ranks need them.
 
-    They do beside other parameters. And if autograd records the number, it is a term of a loss, and each rank may have its own
-    coefficient for it. An optimizer's numbers, of one parameter alone, stay the owner's. Returns None if there is nothing to
+    They do beside other parameters. If autograd records the number, it is a term of a loss, for which each rank may have its
+    own coefficient. An optimizer's numbers, of one parameter alone, stay the owner's. Returns None if there is nothing to
     replace.
     """
     with plainly():
