@@ -52,7 +52,9 @@ class Unused:
 
     def __init__(self, layout: FlatLayout) -> None:
         is_reduced = layout.padded_numel > 0
-        self._spread = {i for i in range(len(layout.params)) if is_reduced and len(layout.holders(i)) < layout.world_size}
+        self._spread = {
+            i for i in range(len(layout.params)) if is_reduced and len(layout.holders(i)) < layout.world_size
+        }
         self.found: set[int] = set()
         self._unread: tuple[Runtime, str] | None = None  # the runtime and key of a list that was not read yet
         self._read: dict[int, str] = {}  # the list that was read last, to be deleted, by the number of the runtime
