@@ -174,18 +174,25 @@ def test_a_frozen_unit_with_units_inside(ctx):
         check_same_gradients(model, plain)
 
 
-@pytest.mark.parametrize("strategy", ["NO_SHARD", "SHARD_OPTIM"])
-@ranks(2)
-def test_a_frozen_unit_that_stays_unsharded(ctx, strategy):
-    """Backward reaches it on all ranks or none, though it need not gather it: the user may reshard and unfreeze it before."""
+@pytest.mark.parametrize(
+    ("strategy", "mesh", "comes"),
+    [
+        *(("NO_SHARD", (4,), False), ("SHARD_OPTIM", (4,), False)),
+        *(("HYBRID_SHARD", (4, 1), False), ("HYBRID_SHARD", (2, 2), True)),
+    ],
+)
+@ranks(4)
+def test_a_frozen_unit_of_any_strategy(ctx, strategy, mesh, comes):
+    """Backward reaches it on all ranks or none, though it may not gather it: the user may reshard and unfreeze it before."""
     tower, plain = Block().requires_grad_(False), Block()
     model = copy.deepcopy(plain)
-    fully_shard(tower, process_group=ctx.group, sharding_strategy=strategy)
-    fully_shard(model, process_group=ctx.group)
+    device_mesh = ctx.device_mesh(mesh, ("replicate", "shard")[-len(mesh) :])
+    for module in (tower, model):
+        fully_shard(module, device_mesh=device_mesh, sharding_strategy=strategy)
     x = torch.ones(2, WIDTH)
-    for having in ((), (), (0,), (1,)):
+    for having in ((), (), (0,), (3,)):
         y = model(x)
-        y = y + tower(x) if ctx.rank in having else skip(tower, y)
+        y = y + 0 * tower(y if comes else x) if ctx.rank in having else skip(tower, y)
         reshard(tower)
         tower.requires_grad_(True)
         y.sum().backward()
