@@ -156,7 +156,7 @@ class Backward:
     def _complete_before(self, unit: Unit, idle: Iterable[Unit]) -> None:
         """Complete those of ``idle`` that are over, as backward comes to ``unit``."""
         task = current_graph_task()
-        over = [u for u in idle if u is not unit and _completes_in(u, task) and u.is_over]
+        over = [u for u in idle if u not in unit.needs and _completes_in(u, task) and u.is_over]
         if over:
             to_come = any(u.expected_gradients() for queue in ReductionQueue.every for u in queue.units())
             self._complete_all(over, to_come or self._bring_gradients(self._tasks), early=True)

@@ -167,15 +167,17 @@ class Unit:
         return how_many_run(self.handle.gradients.accumulators.nodes) + how_many_run(self.stand_ins)
 
     def add_way(self, way: Way[ForwardRecord]) -> None:
-        """Note that backward may come to a forward of the unit by ``way``."""
+        """Note that backward may come by ``way`` to a forward of the unit, or of another that needs its parameters."""
         self._ways.append(weakref.ref(way, self._ways.remove))
 
     def comes_again(self) -> bool:
-        """Return whether the running graph task will reach another forward of the unit."""
+        """Return whether the running graph task will reach another forward of the unit, or of one that needs it."""
         task = current_graph_task()
         for ref in [*self._ways]:
             way = ref()
-            if way is not None and way.record.opened_in != task and way.runs():
+            if way is None or way.record.opened_in == task or not way.runs():
+                continue
+            if not way.ends_in((*self.handle.gradients.accumulators.nodes, *self.stand_ins)):
                 return True
         return False
 

@@ -8,8 +8,8 @@ when they have all awaited gradients, and complete when backward reaches a unit 
 checkpoint:
 
 - a unit without any parameter in the graph: it is unused, or inside a reentrant checkpoint;
-- a unit that backward will come to again, for another forward (``Way``): of a module called twice, or of an earlier pass if
-  losses of two passes were added;
+- a unit that backward will come to again, for another forward (``Way``): of a module called twice, of an earlier pass if
+  losses of two passes were added, or of a unit that uses its tied parameters;
 - a unit that lacks parameters and has units inside that backward has not reached: a reentrant checkpoint may run both.
 
 The end of the graph task (the run of the autograd engine) that reached a unit first completes all others:
@@ -225,6 +225,15 @@ class Way(Generic[Record]):
     def runs(self) -> bool:
         """Return whether the running graph task comes this way, or has come."""
         return all(how_many_run((node,)) for node, _ in self._after if node is not None)
+
+    def ends_in(self, leaves: Collection[Node]) -> bool:
+        """Return whether it leads to one of ``leaves``, and to leaves only, as an embedding's does.
+
+        Graphs share leaves, so ``runs`` cannot tell them apart. But it need not: that leaf's gradient comes later.
+        """
+        return any(node in leaves for node, _ in self._after) and not any(
+            node.next_functions for node, _ in self._after if node is not None
+        )
 
 
 def how_many_run(nodes: Collection[Any]) -> int:
