@@ -33,7 +33,7 @@ from flatshard._composable.construct.options import (
 from flatshard._composable.construct.parameters import check_parameters, warn_of_experts, warn_of_old_parameters
 from flatshard._composable.construct.partition import PlannedUnit, list_paths, plan_units, resolve_ignored
 from flatshard._composable.construct.policy import Policy, check_group, check_module, choose_units
-from flatshard._composable.extensions import Extension, extensions, overriding
+from flatshard._composable.extensions import Extension, ForwardFeature, extensions, overriding, set_up
 from flatshard._composable.find import units_below
 from flatshard._composable.hooks import UnitHooks
 from flatshard._composable.module_tree import ModuleGroup, ModuleTree
@@ -204,9 +204,7 @@ def fully_shard(
         if (factory := unit.config.collectives) is not None:
             for each in unit.groups:
                 runtimes[each][0].using(factory)  # raises for what is none, before anything is changed
-    configs = choice.configs
-    for extension in overriding(extensions(), "prepare"):
-        extension.prepare(root, configs, runtime)
+    set_up()
     values.agree(runtimes)
     # Handles and hooks: from here on modules change.
     with _changing(root):
@@ -292,13 +290,17 @@ def build(
 
 def install(module: nn.Module, choice: Choice, made: dict[nn.Module, Unit], using: Sequence[Extension]) -> None:
     """Attach the features of the extensions in ``using`` to the units from ``build``, and install their hooks."""
-    units = [(made[planned.module], planned.modules) for planned in choice.planned]
-    attached = [[extension.attach(*unit) for unit in units] for extension in overriding(using, "attach")]
-    for number, (unit, _) in enumerate(units):
-        features = [of_extension[number] for of_extension in attached]
-        UnitHooks.install(unit, [feature for feature in features if feature is not None])
+    planned = [(made[each.module], each.modules) for each in choice.planned]
+    features: dict[Unit, list[ForwardFeature]] = {unit: [] for unit, _ in planned}
+    for extension in overriding(using, "attach"):
+        for unit, modules in planned:
+            if extension.concerns(unit) and (feature := extension.attach(unit, modules)) is not None:
+                features[unit].append(feature)
+    for unit, own in features.items():
+        UnitHooks.install(unit, own)
     for extension in overriding(using, "finish"):
-        extension.finish(module, made.values())
+        if any(map(extension.concerns, (*features, *choice.earlier))):
+            extension.finish(module, made.values())
 
 
 @contextlib.contextmanager

@@ -40,6 +40,23 @@ class UnitConfig:
         """The claims that a unit has as long as it exists."""
         return (KEPT,) if self.strategy.placements.until is Until.CHANGE else ()
 
+    @property
+    def subgroup_size(self) -> int | None:
+        """The number of ranks to reshard to after forward, or None if it is all of them, or none."""
+        value = self.reshard_after_forward
+        return None if isinstance(value, bool) else value
+
+    @property
+    def keeps_shards(self) -> bool:
+        """Whether a unit is gathered again from other shards than those of all ranks, which a feature keeps."""
+        return self.mixed_precision.keep_cast_shard or self.strategy.joins_axes or self.subgroup_size is not None
+
+    @property
+    def casts(self) -> bool:
+        """Whether the inputs, outputs or buffers of a unit are cast, which a feature does."""
+        policy = self.mixed_precision
+        return (policy.param_dtype or policy.output_dtype or policy.buffer_dtype) is not None
+
     def stays_for_backward(self, outermost: bool) -> bool:
         """Return whether the parameters of a unit, perhaps the outermost, stay unsharded from a forward to its backward."""
         if self.reshard_after_forward is None:
