@@ -21,7 +21,7 @@ from flatshard._base.config import BackwardPrefetch, as_enum, as_reshard_after_f
 from flatshard._base.errors import name_list
 from flatshard._composable.features.kept_shards import set_source
 from flatshard._composable.find import unit_for, units_in
-from flatshard._composable.state import Unit, copies_in
+from flatshard._composable.state import Unit
 from flatshard._handle.pool import FlatBuffer
 
 
@@ -79,7 +79,7 @@ def configure(
         divide_factor: the number by which the sum of the gradients over all ranks is divided. None: the number of ranks.
         forward_prefetch: what to gather while a unit computes forward. True: the unit that followed it in the last pass.
             False: nothing. A list of modules, each a unit: these, in this order. A list applies to ``module``'s own unit
-            only, whatever ``recurse`` is.
+            only, whatever ``recurse`` is. A deep copy does not have it.
         backward_prefetch: as for :func:`fully_shard`. Or a list of modules as above, to gather while ``module`` computes
             backward, instead of the units that ran before it in forward. They are gathered at the point that
             ``backward_prefetch`` gave before, or before ``module``'s backward computes if that was None. A unit that has no
@@ -196,27 +196,16 @@ def _chosen(module: nn.Module, modules: Iterable[nn.Module], name: str) -> tuple
 class ChosenUnits:
     """The user's choice of units to gather ahead while another unit computes, instead of the recorded order.
 
-    The references are weak: units of another model may be among them. A deep copy refers to the copies of those units that
-    are copied with it. These copies may not exist yet, and to copy them here would recurse as deep as the chain of units is
-    long. So they are looked up at the first use.
+    The references are weak: units of another model may be among them.
     """
 
-    __slots__ = ("_copies", "_refs")
+    __slots__ = ("_refs",)
 
     def __init__(self, units: Sequence[Unit]) -> None:
         self._refs = [weakref.ref(unit) for unit in units]
-        self._copies: dict[weakref.ref[Unit], Unit] | None = None
 
     def __iter__(self) -> Iterator[Unit]:
-        if self._copies is not None:
-            copies, self._copies = self._copies, None
-            self._refs = [weakref.ref(copies[ref]) if ref in copies else ref for ref in self._refs]
         return (unit for ref in self._refs if (unit := ref()) is not None)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> ChosenUnits:
-        result = ChosenUnits(list(self))
-        result._copies = copies_in(memo)
-        return result
 
 
 class KeptBuffer(FlatBuffer):
