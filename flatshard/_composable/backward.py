@@ -277,7 +277,7 @@ class Backward:
             for unit in self._reached:
                 unit.backward_slot.now = None  # it would keep the unit alive: see `BackwardSlot`
                 unit.show()
-            if ahead := [u.fqn for u in self._reached if u.handle.lifetime.params is ParamState.UNSHARDING]:
+            if ahead := [u.fqn for u in self._reached if u.handle.state is ParamState.UNSHARDING]:
                 trace.logger.warning(
                     "backward failed before it came to unit %s by an output. If torch reports a tensor that was modified by "
                     "an inplace operation, backward entered the unit by a tensor that its forward handed over in another "
@@ -324,13 +324,13 @@ def gather(unit: Unit) -> None:
     for needed in unit.needs:
         if needed.backward_slot.now is None:
             Backward.of(unit).touch(needed)
-        if needed.handle.lifetime.params is ParamState.SHARDED:
+        if needed.handle.state is ParamState.SHARDED:
             needed.handle.unshard(context.pass_id, again=True)
 
 
 def gather_ahead(unit: Unit) -> None:
     """Gather a unit that backward has reached or will reach, unless the unit is finished."""
-    if unit.handle.lifetime.params is ParamState.SHARDED and not is_finished(unit):
+    if unit.handle.state is ParamState.SHARDED and not is_finished(unit):
         gather(unit)
 
 

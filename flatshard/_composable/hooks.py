@@ -249,7 +249,7 @@ class UnitHooks:
                 "inside its forward, a registered method of it or summon_full_params, which still shows the old values. "
                 "Change them outside"
             )
-        if handle.lifetime.params is ParamState.SHARDED:
+        if handle.state is ParamState.SHARDED:
             handle.unshard(context.pass_id, in_backward)
         else:
             handle.take_over(context.pass_id)

@@ -462,7 +462,7 @@ class Context:
             handle, claims = needed.handle, needed.claims
             if claims and self.forwards and not claims.use and needed.is_outdated:
                 handle.reshard()  # kept, with values that are no longer of use
-            if handle.lifetime.params is not ParamState.SHARDED or (handle.has_static_buffers and handle.is_blocked):
+            if handle.state is not ParamState.SHARDED or (handle.has_static_buffers and handle.is_blocked):
                 continue
             if claims and claims.show_copies:
                 continue

@@ -10,7 +10,7 @@ import copy
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -24,7 +24,7 @@ from flatshard._comm.streams import Users
 from flatshard._handle.adapters.tensor_subclass import plain_tensors
 from flatshard._handle.flat_param import FlatParam
 from flatshard._handle.layout import FlatLayout
-from flatshard._handle.lifetime import BY_USER, GradState, Lifetime, ParamState, UnshardedStamp
+from flatshard._handle.lifetime import BY_USER, PARAM_TRANSITIONS, GradState, ParamState, UnshardedStamp, refuse
 from flatshard._handle.planned import Groups, Kind, PlannedFlat
 from flatshard._handle.registrations import SHARDED, Registrations
 from flatshard._handle.tensors.aggregate import plainly
@@ -74,10 +74,10 @@ class FlatParamHandle:
         self.all_ranks = all_ranks
         self.ranks = ranks = all_ranks[0]
         self.runtime = ranks.runtime
-        self.lifetime = Lifetime(ranks.label)
+        self.state = ParamState.SHARDED
         self.registrations = Registrations()
         self.flats: list[FlatParam] = []
-        self.gradients = UnitGradients(ranks, self.lifetime)
+        self.gradients = UnitGradients(ranks)
         self.user_changes = UserChanges(self.flats, self.registrations, self.gradients, ranks.label)
         self._all_gathers: list[Pending] = []
         self._users: Users | None = None  # on an accelerator: the streams that compute with the unsharded parameters
@@ -160,7 +160,6 @@ class FlatParamHandle:
         self.reshard()
         self.drop_kept()
         self.all_ranks, self.ranks, self.runtime = [ranks], ranks, ranks.runtime
-        self.lifetime.follow(ranks.label)
         with torch.inference_mode(False), torch.no_grad():
             for flat, layout, shard in zip(self.flats, layouts, shards, strict=True):
                 flat.move(layout, ranks, shard)
@@ -171,7 +170,7 @@ class FlatParamHandle:
     def __repr__(self) -> str:
         return (
             f"FlatParamHandle({self.fqn or '<root>'!r}, {len(self._params)} parameters in {len(self.flats)} flat parameters, "
-            f"{self.lifetime.params.name})"
+            f"{self.state.name})"
         )
 
     @property
@@ -196,7 +195,7 @@ class FlatParamHandle:
 
     @property
     def is_sharded(self) -> bool:
-        return self.lifetime.params is ParamState.SHARDED
+        return self.state is ParamState.SHARDED
 
     @property
     def is_blocked(self) -> bool:
@@ -224,7 +223,7 @@ class FlatParamHandle:
             again: gather for a backward, which needs the values of its forward.
             exactly: gather the shards bit for bit, even if the user's collectives approximate.
         """
-        if self.lifetime.params is not ParamState.SHARDED:
+        if self.state is not ParamState.SHARDED:
             return
         if self._all_gathers:  # left by an interrupted unshard
             self._abandon_all_gathers()
@@ -247,7 +246,7 @@ class FlatParamHandle:
             for flat in self._sharded:
                 flat.unsharded.close()
         self.stamp = UnshardedStamp(self.version(), by, exactly, again)
-        self.lifetime.move_params("unshard")
+        self.state = PARAM_TRANSITIONS.get((self.state, "unshard")) or self._refuse("unshard")
 
     def _make_room(self) -> None:
         self.make_room()
@@ -279,7 +278,7 @@ class FlatParamHandle:
         Raises:
             CollectiveError: the all-gather failed. The parameters are sharded again.
         """
-        if self.lifetime.params is not ParamState.UNSHARDING:
+        if self.state is not ParamState.UNSHARDING:
             if self._users is not None:
                 self._users.add_current()
             return
@@ -295,7 +294,7 @@ class FlatParamHandle:
             self.runtime.fail("all-gather", self.fqn, e)
         for flat in self._sharded:
             flat.unsharded.open()
-        self.lifetime.move_params("wait")
+        self.state = PARAM_TRANSITIONS.get((self.state, "wait")) or self._refuse("wait")
         self._users = users
 
     def reshard(self, until: object = None) -> None:
@@ -303,10 +302,9 @@ class FlatParamHandle:
 
         ``until``: if a backward may gather them ``again``, an object that lives as long as that backward is possible.
         """
-        state = self.lifetime.params
-        if state is ParamState.SHARDED:
+        if self.state is ParamState.SHARDED:
             return
-        if state is ParamState.UNSHARDING:
+        if self.state is ParamState.UNSHARDING:
             try:
                 self.wait()
             except OutOfStepError:
@@ -315,6 +313,9 @@ class FlatParamHandle:
                 trace.logger.warning("%s (it was prefetched and not needed)", e)
                 return
         self._free(until)
+
+    def _refuse(self, verb: str) -> NoReturn:
+        refuse(verb, "parameters", self.fqn, self.state)
 
     def drop_kept(self) -> None:
         """Have the next all-gather read the shards of all ranks."""
@@ -348,7 +349,7 @@ class FlatParamHandle:
                 if until is not None or self.has_static_buffers:
                     flat.unsharded.close(seen=until is not None)  # a forward has ended: see `write_back_if_changed`
                 flat.unsharded.free()
-        self.lifetime.move_params("reshard")
+        self.state = PARAM_TRANSITIONS.get((self.state, "reshard")) or self._refuse("reshard")
         self.stamp = None
         if conversions:
             self.adopt(conversions)
@@ -410,7 +411,7 @@ class FlatParamHandle:
         user.adopt_registered()
         if moved := user.find_moved():
             self.reshard()
-            if self.lifetime.grads in (GradState.FILLING, GradState.REDUCING):  # of a backward that failed
+            if self.gradients.state in (GradState.FILLING, GradState.REDUCING):  # of a backward that failed
                 self.gradients.discard()
             with torch.inference_mode(False), torch.no_grad():
                 for flat, indices in moved.items():

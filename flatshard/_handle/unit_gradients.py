@@ -16,7 +16,7 @@ from flatshard._comm.runtime import Runtime
 from flatshard._comm.streams import Streams
 from flatshard._handle.flat_param import FlatParam
 from flatshard._handle.gradients import FlatGradients
-from flatshard._handle.lifetime import WITHHELD, GradState, Lifetime
+from flatshard._handle.lifetime import GRAD_TRANSITIONS, WITHHELD, GradState, refuse
 from flatshard._handle.tensors.direct import watch_all
 from flatshard._handle.unit_ranks import UnitRanks
 
@@ -94,10 +94,10 @@ _IN_FLIGHT = GradState.REDUCING, GradState.DEFERRED
 class UnitGradients:
     """The gradients of a unit's flat parameters. lifetime.py has the states that they go through."""
 
-    def __init__(self, ranks: UnitRanks, lifetime: Lifetime) -> None:
+    def __init__(self, ranks: UnitRanks) -> None:
         self.flats: list[FlatGradients] = []
         self._ranks = ranks
-        self._lifetime = lifetime
+        self.state = GradState.NONE
         self.reduces = True  # whether backwards reduce the gradients, instead of holding them
         self._outside: list[bool] = []  # `reduces` outside of each `no_sync` under way, the outermost first
         self.accumulates = False  # some rank may hold gradients of earlier backwards, to add to the next reduction
@@ -116,6 +116,10 @@ class UnitGradients:
         self._ranks = ranks
         for grads in self.flats:
             grads.change_ranks(grads.choose_runtime)
+
+    def _move(self, verb: str) -> None:
+        label = self._ranks.label
+        self.state = GRAD_TRANSITIONS.get((self.state, verb)) or refuse(verb, "gradients", label.unit, self.state)
 
     # -- settings of the user ------------------------------------------------------------------------------------------
 
@@ -151,10 +155,10 @@ class UnitGradients:
 
         Returns whether it and all others of the running graph task stay where autograd puts them until all have arrived.
         """
-        if self._lifetime.grads is not GradState.FILLING:
-            if self._lifetime.grads in _IN_FLIGHT:  # the unit's second reduction in one backward
+        if self.state is not GradState.FILLING:
+            if self.state in _IN_FLIGHT:  # the unit's second reduction in one backward
                 self.finish()
-            self._lifetime.move_grads("receive")
+            self._move("receive")
         if (streams := self._ranks.runtime.streams) is None:
             stay = self.flats[group].receive(index)
         else:
@@ -205,7 +209,7 @@ class UnitGradients:
             self._reduce()
 
     def _reduce(self) -> None:
-        self._lifetime.move_grads("reduce")
+        self._move("reduce")
         if trace.sinks:
             trace.event(self._ranks.reduce_verb, self._ranks.label.unit)
         try:
@@ -248,33 +252,33 @@ class UnitGradients:
         """
         if not any([grads.are_wanted for grads in self.flats]):
             self.discard()
-        elif self._lifetime.grads in (GradState.NONE, GradState.PARTIAL):
-            self._lifetime.move_grads("receive")
-        if self._lifetime.grads is GradState.FILLING:
+        elif self.state in (GradState.NONE, GradState.PARTIAL):
+            self._move("receive")
+        if self.state is GradState.FILLING:
             self.stream.wait_for(self.accumulators.streams, self._ranks.runtime)
             for grads in self.flats:
                 grads.hold()
             self.stream.let_wait(self.accumulators.streams, self._ranks.runtime)
-            self._lifetime.move_grads("hold")
+            self._move("hold")
 
     @property
     def is_unreduced(self) -> bool:
         """Whether gradients of earlier backwards have yet to be reduced, or averaged over the replicas."""
-        return self._lifetime.grads in (GradState.HELD, GradState.PARTIAL)
+        return self.state in (GradState.HELD, GradState.PARTIAL)
 
     @property
     def withholds(self) -> bool:
         """Whether gradients of earlier backwards are not in ``.grad`` yet. Those of a single rank are, also when held."""
-        return self._lifetime.grads in WITHHELD and any([grads.comes_late for grads in self.flats])
+        return self.state in WITHHELD and any([grads.comes_late for grads in self.flats])
 
     @property
     def is_deferred(self) -> bool:
         """Whether a reduction has been started, and its result becomes ``.grad`` when the user says so."""
-        return self._lifetime.grads is GradState.DEFERRED
+        return self.state is GradState.DEFERRED
 
     def defer(self) -> None:
         """Leave the reduction in flight to a ``finish`` when the user says so."""
-        self._lifetime.move_grads("defer")
+        self._move("defer")
 
     def check_not_deferred(self, what: str) -> None:
         """Raise if a reduction is in flight, or its result waits: ``what`` would change the parameters that it is for."""
@@ -287,7 +291,7 @@ class UnitGradients:
     @property
     def wants_reduction(self) -> bool:
         """Whether gradients of earlier backwards are to be reduced now."""
-        state, averaging = self._lifetime.grads, self._ranks.averaging
+        state, averaging = self.state, self._ranks.averaging
         return state is GradState.HELD or (state is GradState.PARTIAL and averaging.reduces_replicas)
 
     @_on_its_stream
@@ -297,7 +301,7 @@ class UnitGradients:
         Raises:
             CollectiveError: the reduction failed. All gradients of the unit from this backward have been dropped.
         """
-        if self._lifetime.grads not in _IN_FLIGHT:
+        if self.state not in _IN_FLIGHT:
             return
         self._wait()
         if torch.is_grad_enabled():
@@ -340,7 +344,7 @@ class UnitGradients:
             given.append(params)
             is_any |= params is not None
             in_part |= grads.partial is not None
-        self._lifetime.move_grads("finish in part" if in_part else "finish")
+        self._move("finish in part" if in_part else "finish")
         if not in_part and self.stream.current is not None:
             self.stream.release()
         if is_any:
@@ -355,8 +359,8 @@ class UnitGradients:
             trace.logger.warning("%s (in a backward that had already failed)", e)
         for grads in self.flats:
             grads.discard()
-        if self._lifetime.grads is not GradState.NONE:
-            self._lifetime.move_grads("discard")
+        if self.state is not GradState.NONE:
+            self._move("discard")
         self.stream.release()
 
     def _abandon(self, out_of_step: bool = False) -> None:
@@ -366,5 +370,5 @@ class UnitGradients:
             if not ended or out_of_step:  # some may never end, so their memory must not be freed
                 grads.leave_memory()
             grads.discard()
-        self._lifetime.move_grads("finish")
+        self._move("finish")
         self.stream.release()

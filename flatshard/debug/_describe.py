@@ -236,7 +236,7 @@ def _describe(unit: Unit) -> UnitDescription:
     buffers = dict.fromkeys(
         b.dtype for m in own for b in m._buffers.values() if b is not None and b.is_floating_point()
     )
-    state = unit.handle.lifetime.params.name.lower()
+    state = unit.handle.state.name.lower()
     return UnitDescription(
         unit.fqn,
         unit.kind,

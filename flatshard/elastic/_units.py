@@ -134,7 +134,7 @@ def check_movable(units: Sequence[Unit], verb: str) -> None:
 
 def check_reduced(units: Iterable[Unit], verb: str) -> None:
     """Raise RuntimeError if some units hold gradients of this rank alone."""
-    if held := [unit.fqn for unit in units if unit.handle.lifetime.grads is not GradState.NONE]:
+    if held := [unit.fqn for unit in units if unit.handle.gradients.state is not GradState.NONE]:
         raise RuntimeError(
             f"{verb}: units {name_list(held)} hold gradients that are not reduced: call flatshard.reduce_gradients(module) "
             "first. What has become .grad moves"

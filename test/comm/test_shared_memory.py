@@ -348,9 +348,7 @@ def test_units_ahead_take_no_memory(ctx) -> None:
 
     def look(*_: Any) -> None:
         handles = [unit.handle for unit in units_below(model)]
-        ahead.extend(
-            flat.unsharded.nbytes for h in handles if h.lifetime.params.name == "UNSHARDING" for flat in h.flats
-        )
+        ahead.extend(flat.unsharded.nbytes for h in handles if h.state.name == "UNSHARDING" for flat in h.flats)
 
     @gathers_late
     def gather(*args: Any, ensure_output: Any = None) -> Any:

@@ -211,6 +211,8 @@ _comm.monitor.order_check debug._replicas
 """
 # New modules, also later; buffers, which belong to no handle.
 BROADCASTING = "_composable.construct.materialize _composable.features.filled_later _composable.features.buffers"
+# The states of a unit: their tables, and who makes the transitions.
+MOVING = "_handle.lifetime _handle.handle _handle.unit_gradients"
 RULES = [
     # This project re-does torch's FSDP, which is on its way out upstream. Its policies are known by their shape.
     Rule(AN_IMPORT + r".*\btorch\.distributed(\.| import (.*, )?)(fsdp|_composable|_tools)"),
@@ -219,7 +221,8 @@ RULES = [
     Rule(
         r"^((if|for|while|with|try|match|assert|del|raise)\b|[\w.]+\(|\w+[.\[]\S* \S?= )", of="planning|elastic|weights"
     ),
-    Rule(r"\.lifetime\.[\w.]+(: .*)? \S?= |\bdel .*\.lifetime\.| = (Param|Grad)State\.\w+$", "_handle.lifetime"),
+    Rule(r"\b(PARAM|GRAD)_TRANSITIONS\b| = (Param|Grad)State\.\w+$", MOVING),
+    Rule(r"\b(handle|gradients)\.state \S?= "),
     Rule(r"\bresize_\b", "_handle.pool"),  # of a storage
     # By rows, in blocks or whole: nobody else rounds up or cuts shards.
     Rule(r"\b(PARAM_ALIGNMENT|SHARD_ALIGNMENT|round_up|pack)\b", "_composable.construct.layout_plan layouts.packing"),
