@@ -152,7 +152,8 @@ class FlatParam:
     # -- construction ------------------------------------------------------------------------------------------------
 
     def _make_buffer(self, params: Sequence[nn.Parameter]) -> UnshardedBuffer:
-        return UnshardedBuffer(self.layout, self.kind, self.ranks, self.shard, params, self.wrappings)
+        ranks = self.ranks
+        return UnshardedBuffer(self.layout, ranks.rank, self.kind, ranks.pool, self.shard, params, self.wrappings)
 
     def cut(self, full: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return this rank's shard of full parameters, on any device: a new tensor like ``shard``."""
@@ -355,7 +356,7 @@ class FlatParam:
         self.layout, self.ranks, self.is_whole = layout, ranks, ranks.is_whole
         self.slices = layout.shard_slices(ranks.rank)
         self.shard = shard
-        self.unsharded.move(layout, ranks, self.kind, shard)
+        self.unsharded.move(layout, ranks.rank, self.kind, ranks.pool, shard)
         self._adopt_params()
         self.initial_values = InitialValues(None, self.params)  # the values are those of other ranks
 

@@ -48,7 +48,6 @@ from flatshard._comm.capabilities import LendMemory
 from flatshard._comm.runtime import Runtime
 from flatshard._handle.flat_param import FlatParam
 from flatshard._handle.layout import FlatLayout
-from flatshard._handle.pool import FlatBuffer
 from flatshard._handle.reduction import Partial, Reduction, Unused
 from flatshard._handle.tensors.aggregate import plainly
 from flatshard._handle.tensors.changes import changes
@@ -57,6 +56,7 @@ from flatshard._handle.tensors.partial import consume
 from flatshard._handle.tensors.shard_info import ShardInfo
 from flatshard._handle.tensors.sharded_gradient import GradSlices, plain_grad
 from flatshard._handle.unit_ranks import UnitRanks
+from flatshard._handle.unsharded import FlatBuffer
 
 SMALL = 128 * 1024  # bytes of a flat parameter below which overhead per operation costs more than memory traffic
 

@@ -29,8 +29,8 @@ from flatshard._composable.fully_shard import ranks_of
 from flatshard._composable.state import Context, Unit
 from flatshard._handle.lifetime import GradState
 from flatshard._handle.planned import PlannedFlat
-from flatshard._handle.pool import Pools
 from flatshard._handle.registrations import SHARDED
+from flatshard._handle.unsharded import Pools
 
 
 @dataclass(frozen=True)

@@ -35,8 +35,7 @@ from flatshard._comm.shared_memory.handshake import PeerSegment
 from flatshard._comm.shared_memory.payloads import SharedMemory
 from flatshard._comm.shared_memory.segment import FIRST_BYTES, Segment
 from flatshard._composable.find import units_below
-from flatshard._handle.pool import FlatBuffer
-from flatshard._handle.unsharded import UnshardedBuffer
+from flatshard._handle.unsharded import FlatBuffer, UnshardedBuffer
 
 NUMEL = 1037
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64)

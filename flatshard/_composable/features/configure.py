@@ -23,7 +23,7 @@ from flatshard._comm.runtime import Runtime
 from flatshard._composable.features import kept_shards
 from flatshard._composable.find import unit_for, units_in
 from flatshard._composable.state import Unit, copies_in
-from flatshard._handle.pool import FlatBuffer
+from flatshard._handle.unsharded import FlatBuffer
 
 
 class _Unchanged(enum.Enum):
