@@ -96,8 +96,10 @@ class BuiltinCollectives(Collectives):
         self._group = weakref.ref(group)
         self.rank, self.size = group.rank(), group.size()
 
+        self.may_change = _may_change(group)
+
     def place_now(self) -> tuple[int, int]:
-        """Return this process's current rank in the group, and the group's current size: see ``GroupMonitor``."""
+        """Return this process's current rank in the group, and the group's current size."""
         group = self.group
         return group.rank(), group.size()
 
@@ -150,6 +152,14 @@ def alive(reference: weakref.ref[dist.ProcessGroup]) -> dist.ProcessGroup:
     if group is None:
         raise RuntimeError("the process group that this module was sharded over has been destroyed")
     return group
+
+
+def _may_change(group: dist.ProcessGroup) -> bool:
+    """Return whether the group may get other ranks (torch 2.15: ``reconfigure``)."""
+    try:
+        return bool(getattr(group, "supports_reconfigure", False))
+    except RuntimeError:  # it has several backends, or one that is written in Python: torch refuses the question
+        return False
 
 
 def _average(output: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:

@@ -95,6 +95,7 @@ class Backward:
         if not isinstance(backward, Backward):
             context.backward = backward = cls(unit)
             context.backwards += 1
+            context.show_place()
         backward._enter(task)
         return backward
 
@@ -204,6 +205,7 @@ class Backward:
             return
         if not self._tasks:
             self._context.backward = None  # before hooks of the user, which run outside of it
+            self._context.show_place()
         try:
             self._finish(task, self._bring_gradients((task,)))
         except BaseException:
@@ -265,7 +267,7 @@ class Backward:
 
     @property
     def has_failed(self) -> bool:
-        """Whether a graph task failed with an exception. The watch's thread asks, too."""
+        """Whether a graph task failed with an exception. Other threads ask, too."""
         return None in [*map(_referent, [*self._tasks.values()])]
 
     def _on_death(self, callback: object) -> None:
@@ -274,6 +276,7 @@ class Backward:
         The next forward cleans up the rest, because this callback may run at any point.
         """
         if self.has_failed:
+            self._context.show_place(failed=True)
             for unit in self._reached:
                 unit.backward_slot.now = None  # it would keep the unit alive: see `BackwardSlot`
                 unit.show()
@@ -292,6 +295,7 @@ class Backward:
         it. It includes gradients held by earlier backwards, as this backward has added to some of them.
         """
         self._context.backward = None
+        self._context.show_place()
         self._tasks.clear()
         self.keeps_unsharded = False
         self._queue.discard(self._reached)

@@ -1,9 +1,8 @@
-"""Detects ranks that issue different collectives, or are others than before: the monitor of one process group."""
+"""Detects ranks that issue different collectives: the monitor of one process group."""
 
 from __future__ import annotations
 
 import contextlib
-import math
 import weakref
 from collections.abc import Callable
 from typing import ClassVar
@@ -12,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from flatshard._base import environment
-from flatshard._base.errors import OutOfStepError, ReconfiguredError
+from flatshard._base.errors import OutOfStepError
 from flatshard._comm.backends import BuiltinCollectives, GlooCollectives
 from flatshard._comm.capabilities import Capabilities
 from flatshard._comm.collectives import Pending
@@ -31,20 +30,16 @@ class GroupMonitor:
 
     def __init__(self, builtin: BuiltinCollectives, device: torch.device, progress: Progress) -> None:
         self._builtin, self._on_cpu = builtin, device.type == "cpu"
-        self._checked = environment.checked_collectives()  # how many collectives of each unit and kind are compared
+        self.checks_until = environment.checked_collectives()
         group = builtin.group
         self._order = self._orders.setdefault(group, OrderCheck(group, device))
-        self._may_change = _may_change(group)
-        self.checks_until = math.inf if self._may_change else self._checked
         if isinstance(builtin, GlooCollectives):
             watch.start(builtin, progress)
 
     def start(
         self, issued: Issued, capabilities: Capabilities, start: Callable[[], Pending], streams: Streams | None
     ) -> Pending:
-        if self._may_change:
-            self._check_unchanged(issued)
-        if issued.number > self._checked or issued.kind not in capabilities.compared:
+        if issued.kind not in capabilities.compared:
             return start()
         if streams is not None and streams.is_captured(streams.current):
             return start()  # the host can't wait for messages while it makes a CUDA graph
@@ -61,33 +56,11 @@ class GroupMonitor:
                 Awaited(check, issued, self).wait()
             raise
 
-    def _check_unchanged(self, issued: Issued) -> None:
-        """Raise if the group was reconfigured, so that its size or this process's rank is another one now."""
-        (rank_now, size_now), rank, size = self._builtin.place_now(), self._builtin.rank, self._builtin.size
-        if (rank_now, size_now) == (rank, size):
-            return
-        text = (
-            f"the {issued.verb} of unit {issued.label.unit or '<root>'!r} was not issued: its process group was "
-            f"reconfigured. When the unit was sharded, this was rank {rank} of {size}; now it is rank {rank_now} of "
-            f"{size_now}, and the parts of other ranks are gone. Make a new group of the ranks that are left "
-            "(destroy_process_group, init_process_group), build the model anew, call fully_shard, and load a checkpoint: "
-            "flatshard.load_checkpoint takes one of any number of ranks"
-        )
-        raise ReconfiguredError(issued.verb, issued.label.unit, rank, size, text)
-
     def explain(self, issued: Issued) -> OutOfStepError | None:
         text = watch.verdict(self._builtin)
         if text is None:
             return None
         return OutOfStepError(issued.verb, issued.label.unit, self._builtin.rank, self._builtin.size, text)
-
-
-def _may_change(group: dist.ProcessGroup) -> bool:
-    """Return whether the group may get other ranks (torch 2.15: ``reconfigure``)."""
-    try:
-        return bool(getattr(group, "supports_reconfigure", False))
-    except RuntimeError:  # it has several backends, or one that is written in Python: torch refuses the question
-        return False
 
 
 class _Compared:
