@@ -44,10 +44,20 @@ import torch
 import torch.distributed as dist
 
 from flatshard._base import environment, torch_versions, trace
-from flatshard._comm.capabilities import EnsureMemory, gathers_late
-from flatshard._comm.collectives import Addressed, Collectives, Done, Pending, as_real
+from flatshard._comm.collectives import (
+    EXCHANGE,
+    GATHER,
+    REDUCE,
+    Addressed,
+    Collectives,
+    Done,
+    EnsureMemory,
+    Pending,
+    as_real,
+    gathers_late,
+)
 from flatshard._comm.pending import Works
-from flatshard._comm.progress import EXCHANGE, GATHER, REDUCE, RESERVED, Label, here, mixed_all_reduce
+from flatshard._comm.progress import RESERVED, Label, here, mixed_all_reduce
 from flatshard._comm.shared_memory.payloads import Combine, Receive, SharedMemory
 
 _PIECE = 2**17  # elements that a thread adds at a time

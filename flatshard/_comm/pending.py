@@ -18,8 +18,7 @@ from typing import Any, Protocol
 
 from flatshard._base import trace
 from flatshard._base.errors import OutOfStepError
-from flatshard._comm.capabilities import Capabilities
-from flatshard._comm.collectives import Pending
+from flatshard._comm.collectives import Capabilities, Pending
 from flatshard._comm.progress import Issued, here
 from flatshard._comm.streams import Streams
 

@@ -1,6 +1,6 @@
 """Bookkeeping of the collectives that this rank has issued, for which units, and of the one that it waits for.
 
-The order check (``monitor/order_check.py``) compares what ranks are about to do, and the watch (``monitor/watch.py``)
+The order check (``monitor/monitor.py``) compares what ranks are about to do, and the watch (``monitor/watch.py``)
 compares what they wait for. Both use this bookkeeping. It also assigns the tags of gloo messages:
 
 [Note: Labels of a user's collectives]
@@ -26,11 +26,7 @@ from types import NoneType
 from typing import Any, NamedTuple
 
 from flatshard._base.errors import OutOfStepError
-from flatshard._comm.collectives import Pending
-
-GATHER, REDUCE, EXCHANGE, NUMBERS = 0, 1, 2, 3
-"""Kinds of collectives, added to a unit's tag. All ranks have the same order only within a kind: see ``GlooCollectives``.
-``NUMBERS`` are a few numbers of several units, such as a norm. Their label names the question, and has the tag 0."""
+from flatshard._comm.collectives import NUMBERS, Pending
 
 _RECENT = 5  # number of collectives that an error lists
 

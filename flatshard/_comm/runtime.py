@@ -23,11 +23,22 @@ import torch.distributed as dist
 
 from flatshard._base.errors import CollectiveError, OutOfStepError, ReconfiguredError, cannot_trace
 from flatshard._comm.backends import BuiltinCollectives, builtin_collectives
-from flatshard._comm.capabilities import EnsureMemory, read_capabilities
-from flatshard._comm.collectives import Addressed, Collectives, CollectivesFactory, Done, Pending
+from flatshard._comm.collectives import (
+    EXCHANGE,
+    GATHER,
+    NUMBERS,
+    REDUCE,
+    Addressed,
+    Collectives,
+    CollectivesFactory,
+    Done,
+    EnsureMemory,
+    Pending,
+    read_capabilities,
+)
 from flatshard._comm.host_memory import keep_freed_memory
 from flatshard._comm.pending import Awaited, Chain, Monitor, drain
-from flatshard._comm.progress import EXCHANGE, GATHER, NUMBERS, REDUCE, Issued, Label, Progress, describe_place, here
+from flatshard._comm.progress import Issued, Label, Progress, describe_place, here
 from flatshard._comm.rank_group import RankGroup
 from flatshard._comm.streams import Streams, Users, holding
 

@@ -44,7 +44,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 
-from flatshard._comm.capabilities import LendMemory
+from flatshard._comm.collectives import LendMemory
 from flatshard._comm.runtime import Runtime
 from flatshard._handle.flat_param import FlatParam
 from flatshard._handle.layout import FlatLayout

@@ -30,7 +30,7 @@ import flatshard
 from flatshard import ShardingStrategy, fully_shard
 from flatshard._base import environment
 from flatshard._comm.backends import GlooCollectives
-from flatshard._comm.capabilities import gathers_late
+from flatshard._comm.collectives import gathers_late
 from flatshard._comm.shared_memory.handshake import PeerSegment
 from flatshard._comm.shared_memory.payloads import SharedMemory
 from flatshard._comm.shared_memory.segment import FIRST_BYTES, Segment

@@ -207,7 +207,7 @@ _composable.features.comm_hooks checkpoint._gathering elastic._exchange
 # Scales, before a handle gathers; for a handle, in place of its own; whole values, for those who read them.
 GATHERING = """
 _composable.features.encoded_gathers _composable.features.kept_shards _composable.features.whole_parameters
-_comm.monitor.order_check debug._replicas
+_comm.monitor.monitor debug._replicas
 """
 # New modules, also later; buffers, which belong to no handle.
 BROADCASTING = "_composable.construct.materialize _composable.features.filled_later _composable.features.buffers"

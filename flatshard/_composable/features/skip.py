@@ -32,7 +32,8 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
 from flatshard._base import frames
-from flatshard._comm.progress import GATHER, NOBODY
+from flatshard._comm.collectives import GATHER
+from flatshard._comm.progress import NOBODY
 from flatshard._comm.rendezvous import Rendezvous, polls
 from flatshard._composable.backward import Backward
 from flatshard._composable.extensions import Extension, ForwardFeature
