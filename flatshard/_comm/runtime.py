@@ -263,9 +263,9 @@ class Runtime(RankGroup):
         if progress is None:
             return self.issued(start())
         if self._builtin.may_change and self._builtin.place_now() != (self.rank, self.world_size):
-            self._refuse_reconfigured(verb, label)
+            raise _reconfigured(self, verb, label)
         if progress.unended:
-            self._refuse(verb, label, progress.unended[0][0])
+            raise _out_of_step(self, verb, label, progress.unended[0][0])
         if progress.abandoned:
             drain(progress.abandoned)
         issued = progress.issue(verb, kind, label, again)
@@ -274,25 +274,6 @@ class Runtime(RankGroup):
         else:
             pending = monitor.start(issued, self.capabilities, start, self.streams)
         return Awaited(pending, issued, monitor) if self.streams is None else self.issued(pending)
-
-    def _refuse(self, verb: str, label: Label, unended: Issued) -> NoReturn:
-        text = (
-            f"the {verb} of {label.unit or '<root>'!r} was not issued: ranks got out of step before on this process "
-            f"group, at the {unended}{unended.when}, and messages of that collective may still arrive. Save what you need "
-            "without collectives, fix the cause that the first error names, and restart all ranks"
-        )
-        raise OutOfStepError(verb, label.unit, self.rank, self.world_size, text)
-
-    def _refuse_reconfigured(self, verb: str, label: Label) -> NoReturn:
-        rank, size = self._builtin.place_now()
-        text = (
-            f"the {verb} of unit {label.unit or '<root>'!r} was not issued: its process group was reconfigured. When the "
-            f"unit was sharded, this was rank {self.rank} of {self.world_size}; now it is rank {rank} of {size}, and the "
-            "shards of other ranks are gone. Make a new group of the ranks that are left (destroy_process_group, "
-            "init_process_group), build the model anew, call fully_shard, and load a checkpoint: "
-            "flatshard.load_checkpoint takes one of any number of ranks"
-        )
-        raise ReconfiguredError(verb, label.unit, self.rank, self.world_size, text)
 
     def then(self, pending: Pending, next_one: Callable[[], Pending]) -> Pending:
         """Run ``next_one`` after ``pending``: enqueued behind it at once (accelerator), or when it is waited for (CPU)."""
@@ -344,6 +325,28 @@ class Runtime(RankGroup):
         where = describe_place(self.progress.place) if self.progress is not None else ""
         cause = "; ".join([f"{type(error).__name__}: {text}", *getattr(error, "__notes__", ())]) + where
         raise CollectiveError(phase, unit, self.rank, self.world_size, cause) from error
+
+
+def _out_of_step(runtime: Runtime, verb: str, label: Label, unended: Issued) -> OutOfStepError:
+    """Return the error for a collective on a group where ``unended`` may still arrive."""
+    text = (
+        f"the {verb} of {label.unit or '<root>'!r} was not issued: ranks got out of step before on this process group, at the "
+        f"{unended}{unended.when}, and messages of that collective may still arrive. Save what you need without collectives, "
+        "fix the cause that the first error names, and restart all ranks"
+    )
+    return OutOfStepError(verb, label.unit, runtime.rank, runtime.world_size, text)
+
+
+def _reconfigured(runtime: Runtime, verb: str, label: Label) -> ReconfiguredError:
+    """Return the error for a collective on a group that got other ranks."""
+    rank, size = runtime.peers.builtin.place_now()
+    text = (
+        f"the {verb} of unit {label.unit or '<root>'!r} was not issued: its process group was reconfigured. When the unit was "
+        f"sharded, this was rank {runtime.rank} of {runtime.world_size}; now it is rank {rank} of {size}, and the shards of "
+        "other ranks are gone. Make a new group of the ranks that are left (destroy_process_group, init_process_group), build "
+        "the model anew, call fully_shard, and load a checkpoint: flatshard.load_checkpoint takes one of any number of ranks"
+    )
+    return ReconfiguredError(verb, label.unit, runtime.rank, runtime.world_size, text)
 
 
 def on_any_rank(runtimes: Iterable[Runtime], flag: bool) -> bool:

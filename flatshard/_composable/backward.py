@@ -123,10 +123,11 @@ class Backward:
         if task in now.expected:
             return now
         self.keeps_unsharded |= torch.is_grad_enabled() or (unit.was_kept_unsharded and _keeps_graph())
-        nodes, _, all_train = unit.handle.gradients.accumulators
+        accumulators = unit.handle.gradients.accumulators
+        nodes = accumulators.nodes
         if nodes and not now.expected:
             self._queue.add_back(unit)
-        now.some_frozen = not all_train
+        now.some_frozen = not accumulators.are_all
         if now.reach(task, nodes, unit.stand_ins, self._queue.waits_early):
             self._bringing.add(task)
             self._ready.discard(unit)

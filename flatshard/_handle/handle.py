@@ -10,7 +10,7 @@ import copy
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import nn
@@ -95,8 +95,10 @@ class FlatParamHandle:
         for planned in flats:
             params, options = [p.param for p in planned.params], planned.options
             ranks, kind = all_ranks[planned.groups], Kind.of(params[0].dtype, params[0].device, options, result.runtime)
-            flat = FlatParam.class_for(options)(planned.layout, options, params, kind, ranks)
-            result._add(flat)
+            made_as = FlatParam if options.encoded_dtype is None else FlatParam.encoded or FlatParam
+            flat = made_as(planned.layout, options, params, kind, ranks)
+            result.flats.append(flat)
+            result.gradients.add(flat)
             for owned, compute in zip(planned.params, flat.unsharded.params, strict=True):
                 for module, name in owned.registrations:
                     result.registrations.add(module, name, owned.param, compute)
@@ -117,14 +119,15 @@ class FlatParamHandle:
         averaging = replace(self.ranks.averaging)
         all_ranks = {old: old.copied(averaging) for old in self.all_ranks}
         result = FlatParamHandle(list(all_ranks.values()))
-        memo[id(self)] = result
+        memo[id(self)] = result  # its source and features may refer to it
         result.source = copy.deepcopy(self.source, memo)
         for flat in self.flats:
             params = [copy.deepcopy(p, memo) for p in flat.params]
             new = flat.copy_with(params, all_ranks[flat.ranks])
             memo[id(flat)] = new
             new.copy_features(flat, memo)
-            result._add(new)
+            result.flats.append(new)
+            result.gradients.add(new)
             for old, param, compute in zip(flat.params, params, new.unsharded.params, strict=True):
                 for module, name in owned[id(old)]:
                     result.registrations.add_copied(module, name, param, compute, memo)
@@ -132,14 +135,10 @@ class FlatParamHandle:
         result._index()
         return result
 
-    def _add(self, flat: FlatParam) -> None:
-        self.flats.append(flat)
-        self.gradients.add(flat)
-
     def _index(self) -> None:
         """Collect facts of ``flats`` that every step reads. Called again if their kinds have changed."""
         self._kinds = [b.kind for b in self.flats]
-        self.on_meta = [b for b in self.flats if b.is_on_meta]  # have no memory yet. [Note: Filled later]
+        self.on_meta = [b for b in self.flats if b.kind.is_on_meta]  # have no memory yet. [Note: Filled later]
         self._sharded = [b for b in self.flats if not b.unsharded.is_alias and b.layout.shard_numel]
         self._params = [p for b in self.flats for p in b.params]
         shard_params = [b.flat_grad.param for b in self.flats if b.flat_grad is not None]
@@ -150,7 +149,7 @@ class FlatParamHandle:
         self.has_static_buffers = self.ranks.pool is not None and not self.never_gathers
         # Whether other ranks hold the same part of some parameters.
         self.has_replicas = any(p.replicas is not None for p in self.all_ranks)
-        self.gradients.find_accumulators()  # here, to save the time in the first step
+        self.gradients.accumulators.find()  # here, to save the time in the first step
 
     def move(self, ranks: UnitRanks, layouts: Sequence[FlatLayout], shards: Sequence[torch.Tensor]) -> None:
         """Shard over ``ranks`` from now on: see ``FlatParam.move``. Nothing is communicated.
@@ -246,7 +245,9 @@ class FlatParamHandle:
             for flat in self._sharded:
                 flat.unsharded.close()
         self.stamp = UnshardedStamp(self.version(), by, exactly, again)
-        self.state = PARAM_TRANSITIONS.get((self.state, "unshard")) or self._refuse("unshard")
+        self.state = PARAM_TRANSITIONS.get((self.state, "unshard")) or refuse(
+            "unshard", "parameters", self.fqn, self.state
+        )
 
     def _make_room(self) -> None:
         self.make_room()
@@ -294,7 +295,7 @@ class FlatParamHandle:
             self.runtime.fail("all-gather", self.fqn, e)
         for flat in self._sharded:
             flat.unsharded.open()
-        self.state = PARAM_TRANSITIONS.get((self.state, "wait")) or self._refuse("wait")
+        self.state = PARAM_TRANSITIONS.get((self.state, "wait")) or refuse("wait", "parameters", self.fqn, self.state)
         self._users = users
 
     def reshard(self, until: object = None) -> None:
@@ -314,9 +315,6 @@ class FlatParamHandle:
                 return
         self._free(until)
 
-    def _refuse(self, verb: str) -> NoReturn:
-        refuse(verb, "parameters", self.fqn, self.state)
-
     def drop_kept(self) -> None:
         """Have the next all-gather read the shards of all ranks."""
         if self.source is not None:
@@ -326,7 +324,7 @@ class FlatParamHandle:
         """Wait for all-gathers whose results are not needed. ``out_of_step``: one has raised ``OutOfStepError``."""
         if not drain(self._all_gathers) or out_of_step:  # some may never end, so their memory must not be freed
             for flat in self._sharded:
-                flat.leave_memory()
+                flat.unsharded.place(flat.kind, flat.shard)
 
     def _free(self, until: object = None) -> None:
         if self._all_gathers:
@@ -349,15 +347,12 @@ class FlatParamHandle:
                 if until is not None or self.has_static_buffers:
                     flat.unsharded.close(seen=until is not None)  # a forward has ended: see `write_back_if_changed`
                 flat.unsharded.free()
-        self.state = PARAM_TRANSITIONS.get((self.state, "reshard")) or self._refuse("reshard")
+        self.state = PARAM_TRANSITIONS.get((self.state, "reshard")) or refuse(
+            "reshard", "parameters", self.fqn, self.state
+        )
         self.stamp = None
         if conversions:
             self.adopt(conversions)
-
-    def follow_user(self) -> None:
-        """Adopt conversions of unsharded parameters by the user, if there are any: then they are sharded again."""
-        if self.user_changes.conversions():
-            self.reshard()
 
     def adopt(self, conversions: Sequence[Conversion]) -> None:
         """Convert the user's parameters, and their gradients, as the user converted unsharded ones. The unit is sharded."""

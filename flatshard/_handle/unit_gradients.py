@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import nn
@@ -21,12 +21,44 @@ from flatshard._handle.tensors.direct import watch_all
 from flatshard._handle.unit_ranks import UnitRanks
 
 
-class Accumulators(NamedTuple):
+class Accumulators:
     """The AccumulateGrad nodes of a unit's trainable parameters. Autograd itself has only weak references to them."""
 
-    nodes: list[Node]
-    streams: frozenset[Any]  # that they accumulate on; empty on CPU
-    are_all: bool  # all parameters of the unit are trainable
+    __slots__ = ("_flats", "_runtime", "_watched", "are_all", "nodes", "streams")
+
+    def __init__(self, flats: Sequence[FlatGradients], runtime: Runtime) -> None:
+        """``flats``: the gradients of the unit's flat parameters, also later ones. Call ``find`` when they are complete."""
+        self._flats, self._runtime = flats, runtime
+        self.nodes: list[Node] = []
+        self.streams = frozenset[Any]()  # that they accumulate on; empty on CPU
+        self.are_all = False  # all parameters of the unit are trainable
+        self._watched: list[Any] = []  # the nodes of sharded parameters: direct.py
+
+    def find(self) -> None:
+        """Find the nodes again: unsharded parameters were made, frozen or unfrozen."""
+        flats = [grads.flat for grads in self._flats]
+        params = [p for b in flats for p in b.params]
+        leaves = [c for b in flats for c in b.unsharded.params if c.requires_grad]
+        with torch.inference_mode(False):
+            self.nodes = [get_gradient_edge(leaf).node for leaf in leaves]
+            # Drop the old ones first: a node that lives on would check gradients by the shape that it was made for.
+            self._watched = []
+            self._watched = watch_all([p for p in params if p.requires_grad])
+        if (now := self._runtime.current_stream) is not None:
+            notes: list[Any] = [node.metadata for node in self.nodes]
+            # A live graph may keep nodes of another stream alive.
+            self.streams = frozenset([note.setdefault("flatshard stream", now) for note in notes])
+        self.are_all = len(self.nodes) == len(params)
+
+    def follow_stream(self) -> None:
+        """Make autograd accumulate gradients on the stream of the forward that starts now.
+
+        An AccumulateGrad node accumulates on the stream that it was made on, and that stream joins the others at the end of
+        backward. While another stream is captured into a CUDA graph, this would be an error. [Note: CUDA graphs]
+        """
+        if self.streams != {self._runtime.current_stream}:
+            self.nodes.clear()  # drop the old nodes, otherwise autograd would return them again
+            self.find()
 
 
 WithGradients = Sequence[Sequence[nn.Parameter] | None]
@@ -104,7 +136,7 @@ class UnitGradients:
         self.defers = False  # reduced gradients become `.grad` when the user says so
         # Called after reduced gradients were set in or added to `.grad`.
         self.on_reduced: Callable[[WithGradients], None]
-        self.accumulators: Accumulators
+        self.accumulators = Accumulators(self.flats, ranks.runtime)
         self.stream = GradientStream()
 
     def add(self, flat: FlatParam) -> None:
@@ -113,7 +145,7 @@ class UnitGradients:
 
     def move(self, ranks: UnitRanks) -> None:
         """Adopt other ranks, over which the flat parameters have been sharded. There are no gradients."""
-        self._ranks = ranks
+        self._ranks, self.accumulators = ranks, Accumulators(self.flats, ranks.runtime)
         for grads in self.flats:
             grads.change_ranks(grads.choose_runtime)
 
@@ -170,33 +202,6 @@ class UnitGradients:
             streams.let_wait(here, self.stream.current)  # autograd's gradient, which may be freed now, belongs to it
         return stay and (len(self.flats) == 1 or all([grads.stays_away for grads in self.flats]))
 
-    def follow_stream(self) -> None:
-        """Make autograd accumulate gradients on the stream of the forward that starts now.
-
-        An AccumulateGrad node accumulates on the stream that it was made on, and that stream joins the others at the end of
-        backward. While another stream is captured into a CUDA graph, this would be an error. [Note: CUDA graphs]
-        """
-        if self.accumulators.streams != {self._ranks.runtime.current_stream}:
-            self.accumulators.nodes.clear()  # drop the old nodes, otherwise autograd would return them again
-            self.find_accumulators()
-
-    def find_accumulators(self) -> None:
-        """Find the AccumulateGrad nodes again: unsharded parameters were made, frozen or unfrozen."""
-        flats = [grads.flat for grads in self.flats]
-        params = [p for b in flats for p in b.params]
-        leaves = [c for b in flats for c in b.unsharded.params if c.requires_grad]
-        with torch.inference_mode(False):
-            nodes = [get_gradient_edge(leaf).node for leaf in leaves]
-            # Drop the old ones first: a node that lives on would check gradients by the shape that it was made for.
-            self._watched: list[Any] = []
-            self._watched = watch_all([p for p in params if p.requires_grad])
-        now, streams = self._ranks.runtime.current_stream, frozenset[Any]()
-        if now is not None:
-            notes: list[Any] = [node.metadata for node in nodes]
-            # A live graph may keep nodes of another stream alive.
-            streams = frozenset([note.setdefault("flatshard stream", now) for note in notes])
-        self.accumulators = Accumulators(nodes, streams, len(nodes) == len(params))
-
     # -- reducing -----------------------------------------------------------------------------------------------------
 
     def reduce(self) -> None:
@@ -216,10 +221,7 @@ class UnitGradients:
             if self.stream.current is not None:
                 self.stream.wait_for(self.accumulators.streams, self._ranks.runtime)
             for grads in self.flats:
-                if True in grads.flat.requires_grad:
-                    grads.complete(self.accumulates)
-                else:  # frozen since the last backward: held gradients are dropped
-                    grads.drop_partial()
+                grads.complete(self.accumulates)
             self.accumulates = not self.reduces
             if self.stream.current is not None:
                 self.stream.let_wait(self.accumulators.streams, self._ranks.runtime)
@@ -367,8 +369,8 @@ class UnitGradients:
         """Drop a reduction that has failed. ``out_of_step``: with ``OutOfStepError``."""
         ended = all([r.abandon() for grads in self.flats if (r := grads.reduction) is not None])
         for grads in self.flats:
-            if not ended or out_of_step:  # some may never end, so their memory must not be freed
-                grads.leave_memory()
+            if grads.input is not None and (not ended or out_of_step):
+                grads.input.leave()  # some may never end, so their memory must not be freed
             grads.discard()
         self._move("finish")
         self.stream.release()

@@ -152,7 +152,7 @@ class UserChanges:
         synced = [flat.sync_requires_grad(unfrozen_only) for flat in self._flats]
         # A wrapped parameter may have become another leaf: see `swap_inside`.
         if any(synced) or any([any(flat.wrappings) for flat in self._flats]):
-            self._gradients.find_accumulators()
+            self._gradients.accumulators.find()
 
 
 def find_moved(flat: FlatParam) -> list[int]:

@@ -97,7 +97,8 @@ class StateDictHooks:
                 continue
             if unit.is_unsharded_by_user:
                 unit.show()
-                unit.handle.follow_user()
+                if unit.handle.user_changes.conversions():
+                    unit.handle.reshard()  # which adopts them
             if unit.handle.registrations.shows is SHARDED:
                 unit.handle.check_parameters()
 

@@ -129,7 +129,8 @@ class Program:
         counted = functools.partial(CountedBuffer, self.books)
         for unit in self.units:
             for grads in unit.handle.gradients.flats:
-                grads.use_buffers(counted)
+                if grads.input is not None:
+                    grads.input.use_buffers(counted)
         for flat in self.flats:
             self.books.track([flat.shard], "shards")
             if not flat.unsharded.is_alias:
