@@ -262,13 +262,13 @@ class Runtime(RankGroup):
         progress, monitor = self.progress, self.monitor
         if progress is None:
             return self.issued(start())
-        if self._builtin.may_change and self._builtin.place_now() != (self.rank, self.world_size):
-            raise _reconfigured(self, verb, label)
         if progress.unended:
             raise _out_of_step(self, verb, label, progress.unended[0][0])
         if progress.abandoned:
             drain(progress.abandoned)
         issued = progress.issue(verb, kind, label, again)
+        if self._builtin.may_change and self._builtin.place_now() != (self.rank, self.world_size):
+            raise _reconfigured(self, verb, label)
         if monitor is None or issued.number > monitor.checks_until:
             pending = start()
         else:
@@ -330,9 +330,9 @@ class Runtime(RankGroup):
 def _out_of_step(runtime: Runtime, verb: str, label: Label, unended: Issued) -> OutOfStepError:
     """Return the error for a collective on a group where ``unended`` may still arrive."""
     text = (
-        f"the {verb} of {label.unit or '<root>'!r} was not issued: ranks got out of step before on this process group, at the "
-        f"{unended}{unended.when}, and messages of that collective may still arrive. Save what you need without collectives, "
-        "fix the cause that the first error names, and restart all ranks"
+        f"the {verb} of {label.unit or '<root>'!r} was not issued: ranks got out of step before on this process group, at "
+        f"the {unended}{unended.when}, and messages of that collective may still arrive. Save what you need without "
+        "collectives, fix the cause that the first error names, and restart all ranks"
     )
     return OutOfStepError(verb, label.unit, runtime.rank, runtime.world_size, text)
 
@@ -341,10 +341,11 @@ def _reconfigured(runtime: Runtime, verb: str, label: Label) -> ReconfiguredErro
     """Return the error for a collective on a group that got other ranks."""
     rank, size = runtime.peers.builtin.place_now()
     text = (
-        f"the {verb} of unit {label.unit or '<root>'!r} was not issued: its process group was reconfigured. When the unit was "
-        f"sharded, this was rank {runtime.rank} of {runtime.world_size}; now it is rank {rank} of {size}, and the shards of "
-        "other ranks are gone. Make a new group of the ranks that are left (destroy_process_group, init_process_group), build "
-        "the model anew, call fully_shard, and load a checkpoint: flatshard.load_checkpoint takes one of any number of ranks"
+        f"the {verb} of unit {label.unit or '<root>'!r} was not issued: its process group was reconfigured. When the unit "
+        f"was sharded, this was rank {runtime.rank} of {runtime.world_size}; now it is rank {rank} of {size}, and the shards "
+        "of other ranks are gone. Make a new group of the ranks that are left (destroy_process_group, init_process_group), "
+        "build the model anew, call fully_shard, and load a checkpoint: flatshard.load_checkpoint takes one of any number of "
+        "ranks"
     )
     return ReconfiguredError(verb, label.unit, runtime.rank, runtime.world_size, text)
 

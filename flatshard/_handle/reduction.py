@@ -211,6 +211,8 @@ class Reduction:
             self._pending.wait()
             if self._unused.found:
                 self._unused.ask(self._pending)
+            if not self.flat.kind.is_offloaded:  # otherwise `result` makes the host wait, too
+                self._pending = None
         except Exception as e:
             self._pending = None
             self._fail(e)

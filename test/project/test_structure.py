@@ -196,7 +196,7 @@ _composable.state _comm.monitor.watch planning._recording _base.callers
 """
 # For errors, and where torch tells nobody what it wants: see the note in _base/callers.py. No more may come.
 ASKING_WHO_CALLS = """
-_handle.tensors.guard _handle.tensors.part _handle.tensors.sharded_parameter
+_handle.tensors.guard _handle.tensors.shard _handle.tensors.sharded_parameter
 checkpoint._standard_helpers checkpoint._state_dict_hooks
 """
 # `_composable` decides when collectives start; handles and the runtime start them, and modules that make them of others.

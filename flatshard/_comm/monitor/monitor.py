@@ -44,7 +44,7 @@ _BYTES = 2 * _HASH + _TEXT
 _NAME = 80  # maximum characters of a unit's name in a message
 _PATIENCE = 10.0  # seconds to wait for descriptions of other ranks' units
 _OTHER_STARTS = (
-    "fully_shard: ranks had different values of the same parameters, so the model has parts of each. Call "
+    "fully_shard: ranks had different values of the same parameters, so the model has shards of each. Call "
     "torch.manual_seed(...) alike on all ranks before the model is built, or fully_shard(..., sync_module_states=True) to "
     "take the values of rank 0"
 )
