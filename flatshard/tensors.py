@@ -1,4 +1,4 @@
-"""The types of a sharded module's parameters and gradients between steps, and what they say about this rank's part.
+"""The types of a sharded module's parameters and gradients between steps, and what they say about this rank's shard.
 
 >>> flatshard.tensors.shard_info(model[0].up.weight).shape
 """
@@ -15,7 +15,7 @@ __all__ = ["ShardInfo", "ShardedGradient", "ShardedParameter", "full_shape", "nu
 def num_parameters(module: nn.Module, *, trainable_only: bool = False) -> int:
     """Return how many elements the full parameters of ``module`` have. Tied ones count once. No communication.
 
-    ``sum(p.numel() for p in module.parameters())`` of a sharded module counts this rank's parts.
+    ``sum(p.numel() for p in module.parameters())`` of a sharded module counts this rank's shards.
 
     Example::
 

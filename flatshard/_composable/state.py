@@ -36,7 +36,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from flatshard._base import frames
 from flatshard._base.names import UNIT_KEY
-from flatshard._comm.progress import Place
+from flatshard._comm.progress import Progress
 from flatshard._comm.runtime import Runtime
 from flatshard._composable.claims import Claim, Claims
 from flatshard._composable.exec_order import ForwardOrder
@@ -327,6 +327,7 @@ class Context:
         self.forwards: list[Forward] = []  # running now, outermost first
         self.order = ForwardOrder()  # of the current pass
         self._prefetched: dict[Unit, None] = {}  # gathered ahead, and not used yet
+        self._progress: list[Progress] = []  # of its process groups
 
     @classmethod
     def of(cls, runtime: Runtime, *others: tuple[Runtime, Runtime | None]) -> Context:
@@ -340,9 +341,8 @@ class Context:
         for context in rest:
             first._take_over(context)
         cls._instances.update(dict.fromkeys(numbers, first))
-        for each in given:
-            if each.progress is not None:
-                each.progress.place = functools.partial(cls._place, each.number)
+        first._progress += [p for each in given if (p := each.progress) is not None and p not in first._progress]
+        first.show_place()
         return first
 
     def _take_over(self, other: Context) -> None:
@@ -358,6 +358,7 @@ class Context:
         self.reductions.take_over(other.reductions, units)
         for unit in units:
             unit.context = self
+        self._progress += other._progress
         self.pass_id = max(self.pass_id, other.pass_id)
         self._instances.update({number: self for number, context in self._instances.items() if context is other})
 
@@ -366,13 +367,12 @@ class Context:
         """Have ``check`` be the only one from now on."""
         cls.checks[:] = [check]
 
-    @classmethod
-    def _place(cls, number: int) -> Place | None:
-        """Return how far this rank has come, for errors and the watch on the runtime of this number."""
-        if (context := cls._instances.get(number)) is None:
-            return None
-        inside = "" if context.backward is None or context.backward.has_failed else "backward"
-        return context.pass_id, context.backwards, inside or ("forward" if context.forwards else "")
+    def show_place(self, failed: bool = False) -> None:
+        """Show its process groups how far this rank has come, for errors and the watch. ``failed``: the backward has."""
+        inside = "" if self.backward is None or failed else "backward"
+        place = self.pass_id, self.backwards, inside or ("forward" if self.forwards else "")
+        for progress in self._progress:
+            progress.place = place
 
     # -- forwards ----------------------------------------------------------------------------------------------------
 
@@ -395,6 +395,8 @@ class Context:
                 self._start_pass(unit, frame)
         forward = Forward(unit, module, frame, in_backward)
         self.forwards.append(forward)
+        if len(self.forwards) == 1:
+            self.show_place()
         return forward
 
     def exit_forward(self, module: nn.Module, raised: bool = False) -> Forward | None:
@@ -407,7 +409,12 @@ class Context:
         except IndexError:  # not asked first: forwards without a record may end on other threads
             return None
         is_elsewhere = raised and frames.runs(last.frame, elsewhere=True)
-        return None if last.module is not module or is_elsewhere else self.forwards.pop()
+        if last.module is not module or is_elsewhere:
+            return None
+        self.forwards.pop()
+        if not self.forwards:
+            self.show_place()
+        return last
 
     def record_forward(self, forward: Forward) -> ForwardRecord:
         """Create the record of a forward that has just ended, for backward to reach."""
@@ -462,7 +469,7 @@ class Context:
             handle, claims = needed.handle, needed.claims
             if claims and self.forwards and not claims.use and needed.is_outdated:
                 handle.reshard()  # kept, with values that are no longer of use
-            if handle.lifetime.params is not ParamState.SHARDED or (handle.has_static_buffers and handle.is_blocked):
+            if handle.state is not ParamState.SHARDED or (handle.has_static_buffers and handle.is_blocked):
                 continue
             if claims and claims.show_copies:
                 continue
@@ -527,6 +534,7 @@ class Context:
                 needed.show()
                 if not needed.claims.need_storage:
                     needed.handle.reshard()
+        self.show_place()
 
     def _check_thread(self, frame: FrameType) -> None:
         """Raise if the innermost running forward belongs to another thread. ``frame``: of the caller."""

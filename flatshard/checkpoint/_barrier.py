@@ -36,8 +36,9 @@ import torch.distributed as dist
 
 from flatshard._base.trace import logger
 from flatshard._comm.backends import timeout_of
+from flatshard._comm.collectives import EXCHANGE
 from flatshard._comm.payloads import PLAIN, Payloads
-from flatshard._comm.progress import EXCHANGE, Label, digest, here
+from flatshard._comm.progress import Label, digest, here
 from flatshard._comm.rendezvous import Rendezvous, polls
 from flatshard._comm.runtime import Runtime
 from flatshard._handle.unit_ranks import UnitRanks

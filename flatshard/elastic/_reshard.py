@@ -109,7 +109,9 @@ def reshard_over(
         _units.check_movable(units_of(model, _VERB), _VERB)
         job = Trained(model, optimizers, _VERB)
         on_meta = {bool(unit.handle.on_meta) for unit in job.units if unit.handle.flats}
-        if any(flat.filling is not None and not flat.is_on_meta for unit in job.units for flat in unit.handle.flats):
+        if any(
+            flat.filling is not None and not flat.kind.is_on_meta for unit in job.units for flat in unit.handle.flats
+        ):
             raise RuntimeError(
                 f"{_VERB}: parameters got memory by to_empty, and have not been used yet: run a forward first"
             )

@@ -38,10 +38,10 @@ from flatshard._composable.fully_shard import Choice, build, install
 from flatshard._composable.module_tree import called_modules
 from flatshard._composable.outputs import tensors_in
 from flatshard._composable.state import Context, Forward, Unit, unit_of
-from flatshard._handle.pool import Pools
 from flatshard._handle.tensors.grad_dtype import hand_on
 from flatshard._handle.tensors.sharded_parameter import shard_info
 from flatshard._handle.unit_ranks import Runtimes
+from flatshard._handle.unsharded import Pools
 from flatshard.optim._offload import OffloadedOptimizer, in_turns, units_of_params
 from flatshard.planning._attention import attention_as_on
 from flatshard.planning._optimizer import OptimizerChoice, PlannedOptimizer, planned_optimizer
@@ -129,7 +129,8 @@ class Program:
         counted = functools.partial(CountedBuffer, self.books)
         for unit in self.units:
             for grads in unit.handle.gradients.flats:
-                grads.use_buffers(counted)
+                if grads.input is not None:
+                    grads.input.use_buffers(counted)
         for flat in self.flats:
             self.books.track([flat.shard], "shards")
             if not flat.unsharded.is_alias:

@@ -56,8 +56,8 @@ REFUSALS = {
     "move busy": r"reshard_over: .*(are kept unsharded|hold gradients that are not reduced|is running)",
     "cut otherwise": r"is sharded otherwise than the model|load_local_state_dict: .*(flat parameters for a|another layout)",
     "told past a unit": r"unit '.*' .*by a tensor that",
-    "part for whole": r"a function of torch took this part for the whole",
-    "a part": r"is sharded: this rank has .*, and '.*' needs the whole\. It is whole inside",
+    "part for whole": r"a function of torch took this shard for the full parameter",
+    "a part": r"is sharded: this rank has .*, and '.*' needs the full tensor\. It is full inside",
 }
 """Patterns of documented errors, each with its cure."""
 

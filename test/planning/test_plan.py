@@ -66,7 +66,9 @@ class Counted(TorchDispatchMode):
         gradients = storages(p.grad for b, _, _ in self.flats for p in b.params if p.grad is not None)
         unsharded = storages(b.unsharded.flat for b, _, _ in self.flats if not b.unsharded.is_alias)
         unsharded |= storages(t for h in self.handles if h.source is not None for t in h.source.kept)
-        reducing = [t for _, g, _ in self.flats for t in (g.input, g.reduction and g.reduction._output)]
+        reducing = [
+            t for _, g, _ in self.flats for t in (g.input and g.input.flat, g.reduction and g.reduction._output)
+        ]
         reductions = storages(t for t in reducing if t is not None)
         arriving = storages(c.grad for b, _, _ in self.flats for c in b.unsharded.params if c.grad is not None)
         for at in gradients:

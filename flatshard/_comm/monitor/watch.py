@@ -38,9 +38,10 @@ import torch.distributed as dist
 
 from flatshard._base import environment, frames, trace
 from flatshard._comm.backends import BuiltinCollectives, GlooCollectives
+from flatshard._comm.collectives import NUMBERS
 from flatshard._comm.monitor.differences import described, difference
 from flatshard._comm.monitor.messages import interrupt, name_of
-from flatshard._comm.progress import NUMBERS, SAME_NUMBERS, SAME_ORDER, Progress, here
+from flatshard._comm.progress import SAME_NUMBERS, SAME_ORDER, Progress, here
 from flatshard._comm.rendezvous import Rendezvous
 
 _PREFIX, _ALARM, _VERDICT, _POSITION = "flatshard/", "alarm", "verdict", "position/"
@@ -94,7 +95,7 @@ def position(own: str, groups: Mapping[str, Progress], at: int) -> Position:
         "counts": {
             name: {str(key): count for key, count in dict(each.counts).items()} for name, each in groups.items()
         },
-        "place": progress.place(),
+        "place": progress.place,
         "first": list(progress.first),
         "recent": [str(each) for each in issued.copy()],
         "rank": dist.get_rank() if dist.is_initialized() else 0,
