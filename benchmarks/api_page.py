@@ -27,13 +27,12 @@ from typing import Any
 import torch
 
 import flatshard
-import flatshard.env
-import flatshard.fsdp2
 
 BEGIN = """\
 # flatshard's public names
 
-Written by `python benchmarks/api_page.py > flatshard/docs/api.md` from the docstrings. [README.md](../../README.md) is the way in.
+Written by `python benchmarks/api_page.py > flatshard/docs/api.md` from the docstrings. [README.md](../../README.md) is the
+way in. [changelog.md](changelog.md) has old names.
 
 A test runs each example, on four ranks. `Block`, `model` and `optimizer` are those of README's quick start. Where an example
 calls `fully_shard`, `plan` or `fit`, `model` is not sharded yet. In all others it is, and has been trained for a step.
@@ -55,7 +54,8 @@ def modules() -> dict[str, types.ModuleType]:
     """Return the public modules by name."""
     inner = {name: getattr(flatshard, name) for name in flatshard.__all__}
     found = {f"flatshard.{n}": m for n, m in inner.items() if isinstance(m, types.ModuleType)}
-    return {"flatshard": flatshard, **found, "flatshard.fsdp2": flatshard.fsdp2, "flatshard.env": flatshard.env}
+    last = {name: found.pop(name) for name in ("flatshard.fsdp2", "flatshard.env")}
+    return {"flatshard": flatshard, **found, **last}
 
 
 def public() -> Iterator[tuple[str, Any]]:

@@ -8,10 +8,11 @@ Here is what a training script calls. More is in ``checkpoint``, ``comm``, ``deb
 ``policies``, ``tensors`` and ``weights``.
 """
 
-import importlib
-from typing import TYPE_CHECKING, Any
+import types
+from typing import TYPE_CHECKING
 
 from flatshard import _extensions, checkpoint, comm, layouts, optim, policies, tensors
+from flatshard._base import old_names as _old_names
 from flatshard._base.config import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from flatshard._base.errors import CollectiveError, InternalError, OutOfStepError
 from flatshard._composable.construct.policy import CustomPolicy
@@ -27,12 +28,33 @@ from flatshard._handle.tensors.sharded_parameter import full_shape
 from flatshard.checkpoint import MeetingError, load_checkpoint, save_checkpoint
 from flatshard.optim import clip_grad_norm_, flat_parameters
 
+_extensions.plug_in()
+
 if TYPE_CHECKING:
-    from flatshard import debug, elastic, planning, weights
+    from flatshard import debug, elastic, env, fsdp2, planning, weights
     from flatshard.debug import describe
     from flatshard.planning import fit, plan
 
-_extensions.plug_in()
+    __version__: str
+    integrations: types.ModuleType
+else:
+    __getattr__ = _old_names.attributes(
+        __name__,
+        old={},
+        on_first_use={
+            "__version__": "_base.version",
+            "debug": "debug",
+            "describe": "debug",
+            "elastic": "elastic",
+            "env": "env",
+            "fit": "planning",
+            "fsdp2": "fsdp2",
+            "integrations": "integrations",
+            "plan": "planning",
+            "planning": "planning",
+            "weights": "weights",
+        },
+    )
 
 __all__ = [
     "BackwardPrefetch",
@@ -51,8 +73,10 @@ __all__ = [
     "debug",
     "describe",
     "elastic",
+    "env",
     "fit",
     "flat_parameters",
+    "fsdp2",
     "full_shape",
     "fully_shard",
     "keep_unsharded",
@@ -76,38 +100,17 @@ __all__ = [
     "weights",
 ]
 
-_ON_FIRST_USE = {
-    "debug": "debug",
-    "describe": "debug",
-    "elastic": "elastic",
-    "fit": "planning",
-    "plan": "planning",
-    "planning": "planning",
-    "weights": "weights",
-}
-"""Public names, and the package that is imported when they are first used. Programs without them save its time."""
-
-
-def _show_here(value: object) -> None:
-    """Make the help of a function name this package, and no file of it."""
-    if isinstance(value, type(fully_shard)):
-        value.__module__ = __name__
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _ON_FIRST_USE:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    package = importlib.import_module(f"{__name__}.{_ON_FIRST_USE[name]}")
-    found = package if name == _ON_FIRST_USE[name] else getattr(package, name)
-    _show_here(found)
-    globals()[name] = found
-    return found
-
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
 
+def _show_here(value: object) -> None:
+    """Make the help of a function name this package, and no file of it."""
+    if isinstance(value, types.FunctionType):
+        value.__module__ = __name__
+
+
 for _name in __all__:
-    if _name not in _ON_FIRST_USE:
+    if _name in globals():
         _show_here(globals()[_name])
