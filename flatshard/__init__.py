@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from flatshard import _extensions, checkpoint, comm, layouts, optim, policies, tensors
 from flatshard._base import old_names as _old_names
 from flatshard._base.config import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
-from flatshard._base.errors import CollectiveError, InternalError, OutOfStepError
+from flatshard._base.errors import CollectiveError, InternalError, OutOfStepError, ReconfiguredError
 from flatshard._composable.construct.policy import CustomPolicy
 from flatshard._composable.features.buffers import sync_buffers
 from flatshard._composable.features.configure import configure
@@ -25,7 +25,7 @@ from flatshard._composable.features.skip import skip
 from flatshard._composable.features.summon import recover, reshard, summon_full_params, unshard
 from flatshard._composable.fully_shard import fully_shard
 from flatshard._handle.tensors.sharded_parameter import full_shape
-from flatshard.checkpoint import MeetingError, load_checkpoint, save_checkpoint
+from flatshard.checkpoint import RankError, load_checkpoint, save_checkpoint
 from flatshard.optim import clip_grad_norm_, flat_parameters
 
 _extensions.plug_in()
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 else:
     __getattr__ = _old_names.attributes(
         __name__,
-        old={},
+        old={"MeetingError": "RankError"},
         on_first_use={
             "__version__": "_base.version",
             "debug": "debug",
@@ -62,9 +62,10 @@ __all__ = [
     "CollectiveError",
     "CustomPolicy",
     "InternalError",
-    "MeetingError",
     "MixedPrecision",
     "OutOfStepError",
+    "RankError",
+    "ReconfiguredError",
     "ShardingStrategy",
     "checkpoint",
     "clip_grad_norm_",

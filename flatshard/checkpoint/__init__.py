@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 from flatshard._base import old_names
-from flatshard.checkpoint._barrier import MeetingError
+from flatshard.checkpoint._barrier import RankError
 from flatshard.checkpoint._changed_params import (
     ChangedParams,
     SentParams,
@@ -24,12 +24,13 @@ if TYPE_CHECKING:
 else:
     __getattr__ = old_names.attributes(
         __name__,
+        old={"MeetingError": "RankError"},
         on_first_use={"Reader": "_reader", "Writer": "_writer"},  # torch.distributed.checkpoint comes with them
     )
 
 __all__ = [
     "ChangedParams",
-    "MeetingError",
+    "RankError",
     "Reader",
     "SentParams",
     "ShardedValue",

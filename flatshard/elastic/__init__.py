@@ -29,9 +29,21 @@ job on all ranks, also outside of ``attempt``. Tested: gloo on CPU, and a simula
 hosts.
 """
 
-from flatshard.elastic._epochs import OutError
+from typing import TYPE_CHECKING
+
+from flatshard._base import old_names
+from flatshard.elastic._epochs import ExcludedError
 from flatshard.elastic._job import Job
-from flatshard.elastic._reshard import LostError, reshard_over
+from flatshard.elastic._reshard import LostShardsError, reshard_over
 from flatshard.elastic._world import World
 
-__all__ = ["Job", "LostError", "OutError", "World", "reshard_over"]
+if not TYPE_CHECKING:
+    __getattr__ = old_names.attributes(
+        __name__,
+        old={
+            "LostError": "LostShardsError",
+            "OutError": "ExcludedError",
+        },
+    )
+
+__all__ = ["ExcludedError", "Job", "LostShardsError", "World", "reshard_over"]

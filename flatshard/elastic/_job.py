@@ -20,14 +20,14 @@ from torch.optim import Optimizer
 from flatshard._base.errors import CollectiveError, name_list
 from flatshard._composable.features.summon import recover
 from flatshard._composable.find import units_of_parameters
-from flatshard.checkpoint import MeetingError, load_checkpoint
+from flatshard.checkpoint import RankError, load_checkpoint
 from flatshard.checkpoint._disk import local
 from flatshard.elastic import _exchange, _units, _values
 from flatshard.elastic._checkpoints import Checkpoints
 from flatshard.elastic._copies import Copies, Generation, Number
 from flatshard.elastic._epochs import Member
 from flatshard.elastic._exchange import Channel
-from flatshard.elastic._reshard import LostError, Move, vacate
+from flatshard.elastic._reshard import LostShardsError, Move, vacate
 from flatshard.elastic._world import World, is_of_communication
 
 T = TypeVar("T")
@@ -166,8 +166,8 @@ class Job:
         Raises:
             TypeError, ValueError: ``steps`` is no sequence, the model is not sharded over all ranks, or a rank that joins
                 could not read the state of ``extra`` or of an optimizer.
-            LostError: some shard of the model is on no rank, and there is no checkpoint.
-            OutError: the other ranks continued without this one, or had made the last step when it came.
+            LostShardsError: some shard of the model is on no rank, and there is no checkpoint.
+            ExcludedError: the other ranks continued without this one, or had made the last step when it came.
             RuntimeError: a rank ended with an error of its own; the same step failed twice without a death; the body of the
                 loop was not inside ``with job.attempt():``; or the store is gone.
         """
@@ -250,7 +250,7 @@ class Job:
         try:
             do()
         except Exception as e:
-            if isinstance(e, LostError):  # all raise it
+            if isinstance(e, LostShardsError):  # all raise it
                 self._world.epochs.record_failure(str(e))
                 raise
             if not _may_be_death(e):
@@ -380,7 +380,7 @@ class Job:
         manifest, small = (None, None) if generation is None else (generation.manifest, generation.small)
         try:
             move = Move(job, channel, destination, manifest, holders, small, joins=generation is None)
-        except LostError as lost:
+        except LostShardsError as lost:
             self._go_back_to_checkpoint(channel, destination, lost)
         else:
             assert newest is not None  # otherwise nobody had any part
@@ -408,13 +408,13 @@ class Job:
         mesh = DeviceMesh(device, ranks, mesh_dim_names=("replicas", "shards"))
         return _units.destination_over(units, None, mesh)
 
-    def _go_back_to_checkpoint(self, channel: Channel, destination: _units.Destination, lost: LostError) -> None:
+    def _go_back_to_checkpoint(self, channel: Channel, destination: _units.Destination, lost: LostShardsError) -> None:
         if self._checkpoints is None:
             raise lost
         self._copies.forget()
         vacate(self._job, channel, destination)
         if not self._load(channel):
-            raise LostError(f"{lost}. There is no checkpoint in {self._checkpoints.directory} to return to")
+            raise LostShardsError(f"{lost}. There is no checkpoint in {self._checkpoints.directory} to return to")
         self._tell_first(str(lost))
 
 
@@ -433,6 +433,6 @@ def _check_extra(extra: Iterable[Any]) -> None:
 
 def _may_be_death(error: BaseException) -> bool:
     """Return whether ``error`` ends an attempt, or is the user's own."""
-    return isinstance(error, CollectiveError | MeetingError) or (
+    return isinstance(error, CollectiveError | RankError) or (
         isinstance(error, Exception) and is_of_communication(error)
     )

@@ -36,14 +36,14 @@ from flatshard.elastic._values import (
 _VERB = "reshard_over"
 
 
-class LostError(RuntimeError):
+class LostShardsError(RuntimeError):
     """Some shards of the model are on no rank that is left: too many ranks died at once.
 
     Example::
 
         try:
             flatshard.elastic.reshard_over(model, optimizer, process_group=dist.group.WORLD)
-        except flatshard.elastic.LostError as e:
+        except flatshard.elastic.LostShardsError as e:
             print(e)  # names the shards
     """
 
@@ -97,7 +97,7 @@ def reshard_over(
         TypeError, ValueError, RuntimeError, NotImplementedError: on all ranks, if one of them cannot move: the model is in
             use, or ranks have different ones; parameters are DTensors or other tensor subclasses, or are stepped whole or
             flat. Nothing has been changed.
-        LostError: some shard of the model is on no rank. Nothing has been changed.
+        LostShardsError: some shard of the model is on no rank. Nothing has been changed.
         CollectiveError: a rank died meanwhile. Units that have moved cannot go back: build the model anew.
     """
     everyone = default_group() if over is None else over
@@ -132,12 +132,12 @@ def vacate(job: Trained, channel: Channel, destination: Destination) -> None:
     """Move all units without their values, which a checkpoint will give. Called on all ranks of ``channel``.
 
     Raises:
-        LostError: no rank has the buffers, which a checkpoint may lack.
+        LostShardsError: no rank has the buffers, which a checkpoint may lack.
     """
     lacks = channel.objects(any(buffer.is_meta for buffer in job.buffers().values()))
     if any(lacks):
         if all(lacks):
-            raise LostError(f"{job.verb}: all ranks that had the model died")
+            raise LostShardsError(f"{job.verb}: all ranks that had the model died")
         first = lacks.index(False)
         given = channel.objects(_exchange.saved(job.buffers(), "a buffer") if channel.rank == first else None)[first]
         if lacks[channel.rank]:
@@ -208,7 +208,7 @@ class Move:
         self._first = next((rank for rank, (*_, has) in enumerate(told) if has), None)
         given = channel.objects(manifest.to_payload() if manifest is not None and channel.rank == self._first else None)
         if self._first is None:
-            raise LostError(f"{job.verb}: no rank has any part of the model that could move")
+            raise LostShardsError(f"{job.verb}: no rank has any part of the model that could move")
         self.manifest = Manifest.from_payload(given[self._first])
         self._check_complete()
         sizes = {place[1] for place in self._places if place is not None}
@@ -234,7 +234,7 @@ class Move:
         missing = sorted(set(range(self.manifest.size)) - held)
         if missing and not all(map(self.manifest.is_replicated, range(len(self.manifest.layouts)))):
             size = self.manifest.size
-            raise LostError(
+            raise LostShardsError(
                 f"{self._job.verb}: nobody has shards {missing} of {size}, which are parts of "
                 f"{name_list(self._names(missing), 4)}: their ranks died, and those that held copies of them"
             )

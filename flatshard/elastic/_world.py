@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from flatshard._comm.backends import has_gloo
 from flatshard._comm.monitor.messages import interrupt
-from flatshard.elastic._epochs import Epochs, Member, OutError
+from flatshard.elastic._epochs import Epochs, ExcludedError, Member
 
 _TORCHS_TIMEOUT = dist.distributed_c10d.default_pg_timeout
 
@@ -36,7 +36,7 @@ class World:
     The default process group (gloo) always has the ranks that are left, so ``torch.distributed.get_rank()`` and the like are
     right between steps. A process that starts when the job has begun joins it: until then its default group has only itself.
     It builds its model, shards it and makes its :class:`Job` as the others did; its values are not used. If it comes after
-    the last step, the loop raises :class:`OutError`, and no code behind the loop runs.
+    the last step, the loop raises :class:`ExcludedError`, and no code behind the loop runs.
 
     Example::
 
@@ -102,7 +102,7 @@ class World:
 
     def _check_in(self) -> None:
         if self.epochs.has_ended and not self.epochs.members:
-            raise OutError(
+            raise ExcludedError(
                 f"{self.epochs.me} is not in the job, and its model was not trained to the end: end this process"
             )
 
@@ -118,12 +118,12 @@ class World:
         ``note``: plain values for the other ranks, unless this process joins.
 
         Raises:
-            OutError: the others decided without this process, or had made the last step when it came.
+            ExcludedError: the others decided without this process, or had made the last step when it came.
             RuntimeError: a rank failed by an error of its own, or all ranks have died.
         """
         try:
             return self.epochs.join() if self.joins else self.epochs.meet(note)
-        except OutError:
+        except ExcludedError:
             self.abort()  # from now on nothing of this process must pass for the work of a rank
             raise
 

@@ -27,7 +27,7 @@ def check(job: Processes) -> list[Outcome]:
     left = [each for each in outcomes if each.end is not None]
     assert left, [each.raised for each in outcomes]
     for each in outcomes:
-        assert each.raised is None or (each.number in plan.stopped and each.raised[0] == "OutError"), each.raised
+        assert each.raised is None or (each.number in plan.stopped and each.raised[0] == "ExcludedError"), each.raised
     assert len({tuple(history(each)[-3:]) for each in left}) == 1
     assert max(len(history(each)) for each in left) == plan.steps
     for each in left:
@@ -88,7 +88,7 @@ def test_too_many_deaths():
     """All remaining ranks raise an error that names the lost shards."""
     job = killed(Plan(4, waits=(1,)), 2, 3)
     raised = [o.raised for o in job.outcomes if o.raised is not None]
-    assert [name for name, _ in raised] == ["LostError"] * 2, raised
+    assert [name for name, _ in raised] == ["LostShardsError"] * 2, raised
     assert "nobody has shards [1] of 4" in raised[0][1]
     assert "weight'" in raised[0][1]
 
@@ -215,7 +215,7 @@ def test_a_rank_that_is_stopped():
         job.kill(1, by=signal.SIGCONT)
         job.read()
     assert slow.raised is not None
-    assert slow.raised[0] == "OutError"
+    assert slow.raised[0] == "ExcludedError"
     assert "was rank 0 and did not come to them for 2 s" in slow.raised[1]
     assert [step for step, _ in slow.steps] == [0, 1, 2, 3]
     slow.raised = None

@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import flatshard
-from flatshard.elastic import Job, OutError, World, _copies, _exchange
+from flatshard.elastic import ExcludedError, Job, World, _copies, _exchange
 from flatshard.elastic._epochs import Epochs
 
 
@@ -253,10 +253,10 @@ def test_a_process_that_comes_after_the_last_step(alone):
     world = alone()
     late, _, _ = job_in(world)
     assert (world.joins, late.rank) == (True, 0)
-    with pytest.raises(OutError, match="the job had made its last step when process"):
+    with pytest.raises(ExcludedError, match="the job had made its last step when process"):
         list(late.steps(range(2)))
     for ask in (lambda: late.rank, lambda: world.size):
-        with pytest.raises(OutError, match="its model was not trained to the end"):
+        with pytest.raises(ExcludedError, match="its model was not trained to the end"):
             ask()
     assert not dist.is_initialized()
 

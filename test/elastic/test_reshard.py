@@ -21,7 +21,7 @@ from torch import Tensor, nn
 import flatshard
 from flatshard import MixedPrecision, ShardingStrategy, fully_shard
 from flatshard.checkpoint import full_state_dict, optim_state_dict
-from flatshard.elastic import LostError, _exchange, reshard_over
+from flatshard.elastic import LostShardsError, _exchange, reshard_over
 from flatshard.tensors import shard_info
 
 S = ShardingStrategy
@@ -236,7 +236,7 @@ def test_refusals(ctx):
     with pytest.raises((NotImplementedError, RuntimeError), match="'rows'"):
         reshard_over(model, adam if ctx.rank else (), process_group=ctx.group, over=ctx.group)
     meta = fully_shard(network().to("meta"), policy={nn.Linear}, process_group=ctx.alone)
-    with pytest.raises(LostError, match="no rank has any part"):
+    with pytest.raises(LostShardsError, match="no rank has any part"):
         reshard_over(meta, process_group=ctx.group, over=ctx.group)
 
 

@@ -207,7 +207,7 @@ CALLERS = (random_models, random_options, runner, training, parameters, files, m
 CALLING = "".join(Path(module.__file__).read_text() for module in CALLERS)
 """Source of the files that call public verbs."""
 OTHERS = {
-    *("CollectiveError", "InternalError", "OutOfStepError", "MeetingError", "CPUOffload"),
+    *("CollectiveError", "InternalError", "OutOfStepError", "RankError", "CPUOffload"),
     *("ChangedParams", "ShardedValue", "GradientStatistics", "ShardInfo", "ShardedGradient", "ShardedParameter"),
     *("Description", "FlatDescription", "UnitDescription", "Collectives", "DefaultCollectives", "GlooCollectives"),
     *("Pending", "CommHookHandle", "CommHookState", "BackwardSteps"),
@@ -217,7 +217,7 @@ OTHERS = {
     *("Reader", "Writer", "rekey", "optim_state_dict_to_load"),  # for torch and plain models: checkpoint/
     *("full_shape", "check_whole_parameters"),  # optim/test_whole_optimizer.py
     *("offload", "Offloaded"),  # nothing moves on CPU: accelerator/offload.py
-    *("Job", "World", "LostError", "OutError"),  # loss of ranks: elastic/
+    *("Job", "World", "LostShardsError", "ExcludedError"),  # loss of ranks: elastic/
 }
 """Types, errors, and verbs without an equivalent in one process."""
 
