@@ -19,9 +19,11 @@ from flatshard._composable.construct.policy import CustomPolicy
 from flatshard._composable.features.buffers import sync_buffers
 from flatshard._composable.features.configure import configure
 from flatshard._composable.features.forward_method import register_forward_method
+from flatshard._composable.features.grad_sync import ReductionHandle as ReductionHandle
 from flatshard._composable.features.grad_sync import no_sync, reduce_gradients
 from flatshard._composable.features.keep import keep_unsharded
 from flatshard._composable.features.skip import skip
+from flatshard._composable.features.summon import UnshardHandle as UnshardHandle
 from flatshard._composable.features.summon import recover, reshard, summon_full_params, unshard
 from flatshard._composable.fully_shard import fully_shard
 from flatshard._handle.tensors.sharded_parameter import full_shape
@@ -33,24 +35,24 @@ _extensions.plug_in()
 if TYPE_CHECKING:
     from flatshard import debug, elastic, env, fsdp2, planning, weights
     from flatshard.debug import describe
-    from flatshard.planning import fit, plan
+    from flatshard.planning import fit_to_memory, plan_step
 
     __version__: str
     integrations: types.ModuleType
 else:
     __getattr__ = _old_names.attributes(
         __name__,
-        old={"MeetingError": "RankError"},
+        old={"MeetingError": "RankError", "fit": "fit_to_memory", "plan": "plan_step"},
         on_first_use={
             "__version__": "_base.version",
             "debug": "debug",
             "describe": "debug",
             "elastic": "elastic",
             "env": "env",
-            "fit": "planning",
+            "fit_to_memory": "planning",
             "fsdp2": "fsdp2",
             "integrations": "integrations",
-            "plan": "planning",
+            "plan_step": "planning",
             "planning": "planning",
             "weights": "weights",
         },
@@ -75,7 +77,7 @@ __all__ = [
     "describe",
     "elastic",
     "env",
-    "fit",
+    "fit_to_memory",
     "flat_parameters",
     "fsdp2",
     "full_shape",
@@ -85,7 +87,7 @@ __all__ = [
     "load_checkpoint",
     "no_sync",
     "optim",
-    "plan",
+    "plan_step",
     "planning",
     "policies",
     "recover",

@@ -85,7 +85,7 @@ class World:
 
     @property
     def joins(self) -> bool:
-        """Whether this process has yet to join the job."""
+        """Internal: whether this process has yet to join the job."""
         return not self.epochs.members and not self.epochs.has_ended
 
     @property
@@ -113,7 +113,7 @@ class World:
         return dist.group.WORLD
 
     def agree(self, note: Any) -> list[tuple[Member, Any]]:
-        """Agree with the other ranks on the next epoch. Return its members with their notes, by rank.
+        """Internal: agree with the other ranks on the next epoch. Return its members with their notes, by rank.
 
         ``note``: plain values for the other ranks, unless this process joins.
 
@@ -128,7 +128,7 @@ class World:
             raise
 
     def form(self, epoch: int, members: list[Member]) -> None:
-        """Make the process groups of an epoch.
+        """Internal: make the process groups of an epoch.
 
         Raises:
             RuntimeError: one of ``members`` died meanwhile.
@@ -144,7 +144,7 @@ class World:
         self.copies_group = made
 
     def abort(self) -> None:
-        """End the process groups, also the user's: all waits in them fail at once, on all ranks.
+        """Internal: end the process groups, also the user's: all waits in them fail at once, on all ranks.
 
         Destroying them is not enough: as long as a group of gloo is referred to, its connections stay open.
         """
@@ -160,12 +160,12 @@ class World:
         dist.distributed_c10d.default_pg_timeout = _TORCHS_TIMEOUT
 
     def fail(self, text: str) -> None:
-        """End the job on all ranks: this rank has an error of its own, which is no death."""
+        """Internal: end the job on all ranks: this rank has an error of its own, which is no death."""
         self.epochs.record_failure(text)
         self.abort()
 
     def hang_up(self) -> None:
-        """End the connections by which others looked whether this process lives: the system keeps a limited number."""
+        """Internal: end connections of others who looked whether this process lives. The system keeps a limited number."""
         with contextlib.suppress(BlockingIOError):
             while True:
                 self._socket.accept()[0].close()

@@ -97,8 +97,8 @@ def test_products_are_imported_on_first_use():
         "    assert not callable(found) or found.__module__ == 'flatshard' or isinstance(found, type), name\n"
         "assert all(getattr(flatshard, name) is sys.modules['flatshard.' + name] for name in later)\n"
         "assert not hasattr(flatshard, 'nothing')\n"
-        "help(flatshard.fit)"
+        "help(flatshard.fit_to_memory)"
     )
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
-    assert "Help on function fit in module flatshard" in done.stdout
+    assert "Help on function fit_to_memory in module flatshard" in done.stdout
