@@ -77,33 +77,28 @@ class OldArguments:
         ARGUMENTS.append(self)
 
     def translate(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return arguments under their new names. Warn of each old one.
+        """Return arguments under their new names, with one warning about the old ones.
 
         Raises:
             TypeError: an argument was given twice.
         """
-        extra = dict(zip(self.positional, args[self.positional_count :], strict=False))
+        unnamed = dict(zip(self.positional, args[self.positional_count :], strict=False))
         new: dict[str, Any] = {}
-        for name, value in [*extra.items(), *kwargs.items()]:
+        told: list[str] = []
+        for name, value in [*unnamed.items(), *kwargs.items()]:
             target = self.renamed.get(name, name)
             if target in new or (target != name and target in kwargs):
                 raise TypeError(f"{self.name}() got multiple values for argument {target!r}")
-            new[target] = value
-            shown = ""
-            if name in self.converted:
-                new[target] = self.converted[name](value)
-                shown = repr(new[target])
-            if name in extra or target != name:
-                self._warn(name, target, shown, by_place=name in extra)
-        return args[: self.positional_count] + args[self.positional_count + len(extra) :], new
-
-    def _warn(self, name: str, target: str, shown: str, by_place: bool) -> None:
-        given = "an argument without a name" if by_place else f"argument {name}="
-        warnings.warn(
-            f"{self.name}: {given} is now {target}={shown}; flatshard {REMOVED_IN} removes the old form",
-            DeprecationWarning,
-            stacklevel=4,
-        )
+            new[target] = self.converted[name](value) if name in self.converted else value
+            shown = repr(new[target]) if name in self.converted else ""
+            if name in unnamed:
+                told.append(f"an argument without a name is now {target}={shown}")
+            elif target != name:
+                told.append(f"argument {name}= is now {target}={shown}")
+        if told:
+            text = f"{self.name}: {', '.join(told)}; flatshard {REMOVED_IN} removes the old form"
+            warnings.warn(text, DeprecationWarning, stacklevel=3)
+        return args[: self.positional_count] + args[self.positional_count + len(unnamed) :], new
 
 
 def old_arguments(

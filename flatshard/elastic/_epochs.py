@@ -10,7 +10,7 @@ the decision, the next group fails, and the others meet for the epoch after it. 
 [Note: Dead or slow]
 Each rank listens at a port, and never answers. The system refuses connections to the port when the process has ended, and
 only then: a process that is stopped or busy still has its port. So a death is known at once, without threads or heartbeats.
-Other failures, such as a machine without power or a stopped process, count as deaths after ``patience`` seconds. A process
+Other failures, such as a machine without power or a stopped process, count as deaths after the world's timeout. A process
 that ends in the middle of the job by its own error, or by ``sys.exit``, writes so to the store, and the job ends on all
 ranks. Only a process that can write nothing, after a signal or on a lost machine, has died.
 """

@@ -55,8 +55,9 @@ def test_an_argument(arguments: old_names.OldArguments, old: str, new: str):
 def test_an_argument_that_needs_a_name_now(arguments: old_names.OldArguments, old: str):
     before = list(range(arguments.positional_count + arguments.positional.index(old)))
     new = arguments.renamed.get(old, old)
-    with told(f"{arguments.name}: an argument without a name", f"{new}="):
+    with told("an argument without a name", f"{new}=") as found:
         args, kwargs = arguments.translate((*before, "given"), {"other": 1})
+    assert len(found) == 1
     assert args == tuple(before[: arguments.positional_count])
     assert kwargs[new] == "given"
     assert kwargs["other"] == 1
