@@ -5,11 +5,11 @@
 
 from torch import nn
 
-from flatshard._handle.tensors.shard_info import ShardInfo
+from flatshard._handle.tensors.shard_info import ShardInfo as ShardInfo
 from flatshard._handle.tensors.sharded_gradient import ShardedGradient
 from flatshard._handle.tensors.sharded_parameter import ShardedParameter, full_shape, shard_info
 
-__all__ = ["ShardInfo", "ShardedGradient", "ShardedParameter", "full_shape", "num_parameters", "shard_info"]
+__all__ = ["ShardedGradient", "ShardedParameter", "full_shape", "num_parameters", "shard_info"]
 
 
 def num_parameters(module: nn.Module, *, trainable_only: bool = False) -> int:

@@ -91,6 +91,12 @@ class BuiltinCollectives(Collectives):
     The process group is held weakly, so that ``destroy_process_group`` really ends it. A sharded model is part of reference
     cycles and may outlive that call. If it kept the group's gloo threads alive until the interpreter exits, they would
     abort the process.
+
+    Example::
+
+        collectives = flatshard.comm.builtin_collectives(dist.group.WORLD, torch.device("cpu"))
+        numbers = torch.full((2,), float(collectives.rank))
+        collectives.broadcast(numbers).wait()  # 0, 0 on all ranks
     """
 
     exact = True

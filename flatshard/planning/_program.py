@@ -59,7 +59,7 @@ META = torch.device("meta")
 
 @dataclass(frozen=True)
 class StepOptions:
-    """The arguments of ``plan`` that describe a step.
+    """The arguments of ``plan_step`` that describe a step.
 
     Raises:
         ValueError: two of them contradict each other.
@@ -78,7 +78,7 @@ class StepOptions:
 
     def __post_init__(self) -> None:
         if self.example_inputs is not None and self.activations:
-            raise ValueError("plan: with example_inputs, activations are recorded: leave out activations")
+            raise ValueError("plan_step: with example_inputs, activations are recorded: leave out activations")
 
 
 class OptimizerMemory(NamedTuple):
@@ -300,14 +300,14 @@ class Program:
                 loss.backward()  # type: ignore[no-untyped-call]
         except Exception as e:
             e.add_note(
-                "plan: this was the forward or backward of a copy on the meta device, where tensors have no values. "
+                "plan_step: this was the forward or backward of a copy on the meta device, where tensors have no values. "
                 "If the model needs values, change example_inputs so that it does not (GPT-2 of transformers: pass an "
                 "attention_mask, too), or leave example_inputs out, and pass activations="
             )
             raise
         if loss is None:
             raise ValueError(
-                "plan: the forward returned no floating-point tensor that requires grad, so backward cannot run"
+                "plan_step: the forward returned no floating-point tensor that requires grad, so backward cannot run"
             )
 
 

@@ -35,7 +35,7 @@ from flatshard._composable.features import kept_shards
 from flatshard._handle import gradients, reduction, unsharded
 from flatshard._handle.unsharded import FlatBuffer
 from flatshard.planning._on_meta import computed
-from flatshard.planning._records import CATEGORIES, Collective, Memory, MemoryPair, Sample
+from flatshard.planning._records import CATEGORIES, Memory, MemoryPair, PlannedCollective, Sample
 from flatshard.planning._values import Values
 
 
@@ -49,7 +49,7 @@ class Recorder:
     def __init__(self) -> None:
         self.is_recording = False
         self.phase, self.unit = "forward", ""
-        self.collectives: list[Collective] = []
+        self.collectives: list[PlannedCollective] = []
         self.flops: Counter[str] = Counter()  # by the unit that runs
         self.main = self.current = RecordedStream(self)
 
@@ -397,7 +397,7 @@ class RecordingCollectives(BuiltinCollectives):
     out_of_place = True
 
     def __init__(self, books: Books, name: str, rank: int, size: int, widens: bool, receives: bool = False) -> None:
-        """``name``: see ``Collective.group``. ``receives``: a reduction receives into memory of its own."""
+        """``name``: see ``PlannedCollective.group``. ``receives``: a reduction receives into memory of its own."""
         self._books, self._recorder = books, books.recorder
         self._name = name
         self.rank, self.size = rank, size
@@ -413,7 +413,9 @@ class RecordingCollectives(BuiltinCollectives):
         if not recorder.is_recording:
             return Done()
         assert label is not None
-        recorder.collectives.append(Collective(kind, label.unit, recorder.phase, tensor.nbytes, self.size, group))
+        recorder.collectives.append(
+            PlannedCollective(kind, label.unit, recorder.phase, tensor.nbytes, self.size, group)
+        )
         self._books.look()
         return RecordedStream(recorder)
 

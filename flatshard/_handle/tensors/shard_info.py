@@ -84,7 +84,7 @@ class ShardInfo:
         return self.shape if self.wrapping is None else tuple(self.wrapping.shape)
 
     def describe(self) -> str:
-        """Describe the elements that this rank has, for an error. Internal."""
+        """Internal: describe the elements that this rank has, for an error."""
         return (
             f"parameter {self.fqn!r} is sharded: this rank has elements {self.start}:{self.stop} of shape "
             f"{self.full_shape} {'in whole rows' if self.by_rows else 'as a 1-D shard'}"
@@ -96,11 +96,11 @@ class ShardInfo:
         return math.prod(self.shape)
 
     def in_memory_order(self, part: torch.Tensor) -> torch.Tensor:
-        """Flatten ``part``, of the shape of this rank's shard, in memory order: a view if its stride allows. Internal."""
+        """Internal: flatten ``part``, in the shape of this rank's shard, in memory order: a view if its stride allows."""
         return part if len(part.shape) == 1 else in_memory_order(part, self.stride)
 
     def shaped(self, part: torch.Tensor) -> torch.Tensor:
-        """Reshape 1-D ``part``, in memory order, to the shape of this rank's shard. Internal."""
+        """Internal: reshape 1-D ``part``, in memory order, to the shape of this rank's shard."""
         shape = self.part_shape
         with plainly():
             return part if shape == part.shape else part.as_strided(shape, self.stride)

@@ -344,7 +344,7 @@ class ShardedParameter(nn.Parameter):
 
     @classmethod
     def adopt(cls, param: nn.Parameter, info: ShardInfo, flat: OwnFlatParam) -> Self:
-        """Turn the user's own ``param`` into a sharded parameter, in place. Internal."""
+        """Internal: turn the user's own ``param`` into a sharded parameter, in place."""
         param.__class__ = cls  # [Note: The user's Parameter objects survive]
         assert isinstance(param, cls)
         param._flatshard_info = info
@@ -355,7 +355,7 @@ class ShardedParameter(nn.Parameter):
 
     @classmethod
     def adopt_all(cls, params: Iterable[nn.Parameter], infos: Iterable[ShardInfo], flat: OwnFlatParam) -> None:
-        """Turn each of ``params`` into a sharded parameter, described by its one of ``infos``. Internal."""
+        """Internal: turn each of ``params`` into a sharded parameter, described by its one of ``infos``."""
         for param, info in zip(params, infos, strict=True):
             cls.adopt(param, info, flat)
 
