@@ -19,7 +19,7 @@ from torch.autograd.graph import increment_version
 from flatshard._base import trace
 from flatshard._base.errors import CollectiveError, OutOfStepError, name_list
 from flatshard._comm.collectives import Pending
-from flatshard._comm.pending import drain
+from flatshard._comm.progress import drain
 from flatshard._comm.streams import Users
 from flatshard._handle.adapters.tensor_subclass import plain_tensors
 from flatshard._handle.flat_param import FlatParam

@@ -22,9 +22,7 @@ class OperationKind(enum.Enum):
     REDUCTION = "all elements, in any order: gives the number of the full tensor, and communicates"
     ALIAS = "the same elements, perhaps in another dtype or on another device: gives a shard"
     MEMORY = "what this rank holds: its address, dtype, shape, bytes; a copy or a new tensor like it, which is plain"
-    DIMENSIONS = (
-        "how many dimensions (`ndim`, `dim()`): the full tensor's. The length of `shape` is this rank's"
-    )
+    DIMENSIONS = "how many dimensions (`ndim`, `dim()`): the full tensor's. The length of `shape` is this rank's"
     SIZE = "a size of this rank's memory (`size(0)`): refused for a dimension that only the full tensor has"
     FLAT = "the elements in a row (`view(-1)`): gives a shard, and any other shape is refused"
     SELECT = "some elements: all of them (`[:]`) or a mask of the shard's shape; anything else is refused"
