@@ -203,7 +203,7 @@ class FlatParamHandle:
         # Whether units share the memory that they gather into. [Note: Static buffers]
         self.has_static_buffers = self.ranks.pool is not None and not self.never_gathers
         # Whether other ranks hold the same shard of some parameters.
-        self.has_replicas = any(p.replicas is not None for p in self.all_ranks)
+        self.has_replicas = any([p.replicas is not None for p in self.all_ranks])
         self.gradients.accumulators.find()  # here, to save the time in the first step
 
     def move(self, ranks: UnitRanks, layouts: Sequence[FlatLayout], shards: Sequence[torch.Tensor]) -> None:
