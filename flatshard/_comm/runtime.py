@@ -37,8 +37,7 @@ from flatshard._comm.collectives import (
     read_capabilities,
 )
 from flatshard._comm.host_memory import keep_freed_memory
-from flatshard._comm.pending import Awaited, Chain, Monitor, drain
-from flatshard._comm.progress import Issued, Label, Progress, describe_place, here
+from flatshard._comm.progress import Awaited, Chain, Issued, Label, Monitor, Progress, describe_place, drain, here
 from flatshard._comm.rank_group import RankGroup
 from flatshard._comm.streams import Streams, Users, holding
 

@@ -295,7 +295,7 @@ class UnitHooks:
                 comes_back = self.register_pre_backward([*outputs, *stored], forward)
                 leaks = not comes_back and self._may_hide_tensors(output)
             # The unsharded parameters, or views of them, must stay in memory.
-            leaks = leaks or any(map(unit.handle.holds_memory_of, outputs))
+            leaks = leaks or any(map(unit.handle.memory.holds, outputs))
             if leaks and forward.recorded is not None and not forward.in_backward:
                 unit.note_leak(forward.recorded)
         finally:

@@ -105,7 +105,7 @@ class Unit:
         made_units[id(self)] = self
         for flat in self.handle.flats:
             _owners.update((id(p), self) for p in (*flat.params, *flat.unsharded.params))
-        self.handle.make_room = self._make_room
+        self.handle.memory.make_room = self._make_room
         for ranks in self.handle.all_ranks:
             ranks.label.handle = weakref.ref(self.handle)
 
@@ -116,7 +116,7 @@ class Unit:
             if unit.is_over and unit.handle.gradients.accumulators.are_all:
                 unit.free_if_unused()
         if not self.live_forwards:
-            self.handle.unblock()
+            self.handle.memory.unblock()
 
     def _reset(self, features: Sequence[object] = ()) -> None:
         self.features = features  # that take part in its forwards; `UnitHooks` sets them
@@ -469,7 +469,7 @@ class Context:
             handle, claims = needed.handle, needed.claims
             if claims and self.forwards and not claims.use and needed.is_outdated:
                 handle.reshard()  # kept, with values that are no longer of use
-            if handle.state is not ParamState.SHARDED or (handle.has_static_buffers and handle.is_blocked):
+            if handle.state is not ParamState.SHARDED or (handle.has_static_buffers and handle.memory.is_blocked):
                 continue
             if claims and claims.show_copies:
                 continue
@@ -484,7 +484,7 @@ class Context:
         """Bytes of unsharded parameters that are gathered ahead and not used yet, including those of ``unit``."""
         ahead = {u for u in self._prefetched if not u.handle.is_sharded}
         ahead.update(needed for needed in unit.needs if needed.handle.is_sharded)
-        return sum(u.handle.unsharded_nbytes for u in ahead)
+        return sum(u.handle.memory.nbytes for u in ahead)
 
     def keep_for_next(self, unit: Unit) -> None:
         """Keep ``unit`` unsharded for another of its modules, as if it had been prefetched for it."""

@@ -31,8 +31,7 @@ from typing import NoReturn
 import torch
 
 from flatshard._comm.collectives import REDUCE, Done, Pending
-from flatshard._comm.pending import Chain, drain
-from flatshard._comm.progress import Label
+from flatshard._comm.progress import Chain, Label, drain
 from flatshard._comm.runtime import Runtime
 from flatshard._comm.streams import holding, wait_on_host
 from flatshard._handle.flat_param import FlatParam

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from flatshard._base.optimizers import Group, copied_option, options_of, params_of, step_copy
 from flatshard._comm.collectives import Done, Pending
-from flatshard._comm.pending import drain
+from flatshard._comm.progress import drain
 from flatshard._comm.runtime import Runtime
 from flatshard._composable.find import flat_of
 from flatshard._handle.tensors.sharded_parameter import ShardedParameter, full_shape, shard_info

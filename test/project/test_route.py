@@ -14,10 +14,10 @@ ROOT = Path(__file__).parents[2]
 
 LIMITS: dict[str, tuple[int, int, int]] = {
     "construct": (1361, 57, 423),
-    "forward": (341, 23, 209),
-    "forward, a unit": (92, 21, 55),
-    "backward": (659, 24, 326),
-    "backward, a unit": (210, 22, 102),
+    "forward": (323, 19, 185),
+    "forward, a unit": (88, 18, 48),
+    "backward": (624, 19, 280),
+    "backward, a unit": (201, 17, 85),
     "optimizer": (27, 5, 5),
     "state_dict": (98, 7, 72),
 }

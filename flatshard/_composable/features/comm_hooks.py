@@ -13,8 +13,7 @@ from torch import nn
 
 from flatshard._base.errors import name_list, why_not_called
 from flatshard._comm.collectives import Collectives, Done, Pending, as_real, read_capabilities
-from flatshard._comm.pending import Works
-from flatshard._comm.progress import Label
+from flatshard._comm.progress import Label, Works
 from flatshard._comm.runtime import Runtime
 from flatshard._composable.find import units_in
 from flatshard._composable.state import Unit
