@@ -211,11 +211,16 @@ OTHERS = {
     *("ChangedParams", "ShardedValue", "ShardedGradient", "ShardedParameter"),
     *("Collectives", "DefaultCollectives", "GlooCollectives", "Pending", "CommHookState"),
     "QuantizedCollectives",  # raises errors of its own: comm/test_quantized.py
-    *("sync_buffers", "steps_parts"),  # not drawn yet: features/test_buffers.py, integrations/test_trainer.py
+    *("sync_buffers", "works_on_shards"),  # not drawn yet: features/test_buffers.py, integrations/test_trainer.py
     *("plan_step", "fit_to_memory"),  # planning/
-    *("Reader", "Writer", "rekey", "optim_state_dict_to_load"),  # for torch and plain models: checkpoint/
+    *(
+        "FileSystemReader",
+        "FileSystemWriter",
+        "rekey_optim_state_dict",
+        "optim_state_dict_to_load",
+    ),  # for torch and plain models: checkpoint/
     *("full_shape", "check_whole_parameters"),  # optim/test_whole_optimizer.py
-    "offload",  # nothing moves on CPU: accelerator/offload.py
+    "offload_training_state",  # nothing moves on CPU: accelerator/offload.py
     *("Job", "World", "LostShardsError", "ExcludedError"),  # loss of ranks: elastic/
 }
 """Types, errors, and verbs without an equivalent in one process."""
