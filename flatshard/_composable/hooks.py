@@ -74,7 +74,7 @@ from flatshard._composable.outputs import (
     tree_unflatten,
     with_new_nodes,
 )
-from flatshard._composable.state import Forward, ForwardRecord, Unit, unit_of
+from flatshard._composable.state import Forward, Unit, unit_of
 from flatshard._composable.unit_backward import (
     AWAITING,
     COMPLETE,
@@ -164,7 +164,7 @@ class UnitHooks:
             if flat.is_trainable:
                 for index, compute in enumerate(flat.unsharded.params):
                     receive = functools.partial(call, UnitHooks.receive_gradient, group, index)
-                    hook = gradient_hook(self.unit.backward_slot, receive, end, complete)
+                    hook = gradient_hook(self.unit.graph, receive, end, complete)
                     # register_post_accumulate_grad_hook needs a parameter that requires grad at this moment.
                     wanted = compute.requires_grad
                     compute.requires_grad_(True)
@@ -208,10 +208,10 @@ class UnitHooks:
             for needed, claim in forward.claims:
                 if in_backward or len(needed.claims) == 1 or not needed.claims.show_copies:
                     self._gather(needed, claim, grad, in_backward)
-        if in_backward and (now := unit.backward_slot.now) is not None and now.last_forward is not None:
+        if in_backward and (now := unit.graph.now) is not None and now.last_forward is not None:
             gather_last_inside(now.last_forward)
         if not in_backward:
-            following = context.order.advance(module)
+            following = context.latest_pass.begin_module(module)
             ahead: Iterable[Unit] = ()
             if unit.forward_targets is not None:
                 ahead = unit.forward_targets
@@ -241,7 +241,7 @@ class UnitHooks:
         elif alone:
             handle.check_parameters()
             if (stamp := handle.stamp) is not None and unit.is_outdated:
-                unit.changes_in_passes |= stamp.by == context.pass_id
+                unit.history.changes_in_passes |= stamp.by == context.latest_pass.id
                 handle.reshard()
         elif not handle.is_current():
             raise RuntimeError(
@@ -250,9 +250,9 @@ class UnitHooks:
                 "Change them outside"
             )
         if handle.lifetime.params is ParamState.SHARDED:
-            handle.unshard(context.pass_id, in_backward)
+            handle.unshard(context.latest_pass.id, in_backward)
         else:
-            handle.take_over(context.pass_id)
+            handle.take_over(context.latest_pass.id)
         if alone and grad and handle.gradients.accumulators.nodes:
             if context.runtime.streams is not None:
                 handle.gradients.follow_stream()
@@ -294,7 +294,7 @@ class UnitHooks:
             # The unsharded parameters, or views of them, must stay in memory.
             leaks = leaks or any(map(unit.handle.holds_memory_of, outputs))
             if leaks and forward.recorded is not None and not forward.in_backward:
-                unit.note_leak(forward.recorded)
+                unit.history.add_leak(forward.recorded)
         finally:
             self.end_forward(forward, comes_back, leaks)
         return changed
@@ -310,14 +310,14 @@ class UnitHooks:
                 needed.show()
             else:
                 needed.handle.write_back_if_changed()
-                state = None if (now := needed.backward_slot.now) is None else now.state
+                state = None if (now := needed.graph.now) is None else now.state
                 # If its gradients are still awaited, this was a recomputation.
                 if not (state in (AWAITING, IDLE) or (in_backward and state is COMPLETE_EARLY)):
                     needed.handle.registrations.show(SHARDED)
             stays = comes_back and needed.config.stays_for_backward(outermost)
             if stays or leaks or in_backward or (needed.claims and needed.claims.need_storage):
                 continue
-            if is_group and context.order.are_awaited(called_modules(self.unit.module)):
+            if is_group and context.latest_pass.has_run_in_part(called_modules(self.unit.module)):
                 context.keep_for_next(needed)
             else:
                 needed.free_unless_kept(forward.recorded or (forward if next_node() > forward.first_node else None))
@@ -339,7 +339,7 @@ class UnitHooks:
             return False
         record = self.unit.context.record_forward(forward)
         for node in nodes:
-            self.unit.add_way(way := Way(record, node))
+            way = self.unit.graph.add_way(record, node)
             metadata: dict[str, Any] = node.metadata  # type: ignore[assignment]  # torch's stubs take the property for a method
             if (later := metadata.get(_LATER)) is None:
                 later = metadata[_LATER] = []
@@ -375,7 +375,7 @@ class UnitHooks:
         new_args, new_kwargs = tree_unflatten(values, spec)
         return new_args, new_kwargs
 
-    def pre_backward(self, way: Way[ForwardRecord], later: Sequence[Callable[[Any], None]], grads: Any) -> None:
+    def pre_backward(self, way: Way[Unit], later: Sequence[Callable[[Any], None]], grads: Any) -> None:
         """Gather the unit, and prefetch the next one, when backward reaches one of its outputs.
 
         ``later``: what is called before it, of forwards that ended later with the same output: of a unit around this one, or
@@ -389,7 +389,7 @@ class UnitHooks:
                 needed.handle.wait()  # another output of it, perhaps on another stream
             return
         # Otherwise a forward that used only frozen parameters may come after all gradients, and needs their values.
-        now = unit.backward_slot.now
+        now = unit.graph.now
         if now is not None and now.state is COMPLETE and now.finished_in == task and unit.is_done_with_gradients:
             return
         context, backward = unit.context, Backward.of(unit)
@@ -426,7 +426,7 @@ class UnitHooks:
         unit = self.unit
         if not unit.handle.flats[group].requires_grad[index]:
             return None  # frozen since its forward: there is no gradient, and none was expected
-        if unit.backward_slot.now is None or task not in unit.backward_slot.now.expected:
+        if unit.graph.now is None or task not in unit.graph.now.expected:
             Backward.of(unit).begin(unit)
         return task if unit.handle.gradients.receive(group, index) else -1
 
@@ -438,13 +438,13 @@ class UnitHooks:
 
     def complete(self) -> None:
         """Free the unit and start its reduction: all its gradients have come."""
-        unit, backward, now = self.unit, self.unit.context.backward, self.unit.backward_slot.now
+        unit, backward, now = self.unit, self.unit.context.backward, self.unit.graph.now
         assert isinstance(backward, Backward)
         assert now is not None
         # If it was not called: all ranks gather the next unit before they reduce this one.
         if now.finish_at > 1:
             self.finish_previous()
-        if unit.comes_again() or (now.lacks_some and may_reach_inside(unit)):
+        if unit.graph.comes_again() or (now.lacks_some and may_reach_inside(unit)):
             backward.postpone(unit)
             return
         done = unit.is_done_with_gradients or has_left_first(unit)
@@ -456,8 +456,8 @@ class UnitHooks:
 
     def post_backward(self) -> None:
         """Free the unit if backward has left all its forwards through their inputs. [Note: Freeing in backward]"""
-        unit, now = self.unit, self.unit.backward_slot.now
-        is_over = not ((now is not None and now.pending) or unit.comes_again())
+        unit, now = self.unit, self.unit.graph.now
+        is_over = not ((now is not None and now.pending) or unit.graph.comes_again())
         if Backward.post_backward(unit) and (is_over or not unit.handle.gradients.accumulators.are_all):
             backward = unit.context.backward
             if not (isinstance(backward, Backward) and backward.keeps_unsharded):

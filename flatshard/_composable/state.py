@@ -26,12 +26,11 @@ import copy
 import functools
 import operator
 import weakref
-from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, Sequence
 from types import FrameType
 from typing import Any, ClassVar, NoReturn, Protocol, TypeVar
 
 from torch import nn
-from torch.autograd.graph import Node
 from torch.utils.weak import WeakIdKeyDictionary
 
 from flatshard._base import frames
@@ -39,11 +38,10 @@ from flatshard._base.names import UNIT_KEY
 from flatshard._comm.progress import Place
 from flatshard._comm.runtime import Runtime
 from flatshard._composable.claims import Claim, Claims
-from flatshard._composable.exec_order import ForwardOrder
 from flatshard._composable.module_tree import ModuleTree, called_modules, copy_with_attributes
 from flatshard._composable.outputs import Copied, next_node
 from flatshard._composable.reduction_queue import ReductionQueue
-from flatshard._composable.unit_backward import AWAITING, COMPLETE, BackwardSlot, Way, current_graph_task, how_many_run
+from flatshard._composable.unit_backward import ForwardRecord, UnitGraph, current_graph_task, how_many_run
 from flatshard._composable.unit_config import UnitConfig
 from flatshard._handle.handle import FlatParamHandle
 from flatshard._handle.lifetime import BY_USER, ParamState
@@ -51,22 +49,36 @@ from flatshard._handle.registrations import SHARDED, Shown
 
 T = TypeVar("T")
 
-_forwards, _unit = operator.attrgetter("forwards"), operator.attrgetter("unit")
+_forwards, _id, _unit = (operator.attrgetter(name) for name in ("forwards", "id", "unit"))
 
 
-class ForwardRecord:
-    """A forward of a unit with a backward to come. It lives as long as the autograd graph, whose hooks refer to it."""
+class UnitHistory:
+    """Facts about a unit from earlier steps. It gets a new record when it is copied, or moves to other ranks."""
 
-    __slots__ = ("__weakref__", "opened_in", "outer", "previous", "unit", "version")
+    __slots__ = (
+        "changes_in_passes", "last_order", "leaks", "leaves_out", "live_forwards", "was_kept_unsharded",
+    )  # fmt: skip
 
-    def __init__(self, unit: Unit, previous: ForwardRecord | None, outer: Sequence[Unit]) -> None:
-        self.unit = unit
-        self.previous = previous  # in its pass: what backward gathers next. A list of steps could leak instead
-        self.outer = outer  # the units whose forwards enclosed this one, outermost first
-        gathered = unit.handle.stamp
-        assert gathered is not None  # a forward that makes a graph runs on unsharded parameters
-        self.version = gathered.version  # of the parameters in this forward
-        self.opened_in = -1  # the last graph task (run of the autograd engine) that reached this record
+    def __init__(self) -> None:
+        self.last_order: list[nn.Module] = []  # of the last pass in which the unit was outermost: see `Pass`
+        self.changes_in_passes = False  # between a gather and a use in one: [Note: Gathered before it changes]
+        self.leaves_out = False  # whether a graph ever lacked some of the unit's parameters
+        self.was_kept_unsharded = False  # `Backward.keeps_unsharded` of the last backward that has reached it
+        # Forwards with a graph. Only units with static buffers list them.
+        self.live_forwards: weakref.WeakSet[ForwardRecord[Unit]] = weakref.WeakSet()
+        # Forwards whose outputs are unsharded parameters, or hide tensors that use them. The parameters stay until backward
+        # has reached these forwards.
+        self.leaks: weakref.WeakSet[ForwardRecord[Unit]] | None = None
+
+    def add_leak(self, record: ForwardRecord[Unit]) -> None:
+        """Record that outputs of a forward are the unsharded parameters, or views of them."""
+        self.leaks = weakref.WeakSet() if self.leaks is None else self.leaks
+        self.leaks.add(record)
+
+    def drop_leaks(self, since: int) -> None:
+        """Drop the leaks whose graphs are gone: backward has reached them in graph task ``since`` or later."""
+        if self.leaks:
+            self.leaks -= {record for record in self.leaks if record.opened_in >= since}
 
 
 # The unit that owns a sharded or unsharded parameter, by the parameter's id. The unit keeps both alive, so ids are unique.
@@ -93,12 +105,11 @@ class Unit:
         # Units to gather while this unit computes (see `configure`), or None for the recorded order.
         self.forward_targets: Iterable[Unit] | None = None
         self.backward_targets: Iterable[Unit] | None = None
-        # Its record in the running backward, or None if no backward has gathered or reached it.
-        self.backward_slot: BackwardSlot[ForwardRecord] = BackwardSlot()
-        self._ways: list[weakref.ref[Way[ForwardRecord]]] = []  # by which backward may come to live forwards
-        # Leaves besides the parameters whose gradients count: where forwards may not have run the module.
-        self.stand_ins: list[Node] = []
-        self._reset()
+        self.features: Sequence[object] = ()  # that take part in its forwards; `UnitHooks` sets them
+        self.claims = Claims(config.claims)  # claims.py, [Note: Claims]
+        self.graph: UnitGraph[Unit] = UnitGraph()
+        self.history = UnitHistory()
+        self.turn = 0  # its place in the order of reductions, which `ReductionQueue` gives
         self._own_parameters()
 
     def _own_parameters(self) -> None:
@@ -113,29 +124,15 @@ class Unit:
         """Free memory of other units that this one needs. [Note: Static buffers]"""
         self.context.free_unused()
         for unit in made_units.values():  # that stay until the end of the backward, though their values are not needed
-            if unit.is_over and unit.handle.gradients.accumulators.are_all:
+            if unit.graph.is_over and unit.handle.gradients.accumulators.are_all:
                 unit.free_if_unused()
-        if not self.live_forwards:
+        if not self.history.live_forwards:
             self.handle.unblock()
 
-    def _reset(self, features: Sequence[object] = ()) -> None:
-        self.features = features  # that take part in its forwards; `UnitHooks` sets them
-        self.order = ForwardOrder()  # for passes in which this unit is outermost
-        self.changes_in_passes = False  # between a gather and a use in one: [Note: Gathered before it changes]
-        # Forward.
-        self.claims = Claims(self.config.claims)  # claims.py, [Note: Claims]
-        # With a live graph; None without static buffers.
-        self.live_forwards: weakref.WeakSet[ForwardRecord] | None = None
-        # Steps whose outputs are unsharded parameters, or hide what uses them: they stay until backward has reached these.
-        self.leaks: weakref.WeakSet[ForwardRecord] | None = None
-        self.leaves_out = False  # whether a graph ever lacked some of its parameters
-        self.was_kept_unsharded = False  # `Backward.keeps_unsharded` of the last backward that has reached it
-        self.turn = 0  # its place in the order of reductions, which `ReductionQueue` gives
-
     def move(self, context: Context, runtime: Runtime) -> None:
-        """Follow its handle to other ranks. Forget what it has learned of earlier passes, as ranks may be new."""
+        """Follow its handle to other ranks. Forget earlier passes, as ranks may be new."""
         self.context, self.runtime = context, runtime
-        self._reset(self.features)
+        self.claims, self.history, self.turn = Claims(self.config.claims), UnitHistory(), 0
         self._own_parameters()
 
     def feature(self, kind: type[T]) -> T | None:
@@ -150,44 +147,9 @@ class Unit:
                 break
         self.handle.registrations.show(unclaimed)
 
-    @property
-    def is_reached(self) -> bool:
-        """Whether the running backward has reached the unit, beyond gathering it."""
-        return (now := self.backward_slot.now) is not None and now.is_reached
-
-    @property
-    def is_over(self) -> bool:
-        """Whether the unit has all its gradients, and the running graph task does not reach it again."""
-        if (now := self.backward_slot.now) is None:
-            return False
-        return now.state is COMPLETE or (now.state > AWAITING and not now.pending and not self.comes_again())
-
-    def expected_gradients(self) -> int:
+    def count_expected_gradients(self) -> int:
         """Return how many gradients the running graph task has for the unit."""
-        return how_many_run(self.handle.gradients.accumulators.nodes) + how_many_run(self.stand_ins)
-
-    def add_way(self, way: Way[ForwardRecord]) -> None:
-        """Note that backward may come to a forward of the unit by ``way``."""
-        self._ways.append(weakref.ref(way, self._ways.remove))
-
-    def comes_again(self) -> bool:
-        """Return whether the running graph task will reach another forward of the unit."""
-        task = current_graph_task()
-        for ref in [*self._ways]:
-            way = ref()
-            if way is not None and way.record.opened_in != task and way.runs():
-                return True
-        return False
-
-    def note_leak(self, record: ForwardRecord) -> None:
-        """Note that outputs of ``record`` are the unsharded parameters, or views of them."""
-        self.leaks = weakref.WeakSet() if self.leaks is None else self.leaks
-        self.leaks.add(record)
-
-    def drop_leaks(self, since: int) -> None:
-        """Drop the leaks whose graphs are gone: backward has reached them in graph task ``since`` or later."""
-        if self.leaks:
-            self.leaks -= {record for record in self.leaks if record.opened_in >= since}
+        return how_many_run(self.handle.gradients.accumulators.nodes) + how_many_run(self.graph.stand_ins)
 
     def free_if_unused(self) -> None:
         """Register the parameters that the claims ask for, and free the unsharded parameters if nothing needs them."""
@@ -196,7 +158,7 @@ class Unit:
 
     def free_unless_kept(self, until: object = None) -> None:
         """Free them, unless a claim or a live graph needs them. ``until``: the forward whose backward gathers them again."""
-        if not (self.leaks or (self.claims and (self.claims.keep or self.claims.need_storage))):
+        if not (self.history.leaks or (self.claims and (self.claims.keep or self.claims.need_storage))):
             self.handle.reshard(until)
 
     def rename(self, names: Mapping[nn.Module, str]) -> None:
@@ -216,7 +178,7 @@ class Unit:
     @property
     def is_done_with_gradients(self) -> bool:
         """Whether the values are not needed after all gradients have come. hooks.py, [Note: Freeing in backward]"""
-        return self.handle.gradients.accumulators.are_all and not self.leaves_out
+        return self.handle.gradients.accumulators.are_all and not self.history.leaves_out
 
     @property
     def is_outdated(self) -> bool:
@@ -224,7 +186,7 @@ class Unit:
         C++ code may have changed the shards since, without changing their version.
         """
         handle, context = self.handle, self.context
-        by = context.pass_id if context.forwards or context.backward is not None else BY_USER
+        by = context.latest_pass.id if context.forwards or context.backward is not None else BY_USER
         return not (handle.is_current(by) or (self.claims.keep and handle.is_current()))
 
     @property
@@ -244,8 +206,8 @@ class Unit:
         memo[id(self)] = result
         copies_in(memo)[weakref.ref(self)] = result
         result.__dict__.update(self.__dict__)
-        result.backward_slot, result._ways, result.stand_ins = BackwardSlot(), [], []
-        result._reset()
+        result.features, result.claims, result.turn = (), Claims(self.config.claims), 0
+        result.graph, result.history = UnitGraph(), UnitHistory()
         result.forward_targets = copy.deepcopy(self.forward_targets, memo)
         result.backward_targets = copy.deepcopy(self.backward_targets, memo)
         result.module = module
@@ -279,7 +241,7 @@ class Forward:
         self.in_backward = in_backward  # recomputed by activation checkpointing
         self.instead: Callable[[Any], object] | None = None  # if a feature has it: what to call at the end, and no more
         self.gathers = True  # False: a feature shows other parameters, so nothing is gathered
-        self.recorded: ForwardRecord | None = None  # set at its end, if backward may reach it
+        self.recorded: ForwardRecord[Unit] | None = None  # set at its end, if backward may reach it
         self.copied: Sequence[Copied] = ()  # the user's containers that the module got copies of, and may change
         self.claims: list[tuple[Unit, Claim]] = []
         for needed in unit.needs:
@@ -291,6 +253,41 @@ class Forward:
     def claim(self) -> Claim:
         """The claim on ``unit`` itself."""
         return self.claims[0][1]
+
+
+class Pass:
+    """A call of an outermost unit, outside of backward: what has run in it. A new record replaces it at its end.
+
+    The order of the last pass is a hint for prefetching, not a rule. If the order changes, one all-gather comes too early or
+    too late, and the next pass has the new order. Backward needs no such record: see ``ForwardRecord.previous``.
+    """
+
+    __slots__ = ("_before", "id", "latest", "order")
+
+    def __init__(self, id: int, before: list[nn.Module]) -> None:
+        """``id``: counts the passes of a context. ``before``: the order of the last pass of the same outermost unit."""
+        self.id = id
+        self._before = before
+        self.order: list[nn.Module] = []  # the modules of units that have begun to run, outside of backward
+        self.latest: ForwardRecord[Unit] | None = None  # of the forward that ended last
+
+    def begin_module(self, module: nn.Module) -> nn.Module | None:
+        """Record that ``module`` runs now. Return the module that followed it in the last pass, or None."""
+        before, at = self._before, len(self.order)
+        self.order.append(module)
+        if at >= len(before) or before[at] is not module:
+            if module not in before:
+                return None
+            at = before.index(module)
+        return before[at + 1] if at + 1 < len(before) else None
+
+    def has_run_in_part(self, modules: Collection[nn.Module]) -> bool:
+        """Return whether some of ``modules`` have run and others have not. Counting starts anew when all have run."""
+        to_come = set(modules)
+        for module in self.order:
+            to_come.discard(module)
+            to_come = to_come or set(modules)
+        return len(to_come) < len(modules)
 
 
 class RunningBackward(Protocol):
@@ -322,10 +319,8 @@ class Context:
         self.reductions: ReductionQueue[Unit] = ReductionQueue(runtime)
         self.backward: RunningBackward | None = None  # that is running, or has failed
         self.backwards = 0  # counts backwards that have reached a unit
-        self.pass_id = 0  # counts passes; a pass is one call of an outermost unit, outside backward
-        self._latest: ForwardRecord | None = None  # of the last forward of the current pass
+        self.latest_pass = Pass(0, [])  # the running one; an empty record after its end
         self.forwards: list[Forward] = []  # running now, outermost first
-        self.order = ForwardOrder()  # of the current pass
         self._prefetched: dict[Unit, None] = {}  # gathered ahead, and not used yet
 
     @classmethod
@@ -358,7 +353,7 @@ class Context:
         self.reductions.take_over(other.reductions, units)
         for unit in units:
             unit.context = self
-        self.pass_id = max(self.pass_id, other.pass_id)
+        self.latest_pass = max(self.latest_pass, other.latest_pass, key=_id)
         self._instances.update({number: self for number, context in self._instances.items() if context is other})
 
     @classmethod
@@ -372,7 +367,7 @@ class Context:
         if (context := cls._instances.get(number)) is None:
             return None
         inside = "" if context.backward is None or context.backward.has_failed else "backward"
-        return context.pass_id, context.backwards, inside or ("forward" if context.forwards else "")
+        return context.latest_pass.id, context.backwards, inside or ("forward" if context.forwards else "")
 
     # -- forwards ----------------------------------------------------------------------------------------------------
 
@@ -409,17 +404,19 @@ class Context:
         is_elsewhere = raised and frames.runs(last.frame, elsewhere=True)
         return None if last.module is not module or is_elsewhere else self.forwards.pop()
 
-    def record_forward(self, forward: Forward) -> ForwardRecord:
+    def record_forward(self, forward: Forward) -> ForwardRecord[Unit]:
         """Create the record of a forward that has just ended, for backward to reach."""
         unit, in_backward = forward.unit, forward.in_backward
-        record = ForwardRecord(unit, None if in_backward else self._latest, list(map(_unit, self.forwards)))
+        gathered = unit.handle.stamp
+        assert gathered is not None  # a forward that makes a graph runs on unsharded parameters
+        before = None if in_backward else self.latest_pass.latest
+        record = ForwardRecord(unit, before, list(map(_unit, self.forwards)), gathered.version)
         forward.recorded = record
         if unit.handle.has_static_buffers:
             for needed in unit.needs:
-                needed.live_forwards = weakref.WeakSet() if needed.live_forwards is None else needed.live_forwards
-                needed.live_forwards.add(record)
+                needed.history.live_forwards.add(record)
         if not in_backward:
-            self._latest = record
+            self.latest_pass.latest = record
         return record
 
     @property
@@ -433,10 +430,8 @@ class Context:
             busy._check_thread(frame)
         self.passes[:] = [*(ref for ref in self.passes if (c := ref()) and c.forwards), weakref.ref(self)]
         self.check(unit)
-        self.pass_id += 1
-        self._latest = None
-        self.order = unit.order
-        self.order.start()
+        self.latest_pass = begun = Pass(self.latest_pass.id + 1, unit.history.last_order)
+        unit.history.last_order = begun.order
 
     def check(self, unit: Unit) -> None:
         """Run the checks before the parameters of ``unit``, the outermost, are used."""
@@ -447,8 +442,7 @@ class Context:
         """End the outermost unit's forward. Drops all references to the model, so that it can be freed."""
         self.passes[:] = [ref for ref in self.passes if ref() is not self]
         self.free_unused()
-        self._latest = None
-        self.order = ForwardOrder()
+        self.latest_pass = Pass(self.latest_pass.id, [])
         self.runtime.join()
         self.runtime.wait_for_host_reads()
 
@@ -467,10 +461,10 @@ class Context:
             if claims and claims.show_copies:
                 continue
             if self.forwards:
-                if needed.changes_in_passes:
+                if needed.history.changes_in_passes:
                     continue
                 handle.check_parameters()
-            handle.unshard(self.pass_id, again=not self.forwards)
+            handle.unshard(self.latest_pass.id, again=not self.forwards)
             self._prefetched[needed] = None
 
     def _bytes_ahead(self, unit: Unit) -> int:

@@ -27,7 +27,8 @@ States of a unit that the backward has come to:
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Collection
+import weakref
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Generic, NoReturn, TypeVar
 
 import torch
@@ -70,10 +71,23 @@ COMPLETION_TRANSITIONS: dict[tuple[CompletionState, str], CompletionState] = {
 }
 """``reach``: a graph task reaches the unit, and has gradients for it or none."""
 
-Record = TypeVar("Record")  # of a unit's forward
+U = TypeVar("U")  # the unit
 
 
-class UnitBackward(Generic[Record]):
+class ForwardRecord(Generic[U]):
+    """A forward of a unit with a backward to come. It lives as long as the autograd graph, whose hooks refer to it."""
+
+    __slots__ = ("__weakref__", "opened_in", "outer", "previous", "unit", "version")
+
+    def __init__(self, unit: U, previous: ForwardRecord[U] | None, outer: Sequence[U], version: int) -> None:
+        self.unit = unit
+        self.previous = previous  # in its pass: what backward gathers next. A list of steps could leak instead
+        self.outer = outer  # the units whose forwards enclosed this one, outermost first
+        self.version = version  # of the parameters in this forward
+        self.opened_in = -1  # the last graph task (run of the autograd engine) that reached this record
+
+
+class UnitBackward(Generic[U]):
     """A unit's record in the running backward, from its gather on. Dropping it is the reset."""
 
     __slots__ = (
@@ -95,7 +109,7 @@ class UnitBackward(Generic[Record]):
         self.finish_at = 1
         self.finished_in = -1  # the graph task in which the unit was last completed
         self.lacks_some = False  # whether its graph lacks parameters: they are unused, or recomputed later
-        self.last_forward: Record | None = None  # the last of its forwards that the backward has reached
+        self.last_forward: ForwardRecord[U] | None = None  # the last of its forwards that the backward has reached
         # Forwards that it has reached and not left yet; only counted if some parameters are frozen. -1 if none was reached.
         self.open_forwards = -1
 
@@ -114,7 +128,7 @@ class UnitBackward(Generic[Record]):
 
         Args:
             nodes: the nodes that accumulate gradients of the unit's trainable parameters.
-            stand_ins: see ``Unit.stand_ins``.
+            stand_ins: see ``UnitGraph``.
             waits_early: see ``ReductionQueue``.
 
         Returns:
@@ -160,21 +174,67 @@ class UnitBackward(Generic[Record]):
         raise InternalError(f"cannot {event} unit {self._label.unit!r} in a backward while it is {self.state.name}")
 
 
-class BackwardSlot(Generic[Record]):
-    """The place of a unit's ``UnitBackward``, or None between backwards.
+class Way(Generic[U]):
+    """An autograd node that made an output, by which backward comes to a forward. It lives as long as the node.
+
+    It holds the nodes after that one. To hold the node itself would be a cycle, in which the graph would live on.
+    """
+
+    __slots__ = ("__weakref__", "_after", "record")
+
+    def __init__(self, record: ForwardRecord[U], node: Node) -> None:
+        self.record, self._after = record, node.next_functions
+
+    def runs(self) -> bool:
+        """Return whether the running graph task comes this way, or has come."""
+        return all(how_many_run((node,)) for node, _ in self._after if node is not None)
+
+
+class UnitGraph(Generic[U]):
+    """The links between one unit and autograd's graph, and the unit's record in the running backward.
 
     The hooks of parameters refer to this. They live as long as autograd's nodes, where Python's garbage collector finds no
     cycle, so they must not refer to the unit.
     """
 
-    __slots__ = ("now",)
+    __slots__ = ("_ways", "now", "stand_ins")
 
     def __init__(self) -> None:
-        self.now: UnitBackward[Record] | None = None
+        self.now: UnitBackward[U] | None = None  # None if no backward under way has gathered or reached the unit
+        self._ways: list[weakref.ref[Way[U]]] = []  # to forwards whose graphs are alive
+        # Leaves besides the parameters whose gradients count: where forwards may not have run the module.
+        self.stand_ins: list[Node] = []
+
+    def add_way(self, record: ForwardRecord[U], node: Node) -> Way[U]:
+        """Record that backward may come to the forward of ``record`` by ``node``. The caller keeps the result alive."""
+        way = Way(record, node)
+        self._ways.append(weakref.ref(way, self._ways.remove))
+        return way
+
+    def comes_again(self) -> bool:
+        """Return whether the running graph task will reach another forward of the unit."""
+        task = current_graph_task()
+        for ref in [*self._ways]:
+            way = ref()
+            if way is not None and way.record.opened_in != task and way.runs():
+                return True
+        return False
+
+    @property
+    def is_reached(self) -> bool:
+        """Whether the running backward has reached the unit, beyond gathering it."""
+        return (now := self.now) is not None and now.is_reached
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the unit has all its gradients, and the running graph task does not reach it again."""
+        if (now := self.now) is None:
+            return False
+        return now.state is COMPLETE or (now.state > AWAITING and not now.pending and not self.comes_again())
 
 
 def gradient_hook(
-    slot: BackwardSlot[Any],
+    graph: UnitGraph[Any],
     receive: Callable[[int], int | None],
     finish_previous: Callable[[], object],
     complete: Callable[[], object],
@@ -191,12 +251,12 @@ def gradient_hook(
     # This runs for every parameter in every step, so it does little.
     def on_gradient(param: torch.Tensor) -> None:
         """Count the gradient that autograd has accumulated, and leave it there."""
-        now, task = slot.now, current_graph_task()
+        now, task = graph.now, current_graph_task()
         # A frozen parameter that still required grad in its forward has a hook call, but no gradient.
         if now is None or now.counts_in != task or (now.some_frozen and not param.requires_grad):
             if (counts_in := receive(task)) is None:
                 return
-            now = slot.now
+            now = graph.now
             assert now is not None
             now.counts_in = counts_in
         now.pending = pending = now.pending - 1
@@ -209,22 +269,6 @@ def gradient_hook(
             complete()
 
     return on_gradient
-
-
-class Way(Generic[Record]):
-    """An autograd node that made an output, by which backward comes to a forward. It lives as long as the node.
-
-    It holds the nodes after that one. To hold the node itself would be a cycle, in which the graph would live on.
-    """
-
-    __slots__ = ("__weakref__", "_after", "record")
-
-    def __init__(self, record: Record, node: Node) -> None:
-        self.record, self._after = record, node.next_functions
-
-    def runs(self) -> bool:
-        """Return whether the running graph task comes this way, or has come."""
-        return all(how_many_run((node,)) for node, _ in self._after if node is not None)
 
 
 def how_many_run(nodes: Collection[Any]) -> int:
