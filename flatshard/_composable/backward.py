@@ -252,6 +252,7 @@ class Backward:
             context.reductions.reduce_held({u for u in inside if u.context is context and u.handle.gradients.reduces})
 
     def _forget_reached(self) -> None:
+        self._context.prefetcher.clear()  # what it has is reached, too
         for unit in self._reached:
             unit.history.was_kept_unsharded = self.keeps_unsharded
             unit.graph.now = None
@@ -365,7 +366,8 @@ def prefetch(record: ForwardRecord[Unit]) -> None:
             for needed in unit.needs:
                 if needed.graph.now is None:
                     Backward.of(unit).touch(needed)
-            unit.context.prefetch(unit, record.unit.config.prefetch_limit_bytes)
+            limit, context = record.unit.config.prefetch_limit_bytes, unit.context
+            context.prefetcher.prefetch(unit, limit, context.latest_pass.id, again=not context.forwards)
 
 
 def _next(record: ForwardRecord[Unit]) -> Iterable[Unit]:

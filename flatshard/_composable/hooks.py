@@ -74,7 +74,7 @@ from flatshard._composable.outputs import (
     tree_unflatten,
     with_new_nodes,
 )
-from flatshard._composable.state import Forward, Unit, unit_of
+from flatshard._composable.state import Forward, Unit
 from flatshard._composable.unit_backward import (
     AWAITING,
     COMPLETE,
@@ -212,13 +212,8 @@ class UnitHooks:
             gather_last_inside(now.last_forward)
         if not in_backward:
             following = context.latest_pass.begin_module(module)
-            ahead: Iterable[Unit] = ()
-            if unit.forward_targets is not None:
-                ahead = unit.forward_targets
-            elif unit.config.forward_prefetch and following is not None:
-                ahead = filter(None, (unit_of(following),))
-            for each in ahead if forward.gathers else ():
-                context.prefetch(each, unit.config.prefetch_limit_bytes)
+            if forward.gathers:
+                context.prefetcher.prefetch_following(unit, following, context.latest_pass.id)
         given, changed = (args, kwargs), None
         for before in self._before:
             if (new := before(forward, args, kwargs)) is not None:
@@ -233,7 +228,6 @@ class UnitHooks:
     def _gather(unit: Unit, claim: Claim, grad: bool, in_backward: bool) -> None:
         context, handle = unit.context, unit.handle
         alone = len(unit.claims) == 1 or sum([each.needs_storage for each in unit.claims]) == 1
-        context.used(unit)
         if in_backward:
             Backward.of(unit).recompute(unit)
             if handle.never_gathers:  # it shows the shards themselves, so the values are current
@@ -315,10 +309,12 @@ class UnitHooks:
                 if not (state in (AWAITING, IDLE) or (in_backward and state is COMPLETE_EARLY)):
                     needed.handle.registrations.show(SHARDED)
             stays = comes_back and needed.config.stays_for_backward(outermost)
+            if is_group:
+                context.prefetcher.stop_keeping(needed)
             if stays or leaks or in_backward or (needed.claims and needed.claims.need_storage):
                 continue
             if is_group and context.latest_pass.has_run_in_part(called_modules(self.unit.module)):
-                context.keep_for_next(needed)
+                context.prefetcher.keep_for_next(needed)
             else:
                 needed.free_unless_kept(forward.recorded or (forward if next_node() > forward.first_node else None))
         if outermost and not in_backward:
@@ -399,7 +395,6 @@ class UnitHooks:
         for claim in unit.claims:
             claim.check_backward()
         for needed in unit.needs:
-            context.used(needed)
             # If it is finished, only its values are needed once more.
             if needed is not unit and not is_finished(needed):
                 backward.begin(needed)

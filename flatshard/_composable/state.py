@@ -9,15 +9,6 @@ A unit may reduce over two groups: over its shards, and over its replicas. Anoth
 are sharded over fewer ranks, and replicated over the same). Collectives of a group match by order, so both need one order of
 reductions. All groups that units connect are one context. ``fully_shard`` joins contexts when it connects their groups.
 Groups stay connected when those units are gone. rank_group.py, [Note: Ranks collect garbage at different times]
-
-[Note: Gathered before it changes]
-A module may change parameters of units inside it, in its own forward: a momentum encoder (MoCo, BYOL) does. A unit that was
-gathered ahead may have its shard read while such a write runs. The write cannot be made to wait: sharded parameters are
-plain tensors to torch (an optimizer would pay for a ``__torch_function__`` in every operation), so nothing tells when it is
-enqueued. And the current stream cannot wait for the read after each prefetch: collectives read the shard until they end,
-so there would be no prefetch left. What the gather has read does no harm, as the version of the shards has changed when
-the unit is used, and it is gathered again. From then on the unit is not gathered ahead in a forward any more, so no read
-is in flight while it is written, and nothing is gathered twice. Versions are the same on all ranks, so all do the same.
 """
 
 from __future__ import annotations
@@ -41,7 +32,13 @@ from flatshard._composable.claims import Claim, Claims
 from flatshard._composable.module_tree import ModuleTree, called_modules, copy_with_attributes
 from flatshard._composable.outputs import Copied, next_node
 from flatshard._composable.reduction_queue import ReductionQueue
-from flatshard._composable.unit_backward import ForwardRecord, UnitGraph, current_graph_task, how_many_run
+from flatshard._composable.unit_backward import (
+    ForwardRecord,
+    UnitGraph,
+    UnitHistory,
+    current_graph_task,
+    how_many_run,
+)
 from flatshard._composable.unit_config import UnitConfig
 from flatshard._handle.handle import FlatParamHandle
 from flatshard._handle.lifetime import BY_USER, ParamState
@@ -50,35 +47,6 @@ from flatshard._handle.registrations import SHARDED, Shown
 T = TypeVar("T")
 
 _forwards, _id, _unit = (operator.attrgetter(name) for name in ("forwards", "id", "unit"))
-
-
-class UnitHistory:
-    """Facts about a unit from earlier steps. It gets a new record when it is copied, or moves to other ranks."""
-
-    __slots__ = (
-        "changes_in_passes", "last_order", "leaks", "leaves_out", "live_forwards", "was_kept_unsharded",
-    )  # fmt: skip
-
-    def __init__(self) -> None:
-        self.last_order: list[nn.Module] = []  # of the last pass in which the unit was outermost: see `Pass`
-        self.changes_in_passes = False  # between a gather and a use in one: [Note: Gathered before it changes]
-        self.leaves_out = False  # whether a graph ever lacked some of the unit's parameters
-        self.was_kept_unsharded = False  # `Backward.keeps_unsharded` of the last backward that has reached it
-        # Forwards with a graph. Only units with static buffers list them.
-        self.live_forwards: weakref.WeakSet[ForwardRecord[Unit]] = weakref.WeakSet()
-        # Forwards whose outputs are unsharded parameters, or hide tensors that use them. The parameters stay until backward
-        # has reached these forwards.
-        self.leaks: weakref.WeakSet[ForwardRecord[Unit]] | None = None
-
-    def add_leak(self, record: ForwardRecord[Unit]) -> None:
-        """Record that outputs of a forward are the unsharded parameters, or views of them."""
-        self.leaks = weakref.WeakSet() if self.leaks is None else self.leaks
-        self.leaks.add(record)
-
-    def drop_leaks(self, since: int) -> None:
-        """Drop the leaks whose graphs are gone: backward has reached them in graph task ``since`` or later."""
-        if self.leaks:
-            self.leaks -= {record for record in self.leaks if record.opened_in >= since}
 
 
 # The unit that owns a sharded or unsharded parameter, by the parameter's id. The unit keeps both alive, so ids are unique.
@@ -108,7 +76,7 @@ class Unit:
         self.features: Sequence[object] = ()  # that take part in its forwards; `UnitHooks` sets them
         self.claims = Claims(config.claims)  # claims.py, [Note: Claims]
         self.graph: UnitGraph[Unit] = UnitGraph()
-        self.history = UnitHistory()
+        self.history: UnitHistory[Unit] = UnitHistory()
         self.turn = 0  # its place in the order of reductions, which `ReductionQueue` gives
         self._own_parameters()
 
@@ -122,7 +90,7 @@ class Unit:
 
     def _make_room(self) -> None:
         """Free memory of other units that this one needs. [Note: Static buffers]"""
-        self.context.free_unused()
+        self.context.prefetcher.free_unused()
         for unit in made_units.values():  # that stay until the end of the backward, though their values are not needed
             if unit.graph.is_over and unit.handle.gradients.accumulators.are_all:
                 unit.free_if_unused()
@@ -290,6 +258,87 @@ class Pass:
         return len(to_come) < len(modules)
 
 
+class Prefetcher:
+    """The units that a context has gathered ahead of their use. A unit is in use once something has waited for its gather.
+
+    [Note: Gathered before it changes]
+    A module may change parameters of units inside it, in its own forward: a momentum encoder (MoCo, BYOL) does. A unit that
+    was gathered ahead may have its shard read while such a write runs. The write cannot be made to wait: sharded parameters
+    are plain tensors to torch (an optimizer would pay for a ``__torch_function__`` in every operation), so nothing tells
+    when it is enqueued. And the current stream cannot wait for the read after each prefetch: collectives read the shard
+    until they end, so there would be no prefetch left. What the gather has read does no harm, as the version of the shards
+    has changed when the unit is used, and it is gathered again. From then on the unit is not gathered ahead in a forward any
+    more, so no read is in flight while it is written, and nothing is gathered twice. Versions are the same on all ranks, so
+    all do the same.
+    """
+
+    def __init__(self) -> None:
+        self._ahead: dict[Unit, None] = {}  # gathered ahead, in use or not
+        self._kept: dict[Unit, None] = {}  # unsharded, for another module of their group
+
+    def prefetch_following(self, unit: Unit, following: nn.Module | None, pass_id: int) -> None:
+        """Gather the units that the user chose for a forward of ``unit``, or else that of ``following``, if there is one."""
+        targets = unit.forward_targets
+        if targets is None:
+            if following is None or not unit.config.forward_prefetch or (next_unit := unit_of(following)) is None:
+                return
+            targets = (next_unit,)
+        for target in targets:
+            self.prefetch(target, unit.config.prefetch_limit_bytes, pass_id)
+
+    def prefetch(self, unit: Unit, limit: int | None, pass_id: int, again: bool = False) -> None:
+        """Gather ``unit`` ahead, unless more than ``limit`` bytes would be ahead then. It is freed if it is not used.
+
+        ``again``: for a backward that needs the values of its forward.
+        """
+        if limit is not None and self._bytes_with(unit) > limit:
+            return
+        for needed in unit.needs:
+            handle, claims = needed.handle, needed.claims
+            if claims and not again and not claims.use and needed.is_outdated:
+                handle.reshard()  # kept, with values that are no longer of use
+            if handle.lifetime.params is not ParamState.SHARDED or (handle.has_static_buffers and handle.is_blocked):
+                continue
+            if claims and claims.show_copies:
+                continue
+            if not again:
+                if needed.history.changes_in_passes:
+                    continue
+                handle.check_parameters()
+            handle.unshard(pass_id, again)
+            self._ahead[needed] = None
+
+    def _bytes_with(self, unit: Unit) -> int:
+        """Return the bytes of unsharded parameters that are not in use yet, including those of ``unit``."""
+        ahead = {*self._unused(), *(needed for needed in unit.needs if needed.handle.is_sharded)}
+        return sum(u.handle.unsharded_nbytes for u in ahead)
+
+    def _unused(self) -> list[Unit]:
+        """Return the units that are unsharded, and not in use yet."""
+        unused = [u for u in self._ahead if u.handle.lifetime.params is ParamState.UNSHARDING]
+        return [*unused, *(u for u in self._kept if not u.handle.is_sharded)]
+
+    def keep_for_next(self, unit: Unit) -> None:
+        """Keep ``unit`` unsharded for another module of its group, as if it had been gathered ahead for it."""
+        self._kept[unit] = None
+
+    def stop_keeping(self, unit: Unit) -> None:
+        """Take back ``keep_for_next``, as the next module has run."""
+        self._kept.pop(unit, None)
+
+    def free_unused(self) -> None:
+        """Free the units that are not in use, and forget all."""
+        unused = self._unused()
+        self.clear()
+        for unit in unused:
+            unit.free_unless_kept()
+
+    def clear(self) -> None:
+        """Forget all units, which are freed elsewhere."""
+        self._ahead.clear()
+        self._kept.clear()
+
+
 class RunningBackward(Protocol):
     """A backward, as far as its context knows it: see ``Backward``, which knows units."""
 
@@ -321,7 +370,7 @@ class Context:
         self.backwards = 0  # counts backwards that have reached a unit
         self.latest_pass = Pass(0, [])  # the running one; an empty record after its end
         self.forwards: list[Forward] = []  # running now, outermost first
-        self._prefetched: dict[Unit, None] = {}  # gathered ahead, and not used yet
+        self.prefetcher = Prefetcher()
 
     @classmethod
     def of(cls, runtime: Runtime, *others: tuple[Runtime, Runtime | None]) -> Context:
@@ -355,11 +404,6 @@ class Context:
             unit.context = self
         self.latest_pass = max(self.latest_pass, other.latest_pass, key=_id)
         self._instances.update({number: self for number, context in self._instances.items() if context is other})
-
-    @classmethod
-    def only_check(cls, check: Callable[[Unit], bool]) -> None:
-        """Have ``check`` be the only one from now on."""
-        cls.checks[:] = [check]
 
     @classmethod
     def _place(cls, number: int) -> Place | None:
@@ -441,52 +485,10 @@ class Context:
     def end_pass(self) -> None:
         """End the outermost unit's forward. Drops all references to the model, so that it can be freed."""
         self.passes[:] = [ref for ref in self.passes if ref() is not self]
-        self.free_unused()
+        self.prefetcher.free_unused()
         self.latest_pass = Pass(self.latest_pass.id, [])
         self.runtime.join()
         self.runtime.wait_for_host_reads()
-
-    # -- prefetching ---------------------------------------------------------------------------------------------------
-
-    def prefetch(self, unit: Unit, limit: int | None) -> None:
-        """Gather ``unit`` ahead, unless more than ``limit`` bytes would be ahead then. It is freed if it is not used."""
-        if limit is not None and self._bytes_ahead(unit) > limit:
-            return
-        for needed in unit.needs:
-            handle, claims = needed.handle, needed.claims
-            if claims and self.forwards and not claims.use and needed.is_outdated:
-                handle.reshard()  # kept, with values that are no longer of use
-            if handle.lifetime.params is not ParamState.SHARDED or (handle.has_static_buffers and handle.is_blocked):
-                continue
-            if claims and claims.show_copies:
-                continue
-            if self.forwards:
-                if needed.history.changes_in_passes:
-                    continue
-                handle.check_parameters()
-            handle.unshard(self.latest_pass.id, again=not self.forwards)
-            self._prefetched[needed] = None
-
-    def _bytes_ahead(self, unit: Unit) -> int:
-        """Bytes of unsharded parameters that are gathered ahead and not used yet, including those of ``unit``."""
-        ahead = {u for u in self._prefetched if not u.handle.is_sharded}
-        ahead.update(needed for needed in unit.needs if needed.handle.is_sharded)
-        return sum(u.handle.unsharded_nbytes for u in ahead)
-
-    def keep_for_next(self, unit: Unit) -> None:
-        """Keep ``unit`` unsharded for another of its modules, as if it had been prefetched for it."""
-        if not unit.handle.is_sharded:
-            self._prefetched[unit] = None
-
-    def used(self, unit: Unit) -> None:
-        """Note that ``unit`` is needed, so it is no longer only prefetched."""
-        self._prefetched.pop(unit, None)
-
-    def free_unused(self) -> None:
-        """Free units that were prefetched and not used."""
-        prefetched, self._prefetched = self._prefetched, {}
-        for unit in prefetched:
-            unit.free_unless_kept()
 
     # -- exceptions ----------------------------------------------------------------------------------------------------
 
@@ -544,7 +546,7 @@ class Context:
         if self.backward is not None:
             self.backward.drop()
         self.reductions.discard(keeps_held=not drop_held)
-        self.free_unused()
+        self.prefetcher.free_unused()
 
 
 def copies_in(memo: dict[int, Any]) -> dict[weakref.ref[Unit], Unit]:

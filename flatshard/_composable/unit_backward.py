@@ -1,5 +1,7 @@
 """One unit in one backward: how many of its gradients are still to come, and whether it is complete.
 
+Two records outlive a backward: a unit's links with autograd's graph, and what earlier steps have shown of it.
+
 [Note: What completes a unit]
 When backward reaches a unit, autograd's engine tells how many of the unit's parameters are in the running graph (as for
 ``torch.autograd.graph.register_multi_grad_hook``). The unit is complete when that many gradients have come. A parameter that
@@ -32,6 +34,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any, Generic, NoReturn, TypeVar
 
 import torch
+from torch import nn
 from torch.autograd.graph import Node
 
 from flatshard._base.errors import InternalError
@@ -231,6 +234,31 @@ class UnitGraph(Generic[U]):
         if (now := self.now) is None:
             return False
         return now.state is COMPLETE or (now.state > AWAITING and not now.pending and not self.comes_again())
+
+
+class UnitHistory(Generic[U]):
+    """Facts about a unit from earlier steps. It gets a new record when it is copied, or moves to other ranks."""
+
+    def __init__(self) -> None:
+        self.last_order: list[nn.Module] = []  # of the last pass in which the unit was outermost: see `Pass`
+        self.changes_in_passes = False  # between a gather and a use in one: [Note: Gathered before it changes]
+        self.leaves_out = False  # whether a graph ever lacked some of the unit's parameters
+        self.was_kept_unsharded = False  # `Backward.keeps_unsharded` of the last backward that has reached it
+        # Forwards with a graph. Only units with static buffers list them.
+        self.live_forwards: weakref.WeakSet[ForwardRecord[U]] = weakref.WeakSet()
+        # Forwards whose outputs are unsharded parameters, or hide tensors that use them. The parameters stay until backward
+        # has reached these forwards.
+        self.leaks: weakref.WeakSet[ForwardRecord[U]] | None = None
+
+    def add_leak(self, record: ForwardRecord[U]) -> None:
+        """Record that outputs of a forward are the unsharded parameters, or views of them."""
+        self.leaks = weakref.WeakSet() if self.leaks is None else self.leaks
+        self.leaks.add(record)
+
+    def drop_leaks(self, since: int) -> None:
+        """Drop the leaks whose graphs are gone: backward has reached them in graph task ``since`` or later."""
+        if self.leaks:
+            self.leaks -= {record for record in self.leaks if record.opened_in >= since}
 
 
 def gradient_hook(

@@ -39,7 +39,7 @@ def _note() -> None:
     """Make units of the parent refuse to run; called by Python in the child process after a fork."""
     if units := all_units():
         _inherited.update(units)
-        Context.only_check(_refuse)
+        Context.checks[:] = [_refuse]
 
 
 def _refuse(unit: Unit) -> bool:
