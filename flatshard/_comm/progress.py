@@ -129,7 +129,7 @@ class Progress:
         # pending.py, [Note: Memory lives as long as its works]
         self.abandoned: list[Pending] = []
         self.unended: list[tuple[Issued, Pending]] = []
-        self.place: Callable[[], Place | None] = lambda: None
+        self.place: Place | None = None  # of this rank in its training, or None if nothing trains on the group
         # For the watch: the latest collectives, and key and number of the first one in the same place as the last.
         self.recent: deque[Issued] = deque(maxlen=_RECENT)
         self.first = (0, 0)
@@ -156,7 +156,7 @@ class Progress:
         """Record that a collective for ``label`` is about to be issued."""
         key = label.tag + kind
         self.counts[key] = number = self.counts.get(key, 0) + 1
-        issued = Issued(self, verb, kind, label, again, number, self.place())
+        issued = Issued(self, verb, kind, label, again, number, self.place)
         if not self.recent or self.recent[-1].place != issued.place:
             self.first = key, number
         self.recent.append(issued)

@@ -303,7 +303,7 @@ class Runtime(RankGroup):
             raise cannot_trace("torch.jit.trace", f"unit {unit or '<root>'!r}") from error
         text = str(error)  # the chained error has the full text
         text = text if len(text) <= 400 else f"{text[:400]}..."
-        where = describe_place(self.progress.place()) if self.progress is not None else ""
+        where = describe_place(self.progress.place) if self.progress is not None else ""
         cause = "; ".join([f"{type(error).__name__}: {text}", *getattr(error, "__notes__", ())]) + where
         raise CollectiveError(phase, unit, self.rank, self.world_size, cause) from error
 

@@ -93,8 +93,7 @@ class Backward:
             backward.drop()
         backward = context.backward
         if not isinstance(backward, Backward):
-            context.backward = backward = cls(unit)
-            context.backwards += 1
+            context.begin_backward(backward := cls(unit))
         backward._enter(task)
         return backward
 
@@ -203,7 +202,7 @@ class Backward:
         if self._tasks.pop(task, None) is None:  # this backward has been dropped
             return
         if not self._tasks:
-            self._context.backward = None  # before hooks of the user, which run outside of it
+            self._context.end_backward()  # before hooks of the user, which run outside of it
         try:
             self._finish(task, self._bring_gradients((task,)))
         except BaseException:
@@ -275,6 +274,7 @@ class Backward:
         The next forward cleans up the rest, because this callback may run at any point.
         """
         if self.has_failed:
+            self._context.publish_place(bool(self._context.forwards))
             for unit in self._reached:
                 unit.graph.now = None  # it would keep the unit alive: see `UnitGraph`
                 unit.show()
@@ -292,7 +292,7 @@ class Backward:
         This includes reductions in flight: the user may have called ``zero_grad`` already, and they would set ``.grad`` after
         it. It includes gradients held by earlier backwards, as this backward has added to some of them.
         """
-        self._context.backward = None
+        self._context.end_backward()
         self._tasks.clear()
         self.keeps_unsharded = False
         self._queue.discard(self._reached)

@@ -14,7 +14,6 @@ Groups stay connected when those units are gone. rank_group.py, [Note: Ranks col
 from __future__ import annotations
 
 import copy
-import functools
 import operator
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, Sequence
@@ -26,10 +25,10 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from flatshard._base import frames
 from flatshard._base.names import UNIT_KEY
-from flatshard._comm.progress import Place
+from flatshard._comm.progress import Progress
 from flatshard._comm.runtime import Runtime
 from flatshard._composable.claims import Claim, Claims
-from flatshard._composable.module_tree import ModuleTree, called_modules, copy_with_attributes
+from flatshard._composable.module_tree import ModuleTree, called_modules
 from flatshard._composable.outputs import Copied, next_node
 from flatshard._composable.reduction_queue import ReductionQueue
 from flatshard._composable.unit_backward import (
@@ -367,10 +366,11 @@ class Context:
         self.runtime = runtime
         self.reductions: ReductionQueue[Unit] = ReductionQueue(runtime)
         self.backward: RunningBackward | None = None  # that is running, or has failed
-        self.backwards = 0  # counts backwards that have reached a unit
+        self.backward_id = 0  # counts backwards that have reached a unit
         self.latest_pass = Pass(0, [])  # the running one; an empty record after its end
         self.forwards: list[Forward] = []  # running now, outermost first
         self.prefetcher = Prefetcher()
+        self._progresses: list[Progress] = []  # of the process groups
 
     @classmethod
     def of(cls, runtime: Runtime, *others: tuple[Runtime, Runtime | None]) -> Context:
@@ -384,9 +384,8 @@ class Context:
         for context in rest:
             first._take_over(context)
         cls._instances.update(dict.fromkeys(numbers, first))
-        for each in given:
-            if each.progress is not None:
-                each.progress.place = functools.partial(cls._place, each.number)
+        first._progresses += [each.progress for each in given if each.progress is not None]
+        first.publish_place()
         return first
 
     def _take_over(self, other: Context) -> None:
@@ -403,15 +402,18 @@ class Context:
         for unit in units:
             unit.context = self
         self.latest_pass = max(self.latest_pass, other.latest_pass, key=_id)
+        self._progresses += other._progresses
         self._instances.update({number: self for number, context in self._instances.items() if context is other})
 
-    @classmethod
-    def _place(cls, number: int) -> Place | None:
-        """Return how far this rank has come, for errors and the watch on the runtime of this number."""
-        if (context := cls._instances.get(number)) is None:
-            return None
-        inside = "" if context.backward is None or context.backward.has_failed else "backward"
-        return context.latest_pass.id, context.backwards, inside or ("forward" if context.forwards else "")
+    def publish_place(self, in_forward: bool = False) -> None:
+        """Tell the process groups how far this rank has come, for errors and the watch. Called whenever that changes.
+
+        ``in_forward``: whether a forward is under way.
+        """
+        in_backward = self.backward is not None and not self.backward.has_failed
+        inside = "backward" if in_backward else "forward" if in_forward else ""
+        for progress in self._progresses:
+            progress.place = self.latest_pass.id, self.backward_id, inside
 
     # -- forwards ----------------------------------------------------------------------------------------------------
 
@@ -476,6 +478,7 @@ class Context:
         self.check(unit)
         self.latest_pass = begun = Pass(self.latest_pass.id + 1, unit.history.last_order)
         unit.history.last_order = begun.order
+        self.publish_place(in_forward=True)
 
     def check(self, unit: Unit) -> None:
         """Run the checks before the parameters of ``unit``, the outermost, are used."""
@@ -487,6 +490,7 @@ class Context:
         self.passes[:] = [ref for ref in self.passes if ref() is not self]
         self.prefetcher.free_unused()
         self.latest_pass = Pass(self.latest_pass.id, [])
+        self.publish_place()
         self.runtime.join()
         self.runtime.wait_for_host_reads()
 
@@ -515,6 +519,17 @@ class Context:
                 )
             self.backward.drop()
 
+    def begin_backward(self, backward: RunningBackward) -> None:
+        """Record that ``backward`` has reached the first unit."""
+        self.backward = backward
+        self.backward_id += 1
+        self.publish_place(bool(self.forwards))
+
+    def end_backward(self) -> None:
+        """Record that the backward has ended, or is given up."""
+        self.backward = None
+        self.publish_place(bool(self.forwards))
+
     def _drop_forwards(self, frame: FrameType | None) -> None:
         """Drop the running forwards that do not enclose ``frame``. None: all."""
         while self.forwards and (frame is None or not frames.is_inside(frame, self.forwards[-1].frame)):
@@ -523,6 +538,7 @@ class Context:
                 needed.show()
                 if not needed.claims.need_storage:
                     needed.handle.reshard()
+        self.publish_place(bool(self.forwards))
 
     def _check_thread(self, frame: FrameType) -> None:
         """Raise if the innermost running forward belongs to another thread. ``frame``: of the caller."""
@@ -572,10 +588,3 @@ def owner_of(param: nn.Parameter) -> Unit | None:
 def own_copies(unit: Unit, copies: Iterable[nn.Parameter]) -> None:
     """Record that ``copies`` are of parameters of ``unit``, whose modules may show them."""
     _owners_of_copies.update((copy, weakref.ref(unit)) for copy in copies)
-
-
-def set_unit(module: nn.Module, unit: Unit) -> None:
-    for each in {module, *called_modules(module)}:
-        each.__dict__[UNIT_KEY] = unit
-        if type(each).__reduce__ is not object.__reduce__ and not hasattr(type(each), "__deepcopy__"):
-            each.__dict__["__deepcopy__"] = functools.partial(copy_with_attributes, each)

@@ -91,7 +91,7 @@ def position(progress: Progress, at: int) -> Position:
         "waits": None if waits is None else [waits.key, waits.number, f"{waits}{waits.when}"],
         "unit": None if waits is None else described(waits),
         "counts": {str(key): count for key, count in dict(progress.counts).items()},
-        "place": progress.place(),
+        "place": progress.place,
         "first": list(progress.first),
         "recent": [str(issued) for issued in progress.recent.copy()],
         "rank": dist.get_rank() if dist.is_initialized() else 0,
