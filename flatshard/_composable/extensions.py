@@ -20,11 +20,18 @@ from flatshard._composable.unit_config import UnitConfig
 from flatshard._handle.unit_gradients import WithGradients
 
 
+def _always() -> bool:
+    return True
+
+
 class ForwardFeature:
     """The part of one feature in the forwards of one unit. A subclass overrides the methods that it needs.
 
     A deep copy of the module copies the feature, too: see ``UnitHooks.__deepcopy__``.
     """
+
+    wants_instead: Callable[[], object] = staticmethod(_always)
+    """Whether ``instead`` is to be called before a forward: a function that costs little."""
 
     def instead(self) -> Callable[[Any], object] | None:
         """Called before a forward. Returns a function of its output if the unit's hooks should do nothing in it, or None."""

@@ -112,7 +112,9 @@ class UnitHooks:
         self.unit = unit
         unit.features = features
         # The methods that features override, by seam. extensions.py, [Note: Features]
-        self._instead = overridden(features, ForwardFeature.instead)
+        self._instead = [
+            (each.wants_instead, each.instead) for each in features if type(each).instead is not ForwardFeature.instead
+        ]
         self._enter = overridden(features, ForwardFeature.enter)
         self._before = overridden(features, ForwardFeature.before)
         self._after = overridden(features, ForwardFeature.after)
@@ -143,9 +145,9 @@ class UnitHooks:
         """Run ``unless`` in place of the hooks, or the hooks again if it is None. Return what ran before."""
         before, self._unrecorded = self._unrecorded, unless
         if before is not None:
-            self._instead.remove(before.check)
+            self._instead.remove((ForwardFeature.wants_instead, before.check))
         if unless is not None:
-            self._instead.append(unless.check)
+            self._instead.append((ForwardFeature.wants_instead, unless.check))
         return before
 
     def _install_gradient_hooks(self) -> None:
@@ -190,8 +192,9 @@ class UnitHooks:
         context = unit.context
         in_backward = current_graph_task() != -1  # recomputed by activation checkpointing
         do_instead = None
-        for instead in self._instead:
-            do_instead = instead() or do_instead
+        for wants, instead in self._instead:
+            if wants():
+                do_instead = instead() or do_instead
         if do_instead is not None:
             if (unrecorded := self._unrecorded) is not None:
                 return unrecorded.begin(module, args, kwargs)
@@ -210,6 +213,7 @@ class UnitHooks:
                     self._gather(needed, claim, grad, in_backward)
         if in_backward and (now := unit.graph.now) is not None and now.last_forward is not None:
             gather_last_inside(now.last_forward)
+        watches_inputs = grad and not unit.is_done_with_gradients and not unit.handle.never_gathers
         if not in_backward:
             following = context.latest_pass.begin_module(module)
             if forward.gathers:
@@ -218,7 +222,7 @@ class UnitHooks:
         for before in self._before:
             if (new := before(forward, args, kwargs)) is not None:
                 args, kwargs = changed = new
-        if grad and not unit.is_done_with_gradients and not unit.handle.never_gathers:
+        if watches_inputs:
             changed = self.watch_inputs(forward, args, kwargs) or changed
         if changed is not None:
             forward.copied = [*copied_containers(given, changed)]
@@ -226,7 +230,7 @@ class UnitHooks:
 
     @staticmethod
     def _gather(unit: Unit, claim: Claim, grad: bool, in_backward: bool) -> None:
-        context, handle = unit.context, unit.handle
+        context, handle, pass_id = unit.context, unit.handle, unit.context.latest_pass.id
         alone = len(unit.claims) == 1 or sum([each.needs_storage for each in unit.claims]) == 1
         if in_backward:
             Backward.of(unit).recompute(unit)
@@ -234,8 +238,9 @@ class UnitHooks:
                 handle.reshard()
         elif alone:
             handle.check_parameters()
-            if (stamp := handle.stamp) is not None and unit.is_outdated:
-                unit.history.changes_in_passes |= stamp.by == context.latest_pass.id
+            stamp = handle.stamp
+            if stamp is not None and not handle.is_current(pass_id) and not (unit.claims.keep and handle.is_current()):
+                unit.history.changes_in_passes |= stamp.by == pass_id
                 handle.reshard()
         elif not handle.is_current():
             raise RuntimeError(
@@ -244,14 +249,14 @@ class UnitHooks:
                 "Change them outside"
             )
         if handle.lifetime.params is ParamState.SHARDED:
-            handle.unshard(context.latest_pass.id, in_backward)
+            handle.unshard(pass_id, in_backward)
         else:
-            handle.take_over(context.latest_pass.id)
+            handle.take_over(pass_id)
+        handle.wait()
         if alone and grad and handle.gradients.accumulators.nodes:
             if context.runtime.streams is not None:
                 handle.gradients.follow_stream()
             context.reductions.expect(unit)
-        handle.wait()
         claim.show(UNSHARDED)
         handle.registrations.show(UNSHARDED)
 
@@ -315,8 +320,8 @@ class UnitHooks:
                 continue
             if is_group and context.latest_pass.has_run_in_part(called_modules(self.unit.module)):
                 context.prefetcher.keep_for_next(needed)
-            else:
-                needed.free_unless_kept(forward.recorded or (forward if next_node() > forward.first_node else None))
+            elif not (needed.history.leaks or (needed.claims and needed.claims.keep)):
+                needed.handle.reshard(forward.recorded or (forward if next_node() > forward.first_node else None))
         if outermost and not in_backward:
             context.end_pass()
 

@@ -121,12 +121,13 @@ class Unit:
     def free_if_unused(self) -> None:
         """Register the parameters that the claims ask for, and free the unsharded parameters if nothing needs them."""
         self.show()
-        self.free_unless_kept()
+        if not self.must_stay:
+            self.handle.reshard()
 
-    def free_unless_kept(self, until: object = None) -> None:
-        """Free them, unless a claim or a live graph needs them. ``until``: the forward whose backward gathers them again."""
-        if not (self.history.leaks or (self.claims and (self.claims.keep or self.claims.need_storage))):
-            self.handle.reshard(until)
+    @property
+    def must_stay(self) -> bool:
+        """Whether a claim or a live graph needs the unsharded parameters."""
+        return bool(self.history.leaks or (self.claims and (self.claims.keep or self.claims.need_storage)))
 
     def rename(self, names: Mapping[nn.Module, str]) -> None:
         """Rename the unit and its parameters by ``names``, of all modules in a module further out that was sharded."""
@@ -330,7 +331,8 @@ class Prefetcher:
         unused = self._unused()
         self.clear()
         for unit in unused:
-            unit.free_unless_kept()
+            if not unit.must_stay:
+                unit.handle.reshard()
 
     def clear(self) -> None:
         """Forget all units, which are freed elsewhere."""
