@@ -33,7 +33,8 @@ import flatshard.fsdp2
 BEGIN = """\
 # flatshard's public names
 
-Written by `python benchmarks/api_page.py > flatshard/docs/api.md` from the docstrings. [README.md](../../README.md) is the way in.
+Written by `python benchmarks/api_page.py > flatshard/docs/api.md` from the docstrings. The way in is
+[README.md](../../README.md).
 
 A test runs each example, on four ranks. `Block`, `model` and `optimizer` are those of README's quick start. Where an example
 calls `fully_shard`, `plan` or `fit`, `model` is not sharded yet. In all others it is, and has been trained for a step.

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 import flatshard
 from flatshard._base import torch_versions
+from flatshard.comm import Collectives, DefaultCollectives
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,11 @@ def ours(model: nn.Module, setting: Setting) -> nn.Module:
     if not setting.prefetch:
         options |= {"backward_prefetch": None, "forward_prefetch": False}
     return flatshard.fully_shard(model, **options)
+
+
+def as_over_nccl(group: dist.ProcessGroup, device: torch.device) -> Collectives:
+    """Return flatshard's collectives for NCCL, even over the fake group, which has others."""
+    return DefaultCollectives(group)
 
 
 def fsdp2(model: nn.Module, setting: Setting) -> nn.Module:
@@ -139,7 +145,9 @@ class Job:
     ) -> None:
         torch.manual_seed(0)
         self.name, self.setting, self.loss = name, setting, loss
-        self.model: Any = build(name, GPT(config).to(setting.device), setting)
+        with setting.device if setting.device.type == "cuda" else contextlib.nullcontext():  # a CPU would take minutes
+            model = GPT(config)
+        self.model: Any = build(name, model.to(setting.device), setting)
         self.tokens = tokens.to(setting.device)
         self.optimizer = optimizer(self.model.parameters())
 

@@ -79,7 +79,7 @@ class Device:
     """Number of steps until a contender is steady."""
 
     def __init__(self, kind: str = "cpu", index: int = 0) -> None:
-        self.device = torch.device(kind, index)
+        self.device = torch.device("cpu") if kind == "cpu" else torch.device(kind, index)
         self.module = torch.get_device_module(self.device)
 
     def finish(self) -> None:
@@ -88,6 +88,9 @@ class Device:
 
     def recover(self) -> None:
         """Clean up after an error in the middle of a step."""
+
+    def keep_busy(self) -> None:
+        """Keep the current stream busy for a fraction of a millisecond, if the device has streams."""
 
     def seconds(self, run: Run) -> float:
         return suite.seconds(lambda: (run(), self.finish()))
@@ -118,6 +121,10 @@ class Device:
         """Return the peak of allocated bytes during ``run``."""
         return 0
 
+    def reserved(self) -> int:
+        """Return the bytes that the allocator has taken from the device."""
+        return 0
+
     def captured(self, run: Run) -> Run:
         """Warm up, capture ``run`` as a graph, and return the graph's replay.
 
@@ -135,6 +142,18 @@ class Cuda(Device):
     def __init__(self, kind: str = "cuda", index: int = 0) -> None:
         super().__init__(kind, index)
         self.module.set_device(self.device)
+        if kind == "cuda":
+            self._make_workspaces()
+
+    def _make_workspaces(self) -> None:
+        """Have cuBLAS allocate its workspaces, of this thread and of autograd's: they are no contender's memory."""
+        x = torch.ones(256, 256, device=self.device, requires_grad=True)
+        for dtype in (torch.float32, torch.bfloat16):
+            (x.to(dtype) @ x.to(dtype)).sum().backward()  # type: ignore[no-untyped-call]
+        self.finish()
+
+    def keep_busy(self) -> None:
+        torch.cuda._sleep(400_000)  # type: ignore[no-untyped-call]
 
     def recover(self) -> None:
         """Free cached memory, as the failed run may have used all of it."""
@@ -158,6 +177,9 @@ class Cuda(Device):
         run()
         self.finish()
         return int(self.module.max_memory_allocated())
+
+    def reserved(self) -> int:
+        return int(self.module.memory_reserved())
 
     def captured(self, run: Run) -> Run:
         side = self.module.Stream()  # required by torch.cuda.graph's documentation
@@ -201,6 +223,9 @@ class Simulated(Cuda):
 
     def finish(self) -> None:
         self.sim.drain()
+
+    def keep_busy(self) -> None:
+        """Do nothing: the simulated device runs everything late."""
 
     def recover(self) -> None:
         self.sim.abandon()

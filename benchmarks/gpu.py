@@ -1,31 +1,46 @@
 """Check correctness and speed on a machine with GPUs: one command, and one file to attach to an issue.
 
     python benchmarks/gpu.py                                         # all GPUs of this machine, one or more
+    python benchmarks/gpu.py --minutes 8                             # the same in order of value, until the time is over
     torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 benchmarks/gpu.py   # on both hosts
     python benchmarks/gpu.py --simulated                             # without a GPU: shows that it runs; no results
 
-It needs no answers. Each part runs in processes of its own with a time limit, so a part that fails or hangs is a finding, and
-the others run:
+On several GPUs each has a rank. On one GPU, two ranks and then four share it: NCCL allows that from version 2.30 on
+(``NCCL_MULTI_RANK_GPU_ENABLE=1``), and ``--nccl LIBRARY`` loads another one than torch's. If NCCL refuses, collectives go
+through the host by gloo, and the report says so. Numbers, streams, memory and graphs of such ranks are real. Their times are
+not, and one GPU cannot show the bandwidth between GPUs, and how much of it computation hides.
 
-- correctness: every mode trains a small GPT on all GPUs, and is compared with one process that trains on the full batch. In
-  float64, the tolerance is 1e-9 of the change by training. FSDP2 has the same check.
-- races: some of these modes run under torch's stream sanitizer (``TORCH_CUDA_SANITIZER``). If compute-sanitizer is
-  installed, they also run on one GPU under its memcheck, with an allocator that frees memory immediately.
-- step time, memory, overlap: a GPT of 670 million parameters on all GPUs, in fp32 and bf16, with FSDP2, FSDP1 and DDP.
-- capture: a step in a CUDA graph, over NCCL, on all GPUs.
-- one GPU: ``one_gpu.py``: the same contenders over the fake group and NCCL with one rank. Kernels, bytes copied, host waits.
-- switch: ``switch.py``: seconds for each GiB of training state that moves to host memory and back.
+It needs no answers. Each part has a time limit and processes of its own. A case that fails is a finding, and the others run;
+if a process ends or hangs, new ones run the cases that are left. The parts, in order of value:
+
+- probe: sums over all ranks, and the time of small and large gathers.
+- correctness: every mode trains a small GPT on all ranks, and is compared with one process that trains on the full batch
+  (``gpu_parity.py``): strategies, late and poisoned devices with a planted fault, captured steps, schedules, offload,
+  precision, models. In float64, the tolerance is 1e-9 of the change by training. FSDP2 has the same check.
+- host: ``host_overhead.py`` on the GPU: host time of a unit.
+- step: ``one_gpu.py``: a GPT of 1.3 billion parameters in bf16, over the fake group of 8.
+- predictions: ``predictions.py``: the peak of memory that ``plan`` and ``fit`` predict, against the measured one.
 - tests that need a GPU, if pytest is installed (``pip install -e '.[test]'``).
+- four: the strategies on four ranks, which hybrid ones need.
+- races: some modes under torch's stream sanitizer (``TORCH_CUDA_SANITIZER``).
+- steps: a GPT of 670 million parameters on all ranks, in fp32 and bf16, with FSDP2, FSDP1 and DDP: time, memory, overlap.
+- nccl: the GPT of 1.3 billion parameters over NCCL with one rank.
+- kernels: ``gpu_kernels.py``: alignment of parameters, compiled units, checkpoints.
+- switch: ``switch.py``: seconds for each GiB of training state that moves to host memory and back.
+- tables, without ``--minutes``: ``one_gpu.py`` in full: kernels, bytes copied, host waits, graphs.
+- memcheck, without ``--minutes``: if compute-sanitizer is installed, some modes under it, with an allocator that frees memory
+  immediately.
 
 ``gpu-report.txt`` (``--out``) is written again after each part, so an interrupted run has a report, too. With torchrun, the
-host of rank 0 writes it. It has versions, GPUs, and the environment variables of NCCL and torch, but neither the machine's
-name nor its folders.
+host of rank 0 writes it. It begins with a verdict a part. It has versions, GPUs, and the environment variables of NCCL and
+torch, but neither the machine's name nor its folders.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import json
+import math
 import os
 import shutil
 import signal
@@ -39,7 +54,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import gpu_ranks
 import torch
 from ranks import are_started
 from run import commit
@@ -124,6 +138,8 @@ class Section:
     text: str
     problems: list[str] = field(default_factory=list)
     """Findings for the top of the report, one line each."""
+    verdict: str = "done"
+    """A few words for the top of the report."""
 
 
 def error_of(case: Mapping[str, Any]) -> str:
@@ -137,23 +153,39 @@ def error_of(case: Mapping[str, Any]) -> str:
     return f"failed on {len(failed)} of {len(case['ranks'])} ranks: {first['error']}\n{first.get('where', '')}".rstrip()
 
 
-def of_parity(part: str, cases: Iterable[Mapping[str, Any]]) -> Section:
+FAULT = "a planted fault"
+"""Beginning of the names of cases that must be found wrong."""
+
+
+def verdict_of(case: Mapping[str, Any], is_simulated: bool) -> str:
+    """Return a case's verdict. A planted fault must be found, on a real device."""
+    if "left out" in case:
+        return f"left out, {case['left out']}"
+    is_fault = f": {FAULT}" in case["case"]
+    if error := error_of(case):
+        return f"right, the fault fails: {error.partition(chr(10))[0]}" if is_fault else f"FAILED: {error}"
+    off, allowed = max(mine["off"] for mine in case["ranks"]), case["ranks"][0]["allowed"]
+    if is_fault:
+        return (
+            f"right, the fault is seen: off by {off:.1e}"
+            if off > allowed or is_simulated
+            else "WRONG: the fault is not seen"
+        )
+    figures = {key: value for key, value in case["ranks"][0].items() if key not in ("off", "allowed")}
+    more = "".join(f"; {key}: {value:,.3g}" for key, value in figures.items())
+    return f"{'right' if off <= allowed else 'WRONG'}, off by {off:.1e} of the change (allowed: {allowed:g}){more}"
+
+
+def of_parity(part: str, cases: Iterable[Mapping[str, Any]], is_simulated: bool = False) -> Section:
     """Report the correctness of each mode in a line."""
-    lines, problems = [], []
-    for case in cases:
-        name = case["case"]
-        if "left out" in case:
-            lines.append(f"{name}: left out, {case['left out']}")
-            continue
-        if error := error_of(case):
-            verdict = f"FAILED: {error}"
-        else:
-            off, allowed = max(mine["off"] for mine in case["ranks"]), case["ranks"][0]["allowed"]
-            verdict = f"{'right' if off <= allowed else 'WRONG'}, off by {off:.1e} of the change (allowed: {allowed:g})"
-        lines.append(f"{name}: {verdict}")
-        if not verdict.startswith("right"):
-            problems.append(lines[-1].partition("\n")[0])
-    return Section(part, "\n".join(lines), problems)
+    verdicts = {case["case"]: verdict_of(case, is_simulated) for case in cases}
+    problems = [
+        f"{name}: {text}".partition("\n")[0] for name, text in verdicts.items() if text.startswith(("FAILED", "WRONG"))
+    ]
+    right = sum(text.startswith("right") for text in verdicts.values())
+    section = Section(part, "\n".join(f"{name}: {text}" for name, text in verdicts.items()), problems)
+    section.verdict = f"{right} right, {len(problems)} wrong"
+    return section
 
 
 def of_figures(part: str, cases: Iterable[Mapping[str, Any]]) -> Section:
@@ -190,7 +222,8 @@ class Report:
 
     def text(self) -> str:
         problems = [f"- {section.title}: {line}" for section in self.sections for line in section.problems]
-        parts = [self.head, f"{len(problems)} findings", *problems]
+        verdicts = [f"{section.title}: {section.verdict}" for section in self.sections]
+        parts = [self.head, *verdicts, LIMITS_OF_ONE_GPU, f"{len(problems)} findings", *problems]
         parts += [f"\n== {section.title}\n\n{section.text}" for section in self.sections]
         return anonymous("\n".join(parts) + "\n")
 
@@ -205,9 +238,10 @@ def anonymous(text: str) -> str:
     return text
 
 
-def head(count: int) -> str:
+def head(machine: Machine) -> str:
     """Describe the machine and the versions."""
-    lines = [f"flatshard on {count} ranks, commit {commit()}", flatshard.env.report()]
+    ranks = "two or four ranks that share a GPU" if machine.shares else f"{machine.gpus} ranks"
+    lines = [f"flatshard on {ranks}, commit {commit()}", flatshard.env.report()]
     if shutil.which("nvidia-smi"):
         query = ["--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
         for options in (query, ["topo", "-m"]):
@@ -224,63 +258,140 @@ def read(results: Path) -> tuple[list[str], list[dict[str, Any]]]:
 
 # -- the parts ---------------------------------------------------------------------------------------------------------
 
+LARGE = [
+    "--layers",
+    "24",
+    "--width",
+    "2048",
+    "--context",
+    "2048",
+    "--vocabulary",
+    "32000",
+    "--batch",
+    "4",
+    "--rounds",
+    "8",
+]
+"""The GPT of 1.3 billion parameters."""
+LIMITS_OF_ONE_GPU = "One GPU cannot tell: the bandwidth between GPUs, and how much of it computation hides."
+SHARED = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_NVLS_ENABLE": "0"}
+"""Environment of ranks that share a GPU."""
 
-@dataclass(frozen=True)
+
+@dataclass
 class Machine:
-    """The devices of all parts: ``count`` ranks, each with a ``device``."""
+    """The devices of all parts: ``gpus`` of them, on one of which several ranks run."""
 
     device: str
-    count: int
+    gpus: int
+    end: float
+    """The time at which the last part ends, by ``time.monotonic()``."""
+    nccl: str = ""
+    """Path of another NCCL library than torch's."""
+    by_host: bool = False
+    """Whether ranks that share a GPU communicate through the host, as NCCL refused."""
 
-    def on_all_ranks(self, part: str, limit: float, **env: str) -> Section:
-        """Run a part of ``gpu_ranks.py`` on all ranks."""
+    @property
+    def is_simulated(self) -> bool:
+        return self.device == "simulated"
+
+    @property
+    def shares(self) -> bool:
+        """Whether ranks share a GPU."""
+        return self.device == "cuda" and self.gpus == 1 and not are_started()
+
+    def left(self, limit: float) -> float:
+        """Return the seconds that a part with this limit has."""
+        return min(limit, self.end - time.monotonic())
+
+    def ranks(self, count: int, **env: str) -> list[dict[str, str]]:
+        """Return the environments of the ranks."""
+        if not self.shares:
+            return environments(self.gpus, **env)
+        more = {**SHARED, **({"LD_PRELOAD": self.nccl} if self.nccl else {}), **env}
+        return [{**each, "LOCAL_RANK": "0"} for each in environments(count, **more)]
+
+    def on_ranks(self, title: str, parts: Sequence[str], limit: float, count: int = 2, **env: str) -> Section:
+        """Run parts of ``gpu_ranks.py`` on all ranks, or on ``count`` that share a GPU.
+
+        If a process ends or hangs, new ones run the cases that are left.
+        """
+        problems, end = [], time.monotonic() + self.left(limit)
         with tempfile.TemporaryDirectory() as folder:
             results = Path(folder) / "results"
             results.touch()
-            command = [*self.script("gpu_ranks"), "--part", part, "--results", str(results), "--device", self.device]
-            _, problem = run_all(command, environments(self.count, **env), limit)
-            names, cases = read(results)
-        section = (of_figures if part in ("steps", "capture") else of_parity)(part, cases)
-        found = {case["case"] for case in cases}
-        missed = [name for name in names if name not in found]
-        return with_problem(section, f"not reached: {', '.join(missed)}\n{problem}" if missed else problem)
+            names: list[str] = []
+            cases: list[dict[str, Any]] = []
+            while (seconds := end - time.monotonic()) > 0:
+                command = [
+                    *self.script("gpu_ranks"),
+                    "--parts",
+                    *parts,
+                    "--results",
+                    str(results),
+                    "--device",
+                    self.device,
+                ]
+                command += ["--skip", str(len(cases)), "--seconds", str(seconds), *["--by-host"] * self.by_host]
+                _, problem = run_all(command, self.ranks(count, **env), seconds + GRACE)
+                before = len(cases)  # without a new result, another try would end there, too
+                names, cases = read(results)
+                if problem:
+                    problems.append(problem)
+                if not problem or len(cases) in (before, len(names)) or are_started():
+                    break
+        figures = parts == ["steps"]
+        section = of_figures(title, cases) if figures else of_parity(title, cases, self.is_simulated)
+        if missed := names[len(cases) :]:
+            section.verdict += f", {len(missed)} not reached"
+            section.text += f"\nnot reached: {', '.join(missed)}"
+        return with_problem(section, "\n".join(problems))
+
+    def probe(self, limit: float) -> Section:
+        """Find out whether ranks can communicate. If NCCL refuses to share a GPU, later parts go through the host."""
+        section = self.on_ranks("probe", ["probe"], limit)
+        if self.shares and section.problems:
+            self.by_host = True
+            other = self.on_ranks("probe", ["probe"], limit)
+            section = (
+                with_problem(other, "") if other.problems else Section(section.title, f"{section.text}\n{other.text}")
+            )
+            section.verdict = "NCCL refuses several ranks on one GPU: collectives go through the host, by gloo"
+        return section
 
     def script(self, name: str) -> list[str]:
         return [sys.executable, str(HERE / f"{name}.py")]
 
-    def one_gpu(self) -> Section:
-        return self.tables("one GPU", "one_gpu")
-
-    def switch(self) -> Section:
-        return self.tables("to the host and back", "switch")
-
-    def tables(self, title: str, script: str) -> Section:
+    def tables(self, title: str, script: str, limit: float, *options: str) -> Section:
         """Run a benchmark in a process of its own."""
-        options = ["--simulated"] if self.device == "simulated" else []
-        printed, problem = run_all([*self.script(script), *options], [without_a_job()], 20 * MINUTE)
+        given = ["--simulated"] if self.is_simulated else list(options)
+        printed, problem = run_all([*self.script(script), *given], [without_a_job()], self.left(limit))
         return with_problem(Section(title, printed.rstrip()), problem)
 
-    def memcheck(self) -> Section:
-        title = "compute-sanitizer, memcheck"
+    def memcheck(self, limit: float) -> Section:
+        title = "memcheck"
         found = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path="/usr/local/cuda/bin")
         if not found:
-            return Section(title, "compute-sanitizer is not installed here")
+            return Section(title, "compute-sanitizer is not installed here", verdict="left out")
         with tempfile.TemporaryDirectory() as folder:
             results = Path(folder) / "results"
             results.touch()
             tool = [found, "--tool", "memcheck", "--error-exitcode", "9", "--print-limit", "5"]
-            command = [*tool, *self.script("gpu_ranks"), "--part", "races", "--results", str(results)]
+            command = [*tool, *self.script("gpu_ranks"), "--parts", "races", "--results", str(results)]
             env = without_a_job(PYTORCH_NO_CUDA_MEMORY_CACHING="1")
-            printed, problem = run_all(command, [env], 15 * MINUTE)
+            printed, problem = run_all(command, [env], self.left(limit))
             section = of_parity(title, read(results)[1])
         section.text += f"\n{tail(printed, 5)}"
         return with_problem(section, problem)
 
-    def tests(self) -> Section:
-        if importlib.util.find_spec("pytest") is None:
-            return Section("tests", "pytest is not installed here: pip install -e '.[test]'")
-        command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", "--lanes", "1", "test"]
-        printed, problem = run_all(command, [without_a_job(OMP_NUM_THREADS="1")], 20 * MINUTE)
+    def tests(self, limit: float) -> Section:
+        if importlib.util.find_spec("pytest") is None or importlib.util.find_spec("expecttest") is None:
+            return Section(
+                "tests", "pytest or expecttest is not installed: pip install -e '.[test]'", verdict="left out"
+            )
+        folder = str(ROOT / "test" / "accelerator" / "test_gpu.py")
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--lanes", "1", folder]
+        printed, problem = run_all(command, [without_a_job(OMP_NUM_THREADS="1")], self.left(limit))
         return with_problem(Section("tests", tail(printed, 5)), problem)
 
 
@@ -288,50 +399,85 @@ def with_problem(section: Section, problem: str) -> Section:
     if problem:
         section.text += f"\n{problem}"
         section.problems.append(problem.partition("\n")[0])
+        section.verdict += ", with a problem"
     return section
 
 
-def parts_of(machine: Machine) -> dict[str, Callable[[], Section]]:
-    """Return all parts by name, in order. Parts for all ranks come first; rank 0 alone runs the others, ``ALONE``."""
-    races = {"TORCH_CUDA_SANITIZER": "1"} if machine.device == "cuda" else {}
+@dataclass(frozen=True)
+class Part:
+    """A part of the report."""
 
-    def on_all(part: str, limit: float, **env: str) -> Callable[[], Section]:
-        return lambda: machine.on_all_ranks(part, limit, **env)
-
-    found = {part: on_all(part, 6 * MINUTE) for part in gpu_ranks.PARITY}
-    found |= {"steps": on_all("steps", 12 * MINUTE), "capture": on_all("capture", 4 * MINUTE)}
-    found |= {"races": on_all("races", 6 * MINUTE, **races)}
-    found |= {
-        "one_gpu": machine.one_gpu,
-        "switch": machine.switch,
-        "memcheck": machine.memcheck,
-        "tests": machine.tests,
-    }
-    return found
+    name: str
+    seconds: float
+    """Time limit with ``--minutes``. Without, it is four times as long."""
+    run: Callable[[Machine, float], Section]
+    on_all: bool = False
+    """Whether all ranks of torchrun take part. Rank 0 alone runs the others."""
+    in_short: bool = True
+    """Whether it runs with ``--minutes``."""
+    simulated: bool = True
 
 
-ALONE = ("one_gpu", "switch", "memcheck", "tests")
-ON_GPUS_ONLY = ("memcheck", "tests")
+def on_ranks(name: str, seconds: float, parts: Sequence[str], count: int = 2, **options: Any) -> Part:
+    """Return a part that runs parts of ``gpu_ranks.py``."""
+    env = options.pop("env", {})
+    return Part(name, seconds, lambda m, limit: m.on_ranks(name, parts, limit, count, **env), on_all=True, **options)
+
+
+def tables(name: str, seconds: float, script: str, *arguments: str, **options: Any) -> Part:
+    """Return a part that is a benchmark of its own."""
+    return Part(name, seconds, lambda machine, limit: machine.tables(name, script, limit, *arguments), **options)
+
+
+SHORT_ROWS = ["--rows", "plain", "flatshard", "flatshard, static buffers", "FSDP2", "FSDP1"]
+CORRECTNESS = ["strategies", "disturbances", "capture", "schedules", "offload", "precision", "models", "others"]
+PARTS = [
+    Part("probe", 40, Machine.probe, on_all=True),
+    on_ranks("correctness", 150, CORRECTNESS),
+    tables("host", 60, "host_overhead", "--gpu", "--units", "50", simulated=False),
+    tables("step", 90, "one_gpu", "--places", "gpu_fake_8_bf16", *SHORT_ROWS, *LARGE, simulated=False),
+    tables("predictions", 40, "predictions"),
+    Part("tests", 70, Machine.tests, simulated=False),
+    on_ranks("four", 50, ["strategies"], 4, simulated=False),
+    on_ranks("races", 50, ["races"], env={"TORCH_CUDA_SANITIZER": "1"}, simulated=False),
+    on_ranks("steps", 60, ["steps"]),
+    tables("nccl", 60, "one_gpu", "--places", "gpu_nccl_1_bf16", *SHORT_ROWS, *LARGE, simulated=False),
+    tables("kernels", 60, "gpu_kernels"),
+    tables("switch", 50, "switch", "--layers", "6", "--rounds", "3"),
+    tables("tables", 300, "one_gpu", "--graphs", in_short=False),
+    Part("memcheck", 200, Machine.memcheck, in_short=False, simulated=False),
+]
 
 
 def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--out", type=Path, default=Path("gpu-report.txt"), help="default: %(default)s")
-    parser.add_argument("--only", nargs="+", choices=list(parts_of(Machine("cuda", 1))), help="these parts")
+    parser.add_argument("--only", nargs="+", choices=[part.name for part in PARTS], help="these parts")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="begin no part later, and shorten parts to fit")
+    parser.add_argument(
+        "--nccl", default="", metavar="LIBRARY", help="another NCCL library than torch's, for all ranks"
+    )
     parser.add_argument("--simulated", action="store_true", help="two ranks on the simulated device: no results")
     args = parser.parse_args()
     if not args.simulated and not torch.cuda.is_available():
         raise SystemExit("gpu.py: no GPU is available here. --simulated shows, tiny and without one, that it runs")
-    local = 2 if args.simulated else torch.cuda.device_count()
-    machine = Machine("simulated" if args.simulated else "cuda", int(os.environ.get("WORLD_SIZE", local)))
+    is_short = args.minutes < math.inf
+    end = time.monotonic() + MINUTE * args.minutes
+    gpus = 2 if args.simulated else torch.cuda.device_count()
+    count = int(os.environ.get("WORLD_SIZE", gpus))
+    machine = Machine("simulated" if args.simulated else "cuda", count, end, args.nccl)
     reports = os.environ.get("RANK", "0") == "0"
-    report = Report(None if args.simulated or not reports else args.out, head(machine.count) if reports else "")
-    for name, part in parts_of(machine).items():
-        left_out = (name in ALONE and not reports) or (name in ON_GPUS_ONLY and args.simulated)
-        if left_out or (args.only and name not in args.only):
+    report = Report(None if args.simulated or not reports else args.out, head(machine) if reports else "")
+    for part in PARTS:
+        # Under torchrun, each process runs this file. Only parts on all ranks need them all.
+        is_wanted = part.name in args.only if args.only else part.in_short or not is_short
+        if not is_wanted or not (part.on_all or reports) or (args.simulated and not part.simulated):
+            continue
+        if (limit := machine.left(part.seconds * (1 if is_short else 4))) < 5:
+            report.add(Section(part.name, "not begun", verdict="no time was left"))
             continue
         began = time.perf_counter()
-        section = part()
+        section = part.run(machine, limit)
         if reports:
             section.title += f" ({time.perf_counter() - began:.0f} s)" + ", simulated, no results" * args.simulated
             report.add(section)

@@ -1,10 +1,10 @@
-"""Run a part of ``gpu.py`` on all ranks: correctness, the time of a step, or its capture.
+"""Run parts of ``gpu.py`` on all ranks: correctness, training in other ways, capture, the time of a step.
 
-    python benchmarks/gpu_ranks.py --part strategies --results FILE
+    python benchmarks/gpu_ranks.py --parts strategies schedules --results FILE
 
-``gpu.py`` starts this once for each rank and part. Every rank runs the cases in turn, and sends the others its result by the
-store. So a case that fails is a line in the results, and the next one runs. If a rank sends nothing, the part ends there.
-Without torchrun's environment variables it is a job of one rank.
+``gpu.py`` starts this once for each rank. Every rank runs the cases in turn, and sends the others its result by the store. So
+a case that fails is a line in the results, and the next one runs. If a rank sends nothing, the run ends there, and ``gpu.py``
+starts another one for the cases that are left (``--skip``). Without torchrun's environment variables it is a job of one rank.
 """
 
 from __future__ import annotations
@@ -17,248 +17,223 @@ import gc
 import json
 import math
 import os
+import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from contenders import CONTENDERS, Job, Setting
 from devices import Cuda, Device, Simulated
-from gpt import GPT, Block, GPTConfig
+from gpt import Block, GPTConfig
+from gpu_parity import (
+    ADAMW,
+    PARITY,
+    RACES,
+    SMALL,
+    Mode,
+    batches,
+    full_parameters,
+    loss_of,
+    parity,
+    reason_not_to_run,
+    sharded,
+    small_gpt,
+    trainable,
+)
 from ranks import leave, set_environment
 from torch import Tensor, nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.rendezvous import rendezvous
 
 import flatshard
-from flatshard import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
-from flatshard.comm import DefaultCollectives, QuantizedCollectives
+from flatshard import MixedPrecision, ShardingStrategy
+from flatshard._base import torch_versions
+from flatshard._comm import backends
+from flatshard._comm.collectives import Done
 
-S = ShardingStrategy
 PATIENCE = datetime.timedelta(seconds=150)
 """Time limit for other ranks."""
-EXACT, ROUNDED = 1e-9, 0.01
-"""Maximum error of weights relative to their change by training, in float64 and with bf16 compute."""
 
 
-# -- correctness -------------------------------------------------------------------------------------------------------
+# -- ranks that share a GPU without NCCL -------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Mode:
-    """A kind of training that must agree with one process on the full batch."""
+class ByHost(backends.BuiltinCollectives):
+    """Collectives of a GPU's tensors by gloo: through the host, which waits for the side stream."""
 
-    options: Mapping[str, Any] = field(default_factory=dict)
-    """Arguments of ``fully_shard``."""
-    off: float = EXACT
-    microbatches: int = 1
-    is_held: bool = False
-    """Whether microbatches are under ``no_sync``, instead of each being reduced."""
-    prepare: Callable[[GPT, Device], object] = lambda model, device: None
-    """Change to the model before it is sharded."""
-    freezes: bool = False
-    """Whether the first block is frozen."""
-    optimizer: Callable[..., torch.optim.Optimizer] | None = None
-    """The optimizer. None is AdamW, or SGD if numbers are rounded, as Adam divides small gradients by themselves."""
-    whole: bool = False
-    """Whether the sharded model has a ``WholeParameterOptimizer``."""
-    axes: tuple[str, ...] = ()
-    """Mesh dimensions for hybrid strategies, the second of which shards."""
-    is_fsdp2: bool = False
-    """Whether torch's FSDP2 trains, to check the reference itself."""
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        super().__init__(group)
+        self._gloo = backends.GlooCollectives(group)
 
-    @property
-    def makes(self) -> Callable[..., torch.optim.Optimizer]:
-        rounds = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
-        return self.optimizer or (functools.partial(torch.optim.AdamW, lr=1e-2) if self.off == EXACT else rounds)
+    def _copied(self, call: Callable[..., Any], output: Tensor, *inputs: Tensor) -> Done:
+        result = torch.empty(output.shape, dtype=output.dtype) if inputs else output.cpu()
+        call(result, *(each.cpu() for each in inputs)).wait()
+        output.copy_(result)
+        return Done()
 
-    @property
-    def is_bf16(self) -> bool:
-        precision = self.options.get("mixed_precision")
-        return precision is not None and precision.param_dtype is torch.bfloat16
+    def all_gather(self, output: Tensor, shard: Tensor, label: Any = None) -> Any:
+        return self._copied(self._gloo.all_gather, output, shard)
+
+    def reduce_scatter(self, output: Tensor, input: Tensor, label: Any = None) -> Any:
+        return self._copied(self._gloo.reduce_scatter, output, input)
+
+    def all_reduce(self, tensor: Tensor, label: Any = None) -> Any:
+        return self._copied(self._gloo.all_reduce, tensor)
+
+    def all_to_all(self, output: Tensor, input: Tensor) -> Any:
+        return self._copied(self._gloo.all_to_all, output, input)
+
+    def broadcast(self, tensor: Tensor) -> Any:
+        return self._copied(self._gloo.broadcast, tensor)
+
+    def combine(self, numbers: Tensor, op: Any) -> Any:
+        return self._copied(functools.partial(self._gloo.combine, op=op), numbers)
 
 
-def checkpointed(model: GPT, device: Device) -> None:
-    apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, Block))
+def communicate_by_host() -> None:
+    """Have gloo groups use ``ByHost`` for tensors on a GPU."""
+
+    def choose(group: dist.ProcessGroup, device: torch.device) -> Any:
+        return backends.GlooCollectives(group) if device.type == "cpu" else ByHost(group)
+
+    backends.by_backend["gloo"] = choose
 
 
-def compiled(model: GPT, device: Device) -> None:
-    for block in model.blocks:
-        block.compile(fullgraph=True, backend="inductor" if device.device.type == "cuda" else "aot_eager")
+# -- training in other ways --------------------------------------------------------------------------------------------
 
 
-def widening(group: Any, device: torch.device) -> Any:
-    return DefaultCollectives(group, widens=True)
+def probe(device: Device, rank: int, size: int) -> dict[str, Any]:
+    """Check sums over all ranks, and time a small and a large gather."""
+    tensor = torch.full((1 << 16,), float(rank + 1), device=device.device)
+    dist.all_reduce(tensor)
+    gather = getattr(dist, torch_versions.ALL_GATHER)
+    gathered, mine = (torch.empty(n << 10, device=device.device) for n in (size, 1))
+    large, shard = (torch.empty(n << 22, device=device.device) for n in (size, 1))
+    small_ms = 1e3 * min(device.seconds(lambda: gather(gathered, mine)) for _ in range(9))
+    large_ms = 1e3 * min(device.seconds(lambda: gather(large, shard)) for _ in range(3))
+    off = abs(float(tensor[0]) - size * (size + 1) / 2)
+    return {"off": off, "allowed": 0.0, "ms of 4 KiB": small_ms, "ms of 16 MiB a rank": large_ms}
 
 
-BF16 = MixedPrecision(torch.bfloat16, reduce_dtype=torch.float32)
-HYBRID = ("replicate", "shard")
-FSDP2 = "FSDP2, to check the check"
-PARITY: dict[str, dict[str, Mode]] = {
-    "strategies": {
-        FSDP2: Mode(is_fsdp2=True),
-        "FULL_SHARD": Mode(),
-        "SHARD_GRAD_OP": Mode({"strategy": S.SHARD_GRAD_OP}),
-        "NO_SHARD": Mode({"strategy": S.NO_SHARD}),
-        "HYBRID_SHARD": Mode({"strategy": S.HYBRID_SHARD}, axes=HYBRID),
-        "HYBRID_SHARD_ZERO2": Mode({"strategy": S.HYBRID_SHARD_ZERO2}, axes=HYBRID),
-        "reshard to half of the ranks": Mode({"reshard_after_forward": 2}),
-    },
-    "schedules": {
-        "no prefetch": Mode({"backward_prefetch": None, "forward_prefetch": False}),
-        "BACKWARD_POST": Mode({"backward_prefetch": BackwardPrefetch.BACKWARD_POST}),
-        "outermost unit reshards": Mode({"reshard_after_forward": True}),
-        "static buffers": Mode({"static_buffers": True}),
-        "microbatches, each reduced": Mode(microbatches=3),
-        "microbatches under no_sync": Mode(microbatches=3, is_held=True),
-        "Rows": Mode({"layout": flatshard.layouts.Rows()}),
-        "Whole": Mode({"layout": flatshard.layouts.Whole(max_padding=math.inf)}),
-    },
-    "offload": {
-        "offload": Mode({"cpu_offload": CPUOffload()}),
-        "offload, no pinned memory": Mode({"cpu_offload": CPUOffload(pin_memory=False)}),
-        "offload, SHARD_GRAD_OP": Mode({"cpu_offload": CPUOffload(), "strategy": S.SHARD_GRAD_OP}),
-        "offload, microbatches under no_sync": Mode({"cpu_offload": CPUOffload()}, microbatches=3, is_held=True),
-        "offload, bf16": Mode({"cpu_offload": CPUOffload(), "mixed_precision": BF16}, ROUNDED),
-    },
-    "precision": {
-        "bf16, reduced in fp32": Mode({"mixed_precision": BF16}, ROUNDED),
-        "bf16, reduced in bf16": Mode({"mixed_precision": replace(BF16, reduce_dtype=torch.bfloat16)}, 0.1),
-        "bf16 sent, added in fp32": Mode({"mixed_precision": BF16, "collectives": widening}, 0.1),
-        "bf16, cast shard kept": Mode({"mixed_precision": replace(BF16, keep_cast_shard=True)}, ROUNDED),
-        "int8 sent": Mode({"collectives": QuantizedCollectives()}, 0.4),
-    },
-    "models": {
-        "activation checkpointing": Mode(prepare=checkpointed),
-        "a frozen block": Mode(freezes=True),
-        "Adafactor by WholeParameterOptimizer": Mode(
-            optimizer=functools.partial(torch.optim.Adafactor, lr=1e-2), whole=True
-        ),
-        "units compiled": Mode(prepare=compiled),
-    },
+def with_grad_scaler(device: Device, rank: int, size: int) -> dict[str, Any]:
+    """Train in float16 with a scale that is too large at first: all ranks find that, and the loss falls."""
+    mode = Mode(off=1.0)
+    precision = MixedPrecision(torch.float16, reduce_dtype=torch.float32)
+    model = flatshard.fully_shard(small_gpt(mode, device), policy={Block}, mixed_precision=precision)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler(device.device.type, init_scale=2.0**40)
+    rows = next(iter(batches(mode, size)))[0, rank].to(device.device)
+    losses = []
+    for _ in range(30):
+        optimizer.zero_grad()
+        loss = loss_of(model, rows)
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        losses.append(float(loss.detach()))
+    fell = losses[-1] < losses[0] and scaler.get_scale() < 2.0**40
+    return {"off": 0.0 if fell else math.inf, "allowed": 0.0, "scale": scaler.get_scale()}
+
+
+class Float8(nn.Module):
+    """A frozen float8 weight, and a trained scale."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(64, 64).to(torch.float8_e4m3fn), requires_grad=False)
+        self.scale = nn.Parameter(torch.ones(64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight.to(x.dtype) * self.scale
+
+
+def with_float8(device: Device, rank: int, size: int) -> dict[str, Any]:
+    """Gather frozen float8 weights: outputs have the bits of the plain model's."""
+    torch.manual_seed(3)
+    plain = nn.Sequential(*(Float8() for _ in range(3)))
+    model = nn.Sequential(*(Float8() for _ in range(3)))
+    model.load_state_dict(plain.state_dict())
+    plain, model = plain.to(device.device), flatshard.fully_shard(model.to(device.device), policy={Float8})
+    x = torch.randn(8, 64).to(device.device)
+    out, expected = model(x), plain(x)
+    out.square().mean().backward()
+    return {"off": float((out - expected).detach().abs().max()), "allowed": 0.0}
+
+
+def restored(device: Device, rank: int, size: int) -> dict[str, Any]:
+    """Save a checkpoint from the device and load it into a new model: the next step has the same bits."""
+    mode, path = Mode(), Path(tempfile.gettempdir()) / f"flatshard-gpu-{os.environ['MASTER_PORT']}"
+    data = [rows[0, rank].to(device.device) for rows in batches(mode, size)]
+
+    def step(model: Any, optimizer: torch.optim.Optimizer, rows: Tensor) -> None:
+        optimizer.zero_grad()
+        loss_of(model, rows).backward()
+        optimizer.step()
+
+    models = [sharded(mode, device, size, None) for _ in range(2)]
+    optimizers = [ADAMW(trainable(model)) for model in models]
+    for rows in data[:2]:
+        step(models[0], optimizers[0], rows)
+    states = [{"model": m, "optimizer": o} for m, o in zip(models, optimizers, strict=True)]
+    flatshard.save_checkpoint(path, states[0], overwrite=True)
+    flatshard.load_checkpoint(path, states[1])
+    for model, optimizer in zip(models, optimizers, strict=True):
+        step(model, optimizer, data[2])
+    trained, again = (full_parameters(mode, model) for model in models)
+    return {"off": max(float((a - b).abs().max()) for a, b in zip(trained, again, strict=True)), "allowed": 0.0}
+
+
+OTHERS: dict[str, Callable[[Device, int, int], dict[str, Any]]] = {
+    "fp16 with GradScaler": with_grad_scaler,
+    "frozen float8 weights": with_float8,
+    "a checkpoint, saved and loaded": restored,
 }
-"""Modes by part. Each part starts new processes, without the state of an earlier failure."""
-
-RACES = (FSDP2, "FULL_SHARD", "SHARD_GRAD_OP", "static buffers", "offload", "microbatches under no_sync")
-"""Modes that run under torch's sanitizer."""
-
-SMALL = GPTConfig(vocabulary=37, context=12, layers=3, width=20, heads=2)
-STEPS, ROWS = 3, 2
 
 
-def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
-    logits = model(tokens[:, :-1]).flatten(0, 1)
-    exact = logits.dtype is torch.float64
-    return F.cross_entropy(logits if exact else logits.float(), tokens[:, 1:].flatten())
+def captured(name: str, device: Device, rank: int, size: int) -> dict[str, Any]:
+    """Capture a step in a graph over all ranks. Replays have the numbers of as many eager steps."""
+    mode = Mode(CAPTURED[name])
+    rows = next(iter(batches(mode, size)))[0, rank].to(device.device)
+
+    def make() -> tuple[Any, Callable[[], None]]:
+        model = sharded(mode, device, size, None)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, foreach=True)
+
+        def step() -> None:
+            for p in model.parameters():
+                p.grad = None
+            loss_of(model, rows).backward()
+            optimizer.step()
+
+        return model, step
+
+    (model, step), (other, eager) = make(), make()
+    replay = device.captured(step)  # warms up, and replays once
+    for _ in range(REPLAYS):
+        replay()
+    device.finish()
+    if isinstance(device, Simulated):
+        return {"off": 0.0, "allowed": 0.0}  # it follows the rules of capture, and replays nothing
+    for _ in range(device.warm_up + 1 + REPLAYS):
+        eager()
+    pairs = zip(full_parameters(mode, model), full_parameters(mode, other), strict=True)
+    off = max(float((a - b).norm() / b.norm()) for a, b in pairs)
+    replay_ms = 1e3 * min(device.seconds(replay) for _ in range(3))
+    return {"off": off, "allowed": 1e-9, "replay, ms": replay_ms, "eager, ms": 1e3 * device.seconds(eager)}
 
 
-def batches(mode: Mode, size: int) -> Iterator[Tensor]:
-    """Yield the batches of all steps, the same on all ranks: (microbatches, ranks, rows, tokens)."""
-    generator = torch.Generator().manual_seed(1)
-    for _ in range(STEPS):
-        shape = (mode.microbatches, size, ROWS, SMALL.context + 1)
-        yield torch.randint(SMALL.vocabulary, shape, generator=generator)
-
-
-def small_gpt(mode: Mode, device: Device) -> GPT:
-    torch.manual_seed(0)
-    model = GPT(SMALL).to(device.device, torch.float32 if mode.off > EXACT else torch.float64)
-    model.blocks[0].requires_grad_(not mode.freezes)
-    return model
-
-
-def trainable(model: nn.Module) -> list[nn.Parameter]:
-    return [p for p in model.parameters() if p.requires_grad]
-
-
-def alone(mode: Mode, device: Device, size: int) -> tuple[list[Tensor], list[Tensor], list[float]]:
-    """Train one process, rounded as ranks round for bf16; return parameters before and after training, and gradient norms."""
-    model = small_gpt(mode, device)
-    start = [p.detach().clone() for p in model.parameters()]
-    low = small_gpt(mode, device).bfloat16() if mode.is_bf16 else model
-    optimizer, norms = mode.makes(trainable(model)), []
-    for batch in batches(mode, size):
-        optimizer.zero_grad()
-        if mode.is_bf16:
-            with torch.no_grad():
-                for rounded, p in zip(low.parameters(), model.parameters(), strict=True):
-                    rounded.copy_(p)
-        for rows in batch.flatten(0, 1):
-            loss_of(low, rows.to(device.device)).backward()
-            if mode.is_bf16:
-                for rounded, p in zip(low.parameters(), model.parameters(), strict=True):
-                    p.grad = rounded.grad.float() if p.grad is None else p.grad + rounded.grad.float()
-                    rounded.grad = None
-        for p in trainable(model):
-            p.grad /= size
-        norms.append(float(nn.utils.clip_grad_norm_(trainable(model), 1.0)))
-        optimizer.step()
-    return start, [p.detach() for p in model.parameters()], norms
-
-
-def sharded(mode: Mode, device: Device, size: int, group: dist.ProcessGroup | None) -> GPT:
-    model = small_gpt(mode, device)
-    mode.prepare(model, device)
-    if mode.is_fsdp2:
-        from torch.distributed.fsdp import fully_shard
-
-        for block in model.blocks:
-            fully_shard(block)
-        return fully_shard(model)  # type: ignore[no-any-return]
-    options = {"process_group": group, **mode.options}
-    if mode.axes:
-        options["device_mesh"] = init_device_mesh(device.device.type, (2, size // 2), mesh_dim_names=mode.axes)
-    if type(options.get("reshard_after_forward")) is int:
-        options["reshard_after_forward"] = size // 2
-    return flatshard.fully_shard(model, policy={Block}, **options)
-
-
-def wholes(mode: Mode, model: GPT) -> list[Tensor]:
-    """Return the full parameters after training, on this rank's device."""
-    if mode.is_fsdp2:
-        return [p.detach().full_tensor() for p in model.parameters()]  # type: ignore[attr-defined]
-    with flatshard.summon_full_params(model, writeback=False):
-        return [p.detach().clone() for p in model.parameters()]
-
-
-def parity(mode: Mode, device: Device, rank: int, size: int, group: dist.ProcessGroup | None = None) -> dict[str, Any]:
-    """Return the errors of this rank's results, in a world that the mode supports."""
-    start, expected, norms = alone(mode, device, size)
-    model, seen = sharded(mode, device, size, group), []
-    whole = functools.partial(flatshard.optim.WholeParameterOptimizer, optimizer_class=mode.makes)
-    optimizer = (whole if mode.whole else mode.makes)(trainable(model))
-    for batch in batches(mode, size):
-        optimizer.zero_grad()
-        for number, rows in enumerate(batch[:, rank]):
-            is_held = mode.is_held and number < mode.microbatches - 1
-            with flatshard.no_sync(model) if is_held else contextlib.nullcontext():
-                loss_of(model, rows.to(device.device)).backward()
-        norm = nn.utils.clip_grad_norm_(trainable(model), 1.0)
-        seen.append(float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm))
-        optimizer.step()
-    apart = [
-        float((a.to(b.device, b.dtype) - b).norm() / (b - s).norm())
-        for a, b, s in zip(wholes(mode, model), expected, start, strict=True)
-        if not torch.equal(b, s) or not torch.equal(a.to(b.device, b.dtype), b)
-    ]
-    trains = any(not torch.equal(b, s) for b, s in zip(expected, start, strict=True))
-    apart += [abs(a / b - 1) for a, b in zip(seen, norms, strict=True)]
-    off = max(apart) if trains and all(map(math.isfinite, apart)) else math.inf
-    return {"off": off, "allowed": mode.off}
-
-
-def fits(mode: Mode, device: Device, size: int) -> str:
-    """Return why a mode cannot run there, or ""."""
-    if mode.is_fsdp2 and isinstance(device, Simulated):
-        return "the simulated device has no functional collectives"
-    needs_pairs = mode.axes or type(mode.options.get("reshard_after_forward")) is int
-    return "needs an even number of ranks, four or more" if needs_pairs and (size < 4 or size % 2) else ""
+REPLAYS = 3
+CAPTURED: dict[str, dict[str, Any]] = {
+    "as it is": {},
+    "static buffers": {"static_buffers": True},
+    "SHARD_GRAD_OP": {"strategy": ShardingStrategy.SHARD_GRAD_OP},
+}
 
 
 # -- speed -------------------------------------------------------------------------------------------------------------
@@ -273,7 +248,7 @@ CONTENDING = {
     "DDP": Setting(Block),
 }
 """Contenders over all ranks, with the plain model, which sends nothing. DDP has no bf16 option, and is not simulated."""
-ADAMW = functools.partial(torch.optim.AdamW, lr=1e-4, fused=True)
+FUSED_ADAMW = functools.partial(torch.optim.AdamW, lr=1e-4, fused=True)
 ROUNDS, BATCH = 20, 2
 
 
@@ -284,7 +259,7 @@ def timed(name: str, bf16: bool, config: GPTConfig, device: Device, rounds: int)
     assert kind in CONTENDERS
     before = device.allocated()
     tokens = torch.zeros(BATCH, config.context, dtype=torch.int64)
-    optimizer = ADAMW if device.device.type == "cuda" else functools.partial(torch.optim.AdamW, lr=1e-4)
+    optimizer = FUSED_ADAMW if device.device.type == "cuda" else functools.partial(torch.optim.AdamW, lr=1e-4)
     job = Job(kind, config, setting, tokens, optimizer)
     for _ in range(device.warm_up):
         job.step()
@@ -300,17 +275,6 @@ def timed(name: str, bf16: bool, config: GPTConfig, device: Device, rounds: int)
         "collectives, ms": 1e3 * overlap.collectives,
         "hidden, ms": 1e3 * overlap.hidden,
     }
-
-
-def captured(name: str, config: GPTConfig, device: Device) -> dict[str, Any]:
-    """Capture a step with SGD in a CUDA graph, over this job's ranks."""
-    options = {"static_buffers": True} if "static" in name else {}
-    setting = Setting(Block, device=device.device, options=options)
-    tokens = torch.zeros(1, config.context, dtype=torch.int64)
-    job = Job("flatshard", config, setting, tokens, functools.partial(torch.optim.SGD, lr=0.1, foreach=True))
-    replay = device.captured(job.step)
-    eager = 1e3 * min(device.seconds(job.step) for _ in range(3))
-    return {"eager, ms": eager, "replay, ms": 1e3 * min(device.seconds(replay) for _ in range(3))}
 
 
 # -- a part ------------------------------------------------------------------------------------------------------------
@@ -329,21 +293,24 @@ def cases_of(part: str, device: Device, rank: int, size: int, tiny: bool) -> dic
             for name in CONTENDING
             if name != "DDP" or not (bf16 or isinstance(device, Simulated))
         }
+    if part == "probe":
+        return {"collectives": functools.partial(probe, device, rank, size)}
     if part == "capture":
-        config = SMALL if tiny else replace(LARGE, layers=4, width=512)
-        return {name: functools.partial(captured, name, config, device) for name in ("static buffers", "as it is")}
+        return {name: functools.partial(captured, name, device, rank, size) for name in CAPTURED}
+    if part == "others":
+        return {name: functools.partial(case, device, rank, size) for name, case in OTHERS.items()}
     everything = {name: mode for modes in PARITY.values() for name, mode in modes.items()}
     modes = {name: everything[name] for name in RACES} if part == "races" else PARITY[part]
     return {
-        name: fits(mode, device, size) or functools.partial(parity, mode, device, rank, size)
+        name: reason_not_to_run(mode, device, size) or functools.partial(parity, mode, device, rank, size)
         for name, mode in modes.items()
     }
 
 
-PARTS = (*PARITY, "races", "steps", "capture")
+PARTS = ("probe", *PARITY, "others", "races", "capture", "steps")
 
 
-def told(store: dist.Store, name: str, mine: dict[str, Any], rank: int, size: int) -> list[dict[str, Any]]:
+def exchanged(store: dist.Store, name: str, mine: dict[str, Any], rank: int, size: int) -> list[dict[str, Any]]:
     """Return each rank's result of a case. If a rank sends none, the store raises after ``PATIENCE``."""
     store.set(f"{name}/{rank}", json.dumps(mine))
     keys = [f"{name}/{other}" for other in range(size)]
@@ -351,50 +318,73 @@ def told(store: dist.Store, name: str, mine: dict[str, Any], rank: int, size: in
     return [json.loads(store.get(key)) for key in keys]
 
 
-def run(part: str, device: Device, store: dist.Store, rank: int, size: int, tiny: bool) -> Iterator[dict[str, Any]]:
-    """Yield the names of all cases, then each case's results on all ranks. If a rank does not answer, that case is the
-    last."""
-    cases = cases_of(part, device, rank, size, tiny)
-    yield {"cases": list(cases)}
+def result_of(case: Case, device: Device) -> dict[str, Any]:
+    """Return a case's figures, or its error: the other cases run."""
+    try:
+        mine = case()
+        device.finish()
+    except Exception as e:
+        text = "".join(traceback.format_exception(e)[-4:])
+        mine = {"error": f"{type(e).__name__}: {e}"[:2000], "where": text[-2000:]}
+        device.recover()
+    gc.collect()
+    return mine
+
+
+def run(
+    cases: dict[str, Case | str], device: Device, store: dist.Store, rank: int, size: int, end: float
+) -> Iterator[dict[str, Any]]:
+    """Yield each case's results on all ranks. The last one is that after which rank 0's clock is past ``end``, or to which a
+    rank does not answer."""
     for name, case in cases.items():
         if isinstance(case, str):
             yield {"case": name, "left out": case}
             continue
-        began = time.perf_counter()
+        began = time.monotonic()
+        mine = result_of(case, device)
         try:
-            mine = case()
-            device.finish()
-        except Exception as e:  # any error is a line of the results, and the other cases run
-            text = "".join(traceback.format_exception(e)[-4:])
-            mine = {"error": f"{type(e).__name__}: {e}"[:2000], "where": text[-2000:]}
-            device.recover()
-        gc.collect()
-        try:
-            all_ranks = told(store, name, mine, rank, size)
+            all_ranks = exchanged(store, name, {**mine, "is_over": time.monotonic() > end}, rank, size)
         except dist.DistError as e:
             yield {"case": name, "ranks": [mine], "ended": f"a rank does not answer: {e}"[:500]}
             return
-        yield {"case": name, "seconds": time.perf_counter() - began, "ranks": all_ranks}
+        is_over = [each.pop("is_over") for each in all_ranks]
+        yield {"case": name, "seconds": round(time.monotonic() - began, 2), "ranks": all_ranks}
+        if is_over[0]:
+            return
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--part", choices=PARTS, required=True)
+    parser.add_argument("--parts", choices=PARTS, nargs="+", required=True)
     parser.add_argument("--results", type=Path, required=True, help="rank 0 adds a line of JSON a case")
     parser.add_argument("--device", choices=("cuda", "simulated", "cpu"), default="cuda")
+    parser.add_argument("--by-host", action="store_true", help="collectives by gloo, as ranks share a GPU without NCCL")
+    parser.add_argument("--skip", type=int, default=0, help="leave out the first cases: they have run")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="begin no case later than that")
     args = parser.parse_args()
+    end = time.monotonic() + args.seconds
     set_environment()
     torch.set_num_threads(1)
     index = int(os.environ.get("LOCAL_RANK", "0"))
     device = {"cuda": lambda: Cuda(index=index), "simulated": Simulated, "cpu": Device}[args.device]()
+    if args.by_host:
+        communicate_by_host()
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}.items():
         os.environ.setdefault(name, value)
     base, rank, size = next(rendezvous("env://"))
-    store = dist.PrefixStore(f"gpu.py/{args.part}", base)
-    options = {"device_id": device.device} if args.device == "cuda" else {}
-    dist.init_process_group(device.backend, store=store, rank=rank, world_size=size, timeout=PATIENCE, **options)
+    store = dist.PrefixStore(f"gpu.py/{'/'.join(args.parts)}/{args.skip}", base)
+    by_nccl = args.device == "cuda" and not args.by_host
+    options = {"device_id": device.device} if by_nccl else {}
+    backend = "gloo" if args.by_host else device.backend
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=PATIENCE, **options)
+    tiny = args.device != "cuda"
+    of_parts = {part: cases_of(part, device, rank, size, tiny) for part in args.parts}
+    cases = {f"{part}: {name}": case for part, found in of_parts.items() for name, case in found.items()}
+    left = dict(list(cases.items())[args.skip :])
     with args.results.open("a") if rank == 0 else contextlib.nullcontext() as results:
-        for found in run(args.part, device, dist.PrefixStore("told", store), rank, size, args.device != "cuda"):
+        if results is not None and not args.skip:
+            print(json.dumps({"cases": list(cases)}), file=results, flush=True)
+        for found in run(left, device, dist.PrefixStore("results", store), rank, size, end):
             if results is not None:
                 print(json.dumps(found), file=results, flush=True)
     with contextlib.suppress(dist.DistError):  # rank 0 may have the store, so it leaves last

@@ -1,6 +1,7 @@
 """Host time that sharding adds to a unit's forward and backward, over the fake process group (no communication).
 
     python benchmarks/host_overhead.py --world-size 64 --units 100
+    python benchmarks/host_overhead.py --gpu
 
 A unit has 12 small parameters (16 x 16), so arithmetic is negligible: the rest is Python, dispatch and autograd. All
 contenders run interleaved in one process. Figures are medians over the rounds, minus the plain model's median. bf16 means
@@ -15,12 +16,15 @@ copies of the shard, and twelve gradient copies. These alone are timed beside th
 from __future__ import annotations
 
 import argparse
+import contextlib
+import functools
 import statistics
 from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-from contenders import SHARDED, Setting, build, drop_gradients
+from contenders import SHARDED, Setting, as_over_nccl, build, drop_gradients, filling_nothing
+from devices import Cuda, Device
 from suite import OURS, Benchmark, Figure, Table, by_column, fake_world, interleaved, progress, seconds, spread
 from torch import Tensor, nn
 
@@ -46,13 +50,20 @@ def batch(dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.ones(2, WIDTH, dtype=dtype)
 
 
-def contender(name: str, count: int, bf16: bool) -> Callable[[], float]:
-    """Return a function that times a forward and a backward of a new model, without the drop of gradients."""
+def contender(name: str, count: int, bf16: bool, device: Device) -> Callable[[], float]:
+    """Return a function that times a forward and a backward of a new model, without the drop of gradients.
+
+    On a GPU it is the time until the host has issued them, which begins when the device is idle.
+    """
     torch.manual_seed(0)
-    model = build(name, units(count), Setting(Unit, bf16=bf16))
-    x = batch(torch.bfloat16 if bf16 else torch.float32)
+    setting = Setting(
+        Unit, bf16=bf16, device=device.device, collectives=None if device.device.type == "cpu" else as_over_nccl
+    )
+    model = build(name, units(count).to(device.device), setting)
+    x = batch(torch.bfloat16 if bf16 else torch.float32).to(device.device)
 
     def step() -> float:
+        device.finish()
         elapsed = seconds(lambda: model(x).sum().backward())
         drop_gradients(model)
         return elapsed
@@ -90,9 +101,14 @@ def floor(
 
 def column(args: argparse.Namespace, bf16: bool) -> dict[str, Figure]:
     """Return microseconds per unit: every contender's minus the plain model's, and those of the floor and the plain model."""
-    steps = {name: contender(name, args.units, bf16) for name in SHARDED}
-    steps |= {"floor": floor(args.world_size, args.units, bf16), "plain (in all)": contender("plain", args.units, bf16)}
-    times = interleaved(steps, args.rounds)
+    device = Cuda() if args.gpu else Device()
+    make = functools.partial(contender, count=args.units, bf16=bf16, device=device)
+    steps = {name: make(name) for name in (*SHARDED, "plain")}
+    steps["plain (in all)"] = steps.pop("plain")
+    if not args.gpu:
+        steps["floor"] = floor(args.world_size, args.units, bf16)
+    with filling_nothing() if args.gpu else contextlib.nullcontext():  # each collective is one call, as over NCCL
+        times = interleaved(steps, args.rounds)
     plain = statistics.median(times["plain (in all)"])
     return {
         name: spread(1e6 / args.units * (value - plain * (name in SHARDED)) for value in series)
@@ -113,13 +129,19 @@ def measure(args: argparse.Namespace) -> list[Table]:
             f"medians of {args.rounds} rounds (fake group of {args.world_size}, {args.units} units)",
             "what no eager flat design can leave out, timed alone in the same rounds",
             by_column(columns),
-            {OURS: TARGETS},
+            {} if args.gpu else {OURS: TARGETS},
             digits=0,
         )
     ]
 
 
-BENCHMARK = Benchmark(measure, __doc__, rounds=(11, 41), sizes={"world_size": 64, "units": 100})
+BENCHMARK = Benchmark(
+    measure,
+    __doc__,
+    rounds=(11, 41),
+    sizes={"world_size": 64, "units": 100},
+    flags={"gpu": "on a GPU: the time until the host has issued all, without a floor"},
+)
 
 if __name__ == "__main__":
     BENCHMARK.main()

@@ -2,8 +2,8 @@
 
 ``gpu.py`` runs this, and more.
 
-    python benchmarks/one_gpu.py
-    python benchmarks/one_gpu.py --simulated
+    python benchmarks/one_gpu.py --graphs
+    python benchmarks/one_gpu.py --simulated --places gpu_fake_8
 
 A GPT runs in float32 and with bf16 compute, over the fake group of 8 and of 64, and over NCCL at world size 1. Nothing is
 sent. Over the fake group, all contenders call the collectives of torch.distributed as over NCCL. Each is one call into the
@@ -15,12 +15,15 @@ The columns, all measured on a GPU, and their floors:
 - ms: a forward, a backward and a step of AdamW (fused), by CUDA events; contenders interleaved, medians of the rounds.
   Floor: the plain model's, on the same device in the same rounds.
 - over plain: the ratio to the plain model's time. Floor: 1.
+- host ms: until the host has issued such a step. Floor: the plain model's.
+- tokens/s: of this rank. Floor: the plain model's.
 - kernels, copies: launches in such a step, in ``torch.profiler``'s trace (copies: memcpy and memset). Floor: the plain
   model's.
 - copied / P: bytes of forward and backward as ``copied_bytes.py`` counts them, minus the plain model's; P is the parameters
   in float32. Floor: 2, with bf16 1.5 and the cast of the shard; over NCCL at world size 1 nothing need be copied, so 0.
 - peak, MiB: ``max_memory_allocated`` in such a step, minus the memory allocated before the contender was made, alone on the
   device. Floor: parameters, gradients and optimizer state of one rank, and saved activations.
+- reserved, MiB: memory that the allocator has taken from the device after these steps, minus what it had before.
 - host waits: waits of the host for the device in such a step, in the trace. Floor: 0, or 1 with offload, whose optimizer
   reads the device's results on the host.
 - graph: whether a step with SGD (foreach, momentum) can be captured in a CUDA graph and replayed, for the plain model and for
@@ -44,16 +47,17 @@ import contextlib
 import dataclasses
 import functools
 import gc
-from collections.abc import Callable, Iterator
+import statistics
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
-from contenders import FSDP1_FLAT, Job, Setting, filling_nothing, numel
+from contenders import FSDP1_FLAT, Job, Setting, as_over_nccl, filling_nothing, numel
 from counting import CopiedBytes
 from devices import Cuda, Device, Simulated
 from gpt import Block, GPTConfig
-from suite import Benchmark, Figure, Table, fake_world, interleaved, over, progress, spread
+from suite import Benchmark, Figure, Table, fake_world, interleaved, over, progress, seconds, spread
 
 import flatshard
 from flatshard.comm import Collectives, DefaultCollectives
@@ -79,11 +83,6 @@ PLACES = [
 ]
 
 
-def as_over_nccl(group: dist.ProcessGroup, device: torch.device) -> Collectives:
-    """Return flatshard's collectives for NCCL, even over the fake group, which has others."""
-    return DefaultCollectives(group)
-
-
 def widening(group: dist.ProcessGroup, device: torch.device) -> Collectives:
     return DefaultCollectives(group, widens=True)
 
@@ -106,9 +105,9 @@ ADAMW = functools.partial(torch.optim.AdamW, lr=1e-4, fused=True)
 SGD = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, foreach=True)
 
 
-def rows_of(place: Place) -> list[str]:
+def rows_of(place: Place, rows: Iterable[str] = ROWS) -> list[str]:
     """Return the rows that apply to ``place``."""
-    return [name for name in ROWS if place.bf16 or name != WIDENS]
+    return [name for name in rows if place.bf16 or name != WIDENS]
 
 
 def first_line(error: Exception) -> Figure:
@@ -158,11 +157,12 @@ class Bench:
         """Count a contender's figures with nothing else on the device. Copied bytes are totals."""
         gc.collect()  # sharded models are in reference cycles
         gc.freeze()  # the next collection skips the rest
-        self.device.finish()
-        before, job = self.device.allocated(), self.job(name)
+        self.device.recover()
+        before, had, job = self.device.allocated(), self.device.reserved(), self.job(name)
         for _ in range(self.device.warm_up):
             job.step()
-        peak, counts = self.device.peak(job.step), self.device.count(job.step)
+        peak, reserved = self.device.peak(job.step), self.device.reserved() - had
+        counts = self.device.count(job.step)
         with CopiedBytes() as copied:
             job.passes()
         self.device.finish()
@@ -171,6 +171,7 @@ class Bench:
             "copies": Figure(counts.copies),
             "copied / P": Figure(copied.total),
             "peak, MiB": Figure((peak - before) / 2**20),
+            "reserved, MiB": Figure(reserved / 2**20),
             "host waits": Figure(counts.waits),
         }
 
@@ -178,7 +179,7 @@ class Bench:
         """Return all contenders' figures except graphs."""
         rows: dict[str, dict[str, Figure]] = {}
         with self.world():
-            for name in rows_of(self.place):
+            for name in rows_of(self.place, self.args.rows):
                 progress(f"{self.place.title}, {name}")
                 try:
                     rows[name] = {"ms": Figure(None), "over plain": Figure(None), **self.alone(name)}
@@ -186,7 +187,12 @@ class Bench:
                     rows[name] = {"ms": first_line(e)}
                     self.device.recover()
             jobs = {name: self.job(name) for name, row in rows.items() if len(row) > 1}
-            steps = {name: functools.partial(self.device.seconds, job.step) for name, job in jobs.items()}
+            host: dict[str, list[float]] = {name: [] for name in jobs}
+
+            def timed(name: str, step: Callable[[], object]) -> float:
+                return self.device.seconds(lambda: host[name].append(seconds(step)))
+
+            steps = {name: functools.partial(timed, name, job.step) for name, job in jobs.items()}
             times = interleaved(steps, self.args.rounds, min(self.device.warm_up, self.args.rounds - 1))
             jobs.clear()
             steps.clear()
@@ -196,6 +202,8 @@ class Bench:
             rows[name] |= {
                 "ms": spread(1e3 * value for value in series),
                 "over plain": over(series, times["plain"]),
+                "host ms": spread(1e3 * value for value in host[name][-self.args.rounds :]),
+                "tokens/s": Figure(round(self.args.batch * self.args.context / statistics.median(series))),
                 "copied / P": Figure(copied),
             }
         return rows
@@ -241,20 +249,27 @@ def measure(args: argparse.Namespace) -> list[Table]:
         progress("no GPU is available here: one_gpu.py has no tables")
         return []
     device = Simulated() if args.simulated else Cuda()
-    benches = [Bench(args, device, place) for place in PLACES]
+    places = [place for place in PLACES if place.name in args.places]
+    benches = [Bench(args, device, place) for place in places]
     rows = [bench.rows() for bench in benches]
-    for bench, of_place in zip(benches, rows, strict=True):
+    for bench, of_place in zip(benches if args.graphs else (), rows, strict=args.graphs):
         for name, row in of_place.items():
             if ROWS[name][0] in ("plain", "flatshard") and name != OFFLOAD:
                 progress(f"graph, {bench.place.title}, {name}")
                 row["graph"] = bench.graph(name)
     sizes = f"GPT of {args.layers} blocks of width {args.width}, batch {args.batch} x {args.context}"
     floor = "the plain model on the same device; of each column in benchmarks/one_gpu.py"
-    tables = [Table(p.name, f"{p.title}: {sizes}", floor, of) for p, of in zip(PLACES, rows, strict=True)]
+    tables = [Table(p.name, f"{p.title}: {sizes}", floor, of) for p, of in zip(places, rows, strict=True)]
     return [marked(table) for table in tables] if args.simulated else tables
 
 
-BENCHMARK = Benchmark(measure, __doc__, sizes=SIZES, flags={"simulated": "on the simulated device: no results"})
+BENCHMARK = Benchmark(
+    measure,
+    __doc__,
+    sizes=SIZES,
+    flags={"simulated": "on the simulated device: no results", "graphs": "capture steps in CUDA graphs, too"},
+    names={"places": [place.name for place in PLACES], "rows": list(ROWS)},
+)
 
 if __name__ == "__main__":
     BENCHMARK.main()

@@ -187,6 +187,8 @@ class Benchmark:
     """Integer options with their defaults, such as ``{"layers": 8}`` for ``--layers``."""
     flags: Mapping[str, str] = field(default_factory=dict)
     """Flags with their help."""
+    names: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    """Options that select some of these names, by default all: ``{"rows": ("plain", "flatshard")}`` for ``--rows``."""
 
     def parser(self) -> argparse.ArgumentParser:
         parser = arguments(self.doc)
@@ -196,6 +198,9 @@ class Benchmark:
             parser.add_argument(f"--{size.replace('_', '-')}", type=int, default=default, help=f"default: {default}")
         for flag, text in self.flags.items():
             parser.add_argument(f"--{flag}", action="store_true", help=text)
+        for option, names in self.names.items():
+            chosen = {"nargs": "+", "choices": list(names), "default": list(names), "metavar": "NAME"}
+            parser.add_argument(f"--{option}", help=f"some of: {'; '.join(names)}", **chosen)
         if any(self.rounds):
             quick, full = self.rounds
             parser.add_argument("--rounds", type=int, help=f"default: {quick}, with --full {full}")

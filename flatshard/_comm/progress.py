@@ -79,6 +79,11 @@ SAME_ORDER = (
     "ranks, not by rank 0 alone"
 )
 
+SAME_NUMBERS = (
+    "A norm, sum or maximum of sharded parameters or gradients is computed by all ranks together. Have all ranks call what "
+    "computes it, and print the result on one of them. A rank without a use for it in its loss adds the same term times zero"
+)
+
 
 Place = tuple[int, int, str]
 """Progress of a rank: passes begun, backwards begun, and the current phase (``"forward"``, ``"backward"`` or ``""``)."""

@@ -246,7 +246,7 @@ class Runtime(RankGroup):
             pending = start()
         else:
             pending = monitor.start(issued, self.capabilities, start, self.streams)
-        return Awaited(pending, issued, monitor) if self.streams is None else self.issued(pending)
+        return Awaited(pending, issued, self.peers.monitor) if self.streams is None else self.issued(pending)
 
     def _refuse(self, verb: str, label: Label, unended: Issued) -> NoReturn:
         text = (

@@ -30,7 +30,6 @@ join the current stream when a pass or a backward ends.
 from __future__ import annotations
 
 import contextlib
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar
 
@@ -89,14 +88,18 @@ def _has(module: Any, name: str) -> bool:
 
 
 class Streams:
-    """The side streams of one accelerator, for all process groups. [Note: Memory follows the streams]"""
+    """The side streams of one accelerator, for all process groups. [Note: Memory follows the streams]
 
-    _made: ClassVar[weakref.WeakValueDictionary[torch.device, Streams]] = weakref.WeakValueDictionary()
+    They live as long as the process: an allocator keeps freed memory for its stream, so a later model would not get it on
+    other streams.
+    """
+
+    _made: ClassVar[dict[torch.device, Streams]] = {}
 
     def __init__(self, module: Any, device: torch.device) -> None:
         """``module``: the device module, such as ``torch.cuda`` or ``torch.xpu``."""
         self._module = module
-        self._device = device
+        self._index = device.index  # cheaper than a device
         self.gather = module.Stream(device=device, priority=-1)
         self.reduce = module.Stream(device=device, priority=-1)
         self._forked: set[Any] = set()  # the side streams that have waited for another stream since the last join
@@ -126,7 +129,7 @@ class Streams:
     @property
     def current(self) -> Any:
         """The device's current stream, which the caller enqueues on."""
-        return self._module.current_stream(self._device)
+        return self._module.current_stream(self._index)
 
     def record(self) -> StreamEvent:
         """Record an event on the current stream."""

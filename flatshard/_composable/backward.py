@@ -93,7 +93,7 @@ class Backward:
             backward.drop()
         backward = context.backward
         if not isinstance(backward, Backward):
-            context.begin_backward(backward := cls(unit))
+            context.set_backward(backward := cls(unit))
         backward._enter(task)
         return backward
 
@@ -149,13 +149,13 @@ class Backward:
     def recompute(self, unit: Unit) -> None:
         """Note that a forward of ``unit`` runs in backward. In a reentrant checkpoint that is when backward comes to it."""
         self.touch(unit)
-        if self._idle and not unit.graph.comes_again():
+        if self._idle and not unit.comes_again():
             self._complete_before(unit, [u for u in self._idle if unit not in units_below(u.module)])
 
     def _complete_before(self, unit: Unit, idle: Iterable[Unit]) -> None:
         """Complete those of ``idle`` that are over, as backward comes to ``unit``."""
         task = current_graph_task()
-        over = [u for u in idle if u is not unit and _completes_in(u, task) and u.graph.is_over]
+        over = [u for u in idle if u not in unit.needs and _completes_in(u, task) and u.is_over]
         if over:
             to_come = any(u.count_expected_gradients() for queue in ReductionQueue.every for u in queue.units())
             self._complete_all(over, to_come or self._bring_gradients(self._tasks), early=True)
@@ -202,7 +202,7 @@ class Backward:
         if self._tasks.pop(task, None) is None:  # this backward has been dropped
             return
         if not self._tasks:
-            self._context.end_backward()  # before hooks of the user, which run outside of it
+            self._context.set_backward(None)  # before hooks of the user, which run outside of it
         try:
             self._finish(task, self._bring_gradients((task,)))
         except BaseException:
@@ -292,7 +292,7 @@ class Backward:
         This includes reductions in flight: the user may have called ``zero_grad`` already, and they would set ``.grad`` after
         it. It includes gradients held by earlier backwards, as this backward has added to some of them.
         """
-        self._context.end_backward()
+        self._context.set_backward(None)
         self._tasks.clear()
         self.keeps_unsharded = False
         self._queue.discard(self._reached)

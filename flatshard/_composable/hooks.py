@@ -282,13 +282,16 @@ class UnitHooks:
                 if made_nodes_after(outputs, forward.first_node):
                     output = changed = with_new_nodes(output)
                     outputs = [*tensors_in(output)]
-                found = [*outputs]
+                stored: list[torch.Tensor] = []
                 for given in (*args, *kwargs.values()):
                     if isinstance(given, (list, dict)):  # the module may have stored tensors in it
-                        found += tensors_in(given)
+                        stored += tensors_in(given)
                 for leaving in self._leaving:
-                    found += leaving(found)
-                comes_back = self.register_pre_backward(found, forward)
+                    stored += leaving(outputs)
+                if stored:  # not the module's inputs
+                    first = forward.first_node
+                    stored = [t for t in stored if (n := t.grad_fn) is not None and n._sequence_nr() >= first]
+                comes_back = self.register_pre_backward([*outputs, *stored], forward)
                 leaks = not comes_back and self._may_hide_tensors(output)
             # The unsharded parameters, or views of them, must stay in memory.
             leaks = leaks or any(map(unit.handle.holds_memory_of, outputs))
@@ -327,20 +330,24 @@ class UnitHooks:
 
     def register_pre_backward(self, outputs: Iterable[torch.Tensor], forward: Forward) -> bool:
         """Make backward call ``pre_backward`` when it reaches one of ``outputs``. Return whether it may reach one."""
-        found = set[Node | None]()
+        found: dict[Node | None, bool] = {}  # whether it is the node of an output
         for tensor in outputs:
             if tensor.requires_grad:
                 # An in-place change of a view gives it a new node, so the old one is bypassed; but its base keeps the node.
                 # If a custom autograd function returned its input, its output is a view that cannot be changed in place.
                 own = tensor.grad_fn
                 if tensor._is_view() and not isinstance(own, BackwardCFunction) and tensor._base is not None:
-                    found.add(tensor._base.grad_fn)
-                found.add(own)
-        if not (nodes := [node for node in found if node is not None]):
+                    found.setdefault(tensor._base.grad_fn, False)
+                found[own] = True
+        found.pop(None, None)
+        if not found:
             return False
         record = self.unit.context.record_forward(forward)
-        for node in nodes:
-            way = self.unit.graph.add_way(record, node)
+        for node, is_own in found.items():
+            assert node is not None
+            way = Way(record, node)
+            for needed in self.unit.needs if is_own else ():  # a view leads to its base
+                needed.graph.add_way(way)
             metadata: dict[str, Any] = node.metadata  # type: ignore[assignment]  # torch's stubs take the property for a method
             if (later := metadata.get(_LATER)) is None:
                 later = metadata[_LATER] = []
@@ -444,7 +451,7 @@ class UnitHooks:
         # If it was not called: all ranks gather the next unit before they reduce this one.
         if now.finish_at > 1:
             self.finish_previous()
-        if unit.graph.comes_again() or (now.lacks_some and may_reach_inside(unit)):
+        if unit.comes_again() or (now.lacks_some and may_reach_inside(unit)):
             backward.postpone(unit)
             return
         done = unit.is_done_with_gradients or has_left_first(unit)
@@ -457,7 +464,7 @@ class UnitHooks:
     def post_backward(self) -> None:
         """Free the unit if backward has left all its forwards through their inputs. [Note: Freeing in backward]"""
         unit, now = self.unit, self.unit.graph.now
-        is_over = not ((now is not None and now.pending) or unit.graph.comes_again())
+        is_over = not ((now is not None and now.pending) or unit.comes_again())
         if Backward.post_backward(unit) and (is_over or not unit.handle.gradients.accumulators.are_all):
             backward = unit.context.backward
             if not (isinstance(backward, Backward) and backward.keeps_unsharded):

@@ -32,6 +32,8 @@ from flatshard._composable.module_tree import ModuleTree, called_modules
 from flatshard._composable.outputs import Copied, next_node
 from flatshard._composable.reduction_queue import ReductionQueue
 from flatshard._composable.unit_backward import (
+    AWAITING,
+    COMPLETE,
     ForwardRecord,
     UnitGraph,
     UnitHistory,
@@ -46,7 +48,6 @@ from flatshard._handle.registrations import SHARDED, Shown
 T = TypeVar("T")
 
 _forwards, _id, _unit = (operator.attrgetter(name) for name in ("forwards", "id", "unit"))
-
 
 # The unit that owns a sharded or unsharded parameter, by the parameter's id. The unit keeps both alive, so ids are unique.
 _owners: weakref.WeakValueDictionary[int, Unit] = weakref.WeakValueDictionary()
@@ -91,7 +92,7 @@ class Unit:
         """Free memory of other units that this one needs. [Note: Static buffers]"""
         self.context.prefetcher.free_unused()
         for unit in made_units.values():  # that stay until the end of the backward, though their values are not needed
-            if unit.graph.is_over and unit.handle.gradients.accumulators.are_all:
+            if unit.is_over and unit.handle.gradients.accumulators.are_all:
                 unit.free_if_unused()
         if not self.history.live_forwards:
             self.handle.unblock()
@@ -117,6 +118,17 @@ class Unit:
     def count_expected_gradients(self) -> int:
         """Return how many gradients the running graph task has for the unit."""
         return how_many_run(self.handle.gradients.accumulators.nodes) + how_many_run(self.graph.stand_ins)
+
+    def comes_again(self) -> bool:
+        """Return whether the running graph task will reach another forward of the unit, or of one that needs it."""
+        return self.graph.comes_again(self.handle.gradients.accumulators.nodes)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the unit has all its gradients, and the running graph task does not reach it again."""
+        if (now := self.graph.now) is None:
+            return False
+        return now.state is COMPLETE or (now.state > AWAITING and not now.pending and not self.comes_again())
 
     def free_if_unused(self) -> None:
         """Register the parameters that the claims ask for, and free the unsharded parameters if nothing needs them."""
@@ -259,7 +271,7 @@ class Pass:
 
 
 class Prefetcher:
-    """The units that a context has gathered ahead of their use. A unit is in use once something has waited for its gather.
+    """The units that a context has gathered ahead. A unit is in use once something has waited for its gather.
 
     [Note: Gathered before it changes]
     A module may change parameters of units inside it, in its own forward: a momentum encoder (MoCo, BYOL) does. A unit that
@@ -521,15 +533,10 @@ class Context:
                 )
             self.backward.drop()
 
-    def begin_backward(self, backward: RunningBackward) -> None:
-        """Record that ``backward`` has reached the first unit."""
+    def set_backward(self, backward: RunningBackward | None) -> None:
+        """Record that ``backward`` has reached its first unit, or with None, that it has ended or is given up."""
         self.backward = backward
-        self.backward_id += 1
-        self.publish_place(bool(self.forwards))
-
-    def end_backward(self) -> None:
-        """Record that the backward has ended, or is given up."""
-        self.backward = None
+        self.backward_id += backward is not None
         self.publish_place(bool(self.forwards))
 
     def _drop_forwards(self, frame: FrameType | None) -> None:

@@ -10,8 +10,8 @@ when they have all awaited gradients, and complete when backward reaches a unit 
 checkpoint:
 
 - a unit without any parameter in the graph: it is unused, or inside a reentrant checkpoint;
-- a unit that backward will come to again, for another forward (``Way``): of a module called twice, or of an earlier pass if
-  losses of two passes were added;
+- a unit that backward will come to again, for another forward (``Way``): of a module called twice, of an earlier pass if
+  losses of two passes were added, or of a unit that uses its tied parameters;
 - a unit that lacks parameters and has units inside that backward has not reached: a reentrant checkpoint may run both.
 
 The end of the graph task (the run of the autograd engine) that reached a unit first completes all others:
@@ -192,6 +192,15 @@ class Way(Generic[U]):
         """Return whether the running graph task comes this way, or has come."""
         return all(how_many_run((node,)) for node, _ in self._after if node is not None)
 
+    def ends_in(self, leaves: Collection[Node]) -> bool:
+        """Return whether it leads to one of ``leaves``, and to leaves only, as an embedding's does.
+
+        Graphs share leaves, so ``runs`` cannot tell them apart. But it need not: that leaf's gradient comes later.
+        """
+        return any(node in leaves for node, _ in self._after) and not any(
+            node.next_functions for node, _ in self._after if node is not None
+        )
+
 
 class UnitGraph(Generic[U]):
     """The links between one unit and autograd's graph, and the unit's record in the running backward.
@@ -208,18 +217,21 @@ class UnitGraph(Generic[U]):
         # Leaves besides the parameters whose gradients count: where forwards may not have run the module.
         self.stand_ins: list[Node] = []
 
-    def add_way(self, record: ForwardRecord[U], node: Node) -> Way[U]:
-        """Record that backward may come to the forward of ``record`` by ``node``. The caller keeps the result alive."""
-        way = Way(record, node)
+    def add_way(self, way: Way[U]) -> None:
+        """Record that backward may come by ``way`` to a forward of the unit, or of another that needs its parameters."""
         self._ways.append(weakref.ref(way, self._ways.remove))
-        return way
 
-    def comes_again(self) -> bool:
-        """Return whether the running graph task will reach another forward of the unit."""
+    def comes_again(self, leaves: Collection[Node]) -> bool:
+        """Return whether the running graph task will reach another forward of the unit, or of one that needs it.
+
+        ``leaves``: the nodes that accumulate gradients of the unit's parameters.
+        """
         task = current_graph_task()
         for ref in [*self._ways]:
             way = ref()
-            if way is not None and way.record.opened_in != task and way.runs():
+            if way is None or way.record.opened_in == task or not way.runs():
+                continue
+            if not way.ends_in((*leaves, *self.stand_ins)):
                 return True
         return False
 
@@ -227,13 +239,6 @@ class UnitGraph(Generic[U]):
     def is_reached(self) -> bool:
         """Whether the running backward has reached the unit, beyond gathering it."""
         return (now := self.now) is not None and now.is_reached
-
-    @property
-    def is_over(self) -> bool:
-        """Whether the unit has all its gradients, and the running graph task does not reach it again."""
-        if (now := self.now) is None:
-            return False
-        return now.state is COMPLETE or (now.state > AWAITING and not now.pending and not self.comes_again())
 
 
 class UnitHistory(Generic[U]):

@@ -15,6 +15,7 @@ that it needs one. So ranks write to the process group's store. A rank that did 
 to a list *before* it starts the reduction, and reads the list after the reduction, which ends on no rank before all have
 started it. A parameter that all ranks have named, no rank used. A rank that used all parameters does nothing, so this costs
 nothing if all ranks do. Otherwise a rank makes three round trips to the store for each unit with an unused parameter.
+A flat parameter without elements is not reduced, so ranks never meet: its parameters count as used on all of them.
 
 With replicas this is done twice, before each of the two collectives: if no rank of a shard group used a parameter, they
 name it among their replicas.
@@ -47,11 +48,13 @@ class Unused:
     ``begin`` and ``tell`` come before the reduction, ``ask`` after it. [Note: Naming unused parameters]
     """
 
-    __slots__ = ("_is_reduced", "_read", "_spread", "_unread", "found")
+    __slots__ = ("_read", "_spread", "_unread", "found")
 
     def __init__(self, layout: FlatLayout) -> None:
-        self._spread = {i for i in range(len(layout.params)) if len(layout.holders(i)) < layout.world_size}
-        self._is_reduced = layout.padded_numel > 0
+        is_reduced = layout.padded_numel > 0
+        self._spread = {
+            i for i in range(len(layout.params)) if is_reduced and len(layout.holders(i)) < layout.world_size
+        }
         self.found: set[int] = set()
         self._unread: tuple[Runtime, str] | None = None  # the runtime and key of a list that was not read yet
         self._read: dict[int, str] = {}  # the list that was read last, to be deleted, by the number of the runtime
@@ -68,7 +71,7 @@ class Unused:
     def tell(self, runtime: Runtime, label: Label) -> None:
         """Name ``found`` to the other ranks, before the reduction. It must be the next collective of ``runtime``."""
         progress = runtime.progress
-        if not self.found or not self._is_reduced or progress is None:
+        if not self.found or progress is None:
             return
         key = f"flatshard/unused/{label.tag}/{progress.counts.get(label.tag + REDUCE, 0) + 1}"
         # With the rank: a store without an append of its own (a file's) drops bytes that it has already.

@@ -55,7 +55,7 @@ class Recorder:
     def Stream(self, device: torch.device, priority: int) -> RecordedStream:
         return RecordedStream(self)
 
-    def current_stream(self, device: torch.device) -> RecordedStream:
+    def current_stream(self, device: int | None) -> RecordedStream:
         return self.current
 
     @contextlib.contextmanager

@@ -1,5 +1,6 @@
 """Devices on which flatshard cannot order its work."""
 
+import gc
 import types
 
 import pytest
@@ -17,3 +18,25 @@ def test_devices_without_streams_are_refused(monkeypatch):
     with pytest.raises(NotImplementedError, match=message):
         Streams.of(torch.device("mps"))
     assert Streams.of(torch.device("cpu")) is None
+
+
+def test_side_streams_outlive_models(monkeypatch):
+    """An allocator keeps freed memory for its stream, so streams of a later model would leave it unused."""
+    made = []
+
+    class Stream:
+        def __init__(self, **options):
+            made.append(self)
+
+        wait_stream = wait_event = record_event = None
+
+    class Device(types.ModuleType):
+        stream = current_stream = None
+
+    monkeypatch.setattr(Device, "Stream", Stream, raising=False)
+    monkeypatch.setattr(torch, "get_device_module", lambda device: Device("torch.test"))
+    monkeypatch.setattr(Streams, "_made", {})
+    for _ in range(2):
+        Streams.of(torch.device("mps"))
+        gc.collect()
+    assert len(made) == 2, "one for gathers and one for reductions"

@@ -226,6 +226,31 @@ def leave_a_parameter_out_of_the_loss(ctx) -> None:
 
 
 @tells(
+    r"rank 0 waits for the all-reduce for the gradient of the sum of 'blocks\.0\.weight'",
+    r"rank 1 waits for the all-gather of 'blocks\.3' for backward.*which rank 0 has not come to",
+)
+def leave_it_out_where_each_axis_is_a_group(ctx) -> None:
+    """Rank 0 waits on the group of all ranks, and rank 1 on the group of one axis, which has the same ranks."""
+    environment.WATCH_SECONDS, environment.ORDER_CHECK = WATCH, "off"
+    own = [dist.new_group([rank]) for rank in range(2)][ctx.rank]
+    torch.manual_seed(0)
+    hybrid = ShardingStrategy.HYBRID_FULL_SHARD
+    model = fully_shard(Net(), policy={nn.Linear}, process_group=(new_group(2), own), strategy=hybrid)
+    loss, term = model(torch.ones(2, 4)).sum(), model.blocks[0].weight.sum()
+    (loss if ctx.rank else loss + term).backward()
+
+
+@tells(ONE % r"the norm of order 2\.0 of 'blocks\.0\.weight'", r"rank 1 waits for the all-gather of 'blocks\.0'")
+def wait_on_another_group(ctx) -> None:
+    """Each rank waits on another process group for the other rank."""
+    (model, _), (other, _) = make(ctx), make(ctx)
+    train(model)
+    if ctx.rank == 0:
+        model.blocks[0].weight.norm()
+    train(other)
+
+
+@tells(
     r"rank 0 waits for the all-gather of 'blocks\.\d'",
     r"rank [12] is in torch\.distributed\.all_reduce\(\)",
     r"All ranks must run the same units",
@@ -269,6 +294,18 @@ def test_ranks_that_do_different_things(errors, case):
         assert type_name == "OutOfStepError", message
         for pattern in patterns:
             assert re.search(pattern, message, re.DOTALL), message
+
+
+def ask_for_different_numbers(ctx) -> None:
+    model, _ = make(ctx)
+    model.blocks[ctx.rank].weight.sum()
+
+
+def test_different_numbers_at_the_same_time(errors):
+    for rank, (type_name, message) in enumerate(errors(ask_for_different_numbers)):
+        assert type_name == "RuntimeError"
+        assert re.search(rf"rank {rank} asked for the sum of 'blocks\.{rank}\.weight', but another", message)
+        assert re.search(r"the same term times zero\. All ranks need the same order", message)
 
 
 def be_slow(ctx) -> None:

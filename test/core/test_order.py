@@ -283,6 +283,18 @@ class Within(Passing):
         return self.after(checkpoint(self.recomputed, super().forward(x), use_reentrant=True))
 
 
+class Tied(nn.Module):
+    """A unit with a weight that a unit inside, which may be left out, uses too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.after = Passing(nn.Linear(4, 4)), nn.Linear(4, 4)
+        self.after.weight = self.inner.inner.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.after(self.inner(x))
+
+
 UNUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "a complete unit waits for the units inside": (Late, "reduce-scatter 1.fork 1 <root>"),
     "a unit that returns its input completes nothing before it": (
@@ -301,6 +313,7 @@ UNUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
         Within,
         "reduce-scatter 1.recomputed.0 1 <root>",
     ),
+    "a unit stays until backward has come to those that use its parameters": (Tied, "all-gather 1 1.inner"),
 }
 
 
@@ -308,7 +321,7 @@ UNUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
 @ranks(2, timeout=20)
 def test_what_one_rank_does_not_use(ctx, name: str):
     make, expected = UNUSED[name]
-    model = sharded(ctx, nn.Sequential(nn.Linear(4, 4), make()), {Late, Block, Fork, Recomputed, Passing})
+    model = sharded(ctx, nn.Sequential(nn.Linear(4, 4), make()), {Late, Block, Fork, Recomputed, Passing, Tied})
     for module in model.modules() if ctx.rank == 0 else ():
         if isinstance(module, Fork):
             module.skip = "both"
@@ -447,9 +460,27 @@ def test_what_no_value_is_needed_for_is_not_gathered_again(world, chooses: bool)
     assert sorted(e.split()[0] for e in events) == ["all-gather", "reduce-scatter", "reshard"]
 
 
-def test_a_graph_that_waits_for_a_backward_of_its_own_delays_nothing(world):
+class OnlyParameters(nn.Module):
+    """Graphs of two forwards share all nodes after that of the embedding, and after that of the first unit's input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.first = nn.Parameter(torch.ones(4)), nn.Sequential(nn.Linear(4, 4))
+        self.words, self.last = nn.Embedding(2, 4), nn.Linear(4, 4)
+        self.first[0].register_forward_hook(lambda module, args, output: None)  # flatshard looks at what it sees
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.first(x * self.scale) + self.words(torch.arange(2)))
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: nn.Sequential(*(nn.Linear(4, 4) for _ in range(3))), OnlyParameters], ids=["layers", "parameters"]
+)
+def test_a_graph_that_waits_for_a_backward_of_its_own_delays_nothing(world, make: Callable[[], nn.Module]):
     world(2)
-    model = fully_shard(nn.Sequential(*(nn.Linear(4, 4) for _ in range(3))), policy={nn.Linear})
+    model = make()
+    for module in (*model.children(), model):
+        fully_shard(module)
     steps = []
     for graphs in (1, 1, 2):
         losses = [model(torch.ones(2, 4)).sum() for _ in range(graphs)]

@@ -15,7 +15,7 @@ from parity import check_same_gradients, twins
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from flatshard import BackwardPrefetch, describe, fully_shard, skip
+from flatshard import BackwardPrefetch, describe, fully_shard, reshard, skip
 from flatshard._base.trace import record_events
 
 WIDTH = 4
@@ -127,13 +127,17 @@ def test_units_in_which_nothing_trains(ctx, prefetch):
         assert {u.state for u in describe(model).units} == {"sharded"}
 
 
+@pytest.mark.parametrize("has_another_inside", [False, True])
 @ranks(3)
-def test_a_module_of_a_group_in_which_nothing_trains(ctx):
+def test_a_module_of_a_group_in_which_nothing_trains(ctx, has_another_inside):
     """The group's other modules train. Without gradients, backward reaches this one on no rank, so no rank gathers it."""
     torch.manual_seed(0)
     plain, model = Tower(lambda module, x: x).double(), Tower(skip).double()
     model.load_state_dict(plain.state_dict())
-    fully_shard(model, policy={(model.words, model.tower[1]), Block}, process_group=ctx.group)
+    groups = {(model.words, model.tower[1])}
+    if has_another_inside:
+        groups = {(model.words, model.tower[1].linear), (model.blocks[2], model.tower[1])}
+    fully_shard(model, policy={*groups, Block}, process_group=ctx.group)
     ids, image = torch.arange(3), torch.ones(2, WIDTH).double()
     for having in ((0, 2), (1,), (), (0, 1, 2)):
         given = [(ids + rank % 2, image if rank in having else None) for rank in range(3)]
@@ -168,6 +172,34 @@ def test_a_frozen_unit_with_units_inside(ctx):
         y = plain(x)
         ((expected(y).sum() + y.sum()) / 2).backward()
         check_same_gradients(model, plain)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "mesh", "comes"),
+    [
+        *(("NO_SHARD", (4,), False), ("SHARD_OPTIM", (4,), False)),
+        *(("HYBRID_SHARD", (4, 1), False), ("HYBRID_SHARD", (2, 2), True)),
+    ],
+)
+@ranks(4)
+def test_a_frozen_unit_of_any_strategy(ctx, strategy, mesh, comes):
+    """Backward reaches it on all ranks or none, though it may not gather it: the user may reshard and unfreeze it before."""
+    tower, plain = Block().requires_grad_(False), Block()
+    model = copy.deepcopy(plain)
+    device_mesh = ctx.device_mesh(mesh, ("replicate", "shard")[-len(mesh) :])
+    for module in (tower, model):
+        fully_shard(module, device_mesh=device_mesh, sharding_strategy=strategy)
+    x = torch.ones(2, WIDTH)
+    for having in ((), (), (0,), (3,)):
+        y = model(x)
+        y = y + 0 * tower(y if comes else x) if ctx.rank in having else skip(tower, y)
+        reshard(tower)
+        tower.requires_grad_(True)
+        y.sum().backward()
+        plain(x).sum().backward()
+        check_same_gradients(model, plain)
+        assert all(p.grad is None for p in tower.parameters())
+        tower.requires_grad_(False)
 
 
 @ranks(2)

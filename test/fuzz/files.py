@@ -36,7 +36,7 @@ class Files(Runner):
         new = Twin(s.to, twin.which, twin.sharding, twin.ranks)
         new.rtol, new.converted = twin.rtol, twin.converted
         new.begin(found[0], plain, self._optimizer(found[0]), self._optimizer(plain))
-        new.trained = twin.trained
+        new.trained, new.laid_out = twin.trained, twin.laid_out
         new.synced = {**twin.synced, **twin.synced_outside}
         new.factors, new.partial = dict(twin.factors), set(twin.partial)
         self.twins[s.to] = new
@@ -89,7 +89,7 @@ class Files(Runner):
         ):
             twin.ranks, twin.sharding = to, sharding
             twin.changes += 1
-            twin.sent = None
+            twin.sent, twin.laid_out = None, twin.dtype
         return True
 
     def _save(self, s: programs.Save, twin: Twin, module: nn.Module) -> bool:
@@ -124,7 +124,7 @@ class Files(Runner):
             plain = copy.deepcopy(twin.plain_opt.state_dict())
             self._compare_optimizers(state, twin)
         self.saved[s.kind, path] = Saved(
-            state, plain, twin.dtype, (twin.which, twin.ranks.size), twin.cuts(path), twin.trained
+            state, plain, twin.dtype, (twin.which, twin.ranks.size), twin.cuts(path), twin.trained, twin.laid_out
         )
         return True
 
@@ -158,7 +158,8 @@ class Files(Runner):
         state, plain = saved.state, saved.plain
         if saved.dtype is not twin.dtype or saved.which != (twin.which, twin.ranks.size):
             return False
-        self.loads_other_cuts = saved.trained != twin.trained and s.kind in ("sharded", "local")
+        as_now = saved.trained == twin.trained and saved.laid_out is twin.laid_out
+        self.loads_other_cuts = not as_now and s.kind in ("sharded", "local")
         if self.loads_other_cuts and len({*everybody(self.ctx, saved.cuts == twin.cuts(path))}) > 1:
             return False  # some ranks refuse, others do not
         verbs: dict[str, Callable[[], Any]] = {

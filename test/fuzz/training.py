@@ -22,6 +22,7 @@ import flatshard
 from flatshard._composable.find import units_below
 from flatshard._composable.module_tree import called_modules
 from flatshard._composable.state import unit_of
+from flatshard._handle.tensors.part import OwnedTensor
 
 LONE = "a term that some ranks do not have, in"
 """Prefix of the note of a backward with a term that some ranks lack. It is right, or ends the program in an
@@ -207,6 +208,9 @@ class Training(Runner):
             found[0] = found[0].nan_to_num(0.0, 0.0, 0.0)
             local = True
         loss.is_local |= any(everybody(self._there(twin), local))
+        if None in factors and isinstance(found[0], OwnedTensor):
+            # An addition sends the owner's number to all ranks, so all need it: as the error says, times zero.
+            factors = [factor or 0.0 for factor in factors]
         mine = factors[twin.ranks.rank]
         loss.sharded = loss.sharded if mine is None else loss.sharded + mine * found[0]
         loss.plain = [of + (factor or 0.0) * expected for of, factor in zip(loss.plain, factors, strict=True)]

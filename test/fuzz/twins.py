@@ -53,6 +53,7 @@ class Twin:
         split = {name: name.rpartition(".") for name in self.names}
         self.holders = {name: (model.get_submodule(path), own) for name, (path, _, own) in split.items()}
         self.trained = {name: p.requires_grad for name, p in self.own.items()}
+        self.laid_out = self.dtype  # a layout is aligned for the dtype that it was made for
         self.units = units_below(model)
         numbers = {unit: i for i, unit in enumerate(self.units)}
         owners = {name: owner_of(p) for name, p in self.own.items()}
@@ -193,6 +194,7 @@ class Saved:
     cuts: list[Any]
     trained: dict[str, bool]
     """Which parameters were trainable when it was sharded: frozen ones have a flat parameter of their own."""
+    laid_out: torch.dtype
 
 
 @dataclasses.dataclass

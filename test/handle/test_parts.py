@@ -90,6 +90,9 @@ TERMS: dict[str, Callable[[list[nn.Parameter], Tensor], Tensor]] = {
     "squares": lambda params, of_rank: of_rank * sum(p.pow(2).sum() + p.sum() for p in params),
     "norms": lambda params, of_rank: sum(of_rank * p.norm(3) for p in params),
     "distances": lambda params, of_rank: sum((p - p.detach() / 2).square().mean() for p in params) * of_rank,
+    "own coefficients": lambda params, of_rank: sum(
+        float(of_rank) * (p - p.detach().clone() / 2).sum() for p in params
+    ),
     "largest": lambda params, of_rank: torch.stack([p.max() for p in params]).sum() * of_rank,
 }
 

@@ -26,7 +26,8 @@ NEEDS_NO_RANKS = {name for name in WITH_EXAMPLES if re.match(r"flatshard\.(plan$
 
 def test_the_page_is_what_its_script_writes():
     """To write it again: ``python benchmarks/api_page.py > flatshard/docs/api.md``."""
-    assert (PACKAGE / "docs" / "api.md").read_text() == api_page.page(), "run: python benchmarks/api_page.py > flatshard/docs/api.md"
+    page = PACKAGE / "docs" / "api.md"
+    assert page.read_text() == api_page.page(), "run: python benchmarks/api_page.py > flatshard/docs/api.md"
 
 
 def test_each_module_says_what_is_public():

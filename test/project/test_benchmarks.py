@@ -17,7 +17,8 @@ from unittest import mock
 
 import copied_bytes
 import devices
-import gpu_ranks
+import gpu
+import gpu_parity
 import memory
 import one_gpu
 import pairs
@@ -162,7 +163,7 @@ def test_launches_waits_and_hidden_communication_are_read_from_a_trace():
 
 def run_modes(ctx: Any, wrong: bool) -> dict[str, float]:
     """Check on CPU how far off the modes of the report are."""
-    modes = {name: mode for each in gpu_ranks.PARITY.values() for name, mode in each.items()}
+    modes = {name: mode for each in gpu_parity.PARITY.values() for name, mode in each.items()}
     off = {}
     for name in ("FULL_SHARD", "bf16, reduced in fp32", "microbatches under no_sync", "a frozen block")[
         : 2 if wrong else 4
@@ -170,9 +171,9 @@ def run_modes(ctx: Any, wrong: bool) -> dict[str, float]:
         ctx.note(name)
         mode = modes[name]
         tokens = torch.full((mode.microbatches, ctx.world_size, 2, 13), ctx.rank)
-        batches = iter([tokens]) if wrong else gpu_ranks.batches(mode, ctx.world_size)
-        with mock.patch.object(gpu_ranks, "batches", return_value=list(batches)):
-            found = gpu_ranks.parity(mode, devices.Device(), ctx.rank, ctx.world_size, ctx.group)
+        batches = iter([tokens]) if wrong else gpu_parity.batches(mode, ctx.world_size)
+        with mock.patch.object(gpu_parity, "batches", return_value=list(batches)):
+            found = gpu_parity.parity(mode, devices.Device(), ctx.rank, ctx.world_size, ctx.group)
         off[name] = found["off"] / found["allowed"]
     return off
 
@@ -187,23 +188,65 @@ def test_the_check_on_gpus_finds_modes_right_and_ranks_that_differ_wrong(pool):
 # -- on the simulated device -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.skipif(not pairs.thorough, reason="a minute of one core: with --thorough")
-@pytest.mark.slow
-@pytest.mark.time_limit(330)
-@pytest.mark.usefixtures("_simulator")
-def test_the_benchmark_for_gpus_runs_from_end_to_end_on_the_simulated_device():
-    """All rows are there, so whoever has a GPU runs it once. Half a minute of one core."""
+def run_simulated(script: str, *options: str) -> str:
+    """Run a benchmark for GPUs on the simulated device, and return its output."""
     search = os.pathsep.join([str(BENCHMARKS.parent), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
-        [sys.executable, str(BENCHMARKS / "one_gpu.py"), "--simulated"],
+        [sys.executable, str(BENCHMARKS / f"{script}.py"), "--simulated", *options],
         env={**os.environ, "PYTHONPATH": search},
         capture_output=True,
         text=True,
         timeout=300,
     )
-    assert done.returncode == 0, done.stderr
-    printed = [text.splitlines() for text in done.stdout.strip().split("\n\n")]
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.time_limit(120)
+@pytest.mark.usefixtures("_simulator")
+def test_the_report_of_a_gpu_runs_on_the_simulated_device():
+    printed = run_simulated("gpu", "--only", "probe")
+    assert "probe: collectives: right" in printed
+    assert printed.rstrip().endswith("0 findings")
+
+
+def test_the_report_of_a_gpu_begins_nothing_when_its_minutes_are_over():
+    printed = run_simulated("gpu", "--minutes", "0")
+    assert printed.count("not begun") == sum(part.simulated and part.in_short for part in gpu.PARTS)
+
+
+@pytest.mark.skipif(not pairs.thorough, reason="a minute of one core: with --thorough")
+@pytest.mark.slow
+@pytest.mark.time_limit(330)
+@pytest.mark.usefixtures("_simulator")
+def test_the_benchmark_for_one_gpu_runs_from_end_to_end_on_the_simulated_device():
+    """All rows are there, so whoever has a GPU runs it once. Half a minute of one core."""
+    printed = [text.splitlines() for text in run_simulated("one_gpu", "--graphs").strip().split("\n\n")]
     for place, (title, head, *rows, _) in zip(one_gpu.PLACES, printed, strict=True):
         assert title.startswith("simulated_")
         assert "host waits" in head
         assert [re.split(r"\s{2,}", line.strip())[0] for line in rows] == one_gpu.rows_of(place)
+
+
+@pytest.mark.parametrize(
+    ("case", "verdict"),
+    [
+        ({"case": "strategies: NO_SHARD", "ranks": [{"off": 1e-12, "allowed": 1e-9}]}, "right, off by 1.0e-12"),
+        ({"case": "strategies: NO_SHARD", "ranks": [{"off": 1e-6, "allowed": 1e-9}]}, "WRONG"),
+        (
+            {"case": "disturbances: a planted fault: x", "ranks": [{"off": 1e-12, "allowed": 1e-9}]},
+            "WRONG: the fault is not",
+        ),
+        (
+            {"case": "disturbances: a planted fault: x", "ranks": [{"off": 2.0, "allowed": 1e-9}]},
+            "right, the fault is seen",
+        ),
+        (
+            {"case": "models: compiled", "ranks": [{"off": 0, "allowed": 0}, {"error": "E"}]},
+            "FAILED: failed on 1 of 2 ranks",
+        ),
+    ],
+)
+def test_verdicts_on_a_gpu(case, verdict):
+    assert gpu.verdict_of(case, is_simulated=False).startswith(verdict)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from flatshard._comm.progress import RESERVED
+from flatshard._comm.progress import RESERVED, digest
 
 _INTERRUPT_TAG = RESERVED + 7
 """The tag of a receive that is meant to time out: no message has it."""
@@ -23,6 +23,14 @@ def default_group() -> dist.ProcessGroup | None:
 def membership(group: dist.ProcessGroup | None) -> tuple[int, int, Any]:
     """Return this process's rank in ``group``, the group's size, and its store."""
     return (0, 1, None) if group is None else (group.rank(), group.size(), group.get_group_store())
+
+
+def name_of(group: dist.ProcessGroup) -> str:
+    """Return a name of ``group``, the same on all its ranks. Empty if torch.distributed does not know the group."""
+    try:
+        return digest((group.group_name, dist.get_process_group_ranks(group)))
+    except (KeyError, RuntimeError, ValueError):
+        return ""
 
 
 def interrupt(group: dist.ProcessGroup) -> None:

@@ -6,6 +6,10 @@ itself, has left the forward or backward that the collective belongs to, or wait
 one (``dist.barrier()``). A slow rank is not stuck. So this is exact, with no guess and no time limit: while no rank is stuck,
 waiting continues until the process group's own timeout.
 
+Ranks may wait for each other on different groups: one for a norm over all ranks, the next for a reduction over an axis of
+their mesh. So a position has the counts of all groups of its rank, and the wait of the rank on any of them. A rank judges
+with the positions of the group that it waits on itself, and publishes the verdict in all groups that stuck ranks wait on.
+
 In normal operation the thread wakes every few seconds, checks whether the same wait is still going on, and asks the
 process group's store for an alarm. The cost to a collective is two assignments. A rank with a long wait raises the alarm.
 Then every rank publishes its position, also a rank that waits elsewhere. A rank that finds
@@ -27,7 +31,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch.distributed as dist
@@ -35,16 +39,17 @@ import torch.distributed as dist
 from flatshard._base import environment, frames, trace
 from flatshard._comm.backends import BuiltinCollectives, GlooCollectives
 from flatshard._comm.monitor.differences import described, difference
-from flatshard._comm.monitor.messages import interrupt
-from flatshard._comm.progress import NUMBERS, SAME_ORDER, Progress, here
+from flatshard._comm.monitor.messages import interrupt, name_of
+from flatshard._comm.progress import NUMBERS, SAME_NUMBERS, SAME_ORDER, Progress, here
 from flatshard._comm.rendezvous import Rendezvous
 
 _PREFIX, _ALARM, _VERDICT, _POSITION = "flatshard/", "alarm", "verdict", "position/"
 
 Position = dict[str, Any]
-"""A rank's position, as JSON. ``waits``: [key, count, text] of the collective that it waits for, or None; ``unit``: that
-collective's unit, see ``Described``; ``counts``: collectives issued, by key; ``place`` and ``first``: see ``Progress``;
-``recent``: texts; ``rank``: in the world; ``inside``: see ``_inside``; ``at``: increases with every publication."""
+"""A rank's position, as JSON. ``waits``: [group, key, count, text] of the collective that it waits for, or None; ``unit``:
+that collective's unit, see ``Described``; ``counts``: collectives issued, by group and key; ``place`` and ``first``: see
+``Progress``, of the group that is judged; ``recent``: texts; ``rank``: in the world; ``inside``: see ``_inside``; ``at``:
+increases with every publication."""
 
 _SYMMETRIC = (
     "barrier",
@@ -62,12 +67,6 @@ _SYMMETRIC = (
 _FILE = inspect.getfile(dist.get_rank)  # where they are
 
 
-_SAME_NUMBERS = (
-    "A norm, sum or maximum of sharded parameters or gradients is computed by all ranks together. Have all ranks call what "
-    "computes it, and print the result on one of them. A rank without a use for it in its loss adds the same term times zero"
-)
-
-
 def verdict(collectives: BuiltinCollectives) -> str | None:
     """Return the reason why a stuck rank interrupted the group, or None if none did."""
     try:
@@ -81,19 +80,23 @@ def verdict(collectives: BuiltinCollectives) -> str | None:
 # -- judging -----------------------------------------------------------------------------------------------------------
 
 
-def position(progress: Progress, at: int) -> Position:
-    """Return this rank's position now."""
-    waits = here.waiting
-    if waits is not None and waits.progress is not progress:
+def position(own: str, groups: Mapping[str, Progress], at: int) -> Position:
+    """Return this rank's position now, for the ranks of group ``own``. ``groups``: the progress on each watched group."""
+    progress, waits = groups[own], here.waiting
+    on = None if waits is None else next((name for name, each in groups.items() if each is waits.progress), None)
+    if on is None:
         waits = None
+    issued = progress.recent if waits is None else waits.progress.recent
     return {
         "at": at,
-        "waits": None if waits is None else [waits.key, waits.number, f"{waits}{waits.when}"],
+        "waits": None if waits is None else [on, waits.key, waits.number, f"{waits}{waits.when}"],
         "unit": None if waits is None else described(waits),
-        "counts": {str(key): count for key, count in dict(progress.counts).items()},
+        "counts": {
+            name: {str(key): count for key, count in dict(each.counts).items()} for name, each in groups.items()
+        },
         "place": progress.place,
         "first": list(progress.first),
-        "recent": [str(issued) for issued in progress.recent.copy()],
+        "recent": [str(each) for each in issued.copy()],
         "rank": dist.get_rank() if dist.is_initialized() else 0,
         "inside": _inside() if waits is None else None,
     }
@@ -112,30 +115,32 @@ def _inside() -> list[Any] | None:
 
 def _missing(positions: Mapping[int, Position], rank: int) -> list[int]:
     """Return the ranks that have not issued the collective that ``rank`` waits for."""
-    key, count, _ = positions[rank]["waits"]
-    return [r for r, p in positions.items() if r != rank and p["counts"].get(str(key), 0) < count]
+    group, key, count, _ = positions[rank]["waits"]
+    counts = {r: p["counts"][group] for r, p in positions.items() if r != rank and group in p["counts"]}
+    return [r for r, issued in counts.items() if issued.get(str(key), 0) < count]
 
 
 def _waits_for_numbers(mine: Position) -> bool:
     """Return whether this rank waits for a norm or other numbers."""
-    return mine["waits"] is not None and mine["waits"][0] == NUMBERS
+    return mine["waits"] is not None and mine["waits"][1] == NUMBERS
 
 
-def _has_left(other: Position, mine: Position) -> bool:
+def _has_left(other: Position, mine: Position, group: str) -> bool:
     """Return whether the rank of ``other`` has left the forward or backward that the rank of ``mine`` is in.
 
-    It has if it is in no forward or backward now, and has issued the first collective of that one. Numbers of forwards
-    cannot be compared: a rank may have run some alone, with parameters that stay unsharded.
+    It has if it is in no forward or backward now, and has issued the first collective of that one on ``group``. Numbers of
+    forwards cannot be compared: a rank may have run some alone, with parameters that stay unsharded.
     """
     if (
-        other["waits"] is not None
+        mine["waits"][0] != group
+        or (other["waits"] is not None and other["waits"][0] == group)
         or not (other["place"] and mine["place"])
         or other["place"][2]
         or not mine["place"][2]
     ):
         return False
     key, count = mine["first"]
-    return [key, count] != mine["waits"][:2] and bool(other["counts"].get(str(key), 0) >= count)
+    return [key, count] != mine["waits"][1:3] and bool(other["counts"][group].get(str(key), 0) >= count)
 
 
 def _needs(other: Position, mine: Position) -> bool:
@@ -143,15 +148,15 @@ def _needs(other: Position, mine: Position) -> bool:
     return other["inside"] is not None and mine["rank"] in other["inside"][1]
 
 
-def stuck(positions: Mapping[int, Position]) -> list[int]:
-    """Return the ranks that wait for a collective that will never be issued. [Note: Slow or stuck]"""
+def stuck(positions: Mapping[int, Position], group: str) -> list[int]:
+    """Return the ranks of ``group`` that wait for a collective that will never be issued. [Note: Slow or stuck]"""
     found = {r for r, p in positions.items() if p["waits"] is not None}
     while True:
         freed = {
             r
             for r in found
             if not any(
-                s in found or _has_left(positions[s], positions[r]) or _needs(positions[s], positions[r])
+                s in found or _has_left(positions[s], positions[r], group) or _needs(positions[s], positions[r])
                 for s in _missing(positions, r)
             )
         }
@@ -160,25 +165,26 @@ def stuck(positions: Mapping[int, Position]) -> list[int]:
         found -= freed
 
 
-def describe(positions: Mapping[int, Position], found: list[int]) -> str:
+def describe(positions: Mapping[int, Position], found: list[int], group: str) -> str:
     """Return the error text for the stuck ranks ``found``: their positions, and the positions of ranks that they wait for."""
     lines, told = [], sorted({*found, *(s for r in found for s in _missing(positions, r))})
+    world = {rank: place["rank"] for rank, place in positions.items()}
     for rank in told:
         place = positions[rank]
         if place["waits"] is not None:
-            text = f"waits for the {place['waits'][2]}"
+            text = f"waits for the {place['waits'][3]}"
             if rank in found:
-                text += f", which rank {_missing(positions, rank)[0]} has not come to"
+                text += f", which rank {world[_missing(positions, rank)[0]]} has not come to"
         else:
             text = "has left the forward or backward that the others are in, by its end or an exception"
             if place["inside"] is not None:
                 inside = f"is in torch.distributed.{place['inside'][0]}()"
-                has_left = any(_has_left(place, positions[r]) for r in found)
+                has_left = any(_has_left(place, positions[r], group) for r in found)
                 text = f"{text}, and {inside}" if has_left else inside
-        lines.append(f"\n  rank {rank} {text}. Its last collectives: {'; '.join(place['recent']) or 'none'}")
-    units = {rank: unit for rank in told if (unit := positions[rank]["unit"]) is not None}
+        lines.append(f"\n  rank {world[rank]} {text}. Its last collectives: {'; '.join(place['recent']) or 'none'}")
+    units = {world[rank]: unit for rank in told if (unit := positions[rank]["unit"]) is not None}
     if any(_waits_for_numbers(positions[rank]) for rank in found):
-        otherwise = "not all of them compute the same norm, sum or maximum", _SAME_NUMBERS
+        otherwise = "not all of them compute the same norm, sum or maximum", SAME_NUMBERS
     else:
         otherwise = "they run different units", SAME_ORDER
     why, cure = difference(units) or otherwise
@@ -199,6 +205,7 @@ class _Watched:
         self._collectives = weakref.ref(collectives)
         self._progress = weakref.ref(progress)
         self.world_size = collectives.size
+        self._group = name_of(collectives.group)
         self._waiting: _Wait | None = None
         self._since = 0.0
         self._told: _Wait | None = None  # the wait that was logged last
@@ -212,8 +219,8 @@ class _Watched:
         """Whether the group, or every model that used it, has been freed."""
         return self._collectives() is None or self._progress() is None
 
-    def look(self) -> bool:
-        """Check the group once. Returns False if it need not be checked again."""
+    def look(self, all_watched: Iterable[_Watched]) -> bool:
+        """Check the group once. Returns False if it need not be checked again. ``all_watched``: of all groups."""
         collectives, progress = self._collectives(), self._progress()
         store = None if collectives is None else collectives.store()
         if collectives is None or store is None or progress is None:
@@ -233,11 +240,13 @@ class _Watched:
             self._first.clear()
             return True
         self._at += 1
-        keys.put(f"{_POSITION}{collectives.rank}", position(progress, self._at))
-        return not (stalled and self._judge(collectives, keys))
+        groups = {w._group: w for w in all_watched if w._group and not w.is_over} | {self._group: self}
+        each = {name: on for name, w in groups.items() if (on := w._progress()) is not None}
+        keys.put(f"{_POSITION}{collectives.rank}", position(self._group, each, self._at))
+        return not (stalled and self._judge(collectives, keys, groups))
 
-    def _judge(self, collectives: GlooCollectives, keys: Rendezvous) -> bool:
-        """Return whether this rank is stuck. If so, interrupt the group."""
+    def _judge(self, collectives: GlooCollectives, keys: Rendezvous, groups: Mapping[str, _Watched]) -> bool:
+        """Return whether this rank is stuck. If so, interrupt the group. ``groups``: all that are watched."""
         if keys.has(_VERDICT):  # another rank closed its connections, but this one may wait for a third rank
             interrupt(collectives.group)
             return True
@@ -251,13 +260,21 @@ class _Watched:
                 self._first[rank] = now
             elif first["at"] != now["at"]:
                 settled[rank] = now
-        found = stuck(settled)
+        found = stuck(settled, self._group)
         if collectives.rank not in found:
             self._log_slow_rank(collectives.rank, settled)
             return False
-        keys.propose(_VERDICT, describe(settled, found))
+        text = describe(settled, found, self._group)
+        for name in {settled[rank]["waits"][0] for rank in found} & {*groups}:
+            groups[name]._propose(text)
         interrupt(collectives.group)
         return True
+
+    def _propose(self, text: str) -> None:
+        """Publish the verdict, unless there is one."""
+        collectives = self._collectives()
+        if collectives is not None and (store := collectives.store()) is not None:
+            Rendezvous(store, _PREFIX).propose(_VERDICT, text)
 
     def _log_slow_rank(self, rank: int, settled: Mapping[int, Position]) -> None:
         """Log, once per wait, which rank this one waits for. That rank may just be slow."""
@@ -268,7 +285,7 @@ class _Watched:
             self._told = self._waiting
             trace.logger.warning(
                 "rank %d has waited %.0f s for the %s, which rank %s has not come to: it is slow, or %s",
-                *(rank, time.monotonic() - self._since, waits[2], late[0]),
+                *(settled[rank]["rank"], time.monotonic() - self._since, waits[3], settled[late[0]]["rank"]),
                 "does not compute it: all ranks must"
                 if _waits_for_numbers(settled[rank])
                 else "its data ended before those of others (then have it call flatshard.skip)",
@@ -320,7 +337,7 @@ class _Watch:
     def _look_at_all(self) -> None:
         # A separate function, so that the sleeping thread has no local variable that refers to a freed group.
         for watched in list(self._watched):
-            if not self._look(watched):
+            if not self._look(watched, self._watched):
                 self._watched.remove(watched)
 
     def _pause(self) -> float | None:
@@ -332,9 +349,9 @@ class _Watch:
         return min(pauses, default=None)
 
     @staticmethod
-    def _look(watched: _Watched) -> bool:
+    def _look(watched: _Watched, all_watched: list[_Watched]) -> bool:
         try:
-            return watched.look()
+            return watched.look(all_watched)
         except RuntimeError as e:  # the rank that hosts the store is gone, so waits will fail without our help
             trace.logger.debug("the watch ends: %s", e)
             return False

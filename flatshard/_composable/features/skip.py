@@ -16,7 +16,9 @@ Backward comes to a unit's module in which nothing trains if the inputs of the r
 tensors that a rank skips it with say nothing of that: a batch without images has its text embeddings, where others have
 images. So a rank that runs such a module writes to the process group's store whether its output requires a gradient: at most
 once for either answer. A rank that skips it, and never ran it, waits until one has written, or until all ranks are found to
-skip it. If the store has both answers (a loss network on real and on generated images), the given tensors are taken for
+skip it. With replicas there are two groups: a rank asks in both, and hands on what it reads in one to the other. It asks
+whatever the strategy, as backward may gather and reduce a unit that its forward did not: after ``reshard``, or once it is
+unfrozen. If the store has both answers (a loss network on real and on generated images), the given tensors are taken for
 inputs. A module of a group may be frozen, or have no parameters, where others of the group train.
 """
 
@@ -32,8 +34,9 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
 from flatshard._base import frames
-from flatshard._comm.progress import GATHER, NOBODY
+from flatshard._comm.progress import NOBODY
 from flatshard._comm.rendezvous import Rendezvous, polls
+from flatshard._comm.runtime import Runtime
 from flatshard._composable.backward import Backward
 from flatshard._composable.extensions import Extension, ForwardFeature
 from flatshard._composable.find import unit_for, units_below, units_of
@@ -67,7 +70,7 @@ class RanInside(ForwardFeature):
         self._elsewhere: list[tuple[int, nn.Module]] = []
         # Whether backward came to a module, on the ranks of this label: [Note: Whether backward comes to a frozen module]
         self._comes, self._label = dict[nn.Module, set[bool]](), NOBODY
-        self._asked: dict[nn.Module, str] = {}  # the key by which ranks counted last that all of them skip it
+        self._asked: dict[nn.Module, int] = {}  # how often all ranks have found that all of them skip it
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RanInside:
         return RanInside()
@@ -100,12 +103,12 @@ class RanInside(ForwardFeature):
         return self._comes.setdefault(module, set())
 
     def _publish(self, unit: Unit, module: nn.Module, output: Any) -> None:
-        """Write to the store whether ``output`` requires a gradient, if this rank has not written that answer yet."""
-        runtime, known = unit.handle.runtime, self._known(unit, module)
+        """Write to the stores whether ``output`` requires a gradient, if this rank has not written that answer yet."""
+        known = self._known(unit, module)
         if len(known) < 2 and (comes := any(t.requires_grad for t in tensors_in(output))) not in known:
             known.add(comes)
-            if runtime.progress is not None and not unit.handle.never_gathers:
-                _answers(unit, module).put(str(comes), True)
+            for axis in _axes(unit):
+                _answers(unit, module, axis).put(str(comes), True)
 
     def comes(self, unit: Unit, module: nn.Module, given: bool) -> bool:
         """Return whether backward comes to ``module`` of ``unit``, in which nothing trains and which this rank skips.
@@ -116,25 +119,33 @@ class RanInside(ForwardFeature):
         Raises:
             RuntimeError: no rank has run the module in time.
         """
-        runtime = unit.handle.runtime
-        if runtime.progress is None or unit.handle.never_gathers or unit.claims.keep:
+        if not (axes := _axes(unit)):
             return given
         if not self._known(unit, module):
-            number = runtime.progress.counts.get(unit.handle.ranks.label.tag + GATHER, 0)
-            self._comes[module] = self._await_answers(unit, module, str(number))
+            self._comes[module] = self._await_answers(unit, module, axes)
         known = self._comes[module]
         return given if len(known) == 2 else True in known
 
-    def _await_answers(self, unit: Unit, module: nn.Module, skipped: str) -> set[bool]:
-        """Return the answers of other ranks, or none if all skip ``module`` now. ``skipped``: the key of their count."""
-        answers, runtime = _answers(unit, module), unit.handle.runtime
-        answers.add(skipped, 1)
-        for _ in polls(runtime.store().timeout.total_seconds(), longest=0.1):
+    def _await_answers(self, unit: Unit, module: nn.Module, axes: list[Runtime]) -> set[bool]:
+        """Return the answers of other ranks, or none if all ranks of all ``axes`` skip ``module`` now."""
+        for axis in axes:
+            if found := self._await_axis(unit, module, axis):
+                for other in axes:  # its ranks ask here, too, once all ranks of their own first axis have asked
+                    for comes in found if other is not axis else ():
+                        _answers(unit, module, other).put(str(comes), True)
+                return found
+        self._asked[module] = self._asked.get(module, 0) + 1
+        return set()
+
+    def _await_axis(self, unit: Unit, module: nn.Module, axis: Runtime) -> set[bool]:
+        """Return the answers of ranks on ``axis``, or none if all of them ask for one now."""
+        answers, asked = _answers(unit, module, axis), self._asked.get(module, 0)
+        answers.add(str(asked), 1)  # while there is no answer, all ranks have asked as often
+        for _ in polls(axis.store().timeout.total_seconds(), longest=0.1):
             found = {comes for comes in (False, True) if answers.has(str(comes))}
-            if answers.count(skipped) >= runtime.world_size:  # an answer found now is of a later forward
-                if module in self._asked and runtime.rank == 0:  # all ranks have read it
-                    answers.remove(self._asked[module])
-                self._asked[module] = skipped
+            if answers.count(str(asked)) >= axis.world_size:  # an answer found now is of a later forward
+                if asked and axis.rank == 0:  # all ranks have read it
+                    answers.remove(str(asked - 1))
                 return set()
             if found:
                 return found
@@ -144,10 +155,16 @@ class RanInside(ForwardFeature):
         )
 
 
-def _answers(unit: Unit, module: nn.Module) -> Rendezvous:
-    """Return where ranks write whether backward comes to ``module`` of ``unit``."""
+def _axes(unit: Unit) -> list[Runtime]:
+    """Return the runtimes of the ranks that have ``unit``: over its shards, and over its replicas."""
+    ranks = unit.handle.ranks
+    return [axis for axis in (ranks.shards, ranks.replicas) if axis is not None and axis.progress is not None]
+
+
+def _answers(unit: Unit, module: nn.Module, axis: Runtime) -> Rendezvous:
+    """Return where ranks on ``axis`` write whether backward comes to ``module`` of ``unit``."""
     number = called_modules(unit.module).index(module)
-    return Rendezvous(unit.handle.runtime.store(), f"flatshard/comes/{unit.handle.ranks.label.tag}/{number}/")
+    return Rendezvous(axis.store(), f"flatshard/comes/{unit.handle.ranks.label.tag}/{number}/")
 
 
 def _trains(unit: Unit, module: nn.Module) -> bool:
@@ -228,7 +245,7 @@ def _pass_by(unit: Unit, module: nn.Module, tensors: Tensors, inside: Callable[[
 
 def _comes(unit: Unit, module: nn.Module, tensors: Tensors) -> bool:
     """Return whether backward comes to ``module`` on the ranks that run it. ``tensors``: that are passed through it here."""
-    if _trains(unit, module) or any(_trains(u, u.module) for u in units_below(module) if u is not unit):
+    if any(_trains(u, m) for m in module.modules() if (u := unit_of(m)) is not None):
         return True
     given, ran = any([t.requires_grad for t in tensors]), unit.feature(RanInside)
     return given if ran is None else ran.comes(unit, module, given)

@@ -20,6 +20,7 @@ from typing import Literal, NamedTuple, TypeVar
 
 import torch
 
+from flatshard._comm.progress import SAME_NUMBERS
 from flatshard._comm.rank_group import RankGroup
 from flatshard._handle.tensors.experts import ExpertRanks
 
@@ -188,9 +189,9 @@ def checked_all_reduce(
         return torch.where(same, sent[:-2], math.nan)
     if not same:
         raise RuntimeError(
-            f"rank {runtime.rank} asked for {question}, but another rank asked for something else at the same time. All "
-            "ranks must take norms of gradients in the same order, also of gradients that are None on some ranks. For the "
-            "norm of all call flatshard.optim.get_total_norm(model) or flatshard.clip_grad_norm_(model, max_norm), for "
-            "one norm per parameter flatshard.optim.gradient_statistics(model)"
+            f"rank {runtime.rank} asked for {question}, but another rank asked for something else at the same time. "
+            f"{SAME_NUMBERS}. All ranks need the same order, also for gradients that are None on some ranks. For the norm of "
+            "all call flatshard.optim.get_total_norm(model) or flatshard.clip_grad_norm_(model, max_norm), for one norm per "
+            "parameter flatshard.optim.gradient_statistics(model)"
         )
     return sent[:-2]

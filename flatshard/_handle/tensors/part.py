@@ -375,9 +375,11 @@ def _of_owner(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 def share_numbers(
     func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Replace the owners' numbers in the arguments by those of all ranks, if ``func`` uses them beside other parameters.
+    """Replace the owners' numbers in the arguments by those of all ranks, if other ranks need them.
 
-    Returns None if there is nothing to replace.
+    They do beside other parameters. If autograd records the number, it is a term of a loss, for which each rank may have its
+    own coefficient. An optimizer's numbers, of one parameter alone, stay the owner's. Returns None if there is nothing to
+    replace.
     """
     with plainly():
         tensors = list(tensors_in((args, kwargs)))
@@ -385,7 +387,8 @@ def share_numbers(
         if not numbers or _is_metadata(func):
             return None
         of = {id(getattr(t, "_flatshard_info", None)) for t in tensors}
-        if len(of) == 1 and kind_of(name_of(func)) in (OperationKind.ELEMENTWISE, OperationKind.ALIAS):
+        is_term = len(args) + len(kwargs) > 1 and any(t.requires_grad for t in numbers.values())
+        if len(of) == 1 and not is_term and kind_of(name_of(func)) in (OperationKind.ELEMENTWISE, OperationKind.ALIAS):
             return None
         found = dict(zip(numbers, _of_owners([*numbers.values()], name_of(func)), strict=True))
     return _replaced(args, found), _replaced(kwargs, found)
@@ -399,7 +402,7 @@ def _of_owners(numbers: list[Any], name: str) -> list[torch.Tensor]:
     runtimes = [info.runtime for info in infos]
     own = [n.detach().to(device_for(numbers, runtimes), torch.float64) * 1 for n in numbers]
     mine = [n if info.start < info.stop else torch.zeros_like(n) for n, info in zip(own, infos, strict=True)]
-    question = f"numbers of {', '.join(repr(info.fqn) for info in infos)}"
+    question = f"the owners' numbers of {', '.join(repr(info.fqn) for info in infos)}"
     whole = Aggregate("sum").over_groups(torch.stack(mine), runtimes, question)
     return [
         _with_graph(n, n, w.to(n.device, n.dtype), lambda a, b: 1.0, f"a number of {n._flatshard_info.fqn!r}")

@@ -1,0 +1,131 @@
+"""Peak of memory as ``plan`` and ``fit`` predict it, against the measured one, on one GPU.
+
+``gpu.py`` runs this.
+
+    python benchmarks/predictions.py
+    python benchmarks/predictions.py --simulated
+
+A GPT trains as rank 0 of the fake group of 8, with AdamW (fused). The prediction is made without the device, from the model
+on meta. Columns: the predicted peak, the peak by ``max_memory_allocated`` minus what was allocated before the model was made,
+and their ratio. Floor: 1. cuBLAS's workspaces are allocated before. The last row is of ``fit`` with a part of the first row's
+peak as its budget; what it chose is in its name.
+
+Without a GPU it says so, and prints no tables. On the simulated device, sizes are tiny, and blocks of an allocator count.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from contenders import as_over_nccl, filling_nothing, mean_logit
+from devices import Cuda, Device, Simulated
+from gpt import GPT, Block, GPTConfig
+from one_gpu import marked
+from suite import Benchmark, Figure, Table, fake_world, progress
+from torch import Tensor, nn
+
+import flatshard
+from flatshard import MixedPrecision
+
+SIZES = {"layers": 12, "width": 1024, "context": 1024, "vocabulary": 8192, "batch": 4}
+SIMULATED_SIZES = {"layers": 3, "width": 64, "context": 16, "vocabulary": 64, "batch": 2}
+WORLD_SIZE = 8
+BF16 = MixedPrecision(torch.bfloat16, reduce_dtype=torch.float32)
+OPTIONS: dict[str, dict[str, Any]] = {
+    "bf16": {"mixed_precision": BF16},
+    "fp32": {},
+    "bf16, SHARD_GRAD_OP": {"mixed_precision": BF16, "strategy": flatshard.ShardingStrategy.SHARD_GRAD_OP},
+    "bf16, recomputed": {"mixed_precision": BF16, "recompute": True},
+    "bf16, parameters offloaded": {"mixed_precision": BF16, "cpu_offload": flatshard.CPUOffload()},
+}
+
+
+def on_meta(config: GPTConfig) -> GPT:
+    with torch.device("meta"):
+        return GPT(config)
+
+
+def measured(
+    device: Device,
+    config: GPTConfig,
+    tokens: Tensor,
+    shard: Callable[[GPT], GPT],
+    make_optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
+) -> int:
+    """Return the bytes that the third step needs beyond what was allocated before the model was made."""
+    gc.collect()
+    device.recover()
+    before = device.allocated()
+    torch.manual_seed(0)
+    model = shard(GPT(config).to(device.device))
+    optimizer = make_optimizer(list(model.parameters()))
+
+    def step() -> None:
+        mean_logit(model(tokens)).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for _ in range(2):
+        step()
+    return device.peak(step) - before
+
+
+def row(predicted: int, found: int) -> dict[str, Figure]:
+    return {
+        "predicted, MiB": Figure(predicted / 2**20),
+        "measured, MiB": Figure(found / 2**20),
+        "predicted / measured": Figure(predicted / found),
+    }
+
+
+def rows(args: argparse.Namespace, device: Device) -> dict[str, dict[str, Figure]]:
+    config = GPTConfig(args.vocabulary, args.context, args.layers, args.width, heads=8)
+    tokens = torch.zeros(args.batch, args.context, dtype=torch.int64)
+    fused = device.device.type == "cuda"
+    adamw = functools.partial(torch.optim.AdamW, lr=1e-4, **({"fused": True} if fused else {"foreach": False}))
+    step = {"world_size": WORLD_SIZE, "optimizer": adamw, "example_inputs": (tokens,), "loss": mean_logit}
+    found: dict[str, dict[str, Figure]] = {}
+    here = tokens.to(device.device)
+    for name, options in OPTIONS.items():
+        progress(f"predictions, {name}")
+        plan = flatshard.plan(on_meta(config), policy={Block}, compare=False, **step, **options)
+        shard = functools.partial(flatshard.fully_shard, policy={Block}, collectives=as_over_nccl, **options)
+        found[name] = row(plan.total_peak.nbytes, measured(device, config, here, shard, adamw))
+    progress("predictions, fit")
+    share = 0.9 if args.simulated else 0.7
+    budget = int(share * found["bf16"]["predicted, MiB"].value * 2**20)  # type: ignore[operator]
+    fit = flatshard.fit(on_meta(config), bytes_per_rank=budget, policy={Block}, mixed_precision=BF16, **step)
+    given_up = ", ".join(dict.fromkeys(each.what for each in fit.given_up))
+    shard = functools.partial(flatshard.fully_shard, **fit.arguments | {"collectives": as_over_nccl})
+    found[f"fit to {share}: {given_up}"] = row(fit.peak.nbytes, measured(device, config, here, shard, fit.optimizer))
+    return found
+
+
+def measure(args: argparse.Namespace) -> list[Table]:
+    if args.simulated:
+        if args.json:
+            raise SystemExit("predictions.py: --simulated writes no files: its figures are no results")
+        vars(args).update(SIMULATED_SIZES)
+    elif not torch.cuda.is_available():
+        progress("no GPU is available here: predictions.py has no tables")
+        return []
+    device = Simulated() if args.simulated else Cuda()
+    with fake_world(WORLD_SIZE), filling_nothing():
+        table = Table(
+            "predictions",
+            f"peak of a step on rank 0 of {WORLD_SIZE}: GPT of {args.layers} blocks of width {args.width}",
+            "1: the prediction is exact",
+            rows(args, device),
+        )
+    return [marked(table) if args.simulated else table]
+
+
+BENCHMARK = Benchmark(measure, __doc__, sizes=SIZES, flags={"simulated": "on the simulated device: no results"})
+
+if __name__ == "__main__":
+    BENCHMARK.main()
