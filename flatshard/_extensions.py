@@ -7,15 +7,18 @@ from flatshard._comm.fake_group import FakeCollectives
 from flatshard._comm.monitor.monitor import GroupMonitor
 from flatshard._comm.runtime import Peers
 from flatshard._composable.extensions import use
-from flatshard._composable.features.data_writes import DataWrites
-from flatshard._composable.features.ddp import IgnoredByDDP
 from flatshard._composable.features.encoded_gathers import EncodedFlatParam, EncodedGathers
 from flatshard._composable.features.escapes import Escapes
 from flatshard._composable.features.filled_later import FilledLater
-from flatshard._composable.features.forked import Forked
 from flatshard._composable.features.kept_shards import GatherSources
-from flatshard._composable.features.layer_drop import LayerDrop
-from flatshard._composable.features.not_sharded import LateTies, NotSharded, ResizedEmbeddings
+from flatshard._composable.features.other_code import (
+    DataWrites,
+    Forked,
+    IgnoredByDDP,
+    LateTies,
+    NotSharded,
+    ResizedEmbeddings,
+)
 from flatshard._composable.features.precision import Precision
 from flatshard._composable.features.recompute import Recompute
 from flatshard._composable.features.skip import Skip
@@ -44,9 +47,8 @@ def plug_in() -> None:
         FilledLater(),
         NotSharded(),
         LateTies(),
-        LayerDrop(),
-        IgnoredByDDP(),
         ResizedEmbeddings(),
+        IgnoredByDDP(),
         Forked(),
         DataWrites(),
         EncodedGathers(),

@@ -2,22 +2,26 @@
 
 [Note: Features]
 An :class:`Extension` takes part in ``fully_shard``. For each unit it may return a :class:`ForwardFeature`, which takes part
-in the unit's forwards from then on. A unit's features are fixed when it is created, so a feature that does not concern a unit
-costs it nothing. ``flatshard/_extensions.py`` lists the extensions.
+in the unit's forwards from then on. It names the fact of a unit without which it does nothing (``concerns``), and is called
+only for units that have it. A unit's features are fixed when it is created. So a feature that a model does not use costs
+nothing, neither in ``fully_shard`` nor in a step. ``flatshard/_extensions.py`` lists the extensions.
 """
 
 from __future__ import annotations
 
+import copy
+import operator
+import weakref
 from collections.abc import Callable, Collection, Iterable
-from typing import Any
+from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 from torch import nn
 
-from flatshard._comm.runtime import Runtime
 from flatshard._composable.state import Forward, Unit
-from flatshard._composable.unit_config import UnitConfig
 from flatshard._handle.unit_gradients import WithGradients
+
+F = TypeVar("F", bound="ForwardFeature")
 
 
 def _always() -> bool:
@@ -67,33 +71,69 @@ class ForwardFeature:
         """Called when the unit's reduced gradients have been set in ``.grad``, of the parameters ``given``."""
 
 
+class FeatureLink(Generic[F]):
+    """A reference to a unit's feature, for hooks on modules inside the unit, which are copied with their modules.
+
+    A copy of the link refers to no feature until the unit has been copied, which must begin with the unit's module. If an
+    inner module is copied alone, its link never refers to one.
+    """
+
+    def __init__(self, feature: F | None) -> None:
+        self._ref = None if feature is None else weakref.ref(feature)
+
+    @property
+    def feature(self) -> F | None:
+        """The feature, or None in a copy of a module without its unit."""
+        return None if self._ref is None else self._ref()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> FeatureLink[F]:
+        return FeatureLink(None)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return FeatureLink, (self.feature,)  # pickling the feature's unit raises an error that says what to do
+
+    def give_to_copy(self, feature: F, memo: dict[int, Any]) -> FeatureLink[F]:
+        """Make the copy of this link in ``memo`` refer to ``feature``, and return it."""
+        result = copy.deepcopy(self, memo)
+        result._ref = weakref.ref(feature)
+        return result
+
+
 class Extension:
     """The part of one feature in a call of ``fully_shard``. A subclass overrides the methods that it needs."""
 
-    def prepare(self, module: nn.Module, configs: Collection[UnitConfig], runtime: Runtime) -> None:
-        """Called when the units of ``module`` and their ``configs`` are known, before anything is changed.
+    concerns: ClassVar[operator.attrgetter[Any]] = operator.attrgetter("handle")
+    """Get the fact of a unit without which the feature does nothing. By default one that all units have."""
 
-        ``runtime`` is that of the ranks to shard over, which all call it.
-        """
+    def set_up(self) -> None:
+        """Called once, before the first ``fully_shard`` of the process changes anything."""
 
     def attach(self, unit: Unit, modules: list[nn.Module]) -> ForwardFeature | None:
-        """Called for each new unit, with its module and the submodules that belong to no other unit."""
+        """Called for each new unit that it concerns, with its module and the submodules that belong to no other unit."""
 
     def finish(self, module: nn.Module, made: Collection[Unit]) -> None:
-        """Called when all units have been ``made``."""
+        """Called when all units have been ``made``, if it concerns one of them or one of an earlier call in ``module``."""
 
 
 _extensions: list[Extension] = []
+_not_set_up: list[Extension] = []
 
 
 def use(*extensions: Extension) -> None:
     """Make every later ``fully_shard`` use ``extensions``, in this order, after those of earlier calls."""
     _extensions.extend(extensions)
+    _not_set_up.extend(overriding(extensions, "set_up"))
 
 
 def extensions() -> tuple[Extension, ...]:
     """Return the extensions in use, in order."""
     return tuple(_extensions)
+
+
+def set_up() -> None:
+    """Set up the extensions for which this has not been done yet."""
+    while _not_set_up:
+        _not_set_up.pop(0).set_up()
 
 
 def overriding(extensions: Iterable[Extension], method: str) -> list[Extension]:

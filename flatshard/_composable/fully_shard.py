@@ -21,25 +21,39 @@ from flatshard._base.errors import InternalError
 from flatshard._base.names import UNIT_KEY, module_names
 from flatshard._comm.collectives import CollectivesFactory
 from flatshard._comm.runtime import Runtime
-from flatshard._composable.construct.groups import as_device, choose_meshes, resolve_groups, runtimes_over
+from flatshard._composable.construct.groups import (
+    as_device,
+    choose_meshes,
+    default_device,
+    resolve_groups,
+    runtimes_over,
+)
 from flatshard._composable.construct.layout_plan import Loads, plan_flats
 from flatshard._composable.construct.materialize import Materialization
-from flatshard._composable.construct.options import (
+from flatshard._composable.construct.partition import (
+    PlannedUnit,
+    check_parameters,
+    list_paths,
+    plan_units,
+    resolve_ignored,
+    warn_of_experts,
+    warn_of_old_parameters,
+)
+from flatshard._composable.construct.policy import Policy, check_group, check_module, choose_units
+from flatshard._composable.extensions import Extension, ForwardFeature, extensions, overriding, set_up
+from flatshard._composable.find import units_below
+from flatshard._composable.hooks import UnitHooks
+from flatshard._composable.module_tree import ModuleGroup, ModuleTree, called_modules, copy_with_attributes
+from flatshard._composable.state import Context, Unit, owner_of
+from flatshard._composable.unit_config import (
+    MeshChoice,
+    UnitConfig,
     check_limit_all_gathers,
     check_named,
     configure_units,
     renamed,
     unit_config,
 )
-from flatshard._composable.construct.parameters import check_parameters, warn_of_experts, warn_of_old_parameters
-from flatshard._composable.construct.partition import PlannedUnit, list_paths, plan_units, resolve_ignored
-from flatshard._composable.construct.policy import Policy, check_group, check_module, choose_units
-from flatshard._composable.extensions import Extension, extensions, overriding
-from flatshard._composable.find import units_below
-from flatshard._composable.hooks import UnitHooks
-from flatshard._composable.module_tree import ModuleGroup, ModuleTree, called_modules, copy_with_attributes
-from flatshard._composable.state import Context, Unit, owner_of
-from flatshard._composable.unit_config import MeshChoice, UnitConfig
 from flatshard._handle.adapters.tensor_subclass import wrapping_of
 from flatshard._handle.handle import FlatParamHandle
 from flatshard._handle.planned import Groups, PlannedFlat
@@ -189,10 +203,9 @@ def fully_shard(
     choice = choose(root, policy, config, ignored_states, world_size)
     choose_meshes(choice.planned, groups)
     # Values and layouts: checked before anything is changed.
-    device = check_parameters(choice.planned, as_device(device_id), groups)
-    names = module_names(root)
+    device = check_parameters(choice.planned, as_device(device_id), groups) or default_device()
     values = Materialization(
-        choice.planned, names, choice.ignored_params, device, param_init_fn, device_id is not None, sync_module_states
+        root, choice.planned, choice.ignored_params, device, param_init_fn, device_id is not None, sync_module_states
     )
     for warning in choice.check_layouts(world_size):
         warnings.warn(warning, stacklevel=2)
@@ -205,9 +218,7 @@ def fully_shard(
         if (factory := unit.config.collectives) is not None:
             for each in unit.groups:
                 runtimes[each][0].using(factory)  # raises for what is none, before anything is changed
-    configs = choice.configs
-    for extension in overriding(extensions(), "prepare"):
-        extension.prepare(root, configs, runtime)
+    set_up()
     values.agree(runtimes)
     # Handles and hooks: from here on modules change.
     with _changing(root):
@@ -217,6 +228,7 @@ def fully_shard(
     tree = ModuleTree()
     for below in (*made.values(), *choice.earlier):
         below.tree = tree
+    names = module_names(root) if choice.earlier else {}
     for below in choice.earlier:  # whose FQNs start further in
         below.rename(names)
     warn_of_experts(choice.earlier, runtime.group)
@@ -293,13 +305,17 @@ def build(
 
 def install(module: nn.Module, choice: Choice, made: dict[nn.Module, Unit], using: Sequence[Extension]) -> None:
     """Attach the features of the extensions in ``using`` to the units from ``build``, and install their hooks."""
-    units = [(made[planned.module], planned.modules) for planned in choice.planned]
-    attached = [[extension.attach(*unit) for unit in units] for extension in overriding(using, "attach")]
-    for number, (unit, _) in enumerate(units):
-        features = [of_extension[number] for of_extension in attached]
-        UnitHooks.install(unit, [feature for feature in features if feature is not None])
+    planned = [(made[each.module], each.modules) for each in choice.planned]
+    features: dict[Unit, list[ForwardFeature]] = {unit: [] for unit, _ in planned}
+    for extension in overriding(using, "attach"):
+        for unit, modules in planned:
+            if extension.concerns(unit) and (feature := extension.attach(unit, modules)) is not None:
+                features[unit].append(feature)
+    for unit, own in features.items():
+        UnitHooks.install(unit, own)
     for extension in overriding(using, "finish"):
-        extension.finish(module, made.values())
+        if any(map(extension.concerns, (*features, *choice.earlier))):
+            extension.finish(module, made.values())
 
 
 @contextlib.contextmanager

@@ -184,12 +184,10 @@ class Unit:
             return found
         result = object.__new__(Unit)
         memo[id(self)] = result
-        copies_in(memo)[weakref.ref(self)] = result
         result.__dict__.update(self.__dict__)
         result.features, result.claims, result.turn = (), Claims(self.config.claims), 0
         result.graph, result.history = UnitGraph(), UnitHistory()
-        result.forward_targets = copy.deepcopy(self.forward_targets, memo)
-        result.backward_targets = copy.deepcopy(self.backward_targets, memo)
+        result.forward_targets = result.backward_targets = None
         result.module = module
         result.tree = copy.deepcopy(self.tree, memo)
         result.handle = copy.deepcopy(self.handle, memo)
@@ -572,12 +570,6 @@ class Context:
             self.backward.drop()
         self.reductions.discard(keeps_held=not drop_held)
         self.prefetcher.free_unused()
-
-
-def copies_in(memo: dict[int, Any]) -> dict[weakref.ref[Unit], Unit]:
-    """Return the units that the deep copy of ``memo`` has copied so far."""
-    copies: dict[weakref.ref[Unit], Unit] = memo.setdefault(id(Unit), {})
-    return copies
 
 
 def unit_of(module: nn.Module) -> Unit | None:

@@ -152,6 +152,11 @@ class FlatParamHandle:
         self.has_replicas = any(p.replicas is not None for p in self.all_ranks)
         self.gradients.find_accumulators()  # here, to save the time in the first step
 
+    @property
+    def is_encoded(self) -> bool:
+        """Whether some of its parameters travel encoded."""
+        return any([b.options.encoded_dtype is not None for b in self.flats])
+
     def move(self, ranks: UnitRanks, layouts: Sequence[FlatLayout], shards: Sequence[torch.Tensor]) -> None:
         """Shard over ``ranks`` from now on: see ``FlatParam.move``. Nothing is communicated.
 

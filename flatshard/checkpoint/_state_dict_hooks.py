@@ -23,8 +23,7 @@ import torch
 from torch import nn
 
 from flatshard._base.callers import variables_of
-from flatshard._composable.extensions import Extension, ForwardFeature
-from flatshard._composable.features.feature_link import FeatureLink
+from flatshard._composable.extensions import Extension, FeatureLink, ForwardFeature
 from flatshard._composable.state import Unit, owner_of
 from flatshard._handle.registrations import SHARDED
 from flatshard._handle.tensors.part import PartTensor

@@ -14,7 +14,7 @@ from flatshard._base.errors import name_list
 from flatshard._comm.progress import Label
 from flatshard._comm.runtime import Runtime, on_any_rank
 from flatshard._composable.features.buffers import Named, buffers_of_units
-from flatshard._composable.features.not_sharded import added_later
+from flatshard._composable.features.other_code import added_later
 from flatshard._composable.find import units_of
 from flatshard._handle.flat_param import FlatParam
 

@@ -21,7 +21,7 @@ import contextlib
 import functools
 import warnings
 import weakref
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import torch
@@ -29,15 +29,14 @@ from torch import nn
 from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from flatshard._base.config import Until
 from flatshard._base.errors import name_list
 from flatshard._base.optimizers import defaults_of, params_of
-from flatshard._comm.runtime import Runtime
 from flatshard._composable.extensions import Extension
-from flatshard._composable.features.checked_optimizers import CheckedOptimizers
 from flatshard._composable.features.grad_sync import check_reduced, held_units
-from flatshard._composable.features.not_sharded import added_later
+from flatshard._composable.features.other_code import added_later
 from flatshard._composable.features.summon import copy_names, summoned_units
 from flatshard._composable.find import all_units, flat_of
 from flatshard._composable.state import Unit
@@ -50,25 +49,81 @@ from flatshard.optim._lengths import why_not_by_length
 from flatshard.optim._offload import OffloadedOptimizer
 from flatshard.optim._trial import Impossible, check_one_by_one, looks_at_whole
 
+
+class CheckedOptimizers:
+    """A set of optimizers. An optimizer that got more parameters since (``add_param_group``) is no longer in it."""
+
+    def __init__(self) -> None:
+        self._counts: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+
+    def __contains__(self, optimizer: Optimizer) -> bool:
+        return self._counts.get(optimizer) == _count(optimizer)
+
+    def add(self, optimizer: Optimizer) -> None:
+        """Note that ``optimizer`` has been checked with the parameters that it has now."""
+        self._counts[optimizer] = _count(optimizer)
+
+    def clear(self) -> None:
+        """Forget all optimizers, so that they are checked again."""
+        self._counts.clear()
+
+
+def _count(optimizer: Optimizer) -> int:
+    return sum(len(group["params"]) for group in optimizer.param_groups)
+
+
 _checked = CheckedOptimizers()
 _adopted: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()  # `changes.count` at the last step
 _kept: weakref.WeakKeyDictionary[Optimizer, list[nn.Parameter]] = (
     weakref.WeakKeyDictionary()
 )  # `_kept_parameters` when it was checked
-_watching: list[Any] = []
-_noting: list[Any] = []
+_LOW = (torch.bfloat16, torch.float16)
+_checked_state = CheckedOptimizers()
+_warned: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # of state in 16 bits
+_after_step: dict[Callable[..., None], RemovableHandle] = {}  # hooks for which some unit has a use
 
 
 class Optimizers(Extension):
-    """Registers the hook that checks optimizers before they step."""
+    """Registers the hooks that check optimizers before they step."""
 
-    def prepare(self, module: nn.Module, configs: Collection[UnitConfig], runtime: Runtime) -> None:
+    def set_up(self) -> None:
+        register_optimizer_step_pre_hook(_before_step)
+        _see_state_dicts()
+
+    def finish(self, module: nn.Module, made: Collection[Unit]) -> None:
         _checked.clear()  # an optimizer may have stepped before its parameters were sharded
-        if not _watching:
-            _watching.append(register_optimizer_step_pre_hook(_before_step))
-            _see_state_dicts()
-        if not _noting and any(map(_keeps, configs)):
-            _noting.append(register_optimizer_step_post_hook(_note_step))
+        _checked_state.clear()
+        if any([_keeps(unit.config) for unit in made]):
+            _call_after_steps(_note_step)
+        if any([flat.kind.dtype in _LOW and flat.is_trainable for unit in made for flat in unit.handle.flats]):
+            _call_after_steps(_warn_of_low_precision)
+
+
+def _call_after_steps(hook: Callable[..., None]) -> None:
+    if hook not in _after_step:
+        _after_step[hook] = register_optimizer_step_post_hook(hook)
+
+
+def _warn_of_low_precision(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """Warn, once, if the optimizer keeps its state for sharded parameters in bf16 or fp16."""
+    if optimizer in _checked_state or optimizer in _warned:
+        return
+    _checked_state.add(optimizer)
+    found = [
+        info.fqn
+        for p, state in optimizer.state.items()
+        if (info := shard_info(p)) is not None
+        and p.dtype in _LOW
+        and any(isinstance(v, torch.Tensor) and v.dtype in _LOW for v in state.values())
+    ]
+    if found:
+        _warned.add(optimizer)
+        warnings.warn(
+            f"{type(optimizer).__name__} keeps its state for {name_list(found, 3)} in 16 bits, because these sharded "
+            "parameters have 16 bits: small updates are rounded to zero, and training stalls. Load the model in float32 and "
+            "pass mixed_precision=MixedPrecision(param_dtype=torch.bfloat16) to fully_shard",
+            stacklevel=2,
+        )
 
 
 def _note_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:

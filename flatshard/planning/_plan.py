@@ -17,13 +17,12 @@ from torch import nn
 
 from flatshard._base.config import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from flatshard._base.errors import name_list
-from flatshard._composable.construct.options import unit_config
-from flatshard._composable.construct.parameters import check_parameters
+from flatshard._composable.construct.partition import check_parameters
 from flatshard._composable.construct.policy import Policy, check_module
 from flatshard._composable.find import units_of_parameters
 from flatshard._composable.fully_shard import Choice, choose
 from flatshard._composable.state import Unit
-from flatshard._composable.unit_config import UnitConfig
+from flatshard._composable.unit_config import UnitConfig, unit_config
 from flatshard._handle.adapters.tensor_subclass import wrapping_of
 from flatshard.debug._describe import UnitDescription, describe
 from flatshard.layouts import LayoutChoice

@@ -32,8 +32,8 @@ from flatshard._comm.runtime import Peers, Runtime
 from flatshard._comm.streams import Streams
 from flatshard._composable.construct.layout_plan import Loads, plan_flats
 from flatshard._composable.extensions import Extension, ForwardFeature, extensions
-from flatshard._composable.features import kept_shards
 from flatshard._composable.features.grad_sync import no_sync
+from flatshard._composable.features.kept_shards import add_subgroup
 from flatshard._composable.fully_shard import Choice, build, install
 from flatshard._composable.module_tree import called_modules
 from flatshard._composable.outputs import tensors_in
@@ -159,8 +159,8 @@ class Program:
             inner, outer = divmod(rank, ranks.replicas)
             axes = runtime("inner", inner, ranks.shards), runtime("outer", outer, ranks.replicas)
             shards, replicas = MeshRuntime(every, *axes), None
-        for size in kept_shards.sizes(choice.configs):
-            kept_shards.add_subgroup(shards, runtime("inner", rank % size, size))
+        for size in sorted({size for config in choice.configs if (size := config.subgroup_size) is not None}):
+            add_subgroup(shards, runtime("inner", rank % size, size))
         runtimes: Runtimes = {None: (shards, replicas)}
         made = build(choice, Context.of(every, *runtimes.values()), every, runtimes, Pools(), prepare=lambda unit: None)
         install(self.root, choice, made, (*extensions(), _Observer(self.books)))

@@ -11,10 +11,10 @@ from typing import Any
 from torch import nn
 
 from flatshard._base.config import ShardingStrategy
-from flatshard._composable.construct.options import unit_config
 from flatshard._composable.construct.policy import Policy, check_module
 from flatshard._composable.fully_shard import choose
 from flatshard._composable.module_tree import ModuleGroup
+from flatshard._composable.unit_config import unit_config
 from flatshard.optim._offload import OffloadedOptimizer
 from flatshard.planning import _plan
 from flatshard.planning._choices import UNTIL_BACKWARD, UNTIL_CHANGE, UNTIL_FORWARD

@@ -25,8 +25,8 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import distribute_tensor
 
 from flatshard import CustomPolicy, ShardingStrategy, describe, fully_shard
-from flatshard._composable.construct.options import OTHER_VALUES, SAME_VALUES
 from flatshard._composable.state import unit_of
+from flatshard._composable.unit_config import OTHER_VALUES, SAME_VALUES
 
 
 @pytest.fixture(autouse=True)

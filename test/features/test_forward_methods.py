@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from clean import check_clean
 from on_ranks import ranks
 from pairs import some
 from parity import check_parity, check_same_gradients, twins
@@ -73,21 +72,15 @@ class Model(nn.Module):
             out.append(self.head(x).argmax(-1))
         return torch.stack(out)
 
-    def stream(self, ids: Tensor, steps: int) -> Iterator[Tensor]:
-        for _ in range(steps):
-            try:
-                told = yield ids
-            except ValueError:
-                told = torch.zeros_like(ids)
-            ids = (self(ids) * self.head.bias).argmax(-1) if told is None else told
-        return "done"
+    def stream(self) -> Iterator[None]:
+        yield
 
     async def later(self) -> None: ...
 
 
 def shard(model: nn.Module, group: Any, strategy: ShardingStrategy = STRATEGIES[0], **options: Any) -> nn.Module:
     fully_shard(model, policy={Block}, strategy=strategy, process_group=group, **options)
-    register_forward_method(model, ["encode", "decode", "loss", "generate", "stream"])
+    register_forward_method(model, ["encode", "decode", "loss", "generate"])
     register_forward_method(model.blocks[0], "mix")
     return model
 
@@ -125,36 +118,6 @@ def test_the_unit_is_gathered_once_around_a_nested_forward(ctx):
 
 
 @ranks(2)
-def test_generator_methods(ctx):
-    ids = torch.arange(4)
-    model, plain = shard(make(), ctx.group), make()
-    assert inspect.isgenerator(model.stream(ids, 3))
-    results = []
-    with torch.no_grad():
-        for m in (model, plain):
-            stream = m.stream(ids, 4)
-            items = [next(stream), next(stream)]
-            if m is model:  # the caller may do anything between two items
-                check_clean(model)
-                assert torch.equal(model.generate(ids, 2), plain.generate(ids, 2))
-            items += [stream.send(items[0] + 1), stream.throw(ValueError())]
-            with pytest.raises(StopIteration, match="done"):
-                next(stream)
-            results.append(torch.stack(items))
-            assert not [*m.stream(ids, 0)]
-        unfinished, failing = model.stream(ids, 4), model.stream(ids, 4)
-        next(unfinished)
-        with record_events() as events:
-            unfinished.close()
-        assert not events  # the garbage collector may close it
-        next(failing)
-        with pytest.raises(KeyError):
-            failing.throw(KeyError())
-        check_clean(model)
-    assert torch.equal(*results)
-
-
-@ranks(2)
 def test_deepcopy(ctx):
     """Copy instance attributes that are methods, too."""
     ids = torch.arange(4)
@@ -186,6 +149,7 @@ def test_registering(fake_group):
         ("embed", "Model has no method 'embed'"),
         ("__call__", "Model.__call__: calls of the module gather already"),
         ("later", "Model.later is async"),
+        ("stream", "Model.stream is a generator function"),
         (["encode", "nothing"], "Model has no method 'nothing'"),
     ):
         with pytest.raises((ValueError, NotImplementedError), match=message):

@@ -1,6 +1,6 @@
 """``flatshard.skip``: its arguments and results, and inner units on other process groups.
 
-The fuzzer, under every option, and ``test_layer_drop`` test ranks that run different units.
+The fuzzer tests ranks that run different units, under every option.
 """
 
 import copy

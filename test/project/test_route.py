@@ -13,7 +13,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 
 LIMITS: dict[str, tuple[int, int, int]] = {
-    "construct": (1599, 73, 466),
+    "construct": (1361, 57, 423),
     "forward": (341, 23, 209),
     "forward, a unit": (92, 21, 55),
     "backward": (659, 24, 326),

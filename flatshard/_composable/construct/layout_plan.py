@@ -37,7 +37,7 @@ from flatshard._handle.flat_param import FlatParam
 from flatshard._handle.layout import FlatLayout, ParamInfo, dense_stride, row_major
 from flatshard._handle.planned import FlatOptions, Groups, PlannedFlat, PlannedParam
 from flatshard.layouts import Elements, Layout, LayoutChoice, Rows, Whole, excess_padding, layout_for, work_of
-from flatshard.layouts.packing import Piece, pack, round_up
+from flatshard.layouts.packing import Piece, pack
 
 PARAM_ALIGNMENT = 16  # bytes
 SHARD_ALIGNMENT = 128  # bytes; a shard smaller than eight times as much uses PARAM_ALIGNMENT
@@ -221,7 +221,7 @@ def plan_layout(
     if all([cut.block == 1 for cut in cuts]):
         starts = [end - n for end, n in zip(itertools.accumulate(rounded), rounded, strict=True)]
         end = starts[-1] + numels[-1] if starts else 0
-        shard = round_up(-(-end // world_size), shard_align)
+        shard = -(-end // (world_size * shard_align)) * shard_align
     else:
         pieces = [Piece(n, max(1, cut.block)) for n, cut in zip(numels, cuts, strict=True)]
         starts, shard = pack(pieces, world_size, align, shard_align)

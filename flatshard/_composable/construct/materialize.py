@@ -13,13 +13,14 @@ If rank 0 has values already (``sync_module_states``), the other ranks need not 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable
 from typing import Any, NoReturn
 
 import torch
 from torch import nn
 
 from flatshard._base.errors import name_list, why_not_called
+from flatshard._base.names import module_names
 from flatshard._comm.runtime import Runtime, on_any_rank
 from flatshard._composable.construct.partition import PlannedUnit
 from flatshard._handle.adapters.tensor_parallel import TensorParallel, local_tensor
@@ -36,8 +37,8 @@ class Materialization:
     """Gives the parameters and buffers of all units of one call their memory, values and device, before they are sharded.
 
     Args:
-        units: the planned units.
-        names: each module's FQN.
+        root: the module to shard.
+        units: its planned units.
         ignored: parameters to leave alone.
         device: the device to allocate on, and to move to.
         param_init_fn: the argument of ``fully_shard``.
@@ -51,15 +52,15 @@ class Materialization:
 
     def __init__(
         self,
+        root: nn.Module,
         units: list[PlannedUnit],
-        names: Mapping[nn.Module, str],
         ignored: Collection[nn.Parameter],
         device: torch.device,
         param_init_fn: Callable[[nn.Module], None] | None,
         at_once: bool,
         syncs: bool,
     ) -> None:
-        self._names, self._ignored, self._device = names, ignored, device
+        self._root, self._ignored, self._device = root, ignored, device
         self._init, self._syncs = param_init_fn, syncs
         if param_init_fn is not None:
             _check_callable(param_init_fn)
@@ -70,7 +71,7 @@ class Materialization:
         self._was_meta = {u.module for u in units if any([self._on_meta(m) for m in u.holders])}
         # Tensors that nothing can initialise. Tensors that an initialiser leaves out are found later.
         self._left = [
-            _fqn(names[m], name)
+            (m, name)
             for unit in units
             if param_init_fn is None and unit.module in self._was_meta
             for m in unit.modules
@@ -110,17 +111,23 @@ class Materialization:
 
     def _refuse(self) -> NoReturn:
         """Raise, before anything is changed, because nothing can initialise some tensors."""
-        what = f"{name_list(self._left)} are" if self._left else "some parameters or buffers of rank 0 are"
+        what = f"{self._fqns(self._left)} are" if self._left else "some parameters or buffers of rank 0 are"
         raise RuntimeError(f"{what} on the meta device and their modules cannot initialise them. {_CURE}")
+
+    def _fqns(self, tensors: Iterable[tuple[nn.Module, str]]) -> str:
+        """Return the FQNs of these registrations, for an error."""
+        names = module_names(self._root)
+        return name_list([f"{names[module]}.{name}" if names[module] else name for module, name in tensors])
 
     def _tensors(self, module: nn.Module) -> list[tuple[str, torch.Tensor]]:
         """Return the parameters and buffers that are registered on ``module`` itself, by name."""
-        params = [(n, p) for n, p in module._parameters.items() if p is not None and p not in self._ignored]
-        return [*params, *[(n, b) for n, b in module._buffers.items() if b is not None]]
+        found: list[tuple[str, Any]] = [*module._parameters.items(), *module._buffers.items()]
+        return [(name, tensor) for name, tensor in found if tensor is not None and tensor not in self._ignored]
 
     def _on_meta(self, module: nn.Module) -> list[tuple[str, torch.Tensor]]:
         """Return those that have no memory."""
-        return [(name, tensor) for name, tensor in self._tensors(module) if tensor.is_meta]
+        found: list[tuple[str, Any]] = [*module._parameters.items(), *module._buffers.items()]
+        return [(n, t) for n, t in found if t is not None and t.is_meta and t not in self._ignored]
 
     def _initialise(self, unit: PlannedUnit) -> None:
         """Initialise the tensors on meta in place. Parameters stay the same objects, and tied."""
@@ -134,14 +141,11 @@ class Materialization:
                 reset()
         overwritten = self._syncs and self._first_of.isdisjoint(unit.groups)  # by rank 0: memory is enough
         left = [
-            _fqn(self._names[m], name)
-            for m in todo
-            for name, t in self._tensors(m)
-            if t.is_meta or (_untouched(t) and not overwritten)
+            (m, name) for m in todo for name, t in self._tensors(m) if t.is_meta or (_untouched(t) and not overwritten)
         ]
         if left:
             raise RuntimeError(
-                f"{name_list(left)} were on the meta device and have not been initialised"
+                f"{self._fqns(left)} were on the meta device and have not been initialised"
                 + (" (param_init_fn was called for their modules)" if self._init is not None else "")
                 + f". {_CURE}"
             )
@@ -188,10 +192,6 @@ _CURE = (
 def _own_initialiser(module: nn.Module) -> Callable[[], object] | None:
     reset = getattr(module, "reset_parameters", None)
     return reset if callable(reset) else None
-
-
-def _fqn(module: str, name: str) -> str:
-    return f"{module}.{name}" if module else name
 
 
 def _call_init(param_init_fn: Callable[[nn.Module], None], module: nn.Module) -> None:

@@ -143,12 +143,12 @@ def _ask_policy(
     """Return the modules that ``policy`` chooses, with the arguments that it overrides; it is not asked about ``ignored``."""
     policy, groups = _without_groups(policy.policy if isinstance(policy, SplitRoot) else policy)
     chosen: dict[nn.Module, Overrides] = {}
-    # `sought` names the kind of policy in the warning if it chooses nothing.
+    sought: str | None = None  # names the kind of policy in the warning if it chooses nothing
+    classes = _classes_of(policy)
     if policy is None:
-        sought = None
+        pass
     elif isinstance(policy, Mapping):
         chosen = _by_name(root, policy, ignored)
-        sought = None
     elif isinstance(policy, str):
         if policy != "auto":
             raise ValueError(
@@ -157,9 +157,9 @@ def _ask_policy(
             )
         chosen = {block: {} for block in repeated_blocks(root, ignored)}
         sought = "policy='auto', which looks for blocks that are repeated,"
-    elif (classes := _classes_of(policy)) is not None:
+    elif classes is not None:
         chosen = {m: {} for m in root.modules() if isinstance(m, classes) and m not in ignored}
-        sought = f"the policy's classes {name_list([c.__qualname__ for c in classes])}"
+        sought = "the policy's classes"
     elif function := policy.function if isinstance(policy, CustomPolicy) else getattr(policy, "_lambda_fn", None):
         chosen = _by_function(root, function, ignored)
         sought = "the policy's function"
@@ -169,6 +169,7 @@ def _ask_policy(
     chosen = {m: overrides for m, overrides in chosen.items() if not is_never_called(m)}
     if not chosen and sought is not None:
         seen = sorted({type(m).__name__ for m in root.modules()})
+        sought += f" {name_list([c.__qualname__ for c in classes])}" if classes else ""
         warnings.warn(
             f"fully_shard: {sought} matched no submodule, so {'the rest of ' if groups else ''}{type(root).__name__} is a "
             f"single unit: its whole size is unsharded at once. Classes in the module: {name_list(seen, 20)}",

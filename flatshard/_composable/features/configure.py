@@ -19,10 +19,9 @@ from torch import nn
 
 from flatshard._base.config import BackwardPrefetch, as_enum, as_reshard_after_forward, check_reshard_after_forward
 from flatshard._base.errors import name_list
-from flatshard._comm.runtime import Runtime
-from flatshard._composable.features import kept_shards
+from flatshard._composable.features.kept_shards import set_source
 from flatshard._composable.find import unit_for, units_in
-from flatshard._composable.state import Unit, copies_in
+from flatshard._composable.state import Unit
 from flatshard._handle.pool import FlatBuffer
 
 
@@ -80,7 +79,7 @@ def configure(
         divide_factor: the number by which the sum of the gradients over all ranks is divided. None: the number of ranks.
         forward_prefetch: what to gather while a unit computes forward. True: the unit that followed it in the last pass.
             False: nothing. A list of modules, each a unit: these, in this order. A list applies to ``module``'s own unit
-            only, whatever ``recurse`` is.
+            only, whatever ``recurse`` is. A deep copy does not have it.
         backward_prefetch: as for :func:`fully_shard`. Or a list of modules as above, to gather while ``module`` computes
             backward, instead of the units that ran before it in forward. They are gathered at the point that
             ``backward_prefetch`` gave before, or before ``module``'s backward computes if that was None. A unit that has no
@@ -96,9 +95,8 @@ def configure(
     units = units_in(module, recurse, "configure")
     # Check all arguments before anything is changed.
     changes: list[tuple[Unit, dict[str, Any]]] = []
-    split: dict[Runtime, int] = {}
     if reshard_after_forward is not UNCHANGED:
-        split = _check_reshard_after_forward(units, reshard_after_forward)
+        _check_reshard_after_forward(units, reshard_after_forward)
     if all_reduce is not UNCHANGED:
         _check_all_reduce(units)
     if divide_factor is not UNCHANGED and divide_factor is not None and not divide_factor > 0:
@@ -123,13 +121,11 @@ def configure(
             unit, chosen = _chosen(module, backward_prefetch, "backward_prefetch")
             changes.append((unit, {"ahead_in_backward": chosen}))
 
-    for runtime, size in split.items():
-        kept_shards.split(runtime, size)
     for unit in units:
         if reshard_after_forward is not UNCHANGED:
             to = as_reshard_after_forward(reshard_after_forward, unit.runtime.world_size)
             unit.config = replace(unit.config, reshard_after_forward=to)
-            kept_shards.set_source(unit)
+            set_source(unit)
         if gradient_sync is not UNCHANGED:
             unit.handle.gradients.set_sync(gradient_sync)
         if manual_finalization is not UNCHANGED:
@@ -148,19 +144,19 @@ def configure(
         unit.config = replace(unit.config, **change)
 
 
-def _check_reshard_after_forward(units: list[Unit], value: bool | int | None) -> dict[Runtime, int]:
-    """Check that units can have this ``value``. Return the sizes of the smaller groups to make, by runtime."""
-    split: dict[Runtime, int] = {}
+def _check_reshard_after_forward(units: list[Unit], value: bool | int | None) -> None:
+    """Raise if some of ``units`` cannot have this ``value``."""
     for unit in units:
         try:
             check_reshard_after_forward(value, unit.config.strategy)
             size = as_reshard_after_forward(value, unit.runtime.world_size)
-            kept_shards.check_one_mesh(size, unit.handle.flats)
+            if size is not None and not isinstance(size, bool) and len(unit.handle.all_ranks) > 1:
+                raise ValueError(
+                    f"reshard_after_forward={size} is for one group of ranks, and shard_mesh_fn has sharded some of its "
+                    "parameters over others: pass True or False"
+                )
         except ValueError as e:
             raise ValueError(f"configure: unit {unit.fqn or '<root>'!r}: {e}") from None
-        if size is not None and not isinstance(size, bool):
-            split.setdefault(unit.runtime, size)
-    return split
 
 
 def _check_all_reduce(units: list[Unit]) -> None:
@@ -200,27 +196,16 @@ def _chosen(module: nn.Module, modules: Iterable[nn.Module], name: str) -> tuple
 class ChosenUnits:
     """The user's choice of units to gather ahead while another unit computes, instead of the recorded order.
 
-    The references are weak: units of another model may be among them. A deep copy refers to the copies of those units that
-    are copied with it. These copies may not exist yet, and to copy them here would recurse as deep as the chain of units is
-    long. So they are looked up at the first use.
+    The references are weak: units of another model may be among them.
     """
 
-    __slots__ = ("_copies", "_refs")
+    __slots__ = ("_refs",)
 
     def __init__(self, units: Sequence[Unit]) -> None:
         self._refs = [weakref.ref(unit) for unit in units]
-        self._copies: dict[weakref.ref[Unit], Unit] | None = None
 
     def __iter__(self) -> Iterator[Unit]:
-        if self._copies is not None:
-            copies, self._copies = self._copies, None
-            self._refs = [weakref.ref(copies[ref]) if ref in copies else ref for ref in self._refs]
         return (unit for ref in self._refs if (unit := ref()) is not None)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> ChosenUnits:
-        result = ChosenUnits(list(self))
-        result._copies = copies_in(memo)
-        return result
 
 
 class KeptBuffer(FlatBuffer):

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 import math
+import operator
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -194,6 +195,8 @@ class EncodedGathers(Extension):
 
     It joins the units of one call, and those that earlier calls have made in its module.
     """
+
+    concerns = operator.attrgetter("handle.is_encoded")
 
     def finish(self, module: nn.Module, made: Collection[Unit]) -> None:
         joined: dict[Runtime, Scales] = {}

@@ -18,6 +18,7 @@ together whether everything in the pass has been filled.
 from __future__ import annotations
 
 import functools
+import operator
 import weakref
 from collections.abc import Collection, Iterable, Iterator
 from typing import Any
@@ -46,6 +47,8 @@ _data: Any = torch.Tensor.data
 
 class FilledLater(Extension):
     """Fills parameters on meta, and checks in the passes of their units whether they have values."""
+
+    concerns = operator.attrgetter("handle.on_meta")
 
     def attach(self, unit: Unit, modules: list[nn.Module]) -> None:
         for flat in unit.handle.on_meta:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import nn
@@ -20,8 +20,6 @@ from flatshard._composable.state import Unit
 class ForwardMethod:
     """A method of a unit that runs with the unit's forward hooks. It is in the ``__dict__`` of the module, where it hides
     the method of the class.
-
-    For a generator function each resumption is a forward of its own, because the caller may do anything between two of them.
     """
 
     def __init__(self, hooks: UnitHooks, module: nn.Module, name: str) -> None:
@@ -29,9 +27,7 @@ class ForwardMethod:
         self.module = module
         self.name = name
         self.hidden: Any = module.__dict__.get(name)  # an instance attribute of this name, if there was one
-        method = self._method()
-        self._yields = inspect.isgeneratorfunction(method)
-        functools.update_wrapper(self, method)
+        functools.update_wrapper(self, self._method())
 
     def _method(self) -> Callable[..., Any]:
         if self.hidden is not None:
@@ -41,45 +37,15 @@ class ForwardMethod:
         return found if bind is None else bind(found, self.module, type(self.module))  # type: ignore[no-any-return]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        method = self._method()
-        return self._iterate(method, args, kwargs) if self._yields else self._run(method, args, kwargs)
-
-    def _run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call ``function`` between the hooks, as ``module.__call__`` calls forward. The post-forward hook always runs."""
+        """Call the method between the hooks, as ``module.__call__`` calls forward. The post-forward hook always runs."""
         output = None
         try:
             changed = self.hooks.pre_forward(self.module, args, kwargs, frames.of_caller())
             args, kwargs = (args, kwargs) if changed is None else changed
-            output = function(*args, **kwargs)
+            output = self._method()(*args, **kwargs)
         finally:
             cast = self.hooks.post_forward(self.module, args, kwargs, output)
         return output if cast is None else cast
-
-    def _iterate(
-        self, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Generator[Any, Any, Any]:
-        run = self._run
-        generator: Any = None
-
-        def start(*args: Any, **kwargs: Any) -> Any:
-            nonlocal generator
-            generator = method(*args, **kwargs)
-            return next(generator)
-
-        try:
-            value = run(start, args, kwargs)
-            while True:
-                try:
-                    sent = yield value
-                except GeneratorExit:  # it may come from the garbage collector, which must not start collectives
-                    generator.close()
-                    raise
-                except BaseException as e:
-                    value = run(generator.throw, (e,), {})
-                else:
-                    value = run(generator.send, (sent,), {})
-        except StopIteration as e:
-            return e.value
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ForwardMethod:
         """Return the method of the copied unit."""
@@ -109,10 +75,11 @@ def check_methods(module: nn.Module, names: str | Iterable[str]) -> list[str]:
         if name in ("forward", "__call__") or name.startswith("__"):
             raise ValueError(f"{kind}.{name}: calls of the module gather already; register its other methods")
         method = getattr(module, name)
-        if inspect.iscoroutinefunction(method) or inspect.isasyncgenfunction(method):
+        is_async = inspect.iscoroutinefunction(method) or inspect.isasyncgenfunction(method)
+        if is_async or inspect.isgeneratorfunction(method):
             raise NotImplementedError(
-                f"{kind}.{name} is async, so other code may run between its steps: register a method that is not async, and "
-                f"call that from {name}"
+                f"{kind}.{name} is {'async' if is_async else 'a generator function'}, so other code may run between its "
+                f"steps: register the methods that compute one step, and call them from {name}"
             )
     return names
 
@@ -130,8 +97,7 @@ def register_forward_method(module: nn.Module, method_name: str | Iterable[str])
     The unit's parameters are gathered before the method and freed after it, and backward through its outputs gathers them
     again. Use this for methods that use parameters of ``module`` which no unit below it owns: ``generate``, ``encode``,
     ``training_step``. Methods that only call other units, or ``module(...)`` itself, do not need it. The module's forward
-    hooks do not run. A generator function is a forward each time it is resumed; between two items the parameters are sharded.
-    FSDP2 calls this ``register_fsdp_forward_method``.
+    hooks do not run. FSDP2 calls this ``register_fsdp_forward_method``.
 
     Example::
 
@@ -156,7 +122,7 @@ def register_forward_method(module: nn.Module, method_name: str | Iterable[str])
 
     Raises:
         ValueError: ``module`` is not a unit, or has no such method. Nothing has been registered.
-        NotImplementedError: the method is async.
+        NotImplementedError: the method is async, or a generator function.
     """
     unit = unit_for(module, "register_forward_method")
     inner = unwrapped(module)

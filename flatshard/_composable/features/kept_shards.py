@@ -15,8 +15,9 @@ group's gathers, but the same stream, so the order is the same on all ranks.
 from __future__ import annotations
 
 import functools
+import operator
 import weakref
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -29,7 +30,6 @@ from flatshard._comm.runtime import Runtime
 from flatshard._composable.construct.groups import subgroup
 from flatshard._composable.extensions import Extension
 from flatshard._composable.state import Unit
-from flatshard._composable.unit_config import UnitConfig
 from flatshard._handle.flat_param import FlatParam
 from flatshard._handle.handle import Source
 from flatshard._handle.tensors.aggregate import plainly
@@ -111,23 +111,10 @@ _subgroups: weakref.WeakKeyDictionary[Runtime, dict[int, Runtime]] = weakref.Wea
 class GatherSources(Extension):
     """Makes units keep shards, as ``reshard_after_forward`` (a number of ranks) and ``keep_cast_shard`` say."""
 
-    def prepare(self, module: nn.Module, configs: Collection[UnitConfig], runtime: Runtime) -> None:
-        for size in sizes(configs):
-            split(runtime, size)
+    concerns = operator.attrgetter("config.keeps_shards")
 
     def attach(self, unit: Unit, modules: list[nn.Module]) -> None:
         set_source(unit)
-
-
-def sizes(configs: Iterable[UnitConfig]) -> list[int]:
-    """Return the numbers of ranks that units reshard to, ascending, without 1 and all."""
-    values = [config.reshard_after_forward for config in configs]
-    return sorted({value for value in values if value is not None and not isinstance(value, bool)})
-
-
-def split(runtime: Runtime, size: int) -> None:
-    """Create the groups of ``size`` consecutive ranks. All ranks of the world must call it together: see ``subgroup``."""
-    add_subgroup(runtime, Runtime.of(subgroup(runtime.group, size, runtime.device), runtime.device))
 
 
 def add_subgroup(runtime: Runtime, inner: Runtime) -> None:
@@ -135,23 +122,20 @@ def add_subgroup(runtime: Runtime, inner: Runtime) -> None:
     _subgroups.setdefault(runtime, {}).setdefault(inner.world_size, inner)
 
 
-def check_one_mesh(size: bool | int | None, flats: Iterable[FlatParam]) -> None:
-    """Raise if ``flats`` are sharded over different ranks, and ``size`` is a number of ranks to reshard to."""
-    if size is not None and not isinstance(size, bool) and len({flat.ranks for flat in flats}) > 1:
-        raise ValueError(
-            f"reshard_after_forward={size} is for one group of ranks, and shard_mesh_fn has sharded some of its parameters "
-            "over others: pass True or False"
-        )
-
-
 def set_source(unit: Unit) -> None:
-    """Make ``unit`` keep what its config says, from its next forward on. Call ``split`` first."""
-    unit.handle.source = KeptCasts() if unit.config.mixed_precision.keep_cast_shard else None
-    if unit.config.strategy.joins_axes:
+    """Make ``unit`` keep what its config says, from its next forward on.
+
+    The first unit that reshards to a number of ranks creates their groups. All ranks of the world must call it together then:
+    see ``subgroup``.
+    """
+    config, runtime = unit.config, unit.runtime
+    unit.handle.source = KeptCasts() if config.mixed_precision.keep_cast_shard else None
+    if config.strategy.joins_axes:
         unit.handle.source = GatheredOutside()
-    for size in sizes([unit.config]):
-        inner = _subgroups[unit.runtime][size]
-        unit.handle.source = SubgroupShards(_exact(inner, unit.config.collectives))
+    if (size := config.subgroup_size) is not None:
+        if size not in _subgroups.get(runtime, ()):
+            add_subgroup(runtime, Runtime.of(subgroup(runtime.group, size, runtime.device), runtime.device))
+        unit.handle.source = SubgroupShards(_exact(_subgroups[runtime][size], config.collectives))
 
 
 def _exact(inner: Runtime, factory: CollectivesFactory | None) -> Runtime:

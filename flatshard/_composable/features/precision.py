@@ -1,4 +1,4 @@
-"""Mixed precision around a forward: casts of inputs, outputs and buffers, and a warning about low-precision parameters.
+"""Mixed precision around a forward: casts of inputs, outputs and buffers.
 
 Parameters and gradients are cast by the handle (``FlatParam``, ``FlatGradients``).
 """
@@ -6,28 +6,22 @@ Parameters and gradients are cast by the handle (``FlatParam``, ``FlatGradients`
 from __future__ import annotations
 
 import dataclasses
+import operator
 import threading
-import warnings
-import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._pytree import tree_map
 
-from flatshard._base.errors import name_list
 from flatshard._composable.extensions import Extension, ForwardFeature
-from flatshard._composable.features.checked_optimizers import CheckedOptimizers
 from flatshard._composable.features.keep import Keep
 from flatshard._composable.features.summon import summoned_units
 from flatshard._composable.features.whole_parameters import WholeParameters
 from flatshard._composable.outputs import tensors_in
 from flatshard._composable.state import Forward, Unit
 from flatshard._handle.registrations import UNSHARDED
-from flatshard._handle.tensors.sharded_parameter import shard_info
 
 
 def cast_floats(value: Any, dtype: torch.dtype) -> Any:
@@ -52,9 +46,10 @@ def cast_floats(value: Any, dtype: torch.dtype) -> Any:
 class Precision(Extension):
     """Casts the inputs, outputs and buffers of units as their mixed-precision policies say."""
 
+    concerns = operator.attrgetter("config.casts")
+
     def attach(self, unit: Unit, modules: list[nn.Module]) -> MixedForward | None:
         policy = unit.config.mixed_precision
-        warn_about_low_precision_masters(p for flat in unit.handle.flats for p in flat.params)
         for module in modules:
             if isinstance(module, policy.module_classes_to_ignore):
                 if policy.param_dtype is not None:
@@ -172,37 +167,3 @@ class FullPrecisionModule:
             return output  # another pre-hook raised before `before` ran
         outer = self._outer[thread].pop()
         return output if output is None or outer is None else cast_floats(output, outer)
-
-
-_LOW = (torch.bfloat16, torch.float16)
-_checked = CheckedOptimizers()
-_warned: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-_watching: list[Callable[[], None]] = []
-
-
-def warn_about_low_precision_masters(params: Iterable[nn.Parameter]) -> None:
-    """Warn in the first step of an optimizer that keeps its state for sharded parameters in bf16 or fp16."""
-    _checked.clear()
-    if not _watching and any(p.requires_grad and p.dtype in _LOW for p in params):
-        _watching.append(register_optimizer_step_post_hook(_check_optimizer).remove)
-
-
-def _check_optimizer(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    if optimizer in _checked or optimizer in _warned:
-        return
-    _checked.add(optimizer)
-    found = [
-        info.fqn
-        for p, state in optimizer.state.items()
-        if (info := shard_info(p)) is not None
-        and p.dtype in _LOW
-        and any(isinstance(v, torch.Tensor) and v.dtype in _LOW for v in state.values())
-    ]
-    if found:
-        _warned.add(optimizer)
-        warnings.warn(
-            f"{type(optimizer).__name__} keeps its state for {name_list(found, 3)} in 16 bits, because these sharded "
-            "parameters have 16 bits: small updates are rounded to zero, and training stalls. Load the model in float32 and "
-            "pass mixed_precision=MixedPrecision(param_dtype=torch.bfloat16) to fully_shard",
-            stacklevel=2,
-        )

@@ -9,6 +9,7 @@ are: its ``forward`` is an attribute of the instance, which is copied and pickle
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
@@ -25,6 +26,8 @@ from flatshard._composable.unit_backward import current_graph_task
 
 class Recompute(Extension):
     """Puts a checkpoint into each unit whose configuration says so, but not around other units of the call."""
+
+    concerns = operator.attrgetter("config.recompute")
 
     def finish(self, module: nn.Module, made: Collection[Unit]) -> None:
         for unit in made:

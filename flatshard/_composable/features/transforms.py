@@ -15,20 +15,17 @@ look below the hooks. This needs no wrapper around the hooks, so it costs nothin
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
 from flatshard._base import frames
-from flatshard._comm.runtime import Runtime
 from flatshard._composable.extensions import Extension, ForwardFeature
 from flatshard._composable.hooks import UnitHooks
 from flatshard._composable.outputs import tensors_in
 from flatshard._composable.state import Unit
-from flatshard._composable.unit_config import UnitConfig
 
 # Private API: there is no public one for this.
 _innermost: Callable[[], object] = torch._C._functorch.peek_interpreter_stack
@@ -92,22 +89,17 @@ _REASON = (
 class Compile(Extension):
     """Makes dynamo skip this package."""
 
-    def prepare(self, module: nn.Module, configs: Collection[UnitConfig], runtime: Runtime) -> None:
-        _skip()
+    def set_up(self) -> None:
+        # This import takes two seconds, but any optimizer does it as well.
+        from torch._dynamo import trace_rules  # there is no public way to skip a package
 
+        trace_rules.add("flatshard")
 
-@functools.cache
-def _skip() -> None:
-    # This import takes two seconds, but any optimizer does it as well.
-    from torch._dynamo import trace_rules  # there is no public way to skip a package
+        # Private too: the public torch.compiler.disable wraps the function, which costs time in every call.
+        from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 
-    trace_rules.add("flatshard")
-
-    # Private too: the public torch.compiler.disable wraps the function, which costs time in every call.
-    from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
-
-    for hook in (UnitHooks.pre_forward, UnitHooks.post_forward):
-        # The attributes that torch.compiler.disable(reason=...) sets: dynamo shows the reason with fullgraph=True.
-        vars(hook)["_torchdynamo_disable"] = True
-        vars(hook)["_torchdynamo_disable_msg"] = _REASON
-        set_code_exec_strategy(frames.code_of(hook), _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))
+        for hook in (UnitHooks.pre_forward, UnitHooks.post_forward):
+            # The attributes that torch.compiler.disable(reason=...) sets: dynamo shows the reason with fullgraph=True.
+            vars(hook)["_torchdynamo_disable"] = True
+            vars(hook)["_torchdynamo_disable_msg"] = _REASON
+            set_code_exec_strategy(frames.code_of(hook), _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))
