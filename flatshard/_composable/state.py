@@ -132,8 +132,9 @@ class Unit:
 
     def free_if_unused(self) -> None:
         """Register the parameters that the claims ask for, and free the unsharded parameters if nothing needs them."""
+        stays = self.must_stay
         self.show()
-        if not self.must_stay:
+        if not stays:
             self.handle.reshard()
 
     @property
