@@ -142,7 +142,7 @@ class Progress:
         # [Note: Memory lives as long as its works]
         self.abandoned: list[Pending] = []
         self.unended: list[tuple[Issued, Pending]] = []
-        self.place: Place | None = None  # set by the context of the group's units; also read by the watch's thread
+        self.place: Place | None = None  # of this rank in its training, or None if nothing trains on the group
         # For the watch: the latest collectives, and key and number of the first one in the same place as the last.
         self.recent: deque[Issued] = deque(maxlen=_RECENT)
         self.first = (0, 0)
@@ -170,7 +170,7 @@ class Progress:
         key = label.tag + kind
         self.counts[key] = number = self.counts.get(key, 0) + 1
         issued = Issued(self, verb, kind, label, again, number, self.place)
-        if not self.recent or self.recent[-1].place != self.place:
+        if not self.recent or self.recent[-1].place != issued.place:
             self.first = key, number
         self.recent.append(issued)
         return issued

@@ -26,8 +26,8 @@ from flatshard._base.config import BackwardPrefetch
 from flatshard._base.errors import name_list
 from flatshard._composable.find import contexts_of, units_below
 from flatshard._composable.reduction_queue import ReductionQueue
-from flatshard._composable.state import ForwardRecord, Unit
-from flatshard._composable.unit_backward import AWAITING, IDLE, UnitBackward, current_graph_task
+from flatshard._composable.state import Unit
+from flatshard._composable.unit_backward import AWAITING, IDLE, ForwardRecord, UnitBackward, current_graph_task
 from flatshard._handle.lifetime import BY_NONE, ParamState
 from flatshard._handle.registrations import SHARDED
 
@@ -38,22 +38,22 @@ _keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_ke
 
 def _may_come(unit: Unit) -> bool:
     """Return whether gradients of ``unit`` may still come, in the running graph task or one around it."""
-    now = unit.backward_slot.now
-    return (now is not None and now.state in (AWAITING, IDLE)) or unit.expected_gradients() > 0
+    now = unit.graph.now
+    return (now is not None and now.state in (AWAITING, IDLE)) or unit.count_expected_gradients() > 0
 
 
 def may_reach_inside(unit: Unit) -> bool:
     """Return whether the backward may yet reach a unit inside ``unit``."""
-    return not all(u.is_reached for u in units_below(unit.module))
+    return not all(u.graph.is_reached for u in units_below(unit.module))
 
 
 def _may_come_first(unit: Unit) -> bool:
     """Return whether backward may yet reach a unit to reduce before ``unit``: inside it, or between two of its forwards."""
-    if any(u.turn > unit.turn and not u.is_reached for u in units_below(unit.module)):
+    if any(u.turn > unit.turn and not u.graph.is_reached for u in units_below(unit.module)):
         return True
-    record = None if unit.backward_slot.now is None else unit.backward_slot.now.last_forward
+    record = None if unit.graph.now is None else unit.graph.now.last_forward
     while record is not None:
-        if record.unit.turn > unit.turn and not record.unit.is_reached:
+        if record.unit.turn > unit.turn and not record.unit.graph.is_reached:
             return True
         record = record.previous
     return False
@@ -93,9 +93,7 @@ class Backward:
             backward.drop()
         backward = context.backward
         if not isinstance(backward, Backward):
-            context.backward = backward = cls(unit)
-            context.backwards += 1
-            context.show_place()
+            context.set_backward(backward := cls(unit))
         backward._enter(task)
         return backward
 
@@ -109,38 +107,38 @@ class Backward:
 
     # -- during --------------------------------------------------------------------------------------------------------
 
-    def touch(self, unit: Unit) -> UnitBackward[ForwardRecord]:
+    def touch(self, unit: Unit) -> UnitBackward[Unit]:
         """Return the record of ``unit``, which is unsharded in this backward. The end of the backward cleans it up."""
-        if (now := unit.backward_slot.now) is None:
+        if (now := unit.graph.now) is None:
             unit.handle.sync_unfrozen()
-            now = unit.backward_slot.now = UnitBackward(unit.handle.ranks.label)
+            now = unit.graph.now = UnitBackward(unit.handle.ranks.label)
             self._reached.append(unit)
         return now
 
-    def begin(self, unit: Unit) -> UnitBackward[ForwardRecord]:
+    def begin(self, unit: Unit) -> UnitBackward[Unit]:
         """Count the gradients that the running graph task has for ``unit``, when backward reaches it."""
         now, task = self.touch(unit), current_graph_task()
         if task in now.expected:
             return now
-        self.keeps_unsharded |= torch.is_grad_enabled() or (unit.was_kept_unsharded and _keeps_graph())
+        self.keeps_unsharded |= torch.is_grad_enabled() or (unit.history.was_kept_unsharded and _keeps_graph())
         accumulators = unit.handle.gradients.accumulators
         nodes = accumulators.nodes
         if nodes and not now.expected:
             self._queue.add_back(unit)
         now.some_frozen = not accumulators.are_all
-        if now.reach(task, nodes, unit.stand_ins, self._queue.waits_early):
+        if now.reach(task, nodes, unit.graph.stand_ins, self._queue.waits_early):
             self._bringing.add(task)
             self._ready.discard(unit)
         elif now.state is IDLE:
             self._idle[unit] = None
-        unit.leaves_out |= now.lacks_some
+        unit.history.leaves_out |= now.lacks_some
         return now
 
-    def pre_backward(self, record: ForwardRecord) -> UnitBackward[ForwardRecord]:
+    def pre_backward(self, record: ForwardRecord[Unit]) -> UnitBackward[Unit]:
         """Note that backward reaches a forward of a unit, and complete idle units before it. [Note: What completes a unit]"""
         task, unit = current_graph_task(), record.unit
         record.opened_in = task
-        now = unit.backward_slot.now
+        now = unit.graph.now
         if now is None or now.finished_in != task:
             now = self.begin(unit)
         now.open_forwards = max(0, now.open_forwards) + 1
@@ -160,7 +158,7 @@ class Backward:
         task = current_graph_task()
         over = [u for u in idle if u not in unit.needs and _completes_in(u, task) and u.is_over]
         if over:
-            to_come = any(u.expected_gradients() for queue in ReductionQueue.every for u in queue.units())
+            to_come = any(u.count_expected_gradients() for queue in ReductionQueue.every for u in queue.units())
             self._complete_all(over, to_come or self._bring_gradients(self._tasks), early=True)
 
     @staticmethod
@@ -169,14 +167,14 @@ class Backward:
 
         Forwards of earlier passes don't count. hooks.py, [Note: Freeing in backward]
         """
-        if (now := unit.backward_slot.now) is None:
+        if (now := unit.graph.now) is None:
             return True
         now.open_forwards = max(0, now.open_forwards - 1)
         return has_left_first(unit) if unit.handle.gradients.accumulators.nodes else now.open_forwards == 0
 
     def postpone(self, unit: Unit) -> None:
         """Make ``unit`` idle: it has all awaited gradients, but other ranks may have some to come."""
-        now = unit.backward_slot.now
+        now = unit.graph.now
         assert now is not None
         now.postpone()
         self._idle[unit] = None
@@ -187,7 +185,7 @@ class Backward:
         ``reduces``: even if none were expected. ``early``: see ``UnitBackward.complete``.
         """
         self._idle.pop(unit, None)
-        now = unit.backward_slot.now
+        now = unit.graph.now
         assert now is not None
         if now.complete(early) or reduces:
             if unit.handle.gradients.reduces:
@@ -205,8 +203,7 @@ class Backward:
         if self._tasks.pop(task, None) is None:  # this backward has been dropped
             return
         if not self._tasks:
-            self._context.backward = None  # before hooks of the user, which run outside of it
-            self._context.show_place()
+            self._context.set_backward(None)  # before hooks of the user, which run outside of it
         try:
             self._finish(task, self._bring_gradients((task,)))
         except BaseException:
@@ -255,11 +252,12 @@ class Backward:
             context.reductions.reduce_held({u for u in inside if u.context is context and u.handle.gradients.reduces})
 
     def _forget_reached(self) -> None:
+        self._context.prefetcher.clear()  # what it has is reached, too
         for unit in self._reached:
-            unit.was_kept_unsharded = self.keeps_unsharded
-            unit.backward_slot.now = None
-            if unit.leaks and not self._retains_graph:
-                unit.drop_leaks(self.task)
+            unit.history.was_kept_unsharded = self.keeps_unsharded
+            unit.graph.now = None
+            if unit.history.leaks and not self._retains_graph:
+                unit.history.drop_leaks(self.task)
             if self.keeps_unsharded:
                 unit.show()
                 unit.handle.take_over(BY_NONE)
@@ -277,9 +275,9 @@ class Backward:
         The next forward cleans up the rest, because this callback may run at any point.
         """
         if self.has_failed:
-            self._context.show_place(failed=True)
+            self._context.publish_place(bool(self._context.forwards))
             for unit in self._reached:
-                unit.backward_slot.now = None  # it would keep the unit alive: see `BackwardSlot`
+                unit.graph.now = None  # it would keep the unit alive: see `UnitGraph`
                 unit.show()
             if ahead := [u.fqn for u in self._reached if u.handle.state is ParamState.UNSHARDING]:
                 trace.logger.warning(
@@ -295,8 +293,7 @@ class Backward:
         This includes reductions in flight: the user may have called ``zero_grad`` already, and they would set ``.grad`` after
         it. It includes gradients held by earlier backwards, as this backward has added to some of them.
         """
-        self._context.backward = None
-        self._context.show_place()
+        self._context.set_backward(None)
         self._tasks.clear()
         self.keeps_unsharded = False
         self._queue.discard(self._reached)
@@ -305,17 +302,17 @@ class Backward:
 
 def _completes_in(unit: Unit, task: int) -> bool:
     """Return whether graph task ``task`` completes ``unit``."""
-    return (now := unit.backward_slot.now) is not None and now.task == task
+    return (now := unit.graph.now) is not None and now.task == task
 
 
 def is_finished(unit: Unit) -> bool:
     """Return whether ``unit`` has all its gradients from the running graph task."""
-    return (now := unit.backward_slot.now) is not None and now.finished_in == current_graph_task()
+    return (now := unit.graph.now) is not None and now.finished_in == current_graph_task()
 
 
 def has_left_first(unit: Unit) -> bool:
     """Return whether backward has reached forwards of ``unit``, and left all of them, the first one in its pass too."""
-    if (now := unit.backward_slot.now) is None or now.open_forwards:
+    if (now := unit.graph.now) is None or now.open_forwards:
         return False
     before = None if now.last_forward is None else now.last_forward.previous
     while before is not None and before.unit is not unit:
@@ -327,10 +324,10 @@ def gather(unit: Unit) -> None:
     """Gather a unit for the current backward, and the units that it needs."""
     context = unit.context
     for needed in unit.needs:
-        if needed.backward_slot.now is None:
+        if needed.graph.now is None:
             Backward.of(unit).touch(needed)
         if needed.handle.state is ParamState.SHARDED:
-            needed.handle.unshard(context.pass_id, again=True)
+            needed.handle.unshard(context.latest_pass.id, again=True)
 
 
 def gather_ahead(unit: Unit) -> None:
@@ -339,7 +336,7 @@ def gather_ahead(unit: Unit) -> None:
         gather(unit)
 
 
-def gather_last_inside(record: ForwardRecord) -> None:
+def gather_last_inside(record: ForwardRecord[Unit]) -> None:
     """Gather the unit inside that backward needs first, before the unit of ``record`` is recomputed."""
     last = record
     while last.previous is not None and last.unit in last.previous.outer:
@@ -358,22 +355,23 @@ def prefetches_before(unit: Unit) -> bool:
 
 def prefetch_after(unit: Unit) -> None:
     """Gather the next unit, as the backward of ``unit`` has computed."""
-    if (now := unit.backward_slot.now) is not None and now.last_forward is not None:
+    if (now := unit.graph.now) is not None and now.last_forward is not None:
         prefetch(now.last_forward)
 
 
-def prefetch(record: ForwardRecord) -> None:
+def prefetch(record: ForwardRecord[Unit]) -> None:
     """Gather the unit that comes after that of ``record`` in backward, or the units that the user chose instead."""
     task = current_graph_task()
     for unit in _next(record):
-        if unit.backward_slot.now is None or unit.backward_slot.now.finished_in != task:
+        if unit.graph.now is None or unit.graph.now.finished_in != task:
             for needed in unit.needs:
-                if needed.backward_slot.now is None:
+                if needed.graph.now is None:
                     Backward.of(unit).touch(needed)
-            unit.context.prefetch(unit, record.unit.config.prefetch_limit_bytes)
+            limit, context = record.unit.config.prefetch_limit_bytes, unit.context
+            context.prefetcher.prefetch(unit, limit, context.latest_pass.id, again=not context.forwards)
 
 
-def _next(record: ForwardRecord) -> Iterable[Unit]:
+def _next(record: ForwardRecord[Unit]) -> Iterable[Unit]:
     if record.unit.backward_targets is not None:
         return record.unit.backward_targets
     before = record.previous

@@ -24,11 +24,18 @@ from flatshard._handle.unit_gradients import WithGradients
 F = TypeVar("F", bound="ForwardFeature")
 
 
+def _always() -> bool:
+    return True
+
+
 class ForwardFeature:
     """The part of one feature in the forwards of one unit. A subclass overrides the methods that it needs.
 
     A deep copy of the module copies the feature, too: see ``UnitHooks.__deepcopy__``.
     """
+
+    wants_instead: Callable[[], object] = staticmethod(_always)
+    """Whether ``instead`` is to be called before a forward: a function that costs little."""
 
     def instead(self) -> Callable[[Any], object] | None:
         """Called before a forward. Returns a function of its output if the unit's hooks should do nothing in it, or None."""

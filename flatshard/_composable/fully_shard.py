@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import warnings
 import weakref
@@ -17,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from flatshard._base.config import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from flatshard._base.errors import InternalError
-from flatshard._base.names import module_names
+from flatshard._base.names import UNIT_KEY, module_names
 from flatshard._comm.collectives import CollectivesFactory
 from flatshard._comm.runtime import Runtime
 from flatshard._composable.construct.groups import (
@@ -42,8 +43,8 @@ from flatshard._composable.construct.policy import Policy, check_group, check_mo
 from flatshard._composable.extensions import Extension, ForwardFeature, extensions, overriding, set_up
 from flatshard._composable.find import units_below
 from flatshard._composable.hooks import UnitHooks
-from flatshard._composable.module_tree import ModuleGroup, ModuleTree
-from flatshard._composable.state import Context, Unit, owner_of, set_unit
+from flatshard._composable.module_tree import ModuleGroup, ModuleTree, called_modules, copy_with_attributes
+from flatshard._composable.state import Context, Unit, owner_of
 from flatshard._composable.unit_config import (
     MeshChoice,
     UnitConfig,
@@ -342,7 +343,10 @@ def _make_unit(
         all_ranks[groups] = ranks_of(planned.fqn, config, on_these, pools, runtimes[groups], all_ranks.get(None))
     handle = FlatParamHandle.shard(flats, all_ranks)
     unit = Unit(planned.module, handle, context, every, config)
-    set_unit(planned.module, unit)
+    for module in {planned.module, *called_modules(planned.module)}:
+        module.__dict__[UNIT_KEY] = unit
+        if type(module).__reduce__ is not object.__reduce__ and not hasattr(type(module), "__deepcopy__"):
+            module.__dict__["__deepcopy__"] = functools.partial(copy_with_attributes, module)
     return unit
 
 

@@ -74,7 +74,7 @@ from flatshard._composable.outputs import (
     tree_unflatten,
     with_new_nodes,
 )
-from flatshard._composable.state import Forward, ForwardRecord, Unit, unit_of
+from flatshard._composable.state import Forward, Unit
 from flatshard._composable.unit_backward import (
     AWAITING,
     COMPLETE,
@@ -112,7 +112,9 @@ class UnitHooks:
         self.unit = unit
         unit.features = features
         # The methods that features override, by seam. extensions.py, [Note: Features]
-        self._instead = overridden(features, ForwardFeature.instead)
+        self._instead = [
+            (each.wants_instead, each.instead) for each in features if type(each).instead is not ForwardFeature.instead
+        ]
         self._enter = overridden(features, ForwardFeature.enter)
         self._before = overridden(features, ForwardFeature.before)
         self._after = overridden(features, ForwardFeature.after)
@@ -143,9 +145,9 @@ class UnitHooks:
         """Run ``unless`` in place of the hooks, or the hooks again if it is None. Return what ran before."""
         before, self._unrecorded = self._unrecorded, unless
         if before is not None:
-            self._instead.remove(before.check)
+            self._instead.remove((ForwardFeature.wants_instead, before.check))
         if unless is not None:
-            self._instead.append(unless.check)
+            self._instead.append((ForwardFeature.wants_instead, unless.check))
         return before
 
     def _install_gradient_hooks(self) -> None:
@@ -164,7 +166,7 @@ class UnitHooks:
             if flat.kind.is_trainable:
                 for index, compute in enumerate(flat.unsharded.params):
                     receive = functools.partial(call, UnitHooks.receive_gradient, group, index)
-                    hook = gradient_hook(self.unit.backward_slot, receive, end, complete)
+                    hook = gradient_hook(self.unit.graph, receive, end, complete)
                     # register_post_accumulate_grad_hook needs a parameter that requires grad at this moment.
                     wanted = compute.requires_grad
                     compute.requires_grad_(True)
@@ -190,8 +192,9 @@ class UnitHooks:
         context = unit.context
         in_backward = current_graph_task() != -1  # recomputed by activation checkpointing
         do_instead = None
-        for instead in self._instead:
-            do_instead = instead() or do_instead
+        for wants, instead in self._instead:
+            if wants():
+                do_instead = instead() or do_instead
         if do_instead is not None:
             if (unrecorded := self._unrecorded) is not None:
                 return unrecorded.begin(module, args, kwargs)
@@ -208,22 +211,18 @@ class UnitHooks:
             for needed, claim in forward.claims:
                 if in_backward or len(needed.claims) == 1 or not needed.claims.show_copies:
                     self._gather(needed, claim, grad, in_backward)
-        if in_backward and (now := unit.backward_slot.now) is not None and now.last_forward is not None:
+        if in_backward and (now := unit.graph.now) is not None and now.last_forward is not None:
             gather_last_inside(now.last_forward)
+        watches_inputs = grad and not unit.is_done_with_gradients and not unit.handle.never_gathers
         if not in_backward:
-            following = context.order.advance(module)
-            ahead: Iterable[Unit] = ()
-            if unit.forward_targets is not None:
-                ahead = unit.forward_targets
-            elif unit.config.forward_prefetch and following is not None:
-                ahead = filter(None, (unit_of(following),))
-            for each in ahead if forward.gathers else ():
-                context.prefetch(each, unit.config.prefetch_limit_bytes)
+            following = context.latest_pass.begin_module(module)
+            if forward.gathers:
+                context.prefetcher.prefetch_following(unit, following, context.latest_pass.id)
         given, changed = (args, kwargs), None
         for before in self._before:
             if (new := before(forward, args, kwargs)) is not None:
                 args, kwargs = changed = new
-        if grad and not unit.is_done_with_gradients and not unit.handle.never_gathers:
+        if watches_inputs:
             changed = self.watch_inputs(forward, args, kwargs) or changed
         if changed is not None:
             forward.copied = [*copied_containers(given, changed)]
@@ -231,17 +230,17 @@ class UnitHooks:
 
     @staticmethod
     def _gather(unit: Unit, claim: Claim, grad: bool, in_backward: bool) -> None:
-        context, handle = unit.context, unit.handle
+        context, handle, pass_id = unit.context, unit.handle, unit.context.latest_pass.id
         alone = len(unit.claims) == 1 or sum([each.needs_storage for each in unit.claims]) == 1
-        context.used(unit)
         if in_backward:
             Backward.of(unit).recompute(unit)
             if handle.never_gathers:  # it shows the shards themselves, so the values are current
                 handle.reshard()
         elif alone:
             handle.check_parameters()
-            if (stamp := handle.stamp) is not None and unit.is_outdated:
-                unit.changes_in_passes |= stamp.by == context.pass_id
+            stamp = handle.stamp
+            if stamp is not None and not handle.is_current(pass_id) and not (unit.claims.keep and handle.is_current()):
+                unit.history.changes_in_passes |= stamp.by == pass_id
                 handle.reshard()
         elif not handle.is_current():
             raise RuntimeError(
@@ -250,14 +249,14 @@ class UnitHooks:
                 "Change them outside"
             )
         if handle.state is ParamState.SHARDED:
-            handle.unshard(context.pass_id, in_backward)
+            handle.unshard(pass_id, in_backward)
         else:
-            handle.take_over(context.pass_id)
+            handle.take_over(pass_id)
+        handle.wait()
         if alone and grad and handle.gradients.accumulators.nodes:
             if context.runtime.streams is not None:
                 handle.gradients.accumulators.follow_stream()
             context.reductions.expect(unit)
-        handle.wait()
         claim.show(UNSHARDED)
         handle.registrations.show(UNSHARDED)
 
@@ -297,7 +296,7 @@ class UnitHooks:
             # The unsharded parameters, or views of them, must stay in memory.
             leaks = leaks or any(map(unit.handle.memory.holds, outputs))
             if leaks and forward.recorded is not None and not forward.in_backward:
-                unit.note_leak(forward.recorded)
+                unit.history.add_leak(forward.recorded)
         finally:
             self.end_forward(forward, comes_back, leaks)
         return changed
@@ -313,17 +312,19 @@ class UnitHooks:
                 needed.show()
             else:
                 needed.handle.write_back_if_changed()
-                state = None if (now := needed.backward_slot.now) is None else now.state
+                state = None if (now := needed.graph.now) is None else now.state
                 # If its gradients are still awaited, this was a recomputation.
                 if not (state in (AWAITING, IDLE) or (in_backward and state is COMPLETE_EARLY)):
                     needed.handle.registrations.show(SHARDED)
             stays = comes_back and needed.config.stays_for_backward(outermost)
+            if is_group:
+                context.prefetcher.stop_keeping(needed)
             if stays or leaks or in_backward or (needed.claims and needed.claims.need_storage):
                 continue
-            if is_group and context.order.are_awaited(called_modules(self.unit.module)):
-                context.keep_for_next(needed)
-            else:
-                needed.free_unless_kept(forward.recorded or (forward if next_node() > forward.first_node else None))
+            if is_group and context.latest_pass.has_run_in_part(called_modules(self.unit.module)):
+                context.prefetcher.keep_for_next(needed)
+            elif not (needed.history.leaks or (needed.claims and needed.claims.keep)):
+                needed.handle.reshard(forward.recorded or (forward if next_node() > forward.first_node else None))
         if outermost and not in_backward:
             context.end_pass()
 
@@ -346,7 +347,7 @@ class UnitHooks:
             assert node is not None
             way = Way(record, node)
             for needed in self.unit.needs if is_own else ():  # a view leads to its base
-                needed.add_way(way)
+                needed.graph.add_way(way)
             metadata: dict[str, Any] = node.metadata  # type: ignore[assignment]  # torch's stubs take the property for a method
             if (later := metadata.get(_LATER)) is None:
                 later = metadata[_LATER] = []
@@ -382,7 +383,7 @@ class UnitHooks:
         new_args, new_kwargs = tree_unflatten(values, spec)
         return new_args, new_kwargs
 
-    def pre_backward(self, way: Way[ForwardRecord], later: Sequence[Callable[[Any], None]], grads: Any) -> None:
+    def pre_backward(self, way: Way[Unit], later: Sequence[Callable[[Any], None]], grads: Any) -> None:
         """Gather the unit, and prefetch the next one, when backward reaches one of its outputs.
 
         ``later``: what is called before it, of forwards that ended later with the same output: of a unit around this one, or
@@ -396,7 +397,7 @@ class UnitHooks:
                 needed.handle.wait()  # another output of it, perhaps on another stream
             return
         # Otherwise a forward that used only frozen parameters may come after all gradients, and needs their values.
-        now = unit.backward_slot.now
+        now = unit.graph.now
         if now is not None and now.state is COMPLETE and now.finished_in == task and unit.is_done_with_gradients:
             return
         context, backward = unit.context, Backward.of(unit)
@@ -406,7 +407,6 @@ class UnitHooks:
         for claim in unit.claims:
             claim.check_backward()
         for needed in unit.needs:
-            context.used(needed)
             # If it is finished, only its values are needed once more.
             if needed is not unit and not is_finished(needed):
                 backward.begin(needed)
@@ -433,7 +433,7 @@ class UnitHooks:
         unit = self.unit
         if not unit.handle.flats[group].requires_grad[index]:
             return None  # frozen since its forward: there is no gradient, and none was expected
-        if unit.backward_slot.now is None or task not in unit.backward_slot.now.expected:
+        if unit.graph.now is None or task not in unit.graph.now.expected:
             Backward.of(unit).begin(unit)
         return task if unit.handle.gradients.receive(group, index) else -1
 
@@ -445,7 +445,7 @@ class UnitHooks:
 
     def complete(self) -> None:
         """Free the unit and start its reduction: all its gradients have come."""
-        unit, backward, now = self.unit, self.unit.context.backward, self.unit.backward_slot.now
+        unit, backward, now = self.unit, self.unit.context.backward, self.unit.graph.now
         assert isinstance(backward, Backward)
         assert now is not None
         # If it was not called: all ranks gather the next unit before they reduce this one.
@@ -463,7 +463,7 @@ class UnitHooks:
 
     def post_backward(self) -> None:
         """Free the unit if backward has left all its forwards through their inputs. [Note: Freeing in backward]"""
-        unit, now = self.unit, self.unit.backward_slot.now
+        unit, now = self.unit, self.unit.graph.now
         is_over = not ((now is not None and now.pending) or unit.comes_again())
         if Backward.post_backward(unit) and (is_over or not unit.handle.gradients.accumulators.are_all):
             backward = unit.context.backward

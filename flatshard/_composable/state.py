@@ -9,29 +9,18 @@ A unit may reduce over two groups: over its shards, and over its replicas. Anoth
 are sharded over fewer ranks, and replicated over the same). Collectives of a group match by order, so both need one order of
 reductions. All groups that units connect are one context. ``fully_shard`` joins contexts when it connects their groups.
 Groups stay connected when those units are gone. rank_group.py, [Note: Ranks collect garbage at different times]
-
-[Note: Gathered before it changes]
-A module may change parameters of units inside it, in its own forward: a momentum encoder (MoCo, BYOL) does. A unit that was
-gathered ahead may have its shard read while such a write runs. The write cannot be made to wait: sharded parameters are
-plain tensors to torch (an optimizer would pay for a ``__torch_function__`` in every operation), so nothing tells when it is
-enqueued. And the current stream cannot wait for the read after each prefetch: collectives read the shard until they end,
-so there would be no prefetch left. What the gather has read does no harm, as the version of the shards has changed when
-the unit is used, and it is gathered again. From then on the unit is not gathered ahead in a forward any more, so no read
-is in flight while it is written, and nothing is gathered twice. Versions are the same on all ranks, so all do the same.
 """
 
 from __future__ import annotations
 
 import copy
-import functools
 import operator
 import weakref
-from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, Sequence
 from types import FrameType
 from typing import Any, ClassVar, NoReturn, Protocol, TypeVar
 
 from torch import nn
-from torch.autograd.graph import Node
 from torch.utils.weak import WeakIdKeyDictionary
 
 from flatshard._base import frames
@@ -39,11 +28,18 @@ from flatshard._base.names import UNIT_KEY
 from flatshard._comm.progress import Progress
 from flatshard._comm.runtime import Runtime
 from flatshard._composable.claims import Claim, Claims
-from flatshard._composable.exec_order import ForwardOrder
-from flatshard._composable.module_tree import ModuleTree, called_modules, copy_with_attributes
+from flatshard._composable.module_tree import ModuleTree, called_modules
 from flatshard._composable.outputs import Copied, next_node
 from flatshard._composable.reduction_queue import ReductionQueue
-from flatshard._composable.unit_backward import AWAITING, COMPLETE, BackwardSlot, Way, current_graph_task, how_many_run
+from flatshard._composable.unit_backward import (
+    AWAITING,
+    COMPLETE,
+    ForwardRecord,
+    UnitGraph,
+    UnitHistory,
+    current_graph_task,
+    how_many_run,
+)
 from flatshard._composable.unit_config import UnitConfig
 from flatshard._handle.handle import FlatParamHandle
 from flatshard._handle.lifetime import BY_USER, ParamState
@@ -51,23 +47,7 @@ from flatshard._handle.registrations import SHARDED, Shown
 
 T = TypeVar("T")
 
-_forwards, _unit = operator.attrgetter("forwards"), operator.attrgetter("unit")
-
-
-class ForwardRecord:
-    """A forward of a unit with a backward to come. It lives as long as the autograd graph, whose hooks refer to it."""
-
-    __slots__ = ("__weakref__", "opened_in", "outer", "previous", "unit", "version")
-
-    def __init__(self, unit: Unit, previous: ForwardRecord | None, outer: Sequence[Unit]) -> None:
-        self.unit = unit
-        self.previous = previous  # in its pass: what backward gathers next. A list of steps could leak instead
-        self.outer = outer  # the units whose forwards enclosed this one, outermost first
-        gathered = unit.handle.stamp
-        assert gathered is not None  # a forward that makes a graph runs on unsharded parameters
-        self.version = gathered.version  # of the parameters in this forward
-        self.opened_in = -1  # the last graph task (run of the autograd engine) that reached this record
-
+_forwards, _id, _unit = (operator.attrgetter(name) for name in ("forwards", "id", "unit"))
 
 # The unit that owns a sharded or unsharded parameter, by the parameter's id. The unit keeps both alive, so ids are unique.
 _owners: weakref.WeakValueDictionary[int, Unit] = weakref.WeakValueDictionary()
@@ -93,12 +73,11 @@ class Unit:
         # Units to gather while this unit computes (see `configure`), or None for the recorded order.
         self.forward_targets: Iterable[Unit] | None = None
         self.backward_targets: Iterable[Unit] | None = None
-        # Its record in the running backward, or None if no backward has gathered or reached it.
-        self.backward_slot: BackwardSlot[ForwardRecord] = BackwardSlot()
-        self._ways: list[weakref.ref[Way[ForwardRecord]]] = []  # by which backward may come to live forwards
-        # Leaves besides the parameters whose gradients count: where forwards may not have run the module.
-        self.stand_ins: list[Node] = []
-        self._reset()
+        self.features: Sequence[object] = ()  # that take part in its forwards; `UnitHooks` sets them
+        self.claims = Claims(config.claims)  # claims.py, [Note: Claims]
+        self.graph: UnitGraph[Unit] = UnitGraph()
+        self.history: UnitHistory[Unit] = UnitHistory()
+        self.turn = 0  # its place in the order of reductions, which `ReductionQueue` gives
         self._own_parameters()
 
     def _own_parameters(self) -> None:
@@ -111,31 +90,17 @@ class Unit:
 
     def _make_room(self) -> None:
         """Free memory of other units that this one needs. [Note: Static buffers]"""
-        self.context.free_unused()
+        self.context.prefetcher.free_unused()
         for unit in made_units.values():  # that stay until the end of the backward, though their values are not needed
             if unit.is_over and unit.handle.gradients.accumulators.are_all:
                 unit.free_if_unused()
-        if not self.live_forwards:
+        if not self.history.live_forwards:
             self.handle.memory.unblock()
 
-    def _reset(self, features: Sequence[object] = ()) -> None:
-        self.features = features  # that take part in its forwards; `UnitHooks` sets them
-        self.order = ForwardOrder()  # for passes in which this unit is outermost
-        self.changes_in_passes = False  # between a gather and a use in one: [Note: Gathered before it changes]
-        # Forward.
-        self.claims = Claims(self.config.claims)  # claims.py, [Note: Claims]
-        # With a live graph; None without static buffers.
-        self.live_forwards: weakref.WeakSet[ForwardRecord] | None = None
-        # Steps whose outputs are unsharded parameters, or hide what uses them: they stay until backward has reached these.
-        self.leaks: weakref.WeakSet[ForwardRecord] | None = None
-        self.leaves_out = False  # whether a graph ever lacked some of its parameters
-        self.was_kept_unsharded = False  # `Backward.keeps_unsharded` of the last backward that has reached it
-        self.turn = 0  # its place in the order of reductions, which `ReductionQueue` gives
-
     def move(self, context: Context, runtime: Runtime) -> None:
-        """Follow its handle to other ranks. Forget what it has learned of earlier passes, as ranks may be new."""
+        """Follow its handle to other ranks. Forget earlier passes, as ranks may be new."""
         self.context, self.runtime = context, runtime
-        self._reset(self.features)
+        self.claims, self.history, self.turn = Claims(self.config.claims), UnitHistory(), 0
         self._own_parameters()
 
     def feature(self, kind: type[T]) -> T | None:
@@ -150,56 +115,32 @@ class Unit:
                 break
         self.handle.registrations.show(unclaimed)
 
-    @property
-    def is_reached(self) -> bool:
-        """Whether the running backward has reached the unit, beyond gathering it."""
-        return (now := self.backward_slot.now) is not None and now.is_reached
+    def count_expected_gradients(self) -> int:
+        """Return how many gradients the running graph task has for the unit."""
+        return how_many_run(self.handle.gradients.accumulators.nodes) + how_many_run(self.graph.stand_ins)
+
+    def comes_again(self) -> bool:
+        """Return whether the running graph task will reach another forward of the unit, or of one that needs it."""
+        return self.graph.comes_again(self.handle.gradients.accumulators.nodes)
 
     @property
     def is_over(self) -> bool:
         """Whether the unit has all its gradients, and the running graph task does not reach it again."""
-        if (now := self.backward_slot.now) is None:
+        if (now := self.graph.now) is None:
             return False
         return now.state is COMPLETE or (now.state > AWAITING and not now.pending and not self.comes_again())
 
-    def expected_gradients(self) -> int:
-        """Return how many gradients the running graph task has for the unit."""
-        return how_many_run(self.handle.gradients.accumulators.nodes) + how_many_run(self.stand_ins)
-
-    def add_way(self, way: Way[ForwardRecord]) -> None:
-        """Note that backward may come by ``way`` to a forward of the unit, or of another that needs its parameters."""
-        self._ways.append(weakref.ref(way, self._ways.remove))
-
-    def comes_again(self) -> bool:
-        """Return whether the running graph task will reach another forward of the unit, or of one that needs it."""
-        task = current_graph_task()
-        for ref in [*self._ways]:
-            way = ref()
-            if way is None or way.record.opened_in == task or not way.runs():
-                continue
-            if not way.ends_in((*self.handle.gradients.accumulators.nodes, *self.stand_ins)):
-                return True
-        return False
-
-    def note_leak(self, record: ForwardRecord) -> None:
-        """Note that outputs of ``record`` are the unsharded parameters, or views of them."""
-        self.leaks = weakref.WeakSet() if self.leaks is None else self.leaks
-        self.leaks.add(record)
-
-    def drop_leaks(self, since: int) -> None:
-        """Drop the leaks whose graphs are gone: backward has reached them in graph task ``since`` or later."""
-        if self.leaks:
-            self.leaks -= {record for record in self.leaks if record.opened_in >= since}
-
     def free_if_unused(self) -> None:
         """Register the parameters that the claims ask for, and free the unsharded parameters if nothing needs them."""
+        stays = self.must_stay
         self.show()
-        self.free_unless_kept()
+        if not stays:
+            self.handle.reshard()
 
-    def free_unless_kept(self, until: object = None) -> None:
-        """Free them, unless a claim or a live graph needs them. ``until``: the forward whose backward gathers them again."""
-        if not (self.leaks or (self.claims and (self.claims.keep or self.claims.need_storage))):
-            self.handle.reshard(until)
+    @property
+    def must_stay(self) -> bool:
+        """Whether a claim or a live graph needs the unsharded parameters."""
+        return bool(self.history.leaks or (self.claims and (self.claims.keep or self.claims.need_storage)))
 
     def rename(self, names: Mapping[nn.Module, str]) -> None:
         """Rename the unit and its parameters by ``names``, of all modules in a module further out that was sharded."""
@@ -218,7 +159,7 @@ class Unit:
     @property
     def is_done_with_gradients(self) -> bool:
         """Whether the values are not needed after all gradients have come. hooks.py, [Note: Freeing in backward]"""
-        return self.handle.gradients.accumulators.are_all and not self.leaves_out
+        return self.handle.gradients.accumulators.are_all and not self.history.leaves_out
 
     @property
     def is_outdated(self) -> bool:
@@ -226,7 +167,7 @@ class Unit:
         C++ code may have changed the shards since, without changing their version.
         """
         handle, context = self.handle, self.context
-        by = context.pass_id if context.forwards or context.backward is not None else BY_USER
+        by = context.latest_pass.id if context.forwards or context.backward is not None else BY_USER
         return not (handle.is_current(by) or (self.claims.keep and handle.is_current()))
 
     @property
@@ -245,8 +186,8 @@ class Unit:
         result = object.__new__(Unit)
         memo[id(self)] = result
         result.__dict__.update(self.__dict__)
-        result.backward_slot, result._ways, result.stand_ins = BackwardSlot(), [], []
-        result._reset()
+        result.features, result.claims, result.turn = (), Claims(self.config.claims), 0
+        result.graph, result.history = UnitGraph(), UnitHistory()
         result.forward_targets = result.backward_targets = None
         result.module = module
         result.tree = copy.deepcopy(self.tree, memo)
@@ -279,7 +220,7 @@ class Forward:
         self.in_backward = in_backward  # recomputed by activation checkpointing
         self.instead: Callable[[Any], object] | None = None  # if a feature has it: what to call at the end, and no more
         self.gathers = True  # False: a feature shows other parameters, so nothing is gathered
-        self.recorded: ForwardRecord | None = None  # set at its end, if backward may reach it
+        self.recorded: ForwardRecord[Unit] | None = None  # set at its end, if backward may reach it
         self.copied: Sequence[Copied] = ()  # the user's containers that the module got copies of, and may change
         self.claims: list[tuple[Unit, Claim]] = []
         for needed in unit.needs:
@@ -291,6 +232,123 @@ class Forward:
     def claim(self) -> Claim:
         """The claim on ``unit`` itself."""
         return self.claims[0][1]
+
+
+class Pass:
+    """A call of an outermost unit, outside of backward: what has run in it. A new record replaces it at its end.
+
+    The order of the last pass is a hint for prefetching, not a rule. If the order changes, one all-gather comes too early or
+    too late, and the next pass has the new order. Backward needs no such record: see ``ForwardRecord.previous``.
+    """
+
+    __slots__ = ("_before", "id", "latest", "order")
+
+    def __init__(self, id: int, before: list[nn.Module]) -> None:
+        """``id``: counts the passes of a context. ``before``: the order of the last pass of the same outermost unit."""
+        self.id = id
+        self._before = before
+        self.order: list[nn.Module] = []  # the modules of units that have begun to run, outside of backward
+        self.latest: ForwardRecord[Unit] | None = None  # of the forward that ended last
+
+    def begin_module(self, module: nn.Module) -> nn.Module | None:
+        """Record that ``module`` runs now. Return the module that followed it in the last pass, or None."""
+        before, at = self._before, len(self.order)
+        self.order.append(module)
+        if at >= len(before) or before[at] is not module:
+            if module not in before:
+                return None
+            at = before.index(module)
+        return before[at + 1] if at + 1 < len(before) else None
+
+    def has_run_in_part(self, modules: Collection[nn.Module]) -> bool:
+        """Return whether some of ``modules`` have run and others have not. Counting starts anew when all have run."""
+        to_come = set(modules)
+        for module in self.order:
+            to_come.discard(module)
+            to_come = to_come or set(modules)
+        return len(to_come) < len(modules)
+
+
+class Prefetcher:
+    """The units that a context has gathered ahead. A unit is in use once something has waited for its gather.
+
+    [Note: Gathered before it changes]
+    A module may change parameters of units inside it, in its own forward: a momentum encoder (MoCo, BYOL) does. A unit that
+    was gathered ahead may have its shard read while such a write runs. The write cannot be made to wait: sharded parameters
+    are plain tensors to torch (an optimizer would pay for a ``__torch_function__`` in every operation), so nothing tells
+    when it is enqueued. And the current stream cannot wait for the read after each prefetch: collectives read the shard
+    until they end, so there would be no prefetch left. What the gather has read does no harm, as the version of the shards
+    has changed when the unit is used, and it is gathered again. From then on the unit is not gathered ahead in a forward any
+    more, so no read is in flight while it is written, and nothing is gathered twice. Versions are the same on all ranks, so
+    all do the same.
+    """
+
+    def __init__(self) -> None:
+        self._ahead: dict[Unit, None] = {}  # gathered ahead, in use or not
+        self._kept: dict[Unit, None] = {}  # unsharded, for another module of their group
+
+    def prefetch_following(self, unit: Unit, following: nn.Module | None, pass_id: int) -> None:
+        """Gather the units that the user chose for a forward of ``unit``, or else that of ``following``, if there is one."""
+        targets = unit.forward_targets
+        if targets is None:
+            if following is None or not unit.config.forward_prefetch or (next_unit := unit_of(following)) is None:
+                return
+            targets = (next_unit,)
+        for target in targets:
+            self.prefetch(target, unit.config.prefetch_limit_bytes, pass_id)
+
+    def prefetch(self, unit: Unit, limit: int | None, pass_id: int, again: bool = False) -> None:
+        """Gather ``unit`` ahead, unless more than ``limit`` bytes would be ahead then. It is freed if it is not used.
+
+        ``again``: for a backward that needs the values of its forward.
+        """
+        if limit is not None and self._bytes_with(unit) > limit:
+            return
+        for needed in unit.needs:
+            handle, claims = needed.handle, needed.claims
+            if claims and not again and not claims.use and needed.is_outdated:
+                handle.reshard()  # kept, with values that are no longer of use
+            if handle.state is not ParamState.SHARDED or (handle.has_static_buffers and handle.memory.is_blocked):
+                continue
+            if claims and claims.show_copies:
+                continue
+            if not again:
+                if needed.history.changes_in_passes:
+                    continue
+                handle.check_parameters()
+            handle.unshard(pass_id, again)
+            self._ahead[needed] = None
+
+    def _bytes_with(self, unit: Unit) -> int:
+        """Return the bytes of unsharded parameters that are not in use yet, including those of ``unit``."""
+        ahead = {*self._unused(), *(needed for needed in unit.needs if needed.handle.is_sharded)}
+        return sum(u.handle.memory.nbytes for u in ahead)
+
+    def _unused(self) -> list[Unit]:
+        """Return the units that are unsharded, and not in use yet."""
+        unused = [u for u in self._ahead if u.handle.state is ParamState.UNSHARDING]
+        return [*unused, *(u for u in self._kept if not u.handle.is_sharded)]
+
+    def keep_for_next(self, unit: Unit) -> None:
+        """Keep ``unit`` unsharded for another module of its group, as if it had been gathered ahead for it."""
+        self._kept[unit] = None
+
+    def stop_keeping(self, unit: Unit) -> None:
+        """Take back ``keep_for_next``, as the next module has run."""
+        self._kept.pop(unit, None)
+
+    def free_unused(self) -> None:
+        """Free the units that are not in use, and forget all."""
+        unused = self._unused()
+        self.clear()
+        for unit in unused:
+            if not unit.must_stay:
+                unit.handle.reshard()
+
+    def clear(self) -> None:
+        """Forget all units, which are freed elsewhere."""
+        self._ahead.clear()
+        self._kept.clear()
 
 
 class RunningBackward(Protocol):
@@ -321,13 +379,11 @@ class Context:
         self.runtime = runtime
         self.reductions: ReductionQueue[Unit] = ReductionQueue(runtime)
         self.backward: RunningBackward | None = None  # that is running, or has failed
-        self.backwards = 0  # counts backwards that have reached a unit
-        self.pass_id = 0  # counts passes; a pass is one call of an outermost unit, outside backward
-        self._latest: ForwardRecord | None = None  # of the last forward of the current pass
+        self.backward_id = 0  # counts backwards that have reached a unit
+        self.latest_pass = Pass(0, [])  # the running one; an empty record after its end
         self.forwards: list[Forward] = []  # running now, outermost first
-        self.order = ForwardOrder()  # of the current pass
-        self._prefetched: dict[Unit, None] = {}  # gathered ahead, and not used yet
-        self._progress: list[Progress] = []  # of its process groups
+        self.prefetcher = Prefetcher()
+        self._progresses: list[Progress] = []  # of the process groups
 
     @classmethod
     def of(cls, runtime: Runtime, *others: tuple[Runtime, Runtime | None]) -> Context:
@@ -341,8 +397,8 @@ class Context:
         for context in rest:
             first._take_over(context)
         cls._instances.update(dict.fromkeys(numbers, first))
-        first._progress += [p for each in given if (p := each.progress) is not None and p not in first._progress]
-        first.show_place()
+        first._progresses += [each.progress for each in given if each.progress is not None]
+        first.publish_place()
         return first
 
     def _take_over(self, other: Context) -> None:
@@ -358,21 +414,19 @@ class Context:
         self.reductions.take_over(other.reductions, units)
         for unit in units:
             unit.context = self
-        self._progress += other._progress
-        self.pass_id = max(self.pass_id, other.pass_id)
+        self.latest_pass = max(self.latest_pass, other.latest_pass, key=_id)
+        self._progresses += other._progresses
         self._instances.update({number: self for number, context in self._instances.items() if context is other})
 
-    @classmethod
-    def only_check(cls, check: Callable[[Unit], bool]) -> None:
-        """Have ``check`` be the only one from now on."""
-        cls.checks[:] = [check]
+    def publish_place(self, in_forward: bool = False) -> None:
+        """Tell the process groups how far this rank has come, for errors and the watch. Called whenever that changes.
 
-    def show_place(self, failed: bool = False) -> None:
-        """Show its process groups how far this rank has come, for errors and the watch. ``failed``: the backward has."""
-        inside = "" if self.backward is None or failed else "backward"
-        place = self.pass_id, self.backwards, inside or ("forward" if self.forwards else "")
-        for progress in self._progress:
-            progress.place = place
+        ``in_forward``: whether a forward is under way.
+        """
+        in_backward = self.backward is not None and not self.backward.has_failed
+        inside = "backward" if in_backward else "forward" if in_forward else ""
+        for progress in self._progresses:
+            progress.place = self.latest_pass.id, self.backward_id, inside
 
     # -- forwards ----------------------------------------------------------------------------------------------------
 
@@ -395,8 +449,6 @@ class Context:
                 self._start_pass(unit, frame)
         forward = Forward(unit, module, frame, in_backward)
         self.forwards.append(forward)
-        if len(self.forwards) == 1:
-            self.show_place()
         return forward
 
     def exit_forward(self, module: nn.Module, raised: bool = False) -> Forward | None:
@@ -412,21 +464,21 @@ class Context:
         if last.module is not module or is_elsewhere:
             return None
         self.forwards.pop()
-        if not self.forwards:
-            self.show_place()
         return last
 
-    def record_forward(self, forward: Forward) -> ForwardRecord:
+    def record_forward(self, forward: Forward) -> ForwardRecord[Unit]:
         """Create the record of a forward that has just ended, for backward to reach."""
         unit, in_backward = forward.unit, forward.in_backward
-        record = ForwardRecord(unit, None if in_backward else self._latest, list(map(_unit, self.forwards)))
+        gathered = unit.handle.stamp
+        assert gathered is not None  # a forward that makes a graph runs on unsharded parameters
+        before = None if in_backward else self.latest_pass.latest
+        record = ForwardRecord(unit, before, list(map(_unit, self.forwards)), gathered.version)
         forward.recorded = record
         if unit.handle.has_static_buffers:
             for needed in unit.needs:
-                needed.live_forwards = weakref.WeakSet() if needed.live_forwards is None else needed.live_forwards
-                needed.live_forwards.add(record)
+                needed.history.live_forwards.add(record)
         if not in_backward:
-            self._latest = record
+            self.latest_pass.latest = record
         return record
 
     @property
@@ -440,10 +492,9 @@ class Context:
             busy._check_thread(frame)
         self.passes[:] = [*(ref for ref in self.passes if (c := ref()) and c.forwards), weakref.ref(self)]
         self.check(unit)
-        self.pass_id += 1
-        self._latest = None
-        self.order = unit.order
-        self.order.start()
+        self.latest_pass = begun = Pass(self.latest_pass.id + 1, unit.history.last_order)
+        unit.history.last_order = begun.order
+        self.publish_place(in_forward=True)
 
     def check(self, unit: Unit) -> None:
         """Run the checks before the parameters of ``unit``, the outermost, are used."""
@@ -453,53 +504,11 @@ class Context:
     def end_pass(self) -> None:
         """End the outermost unit's forward. Drops all references to the model, so that it can be freed."""
         self.passes[:] = [ref for ref in self.passes if ref() is not self]
-        self.free_unused()
-        self._latest = None
-        self.order = ForwardOrder()
+        self.prefetcher.free_unused()
+        self.latest_pass = Pass(self.latest_pass.id, [])
+        self.publish_place()
         self.runtime.join()
         self.runtime.wait_for_host_reads()
-
-    # -- prefetching ---------------------------------------------------------------------------------------------------
-
-    def prefetch(self, unit: Unit, limit: int | None) -> None:
-        """Gather ``unit`` ahead, unless more than ``limit`` bytes would be ahead then. It is freed if it is not used."""
-        if limit is not None and self._bytes_ahead(unit) > limit:
-            return
-        for needed in unit.needs:
-            handle, claims = needed.handle, needed.claims
-            if claims and self.forwards and not claims.use and needed.is_outdated:
-                handle.reshard()  # kept, with values that are no longer of use
-            if handle.state is not ParamState.SHARDED or (handle.has_static_buffers and handle.memory.is_blocked):
-                continue
-            if claims and claims.show_copies:
-                continue
-            if self.forwards:
-                if needed.changes_in_passes:
-                    continue
-                handle.check_parameters()
-            handle.unshard(self.pass_id, again=not self.forwards)
-            self._prefetched[needed] = None
-
-    def _bytes_ahead(self, unit: Unit) -> int:
-        """Bytes of unsharded parameters that are gathered ahead and not used yet, including those of ``unit``."""
-        ahead = {u for u in self._prefetched if not u.handle.is_sharded}
-        ahead.update(needed for needed in unit.needs if needed.handle.is_sharded)
-        return sum(u.handle.memory.nbytes for u in ahead)
-
-    def keep_for_next(self, unit: Unit) -> None:
-        """Keep ``unit`` unsharded for another of its modules, as if it had been prefetched for it."""
-        if not unit.handle.is_sharded:
-            self._prefetched[unit] = None
-
-    def used(self, unit: Unit) -> None:
-        """Note that ``unit`` is needed, so it is no longer only prefetched."""
-        self._prefetched.pop(unit, None)
-
-    def free_unused(self) -> None:
-        """Free units that were prefetched and not used."""
-        prefetched, self._prefetched = self._prefetched, {}
-        for unit in prefetched:
-            unit.free_unless_kept()
 
     # -- exceptions ----------------------------------------------------------------------------------------------------
 
@@ -526,6 +535,12 @@ class Context:
                 )
             self.backward.drop()
 
+    def set_backward(self, backward: RunningBackward | None) -> None:
+        """Record that ``backward`` has reached its first unit, or with None, that it has ended or is given up."""
+        self.backward = backward
+        self.backward_id += backward is not None
+        self.publish_place(bool(self.forwards))
+
     def _drop_forwards(self, frame: FrameType | None) -> None:
         """Drop the running forwards that do not enclose ``frame``. None: all."""
         while self.forwards and (frame is None or not frames.is_inside(frame, self.forwards[-1].frame)):
@@ -534,7 +549,7 @@ class Context:
                 needed.show()
                 if not needed.claims.need_storage:
                     needed.handle.reshard()
-        self.show_place()
+        self.publish_place(bool(self.forwards))
 
     def _check_thread(self, frame: FrameType) -> None:
         """Raise if the innermost running forward belongs to another thread. ``frame``: of the caller."""
@@ -558,7 +573,7 @@ class Context:
         if self.backward is not None:
             self.backward.drop()
         self.reductions.discard(keeps_held=not drop_held)
-        self.free_unused()
+        self.prefetcher.free_unused()
 
 
 def unit_of(module: nn.Module) -> Unit | None:
@@ -578,10 +593,3 @@ def owner_of(param: nn.Parameter) -> Unit | None:
 def own_copies(unit: Unit, copies: Iterable[nn.Parameter]) -> None:
     """Record that ``copies`` are of parameters of ``unit``, whose modules may show them."""
     _owners_of_copies.update((copy, weakref.ref(unit)) for copy in copies)
-
-
-def set_unit(module: nn.Module, unit: Unit) -> None:
-    for each in {module, *called_modules(module)}:
-        each.__dict__[UNIT_KEY] = unit
-        if type(each).__reduce__ is not object.__reduce__ and not hasattr(type(each), "__deepcopy__"):
-            each.__dict__["__deepcopy__"] = functools.partial(copy_with_attributes, each)

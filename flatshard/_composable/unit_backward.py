@@ -1,5 +1,7 @@
 """One unit in one backward: how many of its gradients are still to come, and whether it is complete.
 
+Two records outlive a backward: a unit's links with autograd's graph, and what earlier steps have shown of it.
+
 [Note: What completes a unit]
 When backward reaches a unit, autograd's engine tells how many of the unit's parameters are in the running graph (as for
 ``torch.autograd.graph.register_multi_grad_hook``). The unit is complete when that many gradients have come. A parameter that
@@ -27,10 +29,12 @@ States of a unit that the backward has come to:
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Collection
+import weakref
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Generic, NoReturn, TypeVar
 
 import torch
+from torch import nn
 from torch.autograd.graph import Node
 
 from flatshard._base.errors import InternalError
@@ -70,10 +74,23 @@ COMPLETION_TRANSITIONS: dict[tuple[CompletionState, str], CompletionState] = {
 }
 """``reach``: a graph task reaches the unit, and has gradients for it or none."""
 
-Record = TypeVar("Record")  # of a unit's forward
+U = TypeVar("U")  # the unit
 
 
-class UnitBackward(Generic[Record]):
+class ForwardRecord(Generic[U]):
+    """A forward of a unit with a backward to come. It lives as long as the autograd graph, whose hooks refer to it."""
+
+    __slots__ = ("__weakref__", "opened_in", "outer", "previous", "unit", "version")
+
+    def __init__(self, unit: U, previous: ForwardRecord[U] | None, outer: Sequence[U], version: int) -> None:
+        self.unit = unit
+        self.previous = previous  # in its pass: what backward gathers next. A list of steps could leak instead
+        self.outer = outer  # the units whose forwards enclosed this one, outermost first
+        self.version = version  # of the parameters in this forward
+        self.opened_in = -1  # the last graph task (run of the autograd engine) that reached this record
+
+
+class UnitBackward(Generic[U]):
     """A unit's record in the running backward, from its gather on. Dropping it is the reset."""
 
     __slots__ = (
@@ -95,7 +112,7 @@ class UnitBackward(Generic[Record]):
         self.finish_at = 1
         self.finished_in = -1  # the graph task in which the unit was last completed
         self.lacks_some = False  # whether its graph lacks parameters: they are unused, or recomputed later
-        self.last_forward: Record | None = None  # the last of its forwards that the backward has reached
+        self.last_forward: ForwardRecord[U] | None = None  # the last of its forwards that the backward has reached
         # Forwards that it has reached and not left yet; only counted if some parameters are frozen. -1 if none was reached.
         self.open_forwards = -1
 
@@ -114,7 +131,7 @@ class UnitBackward(Generic[Record]):
 
         Args:
             nodes: the nodes that accumulate gradients of the unit's trainable parameters.
-            stand_ins: see ``Unit.stand_ins``.
+            stand_ins: see ``UnitGraph``.
             waits_early: see ``ReductionQueue``.
 
         Returns:
@@ -160,21 +177,97 @@ class UnitBackward(Generic[Record]):
         raise InternalError(f"cannot {event} unit {self._label.unit!r} in a backward while it is {self.state.name}")
 
 
-class BackwardSlot(Generic[Record]):
-    """The place of a unit's ``UnitBackward``, or None between backwards.
+class Way(Generic[U]):
+    """An autograd node that made an output, by which backward comes to a forward. It lives as long as the node.
+
+    It holds the nodes after that one. To hold the node itself would be a cycle, in which the graph would live on.
+    """
+
+    __slots__ = ("__weakref__", "_after", "record")
+
+    def __init__(self, record: ForwardRecord[U], node: Node) -> None:
+        self.record, self._after = record, node.next_functions
+
+    def runs(self) -> bool:
+        """Return whether the running graph task comes this way, or has come."""
+        return all(how_many_run((node,)) for node, _ in self._after if node is not None)
+
+    def ends_in(self, leaves: Collection[Node]) -> bool:
+        """Return whether it leads to one of ``leaves``, and to leaves only, as an embedding's does.
+
+        Graphs share leaves, so ``runs`` cannot tell them apart. But it need not: that leaf's gradient comes later.
+        """
+        return any(node in leaves for node, _ in self._after) and not any(
+            node.next_functions for node, _ in self._after if node is not None
+        )
+
+
+class UnitGraph(Generic[U]):
+    """The links between one unit and autograd's graph, and the unit's record in the running backward.
 
     The hooks of parameters refer to this. They live as long as autograd's nodes, where Python's garbage collector finds no
     cycle, so they must not refer to the unit.
     """
 
-    __slots__ = ("now",)
+    __slots__ = ("_ways", "now", "stand_ins")
 
     def __init__(self) -> None:
-        self.now: UnitBackward[Record] | None = None
+        self.now: UnitBackward[U] | None = None  # None if no backward under way has gathered or reached the unit
+        self._ways: list[weakref.ref[Way[U]]] = []  # to forwards whose graphs are alive
+        # Leaves besides the parameters whose gradients count: where forwards may not have run the module.
+        self.stand_ins: list[Node] = []
+
+    def add_way(self, way: Way[U]) -> None:
+        """Record that backward may come by ``way`` to a forward of the unit, or of another that needs its parameters."""
+        self._ways.append(weakref.ref(way, self._ways.remove))
+
+    def comes_again(self, leaves: Collection[Node]) -> bool:
+        """Return whether the running graph task will reach another forward of the unit, or of one that needs it.
+
+        ``leaves``: the nodes that accumulate gradients of the unit's parameters.
+        """
+        task = current_graph_task()
+        for ref in [*self._ways]:
+            way = ref()
+            if way is None or way.record.opened_in == task or not way.runs():
+                continue
+            if not way.ends_in((*leaves, *self.stand_ins)):
+                return True
+        return False
+
+    @property
+    def is_reached(self) -> bool:
+        """Whether the running backward has reached the unit, beyond gathering it."""
+        return (now := self.now) is not None and now.is_reached
+
+
+class UnitHistory(Generic[U]):
+    """Facts about a unit from earlier steps. It gets a new record when it is copied, or moves to other ranks."""
+
+    def __init__(self) -> None:
+        self.last_order: list[nn.Module] = []  # of the last pass in which the unit was outermost: see `Pass`
+        self.changes_in_passes = False  # between a gather and a use in one: [Note: Gathered before it changes]
+        self.leaves_out = False  # whether a graph ever lacked some of the unit's parameters
+        self.was_kept_unsharded = False  # `Backward.keeps_unsharded` of the last backward that has reached it
+        # Forwards with a graph. Only units with static buffers list them.
+        self.live_forwards: weakref.WeakSet[ForwardRecord[U]] = weakref.WeakSet()
+        # Forwards whose outputs are unsharded parameters, or hide tensors that use them. The parameters stay until backward
+        # has reached these forwards.
+        self.leaks: weakref.WeakSet[ForwardRecord[U]] | None = None
+
+    def add_leak(self, record: ForwardRecord[U]) -> None:
+        """Record that outputs of a forward are the unsharded parameters, or views of them."""
+        self.leaks = weakref.WeakSet() if self.leaks is None else self.leaks
+        self.leaks.add(record)
+
+    def drop_leaks(self, since: int) -> None:
+        """Drop the leaks whose graphs are gone: backward has reached them in graph task ``since`` or later."""
+        if self.leaks:
+            self.leaks -= {record for record in self.leaks if record.opened_in >= since}
 
 
 def gradient_hook(
-    slot: BackwardSlot[Any],
+    graph: UnitGraph[Any],
     receive: Callable[[int], int | None],
     finish_previous: Callable[[], object],
     complete: Callable[[], object],
@@ -191,12 +284,12 @@ def gradient_hook(
     # This runs for every parameter in every step, so it does little.
     def on_gradient(param: torch.Tensor) -> None:
         """Count the gradient that autograd has accumulated, and leave it there."""
-        now, task = slot.now, current_graph_task()
+        now, task = graph.now, current_graph_task()
         # A frozen parameter that still required grad in its forward has a hook call, but no gradient.
         if now is None or now.counts_in != task or (now.some_frozen and not param.requires_grad):
             if (counts_in := receive(task)) is None:
                 return
-            now = slot.now
+            now = graph.now
             assert now is not None
             now.counts_in = counts_in
         now.pending = pending = now.pending - 1
@@ -209,31 +302,6 @@ def gradient_hook(
             complete()
 
     return on_gradient
-
-
-class Way(Generic[Record]):
-    """An autograd node that made an output, by which backward comes to a forward. It lives as long as the node.
-
-    It holds the nodes after that one. To hold the node itself would be a cycle, in which the graph would live on.
-    """
-
-    __slots__ = ("__weakref__", "_after", "record")
-
-    def __init__(self, record: Record, node: Node) -> None:
-        self.record, self._after = record, node.next_functions
-
-    def runs(self) -> bool:
-        """Return whether the running graph task comes this way, or has come."""
-        return all(how_many_run((node,)) for node, _ in self._after if node is not None)
-
-    def ends_in(self, leaves: Collection[Node]) -> bool:
-        """Return whether it leads to one of ``leaves``, and to leaves only, as an embedding's does.
-
-        Graphs share leaves, so ``runs`` cannot tell them apart. But it need not: that leaf's gradient comes later.
-        """
-        return any(node in leaves for node, _ in self._after) and not any(
-            node.next_functions for node, _ in self._after if node is not None
-        )
 
 
 def how_many_run(nodes: Collection[Any]) -> int:

@@ -63,7 +63,7 @@ def test_a_parameter_that_is_handed_out_lives_as_long_as_its_graphs(ctx):
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
-        assert not any(unit.leaks for unit in units(model))
+        assert not any(unit.history.leaks for unit in units(model))
 
 
 class Aux(nn.Module):

@@ -2,7 +2,7 @@
 
 Backward reaches a unit through the tensors that its forward produced, and must gather the unit there. Most of them are in the
 output. Others are stored in a module attribute (``self.aux_loss = ...``), or seen by a forward hook that the user registered
-on an inner module. This file finds both.
+on an inner module. Tangents of forward-mode autograd hang on the outputs. This file finds all of them.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 
 from flatshard._base.names import DDP_IGNORES
 from flatshard._composable.extensions import Extension, FeatureLink, ForwardFeature
@@ -84,7 +85,10 @@ class EscapeWatch(ForwardFeature):
                 module.register_forward_hook(functools.partial(_catch, self._link))
 
     def leaving(self, outputs: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Return tensors with a graph that the forward which just ended stored in attributes, or that hooks saw."""
+        """Return tensors with a graph that the forward which just ended stored in attributes, or that hooks saw.
+
+        And tangents of ``outputs`` in forward-mode autograd, which have graphs of their own.
+        """
         if list(map(len, self._looked_at)) != self._sizes:
             self._find_places()
         found, self._caught = self._caught, []
@@ -92,6 +96,9 @@ class EscapeWatch(ForwardFeature):
             value = attributes.get(name)
             if value is not None and type(value) not in _NUMBERS:
                 found.extend(t for t in tensors_in(value) if t.grad_fn is not None)
+        if forward_ad._current_level >= 0:
+            tangents = [forward_ad.unpack_dual(t).tangent for t in outputs]  # type: ignore[no-untyped-call]
+            found.extend(t for t in tangents if t is not None)
         return found
 
     def catch(self, value: Any) -> None:

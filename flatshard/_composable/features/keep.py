@@ -101,7 +101,7 @@ class _Unrecorded(Claim):
         unit.claims.append(self)
         self._hooks = UnitHooks.of(unit)
         self._around = self._hooks.record(self)
-        handle.unshard(unit.context.pass_id)
+        handle.unshard(unit.context.latest_pass.id)
         self._version = handle.version()
 
     def wait(self) -> None:

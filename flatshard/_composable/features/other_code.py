@@ -249,7 +249,7 @@ def _note_inherited() -> None:
     """Make units of the parent refuse to run; called by Python in the child process after a fork."""
     if units := all_units():
         _inherited.update(units)
-        Context.only_check(_refuse_inherited)
+        Context.checks[:] = [_refuse_inherited]
 
 
 def _refuse_inherited(unit: Unit) -> bool:

@@ -87,7 +87,6 @@ class MixedForward(ForwardFeature):
             return
         forward.gathers = False
         for needed, claim in forward.claims:
-            unit.context.used(needed)
             if not needed.claims.show_copies:
                 if needed.claims.only(claim):
                     needed.handle.reshard()

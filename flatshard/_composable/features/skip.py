@@ -81,7 +81,7 @@ class RanInside(ForwardFeature):
             return
         if torch.is_grad_enabled() and not _trains(forward.unit, forward.module):
             self._publish(forward.unit, forward.module, output)
-        order = context.order.current
+        order = context.latest_pass.order
         inside = [] if order[-1] is forward.module else _since(forward.module, order)
         ran_now = _merged(inside, len(order) - len(inside), elsewhere) if elsewhere else inside
         self._modules[forward.module, torch.is_grad_enabled()] = ran_now
@@ -90,7 +90,7 @@ class RanInside(ForwardFeature):
                 if around is not None and around is not context and around.forwards:
                     ran = around.forwards[-1].unit.feature(RanInside)
                     assert ran is not None
-                    ran._elsewhere.append((len(around.order.current), forward.module))
+                    ran._elsewhere.append((len(around.latest_pass.order), forward.module))
 
     def inside(self, module: nn.Module, default: list[nn.Module]) -> list[nn.Module]:
         """Return the modules that ran inside the last forward of ``module``, or ``default`` if there was none."""
@@ -265,7 +265,7 @@ def _anchor(unit: Unit) -> torch.Tensor:
     if anchor is None:
         device = unit.handle.flats[0].kind.compute_device
         anchor = _anchors[unit] = torch.empty(0, device=device, requires_grad=True)
-        unit.stand_ins.append(get_gradient_edge(anchor).node)
+        unit.graph.stand_ins.append(get_gradient_edge(anchor).node)
         anchor.register_post_accumulate_grad_hook(_make_anchor_hook(unit))  # type: ignore[no-untyped-call]
     return anchor
 

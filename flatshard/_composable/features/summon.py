@@ -186,7 +186,7 @@ class _Summoned(Claim):
         mixed = mixed or handle.has_static_buffers  # they have no room for all units at the same time
         copies: dict[int, nn.Parameter] | None = None
         if not mixed:
-            handle.unshard(unit.context.pass_id, exactly=True)
+            handle.unshard(unit.context.latest_pass.id, exactly=True)
             handle.wait()
         if offload_to_cpu or mixed:
             copies = whole.copy_full_precision(torch.device("cpu") if offload_to_cpu else None)

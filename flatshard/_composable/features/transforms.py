@@ -1,4 +1,4 @@
-"""Forwards inside the transforms of ``torch.func`` (``grad``, ``vmap``, ``jvp``, ``hessian``), and forward-mode derivatives.
+"""Forwards inside the transforms of ``torch.func`` (``grad``, ``vmap``, ``jvp``, ``hessian``), and compiled modules.
 
 [Note: Inside a transform]
 Inside a transform tensors are wrapped, and a function may not write into memory that it did not allocate. So a unit can
@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd import forward_ad
 
 from flatshard._base import frames
 from flatshard._composable.extensions import Extension, ForwardFeature
@@ -50,17 +49,17 @@ class Transforms(Extension):
 class Transformed(ForwardFeature):
     """Runs forwards of one unit without hooks if they are inside a transform. [Note: Inside a transform]"""
 
+    wants_instead = staticmethod(_innermost)
+
     def __init__(self, unit: Unit) -> None:
         self.unit = unit
 
     def instead(self) -> Callable[[Any], object] | None:
-        """Return a check of the output if the forward runs inside a transform, where hooks do nothing.
+        """Return a check of the output of a forward inside a transform, where hooks do nothing.
 
         Raises:
-            RuntimeError: it does, and the unit would have to gather its parameters.
+            RuntimeError: the unit would have to gather its parameters.
         """
-        if _innermost() is None:
-            return None
         if sharded := [u.fqn or "<root>" for u in self.unit.needs if not (u.claims.use or u.handle.never_gathers)]:
             raise RuntimeError(
                 f"unit {sharded[0]!r} cannot gather its parameters inside a transform of torch.func (grad, vmap, jvp, ...). "
@@ -79,13 +78,6 @@ class Transformed(ForwardFeature):
                     f"unit {self.unit.fqn or '<root>'!r} ran inside a transform of torch.func while autograd was recording "
                     f"for a backward outside of it, which could not gather the parameters again: {_CURE}"
                 )
-
-    def leaving(self, outputs: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Return the tangents of ``outputs`` in forward-mode autograd, which have graphs of their own."""
-        if forward_ad._current_level < 0:
-            return []
-        found = [forward_ad.unpack_dual(t).tangent for t in outputs]  # type: ignore[no-untyped-call]
-        return [t for t in found if t is not None]
 
 
 _REASON = (
