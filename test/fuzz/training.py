@@ -26,7 +26,8 @@ from flatshard._handle.tensors.part import OwnedTensor
 
 LONE = "a term that some ranks do not have, in"
 """Prefix of the note of a backward with a term that some ranks lack. It is right, or ends the program in an
-``OutOfStepError`` or ``CollectiveError``."""
+``OutOfStepError`` or ``CollectiveError``. If ranks lack terms of each other, it may also end in the error that they asked for
+different values."""
 
 
 TWO = ("dist", "torch.dist", "F.mse_loss", "F.l1_loss", "F.smooth_l1_loss")
