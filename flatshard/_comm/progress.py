@@ -317,7 +317,10 @@ class Awaited:
             self._pending = None
             is_ours = isinstance(e, OutOfStepError) or not isinstance(e, RuntimeError)
             if not is_ours and self._monitor is not None and (why := self._monitor.explain(issued)) is not None:
-                raise why from e
+                try:
+                    raise why from e
+                finally:
+                    del why  # as in `Runtime.fail`
             raise
         finally:
             here.waiting = before

@@ -316,7 +316,10 @@ class Runtime(RankGroup):
             CollectiveError: chained to ``error``. An out-of-memory error is raised as it is.
         """
         if isinstance(error, CollectiveError | torch.OutOfMemoryError):
-            raise error
+            try:
+                raise error
+            finally:
+                del error  # its traceback refers to this frame: a cycle would keep variables of the caller alive
         if torch.jit.is_tracing():  # type: ignore[attr-defined,no-untyped-call]
             raise cannot_trace("torch.jit.trace", f"unit {unit or '<root>'!r}") from error
         text = str(error)  # the chained error has the full text

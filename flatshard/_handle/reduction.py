@@ -26,7 +26,6 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Iterable
-from typing import NoReturn
 
 import torch
 
@@ -152,10 +151,7 @@ class Reduction:
             if flat.kind.is_offloaded:
                 self._pending = runtime.then(self._pending, self._copy_to_host)
         except Exception as e:
-            self._fail(e)
-
-    def _fail(self, error: Exception) -> NoReturn:
-        self._runtime.fail(self.flat.ranks.reduce_verb, self.flat.ranks.label.unit, error)
+            self._runtime.fail(self.flat.ranks.reduce_verb, self.flat.ranks.label.unit, e)
 
     def _reduce_replicas(self) -> Pending:
         """Average the output over the replicas, or keep it for the next backward to add to."""
@@ -199,7 +195,7 @@ class Reduction:
             try:
                 self._pending.advance()
             except Exception as e:
-                self._fail(e)
+                self._runtime.fail(self.flat.ranks.reduce_verb, self.flat.ranks.label.unit, e)
 
     def wait(self) -> None:
         """Wait for the end. On an accelerator only the current stream waits. Idempotent.
@@ -217,7 +213,7 @@ class Reduction:
                 self._pending = None
         except Exception as e:
             self._pending = None
-            self._fail(e)
+            self._runtime.fail(self.flat.ranks.reduce_verb, self.flat.ranks.label.unit, e)
 
     def abandon(self) -> bool:
         """Wait for the end, ignore an error, and return whether it has ended, so that its memory can be freed."""
