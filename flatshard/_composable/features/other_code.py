@@ -194,11 +194,30 @@ class IgnoredByDDP(Extension):
 
     def set_up(self) -> None:
         register_module_module_registration_hook(_registered)
+        _refuse_nothing_but_shards()
         _refuse_shards_in_broadcasts()
 
     def finish(self, module: nn.Module, made: Collection[Unit]) -> None:
         named = [*module.__dict__.get(DDP_IGNORES, ()), *sorted(_every_name(_divide(module)[0]))]
         module.__dict__[DDP_IGNORES] = list(dict.fromkeys(named))
+
+
+def _refuse_nothing_but_shards() -> None:
+    """Have DDP's constructor refuse modules without plain trainable parameters: its own error does not say why."""
+    of_torch = DistributedDataParallel.__init__
+
+    @functools.wraps(of_torch)
+    def init(self: DistributedDataParallel, module: nn.Module, *args: Any, **kwargs: Any) -> None:
+        sharded, left = _divide(module)
+        if sharded and not left:
+            raise RuntimeError(
+                f"DistributedDataParallel: all trainable parameters of this {type(module).__name__} are sharded, such as "
+                f"{name_list(sharded, 3)}, and flatshard averages their gradients itself. Do not use "
+                "DistributedDataParallel. If a tool adds it, choose its single-device strategy, or do not pass it the model"
+            )
+        of_torch(self, module, *args, **kwargs)
+
+    DistributedDataParallel.__init__ = init  # type: ignore[method-assign]
 
 
 def _refuse_shards_in_broadcasts() -> None:
@@ -227,15 +246,9 @@ def _every_name(fqns: Collection[str]) -> set[str]:
 def _registered(wrapper: nn.Module, name: str, module: nn.Module | None) -> None:
     if not isinstance(wrapper, DistributedDataParallel) or name != "module" or module is None:
         return
-    sharded, left = _divide(module)
+    sharded, _ = _divide(module)
     if not sharded:
         return
-    if not left:
-        raise RuntimeError(
-            f"DistributedDataParallel: all trainable parameters of this {type(module).__name__} are sharded, such as "
-            f"{name_list(sharded, 3)}, and flatshard averages their gradients itself. Do not use DistributedDataParallel. If "
-            "a tool adds it, choose its single-device strategy, or do not pass the model to it"
-        )
     wrapper.parameters_to_ignore |= _every_name(sharded)
     leave_to_others(module)
 
