@@ -497,6 +497,13 @@ def test_a_graph_that_waits_for_a_backward_of_its_own_delays_nothing(world, kind
     assert steps[1] == steps[2] == steps[3]
 
 
+def test_backward_reaches_a_unit_and_the_one_inside_that_made_its_output(world):
+    world(2)
+    model = fully_shard(nn.Sequential(Block(), nn.Sequential(nn.Linear(4, 4), Block())), policy={nn.Sequential, Block})
+    events = train(model)
+    assert [e for e in events if e.startswith("reduce")] == [f"reduce-scatter {unit}" for unit in ("1.1", "1", "0")]
+
+
 class Skipping(nn.Sequential):
     """Leaves out its last module if ``short``. Its backward raises before reaching the first module if ``fails``."""
 
