@@ -5,7 +5,6 @@ The orders are text, as in ``test_order.py``: accept a wanted change with ``EXPE
 
 import copy
 import gc
-import itertools
 import weakref
 
 import pytest
