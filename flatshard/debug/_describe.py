@@ -28,17 +28,17 @@ class FlatDescription:
     """
 
     fqns: tuple[str, ...]  # of its parameters
-    shapes: tuple[tuple[int, ...], ...]  # of the whole parameters
+    shapes: tuple[tuple[int, ...], ...]  # of the full parameters
     dtype: torch.dtype  # of the sharded parameters: the master weights
     compute_dtype: torch.dtype  # of the unsharded parameters
     grad_dtype: torch.dtype  # of ``.grad``; of several, the promoted one
     reduce_dtype: torch.dtype  # in which gradients are reduced
     trainable: bool  # whether its parameters require gradients; all do, or none
-    numel: int  # elements of the whole parameters
+    numel: int  # elements of the full parameters
     padded_numel: int  # elements on all ranks, with padding
     shard_numel: int  # elements on this rank, with padding
     world_size: int  # ranks that these elements are sharded over
-    kept_numel: int  # of gathered elements, those that this rank keeps until the parts change
+    kept_numel: int  # of gathered elements, those that this rank keeps until the parameters change
     cuts: tuple[str, ...]  # where each parameter may be cut: "elements", "rows", "blocks of 64", "whole"
 
 
@@ -173,7 +173,7 @@ def _dtypes(unit: UnitDescription, flat: FlatDescription) -> str:
 
 
 def describe(module: nn.Module, *, verbose: bool = False) -> Description:
-    """The units that own ``module``'s parameters: FQNs, sizes, padding, dtypes, strategy, state. No communication.
+    """Describe the units that own ``module``'s parameters: FQNs, sizes, padding, dtypes, strategy, state. No communication.
 
     Example::
 

@@ -51,7 +51,7 @@ def check_replicas(module: nn.Module, *, buffers: bool = False) -> None:
     added = list(added_later(module))
     if not (buffers or added) and not any(u.config.strategy.has_replicas for u in units):
         raise ValueError(
-            "check_replicas: no unit has the strategy NO_SHARD or a hybrid one, so each rank has a different part of every "
+            "check_replicas: no unit has the strategy NO_SHARD or a hybrid one, so each rank has a different shard of every "
             "parameter, and there is nothing to compare. To compare buffers, pass buffers=True"
         )
     compared: dict[int, tuple[Runtime, Named]] = {}  # by the number of the process group

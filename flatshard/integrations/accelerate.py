@@ -4,10 +4,10 @@
 scale, data loaders, schedulers. Attributes of *instances* are set, no class is touched:
 
 - ``model.no_sync``, which ``accelerator.accumulate`` and ``accelerator.no_sync`` look up;
-- ``model.num_parameters`` of a model of transformers: it counts whole parameters, also for what is saved of it; and
+- ``model.num_parameters`` of a model of transformers: it counts full parameters, also for what is saved of it; and
   ``model.get_nb_trainable_parameters`` of one of peft;
 - ``model.generate`` of a model of transformers: it runs inside ``flatshard.keep_unsharded(model)``;
-- ``accelerator.get_state_dict``, which ``save_state`` and ``save_model`` call: whole tensors on the ranks that save, ``{}``
+- ``accelerator.get_state_dict``, which ``save_state`` and ``save_model`` call: full tensors on the ranks that save, ``{}``
   on the others. All ranks must call it;
 - ``state_dict`` of the prepared optimizer: the same for its state.
 

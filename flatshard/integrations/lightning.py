@@ -32,7 +32,7 @@ class FlatshardStrategy(DDPStrategy):
     """Trains a ``LightningModule`` sharded by :func:`flatshard.fully_shard`, which is called after ``configure_model``.
 
     Processes are started and connected as by Lightning's ``DDPStrategy``. Clipping, accumulation, precision plugins and
-    ``sync_batchnorm`` work as with it, and its summary counts whole parameters (by the callback's ``_summary``). Each step
+    ``sync_batchnorm`` work as with it, and its summary counts full parameters (by the callback's ``_summary``). Each step
     method of the module is a forward of it, so it may use any parameter. Under manual optimization it is not, as the step
     itself steps the optimizer: there, call ``self(...)``, or networks that are units (``policy={Generator, Critic}``).
 
@@ -40,7 +40,7 @@ class FlatshardStrategy(DDPStrategy):
         policy: which modules are units; see :func:`flatshard.fully_shard`. ``configure_model`` may shard modules itself.
         state_dict_type: ``"full"``: a checkpoint is one file, as without sharding, gathered and written by rank 0, which any
             strategy opens. ``"sharded"``: a directory, as of :func:`flatshard.save_checkpoint`, to which each rank writes
-            its part. Both are loaded by any number of ranks, whichever is set here.
+            its shards. Both are loaded by any number of ranks, whichever is set here.
         shard_options: more arguments of ``fully_shard``. Initial values are rank 0's, as under ``DDPStrategy``, unless
             ``sync_module_states`` is False.
         options: arguments of ``DDPStrategy``, but those of ``DistributedDataParallel``.
@@ -156,12 +156,12 @@ class FlatshardStrategy(DDPStrategy):
         return loaded
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Each rank takes its part of whole values."""
+        """Load this rank's shards of full values."""
         if "state_dict" in checkpoint:  # else it was a directory
             super().load_model_state_dict(checkpoint, strict=strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Each rank takes its part of whole values."""
+        """Load this rank's shards of full values."""
         if "state_dict" in checkpoint:
             for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
                 load_optim_state_dict(self.model, optimizer, state)
@@ -194,7 +194,7 @@ def _refuse_averages(callbacks: Iterable[Any]) -> None:
         if isinstance(callback, StochasticWeightAveraging | WeightAveraging):
             raise TypeError(
                 f"{type(callback).__name__} copies the model before FlatshardStrategy shards it, so that its parameters "
-                "have other shapes. Average each rank's parts in a callback of your own: in on_fit_start "
+                "have other shapes. Average each rank's shards in a callback of your own: in on_fit_start "
                 "`averages = [p.detach().clone() for p in pl_module.parameters()]`, in on_train_batch_end "
                 "`average.lerp_(p.detach(), 1 - decay)` for each, and at the end `p.data.copy_(average)`"
             )

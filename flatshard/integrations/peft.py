@@ -3,7 +3,7 @@
 Frozen and trainable parameters share units, and frozen ones have no gradients and no optimizer state. Adapters that are added
 to a sharded model would be nobody's to average: the optimizer's first step raises. ``merge_adapter`` multiplies matrices
 outside forward: call it inside ``flatshard.summon_full_params(model)``. ``print_trainable_parameters`` counts this rank's
-parts, unless ``count_whole(model)``, of ``state.py``, has set ``model.get_nb_trainable_parameters``.
+shards, unless ``count_whole(model)``, of ``state.py``, has set ``model.get_nb_trainable_parameters``.
 """
 
 from __future__ import annotations

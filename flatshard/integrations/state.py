@@ -1,4 +1,4 @@
-"""What several clients need: whole state as one process has it, and the layers that a model of transformers names itself."""
+"""Helpers of several clients: full state as one process has it, and the layers that a model of transformers names itself."""
 
 from __future__ import annotations
 

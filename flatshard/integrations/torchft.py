@@ -2,7 +2,7 @@
 
 Each replica group is a job of its own: ``fully_shard`` over its ranks, with a process group that knows of no other. torchft's
 ``Manager`` knows which groups are there, averages over them, and gives a group that comes back the state of another. When a
-rank dies, its group's launcher ends the group and starts it again, as torchrun does; the others go on without it.
+rank dies, its group's launcher ends the group and starts it again, as torchrun does; the others continue without it.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def state_functions(
 ) -> dict[str, Callable[..., Any]]:
     """Return the arguments ``state_dict`` and ``load_state_dict`` for torchft's ``Manager``.
 
-    A rank of a group that comes back gets its parts from the rank of the same number in another group, so all groups have
+    A rank of a group that comes back gets its shards from the rank of the same number in another group, so all groups have
     as many ranks.
 
     Args:

@@ -44,7 +44,7 @@ def parallelize(
 
     Each transformer block is a unit, and so are the embeddings and the head, which torchtitan's chunked losses call alone.
     As under torchtitan's FSDP, gradients are summed: the loss is divided by the number of tokens on all ranks. A fused weight
-    of queries, keys and values stays one in state dicts, as a rank's part of it can't be split.
+    of queries, keys and values stays one in state dicts, as a rank's shard of it can't be split.
 
     Args:
         model: a decoder, with ``tok_embeddings``, ``layers`` and ``lm_head``. On meta as torchtitan builds it, or not.
@@ -103,8 +103,8 @@ class _Model(ModelWrapper):
 class FlatshardCheckpointManager(CheckpointManager):
     """torchtitan's checkpoint manager for sharded models: Hugging Face's format is made of full values.
 
-    ``to_hf`` of a state dict adapter permutes rows of matrices, which a part of a matrix can't do. So the values are gathered
-    one at a time, and rank 0 writes them; to read them, each rank holds the whole model on CPU. torch's format is as before,
+    ``to_hf`` of a state dict adapter permutes rows of matrices, which a shard of a matrix can't do. So values are gathered
+    one at a time, and rank 0 writes them; to read them, each rank holds the full model on CPU. torch's format is as before,
     without either.
     """
 

@@ -28,10 +28,10 @@ class Sharded:
     """A mixin that makes a Trainer shard its model: ``class Mine(Sharded, Seq2SeqTrainer)``. All ranks call its methods.
 
     The model is sharded when training or evaluation begins. Then ``trainer.model`` is the same object, and its parameters are
-    parts: save it by ``trainer.save_model``. Its ``generate`` gathers once, so ranks may generate different lengths.
+    shards: save it by ``trainer.save_model``. Its ``generate`` gathers once, so ranks may generate different lengths.
 
-    Other models of the trainer (TRL's ``ref_model``) are sharded alike, if they are of the same class. So their parts
-    correspond, as ``sync_ref_model=True`` needs. Those of another class (``teacher_model``) stay whole, with a warning.
+    Other models of the trainer (TRL's ``ref_model``) are sharded alike, if they are of the same class. So their shards
+    correspond, as ``sync_ref_model=True`` needs. Those of another class (``teacher_model``) stay unsharded, with a warning.
     """
 
     model: nn.Module
@@ -65,8 +65,8 @@ class Sharded:
         self._shard_others()
         if training:
             logger.info(
-                f"  Number of trainable parameters of the whole model = {self.get_num_trainable_parameters():,}, of which "
-                "the next lines count this rank's part"
+                f"  Number of trainable parameters of the full model = {self.get_num_trainable_parameters():,}, of which "
+                "the next lines count this rank's shards"
             )
         return self.model
 

@@ -1,4 +1,4 @@
-"""Weights of a sharded model for a copy that generates: verl's and TRL's way, and two that need no whole state dict.
+"""Weights of a sharded model for a copy that generates: verl's and TRL's way, and two that need no full state dict.
 
 verl and TRL walk ``model.state_dict().items()`` and call ``value.full_tensor()`` on every rank: that works as it stands, as
 sharded values have it. :func:`sync_weights` gathers unit by unit, which is fewer and larger collectives. With
@@ -57,7 +57,7 @@ def sync_weights(
 class EngineWeights:
     """Keeps an inference engine (vLLM) at the newest version of a model in training, by its ``load_weights``.
 
-    That takes whole tensors only, by the names of the checkpoint, and shards and fuses them itself. So whole tensors are kept
+    It takes full tensors only, by the names of the checkpoint, and shards and fuses them itself. So full tensors are kept
     here, once for each process that has an engine, and those that a version has changed are loaded. An engine whose tensors
     are at hand needs no copy: give these to :class:`flatshard.weights.Receiver`.
 
@@ -81,9 +81,9 @@ class EngineWeights:
         self._load, self._changed = load_weights, set[str]()
 
     def update(self) -> int | None:
-        """Load what the newest version that is whole has changed. Call it between two steps of the engine.
+        """Load the changes of the newest complete version. Call it between two steps of the engine.
 
-        If ``load_weights`` raises, the engine has parts of two versions: stop it, or call this again, which loads all that
+        If ``load_weights`` raises, the engine has weights of two versions: stop it, or call this again, which loads all that
         the engine did not get.
 
         Returns:

@@ -21,7 +21,7 @@ __all__ = ["Blocks", "Elements", "Rows", "Whole"]
 
 @dataclass(frozen=True, slots=True)
 class Elements:
-    """Cut between any two elements (the default), almost without padding. A rank's part of a parameter is 1-D.
+    """Cut between any two elements (the default), almost without padding. A rank's shard of a parameter is 1-D.
 
     Example::
 
@@ -35,7 +35,7 @@ class Elements:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Cut between rows, the slices along dimension 0. A rank's part has the shape ``(rows on this rank, *rest)``.
+    """Cut between rows, the slices along dimension 0. A rank's shard has the shape ``(rows on this rank, *rest)``.
 
     Use it for rules by ``p.ndim``, row-wise quantisation, and statistics of rows. For stacked experts ``(E, m, n)`` it keeps
     each expert's matrix whole. A scalar is treated as by ``Elements``.
@@ -66,7 +66,7 @@ class Rows:
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """Cut between blocks of ``numel`` elements, counted in memory order from the parameter's start. A rank's part is 1-D.
+    """Cut between blocks of ``numel`` elements, counted in memory order from the parameter's start. A rank's shard is 1-D.
 
     Use it for optimizers and formats that quantise in blocks: each block, with its scale, is on one rank. For torchao's
     ``AdamW8bit`` these are of 256 elements.
@@ -96,12 +96,12 @@ class Blocks:
 
 @dataclass(frozen=True, slots=True)
 class Whole:
-    """Cut between parameters: each lies on one rank in its own shape. The parts of other ranks are empty: ``(0, *rest)``.
+    """Cut between parameters: each lies on one rank in its own shape. The shards of other ranks are empty: ``(0, *rest)``.
 
     All ranks have memory for as many elements as the fullest, so a unit of few matrices takes padding. If that is more than
     ``max_padding``, its parameters are cut as by ``Elements``, with a warning. ``max_padding=math.inf`` never cuts.
 
-    Use it for optimizers that work on whole matrices (Muon, Shampoo, Adafactor, LAMB). Each rank steps its own parameters,
+    Use it for optimizers that work on full matrices (Muon, Shampoo, Adafactor, LAMB). Each rank steps its own parameters,
     without communication: what is made of rows, columns or its state is the owner's. A number of it that leaves the matrix
     (``float(update.norm())``) is sent to all ranks, so all must ask for it. Ranks get about the same number of elements in
     each unit, and about the same work over all units. It takes little padding where units have several times more matrices
@@ -175,7 +175,7 @@ def excess_padding(unit: str, fqns: Sequence[str], layouts: Sequence[Layout], pa
         "Elements() for some of the parameters by a callable layout"
     )
     if any(isinstance(each, Whole) for each in aligned):
-        cure += "; flatshard.optim.WholeParameterOptimizer steps whole matrices in any layout"
+        cure += "; flatshard.optim.WholeParameterOptimizer steps full matrices in any layout"
     message = (
         f"unit {unit or '<root>'!r}: the layout of {name_list(list(fqns), 3)} ({kinds}) would take {padding:.0%} padding, "
         f"over the limit of {limit:.0%}"

@@ -129,7 +129,7 @@ def _first_start(piece: Piece, first: int, last: int, align: int, size: int) -> 
         return None
     step = math.lcm(piece.block, align)
     candidates = []
-    # Before the range's first cut, and in the whole shard after it. Every later shard has the same possibilities.
+    # Before the range's first cut, and in the shard after it. Every later shard has the same possibilities.
     lower = first
     for cut in (first // size + 1, first // size + 2):
         boundary = cut * size

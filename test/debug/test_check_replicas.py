@@ -51,7 +51,7 @@ def test_shards(ctx) -> None:
     elsewhere = "not on this rank, but on others in its shard group; see their messages"
     assert re.search(here if ctx.rank in (1, 3) else elsewhere, message(model)), message(model)
     model = shard(ShardingStrategy.FULL_SHARD, process_group=ctx.group)
-    with pytest.raises(ValueError, match="each rank has a different part of every parameter"):
+    with pytest.raises(ValueError, match="each rank has a different shard of every parameter"):
         check_replicas(model)
     check_replicas(model, buffers=True)
     if ctx.rank == 1:

@@ -18,7 +18,7 @@ LIMITS: dict[str, tuple[int, int, int]] = {
     "forward, a unit": (88, 18, 48),
     "backward": (624, 19, 280),
     "backward, a unit": (201, 17, 85),
-    "optimizer": (27, 5, 5),
+    "optimizer": (27, 4, 4),
     "state_dict": (98, 7, 72),
 }
 """Most calls, files and changes of file of a phase, over the supported versions of torch. These numbers only go down."""

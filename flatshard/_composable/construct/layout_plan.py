@@ -43,7 +43,7 @@ PARAM_ALIGNMENT = 16  # bytes
 SHARD_ALIGNMENT = 128  # bytes; a shard smaller than eight times as much uses PARAM_ALIGNMENT
 
 Loads = dict[Groups | None, list[int]]
-"""The work of each rank on whole parameters so far, for each of the groups that parameters are sharded over."""
+"""The work of each rank on uncut parameters so far, for each of the groups that parameters are sharded over."""
 
 
 class _Member(NamedTuple):
@@ -235,7 +235,7 @@ def plan_layout(
 
 
 def balanced(layout: FlatLayout, works: Sequence[int], loads: list[int]) -> FlatLayout:
-    """Return ``layout`` with its shards assigned to other ranks, to balance work on whole parameters over many layouts.
+    """Return ``layout`` with its shards assigned to other ranks, to balance work on uncut parameters over many layouts.
 
     Shards that share a parameter with a neighbour keep their rank. The largest work goes to the rank with the smallest load.
 

@@ -56,8 +56,10 @@ class CommHookState:
         return self._runtime.world_size
 
     def reduce_scatter(self, output: torch.Tensor, input: torch.Tensor) -> Pending:
-        """The unit's own reduction. ``output`` (S elements) gets this rank's part of the average of ``input`` (world_size * S
-        elements, of the same dtype). It is valid after ``wait()`` of the returned object. ``input`` may be overwritten.
+        """Reduce as the unit itself does.
+
+        ``output`` (S elements) gets this rank's shard of the average of ``input`` (world_size * S elements, of the same
+        dtype). It is valid after ``wait()`` of the returned object. ``input`` may be overwritten.
         """
         return self._runtime.reduce_scatter(output, input, self._label)
 
@@ -146,9 +148,9 @@ def register_comm_hook(
     The hook runs in backward, once for each flat parameter (a unit's trainable parameters of one dtype), as soon as the
     gradient is complete. All ranks call it in the same order. The signature is that of FSDP1's hooks, which work unchanged:
 
-    - ``hook(state, gradient, output)`` for sharded units: write this rank's part of the average of ``gradient`` into
+    - ``hook(state, gradient, output)`` for sharded units: write this rank's shard of the average of ``gradient`` into
       ``output``. ``gradient`` is 1-D with world_size * S elements: this rank's gradients, with padding. ``output`` is 1-D
-      with S elements, uninitialised. Rank r's part is elements r * S to (r + 1) * S.
+      with S elements, uninitialised. Rank r's shard is elements r * S to (r + 1) * S.
     - ``hook(state, gradient)`` for ``NO_SHARD`` units: replace ``gradient`` by its average over all ranks, in place.
 
     Both tensors have the dtype that gradients are reduced in (see :class:`MixedPrecision`), and are on the device that
@@ -232,7 +234,7 @@ def _check_hook(hook: Any, unit: Unit) -> None:
 def bf16_compress_hook(
     state: CommHookState, gradient: torch.Tensor, output: torch.Tensor | None = None
 ) -> Pending | None:
-    """A communication hook that casts gradients to bfloat16, averages them, and casts back: half of float32's bytes.
+    """Cast gradients to bfloat16, average them, and cast back: a communication hook that sends half of float32's bytes.
 
     >>> flatshard.comm.register_comm_hook(model, None, flatshard.comm.bf16_compress_hook)
 
@@ -242,7 +244,7 @@ def bf16_compress_hook(
     Args:
         state: the unit's process group and reductions.
         gradient: 1-D: this rank's gradients, in the dtype that they are reduced in.
-        output: 1-D: gets this rank's part of the average. None for ``NO_SHARD`` units, where ``gradient`` gets the average.
+        output: 1-D: gets this rank's shard of the average. None for ``NO_SHARD`` units, where ``gradient`` gets the average.
     """
     return _compress(torch.bfloat16, state, gradient, output)
 
@@ -262,7 +264,7 @@ def fp16_compress_hook(
     Args:
         state: the unit's process group and reductions.
         gradient: 1-D: this rank's gradients, in the dtype that they are reduced in.
-        output: 1-D: gets this rank's part of the average. None for ``NO_SHARD`` units, where ``gradient`` gets the average.
+        output: 1-D: gets this rank's shard of the average. None for ``NO_SHARD`` units, where ``gradient`` gets the average.
     """
     return _compress(torch.float16, state, gradient, output)
 

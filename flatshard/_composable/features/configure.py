@@ -66,14 +66,14 @@ def configure(
             the world must make this call.
         gradient_sync: whether backwards reduce gradients. False is :func:`no_sync` without a context.
         all_reduce: for hybrid strategies: whether backwards also average over the replicas. False only reduce-scatters,
-            within the shard group, and accumulates this rank's part until a backward that all-reduces. This takes the memory
-            of one more shard, not of whole gradients.
+            within the shard group, and accumulates this rank's shard until a backward that all-reduces. This takes the memory
+            of one more shard, not of full gradients.
         manual_finalization: True: backwards start their reductions, but ``.grad`` changes when :func:`reduce_gradients` is
             called after them, which waits for the reductions. So the end of a backward is a call of yours, which a schedule
             can place, and a CUDA graph that has captured the backward. Until then norms, clipping and an optimizer's step
             raise, and ``zero_grad()`` does not drop these gradients. Further backwards before it accumulate.
         keep_unsharded_storage: True: the memory of unsharded parameters stays allocated when they are resharded, so that each
-            has the same address whenever it is gathered: for CUDA graphs. It is that of the whole parameters, in the compute
+            has the same address whenever it is gathered: for CUDA graphs. It is that of the full parameters, in the compute
             dtype. It begins with the next gather, and ends with False, which frees the memory of units that are sharded.
             ``module.to(...)`` and other changes of dtype or device change addresses.
         divide_factor: the number by which the sum of the gradients over all ranks is divided. None: the number of ranks.

@@ -1,8 +1,8 @@
 """Flat parameters that travel encoded: float8 bytes and a scale for each parameter, as their class says.
 
 [Note: Scales of encoded parameters]
-A scale is for a whole tensor, of which each rank has a part. So before a gather that is to bring new values, ranks share
-the largest magnitudes in their parts: by one small all-gather for all encoded parameters of a model. It is an all-gather,
+A scale is for a full tensor, of which each rank has a shard. So before a gather that is to bring new values, ranks share
+the largest magnitudes in their shards: by one small all-gather for all encoded parameters of a model. It is an all-gather,
 and not a reduction, since ranks have the same order only among gathers. The gathers of other units after that use what it
 brought, each once. A backward, which gathers the values of its forward again, uses its scales, too.
 """

@@ -2,16 +2,16 @@
 
 [Note: Filled later]
 ``to_empty`` gives a flat parameter the memory of its shard, filled with a byte pattern that no initialiser leaves behind.
-From then on an initialiser finds parameters *whole*, so that it draws the numbers that it draws in one process. An
+From then on an initialiser finds *full* parameters, so that it draws the numbers that it draws in one process. An
 initialiser is code that reads a parameter from its module (``self.weight`` in ``reset_parameters``), lists a module's own
-(``named_parameters(recurse=False)``), or draws random numbers for one (``normal_``). What it leaves is cut, and this rank's
-part kept, when code comes to another unit, or looks at parameters as no initialiser does: it lists those of a whole model,
-builds or steps an optimizer, reads a ``.grad``, calls a verb or a forward. So one unit is whole at a time, or those of one
-module's own parameters (some are tied to others), and nothing is communicated. A DTensor is shown as a DTensor again, over
-this rank's whole local tensor. A parameter that has values already is shown with NaN in the place of other ranks' elements:
-it can be overwritten, scaled or filled, but not summed. What still shows the pattern at the first forward was never filled,
-and is an error. Code that writes to a part as it lies here (a load, or the end of ``summon_full_params``) ends this for the
-parameter, on all ranks: its version tells. Then whoever reads it finds a part. Before a pass starts, all ranks find out
+(``named_parameters(recurse=False)``), or draws random numbers for one (``normal_``). Its values are cut, and this rank's
+shard kept, when code comes to another unit, or looks at parameters as no initialiser does: it lists those of a model,
+builds or steps an optimizer, reads a ``.grad``, calls a verb or a forward. So one unit is unsharded at a time, or all units
+of one module's parameters (some are tied to others), and nothing is communicated. A DTensor is shown as a DTensor again, over
+this rank's full local tensor. A parameter that has values already is shown with NaN in the place of other ranks' elements:
+it can be overwritten, scaled or filled, but not summed. A parameter that still shows the pattern at the first forward
+was never filled, which is an error. Code that writes to a shard (a load, or the end of ``summon_full_params``) ends this for
+the parameter, on all ranks: its version tells. From then on modules show the shard. Before a pass starts, all ranks find out
 together whether everything in the pass has been filled.
 """
 
@@ -112,7 +112,7 @@ class FillFlat:
         if index in self._whole:
             return self._whole[index][1]
         if param._version != self._versions.setdefault(index, param._version):
-            return param  # it was loaded, or filled where all of it was whole
+            return param  # it was loaded, or filled where all of it was unsharded
         if not {each.unit for each in whole_now} <= {self.unit, *beside}:
             show_shards()
         info, part = flat.layout.params[index], flat.slices[index]
@@ -217,7 +217,7 @@ def _left_on_any_rank(filled: Iterable[FlatParam], runtime: Runtime) -> list[str
 def _unequal_copies(filled: Iterable[FlatParam], runtime: Runtime) -> list[str]:
     """Return the FQNs of DTensors whose copies on different ranks have different values.
 
-    Their random generators differed. The copies may be cut differently, so checksums of whole tensors are compared.
+    Their random generators differed. The copies may be cut differently, so checksums of full tensors are compared.
     """
     found = [copied for flat in filled for copied in _copied(flat)]
     if not found:

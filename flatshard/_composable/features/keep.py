@@ -186,14 +186,14 @@ def keep_unsharded(module: nn.Module, *, recurse: bool = True, threads: bool = F
     Further forwards inside do not communicate. A call of any module in a unit is a forward of the unit: ``generate`` may
     call ``model.encoder``, though that is no unit. If parameters change (by an optimizer's step or ``p.data = ...``), the
     next forward gathers them again. ``module.parameters()`` still returns the sharded parameters. The memory is that of the
-    whole parameters in the compute dtype. On exit the units are freed; a unit that is in a forward then is freed at its end.
+    full parameters in the compute dtype. On exit the units are freed; a unit that is in a forward then is freed at its end.
     All ranks must enter together. The context can be nested.
 
     A forward raises while one runs on another thread, unless ``threads`` is True. A server with many threads, or with
     ``asyncio``, either passes it, or gives the model to one thread, ``ThreadPoolExecutor(max_workers=1)``.
 
     With ``threads=True`` nothing is communicated between entry and exit, so ranks may answer different requests, in any
-    order. The units are gathered at entry, and ``module.parameters()`` are whole, in the compute dtype. All forwards run
+    order. The units are gathered at entry, and ``module.parameters()`` are full, in the compute dtype. All forwards run
     without gradients: each thread enters ``torch.no_grad()`` for itself. If parameters change, the next forward raises: leave
     the context, and enter it again. On exit, forwards on other threads are waited for.
 
@@ -280,7 +280,7 @@ class _Past:
     def before(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """The forward pre-hook of ``module``."""
+        """Begin a forward of the unit, if its parameters are not shown already; the forward pre-hook of ``module``."""
         unit = self.unit
         if torch.compiler.is_compiling() or unit is None or unit.handle.registrations.shows is not SHARDED:
             return None

@@ -7,7 +7,7 @@ graph that could use it. All of this follows from the program alone, so all rank
 
 [Note: Shards of a subgroup]
 With an int for ``reshard_after_forward``, a unit is resharded to a smaller group after its forward. Each of the group's ``k``
-ranks keeps one of ``k`` equal parts of the unsharded buffer, in the compute dtype. Backward's all-gather runs among these
+ranks keeps one of ``k`` equal shards of the unsharded buffer, in the compute dtype. Backward's all-gather runs among these
 ranks only, which are usually those of one node. On an accelerator this is a different communicator than that of the whole
 group's gathers, but the same stream, so the order is the same on all ranks.
 """
@@ -56,7 +56,7 @@ class KeptShards(Source):
         return list(self._shards.values())
 
     def keep(self, flats: Sequence[FlatParam], until: object) -> None:
-        """Copy parts of the unsharded buffers. The copies belong to the gather stream as well, which alone reads them."""
+        """Copy shards of the unsharded buffers. The copies belong to the gather stream as well, which alone reads them."""
         shards = self._shards
         shards.clear()
         shards.update((flat, part.clone()) for flat in flats if (part := self.part(flat)) is not None)
@@ -74,15 +74,15 @@ class KeptShards(Source):
         return (self.gather(flat, taken.get(flat)) for flat in flats)
 
     def part(self, flat: FlatParam) -> torch.Tensor | None:
-        """Return the part of the unsharded buffer to keep, or None."""
+        """Return the shard of the unsharded buffer to keep, or None."""
         raise NotImplementedError
 
     def verb(self, flat: FlatParam) -> str:
-        """The name of the gather in traces."""
+        """Return the name of the gather in traces."""
         raise NotImplementedError
 
     def gather(self, flat: FlatParam, kept: torch.Tensor | None) -> Pending:
-        """Gather ``flat`` again from ``kept``, the part that ``part`` returned."""
+        """Gather ``flat`` again from ``kept``, the shard that ``part`` returned."""
         raise NotImplementedError
 
 
@@ -151,7 +151,7 @@ class GatheredOutside(Source):
     """The shards of a unit under ``HYBRID_FULL_SHARD``, gathered over the outer axis and kept until parameters change."""
 
     def __init__(self) -> None:
-        self._kept: dict[FlatParam, tuple[int, torch.Tensor]] = {}  # with the version of the parts
+        self._kept: dict[FlatParam, tuple[int, torch.Tensor]] = {}  # with the version of the parameters
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GatheredOutside:
         return GatheredOutside()
@@ -216,7 +216,7 @@ class SubgroupShards(KeptShards):
         return SubgroupShards(self.runtime)
 
     def part(self, flat: FlatParam) -> torch.Tensor:
-        """Return this rank's part of the unsharded buffer, in the dtype that is sent."""
+        """Return this rank's shard of the unsharded buffer, in the dtype that is sent."""
         return flat.unsharded.wire.view(self.runtime.world_size, -1)[self.runtime.rank]
 
     def verb(self, flat: FlatParam) -> str:

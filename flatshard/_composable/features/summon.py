@@ -1,4 +1,4 @@
-"""Access to whole parameters: ``summon_full_params``, ``unshard`` and ``reshard``; ``recover`` after an interruption."""
+"""Access to full parameters: ``summon_full_params``, ``unshard`` and ``reshard``; ``recover`` after an interruption."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ def summon_full_params(
     Example::
 
         with torch.no_grad(), flatshard.summon_full_params(model):
-            model[-1].weight[0] = 0  # the first row of the whole matrix; the same on all ranks
+            model[-1].weight[0] = 0  # the first row of the full matrix; the same on all ranks
 
     Args:
-        module: any module with sharded parameters. A unit around it that owns some of them is gathered as a whole.
+        module: any module with sharded parameters. A unit around it that owns some of them is gathered, too.
         recurse: also the units below ``module``; False: only the units of parameters that no unit below ``module`` has. It
             may be given without a name, as the arguments after it: their order is FSDP1's.
-        writeback: keep changes that the body makes. Each rank keeps its own part, so all ranks must make the same changes.
+        writeback: keep changes that the body makes. Each rank keeps its own shard, so all ranks must make the same changes.
         rank0_only: only rank 0 of the group gets unsharded parameters, which saves memory on the others. They see their
             sharded parameters.
         offload_to_cpu: put the unsharded parameters on the CPU, and gather one unit at a time. Parameters that are not
@@ -307,7 +307,7 @@ def _check_may_enter(unit: Unit, arguments: dict[str, bool]) -> None:
     if unit.context.is_running or any(claim.uses and claim not in around for claim in unit.claims):
         raise RuntimeError(
             f"summon_full_params of unit {name!r} inside a forward, a backward or keep_unsharded(threads=True): enter it "
-            "outside. A forward reads another layer's whole parameters between flatshard.unshard(layer) and "
+            "outside. A forward reads another layer's full parameters between flatshard.unshard(layer) and "
             "flatshard.reshard(layer)"
         )
     outer = around[-1].arguments if around else arguments
@@ -426,7 +426,7 @@ def reshard(module: nn.Module, *, recurse: bool = True) -> None:
     Example::
 
         flatshard.unshard(model)
-        bias = model[-1].bias.detach().clone()  # whole: of shape (10,)
+        bias = model[-1].bias.detach().clone()  # full: of shape (10,)
         flatshard.reshard(model)
 
     Args:

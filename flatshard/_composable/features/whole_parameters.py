@@ -1,7 +1,7 @@
-"""Gathers whole parameters and gradients: for reading (``Gathering``), or to be read and changed in ``summon_full_params``.
+"""Gathers full parameters and gradients: for reading (``Gathering``), or to be read and changed in ``summon_full_params``.
 
-Gathered are the values of the parameters, or other tensors of the same layout, such as gradients or an optimizer's averages.
-They are exact, whatever collectives are used for training.
+The values gathered are those of parameters, or of other tensors of the same layout, such as gradients. They are exact,
+whatever collectives are used for training.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Gathering:
     """An all-gather in flight. All ranks start the same all-gathers in the same order."""
 
     def __init__(self, flat: FlatParam, own: torch.Tensor | None = None) -> None:
-        """Start. ``own``: this rank's part of the values, like the shard; the same dtype on all ranks. None: the shard."""
+        """Start. ``own``: this rank's shard of the values; the same dtype on all ranks. None: the shard."""
         self._flat, self._layout = flat, flat.layout
         self._pending: Pending = Done()
         own = flat.shard if own is None else own
@@ -40,8 +40,8 @@ class Gathering:
             self._pending = gather_exactly(flat, self.flat, place)
 
     def wait(self) -> list[torch.Tensor]:
-        """The whole tensor of each parameter, in its shape and stride: views of one buffer. Of a tensor subclass (a DTensor,
-        for one) this is the plain tensor inside.
+        """Return the full tensor of each parameter, in its shape and stride: views of one buffer. For a tensor subclass (a
+        DTensor, for one) this is the plain tensor inside.
         """
         try:
             self._pending.wait()
@@ -51,7 +51,7 @@ class Gathering:
 
 
 def gather_exactly(flat: FlatParam, output: torch.Tensor, own: torch.Tensor) -> Pending:
-    """Start to gather ``own``, this rank's part of ``output``, bit for bit, over the ranks that ``flat`` is sharded over."""
+    """Start to gather ``own``, this rank's shard of ``output``, bit for bit, over the ranks that ``flat`` is sharded over."""
     runtime = flat.ranks.runtime.exact
     try:  # as bytes: no backend supports every dtype
         return runtime.all_gather(output.view(torch.uint8), own.view(torch.uint8), flat.ranks.label)
@@ -60,7 +60,7 @@ def gather_exactly(flat: FlatParam, output: torch.Tensor, own: torch.Tensor) -> 
 
 
 def joined(flat: FlatParam, pieces: Sequence[torch.Tensor | None], dtype: torch.dtype) -> torch.Tensor:
-    """This rank's part of each parameter, laid out as the shard. ``pieces``: 1-D in memory order, or None for zeros."""
+    """Return ``pieces`` of all parameters, laid out as this rank's shard: 1-D in memory order, or None for zeros."""
     result = torch.zeros(flat.layout.shard_numel, dtype=dtype, device=flat.kind.compute_device)
     for part, piece in zip(flat.slices, pieces, strict=True):
         if piece is not None:
@@ -75,7 +75,7 @@ class WholeParameters:
         self._handle = handle
 
     def copy_full_precision(self, device: torch.device | None = None) -> dict[int, nn.Parameter]:
-        """The whole parameters in the user's dtypes, by ``id`` of the sharded ones. ``device``: None: the compute device.
+        """Return full parameters in the user's dtypes, by ``id`` of the sharded ones. ``device``: None: the compute device.
 
         Communicates, unless the parameters are unsharded in the user's dtype already.
         """
@@ -90,7 +90,7 @@ class WholeParameters:
         return copies
 
     def write_back(self, copies: dict[int, nn.Parameter] | None, with_grads: bool, adopts: bool) -> None:
-        """Write this rank's part of the unsharded parameters, and of their gradients, to the shards.
+        """Write this rank's shards of the unsharded parameters, and of their gradients, to the shards.
 
         ``copies``: write those instead, see ``copy_full_precision``. ``adopts``: adopt conversions by the user first.
         """
@@ -106,7 +106,7 @@ class WholeParameters:
                 _write_back_gradients(held, gradients)
 
     def gather_gradients(self, copies: dict[int, nn.Parameter] | None) -> None:
-        """Gather whole gradients and set them on the unsharded parameters or their ``copies``. Communicates."""
+        """Gather full gradients and set them on the unsharded parameters or their ``copies``. Communicates."""
         for flat, grads in zip(self._handle.flats, self._handle.gradients.flats, strict=True):
             if not flat.kind.is_trainable:  # but frozen parameters are included: they may have an old gradient
                 continue
@@ -147,7 +147,7 @@ def gather_full_precision(flat: FlatParam) -> list[nn.Parameter]:
 
 
 def _whole_gradients(gradients: FlatGradients) -> list[torch.Tensor | None]:
-    """Gather whole gradients, in the parameters' shapes. None for a parameter that has no gradient on any rank."""
+    """Gather full gradients, in the parameters' shapes. None for a parameter that has no gradient on any rank."""
     flat = gradients.flat
     device, local = flat.kind.compute_device, flat.local_grads()
     present = torch.zeros(flat.layout.world_size, len(local), dtype=torch.uint8, device=device)
@@ -170,7 +170,7 @@ def _whole_gradients(gradients: FlatGradients) -> list[torch.Tensor | None]:
 
 
 def _write_back_gradients(gradients: FlatGradients, whole: list[torch.Tensor | None]) -> None:
-    """Write this rank's part of whole gradients to ``.grad``: the inverse of ``_whole_gradients``."""
+    """Write this rank's shards of full gradients to ``.grad``: the inverse of ``_whole_gradients``."""
     flat = gradients.flat
     of_each = zip(flat.params, whole, flat.local_grads(), itertools.cycle(gradients.dtypes.of_each), strict=False)
     for index, (param, grad, held, dtype) in enumerate(of_each):
