@@ -15,6 +15,7 @@ import contextlib
 import dataclasses
 import datetime
 import enum
+import functools
 import inspect
 import re
 import sys
@@ -27,19 +28,18 @@ from typing import Any
 import torch
 
 import flatshard
-import flatshard.env
-import flatshard.fsdp2
 
 BEGIN = """\
 # flatshard's public names
 
-Written by `python benchmarks/api_page.py > flatshard/docs/api.md` from the docstrings. The way in is
-[README.md](../../README.md).
+Written by `python benchmarks/api_page.py > flatshard/docs/api.md` from the docstrings. [README.md](../../README.md) is the
+way in. [changelog.md](changelog.md) has old names.
 
 A test runs each example, on four ranks. `Block`, `model` and `optimizer` are those of README's quick start. Where an example
-calls `fully_shard`, `plan` or `fit`, `model` is not sharded yet. In all others it is, and has been trained for a step.
-`batch` is this rank's input, of shape (8, 64). `dist` is `torch.distributed`; `nn`, `math`, `functools` and `copy` are
-imported, too.
+calls `fully_shard`, `plan_step` or `fit_to_memory`, `model` is not sharded yet. In all others it is, and has been trained for
+a step. `batch` is this rank's input, of shape (8, 64). `dist` is `torch.distributed`; `nn`, `math`, `functools` and `copy`
+are imported, too. Classes that functions only return come last in their module. They are importable for annotations, and not
+in its `__all__`.
 """
 ITEMS = ("Args", "Raises", "Attributes")
 """Sections that list names."""
@@ -56,11 +56,52 @@ def modules() -> dict[str, types.ModuleType]:
     """Return the public modules by name."""
     inner = {name: getattr(flatshard, name) for name in flatshard.__all__}
     found = {f"flatshard.{n}": m for n, m in inner.items() if isinstance(m, types.ModuleType)}
-    return {"flatshard": flatshard, **found, "flatshard.fsdp2": flatshard.fsdp2, "flatshard.env": flatshard.env}
+    last = {name: found.pop(name) for name in ("flatshard.fsdp2", "flatshard.env")}
+    return {"flatshard": flatshard, **found, **last}
 
 
 def public() -> Iterator[tuple[str, Any]]:
-    """Yield (dotted name, object) of every public name, the top level first. Names that are exported twice appear once."""
+    """Yield (dotted name, object) of every name on the page, the top level first: exported ones, and results."""
+    yield from exported()
+    yield from results().items()
+
+
+@functools.cache
+def results() -> dict[str, type]:
+    """Return the classes that public functions and fields of public classes only return, by dotted name.
+
+    Raises:
+        AssertionError: no public module has it, so it cannot be named in an annotation.
+    """
+    waiting, found = [value for _, value in exported()], dict[str, type]()
+    seen = set(map(id, waiting))
+    for value in waiting:
+        for annotation, names in _given_back(value):
+            for word in re.findall(r"\w+", annotation):
+                kind = names.get(word)
+                if not isinstance(kind, type) or not kind.__module__.startswith("flatshard") or id(kind) in seen:
+                    continue
+                seen.add(id(kind))
+                waiting.append(kind)
+                where = [name for name, module in modules().items() if vars(module).get(kind.__name__) is kind]
+                assert where, f"{value.__qualname__} returns {kind.__qualname__}, which no public module has"
+                found[f"{where[0]}.{kind.__name__}"] = kind
+    return found
+
+
+def _given_back(value: Any) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the annotations of what a function returns, or of what a class has, each with the names in it."""
+    if isinstance(value, type):
+        for field in fields(value):
+            yield field.annotation, _names(value)
+    for each in [member for _, member in members(value)] if isinstance(value, type) else [value]:
+        function = each.fget if isinstance(each, property) else each
+        if isinstance(function, types.FunctionType):
+            yield str(inspect.signature(function).return_annotation), _names(function)
+
+
+def exported() -> Iterator[tuple[str, Any]]:
+    """Yield (dotted name, object) of every exported name, the top level first. Names that are exported twice appear once."""
     seen: set[int] = set()
     for prefix, module in modules().items():
         for name in module.__all__:
@@ -80,6 +121,8 @@ def members(kind: type) -> Iterator[tuple[str, Any]]:
         function = member.fget if isinstance(member, property) else member
         if not isinstance(function, types.FunctionType) or not doc or doc.startswith(INTERNAL):
             continue
+        if isinstance(member, property) and "return" not in function.__annotations__:
+            continue  # torch's, with a check
         if any(getattr(getattr(base, name, None), "__doc__", None) == doc for base in kind.__mro__[1:]):
             continue  # the overridden method has the same docstring
         yield name, member
@@ -120,7 +163,7 @@ def _fields_in_source(kind: type) -> Iterator[Field]:
     for statement, after in zip(node.body, [*node.body[1:], None], strict=True):
         if isinstance(statement, ast.AnnAssign):
             target, annotation = statement.target, ast.unparse(statement.annotation)
-        elif isinstance(statement, ast.Assign):
+        elif isinstance(statement, ast.Assign) and not is_record:  # else an old name
             target, annotation = statement.targets[0], ""
         else:
             continue
@@ -428,6 +471,8 @@ def _also(module: str, shown: list[str]) -> str:
 
 def _entry(name: str, value: Any) -> str:
     parts = [f"### {_title(name)}\n", f"```python\n{signature(name, value)}\n```\n", markdown(docs_of(value)), ""]
+    if name in results():
+        parts += ["A result: not in `__all__`.\n"]
     if isinstance(value, type) and issubclass(value, BaseException | torch.Tensor):
         parts += [f"Base class: `{_class_text(value.__bases__[0])}`.\n"]
     if isinstance(value, type):

@@ -31,7 +31,7 @@ import flatshard
 from flatshard import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from flatshard._comm.runtime import Runtime
 from flatshard._comm.streams import Streams
-from flatshard._handle import pool, unsharded
+from flatshard._handle import unsharded
 from flatshard.comm import DefaultCollectives, QuantizedCollectives
 
 S = ShardingStrategy
@@ -125,9 +125,9 @@ def _make_compute_late(model: GPT, device: Device) -> None:
 
 def _poisoning() -> AbstractContextManager[Any]:
     """Overwrite the memory of flat buffers with NaN before it is freed, on the stream that it belongs to."""
-    free = pool.FlatBuffer.free
+    free = unsharded.FlatBuffer.free
 
-    def poison_and_free(self: pool.FlatBuffer) -> None:
+    def poison_and_free(self: unsharded.FlatBuffer) -> None:
         flat = self.flat
         if (
             self.user is not None
@@ -142,7 +142,7 @@ def _poisoning() -> AbstractContextManager[Any]:
                 flat.fill_(math.nan)
         free(self)
 
-    return mock.patch.object(pool.FlatBuffer, "free", poison_and_free)
+    return mock.patch.object(unsharded.FlatBuffer, "free", poison_and_free)
 
 
 # -- modes -------------------------------------------------------------------------------------------------------------

@@ -93,14 +93,14 @@ def rows(args: argparse.Namespace, device: Device) -> dict[str, dict[str, Figure
     here = tokens.to(device.device)
     for name, options in OPTIONS.items():
         progress(f"predictions, {name}")
-        plan = flatshard.plan(on_meta(config), policy={Block}, compare=False, **step, **options)
+        plan = flatshard.plan_step(on_meta(config), policy={Block}, compare=False, **step, **options)
         shard = functools.partial(flatshard.fully_shard, policy={Block}, collectives=as_over_nccl, **options)
         found[name] = row(plan.total_peak.nbytes, measured(device, config, here, shard, adamw))
     progress("predictions, fit")
     share = 0.9 if args.simulated else 0.7
     budget = int(share * found["bf16"]["predicted, MiB"].value * 2**20)  # type: ignore[operator]
-    fit = flatshard.fit(on_meta(config), bytes_per_rank=budget, policy={Block}, mixed_precision=BF16, **step)
-    given_up = ", ".join(dict.fromkeys(each.what for each in fit.given_up))
+    fit = flatshard.fit_to_memory(on_meta(config), bytes_per_rank=budget, policy={Block}, mixed_precision=BF16, **step)
+    given_up = ", ".join(dict.fromkeys(each.what for each in fit.tradeoffs))
     shard = functools.partial(flatshard.fully_shard, **fit.arguments | {"collectives": as_over_nccl})
     found[f"fit to {share}: {given_up}"] = row(fit.peak.nbytes, measured(device, config, here, shard, fit.optimizer))
     return found

@@ -131,7 +131,7 @@ def train_elastic(options: Options, corpus: Corpus) -> None:
     world = flatshard.elastic.World(store, world_size)
     trainer = Trainer(build_sharded_model(options, Ranks(0, 1, torch.device("cpu"))), options)
     job = flatshard.elastic.Job(
-        world, trainer.model, trainer.optimizer, [trainer.schedule], say=lambda text: print(text, flush=True)
+        world, trainer.model, trainer.optimizer, extra=[trainer.schedule], log=lambda text: print(text, flush=True)
     )
     for step in job.steps(range(1, options.steps + 1)):
         with job.attempt():

@@ -8,31 +8,55 @@ Here is what a training script calls. More is in ``checkpoint``, ``comm``, ``deb
 ``policies``, ``tensors`` and ``weights``.
 """
 
-import importlib
-from typing import TYPE_CHECKING, Any
+import types
+from typing import TYPE_CHECKING
 
 from flatshard import _extensions, checkpoint, comm, layouts, optim, policies, tensors
+from flatshard._base import old_names as _old_names
 from flatshard._base.config import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
-from flatshard._base.errors import CollectiveError, InternalError, OutOfStepError
+from flatshard._base.errors import CollectiveError, InternalError, OutOfStepError, ReconfiguredError
 from flatshard._composable.construct.policy import CustomPolicy
 from flatshard._composable.features.buffers import sync_buffers
 from flatshard._composable.features.configure import configure
 from flatshard._composable.features.forward_method import register_forward_method
+from flatshard._composable.features.grad_sync import ReductionHandle as ReductionHandle
 from flatshard._composable.features.grad_sync import no_sync, reduce_gradients
 from flatshard._composable.features.keep import keep_unsharded
 from flatshard._composable.features.skip import skip
+from flatshard._composable.features.summon import UnshardHandle as UnshardHandle
 from flatshard._composable.features.summon import recover, reshard, summon_full_params, unshard
 from flatshard._composable.fully_shard import fully_shard
 from flatshard._handle.tensors.sharded_parameter import full_shape
-from flatshard.checkpoint import MeetingError, load_checkpoint, save_checkpoint
+from flatshard.checkpoint import RankError, load_checkpoint, save_checkpoint
 from flatshard.optim import clip_grad_norm_, flat_parameters
 
-if TYPE_CHECKING:
-    from flatshard import debug, elastic, planning, weights
-    from flatshard.debug import describe
-    from flatshard.planning import fit, plan
-
 _extensions.plug_in()
+
+if TYPE_CHECKING:
+    from flatshard import debug, elastic, env, fsdp2, planning, weights
+    from flatshard.debug import describe
+    from flatshard.planning import fit_to_memory, plan_step
+
+    __version__: str
+    integrations: types.ModuleType
+else:
+    __getattr__ = _old_names.attributes(
+        __name__,
+        old={"MeetingError": "RankError", "fit": "fit_to_memory", "plan": "plan_step"},
+        on_first_use={
+            "__version__": "_base.version",
+            "debug": "debug",
+            "describe": "debug",
+            "elastic": "elastic",
+            "env": "env",
+            "fit_to_memory": "planning",
+            "fsdp2": "fsdp2",
+            "integrations": "integrations",
+            "plan_step": "planning",
+            "planning": "planning",
+            "weights": "weights",
+        },
+    )
 
 __all__ = [
     "BackwardPrefetch",
@@ -40,9 +64,10 @@ __all__ = [
     "CollectiveError",
     "CustomPolicy",
     "InternalError",
-    "MeetingError",
     "MixedPrecision",
     "OutOfStepError",
+    "RankError",
+    "ReconfiguredError",
     "ShardingStrategy",
     "checkpoint",
     "clip_grad_norm_",
@@ -51,8 +76,10 @@ __all__ = [
     "debug",
     "describe",
     "elastic",
-    "fit",
+    "env",
+    "fit_to_memory",
     "flat_parameters",
+    "fsdp2",
     "full_shape",
     "fully_shard",
     "keep_unsharded",
@@ -60,7 +87,7 @@ __all__ = [
     "load_checkpoint",
     "no_sync",
     "optim",
-    "plan",
+    "plan_step",
     "planning",
     "policies",
     "recover",
@@ -76,38 +103,17 @@ __all__ = [
     "weights",
 ]
 
-_ON_FIRST_USE = {
-    "debug": "debug",
-    "describe": "debug",
-    "elastic": "elastic",
-    "fit": "planning",
-    "plan": "planning",
-    "planning": "planning",
-    "weights": "weights",
-}
-"""Public names, and the package that is imported when they are first used. Programs without them save its time."""
-
-
-def _show_here(value: object) -> None:
-    """Make the help of a function name this package, and no file of it."""
-    if isinstance(value, type(fully_shard)):
-        value.__module__ = __name__
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _ON_FIRST_USE:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    package = importlib.import_module(f"{__name__}.{_ON_FIRST_USE[name]}")
-    found = package if name == _ON_FIRST_USE[name] else getattr(package, name)
-    _show_here(found)
-    globals()[name] = found
-    return found
-
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
 
+def _show_here(value: object) -> None:
+    """Make the help of a function name this package, and no file of it."""
+    if isinstance(value, types.FunctionType):
+        value.__module__ = __name__
+
+
 for _name in __all__:
-    if _name not in _ON_FIRST_USE:
+    if _name in globals():
         _show_here(globals()[_name])

@@ -13,11 +13,12 @@ bfloat16, on every backend. The rest is for what a dtype cannot express:
   can be registered and removed while training.
 """
 
+from flatshard._comm.backends import BuiltinCollectives as BuiltinCollectives
 from flatshard._comm.backends import DefaultCollectives, GlooCollectives, builtin_collectives
 from flatshard._comm.collectives import Collectives, Pending
 from flatshard._comm.quantized import QuantizedCollectives
+from flatshard._composable.features.comm_hooks import CommHookHandle as CommHookHandle
 from flatshard._composable.features.comm_hooks import (
-    CommHookHandle,
     CommHookState,
     bf16_compress_hook,
     fp16_compress_hook,
@@ -26,7 +27,6 @@ from flatshard._composable.features.comm_hooks import (
 
 __all__ = [
     "Collectives",
-    "CommHookHandle",
     "CommHookState",
     "DefaultCollectives",
     "GlooCollectives",

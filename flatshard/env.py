@@ -10,6 +10,8 @@ from collections.abc import Iterator
 import torch
 import torch.distributed as dist
 
+from flatshard._base.version import __version__
+
 __all__ = ["report"]
 
 _CLIENTS = (
@@ -39,7 +41,7 @@ def report() -> str:
 
 
 def _facts() -> Iterator[tuple[str, object]]:
-    yield "flatshard", _version("flatshard") or "not installed, but on sys.path"
+    yield "flatshard", __version__ + ("" if _version("flatshard") else ", not installed, but on sys.path")
     cuda = torch.version.cuda or (f"ROCm {torch.version.hip}" if torch.version.hip else None)
     yield "torch", f"{torch.__version__} ({f'CUDA {cuda}' if torch.version.cuda else cuda or 'CPU'} build)"
     yield "python", f"{platform.python_version()}, {platform.platform()}"

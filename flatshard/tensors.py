@@ -1,21 +1,21 @@
-"""The types of a sharded module's parameters and gradients between steps, and what they say about this rank's part.
+"""The types of a sharded module's parameters and gradients between steps, and what they say about this rank's shard.
 
 >>> flatshard.tensors.shard_info(model[0].up.weight).shape
 """
 
 from torch import nn
 
-from flatshard._handle.tensors.shard_info import ShardInfo
+from flatshard._handle.tensors.shard_info import ShardInfo as ShardInfo
 from flatshard._handle.tensors.sharded_gradient import ShardedGradient
 from flatshard._handle.tensors.sharded_parameter import ShardedParameter, full_shape, shard_info
 
-__all__ = ["ShardInfo", "ShardedGradient", "ShardedParameter", "full_shape", "num_parameters", "shard_info"]
+__all__ = ["ShardedGradient", "ShardedParameter", "full_shape", "num_parameters", "shard_info"]
 
 
 def num_parameters(module: nn.Module, *, trainable_only: bool = False) -> int:
     """Return how many elements the full parameters of ``module`` have. Tied ones count once. No communication.
 
-    ``sum(p.numel() for p in module.parameters())`` of a sharded module counts this rank's parts.
+    ``sum(p.numel() for p in module.parameters())`` of a sharded module counts this rank's shards.
 
     Example::
 

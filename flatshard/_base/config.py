@@ -194,7 +194,7 @@ class MixedPrecision:
     """As in FSDP2's policy: called once for each floating-point parameter; returns its own dtype, to compute in that, or
     ``param_dtype``, or None for it. The same on every rank. Inputs are still cast to ``param_dtype``. Parameters of a unit
     that compute in different dtypes are in different flat parameters, and each is gathered and reduced by itself.
-    ``describe`` and ``plan`` show them."""
+    ``describe`` and ``plan_step`` show them."""
     keep_cast_shard: bool = False
     """Keep this rank's cast shard from forward to backward: one cast instead of two, ``param_dtype`` bytes / N more memory.
 

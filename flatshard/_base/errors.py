@@ -84,7 +84,18 @@ class OutOfStepError(CollectiveError):
 
 
 class ReconfiguredError(CollectiveError):
-    """The process group got other ranks after a module was sharded over it. Nothing was sent."""
+    """The process group got other ranks after a module was sharded over it. Nothing was sent.
+
+    The message says how the remaining ranks continue. The attributes describe the collective of this rank.
+
+    Example::
+
+        try:
+            model(batch).sum().backward()
+        except flatshard.ReconfiguredError as e:  # a CollectiveError, too: so it comes first
+            print(e)
+            raise
+    """
 
     def __str__(self) -> str:
         return str(self.args[-1])

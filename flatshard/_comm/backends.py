@@ -44,10 +44,20 @@ import torch
 import torch.distributed as dist
 
 from flatshard._base import environment, torch_versions, trace
-from flatshard._comm.capabilities import EnsureMemory, gathers_late
-from flatshard._comm.collectives import Addressed, Collectives, Done, Pending, as_real
+from flatshard._comm.collectives import (
+    EXCHANGE,
+    GATHER,
+    REDUCE,
+    Addressed,
+    Collectives,
+    Done,
+    EnsureMemory,
+    Pending,
+    as_real,
+    gathers_late,
+)
 from flatshard._comm.pending import Works
-from flatshard._comm.progress import EXCHANGE, GATHER, REDUCE, RESERVED, Label, here, mixed_all_reduce
+from flatshard._comm.progress import RESERVED, Label, here, mixed_all_reduce
 from flatshard._comm.shared_memory.payloads import Combine, Receive, SharedMemory
 
 _PIECE = 2**17  # elements that a thread adds at a time
@@ -81,6 +91,12 @@ class BuiltinCollectives(Collectives):
     The process group is held weakly, so that ``destroy_process_group`` really ends it. A sharded model is part of reference
     cycles and may outlive that call. If it kept the group's gloo threads alive until the interpreter exits, they would
     abort the process.
+
+    Example::
+
+        collectives = flatshard.comm.builtin_collectives(dist.group.WORLD, torch.device("cpu"))
+        numbers = torch.full((2,), float(collectives.rank))
+        collectives.broadcast(numbers).wait()  # 0, 0 on all ranks
     """
 
     exact = True
@@ -96,8 +112,10 @@ class BuiltinCollectives(Collectives):
         self._group = weakref.ref(group)
         self.rank, self.size = group.rank(), group.size()
 
+        self.may_change = _may_change(group)
+
     def place_now(self) -> tuple[int, int]:
-        """Return this process's current rank in the group, and the group's current size: see ``GroupMonitor``."""
+        """Return this process's current rank in the group, and the group's current size."""
         group = self.group
         return group.rank(), group.size()
 
@@ -150,6 +168,14 @@ def alive(reference: weakref.ref[dist.ProcessGroup]) -> dist.ProcessGroup:
     if group is None:
         raise RuntimeError("the process group that this module was sharded over has been destroyed")
     return group
+
+
+def _may_change(group: dist.ProcessGroup) -> bool:
+    """Return whether the group may get other ranks (torch 2.15: ``reconfigure``)."""
+    try:
+        return bool(getattr(group, "supports_reconfigure", False))
+    except RuntimeError:  # it has several backends, or one that is written in Python: torch refuses the question
+        return False
 
 
 def _average(output: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:

@@ -14,9 +14,8 @@ import functools
 
 import torch
 
-from flatshard._comm.capabilities import EnsureMemory
-from flatshard._comm.collectives import CollectivesFactory, Done, Pending
-from flatshard._comm.progress import GATHER, REDUCE, Label
+from flatshard._comm.collectives import GATHER, REDUCE, CollectivesFactory, Done, EnsureMemory, Pending
+from flatshard._comm.progress import Label
 from flatshard._comm.runtime import Runtime
 from flatshard._comm.streams import holding
 

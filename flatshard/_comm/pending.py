@@ -16,13 +16,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-import torch
-
 from flatshard._base import trace
 from flatshard._base.errors import OutOfStepError
-from flatshard._comm.capabilities import Capabilities, EnsureMemory
-from flatshard._comm.collectives import Pending
-from flatshard._comm.progress import Issued, Label, here
+from flatshard._comm.collectives import Capabilities, Pending
+from flatshard._comm.progress import Issued, here
 from flatshard._comm.streams import Streams
 
 
@@ -94,38 +91,11 @@ class Chain:
         self._second.wait()
 
 
-class Labelled:
-    """A collective of a user's class. Its wait may call the backend's collectives. [Note: Labels of a user's collectives]"""
-
-    __slots__ = ("_label", "_pending")
-
-    def __init__(self, pending: Pending, label: Label) -> None:
-        self._pending, self._label = pending, label
-
-    def wait(self) -> None:
-        before, here.label = here.label, self._label
-        try:
-            self._pending.wait()
-        finally:
-            here.label = before
-
-
-def call_labelled(
-    label: Label, start: Callable[..., Pending], *tensors: torch.Tensor, **options: EnsureMemory
-) -> Pending:
-    """Call ``start``, a collective of a user's class, for ``label``. [Note: Labels of a user's collectives]"""
-    before, here.label = here.label, label
-    try:
-        return Labelled(start(*tensors, **options), label)
-    finally:
-        here.label = before
-
-
 class Monitor(Protocol):
     """Detects that ranks issue different collectives: see ``_comm/monitor/monitor.py``. It does not change results."""
 
     checks_until: float
-    """The number of collectives of each unit and kind that are started by ``start``. Later ones need not be."""
+    """The number of collectives of each unit and kind that are started by ``start``."""
 
     def start(
         self, issued: Issued, capabilities: Capabilities, start: Callable[[], Pending], streams: Streams | None

@@ -1,13 +1,13 @@
 """Bookkeeping of the collectives that this rank has issued, for which units, and of the one that it waits for.
 
-The order check (``monitor/order_check.py``) compares what ranks are about to do, and the watch (``monitor/watch.py``)
+The order check (``monitor/monitor.py``) compares what ranks are about to do, and the watch (``monitor/watch.py``)
 compares what they wait for. Both use this bookkeeping. It also assigns the tags of gloo messages:
 
 [Note: Labels of a user's collectives]
 The runtime passes each unit's label to the backend's collectives. A user's class has no such argument, and may call the
-backend's collectives, of this group or of others, in the call or in the wait. So ``here.label`` is set around both, and the
-backend's collectives read it if they get no label. It is no argument of the interface: a class that forgot to pass it on
-would work until ranks differ, and then data of different units would mix unnoticed.
+backend's collectives, of this group or of others, in the call or in the wait. If these get no label, they take that of the
+collective that is being called (``here.called``) or waited for (``here.waiting``). It is no argument of the interface: a
+class that forgot to pass it on would work until ranks differ, and then data of different units would mix unnoticed.
 
 [Note: Data of different units never mix]
 Over gloo every message of an all-gather or a reduce-scatter carries its unit's tag, which is the same on all ranks. Only a
@@ -26,11 +26,7 @@ from types import NoneType
 from typing import Any, NamedTuple
 
 from flatshard._base.errors import OutOfStepError
-from flatshard._comm.collectives import Pending
-
-GATHER, REDUCE, EXCHANGE, NUMBERS = 0, 1, 2, 3
-"""Kinds of collectives, added to a unit's tag. All ranks have the same order only within a kind: see ``GlooCollectives``.
-``NUMBERS`` are a few numbers of several units, such as a norm. Their label names the question, and has the tag 0."""
+from flatshard._comm.collectives import NUMBERS, Pending
 
 _RECENT = 5  # number of collectives that an error lists
 
@@ -134,7 +130,7 @@ class Progress:
         # pending.py, [Note: Memory lives as long as its works]
         self.abandoned: list[Pending] = []
         self.unended: list[tuple[Issued, Pending]] = []
-        self.place: Place | None = None  # of this rank in its training, or None if nothing trains on the group
+        self.place: Place | None = None  # set by the context of the group's units; also read by the watch's thread
         # For the watch: the latest collectives, and key and number of the first one in the same place as the last.
         self.recent: deque[Issued] = deque(maxlen=_RECENT)
         self.first = (0, 0)
@@ -162,7 +158,7 @@ class Progress:
         key = label.tag + kind
         self.counts[key] = number = self.counts.get(key, 0) + 1
         issued = Issued(self, verb, kind, label, again, number, self.place)
-        if not self.recent or self.recent[-1].place != issued.place:
+        if not self.recent or self.recent[-1].place != self.place:
             self.first = key, number
         self.recent.append(issued)
         return issued
@@ -176,11 +172,18 @@ def make_label(progress: Progress | None, unit: str, identity: str) -> Label:
 class Here:
     """The collectives that this process calls and waits for now, on any process group."""
 
-    __slots__ = ("label", "waiting")
+    __slots__ = ("called", "waiting")
 
     def __init__(self) -> None:
-        self.label = NOBODY  # of the user's collective that is being called: [Note: Labels of a user's collectives]
+        self.called: Label | None = None  # that a user's collective is being called for
         self.waiting: Issued | None = None  # also read by the watch's thread
+
+    @property
+    def label(self) -> Label:
+        """The label of a collective that is called without one. [Note: Labels of a user's collectives]"""
+        if self.called is not None:
+            return self.called
+        return NOBODY if self.waiting is None else self.waiting.label
 
 
 here = Here()

@@ -21,13 +21,24 @@ from typing import Any, ClassVar, Literal, NoReturn
 import torch
 import torch.distributed as dist
 
-from flatshard._base.errors import CollectiveError, OutOfStepError, cannot_trace
+from flatshard._base.errors import CollectiveError, OutOfStepError, ReconfiguredError, cannot_trace
 from flatshard._comm.backends import BuiltinCollectives, builtin_collectives
-from flatshard._comm.capabilities import EnsureMemory, read_capabilities
-from flatshard._comm.collectives import Addressed, Collectives, CollectivesFactory, Pending
+from flatshard._comm.collectives import (
+    EXCHANGE,
+    GATHER,
+    NUMBERS,
+    REDUCE,
+    Addressed,
+    Collectives,
+    CollectivesFactory,
+    Done,
+    EnsureMemory,
+    Pending,
+    read_capabilities,
+)
 from flatshard._comm.host_memory import keep_freed_memory
-from flatshard._comm.pending import Awaited, Chain, Monitor, call_labelled, drain
-from flatshard._comm.progress import EXCHANGE, GATHER, NUMBERS, REDUCE, Issued, Label, Progress, describe_place
+from flatshard._comm.pending import Awaited, Chain, Monitor, drain
+from flatshard._comm.progress import Issued, Label, Progress, describe_place, here
 from flatshard._comm.rank_group import RankGroup
 from flatshard._comm.streams import Streams, Users, holding
 
@@ -230,7 +241,21 @@ class Runtime(RankGroup):
         """Return a function that calls ``method`` of ``collectives`` for the unit of ``label``."""
         if self.collectives is self._builtin:
             return functools.partial(method, *tensors, label, **options)
-        return functools.partial(call_labelled, label, method, *tensors, **options)
+        return functools.partial(self._call, method, label, *tensors, **options)
+
+    def _call(
+        self, method: Callable[..., Pending], label: Label, *tensors: torch.Tensor, **options: EnsureMemory
+    ) -> Pending:
+        """Call ``method``, of a user's class, for ``label``. [Note: Labels of a user's collectives]"""
+        before, here.called = here.called, label
+        try:
+            pending = method(*tensors, **options)
+            if self.streams is not None:
+                pending.wait()  # here; on CPU `Awaited` names the label in the wait
+                pending = Done()
+            return pending
+        finally:
+            here.called = before
 
     def _issue(self, verb: str, kind: int, label: Label, start: Callable[[], Pending], again: bool = False) -> Pending:
         """Issue a collective by calling ``start``, unless ranks are out of step on this group."""
@@ -238,23 +263,17 @@ class Runtime(RankGroup):
         if progress is None:
             return self.issued(start())
         if progress.unended:
-            self._refuse(verb, label, progress.unended[0][0])
+            raise _out_of_step(self, verb, label, progress.unended[0][0])
         if progress.abandoned:
             drain(progress.abandoned)
         issued = progress.issue(verb, kind, label, again)
+        if self._builtin.may_change and self._builtin.place_now() != (self.rank, self.world_size):
+            raise _reconfigured(self, verb, label)
         if monitor is None or issued.number > monitor.checks_until:
             pending = start()
         else:
             pending = monitor.start(issued, self.capabilities, start, self.streams)
         return Awaited(pending, issued, self.peers.monitor) if self.streams is None else self.issued(pending)
-
-    def _refuse(self, verb: str, label: Label, unended: Issued) -> NoReturn:
-        text = (
-            f"the {verb} of {label.unit or '<root>'!r} was not issued: ranks got out of step before on this process "
-            f"group, at the {unended}{unended.when}, and messages of that collective may still arrive. Save what you need "
-            "without collectives, fix the cause that the first error names, and restart all ranks"
-        )
-        raise OutOfStepError(verb, label.unit, self.rank, self.world_size, text)
 
     def then(self, pending: Pending, next_one: Callable[[], Pending]) -> Pending:
         """Run ``next_one`` after ``pending``: enqueued behind it at once (accelerator), or when it is waited for (CPU)."""
@@ -306,6 +325,29 @@ class Runtime(RankGroup):
         where = describe_place(self.progress.place) if self.progress is not None else ""
         cause = "; ".join([f"{type(error).__name__}: {text}", *getattr(error, "__notes__", ())]) + where
         raise CollectiveError(phase, unit, self.rank, self.world_size, cause) from error
+
+
+def _out_of_step(runtime: Runtime, verb: str, label: Label, unended: Issued) -> OutOfStepError:
+    """Return the error for a collective on a group where ``unended`` may still arrive."""
+    text = (
+        f"the {verb} of {label.unit or '<root>'!r} was not issued: ranks got out of step before on this process group, at "
+        f"the {unended}{unended.when}, and messages of that collective may still arrive. Save what you need without "
+        "collectives, fix the cause that the first error names, and restart all ranks"
+    )
+    return OutOfStepError(verb, label.unit, runtime.rank, runtime.world_size, text)
+
+
+def _reconfigured(runtime: Runtime, verb: str, label: Label) -> ReconfiguredError:
+    """Return the error for a collective on a group that got other ranks."""
+    rank, size = runtime.peers.builtin.place_now()
+    text = (
+        f"the {verb} of unit {label.unit or '<root>'!r} was not issued: its process group was reconfigured. When the unit "
+        f"was sharded, this was rank {runtime.rank} of {runtime.world_size}; now it is rank {rank} of {size}, and the shards "
+        "of other ranks are gone. Make a new group of the ranks that are left (destroy_process_group, init_process_group), "
+        "build the model anew, call fully_shard, and load a checkpoint: flatshard.load_checkpoint takes one of any number of "
+        "ranks"
+    )
+    return ReconfiguredError(verb, label.unit, runtime.rank, runtime.world_size, text)
 
 
 def on_any_rank(runtimes: Iterable[Runtime], flag: bool) -> bool:

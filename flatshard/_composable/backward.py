@@ -121,10 +121,11 @@ class Backward:
         if task in now.expected:
             return now
         self.keeps_unsharded |= torch.is_grad_enabled() or (unit.history.was_kept_unsharded and _keeps_graph())
-        nodes, _, all_train = unit.handle.gradients.accumulators
+        accumulators = unit.handle.gradients.accumulators
+        nodes = accumulators.nodes
         if nodes and not now.expected:
             self._queue.add_back(unit)
-        now.some_frozen = not all_train
+        now.some_frozen = not accumulators.are_all
         if now.reach(task, nodes, unit.graph.stand_ins, self._queue.waits_early):
             self._bringing.add(task)
             self._ready.discard(unit)
@@ -265,7 +266,7 @@ class Backward:
 
     @property
     def has_failed(self) -> bool:
-        """Whether a graph task failed with an exception. The watch's thread asks, too."""
+        """Whether a graph task failed with an exception. Other threads ask, too."""
         return None in [*map(_referent, [*self._tasks.values()])]
 
     def _on_death(self, callback: object) -> None:
@@ -274,11 +275,11 @@ class Backward:
         The next forward cleans up the rest, because this callback may run at any point.
         """
         if self.has_failed:
-            self._context.publish_place(bool(self._context.forwards))
+            self._context.show_place(failed=True)
             for unit in self._reached:
                 unit.graph.now = None  # it would keep the unit alive: see `UnitGraph`
                 unit.show()
-            if ahead := [u.fqn for u in self._reached if u.handle.lifetime.params is ParamState.UNSHARDING]:
+            if ahead := [u.fqn for u in self._reached if u.handle.state is ParamState.UNSHARDING]:
                 trace.logger.warning(
                     "backward failed before it came to unit %s by an output. If torch reports a tensor that was modified by "
                     "an inplace operation, backward entered the unit by a tensor that its forward handed over in another "
@@ -325,13 +326,13 @@ def gather(unit: Unit) -> None:
     for needed in unit.needs:
         if needed.graph.now is None:
             Backward.of(unit).touch(needed)
-        if needed.handle.lifetime.params is ParamState.SHARDED:
+        if needed.handle.state is ParamState.SHARDED:
             needed.handle.unshard(context.latest_pass.id, again=True)
 
 
 def gather_ahead(unit: Unit) -> None:
     """Gather a unit that backward has reached or will reach, unless the unit is finished."""
-    if unit.handle.lifetime.params is ParamState.SHARDED and not is_finished(unit):
+    if unit.handle.state is ParamState.SHARDED and not is_finished(unit):
         gather(unit)
 
 

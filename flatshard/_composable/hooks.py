@@ -163,7 +163,7 @@ class UnitHooks:
 
         end, complete = functools.partial(call, UnitHooks.finish_previous), functools.partial(call, UnitHooks.complete)
         for group, flat in enumerate(self.unit.handle.flats):
-            if flat.is_trainable:
+            if flat.kind.is_trainable:
                 for index, compute in enumerate(flat.unsharded.params):
                     receive = functools.partial(call, UnitHooks.receive_gradient, group, index)
                     hook = gradient_hook(self.unit.graph, receive, end, complete)
@@ -248,14 +248,14 @@ class UnitHooks:
                 "inside its forward, a registered method of it or summon_full_params, which still shows the old values. "
                 "Change them outside"
             )
-        if handle.lifetime.params is ParamState.SHARDED:
+        if handle.state is ParamState.SHARDED:
             handle.unshard(pass_id, in_backward)
         else:
             handle.take_over(pass_id)
         handle.wait()
         if alone and grad and handle.gradients.accumulators.nodes:
             if context.runtime.streams is not None:
-                handle.gradients.follow_stream()
+                handle.gradients.accumulators.follow_stream()
             context.reductions.expect(unit)
         claim.show(UNSHARDED)
         handle.registrations.show(UNSHARDED)

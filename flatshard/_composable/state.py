@@ -308,7 +308,7 @@ class Prefetcher:
             handle, claims = needed.handle, needed.claims
             if claims and not again and not claims.use and needed.is_outdated:
                 handle.reshard()  # kept, with values that are no longer of use
-            if handle.lifetime.params is not ParamState.SHARDED or (handle.has_static_buffers and handle.is_blocked):
+            if handle.state is not ParamState.SHARDED or (handle.has_static_buffers and handle.is_blocked):
                 continue
             if claims and claims.show_copies:
                 continue
@@ -326,7 +326,7 @@ class Prefetcher:
 
     def _unused(self) -> list[Unit]:
         """Return the units that are unsharded, and not in use yet."""
-        unused = [u for u in self._ahead if u.handle.lifetime.params is ParamState.UNSHARDING]
+        unused = [u for u in self._ahead if u.handle.state is ParamState.UNSHARDING]
         return [*unused, *(u for u in self._kept if not u.handle.is_sharded)]
 
     def keep_for_next(self, unit: Unit) -> None:
@@ -383,7 +383,7 @@ class Context:
         self.latest_pass = Pass(0, [])  # the running one; an empty record after its end
         self.forwards: list[Forward] = []  # running now, outermost first
         self.prefetcher = Prefetcher()
-        self._progresses: list[Progress] = []  # of the process groups
+        self._progress: list[Progress] = []  # of its process groups
 
     @classmethod
     def of(cls, runtime: Runtime, *others: tuple[Runtime, Runtime | None]) -> Context:
@@ -397,8 +397,8 @@ class Context:
         for context in rest:
             first._take_over(context)
         cls._instances.update(dict.fromkeys(numbers, first))
-        first._progresses += [each.progress for each in given if each.progress is not None]
-        first.publish_place()
+        first._progress += [p for each in given if (p := each.progress) is not None and p not in first._progress]
+        first.show_place()
         return first
 
     def _take_over(self, other: Context) -> None:
@@ -415,18 +415,15 @@ class Context:
         for unit in units:
             unit.context = self
         self.latest_pass = max(self.latest_pass, other.latest_pass, key=_id)
-        self._progresses += other._progresses
+        self._progress += other._progress
         self._instances.update({number: self for number, context in self._instances.items() if context is other})
 
-    def publish_place(self, in_forward: bool = False) -> None:
-        """Tell the process groups how far this rank has come, for errors and the watch. Called whenever that changes.
-
-        ``in_forward``: whether a forward is under way.
-        """
-        in_backward = self.backward is not None and not self.backward.has_failed
-        inside = "backward" if in_backward else "forward" if in_forward else ""
-        for progress in self._progresses:
-            progress.place = self.latest_pass.id, self.backward_id, inside
+    def show_place(self, failed: bool = False) -> None:
+        """Show its process groups how far this rank has come, for errors and the watch. ``failed``: the backward has."""
+        inside = "" if self.backward is None or failed else "backward"
+        place = self.latest_pass.id, self.backward_id, inside or ("forward" if self.forwards else "")
+        for progress in self._progress:
+            progress.place = place
 
     # -- forwards ----------------------------------------------------------------------------------------------------
 
@@ -449,6 +446,8 @@ class Context:
                 self._start_pass(unit, frame)
         forward = Forward(unit, module, frame, in_backward)
         self.forwards.append(forward)
+        if len(self.forwards) == 1:
+            self.show_place()
         return forward
 
     def exit_forward(self, module: nn.Module, raised: bool = False) -> Forward | None:
@@ -461,7 +460,12 @@ class Context:
         except IndexError:  # not asked first: forwards without a record may end on other threads
             return None
         is_elsewhere = raised and frames.runs(last.frame, elsewhere=True)
-        return None if last.module is not module or is_elsewhere else self.forwards.pop()
+        if last.module is not module or is_elsewhere:
+            return None
+        self.forwards.pop()
+        if not self.forwards:
+            self.show_place()
+        return last
 
     def record_forward(self, forward: Forward) -> ForwardRecord[Unit]:
         """Create the record of a forward that has just ended, for backward to reach."""
@@ -491,7 +495,6 @@ class Context:
         self.check(unit)
         self.latest_pass = begun = Pass(self.latest_pass.id + 1, unit.history.last_order)
         unit.history.last_order = begun.order
-        self.publish_place(in_forward=True)
 
     def check(self, unit: Unit) -> None:
         """Run the checks before the parameters of ``unit``, the outermost, are used."""
@@ -503,7 +506,6 @@ class Context:
         self.passes[:] = [ref for ref in self.passes if ref() is not self]
         self.prefetcher.free_unused()
         self.latest_pass = Pass(self.latest_pass.id, [])
-        self.publish_place()
         self.runtime.join()
         self.runtime.wait_for_host_reads()
 
@@ -536,7 +538,7 @@ class Context:
         """Record that ``backward`` has reached its first unit, or with None, that it has ended or is given up."""
         self.backward = backward
         self.backward_id += backward is not None
-        self.publish_place(bool(self.forwards))
+        self.show_place()
 
     def _drop_forwards(self, frame: FrameType | None) -> None:
         """Drop the running forwards that do not enclose ``frame``. None: all."""
@@ -546,7 +548,7 @@ class Context:
                 needed.show()
                 if not needed.claims.need_storage:
                     needed.handle.reshard()
-        self.publish_place(bool(self.forwards))
+        self.show_place()
 
     def _check_thread(self, frame: FrameType) -> None:
         """Raise if the innermost running forward belongs to another thread. ``frame``: of the caller."""

@@ -90,11 +90,6 @@ class FlatParam:
     encoded: ClassVar[type[FlatParam] | None] = None
     """The class of those that are gathered in ``FlatOptions.encoded_dtype``, or None. A feature sets it."""
 
-    @classmethod
-    def class_for(cls, options: FlatOptions) -> type[FlatParam]:
-        """Return the class of a flat parameter that has these options."""
-        return cls if options.encoded_dtype is None or cls.encoded is None else cls.encoded
-
     def __init__(
         self,
         layout: FlatLayout,
@@ -152,7 +147,8 @@ class FlatParam:
     # -- construction ------------------------------------------------------------------------------------------------
 
     def _make_buffer(self, params: Sequence[nn.Parameter]) -> UnshardedBuffer:
-        return UnshardedBuffer(self.layout, self.kind, self.ranks, self.shard, params, self.wrappings)
+        ranks = self.ranks
+        return UnshardedBuffer(self.layout, ranks.rank, self.kind, ranks.pool, self.shard, params, self.wrappings)
 
     def cut(self, full: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return this rank's shard of full parameters, on any device: a new tensor like ``shard``."""
@@ -193,7 +189,7 @@ class FlatParam:
             grads.append(grad)
         ShardedParameter.adopt_all(self.params, infos, self)
         for index, (param, info, grad) in enumerate(zip(self.params, infos, grads, strict=True)):
-            self._describe(param, self.unsharded.params[index], info)
+            _describe(param, self.unsharded.params[index], info)
             if grad is not None:
                 param.grad = self.shaped(index, grad)
 
@@ -221,18 +217,12 @@ class FlatParam:
             infos.append(shard_info)
         return infos
 
-    @staticmethod
-    def _describe(param: ShardedParameter, compute: nn.Parameter, info: ShardInfo) -> None:
-        # An unsharded parameter shares its `__dict__` with the user's parameter, unless it is a tensor subclass.
-        for owner in (param, compute):
-            owner.__dict__["_flatshard_info"] = info
-
     def rename(self, fqns: Mapping[int, str]) -> None:
         """Give the parameters new FQNs. ``fqns``: by the parameters' ids."""
         infos = zip(self.params, self.layout.params, strict=True)
         self.layout = self.layout.renamed([fqns.get(id(param), info.fqn) for param, info in infos])
         for param, compute, info in zip(self.params, self.unsharded.params, self.layout.params, strict=True):
-            self._describe(param, compute, replace(param._flatshard_info, fqn=info.fqn))
+            _describe(param, compute, replace(param._flatshard_info, fqn=info.fqn))
         self.unsharded.rename(self.layout)
 
     # -- the parameter over the shard: `flat_parameters` ---------------------------------------------------------------
@@ -269,17 +259,7 @@ class FlatParam:
         """Return this rank's slice of each parameter's gradient, or None where there is none."""
         return list(map(plain_grad.__get__, self.params)) if self.flat_grad is None else self.flat_grad.slices()
 
-    # -- properties ----------------------------------------------------------------------------------------------------
-
-    @property
-    def is_trainable(self) -> bool:
-        """Whether parameters of this dtype can require grad."""
-        return self.kind.dtype.is_floating_point or self.kind.dtype.is_complex
-
-    @property
-    def is_on_meta(self) -> bool:
-        """Whether the parameters have no memory yet. [Note: Filled later]"""
-        return self.kind.device.type == "meta" and self.kind.compute_device.type != "meta"
+    # -- what users do to parameters ----------------------------------------------------------------------------------
 
     def index_of(self, param: nn.Parameter) -> int | None:
         """Return the index of ``param``, or None if it is not one of ``params``."""
@@ -355,7 +335,7 @@ class FlatParam:
         self.layout, self.ranks, self.is_whole = layout, ranks, ranks.is_whole
         self.slices = layout.shard_slices(ranks.rank)
         self.shard = shard
-        self.unsharded.move(layout, ranks, self.kind, shard)
+        self.unsharded.move(layout, ranks.rank, self.kind, ranks.pool, shard)
         self._adopt_params()
         self.initial_values = InitialValues(None, self.params)  # the values are those of other ranks
 
@@ -398,10 +378,6 @@ class FlatParam:
         self.ranks.runtime.reads_host()
         return moved
 
-    def leave_memory(self) -> None:
-        """Stop using the memory of the unsharded buffer without freeing it. See ``ReductionInput.leave``."""
-        self.unsharded.place(self.kind, self.shard)
-
     def keep_gathered(self) -> Pending:
         """Copy the result of an approximate all-gather, so that ``write_back`` finds only real changes."""
         self.unsharded.keep_own()
@@ -428,3 +404,9 @@ class FlatParam:
         self.shard.copy_(torch.where(same, self.shard, own.to(self.shard)))
         if made is self.unsharded.kept_own:
             made.copy_(own)  # later changes are found relative to this
+
+
+def _describe(param: ShardedParameter, compute: nn.Parameter, info: ShardInfo) -> None:
+    # An unsharded parameter shares its `__dict__` with the user's parameter, unless it is a tensor subclass.
+    for owner in (param, compute):
+        owner.__dict__["_flatshard_info"] = info

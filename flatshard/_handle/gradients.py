@@ -36,7 +36,6 @@ becomes zero instead of None.
 
 from __future__ import annotations
 
-import functools
 import itertools
 import operator
 from collections.abc import Callable, Sequence
@@ -44,19 +43,19 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 
-from flatshard._comm.capabilities import LendMemory
+from flatshard._comm.collectives import LendMemory
 from flatshard._comm.runtime import Runtime
 from flatshard._handle.flat_param import FlatParam
 from flatshard._handle.layout import FlatLayout
-from flatshard._handle.pool import FlatBuffer
 from flatshard._handle.reduction import Partial, Reduction, Unused
 from flatshard._handle.tensors.aggregate import plainly
 from flatshard._handle.tensors.changes import changes
-from flatshard._handle.tensors.grad_dtype import choose, has_chosen, promoted
+from flatshard._handle.tensors.grad_dtype import GradDtypes, choose, promoted
 from flatshard._handle.tensors.partial import consume
 from flatshard._handle.tensors.shard_info import ShardInfo
 from flatshard._handle.tensors.sharded_gradient import GradSlices, plain_grad
 from flatshard._handle.unit_ranks import UnitRanks
+from flatshard._handle.unsharded import FlatBuffer
 
 SMALL = 128 * 1024  # bytes of a flat parameter below which overhead per operation costs more than memory traffic
 
@@ -66,14 +65,6 @@ _layout, _requires_grad = operator.attrgetter("layout"), operator.attrgetter("re
 _NONE = itertools.repeat(None)
 _STRIDED = {torch.strided}
 _ZERO = torch.zeros((), device="cpu")  # an addend on any device and of any dtype: to torch a number costs twice as much
-
-
-@functools.cache
-def exactly_sent_as(compute: torch.dtype, reduce: torch.dtype) -> torch.dtype:
-    """Return the narrowest dtype that holds gradients exactly, computed in ``compute`` and reduced in ``reduce``."""
-    wide = reduce in (torch.float32, torch.float64)
-    narrow = compute in (torch.bfloat16, torch.float16, torch.float32) and compute.itemsize < reduce.itemsize
-    return compute if wide and narrow else reduce
 
 
 _Views = tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor]]
@@ -102,7 +93,7 @@ class ReductionInput:
         self._make_buffer: Callable[[torch.Tensor], FlatBuffer] = FlatBuffer  # for memory of its own
         self._nothing: _Views = torch.empty(0, device=flat.kind.compute_device), [], []
         self.flat, self.views, self.gaps = self._nothing
-        if self._pool is None and flat.is_trainable and not flat.is_whole:
+        if self._pool is None and flat.kind.is_trainable and not flat.is_whole:
             own = self._find_buffer(dtype)
             self._make_views(own)  # here, to save the time in the first step
             own.free()
@@ -187,57 +178,35 @@ class FlatGradients:
         """Choose dtypes and buffers by the flat parameter as it is now."""
         flat = self.flat
         self._kind = flat.kind
-        self._choose_dtypes()
-        dtype, numel = self.reduce_dtype, flat.layout.padded_numel
+        are_added = any(w is not None and w.adds_gradients for w in flat.wrappings)
+        self.dtypes = GradDtypes(flat.options, flat.kind.dtype, flat.owners, are_added)
+        if flat.kind.is_trainable:
+            self.dtypes.apply_to(flat.unsharded.params)
+        dtype, numel = self.dtypes.reduce, flat.layout.padded_numel
         self._is_small = numel * dtype.itemsize < SMALL
         to_reduce = flat.ranks.size > 1 or flat.flat_grad is not None or flat.kind.is_offloaded
-        # None: each gradient becomes `.grad` at once.
-        self._input = ReductionInput(flat, dtype, numel) if to_reduce else None
+        # None: each gradient becomes `.grad` at once. It has memory from `complete` to `finish`.
+        self.input = ReductionInput(flat, dtype, numel) if to_reduce else None
         self._waits_for_all = to_reduce and (self._is_small or not flat.is_whole)
         # Whether each parameter has a gradient in the input (without an input: in `.grad`), or None if none has one.
         self._filled: list[bool] | None = None
         self.prepare_slices()
 
-    def _choose_dtypes(self) -> None:
-        """Choose in which dtypes gradients arrive, are reduced, and are stored. [Note: The dtype of a gradient]"""
-        flat, options, own = self.flat, self.flat.options, self.flat.kind.dtype
-        computed = options.compute_dtype or own  # also if it was encoded
-        unset = computed if options.reduce_as_computed else own
-        owners = flat.owners
-        if options.keep_low_precision_grads:
-            for param in owners:
-                if not has_chosen(param):
-                    choose(param, options.reduce_dtype or unset)
-        self._choices = choices = [param.grad_dtype for param in owners]
-        others = [None if choice is own else choice for choice in choices]
-        self.reduce_dtype = options.reduce_dtype or promoted([other or unset for other in others])  # of the sums
-        self._takes_any = options.reduce_dtype is None and None in choices
-        arriving = [computed if other is None else promoted((computed, other)) for other in others]
-        # Gradients that arrive in any dtype, or were added up before, may not fit into a narrower one.
-        known = None not in choices and not any(w is not None and w.adds_gradients for w in flat.wrappings)
-        self._sent_dtype = exactly_sent_as(promoted(arriving), self.reduce_dtype) if known else self.reduce_dtype
-        self.dtypes = [choice or self.reduce_dtype for choice in choices]  # of each ``.grad``
-        self.dtype = promoted(self.dtypes)  # of all of them together
-        if flat.is_trainable:
-            of_each = zip(flat.unsharded.params, itertools.cycle(choices), itertools.cycle(arriving))
-            for compute, choice, dtype in of_each:
-                arrives = None if choice is None else compute.dtype if dtype is computed else dtype
-                if compute.grad_dtype is not arrives:
-                    compute.grad_dtype = arrives
-
     def prepare_slices(self) -> None:
         """Prepare to cut gradient shards into ``.grad``, by the parameters' names and dtypes as they are now."""
         flat = self.flat
-        self._slices = GradSlices(flat.params, flat.layout, flat.slices, flat.is_whole, flat.kind.device, self.dtypes)
+        self._slices = GradSlices(
+            flat.params, flat.layout, flat.slices, flat.is_whole, flat.kind.device, self.dtypes.of_each
+        )
 
     @property
     def is_outdated(self) -> bool:
         """Whether the flat parameter's dtype or device, or the user's choice of a gradient's dtype, has changed."""
-        return self._kind is not self.flat.kind or [p.grad_dtype for p in self.flat.owners] != self._choices
+        return self._kind is not self.flat.kind or [p.grad_dtype for p in self.flat.owners] != self.dtypes.choices
 
     def update(self) -> None:
         """Adopt the dtypes and the device of the flat parameter, also for gradients that are held."""
-        views, filled = [] if self._input is None else self._input.views, self._filled or ()
+        views, filled = [] if self.input is None else self.input.views, self._filled or ()
         for param in self.flat.owners:
             if param.grad is not None and param.grad_dtype not in (None, param.grad.dtype):  # `module.to` casts both
                 choose(param, param.grad_dtype)
@@ -249,16 +218,12 @@ class FlatGradients:
     def use_shard_param(self, info: ShardInfo) -> nn.Parameter:
         """Give a single parameter over the shard the gradient from now on: see ``FlatParam.use_shard_param``."""
         if self.flat.flat_grad is None:
-            grad_dtype = self._choices[0] if len(set(self._choices)) == 1 else self.dtype
+            choices = self.dtypes.choices
+            grad_dtype = choices[0] if len(set(choices)) == 1 else self.dtypes.of_all
             self.flat.use_shard_param(info, grad_dtype)
             self._prepare()
         assert self.flat.flat_grad is not None
         return self.flat.flat_grad.param
-
-    @property
-    def input(self) -> torch.Tensor | None:
-        """The reduction input, or None if there is none. It has storage from ``complete`` to ``finish``."""
-        return None if self._input is None else self._input.flat
 
     # -- arriving ----------------------------------------------------------------------------------------------------
 
@@ -295,10 +260,10 @@ class FlatGradients:
     def _check(self, index: int, grad: torch.Tensor) -> None:
         """Raise if ``grad`` cannot be reduced in a flat parameter."""
         fqn = self.flat.layout.params[index].fqn
-        is_reduced = self._takes_any and self._input is not None
-        if is_reduced and promoted((grad.dtype, self.reduce_dtype)) is not self.reduce_dtype:
+        is_reduced = self.dtypes.takes_any and self.input is not None
+        if is_reduced and promoted((grad.dtype, self.dtypes.reduce)) is not self.dtypes.reduce:
             raise RuntimeError(
-                f"the gradient of {fqn!r} is {grad.dtype}, which its reduction in {self.reduce_dtype} would round. It has "
+                f"the gradient of {fqn!r} is {grad.dtype}, which its reduction in {self.dtypes.reduce} would round. It has "
                 f"grad_dtype=None, which lets any dtype in, but ranks must agree on one: set p.grad_dtype = {grad.dtype} "
                 "on the parameter, or pass MixedPrecision(reduce_dtype=...) to fully_shard"
             )
@@ -317,17 +282,17 @@ class FlatGradients:
     def _local(self, index: int, grad: torch.Tensor) -> torch.Tensor:
         """Return the gradient of the plain tensor inside a tensor subclass. Other gradients are returned unchanged."""
         wrapping = self.flat.wrappings[index]
-        return grad if wrapping is None else wrapping.local_gradient(grad, self.reduce_dtype)
+        return grad if wrapping is None else wrapping.local_gradient(grad, self.dtypes.reduce)
 
     def _put(self, index: int, grad: torch.Tensor) -> None:
         """Add ``grad``, plain and local, to the gradient of parameter ``index``."""
-        filled = self._filled if self._filled is not None else self._allocate(self.reduce_dtype)
-        if self._input is None:
-            self._set_grad(self.flat.params[index], grad, self._choices[index])
+        filled = self._filled if self._filled is not None else self._allocate(self.dtypes.reduce)
+        if self.input is None:
+            self._set_grad(self.flat.params[index], grad, self.dtypes.choices[index])
         elif filled[index]:
-            self._input.views[index].add_(grad)
+            self.input.views[index].add_(grad)
         else:
-            torch.add(grad, _ZERO, out=self._input.views[index])  # [Note: Negative zero marks an unused parameter]
+            torch.add(grad, _ZERO, out=self.input.views[index])  # [Note: Negative zero marks an unused parameter]
         filled[index] = True
 
     def _set_grad(self, param: nn.Parameter, grad: torch.Tensor, dtype: torch.dtype | None) -> None:
@@ -344,14 +309,14 @@ class FlatGradients:
 
     def _allocate(self, dtype: torch.dtype) -> list[bool]:
         """Allocate the input in ``dtype``."""
-        if self._input is not None:
-            self._input.allocate(dtype, self.runtime.capabilities.lend_memory)
+        if self.input is not None:
+            self.input.allocate(dtype, self.runtime.capabilities.lend_memory)
         self._filled = [False] * len(self.flat.params)
         return self._filled
 
     def _copy_to_input(self, dtype: torch.dtype) -> None:
         """Move the gradients from autograd's tensors to an input of ``dtype``. Later ones are added when they arrive."""
-        flat, computes, input = self.flat, self.flat.unsharded.params, self._input
+        flat, computes, input = self.flat, self.flat.unsharded.params, self.input
         assert input is not None
         if not self._all_require_grad():  # drop gradients of those frozen since their forward, as autograd would
             for param, compute in zip(flat.params, computes, strict=True):
@@ -364,7 +329,7 @@ class FlatGradients:
         views, places = input.views, list(range(len(grads)))
         if False in here:
             grads, views, places = (list(itertools.compress(each, here)) for each in (grads, views, places))
-        if torch.is_grad_enabled() or self._takes_any or not set(map(_layout, grads)) <= _STRIDED:
+        if torch.is_grad_enabled() or self.dtypes.takes_any or not set(map(_layout, grads)) <= _STRIDED:
             for index, grad in zip(places, grads, strict=True):
                 self._check(index, grad)
         if any(flat.wrappings):
@@ -384,19 +349,19 @@ class FlatGradients:
         if self._is_waiting:
             grads = map(_grad, self.flat.unsharded.params)
             if not all(map(operator.is_, grads, _NONE)):
-                self._copy_to_input(self.reduce_dtype)
+                self._copy_to_input(self.dtypes.reduce)
 
     # -- reducing ----------------------------------------------------------------------------------------------------
 
     @property
     def is_reduced(self) -> bool:
         """Whether gradients of this flat parameter are reduced when a parameter requires grad."""
-        return self.flat.is_trainable and self.flat.ranks.size > 1 and self.flat.layout.padded_numel > 0
+        return self.flat.kind.is_trainable and self.flat.ranks.size > 1 and self.flat.layout.padded_numel > 0
 
     @property
     def comes_late(self) -> bool:
         """Whether gradients become ``.grad`` when a reduction ends, not when autograd has computed them."""
-        return self._input is not None and self.flat.layout.padded_numel > 0 and self.are_wanted
+        return self.input is not None and self.flat.layout.padded_numel > 0 and self.are_wanted
 
     @property
     def are_wanted(self) -> bool:
@@ -416,44 +381,33 @@ class FlatGradients:
         ``accumulates``: some rank may hold gradients to add to.
         """
         flat = self.flat
-        if self._input is None:
+        if True not in flat.requires_grad:  # frozen since the last backward: held gradients are dropped
+            self.partial = None
+            return
+        if self.input is None:
             return
         if self._waits_for_all and self._filled is None:
             narrow = self.runtime.capabilities.widens and not (accumulates or flat.is_whole)
-            self._copy_to_input(self._sent_dtype if narrow else self.reduce_dtype)  # [Note: Sent as it was computed]
-        filled = self._filled if self._filled is not None else self._allocate(self.reduce_dtype)
+            self._copy_to_input(self.dtypes.sent if narrow else self.dtypes.reduce)  # [Note: Sent as it was computed]
+        filled = self._filled if self._filled is not None else self._allocate(self.dtypes.reduce)
         no_gradient: list[int] = []
         if False in filled:
             if flat.flat_grad is None:  # otherwise ranks need not agree on the parameters that none of them used
                 no_gradient = [i for i, f in enumerate(filled) if not f and flat.params[i].requires_grad]
             unused = complex(-0.0, -0.0) if flat.kind.dtype.is_complex else -0.0
-            for view, was_filled in zip(self._input.views, filled, strict=True):
+            for view, was_filled in zip(self.input.views, filled, strict=True):
                 if not was_filled:
                     view.fill_(unused)
         if no_gradient or self.unused.found:
             self.unused.begin(no_gradient)
-        dtypes = self.reduce_dtype, self.dtype
-        self.reduction = Reduction(flat, self.runtime, self._input.flat, dtypes, self.unused, self.partial)
-        self.partial = None
-
-    def use_buffers(self, make: Callable[[torch.Tensor], FlatBuffer]) -> None:
-        """See ``ReductionInput.use_buffers``."""
-        if self._input is not None:
-            self._input.use_buffers(make)
-
-    def drop_partial(self) -> None:
-        """Drop the partial output of earlier reductions."""
+        dtypes = self.dtypes.reduce, self.dtypes.of_all
+        self.reduction = Reduction(flat, self.runtime, self.input.flat, dtypes, self.unused, self.partial)
         self.partial = None
 
     def free_reduced(self) -> None:
         """Free the reduction input before ``finish``, because the device has already read it."""
-        if self._input is not None and not self.flat.is_whole:  # otherwise the input is the result
-            self._input.free()
-
-    def leave_memory(self) -> None:
-        """See ``ReductionInput.leave``."""
-        if self._input is not None:
-            self._input.leave()
+        if self.input is not None and not self.flat.is_whole:  # otherwise the input is the result
+            self.input.free()
 
     def discard(self) -> None:
         """Drop all received gradients and free their memory. ``.grad`` is not changed."""
@@ -464,8 +418,8 @@ class FlatGradients:
 
     def _free(self) -> None:
         self._filled = self.reduction = None
-        if self._input is not None:
-            self._input.free()
+        if self.input is not None:
+            self.input.free()
 
     # -- the result --------------------------------------------------------------------------------------------------
 
@@ -485,7 +439,7 @@ class FlatGradients:
             self.partial = None
             return None
         if shard is None:  # they are in `.grad` already, or partial
-            return None if self._input is not None else list(itertools.compress(self.flat.params, filled)) or None
+            return None if self.input is not None else list(itertools.compress(self.flat.params, filled)) or None
         if (flat_grad := self.flat.flat_grad) is None:
             return self._assign(shard, filled)
         flat_grad.add(shard)

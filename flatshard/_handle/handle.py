@@ -24,7 +24,7 @@ from flatshard._comm.streams import Users
 from flatshard._handle.adapters.tensor_subclass import plain_tensors
 from flatshard._handle.flat_param import FlatParam
 from flatshard._handle.layout import FlatLayout
-from flatshard._handle.lifetime import BY_USER, GradState, Lifetime, ParamState, UnshardedStamp
+from flatshard._handle.lifetime import BY_USER, PARAM_TRANSITIONS, GradState, ParamState, UnshardedStamp, refuse
 from flatshard._handle.planned import Groups, Kind, PlannedFlat
 from flatshard._handle.registrations import SHARDED, Registrations
 from flatshard._handle.tensors.aggregate import plainly
@@ -74,10 +74,10 @@ class FlatParamHandle:
         self.all_ranks = all_ranks
         self.ranks = ranks = all_ranks[0]
         self.runtime = ranks.runtime
-        self.lifetime = Lifetime(ranks.label)
+        self.state = ParamState.SHARDED
         self.registrations = Registrations()
         self.flats: list[FlatParam] = []
-        self.gradients = UnitGradients(ranks, self.lifetime)
+        self.gradients = UnitGradients(ranks)
         self.user_changes = UserChanges(self.flats, self.registrations, self.gradients, ranks.label)
         self._all_gathers: list[Pending] = []
         self._users: Users | None = None  # on an accelerator: the streams that compute with the unsharded parameters
@@ -95,8 +95,10 @@ class FlatParamHandle:
         for planned in flats:
             params, options = [p.param for p in planned.params], planned.options
             ranks, kind = all_ranks[planned.groups], Kind.of(params[0].dtype, params[0].device, options, result.runtime)
-            flat = FlatParam.class_for(options)(planned.layout, options, params, kind, ranks)
-            result._add(flat)
+            made_as = FlatParam if options.encoded_dtype is None else FlatParam.encoded or FlatParam
+            flat = made_as(planned.layout, options, params, kind, ranks)
+            result.flats.append(flat)
+            result.gradients.add(flat)
             for owned, compute in zip(planned.params, flat.unsharded.params, strict=True):
                 for module, name in owned.registrations:
                     result.registrations.add(module, name, owned.param, compute)
@@ -117,14 +119,15 @@ class FlatParamHandle:
         averaging = replace(self.ranks.averaging)
         all_ranks = {old: old.copied(averaging) for old in self.all_ranks}
         result = FlatParamHandle(list(all_ranks.values()))
-        memo[id(self)] = result
+        memo[id(self)] = result  # its source and features may refer to it
         result.source = copy.deepcopy(self.source, memo)
         for flat in self.flats:
             params = [copy.deepcopy(p, memo) for p in flat.params]
             new = flat.copy_with(params, all_ranks[flat.ranks])
             memo[id(flat)] = new
             new.copy_features(flat, memo)
-            result._add(new)
+            result.flats.append(new)
+            result.gradients.add(new)
             for old, param, compute in zip(flat.params, params, new.unsharded.params, strict=True):
                 for module, name in owned[id(old)]:
                     result.registrations.add_copied(module, name, param, compute, memo)
@@ -132,14 +135,10 @@ class FlatParamHandle:
         result._index()
         return result
 
-    def _add(self, flat: FlatParam) -> None:
-        self.flats.append(flat)
-        self.gradients.add(flat)
-
     def _index(self) -> None:
         """Collect facts of ``flats`` that every step reads. Called again if their kinds have changed."""
         self._kinds = [b.kind for b in self.flats]
-        self.on_meta = [b for b in self.flats if b.is_on_meta]  # have no memory yet. [Note: Filled later]
+        self.on_meta = [b for b in self.flats if b.kind.is_on_meta]  # have no memory yet. [Note: Filled later]
         self._sharded = [b for b in self.flats if not b.unsharded.is_alias and b.layout.shard_numel]
         self._params = [p for b in self.flats for p in b.params]
         shard_params = [b.flat_grad.param for b in self.flats if b.flat_grad is not None]
@@ -148,9 +147,9 @@ class FlatParamHandle:
         self.never_gathers = not self._sharded
         # Whether units share the memory that they gather into. [Note: Static buffers]
         self.has_static_buffers = self.ranks.pool is not None and not self.never_gathers
-        # Whether other ranks hold the same part of some parameters.
+        # Whether other ranks hold the same shard of some parameters.
         self.has_replicas = any(p.replicas is not None for p in self.all_ranks)
-        self.gradients.find_accumulators()  # here, to save the time in the first step
+        self.gradients.accumulators.find()  # here, to save the time in the first step
 
     @property
     def is_encoded(self) -> bool:
@@ -165,7 +164,6 @@ class FlatParamHandle:
         self.reshard()
         self.drop_kept()
         self.all_ranks, self.ranks, self.runtime = [ranks], ranks, ranks.runtime
-        self.lifetime.follow(ranks.label)
         with torch.inference_mode(False), torch.no_grad():
             for flat, layout, shard in zip(self.flats, layouts, shards, strict=True):
                 flat.move(layout, ranks, shard)
@@ -176,7 +174,7 @@ class FlatParamHandle:
     def __repr__(self) -> str:
         return (
             f"FlatParamHandle({self.fqn or '<root>'!r}, {len(self._params)} parameters in {len(self.flats)} flat parameters, "
-            f"{self.lifetime.params.name})"
+            f"{self.state.name})"
         )
 
     @property
@@ -201,7 +199,7 @@ class FlatParamHandle:
 
     @property
     def is_sharded(self) -> bool:
-        return self.lifetime.params is ParamState.SHARDED
+        return self.state is ParamState.SHARDED
 
     @property
     def is_blocked(self) -> bool:
@@ -229,7 +227,7 @@ class FlatParamHandle:
             again: gather for a backward, which needs the values of its forward.
             exactly: gather the shards bit for bit, even if the user's collectives approximate.
         """
-        if self.lifetime.params is not ParamState.SHARDED:
+        if self.state is not ParamState.SHARDED:
             return
         if self._all_gathers:  # left by an interrupted unshard
             self._abandon_all_gathers()
@@ -252,7 +250,9 @@ class FlatParamHandle:
             for flat in self._sharded:
                 flat.unsharded.close()
         self.stamp = UnshardedStamp(self.version(), by, exactly, again)
-        self.lifetime.move_params("unshard")
+        self.state = PARAM_TRANSITIONS.get((self.state, "unshard")) or refuse(
+            "unshard", "parameters", self.fqn, self.state
+        )
 
     def _make_room(self) -> None:
         self.make_room()
@@ -284,7 +284,7 @@ class FlatParamHandle:
         Raises:
             CollectiveError: the all-gather failed. The parameters are sharded again.
         """
-        if self.lifetime.params is not ParamState.UNSHARDING:
+        if self.state is not ParamState.UNSHARDING:
             if self._users is not None:
                 self._users.add_current()
             return
@@ -300,7 +300,7 @@ class FlatParamHandle:
             self.runtime.fail("all-gather", self.fqn, e)
         for flat in self._sharded:
             flat.unsharded.open()
-        self.lifetime.move_params("wait")
+        self.state = PARAM_TRANSITIONS.get((self.state, "wait")) or refuse("wait", "parameters", self.fqn, self.state)
         self._users = users
 
     def reshard(self, until: object = None) -> None:
@@ -308,10 +308,9 @@ class FlatParamHandle:
 
         ``until``: if a backward may gather them ``again``, an object that lives as long as that backward is possible.
         """
-        state = self.lifetime.params
-        if state is ParamState.SHARDED:
+        if self.state is ParamState.SHARDED:
             return
-        if state is ParamState.UNSHARDING:
+        if self.state is ParamState.UNSHARDING:
             try:
                 self.wait()
             except OutOfStepError:
@@ -330,7 +329,7 @@ class FlatParamHandle:
         """Wait for all-gathers whose results are not needed. ``out_of_step``: one has raised ``OutOfStepError``."""
         if not drain(self._all_gathers) or out_of_step:  # some may never end, so their memory must not be freed
             for flat in self._sharded:
-                flat.leave_memory()
+                flat.unsharded.place(flat.kind, flat.shard)
 
     def _free(self, until: object = None) -> None:
         if self._all_gathers:
@@ -353,15 +352,12 @@ class FlatParamHandle:
                 if until is not None or self.has_static_buffers:
                     flat.unsharded.close(seen=until is not None)  # a forward has ended: see `write_back_if_changed`
                 flat.unsharded.free()
-        self.lifetime.move_params("reshard")
+        self.state = PARAM_TRANSITIONS.get((self.state, "reshard")) or refuse(
+            "reshard", "parameters", self.fqn, self.state
+        )
         self.stamp = None
         if conversions:
             self.adopt(conversions)
-
-    def follow_user(self) -> None:
-        """Adopt conversions of unsharded parameters by the user, if there are any: then they are sharded again."""
-        if self.user_changes.conversions():
-            self.reshard()
 
     def adopt(self, conversions: Sequence[Conversion]) -> None:
         """Convert the user's parameters, and their gradients, as the user converted unsharded ones. The unit is sharded."""
@@ -415,7 +411,7 @@ class FlatParamHandle:
         user.adopt_registered()
         if moved := user.find_moved():
             self.reshard()
-            if self.lifetime.grads in (GradState.FILLING, GradState.REDUCING):  # of a backward that failed
+            if self.gradients.state in (GradState.FILLING, GradState.REDUCING):  # of a backward that failed
                 self.gradients.discard()
             with torch.inference_mode(False), torch.no_grad():
                 for flat, indices in moved.items():

@@ -1,4 +1,5 @@
-"""The states of a unit's parameters and gradients. All transitions are in this file.
+"""The states of a unit's parameters and gradients, and all transitions. ``FlatParamHandle.state`` and ``UnitGradients.state``
+make them.
 
 Parameters, in terms of memory:
 
@@ -26,7 +27,6 @@ import enum
 from typing import NamedTuple, NoReturn
 
 from flatshard._base.errors import InternalError
-from flatshard._comm.progress import Label
 
 
 class ParamState(enum.IntEnum):  # not Enum, whose hash is Python code: states are looked up in every step
@@ -90,25 +90,6 @@ class UnshardedStamp(NamedTuple):
     again: bool  # they were gathered for a backward
 
 
-class Lifetime:
-    """The two state machines of one handle. ``move_*`` looks up a transition, and raises if there is none."""
-
-    __slots__ = ("_label", "grads", "params")
-
-    def __init__(self, label: Label) -> None:
-        self._label = label
-        self.params = ParamState.SHARDED
-        self.grads = GradState.NONE
-
-    def follow(self, label: Label) -> None:
-        """Adopt the unit's new ``label``, which errors name."""
-        self._label = label
-
-    def move_params(self, verb: str) -> None:
-        self.params = PARAM_TRANSITIONS.get((self.params, verb)) or self._refuse(verb, "parameters", self.params)
-
-    def move_grads(self, verb: str) -> None:
-        self.grads = GRAD_TRANSITIONS.get((self.grads, verb)) or self._refuse(verb, "gradients", self.grads)
-
-    def _refuse(self, verb: str, what: str, state: enum.IntEnum) -> NoReturn:
-        raise InternalError(f"cannot {verb} the {what} of unit {self._label.unit!r} while {state.name}")
+def refuse(verb: str, what: str, unit: str, state: enum.IntEnum) -> NoReturn:
+    """Raise for a transition that is not in the tables. ``what``: of the unit."""
+    raise InternalError(f"cannot {verb} the {what} of unit {unit!r} while {state.name}")

@@ -60,6 +60,16 @@ class Kind:
         return Kind(dtype, device, options.gathered_dtype(dtype), compute_device, home, is_offloaded)
 
     @property
+    def is_trainable(self) -> bool:
+        """Whether parameters of this dtype can require grad."""
+        return self.dtype.is_floating_point or self.dtype.is_complex
+
+    @property
+    def is_on_meta(self) -> bool:
+        """Whether the parameters have no memory yet. [Note: Filled later]"""
+        return self.device.type == "meta" and self.compute_device.type != "meta"
+
+    @property
     def is_one(self) -> bool:
         """Whether modules can compute with the shard as it is."""
         return self.compute_dtype is self.dtype and self.compute_device == self.device and not self.is_offloaded

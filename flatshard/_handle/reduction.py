@@ -30,9 +30,9 @@ from typing import NoReturn
 
 import torch
 
-from flatshard._comm.collectives import Done, Pending
+from flatshard._comm.collectives import REDUCE, Done, Pending
 from flatshard._comm.pending import Chain, drain
-from flatshard._comm.progress import REDUCE, Label
+from flatshard._comm.progress import Label
 from flatshard._comm.runtime import Runtime
 from flatshard._comm.streams import holding, wait_on_host
 from flatshard._handle.flat_param import FlatParam
@@ -214,6 +214,8 @@ class Reduction:
             self._pending.wait()
             if self._unused.found:
                 self._unused.ask(self._pending)
+            if not self.flat.kind.is_offloaded:  # otherwise `result` makes the host wait, too
+                self._pending = None
         except Exception as e:
             self._pending = None
             self._fail(e)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import nn
@@ -16,17 +16,49 @@ from flatshard._comm.runtime import Runtime
 from flatshard._comm.streams import Streams
 from flatshard._handle.flat_param import FlatParam
 from flatshard._handle.gradients import FlatGradients
-from flatshard._handle.lifetime import WITHHELD, GradState, Lifetime
+from flatshard._handle.lifetime import GRAD_TRANSITIONS, WITHHELD, GradState, refuse
 from flatshard._handle.tensors.direct import watch_all
 from flatshard._handle.unit_ranks import UnitRanks
 
 
-class Accumulators(NamedTuple):
+class Accumulators:
     """The AccumulateGrad nodes of a unit's trainable parameters. Autograd itself has only weak references to them."""
 
-    nodes: list[Node]
-    streams: frozenset[Any]  # that they accumulate on; empty on CPU
-    are_all: bool  # all parameters of the unit are trainable
+    __slots__ = ("_flats", "_runtime", "_watched", "are_all", "nodes", "streams")
+
+    def __init__(self, flats: Sequence[FlatGradients], runtime: Runtime) -> None:
+        """``flats``: the gradients of the unit's flat parameters, also later ones. Call ``find`` when they are complete."""
+        self._flats, self._runtime = flats, runtime
+        self.nodes: list[Node] = []
+        self.streams = frozenset[Any]()  # that they accumulate on; empty on CPU
+        self.are_all = False  # all parameters of the unit are trainable
+        self._watched: list[Any] = []  # the nodes of sharded parameters: direct.py
+
+    def find(self) -> None:
+        """Find the nodes again: unsharded parameters were made, frozen or unfrozen."""
+        flats = [grads.flat for grads in self._flats]
+        params = [p for b in flats for p in b.params]
+        leaves = [c for b in flats for c in b.unsharded.params if c.requires_grad]
+        with torch.inference_mode(False):
+            self.nodes = [get_gradient_edge(leaf).node for leaf in leaves]
+            # Drop the old ones first: a node that lives on would check gradients by the shape that it was made for.
+            self._watched = []
+            self._watched = watch_all([p for p in params if p.requires_grad])
+        if (now := self._runtime.current_stream) is not None:
+            notes: list[Any] = [node.metadata for node in self.nodes]
+            # A live graph may keep nodes of another stream alive.
+            self.streams = frozenset([note.setdefault("flatshard stream", now) for note in notes])
+        self.are_all = len(self.nodes) == len(params)
+
+    def follow_stream(self) -> None:
+        """Make autograd accumulate gradients on the stream of the forward that starts now.
+
+        An AccumulateGrad node accumulates on the stream that it was made on, and that stream joins the others at the end of
+        backward. While another stream is captured into a CUDA graph, this would be an error. [Note: CUDA graphs]
+        """
+        if self.streams != {self._runtime.current_stream}:
+            self.nodes.clear()  # drop the old nodes, otherwise autograd would return them again
+            self.find()
 
 
 WithGradients = Sequence[Sequence[nn.Parameter] | None]
@@ -94,17 +126,17 @@ _IN_FLIGHT = GradState.REDUCING, GradState.DEFERRED
 class UnitGradients:
     """The gradients of a unit's flat parameters. lifetime.py has the states that they go through."""
 
-    def __init__(self, ranks: UnitRanks, lifetime: Lifetime) -> None:
+    def __init__(self, ranks: UnitRanks) -> None:
         self.flats: list[FlatGradients] = []
         self._ranks = ranks
-        self._lifetime = lifetime
+        self.state = GradState.NONE
         self.reduces = True  # whether backwards reduce the gradients, instead of holding them
         self._outside: list[bool] = []  # `reduces` outside of each `no_sync` under way, the outermost first
         self.accumulates = False  # some rank may hold gradients of earlier backwards, to add to the next reduction
         self.defers = False  # reduced gradients become `.grad` when the user says so
         # Called after reduced gradients were set in or added to `.grad`.
         self.on_reduced: Callable[[WithGradients], None]
-        self.accumulators: Accumulators
+        self.accumulators = Accumulators(self.flats, ranks.runtime)
         self.stream = GradientStream()
 
     def add(self, flat: FlatParam) -> None:
@@ -113,9 +145,13 @@ class UnitGradients:
 
     def move(self, ranks: UnitRanks) -> None:
         """Adopt other ranks, over which the flat parameters have been sharded. There are no gradients."""
-        self._ranks = ranks
+        self._ranks, self.accumulators = ranks, Accumulators(self.flats, ranks.runtime)
         for grads in self.flats:
             grads.change_ranks(grads.choose_runtime)
+
+    def _move(self, verb: str) -> None:
+        label = self._ranks.label
+        self.state = GRAD_TRANSITIONS.get((self.state, verb)) or refuse(verb, "gradients", label.unit, self.state)
 
     # -- settings of the user ------------------------------------------------------------------------------------------
 
@@ -151,10 +187,10 @@ class UnitGradients:
 
         Returns whether it and all others of the running graph task stay where autograd puts them until all have arrived.
         """
-        if self._lifetime.grads is not GradState.FILLING:
-            if self._lifetime.grads in _IN_FLIGHT:  # the unit's second reduction in one backward
+        if self.state is not GradState.FILLING:
+            if self.state in _IN_FLIGHT:  # the unit's second reduction in one backward
                 self.finish()
-            self._lifetime.move_grads("receive")
+            self._move("receive")
         if (streams := self._ranks.runtime.streams) is None:
             stay = self.flats[group].receive(index)
         else:
@@ -165,33 +201,6 @@ class UnitGradients:
                 stay = self.flats[group].receive(index)
             streams.let_wait(here, self.stream.current)  # autograd's gradient, which may be freed now, belongs to it
         return stay and (len(self.flats) == 1 or all([grads.stays_away for grads in self.flats]))
-
-    def follow_stream(self) -> None:
-        """Make autograd accumulate gradients on the stream of the forward that starts now.
-
-        An AccumulateGrad node accumulates on the stream that it was made on, and that stream joins the others at the end of
-        backward. While another stream is captured into a CUDA graph, this would be an error. [Note: CUDA graphs]
-        """
-        if self.accumulators.streams != {self._ranks.runtime.current_stream}:
-            self.accumulators.nodes.clear()  # drop the old nodes, otherwise autograd would return them again
-            self.find_accumulators()
-
-    def find_accumulators(self) -> None:
-        """Find the AccumulateGrad nodes again: unsharded parameters were made, frozen or unfrozen."""
-        flats = [grads.flat for grads in self.flats]
-        params = [p for b in flats for p in b.params]
-        leaves = [c for b in flats for c in b.unsharded.params if c.requires_grad]
-        with torch.inference_mode(False):
-            nodes = [get_gradient_edge(leaf).node for leaf in leaves]
-            # Drop the old ones first: a node that lives on would check gradients by the shape that it was made for.
-            self._watched: list[Any] = []
-            self._watched = watch_all([p for p in params if p.requires_grad])
-        now, streams = self._ranks.runtime.current_stream, frozenset[Any]()
-        if now is not None:
-            notes: list[Any] = [node.metadata for node in nodes]
-            # A live graph may keep nodes of another stream alive.
-            streams = frozenset([note.setdefault("flatshard stream", now) for note in notes])
-        self.accumulators = Accumulators(nodes, streams, len(nodes) == len(params))
 
     # -- reducing -----------------------------------------------------------------------------------------------------
 
@@ -205,17 +214,14 @@ class UnitGradients:
             self._reduce()
 
     def _reduce(self) -> None:
-        self._lifetime.move_grads("reduce")
+        self._move("reduce")
         if trace.sinks:
             trace.event(self._ranks.reduce_verb, self._ranks.label.unit)
         try:
             if self.stream.current is not None:
                 self.stream.wait_for(self.accumulators.streams, self._ranks.runtime)
             for grads in self.flats:
-                if True in grads.flat.requires_grad:
-                    grads.complete(self.accumulates)
-                else:  # frozen since the last backward: held gradients are dropped
-                    grads.drop_partial()
+                grads.complete(self.accumulates)
             self.accumulates = not self.reduces
             if self.stream.current is not None:
                 self.stream.let_wait(self.accumulators.streams, self._ranks.runtime)
@@ -248,33 +254,33 @@ class UnitGradients:
         """
         if not any([grads.are_wanted for grads in self.flats]):
             self.discard()
-        elif self._lifetime.grads in (GradState.NONE, GradState.PARTIAL):
-            self._lifetime.move_grads("receive")
-        if self._lifetime.grads is GradState.FILLING:
+        elif self.state in (GradState.NONE, GradState.PARTIAL):
+            self._move("receive")
+        if self.state is GradState.FILLING:
             self.stream.wait_for(self.accumulators.streams, self._ranks.runtime)
             for grads in self.flats:
                 grads.hold()
             self.stream.let_wait(self.accumulators.streams, self._ranks.runtime)
-            self._lifetime.move_grads("hold")
+            self._move("hold")
 
     @property
     def is_unreduced(self) -> bool:
         """Whether gradients of earlier backwards have yet to be reduced, or averaged over the replicas."""
-        return self._lifetime.grads in (GradState.HELD, GradState.PARTIAL)
+        return self.state in (GradState.HELD, GradState.PARTIAL)
 
     @property
     def withholds(self) -> bool:
         """Whether gradients of earlier backwards are not in ``.grad`` yet. Those of a single rank are, also when held."""
-        return self._lifetime.grads in WITHHELD and any([grads.comes_late for grads in self.flats])
+        return self.state in WITHHELD and any([grads.comes_late for grads in self.flats])
 
     @property
     def is_deferred(self) -> bool:
         """Whether a reduction has been started, and its result becomes ``.grad`` when the user says so."""
-        return self._lifetime.grads is GradState.DEFERRED
+        return self.state is GradState.DEFERRED
 
     def defer(self) -> None:
         """Leave the reduction in flight to a ``finish`` when the user says so."""
-        self._lifetime.move_grads("defer")
+        self._move("defer")
 
     def check_not_deferred(self, what: str) -> None:
         """Raise if a reduction is in flight, or its result waits: ``what`` would change the parameters that it is for."""
@@ -287,7 +293,7 @@ class UnitGradients:
     @property
     def wants_reduction(self) -> bool:
         """Whether gradients of earlier backwards are to be reduced now."""
-        state, averaging = self._lifetime.grads, self._ranks.averaging
+        state, averaging = self.state, self._ranks.averaging
         return state is GradState.HELD or (state is GradState.PARTIAL and averaging.reduces_replicas)
 
     @_on_its_stream
@@ -297,7 +303,7 @@ class UnitGradients:
         Raises:
             CollectiveError: the reduction failed. All gradients of the unit from this backward have been dropped.
         """
-        if self._lifetime.grads not in _IN_FLIGHT:
+        if self.state not in _IN_FLIGHT:
             return
         self._wait()
         if torch.is_grad_enabled():
@@ -340,7 +346,7 @@ class UnitGradients:
             given.append(params)
             is_any |= params is not None
             in_part |= grads.partial is not None
-        self._lifetime.move_grads("finish in part" if in_part else "finish")
+        self._move("finish in part" if in_part else "finish")
         if not in_part and self.stream.current is not None:
             self.stream.release()
         if is_any:
@@ -355,16 +361,16 @@ class UnitGradients:
             trace.logger.warning("%s (in a backward that had already failed)", e)
         for grads in self.flats:
             grads.discard()
-        if self._lifetime.grads is not GradState.NONE:
-            self._lifetime.move_grads("discard")
+        if self.state is not GradState.NONE:
+            self._move("discard")
         self.stream.release()
 
     def _abandon(self, out_of_step: bool = False) -> None:
         """Drop a reduction that has failed. ``out_of_step``: with ``OutOfStepError``."""
         ended = all([r.abandon() for grads in self.flats if (r := grads.reduction) is not None])
         for grads in self.flats:
-            if not ended or out_of_step:  # some may never end, so their memory must not be freed
-                grads.leave_memory()
+            if grads.input is not None and (not ended or out_of_step):
+                grads.input.leave()  # some may never end, so their memory must not be freed
             grads.discard()
-        self._lifetime.move_grads("finish")
+        self._move("finish")
         self.stream.release()

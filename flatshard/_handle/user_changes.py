@@ -34,7 +34,7 @@ from flatshard._handle.flat_param import FlatParam
 from flatshard._handle.registrations import Registrations
 from flatshard._handle.tensors.changes import changes
 from flatshard._handle.tensors.grad_dtype import hand_on
-from flatshard._handle.tensors.part import warn_of_memory_format
+from flatshard._handle.tensors.shard import warn_of_memory_format
 from flatshard._handle.tensors.sharded_parameter import shard_info, show_parts
 from flatshard._handle.unit_gradients import UnitGradients
 
@@ -152,7 +152,7 @@ class UserChanges:
         synced = [flat.sync_requires_grad(unfrozen_only) for flat in self._flats]
         # A wrapped parameter may have become another leaf: see `swap_inside`.
         if any(synced) or any([any(flat.wrappings) for flat in self._flats]):
-            self._gradients.find_accumulators()
+            self._gradients.accumulators.find()
 
 
 def find_moved(flat: FlatParam) -> list[int]:
@@ -196,7 +196,7 @@ def adopt_data(flat: FlatParam, indices: Sequence[int]) -> None:
 
 
 def _check_data(flat: FlatParam, index: int, new: torch.Tensor) -> None:
-    """Raise if ``new``, the user's data for parameter ``index``, has no values, or not the shape of this rank's part."""
+    """Raise if ``new``, the user's data for parameter ``index``, has no values, or not the shape of this rank's shard."""
     info, expected = flat.layout.params[index], flat.part_view(index).shape
     if new.is_meta and not flat.params[index].is_meta:
         raise RuntimeError(
@@ -205,7 +205,7 @@ def _check_data(flat: FlatParam, index: int, new: torch.Tensor) -> None:
         )
     if new.shape != expected:
         raise RuntimeError(
-            f"parameter {info.fqn!r} was replaced by a tensor of shape {tuple(new.shape)}; this rank's part has shape "
+            f"parameter {info.fqn!r} was replaced by a tensor of shape {tuple(new.shape)}; this rank's shard has shape "
             f"{tuple(expected)} (of a parameter of shape {info.shape}). A sharded parameter cannot be resized: resize "
             "the module before fully_shard, or change values inside `with flatshard.summon_full_params(module):`"
         )

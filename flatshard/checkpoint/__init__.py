@@ -1,8 +1,9 @@
 """State dicts, optimizer state and job checkpoints: by name, exact, for any number of ranks."""
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from flatshard.checkpoint._barrier import MeetingError
+from flatshard._base import old_names
+from flatshard.checkpoint._barrier import RankError
 from flatshard.checkpoint._changed_params import (
     ChangedParams,
     SentParams,
@@ -20,10 +21,16 @@ from flatshard.checkpoint._state_dict import full_state_dict, iter_full_params, 
 if TYPE_CHECKING:
     from flatshard.checkpoint._reader import Reader
     from flatshard.checkpoint._writer import Writer
+else:
+    __getattr__ = old_names.attributes(
+        __name__,
+        old={"MeetingError": "RankError"},
+        on_first_use={"Reader": "_reader", "Writer": "_writer"},  # torch.distributed.checkpoint comes with them
+    )
 
 __all__ = [
     "ChangedParams",
-    "MeetingError",
+    "RankError",
     "Reader",
     "SentParams",
     "ShardedValue",
@@ -42,11 +49,3 @@ __all__ = [
     "rekey",
     "save_checkpoint",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    if name in ("Reader", "Writer"):  # only then is torch.distributed.checkpoint imported
-        from flatshard.checkpoint import _reader, _writer
-
-        return _reader.Reader if name == "Reader" else _writer.Writer
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -36,8 +36,9 @@ import torch.distributed as dist
 
 from flatshard._base.trace import logger
 from flatshard._comm.backends import timeout_of
+from flatshard._comm.collectives import EXCHANGE
 from flatshard._comm.payloads import PLAIN, Payloads
-from flatshard._comm.progress import EXCHANGE, Label, digest, here
+from flatshard._comm.progress import Label, digest, here
 from flatshard._comm.rendezvous import Rendezvous, polls
 from flatshard._comm.runtime import Runtime
 from flatshard._handle.unit_ranks import UnitRanks
@@ -53,14 +54,14 @@ _LOOK_AFTER, _WARN_AFTER = 1.0, 10.0  # seconds
 _GAVE_UP = "had come, and waited no longer"
 
 
-class MeetingError(RuntimeError):
+class RankError(RuntimeError):
     """A rank did not come, or failed in its share of the work. All ranks that came raise it.
 
     Example::
 
         try:
             flatshard.load_checkpoint("run/latest", {"model": model})
-        except flatshard.MeetingError as e:
+        except flatshard.RankError as e:
             print(e)  # names what is missing, and the ranks; nothing has changed on any
     """
 
@@ -71,14 +72,14 @@ def barrier(runtimes: Iterable[Runtime], call: str, problem: str | None = None) 
     ``problem``: the reason if this rank cannot continue. Then no rank does.
 
     Raises:
-        MeetingError: some have not come in time, came for something else, or have a problem; the message names them.
+        RankError: some have not come in time, came for something else, or have a problem; the message names them.
     """
-    failed: MeetingError | None = None
+    failed: RankError | None = None
     for runtime in sorted({r.number: r for r in runtimes}.values(), key=lambda r: r.number):
         if runtime.progress is not None and (store := runtime.store()) is not None:
             try:
                 _wait_as_for_a_collective(runtime, store, call, problem)
-            except MeetingError as e:
+            except RankError as e:
                 problem, failed = problem or str(e), failed or e  # the ranks of the next group raise it, too
     if failed is not None:
         raise failed
@@ -89,7 +90,7 @@ def agree(all_ranks: Iterable[UnitRanks], call: str, problem: Exception | None) 
     try:
         of_all = dict.fromkeys(runtime for ranks in all_ranks for runtime in (ranks.shards, ranks.replicas) if runtime)
         barrier(of_all, call, None if problem is None else str(problem))
-    except MeetingError:
+    except RankError:
         if problem is None:
             raise
     if problem is not None:
@@ -114,7 +115,7 @@ def _wait_as_for_a_collective(runtime: Runtime, store: Any, call: str, problem: 
 
     def check_problems(problems: list[str | None]) -> None:
         if found := [f"rank {rank}: {text}" for rank, text in zip(names, problems, strict=True) if text is not None]:
-            raise MeetingError("; ".join(found))
+            raise RankError("; ".join(found))
 
     names = dist.get_process_group_ranks(runtime.group)
     seconds = patience(runtime.group, GIVE_UP_AFTER)
@@ -189,7 +190,7 @@ class Barrier:
         """Wait until all ranks have come.
 
         Raises:
-            MeetingError: a rank did not come, or came for another call; or ``check_notes`` raised.
+            RankError: a rank did not come, or came for another call; or ``check_notes`` raised.
         """
         self._share((None, (self.call, self._note)), self._compare_calls)
 
@@ -200,7 +201,7 @@ class Barrier:
             The item of this rank in the result of ``decide``, or None.
 
         Raises:
-            MeetingError: on all ranks, when each has done its work: some rank failed.
+            RankError: on all ranks, when each has done its work: some rank failed.
         """
         try:
             mine = _outcome(produce)
@@ -219,7 +220,7 @@ class Barrier:
         self._number += 1
         error, item = self._answer_all(mine, decide) if self.is_first else self._await_answer(mine)
         if error is not None:
-            raise MeetingError(f"{self.call}: {error}")
+            raise RankError(f"{self.call}: {error}")
         return item
 
     def _answer_all(self, mine: Outcome, decide: Callable[[list[Any]], Sequence[Any] | None] | None) -> Outcome:
@@ -273,12 +274,10 @@ class Barrier:
         return [(error, None if items is None else items[rank]) for rank in range(len(outcomes))]
 
     def _compare_calls(self, rows: list[tuple[str, Any]]) -> None:
-        """Raise MeetingError if ranks came for different calls. Then check their notes."""
+        """Raise RankError if ranks came for different calls. Then check their notes."""
         calls = [(rank, call) for rank, (call, _) in zip(self._names, rows, strict=True)]
         if other := [f"rank {rank}: {call}" for rank, call in calls if call != self.call]:
-            raise MeetingError(
-                f"ranks came for different things. Rank {self._names[0]}: {self.call}; {'; '.join(other)}"
-            )
+            raise RankError(f"ranks came for different things. Rank {self._names[0]}: {self.call}; {'; '.join(other)}")
         self._check_notes([note for _, note in rows])
 
     def _await(self, key: str, sender: int, began: float) -> str | None:
@@ -340,12 +339,12 @@ class Barrier:
     def _explained(self) -> Iterator[None]:
         try:
             yield
-        except MeetingError:
+        except RankError:
             raise
         except ValueError as e:
-            raise MeetingError(f"{self.call}: {e}") from e
+            raise RankError(f"{self.call}: {e}") from e
         except RuntimeError as e:
-            raise MeetingError(
+            raise RankError(
                 f"{self.call}: the process group's store cannot be reached. Its host, rank 0 or torchrun, may have died: {e}"
             ) from e
 
@@ -353,7 +352,7 @@ class Barrier:
 def _outcome(produce: Callable[[], Any]) -> Outcome:
     try:
         return None, produce()
-    except MeetingError as e:
+    except RankError as e:
         return str(e), None
     except Exception as e:
         return f"{type(e).__name__}: {e}", None

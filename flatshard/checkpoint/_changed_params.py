@@ -113,7 +113,7 @@ class SentParams:
         values = list(_own_values(self._module, verb))
         if _plan(self._module, values) != self.plan:
             raise RuntimeError(
-                f"{verb}: the parameters of this {type(self._module).__name__} have been sharded anew (reshard_over), or "
+                f"{verb}: the parameters of this {type(self._module).__name__} have been sharded anew (redistribute), or "
                 "changed names: make a new one from the module as it is, and give receivers its plan"
             )
         return [source.flat for source in values]

@@ -27,7 +27,7 @@ from flatshard._comm.monitor.messages import default_group, membership
 from flatshard._comm.payloads import PLAIN, Payloads
 from flatshard._composable.find import units_below
 from flatshard.checkpoint import _disk as disk
-from flatshard.checkpoint._barrier import Barrier, MeetingError, patience
+from flatshard.checkpoint._barrier import Barrier, RankError, patience
 from flatshard.checkpoint._byte_count import ByteCount, Report
 from flatshard.checkpoint._entries import Entry, Undo, entries
 from flatshard.checkpoint._saving import Saving, plan_payloads
@@ -79,7 +79,7 @@ def save_checkpoint(
     Raises:
         ValueError: ``path`` begins with a scheme (``s3://``): save to a local folder, and copy that.
         RuntimeError: ``destroy_process_group`` was called before.
-        MeetingError: on all ranks, if one did not arrive or failed: the path exists, a disk is full, elements are missing, a
+        RankError: on all ranks, if one did not arrive or failed: the path exists, a disk is full, elements are missing, a
             value is of a class that loading refuses, another job is saving to ``path``; or the previous save failed in the
             background and nobody retrieved its error. The files of the attempt are removed.
     """
@@ -146,7 +146,7 @@ def load_checkpoint(
 
     Raises:
         ValueError, RuntimeError: as for saving.
-        MeetingError: on all ranks, with nothing changed on any: a rank did not arrive; names are missing or unexpected,
+        RankError: on all ranks, with nothing changed on any: a rank did not arrive; names are missing or unexpected,
             shapes differ, files are missing, cut off or damaged, all of them in one message; an object refused its state;
             another save has replaced the checkpoint, or ranks see different ones. If the disk fails after everything was
             verified, the message says that some state is changed.
@@ -254,7 +254,7 @@ def _wait_for_saves() -> str | None:
 def _check_failures(before: Sequence[str | None]) -> None:
     """Raise if a save in the background has failed, and no rank's caller has retrieved the error."""
     if all(failure is not None for failure in before):
-        raise MeetingError(f"not begun, as the save before this call had failed in the background: {before[0]}")
+        raise RankError(f"not begun, as the save before this call had failed in the background: {before[0]}")
 
 
 @functools.cache

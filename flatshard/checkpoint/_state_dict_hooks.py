@@ -26,7 +26,7 @@ from flatshard._base.callers import variables_of
 from flatshard._composable.extensions import Extension, FeatureLink, ForwardFeature
 from flatshard._composable.state import Unit, owner_of
 from flatshard._handle.registrations import SHARDED
-from flatshard._handle.tensors.part import PartTensor
+from flatshard._handle.tensors.shard import ShardTensor
 from flatshard._handle.tensors.sharded_parameter import ShardedParameter, is_sharded_parameter, sharded_types
 from flatshard._handle.unit_ranks import UnitRanks
 from flatshard.checkpoint._barrier import agree
@@ -96,7 +96,8 @@ class StateDictHooks:
                 continue
             if unit.is_unsharded_by_user:
                 unit.show()
-                unit.handle.follow_user()
+                if unit.handle.user_changes.conversions():
+                    unit.handle.reshard()  # which adopts them
             if unit.handle.registrations.shows is SHARDED:
                 unit.handle.check_parameters()
 
@@ -135,7 +136,7 @@ def _after_state_dict(module: nn.Module, destination: dict[str, Any], prefix: st
     for name, param in dict.items(parameters):  # the sharded parameters, whatever the module shows
         key = prefix + name
         value = destination.get(key)
-        if value is None or type(param) not in sharded_types or type(value) not in (torch.Tensor, PartTensor):
+        if value is None or type(param) not in sharded_types or type(value) not in (torch.Tensor, ShardTensor):
             continue  # other hooks may have put something else there
         if type(value) is torch.Tensor and (value.shape != param.shape or parameters.get(name) is not param):
             continue  # a full parameter

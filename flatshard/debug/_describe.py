@@ -219,8 +219,8 @@ def _describe(unit: Unit) -> UnitDescription:
             tuple(info.shape for info in f.layout.params),
             f.kind.dtype,
             f.kind.compute_dtype,
-            grads.dtype,
-            grads.reduce_dtype,
+            grads.dtypes.of_all,
+            grads.dtypes.reduce,
             any(p.requires_grad for p in f.params),
             f.layout.numel,
             f.layout.padded_numel,
@@ -236,7 +236,7 @@ def _describe(unit: Unit) -> UnitDescription:
     buffers = dict.fromkeys(
         b.dtype for m in own for b in m._buffers.values() if b is not None and b.is_floating_point()
     )
-    state = unit.handle.lifetime.params.name.lower()
+    state = unit.handle.state.name.lower()
     return UnitDescription(
         unit.fqn,
         unit.kind,

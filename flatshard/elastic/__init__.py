@@ -1,8 +1,8 @@
 """Training that continues when ranks die: a model in training moves to other ranks, in memory.
 
->>> flatshard.elastic.reshard_over(model, optimizer, process_group=dist.group.WORLD)
+>>> flatshard.elastic.redistribute(model, optimizer, process_group=dist.group.WORLD)
 
-*Moving* (``reshard_over``). The state of a rank is a few contiguous buffers, so another layout of them is arithmetic on
+*Moving* (``redistribute``). The state of a rank is a few contiguous buffers, so another layout of them is arithmetic on
 ranges. Each rank derives from the two layouts what it sends and receives, unit by unit. Nothing goes to a disk, no rank has
 more than one full unit, and elements that stay on a rank are not sent. Modules, parameters and optimizers stay the same
 objects.
@@ -14,7 +14,7 @@ accelerator.
 
 *Continuing* (``World``, ``Job``). A dead rank ends gloo's connections, so the others fail in their next collective. They end
 the connections of all their groups, which reaches all ranks at once, and meet at the store of the launcher. A missing rank is
-dead if its port is closed, and out if it has not come for ``patience`` seconds. One compare-and-set at the store decides who
+dead if its port is closed, and out if it has not come for ``timeout``. One compare-and-set at the store decides who
 is in the next epoch, so no two groups train. Its ranks make new groups, move the newest complete generation to the new
 layout, copy it, and continue at its step. Until all have copied it, they keep the older copies: a death during a recovery is
 one more death, and begins it anew. A process that joins waits for the same meeting, which ranks hold between two steps.
@@ -24,14 +24,27 @@ on the moments of the loop at which to copy and to return to a copy. ``World`` a
 
 Training survives the death of any rank, rank 0 included, and of ``copies`` neighbours at once, after the first copies; with a
 checkpoint, of more. It does not survive the death of the store (which belongs into the launcher), a death before the first
-step, or a stopped process for which others wait in a group whose timeout exceeds ``patience``. A rank's own error ends the
-job on all ranks, also outside of ``attempt``. Tested: gloo on CPU, and a simulated accelerator. Not tested: NCCL, several
+step, or a stopped process for which others wait in a group with a longer timeout than the world's. A rank's own error ends
+the job on all ranks, also outside of ``attempt``. Tested: gloo on CPU, and a simulated accelerator. Not tested: NCCL, several
 hosts.
 """
 
-from flatshard.elastic._epochs import OutError
+from typing import TYPE_CHECKING
+
+from flatshard._base import old_names
+from flatshard.elastic._epochs import ExcludedError
 from flatshard.elastic._job import Job
-from flatshard.elastic._reshard import LostError, reshard_over
+from flatshard.elastic._reshard import LostShardsError, redistribute
 from flatshard.elastic._world import World
 
-__all__ = ["Job", "LostError", "OutError", "World", "reshard_over"]
+if not TYPE_CHECKING:
+    __getattr__ = old_names.attributes(
+        __name__,
+        old={
+            "LostError": "LostShardsError",
+            "OutError": "ExcludedError",
+            "reshard_over": "redistribute",
+        },
+    )
+
+__all__ = ["ExcludedError", "Job", "LostShardsError", "World", "redistribute"]

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from flatshard._comm.monitor.messages import default_group, membership
-from flatshard.checkpoint import MeetingError, save_checkpoint
+from flatshard.checkpoint import RankError, save_checkpoint
 from flatshard.elastic._exchange import Channel
 
 _NAME = re.compile(r"step-(\d+)")
@@ -50,7 +50,7 @@ class Checkpoints:
         ranks.
 
         Raises:
-            MeetingError: the first save could not begin.
+            RankError: the first save could not begin.
             CollectiveError: a rank has died.
         """
         if step % self.every:
@@ -68,7 +68,7 @@ class Checkpoints:
             self.directory.mkdir(parents=True, exist_ok=True)
         try:
             save = save_checkpoint(path, state, overwrite=True, wait=False, timeout=timeout)
-        except MeetingError as e:
+        except RankError as e:
             if not any(has_begun for _, has_begun in begun):
                 raise
             self._say(f"{path} is not saved: {e}")

@@ -10,7 +10,7 @@ the decision, the next group fails, and the others meet for the epoch after it. 
 [Note: Dead or slow]
 Each rank listens at a port, and never answers. The system refuses connections to the port when the process has ended, and
 only then: a process that is stopped or busy still has its port. So a death is known at once, without threads or heartbeats.
-Other failures, such as a machine without power or a stopped process, count as deaths after ``patience`` seconds. A process
+Other failures, such as a machine without power or a stopped process, count as deaths after the world's timeout. A process
 that ends in the middle of the job by its own error, or by ``sys.exit``, writes so to the store, and the job ends on all
 ranks. Only a process that can write nothing, after a signal or on a lost machine, has died.
 """
@@ -34,7 +34,7 @@ _PAUSE = 0.02  # seconds between two looks at the store, at most
 _PROBE = 0.1  # seconds between two looks at whether a process lives
 
 
-class OutError(RuntimeError):
+class ExcludedError(RuntimeError):
     """This process is not in the job, its model is not trained to the end, and it must end.
 
     It did not answer for too long, and the other ranks continued without it; or it came when they had made the last step. It
@@ -47,7 +47,7 @@ class OutError(RuntimeError):
                 for step in job.steps(range(1000)):
                     with job.attempt():
                         train(step)
-            except flatshard.elastic.OutError as e:
+            except flatshard.elastic.ExcludedError as e:
                 exit(f"{e}")  # it was stopped, and the others continued; or it came too late
     """
 
@@ -149,7 +149,7 @@ class Epochs:
         ``note``: plain values, or None for a process that joins.
 
         Raises:
-            OutError: the others decided without this rank.
+            ExcludedError: the others decided without this rank.
             RuntimeError: a rank failed by an error of its own.
         """
         epoch = self.number + 1
@@ -159,7 +159,7 @@ class Epochs:
             decided = self._await_decision(epoch)
         if self.me not in {member for member, _ in decided}:
             rank, self.has_ended, self.members = self.rank, True, []
-            raise OutError(
+            raise ExcludedError(
                 f"the other ranks have continued without {self.me}, which was rank {rank} and did not come to them for "
                 f"{self._patience:g} s: it was stopped, or cut off. A new process may join. End this process"
             )
@@ -187,7 +187,7 @@ class Epochs:
         """Wait until the job lets this process join. Return the members of the next epoch with their notes.
 
         Raises:
-            OutError: the job has ended.
+            ExcludedError: the job has ended.
             RuntimeError: the job has failed, or all its ranks have died.
         """
         epoch, tried, probes = 1, 0, _Probes()
@@ -213,7 +213,7 @@ class Epochs:
                         "new store"
                     )
         self.has_ended = True
-        raise OutError(f"the job had made its last step when {self.me} came to join it. End this process")
+        raise ExcludedError(f"the job had made its last step when {self.me} came to join it. End this process")
 
     def begin(self, epoch: int, members: list[Member]) -> None:
         """Begin an epoch, and wait until all its members do.

@@ -7,7 +7,6 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Self, TypeVar
@@ -18,16 +17,17 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from flatshard._base.errors import CollectiveError, name_list
+from flatshard._base.old_names import old_arguments
 from flatshard._composable.features.summon import recover
 from flatshard._composable.find import units_of_parameters
-from flatshard.checkpoint import MeetingError, load_checkpoint
+from flatshard.checkpoint import RankError, load_checkpoint
 from flatshard.checkpoint._disk import local
 from flatshard.elastic import _exchange, _units, _values
 from flatshard.elastic._checkpoints import Checkpoints
 from flatshard.elastic._copies import Copies, Generation, Number
 from flatshard.elastic._epochs import Member
 from flatshard.elastic._exchange import Channel
-from flatshard.elastic._reshard import LostError, Move, vacate
+from flatshard.elastic._reshard import LostShardsError, Move, vacate
 from flatshard.elastic._world import World, is_of_communication
 
 T = TypeVar("T")
@@ -35,7 +35,7 @@ T = TypeVar("T")
 _VERB = "elastic.Job"
 
 
-def _say(text: str) -> None:
+def _print(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
@@ -82,45 +82,53 @@ class Job:
 
     Args:
         world: the ranks.
-        model: a model that ``fully_shard`` sharded over all ranks. For several models, such as one and its moving average: a
+        module: a model that ``fully_shard`` sharded over all ranks. For several models, such as one and its moving average: a
             ``torch.nn.ModuleList``.
-        optimizers: all optimizers of the model.
+        optimizers: all that step it.
         extra: other objects that return to an earlier state with the model: schedulers, samplers, counters. They have
             ``state_dict`` and ``load_state_dict``, with states of tensors and plain values: nothing in them is executed.
         copies: the number of ranks that keep copies of each rank's shards: so many ranks may die at once. After a death
             copies are made anew while the next step runs, and a death before their end counts as one at the same time. Each
             rank keeps ``1 + 2 * copies`` times its shards in host memory beside the model, with parameters on an accelerator
             8 MiB more, and a recovery up to ``2 + copies`` times more. Frozen parameters are sent in the first steps only.
-        every: the number of steps between two generations of copies. A death loses as many steps.
-        checkpoints: a directory that all ranks see. Every ``save_every`` steps the state is saved to ``step-<number>`` in it
-            while training continues, and the newest two are kept. The job begins at the newest one, and returns to it if
+        copy_every: the number of steps between two generations of copies. A death loses as many steps.
+        checkpoint_dir: a directory that all ranks see. Every ``save_every`` steps the state is saved to ``step-<number>``
+            in it while training continues, and the newest two are kept. The job begins at the newest, and returns to it if
             some shard of the model is on no rank. Pass the same ``steps`` each time. A save during which a rank dies is
-            given up after ``patience`` seconds, and no other begins before. A save that fails is skipped with a line to
-            ``say``; but if the first one cannot begin, the job ends: its state cannot be saved.
-        save_every: see ``checkpoints``.
-        say: called on the first rank with a line of text when ranks died or joined, or a save was skipped.
+            given up after the timeout of ``world``, and no other begins before. A save that fails is skipped with a line to
+            ``log``; but if the first one cannot begin, the job ends: its state cannot be saved.
+        save_every: see ``checkpoint_dir``.
+        log: called on the first rank with a line of text when ranks died or joined, or a save was skipped.
 
     Raises:
-        TypeError, ValueError, NotImplementedError: the model or an optimizer cannot move: see :func:`reshard_over`.
+        TypeError, ValueError, NotImplementedError: the model or an optimizer cannot move: see :func:`redistribute`.
     """
 
+    @old_arguments(
+        model="module",
+        every="copy_every",
+        checkpoints="checkpoint_dir",
+        say="log",
+        positional=("extra", "copies", "every", "checkpoints", "save_every", "say"),
+    )
     def __init__(
         self,
         world: World,
-        model: nn.Module,
+        module: nn.Module,
         optimizers: Optimizer | Iterable[Optimizer],
+        *,
         extra: Iterable[Any] = (),
         copies: int = 1,
-        every: int = 1,
-        checkpoints: str | os.PathLike[str] | None = None,
+        copy_every: int = 1,
+        checkpoint_dir: str | os.PathLike[str] | None = None,
         save_every: int = 100,
-        say: Callable[[str], object] = _say,
+        log: Callable[[str], object] = _print,
     ) -> None:
-        for name, count in (("copies", copies), ("every", every), ("save_every", save_every)):
+        for name, count in (("copies", copies), ("copy_every", copy_every), ("save_every", save_every)):
             if isinstance(count, bool) or not isinstance(count, int) or count < 1:
                 raise ValueError(f"{_VERB}: {name} must be an int of at least 1, got {count!r}")
-        self._world, self._every, self._say, self._extra = world, every, say, list(extra)
-        self._job = job = _values.Trained(model, optimizers, _VERB)
+        self._world, self._every, self._log, self._extra = world, copy_every, log, list(extra)
+        self._job = job = _values.Trained(module, optimizers, _VERB)
         _units.check_movable(job.units, _VERB)
         job.check_others()
         _check_extra(self._extra)
@@ -129,7 +137,7 @@ class Job:
             optimizer.register_step_pre_hook(lambda *_: self._copies.commit())
             optimizer.register_step_post_hook(lambda *_, number=number: self._copies.note_stepped(number))
         self._checkpoints = (
-            None if checkpoints is None else Checkpoints(local(checkpoints, _VERB), save_every, self._tell_first)
+            None if checkpoint_dir is None else Checkpoints(local(checkpoint_dir, _VERB), save_every, self._tell_first)
         )
         self._shards = _units.place_of(job.units)[1]
         self._at = 0  # completed steps
@@ -146,7 +154,7 @@ class Job:
     @property
     def world_size(self) -> int:
         """The number of ranks that are left."""
-        return self._world.size
+        return self._world.world_size
 
     @property
     def copied_nbytes(self) -> int:
@@ -166,8 +174,8 @@ class Job:
         Raises:
             TypeError, ValueError: ``steps`` is no sequence, the model is not sharded over all ranks, or a rank that joins
                 could not read the state of ``extra`` or of an optimizer.
-            LostError: some shard of the model is on no rank, and there is no checkpoint.
-            OutError: the other ranks continued without this one, or had made the last step when it came.
+            LostShardsError: some shard of the model is on no rank, and there is no checkpoint.
+            ExcludedError: the other ranks continued without this one, or had made the last step when it came.
             RuntimeError: a rank ended with an error of its own; the same step failed twice without a death; the body of the
                 loop was not inside ``with job.attempt():``; or the store is gone.
         """
@@ -180,9 +188,11 @@ class Job:
                 f"{_VERB}.steps is iterated once in a World, whose job ends with it: pass all steps at once"
             )
         if not self._world.joins and (
-            odd := [u.fqn for u in self._job.units if u.handle.flats and u.handle.ranks.size != self._world.size]
+            odd := [u.fqn for u in self._job.units if u.handle.flats and u.handle.ranks.size != self._world.world_size]
         ):
-            raise ValueError(f"{_VERB}: units {name_list(odd, 3)} are not sharded over all {self._world.size} ranks")
+            raise ValueError(
+                f"{_VERB}: units {name_list(odd, 3)} are not sharded over all {self._world.world_size} ranks"
+            )
         self._has_begun = True
         return self._steps(steps)
 
@@ -250,7 +260,7 @@ class Job:
         try:
             do()
         except Exception as e:
-            if isinstance(e, LostError):  # all raise it
+            if isinstance(e, LostShardsError):  # all raise it
                 self._world.epochs.record_failure(str(e))
                 raise
             if not _may_be_death(e):
@@ -283,7 +293,7 @@ class Job:
                 f"{_VERB}: after step {self._at} gradients are left that no optimizer has stepped, and no checkpoint has "
                 "them: choose save_every so that saves follow a step of the optimizers"
             )
-        self._checkpoints.save(self._at, self._state(), timedelta(seconds=self._world.patience))
+        self._checkpoints.save(self._at, self._state(), self._world.timeout)
 
     def _state(self) -> dict[str, Any]:
         """Return the state for a checkpoint."""
@@ -299,7 +309,7 @@ class Job:
         for unit in self._job.units:
             unit.context.check(unit)
         if self._checkpoints is not None:
-            self._load(Channel(self._world.group, torch.device("cpu")))
+            self._load(Channel(self._world.process_group, torch.device("cpu")))
         self._first_copies()
         self._copies.commit()  # there is nothing to go back to
 
@@ -308,7 +318,7 @@ class Job:
         assert self._checkpoints is not None
         newest: str | None = channel.objects(self._checkpoints.newest() if channel.rank == 0 else None)[0]
         if newest is not None:
-            loaded = load_checkpoint(Path(newest), self._state(), timeout=timedelta(seconds=self._world.patience))
+            loaded = load_checkpoint(Path(newest), self._state(), timeout=self._world.timeout)
             self._at = loaded["steps"]
             self._tell_first(f"loaded {newest}")
         return newest is not None
@@ -352,7 +362,7 @@ class Job:
 
     def _tell_first(self, text: str) -> None:
         if self._world.rank == 0:
-            self._say(f"elastic: {text}")
+            self._log(f"elastic: {text}")
 
     def _tell(self, before: list[Member], step: int, seconds: float) -> None:
         now = self._world.epochs.members
@@ -375,12 +385,12 @@ class Job:
         generation: Generation | None = None
         if newest is not None and newest in self._copies.numbers:
             generation = self._copies.go_back(newest)
-        channel = Channel(world.group, torch.device("cpu"))
+        channel = Channel(world.process_group, torch.device("cpu"))
         holders = [] if generation is None or generation.own is None else [generation.own, *generation.others]
         manifest, small = (None, None) if generation is None else (generation.manifest, generation.small)
         try:
             move = Move(job, channel, destination, manifest, holders, small, joins=generation is None)
-        except LostError as lost:
+        except LostShardsError as lost:
             self._go_back_to_checkpoint(channel, destination, lost)
         else:
             assert newest is not None  # otherwise nobody had any part
@@ -399,22 +409,22 @@ class Job:
 
     def _destination(self) -> _units.Destination:
         """Return the destination of the units: all ranks."""
-        units, size = self._job.units, self._world.size
+        units, size = self._job.units, self._world.world_size
         if not units[0].config.strategy.is_hybrid:
-            return _units.destination_over(units, self._world.group, None)
+            return _units.destination_over(units, self._world.process_group, None)
         shards = next(n for n in range(min(self._shards, size), size + 1) if size % n == 0)
         device = units[0].runtime.device.type
         ranks = torch.arange(size, device="cpu").view(-1, shards)
         mesh = DeviceMesh(device, ranks, mesh_dim_names=("replicas", "shards"))
         return _units.destination_over(units, None, mesh)
 
-    def _go_back_to_checkpoint(self, channel: Channel, destination: _units.Destination, lost: LostError) -> None:
+    def _go_back_to_checkpoint(self, channel: Channel, destination: _units.Destination, lost: LostShardsError) -> None:
         if self._checkpoints is None:
             raise lost
         self._copies.forget()
         vacate(self._job, channel, destination)
         if not self._load(channel):
-            raise LostError(f"{lost}. There is no checkpoint in {self._checkpoints.directory} to return to")
+            raise LostShardsError(f"{lost}. There is no checkpoint in {self._checkpoints.directory} to return to")
         self._tell_first(str(lost))
 
 
@@ -433,6 +443,6 @@ def _check_extra(extra: Iterable[Any]) -> None:
 
 def _may_be_death(error: BaseException) -> bool:
     """Return whether ``error`` ends an attempt, or is the user's own."""
-    return isinstance(error, CollectiveError | MeetingError) or (
+    return isinstance(error, CollectiveError | RankError) or (
         isinstance(error, Exception) and is_of_communication(error)
     )

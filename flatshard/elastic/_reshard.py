@@ -1,4 +1,4 @@
-"""``reshard_over``: the move of a model in training to other ranks, in memory."""
+"""``redistribute``: the move of a model in training to other ranks, in memory."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from flatshard._base.errors import name_list
+from flatshard._base.old_names import old_arguments
 from flatshard._comm.monitor.messages import default_group
 from flatshard._composable.find import units_of
 from flatshard._handle.planned import PlannedFlat
@@ -33,17 +34,17 @@ from flatshard.elastic._values import (
     set_small,
 )
 
-_VERB = "reshard_over"
+_VERB = "redistribute"
 
 
-class LostError(RuntimeError):
+class LostShardsError(RuntimeError):
     """Some shards of the model are on no rank that is left: too many ranks died at once.
 
     Example::
 
         try:
-            flatshard.elastic.reshard_over(model, optimizer, process_group=dist.group.WORLD)
-        except flatshard.elastic.LostError as e:
+            flatshard.elastic.redistribute(model, optimizer, process_group=dist.group.WORLD)
+        except flatshard.elastic.LostShardsError as e:
             print(e)  # names the shards
     """
 
@@ -57,17 +58,18 @@ class Holder(Protocol):
         """Return shard ``number`` of ``value``: 1-D, in memory order."""
 
 
-def reshard_over(
-    model: nn.Module,
+@old_arguments(model="module", over="participants")
+def redistribute(
+    module: nn.Module,
     optimizers: Optimizer | Iterable[Optimizer] = (),
     *,
     process_group: Any = None,
     device_mesh: DeviceMesh | None = None,
-    over: dist.ProcessGroup | None = None,
+    participants: dist.ProcessGroup | None = None,
 ) -> int:
     """Move a sharded model in training to other ranks, in memory: fewer, more, or others. Call it between two steps.
 
-    All ranks of ``over`` call it: the ranks that have the model now, and the ranks that will have it. Parameters, ``.grad``
+    All ``participants`` call it: the ranks that have the model now, and the ranks that will have it. Parameters, ``.grad``
     and optimizer state keep their bits. The model, its parameters and the optimizers stay the same objects.
 
     A rank that joins builds its model on meta, calls ``fully_shard`` with a group of itself alone, and builds optimizers. It
@@ -81,14 +83,14 @@ def reshard_over(
 
         half = dist.new_group([0, 1])
         mine = half if dist.get_rank() < 2 else None
-        flatshard.elastic.reshard_over(model, optimizer, process_group=mine)
+        flatshard.elastic.redistribute(model, optimizer, process_group=mine)
 
     Args:
-        model: sharded by ``fully_shard`` over one process group, or on meta.
+        module: sharded by ``fully_shard`` over one process group, or on meta.
         optimizers: those that step it, in the same order on all ranks.
         process_group: the new ranks, as for ``fully_shard``: two groups for a hybrid strategy, or None if this rank leaves.
         device_mesh: the same as a mesh.
-        over: the ranks that call this. Default: all.
+        participants: the ranks that call this. Default: all.
 
     Returns:
         The bytes that this rank has sent.
@@ -97,19 +99,21 @@ def reshard_over(
         TypeError, ValueError, RuntimeError, NotImplementedError: on all ranks, if one of them cannot move: the model is in
             use, or ranks have different ones; parameters are DTensors or other tensor subclasses, or are stepped whole or
             flat. Nothing has been changed.
-        LostError: some shard of the model is on no rank. Nothing has been changed.
+        LostShardsError: some shard of the model is on no rank. Nothing has been changed.
         CollectiveError: a rank died meanwhile. Units that have moved cannot go back: build the model anew.
     """
-    everyone = default_group() if over is None else over
+    everyone = default_group() if participants is None else participants
     if everyone is None:
         raise RuntimeError(f"{_VERB} needs a process group: call torch.distributed.init_process_group(...) first")
-    channel = Channel(everyone, units_of(model, _VERB)[0].runtime.device)
+    channel = Channel(everyone, units_of(module, _VERB)[0].runtime.device)
 
     def prepare() -> tuple[Trained, Live | None, Destination | None]:
-        _units.check_movable(units_of(model, _VERB), _VERB)
-        job = Trained(model, optimizers, _VERB)
+        _units.check_movable(units_of(module, _VERB), _VERB)
+        job = Trained(module, optimizers, _VERB)
         on_meta = {bool(unit.handle.on_meta) for unit in job.units if unit.handle.flats}
-        if any(flat.filling is not None and not flat.is_on_meta for unit in job.units for flat in unit.handle.flats):
+        if any(
+            flat.filling is not None and not flat.kind.is_on_meta for unit in job.units for flat in unit.handle.flats
+        ):
             raise RuntimeError(
                 f"{_VERB}: parameters got memory by to_empty, and have not been used yet: run a forward first"
             )
@@ -132,12 +136,12 @@ def vacate(job: Trained, channel: Channel, destination: Destination) -> None:
     """Move all units without their values, which a checkpoint will give. Called on all ranks of ``channel``.
 
     Raises:
-        LostError: no rank has the buffers, which a checkpoint may lack.
+        LostShardsError: no rank has the buffers, which a checkpoint may lack.
     """
     lacks = channel.objects(any(buffer.is_meta for buffer in job.buffers().values()))
     if any(lacks):
         if all(lacks):
-            raise LostError(f"{job.verb}: all ranks that had the model died")
+            raise LostShardsError(f"{job.verb}: all ranks that had the model died")
         first = lacks.index(False)
         given = channel.objects(_exchange.saved(job.buffers(), "a buffer") if channel.rank == first else None)[first]
         if lacks[channel.rank]:
@@ -208,7 +212,7 @@ class Move:
         self._first = next((rank for rank, (*_, has) in enumerate(told) if has), None)
         given = channel.objects(manifest.to_payload() if manifest is not None and channel.rank == self._first else None)
         if self._first is None:
-            raise LostError(f"{job.verb}: no rank has any part of the model that could move")
+            raise LostShardsError(f"{job.verb}: no rank has any part of the model that could move")
         self.manifest = Manifest.from_payload(given[self._first])
         self._check_complete()
         sizes = {place[1] for place in self._places if place is not None}
@@ -234,7 +238,7 @@ class Move:
         missing = sorted(set(range(self.manifest.size)) - held)
         if missing and not all(map(self.manifest.is_replicated, range(len(self.manifest.layouts)))):
             size = self.manifest.size
-            raise LostError(
+            raise LostShardsError(
                 f"{self._job.verb}: nobody has shards {missing} of {size}, which are parts of "
                 f"{name_list(self._names(missing), 4)}: their ranks died, and those that held copies of them"
             )

@@ -29,8 +29,8 @@ from flatshard._composable.fully_shard import ranks_of
 from flatshard._composable.state import Context, Unit
 from flatshard._handle.lifetime import GradState
 from flatshard._handle.planned import PlannedFlat
-from flatshard._handle.pool import Pools
 from flatshard._handle.registrations import SHARDED
+from flatshard._handle.unsharded import Pools
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,7 @@ def check_movable(units: Sequence[Unit], verb: str) -> None:
 
 def check_reduced(units: Iterable[Unit], verb: str) -> None:
     """Raise RuntimeError if some units hold gradients of this rank alone."""
-    if held := [unit.fqn for unit in units if unit.handle.lifetime.grads is not GradState.NONE]:
+    if held := [unit.fqn for unit in units if unit.handle.gradients.state is not GradState.NONE]:
         raise RuntimeError(
             f"{verb}: units {name_list(held)} hold gradients that are not reduced: call flatshard.reduce_gradients(module) "
             "first. What has become .grad moves"

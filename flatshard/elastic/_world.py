@@ -9,7 +9,7 @@ be wrong. A new group of gloo takes milliseconds, so there is nothing to win.
 [Note: Groups of others]
 Ranks also wait in groups that a world does not make: of a mesh, of the user, of a library. A stopped process ends no
 connection, so only a group's timeout ends a wait for it: 30 minutes by default. A timeout that is set later does not reach
-waits for single messages over gloo. So while a world has groups, ``patience`` is the default timeout.
+waits for single messages over gloo. So while a world has groups, ``timeout`` is the default timeout.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ from typing import Any
 
 import torch.distributed as dist
 
+from flatshard._base.old_names import OldMember, old_arguments
 from flatshard._comm.backends import has_gloo
 from flatshard._comm.monitor.messages import interrupt
-from flatshard.elastic._epochs import Epochs, Member, OutError
+from flatshard.elastic._epochs import Epochs, ExcludedError, Member
 
 _TORCHS_TIMEOUT = dist.distributed_c10d.default_pg_timeout
 
@@ -36,18 +37,18 @@ class World:
     The default process group (gloo) always has the ranks that are left, so ``torch.distributed.get_rank()`` and the like are
     right between steps. A process that starts when the job has begun joins it: until then its default group has only itself.
     It builds its model, shards it and makes its :class:`Job` as the others did; its values are not used. If it comes after
-    the last step, the loop raises :class:`OutError`, and no code behind the loop runs.
+    the last step, the loop raises :class:`ExcludedError`, and no code behind the loop runs.
 
     Example::
 
         def main(port):  # each of four processes; their launcher has made TCPStore("localhost", port, is_master=True)
             store = dist.TCPStore("localhost", port, is_master=False)
-            return flatshard.elastic.World(store, ranks=4)
+            return flatshard.elastic.World(store, world_size=4)
 
     Args:
         store: the store of all processes. Its server must outlive them: if it is in a rank, the job ends with that rank.
-        ranks: the number of processes that begin the job.
-        patience: seconds that a stalled rank may keep the others waiting in a collective, and again when they meet. Then it
+        world_size: the number of processes that begin the job.
+        timeout: how long a stalled rank may keep the others waiting in a collective, and again when they meet. Then it
             counts as dead. The end of a process is noticed at once. While the job runs, process groups that are made without
             a timeout have this one.
         host: the name of the machine, the rack or another unit of failure: copies go to another host if there is one.
@@ -59,24 +60,35 @@ class World:
         RuntimeError: too few ranks came, or there is a default process group already.
     """
 
+    @old_arguments(
+        ranks="world_size", patience="timeout", converted={"patience": lambda seconds: timedelta(seconds=seconds)}
+    )
     def __init__(
-        self, store: Any, ranks: int, *, patience: float = 60.0, host: str | None = None, backend: str = "gloo"
+        self,
+        store: Any,
+        world_size: int,
+        *,
+        timeout: timedelta = timedelta(seconds=60),
+        host: str | None = None,
+        backend: str = "gloo",
     ) -> None:
         if "gloo" not in backend:
             raise ValueError(f'elastic.World: backend must have gloo, as "cpu:gloo,cuda:nccl" has, got {backend!r}')
         if dist.is_initialized():
             raise RuntimeError("elastic.World makes the default process group itself: leave out init_process_group()")
         self._store = dist.PrefixStore("flatshard/elastic", store)  # type: ignore[attr-defined]
-        self.patience, self._backend = patience, backend
+        self.timeout, self._backend = timeout, backend
         self._socket = socket.socket()  # [Note: Dead or slow]
         self._socket.bind(("", 0))
         self._socket.listen(1024)
         self._socket.setblocking(False)
         os.register_at_fork(after_in_child=self._socket.close)  # a child that lives longer is no rank
-        self.epochs = Epochs(store, host or socket.gethostname(), self._socket.getsockname()[1], patience)
+        self.epochs = Epochs(
+            store, host or socket.gethostname(), self._socket.getsockname()[1], timeout.total_seconds()
+        )
         self.copies_group: dist.ProcessGroup | None = None
         atexit.register(self._at_exit, os.getpid())
-        first = self.epochs.meet_first(ranks)
+        first = self.epochs.meet_first(world_size)
         if self.epochs.me in first:
             self.form(0, first)
         else:
@@ -85,7 +97,7 @@ class World:
 
     @property
     def joins(self) -> bool:
-        """Whether this process has yet to join the job."""
+        """Internal: whether this process has yet to join the job."""
         return not self.epochs.members and not self.epochs.has_ended
 
     @property
@@ -95,56 +107,59 @@ class World:
         return self.epochs.rank
 
     @property
-    def size(self) -> int:
+    def world_size(self) -> int:
         """The number of ranks that are left."""
         self._check_in()
         return len(self.epochs.members) or 1
 
+    size = OldMember("world_size")
+    group = OldMember("process_group")
+
     def _check_in(self) -> None:
         if self.epochs.has_ended and not self.epochs.members:
-            raise OutError(
+            raise ExcludedError(
                 f"{self.epochs.me} is not in the job, and its model was not trained to the end: end this process"
             )
 
     @property
-    def group(self) -> dist.ProcessGroup:
+    def process_group(self) -> dist.ProcessGroup:
         """The process group of all ranks of this epoch."""
         assert dist.group.WORLD is not None
         return dist.group.WORLD
 
     def agree(self, note: Any) -> list[tuple[Member, Any]]:
-        """Agree with the other ranks on the next epoch. Return its members with their notes, by rank.
+        """Internal: agree with the other ranks on the next epoch. Return its members with their notes, by rank.
 
         ``note``: plain values for the other ranks, unless this process joins.
 
         Raises:
-            OutError: the others decided without this process, or had made the last step when it came.
+            ExcludedError: the others decided without this process, or had made the last step when it came.
             RuntimeError: a rank failed by an error of its own, or all ranks have died.
         """
         try:
             return self.epochs.join() if self.joins else self.epochs.meet(note)
-        except OutError:
+        except ExcludedError:
             self.abort()  # from now on nothing of this process must pass for the work of a rank
             raise
 
     def form(self, epoch: int, members: list[Member]) -> None:
-        """Make the process groups of an epoch.
+        """Internal: make the process groups of an epoch.
 
         Raises:
             RuntimeError: one of ``members`` died meanwhile.
         """
         self.epochs.begin(epoch, members)
         self.abort()
-        dist.distributed_c10d.default_pg_timeout = timedelta(seconds=self.patience)  # [Note: Groups of others]
+        dist.distributed_c10d.default_pg_timeout = self.timeout  # [Note: Groups of others]
         # [Note: New groups]
         store = dist.PrefixStore(f"{epoch}/group", self._store)  # type: ignore[attr-defined]
-        dist.init_process_group(self._backend, store=store, rank=self.rank, world_size=self.size)
+        dist.init_process_group(self._backend, store=store, rank=self.rank, world_size=self.world_size)
         made = dist.new_group(backend="gloo")
         assert isinstance(made, dist.ProcessGroup)
         self.copies_group = made
 
     def abort(self) -> None:
-        """End the process groups, also the user's: all waits in them fail at once, on all ranks.
+        """Internal: end the process groups, also the user's: all waits in them fail at once, on all ranks.
 
         Destroying them is not enough: as long as a group of gloo is referred to, its connections stay open.
         """
@@ -160,12 +175,12 @@ class World:
         dist.distributed_c10d.default_pg_timeout = _TORCHS_TIMEOUT
 
     def fail(self, text: str) -> None:
-        """End the job on all ranks: this rank has an error of its own, which is no death."""
+        """Internal: end the job on all ranks: this rank has an error of its own, which is no death."""
         self.epochs.record_failure(text)
         self.abort()
 
     def hang_up(self) -> None:
-        """End the connections by which others looked whether this process lives: the system keeps a limited number."""
+        """Internal: end connections of others who looked whether this process lives. The system keeps a limited number."""
         with contextlib.suppress(BlockingIOError):
             while True:
                 self._socket.accept()[0].close()

@@ -95,7 +95,7 @@ class Optimizers(Extension):
         _checked_state.clear()
         if any([_keeps(unit.config) for unit in made]):
             _call_after_steps(_note_step)
-        if any([flat.kind.dtype in _LOW and flat.is_trainable for unit in made for flat in unit.handle.flats]):
+        if any([flat.kind.dtype in _LOW and flat.kind.is_trainable for unit in made for flat in unit.handle.flats]):
             _call_after_steps(_warn_of_low_precision)
 
 

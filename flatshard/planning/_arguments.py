@@ -1,4 +1,4 @@
-"""The arguments of ``plan`` and ``fit``: one table of checks, and what is read from them."""
+"""The arguments of ``plan_step`` and ``fit_to_memory``: one table of checks, and what is read from them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def parse_bytes(value: float | str) -> int:
         return int(float(found[1]) * (1024 if found[3] else 1000) ** power)
     if isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf:
         return int(value)
-    raise ValueError(f'fit: bytes_per_rank={value!r} is no size: pass a number of bytes, or "40 GiB"')
+    raise ValueError(f'fit_to_memory: bytes_per_rank={value!r} is no size: pass a number of bytes, or "40 GiB"')
 
 
 def device_type(device: Any) -> str:
@@ -97,7 +97,9 @@ def repeated(inputs: Any, rows: int) -> Any:
     """
     tensors = [t for t in tensors_in(inputs) if t.dim()]
     if not tensors:
-        raise ValueError("fit: largest_batch=True needs example_inputs with a first dimension, that of the batch")
+        raise ValueError(
+            "fit_to_memory: largest_batch=True needs example_inputs with a first dimension, that of the batch"
+        )
     count = tensors[0].size(0)
 
     def grown(tensor: Tensor) -> Tensor:

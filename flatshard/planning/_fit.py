@@ -1,4 +1,4 @@
-"""``fit``: choose what to give up so that a step is within a budget of memory.
+"""``fit_to_memory``: choose what to give up so that a step is within a budget of memory.
 
 [Note: What is given up]
 Within one *setting* each unit gives up what it must: gathered parameters cost bytes sent, activations cost operations.
@@ -24,20 +24,20 @@ from flatshard._composable.find import units_of_parameters
 from flatshard.planning._arguments import check_arguments, default_loss, device_type, largest, parse_bytes, repeated
 from flatshard.planning._choices import UNTIL_FORWARD, Choices, steps_between
 from flatshard.planning._chooser import peaks_along
-from flatshard.planning._fitted import Fit, GivenUp, UnitFit, Unlimited, in_words, names_in_short
+from flatshard.planning._fitted import Baseline, MemoryFit, Tradeoff, UnitFit, in_words, names_in_short
 from flatshard.planning._on_host import copied_for, copied_nbytes
 from flatshard.planning._optimizer import OptimizerChoice
 from flatshard.planning._picture import in_bytes
 from flatshard.planning._program import StepOptions
 from flatshard.planning._records import Ranks
-from flatshard.planning._report import Plan
+from flatshard.planning._report import StepPlan
 from flatshard.planning._search import Search
 from flatshard.planning._settings import EVERYTHING, Setting, Step, steps_to, strategies_of
 from flatshard.planning._step_model import StepModel
 from flatshard.planning._stitched import step_model
 
 
-def fit(
+def fit_to_memory(
     module: nn.Module,
     *,
     bytes_per_rank: float | str,
@@ -55,37 +55,37 @@ def fit(
     offload_optimizer: bool = False,
     flops_per_byte: float = 8000.0,
     device: str = "cuda",
-) -> Fit:
+) -> MemoryFit:
     """Choose what to give up so that a training step takes at most ``bytes_per_rank``, at the least cost. Needs no ranks.
 
     It decides for each unit whether its parameters stay gathered from forward to backward, and whether it computes its
     forward again in backward in place of keeping activations. If that is not enough: whether embeddings, final norm and
     head are units of their own (:class:`~flatshard.policies.SplitRoot`), which units are too large to be gathered ahead, with
     ``offload_optimizer`` whether optimizer state is on the host, and with ``cpu_offload`` which units have all that is theirs
-    there: as few as are enough. The peak that it predicts is that of :func:`plan`, which runs the program on the meta device.
+    there: as few as are enough. The peak that it predicts is that of :func:`plan_step`, which runs the program on meta.
 
     Example::
 
-        fit = flatshard.fit(
+        fit = flatshard.fit_to_memory(
             model, bytes_per_rank="2 MiB", world_size=4, optimizer=torch.optim.AdamW, example_inputs=(batch,), device="cpu"
         )
         print(fit)  # fit.plot("step.svg") draws the memory over the step, with the budget
 
     A step is: forward, backward from ``loss``, ``optimizer.step()``, ``zero_grad()``, while the batch is kept. What the model
-    returned is not kept beyond the loss. See :func:`plan` for what is counted. Leave room for what is not: buffers of
+    returned is not kept beyond the loss. See :func:`plan_step` for what is counted. Leave room for what is not: buffers of
     communicators, fragmentation, what kernels allocate themselves, and the device's own context.
 
     Args:
         module: the whole module, not sharded, on any device; on meta it takes no memory. It is copied, and not changed.
         bytes_per_rank: the budget: bytes, or a text such as ``"40 GiB"``.
         world_size: the number of ranks to shard over. (replicas, ranks to shard over): hybrid strategies. Then pass
-            ``device_mesh=`` to ``Fit.apply``, or ``process_group=``.
-        optimizer, ignored_states, mixed_precision, microbatches, device: as for :func:`plan`.
-        example_inputs: as for :func:`plan`: one microbatch of one rank. Shapes matter, and values of integers.
+            ``device_mesh=`` to ``MemoryFit.apply``, or ``process_group=``.
+        optimizer, ignored_states, mixed_precision, microbatches, device: as for :func:`plan_step`.
+        example_inputs: as for :func:`plan_step`: one microbatch of one rank. Shapes matter, and values of integers.
         loss: a function of what ``module`` returns. None: its ``loss``, if it has one, or else the sum of all tensors.
         policy: the units, as for :func:`fully_shard`, without arguments that it overrides. None: the blocks that the module
             repeats, as :func:`~flatshard.policies.find_blocks` finds them.
-        largest_batch: True: find the largest microbatch with which a step fits, whatever is given up for it: ``Fit.batch``.
+        largest_batch: True: find the largest microbatch with which a step fits, whatever is given up: ``MemoryFit.batch``.
             ``example_inputs`` are repeated along the first dimension of those tensors that have as many rows as the first.
         recompute: False: no unit computes its forward again.
         cpu_offload: True: units may be on the host, or all of the model, if nothing else is enough.
@@ -99,15 +99,15 @@ def fit(
             an argument is wrong.
         NotImplementedError: the policy makes one unit of several modules, or overrides arguments.
     """
-    check_arguments("fit", locals())
+    check_arguments("fit_to_memory", locals())
     budget = parse_bytes(bytes_per_rank)
     if not isinstance(module, nn.Module):
-        raise TypeError(f"fit takes an nn.Module, got a {type(module).__name__}")
+        raise TypeError(f"fit_to_memory takes an nn.Module, got a {type(module).__name__}")
     ranks = Ranks(*world_size) if isinstance(world_size, tuple) else Ranks(1, world_size)
     if example_inputs is None:
-        raise ValueError("fit: example_inputs must be the inputs of one microbatch, got None")
+        raise ValueError("fit_to_memory: example_inputs must be the inputs of one microbatch, got None")
     if units_of_parameters(module):
-        raise ValueError("fit: the module is sharded already: build it again, on meta it takes no memory")
+        raise ValueError("fit_to_memory: the module is sharded already: build it again, on meta it takes no memory")
     options = StepOptions(
         optimizer=optimizer,
         microbatches=microbatches,
@@ -122,7 +122,9 @@ def fit(
     )
     others = {"mixed_precision": mixed_precision, "ignored_states": ignored_states}
     if offload_optimizer and not callable(optimizer):
-        raise ValueError("fit: with offload_optimizer, optimizer must be a class or a function that makes one")
+        raise ValueError(
+            "fit_to_memory: with offload_optimizer, optimizer must be a class or a function that makes one"
+        )
     offloads = [Setting(states=True)] if offload_optimizer else []
     offloads += [Setting(states=offload_optimizer, offload=EVERYTHING)] if cpu_offload else []
     offloads = [] if options.device == "cpu" else offloads
@@ -140,7 +142,7 @@ def fit(
     return dataclasses.replace(_result(search_of(inputs), offloads, found_units), batch=size)
 
 
-def _result(search: Search, offloads: Sequence[Setting], found_units: str) -> Fit:
+def _result(search: Search, offloads: Sequence[Setting], found_units: str) -> MemoryFit:
     """Search, and return what is found.
 
     Raises:
@@ -164,13 +166,13 @@ def _result(search: Search, offloads: Sequence[Setting], found_units: str) -> Fi
     ]
     first = model.plan(Setting(), model.start)
     others = {name: value for name, value in model.step.others.items() if value is not None}
-    by_units = [] if choices == model.start else _given_up_by_units(search, setting, choices, plan)
-    return Fit(
+    by_units = [] if choices == model.start else _tradeoffs_by_units(search, setting, choices, plan)
+    return MemoryFit(
         budget=search.budget,
         plan=plan,
-        unlimited=Unlimited(first.total_peak.nbytes, first.sent_nbytes, first.flops or 0),
+        baseline=Baseline(first.total_peak.nbytes, first.sent_nbytes, first.flops or 0),
         units=tuple(units),
-        given_up=(*_given_up_by_setting(search, setting, plan, by_units), *by_units),
+        tradeoffs=(*_tradeoffs_by_setting(search, setting, plan, by_units), *by_units),
         arguments=model.arguments(setting, choices) | others,
         found=found_units,
         notes=tuple(search.notes),
@@ -179,9 +181,9 @@ def _result(search: Search, offloads: Sequence[Setting], found_units: str) -> Fi
     )
 
 
-def _given_up_by_setting(
-    search: Search, setting: Setting, plan: Plan, by_units: Sequence[GivenUp]
-) -> Iterator[GivenUp]:
+def _tradeoffs_by_setting(
+    search: Search, setting: Setting, plan: StepPlan, by_units: Sequence[Tradeoff]
+) -> Iterator[Tradeoff]:
     """Yield the changes that lead to ``setting``, in order, each with the peak after it by the program."""
     model, before = search.model, Setting()
     for text, changed in zip(setting.given_up, steps_to(setting), strict=True):
@@ -194,11 +196,11 @@ def _given_up_by_setting(
         elif changed.states and not before.states:
             stay = [each.optimizer_nbytes for each in plan.units if setting.is_on_host(each.fqn)]
             copied = 2 * (plan.host.optimizer - sum(stay))
-        yield GivenUp(of, text, search.peak(changed, model.start), sent, copied, 0)
+        yield Tradeoff(of, text, search.peak(changed, model.start), sent, copied, 0)
         before = changed
 
 
-def _given_up_by_units(search: Search, setting: Setting, choices: Choices, plan: Plan) -> list[GivenUp]:
+def _tradeoffs_by_units(search: Search, setting: Setting, choices: Choices, plan: StepPlan) -> list[Tradeoff]:
     """Return what units give up, in order, each with the peak after it by the timeline. The last peak is the program's."""
     model, timeline, costs = search.model, search.timeline(setting), search.costs(setting)
     steps = list(steps_between(model.start, choices, timeline.order))
@@ -218,7 +220,7 @@ def _given_up_by_units(search: Search, setting: Setting, choices: Choices, plan:
         gathered = sent * shards / max(1, shards - 1)
         copied = round(copied_for(plans[name], gathered)) if setting.is_on_host(name) else 0
         again = round(computed_again(unit) - before)
-        found.append(GivenUp(name, in_words(keeps, had), peak, round(sent), copied, again))
+        found.append(Tradeoff(name, in_words(keeps, had), peak, round(sent), copied, again))
     return [*found[:-1], found[-1]._replace(peak=plan.total_peak.nbytes)]
 
 
@@ -226,7 +228,7 @@ def _nothing_fits(search: Search, setting: Setting, lowest: Choices) -> str:
     """Return the message for a budget that even ``lowest``, the choice of the lowest peak, exceeds."""
     at = search.plan(setting, lowest).total_peak
     said = (
-        f"fit: {type(search.model.step.module).__name__} does not fit into {in_bytes(search.budget)} on "
+        f"fit_to_memory: {type(search.model.step.module).__name__} does not fit into {in_bytes(search.budget)} on "
         f"{search.model.ranks}. The least possible peak is {at.nbytes:,} bytes ({in_bytes(at.nbytes)})"
     )
     said += f", when {' and '.join(setting.given_up)}. " if setting.given_up else ". "

@@ -1,4 +1,4 @@
-"""The result of ``fit``: a page that ``print`` shows, a picture, and the arguments of ``fully_shard``."""
+"""The result of ``fit_to_memory``: a page that ``print`` shows, a picture, and the arguments of ``fully_shard``."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from torch import nn
 
 from flatshard._base.errors import name_list
 from flatshard._base.names import plain_name
+from flatshard._base.old_names import OldMember
 from flatshard._composable.construct.groups import as_device
 from flatshard._composable.fully_shard import fully_shard
 from flatshard._composable.unit_config import UnitConfig
@@ -25,7 +26,7 @@ from flatshard.planning._choices import UNTIL_BACKWARD, UNTIL_FORWARD, Keeps
 from flatshard.planning._optimizer import OptimizerChoice
 from flatshard.planning._picture import draw, in_bytes
 from flatshard.planning._records import CATEGORIES, Peak
-from flatshard.planning._report import Plan
+from flatshard.planning._report import StepPlan
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -36,7 +37,7 @@ class UnitFit:
 
     Example::
 
-        fit = flatshard.fit(model, bytes_per_rank="1 MiB", world_size=4, optimizer=8, example_inputs=(batch,))
+        fit = flatshard.fit_to_memory(model, bytes_per_rank="1 MiB", world_size=4, optimizer=8, example_inputs=(batch,))
         print([unit.fqn for unit in fit.units if unit.recompute])
     """
 
@@ -53,13 +54,13 @@ def in_words(keeps: Keeps, before: Keeps) -> str:
     return {UNTIL_BACKWARD: "is freed after each backward", UNTIL_FORWARD: "is freed after forward"}[keeps.stays]
 
 
-class GivenUp(NamedTuple):
+class Tradeoff(NamedTuple):
     """A thing that was given up.
 
     Example::
 
-        fit = flatshard.fit(model, bytes_per_rank="1 MiB", world_size=4, optimizer=8, example_inputs=(batch,))
-        for each in fit.given_up:
+        fit = flatshard.fit_to_memory(model, bytes_per_rank="1 MiB", world_size=4, optimizer=8, example_inputs=(batch,))
+        for each in fit.tradeoffs:
             print(each.unit, each.what, each.peak, each.sent_nbytes, each.flops)
     """
 
@@ -71,13 +72,13 @@ class GivenUp(NamedTuple):
     flops: int  # what it costs: operations computed again by a rank in a step
 
 
-class Unlimited(NamedTuple):
+class Baseline(NamedTuple):
     """A step in which nothing is given up.
 
     Example::
 
-        fit = flatshard.fit(model, bytes_per_rank="1 MiB", world_size=4, optimizer=8, example_inputs=(batch,))
-        print(fit.unlimited.nbytes)
+        fit = flatshard.fit_to_memory(model, bytes_per_rank="1 MiB", world_size=4, optimizer=8, example_inputs=(batch,))
+        print(fit.baseline.nbytes)
     """
 
     nbytes: int  # at its peak
@@ -86,29 +87,32 @@ class Unlimited(NamedTuple):
 
 
 @dataclass(frozen=True, repr=False)
-class Fit:
-    """The result of :func:`fit`. ``print`` shows it as a page.
+class MemoryFit:
+    """The result of :func:`fit_to_memory`. ``print`` shows it as a page.
 
     Example::
 
-        fit = flatshard.fit(model, bytes_per_rank="1 MiB", world_size=4, optimizer=8, example_inputs=(batch,))
+        fit = flatshard.fit_to_memory(model, bytes_per_rank="1 MiB", world_size=4, optimizer=8, example_inputs=(batch,))
         print(fit.peak.nbytes, fit.margin)
         print(fit.arguments["policy"])  # flatshard.fully_shard(model, **fit.arguments) does it
     """
 
     budget: int  # bytes on a rank
-    plan: Plan
+    plan: StepPlan
     """The plan of what was chosen: its memory, collectives and operations."""
-    unlimited: Unlimited  # the same step, if nothing were given up
+    baseline: Baseline  # the same step, if nothing were given up
     units: tuple[UnitFit, ...]  # without the outermost one, in module order
-    given_up: tuple[GivenUp, ...]  # in this order
+    tradeoffs: tuple[Tradeoff, ...]  # in this order
     arguments: dict[str, Any]
     """The arguments of :func:`fully_shard`, with recomputation: ``fully_shard(model, **fit.arguments)``."""
     found: str  # where the units come from
     notes: tuple[str, ...]  # what was not possible
     batch: int | None = None  # rows of the largest microbatch, if it was asked for
-    makes_optimizer: OptimizerChoice = None  # the argument ``optimizer`` of ``fit``
+    makes_optimizer: OptimizerChoice = None  # the argument ``optimizer`` of ``fit_to_memory``
     offloads_optimizer: bool = False  # whether optimizer state is on the host: ``optimizer()`` makes one that does it
+
+    given_up = OldMember("tradeoffs")
+    unlimited = OldMember("baseline")
 
     @property
     def peak(self) -> Peak:
@@ -123,17 +127,17 @@ class Fit:
     @property
     def sent_nbytes(self) -> int:
         """Bytes that a rank sends in a step because of what was given up."""
-        return self.plan.sent_nbytes - self.unlimited.sent_nbytes
+        return self.plan.sent_nbytes - self.baseline.sent_nbytes
 
     @property
     def flops(self) -> int:
         """Operations that a rank computes again in a step."""
-        return (self.plan.flops or 0) - self.unlimited.flops
+        return (self.plan.flops or 0) - self.baseline.flops
 
     @property
     def copied_nbytes(self) -> int:
         """Bytes that are copied between a rank's host and device in a step."""
-        return sum(each.copied_nbytes for each in self.given_up)
+        return sum(each.copied_nbytes for each in self.tradeoffs)
 
     def apply(self, module: M, **arguments: Any) -> M:
         """Call ``fully_shard(module, **fit.arguments)``, with ``arguments`` beside, such as ``process_group=``.
@@ -149,7 +153,7 @@ class Fit:
         changed = [name for name, value in arguments.items() if name in planned and value != usual[name]]
         if changed:
             raise ValueError(
-                f"fit.apply: {name_list(changed)} would change what was fitted: give it to flatshard.fit, or call "
+                f"fit.apply: {name_list(changed)} would change what was fitted: give it to flatshard.fit_to_memory, or call "
                 "fully_shard(module, **fit.arguments | {...})"
             )
         names = {plain_name(name) for name, _ in module.named_modules()}
@@ -162,28 +166,28 @@ class Fit:
         if numel != self.plan.numel and not self.arguments.get("ignored_states"):
             raise ValueError(
                 f"fit.apply: this {type(module).__name__} has {numel:,} elements, and {self.plan.numel:,} were fitted: "
-                "call flatshard.fit with this model"
+                "call flatshard.fit_to_memory with this model"
             )
         dtypes = {fqn: flat.dtype for unit in self.plan.units for flat in unit.flats for fqn in flat.fqns}
         params = {plain_name(name): p for name, p in module.named_parameters(remove_duplicate=False)}
         if cast := [name for name, dtype in dtypes.items() if name in params and params[name].dtype is not dtype]:
             raise ValueError(
                 f"fit.apply: in this {type(module).__name__} {name_list(cast, 3)} has {params[cast[0]].dtype}, and "
-                f"{dtypes[cast[0]]} was fitted: cast the model first, or call flatshard.fit with this model"
+                f"{dtypes[cast[0]]} was fitted: cast the model first, or call flatshard.fit_to_memory with this model"
             )
         moved = as_device(arguments.get("device_id"))
         kinds = {p.device.type for p in params.values()} - {"meta"} if moved is None else {moved.type}
         if others := sorted(kinds - {self.plan.device}):
             raise ValueError(
                 f"fit.apply: fitted for device={self.plan.device!r}, and this {type(module).__name__} would train on "
-                f"{others[0]!r}: move it, pass device_id=, or call flatshard.fit(..., device={others[0]!r})"
+                f"{others[0]!r}: move it, pass device_id=, or call flatshard.fit_to_memory(..., device={others[0]!r})"
             )
         mesh = arguments.get("device_mesh")
         found = mesh.size() if mesh is not None else dist.get_world_size(arguments.get("process_group"))
         if found != self.plan.world_size.total:
             raise ValueError(
                 f"fit.apply: fitted for {self.plan.world_size}, and there are {found}: call "
-                f"flatshard.fit(..., world_size={found})"
+                f"flatshard.fit_to_memory(..., world_size={found})"
             )
         return fully_shard(module, **self.arguments | arguments)
 
@@ -191,17 +195,19 @@ class Fit:
         """Make the fitted optimizer of ``params``, as an ``OffloadedOptimizer`` if its state is on the host.
 
         Raises:
-            TypeError: ``fit`` was given no class or function that makes one.
+            TypeError: ``fit_to_memory`` was given no class or function that makes one.
         """
         make: Any = self.makes_optimizer
         if not callable(make):
-            raise TypeError(f"fit.optimizer: fit was given {make!r}, not a class or a function that makes an optimizer")
+            raise TypeError(
+                f"fit.optimizer: fit_to_memory was given {make!r}, not a class or a function that makes an optimizer"
+            )
         return OffloadedOptimizer(params, make, **options) if self.offloads_optimizer else make(params, **options)
 
     def __repr__(self) -> str:
         return (
-            f"Fit({self.plan.module} over {self.plan.world_size}: peak {in_bytes(self.peak.nbytes)} of "
-            f"{in_bytes(self.budget)}, {len(self.given_up)} given up)"
+            f"MemoryFit({self.plan.module} over {self.plan.world_size}: peak {in_bytes(self.peak.nbytes)} of "
+            f"{in_bytes(self.budget)}, {len(self.tradeoffs)} given up)"
         )
 
     def __str__(self) -> str:
@@ -212,7 +218,7 @@ class Fit:
             f"peak {peak.nbytes:,} bytes ({in_bytes(peak.nbytes)}), in {peak.phase} at unit {peak.unit or '<root>'!r}; "
             f"{in_bytes(self.margin)} ({share}) below the budget",
             *([] if self.batch is None else [f"the largest microbatch: {self.batch} rows"]),
-            f"without a budget the peak would be {in_bytes(self.unlimited.nbytes)}",
+            f"without a budget the peak would be {in_bytes(self.baseline.nbytes)}",
             "",
             f"units: {len(self.units)} of {self.found}, and the rest of the model",
             *table(_unit_rows(self.units), left=4),
@@ -221,8 +227,8 @@ class Fit:
                 * self.offloads_optimizer
             ),
             "",
-            "given up, in this order" if self.given_up else "nothing has to be given up",
-            *(table(_given_rows(self.given_up), left=2) if self.given_up else ()),
+            "given up, in this order" if self.tradeoffs else "nothing has to be given up",
+            *(table(_given_rows(self.tradeoffs), left=2) if self.tradeoffs else ()),
             "",
             f"all of it costs in a step: {in_bytes(self.sent_nbytes)} sent more ({in_bytes(self.plan.sent_nbytes)} in all), "
             + (f"{in_bytes(self.copied_nbytes)} copied, " if self.copied_nbytes else "")
@@ -263,7 +269,7 @@ def _unit_rows(units: Sequence[UnitFit]) -> list[list[str]]:
     return [row[:-1] for row in rows]
 
 
-def _given_rows(given: Sequence[GivenUp]) -> list[list[str]]:
+def _given_rows(given: Sequence[Tradeoff]) -> list[list[str]]:
     copies = any(each.copied_nbytes for each in given)
     rows = [["what", "of", "peak after it", "sent more", *["copied"][: int(copies)], "computed again"]]
     for what, group in itertools.groupby(given, key=lambda each: each.what):

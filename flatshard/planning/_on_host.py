@@ -13,10 +13,10 @@ import bisect
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 
-from flatshard.planning._report import Plan, UnitPlan
+from flatshard.planning._report import StepPlan, UnitPlan
 
 
-def best_on_host(plan: Plan, names: Sequence[str]) -> list[str]:
+def best_on_host(plan: StepPlan, names: Sequence[str]) -> list[str]:
     """Return the units ``names`` of ``plan``, those first that are best on the host. [Note: Units on the host]"""
     costs = {}
     for unit in plan.units:
@@ -33,7 +33,7 @@ def fewest_on_host(order: Sequence[str], is_enough: Callable[[Sequence[str]], bo
     return None if at == len(order) else order[: counts[at]]
 
 
-def copied_nbytes(plan: Plan, units: Collection[str] | None) -> int:
+def copied_nbytes(plan: StepPlan, units: Collection[str] | None) -> int:
     """Return the bytes copied between host and device in a step if ``units``, or all units if None, are on the host.
 
     These are shards to gather, and gradients, which are reduced once.

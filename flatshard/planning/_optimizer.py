@@ -40,7 +40,7 @@ def planned_optimizer(
     """Make the optimizer, and have it step once, as on ``device``.
 
     Args:
-        choice: the argument ``optimizer`` of ``plan``.
+        choice: the argument ``optimizer`` of ``plan_step``.
         params: from the parameters of the planned module to this rank's parts on the meta device, which have gradients.
         device: the type of device to train on.
         on_host: the parts that are offloaded.
@@ -53,7 +53,7 @@ def planned_optimizer(
     parts = list(params.values())
     if isinstance(choice, int) and not isinstance(choice, bool):
         if choice < 0:
-            raise ValueError(f"plan: optimizer={choice} bytes for each element")
+            raise ValueError(f"plan_step: optimizer={choice} bytes for each element")
         return PlannedOptimizer(None, {part: choice * part.numel() for part in parts})
     if choice is None or not parts:
         return PlannedOptimizer(None, {})
@@ -67,9 +67,9 @@ def planned_optimizer(
         optimizer.step()
     except Exception as e:
         raise ValueError(
-            f"plan: the size of {type(optimizer).__name__}'s state is measured by a step on the meta device, which failed "
-            f"({type(e).__name__}: {e}). If it works with real parameters and gradients of these dtypes, pass the number of "
-            "bytes of state per element: optimizer=8"
+            f"plan_step: the size of {type(optimizer).__name__}'s state is measured by a step on meta, which "
+            f"failed ({type(e).__name__}: {e}). If it works with real parameters and gradients of these dtypes, pass the "
+            "number of bytes of state per element: optimizer=8"
         ) from e
     planned = PlannedOptimizer(optimizer, {})
     planned.nbytes.update({part: sum(t.numel() * t.itemsize for t in planned.state_of(part)) for part in parts})
@@ -98,16 +98,18 @@ def _made(choice: Any, params: Mapping[nn.Parameter, nn.Parameter]) -> torch.opt
             raise
         kind = getattr(make, "func", make)
         name = getattr(kind, "__name__", type(kind).__name__)
-        raise ValueError(f"plan: {name} takes no parts of parameters ({e}). {cure}") from e
+        raise ValueError(f"plan_step: {name} takes no parts of parameters ({e}). {cure}") from e
     if not isinstance(made, torch.optim.Optimizer):
         raise TypeError(
-            "plan: optimizer must be an optimizer on the model's parameters, a class or function that makes one of a list of "
-            f"parameters, a number of bytes per element, or None, got {choice!r}"
+            "plan_step: optimizer must be an optimizer on the model's parameters, a class or function that makes one of a "
+            f"list of parameters, a number of bytes per element, or None, got {choice!r}"
         )
     stepping: Any = made.inner if isinstance(made, OffloadedOptimizer) else made
     steps_empty = steps_empty_parts(stepping)
     if steps_empty is not None and any(part.numel() or not steps_empty for part in cut):
-        raise ValueError(f"plan: {type(stepping).__name__} looks at whole parameters, and a rank has parts. {cure}")
+        raise ValueError(
+            f"plan_step: {type(stepping).__name__} looks at whole parameters, and a rank has parts. {cure}"
+        )
     return made
 
 
@@ -117,8 +119,8 @@ def _groups(given: torch.optim.Optimizer, params: Mapping[nn.Parameter, nn.Param
     for options in given.param_groups:
         if unknown := [tuple(p.shape) for p in options["params"] if p not in params and p.requires_grad]:
             raise ValueError(
-                f"plan: the optimizer has a trainable parameter of shape {unknown[0]} that the plan does not shard: build it "
-                "on the parameters of the planned module, without ignored ones"
+                f"plan_step: the optimizer has a trainable parameter of shape {unknown[0]} that the plan does not shard: "
+                "build it on the parameters of the planned module, without ignored ones"
             )
         parts = [params[p] for p in options["params"] if p in params]
         if parts:

@@ -1,4 +1,4 @@
-"""``plan``: the units that ``fully_shard`` would build, and the memory and collectives of a step.
+"""``plan_step``: the units that ``fully_shard`` would build, and the memory and collectives of a step.
 
 ``_program.py`` shards a copy of the module on the meta device, and runs steps. ``_recording.py`` records their collectives,
 operations and memory. ``_report.py`` shows the result.
@@ -29,11 +29,11 @@ from flatshard.layouts import LayoutChoice
 from flatshard.planning._arguments import check_arguments, device_type
 from flatshard.planning._optimizer import OptimizerChoice
 from flatshard.planning._program import META, LossChoice, Program, StepOptions
-from flatshard.planning._records import Collective, Ranks
-from flatshard.planning._report import Plan, UnitPlan
+from flatshard.planning._records import PlannedCollective, Ranks
+from flatshard.planning._report import StepPlan, UnitPlan
 
 
-def plan(
+def plan_step(
     module: nn.Module,
     *,
     policy: Policy = None,
@@ -59,7 +59,7 @@ def plan(
     ranks_per_node: int = 8,
     device: str = "cuda",
     compare: bool = True,
-) -> Plan:
+) -> StepPlan:
     """Plan the units that :func:`fully_shard` would build, and the memory and collectives of a step, without a process group.
 
     It shards a copy of the module on the meta device, as one rank of a process group that does not exist, and runs steps with
@@ -68,7 +68,7 @@ def plan(
 
     Example::
 
-        plan = flatshard.plan(model, policy={Block}, world_size=64, optimizer=torch.optim.AdamW, example_inputs=(batch,))
+        plan = flatshard.plan_step(model, policy={Block}, world_size=64, optimizer=torch.optim.AdamW, example_inputs=(batch,))
         print(plan)  # plan.plot("step.svg") draws the memory over a step
 
     The result is about the second step and later ones. Gradients are dropped (``zero_grad()``) before forward. Without
@@ -106,13 +106,13 @@ def plan(
         device: the type of device to train on. On ``"cpu"`` nothing is offloaded; memory is that of ranks on several hosts.
             Ranks of one host take the memory of what is gathered ahead later, and have shared memory beside it
             (``FLATSHARD_SHARED_MEMORY``). In all they hold at most about two shards of the largest unit more.
-        compare: also plan the other strategies over as many ranks, for ``Plan.strategies``.
+        compare: also plan the other strategies over as many ranks, for ``StepPlan.strategies``.
 
     Raises:
         TypeError, ValueError: an argument is wrong, as the message says; or a part of ``module`` is sharded already.
         NotImplementedError: not supported here: tensor subclasses (DTensors), and collectives of single units.
     """
-    check_arguments("plan", locals())
+    check_arguments("plan_step", locals())
     given = locals() | {"device": device_type(device)}
     options = StepOptions(
         **{field.name: given[field.name] for field in dataclasses.fields(StepOptions) if field.name in given},
@@ -123,8 +123,8 @@ def plan(
     ranks = _ranks(world_size, config.strategy, ranks_per_node)
     if isinstance(module, nn.Module) and (units := units_of_parameters(module)):
         raise ValueError(
-            f"plan: unit {units[0].fqn or '<root>'!r} of this {type(module).__name__} is sharded already. describe() shows "
-            "its units. To plan, build the model again: `with torch.device('meta'):` takes no memory"
+            f"plan_step: unit {units[0].fqn or '<root>'!r} of this {type(module).__name__} is sharded already. describe() "
+            "shows its units. To plan, build the model again: `with torch.device('meta'):` takes no memory"
         )
     check_module(module)
     choice = choose(module, policy, config, ignored_states, ranks.shards)
@@ -140,7 +140,7 @@ def _ranks(world_size: Any, strategy: ShardingStrategy, per_node: int) -> Ranks:
     """Return the argument ``world_size`` as replicas and ranks to shard over."""
     if isinstance(world_size, tuple) and not strategy.is_hybrid:
         raise ValueError(
-            f"plan: world_size={world_size} is for hybrid strategies, (replicas, ranks to shard over), but strategy is "
+            f"plan_step: world_size={world_size} is for hybrid strategies, (replicas, ranks to shard over), but strategy is "
             f"{strategy}: pass the number of ranks, or strategy=ShardingStrategy.HYBRID_SHARD"
         )
     if isinstance(world_size, tuple):
@@ -149,7 +149,7 @@ def _ranks(world_size: Any, strategy: ShardingStrategy, per_node: int) -> Ranks:
         return Ranks(1, world_size)
     if world_size % per_node:
         raise ValueError(
-            f"plan: {strategy} shards within a node, but {per_node} ranks a node do not divide {world_size} ranks: "
+            f"plan_step: {strategy} shards within a node, but {per_node} ranks a node do not divide {world_size} ranks: "
             "pass world_size=(replicas, ranks to shard over), or ranks_per_node=..."
         )
     return Ranks(world_size // per_node, per_node)
@@ -166,7 +166,7 @@ def check(choice: Choice, activations: int | Mapping[str, int]) -> None:
     for owned in (owned for unit in choice.planned for owned in unit.owned):
         if wrapping_of(owned.param) is not None:
             raise NotImplementedError(
-                f"plan: parameter {owned.fqn!r} is a {type(owned.param).__name__}, and tensor subclasses cannot be "
+                f"plan_step: parameter {owned.fqn!r} is a {type(owned.param).__name__}, and tensor subclasses cannot be "
                 "planned. Plan the model with plain parameters of the sizes that this rank has"
             )
     for name, why in (
@@ -174,10 +174,10 @@ def check(choice: Choice, activations: int | Mapping[str, int]) -> None:
         ("shard_mesh_fn", "there are no meshes to plan with"),
     ):
         if any(getattr(config, name) is not None for config in choice.configs):
-            raise NotImplementedError(f"plan: the policy overrides {name} for a unit, but {why}")
+            raise NotImplementedError(f"plan_step: the policy overrides {name} for a unit, but {why}")
     names = [unit.fqn for unit in choice.planned]
     if isinstance(activations, Mapping) and (odd := [n for n in activations if n not in names]):
-        raise ValueError(f"plan: activations has {odd[0]!r}, which is not a unit; the units are {names}")
+        raise ValueError(f"plan_step: activations has {odd[0]!r}, which is not a unit; the units are {names}")
 
 
 def _alternatives(choice: Choice, ranks: Ranks, per_node: int) -> list[tuple[Choice, Ranks]]:
@@ -202,7 +202,7 @@ def changed(choice: Choice, **options: Any) -> Choice:
     return dataclasses.replace(choice, planned=planned, strategy=options.get("strategy", choice.strategy))
 
 
-def plan_of(program: Program, others: tuple[Plan, ...] = ()) -> Plan:
+def plan_of(program: Program, others: tuple[StepPlan, ...] = ()) -> StepPlan:
     """Run ``program``, and return the plan of what it has recorded."""
     program.run()
     collectives = program.recorder.collectives
@@ -213,7 +213,7 @@ def plan_of(program: Program, others: tuple[Plan, ...] = ()) -> Plan:
     units = tuple(
         _unit_plan(unit, of_unit, issued[unit.fqn], program.states, flops[unit.fqn]) for unit, of_unit in described
     )
-    return Plan(
+    return StepPlan(
         module=type(program.root).__name__,
         strategy=program.choice.strategy.name,
         world_size=program.ranks,
@@ -229,13 +229,17 @@ def plan_of(program: Program, others: tuple[Plan, ...] = ()) -> Plan:
 
 
 def _unit_plan(
-    unit: Unit, described: UnitDescription, issued: Sequence[Collective], states: Mapping[nn.Parameter, int], flops: int
+    unit: Unit,
+    described: UnitDescription,
+    issued: Sequence[PlannedCollective],
+    states: Mapping[nn.Parameter, int],
+    flops: int,
 ) -> UnitPlan:
     flats = unit.handle.flats
     params = [p for f in flats for p in f.params]
     grads = {id(s): s.nbytes() for s in (p.grad.untyped_storage() for p in params if p.grad is not None)}
     reduced = [g for g in unit.handle.gradients.flats if g.is_reduced and any(g.flat.requires_grad)]
-    outputs = [g.flat.layout.shard_numel * g.reduce_dtype.itemsize for g in reduced if not g.flat.is_whole]
+    outputs = [g.flat.layout.shard_numel * g.dtypes.reduce.itemsize for g in reduced if not g.flat.is_whole]
     inputs = [c.nbytes for c in issued if c.kind == ("reduce-scatter" if outputs else "all-reduce")]
     return UnitPlan(
         **vars(described),

@@ -38,10 +38,10 @@ from flatshard._composable.fully_shard import Choice, build, install
 from flatshard._composable.module_tree import called_modules
 from flatshard._composable.outputs import tensors_in
 from flatshard._composable.state import Context, Forward, Unit, unit_of
-from flatshard._handle.pool import Pools
 from flatshard._handle.tensors.grad_dtype import hand_on
 from flatshard._handle.tensors.sharded_parameter import shard_info
 from flatshard._handle.unit_ranks import Runtimes
+from flatshard._handle.unsharded import Pools
 from flatshard.optim._offload import OffloadedOptimizer, in_turns, units_of_params
 from flatshard.planning._attention import attention_as_on
 from flatshard.planning._optimizer import OptimizerChoice, PlannedOptimizer, planned_optimizer
@@ -59,7 +59,7 @@ META = torch.device("meta")
 
 @dataclass(frozen=True)
 class StepOptions:
-    """The arguments of ``plan`` that describe a step.
+    """The arguments of ``plan_step`` that describe a step.
 
     Raises:
         ValueError: two of them contradict each other.
@@ -78,7 +78,7 @@ class StepOptions:
 
     def __post_init__(self) -> None:
         if self.example_inputs is not None and self.activations:
-            raise ValueError("plan: with example_inputs, activations are recorded: leave out activations")
+            raise ValueError("plan_step: with example_inputs, activations are recorded: leave out activations")
 
 
 class OptimizerMemory(NamedTuple):
@@ -129,7 +129,8 @@ class Program:
         counted = functools.partial(CountedBuffer, self.books)
         for unit in self.units:
             for grads in unit.handle.gradients.flats:
-                grads.use_buffers(counted)
+                if grads.input is not None:
+                    grads.input.use_buffers(counted)
         for flat in self.flats:
             self.books.track([flat.shard], "shards")
             if not flat.unsharded.is_alias:
@@ -299,14 +300,14 @@ class Program:
                 loss.backward()  # type: ignore[no-untyped-call]
         except Exception as e:
             e.add_note(
-                "plan: this was the forward or backward of a copy on the meta device, where tensors have no values. "
+                "plan_step: this was the forward or backward of a copy on the meta device, where tensors have no values. "
                 "If the model needs values, change example_inputs so that it does not (GPT-2 of transformers: pass an "
                 "attention_mask, too), or leave example_inputs out, and pass activations="
             )
             raise
         if loss is None:
             raise ValueError(
-                "plan: the forward returned no floating-point tensor that requires grad, so backward cannot run"
+                "plan_step: the forward returned no floating-point tensor that requires grad, so backward cannot run"
             )
 
 

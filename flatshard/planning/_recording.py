@@ -32,9 +32,10 @@ from flatshard._comm.backends import BuiltinCollectives
 from flatshard._comm.collectives import Done, Pending
 from flatshard._comm.progress import Label
 from flatshard._composable.features import kept_shards
-from flatshard._handle import gradients, pool, reduction
+from flatshard._handle import gradients, reduction, unsharded
+from flatshard._handle.unsharded import FlatBuffer
 from flatshard.planning._on_meta import computed
-from flatshard.planning._records import CATEGORIES, Collective, Memory, MemoryPair, Sample
+from flatshard.planning._records import CATEGORIES, Memory, MemoryPair, PlannedCollective, Sample
 from flatshard.planning._values import Values
 
 
@@ -48,7 +49,7 @@ class Recorder:
     def __init__(self) -> None:
         self.is_recording = False
         self.phase, self.unit = "forward", ""
-        self.collectives: list[Collective] = []
+        self.collectives: list[PlannedCollective] = []
         self.flops: Counter[str] = Counter()  # by the unit that runs
         self.main = self.current = RecordedStream(self)
 
@@ -189,7 +190,7 @@ class Books(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
 
-class CountedBuffer(pool.FlatBuffer):
+class CountedBuffer(FlatBuffer):
     """A buffer that tells ``books`` when it is resized."""
 
     __slots__ = ("books",)
@@ -365,14 +366,14 @@ def _like(described: Any) -> Any:
 
 
 _HANDLE = str(Path(reduction.__file__).parent)
-_POOL = pool.__file__
+_BUFFERS = unsharded.__file__
 _OF_REDUCTIONS = (gradients.__file__, reduction.__file__, mesh_runtime.__file__, __file__)
 
 
 def _category(frame: Any) -> str:
     """Return the category of storages made by an operation that ``frame`` called. [Note: What is counted]"""
     paths = map(frames.file_of, frames.outward(frame))
-    path = next(path for path in paths if path != _POOL)  # the pool allocates for its callers
+    path = next(path for path in paths if path != _BUFFERS)  # pools allocate for their callers
     if path in _OF_REDUCTIONS:
         return "reductions"
     return "unsharded" if path.startswith(_HANDLE) or path == kept_shards.__file__ else "activations"
@@ -396,7 +397,7 @@ class RecordingCollectives(BuiltinCollectives):
     out_of_place = True
 
     def __init__(self, books: Books, name: str, rank: int, size: int, widens: bool, receives: bool = False) -> None:
-        """``name``: see ``Collective.group``. ``receives``: a reduction receives into memory of its own."""
+        """``name``: see ``PlannedCollective.group``. ``receives``: a reduction receives into memory of its own."""
         self._books, self._recorder = books, books.recorder
         self._name = name
         self.rank, self.size = rank, size
@@ -412,7 +413,9 @@ class RecordingCollectives(BuiltinCollectives):
         if not recorder.is_recording:
             return Done()
         assert label is not None
-        recorder.collectives.append(Collective(kind, label.unit, recorder.phase, tensor.nbytes, self.size, group))
+        recorder.collectives.append(
+            PlannedCollective(kind, label.unit, recorder.phase, tensor.nbytes, self.size, group)
+        )
         self._books.look()
         return RecordedStream(recorder)
 

@@ -9,10 +9,16 @@ from flatshard.debug._describe import counted
 
 
 class Ranks(NamedTuple):
-    """The number of replicas of each shard, and the number of ranks that parameters are sharded over."""
+    """The number of replicas of each shard, and the number of ranks that parameters are sharded over.
 
-    replicas: int
-    shards: int
+    Example::
+
+        plan = flatshard.plan_step(model, policy={Block}, world_size=8)
+        print(plan.world_size.replicas, plan.world_size.shards, plan.world_size.total)
+    """
+
+    replicas: int  # ranks with the same shard
+    shards: int  # ranks that parameters are sharded over
 
     @property
     def total(self) -> int:
@@ -23,12 +29,12 @@ class Ranks(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Collective:
+class PlannedCollective:
     """A collective of a step.
 
     Example::
 
-        plan = flatshard.plan(model, policy={Block}, world_size=8)
+        plan = flatshard.plan_step(model, policy={Block}, world_size=8)
         gathered = sum(c.nbytes for c in plan.collectives if c.kind == "all-gather")
     """
 
@@ -52,7 +58,7 @@ class Memory:
 
     Example::
 
-        plan = flatshard.plan(model, policy={Block}, world_size=8)
+        plan = flatshard.plan_step(model, policy={Block}, world_size=8)
         memory = plan.total_peak.memory
         print(memory.shards, memory.gradients, memory.unsharded, memory.total)
     """
@@ -93,7 +99,7 @@ class Sample(NamedTuple):
 
     Example::
 
-        plan = flatshard.plan(model, policy={Block}, world_size=8)
+        plan = flatshard.plan_step(model, policy={Block}, world_size=8)
         for sample in plan.samples:
             print(sample.phase, sample.unit, sample.device.total)
     """
@@ -110,7 +116,7 @@ class Peak:
 
     Example::
 
-        plan = flatshard.plan(model, policy={Block}, world_size=8)
+        plan = flatshard.plan_step(model, policy={Block}, world_size=8)
         print(plan.peak.nbytes, plan.peak.phase, plan.peak.unit)
     """
 

@@ -1,4 +1,4 @@
-"""The result of ``plan``: tables that ``print`` shows, and a picture."""
+"""The result of ``plan_step``: tables that ``print`` shows, and a picture."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from flatshard.debug._describe import UnitDescription, table
 from flatshard.planning._picture import draw, in_bytes
-from flatshard.planning._records import CATEGORIES, Collective, Memory, Peak, Ranks, Sample
+from flatshard.planning._records import CATEGORIES, Memory, Peak, PlannedCollective, Ranks, Sample
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,7 +19,7 @@ class UnitPlan(UnitDescription):
 
     Example::
 
-        plan = flatshard.plan(model, policy={Block}, world_size=8)
+        plan = flatshard.plan_step(model, policy={Block}, world_size=8)
         largest = max(plan.units, key=lambda unit: unit.unsharded_nbytes)
         print(largest.fqn, largest.shard_nbytes, largest.sent_nbytes)
     """
@@ -30,7 +30,7 @@ class UnitPlan(UnitDescription):
     unsharded_nbytes: int  # of the gathered parameters
     reduction_nbytes: int  # the input and the output of its reduction
     collectives: int  # in a step
-    sent_nbytes: int  # in a step: see ``Collective.sent_nbytes``
+    sent_nbytes: int  # in a step: see ``PlannedCollective.sent_nbytes``
     flops: int  # floating-point operations in a step, while it is the innermost unit that runs
 
     @property
@@ -44,12 +44,12 @@ class UnitPlan(UnitDescription):
 
 
 @dataclass(frozen=True)
-class Plan:
-    """The result of :func:`plan`. ``print`` shows it as tables. Sizes are bytes on the rank that has most elements.
+class StepPlan:
+    """The result of :func:`plan_step`. ``print`` shows it as tables. Sizes are bytes on the rank that has most elements.
 
     Example::
 
-        plan = flatshard.plan(model, policy={Block}, world_size=8)
+        plan = flatshard.plan_step(model, policy={Block}, world_size=8)
         print(plan)
         print(plan.total_peak.nbytes, [other.strategy for other in plan.others])
     """
@@ -61,11 +61,11 @@ class Plan:
     units: tuple[UnitPlan, ...]  # in module order
     samples: tuple[Sample, ...]
     """The memory from the beginning of a step to its end: a sample for each change of memory, phase or unit."""
-    collectives: tuple[Collective, ...]
+    collectives: tuple[PlannedCollective, ...]
     """All collectives of a step, in the order in which they are issued."""
     flops: int | None
     """Floating-point operations of a step on a rank, as torch's flop counter counts them. None: without example inputs."""
-    others: tuple[Plan, ...]
+    others: tuple[StepPlan, ...]
     """The plans of the other strategies, with ``compare``."""
     warnings: tuple[str, ...]  # what is probably not meant
     assumptions: tuple[str, ...]  # what the numbers rest on
@@ -76,7 +76,7 @@ class Plan:
         return f"{self.module}, {self.strategy} over {self.world_size}"
 
     @property
-    def strategies(self) -> tuple[Plan, ...]:
+    def strategies(self) -> tuple[StepPlan, ...]:
         """This plan, and with ``compare`` those of the other strategies."""
         return (self, *self.others)
 
@@ -176,7 +176,7 @@ def _unit_table(units: Sequence[UnitPlan]) -> list[str]:
     return table([*rows, ["all", "", *cells(*units)]], left=2)
 
 
-def _memory_table(plan: Plan) -> list[str]:
+def _memory_table(plan: StepPlan) -> list[str]:
     peak = plan.total_peak
     columns = {"between steps": plan.between_steps, "at the peak": peak.memory}
     if plan.host_peak.nbytes:
@@ -189,7 +189,7 @@ def _memory_table(plan: Plan) -> list[str]:
     return [*table(rows), f"the peak is in {peak.phase}, at unit {peak.unit or '<root>'}"]
 
 
-def _strategy_table(plans: Sequence[Plan]) -> list[str]:
+def _strategy_table(plans: Sequence[StepPlan]) -> list[str]:
     rows = [["strategy", "over", "between steps", "peak", "collectives", "sent"]]
     for plan in plans:
         name = plan.strategy + (" (this)" if plan is plans[0] else "")

@@ -21,7 +21,7 @@ from flatshard.planning._choices import UNTIL_BACKWARD, UNTIL_CHANGE, UNTIL_FORW
 from flatshard.planning._picture import in_bytes
 from flatshard.planning._program import Learnt, Program, StepOptions
 from flatshard.planning._records import Ranks
-from flatshard.planning._report import Plan
+from flatshard.planning._report import StepPlan
 
 EVERYTHING = ("",)
 """The value of ``Setting.offload`` for all of the model, with the outermost unit."""
@@ -90,7 +90,7 @@ class Step:
             if unit.config != choice.planned[0].config or isinstance(unit.module, ModuleGroup):
                 what = "is several modules" if isinstance(unit.module, ModuleGroup) else "has arguments of its own"
                 raise NotImplementedError(
-                    f"fit: by this policy unit {unit.fqn or '<root>'!r} {what}: pass classes, a function or names"
+                    f"fit_to_memory: by this policy unit {unit.fqn or '<root>'!r} {what}: pass classes, a function or names"
                 )
             names += [unit.fqn] if unit.fqn else []
         return names
@@ -106,7 +106,7 @@ class Step:
         policy, ignored = given.pop("policy"), given.pop("ignored_states")
         return choose(self.module, policy, unit_config(**given), ignored, ranks.shards)
 
-    def plan(self, arguments: dict[str, Any], ranks: Ranks, states: bool = False) -> Plan:
+    def plan(self, arguments: dict[str, Any], ranks: Ranks, states: bool = False) -> StepPlan:
         """Plan the step with these arguments of ``fully_shard``. ``states`` is the field of ``Setting``."""
         options = self.options
         if states:

@@ -9,7 +9,7 @@ from flatshard._base.config import ShardingStrategy
 from flatshard._composable.construct.policy import SplitRoot
 from flatshard.planning._choices import UNTIL_BACKWARD, UNTIL_CHANGE, UNTIL_FORWARD, Choices, Keeps
 from flatshard.planning._records import Ranks
-from flatshard.planning._report import Plan
+from flatshard.planning._report import StepPlan
 from flatshard.planning._settings import EVERYTHING, Setting, Step, strategies_of
 
 
@@ -28,13 +28,13 @@ class StepModel:
         self.step, self.ranks, self.names = step, ranks, list(names)
         stays = UNTIL_CHANGE if step.options.microbatches > 1 else UNTIL_BACKWARD
         self.start: Choices = tuple(Keeps(stays, False) for _ in names)  # nothing is given up
-        self._plans: dict[tuple[Setting, Choices], Plan] = {}
+        self._plans: dict[tuple[Setting, Choices], StepPlan] = {}
 
-    def plan(self, setting: Setting, choices: Choices) -> Plan:
+    def plan(self, setting: Setting, choices: Choices) -> StepPlan:
         """Return the plan of ``choices`` in ``setting``."""
         return self.plan_in_full(setting, choices)
 
-    def plan_in_full(self, setting: Setting, choices: Choices) -> Plan:
+    def plan_in_full(self, setting: Setting, choices: Choices) -> StepPlan:
         """Return the plan of the module itself."""
         key = setting, choices
         if key not in self._plans:

@@ -20,8 +20,8 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 from flatshard.planning._choices import UNTIL_CHANGE, Choices, joined
-from flatshard.planning._records import Collective, MemoryPair, Ranks, Sample
-from flatshard.planning._report import Plan
+from flatshard.planning._records import MemoryPair, PlannedCollective, Ranks, Sample
+from flatshard.planning._report import StepPlan
 from flatshard.planning._settings import EVERYTHING, Setting, Step
 from flatshard.planning._shorter import Run, runs_of_blocks, without
 from flatshard.planning._step_model import StepModel
@@ -67,17 +67,17 @@ class Stitched(StepModel):
         self._block_of = {name: (at, number) for at, each in enumerate(self.blocks) for number, name in enumerate(each)}
         self._shorter: dict[tuple[int, ...], StepModel] = {}  # by the blocks of each run
         self._growths: dict[Hashable, _Growth] = {}
-        self._stitched: dict[tuple[Setting, Choices], Plan | None] = {}
+        self._stitched: dict[tuple[Setting, Choices], StepPlan | None] = {}
         self._block = functools.cache(self._find_block)
 
-    def plan(self, setting: Setting, choices: Choices) -> Plan:
+    def plan(self, setting: Setting, choices: Choices) -> StepPlan:
         """Return the stitched plan, or the plan in full if too many blocks choose differently."""
         key = setting, choices
         if key not in self._stitched:
             self._stitched[key] = self._stitched_plan(setting, choices)
         return self._stitched[key] or self.plan_in_full(setting, choices)
 
-    def _stitched_plan(self, setting: Setting, choices: Choices) -> Plan | None:
+    def _stitched_plan(self, setting: Setting, choices: Choices) -> StepPlan | None:
         """Return the plan of the long model, or None if it must be planned in full."""
         chosen: list[list[tuple[Any, ...]]] = [[()] * len(names) for names in self.blocks]
         hosts = set(setting.offload)
@@ -106,7 +106,7 @@ class Stitched(StepModel):
         around = itertools.accumulate(unit.split("."), joined)
         return next((self._block_of[name] for name in around if name in self._block_of), None)
 
-    def _planned(self, setting: Setting, choices: Choices, kept: Sequence[Sequence[int]]) -> Plan:
+    def _planned(self, setting: Setting, choices: Choices, kept: Sequence[Sequence[int]]) -> StepPlan:
         """Return the plan of a model that has only the blocks ``kept`` of each run."""
         counts = tuple(map(len, kept))
         blocks = [self._block(name) for name in self.names]
@@ -139,8 +139,12 @@ class Stitched(StepModel):
         return self._growths[key]
 
     def _stitch(
-        self, short: Plan, order: Sequence[tuple[_Passage, int]], grown: Sequence[_Growth], doubles: Sequence[list[int]]
-    ) -> Plan:
+        self,
+        short: StepPlan,
+        order: Sequence[tuple[_Passage, int]],
+        grown: Sequence[_Growth],
+        doubles: Sequence[list[int]],
+    ) -> StepPlan:
         """Return the plan of the long model. Its collectives are grouped by unit, not in order."""
         level = functools.reduce(_more, (each.begins for each in grown), _pair(short.samples[0]))
         samples = []
@@ -155,7 +159,7 @@ class Stitched(StepModel):
         for at, step in enumerate(steps):
             taken = functools.reduce(_more, (_less(more[at], less[at]) for less, more in growths), step)
             samples.append(Sample("optimizer", "", *_more(level, taken)))
-        issued: dict[str, list[Collective]] = {}
+        issued: dict[str, list[PlannedCollective]] = {}
         for each in short.collectives:
             issued.setdefault(each.unit, []).append(each)
         by_name = {unit.fqn: unit for unit in short.units}
@@ -204,7 +208,7 @@ def fewest(around: Sequence[Hashable]) -> list[int]:
     return kept
 
 
-def _passages(plan: Plan, block_of: Callable[[str], Block | None]) -> list[_Passage]:
+def _passages(plan: StepPlan, block_of: Callable[[str], Block | None]) -> list[_Passage]:
     """Split the samples of ``plan`` before the optimizer's step by block.
 
     Samples of the outermost unit after a block's belong to that block.
@@ -240,7 +244,7 @@ def _in_order(passages: Sequence[_Passage], doubles: Sequence[list[int]]) -> lis
     return order
 
 
-def _steps(plan: Plan) -> list[MemoryPair]:
+def _steps(plan: StepPlan) -> list[MemoryPair]:
     """Return the memory in the optimizer's step, beside what there is as it begins."""
     samples = [_pair(sample) for sample in plan.samples if sample.phase == "optimizer"]
     last = next(_pair(sample) for sample in reversed(plan.samples) if sample.phase != "optimizer")

@@ -27,7 +27,7 @@ from flatshard.planning._choices import (
     State,
     around_of,
 )
-from flatshard.planning._report import Plan
+from flatshard.planning._report import StepPlan
 
 Pair = tuple[Keeps | None, Keeps | None]
 """The choices of the unit before, in forward, and of a stretch's own unit, each None if there is no such unit."""
@@ -67,7 +67,7 @@ class _Taken(NamedTuple):
     with_kept: int  # it adds at its highest, if the unit that is gathered ahead has stayed
 
 
-def _stretches(plan: Plan, units: Sequence[str]) -> dict[Place, _Stretch]:
+def _stretches(plan: StepPlan, units: Sequence[str]) -> dict[Place, _Stretch]:
     found: dict[Place, _Stretch] = {}
     held = 0
     for number, (phase, samples) in enumerate(itertools.groupby(plan.samples, key=lambda sample: sample.phase)):
@@ -122,7 +122,7 @@ class Timeline:
         limit: for what is gathered ahead, in bytes. None: there is none. 0: nothing is.
     """
 
-    def __init__(self, plans: Sequence[Plan], units: Sequence[str], limit: int | None) -> None:
+    def __init__(self, plans: Sequence[StepPlan], units: Sequence[str], limit: int | None) -> None:
         self.units = list(units)
         places, plan = max(((_stretches(plan, self.units), plan) for plan in plans), key=lambda each: len(each[0]))
         self.places = {place: at for at, place in enumerate(places)}
@@ -203,7 +203,7 @@ class Timeline:
         before, last = (None if unit is None else self.nesting.state(unit, choices) for unit in row.pair)
         return pair_of(before, last)
 
-    def learn(self, choices: Choices, plan: Plan) -> None:
+    def learn(self, choices: Choices, plan: StepPlan) -> None:
         """Learn the memory of each stretch from the plan of ``choices``."""
         seen: list[_Stretch | None] = [None] * len(self.rows)
         at = 0

@@ -8,7 +8,14 @@ transports the messages: ``send`` is called with bytes, ``receive`` takes them. 
 damaged, and either side may restart: receivers ask again for missing data.
 """
 
-from flatshard.weights._receiver import Applied, Receiver, Target
+from typing import TYPE_CHECKING
+
+from flatshard._base import old_names
+from flatshard.weights._receiver import AppliedVersion as AppliedVersion
+from flatshard.weights._receiver import Receiver, Target
 from flatshard.weights._sender import Sender
 
-__all__ = ["Applied", "Receiver", "Sender", "Target"]
+if not TYPE_CHECKING:
+    __getattr__ = old_names.attributes(__name__, old={"Applied": "AppliedVersion"})
+
+__all__ = ["Receiver", "Sender", "Target"]

@@ -51,7 +51,7 @@ class Target(NamedTuple):
     """The begin of the region in the parameter. Default: its first element."""
 
 
-class Applied(NamedTuple):
+class AppliedVersion(NamedTuple):
     """The result of :meth:`Receiver.apply`.
 
     Example::
@@ -424,7 +424,7 @@ class Receiver:
 
     # -- the weights ---------------------------------------------------------------------------------------------------
 
-    def apply(self) -> Applied | None:
+    def apply(self) -> AppliedVersion | None:
         """Write the newest complete version into the weights, and confirm it. Call it while nobody reads the weights.
 
         Returns:
@@ -450,7 +450,7 @@ class Receiver:
             receipts = [(rank, self._state(rank, asks=False)) for rank in self._known()]
         for rank, message in receipts:
             self._send(rank, message)
-        return Applied(version, frozenset(names))
+        return AppliedVersion(version, frozenset(names))
 
     def _newest_complete(self) -> int | None:
         """Return the newest complete version, or None if the weights have it. [Note: All or nothing]"""

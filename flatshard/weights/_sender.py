@@ -122,7 +122,7 @@ class Sender:
     Raises:
         ValueError: nothing in ``module`` is sharded, or ``dtype`` is no floating-point dtype.
         RuntimeError: called inside a forward or ``summon_full_params``.
-        MeetingError: a rank did not come, or came with other arguments.
+        RankError: a rank did not come, or came with other arguments.
     """
 
     version: int

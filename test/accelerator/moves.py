@@ -46,16 +46,16 @@ class Here(World):
     """A world whose ranks fail together, meet, and continue in new groups."""
 
     def __init__(self, env: Env) -> None:
-        self.patience, self.epochs = 20.0, HereEpochs(env)
+        self.timeout, self.epochs = timedelta(seconds=20), HereEpochs(env)
         self.form(0, self.epochs.members)
 
     def form(self, epoch: int, members: list[Member]) -> None:
         self.epochs.number, self.epochs.members = epoch, members
-        timeout = timedelta(seconds=self.patience)
-        self.here, self.copies_group = dist.new_group(timeout=timeout), dist.new_group(backend="gloo", timeout=timeout)
+        self.here = dist.new_group(timeout=self.timeout)
+        self.copies_group = dist.new_group(backend="gloo", timeout=self.timeout)
 
     @property
-    def group(self) -> dist.ProcessGroup:
+    def process_group(self) -> dist.ProcessGroup:
         return self.here
 
     def abort(self) -> None:
@@ -101,9 +101,9 @@ def job(env: Env, **options: Any) -> dict[str, Any]:
     The host does not wait when copies begin. It keeps three times its shards, and two small send buffers.
     """
     world = Here(env)
-    model = env.shard(env.make(), process_group=world.group, **options)
+    model = env.shard(env.make(), process_group=world.process_group, **options)
     optimizer = sgd(model.parameters())
-    made = flatshard.elastic.Job(world, model, optimizer, say=lambda _: None)
+    made = flatshard.elastic.Job(world, model, optimizer, log=lambda _: None)
     fails, take, kept = {1, 2, 3, 4, 5} if env.is_simulated else set(), made._copies.take, list[int]()
 
     def take_at_once(*args: Any) -> None:

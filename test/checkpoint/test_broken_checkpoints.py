@@ -35,7 +35,7 @@ from flatshard import fully_shard, load_checkpoint, save_checkpoint
 from flatshard._comm import rendezvous
 from flatshard._comm.backends import timeout_of
 from flatshard.checkpoint import (
-    MeetingError,
+    RankError,
     Reader,
     _barrier,
     _byte_count,
@@ -68,7 +68,7 @@ def four(ctx: Any, value: float = 1.0) -> nn.Module:
 
 
 def expect(pattern: str) -> Any:
-    return pytest.raises(MeetingError, match=pattern)
+    return pytest.raises(RankError, match=pattern)
 
 
 @contextlib.contextmanager
@@ -806,7 +806,7 @@ def test_damaged_files(job):
         before, error = job.values(), None
         try:
             job.load()
-        except MeetingError as e:
+        except RankError as e:
             error = str(e)
         refused += error is not None
         assert error is None or "checkpoint" in error
@@ -892,7 +892,7 @@ def test_the_disk_at_every_step(job, caplog, options):
     for at in itertools.count():
         with pytest.MonkeyPatch.context() as patch:
             failing = Failing(patch, at, **options)
-            with contextlib.suppress(MeetingError, Killed):
+            with contextlib.suppress(RankError, Killed):
                 job.save()
         assert options["kill"] or job.path.exists()  # put back if it was moved away
         job.train()

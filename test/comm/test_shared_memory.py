@@ -30,13 +30,12 @@ import flatshard
 from flatshard import ShardingStrategy, fully_shard
 from flatshard._base import environment
 from flatshard._comm.backends import GlooCollectives
-from flatshard._comm.capabilities import gathers_late
+from flatshard._comm.collectives import gathers_late
 from flatshard._comm.shared_memory.handshake import PeerSegment
 from flatshard._comm.shared_memory.payloads import SharedMemory
 from flatshard._comm.shared_memory.segment import FIRST_BYTES, Segment
 from flatshard._composable.find import units_below
-from flatshard._handle.pool import FlatBuffer
-from flatshard._handle.unsharded import UnshardedBuffer
+from flatshard._handle.unsharded import FlatBuffer, UnshardedBuffer
 
 NUMEL = 1037
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64)
@@ -348,9 +347,7 @@ def test_units_ahead_take_no_memory(ctx) -> None:
 
     def look(*_: Any) -> None:
         handles = [unit.handle for unit in units_below(model)]
-        ahead.extend(
-            flat.unsharded.nbytes for h in handles if h.lifetime.params.name == "UNSHARDING" for flat in h.flats
-        )
+        ahead.extend(flat.unsharded.nbytes for h in handles if h.state.name == "UNSHARDING" for flat in h.flats)
 
     @gathers_late
     def gather(*args: Any, ensure_output: Any = None) -> Any:

@@ -513,7 +513,7 @@ def test_a_plan_while_another_model_waits_for_values(fake_group):
     with torch.device("meta"):
         waiting = nn.Linear(3, 3)
     fully_shard(waiting)
-    assert flatshard.plan(nn.Linear(4, 4), world_size=2).collectives
+    assert flatshard.plan_step(nn.Linear(4, 4), world_size=2).collectives
     with pytest.raises(RuntimeError, match="are on the meta device"):
         waiting(torch.ones(3))
 

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from datetime import timedelta
 from multiprocessing.connection import wait
 from typing import Any, ClassVar
 
@@ -155,7 +156,7 @@ class Plan:
     freezes: bool = False
     width: int = 8
     steps: int = STEPS
-    patience: float = 20.0
+    timeout: timedelta = timedelta(seconds=20)
     raises: int | None = None  # the process that raises a user error in step 2
     leaves: int | None = None  # the process that leaves the loop after step 2
     waits: tuple[int, ...] = ()  # steps in which each process waits, the first time, until `Processes.go_on`
@@ -181,16 +182,18 @@ def run_rank(plan: Plan, process: int, port: int, pipe: Any) -> None:
             names["main"](port, network, functools.partial(_recipe_step, made))
             pipe.send(("end", made, 0, 0, 0, 0))
             os._exit(0)
-        world = World(dist.TCPStore("127.0.0.1", port, is_master=False), plan.ranks, patience=plan.patience)
+        world = World(dist.TCPStore("127.0.0.1", port, is_master=False), plan.ranks, timeout=plan.timeout)
         model = network(plan.freezes, plan.width)
         if world.joins:
             model.to("meta")
         strategy, mesh = flatshard.ShardingStrategy[plan.strategy], None
         if strategy.is_hybrid:
-            mesh = init_device_mesh("cpu", (world.size // 2, 2))
+            mesh = init_device_mesh("cpu", (world.world_size // 2, 2))
         flatshard.fully_shard(model, policy={NormBlock}, strategy=strategy, device_mesh=mesh)
         optimizer, scheduler = parts_of_job(model)
-        job = Job(world, model, optimizer, [scheduler], say=lambda text: pipe.send(("said", text)), **plan.options)
+        job = Job(
+            world, model, optimizer, extra=[scheduler], log=lambda text: pipe.send(("said", text)), **plan.options
+        )
         death, waits = plan.deaths.get(job.rank) if process < plan.ranks else None, set(plan.waits)
         for step in job.steps(range(plan.steps)):
             if death is not None:  # the first copies exist
@@ -367,9 +370,9 @@ def drawn(seed: int, directory: str) -> Plan:
     if ranks == 4 and random_.random() < 0.6:
         deaths[(victim + 2) % 4 if strategy != "HYBRID_SHARD" else victim ^ 1] = death("recovery", 14)
     stops = any(each.signal == signal.SIGSTOP for each in deaths.values())
-    patience = 4.0 if stops or phase == "saving" else 20.0  # a save waits this long for a dead rank
+    timeout = timedelta(seconds=4 if stops or phase == "saving" else 20)  # a save waits this long for a dead rank
     options: dict[str, Any] = {"every": random_.choice((1, 1, 2))}
     if phase == "saving":
-        options.update(checkpoints=directory, save_every=2)
+        options.update(checkpoint_dir=directory, save_every=2)
     accumulates, freezes, wakes_early = (random_.random() < share for share in (0.3, 0.3, 0.5))
-    return Plan(ranks, deaths, options, strategy, accumulates, freezes, patience=patience, wakes_early=wakes_early)
+    return Plan(ranks, deaths, options, strategy, accumulates, freezes, timeout=timeout, wakes_early=wakes_early)

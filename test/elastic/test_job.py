@@ -6,6 +6,7 @@ import pickle
 import signal
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ def check(job: Processes) -> list[Outcome]:
     left = [each for each in outcomes if each.end is not None]
     assert left, [each.raised for each in outcomes]
     for each in outcomes:
-        assert each.raised is None or (each.number in plan.stopped and each.raised[0] == "OutError"), each.raised
+        assert each.raised is None or (each.number in plan.stopped and each.raised[0] == "ExcludedError"), each.raised
     assert len({tuple(history(each)[-3:]) for each in left}) == 1
     assert max(len(history(each)) for each in left) == plan.steps
     for each in left:
@@ -54,7 +55,7 @@ def test_drawn_deaths(tmp_path, seed: int):
 @pytest.mark.parametrize(("rank", "number"), some([(1, 2), (0, 2), (1, 6), (2, 2)], 2))
 def test_a_death_in_the_middle_of_a_message(rank: int, number: int):
     """Die in copies during a step and after the last. No rank waits for a timeout, although gloo drops waits."""
-    plan = Plan(3, {rank: Death("messages", number)}, width=384, patience=50.0)
+    plan = Plan(3, {rank: Death("messages", number)}, width=384, timeout=timedelta(seconds=50))
     with processes(plan) as job:
         job.read(lambda: any(each.exitcode for each in job.started))
         job.read(seconds=35)
@@ -88,15 +89,19 @@ def test_too_many_deaths():
     """All remaining ranks raise an error that names the lost shards."""
     job = killed(Plan(4, waits=(1,)), 2, 3)
     raised = [o.raised for o in job.outcomes if o.raised is not None]
-    assert [name for name, _ in raised] == ["LostError"] * 2, raised
+    assert [name for name, _ in raised] == ["LostShardsError"] * 2, raised
     assert "nobody has shards [1] of 4" in raised[0][1]
     assert "weight'" in raised[0][1]
 
 
 def test_too_many_deaths_with_a_checkpoint(tmp_path):
     """The remaining ranks continue from the checkpoint, bit for bit like a run that lost the others there."""
-    options = {"checkpoints": str(tmp_path), "save_every": 2, "every": 6}  # makes the checkpoint newer than the copies
-    plan = Plan(4, waits=(3,), patience=8.0, options=options)
+    options = {
+        "checkpoint_dir": str(tmp_path),
+        "save_every": 2,
+        "copy_every": 6,
+    }  # makes the checkpoint newer than the copies
+    plan = Plan(4, waits=(3,), timeout=timedelta(seconds=8), options=options)
     job = killed(plan, 2, 3, when=(tmp_path / "step-2").exists)
     left = check(job)
     assert len(left) == 2
@@ -157,8 +162,8 @@ def test_a_rank_joins():
 
 
 def test_a_rank_that_is_stopped_behind_the_last_step():
-    """The stopped rank is removed after ``patience`` and raises. The others end without it."""
-    with processes(Plan(3, {1: Death("end", 1, signal.SIGSTOP)}, patience=2.0)) as job:
+    """The stopped rank is removed after ``timeout`` and raises. The others end without it."""
+    with processes(Plan(3, {1: Death("end", 1, signal.SIGSTOP)}, timeout=timedelta(seconds=2))) as job:
         job.finish()
     assert len(check(job)) == 2
     assert [o.number for o in job.outcomes if o.raised is not None] == [2]
@@ -196,11 +201,11 @@ def test_the_recipe():
 
 
 def test_a_rank_that_is_stopped():
-    """A short stop only slows the job. After ``patience``, the rank is removed and raises when it wakes.
+    """A short stop only slows the job. After ``timeout``, the rank is removed and raises when it wakes.
 
     This holds in groups that the world did not make, such as the replicas' here.
     """
-    with processes(Plan(4, strategy="HYBRID_SHARD", waits=(1, 3), patience=2.0)) as job:
+    with processes(Plan(4, strategy="HYBRID_SHARD", waits=(1, 3), timeout=timedelta(seconds=2))) as job:
         job.read_step(1)
         slow = next(o for o in job.outcomes if o.number == 1)
         others = [o for o in job.outcomes if o is not slow]
@@ -215,7 +220,7 @@ def test_a_rank_that_is_stopped():
         job.kill(1, by=signal.SIGCONT)
         job.read()
     assert slow.raised is not None
-    assert slow.raised[0] == "OutError"
+    assert slow.raised[0] == "ExcludedError"
     assert "was rank 0 and did not come to them for 2 s" in slow.raised[1]
     assert [step for step, _ in slow.steps] == [0, 1, 2, 3]
     slow.raised = None

@@ -7,6 +7,7 @@ import pickle
 import threading
 import time
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from typing import Any, NamedTuple
 
 import pytest
@@ -18,7 +19,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import flatshard
-from flatshard.elastic import Job, OutError, World, _copies, _exchange
+from flatshard.elastic import ExcludedError, Job, World, _copies, _exchange
 from flatshard.elastic._epochs import Epochs
 
 
@@ -30,7 +31,7 @@ def alone() -> Iterator[Callable[[], World]]:
     def make(fresh: bool = False) -> World:
         for world in made:
             world.abort()
-        made.append(World(dist.HashStore() if fresh else store, 1, patience=5.0))
+        made.append(World(dist.HashStore() if fresh else store, 1, timeout=timedelta(seconds=5)))
         return made[-1]
 
     yield make
@@ -44,7 +45,7 @@ def alone() -> Iterator[Callable[[], World]]:
 def job_in(world: World, model: nn.Module | None = None, **options: Any) -> tuple[Job, nn.Module, Any]:
     model = flatshard.fully_shard(network() if model is None else model, policy={NormBlock})
     optimizer, scheduler = parts_of_job(model)
-    return Job(world, model, optimizer, [scheduler], **{"say": lambda _: None, **options}), model, optimizer
+    return Job(world, model, optimizer, extra=[scheduler], **{"log": lambda _: None, **options}), model, optimizer
 
 
 def backward(model: nn.Module, step: int) -> None:
@@ -158,7 +159,7 @@ def test_gradients_between_steps(alone):
 
 def test_copies_after_every_other_step(alone):
     """A failure loses all progress since the last copies, of ``extra`` too."""
-    job, model, optimizer = job_in(alone(), every=2)
+    job, model, optimizer = job_in(alone(), copy_every=2)
     (scheduler,), seen, failed = job._extra, [], []
     for step in job.steps(range(5)):
         with job.attempt():
@@ -253,10 +254,10 @@ def test_a_process_that_comes_after_the_last_step(alone):
     world = alone()
     late, _, _ = job_in(world)
     assert (world.joins, late.rank) == (True, 0)
-    with pytest.raises(OutError, match="the job had made its last step when process"):
+    with pytest.raises(ExcludedError, match="the job had made its last step when process"):
         list(late.steps(range(2)))
-    for ask in (lambda: late.rank, lambda: world.size):
-        with pytest.raises(OutError, match="its model was not trained to the end"):
+    for ask in (lambda: late.rank, lambda: world.world_size):
+        with pytest.raises(ExcludedError, match="its model was not trained to the end"):
             ask()
     assert not dist.is_initialized()
 
@@ -299,7 +300,7 @@ def test_what_a_rank_that_joins_could_not_read(alone):
     for allowed in ([], [Position]):
         world = alone(fresh=True)
         model = flatshard.fully_shard(network(), policy={NormBlock})
-        job = Job(world, model, parts_of_job(model)[0], [Position(3)], say=lambda _: None)
+        job = Job(world, model, parts_of_job(model)[0], extra=[Position(3)], log=lambda _: None)
         refused = pytest.raises(TypeError, match=r"extra is not what a rank that joins would read.*add_safe_globals")
         with torch.serialization.safe_globals(allowed), contextlib.nullcontext() if allowed else refused:
             next(job.steps(range(2)))
@@ -315,7 +316,7 @@ def test_more_processes_than_begin_the_job(alone, monkeypatch):
 
     monkeypatch.setattr(Epochs, "_enter", come_too_late)
     world = alone()
-    assert (world.joins, world.size) == (True, 1)
+    assert (world.joins, world.world_size) == (True, 1)
 
 
 def test_groups_that_others_make(alone):
@@ -330,7 +331,7 @@ def test_groups_that_others_make(alone):
 
 def test_checkpoints(alone, tmp_path):
     """A job begins at the newest checkpoint, with all of its state, and keeps two."""
-    job, model, optimizer = job_in(alone(), checkpoints=tmp_path, save_every=2)
+    job, model, optimizer = job_in(alone(), checkpoint_dir=tmp_path, save_every=2)
     run, expected = job.steps(range(9)), []
     for step in run:
         with job.attempt():
@@ -343,7 +344,7 @@ def test_checkpoints(alone, tmp_path):
             break
     job._checkpoints.wait()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-4", "step-6"]
-    job, model, optimizer = job_in(alone(fresh=True), checkpoints=tmp_path, save_every=2)
+    job, model, optimizer = job_in(alone(fresh=True), checkpoint_dir=tmp_path, save_every=2)
     run = job.steps(range(9))
     assert next(run) == 6
     torch.testing.assert_close(values(model), expected, rtol=0, atol=0)
@@ -360,7 +361,7 @@ def test_a_save_that_cannot_begin(alone, tmp_path):
     said: list[str] = []
     for blocked in (2, 4):
         directory = tmp_path / str(blocked)
-        job, model, optimizer = job_in(alone(fresh=True), checkpoints=directory, save_every=2, say=said.append)
+        job, model, optimizer = job_in(alone(fresh=True), checkpoint_dir=directory, save_every=2, log=said.append)
         expected = pytest.raises(RuntimeError, match=r"step 2 failed twice, .*step-2' exists and is no checkpoint")
         with expected if blocked == 2 else contextlib.nullcontext():
             for step in job.steps(range(7)):
@@ -381,10 +382,10 @@ def test_several_models(alone):
     average = torch.optim.swa_utils.AveragedModel(model)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     with pytest.raises(ValueError, match=r"torch\.nn\.ModuleList"):
-        Job(world, model, optimizer, [average])
+        Job(world, model, optimizer, extra=[average])
     with pytest.raises(TypeError, match="state_dict and load_state_dict, got a Generator"):
-        Job(world, model, optimizer, [torch.Generator()])
-    job = Job(world, nn.ModuleList([model, average]), optimizer, say=lambda _: None)
+        Job(world, model, optimizer, extra=[torch.Generator()])
+    job = Job(world, nn.ModuleList([model, average]), optimizer, log=lambda _: None)
     with pytest.raises(TypeError, match="pass a sequence"):
         job.steps(iter(range(3)))
     failed, seen = False, []

@@ -1,4 +1,4 @@
-"""``reshard_over``: training continues on other ranks with the same model, bit for bit, and counted bytes."""
+"""``redistribute``: training continues on other ranks with the same model, bit for bit, and counted bytes."""
 
 import gc
 import weakref
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 import flatshard
 from flatshard import MixedPrecision, ShardingStrategy, fully_shard
 from flatshard.checkpoint import full_state_dict, optim_state_dict
-from flatshard.elastic import LostError, _exchange, reshard_over
+from flatshard.elastic import LostShardsError, _exchange, redistribute
 from flatshard.tensors import shard_info
 
 S = ShardingStrategy
@@ -127,7 +127,7 @@ def test_worlds(ctx):
                 group = new if ctx.rank < now else None
                 if before != now:
                     with patch.object(_exchange, "_LARGE", 100 * (before % 3)):  # bytes of a separate message
-                        reshard_over(mine.model, [mine.optimizer], process_group=group, over=over)
+                        redistribute(mine.model, [mine.optimizer], process_group=group, participants=over)
                 if ctx.rank < now:
                     found = whole(mine.model, mine.optimizer)
                     own = torch.cat([buffer.double().reshape(-1) for buffer in mine.model.buffers()])
@@ -170,7 +170,7 @@ def test_meshes(ctx, strategy):
         step(mine.model, mine.optimizer, number, ctx.rank, 4)
         step(alone, twin, number)
         expected = whole(mine.model, mine.optimizer)
-        sent = reshard_over(mine.model, mine.optimizer, device_mesh=mesh_of(ctx, shape))
+        sent = redistribute(mine.model, mine.optimizer, device_mesh=mesh_of(ctx, shape))
         assert sent == 0 or number
         same(whole(mine.model, mine.optimizer), expected)
         mine.check_objects()
@@ -193,7 +193,7 @@ def test_bytes(ctx):
         return [{n: range(*span) for n, span in row.items()} for row in every]
 
     before = here()
-    sent = reshard_over(mine.model, mine.optimizer, process_group=two if ctx.rank < 2 else None, over=ctx.group)
+    sent = redistribute(mine.model, mine.optimizer, process_group=two if ctx.rank < 2 else None, participants=ctx.group)
     after = here(ctx.rank < 2)
     dist.all_gather_object(every, sent, group=ctx.group)
     lacked = [{n: len(set(r) - set(before[rank][n])) for n, r in after[rank].items()} for rank in range(3)]
@@ -208,7 +208,7 @@ def test_refusals(ctx):
     def refused(error: type[Exception], text: str, model: nn.Module, optimizer: Any = (), **given: Any) -> None:
         before = full_state_dict(model)
         with pytest.raises(error, match=text):
-            reshard_over(model, optimizer, **{"process_group": ctx.alone, "over": ctx.group, **given})
+            redistribute(model, optimizer, **{"process_group": ctx.alone, "participants": ctx.group, **given})
         same(full_state_dict(model), before)
 
     def sharded(**options: Any) -> nn.Module:
@@ -221,23 +221,23 @@ def test_refusals(ctx):
     refused(RuntimeError, "hold gradients", model)
     model = sharded()
     with flatshard.summon_full_params(model), pytest.raises(RuntimeError, match="shown"):
-        reshard_over(model, process_group=ctx.alone, over=ctx.group)
+        redistribute(model, process_group=ctx.alone, participants=ctx.group)
     flat = sharded()
     refused(NotImplementedError, "flat_parameters", flat, torch.optim.SGD(flatshard.flat_parameters(flat), 0.1))
     whole_matrices = flatshard.optim.WholeParameterOptimizer(model.parameters(), torch.optim.Adafactor)
     refused(NotImplementedError, "WholeParameterOptimizer", model, whole_matrices)
     odd = fully_shard(network(), policy={(nn.Linear, NormNet)[ctx.rank]}, process_group=ctx.alone)
     with pytest.raises(ValueError, match="another model"):
-        reshard_over(odd, process_group=ctx.group, over=ctx.group)
+        redistribute(odd, process_group=ctx.group, participants=ctx.group)
     if ctx.rank:
         model.register_buffer("own", torch.zeros(2, 3))
         adam = torch.optim.Adam(model.parameters())
         adam.state[next(model.parameters())]["rows"] = torch.zeros(3, 3)
     with pytest.raises((NotImplementedError, RuntimeError), match="'rows'"):
-        reshard_over(model, adam if ctx.rank else (), process_group=ctx.group, over=ctx.group)
+        redistribute(model, adam if ctx.rank else (), process_group=ctx.group, participants=ctx.group)
     meta = fully_shard(network().to("meta"), policy={nn.Linear}, process_group=ctx.alone)
-    with pytest.raises(LostError, match="no rank has any part"):
-        reshard_over(meta, process_group=ctx.group, over=ctx.group)
+    with pytest.raises(LostShardsError, match="no rank has any part"):
+        redistribute(meta, process_group=ctx.group, participants=ctx.group)
 
 
 @ranks(2)
@@ -248,11 +248,11 @@ def test_lets_go(ctx):
     shards = [weakref.ref(f.shard) for u in flatshard._composable.find.units_below(mine.model) for f in u.handle.flats]
     runtime = weakref.ref(flatshard._composable.find.units_below(mine.model)[0].context)
     again = dist.new_group([0, 1])
-    reshard_over(mine.model, mine.optimizer, process_group=again, over=ctx.group)
+    redistribute(mine.model, mine.optimizer, process_group=again, participants=ctx.group)
     assert not any(ref() for ref in shards)
     assert runtime() is None
     step(mine.model, mine.optimizer, 1, ctx.rank, 2)
-    reshard_over(mine.model, mine.optimizer, process_group=None if ctx.rank else ctx.alone, over=ctx.group)
+    redistribute(mine.model, mine.optimizer, process_group=None if ctx.rank else ctx.alone, participants=ctx.group)
     if ctx.rank:
         with pytest.raises(RuntimeError, match="has moved to other ranks"):
             mine.model(torch.zeros(2, 3, dtype=torch.float64))
@@ -271,7 +271,7 @@ def test_a_default_device(ctx):
         step(mine.model, mine.optimizer, 0)
     expected = whole(mine.model, mine.optimizer) if first else None
     with torch.device("meta"):
-        reshard_over(mine.model, mine.optimizer, process_group=ctx.group, over=ctx.group)
+        redistribute(mine.model, mine.optimizer, process_group=ctx.group, participants=ctx.group)
     found = whole(mine.model, mine.optimizer)
     if first:
         same(found, expected)
@@ -284,7 +284,7 @@ def test_what_was_configured_moves(ctx):
         model = fully_shard(nn.Linear(3, 3), process_group=ctx.alone)
         if divisor is not None:
             flatshard.configure(model, divide_factor=divisor)
-        reshard_over(model, process_group=ctx.group, over=ctx.group)
+        redistribute(model, process_group=ctx.group, participants=ctx.group)
         model(torch.ones(1, 3)).sum().backward()
         assert all((p.grad == 2 / (divisor or 2)).all() for p in model.parameters())
 
@@ -295,6 +295,6 @@ def test_events(ctx):
     here, moved = sharded(ctx, PlainNet()), fully_shard(PlainNet(), policy=Block, process_group=ctx.alone)
     for _ in range(2):
         train(moved)
-    reshard_over(moved, process_group=ctx.group, over=ctx.group)
+    redistribute(moved, process_group=ctx.group, participants=ctx.group)
     for _ in range(3):
         assert train(moved) == train(here)

@@ -18,8 +18,8 @@ from torch.distributed.algorithms._comm_hooks import default_hooks
 
 import flatshard
 from flatshard import CollectiveError, CustomPolicy, ShardingStrategy, fully_shard
-from flatshard._comm.monitor.order_check import OrderCheck
-from flatshard._comm.progress import GATHER
+from flatshard._comm.collectives import GATHER
+from flatshard._comm.monitor.monitor import OrderCheck
 from flatshard.comm import CommHookState, bf16_compress_hook, fp16_compress_hook, register_comm_hook
 
 

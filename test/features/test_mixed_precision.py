@@ -175,7 +175,7 @@ def test_a_dtype_for_each_parameter():
 
     def gathers(fn: Any) -> list[int]:
         policy = MixedPrecision(BF16, FP32, param_dtype_override_fn=fn)
-        plan = flatshard.plan(model, world_size=2, mixed_precision=policy)
+        plan = flatshard.plan_step(model, world_size=2, mixed_precision=policy)
         return sorted(c.nbytes for c in plan.collectives if c.kind == "all-gather" and c.phase == "forward")
 
     norm, linear, padding = 2 * 6, 6 * 9 + 9 + 9 * 6, 64

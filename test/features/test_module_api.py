@@ -127,7 +127,7 @@ def test_a_copy_of_a_module_without_its_unit_does_not_compute_with_parts(ctx):
     with pytest.raises(RuntimeError, match=rf"cannot copy the module of parameter 'net.0.weight'.*{made}"):
         model(x)
     model.target = copy.deepcopy(model.net)
-    with pytest.raises(RuntimeError, match=rf"Linear.forward would compute with .* part of 'net.0.weight'.*{made}"):
+    with pytest.raises(RuntimeError, match=rf"Linear.forward would compute with .* shard of 'net.0.weight'.*{made}"):
         model(x)
     whole = flatshard.checkpoint.full_state_dict(model.net)
     for name, part in model.target.named_parameters():

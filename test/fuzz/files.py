@@ -85,7 +85,7 @@ class Files(Runner):
         sharding, where = twin.sharding.over(to)
         self._discard_losses(twin)
         if self.attempt(
-            lambda: flatshard.elastic.reshard_over(twin.model, twin.opt, over=self.ctx.group, **where), twin
+            lambda: flatshard.elastic.redistribute(twin.model, twin.opt, participants=self.ctx.group, **where), twin
         ):
             twin.ranks, twin.sharding = to, sharding
             twin.changes += 1

@@ -321,7 +321,7 @@ class ReshardOver(Statement):
 
     model: int
     to: str
-    text = "reshard_over(m{s.model}, opt{s.model}, over {s.to!r} ranks)"
+    text = "redistribute(m{s.model}, opt{s.model}, over {s.to!r} ranks)"
 
 
 class Save(Statement):

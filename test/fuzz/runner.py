@@ -52,12 +52,12 @@ REFUSALS = {
     "other group": r"another process group or device than .*: units can be prefetched within one group only",
     "one mesh": r"reshard_after_forward.*mesh",
     "static": r"static_buffers",
-    "does not move": r"reshard_over: .*(several process groups|have reshard_after_forward=<|do(es)? not move|is transposed)",
-    "move busy": r"reshard_over: .*(are kept unsharded|hold gradients that are not reduced|is running)",
+    "does not move": r"redistribute: .*(several process groups|have reshard_after_forward=<|do(es)? not move|is transposed)",
+    "move busy": r"redistribute: .*(are kept unsharded|hold gradients that are not reduced|is running)",
     "cut otherwise": r"is sharded otherwise than the model|load_local_state_dict: .*(flat parameters for a|another layout)",
     "told past a unit": r"unit '.*' .*by a tensor that",
-    "part for whole": r"a function of torch took this part for the whole",
-    "a part": r"is sharded: this rank has .*, and '.*' needs the whole\. It is whole inside",
+    "part for whole": r"a function of torch took this shard for the full parameter",
+    "a part": r"is sharded: this rank has .*, and '.*' needs the full tensor\. It is full inside",
 }
 """Patterns of documented errors, each with its cure."""
 

@@ -207,17 +207,16 @@ CALLERS = (random_models, random_options, runner, training, parameters, files, m
 CALLING = "".join(Path(module.__file__).read_text() for module in CALLERS)
 """Source of the files that call public verbs."""
 OTHERS = {
-    *("CollectiveError", "InternalError", "OutOfStepError", "MeetingError", "CPUOffload"),
-    *("ChangedParams", "ShardedValue", "GradientStatistics", "ShardInfo", "ShardedGradient", "ShardedParameter"),
-    *("Description", "FlatDescription", "UnitDescription", "Collectives", "DefaultCollectives", "GlooCollectives"),
-    *("Pending", "CommHookHandle", "CommHookState", "BackwardSteps"),
+    *("CollectiveError", "InternalError", "OutOfStepError", "RankError", "ReconfiguredError", "CPUOffload"),
+    *("ChangedParams", "ShardedValue", "ShardedGradient", "ShardedParameter"),
+    *("Collectives", "DefaultCollectives", "GlooCollectives", "Pending", "CommHookState"),
     "QuantizedCollectives",  # raises errors of its own: comm/test_quantized.py
     *("sync_buffers", "steps_parts"),  # not drawn yet: features/test_buffers.py, integrations/test_trainer.py
-    *("plan", "fit", "Fit"),  # planning/
+    *("plan_step", "fit_to_memory"),  # planning/
     *("Reader", "Writer", "rekey", "optim_state_dict_to_load"),  # for torch and plain models: checkpoint/
     *("full_shape", "check_whole_parameters"),  # optim/test_whole_optimizer.py
-    *("offload", "Offloaded"),  # nothing moves on CPU: accelerator/offload.py
-    *("Job", "World", "LostError", "OutError"),  # loss of ranks: elastic/
+    "offload",  # nothing moves on CPU: accelerator/offload.py
+    *("Job", "World", "LostShardsError", "ExcludedError"),  # loss of ranks: elastic/
 }
 """Types, errors, and verbs without an equivalent in one process."""
 

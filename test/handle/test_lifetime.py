@@ -1,34 +1,39 @@
-"""Every transition in the state machines' tables works; any other raises and changes nothing."""
+"""The tables of a unit's states: an event without a cell raises and changes nothing, and the package's README shows them."""
 
 import itertools
 from pathlib import Path
 
 import pytest
+from torch import nn
 
 import flatshard
-from flatshard import InternalError
-from flatshard._comm.progress import Label
+from flatshard import InternalError, fully_shard
+from flatshard._composable.find import units_below
 from flatshard._composable.unit_backward import COMPLETION_TRANSITIONS, CompletionState
-from flatshard._handle.lifetime import GRAD_TRANSITIONS, PARAM_TRANSITIONS, GradState, Lifetime, ParamState
+from flatshard._handle.lifetime import GRAD_TRANSITIONS, PARAM_TRANSITIONS, GradState, ParamState
 
-# The attribute of Lifetime, its states, and its table.
-MACHINES = {"params": (ParamState, PARAM_TRANSITIONS), "grads": (GradState, GRAD_TRANSITIONS)}
-TABLES = {**MACHINES, "completion": (CompletionState, COMPLETION_TRANSITIONS)}
+TABLES = {
+    "params": (ParamState, PARAM_TRANSITIONS),
+    "grads": (GradState, GRAD_TRANSITIONS),
+    "completion": (CompletionState, COMPLETION_TRANSITIONS),
+}
 
 
-@pytest.mark.parametrize("machine", MACHINES)
-def test_what_is_in_the_table_moves_and_all_else_raises(machine):
-    states, table = MACHINES[machine]
-    for state, verb in itertools.product(states, [*{verb for _, verb in table}, "explode", ""]):
-        lifetime = Lifetime(Label("layers.3"))
-        setattr(lifetime, machine, state)
-        if (state, verb) in table:
-            getattr(lifetime, f"move_{machine}")(verb)
+def test_an_event_without_a_cell_raises_and_changes_nothing(fake_group):
+    _, unit = units_below(fully_shard(nn.Sequential(nn.Linear(2, 2)), policy={nn.Linear}))
+    handle, gradients = unit.handle, unit.handle.gradients
+    for state, event in itertools.product(GradState, [*{event for _, event in GRAD_TRANSITIONS}, "explode", ""]):
+        gradients.state = state
+        if (state, event) in GRAD_TRANSITIONS:
+            gradients._move(event)
         else:
-            text = f"^cannot {verb} the .* of unit 'layers.3' while {state.name}.*This is a bug in flatshard"
+            text = f"^cannot {event} the gradients of unit '0' while {state.name}.*This is a bug in flatshard"
             with pytest.raises(InternalError, match=text):
-                getattr(lifetime, f"move_{machine}")(verb)
-        assert getattr(lifetime, machine) is table.get((state, verb), state)
+                gradients._move(event)
+        assert gradients.state is GRAD_TRANSITIONS.get((state, event), state)
+    with pytest.raises(InternalError, match=r"^cannot reshard the parameters of unit '0' while SHARDED"):
+        handle._free()
+    assert handle.state is ParamState.SHARDED
 
 
 @pytest.mark.parametrize("machine", TABLES)

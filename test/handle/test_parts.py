@@ -293,7 +293,7 @@ def test_what_only_an_owner_computes(ctx) -> None:
     for p, q in zip(model.parameters(), plain.parameters(), strict=True):
         info = shard_info(p)
         assert info.in_memory_order(p.grad).equal(q.grad.flatten()[info.start : info.stop])
-    with pytest.raises(RuntimeError, match=r"is sharded: .*'@' needs the whole"):
+    with pytest.raises(RuntimeError, match=r"is sharded: .*'@' needs the full tensor"):
         model[1].weight @ model[0].weight
     assert type(nn.Parameter(model[0].weight.data)) is nn.Parameter
 
@@ -307,7 +307,9 @@ def test_parameters_from_a_vector(ctx) -> None:
             whole = nn.utils.parameters_to_vector(model.parameters()).detach() + 1
         before = [p.detach().clone() for p in model.parameters()]
         for vector in (whole, torch.ones(sum(p.numel() for p in before))):
-            with pytest.raises(RuntimeError, match=r"'weight' is sharded: .*'vector_to_parameters' needs the whole"):
+            with pytest.raises(
+                RuntimeError, match=r"'weight' is sharded: .*'vector_to_parameters' needs the full tensor"
+            ):
                 nn.utils.vector_to_parameters(vector, model.parameters())
         assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
         with summon_full_params(model):

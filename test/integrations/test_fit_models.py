@@ -1,4 +1,4 @@
-"""``fit`` on forty models of transformers, timm and diffusers: steps stay within the budget, and train as one process.
+"""``fit_to_memory`` on forty models of transformers, timm and diffusers: steps stay within it, and train as one process.
 
 By default two of them run; ``--thorough`` runs all. Models of libraries that are not installed are skipped.
 """
@@ -184,18 +184,18 @@ def made(name: str, device: str = "cpu") -> tuple[nn.Module, Callable[[int], Bat
         return make().train(), batch
 
 
-def fits(name: str, example: Batch, world_size: int, shares: tuple[float, ...]) -> list[flatshard.planning.Fit]:
+def fits(name: str, example: Batch, world_size: int, shares: tuple[float, ...]) -> list[flatshard.planning.MemoryFit]:
     """Fit the model for budgets from nearly the minimum to everything."""
     model = made(name, "meta")[0]
     given = {"world_size": world_size, "optimizer": torch.optim.AdamW, "loss": loss_of, "example_inputs": example}
     given |= {"device": "cpu"}
-    free = flatshard.fit(model, bytes_per_rank="1 TiB", **given)
-    least = flatshard.plan(model, policy="auto", recompute=True, compare=False, **given).total_peak.nbytes
+    free = flatshard.fit_to_memory(model, bytes_per_rank="1 TiB", **given)
+    least = flatshard.plan_step(model, policy="auto", recompute=True, compare=False, **given).total_peak.nbytes
     budgets = [least + int(share * (free.peak.nbytes - least)) for share in shares]
-    return [flatshard.fit(model, bytes_per_rank=budget, **given) for budget in budgets]
+    return [flatshard.fit_to_memory(model, bytes_per_rank=budget, **given) for budget in budgets]
 
 
-def check(fitted: flatshard.planning.Fit, model: nn.Module, batch: Batch) -> None:
+def check(fitted: flatshard.planning.MemoryFit, model: nn.Module, batch: Batch) -> None:
     peaks = measured(model, torch.optim.AdamW(model.parameters()), batch, loss_of)
     assert max(peaks.values()) <= fitted.budget, (peaks, str(fitted))
     off = abs(max(peaks.values()) - fitted.peak.nbytes)

@@ -22,7 +22,7 @@ from torch.nn.utils import get_total_norm as stock_norm
 import flatshard
 from flatshard import ShardingStrategy, fully_shard
 from flatshard._handle.tensors.aggregate import checked_all_reduce
-from flatshard._handle.tensors.part import PartTensor
+from flatshard._handle.tensors.shard import ShardTensor
 from flatshard.optim import gradient_statistics
 from flatshard.tensors import ShardedGradient, ShardedParameter, shard_info
 
@@ -369,7 +369,7 @@ def test_gradients_that_users_change_stay_sharded(ctx) -> None:
         assert param.grad is held
         param.grad = param.grad.clone()  # a plain tensor until it is assigned to .grad
         new = param.grad * 3
-        assert type(new) is PartTensor
+        assert type(new) is ShardTensor
         param.grad = new
         assert param.grad is new
     check(3.0)

@@ -1,4 +1,4 @@
-"""``fit``: steps stay within the budget, measurements match predictions, and no cheaper choice fits."""
+"""``fit_to_memory``: steps stay within the budget, measurements match predictions, and no cheaper choice fits."""
 
 import dataclasses
 import functools
@@ -15,7 +15,7 @@ from parity import check_parity
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from flatshard import ShardingStrategy, describe, fit, fully_shard, plan
+from flatshard import ShardingStrategy, describe, fit_to_memory, fully_shard, plan_step
 from flatshard.optim import OffloadedOptimizer
 from flatshard.planning import _arguments, _choices, _chooser, _fit, _on_host, _search, _settings, _shorter
 from flatshard.policies import SplitRoot
@@ -124,8 +124,8 @@ def on_meta(make: Any) -> nn.Module:
 def bounds(name: str) -> tuple[int, int]:
     """Return the peaks if units give up everything and nothing."""
     model = on_meta(MODELS[name][0])
-    least = plan(model, policy="auto", recompute=True, compare=False, **options(name))
-    most = plan(model, policy="auto", strategy="shard_grad_op", compare=False, **options(name))
+    least = plan_step(model, policy="auto", recompute=True, compare=False, **options(name))
+    most = plan_step(model, policy="auto", strategy="shard_grad_op", compare=False, **options(name))
     return least.total_peak.nbytes, most.total_peak.nbytes
 
 
@@ -137,7 +137,7 @@ def test_what_is_predicted_is_measured(world, monkeypatch, name: str, share: flo
     make, batch = MODELS[name]
     least, most = bounds(name)
     budget = least + int(share * (most - least))
-    fitted = fit(on_meta(make), bytes_per_rank=budget, **options(name))
+    fitted = fit_to_memory(on_meta(make), bytes_per_rank=budget, **options(name))
     world(4)
     model = fitted.apply(make())
     peaks = measured(model, torch.optim.AdamW(model.parameters()), batch, loss_of)
@@ -147,7 +147,7 @@ def test_what_is_predicted_is_measured(world, monkeypatch, name: str, share: flo
         predicted = max(sample.device.total for sample in fitted.plan.samples if sample.phase == phase)
         assert abs(most - predicted) <= max(0.01 * predicted, 2**12), phase  # another rank has the largest shard
     assert fitted.margin == budget - fitted.peak.nbytes >= 0
-    assert bool(fitted.given_up) == (share < 1)
+    assert bool(fitted.tradeoffs) == (share < 1)
 
 
 @pytest.mark.parametrize("name", ["gpt", "conv"])
@@ -156,10 +156,10 @@ def test_training_is_that_of_one_process(ctx, name: str):
     """No rank takes more than the budget."""
     make, batch = MODELS[name]
     given = options(name, world_size=2)
-    whole = plan(on_meta(make), policy="auto", strategy="shard_grad_op", compare=False, **given)
+    whole = plan_step(on_meta(make), policy="auto", strategy="shard_grad_op", compare=False, **given)
     budget = 8 * whole.total_peak.nbytes // 10
-    fitted = fit(on_meta(make), bytes_per_rank=budget, **given)
-    assert fitted.given_up
+    fitted = fit_to_memory(on_meta(make), bytes_per_rank=budget, **given)
+    assert fitted.tradeoffs
     check_parity(
         ctx,
         make,
@@ -183,17 +183,17 @@ def test_several_microbatches():
     """Units that stay unsharded until the step save a gather in each microbatch. They are given up first if that is
     enough."""
     given = options("uneven", microbatches=3, policy=Uneven)
-    free = fit(on_meta(uneven), bytes_per_rank="1 GiB", **given)
+    free = fit_to_memory(on_meta(uneven), bytes_per_rank="1 GiB", **given)
     assert {unit.strategy for unit in free.units} == {"SHARD_OPTIM"}
-    least = fit(on_meta(uneven), bytes_per_rank=int(0.95 * free.peak.nbytes), **given)
-    assert least.given_up
+    least = fit_to_memory(on_meta(uneven), bytes_per_rank=int(0.95 * free.peak.nbytes), **given)
+    assert least.tradeoffs
     assert least.plan.sent_nbytes >= free.plan.sent_nbytes
 
 
 def test_the_page(tmp_path):
     least, most = bounds("gpt")
-    fitted = fit(on_meta(Gpt), bytes_per_rank=(least + most) // 2, **options("gpt"))
-    assert repr(fitted) == "Fit(Gpt over 4 ranks: peak 482 KiB of 528 KiB, 2 given up)"
+    fitted = fit_to_memory(on_meta(Gpt), bytes_per_rank=(least + most) // 2, **options("gpt"))
+    assert repr(fitted) == "MemoryFit(Gpt over 4 ranks: peak 482 KiB of 528 KiB, 2 given up)"
     for line in (
         "peak 494,044 bytes (482 KiB), in backward at unit 'blocks.1'; 45.1 KiB (8.5%) below the budget",
         "blocks.0 ... blocks.1 (2)  SHARD_GRAD_OP  yes",
@@ -211,12 +211,12 @@ def test_the_page(tmp_path):
 
 
 def test_a_fit_is_applied_to_what_was_fitted(world):
-    fitted = fit(on_meta(Gpt), bytes_per_rank=bounds("gpt")[1], **options("gpt"))
+    fitted = fit_to_memory(on_meta(Gpt), bytes_per_rank=bounds("gpt")[1], **options("gpt"))
     world(2)
-    cure = r"flatshard.fit\(..., world_size=2\)"
+    cure = r"flatshard.fit_to_memory\(..., world_size=2\)"
     with pytest.raises(ValueError, match=f"fitted for 4 ranks, and there are 2: call {cure}"):
         fitted.apply(Gpt())
-    fitted = fit(on_meta(Gpt), bytes_per_rank=bounds("gpt")[1], **options("gpt") | {"world_size": 2})
+    fitted = fit_to_memory(on_meta(Gpt), bytes_per_rank=bounds("gpt")[1], **options("gpt") | {"world_size": 2})
     wider = Gpt()
     wider.head = nn.Linear(wider.head.in_features, 2 * wider.head.out_features)
     with pytest.raises(ValueError, match=r"has [\d,]+ elements, and [\d,]+ were fitted"):
@@ -240,22 +240,22 @@ def test_a_fit_is_applied_to_what_was_fitted(world):
 def test_what_a_rough_timeline_leaves_out(monkeypatch):
     """The search finds it if nothing else fits."""
     budget, given = (bounds("gpt")[0] + bounds("gpt")[1]) // 2, options("gpt")
-    expected = fit(on_meta(Gpt), bytes_per_rank=budget, **given)
+    expected = fit_to_memory(on_meta(Gpt), bytes_per_rank=budget, **given)
     monkeypatch.setattr(_search, "ROUGHLY", 0.0)
-    assert str(fit(on_meta(Gpt), bytes_per_rank=budget, **given)) == str(expected)
+    assert str(fit_to_memory(on_meta(Gpt), bytes_per_rank=budget, **given)) == str(expected)
 
 
 def test_what_does_not_fit():
     model, given = on_meta(uneven), options("uneven", example_inputs=(torch.ones(1, 16),), policy=Uneven)
     message = r"does not fit into .* on 4 ranks\. The least possible peak is .* It would fit on (\d+) ranks"
-    least = plan(model, recompute=True, compare=False, **given).total_peak.nbytes
+    least = plan_step(model, recompute=True, compare=False, **given).total_peak.nbytes
     with pytest.raises(ValueError, match=message) as caught:
-        fit(model, bytes_per_rank=9 * least // 10, **given)
+        fit_to_memory(model, bytes_per_rank=9 * least // 10, **given)
     needed = int(str(caught.value).rpartition("fit on ")[2].partition(" ")[0])
     assert needed > 4
-    assert fit(model, bytes_per_rank=9 * least // 10, **given | {"world_size": needed}).margin >= 0
+    assert fit_to_memory(model, bytes_per_rank=9 * least // 10, **given | {"world_size": needed}).margin >= 0
     with pytest.raises(ValueError, match=r"The least possible peak is .* More ranks are not"):
-        fit(model, bytes_per_rank=1000, recompute=False, **given)
+        fit_to_memory(model, bytes_per_rank=1000, recompute=False, **given)
 
 
 class Extends(Gpt):
@@ -274,7 +274,7 @@ class Extends(Gpt):
 
 def test_what_is_not_possible(world):
     given = options("gpt")
-    fitted = fit(on_meta(Extends), bytes_per_rank="1 GiB", **given)
+    fitted = fit_to_memory(on_meta(Extends), bytes_per_rank="1 GiB", **given)
     assert "no unit can compute its forward again (CheckpointError" in fitted.notes[0]
     assert "no unit can compute" in str(fitted)
     with pytest.raises(ValueError, match=r"has no module 'blocks\.2': it is not the model that was fitted"):
@@ -288,10 +288,10 @@ def test_what_is_not_possible(world):
         (NotImplementedError, "has arguments of its own", {"policy": {"blocks.0": {"recompute": True}}}),
     ):
         with pytest.raises(error, match=message):
-            fit(model, **{"bytes_per_rank": 10**9} | given | changes)
+            fit_to_memory(model, **{"bytes_per_rank": 10**9} | given | changes)
     world(2)
     with pytest.raises(ValueError, match="is sharded already"):
-        fit(fully_shard(Gpt()), bytes_per_rank=10**9, **given)
+        fit_to_memory(fully_shard(Gpt()), bytes_per_rank=10**9, **given)
     assert _arguments.parse_bytes("40 GiB") == 40 * 2**30
     assert _arguments.parse_bytes("1.5kb") == 1500
 
@@ -314,7 +314,7 @@ def test_a_few_plans_say_the_peak_of_any_choice(monkeypatch, name: str):
     )
     draws = random.Random(0)
     for turn, changes in enumerate(({}, {"device": "cuda"}, {"microbatches": 2})):
-        fit(model, bytes_per_rank="1 GiB", **given | changes)
+        fit_to_memory(model, bytes_per_rank="1 GiB", **given | changes)
         search = found[-1]
         limits = [0, *search._sizes(_settings.Setting())[:-1]]
         settings = (
@@ -340,7 +340,7 @@ def test_a_unit_that_is_gathered_after_a_stretch(monkeypatch, name: str):
     found, keeps = searches(monkeypatch), _choices.Keeps
     policy = {"uneven": Uneven, "gpt": Block}[name]
     given = options(name, policy=policy, device="cuda", microbatches=2, world_size=8)
-    fit(on_meta(MODELS[name][0]), bytes_per_rank="1 GiB", **given)
+    fit_to_memory(on_meta(MODELS[name][0]), bytes_per_rank="1 GiB", **given)
     choices = keeps(2, True), keeps(0, False), keeps(1, False)
     peak = found[0].peak(_settings.Setting(), choices)
     assert max(found[0].timeline(_settings.Setting()).memory(choices)) == peak
@@ -380,18 +380,18 @@ def test_the_cheapest_of_all_choices(monkeypatch, make: Any, changes: dict[str, 
     """No choice that fits costs 5 % less, among all that units can give up, with the outermost one split or not."""
     found = searches(monkeypatch)
     given = options("uneven", policy=Uneven, flops_per_byte=50.0) | changes
-    free = fit(on_meta(make), bytes_per_rank="1 GiB", **given)
+    free = fit_to_memory(on_meta(make), bytes_per_rank="1 GiB", **given)
     tables = [all_choices(found[0], _settings.Setting(split=split)) for split in (False, True)]
     low, high = min(int(peaks.min()) for peaks, _ in tables), free.peak.nbytes
     for share in some([0.0, 0.1, 0.7, 0.9], 2):
         budget = low + int(share * (high - low))
-        fitted = fit(on_meta(make), bytes_per_rank=budget, **given)
+        fitted = fit_to_memory(on_meta(make), bytes_per_rank=budget, **given)
         assert fitted.margin >= 0
         least = min([float(costs[peaks <= budget].min()) for peaks, costs in tables if bool((peaks <= budget).any())])
         spent = fitted.sent_nbytes + fitted.flops / given["flops_per_byte"]
         assert spent == cost_of(fitted.plan, free.plan, given["flops_per_byte"])
         assert spent <= 1.05 * least + 1, (share, str(fitted))
-        last = [each.peak for each in fitted.given_up][-1]
+        last = [each.peak for each in fitted.tradeoffs][-1]
         assert last == fitted.peak.nbytes
     timeline, costs = found[0].timeline(_settings.Setting()), found[0].costs(_settings.Setting())
     assert _chooser.cheapest(timeline, costs, low // 2, found[0].start, True) is None
@@ -400,37 +400,37 @@ def test_the_cheapest_of_all_choices(monkeypatch, make: Any, changes: dict[str, 
 def test_a_long_model_is_planned_once(monkeypatch):
     """Plans of a few blocks predict the model's own plans. If blocks differ in a hidden way, the latter are used."""
     model, given = on_meta(lambda: Gpt(12)), options("gpt", recompute=False)
-    planned, plan_step = list[int](), _fit.Step.plan
+    planned, step_plan = list[int](), _fit.Step.plan
     monkeypatch.setattr(
-        _fit.Step, "plan", lambda step, *a: planned.append(len(step.module.blocks)) or plan_step(step, *a)
+        _fit.Step, "plan", lambda step, *a: planned.append(len(step.module.blocks)) or step_plan(step, *a)
     )
-    most = fit(model, bytes_per_rank="1 GiB", **given).peak.nbytes
-    expected = str(fit(model, bytes_per_rank=int(0.97 * most), **given))
+    most = fit_to_memory(model, bytes_per_rank="1 GiB", **given).peak.nbytes
+    expected = str(fit_to_memory(model, bytes_per_rank=int(0.97 * most), **given))
     monkeypatch.setattr(_shorter, "LONG", 12)
     planned.clear()
-    assert str(fit(model, bytes_per_rank=int(0.97 * most), **given)) == expected
+    assert str(fit_to_memory(model, bytes_per_rank=int(0.97 * most), **given)) == expected
     assert 1 <= planned.count(12) <= 2  # twice, if neighbouring settings differ much
     with pytest.raises(ValueError, match="The least possible peak is"):
-        fit(model, bytes_per_rank=most // 6, **given)
+        fit_to_memory(model, bytes_per_rank=most // 6, **given)
     model.blocks[5].forward = functools.partial(thrice, model.blocks[5])
     planned.clear()
-    assert fit(model, bytes_per_rank=int(0.97 * most), **given).margin >= 0
+    assert fit_to_memory(model, bytes_per_rank=int(0.97 * most), **given).margin >= 0
     assert planned.count(12) > 2
 
 
 def test_a_long_model_whose_blocks_have_units_inside(monkeypatch):
     """The choice equals that of a search on the model's own plans, and takes few of them."""
     model, given = on_meta(lambda: Gpt(11)), options("gpt", policy={Block, nn.LayerNorm})
-    budget = plan(model, strategy="shard_grad_op", compare=False, **given).total_peak.nbytes // 2
+    budget = plan_step(model, strategy="shard_grad_op", compare=False, **given).total_peak.nbytes // 2
     monkeypatch.setattr(_shorter, "LONG", 20)
-    planned, plan_step = list[int](), _fit.Step.plan
+    planned, step_plan = list[int](), _fit.Step.plan
     monkeypatch.setattr(
-        _fit.Step, "plan", lambda step, *a: planned.append(len(step.module.blocks)) or plan_step(step, *a)
+        _fit.Step, "plan", lambda step, *a: planned.append(len(step.module.blocks)) or step_plan(step, *a)
     )
-    fitted = str(fit(model, bytes_per_rank=budget, **given))
+    fitted = str(fit_to_memory(model, bytes_per_rank=budget, **given))
     count = planned.count(11)
     monkeypatch.setattr(_shorter, "LONG", 1000)
-    assert fitted == str(fit(model, bytes_per_rank=budget, **given))
+    assert fitted == str(fit_to_memory(model, bytes_per_rank=budget, **given))
     assert 2 * count < planned.count(11)
 
 
@@ -452,7 +452,7 @@ def test_a_few_plans_say_the_peak_and_cost_of_units_inside_of_units(monkeypatch,
     found, draw = searches(monkeypatch), random.Random(0).choice
     given = options("uneven", policy={Outer, Uneven}, device="cuda", flops_per_byte=50.0)
     model = on_meta(lambda: nn.Sequential(Outer(16), Outer(80), *[nn.Linear(16, 300)] * has_head))
-    fit(model, bytes_per_rank="1 GiB", **given)
+    fit_to_memory(model, bytes_per_rank="1 GiB", **given)
     search = found[0]
     for setting in (_settings.Setting(), _settings.Setting(split=True)):
         timeline, costs = search.timeline(setting), search.costs(setting)
@@ -467,7 +467,7 @@ def test_a_few_plans_say_the_peak_and_cost_of_units_inside_of_units(monkeypatch,
 def test_the_plan_of_a_long_model_from_one_with_fewer_blocks(monkeypatch):
     """The choices change in the middle, some units are on the host, and there are several microbatches."""
     found, given = searches(monkeypatch), options("gpt", policy={Block, nn.LayerNorm}, device="cuda", microbatches=2)
-    fit(on_meta(lambda: Gpt(20)), bytes_per_rank="1 GiB", **given)
+    fit_to_memory(on_meta(lambda: Gpt(20)), bytes_per_rank="1 GiB", **given)
     search = found[0]
     draw = functools.partial(random.Random(0).choice, _choices.options_of(search.start[0], True))
     for setting in (_settings.Setting(), _settings.Setting(split=True, limit=0, offload=tuple(search.names[20:]))):
@@ -497,14 +497,16 @@ def test_the_limit_for_what_is_gathered_ahead():
     given = options("uneven", policy=Uneven, example_inputs=(torch.ones(2, 16),), recompute=False)
     given |= {"optimizer": 0, "device": "cuda"}
     planned = {k: v for k, v in given.items() if k not in ("policy", "recompute")} | {"compare": False}
-    sizes = sorted({unit.unsharded_nbytes for unit in plan(on_meta(make), policy=Uneven, **planned).units if unit.fqn})
+    sizes = sorted(
+        {unit.unsharded_nbytes for unit in plan_step(on_meta(make), policy=Uneven, **planned).units if unit.fqn}
+    )
     peaks = {
-        limit: plan(on_meta(make), policy=Uneven, prefetch_limit_bytes=limit, **planned).total_peak.nbytes
+        limit: plan_step(on_meta(make), policy=Uneven, prefetch_limit_bytes=limit, **planned).total_peak.nbytes
         for limit in (0, *sizes)
     }
     assert peaks[0] <= peaks[sizes[0]] < peaks[sizes[-1]], peaks
     budget = (peaks[sizes[0]] + peaks[sizes[-1]]) // 2
-    fitted = fit(on_meta(make), bytes_per_rank=budget, **given)
+    fitted = fit_to_memory(on_meta(make), bytes_per_rank=budget, **given)
     chosen = fitted.arguments["prefetch_limit_bytes"]
     assert chosen == max(limit for limit, peak in peaks.items() if peak <= budget)
     assert "are not gathered ahead" in str(fitted)
@@ -529,7 +531,7 @@ class Constants(Gpt):
 
 
 def test_values_of_constants():
-    planned = plan(on_meta(Constants), policy="auto", compare=False, **options("gpt"))
+    planned = plan_step(on_meta(Constants), policy="auto", compare=False, **options("gpt"))
     assert planned.total_peak.nbytes > 0
 
 
@@ -540,22 +542,22 @@ def two() -> nn.Module:
 def lowest(given: dict[str, Any], blocks: int = 2) -> int:
     """Return the peak if everything is given up, with all units on the device."""
     nothing = {"backward_prefetch": None, "forward_prefetch": False, "recompute": True, "compare": False}
-    return plan(on_meta(lambda: Gpt(blocks)), policy=SplitRoot("auto"), **given | nothing).total_peak.nbytes
+    return plan_step(on_meta(lambda: Gpt(blocks)), policy=SplitRoot("auto"), **given | nothing).total_peak.nbytes
 
 
 def test_hybrid_strategies():
     """Units are first freed after forward within their group; at last gradients and state are sharded over all ranks."""
     given = options("gpt", world_size=(2, 4), device="cuda")
-    free = fit(on_meta(Gpt), bytes_per_rank="1 GiB", **given)
+    free = fit_to_memory(on_meta(Gpt), bytes_per_rank="1 GiB", **given)
     assert {unit.strategy for unit in free.units} == {"HYBRID_SHARD_ZERO2"}
-    less = fit(on_meta(Gpt), bytes_per_rank=int(0.7 * free.peak.nbytes), **given)
+    less = fit_to_memory(on_meta(Gpt), bytes_per_rank=int(0.7 * free.peak.nbytes), **given)
     names = {"HYBRID_SHARD", "HYBRID_SHARD_ZERO2"}
     assert {unit.strategy for unit in less.units} <= names
     assert less.plan.world_size == (2, 4)
     assert less.arguments["strategy"].name == "HYBRID_SHARD"
     tight = given | {"example_inputs": (IDS[:1, :1],)}
     budget = 95 * lowest(tight | {"strategy": "hybrid_shard"}, 3) // 100
-    least = fit(on_meta(Gpt), bytes_per_rank=budget, **tight)
+    least = fit_to_memory(on_meta(Gpt), bytes_per_rank=budget, **tight)
     assert least.arguments["strategy"].name == "HYBRID_FULL_SHARD", least
     assert "over all ranks" in str(least)
 
@@ -564,17 +566,17 @@ def test_parts_on_the_host():
     """Copied bytes are part of the costs."""
     given = options("gpt", example_inputs=(IDS[:1, :1],), device="cuda")
     budget = 102 * lowest(given | {"cpu_offload": True}) // 100
-    fitted = fit(on_meta(two), bytes_per_rank=budget, cpu_offload=True, **given)
+    fitted = fit_to_memory(on_meta(two), bytes_per_rank=budget, cpu_offload=True, **given)
     assert fitted.arguments["cpu_offload"] is True
     assert fitted.plan.total_peak.memory.optimizer == 0
-    assert sum(each.copied_nbytes for each in fitted.given_up) > 0
+    assert sum(each.copied_nbytes for each in fitted.tradeoffs) > 0
     assert "copied" in str(fitted)
 
 
 def test_units_are_gathered_ahead_where_those_on_the_host_free_enough():
     """On two ranks, a unit on the host frees more than a prefetched one takes."""
     given = options("gpt", example_inputs=(IDS[:1, :1],), device="cuda", world_size=2)
-    fitted = fit(on_meta(two), bytes_per_rank=99 * lowest(given) // 100, cpu_offload=True, **given)
+    fitted = fit_to_memory(on_meta(two), bytes_per_rank=99 * lowest(given) // 100, cpu_offload=True, **given)
     assert [unit.offload for unit in fitted.units] == [False, True]
     assert fitted.arguments.keys() == {"policy"}
 
@@ -589,9 +591,9 @@ def test_as_little_on_the_host_as_is_enough(monkeypatch):
     model = on_meta(lambda: nn.Sequential(*[Uneven(width) for width in widths]))
     model[1].requires_grad_(False)
     planned = given | {"recompute": True, "compare": False, "backward_prefetch": None, "forward_prefetch": False}
-    least, most = (plan(model, cpu_offload=there, **planned).total_peak.nbytes for there in (True, False))
+    least, most = (plan_step(model, cpu_offload=there, **planned).total_peak.nbytes for there in (True, False))
     budget = int(least + share * (most - least))
-    fitted = fit(model, bytes_per_rank=budget, cpu_offload=True, **given)
+    fitted = fit_to_memory(model, bytes_per_rank=budget, cpu_offload=True, **given)
     names = [unit.fqn for unit in fitted.units if unit.offload]
     fits = {}
     for row in itertools.product((False, True), repeat=4):
@@ -613,21 +615,21 @@ def test_a_model_that_cannot_be_on_the_host(monkeypatch):
 
     monkeypatch.setattr(_search.Search, "peak", peak)
     with pytest.raises(ValueError, match="The least possible peak is"):
-        fit(on_meta(two), bytes_per_rank=2**10, cpu_offload=True, **options("gpt", device="cuda"))
+        fit_to_memory(on_meta(two), bytes_per_rank=2**10, cpu_offload=True, **options("gpt", device="cuda"))
 
 
 def test_optimizer_state_on_the_host(world):
     """Optimizer state moves to the host first, and its copies are counted. Units follow if that is not enough."""
     given = options("gpt", example_inputs=(IDS[:1, :1],), device="cuda", cpu_offload=True, offload_optimizer=True)
     planned = {k: v for k, v in given.items() if not k.endswith(("_offload", "_optimizer"))}
-    fitted = fit(on_meta(two), bytes_per_rank=85 * lowest(planned) // 100, **given)
+    fitted = fit_to_memory(on_meta(two), bytes_per_rank=85 * lowest(planned) // 100, **given)
     assert fitted.offloads_optimizer
     assert not any(unit.offload for unit in fitted.units)
     assert fitted.copied_nbytes == 2 * fitted.plan.host.optimizer > 0
     assert "fit.optimizer(model.parameters()), with its state on the host" in str(fitted)
     state = functools.partial(OffloadedOptimizer, optimizer_class=torch.optim.AdamW)
     budget = 98 * lowest(planned | {"optimizer": state}) // 100
-    both = fit(on_meta(two), bytes_per_rank=budget, **given)
+    both = fit_to_memory(on_meta(two), bytes_per_rank=budget, **given)
     hosts = [unit.fqn for unit in both.units if unit.offload]
     assert hosts == ["blocks.1"]
     rest = both.plan.host.optimizer - sum(each.optimizer_nbytes for each in both.plan.units if each.fqn in hosts)
@@ -635,24 +637,24 @@ def test_optimizer_state_on_the_host(world):
     world(4)
     model = fully_shard(two(), **both.arguments)
     assert isinstance(both.optimizer(model.parameters(), lr=0.5), OffloadedOptimizer)
-    none = fit(on_meta(two), bytes_per_rank="1 GiB", **given)
+    none = fit_to_memory(on_meta(two), bytes_per_rank="1 GiB", **given)
     assert type(none.optimizer(model.parameters(), lr=0.5)) is torch.optim.AdamW
     for choice in (None, 8):
         with pytest.raises(ValueError, match="optimizer must be a class or a function"):
-            fit(on_meta(two), bytes_per_rank="1 GiB", **given | {"optimizer": choice})
-    with pytest.raises(TypeError, match="fit was given 8, not a class"):
-        fit(on_meta(two), bytes_per_rank="1 GiB", **planned | {"optimizer": 8}).optimizer(model.parameters())
+            fit_to_memory(on_meta(two), bytes_per_rank="1 GiB", **given | {"optimizer": choice})
+    with pytest.raises(TypeError, match="fit_to_memory was given 8, not a class"):
+        fit_to_memory(on_meta(two), bytes_per_rank="1 GiB", **planned | {"optimizer": 8}).optimizer(model.parameters())
 
 
 def test_a_run_of_a_long_models_units_on_the_host(monkeypatch):
     """Plans of a few blocks on the device and a few on the host predict the plan of all."""
     model, given = on_meta(lambda: Gpt(24)), options("gpt", device="cuda", example_inputs=(IDS[:1, :1],))
-    planned, plan_step = list[int](), _fit.Step.plan
+    planned, step_plan = list[int](), _fit.Step.plan
     monkeypatch.setattr(
-        _fit.Step, "plan", lambda step, *a: planned.append(len(step.module.blocks)) or plan_step(step, *a)
+        _fit.Step, "plan", lambda step, *a: planned.append(len(step.module.blocks)) or step_plan(step, *a)
     )
     given |= {"bytes_per_rank": lowest(given, 24) * 7 // 10, "recompute": False}
-    fitted = fit(model, cpu_offload=True, **given)
+    fitted = fit_to_memory(model, cpu_offload=True, **given)
     hosts = [unit.offload for unit in fitted.units]
     assert hosts == sorted(hosts)
     assert 4 <= sum(hosts) <= 20
@@ -662,19 +664,19 @@ def test_a_run_of_a_long_models_units_on_the_host(monkeypatch):
 def test_the_largest_batch():
     """With one more row no choice fits."""
     given = options("gpt")
-    budget = 2 * plan(on_meta(two), policy="auto", recompute=True, compare=False, **given).total_peak.nbytes
-    fitted = fit(on_meta(two), bytes_per_rank=budget, largest_batch=True, **given)
+    budget = 2 * plan_step(on_meta(two), policy="auto", recompute=True, compare=False, **given).total_peak.nbytes
+    fitted = fit_to_memory(on_meta(two), bytes_per_rank=budget, largest_batch=True, **given)
     assert fitted.batch is not None
     assert fitted.batch > len(IDS)
     assert f"the largest microbatch: {fitted.batch} rows" in str(fitted)
     with pytest.raises(ValueError, match="does not fit"):
-        fit(
+        fit_to_memory(
             on_meta(two),
             bytes_per_rank=budget,
             **given | {"example_inputs": _arguments.repeated((IDS,), fitted.batch + 1)},
         )
     with pytest.raises(ValueError, match="needs example_inputs with a first dimension"):
-        fit(on_meta(two), bytes_per_rank=budget, largest_batch=True, **given | {"example_inputs": ()})
+        fit_to_memory(on_meta(two), bytes_per_rank=budget, largest_batch=True, **given | {"example_inputs": ()})
 
 
 @pytest.mark.parametrize(
@@ -689,8 +691,8 @@ def test_a_wrong_argument_is_named_before_anything_is_run(name: str, value: Any)
         "optimizer": 8,
         "example_inputs": torch.ones(1, 2),
     }
-    with pytest.raises(ValueError, match=f"fit: {name}"):
-        fit(torch.nn.Linear(2, 2), **right | {name: value})
+    with pytest.raises(ValueError, match=f"fit_to_memory: {name}"):
+        fit_to_memory(torch.nn.Linear(2, 2), **right | {name: value})
     if name in ("microbatches", "device"):
-        with pytest.raises(ValueError, match=f"plan: {name}"):
-            plan(torch.nn.Linear(2, 2), world_size=2, **{name: value})
+        with pytest.raises(ValueError, match=f"plan_step: {name}"):
+            plan_step(torch.nn.Linear(2, 2), world_size=2, **{name: value})

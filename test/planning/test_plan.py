@@ -1,4 +1,4 @@
-"""``plan``: predictions equal the numbers that are counted when the same model is built and trained."""
+"""``plan_step``: predictions equal the numbers that are counted when the same model is built and trained."""
 
 import functools
 import gc
@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import flatshard
-from flatshard import BackwardPrefetch, CustomPolicy, MixedPrecision, ShardingStrategy, describe, fully_shard, plan
+from flatshard import BackwardPrefetch, CustomPolicy, MixedPrecision, ShardingStrategy, describe, fully_shard, plan_step
 from flatshard._base.torch_versions import VERSION
 from flatshard._composable.find import units_below
 from flatshard._composable.hooks import UnitHooks
@@ -66,7 +66,9 @@ class Counted(TorchDispatchMode):
         gradients = storages(p.grad for b, _, _ in self.flats for p in b.params if p.grad is not None)
         unsharded = storages(b.unsharded.flat for b, _, _ in self.flats if not b.unsharded.is_alias)
         unsharded |= storages(t for h in self.handles if h.source is not None for t in h.source.kept)
-        reducing = [t for _, g, _ in self.flats for t in (g.input, g.reduction and g.reduction._output)]
+        reducing = [
+            t for _, g, _ in self.flats for t in (g.input and g.input.flat, g.reduction and g.reduction._output)
+        ]
         reductions = storages(t for t in reducing if t is not None)
         arriving = storages(c.grad for b, _, _ in self.flats for c in b.unsharded.params if c.grad is not None)
         for at in gradients:
@@ -119,7 +121,7 @@ def check(
     with torch.device("meta"):
         on_meta = make()
     freeze(on_meta)
-    predicted = plan(
+    predicted = plan_step(
         on_meta,
         policy=policy,
         world_size=size,
@@ -330,7 +332,7 @@ def test_a_step_of_real_ranks_is_as_planned(ctx):
 
     for options in ({}, {"recompute": True}, {"strategy": GRAD_OP, "recompute": True}):
         model = Net(width=64)
-        planned = plan(
+        planned = plan_step(
             model, policy=Block, world_size=ctx.world_size, optimizer=torch.optim.SGD, device="cpu", compare=False,
             example_inputs=batch, loss=loss_of, **options,
         )  # fmt: skip
@@ -346,7 +348,7 @@ def test_bytes_over_each_axis(world):
     """Across groups, there is one gather in a step and a reduction in each backward, of a rank's shard within its group."""
     options = {"strategy": JOINED, "microbatches": 3}
     outer, inner = shape = (512, 8)
-    planned = plan(Net(), policy=Block, world_size=shape, device="cpu", compare=False, **options)
+    planned = plan_step(Net(), policy=Block, world_size=shape, device="cpu", compare=False, **options)
     wholes = [sum(f.padded_numel * 4 for f in unit.flats) for unit in planned.units]
     sent = Counter[tuple[str, str]]()
     for c in planned.collectives:
@@ -372,7 +374,7 @@ class Observed(nn.Linear):
 
 
 def test_nothing_is_left_of_the_copy_that_ran():
-    plan(Observed(4, 4), world_size=2, example_inputs=torch.ones(5, 4), compare=False)
+    plan_step(Observed(4, 4), world_size=2, example_inputs=torch.ones(5, 4), compare=False)
     gc.collect()
     assert not any(type(each) is Observed for each in gc.get_objects())
 
@@ -381,7 +383,7 @@ def test_operations_are_recorded():
     """The module stays unchanged."""
     model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4), nn.Linear(4, 2))
     before = [p.clone() for p in model.parameters()]
-    planned = plan(model, policy=nn.Linear, world_size=2, example_inputs=torch.ones(5, 8))
+    planned = plan_step(model, policy=nn.Linear, world_size=2, example_inputs=torch.ones(5, 8))
     assert planned.flops == 2 * 5 * (8 * 16 * 2 + 16 * 4 * 3 + 4 * 2 * 3)
     assert f"{planned.flops:,} floating-point operations" in str(planned)
     assert planned.samples[-1].device.activations == 0
@@ -396,7 +398,7 @@ def test_widening():
     largest, sizes = 0, {}
     for widens, device in ((False, "cuda"), (True, "cuda"), (True, "cpu")):
         options = {"mixed_precision": BF16, "compare": False, "device": device}
-        planned = plan(Net(), policy=Block, world_size=8, widens=widens if device == "cuda" else None, **options)
+        planned = plan_step(Net(), policy=Block, world_size=8, widens=widens if device == "cuda" else None, **options)
         sizes[widens, device] = sum(c.nbytes for c in planned.collectives if c.kind == "reduce-scatter")
         largest = planned.units[1].flats[0]
         most = max(s.device.reductions for s in planned.samples)
@@ -408,12 +410,12 @@ def test_widening():
 
 
 def test_the_table():
-    alone = plan(Net(), policy=Block, world_size=1)
+    alone = plan_step(Net(), policy=Block, world_size=1)
     assert alone.device == "cuda"  # accelerator/planning.py counts steps of accelerators, on the simulated one
     assert "Net, FULL_SHARD over 1 rank:" in str(alone)
     with torch.device("meta"):
         model = nn.Sequential(nn.Sequential(*[nn.Linear(4096, 4096) for _ in range(4)]), nn.Linear(4096, 10))
-    planned = plan(
+    planned = plan_step(
         model,
         policy=lambda module, recurse, nonwrapped_numel: recurse or nonwrapped_numel == 4096 * 4097,
         world_size=16,
@@ -449,7 +451,7 @@ class Adds(nn.Module):
 def test_inputs_are_freed_as_in_training():
     """Memory that autograd has not saved ends with the forward."""
     x, most = torch.ones(1000, 4), Counter[str]()
-    for sample in plan(Adds(), world_size=2, example_inputs=x, compare=False).samples:
+    for sample in plan_step(Adds(), world_size=2, example_inputs=x, compare=False).samples:
         most[sample.phase] = max(most[sample.phase], sample.device.activations)
     assert most["forward"] >= 2 * x.nbytes
     assert most["backward"] < x.nbytes
@@ -503,17 +505,17 @@ def test_optimizers_that_look_at_shapes():
     model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False))
     cure = r"WholeParameterOptimizer .* number of bytes of state per element: optimizer=8"
     kinds = [functools.partial(torch.optim.Adafactor, lr=0.1), torch.optim.Muon(model.parameters(), lr=0.1)]
-    whole = plan(model, policy=nn.Linear, world_size=4, optimizer=torch.optim.Muon, layout=Whole(max_padding=99))
+    whole = plan_step(model, policy=nn.Linear, world_size=4, optimizer=torch.optim.Muon, layout=Whole(max_padding=99))
     assert whole.between_steps.optimizer == 4 * 64 * 64
     for kind in kinds:
         for layout in (None, Rows(max_padding=99)):
-            with pytest.raises(ValueError, match=r"^plan: (Muon|Adafactor) .*" + cure):
-                plan(model, policy=nn.Linear, world_size=4, optimizer=kind, layout=layout)
+            with pytest.raises(ValueError, match=r"^plan_step: (Muon|Adafactor) .*" + cure):
+                plan_step(model, policy=nn.Linear, world_size=4, optimizer=kind, layout=layout)
 
 
 def test_offloaded_shards_are_on_the_host():
     model = Net()
-    device, host = (plan(model, policy=Block, world_size=8, optimizer=8, cpu_offload=c) for c in (False, True))
+    device, host = (plan_step(model, policy=Block, world_size=8, optimizer=8, cpu_offload=c) for c in (False, True))
     assert host.between_steps.total == 0
     assert host.host == device.between_steps
     assert host.host_peak.memory.gradients == sum(u.gradient_nbytes for u in host.units)
@@ -532,11 +534,11 @@ OPTIMIZERS: list[tuple[Any, int, int]] = [
 def test_state_of_optimizers():
     model = nn.Linear(64, 64)
     for optimizer, bytes_each, scalars in OPTIMIZERS:
-        planned = plan(model, world_size=1, optimizer=optimizer)
+        planned = plan_step(model, world_size=1, optimizer=optimizer)
         assert planned.between_steps.optimizer == bytes_each * (64 * 64 + 64) + 2 * scalars
         if callable(optimizer):
             made = optimizer([{"params": [model.weight]}, {"params": [model.bias], "lr": 1.0}])
-            assert plan(model, world_size=1, optimizer=made).between_steps == planned.between_steps
+            assert plan_step(model, world_size=1, optimizer=made).between_steps == planned.between_steps
             assert not made.state
 
 
@@ -558,16 +560,16 @@ def test_errors(world):
         (NotImplementedError, "the policy overrides collectives", {"module": adapted, "policy": silent}),
     ):
         with pytest.raises(error, match=message):
-            plan(arguments.pop("module", model), **{"world_size": 8, **arguments})
+            plan_step(arguments.pop("module", model), **{"world_size": 8, **arguments})
     world(2)
     with pytest.raises(ValueError, match=r"is sharded already\. describe\(\) shows its units"):
-        plan(fully_shard(model), world_size=8)
+        plan_step(fully_shard(model), world_size=8)
 
 
 def test_a_unit_of_no_elements_has_no_memory():
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 0, bias=False))
-    planned = plan(model, world_size=2, policy={nn.Linear})
-    assert plan(nn.Sequential(model[0]), world_size=2, policy={nn.Linear}).peak.memory == planned.peak.memory
+    planned = plan_step(model, world_size=2, policy={nn.Linear})
+    assert plan_step(nn.Sequential(model[0]), world_size=2, policy={nn.Linear}).peak.memory == planned.peak.memory
 
 
 def test_what_cannot_be_recorded():
@@ -577,7 +579,7 @@ def test_what_cannot_be_recorded():
 
     for x in (torch.ones(2, 4), torch.ones(4, 2).t()):
         with pytest.raises(RuntimeError) as caught:
-            plan(Reads(4, 4), world_size=2, example_inputs=(x,))
+            plan_step(Reads(4, 4), world_size=2, example_inputs=(x,))
         assert "leave example_inputs out" in caught.value.__notes__[0]
 
 
@@ -591,20 +593,20 @@ def test_optimizer_state_on_the_host():
         lambda params: away(params, adamw, lr=0.1),
         away(model.parameters(), adamw, weight_decay=0.1),
     ):
-        planned = plan(model, policy={nn.Linear}, world_size=2, optimizer=choice, compare=False)
+        planned = plan_step(model, policy={nn.Linear}, world_size=2, optimizer=choice, compare=False)
         assert planned.host.optimizer == 5 * state
         assert planned.between_steps.optimizer == 3 * 2 * 4  # step counts
         assert max(sample.device.optimizer for sample in planned.samples) == 4 * state + 3 * 2 * 4
-    on_cpu = plan(model, policy={nn.Linear}, world_size=2, optimizer=choice, compare=False, device="cpu")
+    on_cpu = plan_step(model, policy={nn.Linear}, world_size=2, optimizer=choice, compare=False, device="cpu")
     assert on_cpu.between_steps.optimizer > 5 * state
     with pytest.raises(ValueError, match="Adafactor looks at whole parameters"):
-        plan(model, world_size=2, optimizer=functools.partial(away, optimizer_class=torch.optim.Adafactor))
+        plan_step(model, world_size=2, optimizer=functools.partial(away, optimizer_class=torch.optim.Adafactor))
 
 
 def test_a_step_on_the_host_takes_nothing_on_the_device():
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(64, 64))
     policy = {"0": {}, "1": {"cpu_offload": True}}
-    planned = plan(model, policy=policy, world_size=2, optimizer=torch.optim.AdamW, compare=False)
+    planned = plan_step(model, policy=policy, world_size=2, optimizer=torch.optim.AdamW, compare=False)
     taken = [sample.device.activations for sample in planned.samples if sample.phase == "optimizer"]
     assert 0 < max(taken) <= 2 * 4 * 8 * 8
 
@@ -612,7 +614,7 @@ def test_a_step_on_the_host_takes_nothing_on_the_device():
 def test_a_part_on_the_host_is_copied_as_it_is_kept():
     """Shards and gradients are copied in float32, and cast on the device."""
     model, mixed = nn.Sequential(*[nn.Linear(64, 64) for _ in range(3)]), MixedPrecision(torch.bfloat16)
-    planned = plan(model, policy={nn.Linear}, world_size=2, mixed_precision=mixed, cpu_offload=True, compare=False)
+    planned = plan_step(model, policy={nn.Linear}, world_size=2, mixed_precision=mixed, cpu_offload=True, compare=False)
     unit = next(unit for unit in planned.units if unit.fqn == "1")
     assert unit.gradient_nbytes == unit.shard_nbytes >= 4 * 64 * 65 // 2
     assert _on_host.copied_nbytes(planned, ["1"]) == 3 * unit.shard_nbytes  # gathered twice

@@ -40,7 +40,7 @@ MISTAKES: dict[str, tuple[Callable[[nn.Module], object], type[Exception], str]] 
     "copying a whole value into a part": (
         torch.no_grad()(lambda m: m.head.weight.copy_(torch.zeros(2, 4))),
         RuntimeError,
-        r"'head.weight' is sharded.*was given the whole.*module.load_state_dict\(...\)",
+        r"'head.weight' is sharded.*was given the full parameter.*module.load_state_dict\(...\)",
     ),
 }
 

@@ -1,15 +1,19 @@
 """flatshard as a package: what an archive and a wheel contain, and what a bug report says."""
 
+import importlib.metadata
 import os
 import runpy
 import subprocess
 import sys
 import tarfile
+import tomllib
 import zipfile
 from pathlib import Path
 
 import pytest
 import torch
+
+import flatshard
 
 ROOT = Path(__file__).parents[2]
 
@@ -72,19 +76,29 @@ def test_what_an_archive_contains(kind, tmp_path):
     assert {"flatshard/py.typed", "flatshard/README.md", "flatshard/docs/migration.md"} <= set(names)
 
 
+def test_the_version_is_that_of_the_project():
+    assert flatshard.__version__ == tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    alone = {"__file__": "/nowhere/flatshard/_base/version.py", "__name__": "version"}
+    exec((ROOT / "flatshard/_base/version.py").read_text(), alone)
+    try:
+        assert alone["__version__"] == importlib.metadata.version("flatshard")
+    except importlib.metadata.PackageNotFoundError:
+        assert alone["__version__"] == "unknown"
+
+
 def test_products_are_imported_on_first_use():
     script = (
         "import sys, flatshard\n"
-        "later = ('debug', 'elastic', 'planning', 'weights')\n"
+        "later = ('debug', 'elastic', 'env', 'fsdp2', 'integrations', 'planning', 'weights')\n"
         "assert not [m for m in sys.modules if m.split('.')[0] == 'flatshard' and set(m.split('.')) & set(later)]\n"
         "assert set(flatshard.__all__) <= set(dir(flatshard))\n"
         "for name in flatshard.__all__:\n"
         "    found = getattr(flatshard, name)\n"
         "    assert not callable(found) or found.__module__ == 'flatshard' or isinstance(found, type), name\n"
-        "assert all(sys.modules['flatshard.' + name] is getattr(flatshard, name) for name in later)\n"
+        "assert all(getattr(flatshard, name) is sys.modules['flatshard.' + name] for name in later)\n"
         "assert not hasattr(flatshard, 'nothing')\n"
-        "help(flatshard.fit)"
+        "help(flatshard.fit_to_memory)"
     )
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
-    assert "Help on function fit in module flatshard" in done.stdout
+    assert "Help on function fit_to_memory in module flatshard" in done.stdout

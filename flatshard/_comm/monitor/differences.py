@@ -5,7 +5,6 @@ Each rank describes the unit that it communicates for. The descriptions are comp
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 from collections.abc import Mapping
 from typing import Any
@@ -39,15 +38,6 @@ def flats_of(label: Label) -> Flats:
 def settings() -> dict[str, int]:
     """Return the environment's settings, by variable, that must be the same on all ranks."""
     return {"FLATSHARD_SHARED_MEMORY": environment.SHARED_MEMORY}
-
-
-def start_of(label: Label) -> bytes:
-    """Return an 8-byte hash of the values that a unit was cut from: zeros if they have changed since, or are not known."""
-    handle: FlatParamHandle | None = label.handle()
-    starts = [b.initial_values.hash() for b in (() if handle is None else handle.flats) if b.ranks.label is label]
-    if None in starts or not starts:
-        return bytes(8)
-    return hashlib.blake2b(b"".join(filter(None, starts)), digest_size=8).digest()
 
 
 def described(issued: Issued) -> Described:

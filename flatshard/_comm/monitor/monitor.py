@@ -1,26 +1,54 @@
-"""Detects ranks that issue different collectives, or are others than before: the monitor of one process group."""
+"""The monitor of one process group: it detects ranks that issue different collectives.
+
+In the first passes, ranks compare the collectives that they are about to issue. Most mistakes show in these passes, and
+comparing in all passes would cost time.
+
+[Note: Comparing without waiting]
+Before a collective, a rank sends a message to all others: a hash of all collectives so far, including this one, and the
+latest ones as text. On CPU the message is a collective of its own, issued beside the checked one. So ranks that interleave
+gathers and reductions differently do not wait for each other. The messages are compared when the data are waited for; data
+of another unit cannot have arrived by then. [Note: Data of different units never mix]. On an accelerator, where gathers
+and reductions share one order, the host waits for the messages before the collective is issued.
+
+Whether a collective is checked depends on the number of collectives of its kind that its unit has had. This number is the
+same on all ranks, whatever one of them did alone. Every rank gets all messages, so all ranks raise the same error.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import math
+import hashlib
+import warnings
 import weakref
 from collections.abc import Callable
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 
-from flatshard._base import environment
-from flatshard._base.errors import OutOfStepError, ReconfiguredError
-from flatshard._comm.backends import BuiltinCollectives, GlooCollectives
-from flatshard._comm.capabilities import Capabilities
-from flatshard._comm.collectives import Pending
+from flatshard._base import environment, trace
+from flatshard._base.errors import OutOfStepError
+from flatshard._comm.backends import BuiltinCollectives, GlooCollectives, builtin_collectives, has_gloo
+from flatshard._comm.collectives import Capabilities, Pending
 from flatshard._comm.monitor import watch
-from flatshard._comm.monitor.order_check import OrderCheck
+from flatshard._comm.monitor.differences import Described, described, difference, settings
 from flatshard._comm.pending import Awaited, Chain
-from flatshard._comm.progress import Issued, Progress
+from flatshard._comm.progress import RESERVED, SAME_ORDER, Issued, Label, Progress
+from flatshard._comm.rendezvous import Rendezvous
 from flatshard._comm.streams import Streams
+from flatshard._handle.handle import FlatParamHandle
+
+_LABELS = Label("the order check", RESERVED + 4), Label("the order check", RESERVED)  # about gathers, about reductions
+_HASH, _TEXT = 8, 496  # bytes of a message: a hash of the order, one of the unit's first values, then the text
+_BYTES = 2 * _HASH + _TEXT
+_NAME = 80  # maximum characters of a unit's name in a message
+_PATIENCE = 10.0  # seconds to wait for descriptions of other ranks' units
+_OTHER_STARTS = (
+    "fully_shard: ranks had different values of the same parameters, so the model has shards of each. Call "
+    "torch.manual_seed(...) alike on all ranks before the model is built, or fully_shard(..., sync_module_states=True) to "
+    "take the values of rank 0"
+)
+_GROUPS = 8  # maximum number of groups of agreeing ranks, and of ranks per group, that an error lists
 
 
 class GroupMonitor:
@@ -31,20 +59,16 @@ class GroupMonitor:
 
     def __init__(self, builtin: BuiltinCollectives, device: torch.device, progress: Progress) -> None:
         self._builtin, self._on_cpu = builtin, device.type == "cpu"
-        self._checked = environment.checked_collectives()  # how many collectives of each unit and kind are compared
+        self.checks_until = environment.checked_collectives()
         group = builtin.group
         self._order = self._orders.setdefault(group, OrderCheck(group, device))
-        self._may_change = _may_change(group)
-        self.checks_until = math.inf if self._may_change else self._checked
         if isinstance(builtin, GlooCollectives):
             watch.start(builtin, progress)
 
     def start(
         self, issued: Issued, capabilities: Capabilities, start: Callable[[], Pending], streams: Streams | None
     ) -> Pending:
-        if self._may_change:
-            self._check_unchanged(issued)
-        if issued.number > self._checked or issued.kind not in capabilities.compared:
+        if issued.kind not in capabilities.compared:
             return start()
         if streams is not None and streams.is_captured(streams.current):
             return start()  # the host can't wait for messages while it makes a CUDA graph
@@ -61,33 +85,11 @@ class GroupMonitor:
                 Awaited(check, issued, self).wait()
             raise
 
-    def _check_unchanged(self, issued: Issued) -> None:
-        """Raise if the group was reconfigured, so that its size or this process's rank is another one now."""
-        (rank_now, size_now), rank, size = self._builtin.place_now(), self._builtin.rank, self._builtin.size
-        if (rank_now, size_now) == (rank, size):
-            return
-        text = (
-            f"the {issued.verb} of unit {issued.label.unit or '<root>'!r} was not issued: its process group was "
-            f"reconfigured. When the unit was sharded, this was rank {rank} of {size}; now it is rank {rank_now} of "
-            f"{size_now}, and the parts of other ranks are gone. Make a new group of the ranks that are left "
-            "(destroy_process_group, init_process_group), build the model anew, call fully_shard, and load a checkpoint: "
-            "flatshard.load_checkpoint takes one of any number of ranks"
-        )
-        raise ReconfiguredError(issued.verb, issued.label.unit, rank, size, text)
-
     def explain(self, issued: Issued) -> OutOfStepError | None:
         text = watch.verdict(self._builtin)
         if text is None:
             return None
         return OutOfStepError(issued.verb, issued.label.unit, self._builtin.rank, self._builtin.size, text)
-
-
-def _may_change(group: dist.ProcessGroup) -> bool:
-    """Return whether the group may get other ranks (torch 2.15: ``reconfigure``)."""
-    try:
-        return bool(getattr(group, "supports_reconfigure", False))
-    except RuntimeError:  # it has several backends, or one that is written in Python: torch refuses the question
-        return False
 
 
 class _Compared:
@@ -107,3 +109,111 @@ class _Compared:
             self._issued.progress.unended.append((self._issued, self._pending))
             raise
         self._pending.wait()
+
+
+class OrderCheck:
+    """Compares the collectives of one process group between its ranks, by hashes."""
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self._device = torch.device("cpu") if has_gloo(group) else device  # of the messages: CPU if possible
+        self._collectives = builtin_collectives(group, self._device)
+        self._one_order = device.type != "cpu"
+        self._recent: list[str] = []
+        self._hashes = [repr(settings()).encode()] * 2
+
+    def announce(self, issued: Issued) -> Comparison:
+        """Send a message about the collective that is issued next."""
+        kind = 0 if self._one_order else issued.kind
+        unit = issued.label.unit
+        name = unit if len(unit) <= _NAME else f"...{unit[-_NAME:]}"
+        line = f"{issued.verb} of {name or '<root>'!r}{' for backward' if issued.again else ''}"
+        self._recent = [*self._recent[-3:], line]
+        cut, start = _summary(issued.label)
+        summary = f"{line} {issued.label.identity} {cut}"
+        ahead = hashlib.blake2b(self._hashes[kind] + summary.encode(), digest_size=_HASH).digest()
+        self._hashes[kind] = ahead
+        text = "; ".join(self._recent).encode()[-_TEXT:]
+        content = (ahead + start + text).ljust(_BYTES, b"\0")
+        message = torch.tensor(list(content), dtype=torch.uint8, device="cpu")
+        collectives = self._collectives
+        rank, size = collectives.rank, collectives.size
+        received = torch.empty(size, _BYTES, dtype=torch.uint8, device=self._device)
+        received[rank].copy_(message)
+        pending = collectives.all_gather(received.view(-1), received[rank], _LABELS[kind])
+        return Comparison(issued, pending, received, rank, collectives.store)
+
+
+class Comparison:
+    """The messages about one collective, in flight."""
+
+    __slots__ = ("_issued", "_pending", "_rank", "_received", "_store")
+
+    def __init__(
+        self, issued: Issued, pending: Pending, received: torch.Tensor, rank: int, store: Callable[[], Any]
+    ) -> None:
+        self._issued = issued
+        self._pending = pending
+        self._received = received
+        self._rank = rank
+        self._store = store  # the process group's
+
+    def wait(self) -> None:
+        """Compare with all other ranks.
+
+        Raises:
+            OutOfStepError: ranks are about to issue different collectives. All ranks raise it.
+        """
+        self._pending.wait()
+        rows = [bytes(row) for row in self._received.tolist()]
+        alike: dict[bytes, list[int]] = {}  # ranks by hash
+        for rank, row in enumerate(rows):
+            alike.setdefault(row[:_HASH], []).append(rank)
+        if len(alike) > 1:
+            issued = self._issued
+            lines = [_line(ranks, rows[ranks[0]]) for ranks in list(alike.values())[:_GROUPS]]
+            told = self._exchange([ranks[0] for ranks in alike.values()][:_GROUPS])
+            why, cure = difference(told) or ("ranks run different units", SAME_ORDER)
+            text = (
+                f"{why}. Their last collectives{issued.when}, the latest at the end:{''.join(lines)}\n"
+                f"{cure}. (This check runs in the first passes: FLATSHARD_ORDER_CHECK=first, always or off.)"
+            )
+            raise OutOfStepError(issued.verb, issued.label.unit, self._rank, len(rows), text)
+        starts = {row[_HASH : 2 * _HASH] for row in rows}
+        if len(starts) > 1 and bytes(_HASH) not in starts:
+            warnings.warn(_OTHER_STARTS, stacklevel=2)  # without a name, so that Python shows it once
+
+    def _exchange(self, ranks: list[int]) -> dict[int, Described]:
+        """Return the units of these ranks, by rank. All ranks call this, as all are about to raise."""
+        store = self._store()
+        if store is None:
+            return {}
+        units = Rendezvous(store, "flatshard/unit/")
+        try:
+            if self._rank in ranks:
+                units.put(str(self._rank), described(self._issued))
+            if units.await_all([str(rank) for rank in ranks], _PATIENCE):
+                return {rank: units.read(str(rank)) for rank in ranks}
+        except RuntimeError as e:  # a rank has exited: the error is raised without the descriptions
+            trace.logger.debug("no description of the units: %s", e)
+        return {}
+
+
+def _line(ranks: list[int], row: bytes) -> str:
+    shown = ", ".join(map(str, ranks[:_GROUPS])) + (f" and {len(ranks) - _GROUPS} more" if len(ranks) > _GROUPS else "")
+    return (
+        f"\n  rank{'s' if len(ranks) > 1 else ''} {shown}: {row[2 * _HASH :].rstrip(bytes(1)).decode(errors='replace')}"
+    )
+
+
+def _summary(label: Label) -> tuple[str, bytes]:
+    """Return the cut of a unit's flat parameters as text, and an 8-byte hash of the values that they were cut from.
+
+    The cut may differ between ranks that have the same label. The hash is zeros if values have changed or are unknown.
+    """
+    handle: FlatParamHandle | None = label.handle()
+    flats = [b for b in (() if handle is None else handle.flats) if b.ranks.label is label]
+    cut = str([(str(b.kind.compute_dtype), b.layout.shard_numel) for b in flats])
+    starts = [b.initial_values.hash() for b in flats]
+    if None in starts or not starts:
+        return cut, bytes(_HASH)
+    return cut, hashlib.blake2b(b"".join(filter(None, starts)), digest_size=_HASH).digest()

@@ -38,9 +38,10 @@ import torch.distributed as dist
 
 from flatshard._base import environment, frames, trace
 from flatshard._comm.backends import BuiltinCollectives, GlooCollectives
+from flatshard._comm.collectives import NUMBERS
 from flatshard._comm.monitor.differences import described, difference
 from flatshard._comm.monitor.messages import interrupt, name_of
-from flatshard._comm.progress import NUMBERS, SAME_NUMBERS, SAME_ORDER, Progress, here
+from flatshard._comm.progress import SAME_NUMBERS, SAME_ORDER, Progress, here
 from flatshard._comm.rendezvous import Rendezvous
 
 _PREFIX, _ALARM, _VERDICT, _POSITION = "flatshard/", "alarm", "verdict", "position/"

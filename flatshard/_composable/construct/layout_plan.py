@@ -109,7 +109,7 @@ def plan_again(
     members = []
     for param, info in zip(flat.params, flat.layout.params, strict=True):
         unsharded = torch.empty_strided(info.shape, info.stride, dtype=flat.kind.dtype, device="meta")
-        stand_in = nn.Parameter(unsharded, param.requires_grad and flat.is_trainable)
+        stand_in = nn.Parameter(unsharded, param.requires_grad and flat.kind.is_trainable)
         stand_in.__dict__.update({k: v for k, v in vars(param).items() if k != "_flatshard_info"})
         members.append(_Member(PlannedParam(info.fqn, stand_in), stand_in, layout_for(choice, info.fqn, stand_in)))
     works = loads.setdefault(world_size, [0] * world_size)

@@ -12,8 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from flatshard._base.errors import name_list, why_not_called
-from flatshard._comm.capabilities import read_capabilities
-from flatshard._comm.collectives import Collectives, Done, Pending, as_real
+from flatshard._comm.collectives import Collectives, Done, Pending, as_real, read_capabilities
 from flatshard._comm.pending import Works
 from flatshard._comm.progress import Label
 from flatshard._comm.runtime import Runtime

@@ -22,7 +22,7 @@ from flatshard._base.errors import name_list
 from flatshard._composable.features.kept_shards import set_source
 from flatshard._composable.find import unit_for, units_in
 from flatshard._composable.state import Unit
-from flatshard._handle.pool import FlatBuffer
+from flatshard._handle.unsharded import FlatBuffer
 
 
 class _Unchanged(enum.Enum):

@@ -37,7 +37,8 @@ class EncodedBuffer(UnshardedBuffer):
     def __init__(self, flat: EncodedFlatParam, originals: Sequence[nn.Parameter]) -> None:
         """``flat``: whose values they are. ``originals``: see ``UnshardedBuffer``."""
         self._of = flat
-        super().__init__(flat.layout, flat.kind, flat.ranks, flat.shard, originals, flat.wrappings)
+        ranks = flat.ranks
+        super().__init__(flat.layout, ranks.rank, flat.kind, ranks.pool, flat.shard, originals, flat.wrappings)
 
     def place(self, kind: Kind, shard: torch.Tensor) -> None:
         """See ``UnshardedBuffer``."""

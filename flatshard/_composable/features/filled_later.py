@@ -82,7 +82,7 @@ class FillFlat:
             RuntimeError: ``device`` is not where the shard belongs.
         """
         flat, kind = self._flat, self._flat.kind
-        if not flat.is_on_meta:  # allocated with the first parameter of its unit
+        if not flat.kind.is_on_meta:  # allocated with the first parameter of its unit
             return
         if device != kind.home:
             raise RuntimeError(
@@ -106,7 +106,7 @@ class FillFlat:
         Units in ``beside`` have parameters of the same module, which stay unsharded.
         """
         flat = self._flat
-        if flat.is_on_meta:
+        if flat.kind.is_on_meta:
             return param
         index = next(i for i, own in enumerate(flat.params) if own is param)
         if index in self._whole:

@@ -86,7 +86,15 @@ def check_reduced(units: Iterable[Unit], verb: str) -> None:
 
 
 class ReductionHandle:
-    """Reductions in progress, as returned by :func:`reduce_gradients` with ``async_op=True``."""
+    """Reductions in progress, as returned by :func:`reduce_gradients` with ``async_op=True``.
+
+    Example::
+
+        with flatshard.no_sync(model):
+            model(batch).sum().backward()
+        handle = flatshard.reduce_gradients(model, async_op=True)
+        handle.wait()  # now .grad is complete
+    """
 
     def __init__(self, units: Sequence[Unit]) -> None:
         """Create the handle for ``units`` with deferred gradients, in the order of their reductions."""

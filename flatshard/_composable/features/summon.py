@@ -355,7 +355,14 @@ def _check_all_ranks(unit: Unit, what: str, may_on_rank0: bool = False) -> None:
 
 
 class UnshardHandle:
-    """An all-gather in progress, as returned by :func:`unshard` with ``async_op=True``."""
+    """An all-gather in progress, as returned by :func:`unshard` with ``async_op=True``.
+
+    Example::
+
+        handle = flatshard.unshard(model[0], async_op=True)
+        x = batch.relu()  # while the unit is gathered
+        handle.wait()
+    """
 
     def __init__(self, units: list[Unit]) -> None:
         self._units = units

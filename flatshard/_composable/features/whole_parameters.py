@@ -108,7 +108,7 @@ class WholeParameters:
     def gather_gradients(self, copies: dict[int, nn.Parameter] | None) -> None:
         """Gather whole gradients and set them on the unsharded parameters or their ``copies``. Communicates."""
         for flat, grads in zip(self._handle.flats, self._handle.gradients.flats, strict=True):
-            if not flat.is_trainable:  # but frozen parameters are included: they may have an old gradient
+            if not flat.kind.is_trainable:  # but frozen parameters are included: they may have an old gradient
                 continue
             computes, whole = flat.unsharded.params, _whole_gradients(grads)
             for param, compute, wrapping, grad in zip(flat.params, computes, flat.wrappings, whole, strict=True):
@@ -163,16 +163,16 @@ def _whole_gradients(gradients: FlatGradients) -> list[torch.Tensor | None]:
             grad if grad is None or len(grad.shape) == 1 else in_memory_order(grad, info.stride)
             for grad, info in zip(local, flat.layout.params, strict=True)
         ]
-        mine = joined(flat, pieces, gradients.dtype)
+        mine = joined(flat, pieces, gradients.dtypes.of_all)
     whole = Gathering(flat, mine).wait()
-    of_each = zip(whole, seen, itertools.cycle(gradients.dtypes))
+    of_each = zip(whole, seen, itertools.cycle(gradients.dtypes.of_each))
     return [grad.to(dtype) if somewhere else None for grad, somewhere, dtype in of_each]
 
 
 def _write_back_gradients(gradients: FlatGradients, whole: list[torch.Tensor | None]) -> None:
     """Write this rank's part of whole gradients to ``.grad``: the inverse of ``_whole_gradients``."""
     flat = gradients.flat
-    of_each = zip(flat.params, whole, flat.local_grads(), itertools.cycle(gradients.dtypes), strict=False)
+    of_each = zip(flat.params, whole, flat.local_grads(), itertools.cycle(gradients.dtypes.of_each), strict=False)
     for index, (param, grad, held, dtype) in enumerate(of_each):
         if grad is None:
             param.grad = None

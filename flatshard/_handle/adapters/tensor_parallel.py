@@ -6,7 +6,7 @@ sharded of a tensor subclass]. The module sees a DTensor with the original place
 ``fully_shard``: the registered parameters are new objects.
 
 [Note: Norms over two meshes]
-A gradient whose DTensor is sharded has parts on all ranks of both meshes. A replicated one has equal copies along the
+A gradient whose DTensor is sharded has shards on all ranks of both meshes. A replicated one has equal copies along the
 tensor-parallel mesh, and only one copy counts: see ``norm_runtime``. A flat parameter (``flat_parameters``) may contain
 parameters of both kinds. So the norm of its gradient is taken over all ranks of both meshes, and of equal copies only that of
 the first rank counts: see ``common_runtime``. (The alternative is a flat parameter for each kind. It would cost every unit
@@ -130,9 +130,9 @@ class ManyGroups(RankGroup):
 
 
 def common_runtime(runtimes: Sequence[RankGroup | None]) -> tuple[RankGroup | None, list[bool]]:
-    """Return a runtime for several tensors, where ``runtimes[i]`` are the ranks that hold parts of tensor ``i``.
+    """Return a runtime for several tensors, where ``runtimes[i]`` are the ranks that hold shards of tensor ``i``.
 
-    Also returns whether this rank's part of each tensor counts in a norm over it. [Note: Norms over two meshes]
+    Also returns whether this rank's shard of each tensor counts in a norm over it. [Note: Norms over two meshes]
     """
     parts = [r.groups if isinstance(r, ManyGroups) else () if r is None else (r,) for r in runtimes]
     every = list(dict.fromkeys(itertools.chain(*parts)))
@@ -151,7 +151,7 @@ def is_copy(parallel: TensorParallel | None, beside: TensorParallel | None) -> b
     ``beside``: the wrapping of a DTensor in the same flat parameter, if any.
 
     A plain parameter beside DTensors in a flat parameter is replicated over their mesh. In a flat parameter without DTensors
-    all tensor-parallel ranks cut parameters in the same way, so a checkpoint finds that their parts are the same.
+    all tensor-parallel ranks cut parameters in the same way, so a checkpoint finds that their shards are the same.
     """
     if parallel is None:
         return beside is not None and any(beside.mesh.get_coordinate())

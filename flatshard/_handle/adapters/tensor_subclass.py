@@ -8,7 +8,7 @@ If there is one tensor inside, it is sharded in its own dtype. If there are seve
 quantised weight), their bytes are sharded as one frozen ``uint8`` parameter: end to end, each tensor aligned to 16 bytes. So
 all of them are gathered in the unit's one all-gather, and are never cast. Such a parameter must be frozen. Its gradient would
 be one tensor of floating-point numbers, so of another dtype and size than the bytes that are sharded; and an optimizer would
-have to change this rank's part by the class's own operators (torchao's rounds at random, for each row anew), while a sharded
+have to change this rank's shard by the class's own operators (torchao's rounds at random, for each row anew), while a sharded
 parameter has none: it is plain memory, cut anywhere.
 
 [Note: Classes with hooks for FSDP2's gathers]

@@ -3,7 +3,7 @@
 [Note: What is sharded of a tensor subclass]
 A flat parameter is plain memory. So for a parameter that is a tensor subclass, a plain tensor is taken out of it, and sharded
 like any other. While the parameter is unsharded, the module sees the subclass again, built once over that tensor's range of
-the unsharded buffer. Otherwise the registered parameter is a :class:`ShardedParameter` with a part of the plain tensor. This
+the unsharded buffer. Otherwise the registered parameter is a :class:`ShardedParameter` with a shard of the plain tensor. This
 is a new object: Python cannot turn a subclass with a layout of its own into a plain tensor in place. A :class:`Wrapping`
 defines the plain tensor, and how the subclass is built from it: see ``tensor_parallel.py`` for DTensors, and
 ``tensor_subclass.py`` for other subclasses.
@@ -47,13 +47,13 @@ class Wrapping(ABC):
             RuntimeError: this is not possible.
         """
 
-    adds_gradients = False  # `local_gradient` may add up parts from several ranks
+    adds_gradients = False  # `local_gradient` may add up summands from several ranks
 
     @abstractmethod
     def local_gradient(self, grad: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Convert the gradient of the subclass to the gradient of the plain tensor.
 
-        ``dtype``: parts from several ranks are added up in it, if it is wider than that of ``grad``.
+        ``dtype``: summands from several ranks are added up in it, if it is wider than that of ``grad``.
         """
 
     def computes_in(self, dtype: torch.dtype) -> bool:
@@ -69,7 +69,7 @@ class Wrapping(ABC):
         return []
 
     def norm_runtime(self, runtime: RankGroup | None, device: torch.device) -> RankGroup | None:
-        """Return the ranks that hold parts of the full gradient. ``runtime``: the ranks with parts of the plain tensor."""
+        """Return the ranks that hold shards of the full gradient. ``runtime``: the ranks with shards of the plain tensor."""
         return runtime
 
     def take_apart(self, param: nn.Parameter) -> nn.Parameter:

@@ -1,1 +1,1 @@
-"""The tensors that the user sees: sharded parameters and gradients, and numbers that only cover this rank's part."""
+"""The tensors that the user sees: sharded parameters and gradients, and numbers that only cover this rank's shard."""

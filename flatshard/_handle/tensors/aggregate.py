@@ -1,7 +1,7 @@
-"""Norms, sums and extremes of whole tensors, computed from the parts that ranks hold of them.
+"""Norms, sums and extremes of full tensors, computed from the shards that ranks hold of them.
 
-Everything here takes two steps. Each rank computes one number for its own part (``Aggregate.local``). Then the ranks that
-hold the parts combine their numbers, by one all-reduce for any number of tensors (``Aggregate.over_ranks``). The norm of a
+Everything here takes two steps. Each rank computes one number for its own shard (``Aggregate.local``). Then the ranks that
+hold the shards combine their numbers, by one all-reduce for any number of tensors (``Aggregate.over_ranks``). The norm of a
 gradient, clipping, ``GradScaler``'s overflow flag, ``gradient_statistics`` and ``segment_reduce`` all use it.
 
 [Note: Different questions]
@@ -38,7 +38,7 @@ class Aggregate(NamedTuple):
     """The order of the norm, if ``op`` is ``"norm"``: any order of a vector norm; 0 counts the nonzero elements."""
 
     def of(self, parts: Sequence[torch.Tensor], runtimes: Sequence[RankGroup | None], question: str) -> torch.Tensor:
-        """Return the number of each full tensor: 1-D, float64. ``parts``: this rank's part of each. See ``over_groups``."""
+        """Return the number of each full tensor: 1-D, float64. ``parts``: this rank's shard of each. See ``over_groups``."""
         return self.over_groups(self.local(parts, device_for(parts, runtimes)), runtimes, question)
 
     def local(self, parts: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
@@ -70,11 +70,11 @@ class Aggregate(NamedTuple):
         return (part.amax() if self.op == "max" else part.amin()).double()
 
     def over_ranks(self, numbers: torch.Tensor, runtime: RankGroup, question: str) -> torch.Tensor:
-        """Combine the local ``numbers`` of the ranks of ``runtime``, which hold the parts: one all-reduce.
+        """Combine the local ``numbers`` of the ranks of ``runtime``, which hold the shards: one all-reduce.
 
         Args:
             numbers: floating point, any shape.
-            runtime: of the ranks that hold the parts. All of them call this.
+            runtime: of the ranks that hold the shards. All of them call this.
             question: a description, the same text on all ranks. [Note: Different questions]
 
         Returns:
@@ -97,7 +97,7 @@ class Aggregate(NamedTuple):
     def over_groups(self, numbers: torch.Tensor, runtimes: Sequence[RankGroup | None], question: str) -> torch.Tensor:
         """Combine the local ``numbers[i]`` over the ranks of ``runtimes[i]``: one all-reduce for each process group.
 
-        A tensor whose runtime is None is whole on every rank, so its number stays as it is.
+        A tensor whose runtime is None is full on every rank, so its number stays as it is.
         """
         rows = list(numbers.unbind())
         for runtime in in_order(runtimes):
@@ -115,8 +115,8 @@ def device_for(parts: Sequence[torch.Tensor], runtimes: Iterable[RankGroup | Non
 
 
 def local_norms(parts: Sequence[torch.Tensor], ord: float, dtype: torch.dtype | None) -> list[torch.Tensor]:
-    """Call ``torch._foreach_norm`` on parts of one dtype and device, which may be empty."""
-    filled = [part for part in parts if part.numel()]  # with many ranks, most parts are empty
+    """Call ``torch._foreach_norm`` on shards of one dtype and device, which may be empty."""
+    filled = [part for part in parts if part.numel()]  # with many ranks, most shards are empty
     norms = list(torch._foreach_norm(filled, ord, dtype=dtype)) if filled else []
     if len(filled) == len(parts):
         return norms
@@ -141,7 +141,7 @@ def total_norm(
     """Compute the norm of many tensors as if they were one vector: one all-reduce for each process group.
 
     Args:
-        sharded: for each process group, the norm of all parts that this rank holds: 0-dim.
+        sharded: for each process group, the norm of all shards that this rank holds: 0-dim.
         whole: the norm of all tensors that each rank has in full, 0-dim, or None if there are none.
         ord: of the norm, and not 0.
         question: see :meth:`Aggregate.over_ranks`.

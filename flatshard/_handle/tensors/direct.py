@@ -2,14 +2,14 @@
 
 [Note: What bypasses the table]
 Methods of a parameter, and functions of what they return, follow the table in ``operations.py``. A function of torch on the
-parameter itself does not: ``F.mse_loss(p, q)`` takes the part for the whole. To notice each call, the class would need a
+parameter itself does not: ``F.mse_loss(p, q)`` takes the shard for all of it. To notice each call, the class would need a
 ``__torch_function__``, which reads of attributes and operations of optimizers look for. Switched off where autograd is, it
 costs a step of AdamW 5 percent, and each read of ``.grad`` in ``zero_grad`` 1.5 microseconds; always on, 28 to 43 percent.
 So backward notices it, which costs nothing. Operations of the table compute with another leaf over the same memory, whose
 gradient is added to that of the parameter. Then a gradient that reaches the parameter's own node has bypassed the table, and
 raises. Without a backward nothing notices: ``torch.sum(p)`` is this rank's number.
 
-A parameter that each rank has whole is as a plain tensor to methods and functions. There the gradient that comes to its own
+A parameter that each rank has in full is as a plain tensor to methods and functions. There the gradient that comes to its own
 node is averaged over the ranks.
 """
 
@@ -54,9 +54,9 @@ def _take(of: weakref.ref[Any], grads: tuple[torch.Tensor, ...]) -> tuple[torch.
     info: Any = of()._flatshard_info  # type: ignore[union-attr]  # the node keeps it
     if not info.is_whole:
         raise RuntimeError(
-            f"{info.describe()}, and a function of torch took this part for the whole, so its gradient would be wrong. "
-            "Methods are those of the whole: p.sum() for torch.sum(p), (p - q).square().mean() for F.mse_loss(p, q). Or "
-            "compute it in the forward of its unit"
+            f"{info.describe()}, and a function of torch took this shard for the full parameter, so its gradient would be "
+            "wrong. Methods are those of the full parameter: p.sum() for torch.sum(p), (p - q).square().mean() for "
+            "F.mse_loss(p, q). Or compute it in the forward of its unit"
         )
     (grad,) = grads
     real = torch.view_as_real(grad) if grad.is_complex() else grad

@@ -1,4 +1,4 @@
-"""A single gradient for a whole flat parameter, and the parameters that show slices of it: after ``flat_parameters``.
+"""A single gradient for a flat parameter, and the parameters that show slices of it: after ``flat_parameters``.
 
 [Note: Slices of a flat gradient]
 In FSDP1 modules have flat parameters, and ``model.zero_grad()`` clears their gradients. Here modules have the single
@@ -21,7 +21,7 @@ from flatshard._handle.tensors.sharded_parameter import ShardedParameter, flat_p
 
 
 class FlatGrad:
-    """The gradient of ``param``, a parameter over a whole shard of which ``members`` have ``slices``."""
+    """The gradient of ``param``, a parameter over a shard of which ``members`` have ``slices``."""
 
     def __init__(
         self, param: ShardedParameter, members: Sequence[ShardedParameter], slices: Sequence[ShardSlice]
@@ -71,7 +71,7 @@ class FlatGrad:
             return
         if grad.shape != member.shape:
             raise RuntimeError(
-                f"a gradient of shape {tuple(grad.shape)} for {member._flatshard_info.fqn!r}, of which this rank has a part "
+                f"a gradient of shape {tuple(grad.shape)} for {member._flatshard_info.fqn!r}, of which this rank has a shard "
                 f"of shape {tuple(member.shape)}"
             )
         if view is None:

@@ -54,12 +54,12 @@ class GuardedParameters(Parameters):
     It always stores the sharded parameters. While unsharded parameters are in ``attributes``, reads return those.
     """
 
-    __slots__ = ("attributes", "own", "parts")
+    __slots__ = ("attributes", "own", "shards")
 
     def __init__(self, parameters: Parameters, attributes: dict[str, Any]) -> None:
         super().__init__(parameters)
-        # Descriptions of this rank's parts, in a copy of a module without its unit: it has these parts as plain parameters.
-        self.parts: dict[str, ShardInfo] = {}
+        # Descriptions of this rank's shards, in a copy of a module without its unit: it has these shards as plain parameters.
+        self.shards: dict[str, ShardInfo] = {}
         self.own = frozenset(parameters)  # names that the unit registers: others are ties that came too late
         self.attributes = attributes  # the module's own ``__dict__``
         attributes.update(
@@ -81,7 +81,7 @@ class GuardedParameters(Parameters):
             if isinstance(shown, nn.Parameter):
                 return shown
             return self._for_reader(param, Caller())
-        if self.parts and param is not None:
+        if self.shards and param is not None:
             self._check_part(name, param, Caller())
         return param
 
@@ -127,11 +127,11 @@ class GuardedParameters(Parameters):
 
     def _check_part(self, name: str, param: nn.Parameter, caller: Caller) -> None:
         """Raise if a forward reads a shard from a copy of its module that was made without its unit."""
-        info = self.parts.get(name)
+        info = self.shards.get(name)
         if info is None or param.shape == info.shape or (forward := caller.forward_of(self)) is None:
             return
         raise RuntimeError(
-            f"{type(forward.module).__name__}.forward would compute with this rank's part of {info.fqn!r}, of shape "
+            f"{type(forward.module).__name__}.forward would compute with this rank's shard of {info.fqn!r}, of shape "
             f"{tuple(param.shape)}: it is a copy of a module that was sharded as a part of another one. {_COPY}"
         )
 
@@ -157,7 +157,7 @@ class GuardedParameters(Parameters):
         if not isinstance(self.attributes.get(name), nn.Parameter):
             raise RuntimeError(
                 f"functional_call would replace parameter {held._flatshard_info.fqn!r}, which is sharded: its unit would "
-                "keep the tensor as a new value. Call it while the parameters are whole: `with torch.no_grad(), "
+                "keep the tensor as a new value. Call it while the parameters are full: `with torch.no_grad(), "
                 "flatshard.summon_full_params(module): torch.func.functional_call(module, ...)`. If torch.export did it: "
                 "export a new model that has the values of flatshard.checkpoint.full_state_dict(module)"
             )
@@ -208,12 +208,12 @@ class GuardedParameters(Parameters):
         memo[id(self)] = result
         for name, param in super().items():
             result[name] = copy.deepcopy(param, memo)
-        result.parts = {name: info for name, info in infos.items() if not info.is_whole}
+        result.shards = {name: info for name, info in infos.items() if not info.is_whole}
         return result
 
     def adopt(self, attributes: dict[str, Any]) -> None:
         """Adopt the ``__dict__`` of a copied module, which is sharded as the original is."""
-        self.attributes, self.parts = attributes, {}
+        self.attributes, self.shards = attributes, {}
 
     def __reduce__(self) -> tuple[Any, ...]:
         return dict, (dict(self),)
@@ -274,7 +274,7 @@ def _refuse_early(param: ShardedParameter, caller: Caller) -> None:
     """
     if (name := caller.restructures) is not None:
         raise RuntimeError(
-            f"parameter {param._flatshard_info.fqn!r} is sharded, and {name} would compute with this rank's part of it: "
+            f"parameter {param._flatshard_info.fqn!r} is sharded, and {name} would compute with this rank's shard of it: "
             f"{RESTRUCTURE_BEFORE}"
         )
 

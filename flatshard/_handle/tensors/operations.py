@@ -1,7 +1,7 @@
-"""The table of operations on parts of tensors: one for sharded parameters and gradients.
+"""The table of operations on shards of tensors: one for sharded parameters and gradients.
 
-A rank has a part of each parameter and gradient: some elements, as 1-D, or some rows. The kind of an operation decides what
-it may do with a part, whoever calls it. Names are those of ``torch.Tensor``, ``torch`` and ``torch.nn.functional``. A name
+A rank has a shard of each parameter and gradient: some elements, as 1-D, or some rows. The kind of an operation decides what
+it may do with a shard, whoever calls it. Names are those of ``torch.Tensor``, ``torch`` and ``torch.nn.functional``. A name
 stands for the operation in place, too (``mul_``), and for the operators (``__rmul__``). Operations that torch tags as
 pointwise are elementwise without being named here. Anything else that is not in the table is refused.
 """
@@ -15,20 +15,18 @@ import torch
 
 
 class OperationKind(enum.Enum):
-    """The kinds of operations, by the parts of a tensor that they need."""
+    """The kinds of operations, by what they need of a tensor."""
 
-    ELEMENTWISE = "each element alone: works on the part, and gives a part"
-    RANDOM = "a number for each element, by its place in the whole: in place, or as a new tensor (`rand_like`)"
-    REDUCTION = "all elements, in any order: gives the number of the whole, and communicates"
-    ALIAS = "the same elements, perhaps in another dtype or on another device: gives a part"
+    ELEMENTWISE = "each element alone: works on the shard, and gives a shard"
+    RANDOM = "a number for each element, by its place in the full tensor: in place, or as a new tensor (`rand_like`)"
+    REDUCTION = "all elements, in any order: gives the number of the full tensor, and communicates"
+    ALIAS = "the same elements, perhaps in another dtype or on another device: gives a shard"
     MEMORY = "what this rank holds: its address, dtype, shape, bytes; a copy or a new tensor like it, which is plain"
-    DIMENSIONS = (
-        "how many dimensions (`ndim`, `dim()`): those of the whole. The length of `shape` is that of this rank's memory"
-    )
-    SIZE = "a size of this rank's memory (`size(0)`): refused for a dimension that only the whole has"
-    FLAT = "the elements in a row (`view(-1)`): gives a part, and any other shape is refused"
-    SELECT = "some elements: all of them (`[:]`) or a mask of the part's shape; anything else is refused"
-    SHAPE = "rows, columns, places or the shape: refused, unless this rank's part is whole rows"
+    DIMENSIONS = "how many dimensions (`ndim`, `dim()`): the full tensor's. The length of `shape` is this rank's"
+    SIZE = "a size of this rank's memory (`size(0)`): refused for a dimension that only the full tensor has"
+    FLAT = "the elements in a row (`view(-1)`): gives a shard, and any other shape is refused"
+    SELECT = "some elements: all of them (`[:]`) or a mask of the shard's shape; anything else is refused"
+    SHAPE = "rows, columns, places or the shape: refused, unless this rank's shard is whole rows"
     TRANSPOSE = "rows as columns: the same, but a vector may"
 
 
@@ -68,7 +66,7 @@ _OPERATIONS = {
     OperationKind.SIZE: "size",
     OperationKind.FLAT: "flatten ravel reshape view view_as reshape_as",
     OperationKind.SELECT: "getitem setitem masked_scatter index_put",
-    # Known ones. They differ from what is not in the table only in that parts that are whole rows may use them.
+    # Known ones. They differ from what is not in the table only in that shards that are whole rows may use them.
     OperationKind.SHAPE: """
         matmul mm mv bmm addmm addmv addbmm baddbmm linear swapaxes swapdims movedim moveaxis
         unbind select narrow split chunk index_select gather take sort argsort topk cumsum cumprod flip roll diag
@@ -122,6 +120,6 @@ def is_of_many(name: str) -> bool:
 
 
 def is_in_place(name: str) -> bool:
-    """Return whether ``name`` changes its first argument elementwise, and returns that: on this rank's part, as it is."""
+    """Return whether ``name`` changes its first argument elementwise, and returns that: on this rank's shard, as it is."""
     written = (name.endswith("_") and not name.endswith("__")) or (name.startswith("__i") and name != "__invert__")
     return written and kind_of(name) is OperationKind.ELEMENTWISE

@@ -30,7 +30,7 @@ def retype(tensors: Sequence[torch.Tensor], kind: type[torch.Tensor], attribute:
 
 
 class _Origin(NamedTuple):
-    """The origin of a partial norm: the ranks that hold the parts, the order of the norm, and its device."""
+    """The origin of a partial norm: the ranks that hold the shards, the order of the norm, and its device."""
 
     runtime: RankGroup
     ord: float
@@ -38,7 +38,7 @@ class _Origin(NamedTuple):
 
 
 class PartialNorm(torch.Tensor):
-    """The norm of this rank's part of a gradient (like DTensor's ``_NormPartial``): 0-dim, made by ``torch._foreach_norm``.
+    """The norm of this rank's shard of a gradient (like DTensor's ``_NormPartial``): 0-dim, made by ``torch._foreach_norm``.
 
     ``torch.stack`` gives a :class:`PartialNorms`. Any other use first reduces the norm over the ranks, in place, so all
     ranks must do it.
@@ -48,7 +48,7 @@ class PartialNorm(torch.Tensor):
 
     @classmethod
     def mark(cls, norms: Sequence[torch.Tensor], runtime: RankGroup, ord: float, device: torch.device) -> None:
-        """Turn 0-dim plain ``norms`` on ``device`` into partial norms, in place. ``runtime``: its ranks hold the parts."""
+        """Turn 0-dim plain ``norms`` on ``device`` into partial norms, in place. ``runtime``: its ranks hold the shards."""
         retype(norms, cls, "_origin", itertools.repeat(_Origin(runtime, ord, device)))
 
     @classmethod
@@ -135,7 +135,7 @@ class PartialNorms(torch.Tensor):
 
 
 class PartialFlag(torch.Tensor):
-    """``found_inf`` of a ``GradScaler``, for this rank's parts: the whole flag is set if it is set on any rank.
+    """``found_inf`` of a ``GradScaler``, for this rank's shards: the flag of all ranks is set if it is set on any.
 
     At its first use it becomes a plain tensor, so all ranks must use it. This takes one all-reduce per process group, for
     gradients of all dtypes together.
@@ -176,7 +176,7 @@ def _call_when_whole(func: Callable[..., Any], args: tuple[Any, ...], kwargs: di
 
 
 def make_whole(*arguments: Any) -> None:
-    """Reduce all partial numbers in ``arguments``, which may be nested, to plain tensors with the whole values. In place."""
+    """Reduce partial numbers in ``arguments``, which may be nested, to plain tensors over all ranks. In place."""
     norms: dict[_Origin, dict[int, PartialNorm]] = {}
     for found in _partial_in(arguments):
         if isinstance(found, PartialNorm):
@@ -208,7 +208,7 @@ def _partial_in(argument: Any) -> Iterator[PartialNorm | PartialNorms | PartialF
 UNSCALE: Callable[..., Any] = torch._amp_foreach_non_finite_check_and_unscale_
 """The function that ``GradScaler`` calls with the gradients of one dtype."""
 
-# Functions that do not need the whole value of a partial number.
+# Functions that do not need the value over all ranks.
 METADATA: frozenset[Callable[..., Any]] = frozenset(
     (
         torch.Tensor.device.__get__,

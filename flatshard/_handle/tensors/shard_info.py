@@ -1,4 +1,4 @@
-"""``ShardInfo``: the part of a parameter that a tensor holds."""
+"""``ShardInfo``: the shard of a parameter that a tensor holds."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from flatshard._handle.tensors.aggregate import plainly
 
 @dataclass(frozen=True, slots=True)
 class ShardInfo:
-    """The part of a parameter that a sharded parameter holds. See ``flatshard.tensors.shard_info(p)``.
+    """The shard of a parameter that a sharded parameter holds. See ``flatshard.tensors.shard_info(p)``.
 
     Example::
 
@@ -27,14 +27,14 @@ class ShardInfo:
     """
 
     fqn: str  # the parameter's
-    shape: tuple[int, ...]  # of the whole parameter
-    stride: tuple[int, ...]  # of the whole parameter, dense: defines the memory order for ``start`` and ``stop``
+    shape: tuple[int, ...]  # of the full parameter
+    stride: tuple[int, ...]  # of the full parameter, dense: defines the memory order for ``start`` and ``stop``
     start: int  # this rank's elements, half-open, in memory order
     stop: int  # the element behind the last of this rank's
     shard_world_size: int  # ranks that the parameter is sharded over
-    by_rows: bool = False  # this rank's part consists of whole rows, and has the parameter's dimensions
+    by_rows: bool = False  # this rank's shard consists of whole rows, and has the parameter's dimensions
     owner: int | None = None  # the rank that holds all of it, if one does; None also in an unpickled copy
-    # The ranks that hold the parts. None if the shard group has a single rank, unless its `around` has others; and in an
+    # The ranks that hold the shards. None if the shard group has a single rank, unless its `around` has others; and in an
     # unpickled copy.
     runtime: RankGroup | None = field(default=None, repr=False, compare=False)
     # Averages a few numbers over the ranks as gradients are: ``UnitRanks.average_now``. None in an unpickled copy.
@@ -65,7 +65,7 @@ class ShardInfo:
 
     @property
     def part_shape(self) -> tuple[int, ...]:
-        """The shape of this rank's part: 1-D; ``(rows, *rest)`` if cut by rows; the whole shape on a single rank."""
+        """The shape of this rank's shard: 1-D; ``(rows, *rest)`` if cut by rows; the full shape on a single rank."""
         if self.is_whole:
             return self.shape
         return part_shape(self.shape, self.stop - self.start, self.by_rows)
@@ -80,27 +80,27 @@ class ShardInfo:
 
     @property
     def full_shape(self) -> tuple[int, ...]:
-        """Internal: the shape of the whole parameter, as its user sees it."""
+        """Internal: the shape of the full parameter, as its user sees it."""
         return self.shape if self.wrapping is None else tuple(self.wrapping.shape)
 
     def describe(self) -> str:
-        """Describe the elements that this rank has, for an error. Internal."""
+        """Internal: describe the elements that this rank has, for an error."""
         return (
             f"parameter {self.fqn!r} is sharded: this rank has elements {self.start}:{self.stop} of shape "
-            f"{self.full_shape} {'in whole rows' if self.by_rows else 'as a 1-D part'}"
+            f"{self.full_shape} {'in whole rows' if self.by_rows else 'as a 1-D shard'}"
         )
 
     @property
     def numel(self) -> int:
-        """Elements of the whole parameter."""
+        """Elements of the full parameter."""
         return math.prod(self.shape)
 
     def in_memory_order(self, part: torch.Tensor) -> torch.Tensor:
-        """Flatten ``part``, in the shape of this rank's part, in memory order: a view if its stride allows that. Internal."""
+        """Internal: flatten ``part``, in the shape of this rank's shard, in memory order: a view if its stride allows."""
         return part if len(part.shape) == 1 else in_memory_order(part, self.stride)
 
     def shaped(self, part: torch.Tensor) -> torch.Tensor:
-        """Reshape 1-D ``part``, in memory order, to the shape of this rank's part. Internal."""
+        """Internal: reshape 1-D ``part``, in memory order, to the shape of this rank's shard."""
         shape = self.part_shape
         with plainly():
             return part if shape == part.shape else part.as_strided(shape, self.stride)

@@ -1,11 +1,11 @@
-"""The ``.grad`` of a sharded parameter: this rank's part. Norms that torch computes of it are those of the whole gradient.
+"""The ``.grad`` of a sharded parameter: this rank's shard. Norms that torch computes of it are those of the full gradient.
 
 [Note: Right with torch's own tools]
-If ``.grad`` were a plain tensor, ``torch.nn.utils.clip_grad_norm_`` would use the norm of this rank's part, and
+If ``.grad`` were a plain tensor, ``torch.nn.utils.clip_grad_norm_`` would use the norm of this rank's shard, and
 ``torch.amp.GradScaler`` would only find infinities on this rank. So ``.grad`` is a :class:`ShardedGradient`: a plain tensor
 whose ``__class__`` is set, like that of a :class:`ShardedParameter`. It has a ``__torch_function__``, and no
 ``__torch_dispatch__``. The table in ``operations.py`` decides by an operation's kind. Elementwise ones give a
-:class:`PartTensor`; reductions are over the full gradient, and communicate; others are refused. Two
+:class:`ShardTensor`; reductions are over the full gradient, and communicate; others are refused. Two
 functions of lists communicate, too, which torch's tools call: ``_foreach_norm``, and
 ``_amp_foreach_non_finite_check_and_unscale_`` of ``GradScaler``. Other functions of lists are an optimizer's, and give plain
 tensors. The gradient of a parameter that is not sharded (``NO_SHARD``, a single rank) is plain.
@@ -25,12 +25,12 @@ from torch.utils import _foreach_utils
 from flatshard._comm.rank_group import RankGroup
 from flatshard._handle.layout import FlatLayout, ShardSlice
 from flatshard._handle.tensors.aggregate import local_norms, plainly
-from flatshard._handle.tensors.part import HANDLERS, PartTensor, local_norm
 from flatshard._handle.tensors.partial import UNSCALE, PartialFlag, PartialNorm, retype
+from flatshard._handle.tensors.shard import HANDLERS, ShardTensor, local_norm
 from flatshard._handle.tensors.shard_info import ShardInfo
 
 
-class ShardedGradient(PartTensor):
+class ShardedGradient(ShardTensor):
     """This rank's part of a gradient. Its norm is the norm over all ranks.
 
     ``p.grad.norm()`` communicates: every rank must take it, and in the same order.
@@ -41,7 +41,7 @@ class ShardedGradient(PartTensor):
 
         p = model[0].up.weight
         assert isinstance(p.grad, flatshard.tensors.ShardedGradient)
-        norm = p.grad.norm()  # of the whole gradient, on all ranks
+        norm = p.grad.norm()  # of the full gradient, on all ranks
     """
 
     _whose = "the gradient of "
@@ -66,7 +66,7 @@ def mark(grad: torch.Tensor, info: ShardInfo) -> None:
     gradient is plain, so that no norm of it communicates.
     """
     is_sharded = info.runtime is not None and info.numel
-    if is_sharded and type(grad) in (torch.Tensor, PartTensor) and grad.layout is torch.strided:
+    if is_sharded and type(grad) in (torch.Tensor, ShardTensor) and grad.layout is torch.strided:
         retype([grad], ShardedGradient, "_flatshard_info", [info])
 
 
@@ -148,15 +148,18 @@ def _foreach_norm(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
     given = dict(zip(("self", "ord", "dtype"), args, strict=False)) | kwargs
     grads: Sequence[torch.Tensor] = given["self"]
     ord, dtype = float(given.get("ord", 2)), given.get("dtype")
-    if ord == 0:  # the total counts whole gradients, and no rank has one
+    if ord == 0:  # the total counts full gradients, and no rank has one
         raise NotImplementedError(
-            "torch's total norm of order 0 counts the gradients that are not zero, but ranks have only parts of gradients: "
+            "torch's total norm of order 0 counts the gradients that are not zero, but ranks have only shards of gradients: "
             "use flatshard.optim.get_total_norm(model, 0)"
         )
     with plainly():
         one_by_one = any(map(_elsewhere, grads))
         norms = (
-            [local_norm(g, ord, dtype) if isinstance(g, PartTensor) else local_norms([g], ord, dtype)[0] for g in grads]
+            [
+                local_norm(g, ord, dtype) if isinstance(g, ShardTensor) else local_norms([g], ord, dtype)[0]
+                for g in grads
+            ]
             if one_by_one
             else local_norms(grads, ord, dtype)
         )
@@ -170,8 +173,8 @@ _runtime = operator.attrgetter("_flatshard_info.runtime")
 
 
 def _elsewhere(grad: torch.Tensor) -> tuple[tuple[int, int], ...]:
-    """Ranges of this rank's part that another rank counts in norms. [Note: Norms over two meshes]"""
-    return grad._flatshard_info.elsewhere if isinstance(grad, PartTensor) else ()
+    """Ranges of this rank's shard that another rank counts in norms. [Note: Norms over two meshes]"""
+    return grad._flatshard_info.elsewhere if isinstance(grad, ShardTensor) else ()
 
 
 def _by_runtime(
@@ -184,7 +187,7 @@ def _by_runtime(
             return {runtimes.pop(): values}
     found: dict[RankGroup, Sequence[torch.Tensor]] = {}
     for grad, value in zip(grads, values, strict=True):
-        if isinstance(grad, PartTensor):
+        if isinstance(grad, ShardTensor):
             found.setdefault(_runtime(grad), []).append(value)  # type: ignore[attr-defined]
     return found
 
@@ -199,7 +202,7 @@ def _unscale(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
 
 def _foreach_max(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> NoReturn:
     raise NotImplementedError(
-        "torch._foreach_max of sharded gradients would be the maxima of this rank's parts: use "
+        "torch._foreach_max of sharded gradients would be the maxima of this rank's shards: use "
         "flatshard.optim.gradient_statistics(model), or p.grad.max() for each"
     )
 

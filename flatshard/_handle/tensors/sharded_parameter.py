@@ -1,4 +1,4 @@
-"""Sharded parameters, which the user and the optimizer see between steps: the user's own objects, with this rank's part.
+"""Sharded parameters, which the user and the optimizer see between steps: the user's own objects, with this rank's shard.
 
 [Note: The user's Parameter objects survive]
 An optimizer, an EMA or a weight-decay rule may have been built from ``model.parameters()`` before sharding. So the
@@ -14,16 +14,16 @@ version counter shows this if it counts every change. For a plain tensor it does
 ``p.detach()``, which shares it. Autograd's own check does not become stricter by this, because the graph of a forward never
 holds a sharded parameter.
 
-[Note: Parts are not matrices]
-For a 1-D part of a matrix, ``w.T`` is the part, ``w[3] = 0`` sets one element (another one on each rank), and ``b @ a`` may
+[Note: Shards are not matrices]
+For a 1-D shard of a matrix, ``w.T`` is the shard, ``w[3] = 0`` sets one element (another one on each rank), and ``b @ a`` may
 even fit. Code that means the full parameter uses these on the parameter itself. So they are Python methods of this class,
-which check first; optimizers use none of them. ``p.detach()`` and ``p.data`` are a :class:`PartTensor`, which checks every
+which check first; optimizers use none of them. ``p.detach()`` and ``p.data`` are a :class:`ShardTensor`, which checks every
 function. Functions such as ``torch.sum`` of the parameter itself are noticed in backward alone (``direct.py``), and
-``torch.rand_like`` draws for the part alone, while ``torch.rand_like(p.data)`` draws for the full parameter.
+``torch.rand_like`` draws for the shard alone, while ``torch.rand_like(p.data)`` draws for the full parameter.
 
 Initialisers that compute from the shape (``kaiming_uniform_``, ``orthogonal_``) ask for the number of dimensions first. They
 are refused on all ranks, unless one rank has all of the parameter in its shape: whole rows have another fan-out, too. Some
-initialisers skip an empty tensor before they ask, so reading the ``shape`` of an empty part checks, too. Initialisers that
+initialisers skip an empty tensor before they ask, so reading the ``shape`` of an empty shard checks, too. Initialisers that
 treat each element alike are allowed.
 """
 
@@ -48,8 +48,9 @@ from flatshard._handle.tensors.changes import changes
 from flatshard._handle.tensors.direct import leaf_of
 from flatshard._handle.tensors.grad_dtype import hand_on, plain_grad_dtype
 from flatshard._handle.tensors.operations import OperationKind, kind_of
-from flatshard._handle.tensors.part import (
-    PartTensor,
+from flatshard._handle.tensors.partial import make_whole
+from flatshard._handle.tensors.shard import (
+    ShardTensor,
     as_leaves,
     draw,
     handler_of,
@@ -57,7 +58,6 @@ from flatshard._handle.tensors.part import (
     refuse_initialiser,
     share_numbers,
 )
-from flatshard._handle.tensors.partial import make_whole
 from flatshard._handle.tensors.shard_info import ShardInfo
 from flatshard._handle.tensors.sharded_gradient import mark, plain_grad
 
@@ -84,7 +84,7 @@ class Filling(Protocol):
         """Return whether ``param`` is shown in full now."""
 
     def cut(self) -> None:
-        """Keep this rank's part of parameters that are shown in full: see ``show_parts``."""
+        """Keep this rank's shard of parameters that are shown in full: see ``show_parts``."""
 
 
 fillings: weakref.WeakSet[Filling] = weakref.WeakSet()  # all that exist
@@ -128,7 +128,7 @@ def _filled_or_drawn(name: str) -> Any:
 
 
 def _is_part(param: ShardedParameter) -> bool:
-    """Return whether other ranks have other parts of ``param``."""
+    """Return whether other ranks have other shards of ``param``."""
     info = param._flatshard_info
     if info.runtime is None or info.is_whole:
         return False
@@ -162,12 +162,12 @@ def _by_the_table(name: str, method: Callable[..., Any], handler: Callable[..., 
 
 @functools.wraps(_plain_detach)
 def _detach(self: ShardedParameter) -> torch.Tensor:
-    """Return a :class:`PartTensor` without the table's detours: a state dict detaches every parameter."""
+    """Return a :class:`ShardTensor` without the table's detours: a state dict detaches every parameter."""
     result: torch.Tensor = _plain_detach(self)
     info = self._flatshard_info
     is_full = info.runtime is None or info.shard_world_size == 1 or (whole_now and not _is_part(self))
     if not is_full and torch._C._is_torch_function_enabled():
-        result.__class__ = PartTensor
+        result.__class__ = ShardTensor
         result._flatshard_info = info  # type: ignore[attr-defined]
     return result
 
@@ -190,7 +190,7 @@ def _methods_of_the_table() -> dict[str, Any]:
 
 
 class ShardedParameter(nn.Parameter):
-    """A parameter of which each rank holds a part, in the parameter's own dtype. The part is 1-D, ``(stop - start,)``, or
+    """A parameter of which each rank holds a shard, in the parameter's own dtype. The shard is 1-D, ``(stop - start,)``, or
     ``(rows, *rest)`` if the layout is ``Rows`` or ``Whole``.
 
     If the shard group has a single rank (``NO_SHARD``, world size 1), it keeps its original shape.
@@ -200,7 +200,7 @@ class ShardedParameter(nn.Parameter):
         p = model[0].up.weight
         assert isinstance(p, flatshard.tensors.ShardedParameter) and p.ndim == 2
         with torch.no_grad():
-            p.mul_(0.99)  # each rank its own part
+            p.mul_(0.99)  # each rank its own shard
     """
 
     _flatshard_info: ShardInfo
@@ -257,7 +257,7 @@ class ShardedParameter(nn.Parameter):
         return self
 
     def set_(self, *args: Any, **kwargs: Any) -> Self:
-        """Do nothing if ``set_`` would change nothing, and raise otherwise: a part stays where it is."""
+        """Do nothing if ``set_`` would change nothing, and raise otherwise: a shard stays where it is."""
         if kwargs or len(args) != 1 or not isinstance(args[0], torch.Tensor) or not _is_same(self, args[0]):
             raise RuntimeError(
                 f"parameter {self._flatshard_info.fqn!r} is sharded, and set_ would give it other memory: "
@@ -266,18 +266,18 @@ class ShardedParameter(nn.Parameter):
         return self
 
     def copy_(self, src: Any, non_blocking: bool = False) -> Self:
-        """Copy ``src`` into this rank's part, as in torch."""
+        """Copy ``src`` into this rank's shard, as in torch."""
         if isinstance(src, torch.Tensor) and src.shape == full_shape(self) != self.shape:
             info = self._flatshard_info
             raise RuntimeError(
                 f"parameter {info.fqn!r} is sharded: this rank has elements {info.start}:{info.stop} of shape "
-                f"{tuple(src.shape)}, and copy_ was given the whole. Copy inside `with "
-                "flatshard.summon_full_params(module):`, or call module.load_state_dict(...), where each rank takes its part"
+                f"{tuple(src.shape)}, and copy_ was given the full parameter. Copy inside `with "
+                "flatshard.summon_full_params(module):`, or call module.load_state_dict(...), where each rank takes its shard"
             )
         super().copy_(src, non_blocking)
         return self
 
-    # [Note: Parts are not matrices]
+    # [Note: Shards are not matrices]
 
     def _get_shape(self) -> torch.Size:
         shape: torch.Size = _plain_shape.__get__(self)
@@ -301,7 +301,7 @@ class ShardedParameter(nn.Parameter):
     def register_hook(self, hook: Callable[[torch.Tensor], torch.Tensor | None]) -> RemovableHandle:
         """Register a hook, as in torch. It gets this rank's own, full gradient, before it is averaged.
 
-        DistributedDataParallel does the same. For this rank's part of the averaged gradient, which becomes ``.grad``, use
+        DistributedDataParallel does the same. For this rank's shard of the averaged gradient, which becomes ``.grad``, use
         ``register_post_accumulate_grad_hook``.
         """
         if (flat := _flat_params.get(id(self))) is not None:
@@ -311,7 +311,7 @@ class ShardedParameter(nn.Parameter):
         return handle
 
     def register_post_accumulate_grad_hook(self, hook: Callable[[torch.Tensor], None]) -> RemovableHandle:
-        """Register a hook, as in torch: ``hook(p)`` runs in backward, when ``p.grad`` has its part of the averaged gradient.
+        """Register a hook, as in torch: ``hook(p)`` runs in backward, when ``p.grad`` has its shard of the averaged gradient.
 
         It may step an optimizer on ``p`` and set ``p.grad`` to None. It does not run under ``no_sync``.
         """
@@ -331,7 +331,7 @@ class ShardedParameter(nn.Parameter):
                 flat.compute_of(self)._backward_hooks = self._backward_hooks
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-        """Return a plain parameter with this rank's part. A copy of the module is sharded again by ``FlatParamHandle``."""
+        """Return a plain parameter with this rank's shard. A copy of the module is sharded again by ``FlatParamHandle``."""
         if id(self) in memo:
             found: nn.Parameter = memo[id(self)]
             return found
@@ -344,7 +344,7 @@ class ShardedParameter(nn.Parameter):
 
     @classmethod
     def adopt(cls, param: nn.Parameter, info: ShardInfo, flat: OwnFlatParam) -> Self:
-        """Turn the user's own ``param`` into a sharded parameter, in place. Internal."""
+        """Internal: turn the user's own ``param`` into a sharded parameter, in place."""
         param.__class__ = cls  # [Note: The user's Parameter objects survive]
         assert isinstance(param, cls)
         param._flatshard_info = info
@@ -355,7 +355,7 @@ class ShardedParameter(nn.Parameter):
 
     @classmethod
     def adopt_all(cls, params: Iterable[nn.Parameter], infos: Iterable[ShardInfo], flat: OwnFlatParam) -> None:
-        """Turn each of ``params`` into a sharded parameter, described by its one of ``infos``. Internal."""
+        """Internal: turn each of ``params`` into a sharded parameter, described by its one of ``infos``."""
         for param, info in zip(params, infos, strict=True):
             cls.adopt(param, info, flat)
 
@@ -429,7 +429,7 @@ def note_whole(filling: Filling) -> None:
 
 
 def show_parts() -> None:
-    """Show this rank's parts again, everywhere: code that is no initialiser reads parameters."""
+    """Show this rank's shards again, everywhere: code that is no initialiser reads parameters."""
     if whole_now:
         ShardedParameter.is_leaf = torch.Tensor.is_leaf
         ShardedParameter.grad = _GRAD
@@ -481,7 +481,7 @@ def shard_info(param: torch.Tensor) -> ShardInfo | None:
 
 
 def full_shape(param: torch.Tensor) -> torch.Size:
-    """Return the shape of the full parameter of which ``param`` is this rank's part. A plain tensor has its own shape.
+    """Return the shape of the full parameter of which ``param`` is this rank's shard. A plain tensor has its own shape.
 
     Rules that look at the shape keep working after sharding::
 

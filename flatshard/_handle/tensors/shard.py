@@ -1,17 +1,16 @@
-"""Parts of tensors whose other parts are on other ranks, and operations on them, by their kinds.
+"""Shards of tensors whose other shards are on other ranks, and operations on them, by their kinds.
 
-:class:`PartTensor` follows the table in ``operations.py``. A :class:`ShardedGradient` is one, and so is what is computed from
-parts: ``p.grad.pow(2).sum()`` and ``p.abs().max()`` are numbers of the whole. Lists of tensors (``torch._foreach_mul``) are
-an optimizer's: their results are plain tensors.
+:class:`ShardTensor` follows the table in ``operations.py``. A :class:`ShardedGradient` is one, and so is what is computed
+from shards: ``p.grad.pow(2).sum()`` and ``p.abs().max()`` are numbers of the full tensor. Lists of tensors
+(``torch._foreach_mul``) are an optimizer's: their results are plain tensors.
 
 [Note: Parameters that are never cut]
 The layout ``Whole`` is for optimizers that look at whole matrices, such as Muon. The owner of a matrix has all of it, and
-others have nothing. The matrix itself, its gradient, and what is computed from their elements alone are parts as in other
-layouts: their sums are those of the whole on all ranks. What is made of rows and columns, or together with other tensors of
+others have nothing. The matrix itself, its gradient, and what is computed from their elements alone are shards as in other
+layouts: their sums are those of the full tensor. What is made of rows and columns, or together with other tensors of
 this rank (an optimizer's state), is an :class:`OwnedTensor`: each rank computes it for itself, without communication, and it
-is right on the owner. A number (0-dim) of it stays the owner's while it is used on the same parameter:
-``update.div_(update.norm())`` sends nothing. Where it leaves (``float(n)``, ``if n > 1``, beside other tensors) all ranks get
-the owner's, by one all-reduce. What would mix several parameters is refused.
+is right on the owner. A number (0-dim) stays the owner's while it is used on the same parameter, by an optimizer:
+``update.div_(update.norm())`` sends nothing. In a loss, by ``float(n)``, or beside other tensors, all ranks get the owner's.
 """
 
 from __future__ import annotations
@@ -37,8 +36,8 @@ Function = Callable[..., Any]
 Handler = Callable[[Function, tuple[Any, ...], dict[str, Any]], Any]
 
 
-class PartTensor(torch.Tensor):
-    """A part of a gradient, or of a tensor that is computed from sharded parameters or gradients.
+class ShardTensor(torch.Tensor):
+    """A shard of a gradient, or of a tensor that is computed from sharded parameters or gradients.
 
     Reductions of it communicate: every rank must take them, and in the same order.
     """
@@ -82,7 +81,7 @@ class PartTensor(torch.Tensor):
             return self.as_subclass(torch.Tensor).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
 
-class OwnedTensor(PartTensor):
+class OwnedTensor(ShardTensor):
     """A result of rows and columns of a parameter that is never cut. Only its owner's values are right."""
 
 
@@ -119,7 +118,7 @@ def tensors_in(arguments: Any) -> Iterator[torch.Tensor]:
 
 
 def part_in(*arguments: Any) -> Any:
-    """Return the first part in ``arguments``: a :class:`PartTensor`, or a sharded parameter."""
+    """Return the first shard in ``arguments``: a :class:`ShardTensor`, or a sharded parameter."""
     return next((t for t in tensors_in(arguments) if hasattr(t, "_flatshard_info")), None)
 
 
@@ -153,7 +152,7 @@ def refuse(info: ShardInfo, name: str) -> NoReturn:
     """Raise, as ``name`` needs more than the elements that this rank has."""
     refuse_other_sharding(info.fqn)
     raise RuntimeError(
-        f"{info.describe()}, and {_SYMBOLS.get(name, name)!r} needs the whole. It is whole inside `with "
+        f"{info.describe()}, and {_SYMBOLS.get(name, name)!r} needs the full tensor. It is full inside `with "
         "flatshard.summon_full_params(module):` (a gradient, with with_grads=True) and in the forward of its module. "
         f"{cure_of_reading()}"
     )
@@ -182,9 +181,9 @@ def _by_rows(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
 
 
 def _elementwise(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return the result for this rank's elements: a part, too."""
+    """Return the result for this rank's elements: a shard, too."""
     part = args[0] if args else None
-    if not isinstance(part, PartTensor):
+    if not isinstance(part, ShardTensor):
         part = part_in(args, kwargs)
     info = part._flatshard_info
     with plainly():
@@ -194,27 +193,27 @@ def _elementwise(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         owned = info.never_cut and not _are_parts(args, kwargs)
         if result.shape != part.shape and not owned:  # broadcast along rows or columns that this rank has not
             refuse(info, name_of(func))
-    result.__class__ = OwnedTensor if owned else PartTensor  # not by `retype`, which calls more: optimizers come here
+    result.__class__ = OwnedTensor if owned else ShardTensor  # not by `retype`, which calls more: optimizers come here
     result._flatshard_info = info  # type: ignore[attr-defined]
     return result
 
 
 def _are_parts(*arguments: Any) -> bool:
-    """Return whether all tensors in ``arguments`` are parts or numbers, and none is the owner's alone."""
+    """Return whether all tensors in ``arguments`` are shards or numbers, and none is the owner's alone."""
     return all(
         type(t) is not OwnedTensor and (hasattr(t, "_flatshard_info") or not t.dim()) for t in tensors_in(arguments)
     )
 
 
 def _same(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return a part of the same class, with the same elements."""
+    """Return a shard of the same class, with the same elements."""
     if kwargs.get("memory_format") in (torch.channels_last, torch.channels_last_3d):
         warn_of_memory_format(args[0]._flatshard_info.fqn)
         kwargs = {name: value for name, value in kwargs.items() if name != "memory_format"}
     result = _plainly(func, args, kwargs)
     part = args[0]
     if hasattr(part, "_flatshard_info") and type(result) is torch.Tensor:
-        kind = type(part) if isinstance(part, PartTensor) else PartTensor  # of a parameter
+        kind = type(part) if isinstance(part, ShardTensor) else ShardTensor  # of a parameter
         retype([result], kind, "_flatshard_info", [part._flatshard_info])
     return result
 
@@ -261,7 +260,7 @@ def _size(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _flat(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return a view of the part in its own shape, or 1-D."""
+    """Return a view of the shard in its own shape, or 1-D."""
     part = args[0]
     wanted = args[1:]
     if wanted and isinstance(wanted[0], torch.dtype):
@@ -279,7 +278,10 @@ def _flat(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if result is part:
         return result
     retype(
-        [result], type(part) if isinstance(part, OwnedTensor) else PartTensor, "_flatshard_info", [part._flatshard_info]
+        [result],
+        type(part) if isinstance(part, OwnedTensor) else ShardTensor,
+        "_flatshard_info",
+        [part._flatshard_info],
     )
     return result
 
@@ -344,8 +346,8 @@ def local_norm(part: torch.Tensor, ord: float, dtype: torch.dtype | None) -> tor
 
 def _no_dims(info: ShardInfo, name: str, rest: Any) -> NoReturn:
     raise NotImplementedError(
-        f"{info.describe()}: {name} with {rest} is not supported. Without them it is that of the whole; or compute it inside "
-        "`with flatshard.summon_full_params(module, with_grads=True):`, where changes of gradients in place are kept"
+        f"{info.describe()}: {name} with {rest} is not supported. Without them it is that of the full tensor; or compute it "
+        "inside `with flatshard.summon_full_params(module, with_grads=True):`, where changes of gradients in place are kept"
     )
 
 
@@ -375,11 +377,10 @@ def _of_owner(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 def share_numbers(
     func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Replace the owners' numbers in the arguments by those of all ranks, if other ranks need them.
+    """Replace the owners' numbers in the arguments by those of all ranks, or return None if the owners' will do.
 
-    They do beside other parameters. If autograd records the number, it is a term of a loss, for which each rank may have its
-    own coefficient. An optimizer's numbers, of one parameter alone, stay the owner's. Returns None if there is nothing to
-    replace.
+    Ranks need them beside other parameters, and in terms of a loss, for which each rank may have its own coefficient.
+    An optimizer's numbers, of one parameter alone, stay the owner's.
     """
     with plainly():
         tensors = list(tensors_in((args, kwargs)))
@@ -467,16 +468,16 @@ def _of_whole(part: Any, own: torch.Tensor, aggregate: Aggregate, what: str, sha
 def _with_graph(
     part: Any, own: torch.Tensor, whole: torch.Tensor, share: Callable[..., Any], what: str
 ) -> torch.Tensor:
-    """Return ``whole`` with the graph of this rank's number, if any. ``share``: the derivative of the whole by it."""
+    """Return ``whole`` with the graph of this rank's number, if any. ``share``: the derivative of the full number by it."""
     if not (part.requires_grad and torch.is_grad_enabled()):
         return whole
-    local = own if own.requires_grad else part.sum().to(own.dtype)  # of an empty part
+    local = own if own.requires_grad else part.sum().to(own.dtype)  # of an empty shard
     number = whole + share(own.detach(), whole) * (local - local.detach())
     return _InLosses.apply(number, part._flatshard_info, _question(what, part))  # type: ignore[no-any-return]
 
 
 class _InLosses(torch.autograd.Function):
-    """A number of the whole in the ranks' losses, which differ: its gradient is averaged over them, as those of units are."""
+    """A number of the full tensor in the ranks' losses: its gradient is averaged over them, as those of units are."""
 
     @staticmethod
     def forward(ctx: Any, number: torch.Tensor, info: ShardInfo, question: str) -> torch.Tensor:
@@ -525,7 +526,7 @@ def _reduce(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
 
 def _sum(part: torch.Tensor, info: ShardInfo, dtype: torch.dtype | None, *, over: int = 1) -> torch.Tensor:
     dtype = dtype or (part.dtype if part.is_floating_point() else torch.int64)
-    # Added up in double, because the parts of a bfloat16 sum would be rounded.
+    # Added up in double, because sums of shards in bfloat16 would be rounded.
     own = torch.stack([piece.sum(dtype=torch.float64) for piece in counted(part)]).sum()
     return (_of_whole(part, own, Aggregate("sum"), "the sum", lambda a, b: 1.0) / over).to(dtype)
 
@@ -568,7 +569,7 @@ _REDUCTIONS: dict[str, Callable[..., torch.Tensor]] = {
 
 
 def draw(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Draw random numbers for the full tensor, as one process does, and return this rank's part of them."""
+    """Draw random numbers for the full tensor, as one process does, and return this rank's shard of them."""
     part, name = args[0], name_of(func)
     info = part._flatshard_info
     with plainly():
