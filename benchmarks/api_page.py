@@ -209,7 +209,7 @@ def signature(name: str, value: Any, width: int = 110) -> str:
     returns = (
         "" if kind or found.return_annotation is found.empty else f" -> {type_text(found.return_annotation, names)}"
     )
-    if returns and value.__code__.co_filename == contextlib.__file__:
+    if returns and _is_context_manager(value):
         returns = " -> AbstractContextManager[None]"
     line = f"{kind}{name}({', '.join(shown)}){returns}"
     if len(line) <= width:
@@ -217,6 +217,15 @@ def signature(name: str, value: Any, width: int = 110) -> str:
     if kind and fields(value) and any(each.default is each.empty for each in found.parameters.values()):
         return kind + name  # a result, whose fields are listed
     return f"{kind}{name}(\n" + "".join(f"    {text},\n" for text in shown) + f"){returns}"
+
+
+def _is_context_manager(function: Any) -> bool:
+    """Return whether ``contextlib.contextmanager`` is among its decorators."""
+    while function is not None:
+        if getattr(function, "__code__", None) and function.__code__.co_filename == contextlib.__file__:
+            return True
+        function = getattr(function, "__wrapped__", None)
+    return False
 
 
 def _is_made_by_users(kind: type) -> bool:

@@ -57,12 +57,14 @@ def ours_by_torch(job: Job) -> Way:
 
     def load(path: Path) -> None:
         loaded = state(for_load=True)
-        dcp.load(loaded, storage_reader=flatshard.checkpoint.Reader(path))
+        dcp.load(loaded, storage_reader=flatshard.checkpoint.FileSystemReader(path))
         job.model.load_state_dict(loaded["model"])
         flatshard.checkpoint.load_optim_state_dict(job.model, job.optimizer, loaded["optimizer"])
 
     return {
-        "save": lambda path: dcp.save(state(for_load=False), storage_writer=flatshard.checkpoint.Writer(path)),
+        "save": lambda path: dcp.save(
+            state(for_load=False), storage_writer=flatshard.checkpoint.FileSystemWriter(path)
+        ),
         "load": load,
     }
 

@@ -1,4 +1,4 @@
-"""Time to move training to host memory and back on one GPU (``flatshard.optim.offload``).
+"""Time to move training to host memory and back on one GPU (``flatshard.optim.offload_training_state``).
 
 ``gpu.py`` runs this.
 
@@ -57,7 +57,7 @@ def switched(device: Device, job: Job, rounds: int, base: int) -> tuple[dict[str
     """Return a row, and the number of bytes that move. ``base`` is the bytes on the device without the job."""
     seconds: dict[str, list[float]] = {"out": [], "back": []}
     for _ in range(1 + rounds):
-        away = flatshard.optim.offload(job.model, job.optimizer)
+        away = flatshard.optim.offload_training_state(job.model, job.optimizer)
         moved, left, told = away.host_nbytes, device.allocated() - base, away.device_nbytes
         seconds["out"].append(away.seconds)
         seconds["back"].append(device.seconds(away.back))
@@ -65,9 +65,9 @@ def switched(device: Device, job: Job, rounds: int, base: int) -> tuple[dict[str
     for way, found in seconds.items():
         first, *later = (value * GIB / moved for value in found)
         row |= {f"{way}, s/GiB": spread(later), f"{way}, first": Figure(first)}
-    copies = device.count(lambda: flatshard.optim.offload(job.model, job.optimizer).back()).copies
+    copies = device.count(lambda: flatshard.optim.offload_training_state(job.model, job.optimizer).restore()).copies
     with CopiedBytes() as copied:
-        flatshard.optim.offload(job.model, job.optimizer).back()
+        flatshard.optim.offload_training_state(job.model, job.optimizer).restore()
     counted = copied.total / 4  # read and written, out and back
     row |= {"copies": Figure(copies // 2), "bytes copied": Figure(counted / moved)}
     return row | {"remain": Figure(left), "remain, told": Figure(told)}, moved

@@ -104,7 +104,7 @@ def by_name(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any
     """Return the state of an optimizer of a plain model."""
     ids = {id(p): n for n, p in model.named_parameters()}
     order = [ids[id(p)] for group in optimizer.param_groups for p in group["params"]]
-    return flatshard.checkpoint.rekey(optimizer.state_dict(), order)
+    return flatshard.checkpoint.rekey_optim_state_dict(optimizer.state_dict(), order)
 
 
 def same(found: dict[str, Any], expected: dict[str, Any]) -> None:

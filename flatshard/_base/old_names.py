@@ -53,8 +53,9 @@ def attributes(
             vars(sys.modules[module])[name] = found
             return found
         if name in renamed:
-            _warn(f"{module}.{name}", f"{module}.{renamed[name]}")
-            return getattr(sys.modules[module], renamed[name])
+            found = getattr(sys.modules[module], renamed[name])
+            _warn(f"{module}.{name}", f"{module}.{renamed[name]}")  # last: an import may forget which lines have warned
+            return found
         raise AttributeError(f"module {module!r} has no attribute {name!r}")
 
     return __getattr__

@@ -56,8 +56,7 @@ from flatshard._comm.collectives import (
     as_real,
     gathers_late,
 )
-from flatshard._comm.pending import Works
-from flatshard._comm.progress import RESERVED, Label, here, mixed_all_reduce
+from flatshard._comm.progress import RESERVED, Label, Works, here, mixed_all_reduce
 from flatshard._comm.shared_memory.payloads import Combine, Receive, SharedMemory
 
 _PIECE = 2**17  # elements that a thread adds at a time

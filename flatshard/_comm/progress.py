@@ -1,4 +1,4 @@
-"""Bookkeeping of the collectives that this rank has issued, for which units, and of the one that it waits for.
+"""The collectives under way: which this rank has issued, for which units, and how the host waits for them.
 
 The order check (``monitor/monitor.py``) compares what ranks are about to do, and the watch (``monitor/watch.py``)
 compares what they wait for. Both use this bookkeeping. It also assigns the tags of gloo messages:
@@ -15,18 +15,30 @@ receive with that tag gets the message. An all-reduce is gloo's own, and is matc
 of the tags goes with it, and if the tags differ, all ranks raise before the gradients are read. (If the sizes differ, gloo
 ends the process. So while the order is checked, an all-reduce is issued only after all ranks have been found to agree.)
 NCCL and similar backends match by order alone: there only the order check helps.
+
+[Note: Memory lives as long as its works]
+Gloo's threads read and write a collective's memory until its works end, even if a wait is interrupted or the model is
+dropped. So memory is freed only after a wait; after an interrupt, the wait is repeated. A collective that is
+garbage-collected before its wait is moved to the group (``Progress.abandoned``). The group waits for it before it issues
+the next collective. Works cannot be destroyed instead: half a message would stay on the connection.
+
+If ranks turn out to issue different collectives, works may never end, so nobody waits for them. They stay with the group
+until it is destroyed (``Progress.unended``), and so does their memory: its owners drop it without freeing it (see
+``drain``). No further collective is issued on such a group: it could receive a message that was sent for one of those works.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import NoneType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
+from flatshard._base import trace
 from flatshard._base.errors import OutOfStepError
-from flatshard._comm.collectives import NUMBERS, Pending
+from flatshard._comm.collectives import NUMBERS, Capabilities, Pending
+from flatshard._comm.streams import Streams
 
 _RECENT = 5  # number of collectives that an error lists
 
@@ -127,10 +139,10 @@ class Progress:
     def __init__(self) -> None:
         self.counts: dict[int, int] = {}  # collectives issued, by key (tag + kind)
         # Collectives in flight: dropped before a wait; or endless, perhaps, because other ranks have issued different ones.
-        # pending.py, [Note: Memory lives as long as its works]
+        # [Note: Memory lives as long as its works]
         self.abandoned: list[Pending] = []
         self.unended: list[tuple[Issued, Pending]] = []
-        self.place: Place | None = None  # set by the context of the group's units; also read by the watch's thread
+        self.place: Place | None = None  # of this rank in its training, or None if nothing trains on the group
         # For the watch: the latest collectives, and key and number of the first one in the same place as the last.
         self.recent: deque[Issued] = deque(maxlen=_RECENT)
         self.first = (0, 0)
@@ -158,7 +170,7 @@ class Progress:
         key = label.tag + kind
         self.counts[key] = number = self.counts.get(key, 0) + 1
         issued = Issued(self, verb, kind, label, again, number, self.place)
-        if not self.recent or self.recent[-1].place != self.place:
+        if not self.recent or self.recent[-1].place != issued.place:
             self.first = key, number
         self.recent.append(issued)
         return issued
@@ -187,3 +199,148 @@ class Here:
 
 
 here = Here()
+
+
+class Works:
+    """Async works of a CPU backend (or other pending collectives), and a computation on their results.
+
+    ``then`` runs after the last work. ``describe(index)`` returns the note to add to the error if a work fails. A ``wait``
+    after an interrupt continues with the work that was interrupted.
+    """
+
+    __slots__ = ("_describe", "_done", "_then", "_works")
+
+    def __init__(
+        self,
+        works: Sequence[Any],
+        then: Callable[[], object] | None = None,
+        describe: Callable[[int], str] | None = None,
+    ) -> None:
+        self._works = list(works)
+        self._done = 0  # works waited for: waiting for one again would make gloo wait for another message
+        self._then = then
+        self._describe = describe
+
+    def add(self, works: Sequence[Any]) -> None:
+        """Have ``wait`` also wait for ``works``."""
+        self._works += works
+
+    def wait(self) -> None:
+        while self._done < len(self._works):
+            work = self._works[self._done]
+            try:
+                work.wait()
+            except Exception as e:
+                if self._describe is not None:
+                    e.add_note(self._describe(self._done))
+                    self._describe = None
+                # The error's traceback refers to this object, and the caller frees the memory: drop the works that use it.
+                self._works, self._done = [work], 0
+                raise
+            except BaseException:  # an interrupt is raised when the work's own wait has returned
+                if getattr(work, "is_completed", bool)():
+                    self._done += 1
+                raise
+            self._done += 1
+        if self._then is not None:
+            self._then()
+            self._then = None
+
+
+class Chain:
+    """Two collectives in a row: ``advance`` or ``wait`` issues the second after the first has ended."""
+
+    __slots__ = ("_first", "_next", "_second")
+
+    def __init__(self, first: Pending, next_one: Callable[[], Pending]) -> None:
+        self._first = first
+        self._next = next_one
+        self._second: Pending | None = None
+
+    def advance(self) -> None:
+        """Wait for the first and issue the second. Idempotent."""
+        if self._second is None:
+            self._first.wait()
+            self._second = self._next()
+
+    def wait(self) -> None:
+        self.advance()
+        assert self._second is not None
+        self._second.wait()
+
+
+class Monitor(Protocol):
+    """Detects that ranks issue different collectives: see ``_comm/monitor/monitor.py``. It does not change results."""
+
+    checks_until: float
+    """The number of collectives of each unit and kind that are started by ``start``."""
+
+    def start(
+        self, issued: Issued, capabilities: Capabilities, start: Callable[[], Pending], streams: Streams | None
+    ) -> Pending:
+        """Start ``issued`` by calling ``start``. Waiting for it raises if ranks differ.
+
+        Args:
+            issued: the collective.
+            capabilities: of the collectives that it is one of.
+            start: issues it.
+            streams: of the accelerator, or None on CPU.
+        """
+
+    def explain(self, issued: Issued) -> Exception | None:
+        """Return an error that explains why the wait for ``issued`` has failed, or None if the reason is unknown."""
+
+
+class Awaited:
+    """A collective whose wait blocks the host. [Note: Memory lives as long as its works]"""
+
+    __slots__ = ("_issued", "_monitor", "_pending")
+
+    def __init__(self, pending: Pending, issued: Issued, monitor: Monitor | None) -> None:
+        self._pending: Pending | None = pending  # None after it has ended
+        self._issued = issued
+        self._monitor = monitor
+
+    def __del__(self) -> None:
+        if self._pending is not None:
+            self._issued.progress.abandoned.append(self)
+
+    def wait(self) -> None:
+        if self._pending is None:
+            return
+        issued = self._issued
+        before, here.waiting = here.waiting, issued
+        try:
+            self._pending.wait()
+            self._pending = None
+        except Exception as e:
+            self._pending = None
+            is_ours = isinstance(e, OutOfStepError) or not isinstance(e, RuntimeError)
+            if not is_ours and self._monitor is not None and (why := self._monitor.explain(issued)) is not None:
+                try:
+                    raise why from e
+                finally:
+                    del why  # as in `Runtime.fail`
+            raise
+        finally:
+            here.waiting = before
+
+
+def drain(pending: list[Pending]) -> bool:
+    """Wait for collectives and ignore their errors, so that their memory can be freed. Empties the list.
+
+    After an interrupt, the list contains the collectives that have not been waited for yet.
+
+    Returns:
+        True if all have ended. False if ranks are out of step, so some may never end, and memory must not be freed.
+    """
+    ended = True
+    while pending:
+        try:
+            pending[0].wait()
+        except OutOfStepError:
+            ended = False
+        except Exception as e:
+            trace.logger.debug("ignored the failure of a collective whose result is not needed: %s", e)
+        del pending[0]
+    return ended

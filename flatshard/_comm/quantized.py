@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from flatshard._comm.backends import BuiltinCollectives, builtin_collectives
 from flatshard._comm.collectives import Collectives, Pending, as_real
-from flatshard._comm.pending import Works
+from flatshard._comm.progress import Works
 
 _WIDE = (torch.float32, torch.float64)  # dtypes for arithmetic; narrower numbers are widened first
 _COMPRESSED = (*_WIDE, torch.float16, torch.bfloat16)

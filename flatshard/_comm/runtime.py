@@ -37,8 +37,7 @@ from flatshard._comm.collectives import (
     read_capabilities,
 )
 from flatshard._comm.host_memory import keep_freed_memory
-from flatshard._comm.pending import Awaited, Chain, Monitor, drain
-from flatshard._comm.progress import Issued, Label, Progress, describe_place, here
+from flatshard._comm.progress import Awaited, Chain, Issued, Label, Monitor, Progress, describe_place, drain, here
 from flatshard._comm.rank_group import RankGroup
 from flatshard._comm.streams import Streams, Users, holding
 
@@ -317,7 +316,10 @@ class Runtime(RankGroup):
             CollectiveError: chained to ``error``. An out-of-memory error is raised as it is.
         """
         if isinstance(error, CollectiveError | torch.OutOfMemoryError):
-            raise error
+            try:
+                raise error
+            finally:
+                del error  # its traceback refers to this frame: a cycle would keep variables of the caller alive
         if torch.jit.is_tracing():  # type: ignore[attr-defined,no-untyped-call]
             raise cannot_trace("torch.jit.trace", f"unit {unit or '<root>'!r}") from error
         text = str(error)  # the chained error has the full text

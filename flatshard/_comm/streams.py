@@ -10,9 +10,9 @@ forward. So one rule is kept: **whoever frees memory has made its stream wait fo
   stream before each all-gather (for whatever wrote the shards: an optimizer step, ``p.data = ...``). Every stream that
   computes with a unit waits for its all-gather. When the unit is freed, the gather stream waits for all of them
   (:class:`Users`).
-- *Gradients of a unit* belong to the one stream on which autograd accumulates them (``UnitGradients.home``). So do the
+- *Gradients of a unit* belong to the one stream on which autograd accumulates them (``UnitGradients.stream``). So do the
   reduction's input and its output, which becomes ``.grad``. The input is complete before the reduce stream is entered. It is
-  freed after the home stream has waited for the reduction. At the end of backward the caller's stream waits for all of them
+  freed after that stream has waited for the reduction. At the end of backward the caller's stream waits for all of them
   (``join``).
 - Any other tensor that a side stream reads is held by the :class:`StreamEvent` until the wait (``holding``).
 

@@ -275,7 +275,7 @@ class Backward:
         The next forward cleans up the rest, because this callback may run at any point.
         """
         if self.has_failed:
-            self._context.show_place(failed=True)
+            self._context.publish_place(bool(self._context.forwards))
             for unit in self._reached:
                 unit.graph.now = None  # it would keep the unit alive: see `UnitGraph`
                 unit.show()

@@ -29,6 +29,7 @@ a rank whose graph lacks some of them, where it could be freed before backward c
 A forward may hand tensors over in other ways than by its output: an auxiliary loss in a list of the user's. Backward may then
 enter the unit by a tensor that flatshard has not seen. Of the nodes that are ready, autograd runs the newest first. So if a
 forward made nodes after those of its outputs, the outputs get newer ones: backward enters by an output if it comes to one.
+An input that it returns gets one, too, which tells this forward apart: graphs may share all nodes after the input's own.
 If it comes to none, autograd refuses to read parameters that are not there: unsharded.py, [Note: Closed to autograd].
 """
 
@@ -67,11 +68,11 @@ from flatshard._composable.outputs import (
     copied_containers,
     give_back,
     is_opaque,
-    made_nodes_after,
     next_node,
     tensors_in,
     tree_flatten,
     tree_unflatten,
+    want_new_nodes,
     with_new_nodes,
 )
 from flatshard._composable.state import Forward, Unit
@@ -279,7 +280,7 @@ class UnitHooks:
                     output = changed = new
             outputs = [output] if isinstance(output, torch.Tensor) else [*tensors_in(output)]
             if torch.is_grad_enabled():
-                if made_nodes_after(outputs, forward.first_node):
+                if want_new_nodes(outputs, forward.first_node):
                     output = changed = with_new_nodes(output)
                     outputs = [*tensors_in(output)]
                 stored: list[torch.Tensor] = []
@@ -294,7 +295,7 @@ class UnitHooks:
                 comes_back = self.register_pre_backward([*outputs, *stored], forward)
                 leaks = not comes_back and self._may_hide_tensors(output)
             # The unsharded parameters, or views of them, must stay in memory.
-            leaks = leaks or any(map(unit.handle.holds_memory_of, outputs))
+            leaks = leaks or any(map(unit.handle.memory.holds, outputs))
             if leaks and forward.recorded is not None and not forward.in_backward:
                 unit.history.add_leak(forward.recorded)
         finally:

@@ -45,11 +45,14 @@ def tensors_in(value: Any, depth: int = 0) -> Iterator[torch.Tensor]:
             yield from tensors_in(getattr(value, name, None), depth + 1)
 
 
-def made_nodes_after(outputs: Iterable[torch.Tensor], first: int) -> bool:
-    """Return whether autograd has made nodes after those of ``outputs``, ``first`` or later, on this thread."""
+def want_new_nodes(outputs: Iterable[torch.Tensor], first: int) -> bool:
+    """Return whether a forward made nodes after those of its ``outputs``, or some before: it returns an input.
+
+    ``first``: the number of the first node that it may have made, on this thread.
+    """
     last = next_node() - 1
     numbers = [node._sequence_nr() for tensor in outputs if (node := tensor.grad_fn) is not None]
-    return last >= first and bool(numbers) and max(numbers) != last
+    return bool(numbers) and (min(numbers) < first or max(numbers) != last)
 
 
 def with_new_nodes(output: Any) -> Any:

@@ -84,7 +84,7 @@ class Unit:
         made_units[id(self)] = self
         for flat in self.handle.flats:
             _owners.update((id(p), self) for p in (*flat.params, *flat.unsharded.params))
-        self.handle.make_room = self._make_room
+        self.handle.memory.make_room = self._make_room
         for ranks in self.handle.all_ranks:
             ranks.label.handle = weakref.ref(self.handle)
 
@@ -95,7 +95,7 @@ class Unit:
             if unit.is_over and unit.handle.gradients.accumulators.are_all:
                 unit.free_if_unused()
         if not self.history.live_forwards:
-            self.handle.unblock()
+            self.handle.memory.unblock()
 
     def move(self, context: Context, runtime: Runtime) -> None:
         """Follow its handle to other ranks. Forget earlier passes, as ranks may be new."""
@@ -308,7 +308,7 @@ class Prefetcher:
             handle, claims = needed.handle, needed.claims
             if claims and not again and not claims.use and needed.is_outdated:
                 handle.reshard()  # kept, with values that are no longer of use
-            if handle.state is not ParamState.SHARDED or (handle.has_static_buffers and handle.is_blocked):
+            if handle.state is not ParamState.SHARDED or (handle.has_static_buffers and handle.memory.is_blocked):
                 continue
             if claims and claims.show_copies:
                 continue
@@ -322,7 +322,7 @@ class Prefetcher:
     def _bytes_with(self, unit: Unit) -> int:
         """Return the bytes of unsharded parameters that are not in use yet, including those of ``unit``."""
         ahead = {*self._unused(), *(needed for needed in unit.needs if needed.handle.is_sharded)}
-        return sum(u.handle.unsharded_nbytes for u in ahead)
+        return sum(u.handle.memory.nbytes for u in ahead)
 
     def _unused(self) -> list[Unit]:
         """Return the units that are unsharded, and not in use yet."""
@@ -383,7 +383,7 @@ class Context:
         self.latest_pass = Pass(0, [])  # the running one; an empty record after its end
         self.forwards: list[Forward] = []  # running now, outermost first
         self.prefetcher = Prefetcher()
-        self._progress: list[Progress] = []  # of its process groups
+        self._progresses: list[Progress] = []  # of the process groups
 
     @classmethod
     def of(cls, runtime: Runtime, *others: tuple[Runtime, Runtime | None]) -> Context:
@@ -397,8 +397,8 @@ class Context:
         for context in rest:
             first._take_over(context)
         cls._instances.update(dict.fromkeys(numbers, first))
-        first._progress += [p for each in given if (p := each.progress) is not None and p not in first._progress]
-        first.show_place()
+        first._progresses += [each.progress for each in given if each.progress is not None]
+        first.publish_place()
         return first
 
     def _take_over(self, other: Context) -> None:
@@ -415,15 +415,18 @@ class Context:
         for unit in units:
             unit.context = self
         self.latest_pass = max(self.latest_pass, other.latest_pass, key=_id)
-        self._progress += other._progress
+        self._progresses += other._progresses
         self._instances.update({number: self for number, context in self._instances.items() if context is other})
 
-    def show_place(self, failed: bool = False) -> None:
-        """Show its process groups how far this rank has come, for errors and the watch. ``failed``: the backward has."""
-        inside = "" if self.backward is None or failed else "backward"
-        place = self.latest_pass.id, self.backward_id, inside or ("forward" if self.forwards else "")
-        for progress in self._progress:
-            progress.place = place
+    def publish_place(self, in_forward: bool = False) -> None:
+        """Tell the process groups how far this rank has come, for errors and the watch. Called whenever that changes.
+
+        ``in_forward``: whether a forward is under way.
+        """
+        in_backward = self.backward is not None and not self.backward.has_failed
+        inside = "backward" if in_backward else "forward" if in_forward else ""
+        for progress in self._progresses:
+            progress.place = self.latest_pass.id, self.backward_id, inside
 
     # -- forwards ----------------------------------------------------------------------------------------------------
 
@@ -446,8 +449,6 @@ class Context:
                 self._start_pass(unit, frame)
         forward = Forward(unit, module, frame, in_backward)
         self.forwards.append(forward)
-        if len(self.forwards) == 1:
-            self.show_place()
         return forward
 
     def exit_forward(self, module: nn.Module, raised: bool = False) -> Forward | None:
@@ -463,8 +464,6 @@ class Context:
         if last.module is not module or is_elsewhere:
             return None
         self.forwards.pop()
-        if not self.forwards:
-            self.show_place()
         return last
 
     def record_forward(self, forward: Forward) -> ForwardRecord[Unit]:
@@ -495,6 +494,7 @@ class Context:
         self.check(unit)
         self.latest_pass = begun = Pass(self.latest_pass.id + 1, unit.history.last_order)
         unit.history.last_order = begun.order
+        self.publish_place(in_forward=True)
 
     def check(self, unit: Unit) -> None:
         """Run the checks before the parameters of ``unit``, the outermost, are used."""
@@ -506,6 +506,7 @@ class Context:
         self.passes[:] = [ref for ref in self.passes if ref() is not self]
         self.prefetcher.free_unused()
         self.latest_pass = Pass(self.latest_pass.id, [])
+        self.publish_place()
         self.runtime.join()
         self.runtime.wait_for_host_reads()
 
@@ -538,7 +539,7 @@ class Context:
         """Record that ``backward`` has reached its first unit, or with None, that it has ended or is given up."""
         self.backward = backward
         self.backward_id += backward is not None
-        self.show_place()
+        self.publish_place(bool(self.forwards))
 
     def _drop_forwards(self, frame: FrameType | None) -> None:
         """Drop the running forwards that do not enclose ``frame``. None: all."""
@@ -548,7 +549,7 @@ class Context:
                 needed.show()
                 if not needed.claims.need_storage:
                     needed.handle.reshard()
-        self.show_place()
+        self.publish_place(bool(self.forwards))
 
     def _check_thread(self, frame: FrameType) -> None:
         """Raise if the innermost running forward belongs to another thread. ``frame``: of the caller."""

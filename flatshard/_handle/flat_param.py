@@ -164,7 +164,7 @@ class FlatParam:
         each = range(len(full)) if indices is None else indices
         return elements_of([(full[i], self.wrappings[i], self.layout.params[i].stride) for i in each])
 
-    def part_view(self, index: int) -> torch.Tensor:
+    def shard_view(self, index: int) -> torch.Tensor:
         """Return parameter ``index``'s slice of the shard, in the shape of the user's parameter."""
         part = self.slices[index]
         return self.shaped(index, self.shard[part.start : part.stop])
@@ -178,7 +178,7 @@ class FlatParam:
 
     def _adopt_params(self) -> None:
         """Make each of ``params`` a sharded parameter: its slice of the shard, described by a ``ShardInfo``."""
-        views = [self.part_view(index) for index in range(len(self.params))]
+        views = [self.shard_view(index) for index in range(len(self.params))]
         infos = self._shard_infos()
         grads: list[torch.Tensor | None] = []
         for param, view, info in zip(self.params, views, infos, strict=True):
@@ -319,7 +319,7 @@ class FlatParam:
         self.convert(self.kind.dtype, home)
         self.shard.copy_(before, non_blocking=True)
         for index, param in enumerate(self.params):
-            param.data = self.part_view(index)
+            param.data = self.shard_view(index)
         return before
 
     def shard_for(self, layout: FlatLayout) -> torch.Tensor:

@@ -19,7 +19,8 @@ from torch.autograd.graph import increment_version
 from flatshard._base import trace
 from flatshard._base.errors import CollectiveError, OutOfStepError, name_list
 from flatshard._comm.collectives import Pending
-from flatshard._comm.pending import drain
+from flatshard._comm.progress import drain
+from flatshard._comm.runtime import Runtime
 from flatshard._comm.streams import Users
 from flatshard._handle.adapters.tensor_subclass import plain_tensors
 from flatshard._handle.flat_param import FlatParam
@@ -63,6 +64,62 @@ class Source:
         """Forget kept values: the user frees the unit."""
 
 
+class UnshardedMemory:
+    """The buffers that the parameters of one unit are gathered into, and the all-gathers under way."""
+
+    __slots__ = ("flats", "in_flight", "make_room", "users")
+
+    def __init__(self) -> None:
+        self.flats: list[FlatParam] = []  # those that are gathered. `FlatParamHandle._index` finds them
+        self.in_flight: list[Pending] = []
+        self.users: Users | None = None  # on an accelerator: the streams that compute with the unsharded parameters
+        self.make_room: Callable[[], None]  # called before an all-gather if the unit is blocked
+
+    @property
+    def is_blocked(self) -> bool:
+        """Whether another unit is using the static buffer that this one gathers into."""
+        return any([b.unsharded.is_taken for b in self.flats])
+
+    def unblock(self) -> None:
+        """Gather into other memory from now on. No autograd graph of the unit may be alive."""
+        # Also flat parameters whose memory is free: another one may bind to it before they are gathered.
+        for flat in self.flats:
+            flat.unsharded.unbind()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the unsharded parameters."""
+        return sum(b.unsharded.flat.nbytes for b in self.flats)
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Return whether ``tensor`` lies in this memory."""
+        for flat in self.flats:
+            for plain in (tensor,) if type(tensor) is torch.Tensor else plain_tensors(tensor):
+                if flat.unsharded.holds(plain):
+                    return True
+        return False
+
+    def gather(self, runtime: Runtime, exactly: bool, again: bool, instead: Iterable[Pending] | None) -> None:
+        """Start the all-gathers, or take ``instead``: see ``Source.gathers``. An error frees all of the memory."""
+        try:
+            others = None if instead is None else iter(instead)
+            for flat in self.flats:
+                started = flat.gather(exactly, again) if others is None else next(others)
+                # At once: a later one may raise.
+                self.in_flight.append(started if exactly else runtime.then(started, flat.keep_gathered))
+        except BaseException:
+            self.abandon()
+            for flat in self.flats:
+                flat.unsharded.free()
+            raise
+
+    def abandon(self, out_of_step: bool = False) -> None:
+        """Wait for all-gathers whose results are not needed. ``out_of_step``: one has raised ``OutOfStepError``."""
+        if not drain(self.in_flight) or out_of_step:  # some may never end, so their memory must not be freed
+            for flat in self.flats:
+                flat.unsharded.place(flat.kind, flat.shard)
+
+
 class FlatParamHandle:
     """The flat parameters of one unit."""
 
@@ -79,11 +136,9 @@ class FlatParamHandle:
         self.flats: list[FlatParam] = []
         self.gradients = UnitGradients(ranks)
         self.user_changes = UserChanges(self.flats, self.registrations, self.gradients, ranks.label)
-        self._all_gathers: list[Pending] = []
-        self._users: Users | None = None  # on an accelerator: the streams that compute with the unsharded parameters
+        self.memory = UnshardedMemory()
         self.stamp: UnshardedStamp | None = None  # None while the parameters are sharded
         self.source: Source | None = None  # set by a feature
-        self.make_room: Callable[[], None]  # called before an all-gather if the unit is blocked
 
     @classmethod
     def shard(cls, flats: Sequence[PlannedFlat], all_ranks: Mapping[Groups | None, UnitRanks]) -> FlatParamHandle:
@@ -139,16 +194,16 @@ class FlatParamHandle:
         """Collect facts of ``flats`` that every step reads. Called again if their kinds have changed."""
         self._kinds = [b.kind for b in self.flats]
         self.on_meta = [b for b in self.flats if b.kind.is_on_meta]  # have no memory yet. [Note: Filled later]
-        self._sharded = [b for b in self.flats if not b.unsharded.is_alias and b.layout.shard_numel]
+        self.memory.flats = [b for b in self.flats if not b.unsharded.is_alias and b.layout.shard_numel]
         self._params = [p for b in self.flats for p in b.params]
         shard_params = [b.flat_grad.param for b in self.flats if b.flat_grad is not None]
         self._counted = [*self._params, *shard_params]  # an optimizer that steps the latter changes their versions only
         # The shards are what modules compute with: unshard and reshard do nothing.
-        self.never_gathers = not self._sharded
+        self.never_gathers = not self.memory.flats
         # Whether units share the memory that they gather into. [Note: Static buffers]
         self.has_static_buffers = self.ranks.pool is not None and not self.never_gathers
         # Whether other ranks hold the same shard of some parameters.
-        self.has_replicas = any(p.replicas is not None for p in self.all_ranks)
+        self.has_replicas = any([p.replicas is not None for p in self.all_ranks])
         self.gradients.accumulators.find()  # here, to save the time in the first step
 
     @property
@@ -201,22 +256,6 @@ class FlatParamHandle:
     def is_sharded(self) -> bool:
         return self.state is ParamState.SHARDED
 
-    @property
-    def is_blocked(self) -> bool:
-        """Whether another unit is using the static buffer that this one gathers into."""
-        return any([b.unsharded.is_taken for b in self._sharded])
-
-    def unblock(self) -> None:
-        """Gather into other memory from now on. No autograd graph of the unit may be alive."""
-        # Also flat parameters whose memory is free: another one may bind to it before they are gathered.
-        for flat in self._sharded:
-            flat.unsharded.unbind()
-
-    @property
-    def unsharded_nbytes(self) -> int:
-        """Bytes of the unsharded parameters."""
-        return sum(b.unsharded.flat.nbytes for b in self._sharded)
-
     # -- parameters --------------------------------------------------------------------------------------------------
 
     def unshard(self, by: int, again: bool = False, exactly: bool = False) -> None:
@@ -229,25 +268,29 @@ class FlatParamHandle:
         """
         if self.state is not ParamState.SHARDED:
             return
-        if self._all_gathers:  # left by an interrupted unshard
-            self._abandon_all_gathers()
+        memory = self.memory
+        if memory.in_flight:  # left by an interrupted unshard
+            memory.abandon()
         if self.on_meta:
             check_has_memory([self], "unshard")
         runtime = self.runtime
         exactly |= runtime.collectives.exact  # a source has kept values that were gathered over this runtime, too
-        if self._sharded:
-            if self.has_static_buffers and self.is_blocked:
+        if memory.flats:
+            if self.has_static_buffers and memory.is_blocked:
                 self._make_room()
-            instead = None if self.source is None else self.source.gathers(self._sharded, again)
+            instead = None if self.source is None else self.source.gathers(memory.flats, again)
             if trace.sinks and instead is None:
                 trace.event(self.ranks.gather_verb, self.fqn)
-            if runtime.streams is None and not trace.is_profiling():
-                self._start_all_gathers(exactly, again, instead)
-            else:
-                with trace.labelled("all_gather", self.fqn, runtime.gathering()):
-                    self._start_all_gathers(exactly, again, instead)
+            try:
+                if runtime.streams is None and not trace.is_profiling():
+                    memory.gather(runtime, exactly, again, instead)
+                else:
+                    with trace.labelled("all_gather", self.fqn, runtime.gathering()):
+                        memory.gather(runtime, exactly, again, instead)
+            except Exception as e:
+                runtime.fail("all-gather", self.fqn, e)
         if again:
-            for flat in self._sharded:
+            for flat in memory.flats:
                 flat.unsharded.close()
         self.stamp = UnshardedStamp(self.version(), by, exactly, again)
         self.state = PARAM_TRANSITIONS.get((self.state, "unshard")) or refuse(
@@ -255,28 +298,13 @@ class FlatParamHandle:
         )
 
     def _make_room(self) -> None:
-        self.make_room()
-        if self.is_blocked:
+        self.memory.make_room()
+        if self.memory.is_blocked:
             raise RuntimeError(
                 f"unit {self.fqn or '<root>'!r} needs the static buffer that another unit is using, and that its own "
                 "graph refers to: units that ran forward one after the other now run backward at the same time. Reshard "
                 "the other unit first, or call fully_shard with static_buffers=False and collectives without allocate()"
             )
-
-    def _start_all_gathers(self, exactly: bool, again: bool, instead: Iterable[Pending] | None) -> None:
-        try:
-            others = None if instead is None else iter(instead)
-            for flat in self._sharded:
-                started = flat.gather(exactly, again) if others is None else next(others)
-                # At once: a later one may raise.
-                self._all_gathers.append(started if exactly else self.runtime.then(started, flat.keep_gathered))
-        except BaseException as e:
-            self._abandon_all_gathers()
-            for flat in self._sharded:
-                flat.unsharded.free()
-            if isinstance(e, Exception):
-                self.runtime.fail("all-gather", self.fqn, e)
-            raise
 
     def wait(self) -> None:
         """Wait for the all-gather, so that the caller can read the unsharded parameters.
@@ -284,24 +312,25 @@ class FlatParamHandle:
         Raises:
             CollectiveError: the all-gather failed. The parameters are sharded again.
         """
+        memory = self.memory
         if self.state is not ParamState.UNSHARDING:
-            if self._users is not None:
-                self._users.add_current()
+            if memory.users is not None:
+                memory.users.add_current()
             return
-        gathers, streams = self._all_gathers, self.runtime.streams
+        gathers, streams = memory.in_flight, self.runtime.streams
         users = None if streams is None or not gathers else Users(streams, gathers)
         try:
             while gathers:  # an interrupt leaves the unfinished ones in the list, and the next `wait` continues
                 gathers[0].wait()
                 del gathers[0]
         except Exception as e:
-            self._abandon_all_gathers(isinstance(e, OutOfStepError))
+            memory.abandon(isinstance(e, OutOfStepError))
             self._free()
             self.runtime.fail("all-gather", self.fqn, e)
-        for flat in self._sharded:
+        for flat in memory.flats:
             flat.unsharded.open()
         self.state = PARAM_TRANSITIONS.get((self.state, "wait")) or refuse("wait", "parameters", self.fqn, self.state)
-        self._users = users
+        memory.users = users
 
     def reshard(self, until: object = None) -> None:
         """Free the unsharded parameters, after an all-gather in flight has ended.
@@ -325,30 +354,25 @@ class FlatParamHandle:
         if self.source is not None:
             self.source.drop()
 
-    def _abandon_all_gathers(self, out_of_step: bool = False) -> None:
-        """Wait for all-gathers whose results are not needed. ``out_of_step``: one has raised ``OutOfStepError``."""
-        if not drain(self._all_gathers) or out_of_step:  # some may never end, so their memory must not be freed
-            for flat in self._sharded:
-                flat.unsharded.place(flat.kind, flat.shard)
-
     def _free(self, until: object = None) -> None:
-        if self._all_gathers:
-            self._abandon_all_gathers()
+        memory = self.memory
+        if memory.in_flight:
+            memory.abandon()
         conversions: list[Conversion] = []
         if self.stamp is not None and self.stamp.by == BY_USER:
             conversions = self.user_changes.conversions()
             for flat in self.flats:
                 flat.unsharded.was_changed()  # a next gather has other values: changes so far are not looked for again
-        if self._sharded:
+        if memory.flats:
             if trace.sinks:
                 trace.event("reshard", self.fqn)
             if (streams := self.runtime.streams) is not None:
-                self.runtime.before_free(self._users)
-                self._users = None
+                self.runtime.before_free(memory.users)
+                memory.users = None
             if until is not None and self.source is not None:
                 with self.runtime.on(None if streams is None else streams.gather):
-                    self.source.keep(self._sharded, until)
-            for flat in self._sharded:
+                    self.source.keep(memory.flats, until)
+            for flat in memory.flats:
                 if until is not None or self.has_static_buffers:
                     flat.unsharded.close(seen=until is not None)  # a forward has ended: see `write_back_if_changed`
                 flat.unsharded.free()
@@ -394,14 +418,6 @@ class FlatParamHandle:
         """Record that the unsharded parameters are for ``by`` from now on, and not for a backward: see ``UnshardedStamp``."""
         if self.stamp is not None and self.stamp.by != by:
             self.stamp = self.stamp._replace(by=by, again=False)
-
-    def holds_memory_of(self, tensor: torch.Tensor) -> bool:
-        """Return whether ``tensor`` lies in memory that ``reshard`` would free."""
-        for flat in self._sharded:
-            for part in (tensor,) if type(tensor) is torch.Tensor else plain_tensors(tensor):
-                if flat.unsharded.holds(part):
-                    return True
-        return False
 
     def check_parameters(self) -> None:
         """Adopt what the user did to the parameters since the last call, or raise. [Note: What users change]"""

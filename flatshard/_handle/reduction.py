@@ -26,13 +26,11 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Iterable
-from typing import NoReturn
 
 import torch
 
 from flatshard._comm.collectives import REDUCE, Done, Pending
-from flatshard._comm.pending import Chain, drain
-from flatshard._comm.progress import Label
+from flatshard._comm.progress import Chain, Label, drain
 from flatshard._comm.runtime import Runtime
 from flatshard._comm.streams import holding, wait_on_host
 from flatshard._handle.flat_param import FlatParam
@@ -153,10 +151,7 @@ class Reduction:
             if flat.kind.is_offloaded:
                 self._pending = runtime.then(self._pending, self._copy_to_host)
         except Exception as e:
-            self._fail(e)
-
-    def _fail(self, error: Exception) -> NoReturn:
-        self._runtime.fail(self.flat.ranks.reduce_verb, self.flat.ranks.label.unit, error)
+            self._runtime.fail(self.flat.ranks.reduce_verb, self.flat.ranks.label.unit, e)
 
     def _reduce_replicas(self) -> Pending:
         """Average the output over the replicas, or keep it for the next backward to add to."""
@@ -200,7 +195,7 @@ class Reduction:
             try:
                 self._pending.advance()
             except Exception as e:
-                self._fail(e)
+                self._runtime.fail(self.flat.ranks.reduce_verb, self.flat.ranks.label.unit, e)
 
     def wait(self) -> None:
         """Wait for the end. On an accelerator only the current stream waits. Idempotent.
@@ -218,7 +213,7 @@ class Reduction:
                 self._pending = None
         except Exception as e:
             self._pending = None
-            self._fail(e)
+            self._runtime.fail(self.flat.ranks.reduce_verb, self.flat.ranks.label.unit, e)
 
     def abandon(self) -> bool:
         """Wait for the end, ignore an error, and return whether it has ended, so that its memory can be freed."""

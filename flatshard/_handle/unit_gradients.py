@@ -150,8 +150,8 @@ class UnitGradients:
             grads.change_ranks(grads.choose_runtime)
 
     def _move(self, verb: str) -> None:
-        label = self._ranks.label
-        self.state = GRAD_TRANSITIONS.get((self.state, verb)) or refuse(verb, "gradients", label.unit, self.state)
+        moved = GRAD_TRANSITIONS.get((self.state, verb))
+        self.state = moved or refuse(verb, "gradients", self._ranks.label.unit, self.state)
 
     # -- settings of the user ------------------------------------------------------------------------------------------
 

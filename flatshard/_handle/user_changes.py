@@ -35,7 +35,7 @@ from flatshard._handle.registrations import Registrations
 from flatshard._handle.tensors.changes import changes
 from flatshard._handle.tensors.grad_dtype import hand_on
 from flatshard._handle.tensors.shard import warn_of_memory_format
-from flatshard._handle.tensors.sharded_parameter import shard_info, show_parts
+from flatshard._handle.tensors.sharded_parameter import shard_info, show_shards
 from flatshard._handle.unit_gradients import UnitGradients
 
 
@@ -80,7 +80,7 @@ class UserChanges:
         Raises:
             RuntimeError: a parameter is gone, or was replaced by a sharded one or by one of another shape.
         """
-        show_parts()
+        show_shards()
         for module, name, sharded, new in self._registrations.replaced():
             where = f"parameter {name!r} of a {type(module).__name__} in unit {self._label.unit or '<root>'!r}"
             if not isinstance(new, nn.Parameter):
@@ -188,7 +188,7 @@ def adopt_data(flat: FlatParam, indices: Sequence[int]) -> None:
     if kind != (flat.kind.dtype, flat.kind.device):
         flat.convert(*kind)
     for i, value in values.items():
-        view = flat.part_view(i)
+        view = flat.shard_view(i)
         if value.dim() > 3 and value.stride() != view.stride():
             warn_of_memory_format(flat.layout.params[i].fqn)
         view.copy_(value)
@@ -197,7 +197,7 @@ def adopt_data(flat: FlatParam, indices: Sequence[int]) -> None:
 
 def _check_data(flat: FlatParam, index: int, new: torch.Tensor) -> None:
     """Raise if ``new``, the user's data for parameter ``index``, has no values, or not the shape of this rank's shard."""
-    info, expected = flat.layout.params[index], flat.part_view(index).shape
+    info, expected = flat.layout.params[index], flat.shard_view(index).shape
     if new.is_meta and not flat.params[index].is_meta:
         raise RuntimeError(
             f"parameter {info.fqn!r} was moved to the meta device after fully_shard, and has no values any more. "

@@ -12,29 +12,37 @@ from flatshard.checkpoint._changed_params import (
 )
 from flatshard.checkpoint._job import load_checkpoint, save_checkpoint
 from flatshard.checkpoint._optimizer_load import load_optim_state_dict, optim_state_dict_to_load
-from flatshard.checkpoint._optimizer_names import rekey
+from flatshard.checkpoint._optimizer_names import rekey_optim_state_dict
 from flatshard.checkpoint._optimizer_state import optim_state_dict
 from flatshard.checkpoint._safetensors import export_safetensors
 from flatshard.checkpoint._sharded_value import ShardedValue
 from flatshard.checkpoint._state_dict import full_state_dict, iter_full_params, load_local_state_dict, local_state_dict
 
 if TYPE_CHECKING:
-    from flatshard.checkpoint._reader import Reader
-    from flatshard.checkpoint._writer import Writer
+    from flatshard.checkpoint._reader import FileSystemReader
+    from flatshard.checkpoint._writer import FileSystemWriter
 else:
     __getattr__ = old_names.attributes(
         __name__,
-        old={"MeetingError": "RankError"},
-        on_first_use={"Reader": "_reader", "Writer": "_writer"},  # torch.distributed.checkpoint comes with them
+        old={
+            "MeetingError": "RankError",
+            "Reader": "FileSystemReader",
+            "Writer": "FileSystemWriter",
+            "rekey": "rekey_optim_state_dict",
+        },
+        on_first_use={
+            "FileSystemReader": "_reader",
+            "FileSystemWriter": "_writer",
+        },  # torch.distributed.checkpoint comes with them
     )
 
 __all__ = [
     "ChangedParams",
+    "FileSystemReader",
+    "FileSystemWriter",
     "RankError",
-    "Reader",
     "SentParams",
     "ShardedValue",
-    "Writer",
     "apply_changed_params",
     "export_safetensors",
     "full_state_dict",
@@ -46,6 +54,6 @@ __all__ = [
     "local_state_dict",
     "optim_state_dict",
     "optim_state_dict_to_load",
-    "rekey",
+    "rekey_optim_state_dict",
     "save_checkpoint",
 ]

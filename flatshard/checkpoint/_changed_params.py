@@ -9,8 +9,8 @@ anything. An element costs its value and a byte or two for its position. If most
 >>> ...  # steps
 >>> for changed in iter_changed_params(since):
 ...     send(changed)
->>> # The server has each sender's ``since.plan``:
->>> apply_changed_params(server_model.state_dict(), plan, changed)
+>>> # The server has each sender's ``since.layout``:
+>>> apply_changed_params(server_model.state_dict(), layout, changed)
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 from flatshard._base.names import plain_name
+from flatshard._base.old_names import OldMember, old_arguments
 from flatshard._handle.tensors.sharded_parameter import ShardedParameter, shard_info
 from flatshard.checkpoint._boxes import Part, memory_dims
 from flatshard.checkpoint._gaps import decode_gaps, differ, encode_gaps
@@ -37,7 +38,7 @@ class PlacedPart(NamedTuple):
     part: Part
 
 
-Plan = list[list[PlacedPart]]
+Layout = list[list[PlacedPart]]
 """For each flat shard of one rank, the shards of parameters in it, in order."""
 
 
@@ -52,7 +53,7 @@ class ChangedParams(NamedTuple):
             print(changed.flat, changed.values.shape, changed.nbytes)
     """
 
-    flat: int  # index of the flat shard in ``SentParams.plan``
+    flat: int  # index of the flat shard in ``SentParams.layout``
     gaps: torch.Tensor | None  # uint8 or int16: positions, as distances between elements; None for all elements
     values: torch.Tensor  # 1-D, in the dtype of ``SentParams``
 
@@ -69,16 +70,17 @@ class SentParams:
 
     Example::
 
-        sent = flatshard.checkpoint.SentParams(model, dtype=torch.bfloat16)  # now the receiver gets all, and sent.plan
+        sent = flatshard.checkpoint.SentParams(model, dtype=torch.bfloat16)  # now the receiver gets all, and sent.layout
         optimizer.step()
         nbytes = sum(changed.nbytes for changed in flatshard.checkpoint.iter_changed_params(sent))
         assert nbytes <= sent.nbytes
     """
 
-    plan: Plan
+    plan = OldMember("layout")
+    layout: Layout
     """Layout of this rank's flat shards, which the receiver needs once."""
     copies: list[torch.Tensor]
-    """For each flat shard of ``plan``, its values as they were sent, 1-D."""
+    """For each flat shard of ``layout``, its values as they were sent, 1-D."""
 
     def __init__(self, module: nn.Module, *, dtype: torch.dtype | None = None) -> None:
         """
@@ -93,7 +95,7 @@ class SentParams:
         check_dtype(dtype, "SentParams")
         self._module = module
         values = list(_own_values(module, "SentParams"))
-        self.plan = _plan(module, values)
+        self.layout = _layout(module, values)
         self.copies = []
         for source in values:
             given = dtype if dtype is not None and source.flat.dtype.is_floating_point else source.dtype
@@ -108,13 +110,13 @@ class SentParams:
         """Internal: return this rank's values, to compare with ``copies``: 1-D, in the master dtype.
 
         Raises:
-            RuntimeError: the layout is no longer that of ``plan``; or called inside a forward or ``summon_full_params``.
+            RuntimeError: the parameters have another layout by now; or called inside a forward or ``summon_full_params``.
         """
         values = list(_own_values(self._module, verb))
-        if _plan(self._module, values) != self.plan:
+        if _layout(self._module, values) != self.layout:
             raise RuntimeError(
                 f"{verb}: the parameters of this {type(self._module).__name__} have been sharded anew (redistribute), or "
-                "changed names: make a new one from the module as it is, and give receivers its plan"
+                "changed names: make a new one from the module as it is, and give receivers its layout"
             )
         return [source.flat for source in values]
 
@@ -161,8 +163,9 @@ def _difference(number: int, now: torch.Tensor, sent: torch.Tensor) -> ChangedPa
     return ChangedParams(number, gaps, now[at])
 
 
+@old_arguments(plan="layout")
 @torch.no_grad()
-def apply_changed_params(weights: Mapping[str, torch.Tensor], plan: Plan, changed: ChangedParams) -> None:
+def apply_changed_params(weights: Mapping[str, torch.Tensor], layout: Layout, changed: ChangedParams) -> None:
     """Put ``changed`` into ``weights``, in place.
 
     Example::
@@ -171,18 +174,18 @@ def apply_changed_params(weights: Mapping[str, torch.Tensor], plan: Plan, change
         sent = flatshard.checkpoint.SentParams(model)
         optimizer.step()
         for changed in flatshard.checkpoint.iter_changed_params(sent):
-            flatshard.checkpoint.apply_changed_params(weights, sent.plan, changed)  # this rank's elements are new
+            flatshard.checkpoint.apply_changed_params(weights, sent.layout, changed)  # this rank's elements are new
 
     Args:
         weights: full tensors by name, as ``state_dict()`` of the plain model has them. A tied parameter may be there under
             any of its names.
-        plan: the sender's ``SentParams.plan``.
+        layout: the sender's ``SentParams.layout``.
         changed: the elements that it sent. They may be on another device.
 
     Raises:
         ValueError: a parameter is in ``weights`` under none of its names, or has another shape. Nothing is changed.
     """
-    placed = plan[changed.flat]
+    placed = layout[changed.flat]
     targets = [[weights[n] for n in p.names if n in weights] for p in placed]
     for each, found in zip(placed, targets, strict=True):
         if not found or any(tuple(t.shape) != each.part.shape for t in found):
@@ -242,7 +245,7 @@ def _own_values(module: nn.Module, verb: str) -> Iterator[_OwnValues]:
                 yield _OwnValues(param.detach().reshape(-1), param.dtype, [(param, 0)])
 
 
-def _plan(module: nn.Module, values: Iterable[_OwnValues]) -> Plan:
+def _layout(module: nn.Module, values: Iterable[_OwnValues]) -> Layout:
     names: dict[int, list[str]] = {}
     for name, param in module.named_parameters(remove_duplicate=False):
         names.setdefault(id(param), []).append(plain_name(name))

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import nn
 
 from flatshard._base.errors import name_list
+from flatshard._base.old_names import old_arguments
 from flatshard._base.trace import logger
 from flatshard._comm.monitor.messages import default_group, membership
 from flatshard._comm.payloads import PLAIN, Payloads
@@ -35,13 +36,14 @@ from flatshard.checkpoint._saving import Saving, plan_payloads
 _MINUTE = 60.0  # seconds
 
 
+@old_arguments(wait="async_op", converted={"wait": lambda wait: not wait})
 def save_checkpoint(
     path: str | os.PathLike[str],
     state: Mapping[str, Any],
     *,
     process_group: dist.ProcessGroup | None = None,
     overwrite: bool = False,
-    wait: bool = True,
+    async_op: bool = False,
     timeout: timedelta | None = None,
     progress: Report | None = None,
 ) -> Future[None]:
@@ -55,7 +57,7 @@ def save_checkpoint(
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 100)
         state = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "step": 500}
         flatshard.save_checkpoint("run/step-500", state)
-        saved = flatshard.save_checkpoint("run/step-501", state, wait=False)  # training continues meanwhile
+        saved = flatshard.save_checkpoint("run/step-501", state, async_op=True)  # training continues meanwhile
         saved.result()
 
     Args:
@@ -64,8 +66,8 @@ def save_checkpoint(
             and plain values (numbers, strings, lists and dicts of such). Values that are not sharded come from rank 0.
         process_group: the ranks that share ``state``. Default: all.
         overwrite: replace a checkpoint at ``path``. It is removed when the new one is in its place.
-        wait: whether to return when the checkpoint is written. If False, copy ``state`` to CPU memory and write it in a
-            thread while training continues. The checkpoint is the state at the call. The next call waits for this one.
+        async_op: copy ``state`` to CPU memory, return, and write it in a thread while training continues. If False, return
+            when the checkpoint is written. The checkpoint is the state at the call. The next call waits for this one.
         timeout: how much later than the first rank the last may arrive, and how long a rank may give no sign of life. A write
             may take as long as it needs. Default: a minute, or the process group's timeout if that is shorter.
         progress: called by the writing thread with the bytes that this rank has written and its total: for tqdm, ``lambda
@@ -73,8 +75,8 @@ def save_checkpoint(
             seconds.
 
     Returns:
-        A future, done with ``wait``. Its ``result()`` raises the error of a save in the background. An error that nobody
-        retrieves is logged by rank 0 and raised by the next call.
+        A future, which is done unless ``async_op``. Its ``result()`` raises the error of a save in the background. An error
+        that nobody retrieves is logged by rank 0 and raised by the next call.
 
     Raises:
         ValueError: ``path`` begins with a scheme (``s3://``): save to a local folder, and copy that.
@@ -90,7 +92,7 @@ def save_checkpoint(
     with contextlib.ExitStack() as stack:
         stack.enter_context(job)
         stack.callback(saving.discard)
-        plan = job.share(lambda: saving.plan(state, wait), saving.plan_for_all)
+        plan = job.share(lambda: saving.plan(state, not async_op), saving.plan_for_all)
         if plan is None:  # only some ranks could use the plan of the last save
             plan = job.share(saving.plan_anew, saving.plan_for_all)
         saving.keep(*plan)
@@ -99,7 +101,7 @@ def save_checkpoint(
             job.share(saving.write, saving.write_metadata)
             job.share(saving.flush, saving.publish)
 
-        if wait:
+        if not async_op:
             write()
             save.set_result(None)
         else:
@@ -286,7 +288,7 @@ class _Loading:
         from flatshard.checkpoint import _reader
 
         self._files, self._path, self._strict = _reader, path, strict
-        self._reader = _reader.Reader(path, verify=verify)
+        self._reader = _reader.FileSystemReader(path, verify=verify)
         self._reader.progress = ByteCount("loading", path, report, is_first)
         self._entries: dict[str, Entry] = {}
         self._loaded: dict[str, Any] = {}

@@ -9,6 +9,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
+from flatshard._base.old_names import old_arguments
 from flatshard._base.optimizers import (
     Group,
     Optimizers,
@@ -22,14 +23,17 @@ from flatshard._base.optimizers import (
 from flatshard._handle.unit_ranks import UnitRanks
 from flatshard.checkpoint._barrier import agree
 from flatshard.checkpoint._optimizer_hooks import register_hooks
-from flatshard.checkpoint._optimizer_names import ParamNames, SteppedParam, rekey
+from flatshard.checkpoint._optimizer_names import ParamNames, SteppedParam, rekey_optim_state_dict
 from flatshard.checkpoint._optimizer_state import State
 from flatshard.checkpoint._sharded_value import NO_VALUES, ShardedValue
 from flatshard.checkpoint._state_dict import idle_flats
 
 
-def load_optim_state_dict(module: nn.Module, optim: Optimizers, state: dict[str, Any], *, strict: bool = True) -> None:
-    """Load ``state``, from :func:`optim_state_dict` or an unsharded run, into ``optim``.
+@old_arguments(optim="optimizers")
+def load_optim_state_dict(
+    module: nn.Module, optimizers: Optimizers, state: dict[str, Any], *, strict: bool = True
+) -> None:
+    """Load ``state``, from :func:`optim_state_dict` or an unsharded run, into ``optimizers``.
 
     Everything is checked before anything is changed. Where values are full on all ranks, all ranks must call this together;
     a rank's own shards it loads alone.
@@ -41,9 +45,9 @@ def load_optim_state_dict(module: nn.Module, optim: Optimizers, state: dict[str,
 
     Args:
         module: the sharded module that the optimizer's parameters come from.
-        optim: the optimizer to load, or several that were saved together.
+        optimizers: the optimizer to load, or several that were saved together.
         state: see :func:`optim_state_dict_to_load`.
-        strict: every parameter of ``optim`` is in a saved group, and everything saved belongs to ``optim``.
+        strict: every parameter of them is in a saved group, and everything saved belongs to them.
 
     Raises:
         ValueError, RuntimeError: see :func:`optim_state_dict_to_load`. Nothing is changed.
@@ -51,7 +55,7 @@ def load_optim_state_dict(module: nn.Module, optim: Optimizers, state: dict[str,
     names, problem = _names(module), None
     loads: list[tuple[Optimizer, dict[str, Any]]] = []
     try:
-        loads = to_load(names, optim, state, strict)
+        loads = to_load(names, optimizers, state, strict)
     except ValueError as e:
         problem = e
     agree(_ranks_to_ask(names, state, problem is not None), "load_optim_state_dict", problem)
@@ -68,10 +72,11 @@ def _ranks_to_ask(names: ParamNames, state: dict[str, Any], is_bad: bool) -> set
     return {flat.ranks for _, flat in names.flats if not flat.is_whole}
 
 
+@old_arguments(optim="optimizer")
 def optim_state_dict_to_load(
-    module: nn.Module, optim: Optimizer, state: dict[str, Any], *, strict: bool = True
+    module: nn.Module, optimizer: Optimizer, state: dict[str, Any], *, strict: bool = True
 ) -> dict[str, Any]:
-    """Return ``state`` as ``optim.load_state_dict`` takes it: by number, with this rank's shards. No communication.
+    """Return ``state`` as ``optimizer.load_state_dict`` takes it: by number, with this rank's shards. No communication.
 
     Example::
 
@@ -81,18 +86,18 @@ def optim_state_dict_to_load(
 
     Args:
         module: the sharded module that the optimizer's parameters come from.
-        optim: the optimizer to load. Its groups may be cut otherwise than those saved, as long as parameters of one group
+        optimizer: the optimizer to load. Its groups may be cut otherwise than those saved, as long as parameters of one group
             were saved with the same options.
         state: by name, with full tensors (each rank loads its shard) or sharded values of this layout; or by number, as
-            ``optimizer.state_dict()`` of a plain model has it. Numbers count the parameters as ``optim`` was given them, or
+            ``optimizer.state_dict()`` of a plain model has it. Numbers count the parameters as ``optimizer`` got them, or
             as ``module.named_parameters()`` lists them if it steps flat parameters.
-        strict: every parameter of ``optim`` is in a saved group, and everything saved belongs to ``optim``.
+        strict: every parameter of ``optimizer`` is in a saved group, and everything saved belongs to it.
 
     Raises:
         ValueError: names, shapes or dtypes do not fit; the message has all of them. Nothing is changed.
         RuntimeError: called inside a forward or ``summon_full_params``.
     """
-    ((_, load),) = to_load(_names(module), optim, state, strict)
+    ((_, load),) = to_load(_names(module), optimizer, state, strict)
     return load
 
 
@@ -113,7 +118,7 @@ def to_load(
     optimizers = as_list(optim)
     stepped = [param for optimizer in optimizers for param in names.find_all(optimizer)]
     if any(isinstance(key, int) for group in state["param_groups"] for key in group["params"]):
-        state = rekey(state, _order(names, stepped, state))
+        state = rekey_optim_state_dict(state, _order(names, stepped, state))
     load = _Load(names, stepped, state, strict)
     if strict:
         load.check_names(stepped)
@@ -140,7 +145,7 @@ def _order(names: ParamNames, stepped: list[SteppedParam], state: dict[str, Any]
     if len(order) != count:
         raise ValueError(
             f"load_optim_state_dict: the state numbers {count} parameters, there are {len(order)}. Name them: "
-            'flatshard.checkpoint.rekey(state, names, to="names")'
+            'flatshard.checkpoint.rekey_optim_state_dict(state, names, to="names")'
         )
     return order
 

@@ -202,15 +202,15 @@ def keep_own_shards(optimizer: Optimizer) -> None:
             optimizer.state[param].update(shards)
 
 
-def rekey(state: dict[str, Any], names: Iterable[str], to: str = "names") -> dict[str, Any]:
+def rekey_optim_state_dict(state: dict[str, Any], names: Iterable[str], to: str = "names") -> dict[str, Any]:
     """Rename the parameters of an optimizer's state dict: by FQN, or by number as torch does.
 
     Example::
 
         plain = nn.Linear(2, 3)
         adam = torch.optim.Adam(plain.parameters())
-        by_name = flatshard.checkpoint.rekey(adam.state_dict(), ["weight", "bias"])
-        by_number = flatshard.checkpoint.rekey(by_name, ["weight", "bias"], to="ids")
+        by_name = flatshard.checkpoint.rekey_optim_state_dict(adam.state_dict(), ["weight", "bias"])
+        by_number = flatshard.checkpoint.rekey_optim_state_dict(by_name, ["weight", "bias"], to="ids")
 
     Args:
         state: ``{"state": {key: ...}, "param_groups": [{"params": [key, ...], ...}]}``. Not changed; values are shared.
@@ -222,13 +222,15 @@ def rekey(state: dict[str, Any], names: Iterable[str], to: str = "names") -> dic
         ValueError: ``state`` has numbers or names that ``names`` does not.
     """
     if to not in ("names", "ids"):
-        raise ValueError(f"rekey: to must be 'names' or 'ids', got {to!r}")
+        raise ValueError(f"rekey_optim_state_dict: to must be 'names' or 'ids', got {to!r}")
     order = list(names)
     kind: type = int if to == "names" else str
     table: dict[Any, Any] = dict(enumerate(order)) if to == "names" else {name: i for i, name in enumerate(order)}
     keys = [*state["state"], *(key for group in state["param_groups"] for key in group["params"])]
     if unknown := {str(key) for key in keys if isinstance(key, kind) and key not in table}:
-        raise ValueError(f"rekey: {name_list(sorted(unknown))} are not among the {len(order)} names given")
+        raise ValueError(
+            f"rekey_optim_state_dict: {name_list(sorted(unknown))} are not among the {len(order)} names given"
+        )
 
     def new(key: Any) -> Any:
         return table[key] if isinstance(key, kind) else key

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from flatshard._base.old_names import old_arguments
 from flatshard._base.optimizers import (
     Group,
     Optimizers,
@@ -41,16 +42,17 @@ from flatshard.checkpoint._state_dict import dtype_named, export, idle_flats, is
 State = dict[str, dict[str, Any]]
 
 
+@old_arguments(optim="optimizers")
 def optim_state_dict(
     module: nn.Module,
-    optim: Optimizers,
+    optimizers: Optimizers,
     *,
     full: bool = False,
     rank0_only: bool = False,
     offload_to_cpu: bool = True,
     for_load: bool | Iterable[str] = False,
 ) -> dict[str, Any]:
-    """Return the state of ``optim``, by the names of ``module``'s parameters.
+    """Return the state of ``optimizers``, by the names of ``module``'s parameters.
 
     By default without communication: sharded values share memory with the optimizer's, so ``torch.distributed.checkpoint``
     saves them as they are, and loads into them.
@@ -65,7 +67,7 @@ def optim_state_dict(
 
     Args:
         module: the sharded module that the optimizer's parameters come from.
-        optim: an optimizer, or several, whose states and groups are then in one dict.
+        optimizers: one or several, whose states and groups are then in one dict.
         full: gather full, plain tensors, as of the unsharded model, one at a time. All ranks must call it. State that a rank
             lacks because its shard is empty comes from the others.
         rank0_only: with ``full``: only the first of all ranks gets the result, the others ``{}``.
@@ -89,7 +91,7 @@ def optim_state_dict(
     if for_load is not False and full:
         raise ValueError("optim_state_dict(for_load=True) is for loading into sharded values: leave out full=True")
     names = ParamNames(module, "optim_state_dict", idle_flats(module, "optim_state_dict"))
-    state = OptimizerState.read(names, optim, for_load)
+    state = OptimizerState.read(names, optimizers, for_load)
     if not full:
         return state.to_dict()
     receives = not rank0_only or is_first_rank([unit for unit, _ in names.flats])

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.graph import increment_version
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
-from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.filesystem import FileSystemReader as TorchReader
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
@@ -68,19 +68,19 @@ class EntryPiece(NamedTuple):
         return here == there or all(n == 1 or s == t for n, s, t in zip(target.shape, here, there, strict=True))
 
 
-class Reader(disk.LocalPath, FileSystemReader):  # type: ignore[misc]  # `path` is a property
-    """``torch.distributed.checkpoint.load(state, storage_reader=Reader(path))``: executes nothing, reads in place.
+class FileSystemReader(disk.LocalPath, TorchReader):  # type: ignore[misc]  # `path` is a property
+    """``torch.distributed.checkpoint.load(state, storage_reader=FileSystemReader(path))``: executes nothing, reads in place.
 
     Everything that the load needs is checked before anything is read in place: files that are missing, cut off or outside of
-    the directory, and the sums of what ``flatshard.checkpoint.Writer`` or ``save_checkpoint`` wrote.
+    the directory, and the sums of what ``flatshard.checkpoint.FileSystemWriter`` or ``save_checkpoint`` wrote.
 
     Example::
 
         import torch.distributed.checkpoint as dcp
 
-        dcp.save(model.state_dict(), storage_writer=flatshard.checkpoint.Writer("run/dcp"))
+        dcp.save(model.state_dict(), storage_writer=flatshard.checkpoint.FileSystemWriter("run/dcp"))
         state = model.state_dict()
-        dcp.load(state, storage_reader=flatshard.checkpoint.Reader("run/dcp"))
+        dcp.load(state, storage_reader=flatshard.checkpoint.FileSystemReader("run/dcp"))
         model.load_state_dict(state)
     """
 
@@ -333,7 +333,11 @@ def _read(file: int, piece: EntryPiece) -> bytes:
 
 
 def plan(
-    reader: Reader, state: dict[str, Any], strict: bool, expected: Iterable[str], is_later: Callable[[ValuePath], bool]
+    reader: FileSystemReader,
+    state: dict[str, Any],
+    strict: bool,
+    expected: Iterable[str],
+    is_later: Callable[[ValuePath], bool],
 ) -> tuple[list[EntryPiece], list[EntryPiece]]:
     """Return the pieces to read now, and those to read later, to fill ``state``.
 

@@ -94,7 +94,7 @@ class Saving:
             check_one_value(names)
             self._writer.check_plans(plans, dict.fromkeys(name for each in names for name in each))
             final, self._metadata = self._planner.create_global_plan(list(plans))
-            final, plan_id = self._writer.Writer(self._path).prepare_global_plan(final), uuid.uuid4().hex
+            final, plan_id = self._writer.FileSystemWriter(self._path).prepare_global_plan(final), uuid.uuid4().hex
         self._directory = disk.NewDirectory(disk.real(self._path), self._overwrite)
         return [(str(self._directory.written), plan_id, plan) for plan in final]
 
@@ -108,7 +108,7 @@ class Saving:
     def write(self) -> Any:
         """Write this rank's file. Return where each entry is in it."""
         plan = self._planner.finish_plan(self._plan.items)
-        results, file = self._writer.Writer(self._into).write(plan, self._planner, self._open)
+        results, file = self._writer.FileSystemWriter(self._into).write(plan, self._planner, self._open)
         self._written += [] if file is None else [file]
         return results
 
@@ -116,7 +116,7 @@ class Saving:
         """Write the metadata, on rank 0, when all ranks have written."""
         assert self._directory is not None
         metadata = dataclasses.replace(self._plan.metadata)
-        self._written.append(self._writer.Writer(self._into).write_metadata(metadata, results, self._open))
+        self._written.append(self._writer.FileSystemWriter(self._into).write_metadata(metadata, results, self._open))
 
     def flush(self) -> None:
         """Flush this rank's files to the disk."""

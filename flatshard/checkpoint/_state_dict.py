@@ -63,7 +63,8 @@ def full_state_dict(
         rank0_only: only the first of all ranks gets the result. Others get ``{}``, and hold at most one unit.
             ``load_state_dict`` needs it on all ranks; torch's ``set_model_state_dict`` sends it to them, with
             ``broadcast_from_rank0=True``.
-        offload_to_cpu: whether the result is on CPU, and not on the device that computes.
+        offload_to_cpu: whether the result is on CPU, and not on the device that computes. ``summon_full_params`` has False
+            as default, as in FSDP1: its parameters compute, and these are for saving.
         dtype: the dtype of floating-point values, or None to keep the dtype of each.
 
     Raises:

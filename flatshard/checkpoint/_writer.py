@@ -19,7 +19,8 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, DEFAULT_SUFFIX, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, DEFAULT_SUFFIX
+from torch.distributed.checkpoint.filesystem import FileSystemWriter as TorchWriter
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
@@ -37,18 +38,18 @@ from flatshard.checkpoint._spans import own_cores
 _BATCH = 4 * BLOCK  # bytes in one call
 
 
-class Writer(disk.LocalPath, FileSystemWriter):  # type: ignore[misc]  # `path` is a property
-    """``torch.distributed.checkpoint.save(state, storage_writer=Writer(path))``: one flushed file a rank, without copies.
+class FileSystemWriter(disk.LocalPath, TorchWriter):  # type: ignore[misc]  # `path` is a property
+    """``torch.distributed.checkpoint.save(state, storage_writer=FileSystemWriter(path))``: a flushed file a rank, no copies.
 
-    Any reader reads what it writes; ``flatshard.checkpoint.Reader`` verifies it.
+    Any reader reads what it writes; ``flatshard.checkpoint.FileSystemReader`` verifies it.
 
     Example::
 
         import torch.distributed.checkpoint as dcp
 
-        dcp.save(model.state_dict(), storage_writer=flatshard.checkpoint.Writer("run/dcp"))
+        dcp.save(model.state_dict(), storage_writer=flatshard.checkpoint.FileSystemWriter("run/dcp"))
         state = model.state_dict()
-        dcp.load(state, storage_reader=flatshard.checkpoint.Reader("run/dcp"))
+        dcp.load(state, storage_reader=flatshard.checkpoint.FileSystemReader("run/dcp"))
         model.load_state_dict(state)
 
     It takes the arguments of torch's ``FileSystemWriter``: the first is the directory, and ``overwrite=False`` keeps an

@@ -67,7 +67,7 @@ class Checkpoints:
         if membership(group)[0] == 0:
             self.directory.mkdir(parents=True, exist_ok=True)
         try:
-            save = save_checkpoint(path, state, overwrite=True, wait=False, timeout=timeout)
+            save = save_checkpoint(path, state, overwrite=True, async_op=True, timeout=timeout)
         except RankError as e:
             if not any(has_begun for _, has_begun in begun):
                 raise

@@ -54,8 +54,7 @@ from flatshard._base.errors import name_list
 from flatshard._base.trace import logger
 from flatshard._comm.backends import GlooCollectives
 from flatshard._comm.collectives import EXCHANGE, Done, Pending
-from flatshard._comm.pending import Works
-from flatshard._comm.progress import NOBODY
+from flatshard._comm.progress import NOBODY, Works
 from flatshard._comm.streams import Streams
 from flatshard._composable.features.user_hooks import register_gradients_reduced_hook
 from flatshard.elastic import _exchange, _units

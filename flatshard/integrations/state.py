@@ -44,7 +44,7 @@ def whole_optimizer_state(model: nn.Module, optimizer: Optimizer, *, rank0_only:
     if not state:
         return state
     names = [name for group in state["param_groups"] for name in group["params"]]
-    return flatshard.checkpoint.rekey(state, names, to="ids")
+    return flatshard.checkpoint.rekey_optim_state_dict(state, names, to="ids")
 
 
 def num_parameters(model: nn.Module, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:

@@ -89,7 +89,7 @@ class Sharded:
         is_given = self.optimizer is not None
         shard(self.accelerator, self.model, **self._sharding)
         made = super().create_optimizer(model)  # type: ignore[misc]
-        if not is_given and not flatshard.optim.steps_parts(made):
+        if not is_given and not flatshard.optim.works_on_shards(made):
             _, settings = self.optimizer_cls_and_kwargs or self.get_optimizer_cls_and_kwargs(self.args, self.model)
             given = {key: value for key, value in settings.items() if key in made.defaults}
             self.optimizer = flatshard.optim.WholeParameterOptimizer(made.param_groups, type(made), **given)

@@ -33,6 +33,7 @@ from torch.utils.hooks import RemovableHandle
 
 from flatshard._base.config import Until
 from flatshard._base.errors import name_list
+from flatshard._base.old_names import old_arguments
 from flatshard._base.optimizers import defaults_of, params_of
 from flatshard._composable.extensions import Extension
 from flatshard._composable.features.grad_sync import check_reduced, held_units
@@ -335,7 +336,7 @@ _KEEP_WHOLE = (
 )
 
 
-def steps_parts(optimizer: Optimizer) -> bool:
+def works_on_shards(optimizer: Optimizer) -> bool:
     """Return whether ``optimizer`` may step its parameters as they are sharded. :class:`WholeParameterOptimizer` always may.
 
     The result is False if its first step would raise because it looks at more than single elements and ranks have shards of
@@ -344,7 +345,7 @@ def steps_parts(optimizer: Optimizer) -> bool:
     Example::
 
         optimizer = torch.optim.Adafactor(model.parameters())
-        if not flatshard.optim.steps_parts(optimizer):
+        if not flatshard.optim.works_on_shards(optimizer):
             optimizer = flatshard.optim.WholeParameterOptimizer(model.parameters(), torch.optim.Adafactor)
 
     Args:
@@ -462,7 +463,8 @@ def _check_lost_rule(optimizer: Optimizer) -> None:
         warnings.warn(told, stacklevel=5)
 
 
-def check_whole_parameters(params: Iterable[torch.Tensor], optimizer: str = "this optimizer") -> None:
+@old_arguments(optimizer="optimizer_name")
+def check_whole_parameters(params: Iterable[torch.Tensor], optimizer_name: str = "this optimizer") -> None:
     """Raise if a parameter is cut between ranks, for optimizers that look at more than single elements.
 
     All ranks come to the same result, without communication. flatshard calls it before the first step of optimizers named
@@ -477,13 +479,13 @@ def check_whole_parameters(params: Iterable[torch.Tensor], optimizer: str = "thi
 
     Args:
         params: sharded and plain parameters.
-        optimizer: the optimizer's name, for the message.
+        optimizer_name: for the message.
 
     Raises:
         RuntimeError: a parameter is cut between ranks, has 1-D shards although it has more dimensions, or is sharded by
             tensor parallelism.
     """
-    if (why := _why_not_whole(params, optimizer, steps_empty=True)) is not None:
+    if (why := _why_not_whole(params, optimizer_name, steps_empty=True)) is not None:
         raise RuntimeError(why)
 
 

@@ -16,12 +16,12 @@ from flatshard._composable.state import Unit
 from flatshard.optim._hooks import check_optimizer
 from flatshard.optim._offload import OffloadedOptimizer
 
-_stepped: weakref.WeakKeyDictionary[Unit, list[BackwardSteps]] = (
+_stepped: weakref.WeakKeyDictionary[Unit, list[StepInBackwardHandle]] = (
     weakref.WeakKeyDictionary()
 )  # by the units that they step
 
 
-class BackwardSteps:
+class StepInBackwardHandle:
     """The handle that :func:`step_in_backward` returns. After ``remove()`` gradients stay until ``optimizer.step()`` again.
 
     Example::
@@ -46,7 +46,7 @@ class BackwardSteps:
             _stepped.setdefault(unit, []).append(self)
 
     def __repr__(self) -> str:
-        return f"BackwardSteps of {type(self.optimizer.inner).__name__} ({len(self._units)} units)"
+        return f"StepInBackwardHandle of {type(self.optimizer.inner).__name__} ({len(self._units)} units)"
 
     def remove(self) -> None:
         """Stop stepping in backward. Idempotent."""
@@ -73,7 +73,7 @@ class BackwardSteps:
         optimizer.step_ahead(params, [] if following is None else self._units[following])
 
 
-def step_in_backward(module: nn.Module, optimizer: OffloadedOptimizer) -> BackwardSteps:
+def step_in_backward(module: nn.Module, optimizer: OffloadedOptimizer) -> StepInBackwardHandle:
     """Step each unit of ``module`` in backward as soon as its gradients are reduced, and free its gradients.
 
     So the gradients of all units never exist at once. ``optimizer.step()`` then steps parameters in no unit and ends the
@@ -129,7 +129,7 @@ def step_in_backward(module: nn.Module, optimizer: OffloadedOptimizer) -> Backwa
         )
     optimizer.check()
     check_optimizer(optimizer)  # no hook sees a step in backward
-    return BackwardSteps(optimizer, units)
+    return StepInBackwardHandle(optimizer, units)
 
 
 def check_kept(units: Iterable[Unit], verb: str) -> None:

@@ -1,4 +1,4 @@
-"""``offload``: moves parameters, gradients and optimizer state to host memory between two phases of training, and back.
+"""``offload_training_state``: moves parameters, gradients and optimizer state to host memory between phases, and back.
 
 [Note: An offloaded unit]
 The shard of an offloaded unit is on the host, as with ``cpu_offload=True``, and its parameters are slices of it, so code that
@@ -16,6 +16,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from flatshard._base.errors import name_list
+from flatshard._base.old_names import OldMember
 from flatshard._base.optimizers import Optimizers, as_list
 from flatshard._comm.streams import Streams
 from flatshard._composable.claims import KEPT, Claim
@@ -37,7 +38,7 @@ class _Away(Claim):
     uses = False
     needs_storage = False
 
-    def __init__(self, fqn: str, by: Offloaded) -> None:
+    def __init__(self, fqn: str, by: OffloadHandle) -> None:
         self._fqn, self.by = fqn, by
 
     @classmethod
@@ -48,19 +49,20 @@ class _Away(Claim):
     def check_forward(self, grad: bool) -> None:
         """Raise: an offloaded unit has no forward."""
         raise RuntimeError(
-            f"a forward of unit {self._fqn or '<root>'!r}, whose parameters are in host memory (flatshard.optim.offload): "
-            "call back() on what offload returned, or leave its `with` block, and then the model"
+            f"a forward of unit {self._fqn or '<root>'!r}, whose parameters are in host memory "
+            "(flatshard.optim.offload_training_state): call restore() on what offload_training_state returned, or leave its "
+            "`with` block, and then the model"
         )
 
 
-class Offloaded:
-    """Everything that :func:`offload` has moved to host memory. A context manager that moves it back at its end.
+class OffloadHandle:
+    """Everything that :func:`offload_training_state` has moved to the host. A context manager that moves it back at its end.
 
     Example::
 
-        away = flatshard.optim.offload(model, optimizer)
+        away = flatshard.optim.offload_training_state(model, optimizer)
         print(away)  # bytes on the host, and bytes that remain on the device
-        away.back()
+        away.restore()
     """
 
     def __init__(self, module: nn.Module, flats: list[tuple[Unit, FlatParam]]) -> None:
@@ -90,11 +92,11 @@ class Offloaded:
 
     def __repr__(self) -> str:
         if not self._units:
-            return "Offloaded (nothing: the parameters were on the host)"
+            return "OffloadHandle (nothing: the parameters were on the host)"
         if not any(claim in unit.claims for unit, claim in self._units.items()):
-            return "Offloaded (all is back)"
+            return "OffloadHandle (all is back)"
         return (
-            f"Offloaded ({len(self._units)} units; {self.host_nbytes:,} bytes on the host, in {self.seconds:.2f} s; "
+            f"OffloadHandle ({len(self._units)} units; {self.host_nbytes:,} bytes on the host, in {self.seconds:.2f} s; "
             f"{self.device_nbytes:,} bytes remain on the device)"
         )
 
@@ -102,9 +104,11 @@ class Offloaded:
         return self
 
     def __exit__(self, *_: Any) -> None:
-        self.back()
+        self.restore()
 
-    def back(self) -> None:
+    back = OldMember("restore")
+
+    def restore(self) -> None:
         """Move everything back to the device, with changes that were made meanwhile. Idempotent."""
         try:
             for unit, claim in self._units.items():
@@ -186,8 +190,8 @@ class Offloaded:
                 torch.get_device_module(device).empty_cache()
 
 
-def offload(module: nn.Module, optimizers: Optimizers = (), *, gradients: bool = True) -> Offloaded:
-    """Move the training state on the device to host memory until ``back()``, to use the device otherwise, as for generation.
+def offload_training_state(module: nn.Module, optimizers: Optimizers = (), *, gradients: bool = True) -> OffloadHandle:
+    """Move the training state on the device to host memory until ``restore()``: the device is free, as for generation.
 
     All shards of ``module``, their gradients, and the state of ``optimizers`` move to pinned memory, and the device's memory
     is released to other processes. Meanwhile parameters on the host may be saved, loaded, changed and exported; a forward
@@ -199,37 +203,40 @@ def offload(module: nn.Module, optimizers: Optimizers = (), *, gradients: bool =
 
     Example::
 
-        with flatshard.optim.offload(model, optimizer) as away:
+        with flatshard.optim.offload_training_state(model, optimizer) as away:
             print(away)  # the bytes on the host, and those that remain on the device
 
     Args:
         module: a sharded module, outside of forward and backward. A backward of a forward that ran before raises.
         optimizers: one or several. State of an ``OffloadedOptimizer`` is on the host anyway.
-        gradients: whether gradients move. If not, no optimizer can step until ``back()``.
+        gradients: whether gradients move. If not, no optimizer can step until ``restore()``.
 
     Returns:
-        A context manager, which moves everything back by ``back()`` or at the end of its ``with`` block.
+        A context manager, which moves everything back by ``restore()`` or at the end of its ``with`` block.
 
     Raises:
         RuntimeError: inside a forward, a backward, ``summon_full_params`` or ``keep_unsharded``; or gradients are held
             (``no_sync``). Nothing has moved.
         ValueError: nothing in ``module`` is sharded, or some of it was offloaded with another module.
     """
-    flats = idle_flats(module, "offload")
+    flats = idle_flats(module, "offload_training_state")
     units = list(dict.fromkeys(unit for unit, _ in flats))
     if kept := [u.fqn for u in units if any(c is not KEPT and not isinstance(c, _Away) for c in u.claims)]:
-        raise RuntimeError(f"offload: {name_list(kept, 3)} are kept unsharded (keep_unsharded): leave that block first")
-    check_reduced(units, "offload")
+        raise RuntimeError(
+            f"offload_training_state: {name_list(kept, 3)} are kept unsharded (keep_unsharded): leave that block first"
+        )
+    check_reduced(units, "offload_training_state")
     found = {claim.by for unit in units if (claim := _Away.of(unit)) is not None}
-    result = found.pop() if found else Offloaded(module, flats)
+    result = found.pop() if found else OffloadHandle(module, flats)
     if found or result._module is not module:
         raise ValueError(
-            "offload: some of it is offloaded already, with another module: call back() on that result first"
+            "offload_training_state: some of it is offloaded already, with another module: call restore() on that result "
+            "first"
         )
     try:
         result._out([o for o in as_list(optimizers) if not isinstance(o, OffloadedOptimizer)], gradients)
     except BaseException:
-        result.back()
+        result.restore()
         raise
     return result
 

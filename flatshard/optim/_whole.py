@@ -10,9 +10,10 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from flatshard._base.old_names import OldMember, old_arguments
 from flatshard._base.optimizers import Group, copied_option, options_of, params_of, step_copy
 from flatshard._comm.collectives import Done, Pending
-from flatshard._comm.pending import drain
+from flatshard._comm.progress import drain
 from flatshard._comm.runtime import Runtime
 from flatshard._composable.find import flat_of
 from flatshard._handle.tensors.sharded_parameter import ShardedParameter, full_shape, shard_info
@@ -49,7 +50,7 @@ class WholeParameterOptimizer(Optimizer):
         params: as for other optimizers: parameters of sharded modules, plain parameters, or param groups.
         optimizer_class: creates the optimizer, which must treat parameters one by one. One that combines them (LBFGS,
             Prodigy) would only see the parameters of this rank.
-        limit_bytes: the size of a batch: bytes of full gradients and parameters on one rank. A batch has at least one
+        bucket_bytes: the size of a batch: bytes of full gradients and parameters on one rank. A batch has at least one
             parameter. Up to three batches are in memory: one is gathered, one is stepped, and one is sent back, without
             gradients.
         **defaults: passed to ``optimizer_class``.
@@ -61,15 +62,18 @@ class WholeParameterOptimizer(Optimizer):
 
     steps_whole_parameters = True  # see `optimizers.steps_whole`
 
+    limit_bytes = OldMember("bucket_bytes")
+
+    @old_arguments(limit_bytes="bucket_bytes")
     def __init__(
         self,
         params: Iterable[Any],
         optimizer_class: Callable[..., Optimizer],
         *,
-        limit_bytes: int = LIMIT_BYTES,
+        bucket_bytes: int = LIMIT_BYTES,
         **defaults: Any,
     ) -> None:
-        self.limit_bytes = limit_bytes
+        self.bucket_bytes = bucket_bytes
         self._owned: dict[nn.Parameter, Stepped] = {}
         self._loads: dict[Runtime, list[int]] = {}  # the work of each rank
         self._inner: Optimizer | None = None
@@ -182,7 +186,7 @@ class WholeParameterOptimizer(Optimizer):
     def _step_all(self, inner: Optimizer, stepped: list[Stepped]) -> None:
         """Gather each batch while the previous one is stepped, and the first while parameters that are not cut are."""
         owned = [each for each in stepped if isinstance(each, Owned)]
-        batches = _batches([each for each in owned if each.is_cut], self.limit_bytes)
+        batches = _batches([each for each in owned if each.is_cut], self.bucket_bytes)
         options = _copies(inner.param_groups)
         try:
             for first in batches[:1]:

@@ -246,7 +246,7 @@ def _unit_plan(
         shard_nbytes=sum(f.shard.nbytes for f in flats),
         gradient_nbytes=sum(grads.values()),
         optimizer_nbytes=sum(states.get(p, 0) for p in params),
-        unsharded_nbytes=unit.handle.unsharded_nbytes,
+        unsharded_nbytes=unit.handle.memory.nbytes,
         reduction_nbytes=sum(inputs[len(inputs) - len(reduced) :]) + sum(outputs),
         collectives=len(issued),
         sent_nbytes=sum(c.sent_nbytes for c in issued),

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 
 from flatshard.checkpoint._boxes import Box, cut, split
-from flatshard.checkpoint._changed_params import Plan
+from flatshard.checkpoint._changed_params import Layout
 from flatshard.checkpoint._sharded_value import view_of
 
 Ints = tuple[int, ...]
@@ -95,13 +95,13 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def own_cells(plan: Plan, asked: Sequence[Asked], most: int) -> list[OwnCell]:
-    """Return the cells that a rank with ``plan`` sends for ``asked``. ``most``: the limit on elements in a cell."""
+def own_cells(layout: Layout, asked: Sequence[Asked], most: int) -> list[OwnCell]:
+    """Return the cells that a rank with ``layout`` sends for ``asked``. ``most``: the limit on elements in a cell."""
     wanted: dict[str, list[int]] = {}
     for number, each in enumerate(asked):
         wanted.setdefault(each.name, []).append(number)
     found: list[OwnRegion] = []
-    for flat, parts in enumerate(plan):
+    for flat, parts in enumerate(layout):
         for placed in parts:
             boxes = [box for box in placed.part.boxes if box.numel]
             for number in [number for name in placed.names for number in wanted.get(name, ())]:

@@ -152,7 +152,7 @@ class Sender:
         self._rank, size, store = membership(group)
         what = f"flatshard.weights.Sender(dtype={dtype}, version={version})"
         with Barrier(store, self._rank, range(size), what, _PATIENCE.total_seconds()) as ranks:
-            self.run, self._ranks = ranks.share(lambda: bool(self._values.plan), _agree)
+            self.run, self._ranks = ranks.share(lambda: bool(self._values.layout), _agree)
 
     @property
     def versions(self) -> dict[Name, int | None]:
@@ -269,7 +269,7 @@ class Sender:
             return message_of({**head, "refused": why})
         channel = self._channels.get(number)
         if channel is None:
-            channel = _Sending(_cells.own_cells(self._values.plan, asked, _cells.CELL), asked, self.version)
+            channel = _Sending(_cells.own_cells(self._values.layout, asked, _cells.CELL), asked, self.version)
         self._leave(name, unless=number)
         if channel.cells:
             self._channels[number] = channel
@@ -293,7 +293,7 @@ class Sender:
         """Return all parameters of the module, under each of their names."""
         dtypes = {
             name: _cells.dtype_name(copy.dtype)
-            for parts, copy in zip(self._values.plan, self._values.copies, strict=True)
+            for parts, copy in zip(self._values.layout, self._values.copies, strict=True)
             for placed in parts
             for name in placed.names
         }

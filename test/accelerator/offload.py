@@ -277,7 +277,7 @@ def saved(env: Env) -> Any:
 )
 def switched(env: Env, is_flat: bool = False, gradients: bool = True, **options: Any) -> Any:
     """Offload everything between backward and step, and between steps, and bring it back: the same bits as without."""
-    move = functools.partial(flatshard.optim.offload, gradients=gradients)
+    move = functools.partial(flatshard.optim.offload_training_state, gradients=gradients)
     results = []
     for is_switched in (False, True):
         model = env.shard(env.make(), **options)
@@ -312,30 +312,30 @@ def _away(env: Env, model: nn.Module, optimizer: Any, move: Any, options: dict[s
         away = move(model, optimizer)
         if not env.is_simulated:
             assert away.host_nbytes == 0
-            assert repr(away) == "Offloaded (nothing: the parameters were on the host)"
-            away.back()
+            assert repr(away) == "OffloadHandle (nothing: the parameters were on the host)"
+            away.restore()
             return
         assert move(model, [optimizer]) is away
         there = held(env)
         assert all(p.device.type == "cpu" and p.is_pinned() for p in model.parameters() if p.numel())
         saved = optim_state_dict(model, optimizer, full=True)["state"] if optimizer.state else {}
         full_state_dict(model)
-        with pytest.raises(RuntimeError, match=r"are in host memory \(flatshard.optim.offload\): call back\(\)"):
+        with pytest.raises(RuntimeError, match=r"are in host memory \(flatshard.optim.offload_.*\): call restore\(\)"):
             model(env.batch(0))
         flatshard.recover(model)
         assert all(grad.device == env.device for grad in kept)
         static = away.device_nbytes - sum(grad.nbytes for grad in kept)
         assert static > 0 if options.get("static_buffers") else static == 0
         assert start - there >= away.host_nbytes
-        with pytest.raises(ValueError, match=r"is offloaded already, with another module: call back\(\)"):
-            flatshard.optim.offload(model.blocks[0])
+        with pytest.raises(ValueError, match=r"is offloaded already, with another module: call restore\(\)"):
+            flatshard.optim.offload_training_state(model.blocks[0])
         del saved
         now = held(env)
         assert now <= there, "reading it leaves something on the device"
-        away.back()
-        away.back()
+        away.restore()
+        away.restore()
         assert held(env) - now >= away.host_nbytes
-        assert repr(away) == "Offloaded (all is back)"
+        assert repr(away) == "OffloadHandle (all is back)"
     assert not change or change[1] <= 0
     _same_bits("brought back", before, tensors())
 
@@ -355,7 +355,7 @@ def in_and_after_a_step(env: Env) -> Any:
             if env.is_simulated:
                 threading.Timer(0.1, tasks.clear).start()
             tasks = []
-        flatshard.optim.offload(model, optimizer).back()
+        flatshard.optim.offload_training_state(model, optimizer).restore()
         if env.is_simulated and not hold:
             with pytest.raises(RuntimeError, match="between its forward and its backward"):
                 loss.backward()

@@ -154,7 +154,7 @@ def an_optimizers_step_with_some_units_on_the_host(
     return numbers(model)
 
 
-def planned_step(env: Env, micro: int, holds: bool, options: dict[str, Any]) -> flatshard.planning.Plan:
+def planned_step(env: Env, micro: int, holds: bool, options: dict[str, Any]) -> flatshard.planning.StepPlan:
     return flatshard.plan_step(
         Wide(),
         world_size=(2, 2) if "strategy" in options and options["strategy"].is_hybrid else env.size,

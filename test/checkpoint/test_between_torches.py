@@ -12,7 +12,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.metadata import TensorProperties
 
-from flatshard.checkpoint import Reader, Writer, load_checkpoint, save_checkpoint
+from flatshard.checkpoint import FileSystemReader, FileSystemWriter, load_checkpoint, save_checkpoint
 
 FIELDS = 5  # of a tensor's properties, read by every supported torch
 
@@ -43,12 +43,12 @@ def state() -> dict[str, Any]:
 
 WRITERS = {
     "save_checkpoint": save_checkpoint,
-    "Writer": lambda path, job: dcp.save(job, storage_writer=Writer(path)),
+    "Writer": lambda path, job: dcp.save(job, storage_writer=FileSystemWriter(path)),
     "dcp.save": lambda path, job: dcp.save(job, checkpoint_id=path),
 }
 READERS = {
     "load_checkpoint": load_checkpoint,
-    "Reader": lambda path, job: dcp.load(job, storage_reader=Reader(path)),
+    "Reader": lambda path, job: dcp.load(job, storage_reader=FileSystemReader(path)),
     "dcp.load": lambda path, job: dcp.load(job, checkpoint_id=path),
 }
 

@@ -35,8 +35,8 @@ from flatshard import fully_shard, load_checkpoint, save_checkpoint
 from flatshard._comm import rendezvous
 from flatshard._comm.backends import timeout_of
 from flatshard.checkpoint import (
+    FileSystemReader,
     RankError,
-    Reader,
     _barrier,
     _byte_count,
     _container,
@@ -169,7 +169,7 @@ def test_a_module_with_a_say_in_its_loading(tmp_path):
 
 def test_a_background_save_that_fails_is_known(tmp_path, caplog):
     state = {"m": Four()}
-    save = functools.partial(save_checkpoint, state=state, wait=False)
+    save = functools.partial(save_checkpoint, state=state, async_op=True)
     with patched(_disk, "write", FULL):
         save(tmp_path / "1")
         with expect("not begun, .* before .* failed in the background: .*No space left on device: '/.*/.1.saving/"):
@@ -193,10 +193,10 @@ def test_a_background_save_that_fails_is_known(tmp_path, caplog):
 def test_a_background_save_that_fails_on_one_rank(ctx, path: str) -> None:
     save = functools.partial(save_checkpoint, path, {"m": four(ctx)}, process_group=ctx.group)
     with patched(_disk, "write", FULL, when=ctx.rank == 1):
-        save(wait=False)
+        save(async_op=True)
         with expect("had failed in the background: .*rank 1: OSError.*No space"):
             save()
-        failed = save(wait=False)
+        failed = save(async_op=True)
         if ctx.rank == 0:
             assert "rank 1: OSError" in str(failed.exception())
         dist.barrier(ctx.group)
@@ -217,7 +217,7 @@ def test_a_background_save_is_the_state_at_the_call(ctx, path: str) -> None:
         return create(path)
 
     with patched(_disk, "create", late):
-        saved = save_checkpoint(path, job, wait=False, process_group=ctx.group)
+        saved = save_checkpoint(path, job, async_op=True, process_group=ctx.group)
         for _ in range(2):
             step(model, optimizer)
         job["seen"].add(3)
@@ -257,10 +257,10 @@ def test_a_path_with_a_scheme_is_refused(tmp_path, monkeypatch):
             lambda path: save_checkpoint(path, state),
             lambda path: load_checkpoint(path, state),
             lambda path: flatshard.checkpoint.export_safetensors(model, path),
-            Reader,
-            _writer.Writer,
-            Reader("x").reset,
-            _writer.Writer("x").reset,
+            FileSystemReader,
+            _writer.FileSystemWriter,
+            FileSystemReader("x").reset,
+            _writer.FileSystemWriter("x").reset,
         ):
             with pytest.raises(ValueError, match=r"is no local path\. Save to a local folder, and copy that folder"):
                 verb(path)
@@ -746,7 +746,12 @@ def test_replaced_while_it_is_read(job, tmp_path):
     """Another job replaces the checkpoint between any two steps of the load."""
     other = Job(tmp_path / "other")
     other.path = job.path
-    for owner, name in [(Reader, "check"), (Reader, "read"), (_job._Loading, "install"), (_job._Loading, "read")]:
+    for owner, name in [
+        (FileSystemReader, "check"),
+        (FileSystemReader, "read"),
+        (_job._Loading, "install"),
+        (_job._Loading, "read"),
+    ]:
         step = getattr(owner, name)
 
         def late(self: Any, *args: Any, step: Callable[..., Any] = step) -> Any:
@@ -1025,7 +1030,7 @@ def test_a_progress_that_raises(tmp_path, caplog):
 
 
 def test_a_reader_that_is_used_again_looks_again(job):
-    reader, state = Reader(job.path), {"m": job.model.state_dict()}
+    reader, state = FileSystemReader(job.path), {"m": job.model.state_dict()}
     dcp.load(state, storage_reader=reader)
     assert same(values(job.model), job.saved[:4])
     data = job.file.read_bytes()

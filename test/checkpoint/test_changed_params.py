@@ -48,7 +48,7 @@ def follow(ctx, model: nn.Module, server: nn.Module, dtype: torch.dtype | None, 
     with CommunicationWatch() as watch:
         since = SentParams(model, dtype=dtype)
         assert list(iter_changed_params(since)) == []
-    plans = everybody(ctx, since.plan)
+    plans = everybody(ctx, since.layout)
     for _ in range(2):
         train(model, optimizer)
         with watch:
@@ -71,7 +71,7 @@ def test_a_receiver_that_follows(ctx) -> None:
     follow(ctx, shard(ctx, make(), policy={nn.Linear}), make().to(torch.bfloat16), torch.bfloat16, lr=1e-5)
     for how in ("tp", "replicas"):
         since = follow(ctx, on_four(ctx, how), layers(), None, lr=1e-2)
-        assert how == "tp" or bool(since.plan) == (ctx.rank < 2)
+        assert how == "tp" or bool(since.layout) == (ctx.rank < 2)
 
 
 def test_what_does_not_fit(world):
@@ -85,9 +85,9 @@ def test_what_does_not_fit(world):
     assert (changed.flat, changed.values.numel(), changed.nbytes) == (0, 6, 6 * 5)
     for bad in ({"weight": torch.zeros(2, 2), "bias": torch.zeros(2)}, {"bias": torch.zeros(2)}):
         with pytest.raises(ValueError, match=r"'weight' is sent as \(2, 3\), the weights have (\(2, 2\)|nothing)$"):
-            apply_changed_params(bad, since.plan, changed)
+            apply_changed_params(bad, since.layout, changed)
         assert not any(t.any() for t in bad.values())
     with pytest.raises(RuntimeError, match="sharded anew"):
-        SentParams.now(SimpleNamespace(_module=model, plan=[*since.plan, []]), "iter_changed_params")
+        SentParams.now(SimpleNamespace(_module=model, layout=[*since.layout, []]), "iter_changed_params")
     with flatshard.summon_full_params(model), pytest.raises(RuntimeError, match="Call it outside"):
         list(iter_changed_params(since))

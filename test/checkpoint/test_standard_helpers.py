@@ -27,7 +27,7 @@ from flatshard.checkpoint import (
     full_state_dict,
     load_optim_state_dict,
     optim_state_dict,
-    rekey,
+    rekey_optim_state_dict,
 )
 
 Optimizer = torch.optim.Optimizer
@@ -153,7 +153,7 @@ def test_what_an_optimizer_hands_out(ctx, path: str) -> None:
     torch.save(own, f"{path}/{ctx.rank}.pt")
     dist.barrier(ctx.group)
     mine = torch.load(f"{path}/{ctx.rank}.pt", weights_only=True)
-    by_number = rekey(copy.deepcopy(expected[1]), names, to="ids")
+    by_number = rekey_optim_state_dict(copy.deepcopy(expected[1]), names, to="ids")
     after = []
     for load, steps in (
         (lambda o: dcp.load({"optim": o}, checkpoint_id=f"{path}/dcp", process_group=ctx.group), 2),

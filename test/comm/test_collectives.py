@@ -24,7 +24,7 @@ import flatshard
 from flatshard import CustomPolicy, ShardingStrategy, fully_shard, summon_full_params
 from flatshard._base import torch_versions
 from flatshard._comm.backends import GlooCollectives
-from flatshard._comm.pending import Works
+from flatshard._comm.progress import Works
 from flatshard._composable.find import units_below
 from flatshard.comm import DefaultCollectives, QuantizedCollectives
 

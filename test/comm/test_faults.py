@@ -31,8 +31,7 @@ from flatshard import CollectiveError, OutOfStepError, fully_shard, summon_full_
 from flatshard._base import environment
 from flatshard._comm.backends import GlooCollectives
 from flatshard._comm.collectives import Done
-from flatshard._comm.pending import Works, drain
-from flatshard._comm.progress import NOBODY
+from flatshard._comm.progress import NOBODY, Works, drain
 from flatshard.comm import QuantizedCollectives
 
 

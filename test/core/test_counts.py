@@ -90,7 +90,7 @@ def test_shard_optim_gathers_once_in_a_step(world):
     wire = Wire()
     model = sharded(strategy=ShardingStrategy.SHARD_OPTIM, collectives=wire.factory)
     model.head.requires_grad_(False)
-    units = [unit.handle.unsharded_nbytes for unit in units_below(model)]
+    units = [unit.handle.memory.nbytes for unit in units_below(model)]
     for optimizer_class in (torch.optim.SGD, ByPointer):
         optimizer = optimizer_class(model.parameters(), lr=0.1)
         step(model)

@@ -9,6 +9,7 @@ help. The fuzzer covers exceptions between other calls.
 
 import contextlib
 import functools
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -210,10 +211,12 @@ def test_out_of_memory_anywhere_in_a_backward(ctx, operators: tuple[str, ...]):
             try:
                 with Lacks(operators, number) as lacks:
                     loss.backward()
-            except torch.OutOfMemoryError:
-                number += 1
+            except torch.OutOfMemoryError as e:
+                number, reference = number + 1, weakref.ref(e)
             else:
                 break
+            # A cycle through a traceback would keep the graph, which is in a variable of the caller.
+            assert reference() is None, f"{strategy.name}, {number}: a frame of the traceback refers to the error"
         assert lacks.left >= 0
         assert number > 3
         run.optimizer.step()

@@ -465,29 +465,36 @@ class OnlyParameters(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.scale, self.first = nn.Parameter(torch.ones(4)), nn.Sequential(nn.Linear(4, 4))
+        self.scale, self.first = nn.Parameter(torch.ones(4)), Passing(nn.Linear(4, 4))
         self.words, self.last = nn.Embedding(2, 4), nn.Linear(4, 4)
-        self.first[0].register_forward_hook(lambda module, args, output: None)  # flatshard looks at what it sees
+        self.first.inner.register_forward_hook(lambda module, args, output: None)  # flatshard looks at what it sees
 
     def forward(self, x: Tensor) -> Tensor:
         return self.last(self.first(x * self.scale) + self.words(torch.arange(2)))
 
 
-@pytest.mark.parametrize(
-    "make", [lambda: nn.Sequential(*(nn.Linear(4, 4) for _ in range(3))), OnlyParameters], ids=["layers", "parameters"]
-)
-def test_a_graph_that_waits_for_a_backward_of_its_own_delays_nothing(world, make: Callable[[], nn.Module]):
+class Layers(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__()
+        for name in ("zeroth", "first", "last"):
+            self.add_module(name, Passing(nn.Linear(4, 4)))
+
+
+@pytest.mark.parametrize("kind", [Layers, OnlyParameters])
+def test_a_graph_that_waits_for_a_backward_of_its_own_delays_nothing(world, kind: type[nn.Module]):
     world(2)
-    model = make()
+    model = kind()
     for module in (*model.children(), model):
         fully_shard(module)
     steps = []
-    for graphs in (1, 1, 2):
-        losses = [model(torch.ones(2, 4)).sum() for _ in range(graphs)]
+    for passes in ([False], [False], [False, False], [False, True]):
+        losses = []
+        for model.get_submodule("first").passes in passes:
+            losses.append(model(torch.ones(2, 4)).sum())
         with record_events() as events:
             losses[0].backward()
         steps.append(events)
-    assert steps[1] == steps[2]
+    assert steps[1] == steps[2] == steps[3]
 
 
 class Skipping(nn.Sequential):

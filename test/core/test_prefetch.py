@@ -100,7 +100,7 @@ def limited(ctx) -> list[list[str]]:
     columns, size = [], 0
     for blocks in (None, 2, 1, 0):
         model = sharded(ctx, Net(), prefetch_limit_bytes=None if blocks is None else blocks * size)
-        size = unit_of(model.blocks[0]).handle.unsharded_nbytes
+        size = unit_of(model.blocks[0]).handle.memory.nbytes
         for module in (model, *model.blocks):
             configure(module, forward_prefetch=[b for b in model.blocks if b is not module])
             configure(module, backward_prefetch=[b for b in reversed(model.blocks) if b is not module])

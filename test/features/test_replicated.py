@@ -112,6 +112,8 @@ def test_a_broadcast_of_states_leaves_the_parts(ctx):
     with torch.no_grad():
         model.net.head.weight.add_(ctx.rank)
     model.shift.add_(ctx.rank)
+    with pytest.raises(RuntimeError, match=r"'net\.front\.weight'.* would overwrite it with another rank's shard"):
+        _sync_module_states(model, ctx.group, 2**20, src=0, params_and_buffers_to_ignore=())
     ignored = set(model._ddp_params_and_buffers_to_ignore)
     _sync_module_states(model, ctx.group, 2**20, src=0, params_and_buffers_to_ignore=ignored)
     assert all(torch.equal(value, before[name]) for name, value in full_params(model).items())

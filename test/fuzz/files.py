@@ -225,7 +225,7 @@ class Files(Runner):
         """Check that a server that applies each change has the model's values."""
         if twin.sent is not None and twin.sent[0]._module is twin.model:
             sent, weights = twin.sent
-            for plan, changes in everybody(self._there(twin), (sent.plan, list(saving.iter_changed_params(sent)))):
+            for plan, changes in everybody(self._there(twin), (sent.layout, list(saving.iter_changed_params(sent)))):
                 for change in changes:
                     saving.apply_changed_params(weights, plan, change)
         else:

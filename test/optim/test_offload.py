@@ -288,7 +288,7 @@ def test_gradients_exist_for_one_unit_at_a_time(ctx) -> None:
     optimizer.zero_grad()
     found.clear()
     steps = flatshard.optim.step_in_backward(model, optimizer)
-    assert repr(steps) == "BackwardSteps of SGD (4 units)"
+    assert repr(steps) == "StepInBackwardHandle of SGD (4 units)"
     for step in range(2):
         backward(ctx, model, step)
         assert found == [1] * 4
@@ -394,7 +394,7 @@ def test_what_cannot_step_unit_by_unit_is_refused(fake_group):
         with pytest.raises(error, match=re.escape(text)):
             OffloadedOptimizer(sharded(None).parameters(), kind, **options)
     parts, whole = (OffloadedOptimizer(sharded(None).parameters(), each) for each in (optim.AdamW, optim.Adafactor))
-    assert (flatshard.optim.steps_parts(parts), flatshard.optim.steps_parts(whole)) == (True, False)
+    assert (flatshard.optim.works_on_shards(parts), flatshard.optim.works_on_shards(whole)) == (True, False)
     with pytest.raises(RuntimeError, match="Adafactor looks at whole parameters"):
         whole.step()
 
@@ -461,7 +461,7 @@ def test_state_with_tensors_inside(ctx) -> None:
             optimizer.step()
             optimizer.zero_grad()
             if step == 2:
-                flatshard.optim.offload(model, optimizer).back()
+                flatshard.optim.offload_training_state(model, optimizer).restore()
                 with pytest.raises(
                     NotImplementedError, match=r"is a Wrapped, .*Save optimizer.state_dict\(\) by each rank"
                 ):
@@ -484,19 +484,22 @@ def test_on_cpu_nothing_is_offloaded(ctx) -> None:
     model = sharded(ctx)
     optimizer = optim.AdamW(model.parameters())
     before = [p.data_ptr() for p in model.parameters()]
-    with flatshard.optim.offload(model, optimizer) as away:
+    with flatshard.optim.offload_training_state(model, optimizer) as away:
         backward(ctx, model, 0)
         assert (away.host_nbytes, away.device_nbytes) == (0, 0)
-        assert repr(away) == "Offloaded (nothing: the parameters were on the host)"
+        assert repr(away) == "OffloadHandle (nothing: the parameters were on the host)"
     optimizer.step()
     assert [p.data_ptr() for p in model.parameters()] == before
     for block in (flatshard.summon_full_params, flatshard.keep_unsharded):
-        with block(model), pytest.raises(RuntimeError, match=r"offload: .* (in summon_full_params|are kept unsharded)"):
-            flatshard.optim.offload(model)
+        with (
+            block(model),
+            pytest.raises(RuntimeError, match=r"offload_.*: .* (in summon_full_params|are kept unsharded)"),
+        ):
+            flatshard.optim.offload_training_state(model)
     with flatshard.no_sync(model):
         backward(ctx, model, 1)
-    with pytest.raises(RuntimeError, match=r"offload.*hold|reduce_gradients"):
-        flatshard.optim.offload(model)
+    with pytest.raises(RuntimeError, match=r"offload_training_state.*hold|reduce_gradients"):
+        flatshard.optim.offload_training_state(model)
     flatshard.reduce_gradients(model)
     with pytest.raises(ValueError, match="nothing in this Linear is sharded"):
-        flatshard.optim.offload(nn.Linear(2, 2))
+        flatshard.optim.offload_training_state(nn.Linear(2, 2))

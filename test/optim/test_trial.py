@@ -205,7 +205,7 @@ def test_state_that_depends_on_the_length(ctx) -> None:
         ctx.note(f"{sizes} {layout} {make}")
         plain, model = twins(ctx, functools.partial(linear, *sizes), {nn.Linear}, layout=layout)
         x, own = parts(ctx, torch.rand(6, 64, dtype=torch.float64))
-        assert flatshard.optim.steps_parts(make(model.parameters())) is (match is None)
+        assert flatshard.optim.works_on_shards(make(model.parameters())) is (match is None)
         with contextlib.nullcontext() if match is None else pytest.raises(RuntimeError, match=match):
             check_same_params(trained(model, make, own), trained(plain, ByLength, x), rtol=1e-6)
     _, model = twins(ctx, functools.partial(linear, *both))

@@ -101,7 +101,7 @@ def test_as_one_process_bit_for_bit(ctx, kind: str, layout: str, limit: int | No
         fully_shard(model[0], strategy="NO_SHARD", process_group=ctx.group)
     fully_shard(model, strategy="FULL_SHARD" if strategy == "beside" else strategy, **where)
     ref_optimizer = cls(reference.parameters(), **options)
-    by_whole = functools.partial(WholeParameterOptimizer, optimizer_class=cls, limit_bytes=limit)
+    by_whole = functools.partial(WholeParameterOptimizer, optimizer_class=cls, bucket_bytes=limit)
     optimizer = (by_whole if limit else cls)(model.parameters(), **options)
     schedulers = [torch.optim.lr_scheduler.StepLR(o, 1, 0.5) for o in (optimizer, ref_optimizer)]
     for step in range(3):
@@ -137,7 +137,7 @@ def test_what_travels(ctx) -> None:
 def test_options_that_count_steps(ctx) -> None:
     """Options count each step once, however many batches it has and whoever reads its state."""
     model = fully_shard(make(False), process_group=ctx.group)
-    optimizer = WholeParameterOptimizer(model.parameters(), Counting, limit_bytes=1)
+    optimizer = WholeParameterOptimizer(model.parameters(), Counting, bucket_bytes=1)
     (group,) = optimizer.param_groups
     for steps in range(1, 4):
         optim_state_dict(model, optimizer, for_load=True)
@@ -166,7 +166,7 @@ def test_what_is_held_is_bounded(ctx) -> None:
     for layer in (*layers, model):  # a unit for each, so that each is cut
         fully_shard(layer, process_group=ctx.group)
     for limit, count in ((5000, 2), (1, 1), (10**6, 4)):
-        optimizer = WholeParameterOptimizer(model.parameters(), Watched, limit_bytes=limit)
+        optimizer = WholeParameterOptimizer(model.parameters(), Watched, bucket_bytes=limit)
         owned = list(optimizer._owned.values())
         assert all(o.is_cut for o in owned)
         assert sum(o.is_mine for o in owned) == 4  # balanced
@@ -182,7 +182,7 @@ def test_what_is_held_is_bounded(ctx) -> None:
 def test_after_an_error_the_next_step_works(ctx) -> None:
     """If the optimizer raises on all ranks, no communication remains, and the next step works."""
     model = fully_shard(make(True), process_group=ctx.group)
-    optimizer = WholeParameterOptimizer(model.parameters(), Watched, limit_bytes=1)
+    optimizer = WholeParameterOptimizer(model.parameters(), Watched, bucket_bytes=1)
     model(torch.randn(3, 9)).sum().backward()
     Watched.watch = lambda: 1 / 0
     with pytest.raises(ZeroDivisionError):

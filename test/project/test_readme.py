@@ -51,7 +51,7 @@ def test_the_table_of_strategies_is_that_of_the_code():
     moves = {
         "FORWARD": "forward, backward | forward, backward",
         "BACKWARD": "forward | backward",
-        "CHANGE": "forward, if the parts have changed | (never)",
+        "CHANGE": "forward, if the shards have changed | (never)",
     }
     rows = []
     for strategy in ShardingStrategy:
@@ -60,7 +60,7 @@ def test_the_table_of_strategies_is_that_of_the_code():
         if strategy.is_whole:
             moved = "(only cast, to another compute dtype) | backward, what was cast"
         elif row.over_outer and row.over_outer.name == "SHARDED":
-            moved = moved.replace(" |", "; over the outer axis once, if the parts have changed |", 1)
+            moved = moved.replace(" |", "; over the outer axis once, if the shards have changed |", 1)
         outer = "" if row.over_outer is None else f" {row.over_outer.value}"
         rows.append(f"| `{strategy.name}` | {row.over_inner.value} | {moved} |{outer} |")
     assert "\n".join(["|---|---|---|---|---|", *rows]) in INSIDE

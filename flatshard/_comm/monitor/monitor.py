@@ -32,8 +32,7 @@ from flatshard._comm.backends import BuiltinCollectives, GlooCollectives, builti
 from flatshard._comm.collectives import Capabilities, Pending
 from flatshard._comm.monitor import watch
 from flatshard._comm.monitor.differences import Described, described, difference, settings
-from flatshard._comm.pending import Awaited, Chain
-from flatshard._comm.progress import RESERVED, SAME_ORDER, Issued, Label, Progress
+from flatshard._comm.progress import RESERVED, SAME_ORDER, Awaited, Chain, Issued, Label, Progress
 from flatshard._comm.rendezvous import Rendezvous
 from flatshard._comm.streams import Streams
 from flatshard._handle.handle import FlatParamHandle
@@ -52,7 +51,7 @@ _GROUPS = 8  # maximum number of groups of agreeing ranks, and of ranks per grou
 
 
 class GroupMonitor:
-    """The monitor of one process group and device. See ``_comm.pending.Monitor``."""
+    """The monitor of one process group and device. See ``_comm.progress.Monitor``."""
 
     # Lives as long as the group. rank_group.py, [Note: Ranks collect garbage at different times]
     _orders: ClassVar[weakref.WeakKeyDictionary[dist.ProcessGroup, OrderCheck]] = weakref.WeakKeyDictionary()

@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch import nn
 
 from flatshard._base.errors import name_list, why_not_called
+from flatshard._base.old_names import old_arguments
 from flatshard._comm.collectives import Collectives, Done, Pending, as_real, read_capabilities
-from flatshard._comm.pending import Works
-from flatshard._comm.progress import Label
+from flatshard._comm.progress import Label, Works
 from flatshard._comm.runtime import Runtime
 from flatshard._composable.find import units_in
 from flatshard._composable.state import Unit
@@ -135,8 +135,9 @@ class CommHookHandle:
                 grads.reduce_by(None)
 
 
+@old_arguments(positional=("recurse",))
 def register_comm_hook(
-    module: nn.Module, state: object, hook: Callable[..., Any], recurse: bool = True
+    module: nn.Module, state: object, hook: Callable[..., Any], *, recurse: bool = True
 ) -> CommHookHandle:
     """Average the gradients of ``module``'s units by calling ``hook``, instead of a reduce-scatter or all-reduce.
 

@@ -39,7 +39,7 @@ from flatshard._handle.handle import FILL
 from flatshard._handle.tensors.changes import changes
 from flatshard._handle.tensors.grad_dtype import hand_on
 from flatshard._handle.tensors.shard_info import in_memory_order
-from flatshard._handle.tensors.sharded_parameter import fillings, note_whole, show_parts, whole_now
+from flatshard._handle.tensors.sharded_parameter import fillings, note_whole, show_shards, whole_now
 from flatshard._handle.user_changes import adopt_data, find_moved
 
 _data: Any = torch.Tensor.data
@@ -94,7 +94,7 @@ class FillFlat:
         flat.convert(flat.kind.dtype, device)
         fill_with_pattern(flat.shard)
         for index, param in enumerate(flat.params):
-            real = nn.Parameter(_data.__get__(flat.part_view(index)), param.requires_grad)  # with its own version
+            real = nn.Parameter(_data.__get__(flat.shard_view(index)), param.requires_grad)  # with its own version
             hand_on(param, real)
             swap_memory(param, real)  # `param.data = ...` cannot leave the meta device
             self._versions[index] = param._version
@@ -114,7 +114,7 @@ class FillFlat:
         if param._version != self._versions.setdefault(index, param._version):
             return param  # it was loaded, or filled where all of it was whole
         if not {each.unit for each in whole_now} <= {self.unit, *beside}:
-            show_parts()
+            show_shards()
         info, part = flat.layout.params[index], flat.slices[index]
         own = flat.shard[part.start : part.stop]
         whole = torch.empty_strided(info.shape, info.stride, dtype=flat.kind.dtype, device=flat.kind.device)
@@ -148,7 +148,7 @@ class FillFlat:
             if part.numel:
                 mine = in_memory_order(memory, info.stride)[part.offset : part.offset + part.numel]
                 flat.shard[part.start : part.stop].copy_(mine)
-            self._point(index, flat.part_view(index))
+            self._point(index, flat.shard_view(index))
 
     def shows(self, param: nn.Parameter) -> bool:
         """Return whether ``param`` is unsharded now."""
@@ -168,7 +168,7 @@ def _check(made: weakref.WeakSet[Unit], outermost: Unit) -> bool:
     Raises:
         RuntimeError: a parameter in it was never filled. All ranks raise.
     """
-    show_parts()
+    show_shards()
     inside = units_of_parameters(outermost.module)
     todo = [unit for unit in inside if unit in made]
     if not todo:

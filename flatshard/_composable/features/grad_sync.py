@@ -14,14 +14,16 @@ from typing import Literal, overload
 from torch import nn
 
 from flatshard._base.errors import name_list
+from flatshard._base.old_names import old_arguments
 from flatshard._composable.features.summon import shows_gradients
 from flatshard._composable.find import contexts_of, units_of
 from flatshard._composable.reduction_queue import ReductionQueue
 from flatshard._composable.state import Unit
 
 
+@old_arguments(positional=("recurse",))
 @contextlib.contextmanager
-def no_sync(module: nn.Module, recurse: bool = True) -> Iterator[None]:
+def no_sync(module: nn.Module, *, recurse: bool = True) -> Iterator[None]:
     """Accumulate gradients on this rank in backwards inside. The first backward after it reduces their sum.
 
     This is about where backward *runs*; it does not matter where its forward ran. All ranks must enter together. Inside,
@@ -127,18 +129,19 @@ class ReductionHandle:
 
 
 @overload
-def reduce_gradients(module: nn.Module, recurse: bool = True, *, async_op: Literal[False] = False) -> None: ...
+def reduce_gradients(module: nn.Module, *, recurse: bool = True, async_op: Literal[False] = False) -> None: ...
 
 
 @overload
-def reduce_gradients(module: nn.Module, recurse: bool = True, *, async_op: Literal[True]) -> ReductionHandle: ...
+def reduce_gradients(module: nn.Module, *, recurse: bool = True, async_op: Literal[True]) -> ReductionHandle: ...
 
 
 @overload
-def reduce_gradients(module: nn.Module, recurse: bool = True, *, async_op: bool) -> ReductionHandle | None: ...
+def reduce_gradients(module: nn.Module, *, recurse: bool = True, async_op: bool) -> ReductionHandle | None: ...
 
 
-def reduce_gradients(module: nn.Module, recurse: bool = True, *, async_op: bool = False) -> ReductionHandle | None:
+@old_arguments(positional=("recurse",))
+def reduce_gradients(module: nn.Module, *, recurse: bool = True, async_op: bool = False) -> ReductionHandle | None:
     """Reduce the gradients that backwards under :func:`no_sync` accumulated, and add them to ``.grad``.
 
     Every rank must call it. Use it if the last microbatch cannot run outside of ``no_sync``, as in a pipeline schedule::

@@ -23,6 +23,7 @@ import torch
 from torch import nn
 
 from flatshard._base import frames
+from flatshard._base.old_names import old_arguments
 from flatshard._composable.claims import Claim, Kept
 from flatshard._composable.extensions import ForwardFeature
 from flatshard._composable.find import settle, units_of
@@ -177,8 +178,9 @@ def _check(unit: Unit) -> None:
         )
 
 
+@old_arguments(positional=("recurse", "threads"))
 @contextlib.contextmanager
-def keep_unsharded(module: nn.Module, recurse: bool = True, threads: bool = False) -> Iterator[None]:
+def keep_unsharded(module: nn.Module, *, recurse: bool = True, threads: bool = False) -> Iterator[None]:
     """Keep units unsharded after their first use inside: for generation and evaluation.
 
     Further forwards inside do not communicate. A call of any module in a unit is a forward of the unit: ``generate`` may

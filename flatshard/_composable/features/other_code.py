@@ -54,6 +54,7 @@ from collections.abc import Collection, Iterator
 from typing import Any, NoReturn
 
 import torch
+import torch.distributed.utils as states
 from torch import nn
 from torch.nn.modules.module import (
     register_module_module_registration_hook,
@@ -66,6 +67,7 @@ from flatshard._base.names import DDP_IGNORES, UNIT_KEY, plain_name
 from flatshard._composable.extensions import Extension, ForwardFeature
 from flatshard._composable.find import all_units
 from flatshard._composable.state import Context, Unit, owner_of
+from flatshard._handle.tensors.shard import ShardTensor
 from flatshard._handle.tensors.sharded_parameter import shard_info
 
 Registration = tuple[Unit, str, nn.Module, str, nn.Parameter]
@@ -192,10 +194,29 @@ class IgnoredByDDP(Extension):
 
     def set_up(self) -> None:
         register_module_module_registration_hook(_registered)
+        _refuse_shards_in_broadcasts()
 
     def finish(self, module: nn.Module, made: Collection[Unit]) -> None:
         named = [*module.__dict__.get(DDP_IGNORES, ()), *sorted(_every_name(_divide(module)[0]))]
         module.__dict__[DDP_IGNORES] = list(dict.fromkeys(named))
+
+
+def _refuse_shards_in_broadcasts() -> None:
+    """Wrap torch's function that hands tensors to the C++ code of a broadcast, which no tensor class can refuse."""
+    of_torch = states._sync_params_and_buffers
+
+    @functools.wraps(of_torch)
+    def broadcast(group: Any, module_states: list[torch.Tensor], *args: Any, **kwargs: Any) -> None:
+        for state in module_states:
+            if isinstance(state, ShardTensor):
+                raise RuntimeError(
+                    f"{state._flatshard_info.describe()}, and a broadcast would overwrite it with another rank's shard. To "
+                    "start from the values of rank 0 call fully_shard(..., sync_module_states=True). To broadcast other "
+                    f"tensors, ignore the names in module.{DDP_IGNORES}"
+                )
+        of_torch(group, module_states, *args, **kwargs)
+
+    states._sync_params_and_buffers = broadcast  # type: ignore[assignment]
 
 
 def _every_name(fqns: Collection[str]) -> set[str]:

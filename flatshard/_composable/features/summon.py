@@ -51,7 +51,8 @@ def summon_full_params(
 
     Args:
         module: any module with sharded parameters. A unit around it that owns some of them is gathered as a whole.
-        recurse: also the units below ``module``; False: only the units of parameters that no unit below ``module`` has.
+        recurse: also the units below ``module``; False: only the units of parameters that no unit below ``module`` has. It
+            may be given without a name, as the arguments after it: their order is FSDP1's.
         writeback: keep changes that the body makes. Each rank keeps its own part, so all ranks must make the same changes.
         rank0_only: only rank 0 of the group gets unsharded parameters, which saves memory on the others. They see their
             sharded parameters.
@@ -393,7 +394,8 @@ def unshard(module: nn.Module, *, recurse: bool = False, async_op: bool = False)
 
     Args:
         module: a unit, or another module with sharded parameters: the units that own them are gathered.
-        recurse: also the units below ``module``.
+        recurse: also the units below ``module``. Other functions have True as default. Here it would take the memory of the
+            full model, and FSDP2's ``unshard`` gathers one unit.
         async_op: return at once, with a handle whose ``wait()`` registers the unsharded parameters.
     """
     units = units_of(module, "unshard", recurse)

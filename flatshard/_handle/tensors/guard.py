@@ -35,8 +35,8 @@ from flatshard._handle.tensors.sharded_parameter import (
     handle_to_empty,
     is_sharded_parameter,
     own_of,
-    show_parts,
-    show_whole,
+    show_full,
+    show_shards,
 )
 
 _COPY = (
@@ -70,9 +70,9 @@ class GuardedParameters(Parameters):
         shown = self.attributes.get(name)
         return shown if isinstance(shown, nn.Parameter) else super().__getitem__(name)
 
-    def _look_whole(self, name: str) -> nn.Parameter | None:
+    def _look_full(self, name: str) -> nn.Parameter | None:
         found = self._look(name)
-        return show_whole(found, super().values()) if is_sharded_parameter(found) else found
+        return show_full(found, super().values()) if is_sharded_parameter(found) else found
 
     def __getitem__(self, name: str) -> nn.Parameter | None:
         param = super().__getitem__(name)
@@ -93,8 +93,8 @@ class GuardedParameters(Parameters):
     def items(self) -> ItemsView[str, nn.Parameter | None]:  # type: ignore[override]  # dict's own view bypasses `_look`
         if fillings:
             if Caller().lists_own:
-                return {name: self._look_whole(name) for name in self}.items()
-            show_parts()
+                return {name: self._look_full(name) for name in self}.items()
+            show_shards()
         # In C, because `zero_grad` calls this. Parameters that are registered as None are in `attributes`, too.
         if not any(map(operator.is_not, map(self.attributes.get, self.keys()), itertools.repeat(None))):
             return super().items()
@@ -102,7 +102,7 @@ class GuardedParameters(Parameters):
         return _with_own(shown, Caller())  # type: ignore[return-value]
 
     def values(self) -> ValuesView[nn.Parameter | None]:  # type: ignore[override]
-        show_parts()
+        show_shards()
         return {name: self._look(name) for name in self}.values()
 
     def get(self, name: str, default: Any = None) -> Any:
@@ -123,7 +123,7 @@ class GuardedParameters(Parameters):
         if not param._flatshard_info.is_whole and (forward := caller.forward_of(self)) is not None:
             raise RuntimeError(forward.explain(param))
         _refuse_early(param, caller)
-        return show_whole(param, super().values())
+        return show_full(param, super().values())
 
     def _check_part(self, name: str, param: nn.Parameter, caller: Caller) -> None:
         """Raise if a forward reads a shard from a copy of its module that was made without its unit."""
@@ -237,13 +237,13 @@ class WatchedParameters(Parameters):
 
     def __getitem__(self, name: str) -> nn.Parameter | None:
         param = super().__getitem__(name)
-        return show_whole(param, super().values()) if fillings and is_sharded_parameter(param) else param
+        return show_full(param, super().values()) if fillings and is_sharded_parameter(param) else param
 
     def items(self) -> ItemsView[str, nn.Parameter | None]:  # type: ignore[override]
         if fillings:
             if Caller().lists_own:
                 return {name: self[name] for name in self}.items()
-            show_parts()
+            show_shards()
         return _with_own(super().items(), Caller())  # type: ignore[return-value]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> WatchedParameters:

@@ -91,7 +91,7 @@ class PartialNorms(torch.Tensor):
         with plainly():
             result = torch.stack(list(norms))
         if result.ndim > 1:
-            make_whole(norms)
+            reduce_partial(norms)
             return torch.stack(list(norms))
         retype([result], cls, "_norms", [norms])
         return result
@@ -126,8 +126,8 @@ class PartialNorms(torch.Tensor):
             found.setdefault(norm._origin if isinstance(norm, PartialNorm) else None, []).append(norm)
         return {origin: torch.stack(norms) for origin, norms in found.items()}
 
-    def _make_whole(self) -> None:
-        make_whole(self._norms)
+    def _reduce_partial(self) -> None:
+        reduce_partial(self._norms)
         with plainly():
             self.copy_(torch.stack(list(self._norms)))
         del self._norms
@@ -158,7 +158,7 @@ class PartialFlag(torch.Tensor):
                 return func(*args, **(kwargs or {}))
         return _call_when_whole(func, args, kwargs or {})
 
-    def _make_whole(self) -> None:
+    def _reduce_partial(self) -> None:
         with plainly():
             for runtime in in_order(self._runtimes):
                 question = "whether a gradient is infinite or NaN"
@@ -171,18 +171,18 @@ def _call_when_whole(func: Callable[..., Any], args: tuple[Any, ...], kwargs: di
     if func in METADATA:
         with plainly():
             return func(*args, **kwargs)
-    make_whole(args, kwargs)
+    reduce_partial(args, kwargs)
     return func(*args, **kwargs)
 
 
-def make_whole(*arguments: Any) -> None:
+def reduce_partial(*arguments: Any) -> None:
     """Reduce partial numbers in ``arguments``, which may be nested, to plain tensors over all ranks. In place."""
     norms: dict[_Origin, dict[int, PartialNorm]] = {}
     for found in _partial_in(arguments):
         if isinstance(found, PartialNorm):
             norms.setdefault(found._origin, {})[id(found)] = found
         else:
-            found._make_whole()
+            found._reduce_partial()
     for origin in sorted(norms, key=lambda origin: origin.runtime.number):
         parts: list[Any] = list(norms[origin].values())
         with plainly():

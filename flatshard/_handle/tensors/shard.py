@@ -29,7 +29,7 @@ from torch.autograd.function import once_differentiable
 from flatshard._base.callers import Caller, cure_of_reading, refuse_other_sharding
 from flatshard._handle.tensors.aggregate import Aggregate, device_for, local_norms, plainly
 from flatshard._handle.tensors.operations import OperationKind, is_in_place, is_of_many, kind_of
-from flatshard._handle.tensors.partial import METADATA, NORMS, UNSCALE, make_whole, norm_arguments, retype
+from flatshard._handle.tensors.partial import METADATA, NORMS, UNSCALE, norm_arguments, reduce_partial, retype
 from flatshard._handle.tensors.shard_info import ShardInfo
 
 Function = Callable[..., Any]
@@ -53,7 +53,7 @@ class ShardTensor(torch.Tensor):
     ) -> Any:
         handler = HANDLERS[func] if func in HANDLERS else _handler(func)
         if len(types) > 1 and func is not UNSCALE:  # that one leaves its flag partial
-            make_whole(args, kwargs)
+            reduce_partial(args, kwargs)
         if OwnedTensor in types and (settled := share_numbers(func, args, kwargs or {})) is not None:
             return func(*settled[0], **settled[1])
         if handler is not None:
@@ -439,7 +439,7 @@ def norm(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     with plainly():
         own = local_norm(part, ord, dtype)
         what = f"the norm of order {ord}"
-        return _of_whole(
+        return _combine(
             part,
             own,
             Aggregate("norm", ord),
@@ -460,7 +460,7 @@ def _question(what: str, part: Any) -> str:
     return f"{what} of {getattr(part, '_whose', '')}{part._flatshard_info.fqn!r}"
 
 
-def _of_whole(part: Any, own: torch.Tensor, aggregate: Aggregate, what: str, share: Callable[..., Any]) -> torch.Tensor:
+def _combine(part: Any, own: torch.Tensor, aggregate: Aggregate, what: str, share: Callable[..., Any]) -> torch.Tensor:
     """Combine this rank's number as ``over_ranks`` does, with its graph."""
     return _with_graph(part, own, over_ranks(own, aggregate, part, what), share, what)
 
@@ -528,7 +528,7 @@ def _sum(part: torch.Tensor, info: ShardInfo, dtype: torch.dtype | None, *, over
     dtype = dtype or (part.dtype if part.is_floating_point() else torch.int64)
     # Added up in double, because sums of shards in bfloat16 would be rounded.
     own = torch.stack([piece.sum(dtype=torch.float64) for piece in counted(part)]).sum()
-    return (_of_whole(part, own, Aggregate("sum"), "the sum", lambda a, b: 1.0) / over).to(dtype)
+    return (_combine(part, own, Aggregate("sum"), "the sum", lambda a, b: 1.0) / over).to(dtype)
 
 
 def _mean(part: torch.Tensor, info: ShardInfo, dtype: torch.dtype | None) -> torch.Tensor:
@@ -541,7 +541,7 @@ def _mean(part: torch.Tensor, info: ShardInfo, dtype: torch.dtype | None) -> tor
 
 def _extreme(part: torch.Tensor, info: ShardInfo, dtype: torch.dtype | None, *, op: Any) -> torch.Tensor:
     own = Aggregate(op)._of_part(part)
-    return _of_whole(part, own, Aggregate(op), f"the {op}imum", lambda a, b: (a == b).double()).to(part.dtype)
+    return _combine(part, own, Aggregate(op), f"the {op}imum", lambda a, b: (a == b).double()).to(part.dtype)
 
 
 def _any(part: torch.Tensor, info: ShardInfo, dtype: torch.dtype | None) -> torch.Tensor:

@@ -48,7 +48,7 @@ from flatshard._handle.tensors.changes import changes
 from flatshard._handle.tensors.direct import leaf_of
 from flatshard._handle.tensors.grad_dtype import hand_on, plain_grad_dtype
 from flatshard._handle.tensors.operations import OperationKind, kind_of
-from flatshard._handle.tensors.partial import make_whole
+from flatshard._handle.tensors.partial import reduce_partial
 from flatshard._handle.tensors.shard import (
     ShardTensor,
     as_leaves,
@@ -84,7 +84,7 @@ class Filling(Protocol):
         """Return whether ``param`` is shown in full now."""
 
     def cut(self) -> None:
-        """Keep this rank's shard of parameters that are shown in full: see ``show_parts``."""
+        """Keep this rank's shard of parameters that are shown in full: see ``show_shards``."""
 
 
 fillings: weakref.WeakSet[Filling] = weakref.WeakSet()  # all that exist
@@ -117,7 +117,7 @@ def _filled_or_drawn(name: str) -> Any:
 
     @functools.wraps(method)
     def fill(self: ShardedParameter, *args: Any, **kwargs: Any) -> Any:
-        shown = show_whole(self)
+        shown = show_full(self)
         if shown is not self or not _is_part(self):
             method(shown, *args, **kwargs)
         else:
@@ -152,7 +152,7 @@ def _by_the_table(name: str, method: Callable[..., Any], handler: Callable[..., 
         if is_recorded and torch.is_grad_enabled():
             args, kwargs = as_leaves(args, kwargs)
         if has_torch_function((*args[1:], *kwargs.values())):
-            make_whole(args, kwargs)
+            reduce_partial(args, kwargs)
             if (settled := share_numbers(method, args, kwargs)) is not None:
                 args, kwargs = settled
         return handler(method, args, kwargs)
@@ -404,7 +404,7 @@ def own_of(shown: nn.Parameter) -> ShardedParameter | None:
     return _by_attributes.get(id(vars(shown)))
 
 
-def show_whole(param: ShardedParameter, beside: Iterable[Any] = ()) -> nn.Parameter:
+def show_full(param: ShardedParameter, beside: Iterable[Any] = ()) -> nn.Parameter:
     """Return ``param`` for code that reads it from its module, or the full parameter while it is being filled.
 
     ``beside`` has the module's own parameters.
@@ -419,7 +419,7 @@ def show_whole(param: ShardedParameter, beside: Iterable[Any] = ()) -> nn.Parame
 def note_whole(filling: Filling) -> None:
     """Record that ``filling`` shows parameters in full, until code that is no initialiser reads any.
 
-    An optimizer reads ``is_leaf`` when it is built, and ``grad`` when it steps. So these two properties call ``show_parts``
+    An optimizer reads ``is_leaf`` when it is built, and ``grad`` when it steps. So these two properties call ``show_shards``
     while parameters are shown in full, and only then: in a step they are C functions.
     """
     if filling not in whole_now:
@@ -428,7 +428,7 @@ def note_whole(filling: Filling) -> None:
     ShardedParameter.grad = property(_grad_of_part, _set_grad_of_part, plain_grad.__delete__)
 
 
-def show_parts() -> None:
+def show_shards() -> None:
     """Show this rank's shards again, everywhere: code that is no initialiser reads parameters."""
     if whole_now:
         ShardedParameter.is_leaf = torch.Tensor.is_leaf
@@ -441,17 +441,17 @@ _GRAD = ShardedParameter.grad
 
 
 def _is_leaf_of_part(param: ShardedParameter) -> bool:
-    show_parts()
+    show_shards()
     return param.is_leaf
 
 
 def _grad_of_part(param: ShardedParameter) -> Any:
-    show_parts()
+    show_shards()
     return param.grad
 
 
 def _set_grad_of_part(param: ShardedParameter, grad: torch.Tensor | None) -> None:
-    show_parts()
+    show_shards()
     param.grad = grad
 
 
