@@ -94,7 +94,10 @@ def test_each_kind_from_the_users_side():
     with told("Thing.before", "Thing.got") as found:
         assert Thing(1).before == (1, True, 0)
     assert found[0].filename == __file__
-    with pytest.raises(TypeError, match="takes 2 positional arguments but 3"), pytest.warns(DeprecationWarning):
+    with (
+        pytest.raises(TypeError, match="takes 2 positional arguments but 3"),
+        pytest.warns(DeprecationWarning, match="is now new="),
+    ):
         Thing(1, True, 2, 3)
 
 
