@@ -11,6 +11,8 @@ bfloat16, on every backend. The rest is for what a dtype cannot express:
 - ``register_comm_hook``: a reduction of your own, such as PowerSGD, or a hook that was written for FSDP1. The ready-made
   ``bf16_compress_hook`` does what ``reduce_dtype=torch.bfloat16`` does. It is there because FSDP1 has it, and because a hook
   can be registered and removed while training.
+
+Classes of collectives take a ``group``, as functions of ``torch.distributed`` do, and no ``process_group``.
 """
 
 from flatshard._comm.backends import BuiltinCollectives as BuiltinCollectives

@@ -121,11 +121,10 @@ def fully_shard(
             reshard to so many ranks. See :func:`flatshard.fully_shard`.
         mp_policy: see :class:`MixedPrecisionPolicy`.
         offload_policy: see :class:`CPUOffloadPolicy`.
-        ignored_params: parameters that are not sharded. The caller must reduce their gradients.
+        ignored_params: parameters that are not sharded. The caller must reduce their gradients. It may have others, too.
         mesh: 1-D: shard over it. 2-D: replicate over the first dimension, and shard over the second.
         dp_mesh_dims: a ``torch.distributed.fsdp.DataParallelMeshDims``: which dimensions of ``mesh`` to shard and replicate
             over, one each. Parameters that are DTensors are so over other dimensions.
-        ignored_params: left alone. Those that are not in ``module`` don't matter.
         shard_placement_fn: must be None: :func:`flatshard.fully_shard` has ``layout=`` instead.
 
     Raises:

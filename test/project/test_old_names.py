@@ -45,7 +45,7 @@ def test_an_argument(arguments: old_names.OldArguments, old: str, new: str):
     assert len(found) == 1
     assert args == ("first",)
     assert kwargs == {new: arguments.converted.get(old, lambda given: given)(value)}
-    with pytest.raises(TypeError, match=f"multiple values for argument '{new}'"), warnings.catch_warnings(record=True):
+    with pytest.raises(TypeError, match=f"multiple values for argument '{new}'"):
         arguments.translate((), {old: value, new: value})
     assert f"`{old}=`" in CHANGELOG
     assert f"`{new}=" in CHANGELOG
@@ -94,7 +94,10 @@ def test_each_kind_from_the_users_side():
     with told("Thing.before", "Thing.got") as found:
         assert Thing(1).before == (1, True, 0)
     assert found[0].filename == __file__
-    with pytest.raises(TypeError, match="takes 2 positional arguments but 3"), warnings.catch_warnings(record=True):
+    with (
+        pytest.raises(TypeError, match="takes 2 positional arguments but 3"),
+        pytest.warns(DeprecationWarning, match="is now new="),
+    ):
         Thing(1, True, 2, 3)
 
 
