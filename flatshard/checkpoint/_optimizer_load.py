@@ -14,7 +14,6 @@ from flatshard._base.optimizers import (
     Optimizers,
     as_list,
     load_into,
-    made_by_steps,
     options_of,
     steps_elsewhere,
     steps_whole,
@@ -179,7 +178,7 @@ class _Load:
             ids = range(number, number + len(held))
             number = ids.stop
             options = self._saved_options([param for params in held for param in params])
-            groups.append({**_merge_options(optimizer, given, options, self.strict), "params": list(ids)})
+            groups.append({**given, **options, "params": list(ids)})  # [Note: Options of groups]
             for i, stepped, params in zip(ids, given["params"], held, strict=True):
                 saved = [param for param in params if param.fqn in self.values]
                 if saved and not steps_elsewhere(optimizer, stepped):
@@ -245,10 +244,3 @@ class _Load:
             else:
                 result[key] = first
         return result
-
-
-def _merge_options(optimizer: Optimizer, given: Group, saved: Group, strict: bool) -> Group:
-    """Return the options of a group after ``saved`` ones are loaded into it: [Note: Options of groups]."""
-    own = {key: value for key, value in given.items() if key != "params"}
-    gone = made_by_steps(optimizer, given, own.keys() - saved.keys() - {"param_names"}) if strict and saved else set()
-    return {**{key: value for key, value in own.items() if key not in gone}, **saved}
