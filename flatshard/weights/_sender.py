@@ -9,11 +9,6 @@ they are made. So versions of a run that has died mean nothing in the next one.
 A rank keeps its values of the last version, in the dtype that is sent, and the messages of past versions up to
 ``history_bytes``, until all receivers have confirmed them. A receiver that lacks messages gets these, or, if they are gone,
 cells of the last version. Receivers with one layout share a channel: their changes are computed once.
-
-[Note: Receivers that fall behind]
-If versions come faster than a receiver can get all cells of one, and no history is kept, it would never have a complete
-version. So when a receiver has had to ask for cells of ``PATIENT`` versions, later messages are kept for it, beyond
-``history_bytes``: until it has a version, or the messages are longer than the cells.
 """
 
 from __future__ import annotations
@@ -21,7 +16,7 @@ from __future__ import annotations
 import threading
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -44,8 +39,6 @@ Name = str | int
 
 _MESSAGE = 2**20  # bytes: a message is at most as long, or one cell
 _PATIENCE = timedelta(minutes=5)
-PATIENT = 4
-"""[Note: Receivers that fall behind]"""
 
 
 @dataclass
@@ -54,7 +47,6 @@ class _Follower:
 
     life: str  # another one after a restart
     version: int = -1  # the version that it has confirmed, or -1
-    tries: list[int] = field(default_factory=list)  # the versions whose cells it was sent, since it had one
 
 
 class _Sending:
@@ -66,18 +58,6 @@ class _Sending:
         self.kept: dict[int, list[bytes]] = {}  # by version, ascending
         self.nbytes = 0  # of the kept messages
         self.receivers: dict[Name, _Follower] = {}
-        self.most = sum(own.box.numel * asked[own.region.asked].kind.itemsize for cell in cells for own in cell)
-
-    @property
-    def waits_for(self) -> int | None:
-        """The version after which all messages are kept, or None. [Note: Receivers that fall behind]"""
-        every = [each.tries for each in self.receivers.values()]
-        return min((tries[PATIENT - 1] for tries in every if len(tries) >= PATIENT), default=None)
-
-    def may_forget(self) -> bool:
-        """Return whether the oldest kept version may go."""
-        waits_for = self.waits_for
-        return bool(self.kept) and (waits_for is None or min(self.kept) <= waits_for or self.nbytes > self.most)
 
     def keep(self, version: int, message: bytes) -> None:
         if version > self.start:  # else those before it are gone
@@ -87,9 +67,6 @@ class _Sending:
     def forget(self, version: int) -> None:
         """Drop the messages of versions up to this one."""
         self.start = max(self.start, version)
-        for each in self.receivers.values():
-            if len(each.tries) >= PATIENT and each.tries[PATIENT - 1] < self.start:
-                del each.tries[PATIENT - 1 :]  # it tries again, with what is sent next
         for old in [v for v in self.kept if v <= version]:
             self.nbytes -= sum(map(len, self.kept.pop(old)))
 
@@ -114,9 +91,9 @@ class Sender:
         dtype: the dtype in which floating-point parameters are sent. Default: their compute dtype.
         version: the version of the present values. Ranks must agree.
         history_bytes: the limit on kept messages, for receivers that have lost some: they get full cells in place of
-            messages that are gone. For a receiver that falls behind, up to the size of its weights is kept beyond it.
-            Default: twice the rank's shards less the copy: half of the shards if float32 is sent as bfloat16, nothing if
-            parameters are sent in their own dtype.
+            messages that are gone. Without history, a receiver to which cells take longer than the time between versions
+            never has a complete version. Default: twice the rank's shards less the copy: half of the shards if float32 is
+            sent as bfloat16, nothing if parameters are sent in their own dtype.
         process_group: the ranks over which ``module`` is sharded. Default: all. Each must make a sender.
 
     Raises:
@@ -237,14 +214,12 @@ class Sender:
             return
         else:
             bases, channel = state["bases"], self._channels[number]
-            if state["applied"] > follower.version:
-                follower.version = state["applied"]
-                follower.tries.clear()
+            follower.version = max(follower.version, state["applied"])
             channel.forget(min(each.version for each in channel.receivers.values()))
         if (
             state["asks"] and number in self._channels and name in self._channels[number].receivers
         ):  # else it gets nothing
-            yield from self._lacking(name, number, bases, state["held"])
+            yield from self._lacking(number, bases, state["held"])
 
     def _follower(self, state: dict[str, Any]) -> _Follower | None:
         """Return the receiver that sent ``state``, or None if it must begin anew: of another run, channel or life."""
@@ -319,7 +294,7 @@ class Sender:
         for index, (payload, is_last) in enumerate(_batches(found())):
             yield message_of({**head, "index": index, "last": is_last}, payload)
 
-    def _lacking(self, name: Name, number: str, bases: list[int] | None, held: dict[str, list[int]]) -> Iterator[bytes]:
+    def _lacking(self, number: str, bases: list[int] | None, held: dict[str, list[int]]) -> Iterator[bytes]:
         """Yield the messages that a receiver lacks.
 
         ``bases``: its version of each cell, or -1. ``held``: its messages, by version.
@@ -335,9 +310,6 @@ class Sender:
                     yield from (message for index, message in enumerate(messages) if index not in have)
         wholes = (_codec.whole(cell, self._read(channel.cells[cell])) for cell in old)
         if old:
-            tries = channel.receivers[name].tries
-            if self.version not in tries[-1:]:
-                tries.append(self.version)
             head = {"kind": "cells", **self._head(number), "version": self.version}
             for payload, _ in _batches(wholes):
                 yield message_of(head, payload)
@@ -356,11 +328,7 @@ class Sender:
         """Keep a message. Drop the oldest ones beyond the limit."""
         channel.keep(version, message)
         while self.history_nbytes > self._most:
-            oldest = min(
-                (c for c in self._channels.values() if c.may_forget()), key=lambda c: min(c.kept), default=None
-            )
-            if oldest is None:
-                break
+            oldest = min((c for c in self._channels.values() if c.kept), key=lambda c: min(c.kept))
             oldest.forget(min(oldest.kept))
 
 
