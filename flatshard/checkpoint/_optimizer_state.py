@@ -31,7 +31,7 @@ from flatshard._comm.runtime import on_any_rank
 from flatshard._composable.features.whole_parameters import Gathering, joined
 from flatshard._handle.flat_param import FlatParam
 from flatshard._handle.tensors.sharded_parameter import shard_info
-from flatshard.checkpoint._barrier import barrier
+from flatshard.checkpoint._barrier import barrier, rank_list
 from flatshard.checkpoint._gathering import exchange, from_parts, unwrapped_whole
 from flatshard.checkpoint._inner_state import Quantised
 from flatshard.checkpoint._optimizer_names import ParamNames, SteppedParam, keep_own_shards
@@ -348,7 +348,7 @@ def _differences(fqn: str, ranks: list[Told]) -> list[str]:
     """Return what keeps the state of one parameter from being gathered, in words."""
     if lacking := [i for i, rank in enumerate(ranks) if fqn not in rank]:
         has = next(i for i, rank in enumerate(ranks) if fqn in rank)
-        return [f"{fqn!r} is stepped on rank {has}, and not by the optimizer of {_rank_list(lacking)}"]
+        return [f"{fqn!r} is stepped on rank {has}, and not by the optimizer of {rank_list(lacking)}"]
     here = {i: rank[fqn][1] for i, rank in enumerate(ranks) if rank[fqn][0]}
     found = []
     for key in dict.fromkeys(key for placed in here.values() for key, at in placed.items() if at.placement == SHARDED):
@@ -356,14 +356,10 @@ def _differences(fqn: str, ranks: list[Told]) -> list[str]:
         has, expected = next((i, dtype) for i, dtype in dtypes.items() if dtype != "none")
         if odd := {i: dtype for i, dtype in dtypes.items() if dtype != expected}:
             each = ", ".join(
-                f"{_rank_list([i for i in odd if odd[i] == d])} has {d}" for d in dict.fromkeys(odd.values())
+                f"{rank_list([i for i in odd if odd[i] == d])} has {d}" for d in dict.fromkeys(odd.values())
             )
             found.append(f"rank {has} has {key!r} of {fqn!r} in {expected}, {each}")
     return found
-
-
-def _rank_list(ranks: list[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
 # -- what a checkpoint has ---------------------------------------------------------------------------------------------

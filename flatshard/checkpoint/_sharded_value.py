@@ -362,8 +362,7 @@ def sharded_value(tensor: torch.Tensor, param: nn.Parameter) -> torch.Tensor:
     if info is None or (info.runtime is None and info.is_whole and info.parallel is None):
         return tensor
     local = tensor if tensor.dim() == 1 else info.in_memory_order(tensor)
-    flat = flat_param_of(param) if type(param) in sharded_types else None  # type: ignore[arg-type]
-    origin = Origin(info, flat.ranks.runtime) if isinstance(flat, FlatParam) else None
+    origin = _origin_of(param, info)
     # The part is found when somebody asks: of a plain parameter it follows from `info`.
     is_plain = origin is not None and info.wrapping is None
     return ShardedValue(local, None if is_plain else part_of(info), origin)
@@ -377,7 +376,7 @@ def blocks_value(tensor: torch.Tensor, param: nn.Parameter, info: ShardInfo, per
 
 
 def _origin_of(param: nn.Parameter, info: ShardInfo) -> Origin | None:
-    flat = flat_param_of(param) if isinstance(param, ShardedParameter) else None
+    flat = flat_param_of(param) if type(param) in sharded_types else None  # type: ignore[arg-type]
     return Origin(info, flat.ranks.runtime) if isinstance(flat, FlatParam) else None
 
 

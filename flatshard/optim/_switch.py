@@ -25,6 +25,7 @@ from flatshard._handle.flat_param import FlatParam
 from flatshard.checkpoint._state_dict import idle_flats
 from flatshard.optim._host_state import map_plain
 from flatshard.optim._offload import OffloadedOptimizer
+from flatshard.optim._owned import plain
 
 At = tuple[nn.Parameter, str]
 """A value of an optimizer's state, by its parameter and key."""
@@ -113,7 +114,7 @@ class Offloaded:
                     unit.claims.remove(claim)
             for param in self._grads:
                 if param.grad is not None:
-                    param.grad = self._copied(_plain(param.grad), param.device)
+                    param.grad = self._copied(plain(param.grad), param.device)
             self._grads.clear()
             for optimizer, moved in self._states.items():
                 for at, value in _values(optimizer):
@@ -133,7 +134,7 @@ class Offloaded:
                     unit.claims.append(claim)
             for param in self._owners() if gradients else ():
                 if param.grad is not None and param.grad.device.type != "cpu":
-                    param.grad = self._copied(_plain(param.grad), _CPU)
+                    param.grad = self._copied(plain(param.grad), _CPU)
                     self._grads.append(param)
             for optimizer in optimizers:
                 moved = self._states.setdefault(optimizer, set())
@@ -166,10 +167,10 @@ class Offloaded:
     def _copied(self, value: torch.Tensor, device: torch.device) -> torch.Tensor:
         on_host = device.type == "cpu"
 
-        def copied(plain: torch.Tensor) -> torch.Tensor:
-            self._read.append(plain)
-            self.host_nbytes += plain.nbytes if on_host else 0
-            return torch.empty_like(plain, device=device, pin_memory=on_host).copy_(plain, non_blocking=True)
+        def copied(source: torch.Tensor) -> torch.Tensor:
+            self._read.append(source)
+            self.host_nbytes += source.nbytes if on_host else 0
+            return torch.empty_like(source, device=device, pin_memory=on_host).copy_(source, non_blocking=True)
 
         with torch.no_grad():
             return map_plain(value, copied)
@@ -232,10 +233,6 @@ def offload(module: nn.Module, optimizers: Optimizers = (), *, gradients: bool =
         result.back()
         raise
     return result
-
-
-def _plain(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().as_subclass(torch.Tensor)
 
 
 def _values(optimizer: Optimizer) -> list[tuple[At, torch.Tensor]]:
