@@ -210,7 +210,7 @@ class _Load:
                 self.problems.append(f"{param.fqn}: {key}: {NO_VALUES}")
             elif needs_full and isinstance(value, ShardedValue):
                 self.problems.append(
-                    f"{param.fqn}: {key}: this rank needs all of it, and got its part ({value!r}): go through "
+                    f"{param.fqn}: {key}: this rank needs the full value, and got its shard ({value!r}): go through "
                     "torch.distributed.checkpoint.save and load, or give the other run's optim_state_dict(full=True)"
                 )
             elif needs_full:

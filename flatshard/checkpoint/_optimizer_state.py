@@ -32,7 +32,7 @@ from flatshard._composable.features.whole_parameters import Gathering, joined
 from flatshard._handle.flat_param import FlatParam
 from flatshard._handle.tensors.sharded_parameter import shard_info
 from flatshard.checkpoint._barrier import barrier, rank_list
-from flatshard.checkpoint._gathering import exchange, from_parts, unwrapped_whole
+from flatshard.checkpoint._gathering import exchange, from_parts, wrap_full
 from flatshard.checkpoint._inner_state import Quantised
 from flatshard.checkpoint._optimizer_names import ParamNames, SteppedParam, keep_own_shards
 from flatshard.checkpoint._sharded_value import ShardedValue
@@ -257,7 +257,7 @@ def _gather_sharded(
         shards = [_shard(row, key, dtype) for row in rows]
         gathered = Gathering(flat, joined(flat, shards, dtype_named(dtype))).wait()
         for fqn, param, value in zip(fqns, flat.params, gathered, strict=True):
-            value = unwrapped_whole(value, shard_info(param))
+            value = wrap_full(value, shard_info(param))
             if fqn is not None and receives and placed[fqn].get(key) == Placed(SHARDED, dtype):
                 full[fqn][key] = export(value, device, None)
         del gathered
@@ -268,7 +268,7 @@ def _exported(row: Row, value: Any, device: torch.device | None) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
     if value.shape == row.param.param.shape:
-        value = unwrapped_whole(value, row.param.info)
+        value = wrap_full(value, row.param.info)
     return export(value, device, None)
 
 
@@ -328,7 +328,7 @@ def _agree_on_placements(table: list[tuple[FlatParam, list[Row | None]]]) -> dic
     replicas = [ranks_of.replicas for ranks_of in shared if ranks_of.replicas is not None]
     if on_any_rank(replicas, on_any_rank([ranks_of.runtime for ranks_of in shared], bool(problems))):
         raise ValueError(
-            "optim_state_dict(full=True): the ranks' optimizers differ, so no whole state can be put together: "
+            "optim_state_dict(full=True): the ranks' optimizers differ, so there is no full state: "
             + (
                 "; ".join(problems[:8])
                 or "not on the ranks that this one shares shards with, but on others, which tell more"

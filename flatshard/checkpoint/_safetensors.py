@@ -100,11 +100,11 @@ def export_safetensors(
     attempt = _Attempt()
     try:
         attempt(_open, folder, own)
-        for param, whole in gathered(flats, tensors, "export_safetensors", bucket_bytes):
+        for param, full in gathered(flats, tensors, "export_safetensors", bucket_bytes):
             key, _ = tensors[id(param)]
             if key in written:
-                attempt(written[key].put, key, whole.to(described[key][1]))
-            del whole
+                attempt(written[key].put, key, full.to(described[key][1]))
+            del full
         for key, value in tensors.values():
             if key in written and not isinstance(value, ShardedParameter):
                 attempt(written[key].put, key, value.to(described[key][1]))

@@ -29,7 +29,7 @@ from flatshard._base.names import plain_name
 from flatshard._comm.monitor.messages import default_group, membership
 from flatshard._handle.tensors.sharded_parameter import shard_info
 from flatshard.checkpoint._barrier import Barrier
-from flatshard.checkpoint._changed_params import SentParams, whole_part
+from flatshard.checkpoint._changed_params import SentParams, full_part
 from flatshard.checkpoint._sharded_value import part_of
 from flatshard.weights import _cells, _codec
 from flatshard.weights._messages import Bytes, channel_of, message_of, read_message, wrong
@@ -275,7 +275,7 @@ class Sender:
         found = {}
         for full_name, param in self._module.named_parameters(remove_duplicate=False):
             info, name = shard_info(param), plain_name(full_name)
-            shape = (whole_part(param) if info is None else part_of(info)).shape
+            shape = (full_part(param) if info is None else part_of(info)).shape
             found[name] = _cells.Asked(name, (0,) * len(shape), shape, dtypes.get(name, ""))  # "": it is on other ranks
         return found
 
@@ -288,7 +288,7 @@ class Sender:
             for at, cell in enumerate(channel.cells):
                 copy = self._values.copies[cell[0].flat]
                 now, before = (_cells.read(cell, flat, copy.dtype) for flat in (flats[cell[0].flat], copy))
-                yield from _codec.changes(at, now, before)
+                yield from _codec.encode_changes(at, now, before)
 
         head = {"kind": "update", **self._head(number), "version": version}
         for index, (payload, is_last) in enumerate(_batches(found())):
@@ -308,10 +308,10 @@ class Sender:
                 if version > first:
                     have = held.get(str(version), ())
                     yield from (message for index, message in enumerate(messages) if index not in have)
-        wholes = (_codec.whole(cell, self._read(channel.cells[cell])) for cell in old)
+        full_cells = (_codec.full_section(cell, self._read(channel.cells[cell])) for cell in old)
         if old:
             head = {"kind": "cells", **self._head(number), "version": self.version}
-            for payload, _ in _batches(wholes):
+            for payload, _ in _batches(full_cells):
                 yield message_of(head, payload)
 
     def _read(self, cell: _cells.OwnCell) -> torch.Tensor:
@@ -348,22 +348,22 @@ def _asked(given: Sequence[Any]) -> _cells.Asked:
 def _why_not(asked: Iterable[_cells.Asked], have: dict[str, _cells.Asked]) -> str | None:
     """Return why a receiver cannot have ``asked``, or None. Other ranks may have parameters that this one lacks."""
     for each in asked:
-        whole = have.get(each.name)
-        if whole is None:
+        full = have.get(each.name)
+        if full is None:
             continue
         ends = tuple(a + n for a, n in zip(each.start, each.shape, strict=True))
-        fits = len(each.shape) == len(whole.shape) and all(
-            start >= 0 and end <= n for start, end, n in zip(each.start, ends, whole.shape, strict=True)
+        fits = len(each.shape) == len(full.shape) and all(
+            start >= 0 and end <= n for start, end, n in zip(each.start, ends, full.shape, strict=True)
         )
         if not fits:
             return (
-                f"{each.name!r} has shape {whole.shape} at the sender, and elements {each.start} to {ends} are asked for: "
+                f"{each.name!r} has shape {full.shape} at the sender, and elements {each.start} to {ends} are asked for: "
                 "a target's tensor has the shape of the region, and start says where that begins"
             )
-        if whole.dtype not in ("", each.dtype):
+        if full.dtype not in ("", each.dtype):
             return (
-                f"{each.name!r} is sent in {whole.dtype}, and the receiver's tensor is {each.dtype}: give "
-                f"Sender(..., dtype=torch.{each.dtype}), or the receiver a tensor of {whole.dtype}"
+                f"{each.name!r} is sent in {full.dtype}, and the receiver's tensor is {each.dtype}: give "
+                f"Sender(..., dtype=torch.{each.dtype}), or the receiver a tensor of {full.dtype}"
             )
     return None
 

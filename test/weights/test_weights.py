@@ -434,8 +434,8 @@ def test_errors_in_the_midst_of_a_version(alone):
     with small_messages():
         sender, receiver, _ = pair(model, history_bytes=10**6)
         change(model, 0, 1)
-        found = _codec.changes(0, torch.ones(2), torch.zeros(2))
-        with mock.patch.object(_codec, "changes", side_effect=[found, MemoryError]), pytest.raises(MemoryError):
+        found = _codec.encode_changes(0, torch.ones(2), torch.zeros(2))
+        with mock.patch.object(_codec, "encode_changes", side_effect=[found, MemoryError]), pytest.raises(MemoryError):
             sender.publish()
         assert (sender.version, receiver.apply()) == (1, None)
         change(model, 1, 0.1)
