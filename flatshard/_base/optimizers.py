@@ -1,10 +1,9 @@
 """Torch optimizers: their parameters, the options of their groups, and what a first step would make of both.
 
 [Note: Options of groups]
-Everything in a group besides its parameters is an option. The user or a scheduler sets some (``initial_lr``); a step makes
-others (``step`` of timm's Adan), and these are state. A load sets each option that the checkpoint has, whether the group has
-it yet or not, so a scheduler may be made before or after loading. An option that the checkpoint lacks stays if it was set,
-and is removed if steps make it, like state that the checkpoint lacks.
+Everything in a group besides its parameters is an option. The user or a scheduler sets some (``initial_lr``), a step others
+(``step`` of timm's Adan). A load sets each option that the checkpoint has, whether the group has it yet or not: a scheduler
+may be made before or after loading. An option that the checkpoint lacks stays.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import contextlib
 import copy
 import sys
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -122,18 +121,6 @@ def first_tensors(optimizer: Optimizer, group: Group, numel: int, dtype: torch.d
     with torch.random.fork_rng(devices=[]), torch.device("cpu"), uncompiled():
         made = first_state(optimizer, options, nn.Parameter(torch.zeros(numel, dtype=dtype, device="cpu")))
     return {key: value for key, value in made.items() if isinstance(value, torch.Tensor) and value.dim()}
-
-
-def made_by_steps(optimizer: Optimizer, given: Group, names: Collection[str]) -> set[str]:
-    """Return which options among ``names`` a first step of the group would make, if it had none of them."""
-    odd = set(names) - defaults_of(optimizer).keys()
-    if not odd or not any(p.requires_grad for p in given["params"]):
-        return set()
-    without = {key: value for key, value in given.items() if key not in odd}
-    try:
-        return odd & _preview_step(optimizer, without, _smallest(given))[1].keys()
-    except RuntimeError:  # a step needs some of them, so they were given
-        return set()
 
 
 def _smallest(group: Group) -> nn.Parameter:

@@ -267,7 +267,7 @@ class Barrier:
             if error is not None:
                 ranks_with.setdefault(error, []).append(rank)
         if ranks_with:
-            text = "; ".join(f"{_rank_list(ranks)}: {error}" for error, ranks in ranks_with.items())
+            text = "; ".join(f"{rank_list(ranks)}: {error}" for error, ranks in ranks_with.items())
             by_all = [error for error, ranks in ranks_with.items() if len(ranks) == len(outcomes)]
             return [(by_all[0] if by_all else text, None)] * len(outcomes)
         error, items = _outcome(lambda: None if decide is None else decide([value for _, value in outcomes]))
@@ -308,7 +308,7 @@ class Barrier:
     def _missing(self) -> str:
         """Return the ranks that have not come; after the first exchange, rank 0."""
         ranks = [] if self._number else [i for i in range(len(self._names)) if not self._keys.has(self._outcome_key(i))]
-        return _rank_list([self._names[i] for i in ranks or [0]])
+        return rank_list([self._names[i] for i in ranks or [0]])
 
     # -- keys ----------------------------------------------------------------------------------------------------------
 
@@ -358,6 +358,7 @@ def _outcome(produce: Callable[[], Any]) -> Outcome:
         return f"{type(e).__name__}: {e}", None
 
 
-def _rank_list(ranks: Sequence[int]) -> str:
+def rank_list(ranks: Sequence[int]) -> str:
+    """Return ``rank 1, rank 2 and 3 more``, for error messages."""
     more = f" and {len(ranks) - 10} more" if len(ranks) > 10 else ""
     return ", ".join(f"rank {rank}" for rank in ranks[:10]) + more

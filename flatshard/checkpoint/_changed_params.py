@@ -254,12 +254,12 @@ def _layout(module: nn.Module, values: Iterable[_OwnValues]) -> Layout:
 
 def _placed(source: _OwnValues, names: Mapping[int, list[str]]) -> Iterator[PlacedPart]:
     for param, start in source.params:
-        part = whole_part(param) if (info := shard_info(param)) is None else part_of(info)
+        part = full_part(param) if (info := shard_info(param)) is None else part_of(info)
         if id(param) in names and not part.is_copy:
             yield PlacedPart(tuple(names[id(param)]), start, part)
 
 
-def whole_part(param: nn.Parameter) -> Part:
+def full_part(param: nn.Parameter) -> Part:
     """Return the part of a parameter that nobody shards: all of it, in row-major order."""
     shape = tuple(param.shape)
     return Part.of_whole(shape, torch.empty(shape, device="meta").stride(), 0, param.numel())

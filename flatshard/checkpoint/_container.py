@@ -118,10 +118,10 @@ def checksums(data: memoryview) -> bytes:
         total: int = sum(map(operator.mul, data[:full].cast("Q"), weights))
         total += int.from_bytes(data[full:], "little") * last
         return (total % 2**64).to_bytes(8, "little")
-    whole = data.nbytes // BLOCK
-    batches = [(i * BLOCK, min(_BATCH, whole - i), BLOCK) for i in range(0, whole, _BATCH)]
+    blocks = data.nbytes // BLOCK
+    batches = [(i * BLOCK, min(_BATCH, blocks - i), BLOCK) for i in range(0, blocks, _BATCH)]
     if data.nbytes % BLOCK:
-        batches.append((whole * BLOCK, 1, data.nbytes % BLOCK))
+        batches.append((blocks * BLOCK, 1, data.nbytes % BLOCK))
     return b"".join([_checksums(data[at : at + count * size], count, size) for at, count, size in batches])
 
 

@@ -63,13 +63,13 @@ def from_parts(runtime: Runtime, part: torch.Tensor | None, start: int, numel: i
     if part is not None:
         result[start : start + part.numel()].copy_(part)
     if numel and runtime.world_size > 1:  # as bytes: all other ranks have zeros, so the sum is exact
-        runtime.all_reduce_now(result.view(torch.uint8), "sum", f"a whole tensor of {numel} elements of {dtype}")
+        runtime.all_reduce_now(result.view(torch.uint8), "sum", f"a full tensor of {numel} elements of {dtype}")
     return result
 
 
-def unwrapped_whole(whole: torch.Tensor, info: ShardInfo | None) -> torch.Tensor:
+def wrap_full(full: torch.Tensor, info: ShardInfo | None) -> torch.Tensor:
     """Return the full parameter in its tensor subclass. A tensor-parallel one is gathered over its mesh."""
     if info is None or info.wrapping is None:
-        return whole
-    whole = info.wrapping.wrap(whole)
-    return whole if info.parallel is None else whole.full_tensor()  # type: ignore[attr-defined]
+        return full
+    full = info.wrapping.wrap(full)
+    return full if info.parallel is None else full.full_tensor()  # type: ignore[attr-defined]

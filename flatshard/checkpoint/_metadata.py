@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
     Metadata,
     TensorProperties,
     TensorStorageMetadata,
@@ -141,7 +140,8 @@ def unpickled(data: bytes) -> Metadata:
     stream = io.BytesIO(data)
     try:
         found = _MetadataUnpickler(stream).load()
-        fits = isinstance(found, Metadata) and (sealed or _fits(found, len(data) - stream.tell()))
+        ours = any(hasattr(info, "flatshard_body") for info in found.storage_data.values())
+        fits = isinstance(found, Metadata) and (sealed or not (ours or stream.read(1)))  # torch writes nothing after it
     except pickle.UnpicklingError as e:
         raise ValueError(f"the checkpoint's .metadata cannot be read: {e}") from None
     except Exception as e:
@@ -149,17 +149,3 @@ def unpickled(data: bytes) -> Metadata:
     if not fits:
         raise ValueError("the checkpoint's .metadata is damaged or cut off")
     return found  # type: ignore[no-any-return]
-
-
-def _fits(metadata: Metadata, more: int) -> bool:
-    """Return whether metadata without a checksum, with ``more`` bytes after it, can be that of torch's writer."""
-    ours = any(hasattr(info, "flatshard_body") for info in metadata.storage_data.values())
-    return not ours and not more and all(map(_is_entry, metadata.state_dict_metadata.items()))
-
-
-def _is_entry(entry: tuple[Any, Any]) -> bool:
-    name, kind = entry
-    if isinstance(kind, TensorStorageMetadata):
-        numbers = [*kind.size, *(n for c in kind.chunks for n in (*c.offsets, *c.sizes))]
-        return isinstance(name, str) and all(isinstance(n, int) and n >= 0 for n in numbers)
-    return isinstance(name, str) and isinstance(kind, BytesStorageMetadata)

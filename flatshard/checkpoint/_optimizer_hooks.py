@@ -54,7 +54,7 @@ def _with_sharded_values(optimizer: Optimizer, state_dict: dict[str, Any]) -> di
     asked = request("optim")
     if asked is not None:
         _check_helper(optimizer)
-        if asked.whole:
+        if asked.is_full:
             return _with_full_values(optimizer, state_dict, asked)
     if steps_whole(optimizer):
         return state_dict

@@ -15,7 +15,6 @@ from flatshard._base.optimizers import (
     Optimizers,
     as_list,
     load_into,
-    made_by_steps,
     options_of,
     steps_elsewhere,
     steps_whole,
@@ -184,7 +183,7 @@ class _Load:
             ids = range(number, number + len(held))
             number = ids.stop
             options = self._saved_options([param for params in held for param in params])
-            groups.append({**_merge_options(optimizer, given, options, self.strict), "params": list(ids)})
+            groups.append({**given, **options, "params": list(ids)})  # [Note: Options of groups]
             for i, stepped, params in zip(ids, given["params"], held, strict=True):
                 saved = [param for param in params if param.fqn in self.values]
                 if saved and not steps_elsewhere(optimizer, stepped):
@@ -216,7 +215,7 @@ class _Load:
                 self.problems.append(f"{param.fqn}: {key}: {NO_VALUES}")
             elif needs_full and isinstance(value, ShardedValue):
                 self.problems.append(
-                    f"{param.fqn}: {key}: this rank needs all of it, and got its part ({value!r}): go through "
+                    f"{param.fqn}: {key}: this rank needs the full value, and got its shard ({value!r}): go through "
                     "torch.distributed.checkpoint.save and load, or give the other run's optim_state_dict(full=True)"
                 )
             elif needs_full:
@@ -250,10 +249,3 @@ class _Load:
             else:
                 result[key] = first
         return result
-
-
-def _merge_options(optimizer: Optimizer, given: Group, saved: Group, strict: bool) -> Group:
-    """Return the options of a group after ``saved`` ones are loaded into it: [Note: Options of groups]."""
-    own = {key: value for key, value in given.items() if key != "params"}
-    gone = made_by_steps(optimizer, given, own.keys() - saved.keys() - {"param_names"}) if strict and saved else set()
-    return {**{key: value for key, value in own.items() if key not in gone}, **saved}

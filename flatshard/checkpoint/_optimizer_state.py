@@ -32,8 +32,8 @@ from flatshard._comm.runtime import on_any_rank
 from flatshard._composable.features.whole_parameters import Gathering, joined
 from flatshard._handle.flat_param import FlatParam
 from flatshard._handle.tensors.sharded_parameter import shard_info
-from flatshard.checkpoint._barrier import barrier
-from flatshard.checkpoint._gathering import exchange, from_parts, unwrapped_whole
+from flatshard.checkpoint._barrier import barrier, rank_list
+from flatshard.checkpoint._gathering import exchange, from_parts, wrap_full
 from flatshard.checkpoint._inner_state import Quantised
 from flatshard.checkpoint._optimizer_names import ParamNames, SteppedParam, keep_own_shards
 from flatshard.checkpoint._sharded_value import ShardedValue
@@ -259,7 +259,7 @@ def _gather_sharded(
         shards = [_shard(row, key, dtype) for row in rows]
         gathered = Gathering(flat, joined(flat, shards, dtype_named(dtype))).wait()
         for fqn, param, value in zip(fqns, flat.params, gathered, strict=True):
-            value = unwrapped_whole(value, shard_info(param))
+            value = wrap_full(value, shard_info(param))
             if fqn is not None and receives and placed[fqn].get(key) == Placed(SHARDED, dtype):
                 full[fqn][key] = export(value, device, None)
         del gathered
@@ -270,7 +270,7 @@ def _exported(row: Row, value: Any, device: torch.device | None) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
     if value.shape == row.param.param.shape:
-        value = unwrapped_whole(value, row.param.info)
+        value = wrap_full(value, row.param.info)
     return export(value, device, None)
 
 
@@ -330,7 +330,7 @@ def _agree_on_placements(table: list[tuple[FlatParam, list[Row | None]]]) -> dic
     replicas = [ranks_of.replicas for ranks_of in shared if ranks_of.replicas is not None]
     if on_any_rank(replicas, on_any_rank([ranks_of.runtime for ranks_of in shared], bool(problems))):
         raise ValueError(
-            "optim_state_dict(full=True): the ranks' optimizers differ, so no whole state can be put together: "
+            "optim_state_dict(full=True): the ranks' optimizers differ, so there is no full state: "
             + (
                 "; ".join(problems[:8])
                 or "not on the ranks that this one shares shards with, but on others, which tell more"
@@ -350,7 +350,7 @@ def _differences(fqn: str, ranks: list[Told]) -> list[str]:
     """Return what keeps the state of one parameter from being gathered, in words."""
     if lacking := [i for i, rank in enumerate(ranks) if fqn not in rank]:
         has = next(i for i, rank in enumerate(ranks) if fqn in rank)
-        return [f"{fqn!r} is stepped on rank {has}, and not by the optimizer of {_rank_list(lacking)}"]
+        return [f"{fqn!r} is stepped on rank {has}, and not by the optimizer of {rank_list(lacking)}"]
     here = {i: rank[fqn][1] for i, rank in enumerate(ranks) if rank[fqn][0]}
     found = []
     for key in dict.fromkeys(key for placed in here.values() for key, at in placed.items() if at.placement == SHARDED):
@@ -358,14 +358,10 @@ def _differences(fqn: str, ranks: list[Told]) -> list[str]:
         has, expected = next((i, dtype) for i, dtype in dtypes.items() if dtype != "none")
         if odd := {i: dtype for i, dtype in dtypes.items() if dtype != expected}:
             each = ", ".join(
-                f"{_rank_list([i for i in odd if odd[i] == d])} has {d}" for d in dict.fromkeys(odd.values())
+                f"{rank_list([i for i in odd if odd[i] == d])} has {d}" for d in dict.fromkeys(odd.values())
             )
             found.append(f"rank {has} has {key!r} of {fqn!r} in {expected}, {each}")
     return found
-
-
-def _rank_list(ranks: list[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
 # -- what a checkpoint has ---------------------------------------------------------------------------------------------

@@ -18,13 +18,12 @@ import torch
 from torch import nn
 
 from flatshard._base.errors import name_list
-from flatshard._comm.runtime import on_any_rank
 from flatshard._handle.adapters.tensor_parallel import is_dtensor
 from flatshard._handle.adapters.tensor_subclass import TensorSubclass
 from flatshard._handle.tensors.sharded_parameter import ShardedParameter, full_shape, shard_info
 from flatshard.checkpoint import _disk as disk
+from flatshard.checkpoint._barrier import RankError, barrier
 from flatshard.checkpoint._container import memory_of
-from flatshard.checkpoint._gathering import exchange
 from flatshard.checkpoint._state_dict import Flat, batches, check_dtype, gathered, has_first_copy, idle_flats
 
 _DTYPES = {
@@ -76,8 +75,8 @@ def export_safetensors(
     Raises:
         ValueError: nothing in ``module`` is sharded; a value is no plain tensor of a dtype that the format knows; ``dtype``
             is no floating-point dtype; ``directory`` begins with a scheme (``s3://``), or ``name`` is no plain file name.
-        RuntimeError: on all ranks that write: one of them could not, or the directory has safetensors files. Called inside a
-            forward or ``summon_full_params``, or not by all ranks.
+        RankError: on all ranks: one of them could not write, did not call it, or found safetensors files.
+        RuntimeError: called inside a forward or ``summon_full_params``.
     """
     folder = disk.local(directory, "export_safetensors")
     if not name or Path(name).name != name or name.startswith(".") or name.endswith(".safetensors"):
@@ -101,11 +100,11 @@ def export_safetensors(
     attempt = _Attempt()
     try:
         attempt(_open, folder, own)
-        for param, whole in gathered(flats, tensors, "export_safetensors", bucket_bytes):
+        for param, full in gathered(flats, tensors, "export_safetensors", bucket_bytes):
             key, _ = tensors[id(param)]
             if key in written:
-                attempt(written[key].put, key, whole.to(described[key][1]))
-            del whole
+                attempt(written[key].put, key, full.to(described[key][1]))
+            del full
         for key, value in tensors.values():
             if key in written and not isinstance(value, ShardedParameter):
                 attempt(written[key].put, key, value.to(described[key][1]))
@@ -141,16 +140,16 @@ def _raise_together(flats: list[Flat], attempt: _Attempt) -> None:
     """Wait for all ranks.
 
     Raises:
-        RuntimeError: on all ranks, if an attempt has failed on one.
+        RankError: on all ranks, if an attempt has failed on one.
     """
-    _, flat = max(flats, key=lambda each: each[1].layout.world_size)
-    told = "" if attempt.error is None else f"{type(attempt.error).__name__}: {attempt.error}"
-    found = [f"rank {rank}: {text}" for rank, text in enumerate(exchange(flat, told)) if text]
-    replicas = [flat.ranks.replicas] if flat.ranks.replicas is not None else []
-    if on_any_rank(replicas, bool(found)):
-        raise RuntimeError(
-            f"export_safetensors: {'; '.join(found) or 'a rank of another replica failed'}"
-        ) from attempt.error
+    every = (runtime for _, flat in flats for runtime in (flat.ranks.runtime, flat.ranks.replicas))
+    problem = None if attempt.error is None else f"{type(attempt.error).__name__}: {attempt.error}"
+    try:
+        barrier([runtime for runtime in every if runtime is not None], "export_safetensors", problem)
+    except RankError as e:
+        raise e from attempt.error
+    if problem is not None:  # this rank is the only one
+        raise RankError(f"export_safetensors: {problem}") from attempt.error
 
 
 # -- files -------------------------------------------------------------------------------------------------------------

@@ -37,7 +37,7 @@ from flatshard._handle.tensors.shard_info import ShardInfo, in_memory_order
 from flatshard._handle.tensors.sharded_parameter import ShardedParameter, flat_param_of, sharded_types
 from flatshard.checkpoint._barrier import barrier
 from flatshard.checkpoint._boxes import Box, Part
-from flatshard.checkpoint._gathering import from_parts, unwrapped_whole
+from flatshard.checkpoint._gathering import from_parts, wrap_full
 from flatshard.checkpoint._standard_helpers import check_writer
 
 aten = torch.ops.aten
@@ -132,7 +132,7 @@ class ShardedValue(torch.Tensor):
             flat = from_parts(origin.runtime, self._local, part.start, numel, self.dtype)
         else:  # with tensor parallelism only
             flat = self._local.clone()
-        return unwrapped_whole(flat.as_strided(part.block_shape, part.stride), origin.info)
+        return wrap_full(flat.as_strided(part.block_shape, part.stride), origin.info)
 
     untyped_storage = _no_memory("untyped_storage")  # also for `storage()`, which asks for it
     numpy, tolist, __dlpack__ = map(_no_memory, ("numpy", "tolist", "__dlpack__"))
@@ -328,7 +328,7 @@ def _new_empty(value: torch.Tensor, size: Sequence[int], **kwargs: Any) -> torch
 
 
 def _as_source(part: Part, source: torch.Tensor) -> torch.Tensor:
-    return take(part, source) if tuple(source.shape) == part.shape and source.dim() else source
+    return slice_part(part, source) if tuple(source.shape) == part.shape and source.dim() else source
 
 
 def _is_prepared(func: Any, part: Part, value: torch.Tensor) -> bool:
@@ -344,8 +344,8 @@ _known_part = functools.lru_cache(maxsize=2**16)(Part)  # a load asks several ti
 def part_of(info: ShardInfo) -> Part:
     """Return the place of a sharded parameter in the full one."""
     if info.parallel is None:
-        whole = (0,) * len(info.shape)
-        return _known_part(info.shape, info.shape, whole, info.stride, info.start, info.stop, info.is_copy)
+        origin = (0,) * len(info.shape)
+        return _known_part(info.shape, info.shape, origin, info.stride, info.start, info.stop, info.is_copy)
     # Private, but torch has nothing else that computes the place of a DTensor's local tensor.
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -362,8 +362,7 @@ def sharded_value(tensor: torch.Tensor, param: nn.Parameter) -> torch.Tensor:
     if info is None or (info.runtime is None and info.is_whole and info.parallel is None):
         return tensor
     local = tensor if tensor.dim() == 1 else info.in_memory_order(tensor)
-    flat = flat_param_of(param) if type(param) in sharded_types else None  # type: ignore[arg-type]
-    origin = Origin(info, flat.ranks.runtime) if isinstance(flat, FlatParam) else None
+    origin = _origin_of(param, info)
     # The part is found when somebody asks: of a plain parameter it follows from `info`.
     is_plain = origin is not None and info.wrapping is None
     return ShardedValue(local, None if is_plain else part_of(info), origin)
@@ -377,7 +376,7 @@ def blocks_value(tensor: torch.Tensor, param: nn.Parameter, info: ShardInfo, per
 
 
 def _origin_of(param: nn.Parameter, info: ShardInfo) -> Origin | None:
-    flat = flat_param_of(param) if isinstance(param, ShardedParameter) else None
+    flat = flat_param_of(param) if type(param) in sharded_types else None  # type: ignore[arg-type]
     return Origin(info, flat.ranks.runtime) if isinstance(flat, FlatParam) else None
 
 
@@ -388,21 +387,21 @@ def view_of(local: torch.Tensor, box: Box) -> torch.Tensor:
     return local.as_strided(box.sizes, stride, local.storage_offset() + box.start * step)
 
 
-def take(part: Part, whole: torch.Tensor) -> torch.Tensor:
-    """Return this rank's 1-D shard of the full tensor ``whole``, or of a block of it. It is a view where possible.
+def slice_part(part: Part, full: torch.Tensor) -> torch.Tensor:
+    """Return this rank's 1-D shard of the full tensor ``full``, or of a block of it. It is a view where possible.
 
     No other element is read: each rank reads only its bytes of a file that is mapped into memory (``torch.load(mmap=True)``).
     """
-    shape = tuple(whole.shape)
+    shape = tuple(full.shape)
     if shape != part.block_shape or shape == part.shape:
-        whole = whole[tuple(slice(o, o + n) for o, n in zip(part.block_offsets, part.block_shape, strict=True))]
-    if tuple(whole.stride()) == part.stride:
-        return in_memory_order(whole, part.stride)[part.start : part.stop]
-    result = torch.empty(part.numel, dtype=whole.dtype, device=whole.device)
+        full = full[tuple(slice(o, o + n) for o, n in zip(part.block_offsets, part.block_shape, strict=True))]
+    if tuple(full.stride()) == part.stride:
+        return in_memory_order(full, part.stride)[part.start : part.stop]
+    result = torch.empty(part.numel, dtype=full.dtype, device=full.device)
     for box in part.boxes:
         if box.numel:
             region = tuple(slice(o, o + n) for o, n in zip(box.block_offsets, box.sizes, strict=True))
-            view_of(result, box).copy_(whole[region])
+            view_of(result, box).copy_(full[region])
     return result
 
 
@@ -418,14 +417,14 @@ def check_source(info: ShardInfo, dtype: torch.dtype, source: object) -> str | N
         return NO_VALUES
     source = _unwrapped(info, source)
     # Shards come with their place, from `state_dict()` or `keep_vars=True`; others must have the full shape.
-    whole = tuple(info.shape if info.parallel is None else info.parallel.shape)
+    shape = tuple(info.shape if info.parallel is None else info.parallel.shape)
     if is_part(source):
         return None if part_of(source._flatshard_info) == part_of(info) else _other_part(repr(source))
-    if tuple(source.shape) != whole and not (whole == () and source.shape == (1,)):
+    if tuple(source.shape) != shape and not (shape == () and source.shape == (1,)):
         hint = ""
         if source.shape == info.part_shape:
             hint = ". It has the shape of this rank's part, but does not say whose it is: load values of state_dict()"
-        return f"size mismatch: the checkpoint has shape {tuple(source.shape)}, the model has {whole}{hint}"
+        return f"size mismatch: the checkpoint has shape {tuple(source.shape)}, the model has {shape}{hint}"
     if not torch.can_cast(source.dtype, dtype):
         return f"the checkpoint has {source.dtype}, which cannot become {dtype}"
     if isinstance(source, ShardedValue) and source._part != part_of(info):
@@ -476,5 +475,5 @@ def local_source(info: ShardInfo, source: torch.Tensor) -> torch.Tensor:
     else:
         if not info.shape and source.dim():
             source = source[0]
-        local = take(part_of(info), local_tensor(source).detach())
+        local = slice_part(part_of(info), local_tensor(source).detach())
     return info.shaped(local)

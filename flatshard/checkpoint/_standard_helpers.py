@@ -32,7 +32,7 @@ class Request(NamedTuple):
     """A helper's request for the state of ``module``."""
 
     module: nn.Module
-    whole: bool
+    is_full: bool  # whether it wants unsharded tensors
     receives: bool  # whether this rank gets the full state
     device: torch.device | None  # for the full state; None: where it is gathered
 

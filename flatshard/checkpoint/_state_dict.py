@@ -29,7 +29,7 @@ from flatshard._handle.tensors.aggregate import in_order
 from flatshard._handle.tensors.experts import ExpertRanks
 from flatshard._handle.tensors.sharded_parameter import ShardedParameter, shard_info
 from flatshard.checkpoint._barrier import barrier
-from flatshard.checkpoint._gathering import check_one_value, exchange_over, unwrapped_whole
+from flatshard.checkpoint._gathering import check_one_value, exchange_over, wrap_full
 from flatshard.checkpoint._sharded_value import NO_VALUES
 
 _FORMAT = 1  # of local_state_dict
@@ -78,7 +78,7 @@ def full_state_dict(
     receives = not rank0_only or is_first_rank([unit for unit, _ in flats])
     device = torch.device("cpu") if offload_to_cpu else None
     wanted = {id(v) for v in state.values() if isinstance(v, ShardedParameter)}
-    exported = whole_parameters(flats, wanted, "full_state_dict", receives, device, dtype)
+    exported = gather_parameters(flats, wanted, "full_state_dict", receives, device, dtype)
     if not receives:
         return {}
     for value in state.values():
@@ -89,7 +89,7 @@ def full_state_dict(
     return state
 
 
-def whole_parameters(
+def gather_parameters(
     flats: list[Flat],
     wanted: Container[int],
     call: str,
@@ -129,10 +129,10 @@ def gathered(
     for bucket in batches(asked, lambda each: each[1].layout.padded_numel * each[1].kind.dtype.itemsize, bucket_bytes):
         gatherings = [Gathering(flat) for _, flat in reversed(bucket)]
         for _, flat in bucket:
-            whole = gatherings.pop().wait()
-            whole.reverse()
+            values = gatherings.pop().wait()
+            values.reverse()
             for param in flat.params:
-                value = unwrapped_whole(whole.pop(), shard_info(param))
+                value = wrap_full(values.pop(), shard_info(param))
                 if id(param) in wanted:
                     yield param, value
                 del value
@@ -349,7 +349,7 @@ def idle_flats(module: nn.Module, verb: str) -> list[Flat]:
     units = units_of(module, verb)
     if busy := [u.fqn for u in units if u.claims.use]:
         raise RuntimeError(
-            f"{verb}: {name_list(busy)} are in a forward or in summon_full_params, where state_dict() has whole tensors. "
+            f"{verb}: {name_list(busy)} are in a forward or in summon_full_params, where state_dict() has full tensors. "
             "Call it outside"
         )
     if reached := [u for u in units if u.graph.now is not None]:
@@ -357,10 +357,10 @@ def idle_flats(module: nn.Module, verb: str) -> list[Flat]:
             names = name_list(u.fqn or "<root>" for u in reached)
             raise RuntimeError(f"{verb}: {names} are in a backward. Call it when loss.backward() has returned")
         settle(reached)
-    whole = [u.fqn or "<root>" for u in units if u.handle.flats and u.handle.registrations.shows is not SHARDED]
-    if whole:
+    unsharded = [u.fqn or "<root>" for u in units if u.handle.flats and u.handle.registrations.shows is not SHARDED]
+    if unsharded:
         raise RuntimeError(
-            f"{verb}: {name_list(whole)} are shown whole since unshard(): call flatshard.reshard(module) first"
+            f"{verb}: {name_list(unsharded)} are unsharded since unshard(): call flatshard.reshard(module) first"
         )
     check_has_memory([unit.handle for unit in units], verb)
     return [(unit, flat) for unit in units for flat in unit.handle.flats]

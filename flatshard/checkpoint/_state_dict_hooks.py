@@ -39,7 +39,7 @@ from flatshard.checkpoint._sharded_value import (
     sharded_value,
 )
 from flatshard.checkpoint._standard_helpers import HELPERS, Request, model_request
-from flatshard.checkpoint._state_dict import idle_flats, whole_parameters
+from flatshard.checkpoint._state_dict import gather_parameters, idle_flats
 
 
 class _Checked(threading.local):
@@ -143,7 +143,7 @@ def _after_state_dict(module: nn.Module, destination: dict[str, Any], prefix: st
         destination[key] = found = sharded_value(value.as_subclass(torch.Tensor), param)
         if HELPERS in sys.modules and isinstance(found, ShardedValue):
             request = model_request(destination)
-            if request is not None and request.whole:
+            if request is not None and request.is_full:
                 destination[key] = _full_values(destination, request)[id(param)]
 
 
@@ -157,7 +157,7 @@ def _full_values(destination: dict[str, Any], request: Request) -> dict[int, tor
         call = "get_model_state_dict(full_state_dict=True)"
         wanted = {id(p) for p in request.module.parameters() if isinstance(p, ShardedParameter)}
         flats = idle_flats(request.module, call)
-        kept[_FULL] = whole_parameters(flats, wanted, call, request.receives, request.device)
+        kept[_FULL] = gather_parameters(flats, wanted, call, request.receives, request.device)
     found: dict[int, torch.Tensor] = kept[_FULL]
     return found
 

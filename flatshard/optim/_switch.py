@@ -26,6 +26,7 @@ from flatshard._handle.flat_param import FlatParam
 from flatshard.checkpoint._state_dict import idle_flats
 from flatshard.optim._host_state import map_plain
 from flatshard.optim._offload import OffloadedOptimizer
+from flatshard.optim._owned import plain
 
 At = tuple[nn.Parameter, str]
 """A value of an optimizer's state, by its parameter and key."""
@@ -117,7 +118,7 @@ class OffloadHandle:
                     unit.claims.remove(claim)
             for param in self._grads:
                 if param.grad is not None:
-                    param.grad = self._copied(_plain(param.grad), param.device)
+                    param.grad = self._copied(plain(param.grad), param.device)
             self._grads.clear()
             for optimizer, moved in self._states.items():
                 for at, value in _values(optimizer):
@@ -137,7 +138,7 @@ class OffloadHandle:
                     unit.claims.append(claim)
             for param in self._owners() if gradients else ():
                 if param.grad is not None and param.grad.device.type != "cpu":
-                    param.grad = self._copied(_plain(param.grad), _CPU)
+                    param.grad = self._copied(plain(param.grad), _CPU)
                     self._grads.append(param)
             for optimizer in optimizers:
                 moved = self._states.setdefault(optimizer, set())
@@ -170,10 +171,10 @@ class OffloadHandle:
     def _copied(self, value: torch.Tensor, device: torch.device) -> torch.Tensor:
         on_host = device.type == "cpu"
 
-        def copied(plain: torch.Tensor) -> torch.Tensor:
-            self._read.append(plain)
-            self.host_nbytes += plain.nbytes if on_host else 0
-            return torch.empty_like(plain, device=device, pin_memory=on_host).copy_(plain, non_blocking=True)
+        def copied(source: torch.Tensor) -> torch.Tensor:
+            self._read.append(source)
+            self.host_nbytes += source.nbytes if on_host else 0
+            return torch.empty_like(source, device=device, pin_memory=on_host).copy_(source, non_blocking=True)
 
         with torch.no_grad():
             return map_plain(value, copied)
@@ -239,10 +240,6 @@ def offload_training_state(module: nn.Module, optimizers: Optimizers = (), *, gr
         result.restore()
         raise
     return result
-
-
-def _plain(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().as_subclass(torch.Tensor)
 
 
 def _values(optimizer: Optimizer) -> list[tuple[At, torch.Tensor]]:

@@ -66,12 +66,12 @@ def nearest(before: torch.Tensor, halves: torch.Tensor) -> torch.Tensor:
     return (old + step.to(old.dtype)).view(before.dtype)
 
 
-def whole(cell: int, values: torch.Tensor) -> bytes:
-    """Return a section of all elements."""
+def full_section(cell: int, values: torch.Tensor) -> bytes:
+    """Return the section with all elements of a cell."""
     return _head(cell, 0, values.numel()) + _bytes(values)
 
 
-def changes(cell: int, now: torch.Tensor, before: torch.Tensor) -> Iterator[bytes]:
+def encode_changes(cell: int, now: torch.Tensor, before: torch.Tensor) -> Iterator[bytes]:
     """Yield the sections that turn ``before`` into ``now``: 1-D, of one dtype."""
     found: list[bytes] = []
     kind = _HALVES.get(now.itemsize)
@@ -90,7 +90,7 @@ def changes(cell: int, now: torch.Tensor, before: torch.Tensor) -> Iterator[byte
     if sum(map(len, found)) * 4 < now.nbytes * 3:
         yield from found
     else:
-        yield whole(cell, now)
+        yield full_section(cell, now)
 
 
 def _some(cell: int, chosen: torch.Tensor, values: torch.Tensor, half: torch.dtype | None = None) -> list[bytes]:

@@ -9,11 +9,6 @@ they are made. So versions of a run that has died mean nothing in the next one.
 A rank keeps its values of the last version, in the dtype that is sent, and the messages of past versions up to
 ``history_bytes``, until all receivers have confirmed them. A receiver that lacks messages gets these, or, if they are gone,
 cells of the last version. Receivers with one layout share a channel: their changes are computed once.
-
-[Note: Receivers that fall behind]
-If versions come faster than a receiver can get all cells of one, and no history is kept, it would never have a complete
-version. So when a receiver has had to ask for cells of ``PATIENT`` versions, later messages are kept for it, beyond
-``history_bytes``: until it has a version, or the messages are longer than the cells.
 """
 
 from __future__ import annotations
@@ -21,7 +16,7 @@ from __future__ import annotations
 import threading
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -34,7 +29,7 @@ from flatshard._base.names import plain_name
 from flatshard._comm.monitor.messages import default_group, membership
 from flatshard._handle.tensors.sharded_parameter import shard_info
 from flatshard.checkpoint._barrier import Barrier
-from flatshard.checkpoint._changed_params import SentParams, whole_part
+from flatshard.checkpoint._changed_params import SentParams, full_part
 from flatshard.checkpoint._sharded_value import part_of
 from flatshard.weights import _cells, _codec
 from flatshard.weights._messages import Bytes, channel_of, message_of, read_message, wrong
@@ -44,8 +39,6 @@ Name = str | int
 
 _MESSAGE = 2**20  # bytes: a message is at most as long, or one cell
 _PATIENCE = timedelta(minutes=5)
-PATIENT = 4
-"""[Note: Receivers that fall behind]"""
 
 
 @dataclass
@@ -54,7 +47,6 @@ class _Follower:
 
     life: str  # another one after a restart
     version: int = -1  # the version that it has confirmed, or -1
-    tries: list[int] = field(default_factory=list)  # the versions whose cells it was sent, since it had one
 
 
 class _Sending:
@@ -66,18 +58,6 @@ class _Sending:
         self.kept: dict[int, list[bytes]] = {}  # by version, ascending
         self.nbytes = 0  # of the kept messages
         self.receivers: dict[Name, _Follower] = {}
-        self.most = sum(own.box.numel * asked[own.region.asked].kind.itemsize for cell in cells for own in cell)
-
-    @property
-    def waits_for(self) -> int | None:
-        """The version after which all messages are kept, or None. [Note: Receivers that fall behind]"""
-        every = [each.tries for each in self.receivers.values()]
-        return min((tries[PATIENT - 1] for tries in every if len(tries) >= PATIENT), default=None)
-
-    def may_forget(self) -> bool:
-        """Return whether the oldest kept version may go."""
-        waits_for = self.waits_for
-        return bool(self.kept) and (waits_for is None or min(self.kept) <= waits_for or self.nbytes > self.most)
 
     def keep(self, version: int, message: bytes) -> None:
         if version > self.start:  # else those before it are gone
@@ -87,9 +67,6 @@ class _Sending:
     def forget(self, version: int) -> None:
         """Drop the messages of versions up to this one."""
         self.start = max(self.start, version)
-        for each in self.receivers.values():
-            if len(each.tries) >= PATIENT and each.tries[PATIENT - 1] < self.start:
-                del each.tries[PATIENT - 1 :]  # it tries again, with what is sent next
         for old in [v for v in self.kept if v <= version]:
             self.nbytes -= sum(map(len, self.kept.pop(old)))
 
@@ -114,9 +91,9 @@ class Sender:
         dtype: the dtype in which floating-point parameters are sent. Default: their compute dtype.
         version: the version of the present values. Ranks must agree.
         history_bytes: the limit on kept messages, for receivers that have lost some: they get full cells in place of
-            messages that are gone. For a receiver that falls behind, up to the size of its weights is kept beyond it.
-            Default: twice the rank's shards less the copy: half of the shards if float32 is sent as bfloat16, nothing if
-            parameters are sent in their own dtype.
+            messages that are gone. Without history, a receiver to which cells take longer than the time between versions
+            never has a complete version. Default: twice the rank's shards less the copy: half of the shards if float32 is
+            sent as bfloat16, nothing if parameters are sent in their own dtype.
         process_group: the ranks over which ``module`` is sharded. Default: all. Each must make a sender.
 
     Raises:
@@ -237,14 +214,12 @@ class Sender:
             return
         else:
             bases, channel = state["bases"], self._channels[number]
-            if state["applied"] > follower.version:
-                follower.version = state["applied"]
-                follower.tries.clear()
+            follower.version = max(follower.version, state["applied"])
             channel.forget(min(each.version for each in channel.receivers.values()))
         if (
             state["asks"] and number in self._channels and name in self._channels[number].receivers
         ):  # else it gets nothing
-            yield from self._lacking(name, number, bases, state["held"])
+            yield from self._lacking(number, bases, state["held"])
 
     def _follower(self, state: dict[str, Any]) -> _Follower | None:
         """Return the receiver that sent ``state``, or None if it must begin anew: of another run, channel or life."""
@@ -300,7 +275,7 @@ class Sender:
         found = {}
         for full_name, param in self._module.named_parameters(remove_duplicate=False):
             info, name = shard_info(param), plain_name(full_name)
-            shape = (whole_part(param) if info is None else part_of(info)).shape
+            shape = (full_part(param) if info is None else part_of(info)).shape
             found[name] = _cells.Asked(name, (0,) * len(shape), shape, dtypes.get(name, ""))  # "": it is on other ranks
         return found
 
@@ -313,13 +288,13 @@ class Sender:
             for at, cell in enumerate(channel.cells):
                 copy = self._values.copies[cell[0].flat]
                 now, before = (_cells.read(cell, flat, copy.dtype) for flat in (flats[cell[0].flat], copy))
-                yield from _codec.changes(at, now, before)
+                yield from _codec.encode_changes(at, now, before)
 
         head = {"kind": "update", **self._head(number), "version": version}
         for index, (payload, is_last) in enumerate(_batches(found())):
             yield message_of({**head, "index": index, "last": is_last}, payload)
 
-    def _lacking(self, name: Name, number: str, bases: list[int] | None, held: dict[str, list[int]]) -> Iterator[bytes]:
+    def _lacking(self, number: str, bases: list[int] | None, held: dict[str, list[int]]) -> Iterator[bytes]:
         """Yield the messages that a receiver lacks.
 
         ``bases``: its version of each cell, or -1. ``held``: its messages, by version.
@@ -333,13 +308,10 @@ class Sender:
                 if version > first:
                     have = held.get(str(version), ())
                     yield from (message for index, message in enumerate(messages) if index not in have)
-        wholes = (_codec.whole(cell, self._read(channel.cells[cell])) for cell in old)
+        full_cells = (_codec.full_section(cell, self._read(channel.cells[cell])) for cell in old)
         if old:
-            tries = channel.receivers[name].tries
-            if self.version not in tries[-1:]:
-                tries.append(self.version)
             head = {"kind": "cells", **self._head(number), "version": self.version}
-            for payload, _ in _batches(wholes):
+            for payload, _ in _batches(full_cells):
                 yield message_of(head, payload)
 
     def _read(self, cell: _cells.OwnCell) -> torch.Tensor:
@@ -356,11 +328,7 @@ class Sender:
         """Keep a message. Drop the oldest ones beyond the limit."""
         channel.keep(version, message)
         while self.history_nbytes > self._most:
-            oldest = min(
-                (c for c in self._channels.values() if c.may_forget()), key=lambda c: min(c.kept), default=None
-            )
-            if oldest is None:
-                break
+            oldest = min((c for c in self._channels.values() if c.kept), key=lambda c: min(c.kept))
             oldest.forget(min(oldest.kept))
 
 
@@ -380,22 +348,22 @@ def _asked(given: Sequence[Any]) -> _cells.Asked:
 def _why_not(asked: Iterable[_cells.Asked], have: dict[str, _cells.Asked]) -> str | None:
     """Return why a receiver cannot have ``asked``, or None. Other ranks may have parameters that this one lacks."""
     for each in asked:
-        whole = have.get(each.name)
-        if whole is None:
+        full = have.get(each.name)
+        if full is None:
             continue
         ends = tuple(a + n for a, n in zip(each.start, each.shape, strict=True))
-        fits = len(each.shape) == len(whole.shape) and all(
-            start >= 0 and end <= n for start, end, n in zip(each.start, ends, whole.shape, strict=True)
+        fits = len(each.shape) == len(full.shape) and all(
+            start >= 0 and end <= n for start, end, n in zip(each.start, ends, full.shape, strict=True)
         )
         if not fits:
             return (
-                f"{each.name!r} has shape {whole.shape} at the sender, and elements {each.start} to {ends} are asked for: "
+                f"{each.name!r} has shape {full.shape} at the sender, and elements {each.start} to {ends} are asked for: "
                 "a target's tensor has the shape of the region, and start says where that begins"
             )
-        if whole.dtype not in ("", each.dtype):
+        if full.dtype not in ("", each.dtype):
             return (
-                f"{each.name!r} is sent in {whole.dtype}, and the receiver's tensor is {each.dtype}: give "
-                f"Sender(..., dtype=torch.{each.dtype}), or the receiver a tensor of {whole.dtype}"
+                f"{each.name!r} is sent in {full.dtype}, and the receiver's tensor is {each.dtype}: give "
+                f"Sender(..., dtype=torch.{each.dtype}), or the receiver a tensor of {full.dtype}"
             )
     return None
 

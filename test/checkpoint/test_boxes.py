@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 
 from flatshard.checkpoint._boxes import Part, memory_dims
-from flatshard.checkpoint._sharded_value import take, view_of
+from flatshard.checkpoint._sharded_value import slice_part, view_of
 
 SHAPES = [(), (1,), (5,), (0, 4), (3, 4), (1, 6), (6, 1), (2, 3, 4), (1, 3, 2), (3, 1, 1), (2, 1, 3, 2), (2, 2, 2, 2)]
 
 
 def check(part: Part, whole: Tensor, local: Tensor) -> None:
     """Assert that the boxes cover ``part``, whose elements are ``local``, in order."""
-    assert torch.equal(take(part, whole), local)
+    assert torch.equal(slice_part(part, whole), local)
     found = torch.full(whole.shape, -1)
     for box in part.boxes:
         found[tuple(slice(o, o + n) for o, n in zip(box.offsets, box.sizes, strict=True))] = view_of(local, box)
@@ -42,4 +42,4 @@ def test_a_part_of_a_block():
     block = whole[:, 2:5].contiguous()
     part, local = Part((4, 6), (4, 3), (0, 2), (3, 1), 2, 10), block.flatten()[2:10]
     check(part, whole, local)
-    assert torch.equal(take(part, block), local)
+    assert torch.equal(slice_part(part, block), local)

@@ -202,20 +202,3 @@ def test_a_scheduler_may_be_made_before_or_after_loading(ctx, path: str, saved_w
         assert ("initial_lr" in group) == (saved_with or made_before), (how, made_before)
         schedule(its_optimizer).step()
         restarts.train(other, its_optimizer, 1, ctx, 1)
-
-
-@ranks(2)
-def test_back_to_before_the_first_step(ctx, path: str) -> None:
-    """A checkpoint from before the first step removes state of steps, but keeps the user's additions."""
-    for is_whole in (False, True):
-        model, optimizer = restarts.sharded(ctx, Counting, 0, is_whole)
-        at = f"{path}-{is_whole}"
-        restarts.save_job(ctx, at, model, optimizer)
-        optimizer.param_groups[0]["name"] = "all"
-        for _ in range(2):
-            restarts.train(model, optimizer, 0, ctx)
-            assert optimizer.param_groups[0]["step"] == restarts.STEPS
-            restarts.check(model, restarts.in_one_process(Counting, restarts.STEPS), "again")
-            restarts.load_job(ctx, at, model, optimizer)
-            assert "step" not in optimizer.param_groups[0]
-            assert optimizer.param_groups[0]["name"] == "all"

@@ -247,7 +247,7 @@ def test_one_checkpoint_for_optimizers_of_parts_and_of_wholes(ctx, path: str) ->
     dcp.load(state, checkpoint_id=path, process_group=ctx.group)
     load_optim_state_dict(model, parts, state["optim"])
     same(optim_state_dict(model, parts, full=True), expected)
-    with pytest.raises(ValueError, match="this rank needs all of it, and got its part"):
+    with pytest.raises(ValueError, match="this rank needs the full value, and got its shard"):
         load_optim_state_dict(model, whole, optim_state_dict(model, parts))
     with pytest.raises(NotImplementedError, match="keeps each on one"):
         get_optimizer_state_dict(model, whole)
