@@ -11,6 +11,7 @@ from flatshard._composable.features.encoded_gathers import EncodedFlatParam, Enc
 from flatshard._composable.features.escapes import Escapes
 from flatshard._composable.features.filled_later import FilledLater
 from flatshard._composable.features.kept_shards import GatherSources
+from flatshard._composable.features.layer_drop import LayerDrop
 from flatshard._composable.features.other_code import (
     DataWrites,
     Forked,
@@ -45,6 +46,7 @@ def plug_in() -> None:
         UserHooks(),
         StateDicts(),
         FilledLater(),
+        LayerDrop(),
         NotSharded(),
         LateTies(),
         ResizedEmbeddings(),

@@ -1,6 +1,6 @@
 """``flatshard.skip``: its arguments and results, and inner units on other process groups.
 
-The fuzzer tests ranks that run different units, under every option.
+The fuzzer, under every option, and ``test_layer_drop`` test ranks that run different units.
 """
 
 import copy

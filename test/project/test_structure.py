@@ -185,7 +185,7 @@ OF_PARAMETERS = (
 )
 OF_FEATURES = (
     "inner_shard|anchor|skip|pass_by|ran_inside|summon|keep_unsharded|no_sync|escape|"
-    "not_sharded|late_tie|callback|quantized|functorch|dynamo"
+    "not_sharded|late_tie|layerdrop|layer_drop|callback|quantized|functorch|dynamo"
 )
 TREE_WORDS = r"\b((named_)?(modules|children)|get_submodule|_modules|named_parameters)\b"
 # Whether a forward is still running; code that dynamo skips; what a rank waits for; whose memory an allocation is.
