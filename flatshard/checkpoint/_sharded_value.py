@@ -362,7 +362,8 @@ def sharded_value(tensor: torch.Tensor, param: nn.Parameter) -> torch.Tensor:
     if info is None or (info.runtime is None and info.is_whole and info.parallel is None):
         return tensor
     local = tensor if tensor.dim() == 1 else info.in_memory_order(tensor)
-    origin = _origin_of(param, info)
+    flat = flat_param_of(param) if type(param) in sharded_types else None  # type: ignore[arg-type]
+    origin = Origin(info, flat.ranks.runtime) if isinstance(flat, FlatParam) else None
     # The part is found when somebody asks: of a plain parameter it follows from `info`.
     is_plain = origin is not None and info.wrapping is None
     return ShardedValue(local, None if is_plain else part_of(info), origin)
@@ -372,12 +373,8 @@ def blocks_value(tensor: torch.Tensor, param: nn.Parameter, info: ShardInfo, per
     """Return a 1-D sharded value of ``tensor``, which has one entry for every ``per`` elements of this shard of ``param``."""
     start, shape = info.start // per, (info.numel // per,)
     part = Part(shape, shape, (0,), (1,), start, start + len(tensor), info.is_copy)
-    return ShardedValue(tensor, part, _origin_of(param, info))
-
-
-def _origin_of(param: nn.Parameter, info: ShardInfo) -> Origin | None:
     flat = flat_param_of(param) if type(param) in sharded_types else None  # type: ignore[arg-type]
-    return Origin(info, flat.ranks.runtime) if isinstance(flat, FlatParam) else None
+    return ShardedValue(tensor, part, Origin(info, flat.ranks.runtime) if isinstance(flat, FlatParam) else None)
 
 
 def view_of(local: torch.Tensor, box: Box) -> torch.Tensor:
