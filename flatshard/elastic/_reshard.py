@@ -124,6 +124,7 @@ def redistribute(
         is_here = process_group is not None or device_mesh is not None
         return job, live, _units.destination_over(job.units, process_group, device_mesh) if is_here else None
 
+    # Errors of any rank are raised on all before anything moves.
     job, live, destination = agreed(channel, prepare)
     small = None if live is None else live.small()
     holders: list[Holder] = [] if live is None else [live]
