@@ -150,7 +150,7 @@ class Backward:
     def recompute(self, unit: Unit) -> None:
         """Note that a forward of ``unit`` runs in backward. In a reentrant checkpoint that is when backward comes to it."""
         self.touch(unit)
-        if self._idle and not unit.comes_again():
+        if self._idle and not unit.graph.comes_again(unit.handle.gradients.accumulators.nodes):
             self._complete_before(unit, [u for u in self._idle if unit not in units_below(u.module)])
 
     def _complete_before(self, unit: Unit, idle: Iterable[Unit]) -> None:

@@ -452,7 +452,8 @@ class UnitHooks:
         # If it was not called: all ranks gather the next unit before they reduce this one.
         if now.finish_at > 1:
             self.finish_previous()
-        if unit.comes_again() or (now.lacks_some and may_reach_inside(unit)):
+        nodes = unit.handle.gradients.accumulators.nodes
+        if unit.graph.comes_again(nodes) or (now.lacks_some and may_reach_inside(unit)):
             backward.postpone(unit)
             return
         done = unit.is_done_with_gradients or has_left_first(unit)
@@ -465,8 +466,9 @@ class UnitHooks:
     def post_backward(self) -> None:
         """Free the unit if backward has left all its forwards through their inputs. [Note: Freeing in backward]"""
         unit, now = self.unit, self.unit.graph.now
-        is_over = not ((now is not None and now.pending) or unit.comes_again())
-        if Backward.post_backward(unit) and (is_over or not unit.handle.gradients.accumulators.are_all):
+        accumulators = unit.handle.gradients.accumulators
+        is_over = not ((now is not None and now.pending) or unit.graph.comes_again(accumulators.nodes))
+        if Backward.post_backward(unit) and (is_over or not accumulators.are_all):
             backward = unit.context.backward
             if not (isinstance(backward, Backward) and backward.keeps_unsharded):
                 unit.free_if_unused()

@@ -119,16 +119,13 @@ class Unit:
         """Return how many gradients the running graph task has for the unit."""
         return how_many_run(self.handle.gradients.accumulators.nodes) + how_many_run(self.graph.stand_ins)
 
-    def comes_again(self) -> bool:
-        """Return whether the running graph task will reach another forward of the unit, or of one that needs it."""
-        return self.graph.comes_again(self.handle.gradients.accumulators.nodes)
-
     @property
     def is_over(self) -> bool:
         """Whether the unit has all its gradients, and the running graph task does not reach it again."""
         if (now := self.graph.now) is None:
             return False
-        return now.state is COMPLETE or (now.state > AWAITING and not now.pending and not self.comes_again())
+        nodes = self.handle.gradients.accumulators.nodes
+        return now.state is COMPLETE or (now.state > AWAITING and not now.pending and not self.graph.comes_again(nodes))
 
     def free_if_unused(self) -> None:
         """Register the parameters that the claims ask for, and free the unsharded parameters if nothing needs them."""

@@ -16,8 +16,8 @@ LIMITS: dict[str, tuple[int, int, int]] = {
     "construct": (1385, 55, 396),
     "forward": (309, 17, 147),
     "forward, a unit": (83, 16, 38),
-    "backward": (627, 19, 274),
-    "backward, a unit": (202, 17, 83),
+    "backward": (624, 19, 271),
+    "backward, a unit": (201, 17, 82),
     "optimizer": (27, 4, 4),
     "state_dict": (98, 7, 72),
 }
