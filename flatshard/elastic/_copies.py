@@ -12,11 +12,6 @@ A rank keeps a copy of its own shards, and two of each rank that it keeps copies
 shards. Fewer would not do: when the last copy of the new generation comes, each shard of the older one must be on two ranks.
 Replicated values, in units or over the replicas of a hybrid strategy, have copies already, and are not sent.
 
-[Note: Frozen parameters are sent once]
-A frozen parameter is sent until both buffers into which another rank receives have it. After that it is not sent, as long as
-its bits equal this rank's copy of the last generation. Versions would miss a write by pointer. Trained parameters would
-differ, and are not compared. In one small collective ranks exchange which shards they leave out.
-
 [Note: Copies from an accelerator]
 A host copy to send from would be one more copy. So the thread brings shards to the host piece by piece, on a stream of its
 own, and sends each piece from a small buffer while the next one comes. The stream waits for all work issued before, and no
@@ -60,7 +55,7 @@ from flatshard._comm.streams import Streams
 from flatshard._composable.features.user_hooks import register_gradients_reduced_hook
 from flatshard.elastic import _exchange, _units
 from flatshard.elastic._exchange import Channel, as_bytes
-from flatshard.elastic._values import GRAD, PARAM, Image, Key, Live, Manifest, ParamAt, Small, Trained, aligned
+from flatshard.elastic._values import GRAD, Image, Key, Live, Manifest, ParamAt, Small, Trained, aligned
 
 Number = tuple[int, int]
 """A generation: the number of steps before it, and the epoch of its copies. A later one is greater."""
@@ -80,7 +75,6 @@ class Generation:
     extra: list[Any]
     others: list[Image]  # copies of other ranks' shards
     own: Image | None = None  # None as long as the live values are the generation
-    same: frozenset[Key] = frozenset()  # values that equal the generation before it, in the same epoch
 
 
 @dataclass
@@ -245,7 +239,6 @@ class Copies:
         for number, unit in enumerate(job.units):
             register_gradients_reduced_hook(unit.module, functools.partial(self._note_reduced, number))
         self._epoch, self._numbers, self._shifts = -1, list[int](), list[int]()
-        self._frozen: list[Key] = []  # the same on all ranks: [Note: Frozen parameters are sent once]
 
     def use_group(
         self,
@@ -346,13 +339,10 @@ class Copies:
             self._spare = []
         is_new = not is_alike or before is None or before.number[1] != self._epoch
         if is_new:  # also on ranks that have joined
-            frozen = [at for at, param in self._job.params.items() if not param.requires_grad]
-            self._frozen = [(at, PARAM) for at in frozen if not manifest.is_replicated(at.unit)]
-            kinds = self._channel.objects([manifest.values, manifest.rest, frozen])
+            kinds = self._channel.objects([manifest.values, manifest.rest])
             if odd := [r for r, kind in enumerate(kinds) if kind != kinds[0]]:
                 raise ValueError(
-                    f"ranks {odd} keep other values than rank 0: optimizers must have state of the same parameters on "
-                    "all, and the same must be frozen"
+                    f"ranks {odd} keep other values than rank 0: optimizers must have state of the same parameters on all"
                 )
         sharded = [unit for unit in range(len(manifest.values)) if not manifest.is_replicated(unit)]
         numbers = [self._numbers[(rank - shift) % size] for shift in self._shifts] if sharded else []
@@ -388,23 +378,19 @@ class Copies:
 
     def _send(self, under: _Under, thread: _Thread) -> Pending:
         """Begin to send this rank's shards, and to receive others'."""
-        rank, size, generation, before = self._channel.rank, self._channel.size, under.generation, under.before
+        rank, size, generation = self._channel.rank, self._channel.size, under.generation
         manifest = generation.manifest
-        generation.same = frozenset() if before is None else self._unchanged(before, under.parts)
-        with thread.pausing():
-            left_out = self._exchange_unchanged(generation.same & before.same if before is not None else frozenset())
         pieces = [
             piece
             for unit, values in enumerate(manifest.values)
             if self._shifts and not manifest.is_replicated(unit)
             for v in values
-            if (v.at, v.name) not in left_out[rank]
             for piece in _cut(under.parts[v.at, v.name])
         ]
         into = [
             (as_bytes(piece), (rank - shift) % size)
             for shift, image in zip(self._shifts, generation.others, strict=False)  # none, if nothing is sharded
-            for part in image.parts(without=left_out[(rank - shift) % size])
+            for part in image.parts()
             for piece in _cut(part)
         ]
 
@@ -415,32 +401,6 @@ class Copies:
 
         receiving = _Paused(thread, self._collectives.messages([], into, _TAG))
         return Works([receiving, self._source.read(pieces, send)])
-
-    def _unchanged(self, before: Generation, parts: dict[Key, torch.Tensor]) -> frozenset[Key]:
-        """Return the frozen shards whose bits equal ``before``. [Note: Frozen parameters are sent once]"""
-        own = before.own
-        if own is None or before.number[1] != self._epoch:
-            return frozenset()
-        values = (v for values in own.manifest.values for v in values if v.name == PARAM)
-        kept = {(v.at, v.name): _cut(own.part(own.number, v)) for v in values}
-        expected = ((key, piece) for key in self._frozen for piece in kept[key])
-        differ: set[Key] = set()
-
-        def compare(pieces: list[torch.Tensor]) -> Pending:
-            for piece, (key, old) in zip(pieces, expected, strict=False):
-                if not torch.equal(_as_ints(piece), _as_ints(old)):
-                    differ.add(key)
-            return Done()
-
-        self._source.read([piece for key in self._frozen for piece in _cut(parts[key])], compare).wait()
-        return frozenset(self._frozen) - differ
-
-    def _exchange_unchanged(self, left_out: frozenset[Key]) -> list[frozenset[Key]]:
-        """Return the values that each rank does not send again, by rank. All have the same frozen parameters."""
-        if not (self._frozen and self._shifts):
-            return [left_out] * self._channel.size
-        every = self._channel.objects([number for number, key in enumerate(self._frozen) if key in left_out])
-        return [frozenset(self._frozen[number] for number in numbers) for numbers in every]
 
     def commit(self) -> None:
         """Wait until all ranks have the copies that ``take`` began. [Note: One of two generations is complete]
@@ -467,14 +427,13 @@ class Copies:
 
     def _fill(self, under: _Under) -> None:
         """Copy this rank's shards, over the copy of the older generation if there is one."""
-        now, before = under.generation, under.before
+        before = under.before
         with self._source.copying():
             if before is not None and before.own is not None and before.own.number == under.number:
                 under.own = before.own
-                under.own.fill(under.parts, without=now.same)
             else:
-                under.own = Image(now.manifest, under.number, pin=isinstance(self._source, _Device))
-                under.own.fill(under.parts)
+                under.own = Image(under.generation.manifest, under.number, pin=isinstance(self._source, _Device))
+            under.own.fill(under.parts)
 
     def _keep(self, under: _Under) -> None:
         """Keep the generation that was being copied."""
@@ -535,11 +494,6 @@ class Copies:
     def forget(self) -> None:
         """Forget all generations: none is complete."""
         self.generation, self._under, self._spare = None, None, []
-
-
-def _as_ints(tensor: torch.Tensor) -> torch.Tensor:
-    """View as integers, to compare bits: the two zeros differ, and a NaN equals itself."""
-    return tensor.view({2: torch.int16, 4: torch.int32, 8: torch.int64}.get(tensor.itemsize, torch.uint8))
 
 
 def alike(a: Manifest, b: Manifest) -> bool:

@@ -90,7 +90,7 @@ class Job:
         copies: the number of ranks that keep copies of each rank's shards: so many ranks may die at once. After a death
             copies are made anew while the next step runs, and a death before their end counts as one at the same time. Each
             rank keeps ``1 + 2 * copies`` times its shards in host memory beside the model, with parameters on an accelerator
-            8 MiB more, and a recovery up to ``2 + copies`` times more. Frozen parameters are sent in the first steps only.
+            8 MiB more, and a recovery up to ``2 + copies`` times more.
         every: the number of steps between two generations of copies. A death loses as many steps.
         checkpoints: a directory that all ranks see. Every ``save_every`` steps the state is saved to ``step-<number>`` in it
             while training continues, and the newest two are kept. The job begins at the newest one, and returns to it if

@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import hashlib
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -357,17 +357,15 @@ class Image:
         start, stop = self._at[value.at, value.name]
         return self.buffer[start:stop].view(value.dtype)
 
-    def parts(self, without: Collection[Key] = ()) -> list[torch.Tensor]:
-        """Return the shards that are not empty, except ``without``, in the order of the manifest."""
-        wanted = self._at.keys() - without
-        values = [value for unit in self.manifest.values for value in unit if (value.at, value.name) in wanted]
+    def parts(self) -> list[torch.Tensor]:
+        """Return the shards that are not empty, in the order of the manifest."""
+        values = [value for unit in self.manifest.values for value in unit if (value.at, value.name) in self._at]
         return [part for value in values if (part := self.part(self.number, value)).numel()]
 
-    def fill(self, parts: Mapping[Key, torch.Tensor], without: Collection[Key] = ()) -> None:
-        """Copy the shards of one rank, on the accelerator's current stream. ``without``: values that are here already."""
+    def fill(self, parts: Mapping[Key, torch.Tensor]) -> None:
+        """Copy the shards of one rank, on the accelerator's current stream."""
         for value in (value for values in self.manifest.values for value in values):
-            if (value.at, value.name) not in without:
-                self.part(self.number, value).copy_(parts[value.at, value.name], non_blocking=True)
+            self.part(self.number, value).copy_(parts[value.at, value.name], non_blocking=True)
 
 
 def allocate_buffers(job: Trained) -> None:
