@@ -23,11 +23,6 @@ neither side of a copy may be freed or written to while the device uses it.
 When groups end, or a rank dies, gloo forgets the waits for messages that are on their way, until its timeout. So a caller
 that waits for the thread checks whether the thread's partners live. When the groups have ended, no message is on its way. A
 thread that still waits is abandoned: if it ever returns, it only ends. Its objects live until then, at most for the timeout.
-
-[Note: Gradients between two steps]
-A gradient that an optimizer has used is not kept, whether the user drops it now or at the begin of the next step. Other
-gradients are part of the state, as under accumulation over several steps. Backward adds to them while copies are sent, so a
-generation has a copy of its own. Gradients that one rank holds alone (``no_sync``) would be lost with the rank.
 """
 
 from __future__ import annotations
@@ -36,7 +31,6 @@ import contextlib
 import copy
 import functools
 import threading
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -45,17 +39,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from flatshard._base.errors import name_list
 from flatshard._base.trace import logger
 from flatshard._comm.backends import GlooCollectives
 from flatshard._comm.collectives import Done, Pending
 from flatshard._comm.pending import Works
 from flatshard._comm.progress import EXCHANGE, NOBODY
 from flatshard._comm.streams import Streams
-from flatshard._composable.features.user_hooks import register_gradients_reduced_hook
 from flatshard.elastic import _exchange, _units
 from flatshard.elastic._exchange import Channel, as_bytes
-from flatshard.elastic._values import GRAD, Image, Key, Live, Manifest, ParamAt, Small, Trained, aligned
+from flatshard.elastic._values import Image, Key, Live, Manifest, Small, Trained, aligned
 
 Number = tuple[int, int]
 """A generation: the number of steps before it, and the epoch of its copies. A later one is greater."""
@@ -230,14 +222,7 @@ class Copies:
         self._under: _Under | None = None
         self._spare: list[Image] = []
         self._source = _Host()
-        self._clock = 0
-        self._reduced_at = [0] * len(job.units)
-        self._stepped_at = [0] * len(job.optimizers)
-        self._done: dict[
-            int, tuple[weakref.ref[torch.Tensor], int]
-        ] = {}  # unsharded parameters: their stepped gradients
-        for number, unit in enumerate(job.units):
-            register_gradients_reduced_hook(unit.module, functools.partial(self._note_reduced, number))
+        self._stepped: set[int] = set()  # the optimizers that have stepped in this step
         self._epoch, self._numbers, self._shifts = -1, list[int](), list[int]()
 
     def use_group(
@@ -261,51 +246,26 @@ class Copies:
         partners = {(rank + step) % size for shift in self._shifts for step in (shift, -shift)}
         self._look = functools.partial(check_alive, partners)
 
+    def begin_step(self) -> None:
+        """Record that a step begins, in which no optimizer has stepped yet."""
+        self._stepped.clear()
+
     def note_stepped(self, number: int) -> None:
-        """Record that an optimizer has stepped. [Note: Gradients between two steps]"""
-        self._clock += 1
-        self._stepped_at[number] = self._clock
-        own = {id(param) for group in self._job.optimizers[number].param_groups for param in group["params"]}
-        for param in self._job.others.values():
-            if (grad := param.grad) is not None and id(param) in own:
-                self._done[id(param)] = weakref.ref(grad), grad._version
+        """Record that an optimizer has stepped."""
+        self._stepped.add(number)
 
-    def _note_reduced(self, unit: int, _module: object = None) -> None:
-        self._clock += 1
-        self._reduced_at[unit] = self._clock
-
-    def note_moved(self, manifest: Manifest) -> None:
-        """Record that the present gradients came with the move."""
-        for unit in {value.at.unit for values in manifest.values for value in values if value.name == GRAD}:
-            self._note_reduced(unit)
-
-    def held_grads(self) -> dict[ParamAt, torch.Tensor]:
-        """Return the gradients that no optimizer has stepped: of the same parameters on all ranks."""
-        stepped: dict[int, int] = {}
-        for optimizer, when in zip(self._job.optimizers, self._stepped_at, strict=True):
-            for group in optimizer.param_groups:
-                stepped.update((id(p), when) for p in group["params"] if when > stepped.get(id(p), 0))
-        grads = self._job.grads() if max(self._reduced_at) > min(self._stepped_at, default=0) else {}
-        return {
-            at: grad
-            for at, grad in grads.items()
-            if self._reduced_at[at.unit] > stepped.get(id(self._job.params[at]), 0)
-        }
-
-    def _check_grads(self) -> None:
-        """Raise RuntimeError if there are gradients that cannot be kept."""
+    def check_gradients(self) -> None:
+        """Raise RuntimeError if there are gradients that the rest of training needs: they are not copied."""
         job = self._job
         _units.check_reduced(job.units, f"{job.verb}, at the end of a step")
-        lost = []
-        for name, param in job.others.items():
-            ref, version = self._done.get(id(param), (None, 0))
-            if (grad := param.grad) is not None and (ref is None or ref() is not grad or version != grad._version):
-                lost.append(name)
-        if lost:
-            raise RuntimeError(
-                f"{job.verb}, at the end of a step: {name_list(lost)}, which are not sharded, have gradients that no "
-                "optimizer has stepped, and that cannot move: step them, or set .grad to None"
-            )
+        for number, optimizer in enumerate(job.optimizers):
+            params = (param for group in optimizer.param_groups for param in group["params"])
+            if number not in self._stepped and any(param.grad is not None for param in params):
+                raise RuntimeError(
+                    f"{job.verb}, at the end of a step: {type(optimizer).__name__}, optimizer {number}, has not stepped its "
+                    "gradients, and they are not copied or saved: accumulate them inside of one step; or pass every= (and "
+                    "save_every=) so that these steps end with a step of the optimizer; or set .grad to None"
+                )
 
     @property
     def nbytes(self) -> int:
@@ -330,9 +290,7 @@ class Copies:
             ValueError: ranks have different optimizer state.
         """
         self.commit()
-        self._check_grads()
-        grads = {at: grad.detach().clone() for at, grad in self.held_grads().items()}
-        live, rank, size = Live(self._job, grads), self._channel.rank, self._channel.size
+        live, rank, size = Live(self._job, grads={}), self._channel.rank, self._channel.size
         manifest, before = live.manifest, self.generation
         is_alike = before is not None and alike(before.manifest, manifest)
         if not is_alike:

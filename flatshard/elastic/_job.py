@@ -62,10 +62,10 @@ class Job:
     come from communication is no death: it is raised, and ends the job on all ranks. To end the loop early, call :meth:`stop`
     on all ranks in the same step.
 
-    The state between two steps is: parameters, optimizer state, gradients that no optimizer has stepped, buffers, and
-    ``extra``. Gradients that a rank holds alone (``no_sync``) at the end of a step raise. Each rank keeps its own ``extra``
-    and buffers; a dead rank's are lost, and a rank that joins gets the first rank's. So derive data and random numbers from
-    step, rank and world size, and ask for these anew in each attempt.
+    The state between two steps is: parameters, optimizer state, buffers, and ``extra``. Gradients are not: a step that leaves
+    some that no optimizer has stepped raises, so accumulate inside of a step, or let ``every`` be the number of steps that do
+    it together. Each rank keeps its own ``extra`` and buffers; a dead rank's are lost, and a rank that joins gets the first
+    rank's. So derive data and random numbers from step, rank and world size, and ask for these anew in each attempt.
 
     A hybrid strategy continues over the smallest number of shards that divides the number of ranks and is not less than at
     first; all other ranks are replicas. Replicas count as copies, so with ``copies=1`` two of them send nothing.
@@ -231,6 +231,7 @@ class Job:
 
     def __enter__(self) -> Self:
         self._attempts += 1
+        self._copies.begin_step()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> bool:
@@ -272,17 +273,15 @@ class Job:
     def _copy(self) -> None:
         self._world.hang_up()
         if self._at % self._every == 0:
+            self._copies.check_gradients()
             self._copies.take(self._at, self._world.rank == 0 and self._world.epochs.is_called())
         else:  # no optimizer may have stepped
             self._copies.commit()
 
     def _save(self) -> None:
         assert self._checkpoints is not None
-        if self._at % self._checkpoints.every == 0 and self._copies.held_grads():
-            raise ValueError(
-                f"{_VERB}: after step {self._at} gradients are left that no optimizer has stepped, and no checkpoint has "
-                "them: choose save_every so that saves follow a step of the optimizers"
-            )
+        if self._at % self._checkpoints.every == 0:
+            self._copies.check_gradients()
         self._checkpoints.save(self._at, self._state(), timedelta(seconds=self._world.patience))
 
     def _state(self) -> dict[str, Any]:
@@ -385,7 +384,6 @@ class Job:
         else:
             assert newest is not None  # otherwise nobody had any part
             move.run()
-            self._copies.note_moved(move.manifest)
             first = next(rank for rank, note in enumerate(notes) if note is not None and newest in note.kept)
             tells = generation if channel.rank == first else None
             given = channel.objects(None if tells is None else _exchange.saved(tells.extra, "extra"))

@@ -62,17 +62,13 @@ def network(width: int = 8) -> nn.Module:
     return NormNet(blocks=2, width=width).double()
 
 
-def train(
-    model: nn.Module, optimizer: Any, scheduler: Any, step: int, rank: int, size: int, accumulates: bool = False
-) -> None:
-    """Train a step. ``accumulates``: gradients of two steps."""
+def train(model: nn.Module, optimizer: Any, scheduler: Any, step: int, rank: int, size: int) -> None:
+    """Train a step."""
     x = torch.randn(ROWS, 3, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
-    if not accumulates or step % 2 == 0:
-        optimizer.zero_grad()
+    optimizer.zero_grad()
     (model(x.chunk(size)[rank]) - x.mean()).square().mean().backward()
-    if not accumulates or step % 2:
-        optimizer.step()
-        scheduler.step()
+    optimizer.step()
+    scheduler.step()
 
 
 def parts_of_job(model: nn.Module) -> tuple[Any, Any]:
@@ -146,7 +142,6 @@ class Plan:
     deaths: dict[int, Death] = field(default_factory=dict)  # by initial rank
     options: dict[str, Any] = field(default_factory=dict)  # of Job
     strategy: str = "FULL_SHARD"
-    accumulates: bool = False
     width: int = 8
     steps: int = STEPS
     patience: float = 20.0
@@ -196,7 +191,7 @@ def run_rank(plan: Plan, process: int, port: int, pipe: Any) -> None:
                     raise ValueError("my own mistake")
                 while step in waits:
                     waits -= set(range(pipe.recv() + 1))
-                train(model, optimizer, scheduler, step, job.rank, job.world_size, plan.accumulates)
+                train(model, optimizer, scheduler, step, job.rank, job.world_size)
             if plan.leaves == process and step == 2:
                 break
         else:
@@ -333,7 +328,7 @@ def in_one_process(plan: Plan) -> list[Any]:
     model = network(plan.width)
     optimizer, scheduler = parts_of_job(model)
     for step in range(plan.steps):
-        train(model, optimizer, scheduler, step, 0, 1, plan.accumulates)
+        train(model, optimizer, scheduler, step, 0, 1)
     return [model.state_dict(), scheduler.get_last_lr()]
 
 
@@ -362,5 +357,5 @@ def drawn(seed: int, directory: str) -> Plan:
     options: dict[str, Any] = {"every": random_.choice((1, 1, 2))}
     if phase == "saving":
         options.update(checkpoints=directory, save_every=2)
-    accumulates, wakes_early = (random_.random() < share for share in (0.3, 0.5))
-    return Plan(ranks, deaths, options, strategy, accumulates, patience=patience, wakes_early=wakes_early)
+    wakes_early = random_.random() < 0.5
+    return Plan(ranks, deaths, options, strategy, patience=patience, wakes_early=wakes_early)
