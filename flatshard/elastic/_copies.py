@@ -290,7 +290,7 @@ class Copies:
             ValueError: ranks have different optimizer state.
         """
         self.commit()
-        live, rank, size = Live(self._job, grads={}), self._channel.rank, self._channel.size
+        live, rank, size = Live(self._job, with_gradients=False), self._channel.rank, self._channel.size
         manifest, before = live.manifest, self.generation
         is_alike = before is not None and alike(before.manifest, manifest)
         if not is_alike:

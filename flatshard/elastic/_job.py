@@ -27,7 +27,7 @@ from flatshard.elastic._checkpoints import Checkpoints
 from flatshard.elastic._copies import Copies, Generation, Number
 from flatshard.elastic._epochs import Member
 from flatshard.elastic._exchange import Channel
-from flatshard.elastic._reshard import LostError, Move, vacate
+from flatshard.elastic._reshard import Held, LostError, Move, vacate
 from flatshard.elastic._world import World, is_of_communication
 
 T = TypeVar("T")
@@ -375,10 +375,12 @@ class Job:
         if newest is not None and newest in self._copies.numbers:
             generation = self._copies.go_back(newest)
         channel = Channel(world.group, torch.device("cpu"))
-        holders = [] if generation is None or generation.own is None else [generation.own, *generation.others]
-        manifest, small = (None, None) if generation is None else (generation.manifest, generation.small)
+        held = None
+        if generation is not None:
+            shards = [] if generation.own is None else [generation.own, *generation.others]
+            held = Held(generation.manifest, generation.small, shards)
         try:
-            move = Move(job, channel, destination, manifest, holders, small, joins=generation is None)
+            move = Move(job, channel, destination, held)
         except LostError as lost:
             self._go_back_to_checkpoint(channel, destination, lost)
         else:

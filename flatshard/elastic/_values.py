@@ -172,18 +172,11 @@ class Trained:
     def flat(self, at: ParamAt) -> FlatParam:
         return self.units[at.unit].handle.flats[at.flat]
 
-    def param(self, at: ParamAt | str) -> nn.Parameter:
-        return self.others[at] if isinstance(at, str) else self.params[at]
-
     def states(self, number: int) -> Iterator[tuple[ParamAt | str, dict[str, Any]]]:
         """Yield an optimizer's state of each parameter, in the same order on all ranks."""
         state = self.optimizers[number].state
         every: list[tuple[ParamAt | str, nn.Parameter]] = [*self.params.items(), *self.others.items()]
         yield from ((at, state[param]) for at, param in every if param in state)
-
-    def grads(self) -> dict[ParamAt, torch.Tensor]:
-        """Return the ``.grad`` of each sharded parameter that has one."""
-        return {at: param.grad for at, param in self.params.items() if param.grad is not None}
 
     def buffers(self) -> dict[str, torch.Tensor]:
         return dict(self.module.named_buffers())
@@ -214,17 +207,14 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor:
 class Live:
     """The live values of a job on this rank."""
 
-    def __init__(self, job: Trained, grads: dict[ParamAt, torch.Tensor] | None = None) -> None:
+    def __init__(self, job: Trained, with_gradients: bool) -> None:
         """
-        Args:
-            job: the model and its optimizers.
-            grads: the gradients that belong to the state, or None for every ``.grad``.
-
         Raises:
             NotImplementedError: a tensor of an optimizer's state has another shape than its parameter.
         """
         self.job = job
-        self._grads = job.grads() if grads is None else grads
+        grads = {at: param.grad for at, param in job.params.items() if param.grad is not None}
+        self._grads = grads if with_gradients else {}
         rank, size = place_of(job.units)
         self.numbers: tuple[int, ...] = (rank,)
         layouts = [[flat.layout for flat in unit.handle.flats] for unit in job.units]
