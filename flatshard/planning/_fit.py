@@ -1,4 +1,4 @@
-"""``fit``: choose what to give up so that a step is within a budget of memory. `_search.py` finds it."""
+"""``fit``: choose what to give up so that a step is within a budget of memory. ``_search.py`` finds it."""
 
 from __future__ import annotations
 

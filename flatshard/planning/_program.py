@@ -1,4 +1,4 @@
-"""Shards a copy of the module on the meta device, and runs steps of it.
+"""A copy of the module on the meta device, which is sharded and runs steps.
 
 [Note: The plan is the program]
 The copy is sharded by the functions of ``fully_shard``, over a :class:`Runtime` whose collectives only record their calls. So

@@ -74,7 +74,7 @@ class RecordedStream:
         self._recorder = recorder
 
     def wait_stream(self, other: RecordedStream) -> None:
-        """Nothing is waited for."""
+        """Do nothing: what is issued is done at once."""
 
     wait_event = wait_stream
 
@@ -85,7 +85,7 @@ class RecordedStream:
         return True
 
     def wait(self) -> None:
-        """Nothing is waited for."""
+        """Do nothing: what is issued is done at once."""
 
 
 class _LiveStorage(NamedTuple):
@@ -211,7 +211,7 @@ class CountedBuffer(pool.FlatBuffer):
 
 
 class MadeOnce:
-    """Calls operations on meta, each once for the same arguments. [Note: Operations computed once]"""
+    """The operations that have run on meta, and their results by arguments. [Note: Operations computed once]"""
 
     def __init__(self, device: str) -> None:
         self._on_cpu = device == "cpu"
@@ -385,7 +385,7 @@ class _Received:
         self._pending, self._received = pending, received
 
     def wait(self) -> None:
-        """The sums have been made."""
+        """Wait for the sums, and free the memory."""
         self._pending.wait()
         self._received.clear()
 
@@ -404,7 +404,7 @@ class RecordingCollectives(BuiltinCollectives):
 
     @property
     def group(self) -> Any:
-        """Stands for the process group. Nothing calls its methods."""
+        """A stand-in for the process group. Nothing calls its methods."""
         return self
 
     def _issue(self, kind: str, tensor: torch.Tensor, group: str, label: Label | None) -> Pending:
