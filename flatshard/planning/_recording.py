@@ -161,12 +161,6 @@ class Books(TorchDispatchMode):  # type: ignore[no-untyped-call]
         device, host = self._nbytes
         return Memory(**device), Memory(**host)
 
-    def hold(self, memory: MemoryPair) -> None:
-        """Count ``memory`` from now on."""
-        for on_host, held in enumerate(memory):
-            for category in CATEGORIES:
-                self.add(category, getattr(held, category), bool(on_host))
-
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False  # else torch wraps `__torch_dispatch__`, and imports torch._dynamo, which takes two seconds

@@ -18,7 +18,8 @@ from flatshard._composable.fully_shard import Choice, choose
 from flatshard._composable.module_tree import ModuleGroup
 from flatshard.optim._offload import OffloadedOptimizer
 from flatshard.planning import _plan
-from flatshard.planning._program import Learnt, Program, StepOptions
+from flatshard.planning._program import Program, StepOptions
+from flatshard.planning._recording import MadeOnce
 from flatshard.planning._records import Ranks
 from flatshard.planning._report import Plan
 
@@ -85,8 +86,7 @@ class Step:
 
     def __init__(self, module: nn.Module, options: StepOptions, others: Mapping[str, Any]) -> None:
         self.module, self.options, self.others = module, options, others
-        self._learnt = {states: Learnt(options.device) for states in (False, True)}
-        self._learnt[True].operations = self._learnt[False].operations
+        self._made = MadeOnce(options.device)
         self._plans: dict[tuple[Configuration, Ranks], Plan] = {}
         check_module(module)
 
@@ -131,8 +131,7 @@ class Step:
                 warnings.simplefilter("ignore")
                 choice = self._choice(configuration.arguments(ranks), ranks)
                 _plan.check(choice, 0)
-                program = Program(
-                    self.module, _plan.changed(choice), ranks, options, self._learnt[configuration.states]
+                self._plans[key] = _plan.plan_of(
+                    Program(self.module, _plan.changed(choice), ranks, options, self._made)
                 )
-                self._plans[key] = _plan.plan_of(program)
         return self._plans[key]
