@@ -21,7 +21,7 @@ _KEPT = 2
 
 
 class Checkpoints:
-    """Saves while training continues, and removes all of its checkpoints but the newest two.
+    """The checkpoints of a job, which are saved while training continues. All but the newest two are removed.
 
     Args:
         directory: a directory that all ranks see.

@@ -12,11 +12,6 @@ A rank keeps a copy of its own shards, and two of each rank that it keeps copies
 shards. Fewer would not do: when the last copy of the new generation comes, each shard of the older one must be on two ranks.
 Replicated values, in units or over the replicas of a hybrid strategy, have copies already, and are not sent.
 
-[Note: Frozen parameters are sent once]
-A frozen parameter is sent until both buffers into which another rank receives have it. After that it is not sent, as long as
-its bits equal this rank's copy of the last generation. Versions would miss a write by pointer. Trained parameters would
-differ, and are not compared. In one small collective ranks exchange which shards they leave out.
-
 [Note: Copies from an accelerator]
 A host copy to send from would be one more copy. So the thread brings shards to the host piece by piece, on a stream of its
 own, and sends each piece from a small buffer while the next one comes. The stream waits for all work issued before, and no
@@ -28,11 +23,6 @@ neither side of a copy may be freed or written to while the device uses it.
 When groups end, or a rank dies, gloo forgets the waits for messages that are on their way, until its timeout. So a caller
 that waits for the thread checks whether the thread's partners live. When the groups have ended, no message is on its way. A
 thread that still waits is abandoned: if it ever returns, it only ends. Its objects live until then, at most for the timeout.
-
-[Note: Gradients between two steps]
-A gradient that an optimizer has used is not kept, whether the user drops it now or at the begin of the next step. Other
-gradients are part of the state, as under accumulation over several steps. Backward adds to them while copies are sent, so a
-generation has a copy of its own. Gradients that one rank holds alone (``no_sync``) would be lost with the rank.
 """
 
 from __future__ import annotations
@@ -41,7 +31,6 @@ import contextlib
 import copy
 import functools
 import threading
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -50,16 +39,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from flatshard._base.errors import name_list
 from flatshard._base.trace import logger
 from flatshard._comm.backends import GlooCollectives
 from flatshard._comm.collectives import EXCHANGE, Done, Pending
 from flatshard._comm.progress import NOBODY, Works
 from flatshard._comm.streams import Streams
-from flatshard._composable.features.user_hooks import register_gradients_reduced_hook
 from flatshard.elastic import _exchange, _units
 from flatshard.elastic._exchange import Channel, as_bytes
-from flatshard.elastic._values import GRAD, PARAM, Image, Key, Live, Manifest, ParamAt, Small, Trained, aligned
+from flatshard.elastic._values import Image, Key, Live, Manifest, Small, Trained, aligned
 
 Number = tuple[int, int]
 """A generation: the number of steps before it, and the epoch of its copies. A later one is greater."""
@@ -79,7 +66,6 @@ class Generation:
     extra: list[Any]
     others: list[Image]  # copies of other ranks' shards
     own: Image | None = None  # None as long as the live values are the generation
-    same: frozenset[Key] = frozenset()  # values that equal the generation before it, in the same epoch
 
 
 @dataclass
@@ -235,16 +221,8 @@ class Copies:
         self._under: _Under | None = None
         self._spare: list[Image] = []
         self._source = _Host()
-        self._clock = 0
-        self._reduced_at = [0] * len(job.units)
-        self._stepped_at = [0] * len(job.optimizers)
-        self._done: dict[
-            int, tuple[weakref.ref[torch.Tensor], int]
-        ] = {}  # unsharded parameters: their stepped gradients
-        for number, unit in enumerate(job.units):
-            register_gradients_reduced_hook(unit.module, functools.partial(self._note_reduced, number))
+        self._stepped: set[int] = set()  # the optimizers that have stepped in this step
         self._epoch, self._numbers, self._shifts = -1, list[int](), list[int]()
-        self._frozen: list[Key] = []  # the same on all ranks: [Note: Frozen parameters are sent once]
 
     def use_group(
         self,
@@ -267,51 +245,26 @@ class Copies:
         partners = {(rank + step) % size for shift in self._shifts for step in (shift, -shift)}
         self._look = functools.partial(check_alive, partners)
 
+    def begin_step(self) -> None:
+        """Record that a step begins, in which no optimizer has stepped yet."""
+        self._stepped.clear()
+
     def note_stepped(self, number: int) -> None:
-        """Record that an optimizer has stepped. [Note: Gradients between two steps]"""
-        self._clock += 1
-        self._stepped_at[number] = self._clock
-        own = {id(param) for group in self._job.optimizers[number].param_groups for param in group["params"]}
-        for param in self._job.others.values():
-            if (grad := param.grad) is not None and id(param) in own:
-                self._done[id(param)] = weakref.ref(grad), grad._version
+        """Record that an optimizer has stepped."""
+        self._stepped.add(number)
 
-    def _note_reduced(self, unit: int, _module: object = None) -> None:
-        self._clock += 1
-        self._reduced_at[unit] = self._clock
-
-    def note_moved(self, manifest: Manifest) -> None:
-        """Record that the present gradients came with the move."""
-        for unit in {value.at.unit for values in manifest.values for value in values if value.name == GRAD}:
-            self._note_reduced(unit)
-
-    def held_grads(self) -> dict[ParamAt, torch.Tensor]:
-        """Return the gradients that no optimizer has stepped: of the same parameters on all ranks."""
-        stepped: dict[int, int] = {}
-        for optimizer, when in zip(self._job.optimizers, self._stepped_at, strict=True):
-            for group in optimizer.param_groups:
-                stepped.update((id(p), when) for p in group["params"] if when > stepped.get(id(p), 0))
-        grads = self._job.grads() if max(self._reduced_at) > min(self._stepped_at, default=0) else {}
-        return {
-            at: grad
-            for at, grad in grads.items()
-            if self._reduced_at[at.unit] > stepped.get(id(self._job.params[at]), 0)
-        }
-
-    def _check_grads(self) -> None:
-        """Raise RuntimeError if there are gradients that cannot be kept."""
+    def check_gradients(self) -> None:
+        """Raise RuntimeError if there are gradients that the rest of training needs: they are not copied."""
         job = self._job
         _units.check_reduced(job.units, f"{job.verb}, at the end of a step")
-        lost = []
-        for name, param in job.others.items():
-            ref, version = self._done.get(id(param), (None, 0))
-            if (grad := param.grad) is not None and (ref is None or ref() is not grad or version != grad._version):
-                lost.append(name)
-        if lost:
-            raise RuntimeError(
-                f"{job.verb}, at the end of a step: {name_list(lost)}, which are not sharded, have gradients that no "
-                "optimizer has stepped, and that cannot move: step them, or set .grad to None"
-            )
+        for number, optimizer in enumerate(job.optimizers):
+            params = (param for group in optimizer.param_groups for param in group["params"])
+            if number not in self._stepped and any(param.grad is not None for param in params):
+                raise RuntimeError(
+                    f"{job.verb}, at the end of a step: {type(optimizer).__name__}, optimizer {number}, has not stepped its "
+                    "gradients, and they are not copied or saved: accumulate them inside of one step; or pass every= (and "
+                    "save_every=) so that these steps end with a step of the optimizer; or set .grad to None"
+                )
 
     @property
     def nbytes(self) -> int:
@@ -336,22 +289,17 @@ class Copies:
             ValueError: ranks have different optimizer state.
         """
         self.commit()
-        self._check_grads()
-        grads = {at: grad.detach().clone() for at, grad in self.held_grads().items()}
-        live, rank, size = Live(self._job, grads), self._channel.rank, self._channel.size
+        live, rank, size = Live(self._job, with_gradients=False), self._channel.rank, self._channel.size
         manifest, before = live.manifest, self.generation
         is_alike = before is not None and alike(before.manifest, manifest)
         if not is_alike:
             self._spare = []
         is_new = not is_alike or before is None or before.number[1] != self._epoch
         if is_new:  # also on ranks that have joined
-            frozen = [at for at, param in self._job.params.items() if not param.requires_grad]
-            self._frozen = [(at, PARAM) for at in frozen if not manifest.is_replicated(at.unit)]
-            kinds = self._channel.objects([manifest.values, manifest.rest, frozen])
+            kinds = self._channel.objects([manifest.values, manifest.rest])
             if odd := [r for r, kind in enumerate(kinds) if kind != kinds[0]]:
                 raise ValueError(
-                    f"ranks {odd} keep other values than rank 0: optimizers must have state of the same parameters on "
-                    "all, and the same must be frozen"
+                    f"ranks {odd} keep other values than rank 0: optimizers must have state of the same parameters on all"
                 )
         sharded = [unit for unit in range(len(manifest.values)) if not manifest.is_replicated(unit)]
         numbers = [self._numbers[(rank - shift) % size] for shift in self._shifts] if sharded else []
@@ -387,23 +335,19 @@ class Copies:
 
     def _send(self, under: _Under, thread: _Thread) -> Pending:
         """Begin to send this rank's shards, and to receive others'."""
-        rank, size, generation, before = self._channel.rank, self._channel.size, under.generation, under.before
+        rank, size, generation = self._channel.rank, self._channel.size, under.generation
         manifest = generation.manifest
-        generation.same = frozenset() if before is None else self._unchanged(before, under.parts)
-        with thread.pausing():
-            left_out = self._exchange_unchanged(generation.same & before.same if before is not None else frozenset())
         pieces = [
             piece
             for unit, values in enumerate(manifest.values)
             if self._shifts and not manifest.is_replicated(unit)
             for v in values
-            if (v.at, v.name) not in left_out[rank]
             for piece in _cut(under.parts[v.at, v.name])
         ]
         into = [
             (as_bytes(piece), (rank - shift) % size)
             for shift, image in zip(self._shifts, generation.others, strict=False)  # none, if nothing is sharded
-            for part in image.parts(without=left_out[(rank - shift) % size])
+            for part in image.parts()
             for piece in _cut(part)
         ]
 
@@ -414,32 +358,6 @@ class Copies:
 
         receiving = _Paused(thread, self._collectives.messages([], into, _TAG))
         return Works([receiving, self._source.read(pieces, send)])
-
-    def _unchanged(self, before: Generation, parts: dict[Key, torch.Tensor]) -> frozenset[Key]:
-        """Return the frozen shards whose bits equal ``before``. [Note: Frozen parameters are sent once]"""
-        own = before.own
-        if own is None or before.number[1] != self._epoch:
-            return frozenset()
-        values = (v for values in own.manifest.values for v in values if v.name == PARAM)
-        kept = {(v.at, v.name): _cut(own.part(own.number, v)) for v in values}
-        expected = ((key, piece) for key in self._frozen for piece in kept[key])
-        differ: set[Key] = set()
-
-        def compare(pieces: list[torch.Tensor]) -> Pending:
-            for piece, (key, old) in zip(pieces, expected, strict=False):
-                if not torch.equal(_as_ints(piece), _as_ints(old)):
-                    differ.add(key)
-            return Done()
-
-        self._source.read([piece for key in self._frozen for piece in _cut(parts[key])], compare).wait()
-        return frozenset(self._frozen) - differ
-
-    def _exchange_unchanged(self, left_out: frozenset[Key]) -> list[frozenset[Key]]:
-        """Return the values that each rank does not send again, by rank. All have the same frozen parameters."""
-        if not (self._frozen and self._shifts):
-            return [left_out] * self._channel.size
-        every = self._channel.objects([number for number, key in enumerate(self._frozen) if key in left_out])
-        return [frozenset(self._frozen[number] for number in numbers) for numbers in every]
 
     def commit(self) -> None:
         """Wait until all ranks have the copies that ``take`` began. [Note: One of two generations is complete]
@@ -466,14 +384,13 @@ class Copies:
 
     def _fill(self, under: _Under) -> None:
         """Copy this rank's shards, over the copy of the older generation if there is one."""
-        now, before = under.generation, under.before
+        before = under.before
         with self._source.copying():
             if before is not None and before.own is not None and before.own.number == under.number:
                 under.own = before.own
-                under.own.fill(under.parts, without=now.same)
             else:
-                under.own = Image(now.manifest, under.number, pin=isinstance(self._source, _Device))
-                under.own.fill(under.parts)
+                under.own = Image(under.generation.manifest, under.number, pin=isinstance(self._source, _Device))
+            under.own.fill(under.parts)
 
     def _keep(self, under: _Under) -> None:
         """Keep the generation that was being copied."""
@@ -534,11 +451,6 @@ class Copies:
     def forget(self) -> None:
         """Forget all generations: none is complete."""
         self.generation, self._under, self._spare = None, None, []
-
-
-def _as_ints(tensor: torch.Tensor) -> torch.Tensor:
-    """View as integers, to compare bits: the two zeros differ, and a NaN equals itself."""
-    return tensor.view({2: torch.int16, 4: torch.int32, 8: torch.int64}.get(tensor.itemsize, torch.uint8))
 
 
 def alike(a: Manifest, b: Manifest) -> bool:

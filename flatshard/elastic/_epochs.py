@@ -75,7 +75,7 @@ class Member(NamedTuple):
 
 
 class _Probes:
-    """Finds dead processes, with limited frequency: each look is a connection that the other side keeps."""
+    """The dead processes, as far as known. It looks at intervals: each look is a connection that the other side keeps."""
 
     def __init__(self) -> None:
         self._dead: set[Member] = set()

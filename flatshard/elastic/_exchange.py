@@ -55,7 +55,7 @@ def sources(need: Span, rank: int, cut: Sequence[Span], holders: Sequence[Sequen
 
 
 class Channel:
-    """Sends objects and tensors between the ranks of a process group, beside collectives of other threads."""
+    """A channel for objects and tensors between the ranks of a process group, beside collectives of other threads."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self._collectives, self._device = builtin_collectives(group, device), device

@@ -27,7 +27,7 @@ from flatshard.elastic._checkpoints import Checkpoints
 from flatshard.elastic._copies import Copies, Generation, Number
 from flatshard.elastic._epochs import Member
 from flatshard.elastic._exchange import Channel
-from flatshard.elastic._reshard import LostShardsError, Move, vacate
+from flatshard.elastic._reshard import Held, LostShardsError, Move, vacate
 from flatshard.elastic._world import World, is_of_communication
 
 T = TypeVar("T")
@@ -62,10 +62,10 @@ class Job:
     come from communication is no death: it is raised, and ends the job on all ranks. To end the loop early, call :meth:`stop`
     on all ranks in the same step.
 
-    The state between two steps is: parameters, optimizer state, gradients that no optimizer has stepped, buffers, and
-    ``extra``. Gradients that a rank holds alone (``no_sync``) at the end of a step raise. Each rank keeps its own ``extra``
-    and buffers; a dead rank's are lost, and a rank that joins gets the first rank's. So derive data and random numbers from
-    step, rank and world size, and ask for these anew in each attempt.
+    The state between two steps is: parameters, optimizer state, buffers, and ``extra``. Gradients are not: a step that leaves
+    some that no optimizer has stepped raises, so accumulate inside of a step, or let ``copy_every`` be the number of steps that do
+    it together. Each rank keeps its own ``extra`` and buffers; a dead rank's are lost, and a rank that joins gets the first
+    rank's. So derive data and random numbers from step, rank and world size, and ask for these anew in each attempt.
 
     A hybrid strategy continues over the smallest number of shards that divides the number of ranks and is not less than at
     first; all other ranks are replicas. Replicas count as copies, so with ``copies=1`` two of them send nothing.
@@ -90,7 +90,7 @@ class Job:
         copies: the number of ranks that keep copies of each rank's shards: so many ranks may die at once. After a death
             copies are made anew while the next step runs, and a death before their end counts as one at the same time. Each
             rank keeps ``1 + 2 * copies`` times its shards in host memory beside the model, with parameters on an accelerator
-            8 MiB more, and a recovery up to ``2 + copies`` times more. Frozen parameters are sent in the first steps only.
+            8 MiB more, and a recovery up to ``2 + copies`` times more.
         copy_every: the number of steps between two generations of copies. A death loses as many steps.
         checkpoint_dir: a directory that all ranks see. Every ``save_every`` steps the state is saved to ``step-<number>``
             in it while training continues, and the newest two are kept. The job begins at the newest, and returns to it if
@@ -241,6 +241,7 @@ class Job:
 
     def __enter__(self) -> Self:
         self._attempts += 1
+        self._copies.begin_step()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> bool:
@@ -282,17 +283,15 @@ class Job:
     def _copy(self) -> None:
         self._world.hang_up()
         if self._at % self._every == 0:
+            self._copies.check_gradients()
             self._copies.take(self._at, self._world.rank == 0 and self._world.epochs.is_called())
         else:  # no optimizer may have stepped
             self._copies.commit()
 
     def _save(self) -> None:
         assert self._checkpoints is not None
-        if self._at % self._checkpoints.every == 0 and self._copies.held_grads():
-            raise ValueError(
-                f"{_VERB}: after step {self._at} gradients are left that no optimizer has stepped, and no checkpoint has "
-                "them: choose save_every so that saves follow a step of the optimizers"
-            )
+        if self._at % self._checkpoints.every == 0:
+            self._copies.check_gradients()
         self._checkpoints.save(self._at, self._state(), self._world.timeout)
 
     def _state(self) -> dict[str, Any]:
@@ -386,16 +385,17 @@ class Job:
         if newest is not None and newest in self._copies.numbers:
             generation = self._copies.go_back(newest)
         channel = Channel(world.process_group, torch.device("cpu"))
-        holders = [] if generation is None or generation.own is None else [generation.own, *generation.others]
-        manifest, small = (None, None) if generation is None else (generation.manifest, generation.small)
+        held = None
+        if generation is not None:
+            shards = [] if generation.own is None else [generation.own, *generation.others]
+            held = Held(generation.manifest, generation.small, shards)
         try:
-            move = Move(job, channel, destination, manifest, holders, small, joins=generation is None)
+            move = Move(job, channel, destination, held)
         except LostShardsError as lost:
             self._go_back_to_checkpoint(channel, destination, lost)
         else:
             assert newest is not None  # otherwise nobody had any part
             move.run()
-            self._copies.note_moved(move.manifest)
             first = next(rank for rank, note in enumerate(notes) if note is not None and newest in note.kept)
             tells = generation if channel.rank == first else None
             given = channel.objects(None if tells is None else _exchange.saved(tells.extra, "extra"))

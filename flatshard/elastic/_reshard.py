@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,7 @@ from flatshard.elastic._units import Destination
 from flatshard.elastic._values import (
     GRAD,
     PARAM,
+    Image,
     Live,
     Manifest,
     ParamAt,
@@ -47,15 +48,6 @@ class LostShardsError(RuntimeError):
         except flatshard.elastic.LostShardsError as e:
             print(e)  # names the shards
     """
-
-
-class Holder(Protocol):
-    """Shards of one generation on this rank: live values, or copies."""
-
-    numbers: tuple[int, ...]
-
-    def part(self, number: int, value: Value) -> torch.Tensor:
-        """Return shard ``number`` of ``value``: 1-D, in memory order."""
 
 
 @old_arguments(model="module", over="participants")
@@ -120,16 +112,14 @@ def redistribute(
         if len(on_meta) > 1:
             raise RuntimeError(f"{_VERB}: some units are on the meta device and others not: all or none")
         job.check_others()
-        live = None if on_meta == {True} else Live(job)
+        live = None if on_meta == {True} else Live(job, with_gradients=True)
         is_here = process_group is not None or device_mesh is not None
         return job, live, _units.destination_over(job.units, process_group, device_mesh) if is_here else None
 
     # Errors of any rank are raised on all before anything moves.
     job, live, destination = agreed(channel, prepare)
-    small = None if live is None else live.small()
-    holders: list[Holder] = [] if live is None else [live]
-    manifest = None if live is None else live.manifest
-    Move(job, channel, destination, manifest, holders, small, joins=live is None).run()
+    held = None if live is None else Held(live.manifest, live.small(), [live])
+    Move(job, channel, destination, held).run()
     return channel.sent
 
 
@@ -175,43 +165,39 @@ def agreed(channel: Channel, do: Any) -> Any:
     return result
 
 
+class Held(NamedTuple):
+    """The shards of one generation that a rank has, as copies or as its live values."""
+
+    manifest: Manifest
+    small: Small
+    shards: Sequence[Live | Image]
+
+
 class Move:
     """The move of a job from a generation that ranks hold to a new layout."""
 
-    def __init__(
-        self,
-        job: Trained,
-        channel: Channel,
-        destination: Destination | None,
-        manifest: Manifest | None,
-        holders: Sequence[Holder],
-        small: Small | None,
-        joins: bool,
-    ) -> None:
+    def __init__(self, job: Trained, channel: Channel, destination: Destination | None, held: Held | None) -> None:
         """
         Args:
             job: the job on this rank.
             channel: the channel between the ranks that hold the job, and the ranks that will.
             destination: the new ranks, or None if this rank leaves.
-            manifest: the manifest of this rank's shards, or None if it has none.
-            holders: this rank's shards.
-            small: this rank's values that are not sharded, or None if it gets them from another rank.
-            joins: whether the model has no values yet.
+            held: this rank's shards, or None if the model has no values yet.
         """
         self._job, self._channel, self._destination = job, channel, destination
-        self._small, self._joins = small, joins
-        self._holders = {number: holder for holder in holders for number in holder.numbers}
+        self._small, self._joins = None if held is None else held.small, held is None
+        self._holders = {number: each for each in (held.shards if held else ()) for number in each.numbers}
         place = None if destination is None else (destination.rank, destination.size)
-        told = channel.objects((job.digest(), place, tuple(self._holders), small is not None))
+        told = channel.objects((job.digest(), place, tuple(self._holders), held is not None))
         if odd := [rank for rank, (digest, *_) in enumerate(told) if digest != told[0][0]]:
             raise ValueError(
                 f"{job.verb}: ranks {odd} have another model, other options of fully_shard or other optimizers than rank 0: "
                 "names, shapes, dtypes and param groups must be the same on all"
             )
         self._places: list[tuple[int, int] | None] = [place for _, place, *_ in told]
-        self._held: list[tuple[int, ...]] = [held for _, _, held, _ in told]
+        self._held: list[tuple[int, ...]] = [numbers for _, _, numbers, _ in told]
         self._first = next((rank for rank, (*_, has) in enumerate(told) if has), None)
-        given = channel.objects(manifest.to_payload() if manifest is not None and channel.rank == self._first else None)
+        given = channel.objects(held.manifest.to_payload() if held and channel.rank == self._first else None)
         if self._first is None:
             raise LostShardsError(f"{job.verb}: no rank has any part of the model that could move")
         self.manifest = Manifest.from_payload(given[self._first])

@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import hashlib
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -172,18 +172,11 @@ class Trained:
     def flat(self, at: ParamAt) -> FlatParam:
         return self.units[at.unit].handle.flats[at.flat]
 
-    def param(self, at: ParamAt | str) -> nn.Parameter:
-        return self.others[at] if isinstance(at, str) else self.params[at]
-
     def states(self, number: int) -> Iterator[tuple[ParamAt | str, dict[str, Any]]]:
         """Yield an optimizer's state of each parameter, in the same order on all ranks."""
         state = self.optimizers[number].state
         every: list[tuple[ParamAt | str, nn.Parameter]] = [*self.params.items(), *self.others.items()]
         yield from ((at, state[param]) for at, param in every if param in state)
-
-    def grads(self) -> dict[ParamAt, torch.Tensor]:
-        """Return the ``.grad`` of each sharded parameter that has one."""
-        return {at: param.grad for at, param in self.params.items() if param.grad is not None}
 
     def buffers(self) -> dict[str, torch.Tensor]:
         return dict(self.module.named_buffers())
@@ -214,17 +207,14 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor:
 class Live:
     """The live values of a job on this rank."""
 
-    def __init__(self, job: Trained, grads: dict[ParamAt, torch.Tensor] | None = None) -> None:
+    def __init__(self, job: Trained, with_gradients: bool) -> None:
         """
-        Args:
-            job: the model and its optimizers.
-            grads: the gradients that belong to the state, or None for every ``.grad``.
-
         Raises:
             NotImplementedError: a tensor of an optimizer's state has another shape than its parameter.
         """
         self.job = job
-        self._grads = job.grads() if grads is None else grads
+        grads = {at: param.grad for at, param in job.params.items() if param.grad is not None}
+        self._grads = grads if with_gradients else {}
         rank, size = place_of(job.units)
         self.numbers: tuple[int, ...] = (rank,)
         layouts = [[flat.layout for flat in unit.handle.flats] for unit in job.units]
@@ -357,17 +347,15 @@ class Image:
         start, stop = self._at[value.at, value.name]
         return self.buffer[start:stop].view(value.dtype)
 
-    def parts(self, without: Collection[Key] = ()) -> list[torch.Tensor]:
-        """Return the shards that are not empty, except ``without``, in the order of the manifest."""
-        wanted = self._at.keys() - without
-        values = [value for unit in self.manifest.values for value in unit if (value.at, value.name) in wanted]
+    def parts(self) -> list[torch.Tensor]:
+        """Return the shards that are not empty, in the order of the manifest."""
+        values = [value for unit in self.manifest.values for value in unit if (value.at, value.name) in self._at]
         return [part for value in values if (part := self.part(self.number, value)).numel()]
 
-    def fill(self, parts: Mapping[Key, torch.Tensor], without: Collection[Key] = ()) -> None:
-        """Copy the shards of one rank, on the accelerator's current stream. ``without``: values that are here already."""
+    def fill(self, parts: Mapping[Key, torch.Tensor]) -> None:
+        """Copy the shards of one rank, on the accelerator's current stream."""
         for value in (value for values in self.manifest.values for value in values):
-            if (value.at, value.name) not in without:
-                self.part(self.number, value).copy_(parts[value.at, value.name], non_blocking=True)
+            self.part(self.number, value).copy_(parts[value.at, value.name], non_blocking=True)
 
 
 def allocate_buffers(job: Trained) -> None:

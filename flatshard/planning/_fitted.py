@@ -22,7 +22,6 @@ from flatshard._composable.fully_shard import fully_shard
 from flatshard._composable.unit_config import UnitConfig
 from flatshard.debug._describe import table
 from flatshard.optim._offload import OffloadedOptimizer
-from flatshard.planning._choices import UNTIL_BACKWARD, UNTIL_FORWARD, Keeps
 from flatshard.planning._optimizer import OptimizerChoice
 from flatshard.planning._picture import draw, in_bytes
 from flatshard.planning._records import CATEGORIES, Peak
@@ -45,13 +44,6 @@ class UnitFit:
     strategy: str  # a name of ``ShardingStrategy``: how long its parameters stay gathered
     recompute: bool  # whether it computes its forward again in backward
     offload: bool = False  # whether its parameters, gradients and optimizer state are on the host
-
-
-def in_words(keeps: Keeps, before: Keeps) -> str:
-    """Return in words the one thing that a unit gives up from ``before`` to ``keeps``."""
-    if keeps.recomputes != before.recomputes:
-        return "computes its forward again"
-    return {UNTIL_BACKWARD: "is freed after each backward", UNTIL_FORWARD: "is freed after forward"}[keeps.stays]
 
 
 class Tradeoff(NamedTuple):
@@ -272,11 +264,9 @@ def _unit_rows(units: Sequence[UnitFit]) -> list[list[str]]:
 def _given_rows(given: Sequence[Tradeoff]) -> list[list[str]]:
     copies = any(each.copied_nbytes for each in given)
     rows = [["what", "of", "peak after it", "sent more", *["copied"][: int(copies)], "computed again"]]
-    for what, group in itertools.groupby(given, key=lambda each: each.what):
-        these = list(group)
-        units = _runs([each.unit for each in these]) if these[0].unit else "all"
-        cost = [in_bytes(sum(each.sent_nbytes for each in these)), f"{sum(each.flops for each in these):,}"]
-        if copies:
-            cost.insert(1, in_bytes(sum(each.copied_nbytes for each in these)))
-        rows.append([what, units, in_bytes(these[-1].peak), *cost])
+    for each in given:
+        copied = [in_bytes(each.copied_nbytes)] if copies else []
+        rows.append(
+            [each.what, each.unit or "all", in_bytes(each.peak), in_bytes(each.sent_nbytes), *copied, f"{each.flops:,}"]
+        )
     return rows

@@ -69,13 +69,13 @@ def _beginnings(samples: Sequence[Sample]) -> list[tuple[str, int]]:
 
 
 def _thinned(samples: Sequence[Sample], most: int = 1500) -> list[Sample]:
-    """At most so many of them, with each peak: of as many in a row the highest."""
+    """Return at most ``most`` samples: the highest of each few in a row, so that no peak is lost."""
     size = -(-len(samples) // most)
     return [max(samples[at : at + size], key=lambda s: s.device.total) for at in range(0, len(samples), size)]
 
 
 def in_bytes(nbytes: float) -> str:
-    """``1.5 GiB``: with three digits."""
+    """Return a size as text, with three digits: ``1.5 GiB``."""
     for unit in ("B", "KiB", "MiB", "GiB", "TiB", "PiB"):
         if nbytes < 1000 or unit == "PiB":
             break

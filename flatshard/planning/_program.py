@@ -1,4 +1,4 @@
-"""Shards a copy of the module on the meta device, and runs steps of it.
+"""A copy of the module on the meta device, which is sharded and runs steps.
 
 [Note: The plan is the program]
 The copy is sharded by the functions of ``fully_shard``, over a :class:`Runtime` whose collectives only record their calls. So
@@ -18,9 +18,9 @@ import copy
 import functools
 import itertools
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -46,7 +46,7 @@ from flatshard.optim._offload import OffloadedOptimizer, in_turns, units_of_para
 from flatshard.planning._attention import attention_as_on
 from flatshard.planning._optimizer import OptimizerChoice, PlannedOptimizer, planned_optimizer
 from flatshard.planning._recording import Books, CountedBuffer, MadeOnce, Recorder, RecordingCollectives
-from flatshard.planning._records import MemoryPair, Ranks
+from flatshard.planning._records import Ranks
 
 LossChoice = Callable[[Any], Tensor] | None
 """The loss of what the model returns. None: the sum of all its tensors that require grad."""
@@ -81,29 +81,11 @@ class StepOptions:
             raise ValueError("plan_step: with example_inputs, activations are recorded: leave out activations")
 
 
-class OptimizerMemory(NamedTuple):
-    """The memory and operations of an optimizer."""
-
-    states: list[int]  # bytes of state of each part
-    held: MemoryPair  # between steps
-    steps: Sequence[MemoryPair] = ()  # at each change while it steps, beside what there is as it begins
-    largest: int = 0  # elements of the largest part that it steps
-    flops: int = 0
-
-
-class Learnt:
-    """The results that programs of one module with the same ``StepOptions`` share."""
-
-    def __init__(self, device: str) -> None:
-        self.operations = MadeOnce(device)
-        self.optimizers: dict[Any, OptimizerMemory] = {}  # by the parts, as far as steps on them may differ
-
-
 class Program:
     """A copy of a module, sharded as on one of ``ranks``. ``run`` records a step of it. [Note: The plan is the program]"""
 
     def __init__(
-        self, module: nn.Module, choice: Choice, ranks: Ranks, options: StepOptions, learnt: Learnt | None = None
+        self, module: nn.Module, choice: Choice, ranks: Ranks, options: StepOptions, made: MadeOnce | None = None
     ) -> None:
         self.ranks, self.options = ranks, options
         self.parts = ranks.total if choice.strategy.joins_axes else ranks.shards
@@ -117,8 +99,8 @@ class Program:
         )
         memo |= {id(config): config for config in choice.configs}
         self.root, self.choice = copy.deepcopy((module, choice), memo)
-        self.recorder, self.learnt = Recorder(), learnt or Learnt(options.device)
-        self.books = Books(self.recorder, self.learnt.operations)
+        self.recorder = Recorder()
+        self.books = Books(self.recorder, made or MadeOnce(options.device))
         with self.books:
             self.units = self._sharded()
         self.inputs = options.example_inputs
@@ -172,7 +154,7 @@ class Program:
         run_once = self._run_once if self.options.example_inputs is not None else _InOrder(self).run_once
         self._step(run_once)
         optimizer = self._optimizer()
-        self.states = dict(zip(self.params.values(), optimizer.states, strict=True))  # bytes by this rank's part
+        self.states = optimizer.nbytes
         self._end_step()
         if any(unit.handle.has_static_buffers for unit in self.units):  # the second step may allocate more of them
             self._step(run_once)
@@ -180,56 +162,48 @@ class Program:
         self.recorder.is_recording = True
         self._step(run_once)
         self._enter("optimizer")
-        self._record_optimizer(optimizer)
+        self._step_optimizer(optimizer)
 
-    def _optimizer(self) -> OptimizerMemory:
-        """Make the optimizer, count its state from now on, and return the memory of its step."""
-        flats = {part: flat for flat in self.flats for part in flat.params}
-        parts = [
-            (p.shape, p.dtype, None if p.grad is None else p.grad.dtype, flats[p].kind.is_offloaded)
-            for p in self.params.values()
-        ]
-        if (known := self.learnt.optimizers.get(tuple(parts))) is not None:
-            self.books.hold(known.held)
-            return known
-        on_host = {part for part in self.params.values() if flats[part].kind.is_offloaded}
-        before, samples, flops = self.books.now(), self.books.samples, self.recorder.flops
+    def _optimizer(self) -> PlannedOptimizer:
+        """Make the optimizer, and count its state from now on."""
+        offloaded = {part: flat.kind.is_offloaded for flat in self.flats for part in flat.params}
+        self.on_host = {part for part in self.params.values() if offloaded[part]}
         with self.books:  # which computes what is alike once
-            planned = planned_optimizer(self.options.optimizer, self.params, self.options.device, on_host)
-        self.made = planned.made  # what it holds is counted while it lives
+            planned = planned_optimizer(self.options.optimizer, self.params, self.options.device, self.on_host)
         moves = isinstance(planned.made, OffloadedOptimizer) and self.options.device != "cpu"
-        for part, flat in flats.items():
+        for part, is_offloaded in offloaded.items():
             if state := planned.state_of(part):
                 for value in state:
-                    self.books.track([value], "optimizer", flat.kind.is_offloaded or (moves and value.dim() > 0))
+                    self.books.track([value], "optimizer", is_offloaded or (moves and value.dim() > 0))
             else:
-                self.books.add("optimizer", planned.nbytes.get(part, 0), flat.kind.is_offloaded)
-        held = _less(self.books.now(), before)
-        found = OptimizerMemory([planned.nbytes.get(p, 0) for p in self.params.values()], held)
-        if planned.made is not None and len(on_host) < len(self.params):
-            kept = {part: part.grad for part in on_host}
-            for part in on_host:
-                part.grad = None  # so it is not stepped: that takes nothing on the device
-            self.recorder.is_recording = True
-            self._enter("optimizer")
-            first = len(samples)
-            with self.books:
-                if moves:
-                    self._step_in_turns(planned)
-                else:
-                    planned.made.step()
-            self.recorder.is_recording = False
-            now = samples[first - 1].device, samples[first - 1].host
-            stepped = (p for group in planned.made.param_groups for p in group["params"] if p not in on_host)
-            largest = max((part.numel() for part in stepped), default=0)
-            for part, grad in kept.items():
-                part.grad = grad
-            steps = [_less((sample.device, sample.host), now) for sample in samples[first:]]
-            found = found._replace(steps=steps, largest=largest, flops=flops.total())
-            samples.clear()
-            flops.clear()
-        self.learnt.optimizers[tuple(parts)] = found
-        return found
+                self.books.add("optimizer", planned.nbytes.get(part, 0), is_offloaded)
+        return planned
+
+    def _step_optimizer(self, planned: PlannedOptimizer) -> None:
+        """Record a step. If it goes parameter by parameter, it takes most memory on the rank with the largest shard."""
+        if planned.made is None or len(self.on_host) == len(self.params):
+            return
+        kept = {part: part.grad for part in self.on_host}
+        for part in kept:
+            part.grad = None  # so it is not stepped: that takes nothing on the device
+        samples = self.books.samples
+        now, first = samples[-1].device.activations, len(samples)
+        with self.books:
+            if isinstance(planned.made, OffloadedOptimizer) and self.options.device != "cpu":
+                self._step_in_turns(planned)
+            else:
+                planned.made.step()
+        for part, grad in kept.items():
+            part.grad = grad
+        stepped = (part for part in params_of(planned.made) if part not in self.on_host)
+        largest = max((part.numel() for part in stepped), default=0)
+        temporary = max((sample.device.activations - now for sample in samples[first:]), default=0)
+        if temporary <= FEW_COPIES * largest:
+            more = temporary * max(0, self.largest_part - largest) // max(1, largest)
+            for at, sample in enumerate(samples[first:], start=first):
+                if sample.device.activations > now:
+                    device = replace(sample.device, activations=sample.device.activations + more)
+                    samples[at] = sample._replace(device=device)
 
     def _step_in_turns(self, planned: PlannedOptimizer) -> None:
         """Step an ``OffloadedOptimizer``, with the state of two units on the device: the one that steps and the next."""
@@ -244,20 +218,6 @@ class Program:
             self.books.look()
             unhooked_step(optimizer.inner)(optimizer.inner)
             self.books.add("optimizer", -here - later, False)
-
-    def _record_optimizer(self, optimizer: OptimizerMemory) -> None:
-        """Record the step. If it goes parameter by parameter, it takes most memory on the rank with the largest shard."""
-        samples = self.books.samples
-        now, steps = samples[-1], optimizer.steps
-        temporary = max((device.activations for device, _ in steps), default=0)
-        more = 0
-        if temporary <= FEW_COPIES * optimizer.largest:
-            more = temporary * max(0, self.largest_part - optimizer.largest) // max(1, optimizer.largest)
-        for device, host in steps:
-            if device.activations > 0:
-                device = replace(device, activations=device.activations + more)
-            samples.append(now._replace(device=now.device + device, host=now.host + host))
-        self.recorder.flops[""] += optimizer.flops
 
     def _step(self, run_once: Callable[[], None]) -> None:
         """Run the forwards and backwards of a step."""
@@ -457,7 +417,3 @@ def _rank_numels(choice: Choice, shards: int, device: str) -> tuple[list[int], i
                 parts[rank] -= min(stop, (rank + 1) * size) - max(start, rank * size)
         numels = list(map(operator.add, numels, itertools.cycle(parts)))  # one part for all ranks, or one for each
     return numels, largest
-
-
-def _less(one: MemoryPair, other: MemoryPair) -> MemoryPair:
-    return one[0] - other[0], one[1] - other[1]

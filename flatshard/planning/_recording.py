@@ -75,7 +75,7 @@ class RecordedStream:
         self._recorder = recorder
 
     def wait_stream(self, other: RecordedStream) -> None:
-        """Nothing is waited for."""
+        """Do nothing: what is issued is done at once."""
 
     wait_event = wait_stream
 
@@ -86,7 +86,7 @@ class RecordedStream:
         return True
 
     def wait(self) -> None:
-        """Nothing is waited for."""
+        """Do nothing: what is issued is done at once."""
 
 
 class _LiveStorage(NamedTuple):
@@ -162,12 +162,6 @@ class Books(TorchDispatchMode):  # type: ignore[no-untyped-call]
         device, host = self._nbytes
         return Memory(**device), Memory(**host)
 
-    def hold(self, memory: MemoryPair) -> None:
-        """Count ``memory`` from now on."""
-        for on_host, held in enumerate(memory):
-            for category in CATEGORIES:
-                self.add(category, getattr(held, category), bool(on_host))
-
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False  # else torch wraps `__torch_dispatch__`, and imports torch._dynamo, which takes two seconds
@@ -212,7 +206,7 @@ class CountedBuffer(FlatBuffer):
 
 
 class MadeOnce:
-    """Calls operations on meta, each once for the same arguments. [Note: Operations computed once]"""
+    """The operations that have run on meta, and their results by arguments. [Note: Operations computed once]"""
 
     def __init__(self, device: str) -> None:
         self._on_cpu = device == "cpu"
@@ -386,7 +380,7 @@ class _Received:
         self._pending, self._received = pending, received
 
     def wait(self) -> None:
-        """The sums have been made."""
+        """Wait for the sums, and free the memory."""
         self._pending.wait()
         self._received.clear()
 
@@ -405,7 +399,7 @@ class RecordingCollectives(BuiltinCollectives):
 
     @property
     def group(self) -> Any:
-        """Stands for the process group. Nothing calls its methods."""
+        """A stand-in for the process group. Nothing calls its methods."""
         return self
 
     def _issue(self, kind: str, tensor: torch.Tensor, group: str, label: Label | None) -> Pending:

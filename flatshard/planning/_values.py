@@ -29,7 +29,7 @@ class Values:
         self._memory: set[int] = set()  # ids of the storages behind them, and of some that are gone
 
     def give(self, tensor: Tensor, like: Tensor) -> None:
-        """``tensor``, an input on meta, has the values of ``like``; if these are floating-point numbers, none."""
+        """Give ``tensor``, an input on meta, the values of ``like``, unless these are floating-point numbers."""
         if _is_whole(like) and like.device.type != "meta" and like.numel() <= LARGEST:
             self._note(tensor, like.detach().cpu().clone())
         elif tensor in self._of:  # it was made of ``like``

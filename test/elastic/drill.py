@@ -58,27 +58,18 @@ POINTS: dict[str, list[tuple[Any, str]]] = {
 """Phases with their functions: a rank may die before and after each call of one."""
 
 
-def network(freezes: bool = False, width: int = 8) -> nn.Module:
+def network(width: int = 8) -> nn.Module:
     torch.manual_seed(0)
-    model = NormNet(blocks=2, width=width).double()
-    model.blocks[0].requires_grad_(not freezes)
-    return model
+    return NormNet(blocks=2, width=width).double()
 
 
-def train(
-    model: nn.Module, optimizer: Any, scheduler: Any, step: int, rank: int, size: int, accumulates: bool = False
-) -> None:
-    """Train a step. ``accumulates``: gradients of two steps. Step 3 writes to a frozen parameter, by pointer."""
+def train(model: nn.Module, optimizer: Any, scheduler: Any, step: int, rank: int, size: int) -> None:
+    """Train a step."""
     x = torch.randn(ROWS, 3, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
-    if not accumulates or step % 2 == 0:
-        optimizer.zero_grad()
+    optimizer.zero_grad()
     (model(x.chunk(size)[rank]) - x.mean()).square().mean().backward()
-    if not accumulates or step % 2:
-        optimizer.step()
-        scheduler.step()
-    for param in model.parameters():
-        if step == 3 and not param.requires_grad:
-            param.data.add_(0.5)
+    optimizer.step()
+    scheduler.step()
 
 
 def parts_of_job(model: nn.Module) -> tuple[Any, Any]:
@@ -152,8 +143,6 @@ class Plan:
     deaths: dict[int, Death] = field(default_factory=dict)  # by initial rank
     options: dict[str, Any] = field(default_factory=dict)  # of Job
     strategy: str = "FULL_SHARD"
-    accumulates: bool = False
-    freezes: bool = False
     width: int = 8
     steps: int = STEPS
     timeout: timedelta = timedelta(seconds=20)
@@ -183,7 +172,7 @@ def run_rank(plan: Plan, process: int, port: int, pipe: Any) -> None:
             pipe.send(("end", made, 0, 0, 0, 0))
             os._exit(0)
         world = World(dist.TCPStore("127.0.0.1", port, is_master=False), plan.ranks, timeout=plan.timeout)
-        model = network(plan.freezes, plan.width)
+        model = network(plan.width)
         if world.joins:
             model.to("meta")
         strategy, mesh = flatshard.ShardingStrategy[plan.strategy], None
@@ -205,17 +194,14 @@ def run_rank(plan: Plan, process: int, port: int, pipe: Any) -> None:
                     raise ValueError("my own mistake")
                 while step in waits:
                     waits -= set(range(pipe.recv() + 1))
-                train(model, optimizer, scheduler, step, job.rank, job.world_size, plan.accumulates)
+                train(model, optimizer, scheduler, step, job.rank, job.world_size)
             if plan.leaves == process and step == 2:
                 break
         else:
             Death.is_over = True
-            trained, frozen = (
-                sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad is wanted)
-                for wanted in (True, False)
-            )
+            state = 3 * sum(p.numel() * p.element_size() for p in model.parameters())
             made = pickle.dumps([flatshard.checkpoint.full_state_dict(model), scheduler.get_last_lr()])
-            pipe.send(("end", made, job.copied_nbytes, 3 * trained + frozen, job.sent_nbytes, frozen))
+            pipe.send(("end", made, job.copied_nbytes, state, job.sent_nbytes))
     except BaseException as e:
         pipe.send(("raised", type(e).__name__, str(e)))
     pipe.close()
@@ -342,10 +328,10 @@ def history(outcome: Outcome) -> list[tuple[int, ...]]:
 
 def in_one_process(plan: Plan) -> list[Any]:
     """Return the model's values and the learning rates of the run without deaths."""
-    model = network(plan.freezes, plan.width)
+    model = network(plan.width)
     optimizer, scheduler = parts_of_job(model)
     for step in range(plan.steps):
-        train(model, optimizer, scheduler, step, 0, 1, plan.accumulates)
+        train(model, optimizer, scheduler, step, 0, 1)
     return [model.state_dict(), scheduler.get_last_lr()]
 
 
@@ -374,5 +360,5 @@ def drawn(seed: int, directory: str) -> Plan:
     options: dict[str, Any] = {"every": random_.choice((1, 1, 2))}
     if phase == "saving":
         options.update(checkpoint_dir=directory, save_every=2)
-    accumulates, freezes, wakes_early = (random_.random() < share for share in (0.3, 0.3, 0.5))
-    return Plan(ranks, deaths, options, strategy, accumulates, freezes, timeout=timeout, wakes_early=wakes_early)
+    wakes_early = random_.random() < 0.5
+    return Plan(ranks, deaths, options, strategy, timeout=timeout, wakes_early=wakes_early)

@@ -35,8 +35,9 @@ from flatshard._composable.hooks import UnitHooks
 from flatshard._composable.reduction_queue import ReductionQueue
 from flatshard._handle.unit_gradients import UnitGradients
 from flatshard.layouts import Blocks, Layout, Rows, Whole
-from flatshard.planning import Memory, _on_host, _plan
+from flatshard.planning import Memory, _plan
 from flatshard.planning._recording import Books, MadeOnce, Recorder
+from flatshard.planning._search import copied_nbytes
 
 FULL, GRAD_OP, NO_SHARD = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD
 OPTIM, JOINED = ShardingStrategy.SHARD_OPTIM, ShardingStrategy.HYBRID_FULL_SHARD
@@ -617,4 +618,4 @@ def test_a_part_on_the_host_is_copied_as_it_is_kept():
     planned = plan_step(model, policy={nn.Linear}, world_size=2, mixed_precision=mixed, cpu_offload=True, compare=False)
     unit = next(unit for unit in planned.units if unit.fqn == "1")
     assert unit.gradient_nbytes == unit.shard_nbytes >= 4 * 64 * 65 // 2
-    assert _on_host.copied_nbytes(planned, ["1"]) == 3 * unit.shard_nbytes  # gathered twice
+    assert copied_nbytes(planned, ["1"]) == 3 * unit.shard_nbytes  # gathered twice
