@@ -31,6 +31,7 @@ import contextlib
 import copy
 import functools
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -44,6 +45,7 @@ from flatshard._comm.backends import GlooCollectives
 from flatshard._comm.collectives import EXCHANGE, Done, Pending
 from flatshard._comm.progress import NOBODY, Works
 from flatshard._comm.streams import Streams
+from flatshard._handle.tensors.aggregate import plainly
 from flatshard.elastic import _exchange, _units
 from flatshard.elastic._exchange import Channel, as_bytes
 from flatshard.elastic._values import Image, Key, Live, Manifest, Small, Trained, aligned
@@ -221,7 +223,8 @@ class Copies:
         self._under: _Under | None = None
         self._spare: list[Image] = []
         self._source = _Host()
-        self._stepped: set[int] = set()  # the optimizers that have stepped in this step
+        # The gradients, with their versions, that each optimizer has stepped last in this step, by parameter.
+        self._stepped: list[dict[int, tuple[weakref.ref[torch.Tensor], int]]] = [{} for _ in job.optimizers]
         self._epoch, self._numbers, self._shifts = -1, list[int](), list[int]()
 
     def use_group(
@@ -247,23 +250,28 @@ class Copies:
 
     def begin_step(self) -> None:
         """Record that a step begins, in which no optimizer has stepped yet."""
-        self._stepped.clear()
+        for stepped in self._stepped:
+            stepped.clear()
 
     def note_stepped(self, number: int) -> None:
-        """Record that an optimizer has stepped."""
-        self._stepped.add(number)
+        """Record that an optimizer has stepped its gradients."""
+        grads = _grads_of(self._job.optimizers[number])
+        self._stepped[number] = {param: (weakref.ref(grad), grad._version) for param, grad in grads.items()}
 
     def check_gradients(self) -> None:
         """Raise RuntimeError if there are gradients that the rest of training needs: they are not copied."""
         job = self._job
         _units.check_reduced(job.units, f"{job.verb}, at the end of a step")
         for number, optimizer in enumerate(job.optimizers):
-            params = (param for group in optimizer.param_groups for param in group["params"])
-            if number not in self._stepped and any(param.grad is not None for param in params):
+            stepped = self._stepped[number]
+            for param, grad in _grads_of(optimizer).items():
+                then, version = stepped.get(param, (None, 0))
+                if (then is not None and then() is grad and version == grad._version) or _is_zero(grad):
+                    continue
                 raise RuntimeError(
                     f"{job.verb}, at the end of a step: {type(optimizer).__name__}, optimizer {number}, has not stepped its "
-                    "gradients, and they are not copied or saved: accumulate them inside of one step; or pass every= (and "
-                    "save_every=) so that these steps end with a step of the optimizer; or set .grad to None"
+                    "gradients, and they are not copied or saved: accumulate them inside of one step; or pass copy_every= "
+                    "(and save_every=) so that these steps end with a step of the optimizer; or set .grad to None"
                 )
 
     @property
@@ -451,6 +459,18 @@ class Copies:
     def forget(self) -> None:
         """Forget all generations: none is complete."""
         self.generation, self._under, self._spare = None, None, []
+
+
+def _grads_of(optimizer: torch.optim.Optimizer) -> dict[int, torch.Tensor]:
+    """Return the gradients of an optimizer's parameters by the parameters' ids."""
+    params = (param for group in optimizer.param_groups for param in group["params"])
+    return {id(param): grad for param in params if (grad := param.grad) is not None}
+
+
+def _is_zero(grad: torch.Tensor) -> bool:
+    """Return whether this rank's shard of a gradient is zero, as after ``zero_grad(set_to_none=False)``."""
+    with plainly():
+        return not grad.any()
 
 
 def alike(a: Manifest, b: Manifest) -> bool:

@@ -1,4 +1,4 @@
-"""The options of a step that ``fit_to_memory`` chooses (``Configuration``), and the step that is planned with them (``Step``)."""
+"""The options that ``fit_to_memory`` chooses (``Configuration``), and the step that is planned with them (``Step``)."""
 
 from __future__ import annotations
 

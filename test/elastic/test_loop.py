@@ -123,16 +123,39 @@ def test_a_thread_that_is_left(monkeypatch):
     assert not done
 
 
-def test_gradients_between_steps(alone):
-    job, model, _ = job_in(alone())
+@pytest.mark.parametrize("before", [False, True], ids=["no_step", "a_step_before"])
+def test_gradients_between_steps(alone, before: bool):
+    job, model, optimizer = job_in(alone())
     next(job.steps(range(2)))
-    with pytest.raises(RuntimeError, match="AdamW, optimizer 0, has not stepped its gradients"), job.attempt():
+
+    def step() -> None:
+        if before:
+            backward(model, 0)
+            optimizer.step()
         backward(model, 0)
+
+    with pytest.raises(RuntimeError, match="AdamW, optimizer 0, has not stepped its gradients"), job.attempt():
+        step()
+
+
+def test_gradients_that_were_stepped_or_zeroed_may_stay(alone):
+    job, model, optimizer = job_in(alone())
+    seen = []
+    for step in job.steps(range(4)):
+        with job.attempt():
+            seen.append(step)
+            if step % 2:
+                optimizer.zero_grad(set_to_none=False)
+            backward(model, 0)
+            optimizer.step()
+            if step % 2:
+                optimizer.zero_grad(set_to_none=False)
+    assert seen == [0, 1, 2, 3]
 
 
 def test_gradients_of_two_steps(alone):
     """They are left where no copies are made. A failure begins at the copies before them."""
-    job, model, optimizer = job_in(alone(), every=2)
+    job, model, optimizer = job_in(alone(), copy_every=2)
     seen = []
     for step in job.steps(range(4)):
         seen.append(step)
