@@ -56,8 +56,7 @@ from typing import Any
 
 import torch
 from ranks import are_started
-from run import commit
-from suite import Figure, Table, arguments
+from suite import Figure, Table, arguments, commit
 
 import flatshard.env
 

@@ -27,7 +27,7 @@ from pathlib import Path
 
 import torch
 from ranks import set_environment
-from suite import Table, arguments
+from suite import Table, arguments, commit
 
 HERE = Path(__file__).parent
 QUICK = ("copied_bytes", "memory", "host_overhead", "optimizer_overhead", "setup_time", "step_time", "one_gpu")
@@ -53,20 +53,6 @@ def describe(command: str) -> dict[str, str]:
         "cpu": f"{[*models, platform.processor() or 'unknown'][0]}, {os.cpu_count()} cores, 1 thread a rank",
         "gpu": gpus,
     }
-
-
-def commit() -> str:
-    """Return this repository's commit, and whether the working tree has other changes than results."""
-
-    def git(*arguments: str) -> str:
-        command = ["git", "-C", str(HERE), *arguments]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-
-    try:
-        changed = git("status", "--porcelain", "--untracked-files=no", "--", "..", ":!results")
-        return git("rev-parse", "--short=12", "HEAD") + (", changed" if changed else "")
-    except (OSError, subprocess.CalledProcessError):
-        return "not a git checkout"
 
 
 def run(name: str, full: bool) -> list[Table]:

@@ -12,6 +12,7 @@ import dataclasses
 import gc
 import json
 import statistics
+import subprocess
 import sys
 import time
 import warnings
@@ -161,6 +162,20 @@ def fake_world(size: int) -> Iterator[None]:
     finally:
         gc.collect()
         dist.destroy_process_group()
+
+
+def commit() -> str:
+    """Return this repository's commit, and whether the working tree has other changes than results."""
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(Path(__file__).parent), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+    try:
+        changed = git("status", "--porcelain", "--untracked-files=no", "--", "..", ":!results")
+        return git("rev-parse", "--short=12", "HEAD") + (", changed" if changed else "")
+    except (OSError, subprocess.CalledProcessError):
+        return "not a git checkout"
 
 
 def progress(text: str) -> None:

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from flatshard._handle.tensors.part import OwnedTensor
 from fuzz import programs
 from fuzz.comparisons import close
 from fuzz.random_models import Checkpoint, Env, Island
@@ -23,6 +22,7 @@ import flatshard
 from flatshard._composable.find import units_below
 from flatshard._composable.module_tree import called_modules
 from flatshard._composable.state import unit_of
+from flatshard._handle.tensors.shard import OwnedTensor
 
 LONE = "a term that some ranks do not have, in"
 """Prefix of the note of a backward with a term that some ranks lack. It is right, or ends the program in an
