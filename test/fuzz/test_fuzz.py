@@ -80,11 +80,15 @@ def test_random_programs_do_as_in_one_process(pool, world_size, seeds, request, 
 
 
 def is_noticed(error: RankFailure) -> bool:
-    """Return whether flatshard noticed that a rank lacks a term of the loss: then the program has to end."""
+    """Return whether flatshard noticed that a rank lacks a term of the loss: then the program has to end.
+
+    A rank that has gone on meets the others' end in a collective of the machine's own, which only torch explains.
+    """
     raised = [f for f in error.failures if f.kind == "raised"]
-    return any(LONE in f.note for f in raised) and all(
+    by_us = [f for f in raised if "Connection closed by peer" not in f.message or f.type_name != "RuntimeError"]
+    return any(LONE in f.note for f in by_us) and all(
         f.type_name in ("OutOfStepError", "CollectiveError") or "rank asked for something else" in f.message
-        for f in raised
+        for f in by_us
     )
 
 
