@@ -1,6 +1,6 @@
 """The collectives of each backend: gloo, and others such as NCCL.
 
-In the core, only this file calls ``torch.distributed`` to communicate.
+In the core, this file alone communicates by ``torch.distributed`` in a step. (``construct/groups.py`` makes process groups.)
 
 [Note: Order of collectives]
 Collectives of one communicator match by order, so all ranks must issue them in the same order. Ranks that use different
@@ -130,7 +130,7 @@ class BuiltinCollectives(Collectives):
     def all_gather(self, output: torch.Tensor, shard: torch.Tensor, label: Label | None = None) -> Pending:
         """See :class:`Collectives`.
 
-        ``label``: of the unit; reductions have it, too. Without it: [Note: Labels of a user's collectives]
+        ``label``: of the unit; reductions have it, too. Without it: progress.py, [Note: Labels of a user's collectives]
         """
         raise NotImplementedError
 

@@ -245,7 +245,7 @@ class Runtime(RankGroup):
     def _call(
         self, method: Callable[..., Pending], label: Label, *tensors: torch.Tensor, **options: EnsureMemory
     ) -> Pending:
-        """Call ``method``, of a user's class, for ``label``. [Note: Labels of a user's collectives]"""
+        """Call ``method``, of a user's class, for ``label``. progress.py, [Note: Labels of a user's collectives]"""
         before, here.called = here.called, label
         try:
             pending = method(*tensors, **options)

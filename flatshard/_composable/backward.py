@@ -108,7 +108,7 @@ class Backward:
     # -- during --------------------------------------------------------------------------------------------------------
 
     def touch(self, unit: Unit) -> UnitBackward[Unit]:
-        """Return the record of ``unit``, which is unsharded in this backward. The end of the backward cleans it up."""
+        """Return the record of ``unit`` for this backward, made if needed. The end of the backward reshards the unit."""
         if (now := unit.graph.now) is None:
             unit.handle.sync_unfrozen()
             now = unit.graph.now = UnitBackward(unit.handle.ranks.label)

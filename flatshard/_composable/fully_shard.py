@@ -146,8 +146,8 @@ def fully_shard(
         static_buffers: whether to gather parameters into a few buffers that are allocated once and used in turn, and to
             reduce gradients from such buffers. Otherwise the device's allocator provides memory each time. For CUDA graphs
             and registered buffers. The buffers permanently take the memory that two units and the outermost one need in any
-            case; a model shares them with no other. Collectives with an ``allocate`` always use such buffers. Two units
-            that did not run at the same time in the first pass cannot do so later.
+            case; a model shares them with no other. Collectives with an ``allocate`` always use such buffers. Buffers
+            are assigned in the first pass: units that share one cannot be unsharded at the same time later.
         shard_mesh_fn: a callable ``(fqn, parameter) -> mesh`` that chooses the mesh of single parameters, such as experts.
             It returns a mesh as for ``device_mesh``, here of the ranks that hold the same experts (``mesh["dp"]``), or None
             for the mesh of the call. The gradients are summed over that mesh, and divided by the number of ranks of the

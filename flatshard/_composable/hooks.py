@@ -1,8 +1,8 @@
-"""The forward and backward hooks of a unit. The only file of the core that registers hooks.
+"""The forward and backward hooks of a unit.
 
 One training step of a unit under FULL_SHARD::
 
-    pre-forward    gather; prefetch the next unit; register the unsharded parameters
+    pre-forward    gather, or wait for a prefetched gather; register the unsharded parameters; prefetch the next unit
     (forward)
     post-forward   hook the outputs; register the sharded parameters; free
     pre-backward   gather; prefetch the previous unit
@@ -20,10 +20,11 @@ When all gradients of a unit have come, its parameters have been used for the la
 the graph. But the value of a frozen parameter is also needed for the gradient of the input, and a parameter that is not in
 the graph may be inside a reentrant checkpoint. With such a parameter a unit is freed when backward leaves it through its
 inputs (``_Leave``), or at the end of backward. Backward may then come to an earlier forward of the unit in the same pass (a
-module called twice, or another module of a group). Whether all gradients have come before depends on a rank's data. So a unit
-with trainable parameters is freed when its first forward of a pass is left, and gathered again for an earlier pass. A unit
-without is gathered again for each forward, on all ranks. A unit whose parameters are all trainable is gathered once, also on
-a rank whose graph lacks some of them, where it could be freed before backward comes to an earlier pass.
+module called twice, or another module of a group).
+
+All ranks must gather equally often, and whether all gradients have come depends on a rank's data. So a unit with trainable
+parameters is freed once a pass, when backward leaves its first forward. A unit with none is gathered again for each forward.
+A unit whose parameters are all trainable is gathered once, also on a rank whose graph lacks some of them.
 
 [Note: Outputs are entered first]
 A forward may hand tensors over in other ways than by its output: an auxiliary loss in a list of the user's. Backward may then
@@ -94,7 +95,7 @@ _LATER = "flatshard: forwards that ended later with the same output"
 
 
 class Unrecorded(Protocol):
-    """The hooks of a unit while its forwards need no record, because nothing is gathered or freed."""
+    """The hooks of a unit that replace its own inside ``keep_unsharded(threads=True)``: nothing is gathered or freed."""
 
     def check(self) -> Callable[[Any], object]:
         """Raise before a forward that needs a record. The result has no meaning."""
@@ -303,7 +304,7 @@ class UnitHooks:
         return changed
 
     def end_forward(self, forward: Forward, comes_back: bool, leaks: bool) -> None:
-        """Release the parameters. ``comes_back``: backward may need them. ``leaks``: they must stay, as outputs use them."""
+        """Release the parameters. ``comes_back``: backward may reach this forward. ``leaks``: outputs may alias them."""
         context, in_backward = self.unit.context, forward.in_backward
         outermost = not context.forwards
         is_group = isinstance(self.unit.module, ModuleGroup)
@@ -397,7 +398,7 @@ class UnitHooks:
             for needed in unit.needs if unit.context.runtime.streams is not None else ():
                 needed.handle.wait()  # another output of it, perhaps on another stream
             return
-        # Otherwise a forward that used only frozen parameters may come after all gradients, and needs their values.
+        # The backward of a forward that used only frozen parameters may still read their values.
         now = unit.graph.now
         if now is not None and now.state is COMPLETE and now.finished_in == task and unit.is_done_with_gradients:
             return
@@ -449,7 +450,7 @@ class UnitHooks:
         unit, backward, now = self.unit, self.unit.context.backward, self.unit.graph.now
         assert isinstance(backward, Backward)
         assert now is not None
-        # If it was not called: all ranks gather the next unit before they reduce this one.
+        # No gradient hook has prefetched: all ranks must issue the next all-gather before this reduction.
         if now.finish_at > 1:
             self.finish_previous()
         nodes = unit.handle.gradients.accumulators.nodes

@@ -33,8 +33,9 @@ The user may choose when a backward ends (``configure(manual_finalization=True)`
 order. Only the results wait, for a ``give`` that the user calls. A backward that reaches such a unit calls it first, and so
 ``.grad`` accumulates as ever. On an accelerator the end of a backward does not wait for the reduce stream then.
 
-If a rank waits for a reduction, no other rank may wait for an all-gather that this rank has yet to issue. So every rank
-completes a unit before it gathers the unit after the next one, even if it used none of the unit's parameters.
+[Note: Reductions and gathers]
+A rank must not block on a reduction before it has issued an all-gather that other ranks wait for. So every rank completes a
+unit before it gathers the unit after the next one, even if it used none of the unit's parameters.
 """
 
 from __future__ import annotations

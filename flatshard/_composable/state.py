@@ -89,7 +89,7 @@ class Unit:
             ranks.label.handle = weakref.ref(self.handle)
 
     def _make_room(self) -> None:
-        """Free memory of other units that this one needs. [Note: Static buffers]"""
+        """Free memory of other units that this one needs. unsharded.py, [Note: Static buffers]"""
         self.context.prefetcher.free_unused()
         for unit in made_units.values():  # that stay until the end of the backward, though their values are not needed
             if unit.is_over and unit.handle.gradients.accumulators.are_all:
@@ -403,9 +403,9 @@ class Context:
         for context in (self, other):
             context.settle()
             if context.forwards or context.backward is not None or context.reductions.is_deferring:
-                text = "in a forward or a backward, or have deferred gradients. Call it between two steps"
                 raise RuntimeError(
-                    f"fully_shard connects process groups, and sharded modules on one of them are {text}"
+                    "fully_shard was called in a step of modules whose process group it connects with another: they are in "
+                    "a forward or a backward, or have deferred gradients. Call it between two steps"
                 )
         units = [unit for unit in made_units.values() if unit.context is other]
         self.reductions.take_over(other.reductions, units)

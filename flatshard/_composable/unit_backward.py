@@ -21,7 +21,8 @@ States of a unit that the backward has come to:
 
 - TOUCHED         the backward has gathered it, ahead of time or for another unit.
 - AWAITING        the backward has reached it. The last gradient completes it.
-- IDLE            the same, but the graph task has no gradients for it, or no more. A unit before it completes it.
+- IDLE            the same, but the graph task has no gradients for it, or no more. It is complete
+                  when backward reaches a unit that ran before it in forward, or ends.
 - COMPLETE        all gradients have come.
 - COMPLETE_EARLY  it was idle. The backward may reach another forward of it in the same graph task, which needs its values.
 """
@@ -113,7 +114,7 @@ class UnitBackward(Generic[U]):
         self.finished_in = -1  # the graph task in which the unit was last completed
         self.lacks_some = False  # whether its graph lacks parameters: they are unused, or recomputed later
         self.last_forward: ForwardRecord[U] | None = None  # the last of its forwards that the backward has reached
-        # Forwards that it has reached and not left yet; only counted if some parameters are frozen. -1 if none was reached.
+        # Forwards that it has reached and, if some parameters are frozen, not left yet. -1 if none was reached.
         self.open_forwards = -1
 
     @property

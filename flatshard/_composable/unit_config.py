@@ -46,7 +46,7 @@ class UnitConfig:
     reshard_after_forward: bool | int | None = None
     prefetch_limit_bytes: int | None = None  # for unsharded parameters that were gathered ahead and are not in use yet
     layout: LayoutChoice = None
-    static_buffers: bool = False  # [Note: Static buffers]
+    static_buffers: bool = False  # unsharded.py, [Note: Static buffers]
     shard_mesh_fn: MeshChoice = None
     recompute: bool = False  # a feature reads it
 

@@ -301,7 +301,7 @@ class FlatParam:
     def convert(self, dtype: torch.dtype, device: torch.device) -> None:
         """Make new memory without values for another dtype or device: ``module.half()``, ``module.cuda()``.
 
-        Offsets stay the same, so a smaller dtype may have a smaller alignment than [Note: Alignment] says.
+        Offsets stay the same, so a smaller dtype may have a smaller alignment than layout_plan.py, [Note: Alignment] says.
         """
         self.kind = self.kind.converted(dtype, device, self.options)
         self.shard = self.shard_for(self.layout)
@@ -363,7 +363,7 @@ class FlatParam:
             return runtime.issued(Done())
         if runtime.capabilities.gathers_late and target.allocates_late:
             return runtime.all_gather(target.wire, shard, self.ranks.label, again, target.take)
-        fits = kept is None and self.kind.dtype is self.kind.compute_dtype
+        fits = kept is None and self.kind.dtype is self.kind.buffer_dtype
         as_it_is = fits and runtime.capabilities.out_of_place
         target.allocate(None if as_it_is else shard)
         sent, wire = shard if as_it_is else target.own, target.wire

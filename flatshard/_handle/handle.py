@@ -200,7 +200,7 @@ class FlatParamHandle:
         self._counted = [*self._params, *shard_params]  # an optimizer that steps the latter changes their versions only
         # The shards are what modules compute with: unshard and reshard do nothing.
         self.never_gathers = not self.memory.flats
-        # Whether units share the memory that they gather into. [Note: Static buffers]
+        # Whether units share the memory that they gather into. unsharded.py, [Note: Static buffers]
         self.has_static_buffers = self.ranks.pool is not None and not self.never_gathers
         # Whether other ranks hold the same shard of some parameters.
         self.has_replicas = any([p.replicas is not None for p in self.all_ranks])
@@ -274,7 +274,7 @@ class FlatParamHandle:
         if self.on_meta:
             check_has_memory([self], "unshard")
         runtime = self.runtime
-        exactly |= runtime.collectives.exact  # a source has kept values that were gathered over this runtime, too
+        exactly |= runtime.collectives.exact  # kept shards came from the same collectives
         if memory.flats:
             if self.has_static_buffers and memory.is_blocked:
                 self._make_room()
@@ -301,9 +301,9 @@ class FlatParamHandle:
         self.memory.make_room()
         if self.memory.is_blocked:
             raise RuntimeError(
-                f"unit {self.fqn or '<root>'!r} needs the static buffer that another unit is using, and that its own "
-                "graph refers to: units that ran forward one after the other now run backward at the same time. Reshard "
-                "the other unit first, or call fully_shard with static_buffers=False and collectives without allocate()"
+                f"unit {self.fqn or '<root>'!r} shares a static buffer with another unit, and this backward needs both at "
+                "once: buffers were assigned when they ran forward one after the other. Reshard the other unit first, or "
+                "call fully_shard with static_buffers=False and collectives without allocate()"
             )
 
     def wait(self) -> None:
@@ -335,7 +335,7 @@ class FlatParamHandle:
     def reshard(self, until: object = None) -> None:
         """Free the unsharded parameters, after an all-gather in flight has ended.
 
-        ``until``: if a backward may gather them ``again``, an object that lives as long as that backward is possible.
+        ``until``: while this object lives, shards may be kept for the gather of a backward. None: there is no such backward.
         """
         if self.state is ParamState.SHARDED:
             return

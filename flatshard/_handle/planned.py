@@ -36,7 +36,7 @@ class Kind:
 
     dtype: torch.dtype  # of the shard
     device: torch.device
-    compute_dtype: torch.dtype  # of the unsharded buffer
+    buffer_dtype: torch.dtype  # of the unsharded buffer: that of computation, or of encoded values
     compute_device: torch.device
     home: torch.device  # where the shard belongs: on the host under CPU offload, else on the compute device
     is_offloaded: bool  # the shard is on the host
@@ -44,7 +44,7 @@ class Kind:
     @classmethod
     def of(cls, dtype: torch.dtype, device: torch.device, options: FlatOptions, runtime: Runtime) -> Kind:
         """Return the kind of a flat parameter that ``fully_shard`` makes of parameters of ``dtype`` on ``device``."""
-        # Parameters on meta that are filled later compute on the runtime's device. [Note: Filled later]
+        # Parameters on meta that are filled later compute on the runtime's device. filled_later.py, [Note: Filled later]
         compute_device = runtime.device if device.type == "meta" else device
         home = runtime.host if options.offload and runtime.host is not None else compute_device
         at = home if device == compute_device else device
@@ -66,13 +66,13 @@ class Kind:
 
     @property
     def is_on_meta(self) -> bool:
-        """Whether the parameters have no memory yet. [Note: Filled later]"""
+        """Whether the parameters have no memory yet. filled_later.py, [Note: Filled later]"""
         return self.device.type == "meta" and self.compute_device.type != "meta"
 
     @property
     def is_one(self) -> bool:
         """Whether modules can compute with the shard as it is."""
-        return self.compute_dtype is self.dtype and self.compute_device == self.device and not self.is_offloaded
+        return self.buffer_dtype is self.dtype and self.compute_device == self.device and not self.is_offloaded
 
 
 Groups = tuple[dist.ProcessGroup, dist.ProcessGroup | None]

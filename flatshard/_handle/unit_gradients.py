@@ -54,7 +54,7 @@ class Accumulators:
         """Make autograd accumulate gradients on the stream of the forward that starts now.
 
         An AccumulateGrad node accumulates on the stream that it was made on, and that stream joins the others at the end of
-        backward. While another stream is captured into a CUDA graph, this would be an error. [Note: CUDA graphs]
+        backward. While another stream is captured into a CUDA graph, this would be an error. streams.py, [Note: CUDA graphs]
         """
         if self.streams != {self._runtime.current_stream}:
             self.nodes.clear()  # drop the old nodes, otherwise autograd would return them again
@@ -84,7 +84,7 @@ def _on_its_stream(method: Callable[Concatenate[UnitGradients, P], R]) -> Callab
 class GradientStream:
     """The stream that works on a unit's gradients, from the first of them to the end of the reduction.
 
-    All memory that is allocated for them belongs to it. [Note: Memory follows the streams]
+    All memory that is allocated for them belongs to it. streams.py, [Note: Memory follows the streams]
     """
 
     __slots__ = ("current",)

@@ -59,7 +59,7 @@ class UnitRanks:
     norms: (
         RankGroup | None
     )  # the ranks over which norms of plain gradients are taken; None if this rank has all of them
-    pool: Pool | None  # allocates memory that collectives read and write. [Note: Static buffers]
+    pool: Pool | None  # allocates memory that collectives read and write. unsharded.py, [Note: Static buffers]
     size: int  # the number of ranks that have the parameters
     label: Label  # the unit, for collectives and errors
     averaging: Averaging  # the unit's

@@ -260,7 +260,7 @@ class UnshardedBuffer:
         if self.is_alias:
             self._point_at(shard)
             return
-        own = FlatBuffer(torch.empty(numel, dtype=kind.compute_dtype, device=kind.compute_device))
+        own = FlatBuffer(torch.empty(numel, dtype=kind.buffer_dtype, device=kind.compute_device))
         self._point_at(own.flat)
         own.free()
         if self._pool is None:

@@ -282,7 +282,7 @@ def _check_digests(digests: Sequence[str]) -> None:
 
 
 class _Loading:
-    """The load of one rank. [Note: Nothing is changed by a failed load]"""
+    """The load of one rank. _entries.py, [Note: Nothing is changed by a failed load]"""
 
     def __init__(self, path: Path, is_first: bool, strict: bool, verify: bool, report: Report | None) -> None:
         from flatshard.checkpoint import _reader

@@ -183,7 +183,7 @@ class _Load:
             ids = range(number, number + len(held))
             number = ids.stop
             options = self._saved_options([param for params in held for param in params])
-            groups.append({**given, **options, "params": list(ids)})  # [Note: Options of groups]
+            groups.append({**given, **options, "params": list(ids)})  # optimizers.py, [Note: Options of groups]
             for i, stepped, params in zip(ids, given["params"], held, strict=True):
                 saved = [param for param in params if param.fqn in self.values]
                 if saved and not steps_elsewhere(optimizer, stepped):

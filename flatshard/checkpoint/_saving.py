@@ -39,7 +39,7 @@ def plan_payloads() -> Payloads:
 class Saving:
     """The save of one rank.
 
-    Rank 0 writes the metadata for all ranks while their disks work: [Note: The disk writes meanwhile].
+    Rank 0 writes the metadata for all ranks while their disks work: _disk.py, [Note: The disk writes meanwhile].
 
     [Note: A plan is kept]
     The plan of a save follows from each rank's own plan: names, shapes, boxes. In a job that saves every hour these stay the

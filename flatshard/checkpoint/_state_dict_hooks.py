@@ -148,7 +148,7 @@ def _after_state_dict(module: nn.Module, destination: dict[str, Any], prefix: st
 
 
 def _full_values(destination: dict[str, Any], request: Request) -> dict[int, torch.Tensor]:
-    """Return the full values of all parameters by id. [Note: Full state for the standard helpers]
+    """Return the full values of all parameters by id. _standard_helpers.py, [Note: Full state for the standard helpers]
 
     They are gathered together, for the hooks of several modules. An attribute of the dict keeps them as long as it lives.
     """

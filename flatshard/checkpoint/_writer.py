@@ -1,7 +1,7 @@
 """Writing the files of ``torch.distributed.checkpoint`` at the speed of the disk.
 
 Any reader of torch's reads them. Each rank writes one file. The metadata of an entry has the place and the sums of the
-tensor's own bytes, which torch's reader ignores. [Note: Memory as it is]
+tensor's own bytes, which torch's reader ignores. _container.py, [Note: Memory as it is]
 """
 
 from __future__ import annotations

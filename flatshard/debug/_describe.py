@@ -218,7 +218,7 @@ def _describe(unit: Unit) -> UnitDescription:
             tuple(info.fqn for info in f.layout.params),
             tuple(info.shape for info in f.layout.params),
             f.kind.dtype,
-            f.kind.compute_dtype,
+            f.kind.buffer_dtype,
             grads.dtypes.of_all,
             grads.dtypes.reduce,
             any(p.requires_grad for p in f.params),

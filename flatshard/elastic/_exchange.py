@@ -63,7 +63,7 @@ class Channel:
         self.sent = 0  # bytes of tensors that this rank has sent
 
     def objects(self, value: Any) -> list[Any]:
-        """Return the value of each rank, by rank. [Note: Nothing from another rank is executed]"""
+        """Return the value of each rank, by rank. payloads.py, [Note: Nothing from another rank is executed]"""
         if self.size == 1:
             return [value]
         data = torch.frombuffer(bytearray(PLAIN.encode(value).encode()), dtype=torch.uint8)

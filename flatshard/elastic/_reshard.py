@@ -309,7 +309,7 @@ class Move:
         return torch.empty(part.numel, dtype=value.dtype, device=self._job.flat(at).kind.device)
 
     def _fill(self, number: int, targets: dict[tuple[ParamAt, Any], torch.Tensor]) -> None:
-        """Fill ``targets`` from all ranks. Called on all. [Note: As few bytes as the two layouts allow]"""
+        """Fill ``targets`` from all ranks. Called on all. _exchange.py, [Note: As few bytes as the two layouts allow]"""
         manifest, me = self.manifest, self._channel.rank
         holders: list[list[int]] = []
         count = max((layout.world_size for layout in manifest.layouts[number]), default=1)

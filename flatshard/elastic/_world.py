@@ -78,7 +78,7 @@ class World:
             raise RuntimeError("elastic.World makes the default process group itself: leave out init_process_group()")
         self._store = dist.PrefixStore("flatshard/elastic", store)  # type: ignore[attr-defined]
         self.timeout, self._backend = timeout, backend
-        self._socket = socket.socket()  # [Note: Dead or slow]
+        self._socket = socket.socket()  # _epochs.py, [Note: Dead or slow]
         self._socket.bind(("", 0))
         self._socket.listen(1024)
         self._socket.setblocking(False)

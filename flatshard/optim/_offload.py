@@ -7,7 +7,7 @@ copies of its options from before the step, and in the last turn the inner optim
 after one step.
 
 This equals a single step if the optimizer treats parameters one by one, and keeps everything in its state and its options.
-Optimizers of unknown classes are tried: [Note: Trials of optimizers].
+Optimizers of unknown classes are tried: _trial.py, [Note: Trials of optimizers].
 """
 
 from __future__ import annotations

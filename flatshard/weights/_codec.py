@@ -123,7 +123,7 @@ def sections(payload: memoryview, cells: Sequence[tuple[int, torch.dtype]]) -> I
     """Yield the sections of a payload. ``cells``: the number of elements and the dtype of each.
 
     Raises:
-        ValueError: the payload does not fit these cells. [Note: What anybody may send]
+        ValueError: the payload does not fit these cells. _messages.py, [Note: What anybody may send]
     """
     start = 0
     while start < len(payload):

@@ -324,7 +324,7 @@ class Receiver:
         """Return the sender with the cells that it lists.
 
         Raises:
-            ValueError: no sender lists them. [Note: What anybody may send]
+            ValueError: no sender lists them. _messages.py, [Note: What anybody may send]
         """
         asked = [_cells.Asked(name, tuple(start), tuple(shape), dtype) for name, start, shape, dtype in head["asked"]]
         try:

@@ -149,7 +149,7 @@ def test_a_unit_whose_memory_is_taken_gets_other_memory_unless_its_graph_has_vie
     model = static(net())
     loss = model(torch.randn(2, 10)).sum()
     flatshard.unshard(model.blocks[0])
-    message = r"unit 'blocks.2' needs the static buffer that another unit is using, and that"
+    message = r"unit 'blocks.2' shares a static buffer with another unit, and this backward"
     with pytest.raises(RuntimeError, match=message):
         flatshard.unshard(model.blocks[2])
     flatshard.reshard(model.blocks[0])

@@ -29,7 +29,7 @@ def flats_of(label: Label) -> Flats:
     """Return the flat parameters of a unit. Their number and layout may differ between ranks that have the same label."""
     handle: FlatParamHandle | None = label.handle()
     return [
-        (str(b.kind.compute_dtype), b.layout.shard_numel, [(i.fqn, list(i.shape)) for i in b.layout.params])
+        (str(b.kind.buffer_dtype), b.layout.shard_numel, [(i.fqn, list(i.shape)) for i in b.layout.params])
         for b in (() if handle is None else handle.flats)
         if b.ranks.label is label
     ]

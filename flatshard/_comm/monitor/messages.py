@@ -34,7 +34,7 @@ def name_of(group: dist.ProcessGroup) -> str:
 
 
 def interrupt(group: dist.ProcessGroup) -> None:
-    """End every wait on a gloo group, on all ranks. [Note: Interrupting gloo]"""
+    """End every wait on a gloo group, on all ranks. watch.py, [Note: Interrupting gloo]"""
     for step in range(1, group.size()):
         try:
             never = group.recv([torch.empty(1, device="cpu")], (group.rank() + step) % group.size(), _INTERRUPT_TAG)

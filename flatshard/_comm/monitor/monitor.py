@@ -211,7 +211,7 @@ def _summary(label: Label) -> tuple[str, bytes]:
     """
     handle: FlatParamHandle | None = label.handle()
     flats = [b for b in (() if handle is None else handle.flats) if b.ranks.label is label]
-    cut = str([(str(b.kind.compute_dtype), b.layout.shard_numel) for b in flats])
+    cut = str([(str(b.kind.buffer_dtype), b.layout.shard_numel) for b in flats])
     starts = [b.initial_values.hash() for b in flats]
     if None in starts or not starts:
         return cut, bytes(_HASH)

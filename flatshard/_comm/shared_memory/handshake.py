@@ -1,4 +1,4 @@
-"""Ranks of a group map each other's segments, and begin their collectives then. [Note: The handshake]"""
+"""Ranks of a group map each other's segments, and begin their collectives then. shared_memory, [Note: The handshake]"""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ Combine = Callable[[Sequence[torch.Tensor]], object]
 """Is called with the payloads of all ranks, in rank order."""
 
 _HEADER = 3  # numbers in a header: the start of the block; of its payload, or minus the tag of its message; bytes
-_FIRST_TAG, _TAGS = RESERVED + 8, 2**15  # of payloads that are sent by gloo: [Note: No room]
+_FIRST_TAG, _TAGS = RESERVED + 8, 2**15  # of payloads that are sent by gloo: shared_memory, [Note: No room]
 _CURE = "FLATSHARD_SHARED_MEMORY=0 on all ranks sends everything by gloo"
 
 
@@ -29,10 +29,10 @@ class SharedMemory:
     """The shared memory of the ranks of one process group, for one of them."""
 
     def __init__(self, rank: int, size: int, send: SendMessages) -> None:
-        """Begin to share memory among ``size`` ranks. [Note: The handshake]"""
+        """Begin to share memory among ``size`` ranks. shared_memory, [Note: The handshake]"""
         self.rank, self.size = rank, size
         self.handshake = Handshake(rank, size, send)
-        # Payloads that there was no memory for: [Note: No room]
+        # Payloads that there was no memory for: shared_memory, [Note: No room]
         self._tags = itertools.cycle(range(_FIRST_TAG, _FIRST_TAG + _TAGS))
         self._messages: list[tuple[Block, Pending]] = []
 
@@ -76,7 +76,7 @@ class SharedMemory:
         return Reading(works, sent[self.rank], received, self.handshake, send, receive, combine or place)
 
     def _write(self, send: SendMessages, sent: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
-        """Write ``sent`` to the segment, unless it lies there: [Note: What is copied before it is sent]
+        """Write ``sent`` to the segment, unless it lies there: shared_memory, [Note: What is copied before it is sent]
 
         Returns a header for each reader.
         """
@@ -100,7 +100,7 @@ class SharedMemory:
         return {k: torch.tensor([block.start, starts[k], nbytes], device="cpu") for k in readers}
 
     def _send_by_gloo(self, send: SendMessages, sent: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
-        """Send copies of ``sent`` by gloo. Returns a header for each reader. [Note: No room]"""
+        """Send copies of ``sent`` by gloo. Returns a header for each reader. shared_memory, [Note: No room]"""
         own, headers = self.handshake.own, {}
         assert own is not None
         for block, message in [each for each in self._messages if own.is_read(each[0])]:
@@ -185,7 +185,7 @@ class Reading:
         return payload
 
     def _receive_by_gloo(self, rank: int, tag: int) -> torch.Tensor:
-        """Receive a payload that ``rank`` had no shared memory for. [Note: No room]"""
+        """Receive a payload that ``rank`` had no shared memory for. shared_memory, [Note: No room]"""
         if rank not in self._messages:
             payload = self._receive(rank)
             self._messages[rank] = payload, self._send([], [(payload, rank)], tag)

@@ -124,7 +124,7 @@ class Segment:
                 trace.logger.debug("the system takes no shared memory back: %s", e)
 
     def release_unused(self) -> None:
-        """Return memory that is not in use. [Note: The size of a segment]"""
+        """Return memory that is not in use. shared_memory, [Note: The size of a segment]"""
         self._drop_read_blocks()
         self._kept, self._before, self._top = min(self._before, self._top), self._top, 0
         for start, stop in self._gaps():

@@ -66,7 +66,9 @@ class Materialization:
             _check_callable(param_init_fn)
         owned = [o.param for unit in units for o in unit.owned]
         on_meta = bool(owned) and all(p.is_meta and not is_wrapper(p) for p in owned)
-        self._stays = on_meta and not (at_once or syncs or param_init_fn is not None)  # [Note: Filled later]
+        self._stays = on_meta and not (
+            at_once or syncs or param_init_fn is not None
+        )  # filled_later.py, [Note: Filled later]
         # Found here, because the owner of a shared parameter initialises modules of other units that it is registered in.
         self._was_meta = {u.module for u in units if any([self._on_meta(m) for m in u.holders])}
         # Tensors that nothing can initialise. Tensors that an initialiser leaves out are found later.

@@ -52,7 +52,7 @@ class EncodedBuffer(UnshardedBuffer):
         self.allocates_late = False  # shards are encoded into the storage
 
     def _make_param(self, index: int, param: nn.Parameter, device: torch.device) -> nn.Parameter:
-        data = torch.empty(self._layout.params[index].shape, dtype=self._of.kind.compute_dtype, device=device)
+        data = torch.empty(self._layout.params[index].shape, dtype=self._of.kind.buffer_dtype, device=device)
         compute = nn.Parameter(self._decoded(index, data, torch.ones((), device=device)), param.requires_grad)
         for name, value in param.__dict__.items():
             compute.__dict__.setdefault(name, value)
@@ -187,7 +187,7 @@ class Scales:
             of_ranks[rank].copy_(own)
             self._runtime.exact.all_gather(found, of_ranks[rank], self._label).wait()
             for flat, largest in zip(flats, torch.split(of_ranks.amax(0), sizes), strict=True):
-                flat.unsharded.scales.copy_(scale_of(largest, flat.kind.compute_dtype))
+                flat.unsharded.scales.copy_(scale_of(largest, flat.kind.buffer_dtype))
                 flat.scaled_at = flat.version
 
 

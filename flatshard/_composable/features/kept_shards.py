@@ -94,7 +94,7 @@ class KeptCasts(KeptShards):
     """
 
     def part(self, flat: FlatParam) -> torch.Tensor | None:
-        is_cast, runtime = flat.kind.compute_dtype is not flat.kind.dtype, flat.ranks.runtime
+        is_cast, runtime = flat.kind.buffer_dtype is not flat.kind.dtype, flat.ranks.runtime
         return flat.unsharded.own if is_cast and runtime is runtime.exact else None
 
     def verb(self, flat: FlatParam) -> str:

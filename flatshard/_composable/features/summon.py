@@ -297,7 +297,7 @@ class _Summoned(Claim):
 
 def _is_mixed_precision(unit: Unit) -> bool:
     """Return whether the unsharded parameters differ from the user's in dtype."""
-    return any([b.kind.compute_dtype is not b.kind.dtype for b in unit.handle.flats])
+    return any([b.kind.buffer_dtype is not b.kind.dtype for b in unit.handle.flats])
 
 
 def _check_may_enter(unit: Unit, arguments: dict[str, bool]) -> None:

@@ -81,7 +81,7 @@ class WholeParameters:
         """
         copies = {}
         for flat in self._handle.flats:
-            if flat.kind.compute_dtype is not flat.kind.dtype or self._handle.is_sharded:
+            if flat.kind.buffer_dtype is not flat.kind.dtype or self._handle.is_sharded:
                 whole = gather_full_precision(flat)
             else:
                 whole = [_copy(c, w, device) for c, w in zip(flat.unsharded.params, flat.wrappings, strict=True)]

@@ -326,7 +326,7 @@ REFUSED: Handler = _refused
 
 
 def counted(part: torch.Tensor) -> list[torch.Tensor]:
-    """Return the elements of ``part`` that this rank counts, in pieces. [Note: Norms over two meshes]"""
+    """Return the elements of ``part`` that this rank counts, in pieces. tensor_parallel.py, [Note: Norms over two meshes]"""
     elsewhere = part._flatshard_info.elsewhere  # type: ignore[attr-defined]
     if not elsewhere:
         return [part]

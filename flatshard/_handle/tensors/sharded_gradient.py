@@ -133,7 +133,7 @@ class GradSlices:
                 grads[index] = pieces[piece]
             for index, shape, stride in self._by_rows:
                 grads[index] = grads[index].as_strided(shape, stride)
-        if self._dtypes is not None:  # [Note: The dtype of a gradient]
+        if self._dtypes is not None:  # grad_dtype.py, [Note: The dtype of a gradient]
             grads = [g if g.dtype is dtype else g.to(dtype) for g, dtype in zip(grads, self._dtypes, strict=True)]
         if self._infos:
             retype([grads[index] for index in self._marked], ShardedGradient, "_flatshard_info", self._infos)
@@ -173,7 +173,7 @@ _runtime = operator.attrgetter("_flatshard_info.runtime")
 
 
 def _elsewhere(grad: torch.Tensor) -> tuple[tuple[int, int], ...]:
-    """Ranges of this rank's shard that another rank counts in norms. [Note: Norms over two meshes]"""
+    """Ranges of this rank's shard that another rank counts in norms. tensor_parallel.py, [Note: Norms over two meshes]"""
     return grad._flatshard_info.elsewhere if isinstance(grad, ShardTensor) else ()
 
 

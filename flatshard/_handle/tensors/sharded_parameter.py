@@ -68,7 +68,7 @@ _plain_detach: Any = torch.Tensor.detach
 
 
 class Filling(Protocol):
-    """A feature that gives a flat parameter memory and values after ``fully_shard``. [Note: Filled later]"""
+    """A feature that gives a flat parameter memory and values after ``fully_shard``. filled_later.py, [Note: Filled later]"""
 
     @property
     def unit(self) -> str:
@@ -107,12 +107,12 @@ _flat_params: weakref.WeakValueDictionary[int, OwnFlatParam] = (
     weakref.WeakValueDictionary()
 )  # by the sharded parameter's id
 # By the id of its `__dict__`, which the unsharded parameter in modules shares. It also gives each parameter a weak reference,
-# against `swap_tensors`: see [Note: Looking only after a change].
+# against `swap_tensors`: see changes.py, [Note: Looking only after a change].
 _by_attributes: weakref.WeakValueDictionary[int, ShardedParameter] = weakref.WeakValueDictionary()
 
 
 def _filled_or_drawn(name: str) -> Any:
-    """Make the method ``name``, which draws random numbers. [Note: Filled later]"""
+    """Make the method ``name``, which draws random numbers. filled_later.py, [Note: Filled later]"""
     method = getattr(torch.Tensor, name)
 
     @functools.wraps(method)
@@ -133,7 +133,9 @@ def _is_part(param: ShardedParameter) -> bool:
     if info.runtime is None or info.is_whole:
         return False
     flat = _flat_params.get(id(param))
-    return flat is None or flat.filling is None or not flat.filling.shows(param)  # [Note: Filled later]
+    return (
+        flat is None or flat.filling is None or not flat.filling.shows(param)
+    )  # filled_later.py, [Note: Filled later]
 
 
 _NOT_RECORDED = OperationKind.DIMENSIONS, OperationKind.SIZE
@@ -220,7 +222,7 @@ class ShardedParameter(nn.Parameter):
     # A property of C functions for reads, which optimizers do in every step.
     grad = property(plain_grad.__get__, _set_grad, plain_grad.__delete__)
 
-    # [Note: Looking only after a change], [Note: Changes by .data]
+    # changes.py, [Note: Looking only after a change], [Note: Changes by .data]
 
     def _set_data(self, data: torch.Tensor) -> None:
         if not _is_same(self, data):  # module.to() may assign the same memory
@@ -248,7 +250,7 @@ class ShardedParameter(nn.Parameter):
         plain_grad_dtype.__set__(self, dtype)
         changes.note()
 
-    grad_dtype = property(plain_grad_dtype.__get__, _set_grad_dtype)  # [Note: The dtype of a gradient]
+    grad_dtype = property(plain_grad_dtype.__get__, _set_grad_dtype)  # grad_dtype.py, [Note: The dtype of a gradient]
 
     def requires_grad_(self, requires_grad: bool = True) -> Self:
         """Change ``requires_grad``, as in torch."""
@@ -377,7 +379,7 @@ _torch_optimizer._foreach_supported_types.append(ShardedParameter)
 def handle_to_empty(param: ShardedParameter, caller: Caller, new: torch.Tensor) -> bool:
     """Allocate the shard of ``param`` on meta and return True, if ``module.to_empty()`` gives it the memory ``new``.
 
-    It is filled afterwards: [Note: Filled later].
+    It is filled afterwards: filled_later.py, [Note: Filled later].
 
     Raises:
         RuntimeError: ``param`` has its values, which would be lost.
