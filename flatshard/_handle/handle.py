@@ -274,7 +274,7 @@ class FlatParamHandle:
         if self.on_meta:
             check_has_memory([self], "unshard")
         runtime = self.runtime
-        exactly |= runtime.collectives.exact  # kept shards came from the same collectives
+        is_exact = exactly or runtime.collectives.exact  # also of kept shards: they came from the same collectives
         if memory.flats:
             if self.has_static_buffers and memory.is_blocked:
                 self._make_room()
@@ -283,16 +283,16 @@ class FlatParamHandle:
                 trace.event(self.ranks.gather_verb, self.fqn)
             try:
                 if runtime.streams is None and not trace.is_profiling():
-                    memory.gather(runtime, exactly, again, instead)
+                    memory.gather(runtime, is_exact, again, instead)
                 else:
                     with trace.labelled("all_gather", self.fqn, runtime.gathering()):
-                        memory.gather(runtime, exactly, again, instead)
+                        memory.gather(runtime, is_exact, again, instead)
             except Exception as e:
                 runtime.fail("all-gather", self.fqn, e)
         if again:
             for flat in memory.flats:
                 flat.unsharded.close()
-        self.stamp = UnshardedStamp(self.version(), by, exactly, again)
+        self.stamp = UnshardedStamp(self.version(), by, is_exact, again)
         self.state = PARAM_TRANSITIONS.get((self.state, "unshard")) or refuse(
             "unshard", "parameters", self.fqn, self.state
         )
