@@ -38,6 +38,7 @@ TIMEOUT = 400.0
 """Seconds after which a mutant's tests count as hanging. Most of them end earlier by limits of their own."""
 PRELOAD = "torch torch.distributed torch._dynamo torch.distributed.checkpoint torch.distributed.fsdp pytest expecttest"
 _TEST = re.compile(r"[^\s\[]+(?:\[[^]]*\])?\*?")  # a case's name may have spaces
+_FAILED = re.compile(r"^(?:FAILED|ERROR) (test/.+?)(?: - .*)?$", re.MULTILINE)
 COPIED = ("flatshard", "test", "benchmarks", "pyproject.toml")
 
 
@@ -196,7 +197,7 @@ def _judge(code: int | None, output: str) -> tuple[str, str]:
         return "killed", "timeout"
     if gone := re.search(r"ERROR: (?:not found|file or directory not found): (.+)", output):
         return "no such test", gone[1]
-    failed = re.search(r"^(?:FAILED|ERROR) (test/.+?)(?: - .*)?$", output, re.MULTILINE)
+    failed = _FAILED.search(output)
     return {0: "survived", 5: "no such test"}.get(code, "killed"), failed[1] if failed else f"exit code {code}"
 
 
@@ -230,8 +231,12 @@ def _work(mutants: list[Mutant], results: Path, parent: int) -> None:
             print(f"{what:9} {took:6.1f} s  {mutant}  {test}", flush=True)
             killers |= {test} if what == "killed" and "::" in test else set()
         for tests in _apart(sorted(killers)):
-            if (found := _run(where, tests, [], parent))[0]:
-                print(f"These tests fail without a mutant, too (or took {TIMEOUT:g} s):\n{found[1]}")
+            failed = set(_FAILED.findall(_run(where, tests, [], parent)[1]))
+            for test in sorted(
+                failed
+            ):  # alone: a test before it may have run a backward in the process that forks ranks
+                if (found := _run(where, [test], [], parent))[0]:
+                    print(f"This test fails without a mutant, too (or took {TIMEOUT:g} s):\n{found[1]}")
 
 
 def _read(results: Path) -> dict[str, list[Any]]:
