@@ -33,7 +33,7 @@ BEGIN = """\
 # flatshard's public names
 
 Written by `python benchmarks/api_page.py > flatshard/docs/api.md` from the docstrings. [README.md](../../README.md) is the
-way in. [changelog.md](changelog.md) has old names.
+way in, [index.md](index.md) lists the pages, and [changelog.md](changelog.md) has old names.
 
 A test runs each example, on four ranks. `Block`, `model` and `optimizer` are those of README's quick start. Where an example
 calls `fully_shard`, `plan_step` or `fit_to_memory`, `model` is not sharded yet. In all others it is, and has been trained for

@@ -181,9 +181,9 @@ def test_bytes_of_copies(strategy: str, ranks: int):
 
 
 def test_the_recipe():
-    """README's recipe runs on four processes, the first of which is killed."""
-    readme = (Path(__file__).parents[2] / "README.md").read_text()
-    code = readme.partition("<!-- recipe: A rank dies -->\n```python\n")[2].partition("```")[0]
+    """The recipe of ``docs/elastic.md`` runs on four processes, the first of which is killed."""
+    page = (Path(__file__).parents[2] / "flatshard" / "docs" / "elastic.md").read_text()
+    code = page.partition("<!-- recipe: A rank dies -->\n```python\n")[2].partition("```")[0]
     with processes(Plan(4, recipe=code.replace("range(1000)", "range(5)"))) as job:
         job.read()
     ends = [each.end[0] for each in job.outcomes if each.end is not None]

@@ -1,8 +1,9 @@
-"""The README: every example runs, its figures are those of the results, and its tables name what exists.
+"""The README and the pages of ``flatshard/docs``: examples run, figures are those of the results, tables name what exists.
 
-So do the tables of ``flatshard/docs/migration.md``. Its recipes for clients are run in ``integrations``.
+Recipes for clients are run in ``integrations``, and the API page's examples in ``test_api_page``.
 """
 
+import ast
 import inspect
 import json
 import os
@@ -28,22 +29,37 @@ from flatshard._handle.tensors.operations import OperationKind
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 INSIDE = (ROOT / "flatshard" / "README.md").read_text()
-MIGRATION = (ROOT / "flatshard" / "docs" / "migration.md").read_text()
+BENCHMARKS = (ROOT / "benchmarks" / "README.md").read_text()
+DOCS = ROOT / "flatshard" / "docs"
+WRITTEN = ("api.md", "changelog.md")  # the first from docstrings; old names in the second do not exist any more
+PAGES = {ROOT / "README.md": README} | {
+    path: path.read_text() for path in sorted(DOCS.glob("*.md")) if path.name not in WRITTEN
+}
+MIGRATION, TROUBLESHOOTING = PAGES[DOCS / "migration.md"], PAGES[DOCS / "troubleshooting.md"]
 
 
-def marked(kind: str) -> dict[str, str]:
-    """The Python blocks that follow ``<!-- kind: name -->``, by name."""
-    return dict(re.findall(rf"<!-- {kind}: ([^\n]*) -->\n```python\n(.*?)```", README, re.DOTALL))
+def marked(kind: str, language: str = "python") -> dict[str, str]:
+    """The blocks that follow ``<!-- kind: name -->`` on any page, by name."""
+    found = re.findall(rf"<!-- {kind}: ([^\n]*) -->\n```{language}\n(.*?)```", "\n".join(PAGES.values()), re.DOTALL)
+    names = [name for name, _ in found]
+    assert len(set(names)) == len(names), names
+    return dict(found)
+
+
+def after(diff: str) -> str:
+    return "".join(line[1:] for line in diff.splitlines(keepends=True) if not line.startswith("-"))
 
 
 EXAMPLES = marked("example")
-RECIPES = marked("recipe")
+RECIPES = marked("recipe") | {name: after(diff) for name, diff in marked("diff", "diff").items()}
+OUTPUTS = marked("output", "")
 
 
 def test_every_python_block_is_run():
-    at_the_top = 1
-    blocks = len(re.findall("```python", README))
-    assert blocks == len(EXAMPLES) + len(RECIPES) + at_the_top
+    at_the_top, in_migration = 1, 2  # code of a user's own model
+    blocks = sum(text.count("```python") for text in PAGES.values())
+    assert blocks == len(EXAMPLES) + len(marked("recipe")) + at_the_top + in_migration
+    assert MIGRATION.count("```python") == in_migration
     assert marked("part of")["quickstart"].strip() in EXAMPLES["quickstart"]
 
 
@@ -83,12 +99,18 @@ def test_the_quick_start_as_a_script(tmp_path):
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(run, env=environment, capture_output=True, text=True, timeout=220)
     assert done.returncode == 0, done.stderr
-    shown = iter(done.stdout.splitlines())
-    (expected,) = re.findall(r"<!-- output: quickstart -->\n```\n(.*?)```", README, re.DOTALL)
-    for line in expected.splitlines():  # in this order, and more between them
+    check_output("quickstart", done.stdout)
+    losses = [float(line.split()[-1]) for line in done.stdout.splitlines() if line.startswith("step")]
+    assert losses == sorted(losses, reverse=True)
+
+
+def check_output(name: str, printed: str) -> None:
+    """The page's lines are in ``printed``, in this order, and more between them."""
+    shown = iter(printed.splitlines())
+    for line in OUTPUTS[name].splitlines():
         if line.startswith("step"):  # rounding differs between machines
             line = re.escape(line[:-3]) + r"\d\d\d"
-        assert line == "..." or any(re.fullmatch(line, each) or line == each for each in shown), (line, done.stdout)
+        assert line == "..." or any(re.fullmatch(line, each) or line == each for each in shown), (line, printed)
 
 
 def the_quick_starts_model() -> dict[str, Any]:
@@ -135,6 +157,10 @@ def run_recipe(ctx, name: str, directory: str) -> None:
     if name == "checkpoint":
         assert names["step"] == 1
         assert {n: tuple(t.shape) for n, t in names["whole"].items()} == {n: tuple(p.shape) for n, p in plain.items()}
+    if name == "describe" and ctx.rank == 0:
+        check_output(name, str(names["shown"]))
+    if name == "from FSDP2":
+        assert tuple(names["weight"].shape) == (10, 64)
     if name == "pretrained":
         values = flatshard.checkpoint.full_state_dict(model)
         assert all(torch.equal(value, before[n]) for n, value in values.items())
@@ -174,20 +200,28 @@ def test_recipe(pool, two_ranks, tmp_path, name: str):
 # -- tables ------------------------------------------------------------------------------------------------------------
 
 
-def rows_under(title: str, page: str = README) -> list[list[str]]:
-    section = page.split(f"\n## {title}\n")[1].split("\n## ")[0] if title else page.split("\n## ")[0]
+def rows_under(title: str, page: str) -> list[list[str]]:
+    section = page.split(f"\n## {title}\n")[1].split("\n## ")[0]
     rows = [line.strip("|").split("|") for line in section.splitlines() if line.startswith("|")]
     return [[cell.strip() for cell in row] for row in rows[2:]]
 
 
-@pytest.mark.parametrize("results", ["quick.json", "torch-2.15/quick.json"])
-def test_the_figures_are_those_of_the_results(results: str):
-    """The first row is exact; the others are the least and the most, over FSDP2's."""
+@pytest.mark.parametrize(
+    ("results", "section", "page"),
+    [
+        ("quick.json", "In short", BENCHMARKS),
+        ("torch-2.15/quick.json", "In short", BENCHMARKS),
+        ("torch-2.15/quick.json", "Comparison", README),
+    ],
+    ids=["torch-2.13", "torch-2.15", "readme"],
+)
+def test_the_figures_are_those_of_the_results(results: str, section: str, page: str):
+    """The first row is exact; the others are the least and the most, over FSDP2's. In the README all are exact."""
     tables = json.loads((ROOT / "benchmarks" / "results" / results).read_text())["tables"]
     figures = {
         t["name"]: {who: row["fp32"]["value"] for who, row in t["rows"].items() if "fp32" in row} for t in tables
     }
-    for name, row in zip(("copied_bytes", "host_overhead", "step_time"), rows_under(""), strict=True):
+    for name, row in zip(("copied_bytes", "host_overhead", "step_time"), rows_under(section, page), strict=True):
         of = figures[name] | {"floor": figures[name].get("floor", figures[name].get("floor: plain"))}
         base = 1.0 if name == "copied_bytes" else of["FSDP2"]
         ddp = re.findall(r"DDP: ([\d.-]+)", row[0])
@@ -200,8 +234,7 @@ def test_the_figures_are_those_of_the_results(results: str):
 
 @pytest.mark.parametrize(("column", "function"), [(0, FullyShardedDataParallel.__init__), (1, fsdp2_fully_shard)])
 def test_the_migration_table_has_all_arguments_of_fsdp_and_no_others(column: int, function):
-    """In the README those that are accepted, in migration.md the others."""
-    rows = rows_under("Coming from FSDP1 or FSDP2") + rows_under("Arguments that have another form", MIGRATION)
+    rows = rows_under("Arguments", MIGRATION) + rows_under("Arguments that have another form", MIGRATION)
     named = {name for row in rows for name in re.findall(r"`(\w+)=`", row[column])}
     assert named == set(inspect.signature(function).parameters) - {"self", "module"}
 
@@ -219,9 +252,47 @@ def test_the_migration_page_names_what_exists():
         assert set(re.findall(r"(\w+)=", argument)) <= set(ours), argument
 
 
-def test_links_and_files_exist():
-    for path in re.findall(r"\]\(([\w./]+)(?:#\w+)?\)", README) + re.findall(r"`((?:flatshard|test)/[\w/.]+)`", README):
-        assert (ROOT / path).exists(), path
+def anchors(page: str) -> set[str]:
+    """Names by which a page's headings are linked to, as GitHub makes them."""
+    titles = re.findall(r"^#+ (.*)$", re.sub(r"```.*?```", "", page, flags=re.DOTALL), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
+def test_links_and_files_exist(path: Path):
+    page = PAGES[path]
+    for file, _, anchor in [each.partition("#") for each in re.findall(r"\]\(([^()\s]+)\)", page)]:
+        target = (path.parent / file).resolve() if file else path
+        assert target.exists(), file
+        assert not anchor or anchor in anchors(target.read_text()), f"{file}#{anchor}"
+    for file in re.findall(r"`((?:flatshard|test|benchmarks)/[\w/.]+)`", page):
+        assert (ROOT / file).exists(), file
+
+
+def test_the_index_has_every_page():
+    linked = set(re.findall(r"^\| \[[^]]*\]\((\w+\.md)\)", PAGES[DOCS / "index.md"], re.MULTILINE))
+    assert linked == {path.name for path in DOCS.glob("*.md")} - {"index.md"}
+
+
+def test_the_messages_are_those_of_the_code():
+    """Messages in the tables are quoted from the code, except for torch's, which begin with its name."""
+    said = []
+    for path in sorted((ROOT / "flatshard").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                said.append(node.value)
+    sections = "At the start", "In a step", "In checkpoints"
+    cells = [row[0] for title in sections for row in rows_under(title, TROUBLESHOOTING)]
+    messages = [each for cell in cells if not cell.startswith("torch") for each in re.findall(r"`([^`]* [^`]*)`", cell)]
+    assert len(messages) > 25
+    assert [each for each in messages if not any(each in text for text in said)] == []
+
+
+def test_the_environment_variables_are_those_of_the_code():
+    shown = {re.sub(r"[`=01]", "", row[0]) for row in rows_under("Environment variables", TROUBLESHOOTING)}
+    assert shown == set(
+        re.findall(r"environ\.get\(\"(FLATSHARD_\w+)", (ROOT / "flatshard/_base/environment.py").read_text())
+    )
 
 
 def test_the_versions_are_those_that_are_installed_and_tested():
