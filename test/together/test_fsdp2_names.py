@@ -68,7 +68,11 @@ def test_units_are_instances_of_fsdp_module(world):
     assert not isinstance(model.state_dict(), flatshard.fsdp2.FSDPModule)
     head_and_norm = nn.ModuleList([nn.Linear(2, 2), nn.LayerNorm(2)])
     flatshard.fsdp2.fully_shard(list(head_and_norm))
-    assert [isinstance(each, flatshard.fsdp2.FSDPModule) for each in (*head_and_norm, head_and_norm)] == [True, True, False]
+    assert [isinstance(each, flatshard.fsdp2.FSDPModule) for each in (*head_and_norm, head_and_norm)] == [
+        True,
+        True,
+        False,
+    ]
 
 
 DIMS = torch.distributed.fsdp.DataParallelMeshDims
