@@ -449,7 +449,10 @@ class Options:
     save_every: int | None = number(None, "and every N steps")
     resume: str | None = option(None, "go on from there, with any number of ranks", directory, "DIR/step-N")
     strategy: str = option(
-        "full_shard", "what the ranks divide among them", str, choices=["full_shard", "shard_grad_op", "no_shard"]
+        "full_shard",
+        "what the ranks divide among them",
+        str,
+        choices=[each.name.lower() for each in flatshard.ShardingStrategy],
     )
     precision: str = option(
         "fp32", "computed in; parameters kept and gradients summed in fp32", str, choices=["fp32", "bf16"]
@@ -481,6 +484,8 @@ def parse_options(arguments: Sequence[str]) -> Options:
     options = Options(**vars(parser.parse_args(arguments)))
     if options.verify and options.precision != "fp32":
         parser.error("--verify compares with fp32 training up to its rounding: use it with --precision fp32")
+    if options.kill_every and flatshard.ShardingStrategy[options.strategy.upper()].is_hybrid:
+        parser.error("--kill-every starts ranks without torchrun, which tells hybrid strategies what a host is")
     try:
         options.config()
     except ValueError as error:

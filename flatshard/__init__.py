@@ -1,11 +1,23 @@
-"""flatshard: sharded data parallelism for PyTorch in one line.
+"""Sharded data parallelism for PyTorch in one call: ZeRO-3, as FSDP has it, without a wrapper or a new class.
 
 >>> flatshard.fully_shard(model, policy={Block})
 
-Same object, same class, same names; each parameter a slice of a flat shard.
+``Block`` is the layer that repeats. Each becomes a unit, whose parameters are gathered while it computes. Between steps each
+rank has its shards. The loop, the names and the optimizer stay as they are. Ten names do most of the work:
 
-Here is what a training script calls. More is in ``checkpoint``, ``comm``, ``debug``, ``layouts``, ``optim``, ``planning``,
-``policies``, ``tensors`` and ``weights``.
+    fully_shard             shard a model, in place
+    MixedPrecision          the dtypes to compute and to reduce in
+    describe                print a model's units, sizes and dtypes
+    full_shape              the shape of a parameter, of which ``p`` is a shard
+    summon_full_params      show the full parameters, and write changes back
+    keep_unsharded          gather once, to evaluate or to generate
+    no_sync                 reduce the gradients of several backwards once
+    save_checkpoint         write a model and its optimizer
+    load_checkpoint         read them, on any number of ranks
+    plan_step               predict the memory and collectives of a step, without a GPU
+
+More is in ``checkpoint``, ``comm``, ``debug``, ``elastic``, ``fsdp2``, ``layouts``, ``optim``, ``planning``, ``policies``,
+``tensors`` and ``weights``. Scripts to start from are in ``flatshard/examples``.
 """
 
 import types
@@ -105,7 +117,8 @@ __all__ = [
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    """Return the names that users type, for completion and ``help``."""
+    return [*__all__, "__version__"]
 
 
 def _show_here(value: object) -> None:

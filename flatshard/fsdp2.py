@@ -24,11 +24,13 @@ from flatshard._base.errors import name_list
 from flatshard._composable.features import grad_sync, summon
 from flatshard._composable.features.configure import configure
 from flatshard._composable.features.forward_method import register_forward_method
-from flatshard._composable.find import unit_for, units_in
+from flatshard._composable.find import unit_for, units_in, unwrapped
 from flatshard._composable.fully_shard import fully_shard as _fully_shard
+from flatshard._composable.state import unit_of
 
 __all__ = [
     "CPUOffloadPolicy",
+    "FSDPModule",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
     "add_methods",
@@ -90,6 +92,28 @@ class CPUOffloadPolicy(OffloadPolicy):
 
     pin_memory: bool = True
     """Shards and gradients in page-locked memory."""
+
+
+class _UnitCheck(type):
+    """The class of :class:`FSDPModule`: being an instance is a property of the object, as no class is swapped."""
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        return isinstance(instance, nn.Module) and unit_of(unwrapped(instance)) is not None
+
+
+class FSDPModule(metaclass=_UnitCheck):
+    """The modules that are units, for ``isinstance``. Their class is not a subclass of this one.
+
+    A unit of :func:`fully_shard` has the methods of FSDP2's ``FSDPModule``. For one that :func:`flatshard.fully_shard` has
+    made, call :func:`add_methods`.
+
+    Example::
+
+        from flatshard.fsdp2 import FSDPModule
+
+        assert isinstance(model, FSDPModule)
+        assert not isinstance(model[0].norm, FSDPModule)
+    """
 
 
 def fully_shard(

@@ -1,7 +1,10 @@
 """flatshard as a package: what an archive and a wheel contain, and what a bug report says."""
 
 import importlib.metadata
+import inspect
 import os
+import pydoc
+import re
 import runpy
 import subprocess
 import sys
@@ -86,12 +89,26 @@ def test_the_version_is_that_of_the_project():
         assert alone["__version__"] == "unknown"
 
 
+def test_the_help_begins_with_one_screen_that_tells_what_to_type():
+    """It says what the package is, and names ten functions and classes, which have a line each."""
+    shown = pydoc.plain(pydoc.render_doc(flatshard))
+    screen = shown.partition("\nPACKAGE CONTENTS")[0]
+    assert "flatshard - Sharded data parallelism for PyTorch in one call" in screen
+    assert len(screen.splitlines()) <= 30
+    names = re.findall(r"^ {8}(\w+) {2,}\w", screen, re.MULTILINE)
+    assert len(names) == 10
+    assert all(callable(getattr(flatshard, name)) for name in names)
+    modules = {name for name in re.findall(r"``(\w+)``", screen) if inspect.ismodule(getattr(flatshard, name, None))}
+    assert modules == {name for name in flatshard.__all__ if inspect.ismodule(getattr(flatshard, name))} - {"env"}
+    assert "_old_names" not in shown
+
+
 def test_products_are_imported_on_first_use():
     script = (
         "import sys, flatshard\n"
         "later = ('debug', 'elastic', 'env', 'fsdp2', 'integrations', 'planning', 'weights')\n"
         "assert not [m for m in sys.modules if m.split('.')[0] == 'flatshard' and set(m.split('.')) & set(later)]\n"
-        "assert set(flatshard.__all__) <= set(dir(flatshard))\n"
+        "assert set(dir(flatshard)) == {*flatshard.__all__, '__version__'}, 'what completion offers'\n"
         "for name in flatshard.__all__:\n"
         "    found = getattr(flatshard, name)\n"
         "    assert not callable(found) or found.__module__ == 'flatshard' or isinstance(found, type), name\n"

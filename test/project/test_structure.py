@@ -62,7 +62,8 @@ def _name_of(path: Path) -> str:
     return ".".join(p for p in parts if p != "__init__") or "_"
 
 
-SOURCES = {_name_of(p): p.read_text() for p in sorted(PACKAGE.rglob("*.py"))}
+SOURCES = {_name_of(p): p.read_text() for p in sorted(PACKAGE.rglob("*.py")) if p.parent.name != "examples"}
+"""By module: the package. The examples in it are users' code."""
 TREES = {name: ast.parse(source) for name, source in SOURCES.items()}
 TESTS = {path: ast.parse(path.read_text()) for path in sorted(Path(__file__).parents[1].rglob("*.py"))}
 

@@ -8,26 +8,31 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 import train_gpt
 
+import flatshard
+
 ROOT = Path(__file__).parents[2]
 SMALL = ["--layers", "1", "--width", "16", "--heads", "2", "--context", "16", "--batch", "2"]
 
 
-def verify(ctx) -> tuple[bool, list[str]]:
+def verify(ctx, strategy: str) -> tuple[bool, list[str]]:
     """Return the output of ``--verify 4``."""
-    options = train_gpt.parse_options(["--verify", "4", *SMALL])
+    options = train_gpt.parse_options(["--verify", "4", "--strategy", strategy, *SMALL])
     ranks = train_gpt.Ranks(ctx.rank, ctx.world_size, torch.device("cpu"))
-    with contextlib.redirect_stdout(io.StringIO()) as said:
+    launched = mock.patch.dict(os.environ, LOCAL_WORLD_SIZE=str(ctx.world_size))  # hybrid strategies ask for it
+    with launched, contextlib.redirect_stdout(io.StringIO()) as said:
         agreed = train_gpt.verify(options, train_gpt.load_corpus(), ranks)
     return agreed, said.getvalue().splitlines()
 
 
-def test_two_ranks_train_as_one_process(two_ranks):
-    (agreed, lines), _ = two_ranks.run(verify)
+@pytest.mark.parametrize("strategy", [each.name.lower() for each in flatshard.ShardingStrategy])
+def test_two_ranks_train_as_one_process(two_ranks, strategy: str):
+    (agreed, lines), _ = two_ranks.run(verify, strategy)
     assert agreed
     assert lines[-1].startswith("equal: largest relative difference ")
     assert len([line for line in lines if re.match(r" +\d  ", line)]) == 4

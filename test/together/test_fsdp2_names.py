@@ -10,6 +10,7 @@ from models import NormBlock, NormNet
 from on_ranks import ranks
 from parity import full_params
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import FSDPModule
 
 import flatshard
@@ -48,6 +49,30 @@ def test_methods(world):
 
     with pytest.raises(ValueError, match="Own has unshard of its own"):
         flatshard.fsdp2.fully_shard(Own(2, 2))
+
+
+def test_units_are_instances_of_fsdp_module(world):
+    """The branches of scripts that ask for it run for units, alone, in a list or in a wrapper, and for no other module."""
+    world(2)
+    model = NormNet(2, 8)
+    blocks = [module for module in model.modules() if isinstance(module, NormBlock)]
+    wrapped = checkpoint_wrapper(blocks[0])
+    assert not any(isinstance(module, flatshard.fsdp2.FSDPModule) for module in model.modules())
+    flatshard.fsdp2.fully_shard(wrapped)
+    flatshard.fully_shard(model, policy={NormBlock})
+    found = [module for module in model.modules() if isinstance(module, flatshard.fsdp2.FSDPModule)]
+    assert found == [model, *blocks]
+    assert isinstance(wrapped, flatshard.fsdp2.FSDPModule)
+    assert isinstance(copy.deepcopy(model), flatshard.fsdp2.FSDPModule)
+    assert type(model) is NormNet
+    assert not isinstance(model.state_dict(), flatshard.fsdp2.FSDPModule)
+    head_and_norm = nn.ModuleList([nn.Linear(2, 2), nn.LayerNorm(2)])
+    flatshard.fsdp2.fully_shard(list(head_and_norm))
+    assert [isinstance(each, flatshard.fsdp2.FSDPModule) for each in (*head_and_norm, head_and_norm)] == [
+        True,
+        True,
+        False,
+    ]
 
 
 DIMS = torch.distributed.fsdp.DataParallelMeshDims
