@@ -55,7 +55,7 @@ def test_a_rank_dies_and_training_goes_on():
         "elastic: lost ",
         "elastic: added ",
     ]
-    assert "step  20  rank 1 kills itself" in events
+    assert any(line.endswith("kills itself") for line in events)
     found = losses(lines)
     assert found[-1] < found[0]
     assert lines[-1].endswith("2 ranks")
