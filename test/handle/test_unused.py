@@ -111,7 +111,9 @@ def test_a_gradient_of_no_elements_communicates_nothing(ctx: Context) -> None:
     for part in model:
         fully_shard(part, process_group=ctx.group)
     first, empty = model
+    before = lists(ctx)
     empty(first(torch.ones(2)), ctx.rank == 0).sum().backward()
+    assert lists(ctx) == before
     assert nn.utils.clip_grad_norm_(empty.parameters(), 1.0) == flatshard.clip_grad_norm_(empty, 1.0) == 0
     assert nn.utils.clip_grad_norm_(model.parameters(), 1.0) > 0
     assert empty.nothing.grad is not None, "on all ranks: an optimizer's step changes what each gathers, by versions"
