@@ -52,10 +52,14 @@ def test_the_trace_is_shown_wherever_there_is_no_logging():
 @pytest.mark.parametrize("kind", ["wheel", "sdist"])
 def test_what_an_archive_contains(kind, tmp_path):
     pytest.importorskip("setuptools", minversion="77")
-    copy = tmp_path / "source"
+    copy = tmp_path / "source"  # with files that must stay outside
     files = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
     for name in [*files, "pyproject.toml"]:
-        if name.startswith(("flatshard/", "benchmarks/", "test/project/")) or name in ("pyproject.toml", "README.md"):
+        if name.startswith(("flatshard/", "benchmarks/", "test/project/")) or name in (
+            "pyproject.toml",
+            "README.md",
+            "LICENSE",
+        ):
             (copy / name).parent.mkdir(parents=True, exist_ok=True)
             (copy / name).write_bytes((ROOT / name).read_bytes())
     build = f"from setuptools.build_meta import build_{kind}; print(build_{kind}({str(tmp_path)!r}))"
@@ -67,6 +71,9 @@ def test_what_an_archive_contains(kind, tmp_path):
             names = opened.namelist()
             metadata = opened.read(next(n for n in names if n.endswith("/METADATA"))).decode()
         assert "License-Expression: BSD-3-Clause" in metadata
+        assert "License-File: LICENSE" in metadata
+        assert "Description-Content-Type: text/markdown" in metadata
+        assert any(name.endswith(".dist-info/licenses/LICENSE") for name in names)
         assert "Requires-Dist: torch" in metadata
         assert "Classifier: Typing :: Typed" in metadata
         assert metadata.endswith((ROOT / "README.md").read_text())
@@ -76,7 +83,12 @@ def test_what_an_archive_contains(kind, tmp_path):
             names = [name.partition("/")[2] for name in opened.getnames()]
     wanted = [name for name in files if name.startswith("flatshard/") and (ROOT / name).exists()]
     assert sorted(set(wanted) - set(names)) == []
-    assert {"flatshard/py.typed", "flatshard/README.md", "flatshard/docs/migration.md"} <= set(names)
+    assert {
+        "flatshard/py.typed",
+        "flatshard/README.md",
+        "flatshard/docs/migration.md",
+        "flatshard/examples/train.py",
+    } <= set(names)
 
 
 def test_the_version_is_that_of_the_project():
