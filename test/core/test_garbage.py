@@ -6,7 +6,6 @@ import gc
 import weakref
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from models import Block, Net
