@@ -380,7 +380,7 @@ class Context:
         self.latest_pass = Pass(0, [])  # the running one; an empty record after its end
         self.forwards: list[Forward] = []  # running now, outermost first
         self.prefetcher = Prefetcher()
-        self._progresses: list[Progress] = []  # of the process groups
+        self._progresses: dict[Progress, None] = {}  # of the process groups, each once
 
     @classmethod
     def of(cls, runtime: Runtime, *others: tuple[Runtime, Runtime | None]) -> Context:
@@ -394,7 +394,7 @@ class Context:
         for context in rest:
             first._take_over(context)
         cls._instances.update(dict.fromkeys(numbers, first))
-        first._progresses += [each.progress for each in given if each.progress is not None]
+        first._progresses.update(dict.fromkeys(each.progress for each in given if each.progress is not None))
         first.publish_place()
         return first
 
@@ -412,7 +412,7 @@ class Context:
         for unit in units:
             unit.context = self
         self.latest_pass = max(self.latest_pass, other.latest_pass, key=_id)
-        self._progresses += other._progresses
+        self._progresses.update(other._progresses)
         self._instances.update({number: self for number, context in self._instances.items() if context is other})
 
     def publish_place(self, in_forward: bool = False) -> None:
