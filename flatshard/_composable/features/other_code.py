@@ -23,10 +23,12 @@ DDP would broadcast rank 0's shards to all other ranks, and overwrite theirs. If
 error. Tools wrap a model in DDP without being asked: accelerate's ``prepare``, transformers' ``Trainer``, Lightning's "ddp"
 and "auto"; and the module they wrap may contain the one that was given to ``fully_shard``. So flatshard acts when DDP
 registers its module. At that point DDP has a set of parameter names to ignore, and has not communicated yet. The names of
-sharded parameters are added to this set. DDP replicates the plain layers beside the units as usual.
+sharded parameters are added to this set. DDP replicates the plain layers beside the units as usual. A module without plain
+trainable parameters is refused before, in DDP's constructor, as DDP's own error does not say why.
 
-Tools that broadcast without DDP (Lightning's "ddp" does, to validate) call C++ functions, which no tensor class can refuse.
-They ask the module for the names to ignore, as DDP does: so each module given to ``fully_shard`` has this list.
+Tools that broadcast without DDP (Lightning's "ddp" does, to validate) ask the module for the names to ignore, as DDP does.
+So each module given to ``fully_shard`` has this list. Without the list, torch's last function in Python refuses a broadcast.
+Behind it tensors go to C++, where no tensor class can refuse.
 
 [Note: Forked processes]
 A forked process, such as a worker of a DataLoader, has a copy of the model, but not the threads of its process group. Its
@@ -203,7 +205,7 @@ class IgnoredByDDP(Extension):
 
 
 def _refuse_nothing_but_shards() -> None:
-    """Have DDP's constructor refuse modules without plain trainable parameters: its own error does not say why."""
+    """Have DDP's constructor refuse modules without plain trainable parameters."""
     of_torch = DistributedDataParallel.__init__
 
     @functools.wraps(of_torch)
