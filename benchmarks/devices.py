@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import json
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -199,6 +200,23 @@ class Cuda(Device):
             run()
         graph.replay()
         return graph.replay
+
+
+def choose_device(args: argparse.Namespace, simulated_sizes: Mapping[str, int]) -> Device | None:
+    """Return the device that a benchmark's arguments ask for, or None, with a line of progress, if there is no GPU.
+
+    ``--simulated`` sets the sizes in ``args``, and writes no files, as its figures are no results.
+    """
+    script = Path(sys.argv[0]).name
+    if args.simulated:
+        if args.json:
+            raise SystemExit(f"{script}: --simulated writes no files: its figures are no results")
+        vars(args).update(simulated_sizes)
+        return Simulated()
+    if not torch.cuda.is_available():
+        suite.progress(f"no GPU is available here: {script} has no tables")
+        return None
+    return Cuda()
 
 
 class Simulated(Cuda):

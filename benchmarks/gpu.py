@@ -305,10 +305,10 @@ class Machine:
 
     def ranks(self, count: int, **env: str) -> list[dict[str, str]]:
         """Return the environments of the ranks."""
+        more = {**({"LD_PRELOAD": self.nccl} if self.nccl else {}), **env}
         if not self.shares:
-            return environments(self.gpus, **env)
-        more = {**SHARED, **({"LD_PRELOAD": self.nccl} if self.nccl else {}), **env}
-        return [{**each, "LOCAL_RANK": "0"} for each in environments(count, **more)]
+            return environments(self.gpus, **more)
+        return [{**each, "LOCAL_RANK": "0"} for each in environments(count, **SHARED, **more)]
 
     def on_ranks(self, title: str, parts: Sequence[str], limit: float, count: int = 2, **env: str) -> Section:
         """Run parts of ``gpu_ranks.py`` on all ranks, or on ``count`` that share a GPU.
@@ -352,10 +352,9 @@ class Machine:
         if self.shares and section.problems:
             self.by_host = True
             other = self.on_ranks("probe", ["probe"], limit)
-            section = (
-                with_problem(other, "") if other.problems else Section(section.title, f"{section.text}\n{other.text}")
-            )
+            section = Section(section.title, f"{section.text}\n{other.text}", other.problems)
             section.verdict = "NCCL refuses several ranks on one GPU: collectives go through the host, by gloo"
+            section.verdict += ", and fail there, too" * bool(other.problems)
         return section
 
     def script(self, name: str) -> list[str]:

@@ -30,7 +30,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from contenders import Job, Setting, as_over_nccl
-from devices import Cuda, Device, Simulated
+from devices import Device, choose_device
 from gpt import GPT, Block, GPTConfig
 from one_gpu import first_line, marked
 from suite import Benchmark, Figure, Table, fake_world, over, progress, seconds, spread
@@ -144,14 +144,8 @@ def checkpoints(args: argparse.Namespace, device: Device) -> Table:
 
 
 def measure(args: argparse.Namespace) -> list[Table]:
-    if args.simulated:
-        if args.json:
-            raise SystemExit("gpu_kernels.py: --simulated writes no files: its figures are no results")
-        vars(args).update(SIMULATED_SIZES)
-    elif not torch.cuda.is_available():
-        progress("no GPU is available here: gpu_kernels.py has no tables")
+    if (device := choose_device(args, SIMULATED_SIZES)) is None:
         return []
-    device = Simulated() if args.simulated else Cuda()
     tables = [alignment(args, device)]
     with fake_world(1):
         if not args.simulated:

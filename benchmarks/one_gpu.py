@@ -55,7 +55,7 @@ import torch
 import torch.distributed as dist
 from contenders import FSDP1_FLAT, Job, Setting, as_over_nccl, filling_nothing, numel
 from counting import CopiedBytes
-from devices import Cuda, Device, Simulated
+from devices import Device, choose_device
 from gpt import Block, GPTConfig
 from suite import Benchmark, Figure, Table, fake_world, interleaved, over, progress, seconds, spread
 
@@ -106,8 +106,8 @@ SGD = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, foreach=True)
 
 
 def rows_of(place: Place, rows: Iterable[str] = ROWS) -> list[str]:
-    """Return the rows that apply to ``place``."""
-    return [name for name in rows if place.bf16 or name != WIDENS]
+    """Return those of ``rows`` that apply to ``place``, with the plain model's, which others are compared with."""
+    return [name for name in ROWS if name == "plain" or (name in rows and (place.bf16 or name != WIDENS))]
 
 
 def first_line(error: Exception) -> Figure:
@@ -241,14 +241,8 @@ def marked(table: Table) -> Table:
 
 
 def measure(args: argparse.Namespace) -> list[Table]:
-    if args.simulated:
-        if args.json:
-            raise SystemExit("one_gpu.py: --simulated writes no files: its figures are no results")
-        vars(args).update(SIMULATED_SIZES)
-    elif not torch.cuda.is_available():
-        progress("no GPU is available here: one_gpu.py has no tables")
+    if (device := choose_device(args, SIMULATED_SIZES)) is None:
         return []
-    device = Simulated() if args.simulated else Cuda()
     places = [place for place in PLACES if place.name in args.places]
     benches = [Bench(args, device, place) for place in places]
     rows = [bench.rows() for bench in benches]

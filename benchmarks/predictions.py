@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 from contenders import as_over_nccl, filling_nothing, mean_logit
-from devices import Cuda, Device, Simulated
+from devices import Device, choose_device
 from gpt import GPT, Block, GPTConfig
 from one_gpu import marked
 from suite import Benchmark, Figure, Table, fake_world, progress
@@ -107,14 +107,8 @@ def rows(args: argparse.Namespace, device: Device) -> dict[str, dict[str, Figure
 
 
 def measure(args: argparse.Namespace) -> list[Table]:
-    if args.simulated:
-        if args.json:
-            raise SystemExit("predictions.py: --simulated writes no files: its figures are no results")
-        vars(args).update(SIMULATED_SIZES)
-    elif not torch.cuda.is_available():
-        progress("no GPU is available here: predictions.py has no tables")
+    if (device := choose_device(args, SIMULATED_SIZES)) is None:
         return []
-    device = Simulated() if args.simulated else Cuda()
     with fake_world(WORLD_SIZE), filling_nothing():
         table = Table(
             "predictions",

@@ -27,10 +27,10 @@ import argparse
 import torch
 from contenders import Job, Setting
 from counting import CopiedBytes
-from devices import Cuda, Device, Simulated
+from devices import Device, choose_device
 from gpt import Block, GPTConfig
 from one_gpu import marked
-from suite import Benchmark, Figure, Table, fake_world, progress, spread
+from suite import Benchmark, Figure, Table, fake_world, spread
 
 import flatshard
 
@@ -74,14 +74,8 @@ def switched(device: Device, job: Job, rounds: int, base: int) -> tuple[dict[str
 
 
 def measure(args: argparse.Namespace) -> list[Table]:
-    if args.simulated:
-        if args.json:
-            raise SystemExit("switch.py: --simulated writes no files: its figures are no results")
-        vars(args).update(SIMULATED_SIZES)
-    elif not torch.cuda.is_available():
-        progress("no GPU is available here: switch.py has no tables")
+    if (device := choose_device(args, SIMULATED_SIZES)) is None:
         return []
-    device = Simulated() if args.simulated else Cuda()
     with fake_world(8):
         tokens = torch.zeros(1, args.context, dtype=torch.int64, device=device.device)
         base = device.allocated()
