@@ -248,6 +248,10 @@ class Simulated(Cuda):
     def recover(self) -> None:
         self.sim.abandon()
 
+    def reserved(self) -> int:
+        """Return 0: its allocator takes no memory in advance."""
+        return 0
+
     def seconds(self, run: Run) -> float:
         return Device.seconds(self, run)
 
