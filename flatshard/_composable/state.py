@@ -394,7 +394,7 @@ class Context:
         for context in rest:
             first._take_over(context)
         cls._instances.update(dict.fromkeys(numbers, first))
-        first._progresses.update(dict.fromkeys(each.progress for each in given if each.progress is not None))
+        first._progresses.update(dict.fromkeys([each.progress for each in given if each.progress is not None]))
         first.publish_place()
         return first
 
