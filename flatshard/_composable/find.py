@@ -19,6 +19,7 @@ from flatshard._base.names import HIDDEN
 from flatshard._composable.module_tree import called_modules
 from flatshard._composable.state import Context, Unit, made_units, owner_of, unit_of
 from flatshard._handle.flat_param import FlatParam
+from flatshard._handle.tensors.sharded_parameter import show_shards
 
 
 def all_units() -> list[Unit]:
@@ -110,6 +111,7 @@ def units_of(module: nn.Module, verb: str, recurse: bool = True) -> list[Unit]:
 def _check_module(module: object, verb: str) -> None:
     if not isinstance(module, nn.Module):
         raise TypeError(f"{verb} takes an nn.Module, got a {type(module).__name__}")
+    show_shards()  # a verb is no initialiser
 
 
 def settle(units: Iterable[Unit]) -> None:

@@ -384,6 +384,7 @@ LOOKS: dict[str, Callable[[nn.Module, list[nn.Parameter]], object]] = {
     "a gradient": lambda model, params: params[0].grad,
     "describe": lambda model, params: flatshard.describe(model),
     "reshard": lambda model, params: flatshard.reshard(model),
+    "configure": lambda model, params: flatshard.configure(model.blocks, gradient_sync=True),
     "state_dict": lambda model, params: model.blocks.state_dict(),
     "whole": lambda model, params: flatshard.checkpoint.full_state_dict(model),
     "torch's": lambda model, params: get_state_dict(model, torch.optim.AdamW(params)),  # steps with zeros

@@ -352,8 +352,12 @@ class Runner:
         for twin in self._alive:
             grads = {name: largest(p.grad) for name, p in twin.whole.items()}
             least = FLOOR * max(grads.values())
+            shows = {name: twin.seen(name) for name in twin.whole}
+            list(
+                twin.model.parameters()
+            )  # before the first forward, the line above shows full parameters, as to an initialiser
             for name, plain in twin.whole.items():
-                own, seen, shown = twin.own[name], twin.seen(name), twin.scope(name)
+                own, seen, shown = twin.own[name], shows[name], twin.scope(name)
                 info, what = flatshard.tensors.shard_info(own), f"{name} of m{twin.number}"
                 if shown is None:
                     pairs.append((flat(own, info), part_of(own, plain), twin.rtol, f"this rank's part of {what}", 0.0))
