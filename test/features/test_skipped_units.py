@@ -127,17 +127,22 @@ def test_units_in_which_nothing_trains(ctx, prefetch):
         assert {u.state for u in describe(model).units} == {"sharded"}
 
 
-@pytest.mark.parametrize("has_another_inside", [False, True])
+@pytest.mark.parametrize("beside", ["in a group", "another inside", "a tied parameter"])
 @ranks(3)
-def test_a_module_of_a_group_in_which_nothing_trains(ctx, has_another_inside):
-    """The group's other modules train. Without gradients, backward reaches this one on no rank, so no rank gathers it."""
+def test_a_module_in_which_nothing_trains_beside_others(ctx, beside):
+    """Parameters of its group or of its owners train. Without gradients, backward reaches it on no rank."""
     torch.manual_seed(0)
     plain, model = Tower(lambda module, x: x).double(), Tower(skip).double()
+    for each in (plain, model) if beside == "a tied parameter" else ():
+        each.tied = nn.Linear(WIDTH, WIDTH).double().requires_grad_(False)
+        each.tower[1].linear.weight = each.tied.weight  # that the outermost unit owns
     model.load_state_dict(plain.state_dict())
-    groups = {(model.words, model.tower[1])}
-    if has_another_inside:
-        groups = {(model.words, model.tower[1].linear), (model.blocks[2], model.tower[1])}
-    fully_shard(model, policy={*groups, Block}, process_group=ctx.group)
+    groups = {
+        "in a group": {(model.words, model.tower[1])},
+        "another inside": {(model.words, model.tower[1].linear), (model.blocks[2], model.tower[1])},
+        "a tied parameter": set(),
+    }
+    fully_shard(model, policy={*groups[beside], Block}, process_group=ctx.group)
     ids, image = torch.arange(3), torch.ones(2, WIDTH).double()
     for having in ((0, 2), (1,), (), (0, 1, 2)):
         given = [(ids + rank % 2, image if rank in having else None) for rank in range(3)]

@@ -79,7 +79,7 @@ class RanInside(ForwardFeature):
         context, elsewhere, self._elsewhere = forward.unit.context, self._elsewhere, []
         if forward.in_backward or (output is None and sys.exc_info()[1] is not None):
             return
-        if torch.is_grad_enabled() and not _trains(forward.unit, forward.module):
+        if torch.is_grad_enabled() and not _trained(forward.unit, forward.module):
             self._publish(forward.unit, forward.module, output)
         order = context.latest_pass.order
         inside = [] if order[-1] is forward.module else _since(forward.module, order)
@@ -167,12 +167,13 @@ def _answers(unit: Unit, module: nn.Module, axis: Runtime) -> Rendezvous:
     return Rendezvous(axis.store(), f"flatshard/comes/{unit.handle.ranks.label.tag}/{number}/")
 
 
-def _trains(unit: Unit, module: nn.Module) -> bool:
-    """Return whether parameters of ``unit`` train that are in ``module``, which is the unit's or one of its group."""
-    trained = [needed for needed in unit.needs if needed.handle.gradients.accumulators.nodes]
-    if module is unit.module or not trained:
-        return bool(trained)
-    return any(p.requires_grad and owner_of(p) in trained for p in module.parameters())
+def _trained(unit: Unit, module: nn.Module) -> list[Unit]:
+    """Return the units of which parameters train in ``module``, which is the module of ``unit`` or one of its group."""
+    able = [needed for needed in unit.needs if needed.handle.gradients.accumulators.nodes]
+    if module is unit.module and able in ([], [unit]):
+        return able
+    owners = {owner_of(p) for p in module.parameters() if p.requires_grad}
+    return [each for each in able if each in owners or (each is unit and module is unit.module)]
 
 
 def _merged(inside: list[nn.Module], start: int, elsewhere: list[tuple[int, nn.Module]]) -> list[nn.Module]:
@@ -245,7 +246,7 @@ def _pass_by(unit: Unit, module: nn.Module, tensors: Tensors, inside: Callable[[
 
 def _comes(unit: Unit, module: nn.Module, tensors: Tensors) -> bool:
     """Return whether backward comes to ``module`` on the ranks that run it. ``tensors``: that are passed through it here."""
-    if any(_trains(u, m) for m in module.modules() if (u := unit_of(m)) is not None):
+    if any(_trained(u, m) for m in module.modules() if (u := unit_of(m)) is not None):
         return True
     given, ran = any([t.requires_grad for t in tensors]), unit.feature(RanInside)
     return given if ran is None else ran.comes(unit, module, given)
@@ -253,8 +254,8 @@ def _comes(unit: Unit, module: nn.Module, tensors: Tensors) -> bool:
 
 def _mark(unit: Unit, module: nn.Module, tensors: Tensors) -> Tensors:
     anchors: list[torch.Tensor] = []
-    if _trains(unit, module):
-        anchors = [_anchor(needed) for needed in unit.needs if needed.handle.gradients.accumulators.nodes]
+    if trained := _trained(unit, module):
+        anchors = [_anchor(each) for each in trained]
     elif not any([t.requires_grad for t in tensors]):  # as those of other ranks do
         anchors = [torch.empty(0, device=tensors[0].device, requires_grad=True)]
     return _add_node(len(anchors), *anchors, *tensors)
