@@ -68,8 +68,8 @@ class ReductionQueue(Generic[Unit]):
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
         self.waits_early = runtime.streams is None  # [Note: Reductions in flight]
-        # By their turns; they are reduced from the end. True: put back after a reduction. Weak references: a forward without
-        # a backward must not keep its model alive.
+        # By their turns; they are reduced from the end. True: an earlier backward has reduced units of later turns, or this
+        # one. Weak references: a forward without a backward must not keep its model alive.
         self._open: OrderedDict[weakref.ref[Unit], bool] = OrderedDict()
         self._turns = 0
         self._reducing: Unit | None = None
@@ -206,7 +206,7 @@ class ReductionQueue(Generic[Unit]):
         """Reduce all units of ``ready``, and wait for all reductions that are not deferred."""
         try:
             self.reduce(ready)
-            self._forget_freed()
+            self._open = OrderedDict((ref, True) for ref in self._open if ref() is not None)
             if self._reducing is not None and self._reducing.handle.gradients.defers:
                 self._leave_in_flight()
             self._finish()

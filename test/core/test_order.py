@@ -564,6 +564,32 @@ def test_what_a_unit_around_others_left_out_before_does_not_change_when_it_is_re
     assert [e for e in steps[0] if e.startswith("reduce-scatter")] == ["reduce-scatter 1.inner", "reduce-scatter 1"]
 
 
+class Shifted(Scaled):
+    """A ``Scaled`` that runs its inner unit also if ``short``, and then leaves out a parameter of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inner(x) * self.scale
+        return x if self.short else x + self.shift
+
+
+def test_a_unit_waits_for_one_inside_that_an_earlier_backward_has_reduced(world):
+    """A rank that leaves out a parameter has all gradients of the outer unit later than others."""
+    world(8)
+    for short in (False, True):
+        model = fully_shard(Shifted(), policy={nn.Linear})
+        model.short = short
+        loss = model(torch.ones(2, 4)).sum()
+        model.inner(torch.ones(2, 4)).sum().backward()
+        with record_events() as events:
+            loss.backward()
+        reduced = [e for e in events if e.startswith("reduce-scatter")]
+        assert reduced == ["reduce-scatter inner", "reduce-scatter <root>"], short
+
+
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
 def test_added_losses_whose_backward_fails(world, strategy: str):
     """All ranks start the same reductions, including a rank that left a unit out in the first pass."""
