@@ -160,7 +160,9 @@ class Training(Runner):
         assert s.left_out or losses[0].requires_grad == losses[1].requires_grad
         if all(loss.requires_grad for loss in losses):
             tells = s.trains_told and self.program.model.has("told")
-            self.losses[s.loss] = Loss(twin, losses[0], losses[1:], copies, twin.changes, bool(s.left_out), tells)
+            self.losses[s.loss] = Loss(
+                twin, losses[0], losses[1:], copies, twin.changes, bool(s.left_out), bool(s.bomb), tells
+            )
         return True
 
     def _generate(self, s: programs.Generate, twin: Twin, module: None) -> bool:
@@ -236,6 +238,8 @@ class Training(Runner):
             return False  # the oracle's copies would recompute from the values of their forward
         if stale and any(loss.penalties for loss in losses):
             return False  # refused if the gradient of a term needs the parameter's value
+        if any(loss.is_lone for loss in losses) and (s.hook or any(loss.fails for loss in losses)):
+            return False  # ranks with the term wait for those that have failed
         if any(loss.is_lone and not all(loss.twin.synced.values()) for loss in losses):
             return False  # ranks without the term don't wait: they continue to the next collective of all ranks
         hook, fuse, involved = None, None, {id(loss.twin): loss.twin for loss in losses}

@@ -209,6 +209,8 @@ class Loss:
     """The twin's number of changes at the forward."""
     left_out: bool
     """Whether some ranks left out modules, so that graphs differ."""
+    fails: bool
+    """Whether its backward may raise."""
     tells: bool = False
     """Whether it has terms that left a unit besides its output."""
     penalties: list[tuple[str, Tensor]] = dataclasses.field(default_factory=list)
