@@ -153,6 +153,37 @@ def test_a_module_in_which_nothing_trains_beside_others(ctx, beside):
         assert {u.state for u in describe(model).units} == {"sharded"}
 
 
+@ranks(3)
+def test_a_frozen_unit_behind_one_that_is_unfrozen_now_and_then(ctx):
+    """Ranks that have the answers of earlier steps ask again, as backward comes to the unit only while the other trains."""
+    torch.manual_seed(0)
+    plain = nn.ModuleList([Block(), Block(), Block()]).double()
+    plain[1].requires_grad_(False)
+    model = nn.ModuleList(
+        [fully_shard(b, process_group=ctx.group, reshard_after_forward=True) for b in copy.deepcopy(plain)]
+    )
+    x = torch.randn(3, 2, WIDTH).double()
+    for trains, running in (
+        (False, (0, 1)),
+        (True, (1, 2)),
+        (False, (2,)),
+        (True, (0,)),
+        (False, ()),
+        (True, ()),
+        (True, (1,)),
+    ):
+        for net in (plain, model):
+            net[0].requires_grad_(trains)
+        for rank in range(3):
+            y = plain[0](x[rank])
+            (plain[2](plain[1](y) if rank in running else y).square().mean() / 3).backward()
+        y = model[0](x[ctx.rank])
+        y = model[1](y) if ctx.rank in running else skip(model[1], y)
+        model[2](y).square().mean().backward()
+        check_same_gradients(model, plain)
+        assert {u.state for u in describe(model).units} == {"sharded"}
+
+
 class Scaled(nn.Module):
     def __init__(self) -> None:
         super().__init__()

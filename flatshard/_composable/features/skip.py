@@ -15,7 +15,7 @@ marks an unused parameter].
 Backward comes to a unit's module in which nothing trains if the inputs of the ranks that run it require gradients. The
 tensors that a rank skips it with say nothing of that: a batch without images has its text embeddings, where others have
 images. So a rank that runs such a module writes to the process group's store whether its output requires a gradient: at most
-once for either answer. A rank that skips it, and never ran it, waits until one has written, or until all ranks are found to
+once for either answer, until the user freezes or unfreezes parameters. A rank that skips it, and never ran it, waits until one has written, or until all ranks are found to
 skip it. With replicas there are two groups: a rank asks in both, and hands on what it reads in one to the other. It asks
 whatever the strategy, as backward may gather and reduce a unit that its forward did not: after ``reshard``, or once it is
 unfrozen. If the store has both answers (a loss network on real and on generated images), the given tensors are taken for
@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import sys
 import weakref
+import zlib
 from collections.abc import Callable
 from typing import Any
 
@@ -43,7 +44,8 @@ from flatshard._composable.find import unit_for, units_below, units_of
 from flatshard._composable.hooks import UnitHooks
 from flatshard._composable.module_tree import called_modules
 from flatshard._composable.outputs import tensors_in
-from flatshard._composable.state import Context, Forward, Unit, owner_of, unit_of
+from flatshard._composable.state import Context, Forward, Unit, made_units, owner_of, unit_of
+from flatshard._handle.tensors.changes import changes
 
 Tensors = tuple[torch.Tensor, ...]
 
@@ -68,9 +70,11 @@ class RanInside(ForwardFeature):
         self._modules: dict[tuple[nn.Module, bool], list[nn.Module]] = {}  # with gradients: True
         # On process groups that have nothing to do with the unit's: after how many modules of its pass they ran.
         self._elsewhere: list[tuple[int, nn.Module]] = []
-        # Whether backward came to a module, on the ranks of this label: [Note: Whether backward comes to a frozen module]
-        self._comes, self._label = dict[nn.Module, set[bool]](), NOBODY
-        self._asked: dict[nn.Module, int] = {}  # how often all ranks have found that all of them skip it
+        # Whether backward came to a module, on the ranks of this label, by the checksum of what trained then:
+        # [Note: Whether backward comes to a frozen module]
+        self._comes, self._label = dict[tuple[nn.Module, int], set[bool]](), NOBODY
+        self._asked: dict[tuple[nn.Module, int], int] = {}  # how often all ranks have found that all of them skip it
+        self._trained, self._changes = 0, -1  # the checksum now, and the count of changes when it was found
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RanInside:
         return RanInside()
@@ -100,7 +104,9 @@ class RanInside(ForwardFeature):
     def _known(self, unit: Unit, module: nn.Module) -> set[bool]:
         if self._label is not unit.handle.ranks.label:  # the first time, or it is on other ranks
             self._label, self._comes, self._asked = unit.handle.ranks.label, {}, {}
-        return self._comes.setdefault(module, set())
+        if self._changes != changes.count:
+            self._changes, self._trained = changes.count, _checksum_of_trained(unit)
+        return self._comes.setdefault((module, self._trained), set())
 
     def _publish(self, unit: Unit, module: nn.Module, output: Any) -> None:
         """Write to the stores whether ``output`` requires a gradient, if this rank has not written that answer yet."""
@@ -108,7 +114,12 @@ class RanInside(ForwardFeature):
         if len(known) < 2 and (comes := any(t.requires_grad for t in tensors_in(output))) not in known:
             known.add(comes)
             for axis in _axes(unit):
-                _answers(unit, module, axis).put(str(comes), True)
+                self._answers(unit, module, axis).put(str(comes), True)
+
+    def _answers(self, unit: Unit, module: nn.Module, axis: Runtime) -> Rendezvous:
+        """Return where ranks on ``axis`` write whether backward comes to ``module`` of ``unit``."""
+        number = called_modules(unit.module).index(module)
+        return Rendezvous(axis.store(), f"flatshard/comes/{unit.handle.ranks.label.tag}/{number}/{self._trained}/")
 
     def comes(self, unit: Unit, module: nn.Module, given: bool) -> bool:
         """Return whether backward comes to ``module`` of ``unit``, in which nothing trains and which this rank skips.
@@ -121,9 +132,8 @@ class RanInside(ForwardFeature):
         """
         if not (axes := _axes(unit)):
             return given
-        if not self._known(unit, module):
-            self._comes[module] = self._await_answers(unit, module, axes)
-        known = self._comes[module]
+        if not (known := self._known(unit, module)):
+            known |= self._await_answers(unit, module, axes)
         return given if len(known) == 2 else True in known
 
     def _await_answers(self, unit: Unit, module: nn.Module, axes: list[Runtime]) -> set[bool]:
@@ -132,14 +142,14 @@ class RanInside(ForwardFeature):
             if found := self._await_axis(unit, module, axis):
                 for other in axes:  # its ranks ask here, too, once all ranks of their own first axis have asked
                     for comes in found if other is not axis else ():
-                        _answers(unit, module, other).put(str(comes), True)
+                        self._answers(unit, module, other).put(str(comes), True)
                 return found
-        self._asked[module] = self._asked.get(module, 0) + 1
+        self._asked[module, self._trained] = self._asked.get((module, self._trained), 0) + 1
         return set()
 
     def _await_axis(self, unit: Unit, module: nn.Module, axis: Runtime) -> set[bool]:
         """Return the answers of ranks on ``axis``, or none if all of them ask for one now."""
-        answers, asked = _answers(unit, module, axis), self._asked.get(module, 0)
+        answers, asked = self._answers(unit, module, axis), self._asked.get((module, self._trained), 0)
         answers.add(str(asked), 1)  # while there is no answer, all ranks have asked as often
         for _ in polls(axis.store().timeout.total_seconds(), longest=0.1):
             found = {comes for comes in (False, True) if answers.has(str(comes))}
@@ -161,10 +171,10 @@ def _axes(unit: Unit) -> list[Runtime]:
     return [axis for axis in (ranks.shards, ranks.replicas) if axis is not None and axis.progress is not None]
 
 
-def _answers(unit: Unit, module: nn.Module, axis: Runtime) -> Rendezvous:
-    """Return where ranks on ``axis`` write whether backward comes to ``module`` of ``unit``."""
-    number = called_modules(unit.module).index(module)
-    return Rendezvous(axis.store(), f"flatshard/comes/{unit.handle.ranks.label.tag}/{number}/")
+def _checksum_of_trained(unit: Unit) -> int:
+    """Return a checksum of which parameters on the ranks of ``unit`` train, the same on all of them."""
+    flats = [flat for each in made_units.values() if each.runtime is unit.runtime for flat in each.handle.flats]
+    return zlib.crc32(bytes(p.requires_grad for flat in flats for p in flat.params))
 
 
 def _trained(unit: Unit, module: nn.Module) -> list[Unit]:
