@@ -15,11 +15,12 @@ marks an unused parameter].
 Backward comes to a unit's module in which nothing trains if the inputs of the ranks that run it require gradients. The
 tensors that a rank skips it with say nothing of that: a batch without images has its text embeddings, where others have
 images. So a rank that runs such a module writes to the process group's store whether its output requires a gradient: at most
-once for either answer, until the user freezes or unfreezes parameters. A rank that skips it, and never ran it, waits until one has written, or until all ranks are found to
-skip it. With replicas there are two groups: a rank asks in both, and hands on what it reads in one to the other. It asks
-whatever the strategy, as backward may gather and reduce a unit that its forward did not: after ``reshard``, or once it is
-unfrozen. If the store has both answers (a loss network on real and on generated images), the given tensors are taken for
-inputs. A module of a group may be frozen, or have no parameters, where others of the group train.
+once for either answer, until the user freezes or unfreezes parameters. A rank that skips it, and never ran it, waits until
+one has written, or until all ranks are found to skip it. With replicas there are two groups: a rank asks in both, and hands
+on what it reads in one to the other. It asks whatever the strategy, as backward may gather and reduce a unit that its forward
+did not: after ``reshard``, or once it is unfrozen. If the store has both answers (a loss network on real and on generated
+images), the given tensors are taken for inputs. A module of a group may be frozen, or have no parameters, where others of the
+group train.
 """
 
 from __future__ import annotations
