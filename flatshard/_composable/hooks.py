@@ -62,7 +62,7 @@ from flatshard._composable.backward import (
     prefetch_after,
     prefetches_before,
 )
-from flatshard._composable.claims import Claim
+from flatshard._composable.claims import Claim, Need
 from flatshard._composable.extensions import ForwardFeature
 from flatshard._composable.module_tree import ModuleGroup, called_modules
 from flatshard._composable.outputs import (
@@ -233,7 +233,7 @@ class UnitHooks:
     @staticmethod
     def _gather(unit: Unit, claim: Claim, grad: bool, in_backward: bool) -> None:
         context, handle, pass_id = unit.context, unit.handle, unit.context.latest_pass.id
-        alone = len(unit.claims) == 1 or sum([each.needs_storage for each in unit.claims]) == 1
+        alone = unit.claims.is_only_reader(claim)
         if in_backward:
             Backward.of(unit).recompute(unit)
             if handle.never_gathers:  # it shows the shards themselves, so the values are current
@@ -241,7 +241,7 @@ class UnitHooks:
         elif alone:
             handle.check_parameters()
             stamp = handle.stamp
-            if stamp is not None and not handle.is_current(pass_id) and not (unit.claims.keep and handle.is_current()):
+            if stamp is not None and not unit.is_current(pass_id):
                 unit.history.changes_in_passes |= stamp.by == pass_id
                 handle.reshard()
         elif not handle.is_current():
@@ -310,7 +310,7 @@ class UnitHooks:
         is_group = isinstance(self.unit.module, ModuleGroup)
         for needed, claim in forward.claims:
             needed.claims.remove(claim)
-            if needed.claims and needed.claims.use:
+            if needed.claims and needed.claims.in_use:
                 needed.show()
             else:
                 needed.handle.write_back_if_changed()
@@ -321,11 +321,11 @@ class UnitHooks:
             stays = comes_back and needed.config.stays_for_backward(outermost)
             if is_group:
                 context.prefetcher.stop_keeping(needed)
-            if stays or leaks or in_backward or (needed.claims and needed.claims.need_storage):
+            if stays or leaks or in_backward or (needed.claims and needed.claims.need is Need.VALUES):
                 continue
             if is_group and context.latest_pass.has_run_in_part(called_modules(self.unit.module)):
                 context.prefetcher.keep_for_next(needed)
-            elif not (needed.history.leaks or (needed.claims and needed.claims.keep)):
+            elif not (needed.history.leaks or (needed.claims and needed.claims.keep_buffer)):
                 needed.handle.reshard(forward.recorded or (forward if next_node() > forward.first_node else None))
         if outermost and not in_backward:
             context.end_pass()

@@ -27,7 +27,7 @@ from flatshard._base import frames
 from flatshard._base.names import UNIT_KEY
 from flatshard._comm.progress import Progress
 from flatshard._comm.runtime import Runtime
-from flatshard._composable.claims import Claim, Claims
+from flatshard._composable.claims import Claim, Claims, Need
 from flatshard._composable.module_tree import ModuleTree, called_modules
 from flatshard._composable.outputs import Copied, next_node
 from flatshard._composable.reduction_queue import ReductionQueue
@@ -137,7 +137,7 @@ class Unit:
     @property
     def must_stay(self) -> bool:
         """Whether a claim or a live graph needs the unsharded parameters."""
-        return bool(self.history.leaks or (self.claims and (self.claims.keep or self.claims.need_storage)))
+        return bool(self.history.leaks or (self.claims and self.claims.need >= Need.BUFFER))
 
     def rename(self, names: Mapping[nn.Module, str]) -> None:
         """Rename the unit and its parameters by ``names``, of all modules in a module further out that was sharded."""
@@ -163,9 +163,13 @@ class Unit:
         """Whether the unsharded parameters must be gathered again before they are used. Those that an earlier pass left must:
         C++ code may have changed the shards since, without changing their version.
         """
-        handle, context = self.handle, self.context
-        by = context.latest_pass.id if context.forwards or context.backward is not None else BY_USER
-        return not (handle.is_current(by) or (self.claims.keep and handle.is_current()))
+        context = self.context
+        in_step = context.forwards or context.backward is not None
+        return not self.is_current(context.latest_pass.id if in_step else BY_USER)
+
+    def is_current(self, by: int) -> bool:
+        """Return whether the pass ``by``, or ``BY_USER``, may use the unsharded parameters as they are."""
+        return self.handle.is_current(by) or (self.claims.keep_buffer and self.handle.is_current())
 
     @property
     def is_unsharded_by_user(self) -> bool:
@@ -219,8 +223,11 @@ class Forward:
         self.gathers = True  # False: a feature shows other parameters, so nothing is gathered
         self.recorded: ForwardRecord[Unit] | None = None  # set at its end, if backward may reach it
         self.copied: Sequence[Copied] = ()  # the user's containers that the module got copies of, and may change
-        self.claims: list[tuple[Unit, Claim]] = []
-        for needed in unit.needs:
+        self.claims: list[tuple[Unit, Claim]] = []  # on the units that it needs, itself first
+
+    def claim_units(self) -> None:
+        """Claim the units that it needs, before they are gathered."""
+        for needed in self.unit.needs:
             claim = Claim()
             needed.claims.append(claim)
             self.claims.append((needed, claim))
@@ -303,7 +310,7 @@ class Prefetcher:
             return
         for needed in unit.needs:
             handle, claims = needed.handle, needed.claims
-            if claims and not again and not claims.use and needed.is_outdated:
+            if claims and not again and not claims.in_use and needed.is_outdated:
                 handle.reshard()  # kept, with values that are no longer of use
             if handle.state is not ParamState.SHARDED or (handle.has_static_buffers and handle.memory.is_blocked):
                 continue
@@ -445,6 +452,7 @@ class Context:
             if not self.forwards:
                 self._start_pass(unit, frame)
         forward = Forward(unit, module, frame, in_backward)
+        forward.claim_units()
         self.forwards.append(forward)
         return forward
 
@@ -544,7 +552,7 @@ class Context:
             for needed, claim in self.forwards.pop().claims:
                 needed.claims.remove(claim)
                 needed.show()
-                if not needed.claims.need_storage:
+                if needed.claims.need < Need.VALUES:
                     needed.handle.reshard()
         self.publish_place(bool(self.forwards))
 

@@ -92,7 +92,7 @@ class StateDictHooks:
         """
         feature = self._link.feature
         for unit in () if feature is None else feature.unit.needs:
-            if unit.claims and unit.claims.use:
+            if unit.claims.in_use:
                 continue
             if unit.is_unsharded_by_user:
                 unit.show()

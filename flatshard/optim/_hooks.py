@@ -184,7 +184,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any
         _check_held(optimizer)
     if _adopted.get(optimizer) != changes.count:
         for unit in _stepped(all_units(), {id(p) for p in params_of(optimizer)}):
-            if not unit.claims.use:
+            if not unit.claims.in_use:
                 unit.handle.check_parameters()
         _take_adopted(optimizer)
         _adopted[optimizer] = changes.count

@@ -93,7 +93,7 @@ class _Unrecorded(Claim):
         self._before = overridden(unit.features, ForwardFeature.before_unrecorded)
         self._after = overridden(unit.features, ForwardFeature.after_unrecorded)
         handle = unit.handle
-        if not unit.claims.use:
+        if not unit.claims.in_use:
             unit.show()
             handle.reshard()  # what an earlier forward left may be outdated
             handle.check_parameters()
@@ -114,7 +114,7 @@ class _Unrecorded(Claim):
         unit = self.unit
         self._hooks.record(self._around)
         unit.claims.remove(self)
-        if not unit.claims.use:
+        if not unit.claims.in_use:
             unit.handle.write_back_if_changed()
         unit.free_if_unused()
 
@@ -238,7 +238,7 @@ def keep_unsharded(module: nn.Module, *, recurse: bool = True, threads: bool = F
     finally:
         for unit, claim in kept:
             claim.leave()
-            if not unit.claims.keep:
+            if not unit.claims.keep_buffer:
                 unit.free_if_unused()
 
 

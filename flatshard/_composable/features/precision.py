@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
+from flatshard._composable.claims import Need
 from flatshard._composable.extensions import Extension, ForwardFeature
 from flatshard._composable.features.keep import Keep
 from flatshard._composable.features.summon import summoned_units
@@ -88,10 +89,10 @@ class MixedForward(ForwardFeature):
         forward.gathers = False
         for needed, claim in forward.claims:
             if not needed.claims.show_copies:
-                if needed.claims.only(claim):
+                if needed.claims.is_only_use(claim):
                     needed.handle.reshard()
                     needed.handle.check_parameters()
-                claim.show(_full_precision(needed), needs_storage=False)
+                claim.show(_full_precision(needed), Need.COPIES)
                 needed.show()
 
     def before(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from flatshard._base.errors import RESTRUCTURE_BEFORE, cannot_trace
-from flatshard._composable.claims import Claim
+from flatshard._composable.claims import Claim, Need
 from flatshard._composable.features.whole_parameters import WholeParameters
 from flatshard._composable.find import contexts_of, settle, units_of, units_of_parameters
 from flatshard._composable.state import Unit, own_copies
@@ -171,7 +171,7 @@ class _Summoned(Claim):
             for outer in around:
                 outer.version = -1
         if around:
-            self.shows, self.needs_storage = around[-1].shows, around[-1].needs_storage
+            self.shows, self.need = around[-1].shows, around[-1].need
             unit.show()
             if self.shows is not SHARDED:
                 self._note_values()
@@ -197,11 +197,11 @@ class _Summoned(Claim):
         if self.shows_gradients:
             whole.gather_gradients(copies)
         self.shows = UNSHARDED if copies is None else copies
-        self.needs_storage = copies is None
+        self.need = Need.VALUES if copies is None else Need.COPIES
         if copies is None and handle.never_gathers:
             self._note_values()
         unit.show()
-        if not unit.claims.need_storage:
+        if unit.claims.need < Need.VALUES:
             handle.reshard()
 
     def _note_values(self) -> None:
@@ -219,9 +219,9 @@ class _Summoned(Claim):
         if self.shows_gradients:
             WholeParameters(self.unit.handle).drop_full_gradients()
             self.shows_gradients = False
-        self.shows, self.needs_storage, self.before = SHARDED, False, None
+        self.shows, self.need, self.before = SHARDED, Need.COPIES, None
         self.unit.show()
-        if not self.unit.claims.need_storage:
+        if self.unit.claims.need < Need.VALUES:
             self.unit.handle.reshard()
 
     def end(self, writeback: bool) -> None:
@@ -287,11 +287,11 @@ class _Summoned(Claim):
     def _release(self) -> None:
         unit = self.unit
         unit.claims.remove(self)
-        if not unit.claims.use:
+        if not unit.claims.in_use:
             unit.handle.write_back_if_changed(keep=False)
         unit.show()
         unit.handle.drop_kept()  # the body may have changed what no version shows
-        if not unit.claims.need_storage:
+        if unit.claims.need < Need.VALUES:
             unit.handle.reshard()
 
 
@@ -403,13 +403,13 @@ def unshard(module: nn.Module, *, recurse: bool = False, async_op: bool = False)
     for unit in units:
         _check_all_ranks(unit, "unshard")
     for unit in units:
-        if not (unit.handle.is_sharded or unit.claims.use) and unit.is_outdated:
+        if not (unit.handle.is_sharded or unit.claims.in_use) and unit.is_outdated:
             unit.show()
             unit.handle.reshard()
         if unit.handle.is_sharded:
             unit.handle.check_parameters()
             unit.handle.unshard(BY_USER)
-        elif not unit.claims.use:  # a forward left it unsharded for its backward: register the parameters now
+        elif not unit.claims.in_use:  # a forward left it unsharded for its backward: register the parameters now
             unit.handle.take_over(BY_USER)
     handle = UnshardHandle(units)
     if async_op:
@@ -438,7 +438,7 @@ def reshard(module: nn.Module, *, recurse: bool = True) -> None:
     """
     units = units_of(module, "reshard", recurse)
     settle(units)
-    busy = [u.fqn or "<root>" for u in units if u.claims.use]
+    busy = [u.fqn or "<root>" for u in units if u.claims.in_use]
     if busy:
         raise RuntimeError(f"reshard: {busy} are in use by a forward or by summon_full_params")
     for unit in units:
