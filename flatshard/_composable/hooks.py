@@ -15,17 +15,6 @@ the unit recomputes from them). In between a unit may stay unsharded (SHARD_GRAD
 ``module.parameters()`` are the user's own. So ``model.zero_grad()``, ``p.requires_grad_()`` and the like do the same there as
 at any other time. When a backward fails, the user's parameters are registered at once (``Backward._on_death``).
 
-[Note: Freeing in backward]
-When all gradients of a unit have come, its parameters have been used for the last time, if all of them are trainable and in
-the graph. But the value of a frozen parameter is also needed for the gradient of the input, and a parameter that is not in
-the graph may be inside a reentrant checkpoint. With such a parameter a unit is freed when backward leaves it through its
-inputs (``_Leave``), or at the end of backward. Backward may then come to an earlier forward of the unit in the same pass (a
-module called twice, or another module of a group).
-
-All ranks must gather equally often, and whether all gradients have come depends on a rank's data. So a unit with trainable
-parameters is freed once a pass, when backward leaves its first forward. A unit with none is gathered again for each forward.
-A unit whose parameters are all trainable is gathered once, also on a rank whose graph lacks some of them.
-
 [Note: Outputs are entered first]
 A forward may hand tensors over in other ways than by its output: an auxiliary loss in a list of the user's. Backward may then
 enter the unit by a tensor that flatshard has not seen. Of the nodes that are ready, autograd runs the newest first. So if a
@@ -62,7 +51,7 @@ from flatshard._composable.backward import (
     prefetch_after,
     prefetches_before,
 )
-from flatshard._composable.claims import Claim, Need
+from flatshard._composable.claims import FORWARD_ENDED, GRADIENTS_CAME, INPUTS_LEFT, VALUES, Claim, Reason
 from flatshard._composable.extensions import ForwardFeature
 from flatshard._composable.module_tree import ModuleGroup, called_modules
 from flatshard._composable.outputs import (
@@ -87,7 +76,7 @@ from flatshard._composable.unit_backward import (
     gradient_hook,
 )
 from flatshard._handle.lifetime import ParamState
-from flatshard._handle.registrations import SHARDED, UNSHARDED
+from flatshard._handle.registrations import UNSHARDED
 from flatshard._handle.unit_gradients import WithGradients
 
 _LATER = "flatshard: forwards that ended later with the same output"
@@ -237,13 +226,13 @@ class UnitHooks:
         if in_backward:
             Backward.of(unit).recompute(unit)
             if handle.never_gathers:  # it shows the shards themselves, so the values are current
-                handle.reshard()
+                unit.release(Reason.OUTDATED)
         elif alone:
             handle.check_parameters()
             stamp = handle.stamp
             if stamp is not None and not unit.is_current(pass_id):
                 unit.history.changes_in_passes |= stamp.by == pass_id
-                handle.reshard()
+                unit.release(Reason.OUTDATED)
         elif not handle.is_current():
             raise RuntimeError(
                 f"parameters of unit {unit.fqn or '<root>'!r} were changed in place (by an optimizer step, for example) "
@@ -307,26 +296,26 @@ class UnitHooks:
         """Release the parameters. ``comes_back``: backward may reach this forward. ``leaks``: outputs may alias them."""
         context, in_backward = self.unit.context, forward.in_backward
         outermost = not context.forwards
-        is_group = isinstance(self.unit.module, ModuleGroup)
+        group = called_modules(self.unit.module) if isinstance(self.unit.module, ModuleGroup) else ()
+        graph = forward.recorded or (forward if next_node() > forward.first_node else None)
         for needed, claim in forward.claims:
             needed.claims.remove(claim)
-            if needed.claims and needed.claims.in_use:
-                needed.show()
-            else:
+            in_use = needed.claims and needed.claims.in_use
+            if not in_use:
                 needed.handle.write_back_if_changed()
-                state = None if (now := needed.graph.now) is None else now.state
-                # If its gradients are still awaited, this was a recomputation.
-                if not (state in (AWAITING, IDLE) or (in_backward and state is COMPLETE_EARLY)):
-                    needed.handle.registrations.show(SHARDED)
-            stays = comes_back and needed.config.stays_for_backward(outermost)
-            if is_group:
+            if group:
                 context.prefetcher.stop_keeping(needed)
-            if stays or leaks or in_backward or (needed.claims and needed.claims.need is Need.VALUES):
-                continue
-            if is_group and context.latest_pass.has_run_in_part(called_modules(self.unit.module)):
+            if in_backward:
+                # If its gradients are still awaited, this was a recomputation, and backward is about to use them.
+                if in_use or (now := needed.graph.now) is None or now.state not in (AWAITING, IDLE, COMPLETE_EARLY):
+                    needed.show()
+            elif leaks or (comes_back and needed.config.stays_for_backward(outermost)):
+                needed.show()
+            elif group and needed.need < VALUES and context.latest_pass.has_run_in_part(group):
+                needed.show()
                 context.prefetcher.keep_for_next(needed)
-            elif not (needed.history.leaks or (needed.claims and needed.claims.keep_buffer)):
-                needed.handle.reshard(forward.recorded or (forward if next_node() > forward.first_node else None))
+            else:
+                needed.release(FORWARD_ENDED, graph)
         if outermost and not in_backward:
             context.end_pass()
 
@@ -374,7 +363,7 @@ class UnitHooks:
     def watch_inputs(
         self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Make backward call ``post_backward`` when it leaves through the inputs. [Note: Freeing in backward]"""
+        """Make backward call ``post_backward`` when it leaves through the inputs. claims.py, [Note: Freeing]"""
         values, spec = tree_flatten((args, kwargs))
         where = [i for i, v in enumerate(values) if isinstance(v, torch.Tensor) and v.requires_grad]
         if not where:
@@ -458,21 +447,19 @@ class UnitHooks:
             backward.postpone(unit)
             return
         done = unit.is_done_with_gradients or has_left_first(unit)
-        if done and not backward.keeps_unsharded:  # before the reduction input is allocated
-            unit.free_if_unused()
+        if done:  # before the reduction input is allocated
+            unit.release(GRADIENTS_CAME)
         backward.complete(unit)
         if done and unit.config.backward_prefetch is BackwardPrefetch.BACKWARD_POST:
             prefetch_after(unit)
 
     def post_backward(self) -> None:
-        """Free the unit if backward has left all its forwards through their inputs. [Note: Freeing in backward]"""
+        """Free the unit if backward has left all its forwards through their inputs. claims.py, [Note: Freeing]"""
         unit, now = self.unit, self.unit.graph.now
         accumulators = unit.handle.gradients.accumulators
         is_over = not ((now is not None and now.pending) or unit.graph.comes_again(accumulators.nodes))
         if Backward.post_backward(unit) and (is_over or not accumulators.are_all):
-            backward = unit.context.backward
-            if not (isinstance(backward, Backward) and backward.keeps_unsharded):
-                unit.free_if_unused()
+            unit.release(INPUTS_LEFT)
             if unit.config.backward_prefetch is BackwardPrefetch.BACKWARD_POST:
                 prefetch_after(unit)
 

@@ -23,6 +23,7 @@ import torch
 from torch import nn
 
 from flatshard._base.callers import variables_of
+from flatshard._composable.claims import Reason
 from flatshard._composable.extensions import Extension, FeatureLink, ForwardFeature
 from flatshard._composable.state import Unit, owner_of
 from flatshard._handle.registrations import SHARDED
@@ -97,7 +98,7 @@ class StateDictHooks:
             if unit.is_unsharded_by_user:
                 unit.show()
                 if unit.handle.user_changes.conversions():
-                    unit.handle.reshard()  # which adopts them
+                    unit.release(Reason.ASKED)  # which adopts them
             if unit.handle.registrations.shows is SHARDED:
                 unit.handle.check_parameters()
 

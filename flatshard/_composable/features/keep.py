@@ -24,7 +24,7 @@ from torch import nn
 
 from flatshard._base import frames
 from flatshard._base.old_names import old_arguments
-from flatshard._composable.claims import Claim, Kept
+from flatshard._composable.claims import Claim, Kept, Reason
 from flatshard._composable.extensions import ForwardFeature
 from flatshard._composable.find import settle, units_of
 from flatshard._composable.hooks import UnitHooks, overridden
@@ -94,8 +94,7 @@ class _Unrecorded(Claim):
         self._after = overridden(unit.features, ForwardFeature.after_unrecorded)
         handle = unit.handle
         if not unit.claims.in_use:
-            unit.show()
-            handle.reshard()  # what an earlier forward left may be outdated
+            unit.release(Reason.OUTDATED)  # what an earlier forward left may be
             handle.check_parameters()
         self.shows = UNSHARDED
         unit.claims.append(self)
@@ -116,7 +115,7 @@ class _Unrecorded(Claim):
         unit.claims.remove(self)
         if not unit.claims.in_use:
             unit.handle.write_back_if_changed()
-        unit.free_if_unused()
+        unit.release(Reason.LET_GO)
 
     def check(self) -> Callable[[Any], object]:
         """Raise if a forward needs a record."""
@@ -239,7 +238,7 @@ def keep_unsharded(module: nn.Module, *, recurse: bool = True, threads: bool = F
         for unit, claim in kept:
             claim.leave()
             if not unit.claims.keep_buffer:
-                unit.free_if_unused()
+                unit.release(Reason.LET_GO)
 
 
 class Keep(Kept):
@@ -249,8 +248,7 @@ class Keep(Kept):
         # Copies that forwards in full precision use (`full_precision_in_eval`), with the `handle.version()` they are of.
         self.full_precision: tuple[int, dict[int, nn.Parameter]] | None = None
         if not unit.claims and unit.is_outdated:
-            unit.handle.registrations.show(SHARDED)
-            unit.handle.reshard()
+            unit.release(Reason.OUTDATED)
         unit.claims.insert(0, self)
         self._unit = unit
         self._hooks = [

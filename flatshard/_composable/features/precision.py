@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
-from flatshard._composable.claims import Need
+from flatshard._composable.claims import Need, Reason
 from flatshard._composable.extensions import Extension, ForwardFeature
 from flatshard._composable.features.keep import Keep
 from flatshard._composable.features.summon import summoned_units
@@ -90,7 +90,7 @@ class MixedForward(ForwardFeature):
         for needed, claim in forward.claims:
             if not needed.claims.show_copies:
                 if needed.claims.is_only_use(claim):
-                    needed.handle.reshard()
+                    needed.release(Reason.OUTDATED)
                     needed.handle.check_parameters()
                 claim.show(_full_precision(needed), Need.COPIES)
                 needed.show()

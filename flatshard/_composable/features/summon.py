@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from flatshard._base.errors import RESTRUCTURE_BEFORE, cannot_trace
-from flatshard._composable.claims import Claim, Need
+from flatshard._composable.claims import Claim, Need, Reason
 from flatshard._composable.features.whole_parameters import WholeParameters
 from flatshard._composable.find import contexts_of, settle, units_of, units_of_parameters
 from flatshard._composable.state import Unit, own_copies
@@ -176,7 +176,7 @@ class _Summoned(Claim):
             if self.shows is not SHARDED:
                 self._note_values()
             return
-        handle.reshard()  # what an earlier forward left: the shards may have changed since
+        unit.release(Reason.OUTDATED)  # what an earlier forward left may be
         handle.check_parameters()
         whole = WholeParameters(handle)
         # With mixed precision the body gets copies, because the unsharded parameters have the compute dtype.
@@ -200,9 +200,7 @@ class _Summoned(Claim):
         self.need = Need.VALUES if copies is None else Need.COPIES
         if copies is None and handle.never_gathers:
             self._note_values()
-        unit.show()
-        if unit.claims.need < Need.VALUES:
-            handle.reshard()
+        unit.release(Reason.ACCESSED)
 
     def _note_values(self) -> None:
         self.before = [values.clone() for values in self._values()]
@@ -220,9 +218,7 @@ class _Summoned(Claim):
             WholeParameters(self.unit.handle).drop_full_gradients()
             self.shows_gradients = False
         self.shows, self.need, self.before = SHARDED, Need.COPIES, None
-        self.unit.show()
-        if self.unit.claims.need < Need.VALUES:
-            self.unit.handle.reshard()
+        self.unit.release(Reason.ACCESSED)
 
     def end(self, writeback: bool) -> None:
         """Leave the context for this unit, and keep the body's changes if ``writeback``.
@@ -289,10 +285,8 @@ class _Summoned(Claim):
         unit.claims.remove(self)
         if not unit.claims.in_use:
             unit.handle.write_back_if_changed(keep=False)
-        unit.show()
+        unit.release(Reason.ACCESSED)
         unit.handle.drop_kept()  # the body may have changed what no version shows
-        if unit.claims.need < Need.VALUES:
-            unit.handle.reshard()
 
 
 def _is_mixed_precision(unit: Unit) -> bool:
@@ -404,8 +398,7 @@ def unshard(module: nn.Module, *, recurse: bool = False, async_op: bool = False)
         _check_all_ranks(unit, "unshard")
     for unit in units:
         if not (unit.handle.is_sharded or unit.claims.in_use) and unit.is_outdated:
-            unit.show()
-            unit.handle.reshard()
+            unit.release(Reason.OUTDATED)
         if unit.handle.is_sharded:
             unit.handle.check_parameters()
             unit.handle.unshard(BY_USER)
@@ -442,8 +435,7 @@ def reshard(module: nn.Module, *, recurse: bool = True) -> None:
     if busy:
         raise RuntimeError(f"reshard: {busy} are in use by a forward or by summon_full_params")
     for unit in units:
-        unit.show()
-        unit.handle.reshard()
+        unit.release(Reason.ASKED)
         unit.handle.drop_kept()
 
 
@@ -475,4 +467,4 @@ def recover(module: nn.Module) -> None:
     for context in contexts:
         context.recover(drop_held=True)
     for unit in units:  # units that a forward left unsharded for a backward that did not run
-        unit.free_if_unused()
+        unit.release(Reason.LET_GO)
