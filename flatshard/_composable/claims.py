@@ -69,7 +69,7 @@ FORWARD_ENDED, GRADIENTS_CAME, INPUTS_LEFT = Reason.FORWARD_ENDED, Reason.GRADIE
 class Claim:
     """The claim of a forward. Subclasses have other reasons."""
 
-    by_user = False  # the user works with the parameters that it shows
+    shown_to_user = False  # the user works with the parameters that it shows
 
     shows: Shown | None = None  # the parameters to register; None: as the previous claim says
     need = VALUES
@@ -122,7 +122,7 @@ class Claims(list[Claim]):
     @property
     def show_copies(self) -> bool:
         """Whether the user sees copies of the parameters. Forwards inside use these copies."""
-        return bool(self) and any([claim.by_user and isinstance(claim.shows, dict) for claim in self])
+        return bool(self) and any([claim.shown_to_user and isinstance(claim.shows, dict) for claim in self])
 
     def is_only_use(self, claim: Claim) -> bool:
         """Return whether no claim but ``claim`` relies on the current values."""

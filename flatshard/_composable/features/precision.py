@@ -83,7 +83,7 @@ class MixedForward(ForwardFeature):
         if torch.is_grad_enabled():
             return
         wanted = unit.config.mixed_precision.full_precision_in_eval and not forward.module.training
-        around = any([isinstance(claim.shows, dict) and not claim.by_user for claim in unit.claims])
+        around = any([isinstance(claim.shows, dict) and not claim.shown_to_user for claim in unit.claims])
         if not wanted and not around:  # a forward around this one may run in full precision already
             return
         forward.gathers = False

@@ -102,7 +102,7 @@ class _Summoned(Claim):
 
     __slots__ = ("arguments", "before", "on_rank0", "shows_gradients", "unit", "version")
 
-    by_user = True
+    shown_to_user = True
 
     def __init__(self, unit: Unit, arguments: dict[str, bool]) -> None:
         self.unit = unit
