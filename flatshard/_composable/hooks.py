@@ -77,6 +77,7 @@ from flatshard._composable.unit_backward import (
 from flatshard._handle.registrations import UNSHARDED
 from flatshard._handle.unit_gradients import WithGradients
 
+BACKWARD_POST = BackwardPrefetch.BACKWARD_POST  # for each step, as in claims.py
 _LATER = "flatshard: forwards that ended later with the same output"
 """In the metadata of an autograd node that backward reaches a unit by: see ``pre_backward``."""
 
@@ -204,8 +205,8 @@ class UnitHooks:
         unit, context = self.unit, self.unit.context
         for needed, claim in forward.claims if forward.gathers else ():
             if len(needed.claims) > 1 and needed.claims.show_copies:
-                continue
-            if is_nested := not needed.claims.is_only_reader(claim):
+                continue  # the forward uses the copies
+            if is_nested := len(needed.claims) > 1 and not needed.claims.is_only_reader(claim):
                 _check_current(needed)
             else:
                 _adopt_changes(needed)
@@ -220,7 +221,7 @@ class UnitHooks:
             Backward.of(needed).recompute(needed)
             if needed.handle.never_gathers:  # it shows the shards themselves, so the values are current
                 needed.release(Reason.OUTDATED)
-            _show_unsharded(needed, claim, not needed.claims.is_only_reader(claim), again=True)
+            _show_unsharded(needed, claim, not needed.claims.is_only_reader(claim), for_backward=True)
         if (now := self.unit.graph.now) is not None and now.last_forward is not None:
             gather_last_inside(now.last_forward)
 
@@ -289,8 +290,7 @@ class UnitHooks:
         graph = forward.recorded or (forward if next_node() > forward.first_node else None)
         for needed, claim in forward.claims:
             needed.claims.remove(claim)
-            in_use = needed.claims and needed.claims.in_use
-            if not in_use:
+            if not (in_use := needed.claims and needed.claims.in_use):
                 needed.handle.write_back_if_changed()
             if group:
                 context.prefetcher.stop_keeping(needed)
@@ -428,7 +428,7 @@ class UnitHooks:
         if done:  # before the reduction input is allocated
             unit.release(GRADIENTS_CAME)
         backward.complete(unit)
-        if done and unit.config.backward_prefetch is BackwardPrefetch.BACKWARD_POST:
+        if done and unit.config.backward_prefetch is BACKWARD_POST:
             prefetch_after(unit)
 
     def post_backward(self) -> None:
@@ -438,7 +438,7 @@ class UnitHooks:
         is_over = not ((now is not None and now.pending) or unit.graph.comes_again(accumulators.nodes))
         if Backward.post_backward(unit) and (is_over or not accumulators.are_all):
             unit.release(INPUTS_LEFT)
-            if unit.config.backward_prefetch is BackwardPrefetch.BACKWARD_POST:
+            if unit.config.backward_prefetch is BACKWARD_POST:
                 prefetch_after(unit)
 
 
@@ -461,11 +461,11 @@ def _check_current(unit: Unit) -> None:
         )
 
 
-def _show_unsharded(unit: Unit, claim: Claim, is_nested: bool, again: bool = False) -> None:
+def _show_unsharded(unit: Unit, claim: Claim, is_nested: bool, for_backward: bool = False) -> None:
     """Unshard ``unit``, and show it in the forward that has ``claim``. ``is_nested``: one around it reads the values, too."""
     handle, context = unit.handle, unit.context
     if handle.stamp is None:  # sharded
-        handle.unshard(context.latest_pass.id, again)
+        handle.unshard(context.latest_pass.id, for_backward)
     else:
         handle.take_over(context.latest_pass.id)
     handle.wait()
