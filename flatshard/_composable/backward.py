@@ -24,6 +24,7 @@ from torch.autograd import Variable
 from flatshard._base import trace
 from flatshard._base.config import BackwardPrefetch
 from flatshard._base.errors import name_list
+from flatshard._composable.claims import Reason
 from flatshard._composable.find import contexts_of, units_below
 from flatshard._composable.reduction_queue import ReductionQueue
 from flatshard._composable.state import Unit
@@ -165,7 +166,7 @@ class Backward:
     def post_backward(unit: Unit) -> bool:
         """Note that backward leaves a forward of ``unit`` through its inputs, and return whether it has left all of them.
 
-        Forwards of earlier passes don't count. hooks.py, [Note: Freeing in backward]
+        Forwards of earlier passes don't count. claims.py, [Note: Freeing]
         """
         if (now := unit.graph.now) is None:
             return True
@@ -262,7 +263,7 @@ class Backward:
                 unit.show()
                 unit.handle.take_over(BY_NONE)
             elif unit.claims or unit.handle.registrations.shows is not SHARDED or not unit.handle.is_sharded:
-                unit.free_if_unused()  # otherwise it was freed when it was complete
+                unit.release(Reason.BACKWARD_ENDED)  # otherwise it was freed when it was complete
 
     @property
     def has_failed(self) -> bool:

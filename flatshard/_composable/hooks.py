@@ -15,17 +15,6 @@ the unit recomputes from them). In between a unit may stay unsharded (SHARD_GRAD
 ``module.parameters()`` are the user's own. So ``model.zero_grad()``, ``p.requires_grad_()`` and the like do the same there as
 at any other time. When a backward fails, the user's parameters are registered at once (``Backward._on_death``).
 
-[Note: Freeing in backward]
-When all gradients of a unit have come, its parameters have been used for the last time, if all of them are trainable and in
-the graph. But the value of a frozen parameter is also needed for the gradient of the input, and a parameter that is not in
-the graph may be inside a reentrant checkpoint. With such a parameter a unit is freed when backward leaves it through its
-inputs (``_Leave``), or at the end of backward. Backward may then come to an earlier forward of the unit in the same pass (a
-module called twice, or another module of a group).
-
-All ranks must gather equally often, and whether all gradients have come depends on a rank's data. So a unit with trainable
-parameters is freed once a pass, when backward leaves its first forward. A unit with none is gathered again for each forward.
-A unit whose parameters are all trainable is gathered once, also on a rank whose graph lacks some of them.
-
 [Note: Outputs are entered first]
 A forward may hand tensors over in other ways than by its output: an auxiliary loss in a list of the user's. Backward may then
 enter the unit by a tensor that flatshard has not seen. Of the nodes that are ready, autograd runs the newest first. So if a
@@ -46,8 +35,6 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.autograd.function import BackwardCFunction
-from torch.autograd.graph import Node
 
 from flatshard._base.config import BackwardPrefetch
 from flatshard._composable.backward import (
@@ -62,7 +49,7 @@ from flatshard._composable.backward import (
     prefetch_after,
     prefetches_before,
 )
-from flatshard._composable.claims import Claim
+from flatshard._composable.claims import FORWARD_ENDED, GRADIENTS_CAME, INPUTS_LEFT, VALUES, Claim, Reason
 from flatshard._composable.extensions import ForwardFeature
 from flatshard._composable.module_tree import ModuleGroup, called_modules
 from flatshard._composable.outputs import (
@@ -70,6 +57,7 @@ from flatshard._composable.outputs import (
     give_back,
     is_opaque,
     next_node,
+    nodes_behind,
     tensors_in,
     tree_flatten,
     tree_unflatten,
@@ -86,10 +74,10 @@ from flatshard._composable.unit_backward import (
     current_graph_task,
     gradient_hook,
 )
-from flatshard._handle.lifetime import ParamState
-from flatshard._handle.registrations import SHARDED, UNSHARDED
+from flatshard._handle.registrations import UNSHARDED
 from flatshard._handle.unit_gradients import WithGradients
 
+BACKWARD_POST = BackwardPrefetch.BACKWARD_POST  # for each step, as in claims.py
 _LATER = "flatshard: forwards that ended later with the same output"
 """In the metadata of an autograd node that backward reaches a unit by: see ``pre_backward``."""
 
@@ -189,78 +177,69 @@ class UnitHooks:
     def pre_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType | None = None
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Gather the unit, and return new arguments or None. ``frame``: see ``Context.enter_forward``."""
-        unit = self.unit
-        context = unit.context
-        in_backward = current_graph_task() != -1  # recomputed by activation checkpointing
+        """Begin a forward: gather the unit, and return new arguments or None. ``frame``: see ``Context.enter_forward``."""
+        unit, in_backward = self.unit, current_graph_task() != -1  # recomputed by activation checkpointing
         do_instead = None
         for wants, instead in self._instead:
             if wants():
                 do_instead = instead() or do_instead
+        if do_instead is not None and self._unrecorded is not None:
+            return self._unrecorded.begin(module, args, kwargs)
+        forward = unit.context.enter_forward(unit, module, in_backward, frame)
         if do_instead is not None:
-            if (unrecorded := self._unrecorded) is not None:
-                return unrecorded.begin(module, args, kwargs)
-            context.enter_forward(unit, module, in_backward, frame).instead = do_instead
+            forward.instead = do_instead
             return None
-        forward = context.enter_forward(unit, module, in_backward, frame)
-        grad = torch.is_grad_enabled()
         if len(unit.claims) > 1:
             for around in unit.claims:
-                around.check_forward(grad and not in_backward)
+                around.check_forward(torch.is_grad_enabled() and not in_backward)
         for enter in self._enter:
             enter(forward)
+        if in_backward:
+            self._gather_again(forward)
+        else:
+            self._gather(forward)
+        return self._change_arguments(forward, args, kwargs)
+
+    def _gather(self, forward: Forward) -> None:
+        """Gather the units that a forward outside of backward needs, and the next unit ahead."""
+        unit, context = self.unit, self.unit.context
+        for needed, claim in forward.claims if forward.gathers else ():
+            if len(needed.claims) > 1 and needed.claims.show_copies:
+                continue  # the forward uses the copies
+            if is_nested := len(needed.claims) > 1 and not needed.claims.is_only_reader(claim):
+                _check_current(needed)
+            else:
+                _adopt_changes(needed)
+            _show_unsharded(needed, claim, is_nested)
+        following = context.latest_pass.begin_module(forward.module)
         if forward.gathers:
-            for needed, claim in forward.claims:
-                if in_backward or len(needed.claims) == 1 or not needed.claims.show_copies:
-                    self._gather(needed, claim, grad, in_backward)
-        if in_backward and (now := unit.graph.now) is not None and now.last_forward is not None:
+            context.prefetcher.prefetch_following(unit, following, context.latest_pass.id)
+
+    def _gather_again(self, forward: Forward) -> None:
+        """Gather the units that a recomputation needs, and the unit inside that backward needs first."""
+        for needed, claim in forward.claims if forward.gathers else ():
+            Backward.of(needed).recompute(needed)
+            if needed.handle.never_gathers:  # it shows the shards themselves, so the values are current
+                needed.release(Reason.OUTDATED)
+            _show_unsharded(needed, claim, not needed.claims.is_only_reader(claim), for_backward=True)
+        if (now := self.unit.graph.now) is not None and now.last_forward is not None:
             gather_last_inside(now.last_forward)
-        watches_inputs = grad and not unit.is_done_with_gradients and not unit.handle.never_gathers
-        if not in_backward:
-            following = context.latest_pass.begin_module(module)
-            if forward.gathers:
-                context.prefetcher.prefetch_following(unit, following, context.latest_pass.id)
+
+    def _change_arguments(
+        self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Return the arguments that features make of a module's, with inputs that backward leaves by; None if unchanged."""
+        unit = self.unit
+        watches = torch.is_grad_enabled() and not (unit.is_done_with_gradients or unit.handle.never_gathers)
         given, changed = (args, kwargs), None
         for before in self._before:
             if (new := before(forward, args, kwargs)) is not None:
                 args, kwargs = changed = new
-        if watches_inputs:
+        if watches:
             changed = self.watch_inputs(forward, args, kwargs) or changed
         if changed is not None:
             forward.copied = [*copied_containers(given, changed)]
         return changed
-
-    @staticmethod
-    def _gather(unit: Unit, claim: Claim, grad: bool, in_backward: bool) -> None:
-        context, handle, pass_id = unit.context, unit.handle, unit.context.latest_pass.id
-        alone = len(unit.claims) == 1 or sum([each.needs_storage for each in unit.claims]) == 1
-        if in_backward:
-            Backward.of(unit).recompute(unit)
-            if handle.never_gathers:  # it shows the shards themselves, so the values are current
-                handle.reshard()
-        elif alone:
-            handle.check_parameters()
-            stamp = handle.stamp
-            if stamp is not None and not handle.is_current(pass_id) and not (unit.claims.keep and handle.is_current()):
-                unit.history.changes_in_passes |= stamp.by == pass_id
-                handle.reshard()
-        elif not handle.is_current():
-            raise RuntimeError(
-                f"parameters of unit {unit.fqn or '<root>'!r} were changed in place (by an optimizer step, for example) "
-                "inside its forward, a registered method of it or summon_full_params, which still shows the old values. "
-                "Change them outside"
-            )
-        if handle.state is ParamState.SHARDED:
-            handle.unshard(pass_id, in_backward)
-        else:
-            handle.take_over(pass_id)
-        handle.wait()
-        if alone and grad and handle.gradients.accumulators.nodes:
-            if context.runtime.streams is not None:
-                handle.gradients.accumulators.follow_stream()
-            context.reductions.expect(unit)
-        claim.show(UNSHARDED)
-        handle.registrations.show(UNSHARDED)
 
     def post_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         """Release the unit, and return a new output or None. ``output`` is None if the forward raised."""
@@ -307,46 +286,34 @@ class UnitHooks:
         """Release the parameters. ``comes_back``: backward may reach this forward. ``leaks``: outputs may alias them."""
         context, in_backward = self.unit.context, forward.in_backward
         outermost = not context.forwards
-        is_group = isinstance(self.unit.module, ModuleGroup)
+        group = called_modules(self.unit.module) if isinstance(self.unit.module, ModuleGroup) else ()
+        graph = forward.recorded or (forward if next_node() > forward.first_node else None)
         for needed, claim in forward.claims:
             needed.claims.remove(claim)
-            if needed.claims and needed.claims.use:
-                needed.show()
-            else:
+            if not (in_use := needed.claims and needed.claims.in_use):
                 needed.handle.write_back_if_changed()
-                state = None if (now := needed.graph.now) is None else now.state
-                # If its gradients are still awaited, this was a recomputation.
-                if not (state in (AWAITING, IDLE) or (in_backward and state is COMPLETE_EARLY)):
-                    needed.handle.registrations.show(SHARDED)
-            stays = comes_back and needed.config.stays_for_backward(outermost)
-            if is_group:
+            if group:
                 context.prefetcher.stop_keeping(needed)
-            if stays or leaks or in_backward or (needed.claims and needed.claims.need_storage):
-                continue
-            if is_group and context.latest_pass.has_run_in_part(called_modules(self.unit.module)):
+            if in_backward:
+                # If its gradients are still awaited, this was a recomputation, and backward is about to use them.
+                if in_use or (now := needed.graph.now) is None or now.state not in (AWAITING, IDLE, COMPLETE_EARLY):
+                    needed.show()
+            elif leaks or (comes_back and needed.config.stays_for_backward(outermost)):
+                needed.show()
+            elif group and needed.need < VALUES and context.latest_pass.has_run_in_part(group):
+                needed.show()
                 context.prefetcher.keep_for_next(needed)
-            elif not (needed.history.leaks or (needed.claims and needed.claims.keep)):
-                needed.handle.reshard(forward.recorded or (forward if next_node() > forward.first_node else None))
+            else:
+                needed.release(FORWARD_ENDED, graph)
         if outermost and not in_backward:
             context.end_pass()
 
     def register_pre_backward(self, outputs: Iterable[torch.Tensor], forward: Forward) -> bool:
         """Make backward call ``pre_backward`` when it reaches one of ``outputs``. Return whether it may reach one."""
-        found: dict[Node | None, bool] = {}  # whether it is the node of an output
-        for tensor in outputs:
-            if tensor.requires_grad:
-                # An in-place change of a view gives it a new node, so the old one is bypassed; but its base keeps the node.
-                # If a custom autograd function returned its input, its output is a view that cannot be changed in place.
-                own = tensor.grad_fn
-                if tensor._is_view() and not isinstance(own, BackwardCFunction) and tensor._base is not None:
-                    found.setdefault(tensor._base.grad_fn, False)
-                found[own] = True
-        found.pop(None, None)
-        if not found:
+        if not (nodes := nodes_behind(outputs)):
             return False
         record = self.unit.context.record_forward(forward)
-        for node, is_own in found.items():
-            assert node is not None
+        for node, is_own in nodes.items():
             way = Way(record, node)
             for needed in self.unit.needs if is_own else ():  # a view leads to its base
                 needed.graph.add_way(way)
@@ -374,7 +341,7 @@ class UnitHooks:
     def watch_inputs(
         self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Make backward call ``post_backward`` when it leaves through the inputs. [Note: Freeing in backward]"""
+        """Make backward call ``post_backward`` when it leaves through the inputs. claims.py, [Note: Freeing]"""
         values, spec = tree_flatten((args, kwargs))
         where = [i for i, v in enumerate(values) if isinstance(v, torch.Tensor) and v.requires_grad]
         if not where:
@@ -458,23 +425,56 @@ class UnitHooks:
             backward.postpone(unit)
             return
         done = unit.is_done_with_gradients or has_left_first(unit)
-        if done and not backward.keeps_unsharded:  # before the reduction input is allocated
-            unit.free_if_unused()
+        if done:  # before the reduction input is allocated
+            unit.release(GRADIENTS_CAME)
         backward.complete(unit)
-        if done and unit.config.backward_prefetch is BackwardPrefetch.BACKWARD_POST:
+        if done and unit.config.backward_prefetch is BACKWARD_POST:
             prefetch_after(unit)
 
     def post_backward(self) -> None:
-        """Free the unit if backward has left all its forwards through their inputs. [Note: Freeing in backward]"""
+        """Free the unit if backward has left all its forwards through their inputs. claims.py, [Note: Freeing]"""
         unit, now = self.unit, self.unit.graph.now
         accumulators = unit.handle.gradients.accumulators
         is_over = not ((now is not None and now.pending) or unit.graph.comes_again(accumulators.nodes))
         if Backward.post_backward(unit) and (is_over or not accumulators.are_all):
-            backward = unit.context.backward
-            if not (isinstance(backward, Backward) and backward.keeps_unsharded):
-                unit.free_if_unused()
-            if unit.config.backward_prefetch is BackwardPrefetch.BACKWARD_POST:
+            unit.release(INPUTS_LEFT)
+            if unit.config.backward_prefetch is BACKWARD_POST:
                 prefetch_after(unit)
+
+
+def _adopt_changes(unit: Unit) -> None:
+    """Adopt what the user did to the parameters, and free unsharded values that are not current, before a forward."""
+    handle, pass_id = unit.handle, unit.context.latest_pass.id
+    handle.check_parameters()
+    if (stamp := handle.stamp) is not None and not unit.is_current(pass_id):
+        unit.history.changes_in_passes |= stamp.by == pass_id
+        unit.release(Reason.OUTDATED)
+
+
+def _check_current(unit: Unit) -> None:
+    """Raise if the values that a forward or ``summon_full_params`` around this forward reads are not current."""
+    if not unit.handle.is_current():
+        raise RuntimeError(
+            f"parameters of unit {unit.fqn or '<root>'!r} were changed in place (by an optimizer step, for example) "
+            "inside its forward, a registered method of it or summon_full_params, which still shows the old values. "
+            "Change them outside"
+        )
+
+
+def _show_unsharded(unit: Unit, claim: Claim, is_nested: bool, for_backward: bool = False) -> None:
+    """Unshard ``unit``, and show it in the forward that has ``claim``. ``is_nested``: one around it reads the values, too."""
+    handle, context = unit.handle, unit.context
+    if handle.stamp is None:  # sharded
+        handle.unshard(context.latest_pass.id, for_backward)
+    else:
+        handle.take_over(context.latest_pass.id)
+    handle.wait()
+    if not is_nested and torch.is_grad_enabled() and handle.gradients.accumulators.nodes:
+        if context.runtime.streams is not None:
+            handle.gradients.accumulators.follow_stream()
+        context.reductions.expect(unit)
+    claim.show(UNSHARDED)
+    handle.registrations.show(UNSHARDED)
 
 
 def overridden(features: Iterable[object], method: Callable[..., Any]) -> list[Callable[..., Any]]:

@@ -27,7 +27,7 @@ from flatshard._base import frames
 from flatshard._base.names import UNIT_KEY
 from flatshard._comm.progress import Progress
 from flatshard._comm.runtime import Runtime
-from flatshard._composable.claims import Claim, Claims
+from flatshard._composable.claims import BUFFER, NOTHING, Claim, Claims, Need, Reason
 from flatshard._composable.module_tree import ModuleTree, called_modules
 from flatshard._composable.outputs import Copied, next_node
 from flatshard._composable.reduction_queue import ReductionQueue
@@ -93,7 +93,7 @@ class Unit:
         self.context.prefetcher.free_unused()
         for unit in made_units.values():  # that stay until the end of the backward, though their values are not needed
             if unit.is_over and unit.handle.gradients.accumulators.are_all:
-                unit.free_if_unused()
+                unit.release(Reason.ROOM_NEEDED)
         if not self.history.live_forwards:
             self.handle.memory.unblock()
 
@@ -127,17 +127,19 @@ class Unit:
         nodes = self.handle.gradients.accumulators.nodes
         return now.state is COMPLETE or (now.state > AWAITING and not now.pending and not self.graph.comes_again(nodes))
 
-    def free_if_unused(self) -> None:
-        """Register the parameters that the claims ask for, and free the unsharded parameters if nothing needs them."""
-        stays = self.must_stay
+    def release(self, reason: Reason, until: object = None) -> None:
+        """Show what the claims ask for, and free the unsharded parameters if no need refuses. claims.py, [Note: Freeing]"""
+        if reason.in_backward and (backward := self.context.backward) is not None and backward.keeps_unsharded:
+            return
         self.show()
-        if not stays:
-            self.handle.reshard()
+        if reason.refused_from is None or self.need < reason.refused_from:
+            self.handle.reshard(until)
 
     @property
-    def must_stay(self) -> bool:
-        """Whether a claim or a live graph needs the unsharded parameters."""
-        return bool(self.history.leaks or (self.claims and (self.claims.keep or self.claims.need_storage)))
+    def need(self) -> Need:
+        """The greatest need of the unsharded buffer: of a claim, or of a graph with outputs that alias it (a leak)."""
+        need = self.claims.need if self.claims else NOTHING
+        return max(need, BUFFER) if self.history.leaks else need
 
     def rename(self, names: Mapping[nn.Module, str]) -> None:
         """Rename the unit and its parameters by ``names``, of all modules in a module further out that was sharded."""
@@ -155,7 +157,7 @@ class Unit:
 
     @property
     def is_done_with_gradients(self) -> bool:
-        """Whether the values are not needed after all gradients have come. hooks.py, [Note: Freeing in backward]"""
+        """Whether the values are not needed after all gradients have come. claims.py, [Note: Freeing]"""
         return self.handle.gradients.accumulators.are_all and not self.history.leaves_out
 
     @property
@@ -163,9 +165,12 @@ class Unit:
         """Whether the unsharded parameters must be gathered again before they are used. Those that an earlier pass left must:
         C++ code may have changed the shards since, without changing their version.
         """
-        handle, context = self.handle, self.context
-        by = context.latest_pass.id if context.forwards or context.backward is not None else BY_USER
-        return not (handle.is_current(by) or (self.claims.keep and handle.is_current()))
+        is_in_step = self.context.forwards or self.context.backward is not None
+        return not self.is_current(self.context.latest_pass.id if is_in_step else BY_USER)
+
+    def is_current(self, by: int) -> bool:
+        """Return whether the pass ``by``, or ``BY_USER``, may use the unsharded parameters as they are."""
+        return self.handle.is_current(by) or (self.claims.keep_buffer and self.handle.is_current())
 
     @property
     def is_unsharded_by_user(self) -> bool:
@@ -219,11 +224,13 @@ class Forward:
         self.gathers = True  # False: a feature shows other parameters, so nothing is gathered
         self.recorded: ForwardRecord[Unit] | None = None  # set at its end, if backward may reach it
         self.copied: Sequence[Copied] = ()  # the user's containers that the module got copies of, and may change
-        self.claims: list[tuple[Unit, Claim]] = []
-        for needed in unit.needs:
-            claim = Claim()
+        self.claims: list[tuple[Unit, Claim]] = []  # on the units that it needs, itself first
+
+    def claim_units(self) -> None:
+        """Claim the units that it needs, before they are gathered."""
+        self.claims = [(needed, Claim()) for needed in self.unit.needs]
+        for needed, claim in self.claims:
             needed.claims.append(claim)
-            self.claims.append((needed, claim))
 
     @property
     def claim(self) -> Claim:
@@ -303,8 +310,8 @@ class Prefetcher:
             return
         for needed in unit.needs:
             handle, claims = needed.handle, needed.claims
-            if claims and not again and not claims.use and needed.is_outdated:
-                handle.reshard()  # kept, with values that are no longer of use
+            if claims and not again and not claims.in_use and needed.is_outdated:
+                needed.release(Reason.OUTDATED)
             if handle.state is not ParamState.SHARDED or (handle.has_static_buffers and handle.memory.is_blocked):
                 continue
             if claims and claims.show_copies:
@@ -339,8 +346,7 @@ class Prefetcher:
         unused = self._unused()
         self.clear()
         for unit in unused:
-            if not unit.must_stay:
-                unit.handle.reshard()
+            unit.release(Reason.NOT_USED)
 
     def clear(self) -> None:
         """Forget all units, which are freed elsewhere."""
@@ -350,6 +356,8 @@ class Prefetcher:
 
 class RunningBackward(Protocol):
     """A backward, as far as its context knows it: see ``Backward``, which knows units."""
+
+    keeps_unsharded: bool  # its graph outlives it, so units stay unsharded
 
     @property
     def has_failed(self) -> bool:
@@ -445,6 +453,7 @@ class Context:
             if not self.forwards:
                 self._start_pass(unit, frame)
         forward = Forward(unit, module, frame, in_backward)
+        forward.claim_units()
         self.forwards.append(forward)
         return forward
 
@@ -543,9 +552,7 @@ class Context:
         while self.forwards and (frame is None or not frames.is_inside(frame, self.forwards[-1].frame)):
             for needed, claim in self.forwards.pop().claims:
                 needed.claims.remove(claim)
-                needed.show()
-                if not needed.claims.need_storage:
-                    needed.handle.reshard()
+                needed.release(Reason.FAILED)
         self.publish_place(bool(self.forwards))
 
     def _check_thread(self, frame: FrameType) -> None:

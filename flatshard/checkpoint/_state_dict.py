@@ -347,7 +347,7 @@ def idle_flats(module: nn.Module, verb: str) -> list[Flat]:
         RuntimeError: some of them are in a forward or a backward, are shown unsharded, or have no memory.
     """
     units = units_of(module, verb)
-    if busy := [u.fqn for u in units if u.claims.use]:
+    if busy := [u.fqn for u in units if u.claims.in_use]:
         raise RuntimeError(
             f"{verb}: {name_list(busy)} are in a forward or in summon_full_params, where state_dict() has full tensors. "
             "Call it outside"

@@ -23,6 +23,7 @@ import torch
 from torch import nn
 
 from flatshard._base.callers import variables_of
+from flatshard._composable.claims import Reason
 from flatshard._composable.extensions import Extension, FeatureLink, ForwardFeature
 from flatshard._composable.state import Unit, owner_of
 from flatshard._handle.registrations import SHARDED
@@ -92,12 +93,12 @@ class StateDictHooks:
         """
         feature = self._link.feature
         for unit in () if feature is None else feature.unit.needs:
-            if unit.claims and unit.claims.use:
+            if unit.claims.in_use:
                 continue
             if unit.is_unsharded_by_user:
                 unit.show()
                 if unit.handle.user_changes.conversions():
-                    unit.handle.reshard()  # which adopts them
+                    unit.release(Reason.ASKED)  # which adopts them
             if unit.handle.registrations.shows is SHARDED:
                 unit.handle.check_parameters()
 

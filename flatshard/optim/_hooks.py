@@ -184,7 +184,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any
         _check_held(optimizer)
     if _adopted.get(optimizer) != changes.count:
         for unit in _stepped(all_units(), {id(p) for p in params_of(optimizer)}):
-            if not unit.claims.use:
+            if not unit.claims.in_use:
                 unit.handle.check_parameters()
         _take_adopted(optimizer)
         _adopted[optimizer] = changes.count
@@ -277,7 +277,7 @@ def _holds_unsharded(optimizer: str, params: Iterable[torch.Tensor]) -> bool:
         shows = unit.handle.registrations.shows
         copies = shows.values() if isinstance(shows, dict) else ()
         found.update((id(p), (copy_names.get(p, ""), True)) for p in copies if id(p) in wanted)
-        whole = shows is UNSHARDED and not any(claim.uses and not claim.by_user for claim in unit.claims)
+        whole = shows is UNSHARDED and not any(claim.uses and not claim.shown_to_user for claim in unit.claims)
         for flat in unit.handle.flats:
             for info, compute in zip(flat.layout.params, flat.unsharded.params, strict=True):
                 if id(compute) in wanted:

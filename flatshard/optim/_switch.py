@@ -19,7 +19,7 @@ from flatshard._base.errors import name_list
 from flatshard._base.old_names import OldMember
 from flatshard._base.optimizers import Optimizers, as_list
 from flatshard._comm.streams import Streams
-from flatshard._composable.claims import KEPT, Claim
+from flatshard._composable.claims import KEPT, Claim, Need, Reason
 from flatshard._composable.features.grad_sync import check_reduced
 from flatshard._composable.state import Unit
 from flatshard._handle.flat_param import FlatParam
@@ -36,8 +36,7 @@ _CPU = torch.device("cpu")
 class _Away(Claim):
     """The claim on an offloaded unit. [Note: An offloaded unit]"""
 
-    uses = False
-    needs_storage = False
+    need = Need.BUFFER
 
     def __init__(self, fqn: str, by: OffloadHandle) -> None:
         self._fqn, self.by = fqn, by
@@ -159,7 +158,7 @@ class OffloadHandle:
         """Move the shards of a unit."""
         handle = unit.handle
         handle.check_parameters()
-        handle.reshard()
+        unit.release(Reason.ASKED)
         handle.drop_kept()
         with torch.inference_mode(False), torch.no_grad():
             for flat in handle.flats:

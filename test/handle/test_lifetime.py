@@ -8,10 +8,12 @@ from torch import nn
 
 import flatshard
 from flatshard import InternalError, fully_shard
+from flatshard._composable.claims import Reason
 from flatshard._composable.find import units_below
 from flatshard._composable.unit_backward import COMPLETION_TRANSITIONS, CompletionState
 from flatshard._handle.lifetime import GRAD_TRANSITIONS, PARAM_TRANSITIONS, GradState, ParamState
 
+README = (Path(flatshard.__file__).parent / "README.md").read_text()
 TABLES = {
     "params": (ParamState, PARAM_TRANSITIONS),
     "grads": (GradState, GRAD_TRANSITIONS),
@@ -44,4 +46,11 @@ def test_the_packages_readme_shows_the_table(machine):
     for state in states:
         rows.append([f"**{state.name}**", *(to.name if (to := table.get((state, event))) else "" for event in events)])
     text = "\n".join(f"| {' | '.join(row)} |".replace("  ", " ") for row in rows)
-    assert text in (Path(flatshard.__file__).parent / "README.md").read_text(), text
+    assert text in README, text
+
+
+def test_the_packages_readme_shows_why_a_unit_is_freed():
+    for reason in Reason:
+        refused = "" if reason.refused_from is None else f"from {reason.refused_from.name}"
+        refused += ", or if the graph is kept" if reason.in_backward else ""
+        assert f"| **{reason.name}** | {reason.when} | {refused} |" in README

@@ -224,6 +224,7 @@ RULES = [
     ),
     Rule(r"\b(PARAM|GRAD)_TRANSITIONS\b| = (Param|Grad)State\.\w+$", MOVING),
     Rule(r"\b(handle|gradients)\.state \S?= "),
+    Rule(r"\bhandle\.reshard\(", "_composable.state"),  # `Unit.release`, for a reason: claims.py, [Note: Freeing]
     Rule(r"\bresize_\b", "_handle.unsharded"),  # of a storage
     # By rows, in blocks or whole: nobody else rounds up or cuts shards.
     Rule(r"\b(PARAM_ALIGNMENT|SHARD_ALIGNMENT|round_up|pack)\b", "_composable.construct.layout_plan layouts.packing"),

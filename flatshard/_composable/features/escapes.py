@@ -61,9 +61,7 @@ class EscapeWatch(ForwardFeature):
         """Register a hook of our own on inner modules that have the user's hooks, to see the same tensors."""
         if forward.in_backward or not torch.is_grad_enabled():
             return
-        if self._caught and self.unit.claims.only(
-            forward.claim
-        ):  # else a forward of the unit around this one found them
+        if self._caught and self.unit.claims.is_only_use(forward.claim):  # else one of this unit around it found them
             self._caught.clear()
         if not self._looked_at:
             self._looked_at = [d for m in self.modules for d in (m.__dict__, m._buffers)]
@@ -103,7 +101,7 @@ class EscapeWatch(ForwardFeature):
 
     def catch(self, value: Any) -> None:
         """Record tensors in ``value``, which a hook on an inner module saw. Outside a forward (a recomputation) ignore it."""
-        if self.unit.claims.use and torch.is_grad_enabled():
+        if self.unit.claims.in_use and torch.is_grad_enabled():
             self._caught.extend(t for t in tensors_in(value) if t.requires_grad)
 
     def _find_places(self) -> None:

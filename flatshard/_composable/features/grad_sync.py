@@ -183,7 +183,7 @@ def finalize(units: Sequence[Unit], held: Sequence[Unit], async_op: bool) -> Red
     for context in contexts:
         context.settle()
     for unit in units:
-        if not unit.claims.use:
+        if not unit.claims.in_use:
             unit.handle.check_parameters()
     for context in contexts:
         context.reductions.reduce_held({unit for unit in held if unit.context is context}, one_by_one=not async_op)

@@ -24,7 +24,7 @@ from torch import nn
 
 from flatshard._base import frames
 from flatshard._base.old_names import old_arguments
-from flatshard._composable.claims import Claim, Kept
+from flatshard._composable.claims import Claim, Kept, Reason
 from flatshard._composable.extensions import ForwardFeature
 from flatshard._composable.find import settle, units_of
 from flatshard._composable.hooks import UnitHooks, overridden
@@ -93,9 +93,8 @@ class _Unrecorded(Claim):
         self._before = overridden(unit.features, ForwardFeature.before_unrecorded)
         self._after = overridden(unit.features, ForwardFeature.after_unrecorded)
         handle = unit.handle
-        if not unit.claims.use:
-            unit.show()
-            handle.reshard()  # what an earlier forward left may be outdated
+        if not unit.claims.in_use:
+            unit.release(Reason.OUTDATED)  # what an earlier forward left may be
             handle.check_parameters()
         self.shows = UNSHARDED
         unit.claims.append(self)
@@ -114,9 +113,9 @@ class _Unrecorded(Claim):
         unit = self.unit
         self._hooks.record(self._around)
         unit.claims.remove(self)
-        if not unit.claims.use:
+        if not unit.claims.in_use:
             unit.handle.write_back_if_changed()
-        unit.free_if_unused()
+        unit.release(Reason.LET_GO)
 
     def check(self) -> Callable[[Any], object]:
         """Raise if a forward needs a record."""
@@ -238,8 +237,8 @@ def keep_unsharded(module: nn.Module, *, recurse: bool = True, threads: bool = F
     finally:
         for unit, claim in kept:
             claim.leave()
-            if not unit.claims.keep:
-                unit.free_if_unused()
+            if not unit.claims.keep_buffer:
+                unit.release(Reason.LET_GO)
 
 
 class Keep(Kept):
@@ -249,8 +248,7 @@ class Keep(Kept):
         # Copies that forwards in full precision use (`full_precision_in_eval`), with the `handle.version()` they are of.
         self.full_precision: tuple[int, dict[int, nn.Parameter]] | None = None
         if not unit.claims and unit.is_outdated:
-            unit.handle.registrations.show(SHARDED)
-            unit.handle.reshard()
+            unit.release(Reason.OUTDATED)
         unit.claims.insert(0, self)
         self._unit = unit
         self._hooks = [

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
+from flatshard._composable.claims import Need, Reason
 from flatshard._composable.extensions import Extension, ForwardFeature
 from flatshard._composable.features.keep import Keep
 from flatshard._composable.features.summon import summoned_units
@@ -82,16 +83,16 @@ class MixedForward(ForwardFeature):
         if torch.is_grad_enabled():
             return
         wanted = unit.config.mixed_precision.full_precision_in_eval and not forward.module.training
-        around = any([isinstance(claim.shows, dict) and not claim.by_user for claim in unit.claims])
+        around = any([isinstance(claim.shows, dict) and not claim.shown_to_user for claim in unit.claims])
         if not wanted and not around:  # a forward around this one may run in full precision already
             return
         forward.gathers = False
         for needed, claim in forward.claims:
             if not needed.claims.show_copies:
-                if needed.claims.only(claim):
-                    needed.handle.reshard()
+                if needed.claims.is_only_use(claim):
+                    needed.release(Reason.OUTDATED)
                     needed.handle.check_parameters()
-                claim.show(_full_precision(needed), needs_storage=False)
+                claim.show(_full_precision(needed), Need.COPIES)
                 needed.show()
 
     def before(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:

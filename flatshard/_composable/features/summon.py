@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from flatshard._base.errors import RESTRUCTURE_BEFORE, cannot_trace
-from flatshard._composable.claims import Claim
+from flatshard._composable.claims import Claim, Need, Reason
 from flatshard._composable.features.whole_parameters import WholeParameters
 from flatshard._composable.find import contexts_of, settle, units_of, units_of_parameters
 from flatshard._composable.state import Unit, own_copies
@@ -102,7 +102,7 @@ class _Summoned(Claim):
 
     __slots__ = ("arguments", "before", "on_rank0", "shows_gradients", "unit", "version")
 
-    by_user = True
+    shown_to_user = True
 
     def __init__(self, unit: Unit, arguments: dict[str, bool]) -> None:
         self.unit = unit
@@ -171,12 +171,12 @@ class _Summoned(Claim):
             for outer in around:
                 outer.version = -1
         if around:
-            self.shows, self.needs_storage = around[-1].shows, around[-1].needs_storage
+            self.shows, self.need = around[-1].shows, around[-1].need
             unit.show()
             if self.shows is not SHARDED:
                 self._note_values()
             return
-        handle.reshard()  # what an earlier forward left: the shards may have changed since
+        unit.release(Reason.OUTDATED)  # what an earlier forward left may be
         handle.check_parameters()
         whole = WholeParameters(handle)
         # With mixed precision the body gets copies, because the unsharded parameters have the compute dtype.
@@ -197,12 +197,10 @@ class _Summoned(Claim):
         if self.shows_gradients:
             whole.gather_gradients(copies)
         self.shows = UNSHARDED if copies is None else copies
-        self.needs_storage = copies is None
+        self.need = Need.VALUES if copies is None else Need.COPIES
         if copies is None and handle.never_gathers:
             self._note_values()
-        unit.show()
-        if not unit.claims.need_storage:
-            handle.reshard()
+        unit.release(Reason.ACCESSED)
 
     def _note_values(self) -> None:
         self.before = [values.clone() for values in self._values()]
@@ -219,10 +217,8 @@ class _Summoned(Claim):
         if self.shows_gradients:
             WholeParameters(self.unit.handle).drop_full_gradients()
             self.shows_gradients = False
-        self.shows, self.needs_storage, self.before = SHARDED, False, None
-        self.unit.show()
-        if not self.unit.claims.need_storage:
-            self.unit.handle.reshard()
+        self.shows, self.need, self.before = SHARDED, Need.COPIES, None
+        self.unit.release(Reason.ACCESSED)
 
     def end(self, writeback: bool) -> None:
         """Leave the context for this unit, and keep the body's changes if ``writeback``.
@@ -287,12 +283,10 @@ class _Summoned(Claim):
     def _release(self) -> None:
         unit = self.unit
         unit.claims.remove(self)
-        if not unit.claims.use:
+        if not unit.claims.in_use:
             unit.handle.write_back_if_changed(keep=False)
-        unit.show()
+        unit.release(Reason.ACCESSED)
         unit.handle.drop_kept()  # the body may have changed what no version shows
-        if not unit.claims.need_storage:
-            unit.handle.reshard()
 
 
 def _is_mixed_precision(unit: Unit) -> bool:
@@ -403,13 +397,12 @@ def unshard(module: nn.Module, *, recurse: bool = False, async_op: bool = False)
     for unit in units:
         _check_all_ranks(unit, "unshard")
     for unit in units:
-        if not (unit.handle.is_sharded or unit.claims.use) and unit.is_outdated:
-            unit.show()
-            unit.handle.reshard()
+        if not (unit.handle.is_sharded or unit.claims.in_use) and unit.is_outdated:
+            unit.release(Reason.OUTDATED)
         if unit.handle.is_sharded:
             unit.handle.check_parameters()
             unit.handle.unshard(BY_USER)
-        elif not unit.claims.use:  # a forward left it unsharded for its backward: register the parameters now
+        elif not unit.claims.in_use:  # a forward left it unsharded for its backward: register the parameters now
             unit.handle.take_over(BY_USER)
     handle = UnshardHandle(units)
     if async_op:
@@ -438,12 +431,11 @@ def reshard(module: nn.Module, *, recurse: bool = True) -> None:
     """
     units = units_of(module, "reshard", recurse)
     settle(units)
-    busy = [u.fqn or "<root>" for u in units if u.claims.use]
+    busy = [u.fqn or "<root>" for u in units if u.claims.in_use]
     if busy:
         raise RuntimeError(f"reshard: {busy} are in use by a forward or by summon_full_params")
     for unit in units:
-        unit.show()
-        unit.handle.reshard()
+        unit.release(Reason.ASKED)
         unit.handle.drop_kept()
 
 
@@ -475,4 +467,4 @@ def recover(module: nn.Module) -> None:
     for context in contexts:
         context.recover(drop_held=True)
     for unit in units:  # units that a forward left unsharded for a backward that did not run
-        unit.free_if_unused()
+        unit.release(Reason.LET_GO)

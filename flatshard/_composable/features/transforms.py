@@ -60,7 +60,7 @@ class Transformed(ForwardFeature):
         Raises:
             RuntimeError: the unit would have to gather its parameters.
         """
-        if sharded := [u.fqn or "<root>" for u in self.unit.needs if not (u.claims.use or u.handle.never_gathers)]:
+        if sharded := [u.fqn or "<root>" for u in self.unit.needs if not (u.claims.in_use or u.handle.never_gathers)]:
             raise RuntimeError(
                 f"unit {sharded[0]!r} cannot gather its parameters inside a transform of torch.func (grad, vmap, jvp, ...). "
                 f"Gather them around it: {_CURE}. For derivatives with respect to inputs, torch.autograd.grad works as well"
