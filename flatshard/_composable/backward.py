@@ -27,7 +27,14 @@ from flatshard._base.errors import name_list
 from flatshard._composable.find import contexts_of, units_below
 from flatshard._composable.reduction_queue import ReductionQueue
 from flatshard._composable.state import Unit
-from flatshard._composable.unit_backward import AWAITING, IDLE, ForwardRecord, UnitBackward, current_graph_task
+from flatshard._composable.unit_backward import (
+    AWAITING,
+    IDLE,
+    AwaitedGradients,
+    ForwardRecord,
+    UnitBackward,
+    current_graph_task,
+)
 from flatshard._handle.lifetime import BY_NONE, ParamState
 from flatshard._handle.registrations import SHARDED
 
@@ -115,37 +122,39 @@ class Backward:
             self._reached.append(unit)
         return now
 
-    def begin(self, unit: Unit) -> UnitBackward[Unit]:
+    def begin(self, unit: Unit) -> AwaitedGradients:
         """Count the gradients that the running graph task has for ``unit``, when backward reaches it."""
-        now, task = self.touch(unit), current_graph_task()
-        if task in now.expected:
-            return now
+        now, task = unit.graph.now or self.touch(unit), current_graph_task()
+        if (awaited := now.awaited) is not None and task in awaited.expected:
+            return awaited
         self.keeps_unsharded |= torch.is_grad_enabled() or (unit.history.was_kept_unsharded and _keeps_graph())
-        accumulators = unit.handle.gradients.accumulators
-        nodes = accumulators.nodes
-        if nodes and not now.expected:
+        nodes = unit.handle.gradients.accumulators.nodes
+        if nodes and awaited is None:
             self._queue.add_back(unit)
-        now.some_frozen = not accumulators.are_all
-        if now.reach(task, nodes, unit.graph.stand_ins, self._queue.waits_early):
+        awaited = now.reach(task, nodes, unit.graph.stand_ins, self._queue.finishes_early)
+        if awaited.expected[task]:
             self._bringing.add(task)
             self._ready.discard(unit)
         elif now.state is IDLE:
             self._idle[unit] = None
         unit.history.leaves_out |= now.lacks_some
-        return now
+        return awaited
 
-    def pre_backward(self, record: ForwardRecord[Unit]) -> UnitBackward[Unit]:
-        """Note that backward reaches a forward of a unit, and complete idle units before it. [Note: What completes a unit]"""
+    def pre_backward(self, record: ForwardRecord[Unit]) -> AwaitedGradients | None:
+        """Note that backward reaches a forward of a unit, and complete idle units before it. [Note: What completes a unit]
+
+        Returns what the unit awaits, or None if it is complete.
+        """
         task, unit = current_graph_task(), record.unit
         record.opened_in = task
-        now = unit.graph.now
-        if now is None or now.finished_in != task:
-            now = self.begin(unit)
-        now.open_forwards = max(0, now.open_forwards) + 1
+        now = unit.graph.now or self.touch(unit)
+        if now.completed_in != task:
+            self.begin(unit)
+        now.open_forwards = (now.open_forwards or 0) + 1
         now.last_forward = record
         if self._idle and (idle := [u for u in self._idle if u not in record.outer]):
             self._complete_before(unit, idle)
-        return now
+        return now.awaited
 
     def recompute(self, unit: Unit) -> None:
         """Note that a forward of ``unit`` runs in backward. In a reentrant checkpoint that is when backward comes to it."""
@@ -169,7 +178,7 @@ class Backward:
         """
         if (now := unit.graph.now) is None:
             return True
-        now.open_forwards = max(0, now.open_forwards - 1)
+        now.open_forwards = max(0, (now.open_forwards or 0) - 1)
         return has_left_first(unit) if unit.handle.gradients.accumulators.nodes else now.open_forwards == 0
 
     def postpone(self, unit: Unit) -> None:
@@ -302,17 +311,18 @@ class Backward:
 
 def _completes_in(unit: Unit, task: int) -> bool:
     """Return whether graph task ``task`` completes ``unit``."""
-    return (now := unit.graph.now) is not None and now.task == task
+    now = unit.graph.now
+    return now is not None and now.awaited is not None and now.awaited.task == task
 
 
 def is_finished(unit: Unit) -> bool:
     """Return whether ``unit`` has all its gradients from the running graph task."""
-    return (now := unit.graph.now) is not None and now.finished_in == current_graph_task()
+    return (now := unit.graph.now) is not None and now.completed_in == current_graph_task()
 
 
 def has_left_first(unit: Unit) -> bool:
     """Return whether backward has reached forwards of ``unit``, and left all of them, the first one in its pass too."""
-    if (now := unit.graph.now) is None or now.open_forwards:
+    if (now := unit.graph.now) is None or now.open_forwards != 0:
         return False
     before = None if now.last_forward is None else now.last_forward.previous
     while before is not None and before.unit is not unit:
@@ -363,7 +373,7 @@ def prefetch(record: ForwardRecord[Unit]) -> None:
     """Gather the unit that comes after that of ``record`` in backward, or the units that the user chose instead."""
     task = current_graph_task()
     for unit in _next(record):
-        if unit.graph.now is None or unit.graph.now.finished_in != task:
+        if unit.graph.now is None or unit.graph.now.completed_in != task:
             for needed in unit.needs:
                 if needed.graph.now is None:
                     Backward.of(unit).touch(needed)

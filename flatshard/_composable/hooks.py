@@ -82,6 +82,7 @@ from flatshard._composable.unit_backward import (
     COMPLETE,
     COMPLETE_EARLY,
     IDLE,
+    AwaitedGradients,
     Way,
     current_graph_task,
     gradient_hook,
@@ -400,10 +401,10 @@ class UnitHooks:
             return
         # The backward of a forward that used only frozen parameters may still read their values.
         now = unit.graph.now
-        if now is not None and now.state is COMPLETE and now.finished_in == task and unit.is_done_with_gradients:
+        if now is not None and now.state is COMPLETE and now.completed_in == task and unit.is_done_with_gradients:
             return
         context, backward = unit.context, Backward.of(unit)
-        now = backward.pre_backward(record)
+        awaited = backward.pre_backward(record)
         for outer in record.outer:
             gather_ahead(outer)
         for claim in unit.claims:
@@ -423,21 +424,23 @@ class UnitHooks:
                 "run forward again after it"
             )
         # `finish_previous` gathers instead if the input of a reduction is to be freed first. [Note: Reductions in flight]
-        if not (now.finish_at > 1 and context.reductions.frees) and prefetches_before(unit):
+        if not (awaited and awaited.finishes_previous_at and context.reductions.frees) and prefetches_before(unit):
             prefetch(record)
 
-    def receive_gradient(self, group: int, index: int, task: int) -> int | None:
+    def receive_gradient(self, group: int, index: int, task: int) -> AwaitedGradients | None:
         """Receive the first gradient of graph task ``task``, or one that must be moved.
 
-        Returns:
-            The graph task whose further gradients are only counted, -1 if none, or None if this gradient does not count.
+        Returns what the unit awaits, or None if this gradient does not count.
         """
         unit = self.unit
         if not unit.handle.flats[group].requires_grad[index]:
             return None  # frozen since its forward: there is no gradient, and none was expected
-        if unit.graph.now is None or task not in unit.graph.now.expected:
-            Backward.of(unit).begin(unit)
-        return task if unit.handle.gradients.receive(group, index) else -1
+        now = unit.graph.now
+        awaited = None if now is None else now.awaited
+        if awaited is None or task not in awaited.expected:
+            awaited = Backward.of(unit).begin(unit)
+        awaited.counts_only_in = task if unit.handle.gradients.receive(group, index) else None
+        return awaited
 
     def finish_previous(self) -> None:
         """End the reduction of the previous unit, and gather the next one into the memory that it frees."""
@@ -450,8 +453,9 @@ class UnitHooks:
         unit, backward, now = self.unit, self.unit.context.backward, self.unit.graph.now
         assert isinstance(backward, Backward)
         assert now is not None
+        assert now.awaited is not None
         # No gradient hook has prefetched: all ranks must issue the next all-gather before this reduction.
-        if now.finish_at > 1:
+        if now.awaited.finishes_previous_at:
             self.finish_previous()
         nodes = unit.handle.gradients.accumulators.nodes
         if unit.graph.comes_again(nodes) or (now.lacks_some and may_reach_inside(unit)):
@@ -468,7 +472,7 @@ class UnitHooks:
         """Free the unit if backward has left all its forwards through their inputs. [Note: Freeing in backward]"""
         unit, now = self.unit, self.unit.graph.now
         accumulators = unit.handle.gradients.accumulators
-        is_over = not ((now is not None and now.pending) or unit.graph.comes_again(accumulators.nodes))
+        is_over = not ((now is not None and now.has_pending) or unit.graph.comes_again(accumulators.nodes))
         if Backward.post_backward(unit) and (is_over or not accumulators.are_all):
             backward = unit.context.backward
             if not (isinstance(backward, Backward) and backward.keeps_unsharded):

@@ -67,7 +67,7 @@ class ReductionQueue(Generic[Unit]):
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
-        self.waits_early = runtime.streams is None  # [Note: Reductions in flight]
+        self.finishes_early = runtime.streams is None  # [Note: Reductions in flight]
         # By their turns; they are reduced from the end. True: an earlier backward has reduced units of later turns, or this
         # one. Weak references: a forward without a backward must not keep its model alive.
         self._open: OrderedDict[weakref.ref[Unit], bool] = OrderedDict()

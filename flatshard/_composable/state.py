@@ -122,10 +122,10 @@ class Unit:
     @property
     def is_over(self) -> bool:
         """Whether the unit has all its gradients, and the running graph task does not reach it again."""
-        if (now := self.graph.now) is None:
+        now = self.graph.now
+        if now is None or now.state <= AWAITING or now.has_pending:
             return False
-        nodes = self.handle.gradients.accumulators.nodes
-        return now.state is COMPLETE or (now.state > AWAITING and not now.pending and not self.graph.comes_again(nodes))
+        return now.state is COMPLETE or not self.graph.comes_again(self.handle.gradients.accumulators.nodes)
 
     def free_if_unused(self) -> None:
         """Register the parameters that the claims ask for, and free the unsharded parameters if nothing needs them."""
