@@ -14,7 +14,7 @@ last reduction. A complete unit waits for the units that ran forward after it
 After a reduction a unit keeps its turn. A backward of another graph that has it (two forwards, then two backwards) puts it
 back there, although it reaches units in an order that may depend on the data.
 
-Process groups that units connect have one order: state.py, [Note: One context for groups that are connected]. Others have
+Process groups that units connect have one order: groups.py, [Note: One context for groups that are connected]. Others have
 orders of their own. So units on several of those must take the same branches on all ranks, or ranks may wait for each other,
 which the watch reports. One order for all groups would make a group whose rank has died hold up others.
 
