@@ -128,10 +128,11 @@ class Backward:
         if (awaited := now.awaited) is not None and task in awaited.expected:
             return awaited
         self.keeps_unsharded |= torch.is_grad_enabled() or (unit.history.was_kept_unsharded and _keeps_graph())
-        nodes = unit.handle.gradients.accumulators.nodes
+        accumulators = unit.handle.gradients.accumulators
+        nodes = accumulators.nodes
         if nodes and awaited is None:
             self._queue.add_back(unit)
-        awaited = now.reach(task, nodes, unit.graph.stand_ins, self._queue.finishes_early)
+        awaited = now.reach(task, nodes, accumulators.are_all, unit.graph.stand_ins, self._queue.finishes_early)
         if awaited.expected[task]:
             self._bringing.add(task)
             self._ready.discard(unit)

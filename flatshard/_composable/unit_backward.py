@@ -94,11 +94,12 @@ class ForwardRecord(Generic[U]):
 class AwaitedGradients:
     """The gradients that graph tasks have for a unit. It exists from when they reach the unit until the unit is complete."""
 
-    __slots__ = ("counts_only_in", "expected", "finishes_previous_at", "pending", "task")
+    __slots__ = ("counts_only_in", "expected", "finishes_previous_at", "pending", "some_frozen", "task")
 
-    def __init__(self, task: int) -> None:
+    def __init__(self, task: int, some_frozen: bool) -> None:
         """``task``: the graph task that reaches the unit first, and completes it."""
         self.task = task
+        self.some_frozen = some_frozen  # whether some parameters of the unit do not require grad
         self.expected: dict[int, int] = {}  # by each graph task that has reached the unit: how many gradients it has
         self.pending = 0  # gradients of all of them that are still to come
         # So many are pending when one of them finishes the reduction of the previous unit. 0: no gradient does, or has to.
@@ -145,12 +146,13 @@ class UnitBackward(Generic[U]):
         return self.awaited is not None and self.awaited.pending > 0
 
     def reach(
-        self, task: int, nodes: Collection[Node], stand_ins: Collection[Node], finishes_early: bool
+        self, task: int, nodes: Collection[Node], are_all: bool, stand_ins: Collection[Node], finishes_early: bool
     ) -> AwaitedGradients:
         """Count the gradients of ``task``, the running graph task, when it reaches the unit for the first time.
 
         Args:
             nodes: the nodes that accumulate gradients of the unit's trainable parameters.
+            are_all: whether all its parameters are trainable.
             stand_ins: see ``UnitGraph``.
             finishes_early: see ``ReductionQueue``.
         """
@@ -162,7 +164,7 @@ class UnitBackward(Generic[U]):
         if of_params or not others:
             self.lacks_some |= of_params < len(nodes)
         if (awaited := self.awaited) is None:
-            awaited = self.awaited = AwaitedGradients(task)
+            awaited = self.awaited = AwaitedGradients(task, not are_all)
         awaited.add(task, of_params + others, finishes_early)
         return awaited
 
@@ -299,9 +301,9 @@ def gradient_hook(
         now, task = graph.now, current_graph_task()
         awaited = None if now is None else now.awaited
         # A frozen parameter that still required grad in its forward has a hook call, but no gradient.
-        if (awaited is None or awaited.counts_only_in != task or not param.requires_grad) and (
-            awaited := receive(task)
-        ) is None:
+        if (
+            awaited is None or awaited.counts_only_in != task or (awaited.some_frozen and not param.requires_grad)
+        ) and (awaited := receive(task)) is None:
             return
         awaited.pending = pending = awaited.pending - 1
         if pending > awaited.finishes_previous_at:
