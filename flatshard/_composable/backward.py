@@ -122,7 +122,7 @@ class Backward:
             self._reached.append(unit)
         return now
 
-    def begin(self, unit: Unit) -> AwaitedGradients:
+    def await_gradients(self, unit: Unit) -> AwaitedGradients:
         """Count the gradients that the running graph task has for ``unit``, when backward reaches it."""
         now, task = unit.graph.now or self.touch(unit), current_graph_task()
         if (awaited := now.awaited) is not None and task in awaited.expected:
@@ -141,38 +141,38 @@ class Backward:
         unit.history.leaves_out |= now.lacks_some
         return awaited
 
-    def pre_backward(self, record: ForwardRecord[Unit]) -> AwaitedGradients | None:
+    def reach_forward(self, record: ForwardRecord[Unit]) -> AwaitedGradients | None:
         """Note that backward reaches a forward of a unit, and complete idle units before it. [Note: What completes a unit]
 
         Returns what the unit awaits, or None if it is complete.
         """
         task, unit = current_graph_task(), record.unit
-        record.opened_in = task
+        record.reached_in = task
         now = unit.graph.now or self.touch(unit)
         if now.completed_in != task:
-            self.begin(unit)
+            self.await_gradients(unit)
         now.open_forwards = (now.open_forwards or 0) + 1
         now.last_forward = record
         if self._idle and (idle := [u for u in self._idle if u not in record.outer]):
-            self._complete_before(unit, idle)
+            self._complete_idle(unit, idle)
         return now.awaited
 
-    def recompute(self, unit: Unit) -> None:
+    def reach_recomputed(self, unit: Unit) -> None:
         """Note that a forward of ``unit`` runs in backward. In a reentrant checkpoint that is when backward comes to it."""
         self.touch(unit)
         if self._idle and not unit.graph.comes_again(unit.handle.gradients.accumulators.nodes):
-            self._complete_before(unit, [u for u in self._idle if unit not in units_below(u.module)])
+            self._complete_idle(unit, [u for u in self._idle if unit not in units_below(u.module)])
 
-    def _complete_before(self, unit: Unit, idle: Iterable[Unit]) -> None:
+    def _complete_idle(self, unit: Unit, idle: Iterable[Unit]) -> None:
         """Complete those of ``idle`` that are over, as backward comes to ``unit``."""
         task = current_graph_task()
         over = [u for u in idle if u not in unit.needs and _completes_in(u, task) and u.is_over]
         if over:
             to_come = any(u.count_expected_gradients() for queue in ReductionQueue.every for u in queue.units())
-            self._complete_all(over, to_come or self._bring_gradients(self._tasks), early=True)
+            self._complete_unused(over, to_come or self._bring_gradients(self._tasks), early=True)
 
     @staticmethod
-    def post_backward(unit: Unit) -> bool:
+    def leave_forward(unit: Unit) -> bool:
         """Note that backward leaves a forward of ``unit`` through its inputs, and return whether it has left all of them.
 
         Forwards of earlier passes don't count. hooks.py, [Note: Freeing in backward]
@@ -215,7 +215,10 @@ class Backward:
         if not self._tasks:
             self._context.set_backward(None)  # before hooks of the user, which run outside of it
         try:
-            self._finish(task, self._bring_gradients((task,)))
+            brings_gradients = self._bring_gradients((task,))
+            self._complete_unused([u for u in self._queue.units() if _completes_in(u, task)], brings_gradients)
+            if not self._tasks:
+                self._reduce_rest(brings_gradients)
         except BaseException:
             self.drop()  # otherwise these gradients would be added to those of the next step
             raise
@@ -224,7 +227,7 @@ class Backward:
         """Return whether one of ``tasks`` has gradients for a unit of any process group: ranks may not agree on one."""
         return any(not backward._bringing.isdisjoint(tasks) for backward in self.every)
 
-    def _complete_all(self, units: Iterable[Unit], brings_gradients: bool, early: bool = False) -> None:
+    def _complete_unused(self, units: Iterable[Unit], brings_gradients: bool, early: bool = False) -> None:
         """Complete units that this rank may not have used. Other ranks may have, and then wait for the reduction.
 
         Nothing is reduced if no unit of any process group gets a gradient: ``torch.autograd.grad`` with respect to inputs.
@@ -232,10 +235,8 @@ class Backward:
         for unit in units:
             self.complete(unit, brings_gradients and bool(unit.handle.gradients.accumulators.nodes), early)
 
-    def _finish(self, task: int, brings_gradients: bool) -> None:
-        self._complete_all([u for u in self._queue.units() if _completes_in(u, task)], brings_gradients)
-        if self._tasks:
-            return
+    def _reduce_rest(self, brings_gradients: bool) -> None:
+        """Reduce the units that still wait for their turn, and those that hold gradients. Forget all."""
         held = [unit for unit in self._queue.units() if unit.handle.gradients.wants_reduction]
         if held:  # what is reached together is one model from now on
             for unit in self._reached:
@@ -316,8 +317,8 @@ def _completes_in(unit: Unit, task: int) -> bool:
     return now is not None and now.awaited is not None and now.awaited.task == task
 
 
-def is_finished(unit: Unit) -> bool:
-    """Return whether ``unit`` has all its gradients from the running graph task."""
+def was_completed(unit: Unit) -> bool:
+    """Return whether the running graph task has completed ``unit``."""
     return (now := unit.graph.now) is not None and now.completed_in == current_graph_task()
 
 
@@ -342,8 +343,8 @@ def gather(unit: Unit) -> None:
 
 
 def gather_ahead(unit: Unit) -> None:
-    """Gather a unit that backward has reached or will reach, unless the unit is finished."""
-    if unit.handle.state is ParamState.SHARDED and not is_finished(unit):
+    """Gather a unit that backward has reached or will reach, unless the running graph task has completed it."""
+    if unit.handle.state is ParamState.SHARDED and not was_completed(unit):
         gather(unit)
 
 
@@ -390,6 +391,6 @@ def _next(record: ForwardRecord[Unit]) -> Iterable[Unit]:
         before = before.previous
     backward = record.unit.context.backward
     # Backward has reached `before` already if `record` is of an enclosing unit.
-    if before is None or (isinstance(backward, Backward) and before.opened_in >= backward.task):
+    if before is None or (isinstance(backward, Backward) and before.reached_in >= backward.task):
         return ()
     return (before.unit,)

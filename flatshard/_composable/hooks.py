@@ -56,11 +56,11 @@ from flatshard._composable.backward import (
     gather_ahead,
     gather_last_inside,
     has_left_first,
-    is_finished,
     may_reach_inside,
     prefetch,
     prefetch_after,
     prefetches_before,
+    was_completed,
 )
 from flatshard._composable.claims import Claim
 from flatshard._composable.extensions import ForwardFeature
@@ -236,7 +236,7 @@ class UnitHooks:
         context, handle, pass_id = unit.context, unit.handle, unit.context.latest_pass.id
         alone = len(unit.claims) == 1 or sum([each.needs_storage for each in unit.claims]) == 1
         if in_backward:
-            Backward.of(unit).recompute(unit)
+            Backward.of(unit).reach_recomputed(unit)
             if handle.never_gathers:  # it shows the shards themselves, so the values are current
                 handle.reshard()
         elif alone:
@@ -395,7 +395,7 @@ class UnitHooks:
         for reach in reversed(later):
             reach(grads)
         unit, record, task = self.unit, way.record, current_graph_task()
-        if record.opened_in == task:
+        if record.reached_in == task:
             for needed in unit.needs if unit.context.runtime.streams is not None else ():
                 needed.handle.wait()  # another output of it, perhaps on another stream
             return
@@ -404,15 +404,15 @@ class UnitHooks:
         if now is not None and now.state is COMPLETE and now.completed_in == task and unit.is_done_with_gradients:
             return
         context, backward = unit.context, Backward.of(unit)
-        awaited = backward.pre_backward(record)
+        awaited = backward.reach_forward(record)
         for outer in record.outer:
             gather_ahead(outer)
         for claim in unit.claims:
             claim.check_backward()
         for needed in unit.needs:
-            # If it is finished, only its values are needed once more.
-            if needed is not unit and not is_finished(needed):
-                backward.begin(needed)
+            # If it is complete, only its values are needed once more.
+            if needed is not unit and not was_completed(needed):
+                backward.await_gradients(needed)
         gather(unit)
         for needed in unit.needs:
             needed.handle.wait()
@@ -438,7 +438,7 @@ class UnitHooks:
         now = unit.graph.now
         awaited = None if now is None else now.awaited
         if awaited is None or task not in awaited.expected:
-            awaited = Backward.of(unit).begin(unit)
+            awaited = Backward.of(unit).await_gradients(unit)
         awaited.counts_only_in = task if unit.handle.gradients.receive(group, index) else None
         return awaited
 
@@ -473,7 +473,7 @@ class UnitHooks:
         unit, now = self.unit, self.unit.graph.now
         accumulators = unit.handle.gradients.accumulators
         is_over = not ((now is not None and now.has_pending) or unit.graph.comes_again(accumulators.nodes))
-        if Backward.post_backward(unit) and (is_over or not accumulators.are_all):
+        if Backward.leave_forward(unit) and (is_over or not accumulators.are_all):
             backward = unit.context.backward
             if not (isinstance(backward, Backward) and backward.keeps_unsharded):
                 unit.free_if_unused()

@@ -73,7 +73,7 @@ class ReductionQueue(Generic[Unit]):
         self._open: OrderedDict[weakref.ref[Unit], bool] = OrderedDict()
         self._turns = 0
         self._reducing: Unit | None = None
-        self._reduced: list[Unit] = []  # they get `.grad` at the end of the backward: see `_finish`
+        self._reduced: list[Unit] = []  # they get `.grad` at the end of the backward: see `_finish_reduction`
         self._deferred: dict[Unit, None] = {}  # they get it when the user says so: [Note: Deferred gradients]
         self.drops = 0  # how often gradients of deferred units have been dropped
         self.every.add(self)
@@ -161,11 +161,11 @@ class ReductionQueue(Generic[Unit]):
 
     def _reduce(self, unit: Unit) -> None:
         if self._reducing is not None:
-            self._finish()
+            self._finish_reduction()
         unit.handle.gradients.reduce()
         self._reducing = unit
 
-    def _finish(self) -> None:
+    def _finish_reduction(self) -> None:
         """End the reduction in flight. Under CPU offload the host waits only at the end of backward, for all together."""
         unit, self._reducing = self._reducing, None
         if unit is None:
@@ -200,7 +200,7 @@ class ReductionQueue(Generic[Unit]):
         if self._reducing is not None and self._reducing.handle.has_replicas:
             self._reducing.handle.gradients.advance()
         else:
-            self._finish()
+            self._finish_reduction()
 
     def reduce_all(self, ready: set[Unit]) -> None:
         """Reduce all units of ``ready``, and wait for all reductions that are not deferred."""
@@ -209,7 +209,7 @@ class ReductionQueue(Generic[Unit]):
             self._open = OrderedDict((ref, True) for ref in self._open if ref() is not None)
             if self._reducing is not None and self._reducing.handle.gradients.defers:
                 self._leave_in_flight()
-            self._finish()
+            self._finish_reduction()
             while self._reduced:  # from the last: its copy to the host ends after the others
                 self._reduced.pop().handle.gradients.finish()
         except BaseException:  # may come from a user's hook

@@ -81,14 +81,14 @@ U = TypeVar("U")  # the unit
 class ForwardRecord(Generic[U]):
     """A forward of a unit with a backward to come. It lives as long as the autograd graph, whose hooks refer to it."""
 
-    __slots__ = ("__weakref__", "opened_in", "outer", "previous", "unit", "version")
+    __slots__ = ("__weakref__", "outer", "previous", "reached_in", "unit", "version")
 
     def __init__(self, unit: U, previous: ForwardRecord[U] | None, outer: Sequence[U], version: int) -> None:
         self.unit = unit
         self.previous = previous  # in its pass: what backward gathers next. A list of steps could leak instead
         self.outer = outer  # the units whose forwards enclosed this one, outermost first
         self.version = version  # of the parameters in this forward
-        self.opened_in = -1  # the last graph task (run of the autograd engine) that reached this record
+        self.reached_in = -1  # the last graph task (run of the autograd engine) that reached this record
 
 
 class AwaitedGradients:
@@ -243,7 +243,7 @@ class UnitGraph(Generic[U]):
         task = current_graph_task()
         for ref in [*self._ways]:
             way = ref()
-            if way is None or way.record.opened_in == task or not way.runs():
+            if way is None or way.record.reached_in == task or not way.runs():
                 continue
             if not way.ends_in((*leaves, *self.stand_ins)):
                 return True
@@ -277,7 +277,7 @@ class UnitHistory(Generic[U]):
     def drop_leaks(self, since: int) -> None:
         """Drop the leaks whose graphs are gone: backward has reached them in graph task ``since`` or later."""
         if self.leaks:
-            self.leaks -= {record for record in self.leaks if record.opened_in >= since}
+            self.leaks -= {record for record in self.leaks if record.reached_in >= since}
 
 
 def gradient_hook(
