@@ -28,7 +28,14 @@ from flatshard._composable.claims import Reason
 from flatshard._composable.find import contexts_of, units_below
 from flatshard._composable.reduction_queue import ReductionQueue
 from flatshard._composable.state import Unit
-from flatshard._composable.unit_backward import AWAITING, IDLE, ForwardRecord, UnitBackward, current_graph_task
+from flatshard._composable.unit_backward import (
+    AWAITING,
+    IDLE,
+    AwaitedGradients,
+    ForwardRecord,
+    UnitBackward,
+    current_graph_task,
+)
 from flatshard._handle.lifetime import BY_NONE, ParamState
 from flatshard._handle.registrations import SHARDED
 
@@ -116,61 +123,64 @@ class Backward:
             self._reached.append(unit)
         return now
 
-    def begin(self, unit: Unit) -> UnitBackward[Unit]:
+    def await_gradients(self, unit: Unit) -> AwaitedGradients:
         """Count the gradients that the running graph task has for ``unit``, when backward reaches it."""
-        now, task = self.touch(unit), current_graph_task()
-        if task in now.expected:
-            return now
+        now, task = unit.graph.now or self.touch(unit), current_graph_task()
+        if (awaited := now.awaited) is not None and task in awaited.expected:
+            return awaited
         self.keeps_unsharded |= torch.is_grad_enabled() or (unit.history.was_kept_unsharded and _keeps_graph())
         accumulators = unit.handle.gradients.accumulators
         nodes = accumulators.nodes
-        if nodes and not now.expected:
+        if nodes and awaited is None:
             self._queue.add_back(unit)
-        now.some_frozen = not accumulators.are_all
-        if now.reach(task, nodes, unit.graph.stand_ins, self._queue.waits_early):
+        awaited = now.reach(task, nodes, accumulators.are_all, unit.graph.stand_ins, self._queue.finishes_early)
+        if awaited.expected[task]:
             self._bringing.add(task)
             self._ready.discard(unit)
         elif now.state is IDLE:
             self._idle[unit] = None
         unit.history.leaves_out |= now.lacks_some
-        return now
+        return awaited
 
-    def pre_backward(self, record: ForwardRecord[Unit]) -> UnitBackward[Unit]:
-        """Note that backward reaches a forward of a unit, and complete idle units before it. [Note: What completes a unit]"""
+    def reach_forward(self, record: ForwardRecord[Unit]) -> AwaitedGradients | None:
+        """Note that backward reaches a forward of a unit, and complete idle units before it. [Note: What completes a unit]
+
+        Returns what the unit awaits, or None if it is complete.
+        """
         task, unit = current_graph_task(), record.unit
-        record.opened_in = task
-        now = unit.graph.now
-        if now is None or now.finished_in != task:
-            now = self.begin(unit)
-        now.open_forwards = max(0, now.open_forwards) + 1
+        record.reached_in = task
+        now = unit.graph.now or self.touch(unit)
+        if now.completed_in != task:
+            self.await_gradients(unit)
+        now.open_forwards = (now.open_forwards or 0) + 1
         now.last_forward = record
         if self._idle and (idle := [u for u in self._idle if u not in record.outer]):
-            self._complete_before(unit, idle)
-        return now
+            self._complete_idle(unit, idle)
+        return now.awaited
 
-    def recompute(self, unit: Unit) -> None:
+    def reach_recomputed(self, unit: Unit) -> None:
         """Note that a forward of ``unit`` runs in backward. In a reentrant checkpoint that is when backward comes to it."""
         self.touch(unit)
         if self._idle and not unit.graph.comes_again(unit.handle.gradients.accumulators.nodes):
-            self._complete_before(unit, [u for u in self._idle if unit not in units_below(u.module)])
+            self._complete_idle(unit, [u for u in self._idle if unit not in units_below(u.module)])
 
-    def _complete_before(self, unit: Unit, idle: Iterable[Unit]) -> None:
+    def _complete_idle(self, unit: Unit, idle: Iterable[Unit]) -> None:
         """Complete those of ``idle`` that are over, as backward comes to ``unit``."""
         task = current_graph_task()
         over = [u for u in idle if u not in unit.needs and _completes_in(u, task) and u.is_over]
         if over:
             to_come = any(u.count_expected_gradients() for queue in ReductionQueue.every for u in queue.units())
-            self._complete_all(over, to_come or self._bring_gradients(self._tasks), early=True)
+            self._complete_unused(over, to_come or self._bring_gradients(self._tasks), early=True)
 
     @staticmethod
-    def post_backward(unit: Unit) -> bool:
+    def leave_forward(unit: Unit) -> bool:
         """Note that backward leaves a forward of ``unit`` through its inputs, and return whether it has left all of them.
 
         Forwards of earlier passes don't count. claims.py, [Note: Freeing]
         """
         if (now := unit.graph.now) is None:
             return True
-        now.open_forwards = max(0, now.open_forwards - 1)
+        now.open_forwards = max(0, (now.open_forwards or 0) - 1)
         return has_left_first(unit) if unit.handle.gradients.accumulators.nodes else now.open_forwards == 0
 
     def postpone(self, unit: Unit) -> None:
@@ -206,7 +216,10 @@ class Backward:
         if not self._tasks:
             self._context.set_backward(None)  # before hooks of the user, which run outside of it
         try:
-            self._finish(task, self._bring_gradients((task,)))
+            brings_gradients = self._bring_gradients((task,))
+            self._complete_unused([u for u in self._queue.units() if _completes_in(u, task)], brings_gradients)
+            if not self._tasks:
+                self._reduce_rest(brings_gradients)
         except BaseException:
             self.drop()  # otherwise these gradients would be added to those of the next step
             raise
@@ -215,7 +228,7 @@ class Backward:
         """Return whether one of ``tasks`` has gradients for a unit of any process group: ranks may not agree on one."""
         return any(not backward._bringing.isdisjoint(tasks) for backward in self.every)
 
-    def _complete_all(self, units: Iterable[Unit], brings_gradients: bool, early: bool = False) -> None:
+    def _complete_unused(self, units: Iterable[Unit], brings_gradients: bool, early: bool = False) -> None:
         """Complete units that this rank may not have used. Other ranks may have, and then wait for the reduction.
 
         Nothing is reduced if no unit of any process group gets a gradient: ``torch.autograd.grad`` with respect to inputs.
@@ -223,10 +236,8 @@ class Backward:
         for unit in units:
             self.complete(unit, brings_gradients and bool(unit.handle.gradients.accumulators.nodes), early)
 
-    def _finish(self, task: int, brings_gradients: bool) -> None:
-        self._complete_all([u for u in self._queue.units() if _completes_in(u, task)], brings_gradients)
-        if self._tasks:
-            return
+    def _reduce_rest(self, brings_gradients: bool) -> None:
+        """Reduce the units that still wait for their turn, and those that hold gradients. Forget all."""
         held = [unit for unit in self._queue.units() if unit.handle.gradients.wants_reduction]
         if held:  # what is reached together is one model from now on
             for unit in self._reached:
@@ -303,17 +314,18 @@ class Backward:
 
 def _completes_in(unit: Unit, task: int) -> bool:
     """Return whether graph task ``task`` completes ``unit``."""
-    return (now := unit.graph.now) is not None and now.task == task
+    now = unit.graph.now
+    return now is not None and now.awaited is not None and now.awaited.task == task
 
 
-def is_finished(unit: Unit) -> bool:
-    """Return whether ``unit`` has all its gradients from the running graph task."""
-    return (now := unit.graph.now) is not None and now.finished_in == current_graph_task()
+def was_completed(unit: Unit) -> bool:
+    """Return whether the running graph task has completed ``unit``."""
+    return (now := unit.graph.now) is not None and now.completed_in == current_graph_task()
 
 
 def has_left_first(unit: Unit) -> bool:
     """Return whether backward has reached forwards of ``unit``, and left all of them, the first one in its pass too."""
-    if (now := unit.graph.now) is None or now.open_forwards:
+    if (now := unit.graph.now) is None or now.open_forwards != 0:
         return False
     before = None if now.last_forward is None else now.last_forward.previous
     while before is not None and before.unit is not unit:
@@ -332,8 +344,8 @@ def gather(unit: Unit) -> None:
 
 
 def gather_ahead(unit: Unit) -> None:
-    """Gather a unit that backward has reached or will reach, unless the unit is finished."""
-    if unit.handle.state is ParamState.SHARDED and not is_finished(unit):
+    """Gather a unit that backward has reached or will reach, unless the running graph task has completed it."""
+    if unit.handle.state is ParamState.SHARDED and not was_completed(unit):
         gather(unit)
 
 
@@ -364,7 +376,7 @@ def prefetch(record: ForwardRecord[Unit]) -> None:
     """Gather the unit that comes after that of ``record`` in backward, or the units that the user chose instead."""
     task = current_graph_task()
     for unit in _next(record):
-        if unit.graph.now is None or unit.graph.now.finished_in != task:
+        if unit.graph.now is None or unit.graph.now.completed_in != task:
             for needed in unit.needs:
                 if needed.graph.now is None:
                     Backward.of(unit).touch(needed)
@@ -380,6 +392,6 @@ def _next(record: ForwardRecord[Unit]) -> Iterable[Unit]:
         before = before.previous
     backward = record.unit.context.backward
     # Backward has reached `before` already if `record` is of an enclosing unit.
-    if before is None or (isinstance(backward, Backward) and before.opened_in >= backward.task):
+    if before is None or (isinstance(backward, Backward) and before.reached_in >= backward.task):
         return ()
     return (before.unit,)

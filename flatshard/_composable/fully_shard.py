@@ -211,8 +211,7 @@ def fully_shard(
         warnings.warn(warning, stacklevel=2)
     # Groups, context and memory that units share.
     chosen = [each for unit in choice.planned for each in unit.groups]
-    runtime, runtimes = runtimes_over(chosen, groups, config.strategy, device)
-    context = Context.of(runtime, *runtimes.values())
+    runtime, runtimes, context = runtimes_over(chosen, groups, config.strategy, device)
     pools = Pools([flat.ranks.pool for unit in choice.earlier for flat in unit.handle.flats])
     for unit in choice.planned:
         if (factory := unit.config.collectives) is not None:

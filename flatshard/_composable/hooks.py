@@ -43,11 +43,11 @@ from flatshard._composable.backward import (
     gather_ahead,
     gather_last_inside,
     has_left_first,
-    is_finished,
     may_reach_inside,
     prefetch,
     prefetch_after,
     prefetches_before,
+    was_completed,
 )
 from flatshard._composable.claims import FORWARD_ENDED, GRADIENTS_CAME, INPUTS_LEFT, VALUES, Claim, Reason
 from flatshard._composable.extensions import ForwardFeature
@@ -70,6 +70,7 @@ from flatshard._composable.unit_backward import (
     COMPLETE,
     COMPLETE_EARLY,
     IDLE,
+    AwaitedGradients,
     Way,
     current_graph_task,
     gradient_hook,
@@ -218,7 +219,7 @@ class UnitHooks:
     def _gather_again(self, forward: Forward) -> None:
         """Gather the units that a recomputation needs, and the unit inside that backward needs first."""
         for needed, claim in forward.claims if forward.gathers else ():
-            Backward.of(needed).recompute(needed)
+            Backward.of(needed).reach_recomputed(needed)
             if needed.handle.never_gathers:  # it shows the shards themselves, so the values are current
                 needed.release(Reason.OUTDATED)
             _show_unsharded(needed, claim, not needed.claims.is_only_reader(claim), for_backward=True)
@@ -361,24 +362,24 @@ class UnitHooks:
         for reach in reversed(later):
             reach(grads)
         unit, record, task = self.unit, way.record, current_graph_task()
-        if record.opened_in == task:
+        if record.reached_in == task:
             for needed in unit.needs if unit.context.runtime.streams is not None else ():
                 needed.handle.wait()  # another output of it, perhaps on another stream
             return
         # The backward of a forward that used only frozen parameters may still read their values.
         now = unit.graph.now
-        if now is not None and now.state is COMPLETE and now.finished_in == task and unit.is_done_with_gradients:
+        if now is not None and now.state is COMPLETE and now.completed_in == task and unit.is_done_with_gradients:
             return
         context, backward = unit.context, Backward.of(unit)
-        now = backward.pre_backward(record)
+        awaited = backward.reach_forward(record)
         for outer in record.outer:
             gather_ahead(outer)
         for claim in unit.claims:
             claim.check_backward()
         for needed in unit.needs:
-            # If it is finished, only its values are needed once more.
-            if needed is not unit and not is_finished(needed):
-                backward.begin(needed)
+            # If it is complete, only its values are needed once more.
+            if needed is not unit and not was_completed(needed):
+                backward.await_gradients(needed)
         gather(unit)
         for needed in unit.needs:
             needed.handle.wait()
@@ -390,21 +391,23 @@ class UnitHooks:
                 "run forward again after it"
             )
         # `finish_previous` gathers instead if the input of a reduction is to be freed first. [Note: Reductions in flight]
-        if not (now.finish_at > 1 and context.reductions.frees) and prefetches_before(unit):
+        if not (awaited and awaited.finishes_previous_at and context.reductions.frees) and prefetches_before(unit):
             prefetch(record)
 
-    def receive_gradient(self, group: int, index: int, task: int) -> int | None:
+    def receive_gradient(self, group: int, index: int, task: int) -> AwaitedGradients | None:
         """Receive the first gradient of graph task ``task``, or one that must be moved.
 
-        Returns:
-            The graph task whose further gradients are only counted, -1 if none, or None if this gradient does not count.
+        Returns what the unit awaits, or None if this gradient does not count.
         """
         unit = self.unit
         if not unit.handle.flats[group].requires_grad[index]:
             return None  # frozen since its forward: there is no gradient, and none was expected
-        if unit.graph.now is None or task not in unit.graph.now.expected:
-            Backward.of(unit).begin(unit)
-        return task if unit.handle.gradients.receive(group, index) else -1
+        now = unit.graph.now
+        awaited = None if now is None else now.awaited
+        if awaited is None or task not in awaited.expected:
+            awaited = Backward.of(unit).await_gradients(unit)
+        awaited.counts_only_in = task if unit.handle.gradients.receive(group, index) else None
+        return awaited
 
     def finish_previous(self) -> None:
         """End the reduction of the previous unit, and gather the next one into the memory that it frees."""
@@ -417,8 +420,9 @@ class UnitHooks:
         unit, backward, now = self.unit, self.unit.context.backward, self.unit.graph.now
         assert isinstance(backward, Backward)
         assert now is not None
+        assert now.awaited is not None
         # No gradient hook has prefetched: all ranks must issue the next all-gather before this reduction.
-        if now.finish_at > 1:
+        if now.awaited.finishes_previous_at:
             self.finish_previous()
         nodes = unit.handle.gradients.accumulators.nodes
         if unit.graph.comes_again(nodes) or (now.lacks_some and may_reach_inside(unit)):
@@ -435,8 +439,8 @@ class UnitHooks:
         """Free the unit if backward has left all its forwards through their inputs. claims.py, [Note: Freeing]"""
         unit, now = self.unit, self.unit.graph.now
         accumulators = unit.handle.gradients.accumulators
-        is_over = not ((now is not None and now.pending) or unit.graph.comes_again(accumulators.nodes))
-        if Backward.post_backward(unit) and (is_over or not accumulators.are_all):
+        is_over = not ((now is not None and now.has_pending) or unit.graph.comes_again(accumulators.nodes))
+        if Backward.leave_forward(unit) and (is_over or not accumulators.are_all):
             unit.release(INPUTS_LEFT)
             if unit.config.backward_prefetch is BACKWARD_POST:
                 prefetch_after(unit)

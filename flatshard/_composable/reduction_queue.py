@@ -14,7 +14,7 @@ last reduction. A complete unit waits for the units that ran forward after it
 After a reduction a unit keeps its turn. A backward of another graph that has it (two forwards, then two backwards) puts it
 back there, although it reaches units in an order that may depend on the data.
 
-Process groups that units connect have one order: state.py, [Note: One context for groups that are connected]. Others have
+Process groups that units connect have one order: groups.py, [Note: One context for groups that are connected]. Others have
 orders of their own. So units on several of those must take the same branches on all ranks, or ranks may wait for each other,
 which the watch reports. One order for all groups would make a group whose rank has died hold up others.
 
@@ -67,13 +67,13 @@ class ReductionQueue(Generic[Unit]):
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
-        self.waits_early = runtime.streams is None  # [Note: Reductions in flight]
+        self.finishes_early = runtime.streams is None  # [Note: Reductions in flight]
         # By their turns; they are reduced from the end. True: an earlier backward has reduced units of later turns, or this
         # one. Weak references: a forward without a backward must not keep its model alive.
         self._open: OrderedDict[weakref.ref[Unit], bool] = OrderedDict()
         self._turns = 0
         self._reducing: Unit | None = None
-        self._reduced: list[Unit] = []  # they get `.grad` at the end of the backward: see `_finish`
+        self._reduced: list[Unit] = []  # they get `.grad` at the end of the backward: see `_finish_reduction`
         self._deferred: dict[Unit, None] = {}  # they get it when the user says so: [Note: Deferred gradients]
         self.drops = 0  # how often gradients of deferred units have been dropped
         self.every.add(self)
@@ -161,11 +161,11 @@ class ReductionQueue(Generic[Unit]):
 
     def _reduce(self, unit: Unit) -> None:
         if self._reducing is not None:
-            self._finish()
+            self._finish_reduction()
         unit.handle.gradients.reduce()
         self._reducing = unit
 
-    def _finish(self) -> None:
+    def _finish_reduction(self) -> None:
         """End the reduction in flight. Under CPU offload the host waits only at the end of backward, for all together."""
         unit, self._reducing = self._reducing, None
         if unit is None:
@@ -200,7 +200,7 @@ class ReductionQueue(Generic[Unit]):
         if self._reducing is not None and self._reducing.handle.has_replicas:
             self._reducing.handle.gradients.advance()
         else:
-            self._finish()
+            self._finish_reduction()
 
     def reduce_all(self, ready: set[Unit]) -> None:
         """Reduce all units of ``ready``, and wait for all reductions that are not deferred."""
@@ -209,7 +209,7 @@ class ReductionQueue(Generic[Unit]):
             self._open = OrderedDict((ref, True) for ref in self._open if ref() is not None)
             if self._reducing is not None and self._reducing.handle.gradients.defers:
                 self._leave_in_flight()
-            self._finish()
+            self._finish_reduction()
             while self._reduced:  # from the last: its copy to the host ends after the others
                 self._reduced.pop().handle.gradients.finish()
         except BaseException:  # may come from a user's hook

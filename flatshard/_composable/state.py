@@ -3,12 +3,6 @@
 A unit is stored on its module. What is shared (``Context``) is the running forwards, the backward, and the order of
 reductions. It is shared per process group, not per root. So several models issue their collectives in one order, prefetching
 works across units that were sharded by separate calls, and no unit needs to know which one is the root.
-
-[Note: One context for groups that are connected]
-A unit may reduce over two groups: over its shards, and over its replicas. Another may share only one of them (experts that
-are sharded over fewer ranks, and replicated over the same). Collectives of a group match by order, so both need one order of
-reductions. All groups that units connect are one context. ``fully_shard`` joins contexts when it connects their groups.
-Groups stay connected when those units are gone. rank_group.py, [Note: Ranks collect garbage at different times]
 """
 
 from __future__ import annotations
@@ -122,10 +116,10 @@ class Unit:
     @property
     def is_over(self) -> bool:
         """Whether the unit has all its gradients, and the running graph task does not reach it again."""
-        if (now := self.graph.now) is None:
+        now = self.graph.now
+        if now is None or now.state <= AWAITING or now.has_pending:
             return False
-        nodes = self.handle.gradients.accumulators.nodes
-        return now.state is COMPLETE or (now.state > AWAITING and not now.pending and not self.graph.comes_again(nodes))
+        return now.state is COMPLETE or not self.graph.comes_again(self.handle.gradients.accumulators.nodes)
 
     def release(self, reason: Reason, until: object = None) -> None:
         """Show what the claims ask for, and free the unsharded parameters if no need refuses. claims.py, [Note: Freeing]"""
@@ -368,11 +362,9 @@ class RunningBackward(Protocol):
 
 
 class Context:
-    """The shared state of units on connected process groups. [Note: One context for groups that are connected]"""
+    """The shared state of units on connected process groups. See ``context_over``."""
 
-    _instances: ClassVar[weakref.WeakValueDictionary[int, Context]] = weakref.WeakValueDictionary()
-
-    _connected: ClassVar[dict[int, tuple[int, ...]]] = {}  # by a group's number, those of all that it is connected with
+    _every: ClassVar[weakref.WeakSet[Context]] = weakref.WeakSet()
 
     passes: ClassVar[list[weakref.ref[Context]]] = []
     """The contexts in a pass, outermost first. More than one: units on other process groups run inside a unit."""
@@ -380,34 +372,26 @@ class Context:
     checks: ClassVar[list[Callable[[Unit], bool]]] = []
     """Called with the outermost unit before a pass starts. A check is removed when it returns False."""
 
-    def __init__(self, runtime: Runtime) -> None:
+    def __init__(self, runtime: Runtime, progresses: Iterable[Progress]) -> None:
+        """``progresses``: of the process groups, which are told how far this rank has come."""
         self.runtime = runtime
-        self.reductions: ReductionQueue[Unit] = ReductionQueue(runtime)
         self.backward: RunningBackward | None = None  # that is running, or has failed
         self.backward_id = 0  # counts backwards that have reached a unit
         self.latest_pass = Pass(0, [])  # the running one; an empty record after its end
         self.forwards: list[Forward] = []  # running now, outermost first
         self.prefetcher = Prefetcher()
-        self._progresses: dict[Progress, None] = {}  # of the process groups, each once
+        self._progresses = dict.fromkeys(progresses)  # each once
+        self.publish_place()
+        self.reductions: ReductionQueue[Unit] = ReductionQueue(runtime)
+        self._every.add(self)
 
-    @classmethod
-    def of(cls, runtime: Runtime, *others: tuple[Runtime, Runtime | None]) -> Context:
-        """Return the context of units over these runtimes. Join contexts if need be; raise ``RuntimeError`` within a step."""
-        given = [runtime, *(axis for pair in others for each in pair if each is not None for axis in each.axes)]
-        numbers = tuple(dict.fromkeys(n for each in given for n in cls._connected.get(each.number, (each.number,))))
-        if len(numbers) > 1:
-            cls._connected.update(dict.fromkeys(numbers, numbers))
-        known = dict.fromkeys(context for n in numbers if (context := cls._instances.get(n)) is not None)
-        first, *rest = known or (cls(runtime),)
-        for context in rest:
-            first._take_over(context)
-        cls._instances.update(dict.fromkeys(numbers, first))
-        first._progresses.update(dict.fromkeys([each.progress for each in given if each.progress is not None]))
-        first.publish_place()
-        return first
+    def report_to(self, progresses: Iterable[Progress]) -> None:
+        """Tell these process groups, too, how far this rank has come."""
+        self._progresses.update(dict.fromkeys(progresses))
+        self.publish_place()
 
-    def _take_over(self, other: Context) -> None:
-        """Move the units of ``other`` to this context."""
+    def take_over(self, other: Context) -> None:
+        """Move the units of ``other`` to this context. Raise ``RuntimeError`` within a step."""
         for context in (self, other):
             context.settle()
             if context.forwards or context.backward is not None or context.reductions.is_deferring:
@@ -420,8 +404,7 @@ class Context:
         for unit in units:
             unit.context = self
         self.latest_pass = max(self.latest_pass, other.latest_pass, key=_id)
-        self._progresses.update(other._progresses)
-        self._instances.update({number: self for number, context in self._instances.items() if context is other})
+        self.report_to(other._progresses)
 
     def publish_place(self, in_forward: bool = False) -> None:
         """Tell the process groups how far this rank has come, for errors and the watch. Called whenever that changes.
@@ -494,7 +477,7 @@ class Context:
         return inside or (current_graph_task() != -1 and self.backward is not None)
 
     def _start_pass(self, unit: Unit, frame: FrameType) -> None:
-        for busy in list(filter(_forwards, self._instances.values())):
+        for busy in list(filter(_forwards, self._every)):
             busy._check_thread(frame)
         self.passes[:] = [*(ref for ref in self.passes if (c := ref()) and c.forwards), weakref.ref(self)]
         self.check(unit)

@@ -32,7 +32,7 @@ from __future__ import annotations
 import enum
 import weakref
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, Generic, NoReturn, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import nn
@@ -81,85 +81,96 @@ U = TypeVar("U")  # the unit
 class ForwardRecord(Generic[U]):
     """A forward of a unit with a backward to come. It lives as long as the autograd graph, whose hooks refer to it."""
 
-    __slots__ = ("__weakref__", "opened_in", "outer", "previous", "unit", "version")
+    __slots__ = ("__weakref__", "outer", "previous", "reached_in", "unit", "version")
 
     def __init__(self, unit: U, previous: ForwardRecord[U] | None, outer: Sequence[U], version: int) -> None:
         self.unit = unit
         self.previous = previous  # in its pass: what backward gathers next. A list of steps could leak instead
         self.outer = outer  # the units whose forwards enclosed this one, outermost first
         self.version = version  # of the parameters in this forward
-        self.opened_in = -1  # the last graph task (run of the autograd engine) that reached this record
+        self.reached_in = -1  # the last graph task (run of the autograd engine) that reached this record
 
 
-class UnitBackward(Generic[U]):
-    """A unit's record in the running backward, from its gather on. Dropping it is the reset."""
+class AwaitedGradients:
+    """The gradients that graph tasks have for a unit. It exists from when they reach the unit until the unit is complete."""
 
-    __slots__ = (
-        "_label", "counts_in", "expected", "finish_at", "finished_in", "lacks_some", "last_forward", "open_forwards",
-        "pending", "some_frozen", "state",
-    )  # fmt: skip
+    __slots__ = ("counts_only_in", "expected", "finishes_previous_at", "pending", "some_frozen", "task")
 
-    def __init__(self, label: Label) -> None:
-        """``label``: of the unit."""
-        self._label = label
-        self.state = TOUCHED
-        # AWAITING, IDLE: how many gradients each graph task that has reached the unit has for it. The first completes it.
-        self.expected: dict[int, int] = {}
+    def __init__(self, task: int, some_frozen: bool) -> None:
+        """``task``: the graph task that reaches the unit first, and completes it."""
+        self.task = task
+        self.some_frozen = some_frozen  # whether some parameters of the unit do not require grad
+        self.expected: dict[int, int] = {}  # by each graph task that has reached the unit: how many gradients it has
         self.pending = 0  # gradients of all of them that are still to come
-        # The graph task whose gradients are only counted: they stay where autograd puts them until all have come; -1 if none.
-        self.counts_in = -1
-        self.some_frozen = False  # whether some parameters did not require grad when it was reached last
-        # If this many are pending, the next gradient ends the reduction of the previous unit; 1 if there is none to end.
-        self.finish_at = 1
-        self.finished_in = -1  # the graph task in which the unit was last completed
-        self.lacks_some = False  # whether its graph lacks parameters: they are unused, or recomputed later
-        self.last_forward: ForwardRecord[U] | None = None  # the last of its forwards that the backward has reached
-        # Forwards that it has reached and, if some parameters are frozen, not left yet. -1 if none was reached.
-        self.open_forwards = -1
+        # So many are pending when one of them finishes the reduction of the previous unit. 0: no gradient does, or has to.
+        self.finishes_previous_at = 0
+        # The graph task whose gradients are only counted: they stay where autograd puts them until all have come.
+        self.counts_only_in: int | None = None
 
-    @property
-    def task(self) -> int | None:
-        """The graph task that completes the unit, or None if it is complete, or was only gathered."""
-        return next(iter(self.expected), None)
-
-    @property
-    def is_reached(self) -> bool:
-        """Whether the backward has reached the unit, beyond gathering it."""
-        return self.state > TOUCHED
-
-    def reach(self, task: int, nodes: Collection[Node], stand_ins: Collection[Node], waits_early: bool) -> int:
-        """Count the gradients of ``task``, the running graph task, when it reaches the unit for the first time.
-
-        Args:
-            nodes: the nodes that accumulate gradients of the unit's trainable parameters.
-            stand_ins: see ``UnitGraph``.
-            waits_early: see ``ReductionQueue``.
-
-        Returns:
-            The number of gradients.
-        """
-        try:
-            of_params, others = sum(map(_will_run, nodes)), sum(map(_will_run, stand_ins))
-        except RuntimeError:
-            of_params, others = how_many_run(nodes), how_many_run(stand_ins)
-        count = of_params + others
-        event = "reach with gradients" if count else "reach with none"
-        self.state = COMPLETION_TRANSITIONS.get((self.state, event)) or self._refuse(event)
+    def add(self, task: int, count: int, finishes_early: bool) -> None:
+        """Await ``count`` gradients of ``task``. ``finishes_early``: see ``ReductionQueue``."""
         self.expected[task] = count
-        self.pending += count
-        self.finish_at = self.pending - max(0, self.pending // 6 - 1) if waits_early else 1
-        if of_params or not others:
-            self.lacks_some |= of_params < len(nodes)
-        return count
+        self.pending = pending = self.pending + count
+        self.finishes_previous_at = pending - max(1, pending // 6) if finishes_early and pending else 0
 
     def count_other(self) -> bool:
         """Count the gradient of a stand-in. Return whether it is the last gradient of the unit."""
         self.pending -= 1
         return not self.pending and self.task == current_graph_task()
 
+
+class UnitBackward(Generic[U]):
+    """A unit's record in the running backward, from its gather on. Dropping it is the reset."""
+
+    __slots__ = ("_label", "awaited", "completed_in", "lacks_some", "last_forward", "open_forwards", "state")
+
+    def __init__(self, label: Label) -> None:
+        """``label``: of the unit."""
+        self._label = label
+        self.state = TOUCHED
+        self.awaited: AwaitedGradients | None = None  # while the unit is AWAITING or IDLE
+        self.completed_in: int | None = None  # the graph task that last completed the unit
+        self.lacks_some = False  # whether its graph lacks parameters: they are unused, or recomputed later
+        self.last_forward: ForwardRecord[U] | None = None  # the last of its forwards that the backward has reached
+        # Forwards that it has reached and, if some parameters are frozen, not left yet. None if it has reached and left none.
+        self.open_forwards: int | None = None
+
+    @property
+    def is_reached(self) -> bool:
+        """Whether the backward has reached the unit, beyond gathering it."""
+        return self.state > TOUCHED
+
+    @property
+    def has_pending(self) -> bool:
+        """Whether gradients are still to come that graph tasks have for the unit."""
+        return self.awaited is not None and self.awaited.pending > 0
+
+    def reach(
+        self, task: int, nodes: Collection[Node], are_all: bool, stand_ins: Collection[Node], finishes_early: bool
+    ) -> AwaitedGradients:
+        """Count the gradients of ``task``, the running graph task, when it reaches the unit for the first time.
+
+        Args:
+            nodes: the nodes that accumulate gradients of the unit's trainable parameters.
+            are_all: whether all its parameters are trainable.
+            stand_ins: see ``UnitGraph``.
+            finishes_early: see ``ReductionQueue``.
+        """
+        try:
+            of_params, others = sum(map(_will_run, nodes)), sum(map(_will_run, stand_ins))
+        except RuntimeError:
+            of_params, others = how_many_run(nodes), how_many_run(stand_ins)
+        self._move("reach with gradients" if of_params or others else "reach with none")
+        if of_params or not others:
+            self.lacks_some |= of_params < len(nodes)
+        if (awaited := self.awaited) is None:
+            awaited = self.awaited = AwaitedGradients(task, not are_all)
+        awaited.add(task, of_params + others, finishes_early)
+        return awaited
+
     def postpone(self) -> None:
         """Note that all gradients have come, and that the backward will gather the unit again."""
-        self.state = COMPLETION_TRANSITIONS.get((self.state, "postpone")) or self._refuse("postpone")
+        self._move("postpone")
 
     def complete(self, early: bool = False) -> bool:
         """Note that all gradients have come, or that no more are waited for. Return whether any were expected.
@@ -167,15 +178,17 @@ class UnitBackward(Generic[U]):
         Args:
             early: the backward may reach another forward of the unit in the same graph task.
         """
-        event = "complete early" if early else "complete"
-        self.state = COMPLETION_TRANSITIONS.get((self.state, event)) or self._refuse(event)
-        self.finished_in, were_any = next(iter(self.expected)), any(self.expected.values())
-        self.expected.clear()
-        self.pending, self.counts_in = 0, -1
-        return were_any
+        self._move("complete early" if early else "complete")
+        awaited, self.awaited = self.awaited, None
+        assert awaited is not None
+        self.completed_in = awaited.task
+        return any(awaited.expected.values())
 
-    def _refuse(self, event: str) -> NoReturn:
-        raise InternalError(f"cannot {event} unit {self._label.unit!r} in a backward while it is {self.state.name}")
+    def _move(self, event: str) -> None:
+        state = COMPLETION_TRANSITIONS.get((self.state, event))
+        if state is None:
+            raise InternalError(f"cannot {event} unit {self._label.unit!r} in a backward while it is {self.state.name}")
+        self.state = state
 
 
 class Way(Generic[U]):
@@ -230,7 +243,7 @@ class UnitGraph(Generic[U]):
         task = current_graph_task()
         for ref in [*self._ways]:
             way = ref()
-            if way is None or way.record.opened_in == task or not way.runs():
+            if way is None or way.record.reached_in == task or not way.runs():
                 continue
             if not way.ends_in((*leaves, *self.stand_ins)):
                 return True
@@ -264,12 +277,12 @@ class UnitHistory(Generic[U]):
     def drop_leaks(self, since: int) -> None:
         """Drop the leaks whose graphs are gone: backward has reached them in graph task ``since`` or later."""
         if self.leaks:
-            self.leaks -= {record for record in self.leaks if record.opened_in >= since}
+            self.leaks -= {record for record in self.leaks if record.reached_in >= since}
 
 
 def gradient_hook(
     graph: UnitGraph[Any],
-    receive: Callable[[int], int | None],
+    receive: Callable[[int], AwaitedGradients | None],
     finish_previous: Callable[[], object],
     complete: Callable[[], object],
 ) -> Callable[[torch.Tensor], None]:
@@ -277,8 +290,8 @@ def gradient_hook(
 
     Args:
         receive: called with the running graph task at its first gradient, and where more than counting is to be done. Returns
-            the graph task whose further gradients are only counted, -1 if none, or None if this gradient does not count.
-        finish_previous: ends the reduction of the previous unit, when enough gradients have come.
+            what the unit awaits, or None if this gradient does not count.
+        finish_previous: finishes the reduction of the previous unit, when enough gradients have come.
         complete: called when all gradients of the unit have come.
     """
 
@@ -286,20 +299,19 @@ def gradient_hook(
     def on_gradient(param: torch.Tensor) -> None:
         """Count the gradient that autograd has accumulated, and leave it there."""
         now, task = graph.now, current_graph_task()
+        awaited = None if now is None else now.awaited
         # A frozen parameter that still required grad in its forward has a hook call, but no gradient.
-        if now is None or now.counts_in != task or (now.some_frozen and not param.requires_grad):
-            if (counts_in := receive(task)) is None:
-                return
-            now = graph.now
-            assert now is not None
-            now.counts_in = counts_in
-        now.pending = pending = now.pending - 1
-        if pending >= now.finish_at:
+        if (
+            awaited is None or awaited.counts_only_in != task or (awaited.some_frozen and not param.requires_grad)
+        ) and (awaited := receive(task)) is None:
+            return
+        awaited.pending = pending = awaited.pending - 1
+        if pending > awaited.finishes_previous_at:
             return
         if pending > 0:
-            now.finish_at = 1
+            awaited.finishes_previous_at = 0
             finish_previous()
-        elif not pending and now.task == task:
+        elif not pending and awaited.task == task:
             complete()
 
     return on_gradient

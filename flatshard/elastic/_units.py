@@ -53,8 +53,7 @@ def destination_over(units: Sequence[Unit], process_group: Any, device_mesh: Dev
     """
     config, device = units[0].config, units[0].runtime.device
     groups = resolve_groups(process_group, device_mesh, config.strategy)
-    runtime, runtimes = runtimes_over([None], groups, config.strategy, device)
-    context = Context.of(runtime, *runtimes.values())
+    runtime, runtimes, context = runtimes_over([None], groups, config.strategy, device)
     shards, _ = runtimes[None]
     return Destination(context, Pools(), runtime, runtimes[None], shards.rank, shards.world_size)
 

@@ -30,6 +30,7 @@ from flatshard._base.optimizers import params_of, unhooked_step
 from flatshard._comm.mesh_runtime import MeshRuntime
 from flatshard._comm.runtime import Peers, Runtime
 from flatshard._comm.streams import Streams
+from flatshard._composable.construct.groups import context_over
 from flatshard._composable.construct.layout_plan import Loads, plan_flats
 from flatshard._composable.extensions import Extension, ForwardFeature, extensions
 from flatshard._composable.features.grad_sync import no_sync
@@ -37,7 +38,7 @@ from flatshard._composable.features.kept_shards import add_subgroup
 from flatshard._composable.fully_shard import Choice, build, install
 from flatshard._composable.module_tree import called_modules
 from flatshard._composable.outputs import tensors_in
-from flatshard._composable.state import Context, Forward, Unit, unit_of
+from flatshard._composable.state import Forward, Unit, unit_of
 from flatshard._handle.tensors.grad_dtype import hand_on
 from flatshard._handle.tensors.sharded_parameter import shard_info
 from flatshard._handle.unit_ranks import Runtimes
@@ -145,7 +146,9 @@ class Program:
         for size in sorted({size for config in choice.configs if (size := config.subgroup_size) is not None}):
             add_subgroup(shards, runtime("inner", rank % size, size))
         runtimes: Runtimes = {None: (shards, replicas)}
-        made = build(choice, Context.of(every, *runtimes.values()), every, runtimes, Pools(), prepare=lambda unit: None)
+        made = build(
+            choice, context_over(every, *runtimes.values()), every, runtimes, Pools(), prepare=lambda unit: None
+        )
         install(self.root, choice, made, (*extensions(), _Observer(self.books)))
         return list(made.values())
 

@@ -1,4 +1,11 @@
-"""The ranks and the device of one call of ``fully_shard``: process groups given, chosen, or made of others."""
+"""The ranks and the device of one call of ``fully_shard``: process groups given, chosen, or made of others.
+
+[Note: One context for groups that are connected]
+A unit may reduce over two groups: over its shards, and over its replicas. Another may share only one of them (experts that
+are sharded over fewer ranks, and replicated over the same). Collectives of a group match by order, so both need one order of
+reductions. All groups that units connect are one context. ``fully_shard`` joins contexts when it connects their groups.
+Groups stay connected when those units are gone. rank_group.py, [Note: Ranks collect garbage at different times]
+"""
 
 from __future__ import annotations
 
@@ -17,11 +24,15 @@ from flatshard._comm.backends import alive, builtin_collectives, timeout_of
 from flatshard._comm.mesh_runtime import MeshRuntime
 from flatshard._comm.runtime import Runtime
 from flatshard._composable.construct.partition import PlannedUnit
+from flatshard._composable.state import Context
 from flatshard._handle.planned import Groups
 from flatshard._handle.unit_ranks import Runtimes
 
 _node_meshes: dict[int, tuple[weakref.ref[dist.ProcessGroup], DeviceMesh]] = {}
 """Meshes with one row per node, by the id of the default group."""
+
+_by_group: weakref.WeakValueDictionary[int, Context] = weakref.WeakValueDictionary()  # by the number of a process group
+_connected: dict[int, tuple[int, ...]] = {}  # by a group's number: the numbers of all that it is connected with
 
 
 def resolve_groups(process_group: Any, device_mesh: DeviceMesh | None, strategy: ShardingStrategy) -> Groups:
@@ -119,25 +130,29 @@ def _check_mesh_choice(unit: PlannedUnit, fqn: str, chosen: Groups, groups: Grou
 
 def runtimes_over(
     chosen: Iterable[Groups | None], groups: Groups, strategy: ShardingStrategy, device: torch.device
-) -> tuple[Runtime, Runtimes]:
-    """Return the runtime of all ranks that units are sharded over, and the runtimes of the ``chosen`` groups.
+) -> tuple[Runtime, Runtimes, Context]:
+    """Return the runtime of all ranks that units are sharded over, the runtimes of the ``chosen`` groups, and their context.
 
     Args:
         chosen: groups of parameters; None stands for ``groups``.
         groups: the groups of the call.
         strategy: the strategy of the call.
         device: the device of the collectives.
+
+    Raises:
+        RuntimeError: units on these groups are in a step.
     """
     if strategy.joins_axes and groups[1] is not None:
         inner, outer = Runtime.of(groups[0], device), Runtime.of(groups[1], device)
         every = Runtime.of(join_groups(inner.group, outer.group, device), device)
-        return every, {None: (MeshRuntime(every, inner, outer), None)}
+        runtimes: Runtimes = {None: (MeshRuntime(every, inner, outer), None)}
+        return every, runtimes, context_over(every, *runtimes.values())
     every = Runtime.of(groups[0], device)
     found: dict[Groups | None, tuple[Runtime, Runtime | None]] = {}
     for own in dict.fromkeys(chosen):
         shards, replicas = groups if own is None else own
         found[own] = Runtime.of(shards, device), None if replicas is None else Runtime.of(replicas, device)
-    return every, found
+    return every, found, context_over(every, *found.values())
 
 
 def as_device(device_id: int | torch.device | str | None) -> torch.device | None:
@@ -295,3 +310,23 @@ def _checked_group(group: Any) -> dist.ProcessGroup:
         raise ValueError(f"rank {dist.get_rank()} is not a member of the given process group: skip the call there")
     checked: dist.ProcessGroup = group
     return checked
+
+
+def context_over(runtime: Runtime, *others: tuple[Runtime, Runtime | None]) -> Context:
+    """Return the context of units over these runtimes. Join contexts if need be; raise ``RuntimeError`` within a step."""
+    axes = [runtime, *(axis for pair in others for each in pair if each is not None for axis in each.axes)]
+    numbers = tuple(dict.fromkeys(n for axis in axes for n in _connected.get(axis.number, (axis.number,))))
+    if len(numbers) > 1:
+        _connected.update(dict.fromkeys(numbers, numbers))
+    known = dict.fromkeys(context for n in numbers if (context := _by_group.get(n)) is not None)
+    progresses = [axis.progress for axis in axes if axis.progress is not None]
+    if not known:
+        context = Context(runtime, progresses)
+    else:
+        context, *rest = known
+        for other in rest:
+            context.take_over(other)
+            _by_group.update({number: context for number, each in _by_group.items() if each is other})
+        context.report_to(progresses)
+    _by_group.update(dict.fromkeys(numbers, context))
+    return context

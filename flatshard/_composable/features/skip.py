@@ -290,7 +290,7 @@ def _make_anchor_hook(unit: Unit) -> Callable[[torch.Tensor], None]:
         hooks = to_hooks()
         assert hooks is not None
         unit = hooks.unit
-        if Backward.of(unit).begin(unit).count_other():
+        if Backward.of(unit).await_gradients(unit).count_other():
             hooks.complete()
 
     return on_gradient
