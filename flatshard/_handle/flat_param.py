@@ -34,8 +34,7 @@ from torch import nn
 from flatshard._comm.collectives import Done, Pending
 from flatshard._handle.adapters.tensor_parallel import TensorParallel, is_copy
 from flatshard._handle.adapters.tensor_subclass import wrapping_of
-from flatshard._handle.layout import FlatLayout, ParamInfo
-from flatshard._handle.planned import FlatOptions, Kind
+from flatshard._handle.layout import FlatLayout, FlatOptions, Kind, ParamInfo
 from flatshard._handle.tensors.aggregate import plainly
 from flatshard._handle.tensors.changes import changes
 from flatshard._handle.tensors.flat_member import FlatGrad, FlatMember
@@ -345,10 +344,10 @@ class FlatParam:
 
     # -- gathering ---------------------------------------------------------------------------------------------------
 
-    def gather(self, exactly: bool, again: bool, kept: torch.Tensor | None = None) -> Pending:
+    def gather(self, exactly: bool, for_backward: bool, kept: torch.Tensor | None = None) -> Pending:
         """Start to fill the unsharded buffer from all ranks' shards.
 
-        ``exactly``, ``again``: see ``FlatParamHandle.unshard``. ``kept``: a copy of ``unsharded.own`` after an earlier
+        ``exactly``, ``for_backward``: see ``FlatParamHandle.unshard``. ``kept``: a copy of ``unsharded.own`` after an earlier
         gather, used in place of the shard.
         """
         runtime, shard, target = self.ranks.runtime, self.shard, self.unsharded
@@ -362,12 +361,12 @@ class FlatParam:
             target.allocate(shard)
             return runtime.issued(Done())
         if runtime.capabilities.gathers_late and target.allocates_late:
-            return runtime.all_gather(target.wire, shard, self.ranks.label, again, target.take)
+            return runtime.all_gather(target.gather_output, shard, self.ranks.label, for_backward, target.take)
         fits = kept is None and self.kind.dtype is self.kind.buffer_dtype
         as_it_is = fits and runtime.capabilities.out_of_place
         target.allocate(None if as_it_is else shard)
-        sent, wire = shard if as_it_is else target.own, target.wire
-        return runtime.all_gather(wire, sent if wire is target.flat else as_sent(sent), self.ranks.label, again)
+        sent, wire = shard if as_it_is else target.own, target.gather_output
+        return runtime.all_gather(wire, sent if wire is target.flat else as_sent(sent), self.ranks.label, for_backward)
 
     def on_compute_device(self) -> torch.Tensor:
         """Return the shard on the compute device, in its own dtype: a cast on the CPU blocks, and gives pageable memory."""

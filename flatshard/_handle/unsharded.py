@@ -52,8 +52,7 @@ from flatshard._comm.collectives import Collectives
 from flatshard._comm.runtime import Runtime
 from flatshard._handle.adapters.tensor_subclass import TensorSubclass
 from flatshard._handle.adapters.wrapping import Wrapping
-from flatshard._handle.layout import FlatLayout
-from flatshard._handle.planned import Kind
+from flatshard._handle.layout import FlatLayout, Kind
 
 _clock = itertools.count()
 _version = operator.attrgetter("_version")  # read for every parameter in every step, so the loop runs in C
@@ -265,7 +264,7 @@ class UnshardedBuffer:
         own.free()
         if self._pool is None:
             self._buffer = self._make_buffer(own.flat)
-            self.allocates_late = self.wire is self.flat
+            self.allocates_late = self.gather_output is self.flat
 
     def use_buffers(self, make: Callable[[torch.Tensor], FlatBuffer]) -> None:
         """Make buffers for memory of its own by ``make`` from now on. Addresses in use stay the same."""
@@ -296,7 +295,7 @@ class UnshardedBuffer:
                 compute.data = torch.empty(0, dtype=dtype, device=device)
             compute.data = view
         self.own = self.flat[rank * layout.shard_numel :][: layout.shard_numel]
-        self.wire = as_sent(self.flat)
+        self.gather_output = as_sent(self.flat)
         self._storage = self.flat.untyped_storage()
         each = zip(self.params, layout.params, self._wrappings, strict=True)
         self._plain = [c for c, info, wrapping in each if info.numel and wrapping is None]

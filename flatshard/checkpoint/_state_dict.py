@@ -17,7 +17,7 @@ from flatshard._base.errors import name_list
 from flatshard._base.names import plain_name
 from flatshard._comm.progress import Label
 from flatshard._comm.runtime import Runtime
-from flatshard._composable.features.whole_parameters import Gathering
+from flatshard._composable.features.full_parameters import Gathering
 from flatshard._composable.find import settle, units_of
 from flatshard._composable.state import Unit
 from flatshard._composable.unit_backward import current_graph_task

@@ -206,7 +206,7 @@ _composable.features.comm_hooks checkpoint._gathering elastic._exchange
 """
 # Scales, before a handle gathers; for a handle, in place of its own; whole values, for those who read them.
 GATHERING = """
-_composable.features.encoded_gathers _composable.features.kept_shards _composable.features.whole_parameters
+_composable.features.encoded_gathers _composable.features.kept_shards _composable.features.full_parameters
 _comm.monitor.monitor debug._replicas
 """
 # New modules, also later; buffers, which belong to no handle.
@@ -254,7 +254,6 @@ RULES = [
     Rule(r"\b_(parameters|buffers)\b", "_handle.registrations", of=r"_handle\."),
     Rule(TREE_WORDS, "_handle.tensors.guard", of=r"_handle\."),
     Rule(rf"(?<!nn\.Module\.){TREE_WORDS}", of=r"_handle\."),  # who reads a dict of a module, `guard` asks by these
-    Rule(AN_IMPORT + "torch", of=r"_handle\.layout"),
 ]
 
 

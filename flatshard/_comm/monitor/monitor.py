@@ -125,7 +125,7 @@ class OrderCheck:
         kind = 0 if self._one_order else issued.kind
         unit = issued.label.unit
         name = unit if len(unit) <= _NAME else f"...{unit[-_NAME:]}"
-        line = f"{issued.verb} of {name or '<root>'!r}{' for backward' if issued.again else ''}"
+        line = f"{issued.verb} of {name or '<root>'!r}{' for backward' if issued.for_backward else ''}"
         self._recent = [*self._recent[-3:], line]
         cut, start = _summary(issued.label)
         summary = f"{line} {issued.label.identity} {cut}"

@@ -17,7 +17,7 @@ from flatshard._comm.backends import alive, builtin_collectives, timeout_of
 from flatshard._comm.mesh_runtime import MeshRuntime
 from flatshard._comm.runtime import Runtime
 from flatshard._composable.construct.partition import PlannedUnit
-from flatshard._handle.planned import Groups
+from flatshard._handle.layout import Groups
 from flatshard._handle.unit_ranks import Runtimes
 
 _node_meshes: dict[int, tuple[weakref.ref[dist.ProcessGroup], DeviceMesh]] = {}
