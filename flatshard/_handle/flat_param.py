@@ -361,7 +361,7 @@ class FlatParam:
             target.allocate(shard)
             return runtime.issued(Done())
         if runtime.capabilities.gathers_late and target.allocates_late:
-            return runtime.all_gather(target.gather_output, shard, self.ranks.label, for_backward, target.take)
+            return runtime.all_gather(target.gather_output, shard, self.ranks.label, for_backward, target.ensure_memory)
         fits = kept is None and self.kind.dtype is self.kind.buffer_dtype
         as_it_is = fits and runtime.capabilities.out_of_place
         target.allocate(None if as_it_is else shard)

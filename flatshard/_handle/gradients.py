@@ -36,6 +36,7 @@ becomes zero instead of None.
 
 from __future__ import annotations
 
+import enum
 import itertools
 import operator
 from collections.abc import Callable, Sequence
@@ -144,7 +145,7 @@ class ReductionInput:
             self._buffer.free()
             self._buffer = None
 
-    def leave(self) -> None:
+    def abandon_memory(self) -> None:
         """Stop using the current memory without freeing it: collectives may use it as long as their group exists.
 
         A buffer of the pool stays in use, so no other unit gets it.
@@ -154,12 +155,23 @@ class ReductionInput:
         self._buffer = None
 
 
+class Arrival(enum.Enum):
+    """The way of computed gradients to their reduction. [Note: Two tensors of gradients]"""
+
+    AS_GRAD = "each becomes `.grad` at once: a single rank reduces nothing"
+    ONE_BY_ONE = "each is copied to the input of the reduction"
+    TOGETHER = "all stay where autograd puts them, and are copied to the input when the last has arrived"
+
+
+_TOGETHER = Arrival.TOGETHER
+
+
 class FlatGradients:
     """The gradients of one :class:`FlatParam`. [Note: Two tensors of gradients]"""
 
     def __init__(self, flat: FlatParam) -> None:
         self.flat = flat
-        self.reduction: Reduction | None = None  # from `complete` to `finish`
+        self.reduction: Reduction | None = None  # from `prepare_reduction` to `set_grads`
         self.partial: Partial | None = None  # the output of earlier reductions that is not averaged over replicas yet
         self.change_ranks(None)
 
@@ -185,10 +197,11 @@ class FlatGradients:
         dtype, numel = self.dtypes.reduce, flat.layout.padded_numel
         self._is_small = numel * dtype.itemsize < SMALL
         to_reduce = flat.ranks.size > 1 or flat.flat_grad is not None or flat.kind.is_offloaded
-        # None: each gradient becomes `.grad` at once. It has memory from `complete` to `finish`.
+        # None if gradients arrive `AS_GRAD`. It has memory from the first copy to `set_grads`.
         self.input = ReductionInput(flat, dtype, numel) if to_reduce else None
-        self._waits_for_all = to_reduce and (self._is_small or not flat.is_whole)
-        # Whether each parameter has a gradient in the input (without an input: in `.grad`), or None if none has one.
+        together = Arrival.TOGETHER if self._is_small or not flat.is_whole else Arrival.ONE_BY_ONE
+        self.arrival = together if to_reduce else Arrival.AS_GRAD
+        # Whether each parameter has a gradient in the input (`AS_GRAD`: in `.grad`), or None if none has one.
         self._filled: list[bool] | None = None
         self.prepare_slices()
 
@@ -228,34 +241,34 @@ class FlatGradients:
     # -- arriving ----------------------------------------------------------------------------------------------------
 
     @property
-    def _is_waiting(self) -> bool:
-        """Whether gradients are in the unsharded parameters' ``.grad``, until all have arrived."""
-        return self._waits_for_all and self._filled is None
+    def _stay_with_autograd(self) -> bool:
+        """Whether gradients are in the unsharded parameters' ``.grad`` until the last has arrived."""
+        return self._filled is None and self.arrival is _TOGETHER
 
     @property
-    def stays_away(self) -> bool:
-        """Whether gradients stay where autograd puts them, and adds later ones, until all have arrived."""
-        return self._is_waiting or True not in self.flat.requires_grad
+    def needs_no_receive(self) -> bool:
+        """Whether ``receive`` has nothing to do for later gradients, until all have arrived."""
+        return self._stay_with_autograd or True not in self.flat.requires_grad
 
     def receive(self, index: int) -> bool:
-        """Copy the gradient of unsharded parameter ``index`` to the input, unless gradients wait until all have arrived.
+        """Copy the gradient of unsharded parameter ``index`` to the input, unless all are copied ``TOGETHER``.
 
-        Returns ``stays_away``. There may be no gradient: a custom autograd function may return None.
+        Returns ``needs_no_receive``. There may be no gradient: a custom autograd function may return None.
 
         Raises:
             RuntimeError: the gradient is sparse, or has a graph of its own.
         """
-        if self._waits_for_all and self._filled is None:  # `_is_waiting`, without a call for each gradient
+        if (
+            self._filled is None and self.arrival is _TOGETHER
+        ):  # `_stay_with_autograd`, without a call for each gradient
             return True
         compute = self.flat.unsharded.params[index]
         if compute.grad is not None:
             grad, compute.grad = compute.grad, None
             self._check(index, grad)
-            if self.flat.params[
-                index
-            ].requires_grad:  # autograd drops those of parameters frozen since their forward, too
+            if self.flat.params[index].requires_grad:  # else frozen since its forward: autograd drops the gradient, too
                 self._put(index, self._local(index, grad))
-        return self.stays_away
+        return self.needs_no_receive
 
     def _check(self, index: int, grad: torch.Tensor) -> None:
         """Raise if ``grad`` cannot be reduced in a flat parameter."""
@@ -344,9 +357,9 @@ class FlatGradients:
         for index in places:
             self._put(index, grads.pop())
 
-    def hold(self) -> None:
-        """End a backward without a reduction: the next backward adds to its gradients."""
-        if self._is_waiting:
+    def copy_held(self) -> None:
+        """Copy gradients that are with autograd to the input, to which the next backward adds."""
+        if self._stay_with_autograd:
             grads = map(_grad, self.flat.unsharded.params)
             if not all(map(operator.is_, grads, _NONE)):
                 self._copy_to_input(self.dtypes.reduce)
@@ -359,7 +372,7 @@ class FlatGradients:
         return self.flat.kind.is_trainable and self.flat.ranks.size > 1 and self.flat.layout.padded_numel > 0
 
     @property
-    def comes_late(self) -> bool:
+    def need_reduction(self) -> bool:
         """Whether gradients become ``.grad`` when a reduction ends, not when autograd has computed them."""
         return self.input is not None and self.flat.layout.padded_numel > 0 and self.are_wanted
 
@@ -374,7 +387,7 @@ class FlatGradients:
             return False not in self.flat.requires_grad
         return all(map(_requires_grad, self.flat.params))
 
-    def complete(self, accumulates: bool) -> None:
+    def prepare_reduction(self, accumulates: bool) -> None:
         """Fill the input and make the reduction: all gradients have arrived.
 
         Call this on the stream of the backward: the gradients that are copied and freed here are memory of that stream.
@@ -386,7 +399,7 @@ class FlatGradients:
             return
         if self.input is None:
             return
-        if self._waits_for_all and self._filled is None:
+        if self._stay_with_autograd:
             narrow = self.runtime.capabilities.widens and not (accumulates or flat.is_whole)
             self._copy_to_input(self.dtypes.sent if narrow else self.dtypes.reduce)  # [Note: Sent as it was computed]
         filled = self._filled if self._filled is not None else self._allocate(self.dtypes.reduce)
@@ -404,14 +417,14 @@ class FlatGradients:
         self.reduction = Reduction(flat, self.runtime, self.input.flat, dtypes, self.unused, self.partial)
         self.partial = None
 
-    def free_reduced(self) -> None:
-        """Free the reduction input before ``finish``, because the device has already read it."""
+    def free_input(self) -> None:
+        """Free the reduction input before ``set_grads``, because the device has already read it."""
         if self.input is not None and not self.flat.is_whole:  # otherwise the input is the result
             self.input.free()
 
     def discard(self) -> None:
         """Drop all received gradients and free their memory. ``.grad`` is not changed."""
-        if self._is_waiting:
+        if self._stay_with_autograd:
             consume(map(_set_plain_grad, self.flat.unsharded.params, _NONE))
         self.partial = None
         self._free()
@@ -423,7 +436,7 @@ class FlatGradients:
 
     # -- the result --------------------------------------------------------------------------------------------------
 
-    def finish(self, assign: bool = True) -> Sequence[nn.Parameter] | None:
+    def set_grads(self, assign: bool = True) -> Sequence[nn.Parameter] | None:
         """Free the input of the ended reduction, and with ``assign`` set or add to the ``.grad`` of every parameter.
 
         Returns the parameters that got one, or None if there were no gradients to assign.
@@ -433,7 +446,7 @@ class FlatGradients:
             return None
         shard = None
         if self.reduction is not None:
-            shard, self.partial = self.reduction.result(), self.reduction.partial
+            shard, self.partial = self.reduction.take_result(), self.reduction.partial
         self._free()
         if not assign:
             self.partial = None
