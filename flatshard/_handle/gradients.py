@@ -52,7 +52,7 @@ from flatshard._handle.reduction import Partial, Reduction, Unused
 from flatshard._handle.tensors.aggregate import plainly
 from flatshard._handle.tensors.changes import changes
 from flatshard._handle.tensors.grad_dtype import GradDtypes, choose, promoted
-from flatshard._handle.tensors.partial import consume
+from flatshard._handle.tensors.local_numbers import consume
 from flatshard._handle.tensors.shard_info import ShardInfo
 from flatshard._handle.tensors.sharded_gradient import GradSlices, plain_grad
 from flatshard._handle.unit_ranks import UnitRanks

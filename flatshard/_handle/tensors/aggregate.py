@@ -20,9 +20,9 @@ from typing import Literal, NamedTuple, TypeVar
 
 import torch
 
+from flatshard._comm.composite_groups import ExpertRanks
 from flatshard._comm.progress import SAME_NUMBERS
 from flatshard._comm.rank_group import RankGroup
-from flatshard._handle.tensors.experts import ExpertRanks
 
 plainly = torch._C.DisableTorchFunctionSubclass
 """``with plainly():`` functions treat tensors of every subclass as plain tensors, and return plain tensors."""

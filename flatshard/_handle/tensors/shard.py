@@ -28,8 +28,8 @@ from torch.autograd.function import once_differentiable
 
 from flatshard._base.callers import Caller, cure_of_reading, refuse_other_sharding
 from flatshard._handle.tensors.aggregate import Aggregate, device_for, local_norms, plainly
+from flatshard._handle.tensors.local_numbers import METADATA, NORMS, UNSCALE, norm_arguments, reduce_local, retype
 from flatshard._handle.tensors.operations import OperationKind, is_in_place, is_of_many, kind_of
-from flatshard._handle.tensors.partial import METADATA, NORMS, UNSCALE, norm_arguments, reduce_partial, retype
 from flatshard._handle.tensors.shard_info import ShardInfo
 
 Function = Callable[..., Any]
@@ -53,7 +53,7 @@ class ShardTensor(torch.Tensor):
     ) -> Any:
         handler = HANDLERS[func] if func in HANDLERS else _handler(func)
         if len(types) > 1 and func is not UNSCALE:  # that one leaves its flag partial
-            reduce_partial(args, kwargs)
+            reduce_local(args, kwargs)
         if OwnedTensor in types and (settled := share_numbers(func, args, kwargs or {})) is not None:
             return func(*settled[0], **settled[1])
         if handler is not None:

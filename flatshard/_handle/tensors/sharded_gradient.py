@@ -25,7 +25,7 @@ from torch.utils import _foreach_utils
 from flatshard._comm.rank_group import RankGroup
 from flatshard._handle.layout import FlatLayout, ShardSlice
 from flatshard._handle.tensors.aggregate import local_norms, plainly
-from flatshard._handle.tensors.partial import UNSCALE, PartialFlag, PartialNorm, retype
+from flatshard._handle.tensors.local_numbers import UNSCALE, LocalNumber, retype
 from flatshard._handle.tensors.shard import HANDLERS, ShardTensor, local_norm
 from flatshard._handle.tensors.shard_info import ShardInfo
 
@@ -144,7 +144,7 @@ class GradSlices:
 
 
 def _foreach_norm(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    """Handle ``torch._foreach_norm``, called by ``torch.nn.utils``, without communication yet: see :class:`PartialNorm`."""
+    """Handle ``torch._foreach_norm``, called by ``torch.nn.utils``, without communication yet: see :class:`LocalNumber`."""
     given = dict(zip(("self", "ord", "dtype"), args, strict=False)) | kwargs
     grads: Sequence[torch.Tensor] = given["self"]
     ord, dtype = float(given.get("ord", 2)), given.get("dtype")
@@ -165,7 +165,7 @@ def _foreach_norm(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
         )
         device = norms[0].device
     for runtime, of_group in _by_runtime(grads, norms).items():
-        PartialNorm.mark(of_group, runtime, ord, device)
+        LocalNumber.mark_norms(of_group, runtime, ord, device)
     return norms
 
 
@@ -193,11 +193,11 @@ def _by_runtime(
 
 
 def _unscale(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Handle ``torch._amp_foreach_non_finite_check_and_unscale_``, called by ``GradScaler``: see :class:`PartialFlag`."""
+    """Handle ``torch._amp_foreach_non_finite_check_and_unscale_``, called by ``GradScaler``: see :class:`LocalNumber`."""
     grads, found_inf, inv_scale = args
     with plainly():
         func(grads, found_inf, inv_scale, **kwargs)
-    PartialFlag.mark(found_inf, _by_runtime(grads, grads))
+    LocalNumber.mark_flag(found_inf, _by_runtime(grads, grads))
 
 
 def _foreach_max(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> NoReturn:

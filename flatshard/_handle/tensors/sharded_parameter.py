@@ -47,8 +47,8 @@ from flatshard._base.errors import RESTRUCTURE_BEFORE
 from flatshard._handle.tensors.changes import changes
 from flatshard._handle.tensors.direct import leaf_of
 from flatshard._handle.tensors.grad_dtype import hand_on, plain_grad_dtype
+from flatshard._handle.tensors.local_numbers import reduce_local
 from flatshard._handle.tensors.operations import OperationKind, kind_of
-from flatshard._handle.tensors.partial import reduce_partial
 from flatshard._handle.tensors.shard import (
     ShardTensor,
     as_leaves,
@@ -154,7 +154,7 @@ def _by_the_table(name: str, method: Callable[..., Any], handler: Callable[..., 
         if is_recorded and torch.is_grad_enabled():
             args, kwargs = as_leaves(args, kwargs)
         if has_torch_function((*args[1:], *kwargs.values())):
-            reduce_partial(args, kwargs)
+            reduce_local(args, kwargs)
             if (settled := share_numbers(method, args, kwargs)) is not None:
                 args, kwargs = settled
         return handler(method, args, kwargs)
