@@ -186,8 +186,8 @@ class FlatParam:
             if grad is not None:  # a backward ran before sharding: keep its result, sharded like the parameter
                 grad = in_memory_order(grad.detach(), info.stride)[info.start : info.stop].clone()
             grads.append(grad)
-        ShardedParameter.adopt_all(self.params, infos, self)
         for index, (param, info, grad) in enumerate(zip(self.params, infos, grads, strict=True)):
+            ShardedParameter.adopt(param, info, self)
             _describe(param, self.unsharded.params[index], info)
             if grad is not None:
                 param.grad = self.shaped(index, grad)

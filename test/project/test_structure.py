@@ -201,8 +201,8 @@ checkpoint._standard_helpers checkpoint._state_dict_hooks
 """
 # `_composable` decides when collectives start; handles and the runtime start them, and modules that make them of others.
 STARTING = """
-_comm.mesh_runtime _comm.runtime _comm.composite_groups _comm.backends _composable.construct.groups _comm.quantized _comm.fake_group
-_composable.features.comm_hooks checkpoint._gathering elastic._exchange
+_comm.mesh_runtime _comm.runtime _comm.composite_groups _comm.backends _composable.construct.groups _comm.quantized
+_comm.fake_group _composable.features.comm_hooks checkpoint._gathering elastic._exchange
 """
 # Scales, before a handle gathers; for a handle, in place of its own; whole values, for those who read them.
 GATHERING = """

@@ -62,6 +62,11 @@ class Aggregate(NamedTuple):
                 numbers[index] = number
         return torch.stack(numbers) if numbers else torch.empty(0, dtype=torch.float64, device=device)
 
+    def of_pieces(self, pieces: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return the number of ``pieces`` of one tensor together, on this rank only: 0-dim, float64. Of no norm."""
+        numbers = torch.stack([self._of_part(piece) for piece in pieces])
+        return numbers.sum() if self.op == "sum" else numbers.amax() if self.op == "max" else numbers.amin()
+
     def _of_part(self, part: torch.Tensor) -> torch.Tensor:
         if self.op == "sum":
             return part.sum(dtype=torch.float64)

@@ -20,7 +20,7 @@ import itertools
 import math
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar, NamedTuple, NoReturn
 
 import torch
 from torch import nn
@@ -166,17 +166,25 @@ def _plainly(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
         return func(*args, **kwargs)
 
 
+def _marked(result: torch.Tensor, kind: type[ShardTensor], info: ShardInfo) -> torch.Tensor:
+    """Return ``result``, plain, as a shard of class ``kind``."""
+    retype([result], kind, "_flatshard_info", [info])
+    return result
+
+
 def _by_rows(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Return the result for this rank's rows: plain, or for a parameter that is never cut an ``OwnedTensor``."""
     info = part_in(args, kwargs)._flatshard_info
-    _rows_only(info, name_of(func))
+    if not info.by_rows:
+        refuse(info, name_of(func))
     if not info.never_cut:
         return _plainly(func, args, kwargs)
     if any(getattr(t, "_flatshard_info", info) is not info for t in tensors_in((args, kwargs))):
         refuse(info, name_of(func))
     result = _plainly(func, args, kwargs)
-    made = [t for t in tensors_in(result) if type(t) is torch.Tensor]
-    retype(made, OwnedTensor, "_flatshard_info", itertools.repeat(info))
+    for made in tensors_in(result):
+        if type(made) is torch.Tensor:
+            _marked(made, OwnedTensor, info)
     return result
 
 
@@ -213,8 +221,7 @@ def _same(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     result = _plainly(func, args, kwargs)
     part = args[0]
     if hasattr(part, "_flatshard_info") and type(result) is torch.Tensor:
-        kind = type(part) if isinstance(part, ShardTensor) else ShardTensor  # of a parameter
-        retype([result], kind, "_flatshard_info", [part._flatshard_info])
+        return _marked(result, type(part) if isinstance(part, ShardTensor) else ShardTensor, part._flatshard_info)
     return result
 
 
@@ -261,29 +268,21 @@ def _size(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def _flat(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Return a view of the shard in its own shape, or 1-D."""
-    part = args[0]
-    wanted = args[1:]
-    if wanted and isinstance(wanted[0], torch.dtype):
-        return _plainly(func, args, kwargs)
-    if not hasattr(part, "_flatshard_info"):
+    part, info = args[0], getattr(args[0], "_flatshard_info", None)
+    if info is None or isinstance(args[1] if len(args) > 1 else None, torch.dtype):
         return _plainly(func, args, kwargs)
     try:
         result = _plainly(func, args, kwargs)
     except (RuntimeError, IndexError):  # the sizes don't fit
-        _rows_only(part._flatshard_info, name_of(func))
+        if not info.by_rows:
+            refuse(info, name_of(func))
         raise
     with plainly():
         if result.dim() != 1 and result.shape != part.shape:
             return _by_rows(func, args, kwargs)
-    if result is part:
-        return result
-    retype(
-        [result],
-        type(part) if isinstance(part, OwnedTensor) else ShardTensor,
-        "_flatshard_info",
-        [part._flatshard_info],
+    return (
+        result if result is part else _marked(result, OwnedTensor if type(part) is OwnedTensor else ShardTensor, info)
     )
-    return result
 
 
 def _select(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -297,12 +296,6 @@ def _select(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     elif index is Ellipsis or (isinstance(index, slice) and index == slice(None)):
         return _plainly(func, args, kwargs) if len(args) > 2 else _elementwise(func, args, kwargs)
     return _by_rows(func, args, kwargs)
-
-
-def _rows_only(info: ShardInfo, name: str) -> None:
-    """Raise, unless this rank has whole rows."""
-    if not info.by_rows:
-        refuse(info, name)
 
 
 def _transpose(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -325,9 +318,14 @@ REFUSED: Handler = _refused
 # -- reductions --------------------------------------------------------------------------------------------------------
 
 
+def elsewhere_of(part: Any) -> tuple[tuple[int, int], ...]:
+    """Ranges of this rank's shard that another rank counts in norms; none for a full tensor."""
+    return part._flatshard_info.elsewhere if hasattr(part, "_flatshard_info") else ()
+
+
 def counted(part: torch.Tensor) -> list[torch.Tensor]:
     """Return the elements of ``part`` that this rank counts, in pieces. tensor_parallel.py, [Note: Norms over two meshes]"""
-    elsewhere = part._flatshard_info.elsewhere  # type: ignore[attr-defined]
+    elsewhere = elsewhere_of(part)
     if not elsewhere:
         return [part]
     edges = [0, *itertools.chain(*elsewhere), part.numel()]
@@ -336,9 +334,8 @@ def counted(part: torch.Tensor) -> list[torch.Tensor]:
 
 def local_norm(part: torch.Tensor, ord: float, dtype: torch.dtype | None) -> torch.Tensor:
     """Compute the norm of the elements of ``part`` that this rank counts."""
-    pieces = counted(part)
-    norms = local_norms(pieces, ord, dtype)
-    if len(pieces) == 1:
+    norms = local_norms(counted(part), ord, dtype)
+    if len(norms) == 1:
         return norms[0]
     stacked = torch.stack(norms)
     return stacked.sum() if ord == 0 else torch.linalg.vector_norm(stacked, ord)
@@ -370,8 +367,7 @@ def _of_owner(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         number = func(part.new_ones([1] * part.dim()))
         if part.requires_grad:
             number = number + 0 * part.sum()
-    retype([number], OwnedTensor, "_flatshard_info", [info])
-    return number
+    return _marked(number, OwnedTensor, info)
 
 
 def share_numbers(
@@ -437,15 +433,12 @@ def norm(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if rest or of_matrix:
         _no_dims(info, "a norm", sorted(rest) or ["ord"])
     with plainly():
-        own = local_norm(part, ord, dtype)
-        what = f"the norm of order {ord}"
-        return _combine(
-            part,
-            own,
-            Aggregate("norm", ord),
-            what,
-            lambda a, b: torch.where(a == b, 1.0, (a / b) ** (ord - 1)).nan_to_num(),
-        )
+        own, aggregate = local_norm(part, ord, dtype), Aggregate("norm", ord)
+        return _combine(part, own, aggregate, f"the norm of order {ord}", functools.partial(_share_of_norm, ord))
+
+
+def _share_of_norm(ord: float, own: torch.Tensor, full: torch.Tensor) -> torch.Tensor:
+    return torch.where(own == full, 1.0, (own / full) ** (ord - 1)).nan_to_num()
 
 
 def over_ranks(own: torch.Tensor, aggregate: Aggregate, part: Any, what: str) -> torch.Tensor:
@@ -460,7 +453,7 @@ def _question(what: str, part: Any) -> str:
     return f"{what} of {getattr(part, '_whose', '')}{part._flatshard_info.fqn!r}"
 
 
-def _combine(part: Any, own: torch.Tensor, aggregate: Aggregate, what: str, share: Callable[..., Any]) -> torch.Tensor:
+def _combine(part: Any, own: torch.Tensor, aggregate: Aggregate, what: str, share: Any) -> torch.Tensor:
     """Combine this rank's number as ``over_ranks`` does, with its graph."""
     return _with_graph(part, own, over_ranks(own, aggregate, part, what), share, what)
 
@@ -517,54 +510,55 @@ def _reduce(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
         number = _reduce(torch.sum, (part,), {}) if part.dtype is not torch.bool else _reduce(torch.any, (part,), {})
         with plainly():
             return getattr(number, name)()
-    reduced = _REDUCTIONS.get(name)
-    if reduced is None or part.dtype.is_complex:
+    reduction, dtype = _REDUCTIONS.get(name), kwargs.get("dtype")
+    if reduction is None or part.dtype.is_complex:
         refuse(info, name)
     with plainly():
-        return reduced(part, info, kwargs.get("dtype"))
+        if name != "mean":
+            return reduction.of(part, dtype)
+        if not (dtype or part.dtype).is_floating_point:
+            raise RuntimeError(f"mean() of {info.fqn!r}: needs floating point, got {part.dtype}")
+        if part.dim() != (len(info.shape) if info.by_rows else 1):  # view_as_real
+            refuse(info, name)
+        return reduction.of(part, dtype, math.prod(info.full_shape))
 
 
-def _sum(part: torch.Tensor, info: ShardInfo, dtype: torch.dtype | None, *, over: int = 1) -> torch.Tensor:
-    dtype = dtype or (part.dtype if part.is_floating_point() else torch.int64)
-    # Added up in double, because sums of shards in bfloat16 would be rounded.
-    own = torch.stack([piece.sum(dtype=torch.float64) for piece in counted(part)]).sum()
-    return (_combine(part, own, Aggregate("sum"), "the sum", lambda a, b: 1.0) / over).to(dtype)
+class _Reduction(NamedTuple):
+    """A reduction to a number of the full tensor: an aggregate of the elements, or of whether each is nonzero."""
+
+    aggregate: Aggregate
+    what: str
+    share: Callable[..., Any] | None = None  # the derivative of the full number by this rank's
+    of_nonzero: torch.dtype | None = None  # the result's, of a reduction of whether elements are nonzero
+
+    def of(self, part: torch.Tensor, dtype: torch.dtype | None, divisor: int = 1) -> torch.Tensor:
+        """Reduce ``part`` over the ranks: one all-reduce. Sums are in double: those of bfloat16 would be rounded."""
+        pieces = counted(part) if self.of_nonzero is None else [piece != 0 for piece in counted(part)]
+        own = self.aggregate.of_pieces(pieces)
+        if self.of_nonzero is not None:
+            return over_ranks(own, self.aggregate, part, self.what).clamp(min=0).to(self.of_nonzero)
+        if self.aggregate.op == "sum" and dtype is None:
+            dtype = part.dtype if part.is_floating_point() else torch.int64
+        return (_combine(part, own, self.aggregate, self.what, self.share) / divisor).to(dtype or part.dtype)
 
 
-def _mean(part: torch.Tensor, info: ShardInfo, dtype: torch.dtype | None) -> torch.Tensor:
-    if not (dtype or part.dtype).is_floating_point:
-        raise RuntimeError(f"mean() of {info.fqn!r}: needs floating point, got {part.dtype}")
-    if part.dim() != (len(info.shape) if info.by_rows else 1):  # view_as_real
-        refuse(info, "mean")
-    return _sum(part, info, dtype or part.dtype, over=math.prod(info.full_shape))
+def _is_extreme(own: torch.Tensor, full: torch.Tensor) -> torch.Tensor:
+    return (own == full).double()
 
 
-def _extreme(part: torch.Tensor, info: ShardInfo, dtype: torch.dtype | None, *, op: Any) -> torch.Tensor:
-    own = Aggregate(op)._of_part(part)
-    return _combine(part, own, Aggregate(op), f"the {op}imum", lambda a, b: (a == b).double()).to(part.dtype)
-
-
-def _any(part: torch.Tensor, info: ShardInfo, dtype: torch.dtype | None) -> torch.Tensor:
-    return over_ranks(part.any().double(), Aggregate("max"), part, "any").bool()
-
-
-def _all(part: torch.Tensor, info: ShardInfo, dtype: torch.dtype | None) -> torch.Tensor:
-    return over_ranks(part.all().double(), Aggregate("min"), part, "all").bool()
-
-
-def _count(part: torch.Tensor, info: ShardInfo, dtype: torch.dtype | None) -> torch.Tensor:
-    own = torch.stack([piece.count_nonzero() for piece in counted(part)]).sum()
-    return over_ranks(own.double(), Aggregate("sum"), part, "the count of nonzero elements").long()
-
-
-_REDUCTIONS: dict[str, Callable[..., torch.Tensor]] = {
-    "sum": _sum,
-    "mean": _mean,
-    **dict.fromkeys(("max", "amax"), functools.partial(_extreme, op="max")),
-    **dict.fromkeys(("min", "amin"), functools.partial(_extreme, op="min")),
-    "any": _any,
-    "all": _all,
-    "count_nonzero": _count,
+_SUM = _Reduction(Aggregate("sum"), "the sum", lambda own, full: 1.0)
+_MAX = _Reduction(Aggregate("max"), "the maximum", _is_extreme)
+_MIN = _Reduction(Aggregate("min"), "the minimum", _is_extreme)
+_REDUCTIONS = {
+    "sum": _SUM,
+    "mean": _SUM,
+    "max": _MAX,
+    "amax": _MAX,
+    "min": _MIN,
+    "amin": _MIN,
+    "any": _Reduction(Aggregate("max"), "any", of_nonzero=torch.bool),
+    "all": _Reduction(Aggregate("min"), "all", of_nonzero=torch.bool),
+    "count_nonzero": _Reduction(Aggregate("sum"), "the count of nonzero elements", of_nonzero=torch.int64),
 }
 
 

@@ -26,7 +26,7 @@ from flatshard._comm.rank_group import RankGroup
 from flatshard._handle.layout import FlatLayout, ShardSlice
 from flatshard._handle.tensors.aggregate import local_norms, plainly
 from flatshard._handle.tensors.local_numbers import UNSCALE, LocalNumber, retype
-from flatshard._handle.tensors.shard import HANDLERS, ShardTensor, local_norm
+from flatshard._handle.tensors.shard import HANDLERS, ShardTensor, elsewhere_of, local_norm
 from flatshard._handle.tensors.shard_info import ShardInfo
 
 
@@ -154,15 +154,8 @@ def _foreach_norm(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
             "use flatshard.optim.get_total_norm(model, 0)"
         )
     with plainly():
-        one_by_one = any(map(_elsewhere, grads))
-        norms = (
-            [
-                local_norm(g, ord, dtype) if isinstance(g, ShardTensor) else local_norms([g], ord, dtype)[0]
-                for g in grads
-            ]
-            if one_by_one
-            else local_norms(grads, ord, dtype)
-        )
+        one_by_one = any(map(elsewhere_of, grads))
+        norms = [local_norm(g, ord, dtype) for g in grads] if one_by_one else local_norms(grads, ord, dtype)
         device = norms[0].device
     for runtime, of_group in _by_runtime(grads, norms).items():
         LocalNumber.mark_norms(of_group, runtime, ord, device)
@@ -170,11 +163,6 @@ def _foreach_norm(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
 
 
 _runtime = operator.attrgetter("_flatshard_info.runtime")
-
-
-def _elsewhere(grad: torch.Tensor) -> tuple[tuple[int, int], ...]:
-    """Ranges of this rank's shard that another rank counts in norms. tensor_parallel.py, [Note: Norms over two meshes]"""
-    return grad._flatshard_info.elsewhere if isinstance(grad, ShardTensor) else ()
 
 
 def _by_runtime(
