@@ -170,15 +170,13 @@ class FlatParam:
 
     def shaped(self, index: int, part: torch.Tensor) -> torch.Tensor:
         """Reshape 1-D ``part``, a slice for parameter ``index`` in memory order, to the shape of the user's parameter."""
-        info = self.layout.params[index]
-        if self.is_whole:
-            return part.as_strided(info.shape, info.stride)
-        return part.as_strided(info.shape_of(self.slices[index]), info.stride) if info.by_rows else part
+        return self.params[index]._flatshard_info.shaped(part)
 
     def _adopt_params(self) -> None:
         """Make each of ``params`` a sharded parameter: its slice of the shard, described by a ``ShardInfo``."""
-        views = [self.shard_view(index) for index in range(len(self.params))]
         infos = self._shard_infos()
+        places = zip(infos, self.slices, strict=True)
+        views = [info.shaped(self.shard[place.start : place.stop]) for info, place in places]
         grads: list[torch.Tensor | None] = []
         for param, view, info in zip(self.params, views, infos, strict=True):
             grad, param.grad = param.grad, None

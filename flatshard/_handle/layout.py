@@ -51,10 +51,6 @@ class ParamInfo:
     def stop(self) -> int:
         return self.start + self.numel
 
-    def shape_of(self, part: ShardSlice) -> tuple[int, ...]:
-        """Return the shape of a rank's slice: ``(rows, *rest)`` if cut by rows, else 1-D."""
-        return part_shape(self.shape, part.numel, self.by_rows)
-
 
 @dataclass(frozen=True, slots=True)
 class FlatLayout:
