@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from flatshard._base.errors import name_list
 from flatshard._base.old_names import old_arguments
-from flatshard._comm.monitor.messages import default_group
+from flatshard._comm.process_groups import default_group
 from flatshard._composable.find import units_of
 from flatshard._handle.layout import PlannedFlat
 from flatshard.elastic import _exchange, _units

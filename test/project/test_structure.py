@@ -176,7 +176,7 @@ QUERIES = (
 # Types, arithmetic on them, names of actions; and checkpoints, whose plans torch's own functions exchange.
 QUIET_MODULES = r"device_mesh|tensor|checkpoint|pipelining\.schedules"
 COMMUNICATING = (
-    "_comm.backends _comm.fake_group _comm.monitor.messages elastic._world elastic._epochs _composable.construct.groups"
+    "_comm.backends _comm.fake_group _comm.process_groups elastic._world elastic._epochs _composable.construct.groups"
 )
 HOOKING = "_composable.hooks planning._program optim._hooks elastic._job _handle.tensors.direct"
 HOOKING += " checkpoint._state_dict_hooks checkpoint._optimizer_hooks "

@@ -13,8 +13,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from flatshard._base import torch_versions
 from flatshard._base.config import ShardingStrategy
 from flatshard._base.environment import local_world_size
-from flatshard._comm.backends import alive, builtin_collectives, timeout_of
+from flatshard._comm.backends import builtin_collectives
 from flatshard._comm.mesh_runtime import MeshRuntime
+from flatshard._comm.process_groups import alive, timeout_of
 from flatshard._comm.runtime import Runtime
 from flatshard._composable.construct.partition import PlannedUnit
 from flatshard._handle.layout import Groups
