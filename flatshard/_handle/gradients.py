@@ -79,7 +79,7 @@ _TOGETHER = Arrival.TOGETHER
 class GradSlices:
     """Cuts gradient shards into the gradients of the sharded parameters: views, unless their dtypes differ."""
 
-    __slots__ = ("_by_rows", "_dtypes", "_empties", "_infos", "_marked", "_pieces", "_sizes", "_whole")
+    __slots__ = ("_by_rows", "_dtypes", "_empties", "_full", "_infos", "_marked", "_pieces", "_sizes")
 
     def __init__(self, flat: FlatParam, dtypes: Sequence[torch.dtype]) -> None:
         """Prepare for ``flat`` as it is now. ``dtypes``: of each gradient, or a single one for all."""
@@ -88,7 +88,7 @@ class GradSlices:
         sharded = [index for index, info in enumerate(infos) if info.runtime is not None and info.numel]
         self._marked = [index for index in sharded if slices[index].numel]
         self._infos = [infos[index] for index in self._marked]
-        self._whole = [(info.shape, info.stride, info.start) for info in layout.params] if flat.is_whole else None
+        self._full = [(info.shape, info.stride, info.start) for info in layout.params] if flat.is_whole else None
         self._dtypes = dtypes if len(set(dtypes)) > 1 else None
         # `split_with_sizes` cuts the shard into slices and the padding between them.
         self._sizes: list[int] = []
@@ -115,8 +115,8 @@ class GradSlices:
 
     def cut(self, shard: torch.Tensor) -> list[torch.Tensor]:
         """Return the gradient of each parameter in ``shard``, as it is stored in ``.grad``."""
-        if self._whole is not None:
-            grads = [shard.as_strided(shape, stride, start) for shape, stride, start in self._whole]
+        if self._full is not None:
+            grads = [shard.as_strided(shape, stride, start) for shape, stride, start in self._full]
         else:
             grads, pieces = self._empties.copy(), shard.split_with_sizes(self._sizes)
             for index, piece in self._pieces:
@@ -219,9 +219,7 @@ class FlatGradients:
         Raises:
             RuntimeError: the gradient is sparse, or has a graph of its own.
         """
-        if (
-            self._filled is None and self.arrival is _TOGETHER
-        ):  # `_stay_with_autograd`, without a call for each gradient
+        if self._filled is None and self.arrival is _TOGETHER:  # `_stay_with_autograd`, without a call
             return True
         compute = self.flat.unsharded.params[index]
         if compute.grad is not None:

@@ -11,13 +11,14 @@ import collections
 import itertools
 import math
 import operator
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from flatshard._comm.rank_group import RankGroup
 from flatshard._handle.tensors.aggregate import Aggregate, plainly, total_norm
+from flatshard._handle.tensors.operations import tensors_in
 
 consume = collections.deque[Any](maxlen=0).extend
 """Exhaust an iterator, in C."""
@@ -153,36 +154,25 @@ def _call_reduced(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
 
 def reduce_local(*arguments: Any) -> None:
     """Reduce local numbers in ``arguments``, which may be nested, to plain tensors over all ranks. In place."""
-    numbers: dict[int, LocalNumber] = {}
-    by_origin: dict[_Origin, list[Any]] = {}
-    for found in _local_in(arguments):
-        if isinstance(found, LocalNorms):
-            found.reduce()
-        elif id(found) not in numbers:
-            numbers[id(found)] = found
-            for origin in found._origins:
-                by_origin.setdefault(origin, []).append(found)
+    for stack in tensors_in(arguments):
+        if isinstance(stack, LocalNorms):
+            stack.reduce()
+    by_origin: dict[_Origin, dict[int, Any]] = {}
+    for found in tensors_in(arguments):
+        for origin in found._origins if isinstance(found, LocalNumber) else ():
+            by_origin.setdefault(origin, {})[id(found)] = found
     for origin in sorted(by_origin, key=lambda origin: origin.runtime.number):
-        same, aggregate = by_origin[origin], origin.aggregate
+        same, aggregate = [*by_origin[origin].values()], origin.aggregate
         is_norm = aggregate.op == "norm"
         question = f"{len(same)} norms of order {aggregate.ord}" if is_norm else "whether a gradient is infinite or NaN"
         with plainly():
             combined = aggregate.over_ranks(torch.stack(same), origin.runtime, question)
             for number, value in zip(same, combined.unbind(), strict=True):
                 number.copy_(value)
-    for number in numbers.values():
-        del number._origins
-        number.__class__ = torch.Tensor  # type: ignore[assignment]
-
-
-def _local_in(argument: Any) -> Iterator[LocalNumber | LocalNorms]:
-    if isinstance(argument, LocalNumber | LocalNorms):
-        yield argument
-    elif isinstance(argument, list | tuple):
-        for item in argument:
-            yield from _local_in(item)
-    elif isinstance(argument, dict):
-        yield from _local_in(list(argument.values()))
+                number._origins = tuple(each for each in number._origins if each != origin)
+                if not number._origins:
+                    del number._origins
+                    number.__class__ = torch.Tensor
 
 
 UNSCALE: Callable[..., Any] = torch._amp_foreach_non_finite_check_and_unscale_

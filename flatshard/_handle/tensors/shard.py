@@ -19,7 +19,7 @@ import functools
 import itertools
 import math
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple, NoReturn
 
 import torch
@@ -29,7 +29,17 @@ from torch.autograd.function import once_differentiable
 from flatshard._base.callers import Caller, cure_of_reading, refuse_other_sharding
 from flatshard._handle.tensors.aggregate import Aggregate, device_for, local_norms, plainly
 from flatshard._handle.tensors.local_numbers import METADATA, NORMS, UNSCALE, norm_arguments, reduce_local, retype
-from flatshard._handle.tensors.operations import OperationKind, is_in_place, is_of_many, kind_of
+from flatshard._handle.tensors.operations import (
+    OperationKind,
+    first_by_place,
+    is_in_place,
+    is_of_many,
+    kind_of,
+    name_of,
+    part_in,
+    replaced,
+    tensors_in,
+)
 from flatshard._handle.tensors.shard_info import ShardInfo
 
 Function = Callable[..., Any]
@@ -58,7 +68,7 @@ class ShardTensor(torch.Tensor):
             return func(*settled[0], **settled[1])
         if handler is not None:
             if torch.is_grad_enabled() or not args:
-                args, kwargs = as_leaves(*_first_by_place(args, kwargs or {}))
+                args, kwargs = as_leaves(*first_by_place(args, kwargs or {}))
             return handler(func, args, kwargs or {})
         with plainly():
             return func(*args, **kwargs) if kwargs else func(*args)
@@ -88,12 +98,6 @@ class OwnedTensor(ShardTensor):
 # -- handlers ----------------------------------------------------------------------------------------------------------
 
 
-def name_of(func: Function) -> str:
-    """Return the name of a function, or of the attribute that it gets or sets."""
-    name = getattr(func, "__name__", "")
-    return getattr(func.__self__, "__name__", name) if name in ("__get__", "__set__", "__delete__") else name  # type: ignore[attr-defined]
-
-
 def _handler(func: Function) -> Handler | None:
     """Return the handler of ``func``, or None if ``func`` itself is called, as for a plain tensor."""
     found = HANDLERS[func] = handler_of(name_of(func))
@@ -108,44 +112,11 @@ def handler_of(name: str) -> Handler | None:
     return REFUSED if kind is None else BY_KIND[kind]
 
 
-def tensors_in(arguments: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors in ``arguments``, which may be nested."""
-    if isinstance(arguments, torch.Tensor):
-        yield arguments
-    elif isinstance(arguments, list | tuple | dict):
-        for argument in arguments.values() if isinstance(arguments, dict) else arguments:
-            yield from tensors_in(argument)
-
-
-def part_in(*arguments: Any) -> Any:
-    """Return the first shard in ``arguments``: a :class:`ShardTensor`, or a sharded parameter."""
-    return next((t for t in tensors_in(arguments) if hasattr(t, "_flatshard_info")), None)
-
-
-def _replaced(argument: Any, by: dict[int, torch.Tensor]) -> Any:
-    """Replace tensors in ``argument``, which may be nested. ``by``: the new ones, by the ids of the old ones."""
-    if isinstance(argument, list | tuple):
-        return type(argument)([_replaced(each, by) for each in argument])
-    if isinstance(argument, dict):
-        return {key: _replaced(each, by) for key, each in argument.items()}
-    return by.get(id(argument), argument)
-
-
-_FIRST = frozenset(("input", "tensor", "x", "A"))
-"""The names that torch's functions have for the first argument."""
-
-
-def _first_by_place(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Move the first argument to its place if it was given by its name."""
-    names = () if args else _FIRST.intersection(kwargs)
-    return (*args, *(kwargs[name] for name in names)), {k: v for k, v in kwargs.items() if k not in names}
-
-
 def as_leaves(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Replace sharded parameters in the arguments by leaves, for autograd to record. [Note: What bypasses the table]"""
     params: list[Any] = [t for t in tensors_in((args, kwargs)) if hasattr(type(t), "_as_leaf") and t.requires_grad]
     by = {id(param): param._as_leaf() for param in params}
-    return (_replaced(args, by), _replaced(kwargs, by)) if by else (args, kwargs)
+    return (replaced(args, by), replaced(kwargs, by)) if by else (args, kwargs)
 
 
 def refuse(info: ShardInfo, name: str) -> NoReturn:
@@ -280,9 +251,9 @@ def _flat(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     with plainly():
         if result.dim() != 1 and result.shape != part.shape:
             return _by_rows(func, args, kwargs)
-    return (
-        result if result is part else _marked(result, OwnedTensor if type(part) is OwnedTensor else ShardTensor, info)
-    )
+    if result is part:
+        return result
+    return _marked(result, OwnedTensor if type(part) is OwnedTensor else ShardTensor, info)
 
 
 def _select(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -388,7 +359,7 @@ def share_numbers(
         if len(of) == 1 and not is_term and kind_of(name_of(func)) in (OperationKind.ELEMENTWISE, OperationKind.ALIAS):
             return None
         found = dict(zip(numbers, _of_owners([*numbers.values()], name_of(func)), strict=True))
-    return _replaced(args, found), _replaced(kwargs, found)
+    return replaced(args, found), replaced(kwargs, found)
 
 
 def _of_owners(numbers: list[Any], name: str) -> list[torch.Tensor]:
@@ -400,10 +371,10 @@ def _of_owners(numbers: list[Any], name: str) -> list[torch.Tensor]:
     own = [n.detach().to(device_for(numbers, runtimes), torch.float64) * 1 for n in numbers]
     mine = [n if info.start < info.stop else torch.zeros_like(n) for n, info in zip(own, infos, strict=True)]
     question = f"the owners' numbers of {', '.join(repr(info.fqn) for info in infos)}"
-    whole = Aggregate("sum").over_groups(torch.stack(mine), runtimes, question)
+    full = Aggregate("sum").over_groups(torch.stack(mine), runtimes, question)
     return [
-        _with_graph(n, n, w.to(n.device, n.dtype), lambda a, b: 1.0, f"a number of {n._flatshard_info.fqn!r}")
-        for n, w in zip(numbers, whole.unbind(), strict=True)
+        _with_graph(n, n, f.to(n.device, n.dtype), lambda a, b: 1.0, f"a number of {n._flatshard_info.fqn!r}")
+        for n, f in zip(numbers, full.unbind(), strict=True)
     ]
 
 
@@ -458,14 +429,12 @@ def _combine(part: Any, own: torch.Tensor, aggregate: Aggregate, what: str, shar
     return _with_graph(part, own, over_ranks(own, aggregate, part, what), share, what)
 
 
-def _with_graph(
-    part: Any, own: torch.Tensor, whole: torch.Tensor, share: Callable[..., Any], what: str
-) -> torch.Tensor:
-    """Return ``whole`` with the graph of this rank's number, if any. ``share``: the derivative of the full number by it."""
+def _with_graph(part: Any, own: torch.Tensor, full: torch.Tensor, share: Callable[..., Any], what: str) -> torch.Tensor:
+    """Return ``full`` with the graph of this rank's number, if any. ``share``: the derivative of the full number by it."""
     if not (part.requires_grad and torch.is_grad_enabled()):
-        return whole
+        return full
     local = own if own.requires_grad else part.sum().to(own.dtype)  # of an empty shard
-    number = whole + share(own.detach(), whole) * (local - local.detach())
+    number = full + share(own.detach(), full) * (local - local.detach())
     return _InLosses.apply(number, part._flatshard_info, _question(what, part))  # type: ignore[no-any-return]
 
 
@@ -569,8 +538,8 @@ def draw(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     with plainly():
         if part.numel() != info.stop - info.start or not name.endswith(("_", "_like")):
             refuse(info, name)
-        whole = torch.empty_strided(info.shape, info.stride, dtype=part.dtype, device=part.device)
-        drawn = func(whole, *args[1:], **kwargs).as_strided((whole.numel(),), (1,))[info.start : info.stop]
+        full = torch.empty_strided(info.shape, info.stride, dtype=part.dtype, device=part.device)
+        drawn = func(full, *args[1:], **kwargs).as_strided((full.numel(),), (1,))[info.start : info.stop]
         drawn = drawn.as_strided(part.shape, part.stride())
         return drawn.clone() if name.endswith("_like") else part.copy_(drawn)
 

@@ -396,9 +396,8 @@ def show_full(param: ShardedParameter, beside: Iterable[Any] = ()) -> nn.Paramet
     if flat is None or flat.filling is None:
         return param
     others = [_flat_params.get(id(each)) for each in beside]
-    shown: nn.Parameter = flat.filling.show(
-        param, {each.filling.unit for each in others if each is not None and each.filling}
-    )
+    units = {each.filling.unit for each in others if each is not None and each.filling}
+    shown: nn.Parameter = flat.filling.show(param, units)
     return shown
 
 
