@@ -34,7 +34,7 @@ from torch import nn
 from flatshard._comm.collectives import Done, Pending
 from flatshard._handle.adapters.tensor_parallel import TensorParallel, is_copy
 from flatshard._handle.adapters.tensor_subclass import wrapping_of
-from flatshard._handle.layout import FlatLayout, FlatOptions, Kind, ParamInfo
+from flatshard._handle.layout import FlatLayout, FlatOptions, Kind, ParamInfo, part_shape
 from flatshard._handle.tensors.aggregate import plainly
 from flatshard._handle.tensors.changes import changes
 from flatshard._handle.tensors.flat_member import FlatGrad, FlatMember
@@ -170,13 +170,15 @@ class FlatParam:
 
     def shaped(self, index: int, part: torch.Tensor) -> torch.Tensor:
         """Reshape 1-D ``part``, a slice for parameter ``index`` in memory order, to the shape of the user's parameter."""
-        return self.params[index]._flatshard_info.shaped(part)
+        info = self.layout.params[index]
+        if self.is_whole:
+            return part.as_strided(info.shape, info.stride)
+        return part.as_strided(part_shape(info.shape, part.numel(), True), info.stride) if info.by_rows else part
 
     def _adopt_params(self) -> None:
         """Make each of ``params`` a sharded parameter: its slice of the shard, described by a ``ShardInfo``."""
+        views = [self.shard_view(index) for index in range(len(self.params))]
         infos = self._shard_infos()
-        places = zip(infos, self.slices, strict=True)
-        views = [info.shaped(self.shard[place.start : place.stop]) for info, place in places]
         grads: list[torch.Tensor | None] = []
         for param, view, info in zip(self.params, views, infos, strict=True):
             grad, param.grad = param.grad, None
@@ -184,8 +186,9 @@ class FlatParam:
             if grad is not None:  # a backward ran before sharding: keep its result, sharded like the parameter
                 grad = in_memory_order(grad.detach(), info.stride)[info.start : info.stop].clone()
             grads.append(grad)
-        for index, (param, info, grad) in enumerate(zip(self.params, infos, grads, strict=True)):
+        for param, info in zip(self.params, infos, strict=True):
             ShardedParameter.adopt(param, info, self)
+        for index, (param, info, grad) in enumerate(zip(self.params, infos, grads, strict=True)):
             _describe(param, self.unsharded.params[index], info)
             if grad is not None:
                 param.grad = self.shaped(index, grad)

@@ -44,25 +44,116 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 
+from flatshard._comm.collectives import LendMemory
 from flatshard._comm.runtime import Runtime
 from flatshard._handle.flat_param import FlatParam
-from flatshard._handle.reduction import Partial, Reduction, ReductionInput, Unused
+from flatshard._handle.layout import FlatLayout
+from flatshard._handle.reduction import Partial, Reduction, Unused
 from flatshard._handle.tensors.aggregate import plainly
 from flatshard._handle.tensors.changes import changes
 from flatshard._handle.tensors.grad_dtype import GradDtypes, choose, promoted
 from flatshard._handle.tensors.local_numbers import consume, retype
 from flatshard._handle.tensors.shard_info import ShardInfo
-from flatshard._handle.tensors.sharded_gradient import ShardedGradient, mark, plain_grad
+from flatshard._handle.tensors.sharded_gradient import ShardedGradient, plain_grad
 from flatshard._handle.unit_ranks import UnitRanks
+from flatshard._handle.unsharded import FlatBuffer
 
 SMALL = 128 * 1024  # bytes of a flat parameter below which overhead per operation costs more than memory traffic
 
 # Read or called for every parameter in every step, so loops run in C.
 _grad, _set_plain_grad, _grad_of_plain = plain_grad.__get__, plain_grad.__set__, operator.attrgetter("grad")
+_plain_shape: Callable[[torch.Tensor], torch.Size] = torch.Tensor.shape.__get__  # type: ignore[attr-defined]
 _layout, _requires_grad = operator.attrgetter("layout"), operator.attrgetter("requires_grad")
 _NONE = itertools.repeat(None)
 _STRIDED = {torch.strided}
 _ZERO = torch.zeros((), device="cpu")  # an addend on any device and of any dtype: to torch a number costs twice as much
+
+
+_Views = tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor]]
+"""A 1-D tensor, each parameter's view of it, and the padding."""
+
+
+def views_of(flat: torch.Tensor, layout: FlatLayout) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Return each parameter's view of ``flat``, in the parameter's shape and stride, and the padding between them."""
+    views = [flat.as_strided(info.shape, info.stride, info.start) for info in layout.params]
+    return views, [flat[start:stop] for start, stop in layout.gaps()]
+
+
+class ReductionInput:
+    """The input of a reduction. Its memory is a buffer of the pool, lent by gloo's collectives, or one of its own per dtype.
+
+    With ``NO_SHARD`` the memory is new each time: it is all-reduced in place and becomes the gradients.
+    """
+
+    def __init__(self, flat: FlatParam, dtype: torch.dtype, numel: int) -> None:
+        """Prepare an input of ``numel`` elements for ``flat``. ``dtype``: its usual dtype."""
+        self._layout, self._pool = flat.layout, flat.ranks.pool
+        self._numel, self._device = numel, flat.kind.compute_device
+        self._becomes_grads = flat.is_whole
+        self._buffer: FlatBuffer | None = None  # in use
+        self._known: dict[FlatBuffer, _Views] = {}  # the buffers used so far, with their views
+        self._make_buffer: Callable[[torch.Tensor], FlatBuffer] = FlatBuffer  # for memory of its own
+        self._nothing: _Views = torch.empty(0, device=flat.kind.compute_device), [], []
+        self.flat, self.views, self.gaps = self._nothing
+        if self._pool is None and flat.kind.is_trainable and not flat.is_whole:
+            own = self._find_buffer(dtype)
+            self._make_views(own)  # here, to save the time in the first step
+            own.free()
+
+    def allocate(self, dtype: torch.dtype, lend: LendMemory | None) -> None:
+        """Allocate the memory, and zero the padding. ``lend``: of the collectives that reduce it."""
+        new = self._new(dtype) if self._becomes_grads else None
+        if new is None and self._pool is None and lend is not None:
+            new = lend(self._numel, dtype, False)
+        if new is not None:
+            self.flat = new
+            self.views, self.gaps = views_of(self.flat, self._layout)
+        else:
+            self._buffer = buffer = self._find_buffer(dtype)
+            buffer.take(self)
+            self.flat, self.views, self.gaps = self._known.get(buffer) or self._make_views(buffer)
+        if self.gaps:
+            torch._foreach_zero_(self.gaps)
+
+    def _find_buffer(self, dtype: torch.dtype) -> FlatBuffer:
+        if self._pool is not None:
+            return self._pool.buffer_for_input(self._numel, dtype)
+        for buffer in self._known:
+            if buffer.flat.dtype is dtype:
+                return buffer
+        return self._make_buffer(self._new(dtype))
+
+    def _new(self, dtype: torch.dtype) -> torch.Tensor:
+        if self._pool is not None:
+            return self._pool.allocate(self._numel, dtype)
+        return torch.empty(self._numel, dtype=dtype, device=self._device)
+
+    def _make_views(self, buffer: FlatBuffer) -> _Views:
+        flat = buffer.flat[: self._numel]
+        self._known[buffer] = views = flat, *views_of(flat, self._layout)
+        return views
+
+    def use_buffers(self, make: Callable[[torch.Tensor], FlatBuffer]) -> None:
+        """Make its own buffers by ``make`` from now on. None of them may be in use."""
+        self._make_buffer = make
+        if self._pool is None:
+            self._known = {make(before.flat): views for before, views in self._known.items()}
+
+    def free(self) -> None:
+        """Free the memory. Idempotent."""
+        self.flat, self.views, self.gaps = self._nothing
+        if self._buffer is not None:
+            self._buffer.free()
+            self._buffer = None
+
+    def abandon_memory(self) -> None:
+        """Stop using the current memory without freeing it: collectives may use it as long as their group exists.
+
+        A buffer of the pool stays in use, so no other unit gets it.
+        """
+        self.flat, self.views, self.gaps = self._nothing
+        self._known.clear()
+        self._buffer = None
 
 
 class Arrival(enum.Enum):
@@ -84,8 +175,8 @@ class GradSlices:
     def __init__(self, flat: FlatParam, dtypes: Sequence[torch.dtype]) -> None:
         """Prepare for ``flat`` as it is now. ``dtypes``: of each gradient, or a single one for all."""
         layout, slices, infos = flat.layout, flat.slices, [param._flatshard_info for param in flat.params]
-        # The indices of gradients that are sharded, see `mark`. If nothing is sharded here: DTensors, over their own mesh.
-        sharded = [index for index, info in enumerate(infos) if info.runtime is not None and info.numel]
+        # Indices of gradients that are sharded: see `mark`. If nothing is sharded here: DTensors, over their own mesh.
+        sharded = [i for i, info in enumerate(layout.params) if info.numel and infos[i].runtime is not None]
         self._marked = [index for index in sharded if slices[index].numel]
         self._infos = [infos[index] for index in self._marked]
         self._full = [(info.shape, info.stride, info.start) for info in layout.params] if flat.is_whole else None
@@ -104,14 +195,12 @@ class GradSlices:
             end = part.stop
         if layout.shard_numel > end:
             self._sizes.append(layout.shard_numel - end)
-        rows = [(index, infos[index]) for index, _ in self._pieces if infos[index].by_rows]
-        self._by_rows = [(index, info.part_shape, info.stride) for index, info in rows]
+        shapes = list(map(_plain_shape, flat.params))
+        self._by_rows = [(i, shapes[i], infos[i].stride) for i, _ in self._pieces if infos[i].by_rows]
         # Slices without elements are made once.
-        shapes = [(0,) if part.numel else info.part_shape for part, info in zip(slices, infos, strict=True)]
-        of_each = zip(shapes, itertools.cycle(dtypes))
+        of_each = zip([(0,) if 0 not in shape else shape for shape in shapes], itertools.cycle(dtypes))
         self._empties = [torch.empty(shape, dtype=dtype, device=flat.kind.device) for shape, dtype in of_each]
-        for index in sharded:
-            mark(self._empties[index], infos[index])
+        retype([self._empties[i] for i in sharded], ShardedGradient, "_flatshard_info", [infos[i] for i in sharded])
 
     def cut(self, shard: torch.Tensor) -> list[torch.Tensor]:
         """Return the gradient of each parameter in ``shard``, as it is stored in ``.grad``."""
@@ -358,7 +447,7 @@ class FlatGradients:
             return
         if self.input is None:
             return
-        if self._stay_with_autograd:
+        if self._filled is None and self.arrival is _TOGETHER:
             narrow = self.runtime.capabilities.widens and not (accumulates or flat.is_whole)
             self._copy_to_input(self.dtypes.sent if narrow else self.dtypes.reduce)  # [Note: Sent as it was computed]
         filled = self._filled if self._filled is not None else self._allocate(self.dtypes.reduce)

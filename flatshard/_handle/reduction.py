@@ -1,4 +1,4 @@
-"""The reduction of one flat parameter's gradients: its input, the collectives, and this rank's gradient shard.
+"""The reduction of one flat parameter's gradients: from its input to this rank's gradient shard.
 
 Gradients are averaged over the ranks that the parameters are sharded over, and then over the replicas, in the reduce dtype.
 The result is scaled, cast to the dtype of ``.grad`` and, under offload, copied to the CPU.
@@ -25,104 +25,17 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
 
-from flatshard._comm.collectives import REDUCE, Done, LendMemory, Pending
+from flatshard._comm.collectives import REDUCE, Done, Pending
 from flatshard._comm.progress import Chain, Label, drain
 from flatshard._comm.runtime import Runtime
 from flatshard._comm.streams import holding, wait_on_host
 from flatshard._handle.flat_param import FlatParam
 from flatshard._handle.layout import FlatLayout
-from flatshard._handle.unsharded import FlatBuffer
-
-_Views = tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor]]
-"""A 1-D tensor, each parameter's view of it, and the padding."""
-
-
-def views_of(flat: torch.Tensor, layout: FlatLayout) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Return each parameter's view of ``flat``, in the parameter's shape and stride, and the padding between them."""
-    views = [flat.as_strided(info.shape, info.stride, info.start) for info in layout.params]
-    return views, [flat[start:stop] for start, stop in layout.gaps()]
-
-
-class ReductionInput:
-    """The input of a reduction. Its memory is a buffer of the pool, lent by gloo's collectives, or one of its own per dtype.
-
-    With ``NO_SHARD`` the memory is new each time: it is all-reduced in place and becomes the gradients.
-    """
-
-    def __init__(self, flat: FlatParam, dtype: torch.dtype, numel: int) -> None:
-        """Prepare an input of ``numel`` elements for ``flat``. ``dtype``: its usual dtype."""
-        self._layout, self._pool = flat.layout, flat.ranks.pool
-        self._numel, self._device = numel, flat.kind.compute_device
-        self._becomes_grads = flat.is_whole
-        self._buffer: FlatBuffer | None = None  # in use
-        self._known: dict[FlatBuffer, _Views] = {}  # the buffers used so far, with their views
-        self._make_buffer: Callable[[torch.Tensor], FlatBuffer] = FlatBuffer  # for memory of its own
-        self._nothing: _Views = torch.empty(0, device=flat.kind.compute_device), [], []
-        self.flat, self.views, self.gaps = self._nothing
-        if self._pool is None and flat.kind.is_trainable and not flat.is_whole:
-            own = self._find_buffer(dtype)
-            self._make_views(own)  # here, to save the time in the first step
-            own.free()
-
-    def allocate(self, dtype: torch.dtype, lend: LendMemory | None) -> None:
-        """Allocate the memory, and zero the padding. ``lend``: of the collectives that reduce it."""
-        new = self._new(dtype) if self._becomes_grads else None
-        if new is None and self._pool is None and lend is not None:
-            new = lend(self._numel, dtype, False)
-        if new is not None:
-            self.flat = new
-            self.views, self.gaps = views_of(self.flat, self._layout)
-        else:
-            self._buffer = buffer = self._find_buffer(dtype)
-            buffer.take(self)
-            self.flat, self.views, self.gaps = self._known.get(buffer) or self._make_views(buffer)
-        if self.gaps:
-            torch._foreach_zero_(self.gaps)
-
-    def _find_buffer(self, dtype: torch.dtype) -> FlatBuffer:
-        if self._pool is not None:
-            return self._pool.buffer_for_input(self._numel, dtype)
-        for buffer in self._known:
-            if buffer.flat.dtype is dtype:
-                return buffer
-        return self._make_buffer(self._new(dtype))
-
-    def _new(self, dtype: torch.dtype) -> torch.Tensor:
-        if self._pool is not None:
-            return self._pool.allocate(self._numel, dtype)
-        return torch.empty(self._numel, dtype=dtype, device=self._device)
-
-    def _make_views(self, buffer: FlatBuffer) -> _Views:
-        flat = buffer.flat[: self._numel]
-        self._known[buffer] = views = flat, *views_of(flat, self._layout)
-        return views
-
-    def use_buffers(self, make: Callable[[torch.Tensor], FlatBuffer]) -> None:
-        """Make its own buffers by ``make`` from now on. None of them may be in use."""
-        self._make_buffer = make
-        if self._pool is None:
-            self._known = {make(before.flat): views for before, views in self._known.items()}
-
-    def free(self) -> None:
-        """Free the memory. Idempotent."""
-        self.flat, self.views, self.gaps = self._nothing
-        if self._buffer is not None:
-            self._buffer.free()
-            self._buffer = None
-
-    def abandon_memory(self) -> None:
-        """Stop using the current memory without freeing it: collectives may use it as long as their group exists.
-
-        A buffer of the pool stays in use, so no other unit gets it.
-        """
-        self.flat, self.views, self.gaps = self._nothing
-        self._known.clear()
-        self._buffer = None
 
 
 class Partial(NamedTuple):

@@ -31,11 +31,12 @@ from flatshard._base.errors import OutOfStepError
 from flatshard._comm.backends import BuiltinCollectives, GlooCollectives, builtin_collectives
 from flatshard._comm.collectives import Capabilities, Pending
 from flatshard._comm.monitor import watch
-from flatshard._comm.monitor.differences import Described, described, difference, flats_of, settings
+from flatshard._comm.monitor.differences import Described, described, difference, settings
 from flatshard._comm.process_groups import has_gloo
 from flatshard._comm.progress import RESERVED, SAME_ORDER, Awaited, Chain, Issued, Label, Progress
 from flatshard._comm.rendezvous import Rendezvous
 from flatshard._comm.streams import Streams
+from flatshard._handle.handle import FlatParamHandle
 
 _LABELS = Label("the order check", RESERVED + 4), Label("the order check", RESERVED)  # about gathers, about reductions
 _HASH, _TEXT = 8, 496  # bytes of a message: a hash of the order, one of the unit's first values, then the text
@@ -205,7 +206,8 @@ def _summary(label: Label) -> tuple[str, bytes]:
 
     The cut may differ between ranks that have the same label. The hash is zeros if values have changed or are unknown.
     """
-    flats = flats_of(label)
+    handle: FlatParamHandle | None = label.handle()
+    flats = [flat for flat in (() if handle is None else handle.flats) if flat.ranks.label is label]
     cut = str([(str(b.kind.buffer_dtype), b.layout.shard_numel) for b in flats])
     starts = [b.initial_values.hash() for b in flats]
     if None in starts or not starts:

@@ -16,9 +16,8 @@ from flatshard._comm.collectives import Done, Pending
 from flatshard._handle.adapters.tensor_subclass import TensorSubclass
 from flatshard._handle.adapters.wrapping import Wrapping
 from flatshard._handle.flat_param import FlatParam
-from flatshard._handle.gradients import FlatGradients
+from flatshard._handle.gradients import FlatGradients, views_of
 from flatshard._handle.handle import FlatParamHandle
-from flatshard._handle.reduction import views_of
 from flatshard._handle.tensors.aggregate import plainly
 from flatshard._handle.tensors.shard_info import in_memory_order
 
