@@ -130,14 +130,14 @@ def _poisoning() -> AbstractContextManager[Any]:
     def poison_and_free(self: unsharded.FlatBuffer) -> None:
         flat = self.flat
         if (
-            self.user is not None
+            self.taken_by is not None
             and flat.device.type != "cpu"
             and flat.is_floating_point()
             and flat.untyped_storage().nbytes()
         ):
             streams = Streams.of(flat.device)
             assert streams is not None
-            owner = streams.gather if isinstance(self.user, unsharded.UnshardedBuffer) else streams.current
+            owner = streams.gather if isinstance(self.taken_by, unsharded.UnshardedBuffer) else streams.current
             with torch.no_grad(), streams.on(owner):
                 flat.fill_(math.nan)
         free(self)

@@ -37,13 +37,12 @@ import functools
 import os
 import weakref
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 
-from flatshard._base import environment, torch_versions, trace
+from flatshard._base import environment, torch_versions
 from flatshard._comm.collectives import (
     EXCHANGE,
     GATHER,
@@ -56,6 +55,7 @@ from flatshard._comm.collectives import (
     as_real,
     gathers_late,
 )
+from flatshard._comm.process_groups import alive, has_gloo, may_change
 from flatshard._comm.progress import RESERVED, Label, Works, here, mixed_all_reduce
 from flatshard._comm.shared_memory.payloads import Combine, Receive, SharedMemory
 
@@ -65,23 +65,6 @@ _LAST = 64  # elements of the second of them
 
 _memories: weakref.WeakKeyDictionary[dist.ProcessGroup, SharedMemory] = weakref.WeakKeyDictionary()
 """The shared memory of gloo groups. It lives as long as the group."""
-
-
-def timeout_of(group: dist.ProcessGroup, device: torch.device | None = None) -> timedelta | None:
-    """Return the timeout of ``group`` for tensors on ``device``, or the shortest of its devices' if ``device`` is None.
-
-    Returns None if no backend has one: a process group written in Python may not.
-    """
-    types = [each.partition(":")[0] for each in str(dist.get_backend_config(group)).split(",")]
-    found: list[timedelta] = []
-    for each in [torch.device(kind) for kind in types] if device is None else [device]:
-        try:
-            options = getattr(group._get_backend(each), "options", None)
-        except RuntimeError as e:
-            trace.logger.debug("the timeout of %s is not known: %s", group, e)
-        else:
-            found += [timeout] if (timeout := getattr(options, "_timeout", None)) is not None else []
-    return min(found, default=None)
 
 
 class BuiltinCollectives(Collectives):
@@ -111,7 +94,7 @@ class BuiltinCollectives(Collectives):
         self._group = weakref.ref(group)
         self.rank, self.size = group.rank(), group.size()
 
-        self.may_change = _may_change(group)
+        self.may_change = may_change(group)
 
     def place_now(self) -> tuple[int, int]:
         """Return this process's current rank in the group, and the group's current size."""
@@ -159,22 +142,6 @@ class BuiltinCollectives(Collectives):
         """Replace ``numbers`` by their sum or maximum over the ranks, on the current stream."""
         dist.all_reduce(numbers, op=dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX, group=self.group)
         return Done()
-
-
-def alive(reference: weakref.ref[dist.ProcessGroup]) -> dist.ProcessGroup:
-    """Return the group, or raise if it has been destroyed."""
-    group = reference()
-    if group is None:
-        raise RuntimeError("the process group that this module was sharded over has been destroyed")
-    return group
-
-
-def _may_change(group: dist.ProcessGroup) -> bool:
-    """Return whether the group may get other ranks (torch 2.15: ``reconfigure``)."""
-    try:
-        return bool(getattr(group, "supports_reconfigure", False))
-    except RuntimeError:  # it has several backends, or one that is written in Python: torch refuses the question
-        return False
 
 
 def _average(output: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
@@ -539,8 +506,3 @@ def builtin_collectives(group: dist.ProcessGroup, device: torch.device) -> Built
     if device.type == "cpu" and has_gloo(group):
         return GlooCollectives(group)
     return DefaultCollectives(group)
-
-
-def has_gloo(group: dist.ProcessGroup) -> bool:
-    """Return whether ``group`` has a gloo backend."""
-    return "gloo" in str(dist.get_backend_config(group))

@@ -55,27 +55,27 @@ class MeshRuntime(Runtime):
         output: torch.Tensor,
         shard: torch.Tensor,
         label: Label,
-        again: bool = False,
+        for_backward: bool = False,
         ensure_output: EnsureMemory | None = None,
     ) -> Pending:
         assert ensure_output is None
         if self.outer.world_size == 1:
-            return self.gather_inner(output, shard, label, again)
+            return self.gather_inner(output, shard, label, for_backward)
         if self.inner.world_size == 1:
-            return self.outer.all_gather(output, shard, label, again)
-        start = functools.partial(self._gather, output, shard, label, again)
-        return self._issue("all-gather", GATHER, label, start, again=again)
+            return self.outer.all_gather(output, shard, label, for_backward)
+        start = functools.partial(self._gather, output, shard, label, for_backward)
+        return self._issue("all-gather", GATHER, label, start, for_backward=for_backward)
 
-    def _gather(self, output: torch.Tensor, shard: torch.Tensor, label: Label, again: bool) -> Pending:
+    def _gather(self, output: torch.Tensor, shard: torch.Tensor, label: Label, for_backward: bool) -> Pending:
         part = self.part(output)
-        first = self.outer.all_gather(part, shard, label, again)
-        return self.then(first, lambda: self.gather_inner(output, part, label, again))
+        first = self.outer.all_gather(part, shard, label, for_backward)
+        return self.then(first, lambda: self.gather_inner(output, part, label, for_backward))
 
-    def gather_inner(self, output: torch.Tensor, part: torch.Tensor, label: Label, again: bool) -> Pending:
+    def gather_inner(self, output: torch.Tensor, part: torch.Tensor, label: Label, for_backward: bool) -> Pending:
         """Gather over the inner axis: ``part`` is this rank's range of ``output``."""
         if self.inner.world_size == 1:
             return self.issued(Done())
-        return self.inner.all_gather(output, part, label, again)
+        return self.inner.all_gather(output, part, label, for_backward)
 
     def reduce_scatter(self, output: torch.Tensor, input: torch.Tensor, label: Label) -> Pending:
         if 1 in (self.inner.world_size, self.outer.world_size):

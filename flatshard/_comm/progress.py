@@ -104,7 +104,7 @@ class Issued(NamedTuple):
     verb: str
     kind: int
     label: Label
-    again: bool  # the backward gathers parameters that the forward has already gathered
+    for_backward: bool  # the backward gathers parameters that the forward has already gathered
     number: int  # this rank has issued so many collectives with this key, this one included
     place: Place | None  # when it was issued
 
@@ -116,7 +116,7 @@ class Issued(NamedTuple):
     def __str__(self) -> str:
         if self.kind == NUMBERS:
             return f"{self.verb} for {self.label.unit}"
-        return f"{self.verb} of {self.label.unit or '<root>'!r}{' for backward' if self.again else ''}"
+        return f"{self.verb} of {self.label.unit or '<root>'!r}{' for backward' if self.for_backward else ''}"
 
     @property
     def when(self) -> str:
@@ -165,11 +165,11 @@ class Progress:
         found = (_labels.get(tag) for tag in {*self._tags, *(key >> 2 << 2 for key in list(self.counts))})
         return {label.tag: label.unit for label in found if label is not None and label.identity}
 
-    def issue(self, verb: str, kind: int, label: Label, again: bool) -> Issued:
+    def issue(self, verb: str, kind: int, label: Label, for_backward: bool) -> Issued:
         """Record that a collective for ``label`` is about to be issued."""
         key = label.tag + kind
         self.counts[key] = number = self.counts.get(key, 0) + 1
-        issued = Issued(self, verb, kind, label, again, number, self.place)
+        issued = Issued(self, verb, kind, label, for_backward, number, self.place)
         if not self.recent or self.recent[-1].place != issued.place:
             self.first = key, number
         self.recent.append(issued)

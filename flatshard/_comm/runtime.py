@@ -206,7 +206,7 @@ class Runtime(RankGroup):
         output: torch.Tensor,
         shard: torch.Tensor,
         label: Label,
-        again: bool = False,
+        for_backward: bool = False,
         ensure_output: EnsureMemory | None = None,
     ) -> Pending:
         """Gather the shards of one unit.
@@ -215,12 +215,12 @@ class Runtime(RankGroup):
             output: gets the shards of all ranks.
             shard: of this rank.
             label: the unit.
-            again: the backward gathers parameters that the forward has already gathered.
+            for_backward: the backward gathers parameters that the forward has already gathered.
             ensure_output: only for collectives that can gather late: see ``gathers_late``.
         """
         options = {} if ensure_output is None else {"ensure_output": ensure_output}
         start = self._prepare(self.collectives.all_gather, label, output, shard, **options)
-        return self._issue("all-gather", GATHER, label, start, again)
+        return self._issue("all-gather", GATHER, label, start, for_backward)
 
     def reduce_scatter(self, output: torch.Tensor, input: torch.Tensor, label: Label) -> Pending:
         start = self._prepare(self.collectives.reduce_scatter, label, output, input)
@@ -256,7 +256,9 @@ class Runtime(RankGroup):
         finally:
             here.called = before
 
-    def _issue(self, verb: str, kind: int, label: Label, start: Callable[[], Pending], again: bool = False) -> Pending:
+    def _issue(
+        self, verb: str, kind: int, label: Label, start: Callable[[], Pending], for_backward: bool = False
+    ) -> Pending:
         """Issue a collective by calling ``start``, unless ranks are out of step on this group."""
         progress, monitor = self.progress, self.monitor
         if progress is None:
@@ -265,7 +267,7 @@ class Runtime(RankGroup):
             raise _out_of_step(self, verb, label, progress.unended[0][0])
         if progress.abandoned:
             drain(progress.abandoned)
-        issued = progress.issue(verb, kind, label, again)
+        issued = progress.issue(verb, kind, label, for_backward)
         if self._builtin.may_change and self._builtin.place_now() != (self.rank, self.world_size):
             raise _reconfigured(self, verb, label)
         if monitor is None or issued.number > monitor.checks_until:

@@ -340,7 +340,7 @@ def gather(unit: Unit) -> None:
         if needed.graph.now is None:
             Backward.of(unit).touch(needed)
         if needed.handle.state is ParamState.SHARDED:
-            needed.handle.unshard(context.latest_pass.id, again=True)
+            needed.handle.unshard(context.latest_pass.id, for_backward=True)
 
 
 def gather_ahead(unit: Unit) -> None:
@@ -381,7 +381,7 @@ def prefetch(record: ForwardRecord[Unit]) -> None:
                 if needed.graph.now is None:
                     Backward.of(unit).touch(needed)
             limit, context = record.unit.config.prefetch_limit_bytes, unit.context
-            context.prefetcher.prefetch(unit, limit, context.latest_pass.id, again=not context.forwards)
+            context.prefetcher.prefetch(unit, limit, context.latest_pass.id, for_backward=not context.forwards)
 
 
 def _next(record: ForwardRecord[Unit]) -> Iterable[Unit]:

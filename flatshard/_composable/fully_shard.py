@@ -56,7 +56,7 @@ from flatshard._composable.unit_config import (
 )
 from flatshard._handle.adapters.tensor_subclass import wrapping_of
 from flatshard._handle.handle import FlatParamHandle
-from flatshard._handle.planned import Groups, PlannedFlat
+from flatshard._handle.layout import Groups, PlannedFlat
 from flatshard._handle.unit_ranks import Runtimes, UnitRanks
 from flatshard._handle.unsharded import Pools
 from flatshard.layouts import LayoutChoice

@@ -171,11 +171,11 @@ class ReductionQueue(Generic[Unit]):
         if unit is None:
             return
         if unit.handle.gradients.defers:
-            unit.handle.gradients.free_reduced()
+            unit.handle.gradients.free_inputs()
             self._defer(unit)
-        elif self._runtime.host is not None and unit.handle.gradients.gives_late:
+        elif self._runtime.host is not None and unit.handle.gradients.sets_grads_late:
             self._reduced.append(unit)
-            unit.handle.gradients.free_reduced()
+            unit.handle.gradients.free_inputs()
         else:
             unit.handle.gradients.finish()
 

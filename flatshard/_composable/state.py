@@ -295,26 +295,26 @@ class Prefetcher:
         for target in targets:
             self.prefetch(target, unit.config.prefetch_limit_bytes, pass_id)
 
-    def prefetch(self, unit: Unit, limit: int | None, pass_id: int, again: bool = False) -> None:
+    def prefetch(self, unit: Unit, limit: int | None, pass_id: int, for_backward: bool = False) -> None:
         """Gather ``unit`` ahead, unless more than ``limit`` bytes would be ahead then. It is freed if it is not used.
 
-        ``again``: for a backward that needs the values of its forward.
+        ``for_backward``: for a backward that needs the values of its forward.
         """
         if limit is not None and self._bytes_with(unit) > limit:
             return
         for needed in unit.needs:
             handle, claims = needed.handle, needed.claims
-            if claims and not again and not claims.in_use and needed.is_outdated:
+            if claims and not for_backward and not claims.in_use and needed.is_outdated:
                 needed.release(Reason.OUTDATED)
             if handle.state is not ParamState.SHARDED or (handle.has_static_buffers and handle.memory.is_blocked):
                 continue
             if claims and claims.show_copies:
                 continue
-            if not again:
+            if not for_backward:
                 if needed.history.changes_in_passes:
                     continue
                 handle.check_parameters()
-            handle.unshard(pass_id, again)
+            handle.unshard(pass_id, for_backward)
             self._ahead[needed] = None
 
     def _bytes_with(self, unit: Unit) -> int:

@@ -34,8 +34,7 @@ from torch import nn
 from flatshard._comm.collectives import Done, Pending
 from flatshard._handle.adapters.tensor_parallel import TensorParallel, is_copy
 from flatshard._handle.adapters.tensor_subclass import wrapping_of
-from flatshard._handle.layout import FlatLayout, ParamInfo
-from flatshard._handle.planned import FlatOptions, Kind
+from flatshard._handle.layout import FlatLayout, FlatOptions, Kind, ParamInfo, part_shape
 from flatshard._handle.tensors.aggregate import plainly
 from flatshard._handle.tensors.changes import changes
 from flatshard._handle.tensors.flat_member import FlatGrad, FlatMember
@@ -174,7 +173,7 @@ class FlatParam:
         info = self.layout.params[index]
         if self.is_whole:
             return part.as_strided(info.shape, info.stride)
-        return part.as_strided(info.shape_of(self.slices[index]), info.stride) if info.by_rows else part
+        return part.as_strided(part_shape(info.shape, part.numel(), True), info.stride) if info.by_rows else part
 
     def _adopt_params(self) -> None:
         """Make each of ``params`` a sharded parameter: its slice of the shard, described by a ``ShardInfo``."""
@@ -187,7 +186,8 @@ class FlatParam:
             if grad is not None:  # a backward ran before sharding: keep its result, sharded like the parameter
                 grad = in_memory_order(grad.detach(), info.stride)[info.start : info.stop].clone()
             grads.append(grad)
-        ShardedParameter.adopt_all(self.params, infos, self)
+        for param, info in zip(self.params, infos, strict=True):
+            ShardedParameter.adopt(param, info, self)
         for index, (param, info, grad) in enumerate(zip(self.params, infos, grads, strict=True)):
             _describe(param, self.unsharded.params[index], info)
             if grad is not None:
@@ -345,10 +345,10 @@ class FlatParam:
 
     # -- gathering ---------------------------------------------------------------------------------------------------
 
-    def gather(self, exactly: bool, again: bool, kept: torch.Tensor | None = None) -> Pending:
+    def gather(self, exactly: bool, for_backward: bool, kept: torch.Tensor | None = None) -> Pending:
         """Start to fill the unsharded buffer from all ranks' shards.
 
-        ``exactly``, ``again``: see ``FlatParamHandle.unshard``. ``kept``: a copy of ``unsharded.own`` after an earlier
+        ``exactly``, ``for_backward``: see ``FlatParamHandle.unshard``. ``kept``: a copy of ``unsharded.own`` after an earlier
         gather, used in place of the shard.
         """
         runtime, shard, target = self.ranks.runtime, self.shard, self.unsharded
@@ -362,12 +362,12 @@ class FlatParam:
             target.allocate(shard)
             return runtime.issued(Done())
         if runtime.capabilities.gathers_late and target.allocates_late:
-            return runtime.all_gather(target.wire, shard, self.ranks.label, again, target.take)
+            return runtime.all_gather(target.gather_output, shard, self.ranks.label, for_backward, target.ensure_memory)
         fits = kept is None and self.kind.dtype is self.kind.buffer_dtype
         as_it_is = fits and runtime.capabilities.out_of_place
         target.allocate(None if as_it_is else shard)
-        sent, wire = shard if as_it_is else target.own, target.wire
-        return runtime.all_gather(wire, sent if wire is target.flat else as_sent(sent), self.ranks.label, again)
+        sent, wire = shard if as_it_is else target.own, target.gather_output
+        return runtime.all_gather(wire, sent if wire is target.flat else as_sent(sent), self.ranks.label, for_backward)
 
     def on_compute_device(self) -> torch.Tensor:
         """Return the shard on the compute device, in its own dtype: a cast on the CPU blocks, and gives pageable memory."""

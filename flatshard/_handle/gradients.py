@@ -36,6 +36,7 @@ becomes zero instead of None.
 
 from __future__ import annotations
 
+import enum
 import itertools
 import operator
 from collections.abc import Callable, Sequence
@@ -51,9 +52,9 @@ from flatshard._handle.reduction import Partial, Reduction, Unused
 from flatshard._handle.tensors.aggregate import plainly
 from flatshard._handle.tensors.changes import changes
 from flatshard._handle.tensors.grad_dtype import GradDtypes, choose, promoted
-from flatshard._handle.tensors.partial import consume
+from flatshard._handle.tensors.local_numbers import consume, retype
 from flatshard._handle.tensors.shard_info import ShardInfo
-from flatshard._handle.tensors.sharded_gradient import GradSlices, plain_grad
+from flatshard._handle.tensors.sharded_gradient import ShardedGradient, plain_grad
 from flatshard._handle.unit_ranks import UnitRanks
 from flatshard._handle.unsharded import FlatBuffer
 
@@ -61,6 +62,7 @@ SMALL = 128 * 1024  # bytes of a flat parameter below which overhead per operati
 
 # Read or called for every parameter in every step, so loops run in C.
 _grad, _set_plain_grad, _grad_of_plain = plain_grad.__get__, plain_grad.__set__, operator.attrgetter("grad")
+_plain_shape: Callable[[torch.Tensor], torch.Size] = torch.Tensor.shape.__get__  # type: ignore[attr-defined]
 _layout, _requires_grad = operator.attrgetter("layout"), operator.attrgetter("requires_grad")
 _NONE = itertools.repeat(None)
 _STRIDED = {torch.strided}
@@ -144,7 +146,7 @@ class ReductionInput:
             self._buffer.free()
             self._buffer = None
 
-    def leave(self) -> None:
+    def abandon_memory(self) -> None:
         """Stop using the current memory without freeing it: collectives may use it as long as their group exists.
 
         A buffer of the pool stays in use, so no other unit gets it.
@@ -154,12 +156,75 @@ class ReductionInput:
         self._buffer = None
 
 
+class Arrival(enum.Enum):
+    """The way of computed gradients to their reduction. [Note: Two tensors of gradients]"""
+
+    AS_GRAD = "each becomes `.grad` at once: a single rank reduces nothing"
+    ONE_BY_ONE = "each is copied to the input of the reduction"
+    TOGETHER = "all stay where autograd puts them, and are copied to the input when the last has arrived"
+
+
+_TOGETHER = Arrival.TOGETHER
+
+
+class GradSlices:
+    """Cuts gradient shards into the gradients of the sharded parameters: views, unless their dtypes differ."""
+
+    __slots__ = ("_by_rows", "_dtypes", "_empties", "_full", "_infos", "_marked", "_pieces", "_sizes")
+
+    def __init__(self, flat: FlatParam, dtypes: Sequence[torch.dtype]) -> None:
+        """Prepare for ``flat`` as it is now. ``dtypes``: of each gradient, or a single one for all."""
+        layout, slices, infos = flat.layout, flat.slices, [param._flatshard_info for param in flat.params]
+        # Indices of gradients that are sharded: see `mark`. If nothing is sharded here: DTensors, over their own mesh.
+        sharded = [i for i, info in enumerate(layout.params) if info.numel and infos[i].runtime is not None]
+        self._marked = [index for index in sharded if slices[index].numel]
+        self._infos = [infos[index] for index in self._marked]
+        self._full = [(info.shape, info.stride, info.start) for info in layout.params] if flat.is_whole else None
+        self._dtypes = dtypes if len(set(dtypes)) > 1 else None
+        # `split_with_sizes` cuts the shard into slices and the padding between them.
+        self._sizes: list[int] = []
+        self._pieces: list[tuple[int, int]] = []  # the index of a parameter with elements here, and of its piece
+        end = 0
+        for index, part in sorted(enumerate(slices), key=lambda each: each[1].start):
+            if not part.numel:
+                continue
+            if part.start > end:
+                self._sizes.append(part.start - end)
+            self._pieces.append((index, len(self._sizes)))
+            self._sizes.append(part.numel)
+            end = part.stop
+        if layout.shard_numel > end:
+            self._sizes.append(layout.shard_numel - end)
+        shapes = list(map(_plain_shape, flat.params))
+        self._by_rows = [(i, shapes[i], infos[i].stride) for i, _ in self._pieces if infos[i].by_rows]
+        # Slices without elements are made once.
+        of_each = zip([(0,) if 0 not in shape else shape for shape in shapes], itertools.cycle(dtypes))
+        self._empties = [torch.empty(shape, dtype=dtype, device=flat.kind.device) for shape, dtype in of_each]
+        retype([self._empties[i] for i in sharded], ShardedGradient, "_flatshard_info", [infos[i] for i in sharded])
+
+    def cut(self, shard: torch.Tensor) -> list[torch.Tensor]:
+        """Return the gradient of each parameter in ``shard``, as it is stored in ``.grad``."""
+        if self._full is not None:
+            grads = [shard.as_strided(shape, stride, start) for shape, stride, start in self._full]
+        else:
+            grads, pieces = self._empties.copy(), shard.split_with_sizes(self._sizes)
+            for index, piece in self._pieces:
+                grads[index] = pieces[piece]
+            for index, shape, stride in self._by_rows:
+                grads[index] = grads[index].as_strided(shape, stride)
+        if self._dtypes is not None:  # grad_dtype.py, [Note: The dtype of a gradient]
+            grads = [g if g.dtype is dtype else g.to(dtype) for g, dtype in zip(grads, self._dtypes, strict=True)]
+        if self._infos:
+            retype([grads[index] for index in self._marked], ShardedGradient, "_flatshard_info", self._infos)
+        return grads
+
+
 class FlatGradients:
     """The gradients of one :class:`FlatParam`. [Note: Two tensors of gradients]"""
 
     def __init__(self, flat: FlatParam) -> None:
         self.flat = flat
-        self.reduction: Reduction | None = None  # from `complete` to `finish`
+        self.reduction: Reduction | None = None  # from `prepare_reduction` to `set_grads`
         self.partial: Partial | None = None  # the output of earlier reductions that is not averaged over replicas yet
         self.change_ranks(None)
 
@@ -185,19 +250,17 @@ class FlatGradients:
         dtype, numel = self.dtypes.reduce, flat.layout.padded_numel
         self._is_small = numel * dtype.itemsize < SMALL
         to_reduce = flat.ranks.size > 1 or flat.flat_grad is not None or flat.kind.is_offloaded
-        # None: each gradient becomes `.grad` at once. It has memory from `complete` to `finish`.
+        # None if gradients arrive `AS_GRAD`. It has memory from the first copy to `set_grads`.
         self.input = ReductionInput(flat, dtype, numel) if to_reduce else None
-        self._waits_for_all = to_reduce and (self._is_small or not flat.is_whole)
-        # Whether each parameter has a gradient in the input (without an input: in `.grad`), or None if none has one.
+        together = Arrival.TOGETHER if self._is_small or not flat.is_whole else Arrival.ONE_BY_ONE
+        self.arrival = together if to_reduce else Arrival.AS_GRAD
+        # Whether each parameter has a gradient in the input (`AS_GRAD`: in `.grad`), or None if none has one.
         self._filled: list[bool] | None = None
         self.prepare_slices()
 
     def prepare_slices(self) -> None:
         """Prepare to cut gradient shards into ``.grad``, by the parameters' names and dtypes as they are now."""
-        flat = self.flat
-        self._slices = GradSlices(
-            flat.params, flat.layout, flat.slices, flat.is_whole, flat.kind.device, self.dtypes.of_each
-        )
+        self._slices = GradSlices(self.flat, self.dtypes.of_each)
 
     @property
     def is_outdated(self) -> bool:
@@ -228,34 +291,32 @@ class FlatGradients:
     # -- arriving ----------------------------------------------------------------------------------------------------
 
     @property
-    def _is_waiting(self) -> bool:
-        """Whether gradients are in the unsharded parameters' ``.grad``, until all have arrived."""
-        return self._waits_for_all and self._filled is None
+    def _stay_with_autograd(self) -> bool:
+        """Whether gradients are in the unsharded parameters' ``.grad`` until the last has arrived."""
+        return self._filled is None and self.arrival is _TOGETHER
 
     @property
-    def stays_away(self) -> bool:
-        """Whether gradients stay where autograd puts them, and adds later ones, until all have arrived."""
-        return self._is_waiting or True not in self.flat.requires_grad
+    def needs_no_receive(self) -> bool:
+        """Whether ``receive`` has nothing to do for later gradients, until all have arrived."""
+        return self._stay_with_autograd or True not in self.flat.requires_grad
 
     def receive(self, index: int) -> bool:
-        """Copy the gradient of unsharded parameter ``index`` to the input, unless gradients wait until all have arrived.
+        """Copy the gradient of unsharded parameter ``index`` to the input, unless all are copied ``TOGETHER``.
 
-        Returns ``stays_away``. There may be no gradient: a custom autograd function may return None.
+        Returns ``needs_no_receive``. There may be no gradient: a custom autograd function may return None.
 
         Raises:
             RuntimeError: the gradient is sparse, or has a graph of its own.
         """
-        if self._waits_for_all and self._filled is None:  # `_is_waiting`, without a call for each gradient
+        if self._filled is None and self.arrival is _TOGETHER:  # `_stay_with_autograd`, without a call
             return True
         compute = self.flat.unsharded.params[index]
         if compute.grad is not None:
             grad, compute.grad = compute.grad, None
             self._check(index, grad)
-            if self.flat.params[
-                index
-            ].requires_grad:  # autograd drops those of parameters frozen since their forward, too
+            if self.flat.params[index].requires_grad:  # else frozen since its forward: autograd drops the gradient, too
                 self._put(index, self._local(index, grad))
-        return self.stays_away
+        return self.needs_no_receive
 
     def _check(self, index: int, grad: torch.Tensor) -> None:
         """Raise if ``grad`` cannot be reduced in a flat parameter."""
@@ -344,9 +405,9 @@ class FlatGradients:
         for index in places:
             self._put(index, grads.pop())
 
-    def hold(self) -> None:
-        """End a backward without a reduction: the next backward adds to its gradients."""
-        if self._is_waiting:
+    def copy_held(self) -> None:
+        """Copy gradients that are with autograd to the input, to which the next backward adds."""
+        if self._stay_with_autograd:
             grads = map(_grad, self.flat.unsharded.params)
             if not all(map(operator.is_, grads, _NONE)):
                 self._copy_to_input(self.dtypes.reduce)
@@ -359,7 +420,7 @@ class FlatGradients:
         return self.flat.kind.is_trainable and self.flat.ranks.size > 1 and self.flat.layout.padded_numel > 0
 
     @property
-    def comes_late(self) -> bool:
+    def need_reduction(self) -> bool:
         """Whether gradients become ``.grad`` when a reduction ends, not when autograd has computed them."""
         return self.input is not None and self.flat.layout.padded_numel > 0 and self.are_wanted
 
@@ -374,7 +435,7 @@ class FlatGradients:
             return False not in self.flat.requires_grad
         return all(map(_requires_grad, self.flat.params))
 
-    def complete(self, accumulates: bool) -> None:
+    def prepare_reduction(self, accumulates: bool) -> None:
         """Fill the input and make the reduction: all gradients have arrived.
 
         Call this on the stream of the backward: the gradients that are copied and freed here are memory of that stream.
@@ -386,7 +447,7 @@ class FlatGradients:
             return
         if self.input is None:
             return
-        if self._waits_for_all and self._filled is None:
+        if self._filled is None and self.arrival is _TOGETHER:
             narrow = self.runtime.capabilities.widens and not (accumulates or flat.is_whole)
             self._copy_to_input(self.dtypes.sent if narrow else self.dtypes.reduce)  # [Note: Sent as it was computed]
         filled = self._filled if self._filled is not None else self._allocate(self.dtypes.reduce)
@@ -404,14 +465,14 @@ class FlatGradients:
         self.reduction = Reduction(flat, self.runtime, self.input.flat, dtypes, self.unused, self.partial)
         self.partial = None
 
-    def free_reduced(self) -> None:
-        """Free the reduction input before ``finish``, because the device has already read it."""
+    def free_input(self) -> None:
+        """Free the reduction input before ``set_grads``, because the device has already read it."""
         if self.input is not None and not self.flat.is_whole:  # otherwise the input is the result
             self.input.free()
 
     def discard(self) -> None:
         """Drop all received gradients and free their memory. ``.grad`` is not changed."""
-        if self._is_waiting:
+        if self._stay_with_autograd:
             consume(map(_set_plain_grad, self.flat.unsharded.params, _NONE))
         self.partial = None
         self._free()
@@ -423,7 +484,7 @@ class FlatGradients:
 
     # -- the result --------------------------------------------------------------------------------------------------
 
-    def finish(self, assign: bool = True) -> Sequence[nn.Parameter] | None:
+    def set_grads(self, assign: bool = True) -> Sequence[nn.Parameter] | None:
         """Free the input of the ended reduction, and with ``assign`` set or add to the ``.grad`` of every parameter.
 
         Returns the parameters that got one, or None if there were no gradients to assign.
@@ -433,7 +494,7 @@ class FlatGradients:
             return None
         shard = None
         if self.reduction is not None:
-            shard, self.partial = self.reduction.result(), self.reduction.partial
+            shard, self.partial = self.reduction.take_result(), self.reduction.partial
         self._free()
         if not assign:
             self.partial = None

@@ -24,9 +24,8 @@ from flatshard._comm.runtime import Runtime
 from flatshard._comm.streams import Users
 from flatshard._handle.adapters.tensor_subclass import plain_tensors
 from flatshard._handle.flat_param import FlatParam
-from flatshard._handle.layout import FlatLayout
+from flatshard._handle.layout import FlatLayout, Groups, Kind, PlannedFlat
 from flatshard._handle.lifetime import BY_USER, PARAM_TRANSITIONS, GradState, ParamState, UnshardedStamp, refuse
-from flatshard._handle.planned import Groups, Kind, PlannedFlat
 from flatshard._handle.registrations import SHARDED, Registrations
 from flatshard._handle.tensors.aggregate import plainly
 from flatshard._handle.tensors.changes import changes
@@ -44,15 +43,15 @@ class Source:
     A deep copy is for the copied unit.
     """
 
-    def gathers(self, flats: Sequence[FlatParam], again: bool) -> Iterable[Pending] | None:
+    def gathers(self, flats: Sequence[FlatParam], for_backward: bool) -> Iterable[Pending] | None:
         """Return an iterator that starts to gather each of ``flats``, or None to gather from the shards of all ranks.
 
-        Called before each all-gather. ``again``: see ``FlatParamHandle.unshard``.
+        Called before each all-gather. ``for_backward``: see ``FlatParamHandle.unshard``.
         """
         raise NotImplementedError
 
-    def keep(self, flats: Sequence[FlatParam], until: object) -> None:
-        """Keep values of ``flats``, which are freed next. As long as ``until`` lives, ``gathers`` may be called ``again``.
+    def keep(self, flats: Sequence[FlatParam], forward_record: object) -> None:
+        """Keep values of ``flats``, which are freed next, for a ``gathers`` of the backward while ``forward_record`` lives.
 
         Called on the stream that the unsharded buffers belong to.
         """
@@ -99,12 +98,12 @@ class UnshardedMemory:
                     return True
         return False
 
-    def gather(self, runtime: Runtime, exactly: bool, again: bool, instead: Iterable[Pending] | None) -> None:
+    def gather(self, runtime: Runtime, exactly: bool, for_backward: bool, instead: Iterable[Pending] | None) -> None:
         """Start the all-gathers, or take ``instead``: see ``Source.gathers``. An error frees all of the memory."""
         try:
             others = None if instead is None else iter(instead)
             for flat in self.flats:
-                started = flat.gather(exactly, again) if others is None else next(others)
+                started = flat.gather(exactly, for_backward) if others is None else next(others)
                 # At once: a later one may raise.
                 self.in_flight.append(started if exactly else runtime.then(started, flat.keep_gathered))
         except BaseException:
@@ -258,12 +257,12 @@ class FlatParamHandle:
 
     # -- parameters --------------------------------------------------------------------------------------------------
 
-    def unshard(self, by: int, again: bool = False, exactly: bool = False) -> None:
+    def unshard(self, by: int, for_backward: bool = False, exactly: bool = False) -> None:
         """Start the all-gather, if the parameters are sharded. Call ``wait`` before they are read.
 
         Args:
             by: see ``UnshardedStamp``.
-            again: gather for a backward, which needs the values of its forward.
+            for_backward: gather for a backward, which needs the values of its forward.
             exactly: gather the shards bit for bit, even if the user's collectives approximate.
         """
         if self.state is not ParamState.SHARDED:
@@ -278,21 +277,21 @@ class FlatParamHandle:
         if memory.flats:
             if self.has_static_buffers and memory.is_blocked:
                 self._make_room()
-            instead = None if self.source is None else self.source.gathers(memory.flats, again)
+            instead = None if self.source is None else self.source.gathers(memory.flats, for_backward)
             if trace.sinks and instead is None:
                 trace.event(self.ranks.gather_verb, self.fqn)
             try:
                 if runtime.streams is None and not trace.is_profiling():
-                    memory.gather(runtime, is_exact, again, instead)
+                    memory.gather(runtime, is_exact, for_backward, instead)
                 else:
                     with trace.labelled("all_gather", self.fqn, runtime.gathering()):
-                        memory.gather(runtime, is_exact, again, instead)
+                        memory.gather(runtime, is_exact, for_backward, instead)
             except Exception as e:
                 runtime.fail("all-gather", self.fqn, e)
-        if again:
+        if for_backward:
             for flat in memory.flats:
                 flat.unsharded.close()
-        self.stamp = UnshardedStamp(self.version(), by, is_exact, again)
+        self.stamp = UnshardedStamp(self.version(), by, is_exact, for_backward)
         self.state = PARAM_TRANSITIONS.get((self.state, "unshard")) or refuse(
             "unshard", "parameters", self.fqn, self.state
         )
@@ -332,10 +331,10 @@ class FlatParamHandle:
         self.state = PARAM_TRANSITIONS.get((self.state, "wait")) or refuse("wait", "parameters", self.fqn, self.state)
         memory.users = users
 
-    def reshard(self, until: object = None) -> None:
+    def reshard(self, forward_record: object = None) -> None:
         """Free the unsharded parameters, after an all-gather in flight has ended.
 
-        ``until``: while this object lives, shards may be kept for the gather of a backward. None: there is no such backward.
+        ``forward_record``: while it lives, shards may be kept for the gather of its backward. None: there is no backward.
         """
         if self.state is ParamState.SHARDED:
             return
@@ -347,14 +346,14 @@ class FlatParamHandle:
             except CollectiveError as e:  # the gathered values are not needed
                 trace.logger.warning("%s (it was prefetched and not needed)", e)
                 return
-        self._free(until)
+        self._free(forward_record)
 
     def drop_kept(self) -> None:
         """Have the next all-gather read the shards of all ranks."""
         if self.source is not None:
             self.source.drop()
 
-    def _free(self, until: object = None) -> None:
+    def _free(self, forward_record: object = None) -> None:
         memory = self.memory
         if memory.in_flight:
             memory.abandon()
@@ -369,12 +368,14 @@ class FlatParamHandle:
             if (streams := self.runtime.streams) is not None:
                 self.runtime.before_free(memory.users)
                 memory.users = None
-            if until is not None and self.source is not None:
+            if forward_record is not None and self.source is not None:
                 with self.runtime.on(None if streams is None else streams.gather):
-                    self.source.keep(memory.flats, until)
+                    self.source.keep(memory.flats, forward_record)
             for flat in memory.flats:
-                if until is not None or self.has_static_buffers:
-                    flat.unsharded.close(seen=until is not None)  # a forward has ended: see `write_back_if_changed`
+                if forward_record is not None or self.has_static_buffers:
+                    flat.unsharded.close(
+                        seen=forward_record is not None
+                    )  # a forward has ended: see `write_back_if_changed`
                 flat.unsharded.free()
         self.state = PARAM_TRANSITIONS.get((self.state, "reshard")) or refuse(
             "reshard", "parameters", self.fqn, self.state
@@ -412,12 +413,12 @@ class FlatParamHandle:
         for its own tensors if they were changed.
         """
         stamp = self.stamp
-        return version == (stamp.version if stamp is not None and stamp.again else self.version())
+        return version == (stamp.version if stamp is not None and stamp.for_backward else self.version())
 
     def take_over(self, by: int) -> None:
         """Record that the unsharded parameters are for ``by`` from now on, and not for a backward: see ``UnshardedStamp``."""
         if self.stamp is not None and self.stamp.by != by:
-            self.stamp = self.stamp._replace(by=by, again=False)
+            self.stamp = self.stamp._replace(by=by, for_backward=False)
 
     def check_parameters(self) -> None:
         """Adopt what the user did to the parameters since the last call, or raise. [Note: What users change]"""

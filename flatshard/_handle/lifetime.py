@@ -87,7 +87,7 @@ class UnshardedStamp(NamedTuple):
     version: int  # of the shards that they were gathered from: `FlatParamHandle.version`
     by: int  # the last pass that wanted them, or BY_USER
     exact: bool  # they are equal to the shards bit for bit, up to the cast
-    again: bool  # they were gathered for a backward
+    for_backward: bool  # they were gathered for a backward
 
 
 def refuse(verb: str, what: str, unit: str, state: enum.IntEnum) -> NoReturn:

@@ -26,6 +26,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Iterable
+from typing import NamedTuple
 
 import torch
 
@@ -36,14 +37,18 @@ from flatshard._comm.streams import holding, wait_on_host
 from flatshard._handle.flat_param import FlatParam
 from flatshard._handle.layout import FlatLayout
 
-Partial = tuple[torch.Tensor, set[int]]
-"""The output of earlier reductions, not averaged over the replicas yet, and the parameters that they did not use."""
+
+class Partial(NamedTuple):
+    """The result of earlier reductions that are not averaged over the replicas yet."""
+
+    output: torch.Tensor
+    unused: set[int]  # parameters that none of them used
 
 
 class Unused:
     """Finds the parameters that no rank used, among those of which some rank holds no element.
 
-    ``begin`` and ``tell`` come before the reduction, ``ask`` after it. [Note: Naming unused parameters]
+    ``begin`` and ``publish`` come before the reduction, ``read_published`` after it. [Note: Naming unused parameters]
     """
 
     __slots__ = ("_read", "_spread", "_unread", "found")
@@ -62,11 +67,11 @@ class Unused:
         self._unread = None
         self.found = self._spread.intersection(unused)
 
-    def narrow(self, unused: set[int]) -> None:
+    def keep_only(self, unused: set[int]) -> None:
         """Keep in ``found`` only the parameters that earlier reductions did not use either: ``unused``."""
         self.found &= unused
 
-    def tell(self, runtime: Runtime, label: Label) -> None:
+    def publish(self, runtime: Runtime, label: Label) -> None:
         """Name ``found`` to the other ranks, before the reduction. It must be the next collective of ``runtime``."""
         progress = runtime.progress
         if not self.found or progress is None:
@@ -76,7 +81,7 @@ class Unused:
         runtime.store().append(key, f"{runtime.rank}:{sum(1 << index for index in self.found):x} ")
         self._unread = runtime, key
 
-    def ask(self, pending: Pending) -> None:
+    def read_published(self, pending: Pending) -> None:
         """Keep in ``found`` only the parameters that no rank used, after the reduction.
 
         If there is a list to read, the host waits for ``pending``, the reduction.
@@ -144,7 +149,7 @@ class Reduction:
                 self._pending = self._reduce_replicas()
             else:
                 if unused.found:
-                    unused.tell(runtime, flat.ranks.label)
+                    unused.publish(runtime, flat.ranks.label)
                 self._pending = runtime.reduce_scatter(self._output, self._input, flat.ranks.label)
                 if flat.ranks.replicas is not None:
                     self._pending = runtime.then(self._pending, self._reduce_replicas)
@@ -161,18 +166,18 @@ class Reduction:
         if replicas is None:
             return runtime.issued(Done())
         if self._pending is not None:
-            unused.ask(self._pending)
+            unused.read_published(self._pending)
         earlier, self.partial = self.partial, None
         if earlier is not None:
-            output.add_(earlier[0])
-            unused.narrow(earlier[1])
+            output.add_(earlier.output)
+            unused.keep_only(earlier.unused)
         if ranks.averaging.reduces_replicas:
             # NO_SHARD: the replicas are the unit's own group, so use `runtime`, which may have a communication hook.
             replicas = runtime if runtime.group is replicas.group else replicas
-            unused.tell(replicas, ranks.label)
+            unused.publish(replicas, ranks.label)
             pending = replicas.all_reduce(output, ranks.label)
         else:
-            self.partial, self._output = (output, unused.found), None
+            self.partial, self._output = Partial(output, unused.found), None
             pending = runtime.issued(Done())
         return holding(pending, earlier)
 
@@ -208,8 +213,8 @@ class Reduction:
         try:
             self._pending.wait()
             if self._unused.found:
-                self._unused.ask(self._pending)
-            if not self.flat.kind.is_offloaded:  # otherwise `result` makes the host wait, too
+                self._unused.read_published(self._pending)
+            if not self.flat.kind.is_offloaded:  # otherwise `take_result` makes the host wait, too
                 self._pending = None
         except Exception as e:
             self._pending = None
@@ -220,7 +225,7 @@ class Reduction:
         pending, self._pending = self._pending, None
         return pending is None or drain([pending])
 
-    def result(self) -> torch.Tensor | None:
+    def take_result(self) -> torch.Tensor | None:
         """Return the gradient shard after ``wait``, or None if it is partial. Under offload the host waits for it."""
         output, self._output = self._output, None
         pending, self._pending = self._pending, None  # it refers to this object

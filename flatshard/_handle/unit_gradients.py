@@ -149,7 +149,7 @@ class UnitGradients:
         for grads in self.flats:
             grads.change_ranks(grads.choose_runtime)
 
-    def _move(self, verb: str) -> None:
+    def _transition(self, verb: str) -> None:
         moved = GRAD_TRANSITIONS.get((self.state, verb))
         self.state = moved or refuse(verb, "gradients", self._ranks.label.unit, self.state)
 
@@ -190,17 +190,17 @@ class UnitGradients:
         if self.state is not GradState.FILLING:
             if self.state in _IN_FLIGHT:  # the unit's second reduction in one backward
                 self.finish()
-            self._move("receive")
+            self._transition("receive")
         if (streams := self._ranks.runtime.streams) is None:
-            stay = self.flats[group].receive(index)
+            no_more = self.flats[group].receive(index)
         else:
             here = streams.current
             self.stream.choose(streams)
             streams.let_wait(self.stream.current, here)
             with streams.on(self.stream.current):
-                stay = self.flats[group].receive(index)
+                no_more = self.flats[group].receive(index)
             streams.let_wait(here, self.stream.current)  # autograd's gradient, which may be freed now, belongs to it
-        return stay and (len(self.flats) == 1 or all([grads.stays_away for grads in self.flats]))
+        return no_more and (len(self.flats) == 1 or all([grads.needs_no_receive for grads in self.flats]))
 
     # -- reducing -----------------------------------------------------------------------------------------------------
 
@@ -214,27 +214,27 @@ class UnitGradients:
             self._reduce()
 
     def _reduce(self) -> None:
-        self._move("reduce")
+        self._transition("reduce")
         if trace.sinks:
             trace.event(self._ranks.reduce_verb, self._ranks.label.unit)
         try:
             if self.stream.current is not None:
                 self.stream.wait_for(self.accumulators.streams, self._ranks.runtime)
             for grads in self.flats:
-                grads.complete(self.accumulates)
+                grads.prepare_reduction(self.accumulates)
             self.accumulates = not self.reduces
             if self.stream.current is not None:
                 self.stream.let_wait(self.accumulators.streams, self._ranks.runtime)
             if self._ranks.runtime.streams is None and not trace.is_profiling():
-                self._start()
+                self._start_reductions()
             else:
                 with trace.labelled("reduce_scatter", self._ranks.label.unit, self._ranks.runtime.reducing()):
-                    self._start()
+                    self._start_reductions()
         except BaseException:
             self._abandon()
             raise
 
-    def _start(self) -> None:
+    def _start_reductions(self) -> None:
         for grads in self.flats:
             if (reduction := grads.reduction) is not None:
                 reduction.start()
@@ -255,13 +255,13 @@ class UnitGradients:
         if not any([grads.are_wanted for grads in self.flats]):
             self.discard()
         elif self.state in (GradState.NONE, GradState.PARTIAL):
-            self._move("receive")
+            self._transition("receive")
         if self.state is GradState.FILLING:
             self.stream.wait_for(self.accumulators.streams, self._ranks.runtime)
             for grads in self.flats:
-                grads.hold()
+                grads.copy_held()
             self.stream.let_wait(self.accumulators.streams, self._ranks.runtime)
-            self._move("hold")
+            self._transition("hold")
 
     @property
     def is_unreduced(self) -> bool:
@@ -271,7 +271,7 @@ class UnitGradients:
     @property
     def withholds(self) -> bool:
         """Whether gradients of earlier backwards are not in ``.grad`` yet. Those of a single rank are, also when held."""
-        return self.state in WITHHELD and any([grads.comes_late for grads in self.flats])
+        return self.state in WITHHELD and any([grads.need_reduction for grads in self.flats])
 
     @property
     def is_deferred(self) -> bool:
@@ -280,7 +280,7 @@ class UnitGradients:
 
     def defer(self) -> None:
         """Leave the reduction in flight to a ``finish`` when the user says so."""
-        self._move("defer")
+        self._transition("defer")
 
     def check_not_deferred(self, what: str) -> None:
         """Raise if a reduction is in flight, or its result waits: ``what`` would change the parameters that it is for."""
@@ -305,25 +305,25 @@ class UnitGradients:
         """
         if self.state not in _IN_FLIGHT:
             return
-        self._wait()
+        self._wait_for_reductions()
         if torch.is_grad_enabled():
             with torch.no_grad():
-                self._finish(assign)
+                self._set_grads(assign)
         else:  # the usual case in backward
-            self._finish(assign)
+            self._set_grads(assign)
 
     @_on_its_stream
-    def free_reduced(self) -> None:
+    def free_inputs(self) -> None:
         """Free the reduction's input as soon as the device has read it. ``finish`` must follow.
 
         Raises:
             CollectiveError: see ``finish``.
         """
-        self._wait()
+        self._wait_for_reductions()
         for grads in self.flats:
-            grads.free_reduced()
+            grads.free_input()
 
-    def _wait(self) -> None:
+    def _wait_for_reductions(self) -> None:
         try:
             for grads in self.flats:
                 if (reduction := grads.reduction) is not None:
@@ -333,20 +333,20 @@ class UnitGradients:
             raise
 
     @property
-    def gives_late(self) -> bool:
+    def sets_grads_late(self) -> bool:
         """Whether ``.grad`` is set at the end of backward: setting it makes the host wait (offload), and no hook reads it."""
         flats = [grads.flat for grads in self.flats]
         return any([b.kind.is_offloaded for b in flats]) and not any([b.is_watched for b in flats])
 
-    def _finish(self, assign: bool) -> None:
+    def _set_grads(self, assign: bool) -> None:
         given: list[Sequence[nn.Parameter] | None] = []  # `list[...]()` takes 4,000 instructions
         is_any = in_part = False
         for grads in self.flats:
-            params = grads.finish(assign)
+            params = grads.set_grads(assign)
             given.append(params)
             is_any |= params is not None
             in_part |= grads.partial is not None
-        self._move("finish in part" if in_part else "finish")
+        self._transition("finish in part" if in_part else "finish")
         if not in_part and self.stream.current is not None:
             self.stream.release()
         if is_any:
@@ -362,7 +362,7 @@ class UnitGradients:
         for grads in self.flats:
             grads.discard()
         if self.state is not GradState.NONE:
-            self._move("discard")
+            self._transition("discard")
         self.stream.release()
 
     def _abandon(self, out_of_step: bool = False) -> None:
@@ -370,7 +370,7 @@ class UnitGradients:
         ended = all([r.abandon() for grads in self.flats if (r := grads.reduction) is not None])
         for grads in self.flats:
             if grads.input is not None and (not ended or out_of_step):
-                grads.input.leave()  # some may never end, so their memory must not be freed
+                grads.input.abandon_memory()  # some may never end, so their memory must not be freed
             grads.discard()
-        self._move("finish")
+        self._transition("finish")
         self.stream.release()

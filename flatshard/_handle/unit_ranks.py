@@ -9,12 +9,12 @@ from dataclasses import dataclass, replace
 import torch
 
 from flatshard._base.config import Placement
+from flatshard._comm.composite_groups import ExpertRanks
 from flatshard._comm.progress import Label, Progress, digest, make_label
 from flatshard._comm.rank_group import RankGroup
 from flatshard._comm.runtime import Runtime
-from flatshard._handle.planned import Groups, PlannedFlat
+from flatshard._handle.layout import Groups, PlannedFlat
 from flatshard._handle.tensors.aggregate import checked_all_reduce
-from flatshard._handle.tensors.experts import ExpertRanks
 from flatshard._handle.unsharded import Pool
 
 VERBS = {

@@ -52,8 +52,7 @@ from flatshard._comm.collectives import Collectives
 from flatshard._comm.runtime import Runtime
 from flatshard._handle.adapters.tensor_subclass import TensorSubclass
 from flatshard._handle.adapters.wrapping import Wrapping
-from flatshard._handle.layout import FlatLayout
-from flatshard._handle.planned import Kind
+from flatshard._handle.layout import FlatLayout, Kind
 
 _clock = itertools.count()
 _version = operator.attrgetter("_version")  # read for every parameter in every step, so the loop runs in C
@@ -74,28 +73,28 @@ def as_sent(tensor: torch.Tensor) -> torch.Tensor:
 class FlatBuffer:
     """A buffer, used by one flat parameter at a time. ``free`` frees its memory."""
 
-    __slots__ = ("_nbytes", "_storage", "flat", "user")
+    __slots__ = ("_nbytes", "_storage", "flat", "taken_by")
 
     def __init__(self, flat: torch.Tensor) -> None:
         self.flat = flat  # 1-D
         self._storage, self._nbytes = flat.untyped_storage(), flat.nbytes
-        self.user: object | None = None
+        self.taken_by: object | None = None
 
     # An interrupt in between must not leave memory without a user: it would not be freed.
 
     def take(self, user: object) -> None:
         """Allocate the memory, for ``user``."""
-        self.user = user
+        self.taken_by = user
         self._storage.resize_(self._nbytes)
 
     def follow(self, before: FlatBuffer) -> None:
         """Replace ``before``, another buffer over the same memory."""
-        self.user = before.user
+        self.taken_by = before.taken_by
 
     def free(self) -> None:
         """Free the memory."""
         self._storage.resize_(0)
-        self.user = None
+        self.taken_by = None
 
 
 class StaticBuffer(FlatBuffer):
@@ -110,12 +109,12 @@ class StaticBuffer(FlatBuffer):
 
     def take(self, user: object) -> None:
         """Mark the buffer as used by ``user``."""
-        assert self.user is None or self.user is user
-        self.user = user
+        assert self.taken_by is None or self.taken_by is user
+        self.taken_by = user
 
     def free(self) -> None:
         """Mark the buffer as free. If collectives on side streams use it: after ``Runtime.before_free``."""
-        self.user, self.freed = None, next(_clock)
+        self.taken_by, self.freed = None, next(_clock)
 
 
 class Pools:
@@ -169,7 +168,7 @@ class Pool:
     def buffer_for_parameters(self, numel: int, dtype: torch.dtype) -> StaticBuffer:
         """Return a free buffer for the gathered values of one flat parameter, which keeps it. [Note: Static buffers]"""
         fit = [s for s in self._for_parameters if s.flat.dtype is dtype and numel <= s.flat.numel() <= 2 * numel]
-        free = [s for s in fit if s.user is None]
+        free = [s for s in fit if s.taken_by is None]
         if len(free) > 1:
             return min(free, key=lambda buffer: buffer.freed)
         return self._add(self._for_parameters, numel, dtype)
@@ -179,7 +178,7 @@ class Pool:
         stream = self.runtime.current_stream
         for buffer in self._inputs:
             fits = buffer.flat.dtype is dtype and buffer.flat.numel() >= numel
-            if fits and buffer.stream == stream and buffer.user is None:
+            if fits and buffer.stream == stream and buffer.taken_by is None:
                 return buffer
         return self._add(self._inputs, numel, dtype)
 
@@ -256,7 +255,7 @@ class UnshardedBuffer:
         numel = self._layout.padded_numel
         self.is_alias = self._layout.world_size == 1 and kind.is_one  # the buffer is the shard
         self._buffer: FlatBuffer | None = None  # of a pool: from the first `allocate` on
-        self.allocates_late = False  # whether collectives may call `take` instead of `allocate` before
+        self.allocates_late = False  # whether collectives may call `ensure_memory` instead of `allocate` before
         if self.is_alias:
             self._point_at(shard)
             return
@@ -265,14 +264,14 @@ class UnshardedBuffer:
         own.free()
         if self._pool is None:
             self._buffer = self._make_buffer(own.flat)
-            self.allocates_late = self.wire is self.flat
+            self.allocates_late = self.gather_output is self.flat
 
     def use_buffers(self, make: Callable[[torch.Tensor], FlatBuffer]) -> None:
         """Make buffers for memory of its own by ``make`` from now on. Addresses in use stay the same."""
         self._make_buffer = make
         if self._pool is None and (before := self._buffer) is not None:
             self._buffer = now = make(self.flat)
-            if before.user is None:
+            if before.taken_by is None:
                 now.free()
             else:
                 now.follow(before)
@@ -296,7 +295,7 @@ class UnshardedBuffer:
                 compute.data = torch.empty(0, dtype=dtype, device=device)
             compute.data = view
         self.own = self.flat[rank * layout.shard_numel :][: layout.shard_numel]
-        self.wire = as_sent(self.flat)
+        self.gather_output = as_sent(self.flat)
         self._storage = self.flat.untyped_storage()
         each = zip(self.params, layout.params, self._wrappings, strict=True)
         self._plain = [c for c, info, wrapping in each if info.numel and wrapping is None]
@@ -319,10 +318,10 @@ class UnshardedBuffer:
         if shard is not None:
             self.own.copy_(shard)
 
-    def take(self) -> None:
+    def ensure_memory(self) -> None:
         """Allocate the storage, unless it has been: for collectives that fill it when they end."""
         assert self._buffer is not None
-        if self._buffer.user is not self or not self._storage.nbytes():  # a storage that is resized anew is copied
+        if self._buffer.taken_by is not self or not self._storage.nbytes():  # a storage that is resized anew is copied
             self._buffer.take(self)
 
     def keep_own(self) -> None:
@@ -332,7 +331,7 @@ class UnshardedBuffer:
     def free(self) -> None:
         """Free the storage. Views stay valid as objects; their values are undefined until the next ``allocate``."""
         self.kept_own = None
-        if self._buffer is not None and self._buffer.user is self:
+        if self._buffer is not None and self._buffer.taken_by is self:
             self._buffer.free()
 
     def close(self, seen: bool = False) -> None:
@@ -359,7 +358,7 @@ class UnshardedBuffer:
     @property
     def is_taken(self) -> bool:
         """Whether another flat parameter is using the pool's buffer of this one. [Note: Static buffers]"""
-        return self._buffer is not None and self._buffer.user not in (None, self)
+        return self._buffer is not None and self._buffer.taken_by not in (None, self)
 
     def was_changed(self) -> bool:
         """Return whether a module changed its own (unsharded) parameters since the last gather or call of this.
@@ -382,7 +381,7 @@ class UnshardedBuffer:
 
         Returns whether there were any. Tensor subclasses are not checked.
         """
-        if not self.is_alias and (self._buffer is None or self._buffer.user is not self):
+        if not self.is_alias and (self._buffer is None or self._buffer.taken_by is not self):
             return False
         if sum(map(torch.Tensor.data_ptr, self._plain)) == self._offsets + len(self._plain) * self.flat.data_ptr():
             return False
@@ -402,7 +401,7 @@ class UnshardedBuffer:
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Return whether ``tensor``, plain, is a view of the storage."""
-        if (self._buffer is not None and self._buffer.user is not self) or tensor.layout is not torch.strided:
+        if (self._buffer is not None and self._buffer.taken_by is not self) or tensor.layout is not torch.strided:
             return False
         start = self.flat.data_ptr()
         if start and not start <= tensor.data_ptr() < start + self.flat.nbytes:  # on meta there are no addresses
@@ -412,4 +411,4 @@ class UnshardedBuffer:
     @property
     def nbytes(self) -> int:
         """Bytes of memory that the buffer has now, not counting the local shard."""
-        return self.flat.nbytes if self._buffer is not None and self._buffer.user is self else 0
+        return self.flat.nbytes if self._buffer is not None and self._buffer.taken_by is self else 0

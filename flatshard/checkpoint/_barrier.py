@@ -35,9 +35,9 @@ from typing import Any, Self, TypeVar
 import torch.distributed as dist
 
 from flatshard._base.trace import logger
-from flatshard._comm.backends import timeout_of
 from flatshard._comm.collectives import EXCHANGE
 from flatshard._comm.payloads import PLAIN, Payloads
+from flatshard._comm.process_groups import timeout_of
 from flatshard._comm.progress import Label, digest, here
 from flatshard._comm.rendezvous import Rendezvous, polls
 from flatshard._comm.runtime import Runtime

@@ -24,8 +24,8 @@ from torch import nn
 from flatshard._base.errors import name_list
 from flatshard._base.old_names import old_arguments
 from flatshard._base.trace import logger
-from flatshard._comm.monitor.messages import default_group, membership
 from flatshard._comm.payloads import PLAIN, Payloads
+from flatshard._comm.process_groups import default_group, membership
 from flatshard._composable.find import units_below
 from flatshard.checkpoint import _disk as disk
 from flatshard.checkpoint._barrier import Barrier, RankError, patience

@@ -29,7 +29,7 @@ from flatshard._base.optimizers import (
     steps_whole,
 )
 from flatshard._comm.runtime import on_any_rank
-from flatshard._composable.features.whole_parameters import Gathering, joined
+from flatshard._composable.features.full_parameters import Gathering, joined
 from flatshard._handle.flat_param import FlatParam
 from flatshard._handle.tensors.sharded_parameter import shard_info
 from flatshard.checkpoint._barrier import barrier, rank_list

@@ -28,11 +28,11 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from flatshard._comm.composite_groups import ExpertRanks
 from flatshard._comm.runtime import Runtime
 from flatshard._handle.adapters.tensor_parallel import is_dtensor, local_tensor
 from flatshard._handle.adapters.tensor_subclass import TensorSubclass
 from flatshard._handle.flat_param import FlatParam
-from flatshard._handle.tensors.experts import ExpertRanks
 from flatshard._handle.tensors.shard_info import ShardInfo, in_memory_order
 from flatshard._handle.tensors.sharded_parameter import ShardedParameter, flat_param_of, sharded_types
 from flatshard.checkpoint._barrier import barrier

@@ -15,9 +15,10 @@ from torch import nn
 
 from flatshard._base.errors import name_list
 from flatshard._base.names import plain_name
+from flatshard._comm.composite_groups import ExpertRanks
 from flatshard._comm.progress import Label
 from flatshard._comm.runtime import Runtime
-from flatshard._composable.features.whole_parameters import Gathering
+from flatshard._composable.features.full_parameters import Gathering
 from flatshard._composable.find import settle, units_of
 from flatshard._composable.state import Unit
 from flatshard._composable.unit_backward import current_graph_task
@@ -26,7 +27,6 @@ from flatshard._handle.flat_param import FlatParam
 from flatshard._handle.handle import check_has_memory
 from flatshard._handle.registrations import SHARDED
 from flatshard._handle.tensors.aggregate import in_order
-from flatshard._handle.tensors.experts import ExpertRanks
 from flatshard._handle.tensors.sharded_parameter import ShardedParameter, shard_info
 from flatshard.checkpoint._barrier import barrier
 from flatshard.checkpoint._gathering import check_one_value, exchange_over, wrap_full

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from flatshard._comm.monitor.messages import default_group, membership
+from flatshard._comm.process_groups import default_group, membership
 from flatshard.checkpoint import RankError, save_checkpoint
 from flatshard.elastic._exchange import Channel
 

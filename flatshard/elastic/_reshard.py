@@ -15,9 +15,9 @@ from torch.optim import Optimizer
 
 from flatshard._base.errors import name_list
 from flatshard._base.old_names import old_arguments
-from flatshard._comm.monitor.messages import default_group
+from flatshard._comm.process_groups import default_group
 from flatshard._composable.find import units_of
-from flatshard._handle.planned import PlannedFlat
+from flatshard._handle.layout import PlannedFlat
 from flatshard.elastic import _exchange, _units
 from flatshard.elastic._exchange import Channel, sources
 from flatshard.elastic._units import Destination

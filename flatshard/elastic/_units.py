@@ -27,8 +27,8 @@ from flatshard._composable.construct.layout_plan import plan_again
 from flatshard._composable.find import contexts_of
 from flatshard._composable.fully_shard import ranks_of
 from flatshard._composable.state import Context, Unit
+from flatshard._handle.layout import PlannedFlat
 from flatshard._handle.lifetime import GradState
-from flatshard._handle.planned import PlannedFlat
 from flatshard._handle.registrations import SHARDED
 from flatshard._handle.unsharded import Pools
 

@@ -24,8 +24,7 @@ from typing import Any
 import torch.distributed as dist
 
 from flatshard._base.old_names import OldMember, old_arguments
-from flatshard._comm.backends import has_gloo
-from flatshard._comm.monitor.messages import interrupt
+from flatshard._comm.process_groups import has_gloo, interrupt
 from flatshard.elastic._epochs import Epochs, ExcludedError, Member
 
 _TORCHS_TIMEOUT = dist.distributed_c10d.default_pg_timeout

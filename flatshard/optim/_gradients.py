@@ -249,7 +249,7 @@ def _norm(gradients: list[Gradient], p: float) -> torch.Tensor:
         local[runtime] = torch.linalg.vector_norm(aggregate.local(own, device), p)
     whole = local.pop(None)
     # Full gradients of ignored parameters are averaged, so that the total is the same on all ranks.
-    return total_norm({r: n for r, n in local.items() if r is not None}, whole, p, question, average_whole=True)
+    return total_norm({r: n for r, n in local.items() if r is not None}, whole, p, question, average_full=True)
 
 
 def _numbers(gradients: list[Gradient]) -> list[list[float]]:

@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 
 from flatshard._base.optimizers import Group, defaults_of, options_of, uncompiled, unhooked_step
 from flatshard._handle.tensors.aggregate import plainly
-from flatshard._handle.tensors.partial import NORMS, norm_arguments, retype
+from flatshard._handle.tensors.local_numbers import NORMS, norm_arguments, retype
 
 # Even, and above 128, because some optimizers factor their state from that size on.
 _SHAPES = {1: (260,), 2: (132, 130), 3: (132, 130, 2)}

@@ -26,7 +26,7 @@ from torch import nn
 
 from flatshard._base.errors import name_list
 from flatshard._base.names import plain_name
-from flatshard._comm.monitor.messages import default_group, membership
+from flatshard._comm.process_groups import default_group, membership
 from flatshard._handle.tensors.sharded_parameter import shard_info
 from flatshard.checkpoint._barrier import Barrier
 from flatshard.checkpoint._changed_params import SentParams, full_part

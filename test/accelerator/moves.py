@@ -12,7 +12,7 @@ from accelerator.harness import Cases, Env, mean_square, numbers, sgd
 import flatshard
 from flatshard import CPUOffload, MixedPrecision
 from flatshard import ShardingStrategy as S
-from flatshard._comm.monitor.messages import interrupt
+from flatshard._comm.process_groups import interrupt
 from flatshard.elastic import _copies
 from flatshard.elastic._epochs import Epochs, Member
 from flatshard.elastic._exchange import Channel

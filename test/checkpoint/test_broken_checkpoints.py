@@ -33,7 +33,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 import flatshard
 from flatshard import fully_shard, load_checkpoint, save_checkpoint
 from flatshard._comm import rendezvous
-from flatshard._comm.backends import timeout_of
+from flatshard._comm.process_groups import timeout_of
 from flatshard.checkpoint import (
     FileSystemReader,
     RankError,

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from flatshard import OutOfStepError, ShardingStrategy, fully_shard, keep_unsharded, optim
 from flatshard._base import environment
-from flatshard._comm.monitor.messages import interrupt
+from flatshard._comm.process_groups import interrupt
 
 SECONDS = 20
 """Time limit for an error on a busy machine. The group's timeout is longer."""

@@ -83,9 +83,9 @@ def test_equal_words_of_two_ranks_are_two(kind: str, tmp_path: Path) -> None:
         )
         ranks.append(Unused(layout))  # type: ignore[arg-type]
         ranks[rank].begin([1])
-        ranks[rank].tell(runtime, Label("unit", 8))
+        ranks[rank].publish(runtime, Label("unit", 8))
     for unused in ranks:
-        unused.ask(types.SimpleNamespace(wait=lambda: None))
+        unused.read_published(types.SimpleNamespace(wait=lambda: None))
         assert unused.found == {1}
 
 

@@ -121,7 +121,14 @@ def parameter_storages(model: nn.Module) -> int:
     tensors: list[Tensor] = [*model.parameters()]
     for unit in units_below(model):
         for b in unit.handle.flats:
-            tensors += [b.shard, *b.params, *b.unsharded.params, b.unsharded.flat, b.unsharded.wire, b.unsharded.own]
+            tensors += [
+                b.shard,
+                *b.params,
+                *b.unsharded.params,
+                b.unsharded.flat,
+                b.unsharded.gather_output,
+                b.unsharded.own,
+            ]
         tensors += [g.input.flat for g in unit.handle.gradients.flats if g.input is not None]
     return sum(storages(tensors).values())
 

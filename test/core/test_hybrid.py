@@ -19,7 +19,7 @@ import flatshard
 from flatshard import ShardingStrategy, fully_shard
 from flatshard._base import torch_versions
 from flatshard._base.trace import record_events
-from flatshard._comm.backends import timeout_of
+from flatshard._comm.process_groups import timeout_of
 from flatshard._composable.find import units_below
 
 HYBRID = [strategy for strategy in ShardingStrategy if strategy.is_hybrid]

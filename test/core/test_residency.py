@@ -26,7 +26,7 @@ from flatshard import (
     summon_full_params,
 )
 from flatshard._base.trace import record_events
-from flatshard._composable.features import whole_parameters
+from flatshard._composable.features import full_parameters
 from flatshard.tensors import ShardedParameter
 
 STRATEGIES = (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD)
@@ -200,8 +200,8 @@ def test_full_precision_in_eval(ctx):
     x = torch.ones(2, 4)
     policy = MixedPrecision(param_dtype=torch.bfloat16, full_precision_in_eval=True)
     model = sharded(ctx, Net(), mixed_precision=policy).eval()
-    gather = whole_parameters.gather_full_precision
-    counting = mock.patch.object(whole_parameters, "gather_full_precision", side_effect=gather)
+    gather = full_parameters.gather_full_precision
+    counting = mock.patch.object(full_parameters, "gather_full_precision", side_effect=gather)
     with torch.no_grad(), counting as counted:
         expected = model(x)
         counted.reset_mock()

@@ -27,11 +27,11 @@ def test_an_event_without_a_cell_raises_and_changes_nothing(fake_group):
     for state, event in itertools.product(GradState, [*{event for _, event in GRAD_TRANSITIONS}, "explode", ""]):
         gradients.state = state
         if (state, event) in GRAD_TRANSITIONS:
-            gradients._move(event)
+            gradients._transition(event)
         else:
             text = f"^cannot {event} the gradients of unit '0' while {state.name}.*This is a bug in flatshard"
             with pytest.raises(InternalError, match=text):
-                gradients._move(event)
+                gradients._transition(event)
         assert gradients.state is GRAD_TRANSITIONS.get((state, event), state)
     with pytest.raises(InternalError, match=r"^cannot reshard the parameters of unit '0' while SHARDED"):
         handle._free()

@@ -176,7 +176,7 @@ QUERIES = (
 # Types, arithmetic on them, names of actions; and checkpoints, whose plans torch's own functions exchange.
 QUIET_MODULES = r"device_mesh|tensor|checkpoint|pipelining\.schedules"
 COMMUNICATING = (
-    "_comm.backends _comm.fake_group _comm.monitor.messages elastic._world elastic._epochs _composable.construct.groups"
+    "_comm.backends _comm.fake_group _comm.process_groups elastic._world elastic._epochs _composable.construct.groups"
 )
 HOOKING = "_composable.hooks planning._program optim._hooks elastic._job _handle.tensors.direct"
 HOOKING += " checkpoint._state_dict_hooks checkpoint._optimizer_hooks "
@@ -201,12 +201,12 @@ checkpoint._standard_helpers checkpoint._state_dict_hooks
 """
 # `_composable` decides when collectives start; handles and the runtime start them, and modules that make them of others.
 STARTING = """
-_comm.mesh_runtime _comm.runtime _comm.backends _composable.construct.groups _comm.quantized _comm.fake_group
-_composable.features.comm_hooks checkpoint._gathering elastic._exchange
+_comm.mesh_runtime _comm.runtime _comm.composite_groups _comm.backends _composable.construct.groups _comm.quantized
+_comm.fake_group _composable.features.comm_hooks checkpoint._gathering elastic._exchange
 """
 # Scales, before a handle gathers; for a handle, in place of its own; whole values, for those who read them.
 GATHERING = """
-_composable.features.encoded_gathers _composable.features.kept_shards _composable.features.whole_parameters
+_composable.features.encoded_gathers _composable.features.kept_shards _composable.features.full_parameters
 _comm.monitor.monitor debug._replicas
 """
 # New modules, also later; buffers, which belong to no handle.
@@ -255,7 +255,6 @@ RULES = [
     Rule(r"\b_(parameters|buffers)\b", "_handle.registrations", of=r"_handle\."),
     Rule(TREE_WORDS, "_handle.tensors.guard", of=r"_handle\."),
     Rule(rf"(?<!nn\.Module\.){TREE_WORDS}", of=r"_handle\."),  # who reads a dict of a module, `guard` asks by these
-    Rule(AN_IMPORT + "torch", of=r"_handle\.layout"),
 ]
 
 

@@ -16,9 +16,9 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import flatshard
 from flatshard import ShardingStrategy, fully_shard
+from flatshard._comm.composite_groups import ExpertRanks
 from flatshard._comm.runtime import Runtime
 from flatshard._handle.adapters.tensor_parallel import common_runtime
-from flatshard._handle.tensors.experts import ExpertRanks
 
 WIDTH, EXPERTS = 6, 4
 FULL, GRAD_OP, HYBRID = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.HYBRID_SHARD

@@ -12,6 +12,7 @@ from typing import Any
 from flatshard._base import environment
 from flatshard._base.errors import name_list
 from flatshard._comm.progress import Issued, Label
+from flatshard._handle.flat_param import FlatParam
 from flatshard._handle.handle import FlatParamHandle
 
 Flats = list[tuple[str, int, list[tuple[str, list[int]]]]]
@@ -25,14 +26,10 @@ _CURE = "Build the same model on all ranks, from the same arguments, and shard i
 _PARAMETERS, _UNITS = 500, 1000  # maximum numbers in a description
 
 
-def flats_of(label: Label) -> Flats:
+def flats_of(label: Label) -> list[FlatParam]:
     """Return the flat parameters of a unit. Their number and layout may differ between ranks that have the same label."""
     handle: FlatParamHandle | None = label.handle()
-    return [
-        (str(b.kind.buffer_dtype), b.layout.shard_numel, [(i.fqn, list(i.shape)) for i in b.layout.params])
-        for b in (() if handle is None else handle.flats)
-        if b.ranks.label is label
-    ]
+    return [flat for flat in (() if handle is None else handle.flats) if flat.ranks.label is label]
 
 
 def settings() -> dict[str, int]:
@@ -42,7 +39,14 @@ def settings() -> dict[str, int]:
 
 def described(issued: Issued) -> Described:
     """Describe the unit of a collective."""
-    flats = [(dtype, numel, params[:_PARAMETERS]) for dtype, numel, params in flats_of(issued.label)]
+    flats: Flats = [
+        (
+            str(b.kind.buffer_dtype),
+            b.layout.shard_numel,
+            [(i.fqn, list(i.shape)) for i in b.layout.params[:_PARAMETERS]],
+        )
+        for b in flats_of(issued.label)
+    ]
     units = list(issued.progress.units().items())[:_UNITS]
     return {
         "unit": issued.label.unit, "tag": issued.label.tag, "flats": flats, "units": units, "settings": settings()

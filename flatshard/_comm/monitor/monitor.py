@@ -21,17 +21,18 @@ import hashlib
 import warnings
 import weakref
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
 
 from flatshard._base import environment, trace
 from flatshard._base.errors import OutOfStepError
-from flatshard._comm.backends import BuiltinCollectives, GlooCollectives, builtin_collectives, has_gloo
+from flatshard._comm.backends import BuiltinCollectives, GlooCollectives, builtin_collectives
 from flatshard._comm.collectives import Capabilities, Pending
 from flatshard._comm.monitor import watch
 from flatshard._comm.monitor.differences import Described, described, difference, settings
+from flatshard._comm.process_groups import has_gloo
 from flatshard._comm.progress import RESERVED, SAME_ORDER, Awaited, Chain, Issued, Label, Progress
 from flatshard._comm.rendezvous import Rendezvous
 from flatshard._comm.streams import Streams
@@ -125,7 +126,7 @@ class OrderCheck:
         kind = 0 if self._one_order else issued.kind
         unit = issued.label.unit
         name = unit if len(unit) <= _NAME else f"...{unit[-_NAME:]}"
-        line = f"{issued.verb} of {name or '<root>'!r}{' for backward' if issued.again else ''}"
+        line = f"{issued.verb} of {name or '<root>'!r}{' for backward' if issued.for_backward else ''}"
         self._recent = [*self._recent[-3:], line]
         cut, start = _summary(issued.label)
         summary = f"{line} {issued.label.identity} {cut}"
@@ -135,26 +136,22 @@ class OrderCheck:
         content = (ahead + start + text).ljust(_BYTES, b"\0")
         message = torch.tensor(list(content), dtype=torch.uint8, device="cpu")
         collectives = self._collectives
-        rank, size = collectives.rank, collectives.size
-        received = torch.empty(size, _BYTES, dtype=torch.uint8, device=self._device)
-        received[rank].copy_(message)
-        pending = collectives.all_gather(received.view(-1), received[rank], _LABELS[kind])
-        return Comparison(issued, pending, received, rank, collectives.store)
+        received = torch.empty(collectives.size, _BYTES, dtype=torch.uint8, device=self._device)
+        own = received[collectives.rank].copy_(message)
+        pending = collectives.all_gather(received.view(-1), own, _LABELS[kind])
+        return Comparison(issued, pending, received, collectives)
 
 
 class Comparison:
     """The messages about one collective, in flight."""
 
-    __slots__ = ("_issued", "_pending", "_rank", "_received", "_store")
+    __slots__ = ("_collectives", "_issued", "_pending", "_received")
 
     def __init__(
-        self, issued: Issued, pending: Pending, received: torch.Tensor, rank: int, store: Callable[[], Any]
+        self, issued: Issued, pending: Pending, received: torch.Tensor, collectives: BuiltinCollectives
     ) -> None:
-        self._issued = issued
-        self._pending = pending
-        self._received = received
-        self._rank = rank
-        self._store = store  # the process group's
+        """``received``: a row for each rank. ``pending``: when they have come, by ``collectives``."""
+        self._issued, self._pending, self._received, self._collectives = issued, pending, received, collectives
 
     def wait(self) -> None:
         """Compare with all other ranks.
@@ -176,22 +173,22 @@ class Comparison:
                 f"{why}. Their last collectives{issued.when}, the latest at the end:{''.join(lines)}\n"
                 f"{cure}. (This check runs in the first passes: FLATSHARD_ORDER_CHECK=first, always or off.)"
             )
-            raise OutOfStepError(issued.verb, issued.label.unit, self._rank, len(rows), text)
+            raise OutOfStepError(issued.verb, issued.label.unit, self._collectives.rank, len(rows), text)
         starts = {row[_HASH : 2 * _HASH] for row in rows}
         if len(starts) > 1 and bytes(_HASH) not in starts:
             warnings.warn(_OTHER_STARTS, stacklevel=2)  # without a name, so that Python shows it once
 
     def _exchange(self, ranks: list[int]) -> dict[int, Described]:
         """Return the units of these ranks, by rank. All ranks call this, as all are about to raise."""
-        store = self._store()
+        rank, store = self._collectives.rank, self._collectives.store()
         if store is None:
             return {}
         units = Rendezvous(store, "flatshard/unit/")
         try:
-            if self._rank in ranks:
-                units.put(str(self._rank), described(self._issued))
-            if units.await_all([str(rank) for rank in ranks], _PATIENCE):
-                return {rank: units.read(str(rank)) for rank in ranks}
+            if rank in ranks:
+                units.put(str(rank), described(self._issued))
+            if units.await_all([str(each) for each in ranks], _PATIENCE):
+                return {each: units.read(str(each)) for each in ranks}
         except RuntimeError as e:  # a rank has exited: the error is raised without the descriptions
             trace.logger.debug("no description of the units: %s", e)
         return {}
@@ -210,7 +207,7 @@ def _summary(label: Label) -> tuple[str, bytes]:
     The cut may differ between ranks that have the same label. The hash is zeros if values have changed or are unknown.
     """
     handle: FlatParamHandle | None = label.handle()
-    flats = [b for b in (() if handle is None else handle.flats) if b.ranks.label is label]
+    flats = [flat for flat in (() if handle is None else handle.flats) if flat.ranks.label is label]
     cut = str([(str(b.kind.buffer_dtype), b.layout.shard_numel) for b in flats])
     starts = [b.initial_values.hash() for b in flats]
     if None in starts or not starts:

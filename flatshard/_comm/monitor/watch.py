@@ -40,7 +40,7 @@ from flatshard._base import environment, frames, trace
 from flatshard._comm.backends import BuiltinCollectives, GlooCollectives
 from flatshard._comm.collectives import NUMBERS
 from flatshard._comm.monitor.differences import described, difference
-from flatshard._comm.monitor.messages import interrupt, name_of
+from flatshard._comm.process_groups import interrupt, name_of
 from flatshard._comm.progress import SAME_NUMBERS, SAME_ORDER, Progress, here
 from flatshard._comm.rendezvous import Rendezvous
 
@@ -52,18 +52,14 @@ that collective's unit, see ``Described``; ``counts``: collectives issued, by gr
 ``Progress``, of the group that is judged; ``recent``: texts; ``rank``: in the world; ``inside``: see ``_inside``; ``at``:
 increases with every publication."""
 
-_SYMMETRIC = (
+_SYMMETRIC: tuple[str, ...] = (
     "barrier",
     "monitored_barrier",
-    "all_reduce",
     "all_gather",
     "all_gather_into_tensor",
     "all_gather_object",
-    "reduce_scatter",
-    "reduce_scatter_tensor",
-    "all_to_all",
-    "all_to_all_single",
 )
+_SYMMETRIC += ("all_reduce", "reduce_scatter", "reduce_scatter_tensor", "all_to_all", "all_to_all_single")
 """Of ``torch.distributed``: no rank returns from them before all ranks have come."""
 _FILE = inspect.getfile(dist.get_rank)  # where they are
 

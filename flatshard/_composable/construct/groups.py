@@ -20,12 +20,13 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from flatshard._base import torch_versions
 from flatshard._base.config import ShardingStrategy
 from flatshard._base.environment import local_world_size
-from flatshard._comm.backends import alive, builtin_collectives, timeout_of
+from flatshard._comm.backends import builtin_collectives
 from flatshard._comm.mesh_runtime import MeshRuntime
+from flatshard._comm.process_groups import alive, timeout_of
 from flatshard._comm.runtime import Runtime
 from flatshard._composable.construct.partition import PlannedUnit
 from flatshard._composable.state import Context
-from flatshard._handle.planned import Groups
+from flatshard._handle.layout import Groups
 from flatshard._handle.unit_ranks import Runtimes
 
 _node_meshes: dict[int, tuple[weakref.ref[dist.ProcessGroup], DeviceMesh]] = {}

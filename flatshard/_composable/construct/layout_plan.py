@@ -34,8 +34,16 @@ from flatshard._handle.adapters.encoding import encoded_dtype
 from flatshard._handle.adapters.tensor_subclass import TensorSubclass, wrapping_of
 from flatshard._handle.adapters.wrapping import Wrapping
 from flatshard._handle.flat_param import FlatParam
-from flatshard._handle.layout import FlatLayout, ParamInfo, dense_stride, row_major
-from flatshard._handle.planned import FlatOptions, Groups, PlannedFlat, PlannedParam
+from flatshard._handle.layout import (
+    FlatLayout,
+    FlatOptions,
+    Groups,
+    ParamInfo,
+    PlannedFlat,
+    PlannedParam,
+    dense_stride,
+    row_major,
+)
 from flatshard.layouts import Elements, Layout, LayoutChoice, Rows, Whole, excess_padding, layout_for, work_of
 from flatshard.layouts.packing import Piece, pack
 

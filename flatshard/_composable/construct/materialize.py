@@ -25,7 +25,7 @@ from flatshard._comm.runtime import Runtime, on_any_rank
 from flatshard._composable.construct.partition import PlannedUnit
 from flatshard._handle.adapters.tensor_parallel import TensorParallel, local_tensor
 from flatshard._handle.adapters.tensor_subclass import is_wrapper, plain_tensors, wrapping_of
-from flatshard._handle.planned import Groups
+from flatshard._handle.layout import Groups
 from flatshard._handle.tensors.grad_dtype import choose, hand_on, has_chosen
 from flatshard._handle.unit_ranks import Runtimes
 

@@ -30,7 +30,7 @@ from flatshard._composable.state import Unit, owner_of, unit_of
 from flatshard._composable.unit_config import UnitConfig
 from flatshard._handle.adapters.tensor_parallel import is_dtensor, local_tensor
 from flatshard._handle.adapters.tensor_subclass import TensorSubclass, plain_tensors
-from flatshard._handle.planned import Groups, PlannedParam
+from flatshard._handle.layout import Groups, PlannedParam
 from flatshard._handle.tensors.sharded_parameter import ShardedParameter
 
 # Classes of torch that manage the parameters below them. By name, because importing FSDP takes time. "DDP" is the class of

@@ -216,13 +216,13 @@ class KeptBuffer(FlatBuffer):
     def take(self, user: object) -> None:
         """Allocate the memory for ``user``, if this is the first call."""
         if self._storage.nbytes():
-            self.user = user
+            self.taken_by = user
         else:
             super().take(user)
 
     def free(self) -> None:
         """Mark the memory as free."""
-        self.user = None
+        self.taken_by = None
 
 
 def _check_may_keep(units: Iterable[Unit]) -> None:

@@ -27,7 +27,7 @@ from flatshard._composable.state import Unit
 from flatshard._handle.adapters.encoding import encode, scale_of
 from flatshard._handle.adapters.tensor_subclass import TensorSubclass, swap_inside
 from flatshard._handle.flat_param import FlatParam
-from flatshard._handle.planned import Kind
+from flatshard._handle.layout import Kind
 from flatshard._handle.unsharded import UnshardedBuffer
 
 
@@ -123,13 +123,13 @@ class EncodedFlatParam(FlatParam):
         shard_param = self.shard_param
         return sum([p._version for p in self.params]) + (0 if shard_param is None else shard_param._version)
 
-    def gather(self, exactly: bool, again: bool, kept: torch.Tensor | None = None) -> Pending:
+    def gather(self, exactly: bool, for_backward: bool, kept: torch.Tensor | None = None) -> Pending:
         """See ``FlatParam``. [Note: Scales of encoded parameters]"""
-        if kept is None and not again:
+        if kept is None and not for_backward:
             if self.scaled_at != self.version:
                 self.scales.share()
             self.scaled_at = -1
-        return super().gather(exactly, again, kept)
+        return super().gather(exactly, for_backward, kept)
 
     def largest(self) -> torch.Tensor:
         """Return the largest magnitude in this rank's shard of each parameter."""

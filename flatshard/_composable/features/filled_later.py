@@ -39,7 +39,7 @@ from flatshard._handle.handle import FILL
 from flatshard._handle.tensors.changes import changes
 from flatshard._handle.tensors.grad_dtype import hand_on
 from flatshard._handle.tensors.shard_info import in_memory_order
-from flatshard._handle.tensors.sharded_parameter import fillings, note_whole, show_shards, whole_now
+from flatshard._handle.tensors.sharded_parameter import fillings, note_shown_full, show_shards, shown_full
 from flatshard._handle.user_changes import adopt_data, find_moved
 
 _data: Any = torch.Tensor.data
@@ -113,7 +113,7 @@ class FillFlat:
             return self._whole[index][1]
         if param._version != self._versions.setdefault(index, param._version):
             return param  # it was loaded, or filled where all of it was unsharded
-        if not {each.unit for each in whole_now} <= {self.unit, *beside}:
+        if not {each.unit for each in shown_full} <= {self.unit, *beside}:
             show_shards()
         info, part = flat.layout.params[index], flat.slices[index]
         own = flat.shard[part.start : part.stop]
@@ -129,7 +129,7 @@ class FillFlat:
         else:
             shown = nn.Parameter(wrapping.wrap(whole), param.requires_grad)
         self._whole[index] = whole, shown
-        note_whole(self)
+        note_shown_full(self)
         return shown
 
     def cut(self) -> None:

@@ -55,19 +55,19 @@ class KeptShards(Source):
         """The shards that exist now."""
         return list(self._shards.values())
 
-    def keep(self, flats: Sequence[FlatParam], until: object) -> None:
+    def keep(self, flats: Sequence[FlatParam], forward_record: object) -> None:
         """Copy shards of the unsharded buffers. The copies belong to the gather stream as well, which alone reads them."""
         shards = self._shards
         shards.clear()
         shards.update((flat, part.clone()) for flat in flats if (part := self.part(flat)) is not None)
-        self._by_record[until] = shards
+        self._by_record[forward_record] = shards
 
-    def gathers(self, flats: Sequence[FlatParam], again: bool) -> Iterator[Pending] | None:
+    def gathers(self, flats: Sequence[FlatParam], for_backward: bool) -> Iterator[Pending] | None:
         """Gather from the shards once. Return None if none are of use. [Note: The life of a kept shard]"""
         shards = self._shards
         taken = dict(shards)
         shards.clear()
-        if not (taken and again):
+        if not (taken and for_backward):
             return None
         if trace.sinks:
             trace.event(self.verb(flats[0]), flats[0].ranks.label.unit)
@@ -164,37 +164,37 @@ class GatheredOutside(Source):
     def follow(self, flat: FlatParam) -> None:
         """Keep the values that the forward has written."""
         if (kept := self._kept.get(flat)) is not None and isinstance(runtime := flat.ranks.runtime, MeshRuntime):
-            kept[1].copy_(runtime.part(flat.unsharded.wire))
+            kept[1].copy_(runtime.part(flat.unsharded.gather_output))
 
     def drop(self) -> None:
         """Drop the shards."""
         self._kept.clear()
 
-    def gathers(self, flats: Sequence[FlatParam], again: bool) -> Iterator[Pending] | None:
+    def gathers(self, flats: Sequence[FlatParam], for_backward: bool) -> Iterator[Pending] | None:
         """Gather over the inner axis, and over the outer axis if the parameters have changed."""
         runtime = flats[0].ranks.runtime
         if not isinstance(runtime, MeshRuntime) or runtime.exact is not runtime:
             return None
-        return (self._gather(flat, runtime, again) for flat in flats)
+        return (self._gather(flat, runtime, for_backward) for flat in flats)
 
-    def _gather(self, flat: FlatParam, runtime: MeshRuntime, again: bool) -> Pending:
+    def _gather(self, flat: FlatParam, runtime: MeshRuntime, for_backward: bool) -> Pending:
         unit, version = flat.ranks.label, _version(flat)
         kept = self._kept.get(flat)
         if kept is not None and kept[0] == version:
             if trace.sinks:
                 trace.event(f"all-gather over {runtime.inner.world_size}", unit.unit)
             flat.unsharded.allocate(None)
-            wire = flat.unsharded.wire
+            wire = flat.unsharded.gather_output
             part = runtime.part(wire).copy_(kept[1])
-            return runtime.gather_inner(wire, part, unit, again)
+            return runtime.gather_inner(wire, part, unit, for_backward)
         if trace.sinks:
             trace.event("all-gather", unit.unit)
         self._kept.pop(flat, None)
-        return runtime.then(flat.gather(False, again), functools.partial(self._note, flat, runtime, version))
+        return runtime.then(flat.gather(False, for_backward), functools.partial(self._note, flat, runtime, version))
 
     def _note(self, flat: FlatParam, runtime: MeshRuntime, version: int) -> Pending:
         with torch.inference_mode(False):  # a later forward may write to it
-            self._kept[flat] = version, runtime.part(flat.unsharded.wire).clone()
+            self._kept[flat] = version, runtime.part(flat.unsharded.gather_output).clone()
         return runtime.issued(Done())
 
 
@@ -217,7 +217,7 @@ class SubgroupShards(KeptShards):
 
     def part(self, flat: FlatParam) -> torch.Tensor:
         """Return this rank's shard of the unsharded buffer, in the dtype that is sent."""
-        return flat.unsharded.wire.view(self.runtime.world_size, -1)[self.runtime.rank]
+        return flat.unsharded.gather_output.view(self.runtime.world_size, -1)[self.runtime.rank]
 
     def verb(self, flat: FlatParam) -> str:
         return f"all-gather over {self.runtime.world_size}"
@@ -226,4 +226,4 @@ class SubgroupShards(KeptShards):
         assert kept is not None
         flat.unsharded.allocate(None)
         own = self.part(flat).copy_(kept)
-        return self.runtime.all_gather(flat.unsharded.wire, own, flat.ranks.label, again=True)
+        return self.runtime.all_gather(flat.unsharded.gather_output, own, flat.ranks.label, for_backward=True)

@@ -17,9 +17,9 @@ from torch.utils._pytree import tree_map
 
 from flatshard._composable.claims import Need, Reason
 from flatshard._composable.extensions import Extension, ForwardFeature
+from flatshard._composable.features.full_parameters import FullParameters
 from flatshard._composable.features.keep import Keep
 from flatshard._composable.features.summon import summoned_units
-from flatshard._composable.features.whole_parameters import WholeParameters
 from flatshard._composable.outputs import tensors_in
 from flatshard._composable.state import Forward, Unit
 from flatshard._handle.registrations import UNSHARDED
@@ -141,11 +141,11 @@ def _full_precision(unit: Unit) -> dict[int, nn.Parameter]:
     """Return unsharded parameters in their own dtype. ``keep_unsharded`` reuses the copies until the parameters change."""
     keep = next((claim for claim in unit.claims if isinstance(claim, Keep)), None)
     if keep is None:
-        return WholeParameters(unit.handle).copy_full_precision()
+        return FullParameters(unit.handle).copy_full_precision()
     version = unit.handle.version()
     if keep.full_precision is None or keep.full_precision[0] != version:
         keep.full_precision = None  # frees the old copies before new ones are made
-        keep.full_precision = version, WholeParameters(unit.handle).copy_full_precision()
+        keep.full_precision = version, FullParameters(unit.handle).copy_full_precision()
     return keep.full_precision[1]
 
 

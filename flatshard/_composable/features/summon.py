@@ -11,7 +11,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from flatshard._base.errors import RESTRUCTURE_BEFORE, cannot_trace
 from flatshard._composable.claims import Claim, Need, Reason
-from flatshard._composable.features.whole_parameters import WholeParameters
+from flatshard._composable.features.full_parameters import FullParameters
 from flatshard._composable.find import contexts_of, settle, units_of, units_of_parameters
 from flatshard._composable.state import Unit, own_copies
 from flatshard._handle.lifetime import BY_USER
@@ -119,7 +119,7 @@ class _Summoned(Claim):
             self._gather(arguments["offload_to_cpu"])
         except BaseException:
             if self.shows_gradients:
-                WholeParameters(unit.handle).drop_full_gradients()
+                FullParameters(unit.handle).drop_full_gradients()
             self._release()
             raise
         self.version = self._version_shown()
@@ -178,7 +178,7 @@ class _Summoned(Claim):
             return
         unit.release(Reason.OUTDATED)  # what an earlier forward left may be
         handle.check_parameters()
-        whole = WholeParameters(handle)
+        whole = FullParameters(handle)
         # With mixed precision the body gets copies, because the unsharded parameters have the compute dtype.
         policy = unit.config.mixed_precision
         casts = policy.param_dtype is not None or policy.output_dtype is not None
@@ -215,7 +215,7 @@ class _Summoned(Claim):
     def hide(self) -> None:
         """Free the unsharded parameters, and show the sharded ones: ``rank0_only``, on the other ranks."""
         if self.shows_gradients:
-            WholeParameters(self.unit.handle).drop_full_gradients()
+            FullParameters(self.unit.handle).drop_full_gradients()
             self.shows_gradients = False
         self.shows, self.need, self.before = SHARDED, Need.COPIES, None
         self.unit.release(Reason.ACCESSED)
@@ -251,7 +251,7 @@ class _Summoned(Claim):
 
     def _end(self, writeback: bool) -> None:
         unit, handle, copies = self.unit, self.unit.handle, self.copies
-        whole = WholeParameters(handle)
+        whole = FullParameters(handle)
         given = handle.user_changes.conversions(copies)  # `module.to()` in the body is for good, as for buffers
         is_last = len(_summons(unit)) == 1
         changed = bool(given) or any([b.unsharded.adopt_moved() for b in handle.flats])  # `p.data = ...` in the body

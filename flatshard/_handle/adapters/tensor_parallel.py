@@ -16,14 +16,14 @@ one more all-gather and one more reduction, even if no norms of flat parameters 
 from __future__ import annotations
 
 import itertools
-import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any
 
 import torch
 from torch import nn
 
+from flatshard._comm.composite_groups import ManyGroups
 from flatshard._comm.rank_group import RankGroup
 from flatshard._comm.runtime import Runtime
 from flatshard._handle.adapters.wrapping import Wrapping
@@ -98,35 +98,7 @@ class TensorParallel(Wrapping):
         runtimes = [*([] if runtime is None else [runtime]), *(Runtime.of(group, device) for group in sharded)]
         if len(runtimes) < 2:
             return runtimes[0] if runtimes else None
-        return ManyGroups.of(runtimes)
-
-
-class ManyGroups(RankGroup):
-    """The ranks of several orthogonal process groups, as one group. Only for reductions of a few numbers."""
-
-    _by_parts: ClassVar[weakref.WeakValueDictionary[tuple[int, ...], ManyGroups]] = weakref.WeakValueDictionary()
-
-    def __init__(self, groups: Sequence[RankGroup]) -> None:
-        self.groups = tuple(groups)
-        rank, world_size = 0, 1
-        for each in groups:
-            rank = rank * each.world_size + each.rank
-            world_size *= each.world_size
-        super().__init__(groups[0].device, rank, world_size, self.number_of(*groups))
-
-    @classmethod
-    def of(cls, groups: Sequence[RankGroup]) -> ManyGroups:
-        """Return the object for ``groups``. It is shared, because gradients are grouped by their ranks."""
-        key = tuple(each.number for each in groups)
-        found = cls._by_parts.get(key)
-        if found is None:
-            found = cls._by_parts[key] = cls(groups)
-        return found
-
-    def all_reduce_now(self, tensor: torch.Tensor, op: Literal["sum", "max"], question: str) -> None:
-        """See :class:`RankGroup`."""
-        for each in self.groups:
-            each.all_reduce_now(tensor, op, question)
+        return ManyGroups(runtimes)
 
 
 def common_runtime(runtimes: Sequence[RankGroup | None]) -> tuple[RankGroup | None, list[bool]]:
@@ -137,7 +109,7 @@ def common_runtime(runtimes: Sequence[RankGroup | None]) -> tuple[RankGroup | No
     parts = [r.groups if isinstance(r, ManyGroups) else () if r is None else (r,) for r in runtimes]
     every = list(dict.fromkeys(itertools.chain(*parts)))
     counts = [all(runtime in own or runtime.rank == 0 for runtime in every) for own in parts]
-    return (ManyGroups.of(every) if len(every) > 1 else every[0] if every else None), counts
+    return (ManyGroups(every) if len(every) > 1 else every[0] if every else None), counts
 
 
 def is_dtensor(tensor: object) -> bool:

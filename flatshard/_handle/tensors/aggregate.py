@@ -20,9 +20,9 @@ from typing import Literal, NamedTuple, TypeVar
 
 import torch
 
+from flatshard._comm.composite_groups import ExpertRanks
 from flatshard._comm.progress import SAME_NUMBERS
 from flatshard._comm.rank_group import RankGroup
-from flatshard._handle.tensors.experts import ExpertRanks
 
 plainly = torch._C.DisableTorchFunctionSubclass
 """``with plainly():`` functions treat tensors of every subclass as plain tensors, and return plain tensors."""
@@ -61,6 +61,11 @@ class Aggregate(NamedTuple):
             for index, number in zip(indices, torch.stack(found).to(device, torch.float64).unbind(), strict=True):
                 numbers[index] = number
         return torch.stack(numbers) if numbers else torch.empty(0, dtype=torch.float64, device=device)
+
+    def of_pieces(self, pieces: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return the number of ``pieces`` of one tensor together, on this rank only: 0-dim, float64. Of no norm."""
+        numbers = torch.stack([self._of_part(piece) for piece in pieces])
+        return numbers.sum() if self.op == "sum" else numbers.amax() if self.op == "max" else numbers.amin()
 
     def _of_part(self, part: torch.Tensor) -> torch.Tensor:
         if self.op == "sum":
@@ -132,22 +137,22 @@ def local_norms(parts: Sequence[torch.Tensor], ord: float, dtype: torch.dtype | 
 
 def total_norm(
     sharded: Mapping[RankGroup, torch.Tensor],
-    whole: torch.Tensor | None,
+    full: torch.Tensor | None,
     ord: float,
     question: str,
     *,
-    average_whole: bool = False,
+    average_full: bool = False,
 ) -> torch.Tensor:
     """Compute the norm of many tensors as if they were one vector: one all-reduce for each process group.
 
     Args:
         sharded: for each process group, the norm of all shards that this rank holds: 0-dim.
-        whole: the norm of all tensors that each rank has in full, 0-dim, or None if there are none.
+        full: the norm of all tensors that each rank has in full, 0-dim, or None if there are none.
         ord: of the norm, and not 0.
         question: see :meth:`Aggregate.over_ranks`.
-        average_whole: replace ``whole`` by its average over the ranks of the first group, in the same all-reduce.
+        average_full: replace ``full`` by its average over the ranks of the first group, in the same all-reduce.
     """
-    totals = [] if whole is None else [whole]
+    totals = [] if full is None else [full]
     together: dict[RankGroup, list[torch.Tensor]] = {}
     for runtime, norm in sharded.items():
         every = runtime.around if isinstance(runtime, ExpertRanks) else runtime
@@ -158,8 +163,8 @@ def total_norm(
     }
     for number, runtime in enumerate(in_order(sharded)):
         norm, norms = sharded[runtime], Aggregate("norm", ord)
-        if number == 0 and whole is not None and average_whole:
-            norm, of_copies = norms.over_ranks(torch.stack([norm, whole]), runtime, question).to(norm.dtype).unbind()
+        if number == 0 and full is not None and average_full:
+            norm, of_copies = norms.over_ranks(torch.stack([norm, full]), runtime, question).to(norm.dtype).unbind()
             totals[0] = of_copies if math.isinf(ord) else of_copies / runtime.world_size ** (1 / ord)
         else:
             norm = norms.over_ranks(norm, runtime, question).to(norm.dtype)

@@ -1,5 +1,6 @@
 """The dtype of a parameter's gradient, which the user chooses by torch's own attribute ``p.grad_dtype``.
 
+
 [Note: The dtype of a gradient]
 ``p.grad_dtype`` of the user's parameter is the only place that says which dtype its ``.grad`` has. The user sets it, before
 ``fully_shard`` or later. ``keep_low_precision_grads`` sets it to the reduce dtype, where the user has chosen none. torch's
@@ -24,7 +25,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from flatshard._handle.planned import FlatOptions
+from flatshard._handle.layout import FlatOptions
 
 plain_grad_dtype: Any = torch.Tensor.grad_dtype
 """The attribute of a plain parameter: a descriptor in C."""

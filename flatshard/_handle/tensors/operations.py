@@ -9,6 +9,7 @@ pointwise are elementwise without being named here. Anything else that is not in
 from __future__ import annotations
 
 import enum
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -123,3 +124,45 @@ def is_in_place(name: str) -> bool:
     """Return whether ``name`` changes its first argument elementwise, and returns that: on this rank's shard, as it is."""
     written = (name.endswith("_") and not name.endswith("__")) or (name.startswith("__i") and name != "__invert__")
     return written and kind_of(name) is OperationKind.ELEMENTWISE
+
+
+# -- the arguments of a call ---------------------------------------------------------------------------------------------
+
+
+def name_of(func: Callable[..., Any]) -> str:
+    """Return the name of a function, or of the attribute that it gets or sets."""
+    name = getattr(func, "__name__", "")
+    return getattr(func.__self__, "__name__", name) if name in ("__get__", "__set__", "__delete__") else name  # type: ignore[attr-defined]
+
+
+def tensors_in(arguments: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors in ``arguments``, which may be nested."""
+    if isinstance(arguments, torch.Tensor):
+        yield arguments
+    elif isinstance(arguments, list | tuple | dict):
+        for argument in arguments.values() if isinstance(arguments, dict) else arguments:
+            yield from tensors_in(argument)
+
+
+def part_in(*arguments: Any) -> Any:
+    """Return the first shard in ``arguments``: a :class:`ShardTensor`, or a sharded parameter."""
+    return next((t for t in tensors_in(arguments) if hasattr(t, "_flatshard_info")), None)
+
+
+def replaced(argument: Any, by: dict[int, torch.Tensor]) -> Any:
+    """Replace tensors in ``argument``, which may be nested. ``by``: the new ones, by the ids of the old ones."""
+    if isinstance(argument, list | tuple):
+        return type(argument)([replaced(each, by) for each in argument])
+    if isinstance(argument, dict):
+        return {key: replaced(each, by) for key, each in argument.items()}
+    return by.get(id(argument), argument)
+
+
+_FIRST = frozenset(("input", "tensor", "x", "A"))
+"""The names that torch's functions have for the first argument."""
+
+
+def first_by_place(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Move the first argument to its place if it was given by its name."""
+    names = () if args else _FIRST.intersection(kwargs)
+    return (*args, *(kwargs[name] for name in names)), {k: v for k, v in kwargs.items() if k not in names}

@@ -19,8 +19,8 @@ import functools
 import itertools
 import math
 import warnings
-from collections.abc import Callable, Iterator
-from typing import Any, ClassVar, NoReturn
+from collections.abc import Callable
+from typing import Any, ClassVar, NamedTuple, NoReturn
 
 import torch
 from torch import nn
@@ -28,8 +28,18 @@ from torch.autograd.function import once_differentiable
 
 from flatshard._base.callers import Caller, cure_of_reading, refuse_other_sharding
 from flatshard._handle.tensors.aggregate import Aggregate, device_for, local_norms, plainly
-from flatshard._handle.tensors.operations import OperationKind, is_in_place, is_of_many, kind_of
-from flatshard._handle.tensors.partial import METADATA, NORMS, UNSCALE, norm_arguments, reduce_partial, retype
+from flatshard._handle.tensors.local_numbers import METADATA, NORMS, UNSCALE, norm_arguments, reduce_local, retype
+from flatshard._handle.tensors.operations import (
+    OperationKind,
+    first_by_place,
+    is_in_place,
+    is_of_many,
+    kind_of,
+    name_of,
+    part_in,
+    replaced,
+    tensors_in,
+)
 from flatshard._handle.tensors.shard_info import ShardInfo
 
 Function = Callable[..., Any]
@@ -53,12 +63,12 @@ class ShardTensor(torch.Tensor):
     ) -> Any:
         handler = HANDLERS[func] if func in HANDLERS else _handler(func)
         if len(types) > 1 and func is not UNSCALE:  # that one leaves its flag partial
-            reduce_partial(args, kwargs)
+            reduce_local(args, kwargs)
         if OwnedTensor in types and (settled := share_numbers(func, args, kwargs or {})) is not None:
             return func(*settled[0], **settled[1])
         if handler is not None:
             if torch.is_grad_enabled() or not args:
-                args, kwargs = as_leaves(*_first_by_place(args, kwargs or {}))
+                args, kwargs = as_leaves(*first_by_place(args, kwargs or {}))
             return handler(func, args, kwargs or {})
         with plainly():
             return func(*args, **kwargs) if kwargs else func(*args)
@@ -88,12 +98,6 @@ class OwnedTensor(ShardTensor):
 # -- handlers ----------------------------------------------------------------------------------------------------------
 
 
-def name_of(func: Function) -> str:
-    """Return the name of a function, or of the attribute that it gets or sets."""
-    name = getattr(func, "__name__", "")
-    return getattr(func.__self__, "__name__", name) if name in ("__get__", "__set__", "__delete__") else name  # type: ignore[attr-defined]
-
-
 def _handler(func: Function) -> Handler | None:
     """Return the handler of ``func``, or None if ``func`` itself is called, as for a plain tensor."""
     found = HANDLERS[func] = handler_of(name_of(func))
@@ -108,44 +112,11 @@ def handler_of(name: str) -> Handler | None:
     return REFUSED if kind is None else BY_KIND[kind]
 
 
-def tensors_in(arguments: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors in ``arguments``, which may be nested."""
-    if isinstance(arguments, torch.Tensor):
-        yield arguments
-    elif isinstance(arguments, list | tuple | dict):
-        for argument in arguments.values() if isinstance(arguments, dict) else arguments:
-            yield from tensors_in(argument)
-
-
-def part_in(*arguments: Any) -> Any:
-    """Return the first shard in ``arguments``: a :class:`ShardTensor`, or a sharded parameter."""
-    return next((t for t in tensors_in(arguments) if hasattr(t, "_flatshard_info")), None)
-
-
-def _replaced(argument: Any, by: dict[int, torch.Tensor]) -> Any:
-    """Replace tensors in ``argument``, which may be nested. ``by``: the new ones, by the ids of the old ones."""
-    if isinstance(argument, list | tuple):
-        return type(argument)([_replaced(each, by) for each in argument])
-    if isinstance(argument, dict):
-        return {key: _replaced(each, by) for key, each in argument.items()}
-    return by.get(id(argument), argument)
-
-
-_FIRST = frozenset(("input", "tensor", "x", "A"))
-"""The names that torch's functions have for the first argument."""
-
-
-def _first_by_place(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Move the first argument to its place if it was given by its name."""
-    names = () if args else _FIRST.intersection(kwargs)
-    return (*args, *(kwargs[name] for name in names)), {k: v for k, v in kwargs.items() if k not in names}
-
-
 def as_leaves(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Replace sharded parameters in the arguments by leaves, for autograd to record. [Note: What bypasses the table]"""
     params: list[Any] = [t for t in tensors_in((args, kwargs)) if hasattr(type(t), "_as_leaf") and t.requires_grad]
     by = {id(param): param._as_leaf() for param in params}
-    return (_replaced(args, by), _replaced(kwargs, by)) if by else (args, kwargs)
+    return (replaced(args, by), replaced(kwargs, by)) if by else (args, kwargs)
 
 
 def refuse(info: ShardInfo, name: str) -> NoReturn:
@@ -166,17 +137,25 @@ def _plainly(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
         return func(*args, **kwargs)
 
 
+def _marked(result: torch.Tensor, kind: type[ShardTensor], info: ShardInfo) -> torch.Tensor:
+    """Return ``result``, plain, as a shard of class ``kind``."""
+    retype([result], kind, "_flatshard_info", [info])
+    return result
+
+
 def _by_rows(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Return the result for this rank's rows: plain, or for a parameter that is never cut an ``OwnedTensor``."""
     info = part_in(args, kwargs)._flatshard_info
-    _rows_only(info, name_of(func))
+    if not info.by_rows:
+        refuse(info, name_of(func))
     if not info.never_cut:
         return _plainly(func, args, kwargs)
     if any(getattr(t, "_flatshard_info", info) is not info for t in tensors_in((args, kwargs))):
         refuse(info, name_of(func))
     result = _plainly(func, args, kwargs)
-    made = [t for t in tensors_in(result) if type(t) is torch.Tensor]
-    retype(made, OwnedTensor, "_flatshard_info", itertools.repeat(info))
+    for made in tensors_in(result):
+        if type(made) is torch.Tensor:
+            _marked(made, OwnedTensor, info)
     return result
 
 
@@ -213,8 +192,7 @@ def _same(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     result = _plainly(func, args, kwargs)
     part = args[0]
     if hasattr(part, "_flatshard_info") and type(result) is torch.Tensor:
-        kind = type(part) if isinstance(part, ShardTensor) else ShardTensor  # of a parameter
-        retype([result], kind, "_flatshard_info", [part._flatshard_info])
+        return _marked(result, type(part) if isinstance(part, ShardTensor) else ShardTensor, part._flatshard_info)
     return result
 
 
@@ -261,29 +239,21 @@ def _size(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def _flat(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Return a view of the shard in its own shape, or 1-D."""
-    part = args[0]
-    wanted = args[1:]
-    if wanted and isinstance(wanted[0], torch.dtype):
-        return _plainly(func, args, kwargs)
-    if not hasattr(part, "_flatshard_info"):
+    part, info = args[0], getattr(args[0], "_flatshard_info", None)
+    if info is None or isinstance(args[1] if len(args) > 1 else None, torch.dtype):
         return _plainly(func, args, kwargs)
     try:
         result = _plainly(func, args, kwargs)
     except (RuntimeError, IndexError):  # the sizes don't fit
-        _rows_only(part._flatshard_info, name_of(func))
+        if not info.by_rows:
+            refuse(info, name_of(func))
         raise
     with plainly():
         if result.dim() != 1 and result.shape != part.shape:
             return _by_rows(func, args, kwargs)
     if result is part:
         return result
-    retype(
-        [result],
-        type(part) if isinstance(part, OwnedTensor) else ShardTensor,
-        "_flatshard_info",
-        [part._flatshard_info],
-    )
-    return result
+    return _marked(result, OwnedTensor if type(part) is OwnedTensor else ShardTensor, info)
 
 
 def _select(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -297,12 +267,6 @@ def _select(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     elif index is Ellipsis or (isinstance(index, slice) and index == slice(None)):
         return _plainly(func, args, kwargs) if len(args) > 2 else _elementwise(func, args, kwargs)
     return _by_rows(func, args, kwargs)
-
-
-def _rows_only(info: ShardInfo, name: str) -> None:
-    """Raise, unless this rank has whole rows."""
-    if not info.by_rows:
-        refuse(info, name)
 
 
 def _transpose(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -325,9 +289,14 @@ REFUSED: Handler = _refused
 # -- reductions --------------------------------------------------------------------------------------------------------
 
 
+def elsewhere_of(part: Any) -> tuple[tuple[int, int], ...]:
+    """Ranges of this rank's shard that another rank counts in norms; none for a full tensor."""
+    return part._flatshard_info.elsewhere if hasattr(part, "_flatshard_info") else ()
+
+
 def counted(part: torch.Tensor) -> list[torch.Tensor]:
     """Return the elements of ``part`` that this rank counts, in pieces. tensor_parallel.py, [Note: Norms over two meshes]"""
-    elsewhere = part._flatshard_info.elsewhere  # type: ignore[attr-defined]
+    elsewhere = elsewhere_of(part)
     if not elsewhere:
         return [part]
     edges = [0, *itertools.chain(*elsewhere), part.numel()]
@@ -336,9 +305,8 @@ def counted(part: torch.Tensor) -> list[torch.Tensor]:
 
 def local_norm(part: torch.Tensor, ord: float, dtype: torch.dtype | None) -> torch.Tensor:
     """Compute the norm of the elements of ``part`` that this rank counts."""
-    pieces = counted(part)
-    norms = local_norms(pieces, ord, dtype)
-    if len(pieces) == 1:
+    norms = local_norms(counted(part), ord, dtype)
+    if len(norms) == 1:
         return norms[0]
     stacked = torch.stack(norms)
     return stacked.sum() if ord == 0 else torch.linalg.vector_norm(stacked, ord)
@@ -370,8 +338,7 @@ def _of_owner(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         number = func(part.new_ones([1] * part.dim()))
         if part.requires_grad:
             number = number + 0 * part.sum()
-    retype([number], OwnedTensor, "_flatshard_info", [info])
-    return number
+    return _marked(number, OwnedTensor, info)
 
 
 def share_numbers(
@@ -392,7 +359,7 @@ def share_numbers(
         if len(of) == 1 and not is_term and kind_of(name_of(func)) in (OperationKind.ELEMENTWISE, OperationKind.ALIAS):
             return None
         found = dict(zip(numbers, _of_owners([*numbers.values()], name_of(func)), strict=True))
-    return _replaced(args, found), _replaced(kwargs, found)
+    return replaced(args, found), replaced(kwargs, found)
 
 
 def _of_owners(numbers: list[Any], name: str) -> list[torch.Tensor]:
@@ -404,10 +371,10 @@ def _of_owners(numbers: list[Any], name: str) -> list[torch.Tensor]:
     own = [n.detach().to(device_for(numbers, runtimes), torch.float64) * 1 for n in numbers]
     mine = [n if info.start < info.stop else torch.zeros_like(n) for n, info in zip(own, infos, strict=True)]
     question = f"the owners' numbers of {', '.join(repr(info.fqn) for info in infos)}"
-    whole = Aggregate("sum").over_groups(torch.stack(mine), runtimes, question)
+    full = Aggregate("sum").over_groups(torch.stack(mine), runtimes, question)
     return [
-        _with_graph(n, n, w.to(n.device, n.dtype), lambda a, b: 1.0, f"a number of {n._flatshard_info.fqn!r}")
-        for n, w in zip(numbers, whole.unbind(), strict=True)
+        _with_graph(n, n, f.to(n.device, n.dtype), lambda a, b: 1.0, f"a number of {n._flatshard_info.fqn!r}")
+        for n, f in zip(numbers, full.unbind(), strict=True)
     ]
 
 
@@ -437,15 +404,12 @@ def norm(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if rest or of_matrix:
         _no_dims(info, "a norm", sorted(rest) or ["ord"])
     with plainly():
-        own = local_norm(part, ord, dtype)
-        what = f"the norm of order {ord}"
-        return _combine(
-            part,
-            own,
-            Aggregate("norm", ord),
-            what,
-            lambda a, b: torch.where(a == b, 1.0, (a / b) ** (ord - 1)).nan_to_num(),
-        )
+        own, aggregate = local_norm(part, ord, dtype), Aggregate("norm", ord)
+        return _combine(part, own, aggregate, f"the norm of order {ord}", functools.partial(_share_of_norm, ord))
+
+
+def _share_of_norm(ord: float, own: torch.Tensor, full: torch.Tensor) -> torch.Tensor:
+    return torch.where(own == full, 1.0, (own / full) ** (ord - 1)).nan_to_num()
 
 
 def over_ranks(own: torch.Tensor, aggregate: Aggregate, part: Any, what: str) -> torch.Tensor:
@@ -460,19 +424,17 @@ def _question(what: str, part: Any) -> str:
     return f"{what} of {getattr(part, '_whose', '')}{part._flatshard_info.fqn!r}"
 
 
-def _combine(part: Any, own: torch.Tensor, aggregate: Aggregate, what: str, share: Callable[..., Any]) -> torch.Tensor:
+def _combine(part: Any, own: torch.Tensor, aggregate: Aggregate, what: str, share: Any) -> torch.Tensor:
     """Combine this rank's number as ``over_ranks`` does, with its graph."""
     return _with_graph(part, own, over_ranks(own, aggregate, part, what), share, what)
 
 
-def _with_graph(
-    part: Any, own: torch.Tensor, whole: torch.Tensor, share: Callable[..., Any], what: str
-) -> torch.Tensor:
-    """Return ``whole`` with the graph of this rank's number, if any. ``share``: the derivative of the full number by it."""
+def _with_graph(part: Any, own: torch.Tensor, full: torch.Tensor, share: Callable[..., Any], what: str) -> torch.Tensor:
+    """Return ``full`` with the graph of this rank's number, if any. ``share``: the derivative of the full number by it."""
     if not (part.requires_grad and torch.is_grad_enabled()):
-        return whole
+        return full
     local = own if own.requires_grad else part.sum().to(own.dtype)  # of an empty shard
-    number = whole + share(own.detach(), whole) * (local - local.detach())
+    number = full + share(own.detach(), full) * (local - local.detach())
     return _InLosses.apply(number, part._flatshard_info, _question(what, part))  # type: ignore[no-any-return]
 
 
@@ -517,54 +479,55 @@ def _reduce(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
         number = _reduce(torch.sum, (part,), {}) if part.dtype is not torch.bool else _reduce(torch.any, (part,), {})
         with plainly():
             return getattr(number, name)()
-    reduced = _REDUCTIONS.get(name)
-    if reduced is None or part.dtype.is_complex:
+    reduction, dtype = _REDUCTIONS.get(name), kwargs.get("dtype")
+    if reduction is None or part.dtype.is_complex:
         refuse(info, name)
     with plainly():
-        return reduced(part, info, kwargs.get("dtype"))
+        if name != "mean":
+            return reduction.of(part, dtype)
+        if not (dtype or part.dtype).is_floating_point:
+            raise RuntimeError(f"mean() of {info.fqn!r}: needs floating point, got {part.dtype}")
+        if part.dim() != (len(info.shape) if info.by_rows else 1):  # view_as_real
+            refuse(info, name)
+        return reduction.of(part, dtype, math.prod(info.full_shape))
 
 
-def _sum(part: torch.Tensor, info: ShardInfo, dtype: torch.dtype | None, *, over: int = 1) -> torch.Tensor:
-    dtype = dtype or (part.dtype if part.is_floating_point() else torch.int64)
-    # Added up in double, because sums of shards in bfloat16 would be rounded.
-    own = torch.stack([piece.sum(dtype=torch.float64) for piece in counted(part)]).sum()
-    return (_combine(part, own, Aggregate("sum"), "the sum", lambda a, b: 1.0) / over).to(dtype)
+class _Reduction(NamedTuple):
+    """A reduction to a number of the full tensor: an aggregate of the elements, or of whether each is nonzero."""
+
+    aggregate: Aggregate
+    what: str
+    share: Callable[..., Any] | None = None  # the derivative of the full number by this rank's
+    of_nonzero: torch.dtype | None = None  # the result's, of a reduction of whether elements are nonzero
+
+    def of(self, part: torch.Tensor, dtype: torch.dtype | None, divisor: int = 1) -> torch.Tensor:
+        """Reduce ``part`` over the ranks: one all-reduce. Sums are in double: those of bfloat16 would be rounded."""
+        pieces = counted(part) if self.of_nonzero is None else [piece != 0 for piece in counted(part)]
+        own = self.aggregate.of_pieces(pieces)
+        if self.of_nonzero is not None:
+            return over_ranks(own, self.aggregate, part, self.what).clamp(min=0).to(self.of_nonzero)
+        if self.aggregate.op == "sum" and dtype is None:
+            dtype = part.dtype if part.is_floating_point() else torch.int64
+        return (_combine(part, own, self.aggregate, self.what, self.share) / divisor).to(dtype or part.dtype)
 
 
-def _mean(part: torch.Tensor, info: ShardInfo, dtype: torch.dtype | None) -> torch.Tensor:
-    if not (dtype or part.dtype).is_floating_point:
-        raise RuntimeError(f"mean() of {info.fqn!r}: needs floating point, got {part.dtype}")
-    if part.dim() != (len(info.shape) if info.by_rows else 1):  # view_as_real
-        refuse(info, "mean")
-    return _sum(part, info, dtype or part.dtype, over=math.prod(info.full_shape))
+def _is_extreme(own: torch.Tensor, full: torch.Tensor) -> torch.Tensor:
+    return (own == full).double()
 
 
-def _extreme(part: torch.Tensor, info: ShardInfo, dtype: torch.dtype | None, *, op: Any) -> torch.Tensor:
-    own = Aggregate(op)._of_part(part)
-    return _combine(part, own, Aggregate(op), f"the {op}imum", lambda a, b: (a == b).double()).to(part.dtype)
-
-
-def _any(part: torch.Tensor, info: ShardInfo, dtype: torch.dtype | None) -> torch.Tensor:
-    return over_ranks(part.any().double(), Aggregate("max"), part, "any").bool()
-
-
-def _all(part: torch.Tensor, info: ShardInfo, dtype: torch.dtype | None) -> torch.Tensor:
-    return over_ranks(part.all().double(), Aggregate("min"), part, "all").bool()
-
-
-def _count(part: torch.Tensor, info: ShardInfo, dtype: torch.dtype | None) -> torch.Tensor:
-    own = torch.stack([piece.count_nonzero() for piece in counted(part)]).sum()
-    return over_ranks(own.double(), Aggregate("sum"), part, "the count of nonzero elements").long()
-
-
-_REDUCTIONS: dict[str, Callable[..., torch.Tensor]] = {
-    "sum": _sum,
-    "mean": _mean,
-    **dict.fromkeys(("max", "amax"), functools.partial(_extreme, op="max")),
-    **dict.fromkeys(("min", "amin"), functools.partial(_extreme, op="min")),
-    "any": _any,
-    "all": _all,
-    "count_nonzero": _count,
+_SUM = _Reduction(Aggregate("sum"), "the sum", lambda own, full: 1.0)
+_MAX = _Reduction(Aggregate("max"), "the maximum", _is_extreme)
+_MIN = _Reduction(Aggregate("min"), "the minimum", _is_extreme)
+_REDUCTIONS = {
+    "sum": _SUM,
+    "mean": _SUM,
+    "max": _MAX,
+    "amax": _MAX,
+    "min": _MIN,
+    "amin": _MIN,
+    "any": _Reduction(Aggregate("max"), "any", of_nonzero=torch.bool),
+    "all": _Reduction(Aggregate("min"), "all", of_nonzero=torch.bool),
+    "count_nonzero": _Reduction(Aggregate("sum"), "the count of nonzero elements", of_nonzero=torch.int64),
 }
 
 
@@ -575,8 +538,8 @@ def draw(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     with plainly():
         if part.numel() != info.stop - info.start or not name.endswith(("_", "_like")):
             refuse(info, name)
-        whole = torch.empty_strided(info.shape, info.stride, dtype=part.dtype, device=part.device)
-        drawn = func(whole, *args[1:], **kwargs).as_strided((whole.numel(),), (1,))[info.start : info.stop]
+        full = torch.empty_strided(info.shape, info.stride, dtype=part.dtype, device=part.device)
+        drawn = func(full, *args[1:], **kwargs).as_strided((full.numel(),), (1,))[info.start : info.stop]
         drawn = drawn.as_strided(part.shape, part.stride())
         return drawn.clone() if name.endswith("_like") else part.copy_(drawn)
 

@@ -13,20 +13,17 @@ tensors. The gradient of a parameter that is not sharded (``NO_SHARD``, a single
 
 from __future__ import annotations
 
-import itertools
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import torch
-from torch import nn
 from torch.utils import _foreach_utils
 
 from flatshard._comm.rank_group import RankGroup
-from flatshard._handle.layout import FlatLayout, ShardSlice
 from flatshard._handle.tensors.aggregate import local_norms, plainly
-from flatshard._handle.tensors.partial import UNSCALE, PartialFlag, PartialNorm, retype
-from flatshard._handle.tensors.shard import HANDLERS, ShardTensor, local_norm
+from flatshard._handle.tensors.local_numbers import UNSCALE, LocalNumber, retype
+from flatshard._handle.tensors.shard import HANDLERS, ShardTensor, elsewhere_of, local_norm
 from flatshard._handle.tensors.shard_info import ShardInfo
 
 
@@ -56,7 +53,6 @@ _foreach_utils._foreach_supported_types.append(ShardedGradient)
 
 plain_grad: Any = torch.Tensor.grad
 """The attribute of a plain parameter: a descriptor in C."""
-_plain_shape: Any = torch.Tensor.shape
 
 
 def mark(grad: torch.Tensor, info: ShardInfo) -> None:
@@ -70,81 +66,11 @@ def mark(grad: torch.Tensor, info: ShardInfo) -> None:
         retype([grad], ShardedGradient, "_flatshard_info", [info])
 
 
-class GradSlices:
-    """Cuts gradient shards into the gradients of sharded parameters: views, unless their dtypes differ."""
-
-    __slots__ = ("_by_rows", "_dtypes", "_empties", "_infos", "_marked", "_pieces", "_sizes", "_whole")
-
-    def __init__(
-        self,
-        params: Sequence[nn.Parameter],
-        layout: FlatLayout,
-        slices: Sequence[ShardSlice],
-        is_whole: bool,
-        device: torch.device,
-        dtypes: Sequence[torch.dtype],
-    ) -> None:
-        """
-        Args:
-            params: the sharded parameters.
-            layout: of their flat parameter.
-            slices: their slices in this rank's shard.
-            is_whole: the shard is all of the flat parameter.
-            device: of the gradients.
-            dtypes: of each gradient, or a single one for all.
-        """
-        infos: list[ShardInfo] = [param._flatshard_info for param in params]  # type: ignore[attr-defined]
-        # The gradients that are sharded. If nothing is sharded here: DTensors, over their own mesh.
-        self._marked = [index for index, s in enumerate(slices) if s.numel and infos[index].runtime is not None]
-        self._infos = [infos[index] for index in self._marked]
-        self._whole = [(info.shape, info.stride, info.start) for info in layout.params] if is_whole else None
-        self._dtypes = dtypes if len(set(dtypes)) > 1 else None
-        # `split_with_sizes` cuts the shard into slices and the padding between them.
-        self._sizes: list[int] = []
-        self._pieces: list[tuple[int, int]] = []  # the index of a parameter with elements here, and of its piece
-        end = 0
-        for index, part in sorted(enumerate(slices), key=lambda each: each[1].start):
-            if not part.numel:
-                continue
-            if part.start > end:
-                self._sizes.append(part.start - end)
-            self._pieces.append((index, len(self._sizes)))
-            self._sizes.append(part.numel)
-            end = part.stop
-        if layout.shard_numel > end:
-            self._sizes.append(layout.shard_numel - end)
-        rows = [(index, layout.params[index]) for index, _ in self._pieces if layout.params[index].by_rows]
-        self._by_rows = [(index, info.shape_of(slices[index]), info.stride) for index, info in rows]
-        # Slices without elements are made once.
-        shapes = [(0,) if p.numel() else _plain_shape.__get__(p) for p in params]
-        of_each = zip(shapes, itertools.cycle(dtypes))
-        self._empties = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in of_each]
-        of_ranks = [index for index, info in enumerate(infos) if info.runtime is not None and info.numel]  # see `mark`
-        empties = [self._empties[index] for index in of_ranks]
-        retype(empties, ShardedGradient, "_flatshard_info", [infos[index] for index in of_ranks])
-
-    def cut(self, shard: torch.Tensor) -> list[torch.Tensor]:
-        """Return the gradient of each parameter in ``shard``, as it is stored in ``.grad``."""
-        if self._whole is not None:
-            grads = [shard.as_strided(shape, stride, start) for shape, stride, start in self._whole]
-        else:
-            grads, pieces = self._empties.copy(), shard.split_with_sizes(self._sizes)
-            for index, piece in self._pieces:
-                grads[index] = pieces[piece]
-            for index, shape, stride in self._by_rows:
-                grads[index] = grads[index].as_strided(shape, stride)
-        if self._dtypes is not None:  # grad_dtype.py, [Note: The dtype of a gradient]
-            grads = [g if g.dtype is dtype else g.to(dtype) for g, dtype in zip(grads, self._dtypes, strict=True)]
-        if self._infos:
-            retype([grads[index] for index in self._marked], ShardedGradient, "_flatshard_info", self._infos)
-        return grads
-
-
 # -- functions that need the other ranks -------------------------------------------------------------------------------
 
 
 def _foreach_norm(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    """Handle ``torch._foreach_norm``, called by ``torch.nn.utils``, without communication yet: see :class:`PartialNorm`."""
+    """Handle ``torch._foreach_norm``, called by ``torch.nn.utils``, without communication yet: see :class:`LocalNumber`."""
     given = dict(zip(("self", "ord", "dtype"), args, strict=False)) | kwargs
     grads: Sequence[torch.Tensor] = given["self"]
     ord, dtype = float(given.get("ord", 2)), given.get("dtype")
@@ -154,27 +80,15 @@ def _foreach_norm(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
             "use flatshard.optim.get_total_norm(model, 0)"
         )
     with plainly():
-        one_by_one = any(map(_elsewhere, grads))
-        norms = (
-            [
-                local_norm(g, ord, dtype) if isinstance(g, ShardTensor) else local_norms([g], ord, dtype)[0]
-                for g in grads
-            ]
-            if one_by_one
-            else local_norms(grads, ord, dtype)
-        )
+        one_by_one = any(map(elsewhere_of, grads))
+        norms = [local_norm(g, ord, dtype) for g in grads] if one_by_one else local_norms(grads, ord, dtype)
         device = norms[0].device
     for runtime, of_group in _by_runtime(grads, norms).items():
-        PartialNorm.mark(of_group, runtime, ord, device)
+        LocalNumber.mark_norms(of_group, runtime, ord, device)
     return norms
 
 
 _runtime = operator.attrgetter("_flatshard_info.runtime")
-
-
-def _elsewhere(grad: torch.Tensor) -> tuple[tuple[int, int], ...]:
-    """Ranges of this rank's shard that another rank counts in norms. tensor_parallel.py, [Note: Norms over two meshes]"""
-    return grad._flatshard_info.elsewhere if isinstance(grad, ShardTensor) else ()
 
 
 def _by_runtime(
@@ -193,11 +107,11 @@ def _by_runtime(
 
 
 def _unscale(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Handle ``torch._amp_foreach_non_finite_check_and_unscale_``, called by ``GradScaler``: see :class:`PartialFlag`."""
+    """Handle ``torch._amp_foreach_non_finite_check_and_unscale_``, called by ``GradScaler``: see :class:`LocalNumber`."""
     grads, found_inf, inv_scale = args
     with plainly():
         func(grads, found_inf, inv_scale, **kwargs)
-    PartialFlag.mark(found_inf, _by_runtime(grads, grads))
+    LocalNumber.mark_flag(found_inf, _by_runtime(grads, grads))
 
 
 def _foreach_max(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> NoReturn:

@@ -47,8 +47,8 @@ from flatshard._base.errors import RESTRUCTURE_BEFORE
 from flatshard._handle.tensors.changes import changes
 from flatshard._handle.tensors.direct import leaf_of
 from flatshard._handle.tensors.grad_dtype import hand_on, plain_grad_dtype
+from flatshard._handle.tensors.local_numbers import reduce_local
 from flatshard._handle.tensors.operations import OperationKind, kind_of
-from flatshard._handle.tensors.partial import reduce_partial
 from flatshard._handle.tensors.shard import (
     ShardTensor,
     as_leaves,
@@ -62,7 +62,6 @@ from flatshard._handle.tensors.shard_info import ShardInfo
 from flatshard._handle.tensors.sharded_gradient import mark, plain_grad
 
 _plain_data: Any = torch.Tensor.data
-_plain_requires_grad: Any = torch.Tensor.requires_grad
 _plain_shape: Any = torch.Tensor.shape
 _plain_detach: Any = torch.Tensor.detach
 
@@ -88,24 +87,11 @@ class Filling(Protocol):
 
 
 fillings: weakref.WeakSet[Filling] = weakref.WeakSet()  # all that exist
-whole_now: list[Filling] = []  # those with parameters that are shown in full
+shown_full: list[Filling] = []  # those with parameters that are shown in full
 
 
-class OwnFlatParam(Protocol):
-    """The flat parameter that a sharded parameter is a slice of: a ``FlatParam``."""
-
-    filling: Filling | None  # from `fully_shard` on meta until its parameters have values
-
-    def compute_of(self, param: nn.Parameter) -> nn.Parameter:
-        """Return the unsharded parameter of ``param``: the tensor that autograd sees."""
-
-    def watch(self) -> None:
-        """Record that a callback waits for gradients to be set: a post-accumulate-grad hook, for one."""
-
-
-_flat_params: weakref.WeakValueDictionary[int, OwnFlatParam] = (
-    weakref.WeakValueDictionary()
-)  # by the sharded parameter's id
+# By the sharded parameter's id: the `FlatParam` that it is a slice of, whose module imports this one.
+_flat_params: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 # By the id of its `__dict__`, which the unsharded parameter in modules shares. It also gives each parameter a weak reference,
 # against `swap_tensors`: see changes.py, [Note: Looking only after a change].
 _by_attributes: weakref.WeakValueDictionary[int, ShardedParameter] = weakref.WeakValueDictionary()
@@ -154,7 +140,7 @@ def _by_the_table(name: str, method: Callable[..., Any], handler: Callable[..., 
         if is_recorded and torch.is_grad_enabled():
             args, kwargs = as_leaves(args, kwargs)
         if has_torch_function((*args[1:], *kwargs.values())):
-            reduce_partial(args, kwargs)
+            reduce_local(args, kwargs)
             if (settled := share_numbers(method, args, kwargs)) is not None:
                 args, kwargs = settled
         return handler(method, args, kwargs)
@@ -167,7 +153,7 @@ def _detach(self: ShardedParameter) -> torch.Tensor:
     """Return a :class:`ShardTensor` without the table's detours: a state dict detaches every parameter."""
     result: torch.Tensor = _plain_detach(self)
     info = self._flatshard_info
-    is_full = info.runtime is None or info.shard_world_size == 1 or (whole_now and not _is_part(self))
+    is_full = info.runtime is None or info.shard_world_size == 1 or (shown_full and not _is_part(self))
     if not is_full and torch._C._is_torch_function_enabled():
         result.__class__ = ShardTensor
         result._flatshard_info = info  # type: ignore[attr-defined]
@@ -189,6 +175,16 @@ def _methods_of_the_table() -> dict[str, Any]:
         else:
             found[name] = property(_by_the_table(name, attribute.__get__, handler))
     return found
+
+
+def _counted(plain: Any) -> Any:
+    """Return the attribute ``plain`` of tensors, of which a change counts. changes.py, [Note: Looking only after a change]"""
+
+    def write(self: ShardedParameter, value: Any) -> None:
+        plain.__set__(self, value)
+        changes.note()
+
+    return property(plain.__get__, write)
 
 
 class ShardedParameter(nn.Parameter):
@@ -240,17 +236,8 @@ class ShardedParameter(nn.Parameter):
 
     data = property(_get_data, _set_data)
 
-    def _set_requires_grad(self, requires_grad: bool) -> None:
-        _plain_requires_grad.__set__(self, requires_grad)
-        changes.note()
-
-    requires_grad = property(_plain_requires_grad.__get__, _set_requires_grad)
-
-    def _set_grad_dtype(self, dtype: torch.dtype | None) -> None:
-        plain_grad_dtype.__set__(self, dtype)
-        changes.note()
-
-    grad_dtype = property(plain_grad_dtype.__get__, _set_grad_dtype)  # grad_dtype.py, [Note: The dtype of a gradient]
+    requires_grad = _counted(torch.Tensor.requires_grad)
+    grad_dtype = _counted(plain_grad_dtype)  # grad_dtype.py, [Note: The dtype of a gradient]
 
     def requires_grad_(self, requires_grad: bool = True) -> Self:
         """Change ``requires_grad``, as in torch."""
@@ -345,7 +332,7 @@ class ShardedParameter(nn.Parameter):
         return result
 
     @classmethod
-    def adopt(cls, param: nn.Parameter, info: ShardInfo, flat: OwnFlatParam) -> Self:
+    def adopt(cls, param: nn.Parameter, info: ShardInfo, flat: Any) -> Self:
         """Internal: turn the user's own ``param`` into a sharded parameter, in place."""
         param.__class__ = cls  # [Note: The user's Parameter objects survive]
         assert isinstance(param, cls)
@@ -354,12 +341,6 @@ class ShardedParameter(nn.Parameter):
         _flat_params[id(param)] = flat
         param._share_hooks()
         return param
-
-    @classmethod
-    def adopt_all(cls, params: Iterable[nn.Parameter], infos: Iterable[ShardInfo], flat: OwnFlatParam) -> None:
-        """Internal: turn each of ``params`` into a sharded parameter, described by its one of ``infos``."""
-        for param, info in zip(params, infos, strict=True):
-            cls.adopt(param, info, flat)
 
 
 sharded_types: set[type] = {ShardedParameter}
@@ -396,7 +377,7 @@ def handle_to_empty(param: ShardedParameter, caller: Caller, new: torch.Tensor) 
     )
 
 
-def flat_param_of(param: ShardedParameter) -> OwnFlatParam | None:
+def flat_param_of(param: ShardedParameter) -> Any:
     """Return the flat parameter that ``param`` is a slice of, or None for an unpickled copy."""
     return _flat_params.get(id(param))
 
@@ -415,46 +396,47 @@ def show_full(param: ShardedParameter, beside: Iterable[Any] = ()) -> nn.Paramet
     if flat is None or flat.filling is None:
         return param
     others = [_flat_params.get(id(each)) for each in beside]
-    return flat.filling.show(param, {each.filling.unit for each in others if each is not None and each.filling})
+    units = {each.filling.unit for each in others if each is not None and each.filling}
+    shown: nn.Parameter = flat.filling.show(param, units)
+    return shown
 
 
-def note_whole(filling: Filling) -> None:
+def note_shown_full(filling: Filling) -> None:
     """Record that ``filling`` shows parameters in full, until code that is no initialiser reads any.
 
     An optimizer reads ``is_leaf`` when it is built, and ``grad`` when it steps. So these two properties call ``show_shards``
     while parameters are shown in full, and only then: in a step they are C functions.
     """
-    if filling not in whole_now:
-        whole_now.append(filling)
-    ShardedParameter.is_leaf = property(_is_leaf_of_part)  # type: ignore[assignment]
-    ShardedParameter.grad = property(_grad_of_part, _set_grad_of_part, plain_grad.__delete__)
+    if filling not in shown_full:
+        shown_full.append(filling)
+    ShardedParameter.is_leaf = _after_shards(torch.Tensor.is_leaf)
+    ShardedParameter.grad = _after_shards(_GRAD)
 
 
 def show_shards() -> None:
     """Show this rank's shards again, everywhere: code that is no initialiser reads parameters."""
-    if whole_now:
+    if shown_full:
         ShardedParameter.is_leaf = torch.Tensor.is_leaf
         ShardedParameter.grad = _GRAD
-    while whole_now:
-        whole_now.pop().cut()
+    while shown_full:
+        shown_full.pop().cut()
 
 
 _GRAD = ShardedParameter.grad
 
 
-def _is_leaf_of_part(param: ShardedParameter) -> bool:
-    show_shards()
-    return param.is_leaf
+def _after_shards(plain: Any) -> Any:
+    """Return the attribute ``plain``, which shows shards everywhere before it is read or set."""
 
+    def read(param: ShardedParameter) -> Any:
+        show_shards()
+        return plain.__get__(param)
 
-def _grad_of_part(param: ShardedParameter) -> Any:
-    show_shards()
-    return param.grad
+    def write(param: ShardedParameter, value: Any) -> None:
+        show_shards()
+        plain.__set__(param, value)
 
-
-def _set_grad_of_part(param: ShardedParameter, grad: torch.Tensor | None) -> None:
-    show_shards()
-    param.grad = grad
+    return property(read, write, plain.__delete__)
 
 
 def _is_same(param: torch.Tensor, data: torch.Tensor) -> bool:

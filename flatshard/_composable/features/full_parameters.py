@@ -68,7 +68,7 @@ def joined(flat: FlatParam, pieces: Sequence[torch.Tensor | None], dtype: torch.
     return result
 
 
-class WholeParameters:
+class FullParameters:
     """Copies the unsharded parameters and gradients of one handle, and writes changes back to its shards."""
 
     def __init__(self, handle: FlatParamHandle) -> None:
@@ -82,10 +82,10 @@ class WholeParameters:
         copies = {}
         for flat in self._handle.flats:
             if flat.kind.buffer_dtype is not flat.kind.dtype or self._handle.is_sharded:
-                whole = gather_full_precision(flat)
+                full = gather_full_precision(flat)
             else:
-                whole = [_copy(c, w, device) for c, w in zip(flat.unsharded.params, flat.wrappings, strict=True)]
-            for param, value, wrapping in zip(flat.params, whole, flat.wrappings, strict=True):
+                full = [_copy(c, w, device) for c, w in zip(flat.unsharded.params, flat.wrappings, strict=True)]
+            for param, value, wrapping in zip(flat.params, full, flat.wrappings, strict=True):
                 copies[id(param)] = value if device in (None, value.device) else _copy(value, wrapping, device)
         return copies
 
@@ -110,8 +110,8 @@ class WholeParameters:
         for flat, grads in zip(self._handle.flats, self._handle.gradients.flats, strict=True):
             if not flat.kind.is_trainable:  # but frozen parameters are included: they may have an old gradient
                 continue
-            computes, whole = flat.unsharded.params, _whole_gradients(grads)
-            for param, compute, wrapping, grad in zip(flat.params, computes, flat.wrappings, whole, strict=True):
+            computes, full = flat.unsharded.params, _gather_full_gradients(grads)
+            for param, compute, wrapping, grad in zip(flat.params, computes, flat.wrappings, full, strict=True):
                 target = compute if copies is None else copies[id(param)]
                 if grad is not None and wrapping is not None:
                     grad = wrapping.wrap_gradient(grad)
@@ -133,9 +133,9 @@ def _set_gradient(target: nn.Parameter, grad: torch.Tensor | None) -> None:
 def gather_full_precision(flat: FlatParam) -> list[nn.Parameter]:
     """Return the full parameters in their own dtype, in new memory."""
     own = flat.on_compute_device()
-    whole = Gathering(flat, own.clone() if flat.is_whole and own is flat.shard else own).wait()
+    full = Gathering(flat, own.clone() if flat.is_whole and own is flat.shard else own).wait()
     result = []
-    for param, value, wrapping in zip(flat.params, whole, flat.wrappings, strict=True):
+    for param, value, wrapping in zip(flat.params, full, flat.wrappings, strict=True):
         copy = nn.Parameter(value if wrapping is None else wrapping.wrap(value), param.requires_grad)
         if isinstance(wrapping, TensorSubclass):
             for name, attribute in param.__dict__.items():
@@ -146,7 +146,7 @@ def gather_full_precision(flat: FlatParam) -> list[nn.Parameter]:
     return result
 
 
-def _whole_gradients(gradients: FlatGradients) -> list[torch.Tensor | None]:
+def _gather_full_gradients(gradients: FlatGradients) -> list[torch.Tensor | None]:
     """Gather full gradients, in the parameters' shapes. None for a parameter that has no gradient on any rank."""
     flat = gradients.flat
     device, local = flat.kind.compute_device, flat.local_grads()
@@ -164,15 +164,15 @@ def _whole_gradients(gradients: FlatGradients) -> list[torch.Tensor | None]:
             for grad, info in zip(local, flat.layout.params, strict=True)
         ]
         mine = joined(flat, pieces, gradients.dtypes.of_all)
-    whole = Gathering(flat, mine).wait()
-    of_each = zip(whole, seen, itertools.cycle(gradients.dtypes.of_each))
+    full = Gathering(flat, mine).wait()
+    of_each = zip(full, seen, itertools.cycle(gradients.dtypes.of_each))
     return [grad.to(dtype) if somewhere else None for grad, somewhere, dtype in of_each]
 
 
-def _write_back_gradients(gradients: FlatGradients, whole: list[torch.Tensor | None]) -> None:
-    """Write this rank's shards of full gradients to ``.grad``: the inverse of ``_whole_gradients``."""
+def _write_back_gradients(gradients: FlatGradients, full: list[torch.Tensor | None]) -> None:
+    """Write this rank's shards of full gradients to ``.grad``: the inverse of ``_gather_full_gradients``."""
     flat = gradients.flat
-    of_each = zip(flat.params, whole, flat.local_grads(), itertools.cycle(gradients.dtypes.of_each), strict=False)
+    of_each = zip(flat.params, full, flat.local_grads(), itertools.cycle(gradients.dtypes.of_each), strict=False)
     for index, (param, grad, held, dtype) in enumerate(of_each):
         if grad is None:
             param.grad = None
