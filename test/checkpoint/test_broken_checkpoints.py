@@ -391,7 +391,7 @@ def test_a_file_that_is_cut_off_while_it_is_read(tmp_path):
     read = _disk.read
 
     def late(handle: int, buffer: memoryview, at: int) -> None:
-        if buffer.nbytes > 2**20:
+        if at > 2**20:
             os.truncate(file, 2**20)
         read(handle, buffer, at)
 
@@ -591,6 +591,16 @@ def test_published_when_all_is_on_the_disks(ctx, path: str) -> None:
         save_checkpoint(path, state, process_group=ctx.group)
     own = [f"__{ctx.rank}_0.distcp", *([METADATA] if ctx.rank == 0 else [])]
     assert flushed == {n + ".tmp" * (n == METADATA): (Path(path) / n).stat().st_size for n in own}
+
+
+def test_the_disk_begins_before_the_flush(tmp_path, monkeypatch):
+    begin = mock.Mock()
+    monkeypatch.setattr(os, "posix_fadvise", begin, raising=False)
+    monkeypatch.setattr(_disk.sys, "platform", "linux")
+    save_checkpoint(tmp_path / "x", {str(i): torch.ones(2**19) for i in range(7)})
+    ranges = [call.args[1:3] for call in begin.call_args_list]
+    assert len(ranges) == 3
+    assert all(start + nbytes == after for (start, nbytes), (after, _) in itertools.pairwise(ranges))
 
 
 def test_two_jobs_that_save_to_one_path(job, tmp_path):
