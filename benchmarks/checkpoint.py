@@ -108,7 +108,7 @@ def floor_begun(nbytes: int) -> Way:
         path.mkdir(exist_ok=True)
         with NewFile(path / str(dist.get_rank())) as file:
             for at in range(0, nbytes, 4 * 2**20):
-                file.write([data[at : at + 4 * 2**20]])
+                file.write(data[at : at + 4 * 2**20])
             file.flush()
 
     return {"save": save}

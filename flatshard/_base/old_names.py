@@ -1,7 +1,8 @@
 """Old public names: each works for one release, with a warning that names the new one.
 
 A module declares its old attributes, a function its old arguments, and a class its old members. ``docs/changelog.md`` lists
-all of them, and a test tries each one of :data:`ATTRIBUTES`, :data:`ARGUMENTS` and :data:`MEMBERS`.
+all of them, and a test tries each one of :data:`ATTRIBUTES`, :data:`GONE`, :data:`ARGUMENTS` and
+:data:`MEMBERS`.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ REMOVED_IN = "0.3"
 
 ATTRIBUTES: dict[str, Mapping[str, str]] = {}
 """By module: its old attributes, and the new ones."""
+GONE: dict[str, Mapping[str, tuple[str, str]]] = {}
+"""By module: old attributes without a new one: the module that has them for now, and what does their work."""
 ARGUMENTS: list[OldArguments] = []
 MEMBERS: list[OldMember] = []
 
@@ -32,17 +35,23 @@ def _warn(old: str, new: str) -> None:
 
 
 def attributes(
-    module: str, *, old: Mapping[str, str] | None = None, on_first_use: Mapping[str, str] | None = None
+    module: str,
+    *,
+    old: Mapping[str, str] | None = None,
+    gone: Mapping[str, tuple[str, str]] | None = None,
+    on_first_use: Mapping[str, str] | None = None,
 ) -> Callable[[str], Any]:
     """Return the ``__getattr__`` of a module.
 
     Args:
         module: its ``__name__``.
         old: the new name of each old one.
+        gone: see :data:`GONE`.
         on_first_use: by name, the module inside this one that has it, or that it is: imported when the name is first used.
     """
     later = on_first_use or {}
     renamed = ATTRIBUTES[module] = old or {}
+    homes = GONE[module] = gone or {}
 
     def __getattr__(name: str) -> Any:
         if name in later:
@@ -55,6 +64,11 @@ def attributes(
         if name in renamed:
             found = getattr(sys.modules[module], renamed[name])
             _warn(f"{module}.{name}", f"{module}.{renamed[name]}")  # last: an import may forget which lines have warned
+            return found
+        if name in homes:
+            home, instead = homes[name]
+            found = getattr(importlib.import_module(home), name)
+            _warn(f"{module}.{name}", instead)
             return found
         raise AttributeError(f"module {module!r} has no attribute {name!r}")
 

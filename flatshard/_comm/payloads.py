@@ -8,7 +8,6 @@ lacks is an object with one key: its kind. A table gives the reader of each kind
 from __future__ import annotations
 
 import base64
-import dataclasses
 import json
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
@@ -35,12 +34,6 @@ def torch_kind(cls: type) -> PayloadKind:
         return found
 
     return PayloadKind(cls, lambda value: str(value).removeprefix("torch."), read)
-
-
-def dataclass_kind(cls: type) -> PayloadKind:
-    """Return the kind of a dataclass: its fields, in order."""
-    names = [field.name for field in dataclasses.fields(cls)]
-    return PayloadKind(cls, lambda value: [getattr(value, name) for name in names], lambda values: cls(*values))
 
 
 class Payloads:

@@ -4,12 +4,6 @@ from typing import TYPE_CHECKING
 
 from flatshard._base import old_names
 from flatshard.checkpoint._barrier import RankError
-from flatshard.checkpoint._changed_params import (
-    ChangedParams,
-    SentParams,
-    apply_changed_params,
-    iter_changed_params,
-)
 from flatshard.checkpoint._job import load_checkpoint, save_checkpoint
 from flatshard.checkpoint._optimizer_load import load_optim_state_dict, optim_state_dict_to_load
 from flatshard.checkpoint._optimizer_names import rekey_optim_state_dict
@@ -30,6 +24,12 @@ else:
             "Writer": "FileSystemWriter",
             "rekey": "rekey_optim_state_dict",
         },
+        gone={
+            "ChangedParams": ("flatshard.weights._changes", "flatshard.weights.Sender"),
+            "SentParams": ("flatshard.weights._sent", "flatshard.weights.Sender"),
+            "apply_changed_params": ("flatshard.weights._changes", "flatshard.weights.Receiver"),
+            "iter_changed_params": ("flatshard.weights._changes", "flatshard.weights.Sender"),
+        },
         on_first_use={
             "FileSystemReader": "_reader",
             "FileSystemWriter": "_writer",
@@ -37,16 +37,12 @@ else:
     )
 
 __all__ = [
-    "ChangedParams",
     "FileSystemReader",
     "FileSystemWriter",
     "RankError",
-    "SentParams",
     "ShardedValue",
-    "apply_changed_params",
     "export_safetensors",
     "full_state_dict",
-    "iter_changed_params",
     "iter_full_params",
     "load_checkpoint",
     "load_local_state_dict",

@@ -36,7 +36,6 @@ import torch.distributed as dist
 
 from flatshard._base.trace import logger
 from flatshard._comm.collectives import EXCHANGE
-from flatshard._comm.payloads import PLAIN, Payloads
 from flatshard._comm.process_groups import timeout_of
 from flatshard._comm.progress import Label, digest, here
 from flatshard._comm.rendezvous import Rendezvous, polls
@@ -74,27 +73,28 @@ def barrier(runtimes: Iterable[Runtime], call: str, problem: str | None = None) 
     Raises:
         RankError: some have not come in time, came for something else, or have a problem; the message names them.
     """
-    failed: RankError | None = None
+    failed: str | None = None
     for runtime in sorted({r.number: r for r in runtimes}.values(), key=lambda r: r.number):
         if runtime.progress is not None and (store := runtime.store()) is not None:
             try:
                 _wait_as_for_a_collective(runtime, store, call, problem)
             except RankError as e:
-                problem, failed = problem or str(e), failed or e  # the ranks of the next group raise it, too
+                problem, failed = problem or str(e), failed or str(e)  # the ranks of the next group raise it, too
     if failed is not None:
-        raise failed
+        raise RankError(failed)
 
 
-def agree(all_ranks: Iterable[UnitRanks], call: str, problem: Exception | None) -> None:
-    """Raise ``problem``, or the problem of another rank with its name: all ranks continue, or none."""
+def agree(all_ranks: Iterable[UnitRanks], call: str, problem: str | None, kind: type[Exception]) -> None:
+    """Raise an error of this ``kind`` for ``problem``, or for the problem of another rank, with its name."""
     try:
-        of_all = dict.fromkeys(runtime for ranks in all_ranks for runtime in (ranks.shards, ranks.replicas) if runtime)
-        barrier(of_all, call, None if problem is None else str(problem))
+        barrier(
+            dict.fromkeys(runtime for r in all_ranks for runtime in (r.shards, r.replicas) if runtime), call, problem
+        )
     except RankError:
         if problem is None:
             raise
     if problem is not None:
-        raise problem
+        raise kind(problem)
 
 
 def patience(group: dist.ProcessGroup | None, seconds: float) -> float:
@@ -110,8 +110,12 @@ def _wait_as_for_a_collective(runtime: Runtime, store: Any, call: str, problem: 
     before_this, here.waiting = here.waiting, issued
 
     def look() -> None:
-        if runtime.monitor is not None and (why := runtime.monitor.explain(issued)) is not None:
-            raise why
+        why = None if runtime.monitor is None else runtime.monitor.explain(issued)
+        try:
+            if why is not None:
+                raise why
+        finally:
+            del why  # else the error has a frame that has the error
 
     def check_problems(problems: list[str | None]) -> None:
         if found := [f"rank {rank}: {text}" for rank, text in zip(names, problems, strict=True) if text is not None]:
@@ -142,7 +146,6 @@ class Barrier:
         look: called from time to time while ranks wait; it may raise to end the wait.
         note: what this rank tells rank 0 when it comes.
         check_notes: called on rank 0 with the notes of all ranks; it may raise to end the call on all.
-        payloads: the kinds of objects that ranks share.
     """
 
     def __init__(
@@ -155,11 +158,10 @@ class Barrier:
         look: Callable[[], object] = int,
         note: Any = None,
         check_notes: Callable[[list[Any]], object] = len,
-        payloads: Payloads = PLAIN,
     ) -> None:
         self.call, self.is_first = call, rank == 0
         self.place = rank, len(names)  # this rank, and the number of ranks
-        self._keys, self._rank, self._names = Rendezvous(store, "flatshard/barrier/", payloads), rank, names
+        self._keys, self._rank, self._names = Rendezvous(store, "flatshard/barrier/"), rank, names
         self._seconds, self._look = seconds, look
         self._note, self._check_notes = note, check_notes
         self._others = range(1, len(names))

@@ -112,32 +112,3 @@ def range_boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[_
 def _in_row(row: int, shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[_Ints, _Ints]]:
     for offsets, sizes in range_boxes(shape, start, stop):
         yield (row, *offsets), (1, *sizes)
-
-
-def cut(box: Box, offsets: Sequence[int], sizes: Sequence[int]) -> Box | None:
-    """Return the intersection of a box with a region of the full tensor, or None. It keeps the stride of the box."""
-    first = [max(a, b) for a, b in zip(box.offsets, offsets, strict=True)]
-    ends = zip(box.offsets, box.sizes, offsets, sizes, strict=True)
-    lengths = [min(a + n, b + m) - f for f, (a, n, b, m) in zip(first, ends, strict=True)]
-    if not box.numel or any(n <= 0 for n in lengths):
-        return None
-    steps = [f - o for f, o in zip(first, box.offsets, strict=True)]
-    start = box.start + sum(n * s for n, s in zip(steps, box.stride, strict=True))
-    inner = tuple(o + n for o, n in zip(box.block_offsets, steps, strict=True))
-    return Box(start, math.prod(lengths), tuple(first), tuple(lengths), inner, box.stride)
-
-
-def split(box: Box, most: int) -> Iterator[Box]:
-    """Split ``box`` into pieces of at most ``most`` elements, in the order of its rows."""
-    if box.numel <= most:
-        yield box
-        return
-    dim = next(d for d, n in enumerate(box.sizes) if n > 1)
-    step = max(1, most * box.sizes[dim] // box.numel)
-    offsets, sizes = list(box.offsets), list(box.sizes)
-    sizes[dim] = step
-    for at in range(0, box.sizes[dim], step):
-        offsets[dim] = box.offsets[dim] + at
-        piece = cut(box, offsets, sizes)
-        assert piece is not None
-        yield from split(piece, most)

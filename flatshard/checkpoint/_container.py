@@ -18,7 +18,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import io
-import operator
 import pickle
 import sys
 import zlib
@@ -32,7 +31,6 @@ ALIGNMENT = 64  # of a tensor's bytes in a file
 BLOCK = 2**20  # bytes that have a sum of their own
 _COLUMNS = 4093  # words
 _BATCH = 16  # blocks that are summed at once
-_FEW = 256  # bytes
 
 
 class _Storage:
@@ -104,20 +102,8 @@ def _weights() -> torch.Tensor:
     return x | 1
 
 
-@functools.cache
-def _first_weights() -> tuple[list[int], int]:
-    """Return the weights of the words of small tensors, and of bytes that fill no word."""
-    return _weights()[: _FEW // 8].tolist(), int(_weights()[-1])
-
-
 def checksums(data: memoryview) -> bytes:
     """Return the sum of each block, 8 bytes each. [Note: Sums]"""
-    if 0 < data.nbytes <= _FEW:  # a step count, a bias: without calls of torch
-        weights, last = _first_weights()
-        full = data.nbytes // 8 * 8
-        total: int = sum(map(operator.mul, data[:full].cast("Q"), weights))
-        total += int.from_bytes(data[full:], "little") * last
-        return (total % 2**64).to_bytes(8, "little")
     blocks = data.nbytes // BLOCK
     batches = [(i * BLOCK, min(_BATCH, blocks - i), BLOCK) for i in range(0, blocks, _BATCH)]
     if data.nbytes % BLOCK:
@@ -135,5 +121,5 @@ def _checksums(data: memoryview, count: int, size: int) -> bytes:
             blocks = torch.cat([folded, blocks[:, rows * _COLUMNS :]], 1)
         totals = (blocks @ weights[: blocks.shape[1]]).tolist()
     if size % 8:  # then it is one block
-        totals[0] += int.from_bytes(data[words * 8 :], "little") * _first_weights()[1]
+        totals[0] += int.from_bytes(data[words * 8 :], "little") * int(weights[-1])
     return b"".join([(total % 2**64).to_bytes(8, "little") for total in totals])

@@ -1,4 +1,4 @@
-"""The directory of a checkpoint, which is complete or absent.
+"""The files of a checkpoint, and its directory, which is complete or absent.
 
 [Note: Complete or absent]
 Ranks write into a hidden directory beside the path. When all have written, rank 0 writes the metadata and renames the hidden
@@ -10,32 +10,30 @@ process.
 
 Only the functions ``make_directory`` to ``remove`` change the disk. Tests make each of them fail.
 
-[Note: The disk writes meanwhile]
-Written bytes stay in the system's memory until a flush, and the disk is idle until then. So we ask the system to start
-writing every few MiB. The disk works while the next bytes are summed and copied, and the flush finds little left. Nothing
-waits for this, and its errors are ignored: the flush reports them, too.
+[Note: The seam of a store]
+Readers and writers know names of files, and no paths: a :class:`Folder` opens and creates them. A :class:`NewDirectory`
+makes the folder that ranks write, and publishes it. Another store implements these two.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import errno
 import fcntl
-import functools
 import os
 import re
 import shutil
+import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 from flatshard._base.trace import logger
 
 METADATA = ".metadata"
 _LOCK = ".lock"
-_IOV_MAX = 512  # buffers in one call: the system's limit is 1,024
-_RANGE_WRITE = 2  # SYNC_FILE_RANGE_WRITE, which Python does not name
+_EARLY = 4 * 2**20  # bytes that the disk begins with at a time
 
 
 # -- steps -------------------------------------------------------------------------------------------------------------
@@ -56,52 +54,22 @@ def create(path: Path) -> int:
 
 def write(file: int, buffers: Sequence[memoryview]) -> None:
     """Append all of ``buffers``."""
-    _all_of(buffers, lambda rest: os.writev(file, rest))
+    for buffer in buffers:
+        while buffer:
+            buffer = buffer[os.write(file, buffer) :]
 
 
-def read(file: int, buffers: Sequence[memoryview], at: int) -> None:
-    """Fill all of ``buffers`` with the bytes from ``at`` on.
+def read(file: int, buffer: memoryview, at: int) -> None:
+    """Fill ``buffer`` with the bytes from ``at`` on.
 
     Raises:
         ValueError: the file ends before.
     """
-
-    def some(rest: list[memoryview]) -> int:
-        nonlocal at
-        count = os.preadv(file, rest, at)
+    while buffer:
+        count = os.preadv(file, [buffer], at)
         if not count:
             raise ValueError("a file of the checkpoint has been cut off while it was read")
-        at += count
-        return count
-
-    _all_of(buffers, some)
-
-
-def _all_of(buffers: Sequence[memoryview], some: Callable[[list[memoryview]], int]) -> None:
-    """Call ``some`` with the rest of ``buffers`` until all are done. It returns the number of bytes that it has done."""
-    for i in range(0, len(buffers), _IOV_MAX):
-        rest = list(buffers[i : i + _IOV_MAX])
-        while rest:
-            done = some(rest)
-            while rest and done >= rest[0].nbytes:
-                done -= rest.pop(0).nbytes
-            if done:
-                rest[0] = rest[0][done:]
-
-
-def begin_flush(file: int, start: int, nbytes: int) -> None:
-    """Have the disk begin with these bytes, if the system has a call for it. [Note: The disk writes meanwhile]"""
-    if (sync := _sync_file_range()) is not None:
-        sync(file, start, nbytes, _RANGE_WRITE)
-
-
-@functools.cache
-def _sync_file_range() -> Any:
-    """Return Linux's function, or None elsewhere."""
-    found = getattr(ctypes.CDLL(None), "sync_file_range", None)
-    if found is not None:
-        found.argtypes = ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint
-    return found
+        buffer, at = buffer[count:], at + count
 
 
 def flush(file: int) -> None:
@@ -132,6 +100,9 @@ def remove(path: Path) -> None:
         shutil.rmtree(path)
 
 
+# -- files -------------------------------------------------------------------------------------------------------------
+
+
 class NewFile:
     """A new file to append to. Leaving its context closes it, flushed or not.
 
@@ -140,18 +111,21 @@ class NewFile:
     """
 
     def __init__(self, path: Path) -> None:
-        self.path, self._end = path, 0
+        self.path = path
+        self._end = self._begun = 0  # bytes that are written, and that the disk has begun with
         with self._named():
             self._file: int | None = create(path)
 
-    def write(self, buffers: Sequence[memoryview]) -> None:
-        """Append ``buffers``, and have the disk begin with them."""
+    def write(self, *buffers: bytes | memoryview) -> None:
+        """Append ``buffers``. The disk begins with them, so that the flush finds little left."""
         assert self._file is not None
         with self._named():
-            write(self._file, buffers)
-        nbytes = sum(buffer.nbytes for buffer in buffers)
-        begin_flush(self._file, self._end, nbytes)
-        self._end += nbytes
+            write(self._file, [memoryview(buffer) for buffer in buffers if len(buffer)])
+        self._end += sum(map(len, buffers))
+        if self._end - self._begun >= _EARLY and sys.platform == "linux":
+            # Linux starts to write these bytes, and waits for nothing. It forgets none, as they are not on the disk yet.
+            os.posix_fadvise(self._file, self._begun, self._end - self._begun, os.POSIX_FADV_DONTNEED)
+            self._begun = self._end
 
     def flush(self) -> None:
         """Flush the file to the disk."""
@@ -173,6 +147,64 @@ class NewFile:
             yield
         except OSError as e:
             raise type(e)(e.errno, e.strerror, str(self.path)) from e
+
+
+class OpenFile:
+    """A file to read from, by several threads. Leaving its context closes it."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+
+    def read(self, buffer: memoryview, at: int) -> None:
+        """Fill ``buffer`` with the bytes from ``at`` on.
+
+        Raises:
+            ValueError: the file ends before.
+        """
+        read(self._file, buffer, at)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self._file)
+
+
+class Folder:
+    """The files of a checkpoint by name. [Note: The seam of a store]"""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self._path = Path(path)
+
+    def create(self, name: str) -> NewFile:
+        """Return a new, empty file."""
+        return NewFile(self._path / name)
+
+    def open(self, name: str) -> OpenFile:
+        """Open a file to read it."""
+        return OpenFile(self._inside(name))
+
+    def rename(self, name: str, new: str) -> None:
+        """Give a file another name."""
+        rename(self._path / name, self._path / new)
+
+    def version(self, name: str) -> tuple[int, ...] | None:
+        """Return the size of a file and what tells it from another in its place, or None if there is none.
+
+        Raises:
+            ValueError: it is outside of the directory.
+        """
+        path = self._inside(name)
+        if not path.is_file():
+            return None
+        stat = path.stat()
+        return stat.st_size, stat.st_dev, stat.st_ino, stat.st_mtime_ns
+
+    def _inside(self, name: str) -> Path:
+        root, path = os.path.realpath(self._path), Path(os.path.realpath(self._path / name))
+        if not path.is_relative_to(root):
+            raise ValueError(f"the checkpoint names a file outside of its directory, which is not read: {name!r}")
+        return path
 
 
 # -- the directory -----------------------------------------------------------------------------------------------------
@@ -215,6 +247,11 @@ class LocalPath:
     @path.setter
     def path(self, path: str | os.PathLike[str]) -> None:
         self._path = local(path, type(self).__name__)
+
+    @property
+    def folder(self) -> Folder:
+        """Internal: the checkpoint's files."""
+        return Folder(self._path)
 
 
 def find(path: Path) -> Path:
@@ -320,3 +357,41 @@ def _locked(file: Path, path: Path) -> int:
         os.close(handle)
         raise BlockingIOError(f"another save to {str(path)!r} is under way: two jobs must not save to one path at once")
     return handle
+
+
+# -- progress ----------------------------------------------------------------------------------------------------------
+
+Report = Callable[[int, int], object]
+
+_EVERY = 10.0  # seconds between lines
+
+
+class ByteCount:
+    """Counts bytes, and reports them: to ``report``, or, on rank 0, with a line on stderr every few seconds."""
+
+    def __init__(self, verb: str, path: Path, report: Report | None, is_first: bool) -> None:
+        self._verb, self.path, self._report = verb, path, report
+        self._began = self._said = time.monotonic()
+        self._is_first = is_first
+        self.done = self.total = 0  # bytes; of the total those of tensors
+
+    def add(self, nbytes: int) -> None:
+        """So much more has been done."""
+        self.done += nbytes
+        if self._report is not None:
+            try:
+                self._report(self.done, self.total)
+            except Exception:  # what is shown does not decide on a checkpoint
+                logger.exception("%s %r goes on, without progress, which raised", self._verb, str(self.path))
+                self._report = lambda done, total: None
+        elif self._is_first and time.monotonic() - self._said > _EVERY:
+            self._said = time.monotonic()
+            seconds = self._said - self._began
+            print(
+                f"{self._verb} {str(self.path)!r}: {self} on rank 0 after {seconds:.0f} s", file=sys.stderr, flush=True
+            )
+
+    def __str__(self) -> str:
+        """``12.5 of 64.0 MiB``."""
+        divisor, unit = (2**30, "GiB") if self.total >= 2**30 else (2**20, "MiB")
+        return f"{self.done / divisor:.2f} of {self.total / divisor:.2f} {unit}"

@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import dataclasses
 import functools
 import os
 import threading
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch import nn
@@ -24,14 +26,13 @@ from torch import nn
 from flatshard._base.errors import name_list
 from flatshard._base.old_names import old_arguments
 from flatshard._base.trace import logger
-from flatshard._comm.payloads import PLAIN, Payloads
 from flatshard._comm.process_groups import default_group, membership
 from flatshard._composable.find import units_below
 from flatshard.checkpoint import _disk as disk
 from flatshard.checkpoint._barrier import Barrier, RankError, patience
-from flatshard.checkpoint._byte_count import ByteCount, Report
-from flatshard.checkpoint._entries import Entry, Undo, entries
-from flatshard.checkpoint._saving import Saving, plan_payloads
+from flatshard.checkpoint._disk import ByteCount, Report
+from flatshard.checkpoint._entries import Entry, Undo, copied, entries
+from flatshard.checkpoint._gathering import check_one_value
 
 _MINUTE = 60.0  # seconds
 
@@ -86,9 +87,9 @@ def save_checkpoint(
             background and nobody retrieved its error. The files of the attempt are removed.
     """
     at = _check_call(path, state, process_group, "save_checkpoint")
-    job = _make_barrier(process_group, f"save_checkpoint({str(at)!r})", timeout, plan_payloads())
+    job = _make_barrier(process_group, f"save_checkpoint({str(at)!r})", timeout)
     count = ByteCount("saving", at, progress, job.is_first)
-    saving, save = Saving(at, job.place, overwrite, count), Save(count)
+    saving, save = _Saving(at, job.place, overwrite, count), Save(count)
     with contextlib.ExitStack() as stack:
         stack.enter_context(job)
         stack.callback(saving.discard)
@@ -185,15 +186,13 @@ def _check_call(path: Any, state: Any, group: dist.ProcessGroup | None, verb: st
     return absolute
 
 
-def _make_barrier(
-    group: dist.ProcessGroup | None, call: str, timeout: timedelta | None, payloads: Payloads = PLAIN
-) -> Barrier:
+def _make_barrier(group: dist.ProcessGroup | None, call: str, timeout: timedelta | None) -> Barrier:
     """Wait for a save under way, and return a barrier of the ranks of ``group`` or of all, named after ``call``."""
     group = default_group() if group is None else group
     rank, size, store = membership(group)
     seconds = patience(group, _MINUTE) if timeout is None else timeout.total_seconds()
     note = _wait_for_saves()
-    return Barrier(store, rank, range(size), call, seconds, note=note, check_notes=_check_failures, payloads=payloads)
+    return Barrier(store, rank, range(size), call, seconds, note=note, check_notes=_check_failures)
 
 
 # -- saving ------------------------------------------------------------------------------------------------------------
@@ -215,8 +214,11 @@ class Save(Future[None]):
 
     def result(self, timeout: float | None = None) -> None:
         """Wait, and raise the error of a save that failed."""
-        self.exception(timeout)
-        super().result()
+        try:
+            self.exception(timeout)
+            super().result()
+        finally:
+            del self  # else the error has a frame that has the error
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """Wait, and return the error of a save that failed, or None."""
@@ -235,12 +237,130 @@ class Save(Future[None]):
             self.set_exception(e)
         else:
             self.set_result(None)
+        finally:
+            del self  # as in `result`
 
     @property
     def failure(self) -> str | None:
         """The error message of a save that is done, or None if it succeeded or a caller has retrieved the error."""
         error = super().exception()
         return None if error is None or self.is_known else str(error)
+
+
+class _Plan(NamedTuple):
+    """The plan of a save, kept for the next one. [Note: A plan is kept]"""
+
+    id: str  # the same on all ranks that made it together, and on no others
+    place: tuple[int, int]  # this rank, and the number of ranks
+    own: Any  # the rank's own plan and the names of all values, from which the plan follows
+    items: Any  # the write items of this rank
+    metadata: Any  # on rank 0
+
+
+_kept: list[_Plan] = []  # the last plan
+
+
+class _Saving:
+    """The save of one rank.
+
+    Rank 0 writes the metadata, and the directory, for all ranks. What ranks hand in is pickled: [Note: Plans of saves].
+
+    [Note: A plan is kept]
+    The plan of a save follows from each rank's own plan: names, shapes, boxes. In a job that saves every hour these stay the
+    same. So each rank keeps its own plan and the agreed one. In the next save a rank whose own plan is unchanged sends the id
+    of the kept plan. If all ranks send the same id, the kept plan holds. Otherwise all send their own plans.
+    """
+
+    _own: Any  # this rank's own plan, and the names of all values
+    _plan: _Plan  # the agreed one
+    _to: Any  # the writer of the directory
+
+    def __init__(self, path: Path, place: tuple[int, int], overwrite: bool, count: ByteCount) -> None:
+        from flatshard.checkpoint import _metadata, _writer
+
+        self._pickled, self._unpickled = _metadata.pickled, _metadata.unpickled
+        self._writer, self._path, self._place, self._overwrite = _writer, path, place, overwrite
+        self._planner = _writer.SavePlanner(count)
+        self._directory: disk.NewDirectory | None = None  # on rank 0
+        self._metadata: Any = None  # on rank 0, of a new plan
+        self._open = contextlib.ExitStack()  # closes the files
+        self._written: list[disk.NewFile] = []  # the open files
+
+    def plan(self, state: Mapping[str, Any], wait: bool) -> tuple[str | None, bytes | None]:
+        """Return the id of the kept plan, or this rank's own plan.
+
+        Without ``wait`` this copies the state, which may change afterwards.
+        """
+        found = {entry.key: entry.saved() for entry in entries(state)}
+        self._planner.set_up_planner(found if wait else copied(found, "cpu"), None, self._place[0] == 0)
+        names = {n: getattr(value, "ranks_around", None) for n, value in self._planner.state_dict.items()}
+        self._own = self._planner.create_local_plan(), names
+        for kept in _kept:
+            if (kept.place, kept.own) == (self._place, self._own):
+                self._plan = kept
+                return kept.id, None
+        return self.plan_anew()
+
+    def plan_anew(self) -> tuple[None, bytes]:
+        """Return this rank's own plan, where not all ranks have the kept one."""
+        return None, self._pickled(self._own)
+
+    def plan_for_all(self, rows: list[tuple[str | None, bytes | None]]) -> list[Any]:
+        """Return for each rank, on rank 0: the directory, the id of the plan, and the rank's part of it if it is new.
+
+        Returns None for each rank if all must send their own plans.
+        """
+        ids, own = zip(*rows, strict=True)
+        final: list[Any] = [None] * len(rows)
+        if any(other != ids[0] for other in ids):
+            return final
+        if (plan_id := ids[0]) is None:
+            plans, names = zip(*map(self._unpickled, own), strict=True)
+            check_one_value(names)
+            self._writer.check_plans(plans, dict.fromkeys(name for each in names for name in each))
+            final, self._metadata = self._planner.create_global_plan(list(plans))
+            final = self._writer.FileSystemWriter(self._path).prepare_global_plan(final)
+            final = [self._pickled(plan) for plan in final]
+            plan_id = uuid.uuid4().hex
+        self._directory = disk.NewDirectory(disk.real(self._path), self._overwrite)
+        return [(str(self._directory.written), plan_id, plan) for plan in final]
+
+    def keep(self, directory: str, plan_id: str, plan: bytes | None) -> None:
+        """Keep the agreed plan, if it is new."""
+        self._to = self._writer.FileSystemWriter(directory)
+        if plan is not None:
+            self._plan = _Plan(plan_id, self._place, self._own, self._unpickled(plan), self._metadata)
+            _kept[:] = [self._plan]
+
+    def write(self) -> bytes:
+        """Write this rank's file. Return where each entry is in it."""
+        plan = self._planner.finish_plan(self._plan.items)
+        results, file = self._to.write(plan, self._planner, self._open)
+        self._written += [] if file is None else [file]
+        return self._pickled(results)
+
+    def write_metadata(self, results: list[bytes]) -> None:
+        """Write the metadata, on rank 0, when all ranks have written."""
+        metadata, found = dataclasses.replace(self._plan.metadata), list(map(self._unpickled, results))
+        self._written.append(self._to.write_metadata(metadata, found, self._open))
+
+    def flush(self) -> None:
+        """Flush this rank's files to the disk."""
+        for file in self._written:
+            file.flush()
+        self._open.close()
+
+    def publish(self, _: list[None]) -> None:
+        """Put the directory in its place, on rank 0, when all files are on the disks."""
+        assert self._directory is not None
+        self._to.publish_metadata()
+        self._directory.publish()
+
+    def discard(self) -> None:
+        """Remove the written files, unless they are published."""
+        self._open.close()
+        if self._directory is not None:
+            self._directory.discard()
 
 
 _background: list[Save] = []  # saves that are running, or whose outcome nobody has retrieved

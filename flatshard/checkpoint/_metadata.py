@@ -5,6 +5,10 @@ torch's reader unpickles the metadata, and its planner the values that are not t
 may name the classes of metadata and nothing else, and values are read as ``torch.load(weights_only=True)`` reads them. A save
 refuses values that such a load would refuse.
 
+[Note: Plans of saves]
+Ranks send each other the plans of a save, and the places of what they have written, in the same form: a pickle of classes of
+metadata and of plans, and nothing else.
+
 [Note: Versions of torch]
 A tensor's properties are pickled as a tuple, and each torch reads only tuples of the length that it knows: 2.15 added the
 strides. All versions share the first five fields, and read a tuple of five. So we write five, and read the first five of what
@@ -66,6 +70,14 @@ _METADATA_CLASSES = {
         "_MEM_FORMAT_ENCODING",
     },
     "torch.distributed.checkpoint.filesystem": {"_StorageInfo", "_StoragePrefix"},
+    "torch.distributed.checkpoint.planner": {
+        "BytesIOWriteData",
+        "SavePlan",
+        "TensorWriteData",
+        "WriteItem",
+        "WriteItemType",
+    },
+    "torch.distributed.checkpoint.storage": {"WriteResult"},
     "torch": {"Size"},
     "torch.serialization": {"_get_layout"},
     "pathlib": {"Path", "PosixPath", "PurePosixPath", "WindowsPath"},
@@ -74,17 +86,27 @@ _METADATA_CLASSES = {
 }
 
 
-def pickled(metadata: Metadata) -> bytes:
+def pickled_metadata(metadata: Metadata) -> bytes:
     """Return ``metadata`` in the form that every torch can unpickle. [Note: Versions of torch]"""
     alike: dict[tuple[Any, ...], TensorProperties] = {}  # equal ones once: reading takes a quarter of the time
     for kind in metadata.state_dict_metadata.values():
         if isinstance(kind, TensorStorageMetadata):
             kind.properties = alike.setdefault(_shared_fields(kind.properties), kind.properties)
+    return pickled(metadata)
+
+
+def pickled(value: Any) -> bytes:
+    """Return metadata, or a plan of a save, as bytes."""
     stream = io.BytesIO()
     pickler = pickle.Pickler(stream)
     pickler.dispatch_table = {**copyreg.dispatch_table, TensorProperties: _reduced}
-    pickler.dump(metadata)
+    pickler.dump(value)
     return stream.getvalue()
+
+
+def unpickled(data: bytes) -> Any:
+    """Return the value that ``pickled`` was given."""
+    return _MetadataUnpickler(io.BytesIO(data)).load()
 
 
 def _shared_fields(properties: TensorProperties) -> tuple[Any, ...]:
@@ -125,7 +147,7 @@ def seal(data: bytes) -> bytes:
     return _MAGIC + hashlib.blake2b(data, digest_size=32).digest()
 
 
-def unpickled(data: bytes) -> Metadata:
+def read_metadata(data: bytes) -> Metadata:
     """Return the metadata.
 
     Raises:

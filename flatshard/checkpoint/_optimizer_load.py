@@ -56,8 +56,8 @@ def load_optim_state_dict(
     try:
         loads = to_load(names, optimizers, state, strict)
     except ValueError as e:
-        problem = e
-    agree(_ranks_to_ask(names, state, problem is not None), "load_optim_state_dict", problem)
+        problem = str(e)
+    agree(_ranks_to_ask(names, state, problem is not None), "load_optim_state_dict", problem, ValueError)
     for optimizer, load in loads:
         load_into(optimizer, load)
 

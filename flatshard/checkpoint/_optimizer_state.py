@@ -34,8 +34,7 @@ from flatshard._handle.flat_param import FlatParam
 from flatshard._handle.tensors.sharded_parameter import shard_info
 from flatshard.checkpoint._barrier import barrier, rank_list
 from flatshard.checkpoint._gathering import exchange, from_parts, wrap_full
-from flatshard.checkpoint._inner_state import Quantised
-from flatshard.checkpoint._optimizer_names import ParamNames, SteppedParam, keep_own_shards
+from flatshard.checkpoint._optimizer_names import ParamNames, Quantised, SteppedParam, keep_own_shards
 from flatshard.checkpoint._sharded_value import ShardedValue
 from flatshard.checkpoint._state_dict import dtype_named, export, idle_flats, is_first_rank
 

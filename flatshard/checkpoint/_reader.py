@@ -1,10 +1,15 @@
 """Reading the files of a checkpoint at the speed of the disk: ours, and those of torch's writer.
 
 Checkpoints of FSDP2, FSDP1 and plain models are read as well. Nothing in them is executed: [Note: No pickle is executed].
+
+[Note: Read twice]
+A load that fails changes nothing, so all bytes are verified before the first is replaced. Reading them once would need a log
+of the replaced values, or a second copy of the shards.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import io
@@ -12,7 +17,7 @@ import math
 import os
 import pickle
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from pathlib import Path
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import torch
@@ -24,13 +29,12 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.futures import Future
 
+from flatshard._base.environment import local_world_size
 from flatshard._base.errors import name_list
 from flatshard.checkpoint import _disk as disk
-from flatshard.checkpoint._byte_count import ByteCount
-from flatshard.checkpoint._container import BLOCK, memory_of
-from flatshard.checkpoint._metadata import Body, body_of, unpickled
+from flatshard.checkpoint._container import BLOCK, checksums, memory_of
+from flatshard.checkpoint._metadata import Body, body_of, read_metadata
 from flatshard.checkpoint._sharded_value import ShardedValue, view_of
-from flatshard.checkpoint._spans import SHARE, FileSpan, read_spans
 
 ValuePath = tuple[Any, ...]
 """The keys that lead to a value in nested dicts and lists."""
@@ -38,6 +42,18 @@ Target = Callable[[], torch.Tensor]
 """Returns a view of the tensor to fill, when it is filled."""
 Region = tuple[Sequence[int], Sequence[int]]
 """Offsets and lengths in a tensor."""
+
+_SHARE = 16 * BLOCK  # bytes for one thread at a time, and the most that a span may have
+
+
+class FileSpan(NamedTuple):
+    """Bytes of a file, to read or to verify."""
+
+    start: int
+    nbytes: int
+    place: memoryview | None  # to read them to, or None to verify them
+    sums: bytes = b""  # expected, of each block
+    entry: MetadataIndex | None = None
 
 
 class EntryPiece(NamedTuple):
@@ -91,12 +107,11 @@ class FileSystemReader(disk.LocalPath, TorchReader):  # type: ignore[misc]  # `p
             verify: compare the bytes with their sums, which reads the files once more.
         """
         super().__init__(path)
-        self.progress: ByteCount | None = None
+        self.progress: disk.ByteCount | None = None
         self.digest = ""  # of the metadata: the same on all ranks that load one checkpoint
         self.metadata: Metadata
         self._verify = verify
-        self._files: dict[str, Path] = {}  # by their names in the metadata
-        self._versions: dict[Path, tuple[int, ...]] = {}  # of the files that have been checked
+        self._versions: dict[str, tuple[int, ...] | None] = {}  # of the files that have been checked
 
     # -- torch's -------------------------------------------------------------------------------------------------------
 
@@ -106,10 +121,10 @@ class FileSystemReader(disk.LocalPath, TorchReader):  # type: ignore[misc]  # `p
         Raises:
             ValueError: the metadata is damaged, or is not that of a checkpoint.
         """
-        file = Path(self.path) / disk.METADATA
-        self._versions = {file: _version(file)}
-        data = file.read_bytes()
-        self.metadata, self.digest = unpickled(data), hashlib.blake2b(data, digest_size=16).hexdigest()
+        with self.folder.open(disk.METADATA) as file:
+            self._versions = {disk.METADATA: (version := self.folder.version(disk.METADATA))}
+            data = bytes(_read(file, 0, 0 if version is None else version[0]))
+        self.metadata, self.digest = read_metadata(data), hashlib.blake2b(data, digest_size=16).hexdigest()
         return self.metadata
 
     def read_data(self, plan: LoadPlan, planner: Any) -> Future[None]:
@@ -181,22 +196,16 @@ class FileSystemReader(disk.LocalPath, TorchReader):  # type: ignore[misc]  # `p
         if wrong:
             raise ValueError(f"files of the checkpoint are damaged: {', '.join(wrong[:10])}")
 
-    def _check_files(self, pieces: Sequence[EntryPiece]) -> dict[Path, list[EntryPiece]]:
+    def _check_files(self, pieces: Sequence[EntryPiece]) -> dict[str, list[EntryPiece]]:
         """Return ``pieces`` by file, once each file is known to have enough bytes."""
-        root = Path(os.path.realpath(self.path))
-        self._files = {name: Path(os.path.realpath(root / name)) for name in {p.info.relative_path for p in pieces}}
-        for name, file in self._files.items():
-            if not file.is_relative_to(root):
-                raise ValueError(f"the checkpoint names a file outside of its directory, which is not read: {name!r}")
         wrong = []
-        by_file = self._by_file(pieces)
-        for file, found in by_file.items():
+        by_file = _by_file(pieces)
+        for name, found in by_file.items():
             end = max(piece.end for piece in found)
-            size = file.stat().st_size if file.is_file() else None
-            if size is None or size < end:
-                wrong.append(f"{file.name!r} ({'missing' if size is None else f'{size} of at least {end} bytes'})")
-            else:
-                self._versions[file] = _version(file)
+            version = self._versions[name] = self.folder.version(name)
+            if version is None or version[0] < end:
+                has = "missing" if version is None else f"{version[0]} of at least {end} bytes"
+                wrong.append(f"{name!r} ({has})")
         self.check_same()
         if wrong:
             raise ValueError(f"files of the checkpoint are incomplete: {', '.join(sorted(wrong))}")
@@ -204,9 +213,8 @@ class FileSystemReader(disk.LocalPath, TorchReader):  # type: ignore[misc]  # `p
 
     def check_same(self) -> None:
         """Internal: raise if another save has replaced the files since they were checked."""
-        for file, version in self._versions.items():
-            if not file.exists() or _version(file) != version:
-                raise ValueError("another save has replaced the checkpoint while it was read: load it again")
+        if any(self.folder.version(name) != version for name, version in self._versions.items()):
+            raise ValueError("another save has replaced the checkpoint while it was read: load it again")
 
     def read(self, pieces: Sequence[EntryPiece]) -> None:
         """Internal: fill the targets of pieces that have been checked.
@@ -215,36 +223,30 @@ class FileSystemReader(disk.LocalPath, TorchReader):  # type: ignore[misc]  # `p
             ValueError: another save has replaced the files.
         """
         self.check_same()
-        for file, found in self._by_file(pieces).items():
-            with file.open("rb", buffering=0) as stream:
-                self._read_file(stream.fileno(), found)
+        for name, found in _by_file(pieces).items():
+            with self.folder.open(name) as file:
+                self._read_file(file, found)
 
     # -- one file ------------------------------------------------------------------------------------------------------
 
-    def _by_file(self, pieces: Iterable[EntryPiece]) -> dict[Path, list[EntryPiece]]:
-        found: dict[Path, list[EntryPiece]] = {}
-        for piece in pieces:
-            found.setdefault(self._files[piece.info.relative_path], []).append(piece)
-        return found
-
-    def _damaged(self, file: Path, pieces: list[EntryPiece], summed: list[FileSpan]) -> Iterator[str]:
-        """Describe the entries of ``file`` that are not as they were saved."""
-        with file.open("rb", buffering=0) as raw:
+    def _damaged(self, name: str, pieces: list[EntryPiece], summed: list[FileSpan]) -> Iterator[str]:
+        """Describe the entries of a file that are not as they were saved."""
+        with self.folder.open(name) as file:
             for piece in pieces if self._verify else ():
                 if piece.body is None and piece.target is not None:  # without sums: it can only be tried
                     try:
-                        _load(raw.fileno(), piece)
+                        _load(file, piece)
                     except Exception as e:
-                        yield f"{_describe(piece.entry)} in {file.name!r} ({type(e).__name__}: {e})"
-            wrong = read_spans(raw.fileno(), summed, self._count)
-        for entry in dict.fromkeys(span.entry for span in wrong):
-            yield f"{_describe(entry)} in {file.name!r} (its bytes do not have their sum)"
+                        yield f"{_describe(piece.entry)} in {name!r} ({type(e).__name__}: {e})"
+            wrong = read_spans(file, summed, self._count)
+        for entry in dict.fromkeys(span.entry for span in wrong if span.entry is not None):
+            yield f"{_describe(entry)} in {name!r} (its bytes do not have their sum)"
 
-    def _read_file(self, file: int, pieces: list[EntryPiece]) -> None:
+    def _read_file(self, file: disk.OpenFile, pieces: list[EntryPiece]) -> None:
         in_place: list[tuple[EntryPiece, torch.Tensor]] = []
         for piece in pieces:
             if piece.target is None:
-                piece.done(io.BytesIO(_read(file, piece)))
+                piece.done(io.BytesIO(_read(file, piece.start, piece.nbytes)))
                 continue
             target = piece.target().detach()
             if piece.dtype is None:
@@ -265,13 +267,13 @@ class FileSystemReader(disk.LocalPath, TorchReader):  # type: ignore[misc]  # `p
         for piece, target in in_place:
             piece.done(target)
 
-    def _fill(self, file: int, places: list[tuple[EntryPiece, torch.Tensor]]) -> None:
+    def _fill(self, file: disk.OpenFile, places: list[tuple[EntryPiece, torch.Tensor]]) -> None:
         """Read the memory of each tensor from ``file``."""
         memories = [(memory_of(tensor), piece.start) for piece, tensor in places]
         spans = [
-            FileSpan(start + i, min(SHARE, memory.nbytes - i), memory[i : i + SHARE])
+            FileSpan(start + i, min(_SHARE, memory.nbytes - i), memory[i : i + _SHARE])
             for memory, start in memories
-            for i in range(0, memory.nbytes, SHARE)
+            for i in range(0, memory.nbytes, _SHARE)
         ]
         read_spans(file, spans, self._count)
 
@@ -280,10 +282,11 @@ class FileSystemReader(disk.LocalPath, TorchReader):  # type: ignore[misc]  # `p
             self.progress.add(nbytes)
 
 
-def _version(file: Path) -> tuple[int, ...]:
-    """Return what distinguishes a file from another that has taken its place."""
-    stat = file.stat()
-    return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns
+def _by_file(pieces: Iterable[EntryPiece]) -> dict[str, list[EntryPiece]]:
+    found: dict[str, list[EntryPiece]] = {}
+    for piece in pieces:
+        found.setdefault(piece.info.relative_path, []).append(piece)
+    return found
 
 
 def _describe(index: MetadataIndex) -> str:
@@ -300,7 +303,7 @@ def _summed(pieces: list[EntryPiece]) -> list[FileSpan]:
             first, stop = inside // BLOCK, -(-(inside + piece.nbytes) // BLOCK)
             before = touched.get(piece.body.start, (first, stop, piece))
             touched[piece.body.start] = min(first, before[0]), max(stop, before[1]), piece
-    spans, step = [], SHARE // BLOCK
+    spans, step = [], _SHARE // BLOCK
     for start, (first, stop, piece) in touched.items():
         assert piece.body is not None
         for i in range(first, stop, step):
@@ -310,9 +313,52 @@ def _summed(pieces: list[EntryPiece]) -> list[FileSpan]:
     return spans
 
 
-def _load(file: int, piece: EntryPiece) -> torch.Tensor:
+def read_spans(file: disk.OpenFile, spans: Iterable[FileSpan], count: Callable[[int], object]) -> list[FileSpan]:
+    """Read the spans with a place, and return the other spans that do not have their sums.
+
+    ``count`` is called with the number of bytes of each finished share.
+    """
+    shares: list[list[FileSpan]] = []
+    room = 0
+    for span in sorted(spans, key=lambda span: span.start):
+        if room <= 0:
+            shares.append([])
+            room = _SHARE
+        shares[-1].append(span)
+        room -= span.nbytes
+    wrong: list[FileSpan] = []
+    read = functools.partial(_read_share, file)
+    # This rank's share of the cores, as memory and most disks are faster than one.
+    threads = min(8, max(1, (os.cpu_count() or 1) // (local_world_size() or 1)), len(shares))
+    with contextlib.ExitStack() as stack:
+        done = stack.enter_context(ThreadPoolExecutor(threads)).map(read, shares) if threads > 1 else map(read, shares)
+        for share, found in zip(shares, done, strict=True):
+            count(sum(span.nbytes for span in share))
+            wrong += found
+    return wrong
+
+
+def _read_share(file: disk.OpenFile, share: list[FileSpan]) -> list[FileSpan]:
+    wrong: list[FileSpan] = []
+    memory = memoryview(bytearray(BLOCK))  # as large as a core's cache: what is read is summed there
+    for span in share:
+        if span.place is not None:
+            file.read(span.place, span.start)
+            continue
+        sums = b""
+        for at in range(0, span.nbytes, BLOCK):
+            block = memory[: span.nbytes - at]
+            file.read(block, span.start + at)
+            sums += checksums(block)
+        if sums != span.sums:
+            wrong.append(span)
+    return wrong
+
+
+def _load(file: disk.OpenFile, piece: EntryPiece) -> torch.Tensor:
     """Return the piece of a tensor that ``torch.save`` wrote."""
-    tensor: torch.Tensor = torch.load(io.BytesIO(_read(file, piece)), map_location="cpu", weights_only=True)
+    stream = io.BytesIO(_read(file, piece.start, piece.nbytes))
+    tensor: torch.Tensor = torch.load(stream, map_location="cpu", weights_only=True)
     return tensor if piece.region is None else _region(tensor, *piece.region)
 
 
@@ -323,10 +369,10 @@ def _region(tensor: torch.Tensor, offsets: Sequence[int], lengths: Sequence[int]
     return tensor
 
 
-def _read(file: int, piece: EntryPiece) -> bytes:
-    data = bytearray(piece.nbytes)
-    disk.read(file, [memoryview(data)], piece.start)
-    return bytes(data)
+def _read(file: disk.OpenFile, start: int, nbytes: int) -> bytearray:
+    data = bytearray(nbytes)
+    file.read(memoryview(data), start)
+    return data
 
 
 # -- planning a load ---------------------------------------------------------------------------------------------------
@@ -438,7 +484,7 @@ def _sources(
 def _boxes_of(name: str, tensor: torch.Tensor) -> list[tuple[tuple[int, ...], tuple[int, ...], Target]]:
     """Return the boxes that this rank has of ``tensor``: offsets, sizes, and the memory."""
     if isinstance(tensor, ShardedValue):
-        return [(b.offsets, b.sizes, functools.partial(view_of, tensor.to_local(), b)) for b in tensor._part.boxes]
+        return [(b.offsets, b.sizes, functools.partial(view_of, tensor.to_local(), b)) for b in tensor.part.boxes]
     if hasattr(tensor, "__create_chunk_list__"):  # a DTensor
         shard: Callable[[MetadataIndex], torch.Tensor] = tensor.__get_tensor_shard__  # type: ignore[attr-defined]
         return [

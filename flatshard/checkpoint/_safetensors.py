@@ -146,10 +146,12 @@ def _raise_together(flats: list[Flat], attempt: _Attempt) -> None:
     problem = None if attempt.error is None else f"{type(attempt.error).__name__}: {attempt.error}"
     try:
         barrier([runtime for runtime in every if runtime is not None], "export_safetensors", problem)
+        if problem is not None:  # this rank is the only one
+            raise RankError(f"export_safetensors: {problem}")
     except RankError as e:
         raise e from attempt.error
-    if problem is not None:  # this rank is the only one
-        raise RankError(f"export_safetensors: {problem}") from attempt.error
+    finally:
+        attempt.error = None  # else the error has a frame that has the error
 
 
 # -- files -------------------------------------------------------------------------------------------------------------

@@ -55,7 +55,7 @@ def _no_memory(name: str) -> Callable[..., NoReturn]:
 
     @functools.wraps(getattr(torch.Tensor, name))
     def refused(self: ShardedValue, *args: Any, **kwargs: Any) -> NoReturn:
-        part = self._part
+        part = self.part
         raise RuntimeError(
             f"{name}() of {_name(self)}: this rank has only elements {part.start}:{part.stop} of it. Save full tensors: "
             "flatshard.checkpoint.full_state_dict(module) gathers them, flatshard.checkpoint.export_safetensors(module, "
@@ -81,7 +81,7 @@ class ShardedValue(torch.Tensor):
 
     _local: torch.Tensor  # 1-D, the shard's elements in memory order
     _origin: Origin | None  # None if it was unpickled
-    _known_part: Part | None  # None until somebody asks for `_part`
+    _known_part: Part | None  # None until somebody asks for `part`
 
     # No dispatch by function: operations come to `__torch_dispatch__`, as a DTensor's do.
     __torch_function__ = nn.Parameter.__torch_function__
@@ -98,7 +98,8 @@ class ShardedValue(torch.Tensor):
         return result
 
     @property
-    def _part(self) -> Part:
+    def part(self) -> Part:
+        """Internal: the place of the shard in the full tensor."""
         if self._known_part is None:
             assert self._origin is not None
             self._known_part = part_of(self._origin.info)
@@ -123,7 +124,7 @@ class ShardedValue(torch.Tensor):
             RuntimeError: the value was unpickled, so it is unknown who has the other shards; or some ranks, which the message
                 names, do not call it.
         """
-        part, origin = self._part, self._origin
+        part, origin = self.part, self._origin
         if origin is None:
             raise RuntimeError(f"{_name(self)}.full_tensor(): it was unpickled, and {_CURE}")
         if not origin.info.is_whole:
@@ -138,7 +139,7 @@ class ShardedValue(torch.Tensor):
     numpy, tolist, __dlpack__ = map(_no_memory, ("numpy", "tolist", "__dlpack__"))
 
     def __repr__(self) -> str:  # type: ignore[override]
-        part = self._part
+        part = self.part
         inside = "" if part.shape == part.block_shape else f" of its block {part.block_shape} at {part.block_offsets}"
         return (
             f"ShardedValue(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device}, "
@@ -147,12 +148,12 @@ class ShardedValue(torch.Tensor):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedValue:
         local = copy.deepcopy(self._local, memo)
-        found: ShardedValue = memo.setdefault(id(self), ShardedValue(local, self._part, self._origin))
+        found: ShardedValue = memo.setdefault(id(self), ShardedValue(local, self.part, self._origin))
         return found
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle the shard with its place, so that no other rank's parameter takes it."""
-        part = self._part
+        part = self.part
         if part.numel < math.prod(part.shape) and not _warned:
             _warned.append(True)
             warnings.warn(
@@ -165,18 +166,18 @@ class ShardedValue(torch.Tensor):
     # -- torch.distributed.checkpoint --------------------------------------------------------------------------------
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:
-        boxes = () if self._part.is_copy else self._part.boxes
+        boxes = () if self.part.is_copy else self.part.boxes
         if len(boxes) > 1:
             check_writer(fqn)
-        return list(_write_items(fqn, self.dtype, self._part.shape, boxes))
+        return list(_write_items(fqn, self.dtype, self.part.shape, boxes))
 
     def __create_chunk_list__(self) -> list[Any]:
         from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
-        return [ChunkStorageMetadata(torch.Size(b.offsets), torch.Size(b.sizes)) for b in self._part.boxes]
+        return [ChunkStorageMetadata(torch.Size(b.offsets), torch.Size(b.sizes)) for b in self.part.boxes]
 
     def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
-        for box in self._part.boxes:
+        for box in self.part.boxes:
             if box.offsets == tuple(index.offset):
                 return view_of(self._local, box)
         raise ValueError(f"{index.fqn!r}: this rank has no box at {tuple(index.offset)} of shape {tuple(self.shape)}")
@@ -200,7 +201,7 @@ class ShardedValue(torch.Tensor):
         if not alike and func not in _ON_PARTS:
             raise NotImplementedError(f"{func} of {_name(values[0])}: {_CURE}")
         if func is aten.copy_.default and isinstance(args[0], ShardedValue) and not isinstance(args[1], ShardedValue):
-            args = (args[0], _as_source(args[0]._part, args[1]), *args[2:])
+            args = (args[0], _as_source(args[0].part, args[1]), *args[2:])
         kwargs = {k: v for k, v in kwargs.items() if k != "memory_format"}  # the part is 1-D
         local = functools.partial(_local_operand, func, values[0])
         result = func(*pytree.tree_map(local, args), **pytree.tree_map(local, kwargs))
@@ -228,9 +229,9 @@ def _write_items(fqn: str, dtype: torch.dtype, shape: tuple[int, ...], boxes: tu
 
 def _local_operand(func: Any, value: ShardedValue, operand: Any) -> Any:
     """Return ``operand`` as ``func`` takes it together with the shard of ``value``."""
-    if isinstance(operand, ShardedValue) and operand._part == value._part:
+    if isinstance(operand, ShardedValue) and operand.part == value.part:
         return operand._local
-    if isinstance(operand, torch.Tensor) and operand.numel() != 1 and not _is_prepared(func, value._part, operand):
+    if isinstance(operand, torch.Tensor) and operand.numel() != 1 and not _is_prepared(func, value.part, operand):
         raise ValueError(
             f"{func} of {_name(value)} ({value!r}) and one with another layout ({_describe(operand)}): {_CURE}"
         )
@@ -239,7 +240,7 @@ def _local_operand(func: Any, value: ShardedValue, operand: Any) -> Any:
 
 def _like(value: ShardedValue, result: torch.Tensor) -> torch.Tensor:
     """Return the ``result`` of an operation on the shard of ``value``, as a sharded value if it has the shard's size."""
-    return ShardedValue(result, value._part, value._origin) if result.numel() == value._part.numel else result
+    return ShardedValue(result, value.part, value._origin) if result.numel() == value.part.numel else result
 
 
 @functools.lru_cache
@@ -267,7 +268,7 @@ def _foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             continue
         one = aten.copy_.default if func is aten._foreach_copy_.default else func
         if one is aten.copy_.default and isinstance(row[0], ShardedValue) and not isinstance(row[1], ShardedValue):
-            row = (row[0], _as_source(first._part, row[1]))
+            row = (row[0], _as_source(first.part, row[1]))
         for tensors, operand in zip(lists.values(), row, strict=True):
             tensors[i] = _local_operand(one, first, operand)
     results = func(**{**given, **lists})
@@ -322,8 +323,8 @@ def _describe(value: torch.Tensor) -> str:
 
 def _new_empty(value: torch.Tensor, size: Sequence[int], **kwargs: Any) -> torch.Tensor:
     assert isinstance(value, ShardedValue)
-    if tuple(size) == value._part.shape:
-        return ShardedValue(value._local.new_empty(value._local.shape, **kwargs), value._part, value._origin)
+    if tuple(size) == value.part.shape:
+        return ShardedValue(value._local.new_empty(value._local.shape, **kwargs), value.part, value._origin)
     return value._local.new_empty(size, **kwargs)
 
 
@@ -424,7 +425,7 @@ def check_source(info: ShardInfo, dtype: torch.dtype, source: object) -> str | N
         return f"size mismatch: the checkpoint has shape {tuple(source.shape)}, the model has {shape}{hint}"
     if not torch.can_cast(source.dtype, dtype):
         return f"the checkpoint has {source.dtype}, which cannot become {dtype}"
-    if isinstance(source, ShardedValue) and source._part != part_of(info):
+    if isinstance(source, ShardedValue) and source.part != part_of(info):
         return _other_part(repr(source))
     if is_dtensor(source):
         dtensor: Any = source

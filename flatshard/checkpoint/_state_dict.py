@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import time
 from collections.abc import Callable, Container, Iterable, Iterator
@@ -29,10 +30,11 @@ from flatshard._handle.registrations import SHARDED
 from flatshard._handle.tensors.aggregate import in_order
 from flatshard._handle.tensors.sharded_parameter import ShardedParameter, shard_info
 from flatshard.checkpoint._barrier import barrier
+from flatshard.checkpoint._boxes import Part
 from flatshard.checkpoint._gathering import check_one_value, exchange_over, wrap_full
-from flatshard.checkpoint._sharded_value import NO_VALUES
+from flatshard.checkpoint._sharded_value import ShardedValue
 
-_FORMAT = 1  # of local_state_dict
+_FORMAT = 2  # of local_state_dict
 _LET_GO = 2.0  # seconds to wait in `_is_running`
 
 Flat = tuple[Unit, FlatParam]
@@ -216,7 +218,7 @@ def batches(items: Iterable[T], nbytes: Callable[[T], int], limit: int) -> Itera
 
 
 def local_state_dict(module: nn.Module) -> dict[str, Any]:
-    """Return this rank's flat shards and their layout. Nothing is sent or copied.
+    """Return this rank's shards and their places, as plain tensors and numbers. Nothing is sent or copied.
 
     Each rank saves and loads its own, by ``torch.save`` and ``torch.load(weights_only=True)``, in a job with the same ranks
     and layout: for restarts, or with ``copy.deepcopy`` for snapshots in memory. For any other layout use ``state_dict()``.
@@ -229,13 +231,11 @@ def local_state_dict(module: nn.Module) -> dict[str, Any]:
         ValueError: nothing in ``module`` is sharded.
         RuntimeError: called inside a forward or ``summon_full_params``.
     """
-    flats = idle_flats(module, "local_state_dict")
-    rest = {n: v for n, v in module.state_dict(keep_vars=True).items() if not isinstance(v, ShardedParameter)}
-    return {
-        "format": _FORMAT,
-        "flats": [{**_plan(unit, flat), "shard": flat.shard} for unit, flat in flats],
-        "rest": {n: v.detach() if isinstance(v, torch.Tensor) else v for n, v in rest.items()},
-    }
+    idle_flats(module, "local_state_dict")
+    state = module.state_dict()
+    places = {n: dataclasses.astuple(v.part) for n, v in state.items() if isinstance(v, ShardedValue)}
+    values = {n: v.to_local() if isinstance(v, ShardedValue) else v for n, v in state.items()}
+    return {"format": _FORMAT, "places": places, "values": values}
 
 
 def load_local_state_dict(module: nn.Module, state: dict[str, Any]) -> None:
@@ -255,72 +255,23 @@ def load_local_state_dict(module: nn.Module, state: dict[str, Any]) -> None:
         ValueError: ``state`` is of another layout, rank, world size or format. The message says where. Nothing is changed.
         RuntimeError: called inside a forward or ``summon_full_params``.
     """
-    flats = idle_flats(module, "load_local_state_dict")
+    idle_flats(module, "load_local_state_dict")
     if not isinstance(state, dict) or state.get("format") != _FORMAT:
         raise ValueError(f"load_local_state_dict takes what local_state_dict returned, format {_FORMAT}")
-    plans = [_plan(unit, flat) for unit, flat in flats]
-    given = state["flats"]
-    if len(given) != len(plans):
-        raise ValueError(
-            f"load_local_state_dict: {len(given)} flat parameters for a model that has {len(plans)}. {_CURE}"
-        )
-    for plan, saved in zip(plans, given, strict=True):
-        if wrong := [
-            f"{key}: {saved.get(key)!r}, expected {value!r}" for key, value in plan.items() if saved.get(key) != value
-        ]:
-            raise ValueError(
-                f"load_local_state_dict: the flat parameter of {name_list(plan['fqns'], 3)} has another layout ("
-                f"{'; '.join(wrong)}). {_CURE}"
-            )
-        if (saved["shard"].dtype, saved["shard"].numel()) != (dtype_named(plan["dtype"]), plan["shard_numel"]):
-            raise ValueError(f"load_local_state_dict: the shard of {name_list(plan['fqns'], 3)} is damaged")
-        if saved["shard"].is_meta:
-            raise ValueError(f"load_local_state_dict: the shard of {name_list(plan['fqns'], 3)}: {NO_VALUES}")
-    rest = {n: v for n, v in module.state_dict(keep_vars=True).items() if not isinstance(v, ShardedParameter)}
-    differing = [n for n in {**rest, **state["rest"]} if _form(rest.get(n)) != _form(state["rest"].get(n))]
-    if differing:
-        raise ValueError(f"load_local_state_dict: {name_list(differing)} differ in name, shape or kind")
-    inside = {id(param) for param in module.parameters()}
-    with torch.no_grad():
-        for (_, flat), saved in zip(flats, given, strict=True):
-            for index, (part, param) in enumerate(zip(flat.slices, flat.params, strict=True)):
-                if id(param) not in inside:  # the unit is around ``module``
-                    continue
-                param.copy_(flat.shaped(index, saved["shard"][part.start : part.stop]))
-        for name, value in rest.items():
-            if isinstance(value, torch.Tensor):
-                value.copy_(state["rest"][name])
-
-
-_CURE = "Save by torch.distributed.checkpoint.save(module.state_dict()), which loads in any layout"
-
-
-def _plan(unit: Unit, flat: FlatParam) -> dict[str, Any]:
-    """Return the layout of ``flat`` in plain numbers and names, as a file holds them."""
-    infos = flat.layout.params
-    parallels = [known.parallel for p in flat.params if (known := shard_info(p)) is not None]
-    return {
-        "unit": unit.fqn,
-        "fqns": [i.fqn for i in infos],
-        "shapes": [list(i.shape) for i in infos],
-        "strides": [list(i.stride) for i in infos],
-        "starts": [i.start for i in infos],
-        "shard_numel": flat.layout.shard_numel,
-        "world_size": flat.layout.world_size,
-        "rank": flat.ranks.rank,
-        "dtype": str(flat.kind.dtype),
-        "tensor_parallel": [None if p is None else list(p.mesh.get_coordinate()) for p in parallels],
-    }
+    places = {name: Part(*place) for name, place in state["places"].items()}
+    if damaged := [n for n, part in places.items() if state["values"][n].numel() != part.numel]:
+        raise ValueError(f"load_local_state_dict: the shard of {name_list(damaged)} is damaged")
+    values = {n: ShardedValue(v, places[n], None) if n in places else v for n, v in state["values"].items()}
+    try:
+        module.load_state_dict(values)
+    except RuntimeError as e:
+        raise ValueError(f"load_local_state_dict: {e}") from None
 
 
 def dtype_named(name: str) -> torch.dtype:
     """Return the dtype whose ``str()`` is ``name``."""
     found: torch.dtype = getattr(torch, name.removeprefix("torch."))
     return found
-
-
-def _form(value: Any) -> Any:
-    return (tuple(value.shape), value.is_meta) if isinstance(value, torch.Tensor) else type(value)
 
 
 # -- shared ------------------------------------------------------------------------------------------------------------

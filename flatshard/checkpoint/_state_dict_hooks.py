@@ -208,7 +208,7 @@ def _check(root: nn.Module, state_dict: dict[str, Any], prefix: str) -> None:
         problems.append(_EMPTY)
     lines = "\n\t".join(problems)
     text = f"Error(s) in loading state_dict for {type(root).__name__}, in which nothing has been changed:\n\t{lines}"
-    agree(_to_ask(root, state_dict, prefix), "load_state_dict", RuntimeError(text) if problems else None)
+    agree(_to_ask(root, state_dict, prefix), "load_state_dict", text if problems else None, RuntimeError)
 
 
 _EMPTY = (

@@ -12,14 +12,12 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, DEFAULT_SUFFIX
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, DEFAULT_SUFFIX, _StorageInfo
 from torch.distributed.checkpoint.filesystem import FileSystemWriter as TorchWriter
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
@@ -29,13 +27,10 @@ from torch.futures import Future
 from flatshard._base.errors import name_list
 from flatshard.checkpoint import _disk as disk
 from flatshard.checkpoint._boxes import memory_dims
-from flatshard.checkpoint._byte_count import ByteCount
-from flatshard.checkpoint._container import ALIGNMENT, BLOCK, around, checksums, memory_of
-from flatshard.checkpoint._metadata import Body, pickled, seal
-from flatshard.checkpoint._plan_payloads import StorageInfo
-from flatshard.checkpoint._spans import own_cores
+from flatshard.checkpoint._container import ALIGNMENT, around, checksums, memory_of
+from flatshard.checkpoint._metadata import Body, pickled_metadata, seal
 
-_BATCH = 4 * BLOCK  # bytes in one call
+_UNPUBLISHED = f"{disk.METADATA}.tmp"
 
 
 class FileSystemWriter(disk.LocalPath, TorchWriter):  # type: ignore[misc]  # `path` is a property
@@ -69,9 +64,8 @@ class FileSystemWriter(disk.LocalPath, TorchWriter):  # type: ignore[misc]  # `p
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """See torch."""
         with contextlib.ExitStack() as files:
-            file = self.write_metadata(metadata, results, files)
-            file.flush()
-        disk.rename(file.path, Path(self.path) / disk.METADATA)
+            self.write_metadata(metadata, results, files).flush()
+        self.publish_metadata()
 
     # -- without a flush -----------------------------------------------------------------------------------------------
 
@@ -82,7 +76,7 @@ class FileSystemWriter(disk.LocalPath, TorchWriter):  # type: ignore[misc]  # `p
         if not plan.items:
             return [], None
         name = f"{plan.storage_data.prefix}0{DEFAULT_SUFFIX}"
-        file = files.enter_context(disk.NewFile(Path(self.path) / name))
+        file = files.enter_context(self.folder.create(name))
         return _written(file, name, plan.items, planner), file
 
     def write_metadata(
@@ -91,57 +85,30 @@ class FileSystemWriter(disk.LocalPath, TorchWriter):  # type: ignore[misc]  # `p
         """Internal: write the metadata under a temporary name, open until ``files`` closes."""
         metadata.version, metadata.storage_meta = CURRENT_DCP_VERSION, self.storage_meta()
         metadata.storage_data = {r.index: r.storage_data for each in results for r in each}
-        data = pickled(metadata)
-        file = files.enter_context(disk.NewFile(Path(self.path) / f"{disk.METADATA}.tmp"))
-        file.write([memoryview(data), memoryview(seal(data))])
+        data = pickled_metadata(metadata)
+        file = files.enter_context(self.folder.create(_UNPUBLISHED))
+        file.write(data, seal(data))
         return file
+
+    def publish_metadata(self) -> None:
+        """Internal: give the metadata its name. Without it a directory is no checkpoint."""
+        self.folder.rename(_UNPUBLISHED, disk.METADATA)
 
 
 def _written(file: disk.NewFile, name: str, items: list[WriteItem], planner: Any) -> list[WriteResult]:
     """Write ``items``, and return where each is in ``file``."""
     results: list[WriteResult] = []
-    with contextlib.ExitStack() as around:
-        batch = _EntryBatch(file, around.enter_context(ThreadPoolExecutor(1)) if own_cores() > 1 else None)
-        at = ready = 0
-        for item in items:
-            data, head, tail, stride = _pieces(planner.resolve_data(item))
-            memory = data.getbuffer() if isinstance(data, io.BytesIO) else memory_of(data)
-            pad = -at % ALIGNMENT
-            info = StorageInfo(name, at + pad, len(head) + memory.nbytes + len(tail))
-            results.append(WriteResult(item.index, info.length, info))
-            batch.add(info, Body(at + pad + len(head), memory.nbytes, stride, b""), [bytes(pad), head, memory, tail])
-            at += pad + info.length
-            if at - ready > _BATCH:
-                batch.write()
-                ready = at
-        batch.write()
+    at = 0
+    for item in items:
+        data, head, tail, stride = _pieces(planner.resolve_data(item))
+        memory = data.getbuffer() if isinstance(data, io.BytesIO) else memory_of(data)
+        pad = -at % ALIGNMENT
+        info: Any = _StorageInfo(name, at + pad, len(head) + memory.nbytes + len(tail))
+        info.flatshard_body = tuple(Body(at + pad + len(head), memory.nbytes, stride, checksums(memory)))
+        file.write(bytes(pad) + head, memory, tail)
+        results.append(WriteResult(item.index, info.length, info))
+        at += pad + info.length
     return results
-
-
-class _EntryBatch:
-    """Entries that are written by one call. If this rank has a core to spare, a thread computes their sums meanwhile.
-
-    The sums of a batch are there before the next batch begins, so at most one batch is in memory.
-    """
-
-    def __init__(self, file: disk.NewFile, thread: ThreadPoolExecutor | None) -> None:
-        self._file, self._thread = file, thread
-        self._entries: list[tuple[StorageInfo, Body, memoryview]] = []  # whose sums are missing
-        self._buffers: list[memoryview] = []
-
-    def add(self, info: StorageInfo, body: Body, buffers: list[Any]) -> None:
-        """Add an entry. ``buffers``: padding, head, body and tail."""
-        self._entries.append((info, body, memoryview(buffers[2])))
-        self._buffers += [memoryview(b) for b in buffers if len(b)]
-
-    def write(self) -> None:
-        memories = [memory for _, _, memory in self._entries]
-        sums = list(map(checksums, memories)) if self._thread is None else self._thread.map(checksums, memories)
-        self._file.write(self._buffers)
-        for (info, body, _), own in zip(self._entries, sums, strict=True):
-            info.flatshard_body = tuple(body._replace(sums=own))  # type: ignore[attr-defined]
-        self._entries.clear()
-        self._buffers.clear()
 
 
 def _pieces(data: Any) -> tuple[Any, bytes, bytes, tuple[int, ...] | None]:
@@ -167,7 +134,7 @@ class SavePlanner(DefaultSavePlanner):
     bytes that it resolves.
     """
 
-    def __init__(self, progress: ByteCount) -> None:
+    def __init__(self, progress: disk.ByteCount) -> None:
         super().__init__(flatten_sharded_tensors=False)
         self._progress = progress
         self._streams: dict[str, io.BytesIO] = {}

@@ -4,7 +4,7 @@
 The changes of a cell are sections, each in one form: all elements or some, with their values or with the low half of their
 bits. With small learning rates a value moves by a few of its last bits, so the low half is enough: among all numbers with
 that low half, the new value is the one nearest to the receiver's. In bfloat16 that is one byte in place of two. If few
-elements change, the place of each costs a byte or two more (``checkpoint/_gaps.py``); if more than an eighth do, a bit for
+elements change, the place of each costs a byte or two more (``_gaps.py``); if more than an eighth do, a bit for
 each element. Places cost both sides time: on CPU 15 ns for each element of the cell, in which a link of 50 MB/s sends a byte.
 So if more than half of the elements move by few bits, the low halves of all are sent, which takes no more bytes. If sections
 of some elements would save less than a quarter of the bytes, all values are sent.
@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 
 from flatshard.checkpoint._container import memory_of
-from flatshard.checkpoint._gaps import bits, decode_gaps, differ, encode_gaps, measure_gaps
+from flatshard.weights._gaps import bits, decode_gaps, differ, encode_gaps, measure_gaps
 
 _HEAD = 9  # bytes: the cell in four, the form in one, and in four how many elements, words of gaps or bytes of bits there are
 _ALL, _GAPS, _BITS = (

@@ -29,10 +29,10 @@ from flatshard._base.names import plain_name
 from flatshard._comm.process_groups import default_group, membership
 from flatshard._handle.tensors.sharded_parameter import shard_info
 from flatshard.checkpoint._barrier import Barrier
-from flatshard.checkpoint._changed_params import SentParams, full_part
 from flatshard.checkpoint._sharded_value import part_of
 from flatshard.weights import _cells, _codec
 from flatshard.weights._messages import Bytes, channel_of, message_of, read_message, wrong
+from flatshard.weights._sent import SentParams, full_part
 
 Name = str | int
 """The name of a receiver."""

@@ -7,15 +7,14 @@ import functools
 import hashlib
 import itertools
 import logging
-import mmap
 import os
 import pickle
 import random
 import shutil
 import threading
 import time
-from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -25,79 +24,22 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from jobs import FULL, METADATA, Four, bytes_of, expect, four, patched, same, step, values
 from on_ranks import ranks
-from saving import CommunicationWatch, MemoryWatch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import flatshard
 from flatshard import fully_shard, load_checkpoint, save_checkpoint
-from flatshard._comm import rendezvous
-from flatshard._comm.process_groups import timeout_of
 from flatshard.checkpoint import (
     FileSystemReader,
     RankError,
-    _barrier,
-    _byte_count,
     _container,
     _disk,
     _job,
     _metadata,
-    _saving,
-    _spans,
     _writer,
 )
-from flatshard.checkpoint._container import memory_of
-
-FULL = mock.Mock(side_effect=OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
-SHORT = datetime.timedelta(seconds=1)
-METADATA = ".metadata"
-
-
-class Four(nn.Sequential):
-    """Four matrices for groups of parameters."""
-
-    def __init__(self, value: float = 1.0) -> None:
-        super().__init__(OrderedDict((name, nn.Linear(3, 3, bias=False)) for name in "abcd"))
-        for layer in self:
-            nn.init.constant_(layer.weight, value)
-
-
-def four(ctx: Any, value: float = 1.0) -> nn.Module:
-    return fully_shard(Four(value), policy={nn.Linear}, process_group=ctx.group)
-
-
-def expect(pattern: str) -> Any:
-    return pytest.raises(RankError, match=pattern)
-
-
-@contextlib.contextmanager
-def patched(owner: Any, name: str, new: Any, when: bool = True) -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        if when:
-            patch.setattr(owner, name, new)
-        yield
-
-
-def values(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> list[Tensor]:
-    found = [p.detach().clone() for p in model.parameters()]
-    states = [] if optimizer is None else list(optimizer.state.values())
-    return found + [v.clone() for state in states for v in state.values() if isinstance(v, Tensor)]
-
-
-def same(found: list[Tensor], expected: list[Tensor]) -> bool:
-    return len(found) == len(expected) and all(map(torch.equal, found, expected))
-
-
-def bytes_of(tensor: Tensor) -> bytes:
-    return bytes(memory_of(tensor.contiguous()))
-
-
-def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    model(torch.ones(2, 3)).sum().backward()
-    optimizer.step()
-    optimizer.zero_grad()
-
 
 # -- A failing load changes nothing ------------------------------------------------------------------------------------
 
@@ -271,257 +213,6 @@ def test_a_path_with_a_scheme_is_refused(tmp_path, monkeypatch):
     save_checkpoint("./s3:/x", state)  # a folder of that name
 
 
-# -- Ranks that do not come, or die ------------------------------------------------------------------------------------
-
-
-@ranks(3)
-def test_ranks_meet_again_after_one_has_skipped_a_save(ctx, path: str) -> None:
-    save = functools.partial(save_checkpoint, state={"step": 1}, process_group=ctx.group)
-    save(f"{path}/0")
-    dist.barrier(ctx.group)
-    store = ctx.group.get_group_store()
-    keys = store.num_keys()
-    for skips in (1, 0):  # rank 0 leads, and the others follow
-        if ctx.rank != skips:
-            with patched(_barrier, "_GRACE", 0.5), expect(f"rank {skips}.*did not come within 1 s"):
-                save(f"{path}/1", timeout=SHORT)
-        dist.barrier(ctx.group)
-        assert store.num_keys() <= keys + 1  # no key of it is left
-        dist.barrier(ctx.group)
-    for i in range(2, 5):
-        save(f"{path}/{i}")
-    with expect("came for different things. Rank 0: .*/x0.*rank 1: .*/x1"):
-        save(f"{path}/x{ctx.rank}")
-    dist.barrier(ctx.group)
-    assert store.num_keys() <= keys + 1
-
-
-@ranks(2)
-def test_a_rank_that_is_stopped_while_another_gives_up(ctx, path: str) -> None:
-    """The rank stops between finding a message and reading it, and does not wait for a removed message."""
-    store, await_note = ctx.group.get_group_store(), _barrier.Barrier._await
-
-    def stopped(self: _barrier.Barrier, key: str, sender: int, began: float) -> str | None:
-        found = await_note(self, key, sender, began)
-        while self._keys.has(key):
-            time.sleep(0.01)
-        return found
-
-    late = expect("rank 0: did not come within 1 s" if ctx.rank else "rank 1: had come, and waited no longer")
-    with patched(_barrier, "_GRACE", 0.2), patched(_barrier.Barrier, "_await", stopped, when=ctx.rank == 0), late:
-        _barrier.Barrier(store, ctx.rank, range(2), "save", 1 if ctx.rank else 30).wait()
-    assert not store.check([f"flatshard/barrier/at/{ctx.rank}"])
-    dist.barrier(ctx.group)
-    save_checkpoint(path, {"step": 1}, process_group=ctx.group)
-
-
-@ranks(2)
-def test_ranks_wait_no_longer_than_the_groups_timeout(ctx, path: str) -> None:
-    """The group's timeout is the default."""
-    backend, model = ctx.group._get_backend(torch.device("cpu")), four(ctx)
-    before = timeout_of(ctx.group)
-    assert before is not None
-    backend.options._timeout = SHORT
-    try:
-        if ctx.rank == 0:
-            with expect("rank 1: did not come within 1 s"):
-                save_checkpoint(path, {"m": model}, process_group=ctx.group)
-            with expect("rank 1: did not come within 1 s"):
-                flatshard.checkpoint.full_state_dict(model)
-    finally:
-        backend.options._timeout = before
-    dist.barrier(ctx.group)
-
-
-@ranks(3)
-def test_a_rank_that_dies_is_named(ctx, path: str) -> None:
-    """Rank 1 comes and then gives no sign of life; in a second save, rank 2 is interrupted."""
-    if ctx.rank == 1:
-        with _job._make_barrier(ctx.group, f"save_checkpoint({path!r})", SHORT):
-            pass  # its thread ends, as if the process died
-    else:
-        dead = expect("rank 1: no sign of life for 1 s, so it died, or its machine did")
-        with patched(_barrier, "_LEAVE_AFTER", 0.2), dead:  # looks for no answer
-            save_checkpoint(path, {"step": 1}, process_group=ctx.group, timeout=SHORT)
-    dist.barrier(ctx.group)
-    state = {"model": fully_shard(nn.Linear(30, 30), process_group=ctx.group)}  # each rank writes its shard
-    outcome = pytest.raises(KeyboardInterrupt) if ctx.rank == 2 else expect("rank 2: KeyboardInterrupt")
-    interrupts = patched(_disk, "create", mock.Mock(side_effect=KeyboardInterrupt), when=ctx.rank == 2)
-    with interrupts, patched(_barrier, "_LEAVE_AFTER", 0.2), outcome:
-        save_checkpoint(path, state, process_group=ctx.group)
-    dist.barrier(ctx.group)
-    save_checkpoint(path, {"step": 1}, process_group=ctx.group)
-
-
-@ranks(3)
-def test_the_first_rank_leaves_last(ctx, path: str) -> None:
-    """Rank 0, whose process may have the store, leaves last, even if it fails."""
-    take = rendezvous.Rendezvous.take
-
-    def late(self: rendezvous.Rendezvous, key: str) -> Any:
-        time.sleep(0.2)
-        return take(self, key)
-
-    store, state = ctx.group.get_group_store(), {"x": {str(i): torch.ones(3) for i in range(9)}}
-    dist.barrier(ctx.group)
-    keys = store.num_keys()
-    with patched(rendezvous.Rendezvous, "take", late, when=ctx.rank > 0):
-        for call, outcome in (
-            (save_checkpoint, contextlib.nullcontext()),
-            (save_checkpoint, expect("exists: choose another path")),
-            (load_checkpoint, contextlib.nullcontext()),
-        ):
-            dist.barrier(ctx.group)
-            with outcome:
-                call(path, state, process_group=ctx.group)
-            assert ctx.rank or store.num_keys() <= keys
-
-
-@ranks(3)
-def test_a_write_may_take_long(ctx, path: str) -> None:
-    """A write may take longer than ranks wait for each other, on any rank."""
-    flush = _disk.flush
-
-    def late(file: int) -> None:
-        time.sleep((1.25 + 0.2 * ctx.rank) * SHORT.total_seconds())
-        flush(file)
-
-    state = {"model": fully_shard(nn.Linear(30, 30), process_group=ctx.group)}  # each rank writes its shard
-    for slow in (0,), (1, 2):
-        with patched(_disk, "flush", late, when=ctx.rank in slow):
-            save_checkpoint(f"{path}/{slow[0]}", state, process_group=ctx.group, timeout=SHORT)
-
-
-def test_long_waits_cost_little(monkeypatch):
-    now = [0.0]
-    monkeypatch.setattr(rendezvous.time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(rendezvous.time, "sleep", lambda seconds: now.__setitem__(0, now[0] + seconds))
-    looks = sum(1 for _ in itertools.takewhile(lambda waited: waited <= 3600, rendezvous.polls()))
-    assert 3600 * 2 <= looks < 3600 * 2 + 300
-
-
-# -- The model's state in a step ---------------------------------------------------------------------------------------
-
-
-@ranks(2)
-def test_saved_after_an_exception_in_any_part_of_a_step(ctx, path: str) -> None:
-    """A save has the state before the step, or after it, even if parameters are unsharded."""
-    at, error = "", KeyboardInterrupt
-
-    def stop(where: str) -> None:
-        if at == where:
-            raise error
-
-    class Stops(nn.Linear):
-        def forward(self, x: Tensor) -> Tensor:
-            stop("forward")
-            x = super().forward(x)
-            x.register_hook(lambda _: stop("backward"))
-            return x
-
-    model = nn.Sequential(nn.Linear(3, 3), Stops(3, 3), nn.Linear(3, 3))
-    fully_shard(model, policy={nn.Linear, Stops}, process_group=ctx.group)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    step(model, optimizer)
-    optimizer.register_step_post_hook(lambda *_: stop("after step"))
-    state = {"m": model, "o": optimizer}
-    for where in ("forward", "backward", "after step", "unsharded"):
-        ctx.note(where)
-        before, at, saved_to = values(model, optimizer), where, f"{path}/{where}"
-        if where == "unsharded":
-            flatshard.unshard(model)
-        else:
-            with pytest.raises(error):
-                step(model, optimizer)
-        at = ""
-        save_checkpoint(saved_to, state, process_group=ctx.group)
-        flatshard.reshard(model)
-        saved = values(model, optimizer)
-        assert same(saved, before) == (where != "after step")
-        optimizer.zero_grad()
-        step(model, optimizer)  # training continues
-        assert not same(values(model, optimizer), saved)
-        load_checkpoint(saved_to, state, process_group=ctx.group)
-        assert same(values(model, optimizer), saved)
-
-
-@ranks(3)
-def test_of_what_is_not_sharded_rank_0s_is_saved(ctx, path: str) -> None:
-    """All unsharded tensors come from rank 0, not some from each rank."""
-    model = nn.Sequential(nn.Linear(5, 5), nn.BatchNorm1d(5), nn.BatchNorm1d(5))
-    fully_shard(model, process_group=ctx.group)
-    for buffer in model.buffers():
-        buffer.fill_(ctx.rank)
-    state = {"model": model, "numbers": [torch.full((n,), ctx.rank) for n in range(1, 6)], "own": ctx.rank}
-    save_checkpoint(path, state, process_group=ctx.group)
-    for buffer in model.buffers():
-        buffer.fill_(9)
-    loaded = load_checkpoint(path, state, process_group=ctx.group)
-    assert not any(value.any() for value in (*model.buffers(), *loaded["numbers"]))
-    assert loaded["own"] == 0
-
-
-@ranks(2)
-def test_loading_holds_no_more_than_training(ctx, path: str) -> None:
-    """Loading allocates missing optimizer state once and little else, even for parameters that one rank holds in full.
-
-    Saving issues no collective.
-    """
-    layers = [nn.Sequential(*[nn.Linear(32, 32) for _ in range(4)]) for _ in range(4)]
-    model = fully_shard(nn.Sequential(*layers), policy={nn.Sequential}, process_group=ctx.group)
-    unit = 4 * 32 * 33 * 4
-    optimizer, fresh = (torch.optim.AdamW(model.parameters()) for _ in range(2))
-    model(torch.ones(2, 32)).sum().backward()
-    optimizer.step()
-    with CommunicationWatch() as communication:
-        save_checkpoint(path, {"m": model, "o": optimizer}, process_group=ctx.group)
-    assert communication.seen == []
-    for target, state in ((fresh, 2 * 4 * unit // ctx.world_size), (optimizer, 0)):
-        with MemoryWatch() as watch:
-            load_checkpoint(path, {"m": model, "o": target}, process_group=ctx.group)
-        assert watch.peak <= state + unit
-        assert same(values(model, target), values(model, optimizer))
-
-
-@ranks(4)
-def test_a_plan_is_kept(ctx, path: str) -> None:
-    """A plan is reused for a save of the same state by the same ranks only."""
-    model, made, paths = four(ctx), [], (f"{path}/{i}" for i in itertools.count())
-    create = _writer.SavePlanner.create_global_plan
-
-    def counted(self: Any, plans: Any) -> Any:
-        made.append(1)
-        return create(self, plans)
-
-    def saved(planned: int, **more: Any) -> None:
-        with torch.no_grad():
-            for param in model.parameters():
-                param.add_(1)
-        expected, at = values(model), next(paths)
-        made.clear()
-        save_checkpoint(at, {"kept": model, **more}, process_group=ctx.group)
-        assert len(made) == (planned if ctx.rank == 0 else 0)
-        for param in model.parameters():
-            nn.init.zeros_(param)
-        found = load_checkpoint(at, {"kept": model, "x": torch.zeros(3)}, strict=False, process_group=ctx.group)
-        assert same(values(model), expected)
-        assert found["x"].sum() == (3 if of_one else 0)
-
-    with patched(_writer.SavePlanner, "create_global_plan", counted):
-        of_one: dict[str, Any] = {}
-        saved(1)
-        saved(0)
-        of_one = {"x": torch.ones(3)}  # on one rank
-        saved(1, **(of_one if ctx.rank == 2 else {}))
-        saved(0, **(of_one if ctx.rank == 2 else {}))
-        of_one = {}
-        saved(1)
-    assert all(kept.metadata.storage_data is None for kept in _saving._kept if ctx.rank == 0)
-    pair = ctx.device_mesh((2, 2), ("a", "b"))["b"].get_group()
-    with expect("elements that the ranks would write, and of the tensor: 'kept.a.weight'"):
-        save_checkpoint(f"{path}/half {ctx.rank // 2}", {"kept": model}, process_group=pair)
-
-
 # -- Changed files -----------------------------------------------------------------------------------------------------
 
 
@@ -610,7 +301,7 @@ def sealed(change: Callable[[Any], object]) -> Callable[[bytes], bytes]:
     """Return changed metadata with a correct checksum."""
 
     def of(intact: bytes) -> bytes:
-        found = _metadata.unpickled(intact)
+        found = _metadata.read_metadata(intact)
         change(found)
         data = pickle.dumps(found)
         return data + _metadata.seal(data)
@@ -664,31 +355,6 @@ def test_damage_is_named(job, tmp_path):
     job.check_refused(r"is no checkpoint: it has no \.metadata, so a save that did not end")
 
 
-@pytest.mark.parametrize("cores", [1, 2])
-def test_sums_are_of_what_is_written(tmp_path, monkeypatch, cores):
-    """A thread computes checksums during writes if it has a core. All of them exist when the save ends."""
-    threads = []
-
-    def summed(data: memoryview) -> bytes:
-        threads.append(threading.current_thread())
-        time.sleep(0.001)  # later than the write
-        return _container.checksums(data)
-
-    monkeypatch.setattr(_writer, "own_cores", lambda: cores)
-    monkeypatch.setattr(_writer, "checksums", summed)
-    saved = {str(i): torch.full((2**18 + i,), float(i)) for i in range(20)}
-    save_checkpoint(tmp_path / "x", saved)
-    assert (threading.current_thread() in threads) == (cores == 1)
-    metadata = _metadata.unpickled((tmp_path / "x" / METADATA).read_bytes())
-    (file,) = (tmp_path / "x").glob("*.distcp")
-    for index, info in metadata.storage_data.items():
-        body = _metadata.Body(*info.flatshard_body)
-        data = file.read_bytes()[body.start : body.start + body.nbytes]
-        assert body.sums == _container.checksums(memoryview(data))
-        assert index.fqn not in saved or data == bytes_of(saved[index.fqn])
-    assert len(metadata.storage_data) == len(threads) == len(saved)  # each is summed once
-
-
 def test_sums_are_those_of_earlier_checkpoints():
     """Checksums are stable for every size that has its own fastest method, so that old checkpoints stay readable."""
     row, block = _container._COLUMNS * 8, _container.BLOCK
@@ -699,46 +365,37 @@ def test_sums_are_those_of_earlier_checkpoints():
     assert [_container.checksums(data[:n]).hex() for n in (4, 2**14)] == ["494c28930bb0a35a", "f43d05503bf033b2"]
 
 
-@pytest.mark.parametrize("maps", ["all", "nothing", "no page"])
-def test_large_tensors_are_verified_where_files_cannot_be_mapped_too(tmp_path, monkeypatch, maps):
+def test_large_tensors_are_verified(tmp_path):
     """Verify several blocks of a tensor at once, and the remainder."""
     saved = {"a": torch.arange(700_003), "b": torch.arange(256).to(torch.uint8).repeat(2**16 + 4)}
     save_checkpoint(tmp_path / "x", saved)
-    refuses = OSError(errno.ENODEV, os.strerror(errno.ENODEV))
-    mapped = mock.Mock(side_effect=refuses if maps == "nothing" else mmap.mmap)
-    monkeypatch.setattr(_spans.mmap, "mmap", mapped)
-    monkeypatch.setattr(_spans, "_POPULATE_READ", 10_000 if maps == "no page" else _spans._POPULATE_READ)
     (file,) = (tmp_path / "x").glob("*.distcp")
     intact = file.read_bytes()
+    target = {n: torch.zeros_like(v) for n, v in saved.items()}
     for name, at in [("a", 5 * 2**20 + 8), ("a", 700_003 * 8 - 1), ("b", 2**24 + 1023)]:
         data = bytearray(intact)
         data[data.index(bytes_of(saved[name])) + at] ^= 1
         file.write_bytes(data)
-        target = {n: torch.zeros_like(v) for n, v in saved.items()}
         with expect(rf"damaged: '{name}' at \(0,\) in '__0_0.distcp' \(its bytes do not have their sum\)$"):
             load_checkpoint(tmp_path / "x", target)
         load_checkpoint(tmp_path / "x", target, verify=False)
     file.write_bytes(intact)
     found = load_checkpoint(tmp_path / "x", target)
     assert all(torch.equal(found[n], v) for n, v in saved.items())
-    assert mapped.called
 
 
-@pytest.mark.parametrize("late", [False, True], ids=["before it is mapped", "before the system has it there"])
-def test_a_file_that_is_cut_off_after_it_was_looked_at(tmp_path, monkeypatch, late):
-    """If a mapped file shrinks, a load raises instead of ending the process."""
+def test_a_file_that_is_cut_off_while_it_is_read(tmp_path):
     saved = {"a": torch.arange(700_003)}
     save_checkpoint(tmp_path / "x", saved)
     (file,) = (tmp_path / "x").glob("*.distcp")
-    map_file = _spans.mmap.mmap
+    read = _disk.read
 
-    def cut(*args: Any, **options: Any) -> Any:
-        mapped = map_file(*args, **options) if late else None
-        os.truncate(file, 2**20)
-        return mapped or map_file(*args, **options)
+    def late(handle: int, buffer: memoryview, at: int) -> None:
+        if at > 2**20:
+            os.truncate(file, 2**20)
+        read(handle, buffer, at)
 
-    monkeypatch.setattr(_spans.mmap, "mmap", cut)
-    with expect("a file of the checkpoint has been cut off while it was read"):
+    with patched(_disk, "read", late), expect("a file of the checkpoint has been cut off while it was read"):
         load_checkpoint(tmp_path / "x", saved)
 
 
@@ -936,21 +593,14 @@ def test_published_when_all_is_on_the_disks(ctx, path: str) -> None:
     assert flushed == {n + ".tmp" * (n == METADATA): (Path(path) / n).stat().st_size for n in own}
 
 
-@pytest.mark.parametrize("has_it", [True, False])
-def test_the_disk_begins_before_the_flush(tmp_path, monkeypatch, has_it):
-    """The system starts to write each byte before the flush, if it supports that."""
-    told: dict[str, list[tuple[int, int]]] = {}
-
-    def begin(file: int, start: int, nbytes: int, flags: int) -> None:
-        told.setdefault(Path(os.readlink(f"/proc/self/fd/{file}")).name, []).append((start, start + nbytes))
-
-    monkeypatch.setattr(_disk, "_sync_file_range", lambda: begin if has_it else None)
+def test_the_disk_begins_before_the_flush(tmp_path, monkeypatch):
+    begin = mock.Mock()
+    monkeypatch.setattr(os, "posix_fadvise", begin, raising=False)
+    monkeypatch.setattr(_disk.sys, "platform", "linux")
     save_checkpoint(tmp_path / "x", {str(i): torch.ones(2**19) for i in range(7)})
-    assert sorted(told) == ([".metadata.tmp", "__0_0.distcp"] if has_it else [])
-    for name, ranges in told.items():
-        assert [0, *(end for _, end in ranges)] == [*(start for start, _ in ranges), ranges[-1][1]]
-        assert ranges[-1][1] == (tmp_path / "x" / name.removesuffix(".tmp")).stat().st_size
-        assert len(ranges) > 2 or "metadata" in name
+    ranges = [call.args[1:3] for call in begin.call_args_list]
+    assert len(ranges) == 3
+    assert all(start + nbytes == after for (start, nbytes), (after, _) in itertools.pairwise(ranges))
 
 
 def test_two_jobs_that_save_to_one_path(job, tmp_path):
@@ -999,7 +649,7 @@ def test_new_directories_are_flushed(tmp_path):
 
 
 def test_a_line_of_long_saves(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(_byte_count, "_EVERY", 0.0)
+    monkeypatch.setattr(_disk, "_EVERY", 0.0)
     state = {"x": {str(i): torch.zeros(2**18) for i in range(4)}}
     saved = save_checkpoint(tmp_path / "x", state)
     assert repr(saved) == f"<Save saved '{tmp_path}/x': 4.00 of 4.00 MiB written by this rank>"

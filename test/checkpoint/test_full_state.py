@@ -134,14 +134,17 @@ def test_local_state_dict(ctx) -> None:
         loaded = torch.load(file, weights_only=True)
         load_local_state_dict(model, loaded)
         check_equal(model, source)
-        renamed, lacking = copy.deepcopy(loaded), copy.deepcopy(loaded)
-        renamed["flats"][0]["fqns"][0] = "x"
-        del lacking["rest"]["steps"]
-        for module, state, match in (
-            (other, loaded, r"load_local_state_dict: .* flat parameters? .*Save by torch.distributed"),
-            (model, renamed, r"another layout \(fqns: \['x'"),
-            (model, lacking, "'steps' differ in name, shape or kind"),
-        ):
+        lacking, damaged = copy.deepcopy(loaded), copy.deepcopy(loaded)
+        del lacking["values"]["steps"]
+        damaged["values"]["up.weight"] = torch.ones(1)
+        cases = [
+            (model, {**loaded, "format": 1}, "format 2"),
+            (model, lacking, r"nothing has been changed.*\n\tMissing .*'steps'"),
+        ]
+        if strategy is not ShardingStrategy.NO_SHARD:
+            cases.append((other, loaded, "up.weight: it is sharded otherwise than the model"))
+            cases.append((model, damaged, "'up.weight' is damaged"))
+        for module, state, match in cases:
             with pytest.raises(ValueError, match=match):
                 load_local_state_dict(module, state)
         check_equal(model, source)

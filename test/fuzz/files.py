@@ -17,6 +17,8 @@ from torch import Tensor, nn
 
 import flatshard
 from flatshard import checkpoint as saving
+from flatshard.weights._changes import apply_changed_params, iter_changed_params
+from flatshard.weights._sent import SentParams
 
 
 class Files(Runner):
@@ -225,14 +227,14 @@ class Files(Runner):
         """Check that a server that applies each change has the model's values."""
         if twin.sent is not None and twin.sent[0]._module is twin.model:
             sent, weights = twin.sent
-            for plan, changes in everybody(self._there(twin), (sent.layout, list(saving.iter_changed_params(sent)))):
+            for plan, changes in everybody(self._there(twin), (sent.layout, list(iter_changed_params(sent)))):
                 for change in changes:
-                    saving.apply_changed_params(weights, plan, change)
+                    apply_changed_params(weights, plan, change)
         else:
             names = {n for n, _ in twin.model.named_parameters(remove_duplicate=False)}
             weights = dict(saving.iter_full_params(twin.model, names=names))
             if twin.sharding.param_dtype is None:
-                twin.sent = saving.SentParams(twin.model), weights
+                twin.sent = SentParams(twin.model), weights
         for name, p in twin.plain.named_parameters():
             close(weights[name], p, twin.rtol, f"the server's {name}")
 

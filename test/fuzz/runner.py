@@ -54,7 +54,7 @@ REFUSALS = {
     "static": r"static_buffers",
     "does not move": r"redistribute: .*(several process groups|have reshard_after_forward=<|do(es)? not move|is transposed)",
     "move busy": r"redistribute: .*(are kept unsharded|hold gradients that are not reduced|is running)",
-    "cut otherwise": r"is sharded otherwise than the model|load_local_state_dict: .*(flat parameters for a|another layout)",
+    "cut otherwise": "is sharded otherwise than the model",
     "told past a unit": r"unit '.*' .*by a tensor that",
     "part for whole": r"a function of torch took this shard for the full parameter",
     "a part": r"is sharded: this rank has .*, and '.*' needs the full tensor\. It is full inside",

@@ -212,7 +212,7 @@ CALLING = "".join(Path(module.__file__).read_text() for module in CALLERS)
 """Source of the files that call public verbs."""
 OTHERS = {
     *("CollectiveError", "InternalError", "OutOfStepError", "RankError", "ReconfiguredError", "CPUOffload"),
-    *("ChangedParams", "ShardedValue", "ShardedGradient", "ShardedParameter"),
+    *("ShardedValue", "ShardedGradient", "ShardedParameter"),
     *("Collectives", "DefaultCollectives", "GlooCollectives", "Pending", "CommHookState"),
     "QuantizedCollectives",  # raises errors of its own: comm/test_quantized.py
     *("sync_buffers", "works_on_shards"),  # not drawn yet: features/test_buffers.py, integrations/test_trainer.py

@@ -37,6 +37,19 @@ def test_an_attribute(module: str, old: str, new: str):
     assert f"`{new}`" in CHANGELOG
 
 
+@pytest.mark.parametrize(
+    ("module", "old"), [(module, old) for module in old_names.GONE for old in old_names.GONE[module]]
+)
+def test_an_attribute_that_nothing_replaces(module: str, old: str):
+    home, instead = old_names.GONE[module][old]
+    with told(f"{module}.{old}", instead) as found:
+        value = getattr(sys.modules[module], old)
+    assert [each.filename for each in found] == [__file__]
+    assert value is getattr(sys.modules[home], old)
+    assert f"`{module}.{old}`" in CHANGELOG
+    assert f"`{instead}`" in CHANGELOG
+
+
 @pytest.mark.parametrize(("arguments", "old", "new"), ARGUMENTS, ids=lambda value: getattr(value, "name", value))
 def test_an_argument(arguments: old_names.OldArguments, old: str, new: str):
     value = {"wait": False, "patience": 3}.get(old, "given")

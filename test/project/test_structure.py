@@ -41,7 +41,6 @@ CORE = [package for row in PACKAGES[:4] for package in row]
 
 INNER_IMPORTS = {
     ("checkpoint._job", "flatshard.checkpoint"),  # a third of a second of `import flatshard`
-    ("checkpoint._saving", "flatshard.checkpoint"),
     ("_composable.features.transforms", "torch._dynamo"),  # two seconds of `import flatshard`
     ("_composable.features.transforms", "torch._C._dynamo.eval_frame"),
     ("_handle.adapters.tensor_parallel", "torch.distributed.tensor"),  # half a second of `import flatshard`

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 import flatshard
 from flatshard import fully_shard
 from flatshard.checkpoint import _container, full_state_dict
-from flatshard.checkpoint._gaps import bits, differ
 from flatshard.integrations.weight_sync import EngineWeights, sync_weights
 from flatshard.weights import Receiver, Sender, Target, _cells, _codec, _messages, _receiver, _sender
+from flatshard.weights._gaps import bits, differ
 from flatshard.weights._messages import message_of, read_message
 
 WIDTH, HALF = 16, 8

@@ -11,8 +11,10 @@ from torch import Tensor, nn
 
 import flatshard
 from flatshard import fully_shard
-from flatshard.checkpoint import SentParams, apply_changed_params, full_state_dict, iter_changed_params
-from flatshard.checkpoint._gaps import decode_gaps, differ, encode_gaps
+from flatshard.checkpoint import full_state_dict
+from flatshard.weights._changes import apply_changed_params, iter_changed_params
+from flatshard.weights._gaps import decode_gaps, differ, encode_gaps
+from flatshard.weights._sent import SentParams
 
 
 def test_gaps():
