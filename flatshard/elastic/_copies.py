@@ -48,7 +48,7 @@ from flatshard._comm.streams import Streams
 from flatshard._handle.tensors.aggregate import plainly
 from flatshard.elastic import _exchange, _units
 from flatshard.elastic._exchange import Channel, as_bytes
-from flatshard.elastic._values import Image, Key, Live, Manifest, Small, Trained, aligned
+from flatshard.elastic._values import Common, Image, Key, Live, Manifest, Trained, aligned
 
 Number = tuple[int, int]
 """A generation: the number of steps before it, and the epoch of its copies. A later one is greater."""
@@ -64,7 +64,7 @@ class Generation:
 
     number: Number
     manifest: Manifest
-    small: Small
+    common: Common
     extra: list[Any]
     others: list[Image]  # copies of other ranks' shards
     own: Image | None = None  # None as long as the live values are the generation
@@ -191,7 +191,11 @@ class _Thread:
             look()
             self._thread.join(_LOOK)
         if self._error is not None:
-            raise self._error
+            error, self._error = self._error, None
+            try:
+                raise error
+            finally:
+                del error  # its traceback refers to this frame
 
     def abandon(self) -> bool:
         """Wait for its end, or leave it in a wait that gloo has forgotten. Return whether it ended. The groups must have."""
@@ -304,7 +308,7 @@ class Copies:
             self._spare = []
         is_new = not is_alike or before is None or before.number[1] != self._epoch
         if is_new:  # also on ranks that have joined
-            kinds = self._channel.objects([manifest.values, manifest.rest])
+            kinds = self._channel.objects(manifest.values)
             if odd := [r for r, kind in enumerate(kinds) if kind != kinds[0]]:
                 raise ValueError(
                     f"ranks {odd} keep other values than rank 0: optimizers must have state of the same parameters on all"
@@ -315,12 +319,12 @@ class Copies:
         if [image.number for image in others] != numbers:  # ranks may have changed places in the same layout
             others = [Image(manifest, number, with_replicated=False) for number in numbers]
         self._spare = []
-        number = live.numbers[0]
-        parts = {(v.at, v.name): live.part(number, v).contiguous() for values in manifest.values for v in values}
+        number = live.number
+        parts = {(v.at, v.name): live.part(v).contiguous() for values in manifest.values for v in values}
         extra = [copy.deepcopy(each.state_dict()) for each in self._extra]
-        generation = Generation((step, self._epoch), manifest, live.small(), extra, others)
+        generation = Generation((step, self._epoch), manifest, live.common(), extra, others)
         if is_new:  # values that other ranks would refuse raise now, before they are needed
-            generation.small.to_bytes()
+            generation.common.to_bytes()
             _exchange.saved(extra, "extra")
         before = before if is_alike else None
         self._under = under = _Under(generation, before, number, parts, self._version(parts), is_called)

@@ -243,7 +243,7 @@ def test_rules_by_dimension(ctx) -> None:
     ):
         ctx.note(f"{rule} {layout} {strategy} {made_before}")
         model = Net()
-        made = RULES[rule](model) if made_before else None
+        made = RULES[rule](model) if made_before else None  # before sharding, every rule sees full shapes
         where = {"process_group": ctx.group, "layout": layout, "strategy": ShardingStrategy[strategy]}
         fully_shard(model, policy={Block}, **where)
         optimizer = torch.optim.AdamW(made or RULES[rule](model))
