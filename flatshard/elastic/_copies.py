@@ -67,7 +67,7 @@ class Generation:
     common: Common
     extra: list[Any]
     others: list[Image]  # copies of other ranks' shards
-    own: Image | None = None  # None as long as the live values are the generation
+    own: Image | None = None  # the copy of this rank's shards. None as long as the live values are the generation
 
 
 @dataclass
@@ -82,7 +82,6 @@ class _Under:
     is_called: bool  # a process waits for the next epoch, as far as this rank knows
     has_all: bool = False  # this rank has all the copies that it keeps
     is_complete: bool = False  # all ranks have theirs
-    own: Image | None = None  # the copy of this rank's shards, when all ranks have theirs
     thread: _Thread | None = None  # copies
 
 
@@ -281,13 +280,10 @@ class Copies:
     @property
     def nbytes(self) -> int:
         """Bytes of the copies, and of the buffers to send from."""
-        under, kept = self._under, [*self._spare]
-        if under is not None:
-            kept += [*under.generation.others, *([under.own] if under.own is not None else [])]
-        if self.generation is not None:
-            kept += [*self.generation.others, *([self.generation.own] if self.generation.own is not None else [])]
-        images = {id(image): image for image in kept}.values()
-        return sum(image.nbytes for image in images) + sum(buffer.nbytes for buffer in self._source.buffers)
+        kept = [self.generation, None if self._under is None else self._under.generation]
+        images = [*self._spare, *(image for g in kept if g is not None for image in (*g.others, g.own))]
+        sizes = {id(image): image.nbytes for image in images if image is not None}
+        return sum(sizes.values()) + sum(buffer.nbytes for buffer in self._source.buffers)
 
     def _version(self, parts: dict[Key, torch.Tensor]) -> int:
         """Return a number that changes with the parameters and ``parts``."""
@@ -399,16 +395,16 @@ class Copies:
         before = under.before
         with self._source.copying():
             if before is not None and before.own is not None and before.own.number == under.number:
-                under.own = before.own
+                own = before.own
             else:
-                under.own = Image(under.generation.manifest, under.number, pin=isinstance(self._source, _Device))
-            under.own.fill(under.parts)
+                own = Image(under.generation.manifest, under.number, pin=isinstance(self._source, _Device))
+            own.fill(under.parts)
+            under.generation.own = own
 
     def _keep(self, under: _Under) -> None:
         """Keep the generation that was being copied."""
         if under.before is not None:
             self._spare = under.before.others
-        under.generation.own = under.own
         self.generation, self._under, self.is_called = under.generation, None, under.is_called
 
     def drain(self) -> None:

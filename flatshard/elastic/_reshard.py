@@ -148,9 +148,6 @@ def vacate(job: Trained, channel: Channel, destination: Destination) -> None:
     for unit, planned in zip(job.units, _units.cuts(job.units, destination.size), strict=True):
         _units.allocate(unit)
         shards = [flat.shard_for(plan.layout) for flat, plan in zip(unit.handle.flats, planned, strict=True)]
-        for flat in unit.handle.flats:
-            for param in flat.params:
-                param.grad = None
         _units.move(unit, destination, planned, shards)
     for optimizer in job.optimizers:
         optimizer.state.clear()
@@ -282,9 +279,6 @@ class Move:
         for value in self.manifest.values[number]:
             targets[value.at][value.name] = self._target(value, shards, self._shard(number, self._channel.rank))
         self._fill(number, targets)
-        for flat in unit.handle.flats:
-            for param in flat.params:
-                param.grad = None
         _units.move(unit, destination, planned, shards)
         for at, values in targets.items():
             param, flat = job.params[at], job.flat(at)
