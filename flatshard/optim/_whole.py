@@ -122,17 +122,15 @@ class WholeParameterOptimizer(Optimizer):
         """
         assert self.inner is not None
         super().load_state_dict(state_dict)
-        for param, each in self._owned.items():
-            if not each.is_mine:
-                self.state.pop(param, None)
-        numbers = [key for group in state_dict["param_groups"] for key in group["params"]]
-        mine = {key: self._owned[p] for key, p in zip(numbers, params_of(self), strict=True)}
-        given = {key: value for key, value in state_dict["state"].items() if key not in mine or mine[key].is_mine}
         groups = [{**options_of(group), "params": group["params"]} for group in state_dict["param_groups"]]
+        numbers = [key for group in groups for key in group["params"]]
+        others = {key for key, p in zip(numbers, params_of(self), strict=True) if not self.steps_here(p)}
+        given = {key: value for key, value in state_dict["state"].items() if key not in others}
         self.inner.load_state_dict({"state": given, "param_groups": groups})
-        self.state.update(
-            (each.param, self.inner.state[each.proxy]) for each in mine.values() if each.proxy in self.inner.state
-        )
+        for param, each in self._owned.items():
+            self.state.pop(param, None)
+            if each.proxy in self.inner.state:
+                self.state[param] = self.inner.state[each.proxy]
         _copy_options(self.inner.param_groups, self.param_groups)
 
     def first_step(self, param: nn.Parameter, group: Group) -> tuple[dict[str, Any], Group]:

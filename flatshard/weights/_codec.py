@@ -12,7 +12,6 @@ bytes, all values are sent.
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -21,7 +20,7 @@ import torch
 from flatshard.checkpoint._container import memory_of
 from flatshard.checkpoint._gaps import bits, decode_gaps, differ, encode_gaps, measure_gaps
 
-_HEAD = struct.Struct("<IBI")  # the cell, the form, and the number of elements or words of gaps
+_HEAD = 9  # bytes: the cell in four, the form in one, and in four the number of elements or words of gaps
 _GAPS = {1: torch.uint8, 2: torch.int16}  # by form: the dtype of gaps. The form of all elements is 0
 _HALF = 4  # beside it, in the form
 _HALVES = {2: torch.int8, 4: torch.int16, 8: torch.int32}
@@ -66,7 +65,7 @@ def as_integers(values: torch.Tensor) -> torch.Tensor:
 
 def full_section(cell: int, values: torch.Tensor) -> bytes:
     """Return the section with all elements of a cell."""
-    return _HEAD.pack(cell, 0, values.numel()) + _bytes(values)
+    return _head(cell, 0, values.numel()) + _bytes(values)
 
 
 def encode_changes(cell: int, now: torch.Tensor, before: torch.Tensor) -> Iterator[bytes]:
@@ -83,7 +82,7 @@ def encode_changes(cell: int, now: torch.Tensor, before: torch.Tensor) -> Iterat
         if number * 2 <= now.numel():
             found += _some(cell, near, bits(now), kind)
         else:
-            found.append(_HEAD.pack(cell, _HALF, now.numel()) + _bytes(bits(now).to(kind)))
+            found.append(_head(cell, _HALF, now.numel()) + _bytes(bits(now).to(kind)))
     found += _some(cell, rest, now)
     if sum(map(len, found)) * 4 < now.nbytes * 3:
         yield from found
@@ -101,7 +100,7 @@ def _some(cell: int, chosen: torch.Tensor, values: torch.Tensor, half: torch.dty
     form = places.itemsize
     if half is not None:
         values, form = values.to(half), form | _HALF
-    return [_HEAD.pack(cell, form, places.numel()) + _bytes(places) + _bytes(values)]
+    return [_head(cell, form, places.numel()) + _bytes(places) + _bytes(values)]
 
 
 def sections(payload: memoryview, cells: Sequence[tuple[int, torch.dtype]]) -> Iterator[Section]:
@@ -112,8 +111,10 @@ def sections(payload: memoryview, cells: Sequence[tuple[int, torch.dtype]]) -> I
     """
     start = 0
     while start < len(payload):
-        places = start + _HEAD.size
-        cell, form, count = _HEAD.unpack(payload[start:places].tobytes().ljust(_HEAD.size, b"\xff"))
+        places = start + _HEAD
+        cell, form, count = (
+            int.from_bytes(payload[start + a : start + b], "little") for a, b in ((0, 4), (4, 5), (5, 9))
+        )
         gaps, is_half = _GAPS.get(form & ~_HALF), bool(form & _HALF)
         if cell >= len(cells) or form not in (0, 1, 2, 4, 5, 6) or (is_half and cells[cell][1].itemsize not in _HALVES):
             raise ValueError(f"form {form} of cell {cell}, of {len(cells)} cells")
@@ -131,6 +132,10 @@ def sections(payload: memoryview, cells: Sequence[tuple[int, torch.dtype]]) -> I
             )
         yield Section(cell, form, payload[places:values], payload[values:end], dtype, payload[start:end])
         start = end
+
+
+def _head(cell: int, form: int, count: int) -> bytes:
+    return cell.to_bytes(4, "little") + bytes([form]) + count.to_bytes(4, "little")
 
 
 def _tensor(data: memoryview, dtype: torch.dtype) -> torch.Tensor:
