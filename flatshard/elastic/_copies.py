@@ -31,7 +31,6 @@ import contextlib
 import copy
 import functools
 import threading
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -40,6 +39,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from flatshard._base.optimizers import params_of
 from flatshard._base.trace import logger
 from flatshard._comm.backends import GlooCollectives
 from flatshard._comm.collectives import EXCHANGE, Done, Pending
@@ -226,8 +226,7 @@ class Copies:
         self._under: _Under | None = None
         self._spare: list[Image] = []
         self._source = _Host()
-        # The gradients, with their versions, that each optimizer has stepped last in this step, by parameter.
-        self._stepped: list[dict[int, tuple[weakref.ref[torch.Tensor], int]]] = [{} for _ in job.optimizers]
+        self._stepped: set[int] = set()  # numbers of the optimizers that have stepped in this step
         self._epoch, self._numbers, self._shifts = -1, list[int](), list[int]()
 
     def use_group(
@@ -253,24 +252,18 @@ class Copies:
 
     def begin_step(self) -> None:
         """Record that a step begins, in which no optimizer has stepped yet."""
-        for stepped in self._stepped:
-            stepped.clear()
+        self._stepped.clear()
 
     def note_stepped(self, number: int) -> None:
         """Record that an optimizer has stepped its gradients."""
-        grads = _grads_of(self._job.optimizers[number])
-        self._stepped[number] = {param: (weakref.ref(grad), grad._version) for param, grad in grads.items()}
+        self._stepped.add(number)
 
     def check_gradients(self) -> None:
         """Raise RuntimeError if there are gradients that the rest of training needs: they are not copied."""
         job = self._job
         _units.check_reduced(job.units, f"{job.verb}, at the end of a step")
         for number, optimizer in enumerate(job.optimizers):
-            stepped = self._stepped[number]
-            for param, grad in _grads_of(optimizer).items():
-                then, version = stepped.get(param, (None, 0))
-                if (then is not None and then() is grad and version == grad._version) or _is_zero(grad):
-                    continue
+            if number not in self._stepped and any(map(_has_gradient, params_of(optimizer))):
                 raise RuntimeError(
                     f"{job.verb}, at the end of a step: {type(optimizer).__name__}, optimizer {number}, has not stepped its "
                     "gradients, and they are not copied or saved: accumulate them inside of one step; or pass copy_every= "
@@ -461,16 +454,10 @@ class Copies:
         self.generation, self._under, self._spare = None, None, []
 
 
-def _grads_of(optimizer: torch.optim.Optimizer) -> dict[int, torch.Tensor]:
-    """Return the gradients of an optimizer's parameters by the parameters' ids."""
-    params = (param for group in optimizer.param_groups for param in group["params"])
-    return {id(param): grad for param in params if (grad := param.grad) is not None}
-
-
-def _is_zero(grad: torch.Tensor) -> bool:
-    """Return whether this rank's shard of a gradient is zero, as after ``zero_grad(set_to_none=False)``."""
+def _has_gradient(param: torch.Tensor) -> bool:
+    """Return whether this rank's shard of a gradient is not zero, as after ``zero_grad(set_to_none=False)``."""
     with plainly():
-        return not grad.any()
+        return param.grad is not None and bool(param.grad.any())
 
 
 def alike(a: Manifest, b: Manifest) -> bool:

@@ -62,11 +62,11 @@ class Job:
     come from communication is no death: it is raised, and ends the job on all ranks. To end the loop early, call :meth:`stop`
     on all ranks in the same step.
 
-    The state between two steps is: parameters, optimizer state, buffers, and ``extra``. Gradients are not. A step that
-    leaves gradients that no optimizer has stepped raises: accumulate inside of a step, or pass the number of steps that do
-    it together as ``copy_every``. Each rank keeps its own ``extra`` and buffers; a dead rank's are lost, and a rank that
-    joins gets the first rank's. So derive data and random numbers from step, rank and world size, and ask for these anew in
-    each attempt.
+    The state between two steps is: parameters, optimizer state, buffers, and ``extra``. Gradients are not. A step at
+    whose end an optimizer has gradients and has not stepped raises: accumulate inside of a step, or pass the number of steps
+    that do it together as ``copy_every``. Each rank keeps its own ``extra`` and buffers; a dead rank's are lost, and a rank
+    that joins gets the first rank's. So derive data and random numbers from step, rank and world size, and ask for these anew
+    in each attempt.
 
     A hybrid strategy continues over the smallest number of shards that divides the number of ranks and is not less than at
     first; all other ranks are replicas. Replicas count as copies, so with ``copies=1`` two of them send nothing.
