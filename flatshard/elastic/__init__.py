@@ -2,31 +2,22 @@
 
 >>> flatshard.elastic.redistribute(model, optimizer, process_group=dist.group.WORLD)
 
-*Moving* (``redistribute``). The state of a rank is a few contiguous buffers, so another layout of them is arithmetic on
-ranges. Each rank derives from the two layouts what it sends and receives, unit by unit. Nothing goes to a disk, no rank has
-more than one full unit, and elements that stay on a rank are not sent. Modules, parameters and optimizers stay the same
-objects.
+*Moving* (``redistribute``). Each rank derives from the old layout and the new one what it sends and receives, unit by unit.
+Nothing goes to a disk, no rank has more than one full unit, and elements that stay on a rank are not sent. Modules,
+parameters and optimizers stay the same objects.
 
 *Copies*. When a step ends, each rank sends its shards to the next rank (on another host, if there is one), while the next
 step computes. An optimizer's step waits until all ranks have their copies, and only then are older ones overwritten: one of
-two generations is always complete. With one copy a rank keeps three times its shards in host memory, also with an
-accelerator.
+two generations is always complete.
 
-*Continuing* (``World``, ``Job``). A dead rank ends gloo's connections, so the others fail in their next collective. They end
-the connections of all their groups, which reaches all ranks at once, and meet at the store of the launcher. A missing rank is
-dead if its port is closed, and out if it has not come for ``timeout``. One compare-and-set at the store decides who
-is in the next epoch, so no two groups train. Its ranks make new groups, move the newest complete generation to the new
-layout, copy it, and continue at its step. Until all have copied it, they keep the older copies: a death during a recovery is
-one more death, and begins it anew. A process that joins waits for the same meeting, which ranks hold between two steps.
+*Continuing* (``World``, ``Job``). A dead rank ends gloo's connections, so the others fail in their next collective, and meet
+at the store of the launcher. One compare-and-set at the store decides who continues, so no two groups train. These ranks make
+new groups, move the newest complete generation to the new layout, copy it, and continue at its step. Until all have copied
+it, they keep the older copies: a death during a recovery is one more death. A process that joins waits for the same meeting,
+which ranks hold between two steps.
 
 There is no public ``Copies``: a copy is of use only to ranks that agree on who is left and which generation is complete, and
 on the moments of the loop at which to copy and to return to a copy. ``World`` and ``Job`` are that agreement.
-
-Training survives the death of any rank, rank 0 included, and of ``copies`` neighbours at once, after the first copies; with a
-checkpoint, of more. It does not survive the death of the store (which belongs into the launcher), a death before the first
-step, or a stopped process for which others wait in a group with a longer timeout than the world's. A rank's own error ends
-the job on all ranks, also outside of ``attempt``. Tested: gloo on CPU, and a simulated accelerator. Not tested: NCCL, several
-hosts.
 """
 
 from typing import TYPE_CHECKING

@@ -31,7 +31,6 @@ import contextlib
 import copy
 import functools
 import threading
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -40,6 +39,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from flatshard._base.optimizers import params_of
 from flatshard._base.trace import logger
 from flatshard._comm.backends import GlooCollectives
 from flatshard._comm.collectives import EXCHANGE, Done, Pending
@@ -48,7 +48,7 @@ from flatshard._comm.streams import Streams
 from flatshard._handle.tensors.aggregate import plainly
 from flatshard.elastic import _exchange, _units
 from flatshard.elastic._exchange import Channel, as_bytes
-from flatshard.elastic._values import Image, Key, Live, Manifest, Small, Trained, aligned
+from flatshard.elastic._values import Common, Image, Key, Live, Manifest, Trained, aligned
 
 Number = tuple[int, int]
 """A generation: the number of steps before it, and the epoch of its copies. A later one is greater."""
@@ -64,10 +64,10 @@ class Generation:
 
     number: Number
     manifest: Manifest
-    small: Small
+    common: Common
     extra: list[Any]
     others: list[Image]  # copies of other ranks' shards
-    own: Image | None = None  # None as long as the live values are the generation
+    own: Image | None = None  # the copy of this rank's shards. None as long as the live values are the generation
 
 
 @dataclass
@@ -82,7 +82,6 @@ class _Under:
     is_called: bool  # a process waits for the next epoch, as far as this rank knows
     has_all: bool = False  # this rank has all the copies that it keeps
     is_complete: bool = False  # all ranks have theirs
-    own: Image | None = None  # the copy of this rank's shards, when all ranks have theirs
     thread: _Thread | None = None  # copies
 
 
@@ -191,7 +190,11 @@ class _Thread:
             look()
             self._thread.join(_LOOK)
         if self._error is not None:
-            raise self._error
+            error, self._error = self._error, None
+            try:
+                raise error
+            finally:
+                del error  # its traceback refers to this frame
 
     def abandon(self) -> bool:
         """Wait for its end, or leave it in a wait that gloo has forgotten. Return whether it ended. The groups must have."""
@@ -223,8 +226,7 @@ class Copies:
         self._under: _Under | None = None
         self._spare: list[Image] = []
         self._source = _Host()
-        # The gradients, with their versions, that each optimizer has stepped last in this step, by parameter.
-        self._stepped: list[dict[int, tuple[weakref.ref[torch.Tensor], int]]] = [{} for _ in job.optimizers]
+        self._stepped: set[int] = set()  # numbers of the optimizers that have stepped in this step
         self._epoch, self._numbers, self._shifts = -1, list[int](), list[int]()
 
     def use_group(
@@ -250,24 +252,18 @@ class Copies:
 
     def begin_step(self) -> None:
         """Record that a step begins, in which no optimizer has stepped yet."""
-        for stepped in self._stepped:
-            stepped.clear()
+        self._stepped.clear()
 
     def note_stepped(self, number: int) -> None:
         """Record that an optimizer has stepped its gradients."""
-        grads = _grads_of(self._job.optimizers[number])
-        self._stepped[number] = {param: (weakref.ref(grad), grad._version) for param, grad in grads.items()}
+        self._stepped.add(number)
 
     def check_gradients(self) -> None:
         """Raise RuntimeError if there are gradients that the rest of training needs: they are not copied."""
         job = self._job
         _units.check_reduced(job.units, f"{job.verb}, at the end of a step")
         for number, optimizer in enumerate(job.optimizers):
-            stepped = self._stepped[number]
-            for param, grad in _grads_of(optimizer).items():
-                then, version = stepped.get(param, (None, 0))
-                if (then is not None and then() is grad and version == grad._version) or _is_zero(grad):
-                    continue
+            if number not in self._stepped and any(map(_has_gradient, params_of(optimizer))):
                 raise RuntimeError(
                     f"{job.verb}, at the end of a step: {type(optimizer).__name__}, optimizer {number}, has not stepped its "
                     "gradients, and they are not copied or saved: accumulate them inside of one step; or pass copy_every= "
@@ -277,13 +273,10 @@ class Copies:
     @property
     def nbytes(self) -> int:
         """Bytes of the copies, and of the buffers to send from."""
-        under, kept = self._under, [*self._spare]
-        if under is not None:
-            kept += [*under.generation.others, *([under.own] if under.own is not None else [])]
-        if self.generation is not None:
-            kept += [*self.generation.others, *([self.generation.own] if self.generation.own is not None else [])]
-        images = {id(image): image for image in kept}.values()
-        return sum(image.nbytes for image in images) + sum(buffer.nbytes for buffer in self._source.buffers)
+        kept = [self.generation, None if self._under is None else self._under.generation]
+        images = [*self._spare, *(image for g in kept if g is not None for image in (*g.others, g.own))]
+        sizes = {id(image): image.nbytes for image in images if image is not None}
+        return sum(sizes.values()) + sum(buffer.nbytes for buffer in self._source.buffers)
 
     def _version(self, parts: dict[Key, torch.Tensor]) -> int:
         """Return a number that changes with the parameters and ``parts``."""
@@ -304,7 +297,7 @@ class Copies:
             self._spare = []
         is_new = not is_alike or before is None or before.number[1] != self._epoch
         if is_new:  # also on ranks that have joined
-            kinds = self._channel.objects([manifest.values, manifest.rest])
+            kinds = self._channel.objects(manifest.values)
             if odd := [r for r, kind in enumerate(kinds) if kind != kinds[0]]:
                 raise ValueError(
                     f"ranks {odd} keep other values than rank 0: optimizers must have state of the same parameters on all"
@@ -315,12 +308,12 @@ class Copies:
         if [image.number for image in others] != numbers:  # ranks may have changed places in the same layout
             others = [Image(manifest, number, with_replicated=False) for number in numbers]
         self._spare = []
-        number = live.numbers[0]
-        parts = {(v.at, v.name): live.part(number, v).contiguous() for values in manifest.values for v in values}
+        number = live.number
+        parts = {(v.at, v.name): live.part(v).contiguous() for values in manifest.values for v in values}
         extra = [copy.deepcopy(each.state_dict()) for each in self._extra]
-        generation = Generation((step, self._epoch), manifest, live.small(), extra, others)
+        generation = Generation((step, self._epoch), manifest, live.common(), extra, others)
         if is_new:  # values that other ranks would refuse raise now, before they are needed
-            generation.small.to_bytes()
+            generation.common.to_bytes()
             _exchange.saved(extra, "extra")
         before = before if is_alike else None
         self._under = under = _Under(generation, before, number, parts, self._version(parts), is_called)
@@ -395,16 +388,16 @@ class Copies:
         before = under.before
         with self._source.copying():
             if before is not None and before.own is not None and before.own.number == under.number:
-                under.own = before.own
+                own = before.own
             else:
-                under.own = Image(under.generation.manifest, under.number, pin=isinstance(self._source, _Device))
-            under.own.fill(under.parts)
+                own = Image(under.generation.manifest, under.number, pin=isinstance(self._source, _Device))
+            own.fill(under.parts)
+            under.generation.own = own
 
     def _keep(self, under: _Under) -> None:
         """Keep the generation that was being copied."""
         if under.before is not None:
             self._spare = under.before.others
-        under.generation.own = under.own
         self.generation, self._under, self.is_called = under.generation, None, under.is_called
 
     def drain(self) -> None:
@@ -461,16 +454,10 @@ class Copies:
         self.generation, self._under, self._spare = None, None, []
 
 
-def _grads_of(optimizer: torch.optim.Optimizer) -> dict[int, torch.Tensor]:
-    """Return the gradients of an optimizer's parameters by the parameters' ids."""
-    params = (param for group in optimizer.param_groups for param in group["params"])
-    return {id(param): grad for param in params if (grad := param.grad) is not None}
-
-
-def _is_zero(grad: torch.Tensor) -> bool:
-    """Return whether this rank's shard of a gradient is zero, as after ``zero_grad(set_to_none=False)``."""
+def _has_gradient(param: torch.Tensor) -> bool:
+    """Return whether this rank's shard of a gradient is not zero, as after ``zero_grad(set_to_none=False)``."""
     with plainly():
-        return not grad.any()
+        return param.grad is not None and bool(param.grad.any())
 
 
 def alike(a: Manifest, b: Manifest) -> bool:

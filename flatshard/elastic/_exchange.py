@@ -3,8 +3,7 @@
 [Note: As few bytes as the two layouts allow]
 A rank copies the elements that it holds already from itself, and receives each of the others once, from one of their holders.
 Padding is not sent. The two layouts tell each rank what it sends and receives, so messages do not describe their contents.
-Large tensors are sent from and received into their places, while the rank copies from itself. Small tensors of a unit go in
-one message between two ranks.
+The tensors of a unit go in one message between two ranks, while each rank copies from itself.
 """
 
 from __future__ import annotations
@@ -25,8 +24,6 @@ from flatshard._comm.payloads import PLAIN
 from flatshard._comm.progress import NOBODY
 
 Span = tuple[int, int]
-
-_LARGE = 1 << 16  # bytes of a tensor that is a message of its own
 
 
 class Range(NamedTuple):
@@ -81,6 +78,17 @@ class Channel:
             self._collectives.all_gather(output, row, NOBODY).wait()
             return output.cpu()
 
+    def share(self, data: bytes | None, first: int, to: Sequence[int]) -> bytes:
+        """Send the bytes of rank ``first`` to the ranks ``to``. Return them on these."""
+        own = bytearray(data or b"")
+        size = int(self.gather(torch.tensor([len(own)], device="cpu"))[first])
+        if self.rank == first:
+            self.exchange({rank: [torch.frombuffer(own, dtype=torch.uint8)] for rank in to}, {})
+            return bytes(own)
+        place = torch.empty(size, dtype=torch.uint8, device="cpu")
+        self.exchange({}, {first: [place]} if self.rank in to else {})
+        return ctypes.string_at(place.data_ptr(), size)
+
     def exchange(
         self,
         sent: dict[int, list[torch.Tensor]],
@@ -94,20 +102,22 @@ class Channel:
             CollectiveError: a rank has died, or left.
         """
         with self.failing("exchange", unit), torch.no_grad():
-            out = [(message, rank) for rank, tensors in sorted(sent.items()) for message in self._packed(tensors)]
-            into, places = list[tuple[torch.Tensor, int]](), list[list[torch.Tensor]]()
-            for rank, tensors in sorted(received.items()):
-                for targets in _messages(tensors):
-                    into.append((self._memory(targets), rank))
-                    places.append(targets)
+            out = [
+                (torch.cat([as_bytes(tensor).to(self._device) for tensor in tensors]), rank)
+                for rank, tensors in sorted(sent.items())
+            ]
+            into = [
+                (torch.empty(sum(t.nbytes for t in tensors), dtype=torch.uint8, device=self._device), rank)
+                for rank, tensors in sorted(received.items())
+            ]
             self.sent += sum(message.nbytes for message, _ in out)
             pending = self._collectives.exchange(out, into, NOBODY)
             meanwhile()
             pending.wait()
-            for (message, _), targets in zip(into, places, strict=True):
-                for part, target in zip(torch.split(message, [t.nbytes for t in targets]), targets, strict=True):
-                    if part.data_ptr() != target.data_ptr():
-                        as_bytes(target).copy_(part)
+            for message, rank in into:
+                sizes = [target.nbytes for target in received[rank]]
+                for part, target in zip(torch.split(message, sizes), received[rank], strict=True):
+                    as_bytes(target).copy_(part)
 
     @contextlib.contextmanager
     def failing(self, phase: str, unit: str) -> Iterator[None]:
@@ -118,24 +128,6 @@ class Channel:
             raise
         except RuntimeError as e:
             raise CollectiveError(phase, unit, self.rank, self.size, str(e)) from e
-
-    def _packed(self, tensors: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
-        for parts in _messages(tensors):
-            here = [as_bytes(part).to(self._device) for part in parts]
-            yield here[0] if len(here) == 1 else torch.cat(here)
-
-    def _memory(self, targets: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return memory to receive ``targets`` in: their own, if possible."""
-        if len(targets) == 1 and targets[0].device == self._device:
-            return as_bytes(targets[0])
-        return torch.empty(sum(t.nbytes for t in targets), dtype=torch.uint8, device=self._device)
-
-
-def _messages(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """Yield the tensors of each message: the same on both sides."""
-    yield from ([t] for t in tensors if t.nbytes >= _LARGE)
-    if small := [t for t in tensors if t.nbytes < _LARGE]:
-        yield small
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -62,11 +62,11 @@ class Job:
     come from communication is no death: it is raised, and ends the job on all ranks. To end the loop early, call :meth:`stop`
     on all ranks in the same step.
 
-    The state between two steps is: parameters, optimizer state, buffers, and ``extra``. Gradients are not. A step that
-    leaves gradients that no optimizer has stepped raises: accumulate inside of a step, or pass the number of steps that do
-    it together as ``copy_every``. Each rank keeps its own ``extra`` and buffers; a dead rank's are lost, and a rank that
-    joins gets the first rank's. So derive data and random numbers from step, rank and world size, and ask for these anew in
-    each attempt.
+    The state between two steps is: parameters, optimizer state, buffers, and ``extra``. Gradients are not. A step at
+    whose end an optimizer has gradients and has not stepped raises: accumulate inside of a step, or pass the number of steps
+    that do it together as ``copy_every``. Each rank keeps its own ``extra`` and buffers; a dead rank's are lost, and a rank
+    that joins gets the first rank's. So derive data and random numbers from step, rank and world size, and ask for these anew
+    in each attempt.
 
     A hybrid strategy continues over the smallest number of shards that divides the number of ranks and is not less than at
     first; all other ranks are replicas. Replicas count as copies, so with ``copies=1`` two of them send nothing.
@@ -389,11 +389,13 @@ class Job:
         held = None
         if generation is not None:
             shards = [] if generation.own is None else [generation.own, *generation.others]
-            held = Held(generation.manifest, generation.small, shards)
+            held = Held(generation.manifest, generation.common, shards)
         try:
             move = Move(job, channel, destination, held)
         except LostShardsError as lost:
-            self._go_back_to_checkpoint(channel, destination, lost)
+            if self._checkpoints is None:
+                raise
+            self._go_back_to_checkpoint(channel, destination, str(lost))
         else:
             assert newest is not None  # otherwise nobody had any part
             move.run()
@@ -419,14 +421,13 @@ class Job:
         mesh = DeviceMesh(device, ranks, mesh_dim_names=("replicas", "shards"))
         return _units.destination_over(units, None, mesh)
 
-    def _go_back_to_checkpoint(self, channel: Channel, destination: _units.Destination, lost: LostShardsError) -> None:
-        if self._checkpoints is None:
-            raise lost
+    def _go_back_to_checkpoint(self, channel: Channel, destination: _units.Destination, lost: str) -> None:
+        assert self._checkpoints is not None
         self._copies.forget()
         vacate(self._job, channel, destination)
         if not self._load(channel):
             raise LostShardsError(f"{lost}. There is no checkpoint in {self._checkpoints.directory} to return to")
-        self._tell_first(str(lost))
+        self._tell_first(lost)
 
 
 def _check_extra(extra: Iterable[Any]) -> None:

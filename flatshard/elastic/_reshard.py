@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import functools
-from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -24,16 +23,21 @@ from flatshard.elastic._units import Destination
 from flatshard.elastic._values import (
     GRAD,
     PARAM,
+    Common,
     Image,
     Live,
     Manifest,
     ParamAt,
-    Small,
     Trained,
     Value,
     allocate_buffers,
-    set_small,
+    set_common,
+    set_state,
 )
+
+T = TypeVar("T")
+Targets = dict[ParamAt, dict[Any, torch.Tensor]]
+"""The memory for this rank's new shards of a unit's values, by parameter and name."""
 
 _VERB = "redistribute"
 
@@ -118,7 +122,7 @@ def redistribute(
 
     # Errors of any rank are raised on all before anything moves.
     job, live, destination = agreed(channel, prepare)
-    held = None if live is None else Held(live.manifest, live.small(), [live])
+    held = None if live is None else Held(live.manifest, live.common(), [live])
     Move(job, channel, destination, held).run()
     return channel.sent
 
@@ -134,7 +138,8 @@ def vacate(job: Trained, channel: Channel, destination: Destination) -> None:
         if all(lacks):
             raise LostShardsError(f"{job.verb}: all ranks that had the model died")
         first = lacks.index(False)
-        given = channel.objects(_exchange.saved(job.buffers(), "a buffer") if channel.rank == first else None)[first]
+        to = [rank for rank, lack in enumerate(lacks) if lack]
+        given = channel.share(_exchange.saved(job.buffers(), "a buffer") if channel.rank == first else None, first, to)
         if lacks[channel.rank]:
             allocate_buffers(job)
             values = _exchange.loaded(given)
@@ -143,24 +148,20 @@ def vacate(job: Trained, channel: Channel, destination: Destination) -> None:
     for unit, planned in zip(job.units, _units.cuts(job.units, destination.size), strict=True):
         _units.allocate(unit)
         shards = [flat.shard_for(plan.layout) for flat, plan in zip(unit.handle.flats, planned, strict=True)]
-        for flat in unit.handle.flats:
-            for param in flat.params:
-                param.grad = None
         _units.move(unit, destination, planned, shards)
     for optimizer in job.optimizers:
         optimizer.state.clear()
 
 
-def agreed(channel: Channel, do: Any) -> Any:
+def agreed(channel: Channel, do: Callable[[], T]) -> T:
     """Return the result of ``do``. If it raises on a rank, all raise."""
     try:
-        result, error = do(), None
+        result = do()
     except Exception as e:
-        result, error = None, e
-    every = channel.objects(None if error is None else f"{type(error).__name__}: {error}")
-    if error is not None:
-        raise error
-    if told := {f"rank {rank}: {text}" for rank, text in enumerate(every) if text is not None}:
+        channel.objects(f"{type(e).__name__}: {e}")
+        raise
+    texts = channel.objects(None)
+    if told := {f"rank {rank}: {text}" for rank, text in enumerate(texts) if text is not None}:
         raise RuntimeError("; ".join(sorted(told)))
     return result
 
@@ -169,7 +170,7 @@ class Held(NamedTuple):
     """The shards of one generation that a rank has, as copies or as its live values."""
 
     manifest: Manifest
-    small: Small
+    common: Common
     shards: Sequence[Live | Image]
 
 
@@ -185,8 +186,8 @@ class Move:
             held: this rank's shards, or None if the model has no values yet.
         """
         self._job, self._channel, self._destination = job, channel, destination
-        self._small, self._joins = None if held is None else held.small, held is None
-        self._holders = {number: each for each in (held.shards if held else ()) for number in each.numbers}
+        self._common = None if held is None else held.common
+        self._holders = {each.number: each for each in (held.shards if held else ())}
         place = None if destination is None else (destination.rank, destination.size)
         told = channel.objects((job.digest(), place, tuple(self._holders), held is not None))
         if odd := [rank for rank, (digest, *_) in enumerate(told) if digest != told[0][0]]:
@@ -196,6 +197,7 @@ class Move:
             )
         self._places: list[tuple[int, int] | None] = [place for _, place, *_ in told]
         self._held: list[tuple[int, ...]] = [numbers for _, _, numbers, _ in told]
+        self._lacking = [rank for rank, (*_, has) in enumerate(told) if not has]
         self._first = next((rank for rank, (*_, has) in enumerate(told) if has), None)
         given = channel.objects(held.manifest.to_payload() if held and channel.rank == self._first else None)
         if self._first is None:
@@ -241,54 +243,53 @@ class Move:
 
     def run(self) -> None:
         """Move all units, and set the values that are not sharded. Gradients that did not move are dropped."""
-        self._plain = small = self._receive_small()
+        common = self._receive_common()
         for number in range(len(self._job.units)):
-            self._move_unit(number)
+            self._move_unit(number, common)
         if self._destination is None:
             _units.leave(self._job.units, self._job.verb)
             return
-        set_small(self._job, small, self.manifest)
+        set_common(self._job, common)
 
-    def _receive_small(self) -> Small:
+    def _receive_common(self) -> Common:
         """Return the values that are not sharded: this rank's own, or the first rank's."""
-        channel, job = self._channel, self._job
-        lacking = [rank for rank, lacks in enumerate(channel.objects(self._small is None)) if lacks]
-        first, small = self._first, self._small
+        channel, first, common = self._channel, self._first, self._common
         assert first is not None
-        tells = small if channel.rank == first and lacking else None
-        told = channel.objects(agreed(channel, lambda: None if tells is None else tells.to_bytes()))[first]
-        sent: dict[int, list[torch.Tensor]] = {}
-        received: dict[int, list[torch.Tensor]] = {}
-        if small is None:
-            small = Small.from_bytes(told, job.units[0].runtime.device)
-            received = {first: [t.view(-1) for t in small.rest if t.numel()]}
-        elif channel.rank == first:
-            flat = [t.contiguous().view(-1) for t in small.rest if t.numel()]
-            sent = dict.fromkeys(lacking, flat)
-        channel.exchange({r: t for r, t in sent.items() if t}, {r: t for r, t in received.items() if t})
-        return small
+        if self._lacking:
+            tells = common if channel.rank == first else None
+            data = agreed(channel, lambda: None if tells is None else tells.to_bytes())
+            data = channel.share(data, first, self._lacking)
+            if common is None:
+                return Common.from_bytes(data)
+        assert common is not None
+        return common
 
     # -- one unit ------------------------------------------------------------------------------------------------------
 
-    def _move_unit(self, number: int) -> None:
+    def _move_unit(self, number: int, common: Common) -> None:
         job, destination, planned = self._job, self._destination, self._planned[number]
         unit = job.units[number]
-        if destination is not None and self._joins:
-            _units.allocate(unit)
-        targets: dict[tuple[ParamAt, Any], torch.Tensor] = {}
-        shards: list[torch.Tensor] = []
-        if destination is not None:
-            shards = [flat.shard_for(plan.layout) for flat, plan in zip(unit.handle.flats, planned, strict=True)]
-            for value in self.manifest.values[number]:
-                targets[value.at, value.name] = self._target(value, shards, self._shard(number, self._channel.rank))
-        self._fill(number, targets)
         if destination is None:
+            self._fill(number, {})
             return
-        for flat in unit.handle.flats:
-            for param in flat.params:
-                param.grad = None
+        if self._common is None:  # it joins
+            _units.allocate(unit)
+        shards = [flat.shard_for(plan.layout) for flat, plan in zip(unit.handle.flats, planned, strict=True)]
+        targets: Targets = {at: {} for at in job.params if at.unit == number}
+        for value in self.manifest.values[number]:
+            targets[value.at][value.name] = self._target(value, shards, self._shard(number, self._channel.rank))
+        self._fill(number, targets)
         _units.move(unit, destination, planned, shards)
-        self._set_states(number, targets)
+        for at, values in targets.items():
+            param, flat = job.params[at], job.flat(at)
+            if GRAD in values:
+                param.grad = flat.shaped(at.param, values[GRAD])
+            for n, optimizer in enumerate(job.optimizers):
+                states = [
+                    (name[1], value) for name, value in values.items() if name not in (PARAM, GRAD) and name[0] == n
+                ]
+                sharded = {key: flat.shaped(at.param, value) for key, value in states}
+                set_state(optimizer, param, common.states[n].get(at), sharded)
 
     def _shard(self, unit: int, rank: int) -> int:
         """Return the shard of a unit that a rank will have."""
@@ -308,7 +309,7 @@ class Move:
             return shards[at.flat][part.start : part.stop]
         return torch.empty(part.numel, dtype=value.dtype, device=self._job.flat(at).kind.device)
 
-    def _fill(self, number: int, targets: dict[tuple[ParamAt, Any], torch.Tensor]) -> None:
+    def _fill(self, number: int, targets: Targets) -> None:
         """Fill ``targets`` from all ranks. Called on all. _exchange.py, [Note: As few bytes as the two layouts allow]"""
         manifest, me = self.manifest, self._channel.rank
         holders: list[list[int]] = []
@@ -330,7 +331,7 @@ class Move:
                     need = self._span(value.at, self._shard(number, rank))
                     for source, shard, start, stop in sources(need, rank, cut, holders):
                         if rank == me:
-                            target = targets[value.at, value.name][start - need[0] : stop - need[0]]
+                            target = targets[value.at][value.name][start - need[0] : stop - need[0]]
                             if source == me:
                                 part = self._held_part(number, shard, value)
                                 own.append((target, part[start - cut[shard][0] : stop - cut[shard][0]]))
@@ -349,25 +350,5 @@ class Move:
     def _held_part(self, unit: int, shard: int, value: Value) -> torch.Tensor:
         for number, holder in self._holders.items():
             if self.manifest.shard_of(unit, number) == shard:
-                return holder.part(number, value)
+                return holder.part(value)
         raise AssertionError("a rank holds what it is said to hold")
-
-    def _set_states(self, number: int, targets: dict[tuple[ParamAt, Any], torch.Tensor]) -> None:
-        """Set gradients and optimizer state of a unit that has moved."""
-        job, small = self._job, self._plain
-        for at, param in job.params.items():
-            if at.unit != number:
-                continue
-            flat = job.flat(at)
-            if (grad := targets.get((at, GRAD))) is not None:
-                param.grad = flat.shaped(at.param, grad)
-            for n, optimizer in enumerate(job.optimizers):
-                keys = self.manifest.states[n].get(at)
-                if keys is None:
-                    optimizer.state.pop(param, None)
-                    continue
-                found = copy.deepcopy(small.plain[n].get(at, {}))
-                for key in keys:
-                    if (value := targets.get((at, (n, key)))) is not None:
-                        found[key] = flat.shaped(at.param, value)
-                optimizer.state[param] = {key: found[key] for key in keys}

@@ -141,7 +141,10 @@ def check_reduced(units: Iterable[Unit], verb: str) -> None:
 
 
 def move(unit: Unit, destination: Destination, planned: Sequence[PlannedFlat], shards: Sequence[torch.Tensor]) -> None:
-    """Shard ``unit`` as planned, with one of ``shards`` for each flat parameter. There must be no gradients."""
+    """Shard ``unit`` as planned, with one of ``shards`` for each flat parameter. Gradients are dropped."""
+    for flat in unit.handle.flats:
+        for param in flat.params:
+            param.grad = None
     old = unit.handle.ranks
     ranks = ranks_of(unit.handle.fqn, unit.config, planned, destination.pools, destination.runtimes)
     ranks = replace(ranks, averaging=replace(old.averaging, size=ranks.averaging.size))

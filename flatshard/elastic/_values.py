@@ -20,6 +20,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from flatshard._base.errors import name_list
+from flatshard._base.optimizers import options_of
 from flatshard._composable.find import units_of
 from flatshard._composable.state import Unit, owner_of
 from flatshard._handle.flat_param import FlatParam
@@ -58,24 +59,19 @@ class Manifest:
     size: int  # the number of shards of each unit that is not replicated
     layouts: list[list[FlatLayout]]  # by unit and flat parameter
     values: list[list[Value]]  # by unit
-    states: list[dict[ParamAt | str, list[Any]]]  # by optimizer: the keys of each parameter's state, in order
-    rest: list[Any]  # names of tensors outside of units: (kind, FQN, ...)
 
     def to_payload(self) -> Any:
         """Return plain values for other ranks."""
-        layouts = [[dataclasses.astuple(layout) for layout in flats] for flats in self.layouts]
-        return self.size, layouts, self.values, self.states, self.rest
+        return self.size, [[dataclasses.astuple(layout) for layout in flats] for flats in self.layouts], self.values
 
     @classmethod
     def from_payload(cls, payload: Any) -> Self:
         """Return the manifest that another rank wrote."""
-        size, layouts, values, states, rest = payload
+        size, layouts, values = payload
         return cls(
             size,
             [[FlatLayout(tuple(ParamInfo(*p) for p in params), *cut) for params, *cut in each] for each in layouts],
             [[Value(ParamAt(*at), name, dtype) for at, name, dtype in each] for each in values],
-            [{_place(at): keys for at, keys in each.items()} for each in states],
-            rest,
         )
 
     def is_replicated(self, unit: int) -> bool:
@@ -92,36 +88,30 @@ class Manifest:
         return part.offset, part.offset + part.numel
 
 
-class Small(NamedTuple):
+class Common(NamedTuple):
     """Copies of the values that are not sharded."""
 
-    plain: list[dict[ParamAt | str, dict[str, Any]]]  # by optimizer: values without a shape
-    options: list[list[dict[str, Any]]]
-    rest: list[torch.Tensor]  # buffers, unsharded parameters and their optimizer state
+    buffers: dict[str, torch.Tensor]
+    others: dict[str, torch.Tensor]  # parameters in no unit
+    states: list[dict[ParamAt | str, dict[str, Any]]]  # by optimizer and parameter: what is not sharded of its state
+    options: list[list[dict[str, Any]]]  # by optimizer and group
 
     def to_bytes(self) -> bytes:
-        """Return bytes for other ranks: everything but the elements of ``rest``.
+        """Return bytes for other ranks.
 
         Raises:
             TypeError: other ranks would refuse it.
         """
-        plain = [
-            [(at if isinstance(at, str) else tuple(at), values) for at, values in each.items()] for each in self.plain
-        ]
-        rest = [(tuple(each.shape), each.dtype) for each in self.rest]
-        return _exchange.saved((plain, self.options, rest), "the optimizers' state and options")
+        buffers, others = ({name: value.cpu() for name, value in each.items()} for each in self[:2])
+        states = [[(at if isinstance(at, str) else tuple(at), values) for at, values in e.items()] for e in self.states]
+        return _exchange.saved((buffers, others, states, self.options), "the optimizers' state and options")
 
     @classmethod
-    def from_bytes(cls, data: bytes, device: torch.device) -> Self:
-        """Return the values that another rank wrote, with memory for ``rest``."""
-        plain, options, rest = _exchange.loaded(data)
-        memory = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in rest]
-        return cls([{_place(at): values for at, values in each} for each in plain], options, memory)
-
-
-def _place(at: Any) -> ParamAt | str:
-    """Return the place of a parameter in a payload."""
-    return at if isinstance(at, str) else ParamAt(*at)
+    def from_bytes(cls, data: bytes) -> Self:
+        """Return the values that another rank wrote."""
+        buffers, others, states, options = _exchange.loaded(data)
+        places = [{at if isinstance(at, str) else ParamAt(*at): values for at, values in each} for each in states]
+        return cls(buffers, others, places, options)
 
 
 class Trained:
@@ -216,10 +206,9 @@ class Live:
         grads = {at: param.grad for at, param in job.params.items() if param.grad is not None}
         self._grads = grads if with_gradients else {}
         rank, size = place_of(job.units)
-        self.numbers: tuple[int, ...] = (rank,)
+        self.number = rank
         layouts = [[flat.layout for flat in unit.handle.flats] for unit in job.units]
         values: list[list[Value]] = [[] for _ in job.units]
-        states: list[dict[ParamAt | str, list[Any]]] = [{} for _ in job.optimizers]
         # The order of values follows that of parameters, so it is the same on all ranks.
         for own, param in job.params.items():
             values[own.unit].append(Value(own, PARAM, param.dtype))
@@ -227,21 +216,10 @@ class Live:
                 values[own.unit].append(Value(own, GRAD, self._grads[own].dtype))
         for number in range(len(job.optimizers)):
             for place, state in job.states(number):
-                states[number][place] = list(state)
                 for key, held in state.items():
                     if isinstance(place, ParamAt) and self._lies(place, key, held, number):
                         values[place.unit].append(Value(place, (number, key), held.dtype))
-        rest: list[Any] = [("buffer", name) for name in job.buffers()]
-        rest += [("parameter", name) for name in job.others]
-        rest += [
-            ("state", at, n, key)
-            for n in range(len(job.optimizers))
-            for at, state in job.states(n)
-            if isinstance(at, str)
-            for key, value in state.items()
-            if isinstance(value, torch.Tensor) and value.dim()
-        ]
-        self.manifest = Manifest(size, layouts, values, states, rest)
+        self.manifest = Manifest(size, layouts, values)
 
     def _lies(self, at: ParamAt, key: str, value: Any, number: int) -> bool:
         """Return whether a value of an optimizer's state is sharded as its parameter. [Note: Values sharded as parameters]"""
@@ -258,7 +236,7 @@ class Live:
             )
         return False
 
-    def part(self, number: int, value: Value) -> torch.Tensor:
+    def part(self, value: Value) -> torch.Tensor:
         """Return this rank's shard of a value: 1-D, in memory order."""
         at, name = value.at, value.name
         param, flat = self.job.params[at], self.job.flat(at)
@@ -268,40 +246,25 @@ class Live:
         held = self._grads[at] if name == GRAD else self.job.optimizers[name[0]].state[param][name[1]]
         return param._flatshard_info.in_memory_order(_plain(held))
 
-    def small(self) -> Small:
+    def common(self) -> Common:
         """Return copies of the values that are not sharded."""
-        lying = {
-            (v.name[0], v.at, v.name[1]) for unit in self.manifest.values for v in unit if isinstance(v.name, tuple)
-        }
-        lying |= {(n, at, key) for what, at, *more in self.manifest.rest if what == "state" for n, key in [more]}
-        plain: list[dict[ParamAt | str, dict[str, Any]]] = []
-        for number in range(len(self.job.optimizers)):
-            found: dict[ParamAt | str, dict[str, Any]] = {}
-            for at, state in self.job.states(number):
-                found[at] = {k: _copied(v) for k, v in state.items() if (number, at, k) not in lying}
-            plain.append(found)
-        rest = [_plain(tensor).clone() for tensor in self.rest()]
-        options = [[_options(group) for group in o.param_groups] for o in self.job.optimizers]
-        return Small(plain, copy.deepcopy(options), rest)
-
-    def rest(self) -> Iterator[torch.Tensor]:
-        """Yield the tensors of ``manifest.rest``."""
-        buffers = self.job.buffers()
-        for what, name, *key in self.manifest.rest:
-            if what == "buffer":
-                yield buffers[name]
-            elif what == "parameter":
-                yield self.job.others[name]
-            else:
-                yield self.job.optimizers[key[0]].state[self.job.others[name]][key[1]]
+        job, sharded = self.job, {(v.at, v.name) for unit in self.manifest.values for v in unit}
+        return Common(
+            {name: _plain(buffer).clone() for name, buffer in job.buffers().items()},
+            {name: _plain(param).clone() for name, param in job.others.items()},
+            [
+                {
+                    at: {key: _copied(value) for key, value in state.items() if (at, (n, key)) not in sharded}
+                    for at, state in job.states(n)
+                }
+                for n in range(len(job.optimizers))
+            ],
+            [[copy.deepcopy(options_of(group)) for group in optimizer.param_groups] for optimizer in job.optimizers],
+        )
 
 
 def _copied(value: Any) -> Any:
     return value.clone() if type(value) is torch.Tensor else copy.deepcopy(value)
-
-
-def _options(given: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in given.items() if key not in ("params", "param_names")}
 
 
 def aligned(nbytes: int) -> int:
@@ -320,8 +283,7 @@ class Image:
             with_replicated: include units that are not sharded.
             pin: use pinned memory, to which an accelerator copies while the host continues.
         """
-        self.manifest = manifest
-        self.numbers: tuple[int, ...] = (number,)
+        self.manifest, self.number = manifest, number
         self._at: dict[Key, tuple[int, int]] = {}
         end = 0
         for unit, values in enumerate(manifest.values):
@@ -334,15 +296,10 @@ class Image:
         self.buffer = torch.empty(end, dtype=torch.uint8, device="cpu", pin_memory=pin)
 
     @property
-    def number(self) -> int:
-        """The number of the shard."""
-        return self.numbers[0]
-
-    @property
     def nbytes(self) -> int:
         return self.buffer.nbytes
 
-    def part(self, number: int, value: Value) -> torch.Tensor:
+    def part(self, value: Value) -> torch.Tensor:
         """See ``Live``."""
         start, stop = self._at[value.at, value.name]
         return self.buffer[start:stop].view(value.dtype)
@@ -350,12 +307,12 @@ class Image:
     def parts(self) -> list[torch.Tensor]:
         """Return the shards that are not empty, in the order of the manifest."""
         values = [value for unit in self.manifest.values for value in unit if (value.at, value.name) in self._at]
-        return [part for value in values if (part := self.part(self.number, value)).numel()]
+        return [part for value in values if (part := self.part(value)).numel()]
 
     def fill(self, parts: Mapping[Key, torch.Tensor]) -> None:
         """Copy the shards of one rank, on the accelerator's current stream."""
         for value in (value for values in self.manifest.values for value in values):
-            self.part(self.number, value).copy_(parts[value.at, value.name], non_blocking=True)
+            self.part(value).copy_(parts[value.at, value.name], non_blocking=True)
 
 
 def allocate_buffers(job: Trained) -> None:
@@ -366,29 +323,36 @@ def allocate_buffers(job: Trained) -> None:
                 module._buffers[key] = torch.empty_like(buffer, device=job.units[0].runtime.device)
 
 
-def set_small(job: Trained, small: Small, manifest: Manifest) -> None:
+def set_common(job: Trained, common: Common) -> None:
     """Set the values that are not sharded. Buffers, parameters and optimizers stay the same objects."""
     allocate_buffers(job)
-    buffers = job.buffers()
-    state: dict[tuple[int, str], dict[str, torch.Tensor]] = {}
     with torch.no_grad():
-        for (what, name, *key), tensor in zip(manifest.rest, small.rest, strict=True):
-            if what == "state":
-                state.setdefault((key[0], name), {})[key[1]] = tensor.to(job.others[name].device, copy=True)
-            else:
-                target = buffers[name] if what == "buffer" else job.others[name]
-                target.copy_(tensor)
+        for name, buffer in job.buffers().items():
+            buffer.copy_(common.buffers[name])
+        for name, param in job.others.items():
+            param.copy_(common.others[name])
     for number, optimizer in enumerate(job.optimizers):
-        for given, options in zip(optimizer.param_groups, small.options[number], strict=True):
+        for given, options in zip(optimizer.param_groups, common.options[number], strict=True):
             for key, value in options.items():
                 if isinstance(value, torch.Tensor) and isinstance(given.get(key), torch.Tensor):
                     given[key].copy_(value)
                 else:
                     given[key] = copy.deepcopy(value)
         for name, param in job.others.items():
-            keys = manifest.states[number].get(name)
-            if keys is None:
-                optimizer.state.pop(param, None)
-                continue
-            found = {**copy.deepcopy(small.plain[number][name]), **state.get((number, name), {})}
-            optimizer.state[param] = {key: found[key] for key in keys}
+            set_state(optimizer, param, common.states[number].get(name), {})
+
+
+def set_state(
+    optimizer: Optimizer, param: nn.Parameter, common: dict[str, Any] | None, sharded: dict[str, torch.Tensor]
+) -> None:
+    """Set an optimizer's state of a parameter, or remove it if ``common`` is None."""
+    if common is None:
+        optimizer.state.pop(param, None)
+        return
+    here = {
+        key: value.to(param.device, copy=True)
+        if isinstance(value, torch.Tensor) and value.dim()
+        else copy.deepcopy(value)
+        for key, value in common.items()
+    }
+    optimizer.state[param] = {**here, **sharded}

@@ -21,7 +21,8 @@ from lightning.pytorch.utilities import model_summary as summaries
 from torch import nn
 
 import flatshard
-from flatshard.checkpoint import full_state_dict, load_optim_state_dict, optim_state_dict, rekey_optim_state_dict
+from flatshard.checkpoint import full_state_dict, load_optim_state_dict, optim_state_dict
+from flatshard.integrations.state import whole_optimizer_state
 
 __all__ = ["FlatshardStrategy", "parallelize_fn"]
 
@@ -118,12 +119,7 @@ class FlatshardStrategy(DDPStrategy):
         optimizer = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
         if self._sharded_files:
             return optim_state_dict(self.model, optimizer)
-        state = optim_state_dict(self.model, optimizer, full=True, rank0_only=True)
-        return (
-            rekey_optim_state_dict(state, [name for g in state["param_groups"] for name in g["params"]], to="ids")
-            if state
-            else state
-        )
+        return whole_optimizer_state(self.model, optimizer)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Write one file from rank 0, or a directory from all ranks."""

@@ -7,11 +7,11 @@ from flatshard._composable.features.user_hooks import register_gradients_reduced
 from flatshard.optim._flat_parameters import flat_parameters
 from flatshard.optim._gradients import GradientStatistics as GradientStatistics
 from flatshard.optim._gradients import clip_grad_norm_, get_total_norm, gradient_statistics
-from flatshard.optim._hooks import check_whole_parameters, works_on_shards
 from flatshard.optim._in_backward import StepInBackwardHandle as StepInBackwardHandle
 from flatshard.optim._in_backward import step_in_backward
 from flatshard.optim._offload import OffloadedOptimizer
 from flatshard.optim._segments import segment_reduce
+from flatshard.optim._suitability import check_whole_parameters, works_on_shards
 from flatshard.optim._switch import OffloadHandle as OffloadHandle
 from flatshard.optim._switch import offload_training_state
 from flatshard.optim._whole import WholeParameterOptimizer

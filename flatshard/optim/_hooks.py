@@ -1,4 +1,4 @@
-"""Checks of optimizers of sharded parameters before they step.
+"""Checks before and after each step of an optimizer of sharded parameters.
 
 [Note: Steps that change nothing]
 Four mistakes would make ``step()`` return without an error and without effect. Inside ``no_sync``, and after it until they
@@ -7,21 +7,15 @@ the exit overwrites with the unsharded parameters. An optimizer that was built i
 nobody reads afterwards. And after ``p.data = ...`` the step of a flat parameter, or of a full one, would change the previous
 memory of ``p``, while the next forward adopts the new one: so a step adopts what was replaced since the last step. Any other
 step pays for two checks: that no queue holds gradients, and that no such context is active.
-
-[Note: Optimizers that look at shapes]
-Muon on some rows of a matrix, or Adafactor on a slice, runs without an error but computes wrong updates. So optimizers are
-checked before their first step, and again when they got more parameters or more modules were sharded. All ranks come to the
-same result. Known classes are in a table; unknown ones are tried: [Note: Trials of optimizers], [Note: State by length].
-Other code can call ``check_whole_parameters``.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -33,54 +27,44 @@ from torch.utils.hooks import RemovableHandle
 
 from flatshard._base.config import Until
 from flatshard._base.errors import name_list
-from flatshard._base.old_names import old_arguments
-from flatshard._base.optimizers import defaults_of, params_of
+from flatshard._base.optimizers import params_of
 from flatshard._composable.extensions import Extension
 from flatshard._composable.features.grad_sync import check_reduced, held_units
 from flatshard._composable.features.other_code import added_later
 from flatshard._composable.features.summon import copy_names, summoned_units
-from flatshard._composable.find import all_units, flat_of
+from flatshard._composable.find import all_units
 from flatshard._composable.state import Unit
 from flatshard._composable.unit_config import UnitConfig
 from flatshard._handle.registrations import UNSHARDED
 from flatshard._handle.tensors.changes import changes
 from flatshard._handle.tensors.sharded_parameter import ShardedParameter, full_shape, shard_info
 from flatshard.checkpoint._optimizer_hooks import hook_optimizer
-from flatshard.optim._lengths import why_not_by_length
 from flatshard.optim._offload import OffloadedOptimizer
-from flatshard.optim._trial import Impossible, check_one_by_one, looks_at_whole
+from flatshard.optim._suitability import warn_of_lost_rule, why_unsuitable
 
 
-class CheckedOptimizers:
-    """A set of optimizers. An optimizer that got more parameters since (``add_param_group``) is no longer in it."""
+@dataclass
+class _CheckRecord:
+    """An optimizer that may step the parameters that it has. Dropped when it gets more, or more modules are sharded."""
 
-    def __init__(self) -> None:
-        self._counts: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+    count: int  # of its parameters
+    kept: list[nn.Parameter]  # see `_kept_parameters`
+    changes: int = -1  # `changes.count` at its last step
+    has_state: bool = False  # its state has been looked at
 
-    def __contains__(self, optimizer: Optimizer) -> bool:
-        return self._counts.get(optimizer) == _count(optimizer)
-
-    def add(self, optimizer: Optimizer) -> None:
-        """Note that ``optimizer`` has been checked with the parameters that it has now."""
-        self._counts[optimizer] = _count(optimizer)
-
-    def clear(self) -> None:
-        """Forget all optimizers, so that they are checked again."""
-        self._counts.clear()
+    @staticmethod
+    def of(optimizer: Optimizer) -> _CheckRecord | None:
+        """Return the record of ``optimizer``, or None if it must be checked."""
+        found = _checked.get(optimizer)
+        return found if found is not None and found.count == _count(optimizer) else None
 
 
 def _count(optimizer: Optimizer) -> int:
     return sum(len(group["params"]) for group in optimizer.param_groups)
 
 
-_checked = CheckedOptimizers()
-_adopted: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()  # `changes.count` at the last step
-_kept: weakref.WeakKeyDictionary[Optimizer, list[nn.Parameter]] = (
-    weakref.WeakKeyDictionary()
-)  # `_kept_parameters` when it was checked
+_checked: weakref.WeakKeyDictionary[Optimizer, _CheckRecord] = weakref.WeakKeyDictionary()
 _LOW = (torch.bfloat16, torch.float16)
-_checked_state = CheckedOptimizers()
-_warned: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # of state in 16 bits
 _after_step: dict[Callable[..., None], RemovableHandle] = {}  # hooks for which some unit has a use
 
 
@@ -93,7 +77,6 @@ class Optimizers(Extension):
 
     def finish(self, module: nn.Module, made: Collection[Unit]) -> None:
         _checked.clear()  # an optimizer may have stepped before its parameters were sharded
-        _checked_state.clear()
         if any([_keeps(unit.config) for unit in made]):
             _call_after_steps(_note_step)
         if any([flat.kind.dtype in _LOW and flat.kind.is_trainable for unit in made for flat in unit.handle.flats]):
@@ -107,9 +90,10 @@ def _call_after_steps(hook: Callable[..., None]) -> None:
 
 def _warn_of_low_precision(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """Warn, once, if the optimizer keeps its state for sharded parameters in bf16 or fp16."""
-    if optimizer in _checked_state or optimizer in _warned:
+    checked = _CheckRecord.of(optimizer)
+    if checked is None or checked.has_state:
         return
-    _checked_state.add(optimizer)
+    checked.has_state = True
     found = [
         info.fqn
         for p, state in optimizer.state.items()
@@ -118,7 +102,6 @@ def _warn_of_low_precision(optimizer: Optimizer, args: Any, kwargs: Any) -> None
         and any(isinstance(v, torch.Tensor) and v.dtype in _LOW for v in state.values())
     ]
     if found:
-        _warned.add(optimizer)
         warnings.warn(
             f"{type(optimizer).__name__} keeps its state for {name_list(found, 3)} in 16 bits, because these sharded "
             "parameters have 16 bits: small updates are rounded to zero, and training stalls. Load the model in float32 and "
@@ -132,7 +115,8 @@ def _note_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
     Version counters do not show a step in C++ through a pointer, or of an optimizer that skips empty shards.
     """
-    increment_version([p for p in _kept.get(optimizer, ()) if p.grad is not None])
+    if (checked := _checked.get(optimizer)) is not None:
+        increment_version([p for p in checked.kept if p.grad is not None])
 
 
 def _kept_parameters(optimizer: Optimizer) -> list[nn.Parameter]:
@@ -182,15 +166,15 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
     if not callable(closure):
         _check_held(optimizer)
-    if _adopted.get(optimizer) != changes.count:
+    checked = _checked.get(optimizer)
+    if checked is None or checked.changes != changes.count:
         for unit in _stepped(all_units(), {id(p) for p in params_of(optimizer)}):
             if not unit.claims.in_use:
                 unit.handle.check_parameters()
         _take_adopted(optimizer)
-        _adopted[optimizer] = changes.count
-    if optimizer not in _checked:
-        _kept[optimizer] = _kept_parameters(optimizer)
-        check_optimizer(optimizer)
+    checked = check_optimizer(optimizer)
+    if checked is not None:
+        checked.changes = changes.count
     if not callable(closure):
         return None
 
@@ -203,23 +187,29 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any
     return (args[0], computed, *args[2:]), rest
 
 
-def check_optimizer(optimizer: Optimizer) -> None:
-    """Check once, before its first step, that ``optimizer`` can step its parameters.
+def check_optimizer(optimizer: Optimizer) -> _CheckRecord | None:
+    """Check once, before its first step, that ``optimizer`` can step its parameters. Return the record.
+
+    Returns:
+        None if it steps unsharded parameters, of which nobody knows how long modules have them.
 
     Raises:
         RuntimeError: it cannot. Nothing has been stepped.
     """
+    if (checked := _CheckRecord.of(optimizer)) is not None:
+        return checked
     params = params_of(optimizer)
     if plain := [p for p in params if not isinstance(p, ShardedParameter)]:
         if _holds_unsharded(type(optimizer).__name__, plain):
-            return
+            return None
         _refuse_added(optimizer, {id(p) for p in plain if p.requires_grad})
-    if any(isinstance(p, ShardedParameter) for p in params):
-        if (why := _why_not_parts(optimizer, params)) is not None:
+    if len(plain) < len(params) or isinstance(optimizer, OffloadedOptimizer):
+        if (why := why_unsuitable(optimizer)) is not None:
             raise RuntimeError(why)
         hook_optimizer(optimizer)
-        _check_lost_rule(optimizer)
-    _checked.add(optimizer)
+        warn_of_lost_rule(optimizer)
+    checked = _checked[optimizer] = _CheckRecord(len(params), _kept_parameters(optimizer))
+    return checked
 
 
 def _check_moment(optimizer: Optimizer) -> None:
@@ -309,208 +299,3 @@ def _refuse_added(optimizer: Optimizer, plain: set[int]) -> None:
             "(adapters, heads) before fully_shard, or call fully_shard on each new module and then build the optimizer. To "
             "average them yourself, add them before fully_shard and pass them as ignored_states"
         )
-
-
-# Optimizers that look at shapes, by class name, as most are in other packages, and whether they can step empty parameters.
-_SHAPE_AWARE = {
-    **dict.fromkeys(("muon", "shampoo", "distributedshampoo", "soap", "lamb", "nvlamb", "fusedlamb", "lars"), True),
-    **dict.fromkeys(("adafactor", "came", "sm3", "kron", "galoreadamw", "apolloadamw"), False),
-}
-
-
-def steps_empty_parts(optimizer: Optimizer) -> bool | None:
-    """Return whether an optimizer that looks at shapes can step empty parameters, or None if it does not look at shapes."""
-    if getattr(optimizer, "works_on_shards", False):
-        return None
-    return _SHAPE_AWARE.get(type(optimizer).__name__.lower())
-
-
-# Optimizers that treat every element independently, with any options.
-_ELEMENTWISE = ("ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
-_ELEMENTWISE_TYPES = {*(getattr(torch.optim, name) for name in _ELEMENTWISE), torch.optim.SparseAdam}
-
-
-# The default limit of padding would still cut parameters of small units.
-_KEEP_WHOLE = (
-    "or shard with layout=flatshard.layouts.Whole(max_padding=math.inf), which cuts no parameter and pads as it must"
-)
-
-
-def works_on_shards(optimizer: Optimizer) -> bool:
-    """Return whether ``optimizer`` may step its parameters as they are sharded. :class:`WholeParameterOptimizer` always may.
-
-    The result is False if its first step would raise because it looks at more than single elements and ranks have shards of
-    its parameters. It is the same on all ranks, without communication. Nothing is stepped.
-
-    Example::
-
-        optimizer = torch.optim.Adafactor(model.parameters())
-        if not flatshard.optim.works_on_shards(optimizer):
-            optimizer = flatshard.optim.WholeParameterOptimizer(model.parameters(), torch.optim.Adafactor)
-
-    Args:
-        optimizer: any optimizer, before its first step.
-    """
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the first step warns
-        try:
-            return _why_not_parts(optimizer, params_of(optimizer)) is None
-        except RuntimeError:  # has another cure
-            return True
-
-
-def _why_not_parts(optimizer: Optimizer, params: Iterable[torch.Tensor]) -> str | None:
-    """Return why the optimizer cannot step shards of parameters but ``WholeParameterOptimizer`` could, or None if it can.
-
-    See [Note: Optimizers that look at shapes].
-
-    Raises:
-        RuntimeError: neither can.
-    """
-    if isinstance(optimizer, OffloadedOptimizer):
-        optimizer = optimizer.inner
-    kind, name, steps_empty = type(optimizer), type(optimizer).__name__, steps_empty_parts(optimizer)
-    if steps_empty is not None:
-        if (why := _why_not_whole(params, name, steps_empty)) is not None:
-            return why
-        scattered = [i for p in params if (i := shard_info(p)) is not None and not i.is_whole]
-        if not steps_empty and scattered:
-            return (
-                f"{name} cannot step parameters without elements, such as {scattered[0].fqn!r} on some ranks: use "
-                f"flatshard.optim.WholeParameterOptimizer(params, {name}, ...)"
-            )
-    elif kind not in _ELEMENTWISE_TYPES and not (
-        getattr(optimizer, "works_on_shards", False)
-        or getattr(optimizer, "steps_whole_parameters", False)
-        or any(isinstance(value, Optimizer) for value in vars(optimizer).values())  # that one is checked itself
-    ):
-        if (why := _try_it(optimizer)) is not None:
-            return why
-        with contextlib.suppress(Impossible):
-            return why_not_by_length(optimizer)
-    return None
-
-
-def _try_it(optimizer: Optimizer) -> str | None:
-    """Try each param group, and return why the optimizer cannot step shards, or None. [Note: Trials of optimizers]"""
-    name = type(optimizer).__name__
-    allow = "If that is meant, set `works_on_shards = True` on the optimizer"
-    tried = set()
-    for settings in optimizer.param_groups:
-        options = tuple(
-            (key, bool(value)) for key, value in settings.items() if isinstance(value, bool | int | float | None)
-        )
-        for param in settings["params"]:
-            info = shard_info(param)
-            if info is None or info.is_whole:
-                continue
-            ndim, is_cut, by_rows, block = max(1, len(info.shape)), info.is_cut, info.by_rows, _block_of(param)
-            # Parameters with the same options that are cut alike share a trial.
-            if (case := (options, ndim, is_cut, by_rows, block)) in tried:
-                continue
-            tried.add(case)
-            try:
-                check_one_by_one(optimizer, settings, ndim, info.fqn, f". {allow}")
-                looks = is_cut and looks_at_whole(optimizer, settings, ndim, by_rows, block)
-            except Impossible as e:
-                warnings.warn(
-                    f"flatshard cannot tell whether {name} may step parts of parameters, such as {info.fqn!r}, because a "
-                    f"trial on a small matrix failed: {type(e.__cause__).__name__}: {e.__cause__}. If {name} treats every "
-                    "element alone, set `works_on_shards = True` on the optimizer. If not, use "
-                    f"flatshard.optim.WholeParameterOptimizer(params, {name}, ...)",
-                    stacklevel=6,
-                )
-                return None
-            if looks:
-                return (
-                    f"{name} looks at more than single elements: in a trial it stepped a whole matrix differently from "
-                    f"its parts, and ranks have parts of {info.fqn!r}. Use "
-                    f"flatshard.optim.WholeParameterOptimizer(params, {name}, ...), which works in any layout, "
-                    f"{_KEEP_WHOLE}. {allow}"
-                )
-    return None
-
-
-def _block_of(param: nn.Parameter) -> int:
-    """Return the number of elements in a block, between which a sharded parameter is cut."""
-    flat = flat_of(param)
-    index = None if flat is None else flat.index_of(param)
-    return 1 if flat is None or index is None else flat.layout.params[index].block
-
-
-def _check_lost_rule(optimizer: Optimizer) -> None:
-    """Warn if a rule like ``len(p.shape) <= 1`` may have taken matrices for vectors, because their shards are 1-D.
-
-    Raises:
-        RuntimeError: a group with weight decay is empty, and one without has matrices and vectors.
-    """
-    settings = optimizer.param_groups
-    filled = [each for each in settings if each["params"]]
-    default = defaults_of(optimizer).get("weight_decay")
-    if len(filled) != 1 or (len(settings) == 1 and not (default and filled[0].get("weight_decay") == 0)):
-        return
-    cut = [p for p in filled[0]["params"] if len(full_shape(p)) > 1 and len(p.shape) == 1 and not hasattr(p, "fqns")]
-    if cut and len(cut) < len(filled[0]["params"]):
-        decay, names = filled[0].get("weight_decay"), name_list((p._flatshard_info.fqn for p in cut), 3)
-        told = (
-            f"all parameters of this {type(optimizer).__name__} are in one group, with weight_decay={decay}: matrices such "
-            f"as {names}, and vectors. If a rule on p.shape made the groups: it sees this rank's parts, which are "
-            "1-D. Use p.ndim or len(flatshard.full_shape(p)) in the rule, make the groups before fully_shard, or shard with "
-            "layout=flatshard.layouts.Rows()"
-        )
-        if not decay and any(not each["params"] and each.get("weight_decay") for each in settings):
-            raise RuntimeError(f"{told}. If it is meant, leave the empty group out")
-        warnings.warn(told, stacklevel=5)
-
-
-@old_arguments(optimizer="optimizer_name")
-def check_whole_parameters(params: Iterable[torch.Tensor], optimizer_name: str = "this optimizer") -> None:
-    """Raise if a parameter is cut between ranks, for optimizers that look at more than single elements.
-
-    All ranks come to the same result, without communication. flatshard calls it before the first step of optimizers named
-    Muon, Shampoo, SOAP, LAMB, LARS, Adafactor and similar, unless they have an attribute ``works_on_shards = True``.
-    Optimizers of unknown classes are tried on a small matrix.
-
-    Example::
-
-        whole = flatshard.layouts.Whole(max_padding=math.inf)
-        flatshard.fully_shard(model, policy={Block}, layout=whole)
-        flatshard.optim.check_whole_parameters(model.parameters(), "MyShampoo")
-
-    Args:
-        params: sharded and plain parameters.
-        optimizer_name: for the message.
-
-    Raises:
-        RuntimeError: a parameter is cut between ranks, has 1-D shards although it has more dimensions, or is sharded by
-            tensor parallelism.
-    """
-    if (why := _why_not_whole(params, optimizer_name, steps_empty=True)) is not None:
-        raise RuntimeError(why)
-
-
-def _why_not_whole(params: Iterable[torch.Tensor], optimizer: str, steps_empty: bool) -> str | None:
-    """Return why an optimizer that looks at shapes cannot step ``params``, or None if no rank has a part of one.
-
-    ``steps_empty``: whether it can step empty parameters, as other ranks have where one has the full parameter.
-    """
-    sharded = [(p, i) for p in params if (i := shard_info(p)) is not None]
-    infos = [info for _, info in sharded]
-    if flat := [info.fqn for param, info in sharded if hasattr(param, "fqns")]:
-        raise RuntimeError(
-            f"{optimizer} looks at whole parameters, and {flat[0]} has several in one: build it on model.parameters(), not "
-            "on flat_parameters(model)"
-        )
-    parallel = [i.fqn for i in infos if i.parallel is not None and any(p.is_shard() for p in i.parallel.placements)]
-    if parallel:
-        raise RuntimeError(
-            f"{optimizer} looks at whole parameters, and no rank has the whole of {name_list(parallel, 3)}, which are "
-            "sharded by tensor parallelism: use an optimizer that treats every element alone, such as AdamW"
-        )
-    if cut := [i.fqn for i in infos if i.is_cut]:
-        return (
-            f"{optimizer} looks at whole parameters, but ranks have parts of {name_list(cut, 3)}: on parts it would compute "
-            f"wrong updates. Use flatshard.optim.WholeParameterOptimizer(params, {optimizer}, ...), which works in any layout"
-            + (f", {_KEEP_WHOLE}" if steps_empty else "")
-        )
-    return None

@@ -34,8 +34,6 @@ class StepInBackwardHandle:
     def __init__(self, optimizer: OffloadedOptimizer, units: dict[Unit, list[nn.Parameter]]) -> None:
         self.optimizer, self._units = optimizer, list(units.values())
         self._names = [unit.fqn for unit in units]
-        self._next: dict[int, int] = {}  # by unit, the one that followed in the last backward
-        self._last: int | None = None
         self._handles: list[RemovableHandle] = []
         for number, unit in enumerate(units):
 
@@ -66,11 +64,8 @@ class StepInBackwardHandle:
                 "module a unit if a checkpoint with use_reentrant=True is around it; and with several losses, or forwards "
                 "that one backward reaches separately, do without step_in_backward"
             )
-        if optimizer.ahead and self._last is not None:
-            self._next[self._last] = number
-        self._last = number
-        following = self._next.get(number)
-        optimizer.step_ahead(params, [] if following is None else self._units[following])
+        # Mostly backward reaches units in the reverse of their order. Else this has copied in vain.
+        optimizer.step_ahead(params, self._units[number - 1] if number else [])
 
 
 def step_in_backward(module: nn.Module, optimizer: OffloadedOptimizer) -> StepInBackwardHandle:
@@ -78,8 +73,8 @@ def step_in_backward(module: nn.Module, optimizer: OffloadedOptimizer) -> StepIn
 
     So the gradients of all units never exist at once. ``optimizer.step()`` then steps parameters in no unit and ends the
     step: call it after each backward that reduces, and schedulers after it. Run all but the last of several microbatches in
-    ``flatshard.no_sync``. While a unit is stepped, the state of the one that followed in the last backward is copied to the
-    device. The results are bit for bit those of ``optimizer.step()`` alone.
+    ``flatshard.no_sync``. While a unit is stepped, the state of the one before it in the module is copied to the device. The
+    results are bit for bit those of ``optimizer.step()`` alone.
 
     Functions that need all gradients at once do not work: ``flatshard.clip_grad_norm_``, ``get_total_norm`` and
     ``GradScaler`` raise. ``torch.nn.utils.clip_grad_norm_`` finds no gradients, clips nothing and returns 0. Clip by value in
@@ -127,7 +122,6 @@ def step_in_backward(module: nn.Module, optimizer: OffloadedOptimizer) -> StepIn
         raise ValueError(
             f"step_in_backward: units {name_list(twice, 3)} are stepped in backward already: remove() the first handle"
         )
-    optimizer.check()
     check_optimizer(optimizer)  # no hook sees a step in backward
     return StepInBackwardHandle(optimizer, units)
 

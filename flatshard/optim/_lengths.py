@@ -16,7 +16,6 @@ from typing import NamedTuple
 import torch
 from torch.optim import Optimizer
 
-from flatshard._base.errors import name_list
 from flatshard._base.optimizers import Group, first_tensors, shorter
 from flatshard._composable.construct.layout_plan import Cut, plan_layout
 from flatshard._handle.flat_param import FlatParam
@@ -28,14 +27,20 @@ Forms = dict[str, tuple[type, torch.dtype]]
 """The form of the state for a length: the class and dtype of each value with dimensions."""
 
 
-class _Cut(NamedTuple):
+class _Split(NamedTuple):
     """A parameter that is cut between ranks."""
 
     flat: FlatParam
-    fqn: str
-    numel: int
-    lengths: frozenset[int]  # of its shards
+    number: int  # in the flat parameter
     forms_of: Callable[[int], Forms]  # for a length that `shorter` returns
+
+    @property
+    def numel(self) -> int:
+        return self.flat.layout.params[self.number].numel
+
+    def lengths(self, layout: FlatLayout) -> set[int]:
+        """Return the lengths of its shards in ``layout``."""
+        return {layout.shard_slices(rank)[self.number].numel for rank in layout.holders(self.number)}
 
     def have_same_state(self, lengths: Iterable[int]) -> bool:
         """Return whether shards of these lengths have state in the form of the full parameter's."""
@@ -50,22 +55,25 @@ def why_not_by_length(optimizer: Optimizer) -> str | None:
         RuntimeError: it steps flat parameters, and keeps other state for them than for single parameters.
         Impossible: its state cannot be found out.
     """
-    name, cuts = type(optimizer).__name__, [cut for group in optimizer.param_groups for cut in _cuts(optimizer, group)]
-    wrong = next((cut for cut in cuts if not cut.have_same_state(cut.lengths)), None)
-    if wrong is None:
-        return None
-    length = next(n for n in sorted(wrong.lengths) if not wrong.have_same_state([n]))
-    full, shard = (wrong.forms_of(shorter(n)) for n in (wrong.numel, length))
-    key = next(key for key in {**full, **shard} if full.get(key) != shard.get(key))
-    return (
-        f"{name} keeps other state for other numbers of elements: {key!r} of {wrong.fqn!r} ({wrong.numel} elements) would be "
-        f"{_describe(full.get(key))}, and of a part of {length}, which a rank has, it is {_describe(shard.get(key))}. Shard "
-        f"with {_cure(cuts)}; or use flatshard.optim.WholeParameterOptimizer(params, {name}, ...), which works in any "
-        "layout. If that is meant, set `works_on_shards = True` on the optimizer"
-    )
+    name = type(optimizer).__name__
+    splits = [split for group in optimizer.param_groups for split in _splits(optimizer, group)]
+    for split in splits:
+        for length in sorted(split.lengths(split.flat.layout)):
+            if not split.have_same_state([length]):
+                full, shard = (split.forms_of(shorter(n)) for n in (split.numel, length))
+                key = next(key for key in {**full, **shard} if full.get(key) != shard.get(key))
+                return (
+                    f"{name} keeps other state for other numbers of elements: {key!r} of "
+                    f"{split.flat.layout.params[split.number].fqn!r} ({split.numel} elements) would be "
+                    f"{_describe(full.get(key))}, and of a shard of {length}, which a rank has, it is "
+                    f"{_describe(shard.get(key))}. Shard with layout=flatshard.layouts.{_cure(splits)}; or use "
+                    f"flatshard.optim.WholeParameterOptimizer(params, {name}, ...), which works in any layout. If that is "
+                    "meant, set `works_on_shards = True` on the optimizer"
+                )
+    return None
 
 
-def _cuts(optimizer: Optimizer, group: Group) -> Iterator[_Cut]:
+def _splits(optimizer: Optimizer, group: Group) -> Iterator[_Split]:
     """Yield the parameters of a group that are cut between ranks."""
 
     @functools.cache
@@ -79,22 +87,22 @@ def _cuts(optimizer: Optimizer, group: Group) -> Iterator[_Cut]:
     for param in group["params"]:
         flat = flat_param_of(param) if isinstance(param, ShardedParameter) else None
         if isinstance(flat, FlatParam):
-            forms_of, index, layout = functools.partial(forms, param.dtype), flat.index_of(param), flat.layout
-            numels = frozenset(info.numel for info in layout.params)
+            forms_of, index = functools.partial(forms, param.dtype), flat.index_of(param)
             if index is None:
-                _check_flat(optimizer, _Cut(flat, layout.params[0].fqn, layout.shard_numel, numels, forms_of))
+                _check_flat(optimizer, flat, forms_of)
             elif param._flatshard_info.is_cut:
-                info = layout.params[index]
-                yield _Cut(flat, info.fqn, info.numel, _lengths(layout, index), forms_of)
+                yield _Split(flat, index, forms_of)
 
 
-def _check_flat(optimizer: Optimizer, flat: _Cut) -> None:
-    """Raise if the state of a flat parameter is not elementwise. ``flat.lengths`` are those of the parameters inside."""
-    forms = flat.forms_of(shorter(flat.numel))
-    if not flat.have_same_state(flat.lengths) or any(kind is not torch.Tensor for kind, _ in forms.values()):
+def _check_flat(optimizer: Optimizer, flat: FlatParam, forms_of: Callable[[int], Forms]) -> None:
+    """Raise if the state of a flat parameter is not elementwise, or differs from that of the parameters inside."""
+    params = flat.layout.params
+    lengths = {flat.layout.shard_numel, *(info.numel for info in params)}
+    found = [forms_of(n) for n in sorted(set(map(shorter, lengths)))]
+    if any(forms != found[0] for forms in found) or any(kind is not torch.Tensor for kind, _ in found[0].values()):
         raise RuntimeError(
             f"{type(optimizer).__name__} keeps state by the number of elements, or for blocks of them. That of the flat "
-            f"parameter which {flat.fqn!r} is in would be of several parameters: build it on model.parameters(), not on "
+            f"parameter which {params[0].fqn!r} is in would be of several parameters: build it on model.parameters(), not on "
             "flat_parameters(model)"
         )
 
@@ -103,37 +111,22 @@ def _describe(form: tuple[type, torch.dtype] | None) -> str:
     return "absent" if form is None else f"a {form[0].__name__} of {form[1]}"
 
 
-def _cure(cuts: list[_Cut]) -> str:
-    """Return the layout with the least padding in which shards have the right state: blocks, and parameters kept whole."""
-    longest = max(cut.numel for cut in cuts)
-    plans = [(*_planned(cuts, 2**n), 2**n) for n in range(1, longest.bit_length())]
-    _, names, block = min(plans, key=lambda plan: plan[0])
-    whole = "flatshard.layouts.Whole(max_padding=math.inf)"
-    if len(names) == len(cuts):
-        return f"layout={whole}"
-    rest = f", and give {name_list(names, 3)} the layout {whole} by a callable" if names else ""
-    return f"layout=flatshard.layouts.Blocks({block}){rest}"
+def _cure(splits: list[_Split]) -> str:
+    """Return the layout with the smallest blocks in which all shards have the right state. The largest cut nothing."""
 
-
-def _planned(cuts: list[_Cut], block: int) -> tuple[int, list[str]]:
-    """Return the elements with padding if parameters are cut between such blocks, and the parameters that must not be cut."""
-    total, whole = 0, set[str]()
-    for flat in dict.fromkeys(cut.flat for cut in cuts):
-        own, infos, size = [cut for cut in cuts if cut.flat is flat], flat.layout.params, flat.kind.dtype.itemsize
-        shapes = [(info.fqn, info.shape, info.stride) for info in infos]
-        while True:
-            blocks = [Cut(info.numel if info.fqn in whole else block) for info in infos]
-            layout = plan_layout(shapes, size, flat.layout.world_size, blocks)
-            lengths = {info.fqn: _lengths(layout, i) - {info.numel} for i, info in enumerate(infos)}
+    def is_right(block: int) -> bool:
+        for split in splits:
+            lengths = split.lengths(_in_blocks(split.flat, block)) - {split.numel}
             # Also with a block more, as other numbers of ranks cut elsewhere.
-            wrong = {c.fqn for c in own if not c.have_same_state(lengths[c.fqn] | {n + block for n in lengths[c.fqn]})}
-            if not wrong:
-                break
-            whole |= wrong
-        total += layout.padded_numel
-    return total, sorted(whole)
+            if not split.have_same_state(lengths | {n + block for n in lengths}):
+                return False
+        return True
+
+    longest = max(split.numel for split in splits)
+    return f"Blocks({next(2**n for n in range(1, longest.bit_length() + 1) if is_right(2**n))})"
 
 
-def _lengths(layout: FlatLayout, index: int) -> frozenset[int]:
-    """Return the lengths of the shards of a parameter."""
-    return frozenset(layout.shard_slices(rank)[index].numel for rank in layout.holders(index))
+def _in_blocks(flat: FlatParam, block: int) -> FlatLayout:
+    """Return the layout of a flat parameter that is cut between blocks of ``block`` elements."""
+    shapes = [(info.fqn, info.shape, info.stride) for info in flat.layout.params]
+    return plan_layout(shapes, flat.kind.dtype.itemsize, flat.layout.world_size, [Cut(block)] * len(shapes))

@@ -1,22 +1,10 @@
-"""``OffloadedOptimizer``: keeps state on the host, and brings it to the device unit by unit.
-
-[Note: One unit at a time]
-The inner optimizer steps in turns, one for each unit. In a turn the groups have the unit's parameters alone. Options that
-steps change (timm's Adan counts steps) must change once, not in every turn. So in each turn but its last one a group has
-copies of its options from before the step, and in the last turn the inner optimizer has the group itself, which then is as
-after one step.
-
-This equals a single step if the optimizer treats parameters one by one, and keeps everything in its state and its options.
-Optimizers of unknown classes are tried: _trial.py, [Note: Trials of optimizers].
-"""
+"""``OffloadedOptimizer``: keeps state on the host, and brings it to the device unit by unit."""
 
 from __future__ import annotations
 
 import contextlib
-import inspect
-import warnings
 from collections import defaultdict
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,15 +13,11 @@ from torch import nn
 from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
-from flatshard._base.optimizers import Group, copied_option, options_of, params_of, step_copy, unhooked_step
-from flatshard._composable.state import owner_of
-from flatshard._handle.tensors.sharded_parameter import full_shape, shard_info
+from flatshard._base.optimizers import Group, params_of, step_copy, unhooked_step
+from flatshard._handle.tensors.sharded_parameter import full_shape
 from flatshard.checkpoint._optimizer_hooks import hook_optimizer
 from flatshard.optim._host_state import Traffic, Visit, nbytes_on
-from flatshard.optim._trial import Impossible, check_in_turns
-
-Unit = list[nn.Parameter]
-"""The parameters that are stepped together."""
+from flatshard.optim._turns import Turn, by_unit, in_turns, shares_of
 
 
 class OffloadedOptimizer(Optimizer):
@@ -71,8 +55,7 @@ class OffloadedOptimizer(Optimizer):
 
     Raises:
         TypeError: ``optimizer_class`` does not create an optimizer.
-        ValueError: the optimizer cannot step unit by unit: it needs a closure (LBFGS), steps by another optimizer inside, or
-            is differentiable; or ``optimizer_class`` raises it.
+        ValueError: the optimizer steps by another optimizer inside; or ``optimizer_class`` raises it.
     """
 
     def __init__(
@@ -85,13 +68,19 @@ class OffloadedOptimizer(Optimizer):
     ) -> None:
         self.inner: Any = SimpleNamespace()  # the optimizer; during torch's constructor a namespace for its attributes
         self._traffic: list[Traffic] = []  # of the devices of parameters
-        self._tried_groups = 0
-        self._coming: tuple[Unit, Visit] | None = None  # in a backward: the next unit, whose state is being copied
+        self._coming: tuple[Turn, Visit] | None = None  # in a backward: the next unit, whose state is being copied
         self.ahead: set[nn.Parameter] = set()  # parameters that ``step_ahead`` has stepped since the last step
         self.pin_memory = pin_memory
         super().__init__(params, defaults)
         inner = optimizer_class(self.param_groups, **defaults)
-        _check_can_take_turns(inner)
+        name = type(inner).__name__
+        if not isinstance(inner, Optimizer):
+            raise TypeError(f"OffloadedOptimizer: optimizer_class made a {name}, which is no torch.optim.Optimizer")
+        if any(isinstance(value, Optimizer) for value in vars(inner).values()):
+            raise ValueError(
+                f"OffloadedOptimizer: {name} steps by another optimizer inside, which would step all parameters at once. "
+                f"Offload that one, and give the result to {name}"
+            )
         self.inner = inner
         hook_optimizer(self)  # a state dict of sharded values may be loaded before the first step
         self._put_away(inner.state, params_of(inner))  # Adagrad has state as soon as it is built
@@ -148,14 +137,7 @@ class OffloadedOptimizer(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         self._wait()
-        return {
-            "inner": self.inner,
-            "_tried_groups": self._tried_groups,
-            "_coming": None,
-            "ahead": set(),
-            "pin_memory": self.pin_memory,
-            "_traffic": [],
-        }
+        return {"inner": self.inner, "pin_memory": self.pin_memory, "_coming": None, "ahead": set(), "_traffic": []}
 
     def add_param_group(self, param_group: Group) -> None:
         """See torch."""
@@ -179,14 +161,13 @@ class OffloadedOptimizer(Optimizer):
         """Step all units. See torch.
 
         Raises:
-            RuntimeError: the optimizer computes something over all parameters, or keeps something outside of its state and
-                options. Nothing has been stepped.
+            RuntimeError: the optimizer computes something over all parameters, or may not step shards. Nothing has been
+                stepped.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self.check()
         self._coming = None
         units = self._units()
         visits = [self._visit(self.inner.state, [p for p in unit if p.grad is not None]) for unit in units]
@@ -211,7 +192,7 @@ class OffloadedOptimizer(Optimizer):
             visit.put_away()
 
     @torch.no_grad()
-    def step_ahead(self, params: Unit, following: Unit) -> None:
+    def step_ahead(self, params: Turn, following: Turn) -> None:
         """Internal: step the ``params`` of a unit before ``step()``, which ends the step, and drop their gradients.
 
         ``following``: the parameters that will most likely be next, or none. For :func:`step_in_backward`.
@@ -248,8 +229,8 @@ class OffloadedOptimizer(Optimizer):
             )
         return False
 
-    def _units(self) -> list[Unit]:
-        return units_of_params(params_of(self)) or [[]]
+    def _units(self) -> list[Turn]:
+        return by_unit(params_of(self)) or [[]]
 
     def _wait(self) -> None:
         """Wait until all copies to the host may be read."""
@@ -264,27 +245,10 @@ class OffloadedOptimizer(Optimizer):
 
     def _put_away(self, states: Any, params: Sequence[nn.Parameter]) -> None:
         """Copy the state of ``params`` to the host."""
-        for unit in units_of_params([p for p in params if p in states]):
+        for unit in by_unit([p for p in params if p in states]):
             visit = self._visit(states, unit)
             visit.put_away()
             visit.release()
-
-    def check(self) -> None:
-        """Internal: try for each new param group whether the optimizer may step unit by unit, and raise if not."""
-        if type(self.inner).__module__.startswith("torch.optim"):
-            return
-        for settings in self.param_groups[self._tried_groups :]:
-            for ndim in sorted({max(1, len(p.shape)) for p in settings["params"]}):
-                try:
-                    check_in_turns(self.inner, settings, ndim, _step_in_turns)
-                except Impossible as e:
-                    warnings.warn(
-                        f"flatshard cannot tell whether {type(self.inner).__name__} may be stepped unit by unit, because a "
-                        f"trial on small matrices failed: {type(e.__cause__).__name__}: {e.__cause__}. It may if it treats "
-                        "parameters one by one, and keeps what it knows in its state and its groups",
-                        stacklevel=5,
-                    )
-        self._tried_groups = len(self.param_groups)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """See torch. The inner optimizer loads it, unit by unit, and it is copied to the host. An error changes nothing."""
@@ -319,84 +283,3 @@ class OffloadedOptimizer(Optimizer):
         loaded.update(found)  # state of no parameter, as in torch
         for done in list(self._optimizer_load_state_dict_post_hooks.values()):
             done(self)
-
-
-def _check_can_take_turns(inner: Any) -> None:
-    """Raise if the class of an optimizer shows that it cannot step unit by unit."""
-    name = type(inner).__name__
-    if not isinstance(inner, Optimizer):
-        raise TypeError(f"OffloadedOptimizer: optimizer_class made a {name}, which is no torch.optim.Optimizer")
-    if any(isinstance(value, Optimizer) for value in vars(inner).values()):
-        raise ValueError(
-            f"OffloadedOptimizer: {name} steps by another optimizer inside, which would step all parameters at once. Offload "
-            f"that one, and give the result to {name}"
-        )
-    arguments = list(inspect.signature(type(inner).step).parameters.values())[1:]
-    positional = [a for a in arguments if a.kind in (a.POSITIONAL_ONLY, a.POSITIONAL_OR_KEYWORD)]
-    needed = [a.name for a in positional if a.default is a.empty]
-    if needed:
-        raise ValueError(
-            f"OffloadedOptimizer: {name}.step needs {', '.join(needed)}, and so looks at all parameters at once. Use an "
-            "optimizer that treats parameters one by one, such as AdamW"
-        )
-    if any(settings.get("differentiable") for settings in inner.param_groups):
-        raise ValueError("OffloadedOptimizer: state that moves has no graph: leave out differentiable=True")
-
-
-def units_of_params(params: Sequence[nn.Parameter]) -> list[Unit]:
-    """Return ``params`` by unit and device, in the order of their first ones. A parameter in no unit is alone."""
-    found: dict[Any, Unit] = {}
-    for param in params:
-        unit = owner_of(param) if shard_info(param) is not None else None
-        found.setdefault((param if unit is None else unit, param.device), []).append(param)
-    return list(found.values())
-
-
-def shares_of(groups: Sequence[Group], units: Sequence[Unit]) -> list[dict[int, Unit]]:
-    """Return for each unit its parameters, by the index of their group. An empty group belongs to the first unit."""
-    number = {param: n for n, unit in enumerate(units) for param in unit}
-    found: list[dict[int, Unit]] = [{} for _ in units]
-    for i, group in enumerate(groups):
-        own = [param for param in group["params"] if param in number]
-        for param in own:
-            found[number[param]].setdefault(i, []).append(param)
-        if not own:
-            found[0][i] = []
-    return found
-
-
-def in_turns(optimizer: Optimizer, units: Sequence[Unit], ends: bool = True) -> Generator[None, None, None]:
-    """Show ``optimizer`` the parameters of one unit after the other. [Note: One unit at a time]
-
-    ``ends``: whether the step ends with the last unit. If not, options are restored.
-    """
-    groups = optimizer.param_groups
-    held = [group["params"] for group in groups]
-    shares = shares_of(groups, units)
-    last = {i: n for n, share in enumerate(shares) for i in share} if ends else {}
-    try:
-        for n, share in enumerate(shares):
-            shown = []
-            for i, params in share.items():
-                if last.get(i) == n:
-                    groups[i]["params"] = params
-                    shown.append(groups[i])
-                elif params:
-                    options = {key: copied_option(value) for key, value in options_of(groups[i]).items()}
-                    shown.append({**options, "params": params})
-            optimizer.param_groups = shown
-            yield
-    finally:
-        optimizer.param_groups = groups
-        for group, params in zip(groups, held, strict=True):
-            group["params"] = params
-
-
-@torch.no_grad()
-def _step_in_turns(optimizer: Optimizer) -> None:
-    """Step as ``OffloadedOptimizer`` does, in a trial on the host: state has other memory in each step."""
-    step = unhooked_step(optimizer)
-    for _ in in_turns(optimizer, [[param] for param in params_of(optimizer)]):
-        for of_param in optimizer.state.values():
-            of_param.update((k, v.clone()) for k, v in of_param.items() if isinstance(v, torch.Tensor) and v.dim())
-        step(optimizer)

@@ -11,14 +11,14 @@ from torch import nn
 from torch.optim import Optimizer
 
 from flatshard._base.old_names import OldMember, old_arguments
-from flatshard._base.optimizers import Group, copied_option, options_of, params_of, step_copy
+from flatshard._base.optimizers import Group, options_of, params_of, step_copy, unhooked_step
 from flatshard._comm.collectives import Done, Pending
 from flatshard._comm.progress import drain
 from flatshard._comm.runtime import Runtime
 from flatshard._composable.find import flat_of
 from flatshard._handle.tensors.sharded_parameter import ShardedParameter, full_shape, shard_info
 from flatshard.optim._owned import Owned, Stepped, exchange
-from flatshard.optim._trial import Impossible, check_one_by_one
+from flatshard.optim._turns import in_turns
 
 LIMIT_BYTES = 2**28
 
@@ -76,18 +76,17 @@ class WholeParameterOptimizer(Optimizer):
         self.bucket_bytes = bucket_bytes
         self._owned: dict[nn.Parameter, Stepped] = {}
         self._loads: dict[Runtime, list[int]] = {}  # the work of each rank
-        self._inner: Optimizer | None = None
-        self._tried_groups = 0
+        self.inner: Optimizer | None = None
         super().__init__(params, defaults)
-        self._inner = optimizer_class([self._of_proxies(group) for group in self.param_groups], **defaults)
-        self.defaults = dict(self._inner.defaults)
-        _copy_options(self._inner.param_groups, self.param_groups)
+        self.inner = optimizer_class([self._of_proxies(group) for group in self.param_groups], **defaults)
+        self.defaults = dict(self.inner.defaults)
+        _copy_options(self.inner.param_groups, self.param_groups)
 
     def __repr__(self) -> str:
         mine = sum(each.is_mine for each in self._owned.values())
         cut = sum(each.is_cut for each in self._owned.values())
         return (
-            f"WholeParameterOptimizer of {type(self._inner).__name__} ({len(self._owned)} parameters, {cut} of them cut; "
+            f"WholeParameterOptimizer of {type(self.inner).__name__} ({len(self._owned)} parameters, {cut} of them cut; "
             f"{mine} stepped here)\n{super().__repr__()}"
         )
 
@@ -100,9 +99,9 @@ class WholeParameterOptimizer(Optimizer):
         except Exception:
             self.param_groups.pop()
             raise
-        if self._inner is not None:
-            self._inner.add_param_group(self._of_proxies(made))
-            _copy_options(self._inner.param_groups[-1:], [made])
+        if self.inner is not None:
+            self.inner.add_param_group(self._of_proxies(made))
+            _copy_options(self.inner.param_groups[-1:], [made])
 
     def _of_proxies(self, group: Group) -> Group:
         """Return the group with proxies, for the inner optimizer."""
@@ -121,28 +120,26 @@ class WholeParameterOptimizer(Optimizer):
 
         The inner optimizer loads it, too: it may have dtypes of its own for its state, where torch would cast.
         """
-        assert self._inner is not None
+        assert self.inner is not None
         super().load_state_dict(state_dict)
-        for param, each in self._owned.items():
-            if not each.is_mine:
-                self.state.pop(param, None)
-        numbers = [key for group in state_dict["param_groups"] for key in group["params"]]
-        mine = {key: self._owned[p] for key, p in zip(numbers, params_of(self), strict=True)}
-        given = {key: value for key, value in state_dict["state"].items() if key not in mine or mine[key].is_mine}
         groups = [{**options_of(group), "params": group["params"]} for group in state_dict["param_groups"]]
-        self._inner.load_state_dict({"state": given, "param_groups": groups})
-        self.state.update(
-            (each.param, self._inner.state[each.proxy]) for each in mine.values() if each.proxy in self._inner.state
-        )
-        _copy_options(self._inner.param_groups, self.param_groups)
+        numbers = [key for group in groups for key in group["params"]]
+        others = {key for key, p in zip(numbers, params_of(self), strict=True) if not self.steps_here(p)}
+        given = {key: value for key, value in state_dict["state"].items() if key not in others}
+        self.inner.load_state_dict({"state": given, "param_groups": groups})
+        for param, each in self._owned.items():
+            self.state.pop(param, None)
+            if each.proxy in self.inner.state:
+                self.state[param] = self.inner.state[each.proxy]
+        _copy_options(self.inner.param_groups, self.param_groups)
 
     def first_step(self, param: nn.Parameter, group: Group) -> tuple[dict[str, Any], Group]:
         """Internal: return the state that a first step would create for ``param``, and the options of ``group`` after it.
 
         Changes nothing, and does not communicate. For ``optim_state_dict(for_load=True)``.
         """
-        assert self._inner is not None
-        return step_copy(self._inner, group, torch.zeros(full_shape(param), dtype=param.dtype, device=param.device))
+        assert self.inner is not None
+        return step_copy(self.inner, group, torch.zeros(full_shape(param), dtype=param.dtype, device=param.device))
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -156,9 +153,8 @@ class WholeParameterOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        inner = self._inner
+        inner = self.inner
         assert inner is not None
-        self._refuse_coupling(inner)
         inner.state.clear()
         inner.state.update({each.proxy: self.state[p] for p, each in self._owned.items() if p in self.state})
         _copy_options(self.param_groups, inner.param_groups)
@@ -169,43 +165,29 @@ class WholeParameterOptimizer(Optimizer):
         finally:
             for param, grad in plain:
                 param.grad = grad
+            _copy_options(inner.param_groups, self.param_groups)
         return loss
-
-    def _refuse_coupling(self, inner: Optimizer) -> None:
-        """Raise if ``inner`` does not treat parameters one by one, by a trial per ndim of each new param group."""
-        if type(inner).__module__.startswith("torch.optim"):
-            return  # LBFGS needs a closure, which it does not get here
-        for settings in self.param_groups[self._tried_groups :]:
-            params = [(p, info) for p in settings["params"] if (info := shard_info(p)) is not None]
-            cut = {max(1, len(full_shape(p))): info.fqn for p, info in params if self.owner(p) is not None}
-            for ndim, fqn in cut.items():
-                with contextlib.suppress(Impossible):  # most likely it needs other arguments
-                    check_one_by_one(inner, settings, ndim, fqn)
-        self._tried_groups = len(self.param_groups)
 
     def _step_all(self, inner: Optimizer, stepped: list[Stepped]) -> None:
         """Gather each batch while the previous one is stepped, and the first while parameters that are not cut are."""
         owned = [each for each in stepped if isinstance(each, Owned)]
-        batches = _batches([each for each in owned if each.is_cut], self.bucket_bytes)
-        options = _copies(inner.param_groups)
+        batches = [_Batch(), *_batches([each for each in owned if each.is_cut], self.bucket_bytes)]
+        # Options that count steps count this call in the first turn, also without parameters.
+        batches[0].mine = [each for each in stepped if each.is_mine and not each.is_cut]
+        turns = [[each.proxy for each in batch.mine] for batch in batches]
         try:
-            for first in batches[:1]:
-                first.start()
-            self._step_some(inner, [each for each in stepped if each.is_mine and not each.is_cut])
-            # Options that count steps count this call, also without parameters, and not the batches below.
-            _copy_options(inner.param_groups, self.param_groups)
-            for earlier, batch, later in zip([None, *batches], batches, [*batches[1:], None], strict=False):
-                batch.wait()
-                if later is not None:
-                    later.start()
-                if mine := [each for each in batch.owned if each.is_mine]:
-                    _copy_options(_copies(options), inner.param_groups)
-                    self._step_some(inner, mine)
-                if earlier is not None:
-                    earlier.finish()
-                batch.start(back=True)
-            for last in batches[-1:]:
-                last.finish()
+            with contextlib.closing(in_turns(inner, turns)) as shown:
+                for _, before, batch, after in zip(
+                    shown, [None, *batches], batches, [*batches[1:], None], strict=False
+                ):
+                    batch.wait()
+                    if after is not None:
+                        after.start()
+                    self._step_some(inner, batch.mine)
+                    if before is not None:
+                        before.finish()
+                    batch.start(back=True)
+            batches[-1].finish()
         except BaseException:
             for batch in batches:
                 batch.abandon()
@@ -215,10 +197,12 @@ class WholeParameterOptimizer(Optimizer):
                 each.finish()
 
     def _step_some(self, inner: Optimizer, stepped: Sequence[Stepped]) -> None:
+        if not inner.param_groups:
+            return
         for each in stepped:
             each.show()
         try:
-            inner.step()
+            unhooked_step(inner)(inner)
         finally:
             for each in stepped:
                 each.hide()
@@ -228,10 +212,11 @@ class WholeParameterOptimizer(Optimizer):
 
 
 class _Batch:
-    """Cut parameters of one process group that are stepped together."""
+    """Parameters that are stepped together: cut ones of one process group, or those that are not cut."""
 
     def __init__(self) -> None:
-        self.owned: list[Owned] = []
+        self.owned: list[Owned] = []  # to be sent
+        self.mine: list[Stepped] = []  # stepped by this rank
         self._pending: Pending = Done()
 
     def start(self, back: bool = False) -> None:
@@ -293,6 +278,8 @@ def _batches(cut: list[Owned], limit: int) -> list[_Batch]:
         if number == len(of_group):
             of_group.append(_Batch())
         of_group[number].owned.append(each)
+        if each.is_mine:
+            of_group[number].mine.append(each)
         filled[each.flat.ranks.runtime, each.owner] = number, held + each.nbytes
     return [batch for of_group in batches.values() for batch in of_group]
 
@@ -303,8 +290,3 @@ def _copy_options(given: Sequence[Group], groups: Sequence[Group]) -> None:
         for key in [k for k in options_of(target) if k not in source]:
             del target[key]
         target.update(options_of(source))
-
-
-def _copies(groups: Sequence[Group]) -> list[Group]:
-    """Return copies of the groups' options, some of which a step may change in place: a step count may be a tensor."""
-    return [{key: copied_option(value) for key, value in options_of(group).items()} for group in groups]

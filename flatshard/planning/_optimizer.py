@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from flatshard._handle.tensors.sharded_parameter import full_shape
-from flatshard.optim._hooks import steps_empty_parts
 from flatshard.optim._offload import OffloadedOptimizer
+from flatshard.optim._suitability import steps_empty_parts
 
 OptimizerChoice = torch.optim.Optimizer | Callable[[list[nn.Parameter]], torch.optim.Optimizer] | int | None
 """An optimizer on the model's parameters; a function or class that makes one of a list of parameters; the bytes of state per

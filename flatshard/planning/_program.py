@@ -43,7 +43,8 @@ from flatshard._handle.tensors.grad_dtype import hand_on
 from flatshard._handle.tensors.sharded_parameter import shard_info
 from flatshard._handle.unit_ranks import Runtimes
 from flatshard._handle.unsharded import Pools
-from flatshard.optim._offload import OffloadedOptimizer, in_turns, units_of_params
+from flatshard.optim._offload import OffloadedOptimizer
+from flatshard.optim._turns import by_unit, in_turns
 from flatshard.planning._attention import attention_as_on
 from flatshard.planning._optimizer import OptimizerChoice, PlannedOptimizer, planned_optimizer
 from flatshard.planning._recording import Books, CountedBuffer, MadeOnce, Recorder, RecordingCollectives
@@ -211,7 +212,7 @@ class Program:
     def _step_in_turns(self, planned: PlannedOptimizer) -> None:
         """Step an ``OffloadedOptimizer``, with the state of two units on the device: the one that steps and the next."""
         optimizer: Any = planned.made
-        units = units_of_params(params_of(optimizer))
+        units = by_unit(params_of(optimizer))
         sizes = [
             sum(value.nbytes for p in unit if p.grad is not None for value in planned.state_of(p) if value.dim())
             for unit in units

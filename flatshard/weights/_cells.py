@@ -177,33 +177,13 @@ class Places:
             self._parts.append((start, end, view, number))
 
     def parts(self, at: torch.Tensor | None) -> Iterator[tuple[int, slice, torch.Tensor, torch.Tensor | None]]:
-        """Yield (target, slice of the given elements in it, memory around them, their offsets in this memory).
+        """Yield (target, slice of the given elements in it, view of the target, their row-major numbers in the view).
 
-        ``at``: ascending offsets in the cell, or None for all. Then the memory is a view of exactly these elements, and
-        their offsets are None, too.
+        ``at``: ascending offsets in the cell, or None for all. Then the numbers are None, too.
         """
         edges = torch.tensor([start for start, *_ in self._parts] + [self._parts[-1][1]], device="cpu")
         first = edges.tolist() if at is None else torch.searchsorted(at, edges).tolist()
         for (start, _, view, number), begin, end in zip(self._parts, first, first[1:], strict=False):
-            if begin == end:
-                continue
-            if at is None:
-                yield number, slice(begin, end), view, None
-            else:
-                memory = view.as_strided((_extent(view),), (1,))
-                yield number, slice(begin, end), memory, _in_memory(view, at[begin:end] - start).to(view.device)
-
-
-def _extent(view: torch.Tensor) -> int:
-    return 1 + sum((n - 1) * s for n, s in zip(view.shape, view.stride(), strict=True))
-
-
-def _in_memory(view: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
-    """Return the offsets in memory, from the first element of ``view``, of elements given by their row-major numbers."""
-    if view.is_contiguous():
-        return at
-    where = torch.zeros_like(at)
-    for size, stride in zip(reversed(view.shape), reversed(view.stride()), strict=True):
-        where += at % size * stride
-        at = at // size
-    return where
+            if begin < end:
+                own = None if at is None else (at[begin:end] - start).to(view.device)
+                yield number, slice(begin, end), view, own

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from flatshard.checkpoint._container import checksums
 
-_MAGIC = b"flatshard weights 2\n"
+_MAGIC = b"flatshard weights 3\n"
 _SUM = 8  # bytes
 _LENGTH = 4  # bytes: says how many the header has
 

@@ -133,14 +133,15 @@ class _Source:
 
     def _put(self, section: _codec.Section) -> set[str]:
         names, every = set(), section.read()
-        for number, chosen, memory, at in self.places[section.cell].parts(section.at()):
-            values = every[chosen].to(memory.device)
+        for number, chosen, view, at in self.places[section.cell].parts(section.at()):
+            values = every[chosen].to(view.device)
             if section.is_half:
-                values = _codec.nearest(memory.reshape(-1) if at is None else memory[at], values)
+                before = view.reshape(-1) if at is None else _codec.as_integers(view).take(at).view(view.dtype)
+                values = _codec.nearest(before, values)
             if at is None:
-                memory.copy_(values.view(memory.shape))
+                view.copy_(values.view(view.shape))
             else:
-                memory[at] = values
+                _codec.as_integers(view).put_(at, _codec.as_integers(values))
             names.add(self.asked[number].name)
         return names
 

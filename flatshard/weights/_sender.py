@@ -157,14 +157,14 @@ class Sender:
         """
         with self._lock, torch.no_grad():
             flats = self._values.now("Sender.publish")
-            version, errors = self.version + 1, list[Exception]()
+            version, failed = self.version + 1, list[Exception]()  # the first error
             unfinished = list(self._channels)
             try:
                 for name, channel in self._channels.items():
                     for message in self._updates(name, channel, flats, version):
                         self._keep(channel, version, message)
                         for receiver in channel.receivers:
-                            self._try(receiver, message, errors)
+                            failed += self._try(receiver, message)[len(failed) :]
                     unfinished.remove(name)
             finally:  # whatever has failed: a part of this version may be with a receiver
                 for name in unfinished:
@@ -172,8 +172,8 @@ class Sender:
                 for flat, copy in zip(flats, self._values.copies, strict=True):
                     copy.copy_(flat)
                 self.version = version
-        if errors:
-            raise errors[0]
+        if failed:
+            raise failed.pop()  # its traceback refers to this frame
         return version
 
     def receive(self, message: Bytes) -> None:
@@ -191,11 +191,11 @@ class Sender:
             raise ValueError("Sender.receive got what a sender has sent: give it to Receiver.receive")
         with self._lock, torch.no_grad():
             answers = list(self._answers(state))
-            errors: list[Exception] = []
+            failed: list[Exception] = []
             for answer in answers:
-                self._try(state["name"], answer, errors)
-        if errors:
-            raise errors[0]
+                failed += self._try(state["name"], answer)[len(failed) :]
+        if failed:
+            raise failed.pop()  # its traceback refers to this frame
 
     def forget(self, name: Name) -> None:
         """Stop sending to this receiver, and drop its messages. It comes back when it asks again."""
@@ -318,11 +318,13 @@ class Sender:
         copy = self._values.copies[cell[0].flat]
         return _cells.read(cell, copy, copy.dtype)
 
-    def _try(self, receiver: Name, message: bytes, errors: list[Exception]) -> None:
+    def _try(self, receiver: Name, message: bytes) -> list[Exception]:
+        """Send a message. Return the error, if there is one."""
         try:
             self._send(receiver, message)
         except Exception as e:
-            errors.append(e)
+            return [e]
+        return []
 
     def _keep(self, channel: _Sending, version: int, message: bytes) -> None:
         """Keep a message. Drop the oldest ones beyond the limit."""

@@ -50,7 +50,7 @@ POINTS: dict[str, list[tuple[Any, str]]] = {
         (World, "form"),
         (Epochs, "_propose"),
         (_reshard.Move, "_move_unit"),
-        (_reshard.Move, "_set_states"),
+        (_reshard, "set_common"),
         (_copies.Copies, "go_back"),
     ],
     "end": [(Epochs, "finish"), (Epochs, "_mark")],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import stat
 import threading
@@ -114,7 +115,7 @@ class Handshake:
         """Wait until the handshake is over. Raises if it has failed."""
         self._is_over.wait()
         if self._failure is not None:
-            raise self._failure
+            raise copy.copy(self._failure)  # a raised error refers to frames that refer to this object
 
     def _send_row(self, send: SendMessages, rows: torch.Tensor) -> Pending:
         """Send this rank's row to all others, and receive theirs."""
@@ -139,5 +140,5 @@ class Handshake:
                     self._deferred.pop(0).begin()
                 self._is_over.set()
         except BaseException as e:
-            self._failure = e
+            self._failure = e.with_traceback(None)
             self._is_over.set()
