@@ -258,4 +258,4 @@ def test_the_benchmark_for_one_gpu_runs_from_end_to_end_on_the_simulated_device(
     ],
 )
 def test_verdicts_on_a_gpu(case, verdict):
-    assert gpu.verdict_of(case, is_simulated=False).startswith(verdict)
+    assert gpu.verdict_of(case).startswith(verdict)
