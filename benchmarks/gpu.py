@@ -54,6 +54,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import checkout  # noqa: F401
 import torch
 from ranks import are_started
 from suite import Figure, Table, arguments, commit
