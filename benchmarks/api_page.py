@@ -25,6 +25,7 @@ import typing
 from collections.abc import Iterator
 from typing import Any
 
+import checkout  # noqa: F401
 import torch
 
 import flatshard

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
+import checkout  # noqa: F401
 import torch
 import torch.distributed as dist
 from gpt import GPT, GPTConfig

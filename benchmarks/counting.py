@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+import checkout  # noqa: F401
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef

@@ -54,6 +54,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import checkout  # noqa: F401
 import torch
 from ranks import are_started
 from suite import Figure, Table, arguments, commit
@@ -156,8 +157,8 @@ FAULT = "a planted fault"
 """Beginning of the names of cases that must be found wrong."""
 
 
-def verdict_of(case: Mapping[str, Any], is_simulated: bool) -> str:
-    """Return a case's verdict. A planted fault must be found, on a real device."""
+def verdict_of(case: Mapping[str, Any]) -> str:
+    """Return a case's verdict. A planted fault must be found."""
     if "left out" in case:
         return f"left out, {case['left out']}"
     is_fault = f": {FAULT}" in case["case"]
@@ -165,19 +166,15 @@ def verdict_of(case: Mapping[str, Any], is_simulated: bool) -> str:
         return f"right, the fault fails: {error.partition(chr(10))[0]}" if is_fault else f"FAILED: {error}"
     off, allowed = max(mine["off"] for mine in case["ranks"]), case["ranks"][0]["allowed"]
     if is_fault:
-        return (
-            f"right, the fault is seen: off by {off:.1e}"
-            if off > allowed or is_simulated
-            else "WRONG: the fault is not seen"
-        )
+        return f"right, the fault is seen: off by {off:.1e}" if off > allowed else "WRONG: the fault is not seen"
     figures = {key: value for key, value in case["ranks"][0].items() if key not in ("off", "allowed")}
     more = "".join(f"; {key}: {value:,.3g}" for key, value in figures.items())
     return f"{'right' if off <= allowed else 'WRONG'}, off by {off:.1e} of the change (allowed: {allowed:g}){more}"
 
 
-def of_parity(part: str, cases: Iterable[Mapping[str, Any]], is_simulated: bool = False) -> Section:
+def of_parity(part: str, cases: Iterable[Mapping[str, Any]]) -> Section:
     """Report the correctness of each mode in a line."""
-    verdicts = {case["case"]: verdict_of(case, is_simulated) for case in cases}
+    verdicts = {case["case"]: verdict_of(case) for case in cases}
     problems = [
         f"{name}: {text}".partition("\n")[0] for name, text in verdicts.items() if text.startswith(("FAILED", "WRONG"))
     ]
@@ -340,7 +337,7 @@ class Machine:
                 if not problem or len(cases) in (before, len(names)) or are_started():
                     break
         figures = parts == ["steps"]
-        section = of_figures(title, cases) if figures else of_parity(title, cases, self.is_simulated)
+        section = of_figures(title, cases) if figures else of_parity(title, cases)
         if missed := names[len(cases) :]:
             section.verdict += f", {len(missed)} not reached"
             section.text += f"\nnot reached: {', '.join(missed)}"

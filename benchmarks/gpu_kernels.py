@@ -27,6 +27,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import checkout  # noqa: F401
 import torch
 import torch.nn.functional as F
 from contenders import Job, Setting, as_over_nccl

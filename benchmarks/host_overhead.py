@@ -21,6 +21,7 @@ import functools
 import statistics
 from collections.abc import Callable
 
+import checkout  # noqa: F401
 import torch
 import torch.distributed as dist
 from contenders import SHARDED, Setting, as_over_nccl, build, drop_gradients, filling_nothing

@@ -29,6 +29,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import checkout  # noqa: F401
 import host_overhead
 import torch
 from contenders import Setting, build, drop_gradients

@@ -29,6 +29,7 @@ import functools
 import gc
 from dataclasses import dataclass, replace
 
+import checkout  # noqa: F401
 import torch
 import torch.distributed as dist
 from contenders import Job, Setting, mean_logit

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from dataclasses import dataclass
 
+import checkout  # noqa: F401
 import torch
 import torch.distributed as dist
 

@@ -51,6 +51,7 @@ import statistics
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
+import checkout  # noqa: F401
 import torch
 import torch.distributed as dist
 from contenders import FSDP1_FLAT, Job, Setting, as_over_nccl, filling_nothing, numel

@@ -15,6 +15,7 @@ import argparse
 from collections.abc import Callable, Sequence
 from functools import partial
 
+import checkout  # noqa: F401
 import torch
 from contenders import SHARDED, Setting, build
 from suite import OURS, Benchmark, Figure, Table, fake_world, interleaved, over, seconds

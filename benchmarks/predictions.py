@@ -21,6 +21,7 @@ import gc
 from collections.abc import Callable
 from typing import Any
 
+import checkout  # noqa: F401
 import torch
 from contenders import as_over_nccl, filling_nothing, mean_logit
 from devices import Device, choose_device

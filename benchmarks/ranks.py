@@ -10,14 +10,11 @@ import signal
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-
-sys.path.append(str(Path(__file__).parents[1]))  # flatshard, where it is not installed
 
 
 def set_environment() -> None:

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import checkout  # noqa: F401
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp

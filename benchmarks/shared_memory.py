@@ -19,6 +19,7 @@ import gc
 import os
 from dataclasses import replace
 
+import checkout  # noqa: F401
 import torch
 import torch.distributed as dist
 from contenders import Job, Setting

@@ -25,6 +25,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
+import checkout  # noqa: F401
 import torch
 import torch.distributed as dist
 from contenders import SHARDED, Job, Setting, numel

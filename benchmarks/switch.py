@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import argparse
 
+import checkout  # noqa: F401
 import torch
 from contenders import Job, Setting
 from counting import CopiedBytes

@@ -34,6 +34,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import checkout  # noqa: F401
+
 warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
 
 import torch

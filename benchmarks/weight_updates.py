@@ -19,6 +19,7 @@ import ctypes
 import time
 from collections.abc import Callable
 
+import checkout  # noqa: F401
 import torch
 import torch.distributed as dist
 from contenders import Job, Setting

@@ -136,6 +136,42 @@ def test_every_benchmark_can_be_run_by_name():
         assert "floor" in module.__doc__.lower()
 
 
+HELP_OF_ALL = """
+import os, runpy, sys
+from pathlib import Path
+import torch  # once, for all
+import torch.distributed
+
+sys.path = [folder for folder in sys.path if not (Path(folder) / "flatshard").is_dir()]
+sys.meta_path = [finder for finder in sys.meta_path if "editable" not in str(finder).lower()]
+for script in sys.argv[1:]:
+    print(Path(script).name, flush=True)
+    if not (child := os.fork()):
+        sys.path[0], sys.argv = str(Path(script).parent), [script, "--help"]
+        runpy.run_path(script, run_name="__main__")
+        os._exit(0)
+    if code := os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]):
+        sys.exit(code)
+"""
+"""Runs each script with ``--help`` in a process of its own, as if flatshard were not installed."""
+
+
+@pytest.mark.slow
+@pytest.mark.time_limit(240)  # each script imports flatshard
+def test_every_benchmark_begins_in_a_checkout_that_is_not_installed(tmp_path):
+    scripts = [path for path in sorted(BENCHMARKS.glob("*.py")) if 'if __name__ == "__main__":' in path.read_text()]
+    done = subprocess.run(
+        [sys.executable, "-c", HELP_OF_ALL, *map(str, scripts)],
+        cwd=tmp_path,
+        env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
+        capture_output=True,
+        text=True,
+        timeout=230,
+    )
+    assert done.returncode == 0, done.stdout[-300:] + done.stderr
+    assert done.stdout.count("usage: ") >= len(scripts) - 2  # two have no options, and print at once
+
+
 # -- what a GPU's trace tells -----------------------------------------------------------------------------------------
 
 
@@ -258,4 +294,4 @@ def test_the_benchmark_for_one_gpu_runs_from_end_to_end_on_the_simulated_device(
     ],
 )
 def test_verdicts_on_a_gpu(case, verdict):
-    assert gpu.verdict_of(case, is_simulated=False).startswith(verdict)
+    assert gpu.verdict_of(case).startswith(verdict)
