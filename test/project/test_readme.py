@@ -1,6 +1,6 @@
 """The README and the pages of ``flatshard/docs``: examples run, figures are those of the results, tables name what exists.
 
-Recipes for clients are run in ``integrations``, and the API page's examples in ``test_api_page``.
+Recipes for clients are run in ``integrations``, and the API pages' examples in ``test_api_page``.
 """
 
 import ast
@@ -31,10 +31,13 @@ README = (ROOT / "README.md").read_text()
 INSIDE = (ROOT / "flatshard" / "README.md").read_text()
 BENCHMARKS = (ROOT / "benchmarks" / "README.md").read_text()
 DOCS = ROOT / "flatshard" / "docs"
-WRITTEN = ("api.md", "changelog.md")  # the first from docstrings; old names in the second do not exist any more
-PAGES = {ROOT / "README.md": README} | {
-    path: path.read_text() for path in sorted(DOCS.glob("*.md")) if path.name not in WRITTEN
+FILES = {path: path.read_text() for path in [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]}
+PAGES = {
+    path: text
+    for path, text in FILES.items()
+    if path.parent.name not in ("api", "integrations") and path.name != "changelog.md"  # it has old names
 }
+"""Pages whose examples are run here."""
 MIGRATION, TROUBLESHOOTING = PAGES[DOCS / "migration.md"], PAGES[DOCS / "troubleshooting.md"]
 
 
@@ -258,10 +261,11 @@ def anchors(page: str) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
-@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", FILES, ids=lambda path: f"{path.parent.name}/{path.stem}")
 def test_links_and_files_exist(path: Path):
-    page = PAGES[path]
-    for file, _, anchor in [each.partition("#") for each in re.findall(r"\]\(([^()\s]+)\)", page)]:
+    page = FILES[path]
+    text = re.sub(r"```.*?```", "", page, flags=re.DOTALL)
+    for file, _, anchor in [each.partition("#") for each in re.findall(r"\]\(([^()\s]+)\)", text)]:
         target = (path.parent / file).resolve() if file else path
         assert target.exists(), file
         assert not anchor or anchor in anchors(target.read_text()), f"{file}#{anchor}"
@@ -270,8 +274,12 @@ def test_links_and_files_exist(path: Path):
 
 
 def test_the_index_has_every_page():
-    linked = set(re.findall(r"^\| \[[^]]*\]\((\w+\.md)\)", PAGES[DOCS / "index.md"], re.MULTILINE))
-    assert linked == {path.name for path in DOCS.glob("*.md")} - {"index.md"}
+    linked = set(re.findall(r"\]\((\w+(?:/index)?\.md)\)", FILES[DOCS / "index.md"]))
+    pages = {str(path.relative_to(DOCS)) for path in [*DOCS.glob("*.md"), *DOCS.glob("*/index.md")]}
+    assert linked == pages - {"index.md"}
+    for folder in DOCS.glob("*/index.md"):
+        linked = set(re.findall(r"\]\((\w+\.md)\)", FILES[folder]))
+        assert linked == {path.name for path in folder.parent.glob("*.md")} - {"index.md"}
 
 
 def test_the_messages_are_those_of_the_code():
