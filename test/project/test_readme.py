@@ -15,9 +15,11 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
+import picture
 import pytest
 import torch
 from parity import everybody
+from suite import fake_world
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp import fully_shard as fsdp2_fully_shard
 
@@ -59,11 +61,12 @@ OUTPUTS = marked("output", "")
 
 
 def test_every_python_block_is_run():
-    at_the_top, in_migration = 1, 2  # code of a user's own model
+    in_migration = 2  # code of a user's own model
     blocks = sum(text.count("```python") for text in PAGES.values())
-    assert blocks == len(EXAMPLES) + len(marked("recipe")) + at_the_top + in_migration
+    assert blocks == len(EXAMPLES) + len(marked("recipe")) + in_migration
     assert MIGRATION.count("```python") == in_migration
-    assert marked("part of")["quickstart"].strip() in EXAMPLES["quickstart"]
+    (call,) = re.findall(r"in one call: `(.*)`\.", README)
+    assert f"\n{call}\n" in EXAMPLES["quickstart"]
 
 
 def test_the_table_of_strategies_is_that_of_the_code():
@@ -312,3 +315,12 @@ def test_the_versions_are_those_that_are_installed_and_tested():
     assert "Python 3.11 or newer" in README
     assert "torch>=2.11,<2.16" in project["dependencies"]
     assert "torch 2.11 to 2.15" in README
+
+
+def test_the_pictures_are_what_their_script_draws():
+    """To draw them again: ``python benchmarks/picture.py``. The peaks in the second depend little on torch."""
+    assert (ROOT / "benchmarks" / "idea.svg").read_text() == picture.idea()
+    shown = re.search(r"flatshard, at most ([\d.]+)<", (ROOT / "benchmarks" / "memory.svg").read_text())
+    with fake_world(8):
+        counted = max(map(max, picture.history("flatshard"))) / 2**20
+    assert float(shown[1]) == pytest.approx(counted, rel=0.03)
