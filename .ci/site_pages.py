@@ -18,6 +18,7 @@ OUTSIDE = {
     "flatshard/README.md": "inside.md",
     "test/README.md": "tests.md",
     "benchmarks/README.md": "benchmarks.md",
+    "benchmarks/tried.md": "tried.md",
     ".github/CONTRIBUTING.md": "contributing.md",
     ".ci/site.css": "site.css",
     **{f"benchmarks/{path.name}": path.name for path in sorted((ROOT / "benchmarks").glob("*.svg"))},

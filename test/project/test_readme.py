@@ -33,11 +33,12 @@ README = (ROOT / "README.md").read_text()
 INSIDE = (ROOT / "flatshard" / "README.md").read_text()
 BENCHMARKS = (ROOT / "benchmarks" / "README.md").read_text()
 DOCS = ROOT / "flatshard" / "docs"
-FILES = {path: path.read_text() for path in [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]}
+BESIDE = [ROOT / path for path in ("README.md", "flatshard/README.md", "benchmarks/README.md", "benchmarks/tried.md")]
+FILES = {path: path.read_text() for path in [*BESIDE, *sorted(DOCS.rglob("*.md"))]}
 PAGES = {
     path: text
     for path, text in FILES.items()
-    if path.parent.name not in ("api", "integrations") and path.name != "changelog.md"  # it has old names
+    if path.parent in (ROOT, DOCS) and path.name != "changelog.md"  # it has old names
 }
 """Pages whose examples are run here."""
 MIGRATION, TROUBLESHOOTING = PAGES[DOCS / "migration.md"], PAGES[DOCS / "troubleshooting.md"]
