@@ -204,8 +204,12 @@ def signature(name: str, value: Any, width: int = 110) -> str:
         is_refused = is_variable and not is_documented and "." in name and not kind  # it exists to raise
         if each.name in ("self", "cls", *_hidden(value)) or is_refused:
             continue
-        if each.kind is each.KEYWORD_ONLY and not starred:
+        is_empty = str(each.annotation) == "NoReturn"  # it exists to say that arguments have names
+        if is_empty or (each.kind is each.KEYWORD_ONLY and not starred):
             shown.append("*")
+        if is_empty:
+            starred = True
+            continue
         starred = starred or each.kind in (each.KEYWORD_ONLY, each.VAR_POSITIONAL)
         text = {each.VAR_POSITIONAL: "*", each.VAR_KEYWORD: "**"}.get(each.kind, "") + each.name
         if each.annotation is not each.empty:
