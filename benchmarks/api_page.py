@@ -1,8 +1,8 @@
-"""Write flatshard/docs/api.md: every public name with its signature and docstring.
+"""Write flatshard/docs/api: a page for each public module, every name with its signature and docstring.
 
-    python benchmarks/api_page.py > flatshard/docs/api.md
+    python benchmarks/api_page.py
 
-A test compares the page with this output, and runs every example. Docstrings have Google's style: a summary, sections
+A test compares the pages with this output, and runs every example. Docstrings have Google's style: a summary, sections
 (``Args:``, ``Returns:``, ``Raises:``, ``Attributes:``), and ``Example::`` or lines that begin with ``>>>``. The string below
 a class's field documents it, or the comment beside it.
 """
@@ -23,6 +23,7 @@ import textwrap
 import types
 import typing
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import checkout  # noqa: F401
@@ -30,18 +31,24 @@ import torch
 
 import flatshard
 
-BEGIN = """\
-# flatshard's public names
+FOLDER = Path(flatshard.__file__).parent / "docs" / "api"
+INDEX = """\
+# API
 
-Written by `python benchmarks/api_page.py > flatshard/docs/api.md` from the docstrings. [README.md](../../README.md) is the
-way in, [index.md](index.md) lists the pages, and [changelog.md](changelog.md) has old names.
+Every public name, by module. `python benchmarks/api_page.py` writes these pages from the docstrings. The
+[changelog](../changelog.md) has old names.
 
-A test runs each example, on four ranks. `Block`, `model` and `optimizer` are those of README's quick start. Where an example
-calls `fully_shard`, `plan_step` or `fit_to_memory`, `model` is not sharded yet. In all others it is, and has been trained for
-a step. `batch` is this rank's input, of shape (8, 64). `dist` is `torch.distributed`; `nn`, `math`, `functools` and `copy`
-are imported, too. Classes that functions only return come last in their module. They are importable for annotations, and not
-in its `__all__`.
+**Examples.** A test runs each of them, on four ranks. `Block`, `model` and `optimizer` are those of the
+[quick start](../../../README.md#quick-start). Where an example calls `fully_shard`, `plan_step` or `fit_to_memory`, `model`
+is not sharded yet. In all others it is, and has been trained for a step. `batch` is this rank's input, of shape (8, 64).
+`dist` is `torch.distributed`; `nn`, `math`, `functools` and `copy` are imported, too.
+
+**Results.** Classes that functions only return come last on their page. They are importable for annotations, and not in the
+module's `__all__`.
 """
+"""Beginning of the first page."""
+TOP = "The functions and classes that most scripts need."
+"""In place of the package's docstring, which ``help`` shows as one screen."""
 ITEMS = ("Args", "Raises", "Attributes")
 """Sections that list names."""
 PROSE = ("Returns", "Yields")
@@ -198,8 +205,12 @@ def signature(name: str, value: Any, width: int = 110) -> str:
         is_refused = is_variable and not is_documented and "." in name and not kind  # it exists to raise
         if each.name in ("self", "cls", *_hidden(value)) or is_refused:
             continue
-        if each.kind is each.KEYWORD_ONLY and not starred:
+        is_empty = str(each.annotation) == "NoReturn"  # it exists to say that arguments have names
+        if is_empty or (each.kind is each.KEYWORD_ONLY and not starred):
             shown.append("*")
+        if is_empty:
+            starred = True
+            continue
         starred = starred or each.kind in (each.KEYWORD_ONLY, each.VAR_POSITIONAL)
         text = {each.VAR_POSITIONAL: "*", each.VAR_KEYWORD: "**"}.get(each.kind, "") + each.name
         if each.annotation is not each.empty:
@@ -442,29 +453,35 @@ def examples(value: Any) -> list[str]:
     return re.findall(r"^```python\n(.*?)^```", markdown(docs_of(value)), re.DOTALL | re.MULTILINE)
 
 
-# -- the page ----------------------------------------------------------------------------------------------------------
+# -- the pages ---------------------------------------------------------------------------------------------------------
 
 
-def page() -> str:
-    """Return the full page."""
+def pages() -> dict[str, str]:
+    """Return the text of each file in the folder, by its name."""
     of_module: dict[str, list[tuple[str, Any]]] = {name: [] for name in modules()}
     for name, value in public():
         of_module[name.rpartition(".")[0]].append((name, value))
-    parts = [BEGIN]
+    index = [INDEX]
+    texts: dict[str, str] = {}
     for module, found in of_module.items():
-        links = ", ".join(f"[{name.rpartition('.')[2]}](#{_anchor(_title(name))})" for name, _ in found)
-        parts.append(f"- [{module}](#{_anchor(module)}): {links}")
-    for module, found in of_module.items():
-        parts.append(f"\n## {module}\n")
-        if module != "flatshard":
-            parts.append(markdown(inspect.getdoc(modules()[module]) or "") + "\n")
-            parts.append(_also(module, [name for name, _ in found]))
+        file = f"{_short(module)}.md"
+        about = markdown(inspect.getdoc(modules()[module]) or "") if module != "flatshard" else TOP
+        names = [name for name, _ in found]
+        index += [f"## [{module}]({file})\n", about.split("\n\n")[0] + "\n", _links(names, file) + "\n"]
+        parts = [f"# {module}\n", about + "\n", "On this page: " + _links(names) + "\n"]
+        parts.append(_also(module, names))
         parts += [_entry(name, value) for name, value in found]
-    return _tidy("\n".join(parts)).rstrip() + "\n"
+        texts[file] = _tidy("\n".join(parts)).rstrip() + "\n"
+    return {"index.md": _tidy("\n".join(index)).rstrip() + "\n", **texts}
 
 
-def _title(name: str) -> str:
-    return name.removeprefix("flatshard.")
+def _short(name: str) -> str:
+    return name.rpartition(".")[2]
+
+
+def _links(names: list[str], file: str = "") -> str:
+    """Return links to the entries of ``names``, on the page ``file`` or on this one."""
+    return ", ".join(f"[{_short(name)}]({file}#{_anchor(_short(name))})" for name in names)
 
 
 def _anchor(title: str) -> str:
@@ -473,14 +490,25 @@ def _anchor(title: str) -> str:
 
 
 def _also(module: str, shown: list[str]) -> str:
-    """Return a sentence on names of ``module`` that an earlier section has."""
+    """Return a sentence on names of ``module`` that the page of the top level has."""
     here = [n for n in modules()[module].__all__ if f"{module}.{n}" not in shown]
-    links = ", ".join(f"[{name}](#{_anchor(name)})" for name in here)
-    return f"Also here: {links}.\n" if here else ""
+    here = [n for n in here if not isinstance(getattr(modules()[module], n), types.ModuleType)]
+    return f"Also here: {_links(here, 'flatshard.md')}.\n" if here else ""
+
+
+def write(folder: Path = FOLDER) -> None:
+    """Write all pages, and remove those of modules that are gone."""
+    folder.mkdir(exist_ok=True)
+    texts = pages()
+    for path in folder.glob("*.md"):
+        if path.name not in texts:
+            path.unlink()
+    for name, text in texts.items():
+        (folder / name).write_text(text)
 
 
 def _entry(name: str, value: Any) -> str:
-    parts = [f"### {_title(name)}\n", f"```python\n{signature(name, value)}\n```\n", markdown(docs_of(value)), ""]
+    parts = [f"## {_short(name)}\n", f"```python\n{signature(name, value)}\n```\n", markdown(docs_of(value)), ""]
     if name in results():
         parts += ["A result: not in `__all__`.\n"]
     if isinstance(value, type) and issubclass(value, BaseException | torch.Tensor):
@@ -504,4 +532,4 @@ def _field(field: Field, kind: type) -> str:
 
 
 if __name__ == "__main__":
-    sys.stdout.write(page())
+    write()

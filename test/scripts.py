@@ -25,12 +25,16 @@ def run_main(ctx: Any, name: str, *args: Any, **kwargs: Any) -> list[str]:
 
 def run_script(name: str, *arguments: str) -> list[str]:
     """Run the script as a user does, and return the lines that it prints. It must print no errors and no warnings."""
+    return run_python(str(EXAMPLES[name]), *arguments)
+
+
+def run_python(*arguments: str) -> list[str]:
+    """Run Python with these arguments, and return the lines that it prints. It must print no errors and no warnings."""
     environment = {
         n: value for n, value in os.environ.items() if n not in ("RANK", "PYTHONWARNINGS", "OMP_NUM_THREADS")
     }
     environment |= {"PYTHONPATH": str(PACKAGE.parent), "GLOO_SOCKET_IFNAME": "lo", "FLATSHARD_WATCH_SECONDS": "0"}
-    command = [sys.executable, str(EXAMPLES[name]), *arguments]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
+    done = subprocess.run([sys.executable, *arguments], env=environment, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
     assert not done.stderr
     return done.stdout.splitlines()

@@ -158,7 +158,6 @@ def fully_shard(
             backward (activation checkpointing). Nothing is gathered for it, and no name changes. It does not apply to
             ``module`` itself if there are units in it. A policy may override it per unit. The forward must compute the same
             twice: torch's checkpoint refuses a cache that it extends (``use_cache=True``).
-        unnamed: must be empty. All other arguments have names.
         fsdp_names: arguments under the names that FSDP1 and FSDP2 have for them: ``auto_wrap_policy``, ``mesh``,
             ``mp_policy``, ... A name with another meaning raises an error that says what to write.
 

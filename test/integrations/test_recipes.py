@@ -1,4 +1,4 @@
-"""Every recipe of flatshard/integrations/README.md runs on two ranks."""
+"""Every recipe of flatshard/docs/integrations runs on two ranks."""
 
 import importlib
 import os
@@ -13,8 +13,9 @@ from tiny import Tokens, be_a_rank, tiny_llama, tiny_vit
 
 import flatshard
 
-README = (Path(flatshard.__file__).parent / "integrations" / "README.md").read_text()
-FOUND = re.findall(r"<!-- recipe: ([^,\n]*), ([^\n]*) -->\n```python\n(.*?)```", README, re.DOTALL)
+FOLDER = Path(flatshard.__file__).parent / "docs" / "integrations"
+PAGES = "\n".join(path.read_text() for path in sorted(FOLDER.glob("*.md")))
+FOUND = re.findall(r"<!-- recipe: ([^,\n]*), ([^\n]*) -->\n```python\n(.*?)```", PAGES, re.DOTALL)
 RECIPES = {name: code for name, _, code in FOUND}
 
 pytestmark = pytest.mark.time_limit(600)
@@ -22,9 +23,9 @@ pytestmark = pytest.mark.time_limit(600)
 
 def test_every_python_block_is_a_recipe():
     # Other blocks need several launchers or an environment of their own.
-    elsewhere = re.findall(r"<!-- (?:like|run by): ([^\n]*) -->\n```python", README)
+    elsewhere = re.findall(r"<!-- (?:like|run by): ([^\n]*) -->\n```python", PAGES)
     assert all((Path(__file__).parents[2] / path).exists() for path in elsewhere)
-    assert len(re.findall("```python", README)) == len(RECIPES) + len(elsewhere)
+    assert len(re.findall("```python", PAGES)) == len(RECIPES) + len(elsewhere)
 
 
 class Engine:
@@ -116,7 +117,7 @@ OTHERS = {"lightning": lightning_names, "fabric": lightning_names, "timm": timm_
 def run_recipe(ctx, name: str, folder: str) -> None:
     own = OTHERS[name](ctx, name) if name in OTHERS else transformers_names(ctx, name, folder)
     names: dict[str, Any] = {"torch": torch, "flatshard": flatshard, "folder": folder, **own}
-    exec(compile(RECIPES[name], "README.md", "exec"), names)
+    exec(compile(RECIPES[name], "recipe", "exec"), names)
     assert flatshard.describe(names["model"]).units
     if name == "changed weights":  # weights/test_weights.py delivers messages itself
         assert names["sender"].version == 1

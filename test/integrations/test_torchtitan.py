@@ -245,12 +245,12 @@ def test_the_trainer_by_the_page_s_recipe(ctx, path: str):
     from torchtitan.components.metrics import MetricsProcessor
 
     marker = rf"<!-- run by: test/integrations/{Path(__file__).name} -->\n```python\n(.*?)```"
-    page = Path(flatshard.__file__).parent / "integrations" / "README.md"
+    page = Path(flatshard.__file__).parent / "docs" / "integrations" / "torchtitan.md"
     (recipe,) = re.findall(marker, page.read_text(), re.DOTALL)
     alone, expected = plain()
     names, norms = {"config": trainers_config(ctx, path)}, []
     with mock.patch.object(MetricsProcessor, "log", lambda self, step, loss, most, norm, **rest: norms.append(norm)):
-        exec(compile(recipe, "README.md", "exec"), names)
+        exec(compile(recipe, page.name, "exec"), names)
     assert norms == pytest.approx(expected, rel=1e-4)
     check_equal(whole_state(names["trainer"].model_parts[0]), alone.state_dict(), NEAR)
     assert (Path(path) / "checkpoint" / f"step-{STEPS}").exists()

@@ -1,9 +1,10 @@
 """The scripts of ``flatshard/examples``, without their downloads and without a device. See also ``integrations``."""
 
+import json
 import re
 
 import pytest
-from scripts import EXAMPLES, run_main, run_script
+from scripts import EXAMPLES, PACKAGE, run_main, run_python, run_script
 
 SLOW = [pytest.mark.slow, pytest.mark.time_limit(240)]  # processes of their own import torch
 
@@ -79,3 +80,17 @@ def test_a_gpt_is_planned_without_ranks():
     assert re.search(r"^1,0\d\d,\d{3},\d{3} parameters", text)
     assert "GPT, FULL_SHARD over 8 ranks" in text
     assert "GPT over 8 ranks: fits into 8 GiB" in text
+
+
+@pytest.mark.slow
+@pytest.mark.time_limit(240)
+def test_the_notebook_runs():
+    """Its code cells, one after the other, in a process of their own."""
+    cells = json.loads((PACKAGE / "examples" / "notebook.ipynb").read_text())["cells"]
+    assert all(cell["outputs"] == [] for cell in cells if cell["cell_type"] == "code")
+    code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+    assert sum(len(each.splitlines()) for each in code) < 120
+    lines = run_python("-c", "\n".join(code))
+    before, after, right = re.fullmatch(r"loss ([\d.]+) -> ([\d.]+); (\d+)% right", lines[-1]).groups()
+    assert float(after) < float(before)
+    assert int(right) > 50

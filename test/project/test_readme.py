@@ -1,6 +1,6 @@
 """The README and the pages of ``flatshard/docs``: examples run, figures are those of the results, tables name what exists.
 
-Recipes for clients are run in ``integrations``, and the API page's examples in ``test_api_page``.
+Recipes for clients are run in ``integrations``, and the API pages' examples in ``test_api_page``.
 """
 
 import ast
@@ -15,9 +15,11 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
+import picture
 import pytest
 import torch
 from parity import everybody
+from suite import fake_world
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp import fully_shard as fsdp2_fully_shard
 
@@ -31,10 +33,14 @@ README = (ROOT / "README.md").read_text()
 INSIDE = (ROOT / "flatshard" / "README.md").read_text()
 BENCHMARKS = (ROOT / "benchmarks" / "README.md").read_text()
 DOCS = ROOT / "flatshard" / "docs"
-WRITTEN = ("api.md", "changelog.md")  # the first from docstrings; old names in the second do not exist any more
-PAGES = {ROOT / "README.md": README} | {
-    path: path.read_text() for path in sorted(DOCS.glob("*.md")) if path.name not in WRITTEN
+BESIDE = [ROOT / path for path in ("README.md", "flatshard/README.md", "benchmarks/README.md", "benchmarks/tried.md")]
+FILES = {path: path.read_text() for path in [*BESIDE, *sorted(DOCS.rglob("*.md"))]}
+PAGES = {
+    path: text
+    for path, text in FILES.items()
+    if path.parent in (ROOT, DOCS) and path.name != "changelog.md"  # it has old names
 }
+"""Pages whose examples are run here."""
 MIGRATION, TROUBLESHOOTING = PAGES[DOCS / "migration.md"], PAGES[DOCS / "troubleshooting.md"]
 
 
@@ -56,11 +62,12 @@ OUTPUTS = marked("output", "")
 
 
 def test_every_python_block_is_run():
-    at_the_top, in_migration = 1, 2  # code of a user's own model
+    in_migration = 2  # code of a user's own model
     blocks = sum(text.count("```python") for text in PAGES.values())
-    assert blocks == len(EXAMPLES) + len(marked("recipe")) + at_the_top + in_migration
+    assert blocks == len(EXAMPLES) + len(marked("recipe")) + in_migration
     assert MIGRATION.count("```python") == in_migration
-    assert marked("part of")["quickstart"].strip() in EXAMPLES["quickstart"]
+    (call,) = re.findall(r"in one call: `(.*)`\.", README)
+    assert f"\n{call}\n" in EXAMPLES["quickstart"]
 
 
 def test_the_table_of_strategies_is_that_of_the_code():
@@ -258,10 +265,11 @@ def anchors(page: str) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
-@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", FILES, ids=lambda path: f"{path.parent.name}/{path.stem}")
 def test_links_and_files_exist(path: Path):
-    page = PAGES[path]
-    for file, _, anchor in [each.partition("#") for each in re.findall(r"\]\(([^()\s]+)\)", page)]:
+    page = FILES[path]
+    text = re.sub(r"```.*?```", "", page, flags=re.DOTALL)
+    for file, _, anchor in [each.partition("#") for each in re.findall(r"\]\(([^()\s]+)\)", text)]:
         target = (path.parent / file).resolve() if file else path
         assert target.exists(), file
         assert not anchor or anchor in anchors(target.read_text()), f"{file}#{anchor}"
@@ -270,8 +278,12 @@ def test_links_and_files_exist(path: Path):
 
 
 def test_the_index_has_every_page():
-    linked = set(re.findall(r"^\| \[[^]]*\]\((\w+\.md)\)", PAGES[DOCS / "index.md"], re.MULTILINE))
-    assert linked == {path.name for path in DOCS.glob("*.md")} - {"index.md"}
+    linked = set(re.findall(r"\]\((\w+(?:/index)?\.md)\)", FILES[DOCS / "index.md"]))
+    pages = {str(path.relative_to(DOCS)) for path in [*DOCS.glob("*.md"), *DOCS.glob("*/index.md")]}
+    assert linked == pages - {"index.md"}
+    for folder in DOCS.glob("*/index.md"):
+        linked = set(re.findall(r"\]\((\w+\.md)\)", FILES[folder]))
+        assert linked == {path.name for path in folder.parent.glob("*.md")} - {"index.md"}
 
 
 def test_the_messages_are_those_of_the_code():
@@ -283,8 +295,11 @@ def test_the_messages_are_those_of_the_code():
                 said.append(node.value)
     sections = "At the start", "In a step", "In checkpoints"
     cells = [row[0] for title in sections for row in rows_under(title, TROUBLESHOOTING)]
+    for path in sorted((DOCS / "integrations").glob("*.md")):
+        if "\n| message |" in FILES[path]:
+            cells += [row[0] for row in rows_under("Refused", FILES[path])]
     messages = [each for cell in cells if not cell.startswith("torch") for each in re.findall(r"`([^`]* [^`]*)`", cell)]
-    assert len(messages) > 25
+    assert len(messages) > 35
     assert [each for each in messages if not any(each in text for text in said)] == []
 
 
@@ -301,3 +316,12 @@ def test_the_versions_are_those_that_are_installed_and_tested():
     assert "Python 3.11 or newer" in README
     assert "torch>=2.11,<2.16" in project["dependencies"]
     assert "torch 2.11 to 2.15" in README
+
+
+def test_the_pictures_are_what_their_script_draws():
+    """To draw them again: ``python benchmarks/picture.py``. The peaks in the second depend little on torch."""
+    assert (ROOT / "benchmarks" / "idea.svg").read_text() == picture.idea()
+    shown = re.search(r"flatshard, at most ([\d.]+)<", (ROOT / "benchmarks" / "memory.svg").read_text())
+    with fake_world(8):
+        counted = max(map(max, picture.history("flatshard"))) / 2**20
+    assert float(shown[1]) == pytest.approx(counted, rel=0.03)

@@ -412,7 +412,7 @@ def test_files_read_in_a_sitting_and_functions_fit_on_a_screen_or_two():
 
 
 def test_all_is_complete():
-    """Without names that are imported under another, or as themselves: for annotations, see docs/api.md."""
+    """Without names that are imported under another, or as themselves: for annotations, see docs/api."""
     nodes = [node for node, module, _ in imports(TREES["_"]) if module.startswith("flatshard")]
     aliases = [alias for node in nodes for alias in node.names if alias.asname is None]
     assert {alias.name for alias in aliases if not alias.name.startswith("_")} == set(flatshard.__all__)
