@@ -83,7 +83,7 @@ class Backward:
         self._tasks: dict[int, weakref.ref[Callable[[], None]]] = {}
         self._bringing: set[int] = set()  # graph tasks with gradients for at least one unit
         self._reached: list[Unit] = []  # or gathered for it
-        self._idle: dict[Unit, None] = {}  # those in the state IDLE, in the order in which they came to it
+        self._idle: dict[Unit, None] = {}  # in the state IDLE: each forward that is reached asks for them
         self._ready: set[Unit] = set()  # complete units in the queue
         # It builds a graph (create_graph), or retains a graph that was built so (retain_graph). A backward of that graph
         # runs none of flatshard's hooks, so units stay unsharded.
@@ -130,10 +130,9 @@ class Backward:
             return awaited
         self.keeps_unsharded |= torch.is_grad_enabled() or (unit.history.was_kept_unsharded and _keeps_graph())
         accumulators = unit.handle.gradients.accumulators
-        nodes = accumulators.nodes
-        if nodes and awaited is None:
+        if accumulators.nodes and awaited is None:
             self._queue.add_back(unit)
-        awaited = now.reach(task, nodes, accumulators.are_all, unit.graph.stand_ins, self._queue.finishes_early)
+        awaited = now.reach(task, accumulators, unit.graph.stand_ins, self._queue.finishes_early)
         if awaited.expected[task]:
             self._bringing.add(task)
             self._ready.discard(unit)
@@ -187,7 +186,7 @@ class Backward:
         """Make ``unit`` idle: it has all awaited gradients, but other ranks may have some to come."""
         now = unit.graph.now
         assert now is not None
-        now.postpone()
+        now.move("postpone")
         self._idle[unit] = None
 
     def complete(self, unit: Unit, reduces: bool = False, early: bool = False) -> None:

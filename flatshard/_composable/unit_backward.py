@@ -40,6 +40,7 @@ from torch.autograd.graph import Node
 
 from flatshard._base.errors import InternalError
 from flatshard._comm.progress import Label
+from flatshard._handle.unit_gradients import Accumulators
 
 # The id of the running graph task, -1 outside of backward; whether it will run a node. Private API: no other way.
 current_graph_task: Callable[[], int] = torch._C._current_graph_task_id
@@ -146,31 +147,27 @@ class UnitBackward(Generic[U]):
         return self.awaited is not None and self.awaited.pending > 0
 
     def reach(
-        self, task: int, nodes: Collection[Node], are_all: bool, stand_ins: Collection[Node], finishes_early: bool
+        self, task: int, accumulators: Accumulators, stand_ins: Collection[Node], finishes_early: bool
     ) -> AwaitedGradients:
         """Count the gradients of ``task``, the running graph task, when it reaches the unit for the first time.
 
         Args:
-            nodes: the nodes that accumulate gradients of the unit's trainable parameters.
-            are_all: whether all its parameters are trainable.
+            accumulators: of the unit's trainable parameters.
             stand_ins: see ``UnitGraph``.
             finishes_early: see ``ReductionQueue``.
         """
+        nodes = accumulators.nodes
         try:
             of_params, others = sum(map(_will_run, nodes)), sum(map(_will_run, stand_ins))
         except RuntimeError:
             of_params, others = how_many_run(nodes), how_many_run(stand_ins)
-        self._move("reach with gradients" if of_params or others else "reach with none")
+        self.move("reach with gradients" if of_params or others else "reach with none")
         if of_params or not others:
             self.lacks_some |= of_params < len(nodes)
         if (awaited := self.awaited) is None:
-            awaited = self.awaited = AwaitedGradients(task, not are_all)
+            awaited = self.awaited = AwaitedGradients(task, not accumulators.are_all)
         awaited.add(task, of_params + others, finishes_early)
         return awaited
-
-    def postpone(self) -> None:
-        """Note that all gradients have come, and that the backward will gather the unit again."""
-        self._move("postpone")
 
     def complete(self, early: bool = False) -> bool:
         """Note that all gradients have come, or that no more are waited for. Return whether any were expected.
@@ -178,13 +175,14 @@ class UnitBackward(Generic[U]):
         Args:
             early: the backward may reach another forward of the unit in the same graph task.
         """
-        self._move("complete early" if early else "complete")
+        self.move("complete early" if early else "complete")
         awaited, self.awaited = self.awaited, None
         assert awaited is not None
         self.completed_in = awaited.task
         return any(awaited.expected.values())
 
-    def _move(self, event: str) -> None:
+    def move(self, event: str) -> None:
+        """Change the state by an event of the table."""
         state = COMPLETION_TRANSITIONS.get((self.state, event))
         if state is None:
             raise InternalError(f"cannot {event} unit {self._label.unit!r} in a backward while it is {self.state.name}")
