@@ -38,13 +38,8 @@ class _Away(Claim):
 
     need = Need.BUFFER
 
-    def __init__(self, fqn: str, by: OffloadHandle) -> None:
-        self._fqn, self.by = fqn, by
-
-    @classmethod
-    def of(cls, unit: Unit) -> _Away | None:
-        """Return the claim on ``unit``, or None if it is not offloaded."""
-        return next((claim for claim in unit.claims if isinstance(claim, cls)), None)
+    def __init__(self, fqn: str) -> None:
+        self._fqn = fqn
 
     def check_forward(self, grad: bool) -> None:
         """Raise: an offloaded unit has no forward."""
@@ -68,7 +63,7 @@ class OffloadHandle:
     def __init__(self, module: nn.Module, flats: list[tuple[Unit, FlatParam]]) -> None:
         self._module = module
         self._flats = [flat for _, flat in flats]
-        self._units = {unit: _Away(unit.fqn, self) for unit, flat in flats if flat.kind.device.type != "cpu"}
+        self._units = {unit: _Away(unit.fqn) for unit, flat in flats if flat.kind.device.type != "cpu"}
         self._grads: list[nn.Parameter] = []  # whose gradients have moved
         self._states: dict[Optimizer, set[At]] = {}  # the values of its state that have moved
         self._read: list[torch.Tensor] = []  # sources of copies that may be running
@@ -128,26 +123,25 @@ class OffloadHandle:
             self._wait()
 
     def _out(self, optimizers: list[Optimizer], gradients: bool) -> None:
-        """Move everything to the host that is not there yet."""
+        """Move everything to the host."""
         start = time.perf_counter()
         try:
             for unit, claim in self._units.items():
-                if claim not in unit.claims:
-                    self._rehome(unit, to_host=True)
-                    unit.claims.append(claim)
+                self._rehome(unit, to_host=True)
+                unit.claims.append(claim)
             for param in self._owners() if gradients else ():
                 if param.grad is not None and param.grad.device.type != "cpu":
                     param.grad = self._copied(plain(param.grad), _CPU)
                     self._grads.append(param)
             for optimizer in optimizers:
-                moved = self._states.setdefault(optimizer, set())
+                moved = self._states[optimizer] = set[At]()
                 for at, value in _values(optimizer):
                     if at[0].device.type == "cpu" and value.device.type != "cpu":
                         optimizer.state[at[0]][at[1]] = self._copied(value, _CPU)
                         moved.add(at)
         finally:
             self._wait()
-        self.seconds += time.perf_counter() - start
+        self.seconds = time.perf_counter() - start
 
     def _owners(self) -> Iterator[nn.Parameter]:
         """Iterate over the parameters with the gradients of units: the user's, and those of ``flat_parameters``."""
@@ -198,8 +192,7 @@ def offload_training_state(module: nn.Module, optimizers: Optimizers = (), *, gr
     raises. Module buffers and parameters in no unit remain, and the result counts them. Everything comes back with the same
     bits in the same objects. No communication.
 
-    If it has moved already, the same object is returned. Without an accelerator, or with ``cpu_offload=True``, nothing moves
-    and forwards run: the result says so.
+    Without an accelerator, or with ``cpu_offload=True``, nothing moves and forwards run: the result says so.
 
     Example::
 
@@ -217,22 +210,18 @@ def offload_training_state(module: nn.Module, optimizers: Optimizers = (), *, gr
     Raises:
         RuntimeError: inside a forward, a backward, ``summon_full_params`` or ``keep_unsharded``; or gradients are held
             (``no_sync``). Nothing has moved.
-        ValueError: nothing in ``module`` is sharded, or some of it was offloaded with another module.
+        ValueError: nothing in ``module`` is sharded, or some of it is offloaded already.
     """
     flats = idle_flats(module, "offload_training_state")
     units = list(dict.fromkeys(unit for unit, _ in flats))
-    if kept := [u.fqn for u in units if any(c is not KEPT and not isinstance(c, _Away) for c in u.claims)]:
+    if any(isinstance(claim, _Away) for unit in units for claim in unit.claims):
+        raise ValueError("offload_training_state: some of it is offloaded already: call restore() on that result first")
+    if kept := [u.fqn for u in units if any(c is not KEPT for c in u.claims)]:
         raise RuntimeError(
             f"offload_training_state: {name_list(kept, 3)} are kept unsharded (keep_unsharded): leave that block first"
         )
     check_reduced(units, "offload_training_state")
-    found = {claim.by for unit in units if (claim := _Away.of(unit)) is not None}
-    result = found.pop() if found else OffloadHandle(module, flats)
-    if found or result._module is not module:
-        raise ValueError(
-            "offload_training_state: some of it is offloaded already, with another module: call restore() on that result "
-            "first"
-        )
+    result = OffloadHandle(module, flats)
     try:
         result._out([o for o in as_list(optimizers) if not isinstance(o, OffloadedOptimizer)], gradients)
     except BaseException:
