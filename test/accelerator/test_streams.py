@@ -59,6 +59,7 @@ def count_calls(ctx: Any, blocks: int) -> Counter[str]:
 
     device, counts = torch.get_device_module("simdev"), Counter[str]()
 
+    # Replace a function of the device module, or a method of its streams, by one that counts.
     def count_in(stack: contextlib.ExitStack, name: str) -> None:
         owner, _, method = name.rpartition(".")
         of = getattr(device, owner) if owner else device
