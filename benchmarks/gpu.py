@@ -237,7 +237,8 @@ def anonymous(text: str) -> str:
 def head(machine: Machine) -> str:
     """Describe the machine and the versions."""
     ranks = "two or four ranks that share a GPU" if machine.shares else f"{machine.gpus} ranks"
-    lines = [f"flatshard on {ranks}, commit {commit()}", flatshard.env.report()]
+    ranks += " on the simulated device: no results" * machine.is_simulated
+    lines = [f"flatshard on {ranks}, {time.strftime('%Y-%m-%d')}, commit {commit()}", flatshard.env.report()]
     if shutil.which("nvidia-smi"):
         query = ["--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
         for options in (query, ["topo", "-m"]):
@@ -446,7 +447,7 @@ PARTS = [
 
 def main() -> None:
     parser = arguments(__doc__)
-    parser.add_argument("--out", type=Path, default=Path("gpu-report.txt"), help="default: %(default)s")
+    parser.add_argument("--out", type=Path, help="the report; default: gpu-report.txt, and none with --simulated")
     parser.add_argument("--only", nargs="+", choices=[part.name for part in PARTS], help="these parts")
     parser.add_argument("--minutes", type=float, default=math.inf, help="begin no part later, and shorten parts to fit")
     parser.add_argument(
@@ -462,7 +463,8 @@ def main() -> None:
     count = int(os.environ.get("WORLD_SIZE", gpus))
     machine = Machine("simulated" if args.simulated else "cuda", count, end, args.nccl)
     reports = os.environ.get("RANK", "0") == "0"
-    report = Report(None if args.simulated or not reports else args.out, head(machine) if reports else "")
+    out = args.out or (None if args.simulated else Path("gpu-report.txt"))
+    report = Report(out if reports else None, head(machine) if reports else "")
     for part in PARTS:
         # Under torchrun, each process runs this file. Only parts on all ranks need them all.
         is_wanted = part.name in args.only if args.only else part.in_short or not is_short

@@ -7,6 +7,7 @@ import contextlib
 import faulthandler
 import gc
 import os
+import re
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -141,6 +142,20 @@ def _limited(phase: str) -> Callable[[pytest.Item], Any]:
 
 
 pytest_runtest_setup, pytest_runtest_call, pytest_runtest_teardown = map(_limited, ("setup", "the test", "teardown"))
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Any:
+    """Skip a test, also on ranks, if flatshard says that it needs a newer torch than this one."""
+    try:
+        return (yield)
+    except Exception as e:
+        from flatshard._base import torch_versions
+
+        needed = re.search(r"needs torch (\d+)\.(\d+) or later", str(e))
+        if needed is None or tuple(map(int, needed.groups())) <= torch_versions.VERSION:
+            raise
+        pytest.skip(f"{pyfuncitem.name} {needed.group()}")
 
 
 @pytest.fixture(scope="session")

@@ -162,9 +162,10 @@ class Runtime(RankGroup):
     def before_free(self, users: Users | None = None) -> None:
         """Make the gather stream wait for the current stream and all ``users``, before it reuses the memory of a unit."""
         if self.streams is not None:
-            self.streams.fork(self.streams.gather)
+            current = self.streams.current
+            self.streams.fork(self.streams.gather, current)
             if users is not None:
-                users.end()
+                users.end(current)
 
     @property
     def current_stream(self) -> Any:

@@ -138,19 +138,22 @@ class Streams:
     @contextlib.contextmanager
     def running_on(self, side: Any) -> Iterator[None]:
         """Make ``side`` the current stream inside the context, after it has waited for the current one."""
-        self.fork(side)
+        self.fork(side, self.current)
         with self._module.stream(side):
             yield
 
-    def fork(self, side: Any) -> None:
+    def fork(self, side: Any, current: Any) -> None:
         """Make ``side`` wait for the work that is on the current stream now."""
-        side.wait_stream(self.current)
+        side.wait_stream(current)
         self._forked.add(side)
 
     @contextlib.contextmanager
-    def on(self, stream: Any) -> Iterator[None]:
-        """Make ``stream``, one of the user's, the current stream inside the context. Nothing waits before ``join``."""
-        if stream == self.current:
+    def on(self, stream: Any, current: Any = None) -> Iterator[None]:
+        """Make ``stream``, one of the user's, the current stream inside the context. Nothing waits before ``join``.
+
+        ``current``: the current stream, if the caller has asked for it.
+        """
+        if stream == (self.current if current is None else current):
             yield
             return
         self._forked.add(stream)
@@ -207,9 +210,9 @@ class Users:
                     gather.wait()
             self._known.append(current)
 
-    def end(self) -> None:
+    def end(self, current: Any) -> None:
         """Make the gather stream wait for all of them but the current stream, for which it waits in any case."""
-        streams, current = self._streams, self._streams.current
+        streams = self._streams
         for stream in self._known:
             if stream != current:
                 streams.let_wait(streams.gather, stream)

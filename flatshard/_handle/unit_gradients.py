@@ -92,10 +92,10 @@ class GradientStream:
     def __init__(self) -> None:
         self.current: Any = None  # None without gradients, and on CPU
 
-    def choose(self, streams: Streams) -> None:
+    def choose(self, streams: Streams, now: Any) -> None:
         """Choose the current stream if there are no gradients yet, or if it is the first that is being captured."""
-        now = streams.current
-        if self.current is None or (streams.is_captured(now) and not streams.is_captured(self.current)):
+        chosen = self.current
+        if chosen is None or (chosen != now and streams.is_captured(now) and not streams.is_captured(chosen)):
             self.current = now
 
     def release(self) -> None:
@@ -195,9 +195,9 @@ class UnitGradients:
             no_more = self.flats[group].receive(index)
         else:
             here = streams.current
-            self.stream.choose(streams)
+            self.stream.choose(streams, here)
             streams.let_wait(self.stream.current, here)
-            with streams.on(self.stream.current):
+            with streams.on(self.stream.current, here):
                 no_more = self.flats[group].receive(index)
             streams.let_wait(here, self.stream.current)  # autograd's gradient, which may be freed now, belongs to it
         return no_more and (len(self.flats) == 1 or all([grads.needs_no_receive for grads in self.flats]))
@@ -209,8 +209,9 @@ class UnitGradients:
         if (streams := self._ranks.runtime.streams) is None:
             self._reduce()
             return
-        self.stream.choose(streams)
-        with streams.on(self.stream.current):
+        here = streams.current
+        self.stream.choose(streams, here)
+        with streams.on(self.stream.current, here):
             self._reduce()
 
     def _reduce(self) -> None:

@@ -20,6 +20,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp import fully_shard as fsdp2
 
 from flatshard import fully_shard, load_checkpoint
+from flatshard._base import torch_versions
 
 WHOLE = StateDictOptions(full_state_dict=True)
 
@@ -47,7 +48,15 @@ def by_fsdp2(ctx, seed: int) -> nn.Module:
 FLAT, ON_CPU = StateDictOptions(flatten_optimizer_state_dict=True), StateDictOptions(cpu_offload=True)
 
 
-@pytest.mark.parametrize("theirs", [plain, by_fsdp1, by_fsdp2])
+BY_FSDP1 = pytest.param(
+    by_fsdp1,
+    marks=pytest.mark.skipif(
+        torch_versions.VERSION < (2, 12), reason="FSDP1 fails on some ranks of the world: needs torch 2.12 or later"
+    ),
+)
+
+
+@pytest.mark.parametrize("theirs", [plain, BY_FSDP1, by_fsdp2])
 @ranks(3)
 def test_to_and_from_others(ctx, path: str, theirs: Callable[..., nn.Module]) -> None:
     """torch's helpers treat all alike, and ``load_checkpoint`` also loads checkpoints of other systems."""

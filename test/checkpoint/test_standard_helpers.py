@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 import flatshard
 from flatshard import ShardingStrategy, fully_shard
+from flatshard._base import torch_versions
 from flatshard.checkpoint import (
     ShardedValue,
     _barrier,
@@ -82,7 +83,9 @@ def check_whole(model: nn.Module, source: dict[str, Tensor], trained: dict[str, 
         if receives and "head.weight" in state:  # tied: one tensor
             assert state["head.weight"].data_ptr() == state["down.weight"].data_ptr()
     sharded = {n: v for n, v in model.state_dict().items() if isinstance(v, ShardedValue)}
-    same_tensors({n: v.full_tensor() for n, v in sharded.items()}, {n: source[n] for n in sharded}, strides=True)
+    keeps_strides = torch_versions.VERSION >= (2, 12)  # `full_tensor` of a DTensor
+    full = {n: v.full_tensor() for n, v in sharded.items()}
+    same_tensors(full, {n: source[n] for n in sharded}, strides=keeps_strides)
     same_tensors({n: (v * 2).full_tensor() for n, v in sharded.items()}, {n: source[n] * 2 for n in sharded})
     for name, values in optim_state_dict(model, optimizer)["state"].items():
         for key, value in values.items():

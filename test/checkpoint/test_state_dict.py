@@ -238,7 +238,7 @@ def test_averages_of_lists(ctx) -> None:
         torch._foreach_lerp_(mine, theirs, weight=0.25)
         torch._foreach_add_(mine, theirs, alpha=2)
         torch._foreach_addcmul_(mine, torch._foreach_sub(theirs, 1.0), torch._foreach_abs(theirs), value=0.5)
-        torch._foreach_sqrt_(torch._foreach_abs(torch._foreach_clone(mine)))
+        torch._foreach_sqrt_(torch._foreach_abs(torch._foreach_mul(mine, 1.0)))
 
     models = [shard(ctx, make(seed), policy={nn.Linear}) for seed in range(2)]
     names = [n for n, v in models[0].state_dict().items() if v.is_floating_point()]

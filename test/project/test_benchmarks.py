@@ -247,6 +247,16 @@ def test_the_report_of_a_gpu_runs_on_the_simulated_device():
     assert printed.rstrip().endswith("0 findings")
 
 
+@pytest.mark.skipif(not pairs.thorough, reason="two minutes of a core: with --thorough")
+@pytest.mark.slow
+@pytest.mark.time_limit(330)
+@pytest.mark.usefixtures("_simulator")
+def test_modes_are_right_and_a_planted_fault_is_seen_on_the_simulated_device():
+    printed = run_simulated("gpu", "--only", "correctness")
+    assert "the fault is seen: off by inf" in printed
+    assert printed.rstrip().endswith("0 findings")
+
+
 @pytest.mark.slow
 @pytest.mark.time_limit(120)
 @pytest.mark.usefixtures("_simulator")
