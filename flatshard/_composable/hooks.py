@@ -35,6 +35,8 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import Node
 
 from flatshard._base.config import BackwardPrefetch
 from flatshard._composable.backward import (
@@ -57,7 +59,6 @@ from flatshard._composable.outputs import (
     give_back,
     is_opaque,
     next_node,
-    nodes_behind,
     tensors_in,
     tree_flatten,
     tree_unflatten,
@@ -311,10 +312,21 @@ class UnitHooks:
 
     def register_pre_backward(self, outputs: Iterable[torch.Tensor], forward: Forward) -> bool:
         """Make backward call ``pre_backward`` when it reaches one of ``outputs``. Return whether it may reach one."""
-        if not (nodes := nodes_behind(outputs)):
+        found: dict[Node | None, bool] = {}  # whether it is the node of an output
+        for tensor in outputs:
+            if tensor.requires_grad:
+                # An in-place change of a view gives it a new node, so the old one is bypassed; but its base keeps the node.
+                # If a custom autograd function returned its input, its output is a view that cannot be changed in place.
+                own = tensor.grad_fn
+                if tensor._is_view() and not isinstance(own, BackwardCFunction) and tensor._base is not None:
+                    found.setdefault(tensor._base.grad_fn, False)
+                found[own] = True
+        found.pop(None, None)
+        if not found:
             return False
         record = self.unit.context.record_forward(forward)
-        for node, is_own in nodes.items():
+        for node, is_own in found.items():
+            assert node is not None
             way = Way(record, node)
             for needed in self.unit.needs if is_own else ():  # a view leads to its base
                 needed.graph.add_way(way)
@@ -450,7 +462,7 @@ def _adopt_changes(unit: Unit) -> None:
     """Adopt what the user did to the parameters, and free unsharded values that are not current, before a forward."""
     handle, pass_id = unit.handle, unit.context.latest_pass.id
     handle.check_parameters()
-    if (stamp := handle.stamp) is not None and not unit.is_current(pass_id):
+    if (stamp := handle.stamp) is not None and not (handle.is_current(pass_id) or unit.is_current(pass_id)):
         unit.history.changes_in_passes |= stamp.by == pass_id
         unit.release(Reason.OUTDATED)
 

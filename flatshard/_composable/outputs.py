@@ -1,4 +1,4 @@
-"""Finds the tensors in a module's input and output, and the autograd nodes behind them."""
+"""Finds the tensors in a module's input and output."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.function import BackwardCFunction
-from torch.autograd.graph import Node
 from torch.utils._pytree import tree_flatten as tree_flatten
 from torch.utils._pytree import tree_unflatten as tree_unflatten
 
@@ -45,21 +43,6 @@ def tensors_in(value: Any, depth: int = 0) -> Iterator[torch.Tensor]:
             names.extend([slots] if isinstance(slots, str) else slots)
         for name in names:
             yield from tensors_in(getattr(value, name, None), depth + 1)
-
-
-def nodes_behind(outputs: Iterable[torch.Tensor]) -> dict[Node, bool]:
-    """Return the autograd nodes by which backward may come to ``outputs``, each with whether it is an output's own."""
-    found: dict[Any, bool] = {}
-    for tensor in outputs:
-        if tensor.requires_grad:
-            # An in-place change of a view gives it a new node, so the old one is bypassed; but its base keeps the node.
-            # If a custom autograd function returned its input, its output is a view that cannot be changed in place.
-            own = tensor.grad_fn
-            if tensor._is_view() and not isinstance(own, BackwardCFunction) and tensor._base is not None:
-                found.setdefault(tensor._base.grad_fn, False)
-            found[own] = True
-    found.pop(None, None)
-    return found
 
 
 def want_new_nodes(outputs: Iterable[torch.Tensor], first: int) -> bool:

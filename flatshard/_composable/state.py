@@ -125,8 +125,9 @@ class Unit:
         """Show what the claims ask for, and free the unsharded parameters if no need refuses. claims.py, [Note: Freeing]"""
         if reason.in_backward and (backward := self.context.backward) is not None and backward.keeps_unsharded:
             return
-        self.show()
-        if reason.refused_from is None or self.need < reason.refused_from:
+        is_needed = self.claims or self.history.leaks
+        self.show() if self.claims else self.handle.registrations.show(SHARDED)
+        if not is_needed or reason.refused_from is None or self.need < reason.refused_from:
             self.handle.reshard(until)
 
     @property
@@ -222,9 +223,9 @@ class Forward:
 
     def claim_units(self) -> None:
         """Claim the units that it needs, before they are gathered."""
-        self.claims = [(needed, Claim()) for needed in self.unit.needs]
-        for needed, claim in self.claims:
-            needed.claims.append(claim)
+        for needed in self.unit.needs:
+            needed.claims.append(claim := Claim())
+            self.claims.append((needed, claim))
 
     @property
     def claim(self) -> Claim:

@@ -93,7 +93,7 @@ class StateDictHooks:
         """
         feature = self._link.feature
         for unit in () if feature is None else feature.unit.needs:
-            if unit.claims.in_use:
+            if unit.claims and unit.claims.in_use:
                 continue
             if unit.is_unsharded_by_user:
                 unit.show()
