@@ -56,11 +56,9 @@ class _CheckRecord:
     def of(optimizer: Optimizer) -> _CheckRecord | None:
         """Return the record of ``optimizer``, or None if it must be checked."""
         found = _checked.get(optimizer)
-        return found if found is not None and found.count == _count(optimizer) else None
-
-
-def _count(optimizer: Optimizer) -> int:
-    return sum(len(group["params"]) for group in optimizer.param_groups)
+        if found is None or found.count != sum(len(group["params"]) for group in optimizer.param_groups):
+            return None
+        return found
 
 
 _checked: weakref.WeakKeyDictionary[Optimizer, _CheckRecord] = weakref.WeakKeyDictionary()
@@ -166,15 +164,14 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
     if not callable(closure):
         _check_held(optimizer)
-    checked = _checked.get(optimizer)
+    checked = _CheckRecord.of(optimizer)
     if checked is None or checked.changes != changes.count:
         for unit in _stepped(all_units(), {id(p) for p in params_of(optimizer)}):
             if not unit.claims.in_use:
                 unit.handle.check_parameters()
         _take_adopted(optimizer)
-    checked = check_optimizer(optimizer)
-    if checked is not None:
-        checked.changes = changes.count
+        if (checked := check_optimizer(optimizer)) is not None:
+            checked.changes = changes.count
     if not callable(closure):
         return None
 

@@ -14,11 +14,13 @@ import warnings
 from collections.abc import Iterable
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 
 from flatshard._base.errors import name_list
 from flatshard._base.old_names import old_arguments
 from flatshard._base.optimizers import defaults_of, params_of
+from flatshard._composable.find import flat_of
 from flatshard._handle.tensors.sharded_parameter import full_shape, shard_info
 from flatshard.optim._lengths import why_not_by_length
 from flatshard.optim._offload import OffloadedOptimizer
@@ -163,8 +165,9 @@ def _try(optimizer: Optimizer, inner: Optimizer) -> str | None:
                 continue
             ndim = max(1, len(full_shape(param)))
             by_rows = None if info is None or in_full or not info.is_cut else info.by_rows
+            block = _block_of(param)
             # Parameters with the same options that are cut alike share a trial.
-            if (case := (options, ndim, by_rows)) in tried:
+            if (case := (options, ndim, by_rows, block)) in tried:
                 continue
             tried.add(case)
             which = "" if info is None else f", such as {info.fqn!r}"
@@ -175,13 +178,20 @@ def _try(optimizer: Optimizer, inner: Optimizer) -> str | None:
                     "that option off, and call flatshard.clip_grad_norm_ before the step, or use an optimizer that treats "
                     f"parameters one by one. {allow}"
                 )
-            if by_rows is not None and looks_at_whole(inner, settings, ndim, by_rows):
+            if by_rows is not None and looks_at_whole(inner, settings, ndim, by_rows, block):
                 return (
                     f"{name} looks at more than single elements: in a trial it stepped a full matrix differently from its "
                     f"shards, and ranks have shards{which}. Use flatshard.optim.WholeParameterOptimizer(params, {name}, "
                     f"...), which works in any layout, {_KEEP_WHOLE}. {allow}"
                 )
     return None
+
+
+def _block_of(param: nn.Parameter) -> int:
+    """Return the number of elements in a block, between which a sharded parameter is cut."""
+    flat = flat_of(param)
+    index = None if flat is None else flat.index_of(param)
+    return 1 if flat is None or index is None else flat.layout.params[index].block
 
 
 def _why_not_full(params: Iterable[torch.Tensor], name: str, steps_empty: bool) -> str | None:

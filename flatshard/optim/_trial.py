@@ -45,17 +45,21 @@ def is_coupled(optimizer: Optimizer, settings: Group, ndim: int) -> bool:
     return type(optimizer) is torch.optim.LBFGS or _differ(optimizer, settings, [a, b], [[a], [b]])
 
 
-def looks_at_whole(optimizer: Optimizer, settings: Group, ndim: int, by_rows: bool) -> bool:
+def looks_at_whole(optimizer: Optimizer, settings: Group, ndim: int, by_rows: bool, block: int) -> bool:
     """Return whether the optimizer steps a parameter of ``ndim`` dimensions differently from two shards of it.
 
-    The shards are 1-D, or have full rows (``by_rows``).
+    The shards are 1-D, or have full rows (``by_rows``). An optimizer with state by blocks is right if 1-D shards are cut
+    between blocks of ``block`` elements, and one with state by length if they have other lengths: either suffices.
 
     Raises:
         Impossible: it cannot be tried.
     """
     full = _start(ndim)
-    shards = full.split([50, len(full) - 50]) if by_rows else full.flatten().split([98, full.numel() - 98])  # type: ignore[no-untyped-call]
-    return _differ(optimizer, settings, [full], [[shard] for shard in shards])
+    flat, between_blocks = full.flatten(), -(-98 // block) * block
+    if by_rows:
+        return _differ(optimizer, settings, [full], [[full[:50]], [full[50:]]])
+    cuts = {98, min(between_blocks, len(flat))}
+    return all(_differ(optimizer, settings, [full], [[flat[:cut]], [flat[cut:]]]) for cut in sorted(cuts))
 
 
 def _differ(
