@@ -39,6 +39,7 @@ from flatshard._composable.unit_backward import (
 from flatshard._handle.lifetime import BY_NONE, ParamState
 from flatshard._handle.registrations import SHARDED
 
+_BACKWARD_PRE = BackwardPrefetch.BACKWARD_PRE  # for each step: see lifetime.py
 _referent: Any = weakref.ref.__call__
 # Whether the running graph task retains the graph. Private API, as there is no public way.
 _keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
@@ -338,13 +339,13 @@ def gather(unit: Unit) -> None:
     for needed in unit.needs:
         if needed.graph.now is None:
             Backward.of(unit).touch(needed)
-        if needed.handle.state is ParamState.SHARDED:
+        if needed.handle.stamp is None:  # sharded
             needed.handle.unshard(context.latest_pass.id, for_backward=True)
 
 
 def gather_ahead(unit: Unit) -> None:
     """Gather a unit that backward has reached or will reach, unless the running graph task has completed it."""
-    if unit.handle.state is ParamState.SHARDED and not was_completed(unit):
+    if unit.handle.stamp is None and not was_completed(unit):
         gather(unit)
 
 
@@ -362,7 +363,7 @@ def gather_last_inside(record: ForwardRecord[Unit]) -> None:
 def prefetches_before(unit: Unit) -> bool:
     """Return whether the next unit is gathered before this unit's backward computes."""
     when = unit.config.backward_prefetch
-    return when is BackwardPrefetch.BACKWARD_PRE or (when is None and unit.backward_targets is not None)
+    return when is _BACKWARD_PRE or (when is None and unit.backward_targets is not None)
 
 
 def prefetch_after(unit: Unit) -> None:

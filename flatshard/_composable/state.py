@@ -219,13 +219,7 @@ class Forward:
         self.gathers = True  # False: a feature shows other parameters, so nothing is gathered
         self.recorded: ForwardRecord[Unit] | None = None  # set at its end, if backward may reach it
         self.copied: Sequence[Copied] = ()  # the user's containers that the module got copies of, and may change
-        self.claims: list[tuple[Unit, Claim]] = []  # on the units that it needs, itself first
-
-    def claim_units(self) -> None:
-        """Claim the units that it needs, before they are gathered."""
-        for needed in self.unit.needs:
-            needed.claims.append(claim := Claim())
-            self.claims.append((needed, claim))
+        self.claims = [(needed, Claim()) for needed in unit.needs]  # on the units that it needs, itself first
 
     @property
     def claim(self) -> Claim:
@@ -307,7 +301,7 @@ class Prefetcher:
             handle, claims = needed.handle, needed.claims
             if claims and not for_backward and not claims.in_use and needed.is_outdated:
                 needed.release(Reason.OUTDATED)
-            if handle.state is not ParamState.SHARDED or (handle.has_static_buffers and handle.memory.is_blocked):
+            if handle.stamp is not None or (handle.has_static_buffers and handle.memory.is_blocked):
                 continue
             if claims and claims.show_copies:
                 continue
@@ -437,7 +431,8 @@ class Context:
             if not self.forwards:
                 self._start_pass(unit, frame)
         forward = Forward(unit, module, frame, in_backward)
-        forward.claim_units()
+        for needed, claim in forward.claims:
+            needed.claims.append(claim)
         self.forwards.append(forward)
         return forward
 

@@ -34,6 +34,7 @@ from flatshard._handle.unit_gradients import UnitGradients
 from flatshard._handle.unit_ranks import UnitRanks
 from flatshard._handle.user_changes import Conversion, UserChanges, adopt_data
 
+_SHARDED, _UNSHARDING = ParamState.SHARDED, ParamState.UNSHARDING  # as in lifetime.py
 _version = operator.attrgetter("_version")  # read for every parameter in every step, so the loop runs in C
 
 
@@ -130,7 +131,7 @@ class FlatParamHandle:
         self.all_ranks = all_ranks
         self.ranks = ranks = all_ranks[0]
         self.runtime = ranks.runtime
-        self.state = ParamState.SHARDED
+        self.state = _SHARDED
         self.registrations = Registrations()
         self.flats: list[FlatParam] = []
         self.gradients = UnitGradients(ranks)
@@ -253,7 +254,7 @@ class FlatParamHandle:
 
     @property
     def is_sharded(self) -> bool:
-        return self.state is ParamState.SHARDED
+        return self.state is _SHARDED
 
     # -- parameters --------------------------------------------------------------------------------------------------
 
@@ -265,7 +266,7 @@ class FlatParamHandle:
             for_backward: gather for a backward, which needs the values of its forward.
             exactly: gather the shards bit for bit, even if the user's collectives approximate.
         """
-        if self.state is not ParamState.SHARDED:
+        if self.state is not _SHARDED:
             return
         memory = self.memory
         if memory.in_flight:  # left by an interrupted unshard
@@ -312,7 +313,7 @@ class FlatParamHandle:
             CollectiveError: the all-gather failed. The parameters are sharded again.
         """
         memory = self.memory
-        if self.state is not ParamState.UNSHARDING:
+        if self.state is not _UNSHARDING:
             if memory.users is not None:
                 memory.users.add_current()
             return
@@ -336,9 +337,9 @@ class FlatParamHandle:
 
         ``forward_record``: while it lives, shards may be kept for the gather of its backward. None: there is no backward.
         """
-        if self.state is ParamState.SHARDED:
+        if self.state is _SHARDED:
             return
-        if self.state is ParamState.UNSHARDING:
+        if self.state is _UNSHARDING:
             try:
                 self.wait()
             except OutOfStepError:

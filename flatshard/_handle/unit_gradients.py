@@ -16,7 +16,17 @@ from flatshard._comm.runtime import Runtime
 from flatshard._comm.streams import Streams
 from flatshard._handle.flat_param import FlatParam
 from flatshard._handle.gradients import FlatGradients
-from flatshard._handle.lifetime import GRAD_TRANSITIONS, WITHHELD, GradState, refuse
+from flatshard._handle.lifetime import (
+    DEFERRED,
+    FILLING,
+    GRAD_TRANSITIONS,
+    HELD,
+    NONE,
+    PARTIAL,
+    REDUCING,
+    WITHHELD,
+    refuse,
+)
 from flatshard._handle.tensors.direct import watch_all
 from flatshard._handle.unit_ranks import UnitRanks
 
@@ -120,7 +130,7 @@ class GradientStream:
                 streams.let_wait(other, self.current)
 
 
-_IN_FLIGHT = GradState.REDUCING, GradState.DEFERRED
+_IN_FLIGHT = REDUCING, DEFERRED
 
 
 class UnitGradients:
@@ -129,7 +139,7 @@ class UnitGradients:
     def __init__(self, ranks: UnitRanks) -> None:
         self.flats: list[FlatGradients] = []
         self._ranks = ranks
-        self.state = GradState.NONE
+        self.state = NONE
         self.reduces = True  # whether backwards reduce the gradients, instead of holding them
         self._outside: list[bool] = []  # `reduces` outside of each `no_sync` under way, the outermost first
         self.accumulates = False  # some rank may hold gradients of earlier backwards, to add to the next reduction
@@ -187,7 +197,7 @@ class UnitGradients:
 
         Returns whether it and all others of the running graph task stay where autograd puts them until all have arrived.
         """
-        if self.state is not GradState.FILLING:
+        if self.state is not FILLING:
             if self.state in _IN_FLIGHT:  # the unit's second reduction in one backward
                 self.finish()
             self._transition("receive")
@@ -255,9 +265,9 @@ class UnitGradients:
         """
         if not any([grads.are_wanted for grads in self.flats]):
             self.discard()
-        elif self.state in (GradState.NONE, GradState.PARTIAL):
+        elif self.state in (NONE, PARTIAL):
             self._transition("receive")
-        if self.state is GradState.FILLING:
+        if self.state is FILLING:
             self.stream.wait_for(self.accumulators.streams, self._ranks.runtime)
             for grads in self.flats:
                 grads.copy_held()
@@ -267,7 +277,7 @@ class UnitGradients:
     @property
     def is_unreduced(self) -> bool:
         """Whether gradients of earlier backwards have yet to be reduced, or averaged over the replicas."""
-        return self.state in (GradState.HELD, GradState.PARTIAL)
+        return self.state in (HELD, PARTIAL)
 
     @property
     def withholds(self) -> bool:
@@ -277,7 +287,7 @@ class UnitGradients:
     @property
     def is_deferred(self) -> bool:
         """Whether a reduction has been started, and its result becomes ``.grad`` when the user says so."""
-        return self.state is GradState.DEFERRED
+        return self.state is DEFERRED
 
     def defer(self) -> None:
         """Leave the reduction in flight to a ``finish`` when the user says so."""
@@ -295,7 +305,7 @@ class UnitGradients:
     def wants_reduction(self) -> bool:
         """Whether gradients of earlier backwards are to be reduced now."""
         state, averaging = self.state, self._ranks.averaging
-        return state is GradState.HELD or (state is GradState.PARTIAL and averaging.reduces_replicas)
+        return state is HELD or (state is PARTIAL and averaging.reduces_replicas)
 
     @_on_its_stream
     def finish(self, assign: bool = True) -> None:
@@ -362,7 +372,7 @@ class UnitGradients:
             trace.logger.warning("%s (in a backward that had already failed)", e)
         for grads in self.flats:
             grads.discard()
-        if self.state is not GradState.NONE:
+        if self.state is not NONE:
             self._transition("discard")
         self.stream.release()
 
