@@ -257,6 +257,7 @@ class UnshardedBuffer:
         self._buffer: FlatBuffer | None = None  # of a pool: from the first `allocate` on
         self.allocates_late = False  # whether collectives may call `ensure_memory` instead of `allocate` before
         if self.is_alias:
+            self.open()  # it is never gathered, so nothing else opens it
             self._point_at(shard)
             return
         own = FlatBuffer(torch.empty(numel, dtype=kind.buffer_dtype, device=kind.compute_device))

@@ -275,6 +275,28 @@ def test_a_default_device(ctx):
         same(found, expected)
 
 
+class Halves(nn.Linear):
+    """Halves its bias in each forward, by new memory."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.bias.data = self.bias.data * 0.5
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("static_buffers", [False, True])
+@ranks(2)
+def test_changes_by_a_forward_are_kept_on_one_rank(ctx, static_buffers: bool):
+    """After the move nothing is gathered any more."""
+    model = nn.Sequential(Halves(2, 2), Halves(2, 2))
+    fully_shard(model, policy={Halves}, process_group=ctx.group, static_buffers=static_buffers)
+    model(torch.ones(1, 2))  # with a graph
+    redistribute(model, process_group=ctx.alone, participants=ctx.group)
+    before = [layer.bias.detach().clone() for layer in model]
+    model(torch.ones(1, 2))
+    assert all(torch.equal(layer.bias, bias * 0.5) for layer, bias in zip(model, before, strict=True))
+
+
 @ranks(2)
 def test_what_was_configured_moves(ctx):
     """A divisor set by the user stays; otherwise it is the new number of ranks."""
