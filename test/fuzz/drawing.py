@@ -152,17 +152,18 @@ class _Additions:
         names += ["Decoder"] * (decoder is not None)
         model = dataclasses.replace(model, tree=("seq", *parts), decoder=decoder)
         if names and _suits(self.program.optimizer, model):
-            shardings = tuple(self._sharded(sharding, tuple(names)) for sharding in self.program.shardings)
+            shardings = tuple(self._sharded(sharding, model, tuple(names)) for sharding in self.program.shardings)
             self.program = dataclasses.replace(self.program, model=model, shardings=shardings)
 
-    def _sharded(self, sharding: Sharding, names: tuple[str, ...]) -> Sharding:
-        """Add the new classes to a policy that selects units by class."""
+    def _sharded(self, sharding: Sharding, model: Model, names: tuple[str, ...]) -> Sharding:
+        """Add the new classes to a policy that selects units by class. A recomputation must do as the forward did."""
         kind, *rest = policy = sharding.policy
         if kind == "class":
             policy = ("set", *rest, *names)
         elif kind in ("set", "wrap", "custom"):
             policy = (*policy, *names)
-        return dataclasses.replace(sharding, policy=policy, recompute=sharding.recompute and "Tower" not in names)
+        recompute = sharding.recompute and not model.has("change", "drop", "skip", "tower")
+        return dataclasses.replace(sharding, policy=policy, recompute=recompute)
 
     def _fill_later(self) -> None:
         """Let the user's code initialise some models after sharding."""
