@@ -352,7 +352,7 @@ class FlatParam:
         gather, used in place of the shard.
         """
         runtime, shard, target = self.ranks.runtime, self.shard, self.unsharded
-        if exactly and not runtime.collectives.exact:
+        if exactly and not runtime.is_exact:
             runtime = runtime.exact
         if kept is not None:
             shard = kept
