@@ -32,6 +32,7 @@ import torch
 from torch import nn
 
 from flatshard._comm.collectives import Done, Pending
+from flatshard._comm.progress import ComparedFlat
 from flatshard._handle.adapters.tensor_parallel import TensorParallel, is_copy
 from flatshard._handle.adapters.tensor_subclass import wrapping_of
 from flatshard._handle.layout import FlatLayout, FlatOptions, Kind, ParamInfo, part_shape
@@ -216,6 +217,11 @@ class FlatParam:
             )  # fmt: skip
             infos.append(shard_info)
         return infos
+
+    def describe(self) -> ComparedFlat:
+        """Return the dtype, layout and first values, which must be the same on all ranks."""
+        params = ((info.fqn, info.shape) for info in self.layout.params)
+        return ComparedFlat(str(self.kind.buffer_dtype), self.layout.shard_numel, params, self.initial_values.hash)
 
     def rename(self, fqns: Mapping[int, str]) -> None:
         """Give the parameters new FQNs. ``fqns``: by the parameters' ids."""

@@ -19,7 +19,7 @@ from torch.autograd.graph import increment_version
 from flatshard._base import trace
 from flatshard._base.errors import CollectiveError, OutOfStepError, name_list
 from flatshard._comm.collectives import Pending
-from flatshard._comm.progress import drain
+from flatshard._comm.progress import ComparedFlat, Label, drain
 from flatshard._comm.runtime import Runtime
 from flatshard._comm.streams import Users
 from flatshard._handle.adapters.tensor_subclass import plain_tensors
@@ -251,6 +251,10 @@ class FlatParamHandle:
         flat, index = self.user_changes.locate(param)
         self.registrations.add(module, name, param, flat.unsharded.params[index])
         self.user_changes.look_again()
+
+    def describe_flats(self, label: Label) -> list[ComparedFlat]:
+        """Describe the flat parameters on the ranks of ``label``, for errors about ranks that differ."""
+        return [flat.describe() for flat in self.flats if flat.ranks.label is label]
 
     @property
     def is_sharded(self) -> bool:
