@@ -155,7 +155,7 @@ class MixedPrecision:
         flatshard.fully_shard(model, policy={Block}, mixed_precision=bf16)
 
     Raises:
-        ValueError: a dtype is not a floating-point ``torch.dtype``.
+        ValueError: a dtype is not a floating-point ``torch.dtype``, or gradients would be reduced in float8.
     """
 
     param_dtype: torch.dtype | None = None
@@ -206,6 +206,15 @@ class MixedPrecision:
             dtype = getattr(self, name)
             if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
                 raise ValueError(f"MixedPrecision({name}={dtype!r}): must be a floating-point torch.dtype or None")
+        takes_param_dtype = self.reduce_dtype is None and self.reduce_in_param_dtype
+        name = "param_dtype" if takes_param_dtype else "reduce_dtype"
+        dtype = getattr(self, name)
+        if dtype is not None and dtype.itemsize == 1:
+            raise ValueError(
+                f"MixedPrecision({name}={dtype}): gradients would be reduced in it without a scale. Most would become zero "
+                "or overflow, and the -0.0 that marks unused parameters may be lost. Use reduce_dtype=torch.bfloat16; or, to "
+                "send 8 bits with a scale for each block, collectives=flatshard.comm.QuantizedCollectives()"
+            )
         object.__setattr__(self, "module_classes_to_ignore", tuple(self.module_classes_to_ignore))
 
     @classmethod

@@ -25,10 +25,14 @@ class MeshRuntime(Runtime):
 
     def __init__(self, every: Runtime, inner: Runtime, outer: Runtime) -> None:
         """``every``: a runtime of all ranks, in the order of the note."""
-        super().__init__(every.peers, inner.collectives)
+        gathers_first = inner if outer.world_size == 1 else outer
+        reduces_first = outer if inner.world_size == 1 else inner
+        super().__init__(every.peers, reduces_first.collectives)
         self.monitor = None  # each axis has one of its own
+        self.is_exact = inner.is_exact and outer.is_exact
         # The second gather reads what the first one wrote.
-        self.capabilities = dataclasses.replace(self.capabilities, gathers_late=False)
+        out_of_place = gathers_first.capabilities.out_of_place
+        self.capabilities = dataclasses.replace(self.capabilities, out_of_place=out_of_place, gathers_late=False)
         self.inner, self.outer = inner, outer
         assert self.rank == inner.rank * outer.world_size + outer.rank
 
@@ -44,7 +48,7 @@ class MeshRuntime(Runtime):
     @property
     def exact(self) -> Runtime:
         """See ``Runtime``."""
-        return self if self.collectives.exact else MeshRuntime(self, self.inner.exact, self.outer.exact)
+        return self if self.is_exact else MeshRuntime(self, self.inner.exact, self.outer.exact)
 
     def part(self, output: torch.Tensor) -> torch.Tensor:
         """Return the range of ``output`` that this rank has once the outer axis is gathered."""
@@ -87,3 +91,9 @@ class MeshRuntime(Runtime):
         half = output.new_empty(self.outer.world_size * output.numel())
         first = self.inner.reduce_scatter(half, input, label)
         return holding(self.then(first, lambda: self.outer.reduce_scatter(output, half, label)), half)
+
+    def all_reduce(self, tensor: torch.Tensor, label: Label) -> Pending:
+        def start() -> Pending:
+            return self.then(self.inner.all_reduce(tensor, label), lambda: self.outer.all_reduce(tensor, label))
+
+        return self._issue("all-reduce", REDUCE, label, start)

@@ -30,9 +30,9 @@ until it is destroyed (``Progress.unended``), and so does their memory: its owne
 from __future__ import annotations
 
 import hashlib
+import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
-from types import NoneType
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from flatshard._base import trace
@@ -43,16 +43,34 @@ from flatshard._comm.streams import Streams
 _RECENT = 5  # number of collectives that an error lists
 
 
+class ComparedFlat(NamedTuple):
+    """A flat parameter of a unit, described for a comparison of ranks."""
+
+    dtype: str  # that is gathered
+    shard_numel: int
+    params: Iterable[tuple[str, Sequence[int]]]  # FQNs and shapes
+    hash_start: Callable[[], bytes | None]  # of the values it was sharded from; None: they are unknown, or have changed
+
+
 class Label:
     """The name of the unit that a collective is for. Each handle has one label."""
 
-    __slots__ = ("handle", "identity", "tag", "unit")
+    __slots__ = ("_describe", "identity", "tag", "unit")
 
     def __init__(self, unit: str, tag: int = 0, identity: str = "") -> None:
         self.unit = unit
         self.tag = tag  # a multiple of four below 2**31
         self.identity = identity
-        self.handle: Callable[[], Any] = NoneType  # a weak reference
+        self._describe: weakref.WeakMethod[Callable[[Label], list[ComparedFlat]]] | None = None
+
+    def describe_by(self, method: Callable[[Label], list[ComparedFlat]]) -> None:
+        """Have ``method`` describe the unit. A label outlives its unit, so it refers to the method's object weakly."""
+        self._describe = weakref.WeakMethod(method)
+
+    def describe_flats(self) -> list[ComparedFlat]:
+        """Describe the flat parameters of the unit. Ranks that have the same label may find others."""
+        method = None if self._describe is None else self._describe()
+        return [] if method is None else method(self)
 
 
 RESERVED = 2**31 - 2**16

@@ -100,6 +100,7 @@ class Runtime(RankGroup):
         super().__init__(peers.device, self._builtin.rank, self._builtin.size, peers.number)
         self.host, self.progress, self.monitor, self.streams = peers.host, peers.progress, peers.monitor, peers.streams
         self.collectives: Collectives = collectives or self._builtin
+        self.is_exact = self.collectives.exact  # whether a gather delivers every shard bit for bit
         self.capabilities = read_capabilities(self.collectives)
 
     @classmethod
@@ -139,7 +140,7 @@ class Runtime(RankGroup):
     @property
     def exact(self) -> Runtime:
         """The runtime for values that must arrive bit for bit: this one, unless its collectives approximate."""
-        return self if self.collectives.exact else Runtime(self.peers)
+        return self if self.is_exact else Runtime(self.peers)
 
     @property
     def group(self) -> dist.ProcessGroup:

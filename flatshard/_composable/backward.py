@@ -83,7 +83,7 @@ class Backward:
         # The callbacks of the graph tasks under way, outermost first. They die when the engine drops the task.
         self._tasks: dict[int, weakref.ref[Callable[[], None]]] = {}
         self._bringing: set[int] = set()  # graph tasks with gradients for at least one unit
-        self._reached: list[Unit] = []  # or gathered for it
+        self._touched: list[Unit] = []  # reached, or gathered for it
         self._idle: dict[Unit, None] = {}  # in the state IDLE: each forward that is reached asks for them
         self._ready: set[Unit] = set()  # complete units in the queue
         # It builds a graph (create_graph), or retains a graph that was built so (retain_graph). A backward of that graph
@@ -121,7 +121,7 @@ class Backward:
         if (now := unit.graph.now) is None:
             unit.handle.sync_unfrozen()
             now = unit.graph.now = UnitBackward(unit.handle.ranks.label)
-            self._reached.append(unit)
+            self._touched.append(unit)
         return now
 
     def await_gradients(self, unit: Unit) -> AwaitedGradients:
@@ -240,16 +240,16 @@ class Backward:
         """Reduce the units that still wait for their turn, and those that hold gradients. Forget all."""
         held = [unit for unit in self._queue.units() if unit.handle.gradients.wants_reduction]
         if held:  # what is reached together is one model from now on
-            for unit in self._reached:
-                unit.tree.join(self._reached[0].tree)
+            for unit in self._touched:
+                unit.tree.join(self._touched[0].tree)
         if held and brings_gradients:
             # Reduce what this model holds of earlier backwards, even if this one added nothing to it.
-            mine = {unit.tree.model for unit in self._reached[:1]}
+            mine = {unit.tree.model for unit in self._touched[:1]}
             self._ready.update(u for u in held if u.handle.gradients.reduces and u.tree.model in mine)
         self._queue.reduce_all(self._ready)
         if brings_gradients:
             self._reduce_held_inside()
-        self._forget_reached()
+        self._forget_touched()
         self._context.runtime.join()
         self._context.runtime.wait_for_host_reads()
 
@@ -258,14 +258,14 @@ class Backward:
         others = [queue for queue in ReductionQueue.every if queue is not self._queue and queue.is_holding]
         if not others:
             return
-        inside = dict.fromkeys(below for unit in self._reached for below in units_below(unit.module))
+        inside = dict.fromkeys(below for unit in self._touched for below in units_below(unit.module))
         idle = (u for u in inside if u.context.reductions in others and u.context.backward is None)
         for context in contexts_of(idle):
             context.reductions.reduce_held({u for u in inside if u.context is context and u.handle.gradients.reduces})
 
-    def _forget_reached(self) -> None:
-        self._context.prefetcher.clear()  # what it has is reached, too
-        for unit in self._reached:
+    def _forget_touched(self) -> None:
+        self._context.prefetcher.clear()  # what it has is touched, too
+        for unit in self._touched:
             unit.history.was_kept_unsharded = self.keeps_unsharded
             unit.graph.now = None
             if unit.history.leaks and not self._retains_graph:
@@ -288,10 +288,10 @@ class Backward:
         """
         if self.has_failed:
             self._context.publish_place(bool(self._context.forwards))
-            for unit in self._reached:
+            for unit in self._touched:
                 unit.graph.now = None  # it would keep the unit alive: see `UnitGraph`
                 unit.show()
-            if ahead := [u.fqn for u in self._reached if u.handle.state is ParamState.UNSHARDING]:
+            if ahead := [u.fqn for u in self._touched if u.handle.state is ParamState.UNSHARDING]:
                 trace.logger.warning(
                     "backward failed before it came to unit %s by an output. If torch reports a tensor that was modified by "
                     "an inplace operation, backward entered the unit by a tensor that its forward handed over in another "
@@ -308,8 +308,8 @@ class Backward:
         self._context.set_backward(None)
         self._tasks.clear()
         self.keeps_unsharded = False
-        self._queue.discard(self._reached)
-        self._forget_reached()
+        self._queue.discard(self._touched)
+        self._forget_touched()
 
 
 def _completes_in(unit: Unit, task: int) -> bool:

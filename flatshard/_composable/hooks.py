@@ -289,7 +289,7 @@ class UnitHooks:
         context, in_backward = self.unit.context, forward.in_backward
         outermost = not context.forwards
         group = called_modules(self.unit.module) if isinstance(self.unit.module, ModuleGroup) else ()
-        graph = forward.recorded or (forward if next_node() > forward.first_node else None)
+        forward_graph = forward.recorded or (forward if next_node() > forward.first_node else None)
         for needed, claim in forward.claims:
             needed.claims.remove(claim)
             if not (in_use := needed.claims and needed.claims.in_use):
@@ -306,7 +306,7 @@ class UnitHooks:
                 needed.show()
                 context.prefetcher.keep_for_next(needed)
             else:
-                needed.release(FORWARD_ENDED, graph)
+                needed.release(FORWARD_ENDED, forward_graph)
         if outermost and not in_backward:
             context.end_pass()
 

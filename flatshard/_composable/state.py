@@ -80,7 +80,7 @@ class Unit:
             _owners.update((id(p), self) for p in (*flat.params, *flat.unsharded.params))
         self.handle.memory.make_room = self._make_room
         for ranks in self.handle.all_ranks:
-            ranks.label.handle = weakref.ref(self.handle)
+            ranks.label.describe_by(self.handle.describe_flats)
 
     def _make_room(self) -> None:
         """Free memory of other units that this one needs. unsharded.py, [Note: Static buffers]"""
@@ -121,14 +121,17 @@ class Unit:
             return False
         return now.state is COMPLETE or not self.graph.comes_again(self.handle.gradients.accumulators.nodes)
 
-    def release(self, reason: Reason, until: object = None) -> None:
-        """Show what the claims ask for, and free the unsharded parameters if no need refuses. claims.py, [Note: Freeing]"""
+    def release(self, reason: Reason, forward_graph: object = None) -> None:
+        """Show what the claims ask for, and free the unsharded parameters if no need refuses. claims.py, [Note: Freeing]
+
+        ``forward_graph``: see ``FlatParamHandle.reshard``.
+        """
         if reason.in_backward and (backward := self.context.backward) is not None and backward.keeps_unsharded:
             return
         is_needed = self.claims or self.history.leaks
         self.show() if self.claims else self.handle.registrations.show(SHARDED)
         if not is_needed or reason.refused_from is None or self.need < reason.refused_from:
-            self.handle.reshard(until)
+            self.handle.reshard(forward_graph)
 
     @property
     def need(self) -> Need:

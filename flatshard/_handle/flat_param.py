@@ -32,6 +32,7 @@ import torch
 from torch import nn
 
 from flatshard._comm.collectives import Done, Pending
+from flatshard._comm.progress import ComparedFlat
 from flatshard._handle.adapters.tensor_parallel import TensorParallel, is_copy
 from flatshard._handle.adapters.tensor_subclass import wrapping_of
 from flatshard._handle.layout import FlatLayout, FlatOptions, Kind, ParamInfo, part_shape
@@ -217,6 +218,11 @@ class FlatParam:
             infos.append(shard_info)
         return infos
 
+    def describe(self) -> ComparedFlat:
+        """Return the dtype, layout and first values, which must be the same on all ranks."""
+        params = ((info.fqn, info.shape) for info in self.layout.params)
+        return ComparedFlat(str(self.kind.buffer_dtype), self.layout.shard_numel, params, self.initial_values.hash)
+
     def rename(self, fqns: Mapping[int, str]) -> None:
         """Give the parameters new FQNs. ``fqns``: by the parameters' ids."""
         infos = zip(self.params, self.layout.params, strict=True)
@@ -352,7 +358,7 @@ class FlatParam:
         gather, used in place of the shard.
         """
         runtime, shard, target = self.ranks.runtime, self.shard, self.unsharded
-        if exactly and not runtime.collectives.exact:
+        if exactly and not runtime.is_exact:
             runtime = runtime.exact
         if kept is not None:
             shard = kept

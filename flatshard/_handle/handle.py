@@ -19,7 +19,7 @@ from torch.autograd.graph import increment_version
 from flatshard._base import trace
 from flatshard._base.errors import CollectiveError, OutOfStepError, name_list
 from flatshard._comm.collectives import Pending
-from flatshard._comm.progress import drain
+from flatshard._comm.progress import ComparedFlat, Label, drain
 from flatshard._comm.runtime import Runtime
 from flatshard._comm.streams import Users
 from flatshard._handle.adapters.tensor_subclass import plain_tensors
@@ -51,8 +51,8 @@ class Source:
         """
         raise NotImplementedError
 
-    def keep(self, flats: Sequence[FlatParam], forward_record: object) -> None:
-        """Keep values of ``flats``, which are freed next, for a ``gathers`` of the backward while ``forward_record`` lives.
+    def keep(self, flats: Sequence[FlatParam], forward_graph: object) -> None:
+        """Keep values of ``flats``, which are freed next, for a ``gathers`` of the backward while ``forward_graph`` lives.
 
         Called on the stream that the unsharded buffers belong to.
         """
@@ -252,6 +252,10 @@ class FlatParamHandle:
         self.registrations.add(module, name, param, flat.unsharded.params[index])
         self.user_changes.look_again()
 
+    def describe_flats(self, label: Label) -> list[ComparedFlat]:
+        """Describe the flat parameters on the ranks of ``label``, for errors about ranks that differ."""
+        return [flat.describe() for flat in self.flats if flat.ranks.label is label]
+
     @property
     def is_sharded(self) -> bool:
         return self.state is _SHARDED
@@ -274,7 +278,7 @@ class FlatParamHandle:
         if self.on_meta:
             check_has_memory([self], "unshard")
         runtime = self.runtime
-        is_exact = exactly or runtime.collectives.exact  # also of kept shards: they came from the same collectives
+        is_exact = exactly or runtime.is_exact  # also of kept shards: they came from the same collectives
         if memory.flats:
             if self.has_static_buffers and memory.is_blocked:
                 self._make_room()
@@ -332,10 +336,11 @@ class FlatParamHandle:
         self.state = PARAM_TRANSITIONS.get((self.state, "wait")) or refuse("wait", "parameters", self.fqn, self.state)
         memory.users = users
 
-    def reshard(self, forward_record: object = None) -> None:
+    def reshard(self, forward_graph: object = None) -> None:
         """Free the unsharded parameters, after an all-gather in flight has ended.
 
-        ``forward_record``: while it lives, shards may be kept for the gather of its backward. None: there is no backward.
+        ``forward_graph``: an object that lives as long as the graph of the forward that ends, or None if there is no graph.
+        While it lives, shards may be kept for the gather of its backward.
         """
         if self.state is _SHARDED:
             return
@@ -347,14 +352,14 @@ class FlatParamHandle:
             except CollectiveError as e:  # the gathered values are not needed
                 trace.logger.warning("%s (it was prefetched and not needed)", e)
                 return
-        self._free(forward_record)
+        self._free(forward_graph)
 
     def drop_kept(self) -> None:
         """Have the next all-gather read the shards of all ranks."""
         if self.source is not None:
             self.source.drop()
 
-    def _free(self, forward_record: object = None) -> None:
+    def _free(self, forward_graph: object = None) -> None:
         memory = self.memory
         if memory.in_flight:
             memory.abandon()
@@ -369,13 +374,13 @@ class FlatParamHandle:
             if (streams := self.runtime.streams) is not None:
                 self.runtime.before_free(memory.users)
                 memory.users = None
-            if forward_record is not None and self.source is not None:
+            if forward_graph is not None and self.source is not None:
                 with self.runtime.on(None if streams is None else streams.gather):
-                    self.source.keep(memory.flats, forward_record)
+                    self.source.keep(memory.flats, forward_graph)
             for flat in memory.flats:
-                if forward_record is not None or self.has_static_buffers:
+                if forward_graph is not None or self.has_static_buffers:
                     flat.unsharded.close(
-                        seen=forward_record is not None
+                        seen=forward_graph is not None
                     )  # a forward has ended: see `write_back_if_changed`
                 flat.unsharded.free()
         self.state = PARAM_TRANSITIONS.get((self.state, "reshard")) or refuse(

@@ -251,3 +251,31 @@ def test_reshard_forgets_what_was_kept(ctx):
             by_pointer(p).mul_(2)
         flatshard.reshard(model)
         torch.testing.assert_close(model(x), 2 * before)
+
+
+@ranks(4)
+def test_collectives_of_a_mesh_go_over_both_axes(ctx):
+    """An average is over all ranks, and values are exact where the collectives of both axes are."""
+    mesh = ctx.device_mesh((2, 2), ("outer", "inner"))
+    quantized, plain = flatshard.comm.QuantizedCollectives(), flatshard.comm.builtin_collectives
+    weight = torch.linspace(-1, 1, 4096).view(64, 64)
+    for approximate in ("outer", "inner"):
+        ctx.note(approximate)
+        group = mesh.get_group(approximate)
+        model = nn.Linear(64, 64, bias=False)
+        model.weight.data.copy_(weight)
+        fully_shard(
+            model,
+            strategy=ShardingStrategy.HYBRID_FULL_SHARD,
+            device_mesh=mesh,
+            collectives=lambda g, device, group=group: (quantized if g == group else plain)(g, device),
+        )
+        with flatshard.summon_full_params(model):
+            torch.testing.assert_close(model.weight.data, weight, rtol=0, atol=0)
+        handle = units_below(model)[0].handle
+        number = torch.full((8,), float(ctx.rank))
+        handle.runtime.exact.all_reduce(number, handle.ranks.label).wait()
+        torch.testing.assert_close(number, torch.full((8,), 1.5))
+        used = torch.full((8,), -0.0)
+        handle.runtime.exact.all_reduce(used, handle.ranks.label).wait()
+        assert used.signbit().all(), "a parameter that no rank used"

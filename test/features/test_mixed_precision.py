@@ -229,6 +229,14 @@ def test_what_is_no_dtype():
             MixedPrecision(**{field: value})
 
 
+def test_gradients_are_not_reduced_in_float8():
+    for dtype in [d for name, d in vars(torch).items() if name.startswith("float8_")]:
+        for field in ("reduce_dtype", "param_dtype"):
+            with pytest.raises(ValueError, match=rf"{field}={dtype}.*flatshard\.comm\.QuantizedCollectives"):
+                MixedPrecision(**{field: dtype})
+        assert MixedPrecision(param_dtype=dtype, reduce_dtype=torch.bfloat16).param_dtype is dtype
+
+
 @ranks(2)
 def test_low_precision_masters_with_a_stateful_optimizer_are_warned_about(ctx):
     """Each model warns once, even if its parameters join an optimizer that has already stepped."""

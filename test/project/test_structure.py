@@ -131,6 +131,13 @@ def test_imports_go_down():
     assert not up
 
 
+def test_communication_knows_nothing_above_it():
+    """Nor does the monitor, which is plugged in: a label describes its unit to it."""
+    packages = {package for row in PACKAGES[:2] for package in row} | {"_comm.monitor"}
+    found = {(name, module) for name in TREES if package_of(name) in packages for module in needed(name)}
+    assert not {(name, module) for name, module in found if package_of(module) not in packages}
+
+
 def test_no_files_know_each_other():
     """No ring of imports."""
     graphlib.TopologicalSorter({n: needed(n) for n in TREES}).prepare()

@@ -11,9 +11,7 @@ from typing import Any
 
 from flatshard._base import environment
 from flatshard._base.errors import name_list
-from flatshard._comm.progress import Issued, Label
-from flatshard._handle.flat_param import FlatParam
-from flatshard._handle.handle import FlatParamHandle
+from flatshard._comm.progress import Issued
 
 Flats = list[tuple[str, int, list[tuple[str, list[int]]]]]
 """A unit's flat parameters, as JSON: for each its dtype, the elements of a shard, and the parameters' FQNs and shapes."""
@@ -26,12 +24,6 @@ _CURE = "Build the same model on all ranks, from the same arguments, and shard i
 _PARAMETERS, _UNITS = 500, 1000  # maximum numbers in a description
 
 
-def flats_of(label: Label) -> list[FlatParam]:
-    """Return the flat parameters of a unit. Their number and layout may differ between ranks that have the same label."""
-    handle: FlatParamHandle | None = label.handle()
-    return [flat for flat in (() if handle is None else handle.flats) if flat.ranks.label is label]
-
-
 def settings() -> dict[str, int]:
     """Return the environment's settings, by variable, that must be the same on all ranks."""
     return {"FLATSHARD_SHARED_MEMORY": environment.SHARED_MEMORY}
@@ -41,11 +33,11 @@ def described(issued: Issued) -> Described:
     """Describe the unit of a collective."""
     flats: Flats = [
         (
-            str(b.kind.buffer_dtype),
-            b.layout.shard_numel,
-            [(i.fqn, list(i.shape)) for i in b.layout.params[:_PARAMETERS]],
+            flat.dtype,
+            flat.shard_numel,
+            [(fqn, list(shape)) for fqn, shape in itertools.islice(flat.params, _PARAMETERS)],
         )
-        for b in flats_of(issued.label)
+        for flat in issued.label.describe_flats()
     ]
     units = list(issued.progress.units().items())[:_UNITS]
     return {

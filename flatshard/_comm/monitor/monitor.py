@@ -36,7 +36,6 @@ from flatshard._comm.process_groups import has_gloo
 from flatshard._comm.progress import RESERVED, SAME_ORDER, Awaited, Chain, Issued, Label, Progress
 from flatshard._comm.rendezvous import Rendezvous
 from flatshard._comm.streams import Streams
-from flatshard._handle.handle import FlatParamHandle
 
 _LABELS = Label("the order check", RESERVED + 4), Label("the order check", RESERVED)  # about gathers, about reductions
 _HASH, _TEXT = 8, 496  # bytes of a message: a hash of the order, one of the unit's first values, then the text
@@ -206,10 +205,9 @@ def _summary(label: Label) -> tuple[str, bytes]:
 
     The cut may differ between ranks that have the same label. The hash is zeros if values have changed or are unknown.
     """
-    handle: FlatParamHandle | None = label.handle()
-    flats = [flat for flat in (() if handle is None else handle.flats) if flat.ranks.label is label]
-    cut = str([(str(b.kind.buffer_dtype), b.layout.shard_numel) for b in flats])
-    starts = [b.initial_values.hash() for b in flats]
+    flats = label.describe_flats()
+    cut = str([(flat.dtype, flat.shard_numel) for flat in flats])
+    starts = [flat.hash_start() for flat in flats]
     if None in starts or not starts:
         return cut, bytes(_HASH)
     return cut, hashlib.blake2b(b"".join(filter(None, starts)), digest_size=_HASH).digest()

@@ -39,7 +39,13 @@ from flatshard._handle.handle import FILL
 from flatshard._handle.tensors.changes import changes
 from flatshard._handle.tensors.grad_dtype import hand_on
 from flatshard._handle.tensors.shard_info import in_memory_order
-from flatshard._handle.tensors.sharded_parameter import fillings, note_shown_full, show_shards, shown_full
+from flatshard._handle.tensors.sharded_parameter import (
+    ShardedParameter,
+    fillings,
+    flat_param_of,
+    show_shards,
+    shown_full,
+)
 from flatshard._handle.user_changes import adopt_data, find_moved
 
 _data: Any = torch.Tensor.data
@@ -100,10 +106,10 @@ class FillFlat:
             self._versions[index] = param._version
         changes.note()
 
-    def show(self, param: nn.Parameter, beside: set[str]) -> nn.Parameter:
+    def show(self, param: ShardedParameter, beside: Iterable[Any]) -> nn.Parameter:
         """Show ``param`` unsharded until ``cut``. Return ``param``, or a DTensor in its place.
 
-        Units in ``beside`` have parameters of the same module, which stay unsharded.
+        ``beside``: parameters of the same module, whose units stay unsharded.
         """
         flat = self._flat
         if flat.kind.is_on_meta:
@@ -113,7 +119,8 @@ class FillFlat:
             return self._whole[index][1]
         if param._version != self._versions.setdefault(index, param._version):
             return param  # it was loaded, or filled where all of it was unsharded
-        if not {each.unit for each in shown_full} <= {self.unit, *beside}:
+        fillings_beside = [each.filling for each in map(flat_param_of, beside) if each is not None]
+        if not {each.unit for each in shown_full} <= {self.unit, *(each.unit for each in fillings_beside if each)}:
             show_shards()
         info, part = flat.layout.params[index], flat.slices[index]
         own = flat.shard[part.start : part.stop]
@@ -123,19 +130,25 @@ class FillFlat:
             if whole.is_floating_point() or whole.is_complex():
                 whole.fill_(torch.nan)
             in_memory_order(whole, info.stride)[part.offset : part.offset + part.numel] = own
-        wrapping, shown = flat.wrappings[index], param
+        wrapping = flat.wrappings[index]
+        shown: nn.Parameter = param
         if wrapping is None:
             self._point(index, whole)
         else:
             shown = nn.Parameter(wrapping.wrap(whole), param.requires_grad)
         self._whole[index] = whole, shown
-        note_shown_full(self)
+        if self not in shown_full:
+            shown_full.append(self)
+        _show_shards_to_readers(True)
         return shown
 
     def cut(self) -> None:
         """Keep this rank's shard of the parameters that are shown unsharded."""
         flat, shown = self._flat, dict(self._whole)
         self._whole.clear()
+        shown_full.remove(self)
+        if not shown_full:
+            _show_shards_to_readers(False)
         for index, (memory, what) in shown.items():
             param, info, part = flat.params[index], flat.layout.params[index], flat.slices[index]
             if what is param:
@@ -160,6 +173,33 @@ class FillFlat:
         increment_version(param)
         self._versions[index] = param._version
         changes.note()
+
+
+_GRAD: Any = ShardedParameter.grad
+
+
+def _show_shards_to_readers(flag: bool) -> None:
+    """Choose whether a read of ``is_leaf`` or ``grad`` of any sharded parameter ends the filling.
+
+    An optimizer reads ``is_leaf`` when it is built, and ``grad`` when it steps. While no parameter is shown in full, both are
+    C functions, for speed.
+    """
+    ShardedParameter.is_leaf = _after_shards(torch.Tensor.is_leaf) if flag else torch.Tensor.is_leaf
+    ShardedParameter.grad = _after_shards(_GRAD) if flag else _GRAD
+
+
+def _after_shards(plain: Any) -> Any:
+    """Return the attribute ``plain``, which shows shards everywhere before it is read or set."""
+
+    def read(param: ShardedParameter) -> Any:
+        show_shards()
+        return plain.__get__(param)
+
+    def write(param: ShardedParameter, value: Any) -> None:
+        show_shards()
+        plain.__set__(param, value)
+
+    return property(read, write, plain.__delete__)
 
 
 def _check(made: weakref.WeakSet[Unit], outermost: Unit) -> bool:

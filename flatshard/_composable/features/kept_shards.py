@@ -40,7 +40,7 @@ class KeptShards(Source):
 
     def __init__(self) -> None:
         # The shards, by the records of forwards that may need them: the same dict for all.
-        self._by_record: weakref.WeakKeyDictionary[object, dict[FlatParam, torch.Tensor]] = weakref.WeakKeyDictionary()
+        self._by_graph: weakref.WeakKeyDictionary[object, dict[FlatParam, torch.Tensor]] = weakref.WeakKeyDictionary()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> KeptShards:
         """Return an object for the copied unit, without shards."""
@@ -48,19 +48,19 @@ class KeptShards(Source):
 
     @property
     def _shards(self) -> dict[FlatParam, torch.Tensor]:
-        return next(iter(self._by_record.values()), {})
+        return next(iter(self._by_graph.values()), {})
 
     @property
     def kept(self) -> list[torch.Tensor]:
         """The shards that exist now."""
         return list(self._shards.values())
 
-    def keep(self, flats: Sequence[FlatParam], forward_record: object) -> None:
+    def keep(self, flats: Sequence[FlatParam], forward_graph: object) -> None:
         """Copy shards of the unsharded buffers. The copies belong to the gather stream as well, which alone reads them."""
         shards = self._shards
         shards.clear()
         shards.update((flat, part.clone()) for flat in flats if (part := self.part(flat)) is not None)
-        self._by_record[forward_record] = shards
+        self._by_graph[forward_graph] = shards
 
     def gathers(self, flats: Sequence[FlatParam], for_backward: bool) -> Iterator[Pending] | None:
         """Gather from the shards once. Return None if none are of use. [Note: The life of a kept shard]"""

@@ -76,16 +76,17 @@ class Filling(Protocol):
     def allocate(self, device: torch.device) -> None:
         """Give parameters that are on meta their memory, to be filled."""
 
-    def show(self, param: ShardedParameter, beside: set[str]) -> nn.Parameter:
-        """Return ``param`` or the full one, for code that reads it from a module with parameters of units ``beside``."""
+    def show(self, param: ShardedParameter, beside: Iterable[Any]) -> nn.Parameter:
+        """Return ``param`` or the full one, for code that reads it from a module with the parameters ``beside``."""
 
     def shows(self, param: ShardedParameter) -> bool:
         """Return whether ``param`` is shown in full now."""
 
     def cut(self) -> None:
-        """Keep this rank's shard of parameters that are shown in full: see ``show_shards``."""
+        """Keep this rank's shard of parameters that are shown in full, and leave ``shown_full``."""
 
 
+# Both are empty unless a model is being filled. A filling adds itself.
 fillings: weakref.WeakSet[Filling] = weakref.WeakSet()  # all that exist
 shown_full: list[Filling] = []  # those with parameters that are shown in full
 
@@ -395,48 +396,14 @@ def show_full(param: ShardedParameter, beside: Iterable[Any] = ()) -> nn.Paramet
     flat = _flat_params.get(id(param))
     if flat is None or flat.filling is None:
         return param
-    others = [_flat_params.get(id(each)) for each in beside]
-    units = {each.filling.unit for each in others if each is not None and each.filling}
-    shown: nn.Parameter = flat.filling.show(param, units)
+    shown: nn.Parameter = flat.filling.show(param, beside)
     return shown
-
-
-def note_shown_full(filling: Filling) -> None:
-    """Record that ``filling`` shows parameters in full, until code that is no initialiser reads any.
-
-    An optimizer reads ``is_leaf`` when it is built, and ``grad`` when it steps. So these two properties call ``show_shards``
-    while parameters are shown in full, and only then: in a step they are C functions.
-    """
-    if filling not in shown_full:
-        shown_full.append(filling)
-    ShardedParameter.is_leaf = _after_shards(torch.Tensor.is_leaf)
-    ShardedParameter.grad = _after_shards(_GRAD)
 
 
 def show_shards() -> None:
     """Show this rank's shards again, everywhere: code that is no initialiser reads parameters."""
-    if shown_full:
-        ShardedParameter.is_leaf = torch.Tensor.is_leaf
-        ShardedParameter.grad = _GRAD
     while shown_full:
-        shown_full.pop().cut()
-
-
-_GRAD = ShardedParameter.grad
-
-
-def _after_shards(plain: Any) -> Any:
-    """Return the attribute ``plain``, which shows shards everywhere before it is read or set."""
-
-    def read(param: ShardedParameter) -> Any:
-        show_shards()
-        return plain.__get__(param)
-
-    def write(param: ShardedParameter, value: Any) -> None:
-        show_shards()
-        plain.__set__(param, value)
-
-    return property(read, write, plain.__delete__)
+        shown_full[-1].cut()
 
 
 def _is_same(param: torch.Tensor, data: torch.Tensor) -> bool:
