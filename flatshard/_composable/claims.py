@@ -11,7 +11,7 @@ Parameters may also be unsharded without a claim: those that stay from a forward
 that were prefetched. Nothing keeps these from being freed, and the next forward checks whether they are outdated.
 
 [Note: Freeing]
-``Unit.release`` alone frees unsharded parameters. The caller gives a reason, and the table ``Reason`` tells which needs
+``Unit.release`` frees unsharded parameters, and asks the claims first. The caller gives a reason, and the table ``Reason`` tells which needs
 refuse it. When all gradients of a unit have come, its parameters have been used for the last time, if all of them are
 trainable and in the graph. But the value of a frozen parameter is also needed for the gradient of the input, and a parameter
 that is not in the graph may be inside a reentrant checkpoint. With such a parameter a unit is freed when backward leaves it
@@ -40,7 +40,7 @@ class Need(enum.IntEnum):
 
 
 class Reason(enum.Enum):
-    """A reason to free a unit's unsharded parameters: when it is given, and the least need that refuses it, or None.
+    """A reason to free a unit. Each member says when it applies, and which need refuses it, or None.
 
     ``in_backward``: a backward refuses it, too, if its graph outlives it (``Backward.keeps_unsharded``).
     """

@@ -43,7 +43,8 @@ class ForwardFeature:
     def enter(self, forward: Forward) -> None:
         """Called before the unit is gathered. May show other parameters, and set ``forward.gathers`` to False.
 
-        If a rank passes the unit by (``skip``), this and ``before`` are called without arguments, and ``after`` is not.
+        On a rank that skips the unit, ``before`` gets empty arguments, and ``after`` does not run. Recomputations in backward
+        call all of them: see ``forward.in_backward``.
         """
 
     def before(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:

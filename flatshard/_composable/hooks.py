@@ -134,7 +134,7 @@ class UnitHooks:
         )
 
     def record(self, unless: Unrecorded | None) -> Unrecorded | None:
-        """Run ``unless`` in place of the hooks, or the hooks again if it is None. Return what ran before."""
+        """Replace the hooks by ``unless``, or restore them if it is None. Return the previous replacement, or None."""
         before, self._unrecorded = self._unrecorded, unless
         if before is not None:
             self._instead.remove((ForwardFeature.wants_instead, before.check))
@@ -368,8 +368,8 @@ class UnitHooks:
     def pre_backward(self, way: Way[Unit], later: Sequence[Callable[[Any], None]], grads: Any) -> None:
         """Gather the unit, and prefetch the next one, when backward reaches one of its outputs.
 
-        ``later``: what is called before it, of forwards that ended later with the same output: of a unit around this one, or
-        of a unit that returned its input. So backward reaches forwards in reverse order, on all ranks.
+        ``later``: calls for forwards that ended after this one with the same output. They run first, the last one first. So
+        backward reaches forwards in reverse order, on all ranks.
         """
         for reach in reversed(later):
             reach(grads)

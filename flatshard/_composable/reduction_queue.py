@@ -68,8 +68,8 @@ class ReductionQueue(Generic[Unit]):
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
         self.finishes_early = runtime.streams is None  # [Note: Reductions in flight]
-        # By their turns; they are reduced from the end. True: an earlier backward has reduced units of later turns, or this
-        # one. Weak references: a forward without a backward must not keep its model alive.
+        # By their turns; they are reduced from the end. True: the unit was put back, or left over, after an earlier backward
+        # had reduced this or later turns. Weak references: a forward without a backward must not keep its model alive.
         self._open: OrderedDict[weakref.ref[Unit], bool] = OrderedDict()
         self._turns = 0
         self._reducing: Unit | None = None

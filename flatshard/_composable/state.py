@@ -160,8 +160,8 @@ class Unit:
 
     @property
     def is_outdated(self) -> bool:
-        """Whether the unsharded parameters must be gathered again before they are used. Those that an earlier pass left must:
-        C++ code may have changed the shards since, without changing their version.
+        """Whether the unit must be gathered again before use. Buffers of earlier passes count: C++ code may have changed the
+        shards unnoticed.
         """
         is_in_step = self.context.forwards or self.context.backward is not None
         return not self.is_current(self.context.latest_pass.id if is_in_step else BY_USER)

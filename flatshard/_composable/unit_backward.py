@@ -23,7 +23,7 @@ States of a unit that the backward has come to:
 - AWAITING        the backward has reached it. The last gradient completes it.
 - IDLE            the same, but the graph task has no gradients for it, or no more. It is complete
                   when backward reaches a unit that ran before it in forward, or ends.
-- COMPLETE        all gradients have come.
+- COMPLETE        nothing more is waited for in this graph task. Some gradients may never have come.
 - COMPLETE_EARLY  it was idle. The backward may reach another forward of it in the same graph task, which needs its values.
 """
 
@@ -103,7 +103,7 @@ class AwaitedGradients:
         self.some_frozen = some_frozen  # whether some parameters of the unit do not require grad
         self.expected: dict[int, int] = {}  # by each graph task that has reached the unit: how many gradients it has
         self.pending = 0  # gradients of all of them that are still to come
-        # So many are pending when one of them finishes the reduction of the previous unit. 0: no gradient does, or has to.
+        # When `pending` falls to this number, that gradient ends the previous unit's reduction. 0: no gradient does.
         self.finishes_previous_at = 0
         # The graph task whose gradients are only counted: they stay where autograd puts them until all have come.
         self.counts_only_in: int | None = None
@@ -133,7 +133,7 @@ class UnitBackward(Generic[U]):
         self.completed_in: int | None = None  # the graph task that last completed the unit
         self.lacks_some = False  # whether its graph lacks parameters: they are unused, or recomputed later
         self.last_forward: ForwardRecord[U] | None = None  # the last of its forwards that the backward has reached
-        # Forwards that it has reached and, if some parameters are frozen, not left yet. None if it has reached and left none.
+        # Forwards reached and, where inputs are watched, not left yet. None before the first.
         self.open_forwards: int | None = None
 
     @property
@@ -226,7 +226,7 @@ class UnitGraph(Generic[U]):
     def __init__(self) -> None:
         self.now: UnitBackward[U] | None = None  # None if no backward under way has gathered or reached the unit
         self._ways: list[weakref.ref[Way[U]]] = []  # to forwards whose graphs are alive
-        # Leaves besides the parameters whose gradients count: where forwards may not have run the module.
+        # Extra leaves that stand for the parameters where a rank passes the unit by. Their gradients count, too.
         self.stand_ins: list[Node] = []
 
     def add_way(self, way: Way[U]) -> None:

@@ -52,7 +52,7 @@ class Source:
         raise NotImplementedError
 
     def keep(self, flats: Sequence[FlatParam], forward_graph: object) -> None:
-        """Keep values of ``flats``, which are freed next, for a ``gathers`` of the backward while ``forward_graph`` lives.
+        """Keep copies for the backward of ``forward_graph``, as long as it lives. ``flats`` are freed right afterwards.
 
         Called on the stream that the unsharded buffers belong to.
         """

@@ -488,3 +488,22 @@ def test_each_new_tensor_says_its_device():
         if not any(keyword.arg in ("device", None) for keyword in call.keywords)
     ]
     assert not found
+
+
+def test_the_page_about_the_inside_names_what_exists():
+    """``Class.member``, ``module.function`` and ``_function`` of flatshard/README.md."""
+    page = (PACKAGE / "README.md").read_text()
+    members = dict[str, set[str]]()
+    for tree in TREES.values():
+        for node in [each for each in ast.walk(tree) if isinstance(each, ast.ClassDef)]:
+            own = {getattr(each, "name", None) or dotted(getattr(each, "target", each)) for each in node.body}
+            slots = {
+                each.attr for each in ast.walk(node) if isinstance(each, ast.Attribute) and dotted(each.value) == "self"
+            }
+            members.setdefault(node.name, set()).update(filter(None, own | slots))
+    named = re.findall(r"`([A-Z]\w*[a-z]\w*)\.(\w+)", page)
+    assert len(named) > 15
+    assert not [f"{cls}.{member}" for cls, member in named if member not in members.get(cls, ())]
+    code = "\n".join(SOURCES.values())
+    functions = {*re.findall(r"`(_[a-z]\w+)`", page), *re.findall(r"`[a-z_]+\.(\w+)`", page)} - {"py"}
+    assert not [name for name in functions if not re.search(rf"\b{name}\b", code)]

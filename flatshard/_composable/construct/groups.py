@@ -119,7 +119,7 @@ def _check_mesh_choice(unit: PlannedUnit, fqn: str, chosen: Groups, groups: Grou
         if len(twice) > 1:
             raise ValueError(
                 f"shard_mesh_fn replicates parameter {fqn!r} over ranks {sorted(twice)}, over which the rest of the unit is "
-                "sharded: let the first dimension of its mesh have none of these ranks but one"
+                "sharded: choose a mesh whose first dimension has only one of these ranks"
             )
     if size is not None and not isinstance(size, bool):
         raise ValueError(
