@@ -11,12 +11,15 @@ Parameters may also be unsharded without a claim: those that stay from a forward
 that were prefetched. Nothing keeps these from being freed, and the next forward checks whether they are outdated.
 
 [Note: Freeing]
-``Unit.release`` frees unsharded parameters, and asks the claims first. The caller gives a reason, and the table ``Reason`` tells which needs
-refuse it. When all gradients of a unit have come, its parameters have been used for the last time, if all of them are
-trainable and in the graph. But the value of a frozen parameter is also needed for the gradient of the input, and a parameter
-that is not in the graph may be inside a reentrant checkpoint. With such a parameter a unit is freed when backward leaves it
-through its inputs (``_Leave`` in hooks.py), or at the end of backward. Backward may then come to an earlier forward of the
-unit in the same pass (a module called twice, or another module of a group).
+``Unit.release`` frees unsharded parameters. The caller gives a reason, and the table ``Reason`` tells which needs
+refuse it. The handle itself drops values that are no longer the parameters': after the user has replaced or moved them, or
+if a gather failed. It knows no claims: who calls ``check_parameters`` makes sure that none is in use.
+
+When all gradients of a unit have come, its parameters have been used for the last time, if all of them are trainable and in
+the graph. But the value of a frozen parameter is also needed for the gradient of the input, and a parameter that is not in
+the graph may be inside a reentrant checkpoint. With such a parameter a unit is freed when backward leaves it through its
+inputs (``_Leave`` in hooks.py), or at the end of backward. Backward may then come to an earlier forward of the unit in the
+same pass (a module called twice, or another module of a group).
 
 All ranks must gather equally often, and whether all gradients have come depends on a rank's data. So a unit with trainable
 parameters is freed once a pass, when backward leaves its first forward. A unit with none is gathered again for each forward.

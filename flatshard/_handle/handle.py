@@ -162,12 +162,12 @@ class FlatParamHandle:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FlatParamHandle:
         """Return a handle for the copied modules, sharded in the same way, with its own memory and without gradients."""
-        self.check_parameters()
         if self.registrations.shows is not SHARDED:
             raise RuntimeError(
                 f"cannot copy unit {self.fqn!r} while its parameters are unsharded: copy outside forward, backward and "
                 "summon_full_params, after flatshard.reshard(module)"
             )
+        self.check_parameters()
         owned: dict[int, list[tuple[nn.Module, str]]] = {}
         for module, name, sharded, _ in self.registrations.entries:
             owned.setdefault(id(sharded), []).append((module, name))

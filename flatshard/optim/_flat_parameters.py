@@ -25,13 +25,18 @@ def flat_parameters(module: nn.Module) -> list[nn.Parameter]:
     >>> optimizer = torch.optim.AdamW(flatshard.flat_parameters(model))
 
     Raises:
-        RuntimeError: parameters are on the meta device, or gradients are being reduced (``reduce_gradients(async_op=True)``).
+        RuntimeError: parameters are on the meta device or in use (``summon_full_params``), or gradients are being reduced
+            (``reduce_gradients(async_op=True)``).
         ValueError: a flat parameter contains trainable and frozen parameters, because one was frozen after sharding, and an
             optimizer cannot treat them differently; it contains parameters from outside of ``module``; or nothing in
             ``module`` is sharded.
     """
     units = units_of(module, "flat_parameters")
     _check_all_inside(module, units)
+    if busy := [unit.fqn or "<root>" for unit in units if unit.claims.in_use]:
+        raise RuntimeError(
+            f"flat_parameters: {name_list(busy)} are in use by a forward or by summon_full_params. Call it outside"
+        )
     flats = {flat: unit.handle for unit in units for flat in unit.handle.flats}
     check_has_memory([unit.handle for unit in units], "flat_parameters")
     for unit in units:

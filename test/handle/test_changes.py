@@ -2,8 +2,10 @@
 
 import contextlib
 import copy
+import functools
 import itertools
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -188,6 +190,49 @@ WHOLE: dict[str, Callable[..., Any]] = {
     "summon to read": lambda m: summon_full_params(m, writeback=False),
     "summon on rank 0": lambda m: summon_full_params(m, writeback=False, rank0_only=True),
 }
+
+
+IN_USE: dict[str, tuple[Callable[..., object], bool]] = {
+    "a forward": (lambda m: m(X), True),
+    "state_dict": (lambda m: m.state_dict(), False),
+    "deepcopy": (copy.deepcopy, True),
+    "flat_parameters": (flatshard.flat_parameters, True),
+    "reshard": (flatshard.reshard, True),
+    "unshard": (flatshard.unshard, False),
+    "full_state_dict": (full_state_dict, True),
+    "save_checkpoint": (lambda m, **where: flatshard.save_checkpoint(state={"model": m}, **where), False),
+    "keep_unsharded": (lambda m: contextlib.ExitStack().enter_context(flatshard.keep_unsharded(m)), False),
+    "to": (lambda m: m.to(torch.float64), False),
+}
+"""What looks for changes of sharded parameters, and whether it is refused while these are in use."""
+
+
+@ranks(2)
+def test_changes_of_shards_do_not_free_what_is_in_use(ctx: Any, tmp_path: Path) -> None:
+    """A body that holds full parameters keeps them when shards that it refers to change, too."""
+    for (name, (look, is_refused)), inside in itertools.product(IN_USE.items(), ("summon", "forward")):
+        ctx.note(f"{name} inside {inside}")
+        model = fully_shard(net(), process_group=ctx.group)
+        weight = model[0].weight
+
+        if name == "save_checkpoint":
+            look = functools.partial(look, path=tmp_path / inside, process_group=ctx.group)
+
+        def body(*_: object, weight=weight, look=look, is_refused=is_refused, model=model) -> None:
+            model[2].bias.fill_(7)
+            weight.data = weight.data + 3
+            with pytest.raises(RuntimeError) if is_refused else contextlib.nullcontext():
+                look(model)
+            assert model[2].bias.untyped_storage().nbytes()
+            assert (model[2].bias == 7).all()
+
+        with torch.no_grad():
+            if inside == "summon":
+                with summon_full_params(model):
+                    body()
+            elif name not in ("a forward", "to"):  # a conversion in a forward is for this forward
+                model[2].register_forward_hook(body)
+                model(X)
 
 
 @ranks(2)
