@@ -11,10 +11,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from on_ranks import ranks
 from pairs import some
 from scripts import EXAMPLES
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.fsdp import fully_shard as fsdp2
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
@@ -343,3 +346,89 @@ def test_mixed_precision(ctx, over: int, reduce: torch.dtype | None):
         for m in (plain, model):
             torch.optim.SGD(m.parameters(), lr=0.1).step()
             m.zero_grad()
+
+
+def loaded(ctx: Any, path: str, kind: int | str) -> tuple[nn.Module, Optimizer]:
+    """Return a model with other initial values that has loaded the checkpoint at ``path``, and its optimizer.
+
+    ``kind`` is the number of ranks that divide experts, "sharded" for sharding alone, or "plain".
+    """
+    model = make_plain()
+    with torch.no_grad():
+        for each in (*model.parameters(), *model.buffers()):
+            each.fill_(7)
+    if kind == "sharded":
+        fully_shard(model, policy={MoE})
+    elif kind != "plain":
+        model = shard_experts(model, expert_mesh(ctx, kind))
+    optimizer = adamw(model.parameters())
+    flatshard.load_checkpoint(path, {"model": model, "optimizer": optimizer})
+    for moe in model[1:3]:
+        moe.load.zero_()
+    return model, optimizer
+
+
+@pytest.mark.parametrize("kind", [1, 4, "sharded", "plain"], ids=str)
+@ranks(4)
+def test_a_checkpoint_fits_any_division_of_experts(ctx, path: str, kind: int | str):
+    """Saved with experts divided over two ranks, it loads over one and four, without division, and in one process."""
+    plain = make_plain()
+    model = shard_experts(plain, expert_mesh(ctx, 2))
+    optimizers = train(ctx, plain, model)
+    flatshard.save_checkpoint(path, {"model": model, "optimizer": optimizers[1]})
+    other, optimizer = loaded(ctx, path, kind)
+    again = f"{path} again"
+    flatshard.save_checkpoint(again, {"model": other, "optimizer": optimizer})
+    back, last = loaded(ctx, again, 2)
+    optimizers += optimizer, last
+    for step in range(50, 52):
+        x = batch(ctx, step)
+        for m in (plain, other, back):
+            m(
+                x.flatten(0, 1) if m is plain or (m is other and kind == "plain") else x[ctx.rank]
+            ).square().mean().backward()
+        for each in (optimizers[0], optimizer, last):
+            each.step()
+            each.zero_grad()
+        check_same(back, plain, "data")
+        if kind == "plain":
+            for got, want in zip(other.parameters(), plain.parameters(), strict=True):
+                torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-12)
+        else:
+            check_same(other, plain, "data")
+
+
+def by_fsdp2(ctx: Any) -> nn.Module:
+    """Return the model without expert parallelism, sharded by FSDP2."""
+    model = make_plain()
+    for module in (model[1], model[2], model):
+        fsdp2(module, mesh=ctx.mesh)
+    return model
+
+
+@ranks(4)
+def test_checkpoints_to_and_from_fsdp2(ctx, path: str):
+    plain = make_plain()
+    model = shard_experts(plain, expert_mesh(ctx, 2))
+    optimizers = train(ctx, plain, model)
+    flatshard.save_checkpoint(f"{path}/ours", {"model": model, "optimizer": optimizers[1]})
+    theirs = by_fsdp2(ctx)
+    states = dict(zip(("model", "optimizer"), get_state_dict(theirs, adamw(theirs.parameters())), strict=True))
+    dcp.load(states, checkpoint_id=f"{path}/ours")
+    for name, param in plain.named_parameters():
+        torch.testing.assert_close(full(states["model"][name]), param.detach(), rtol=1e-9, atol=1e-12)
+        moments = [state["exp_avg"] for state in (states["optimizer"]["state"][name], optimizers[0].state[param])]
+        torch.testing.assert_close(full(moments[0]), moments[1], rtol=1e-9, atol=1e-12)
+    dcp.save(states, checkpoint_id=f"{path}/theirs")
+    back, _ = loaded(ctx, f"{path}/theirs", 4)
+    check_same(back, plain, "data")
+
+
+@ranks(4)
+def test_experts_are_not_moved(ctx):
+    model = shard_experts(make_plain(), expert_mesh(ctx, 2))
+    message = (
+        r"redistribute: .*; other ranks than '<root>' have '1\.experts\.up', .* through flatshard\.save_checkpoint"
+    )
+    with pytest.raises(ValueError, match=message):
+        flatshard.elastic.redistribute(model, process_group=ctx.group)
