@@ -5,6 +5,7 @@ import copy
 import functools
 import itertools
 import math
+import re
 import runpy
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -14,7 +15,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from on_ranks import ranks
 from pairs import some
-from scripts import EXAMPLES
+from recording import Recording
+from scripts import EXAMPLES, PACKAGE
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.fsdp import fully_shard as fsdp2
@@ -432,3 +434,42 @@ def test_experts_are_not_moved(ctx):
     )
     with pytest.raises(ValueError, match=message):
         flatshard.elastic.redistribute(model, process_group=ctx.group)
+
+
+def count_bytes(ctx: Any, over: int) -> list[int]:
+    """Return the KB that rank 0 sends in a step: over all ranks, over "dp" and over "ep"."""
+    torch.manual_seed(0)
+    mesh, sent, size = expert_mesh(ctx, over), [0, 0, 0], ctx.world_size
+
+    class Counting(Recording):
+        def note(self, call: str, *tensors: Tensor) -> None:
+            axis = 0 if self.inner.size == size else 1
+            sent[axis] += (self.inner.size - 1) * min(t.nbytes for t in tensors)
+
+    model = nn.Sequential(nn.Linear(64, 64), *[MoE(16, 64) for _ in range(2)], nn.Linear(64, 4))
+    model = shard_experts(model, mesh, collectives=Counting)
+    apply = example["AllToAll"].apply
+
+    def counted(rows: Tensor, there: list[int], here: list[int], group: Any) -> Tensor:
+        others = sum(there) - there[group.rank()] + sum(here) - here[group.rank()]  # its backward sends what came
+        sent[2] += others * rows.shape[1] * rows.element_size()
+        return apply(rows, there, here, group)
+
+    example["AllToAll"].apply = counted
+    try:
+        x = torch.randn(64, 64, generator=torch.Generator().manual_seed(ctx.rank))
+        model(x).square().mean().backward()
+    finally:
+        example["AllToAll"].apply = apply
+    return [round(each / 1000) for each in sent]
+
+
+@ranks(4)
+def test_bytes_of_each_axis(ctx):
+    """The table of ``docs/parallelism.md``. How many tokens leave a rank depends on their routes."""
+    text = (PACKAGE / "docs" / "parallelism.md").read_text()
+    rows = re.findall(r"^\| (\d) \| ([\d,]+) \| ([\d,]+) \| ([\d,]+) \|$", text, re.MULTILINE)
+    assert [int(over) for over, *_ in rows] == [1, 2, 4]
+    for over, *shown in rows:
+        expected = [int(each.replace(",", "")) for each in shown]
+        assert count_bytes(ctx, int(over)) == [*expected[:2], pytest.approx(expected[2], rel=0.15)]
