@@ -26,6 +26,7 @@ from torch.utils.checkpoint import checkpoint
 import flatshard
 from flatshard import MixedPrecision, ShardingStrategy, fully_shard
 from flatshard.layouts import Rows, Whole
+from flatshard.optim import WholeParameterOptimizer
 
 example = runpy.run_path(str(EXAMPLES["experts"]))
 MoE, Experts, divide_experts = example["MoE"], example["Experts"], example["divide_experts"]
@@ -217,6 +218,24 @@ OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
 def test_optimizers(ctx, name: str):
     plain = make_plain()
     train(ctx, plain, shard_experts(plain, expert_mesh(ctx, 2)), OPTIMIZERS[name])
+
+
+@ranks(4)
+def test_muon_beside_experts(ctx):
+    """Muon steps matrices on their owners, and AdamW steps experts, which no rank has in full."""
+    plain = make_plain()
+    model = shard_experts(plain, expert_mesh(ctx, 2))
+    matrices, cut = ([p for p in m.parameters() if len(flatshard.full_shape(p)) == 2] for m in (plain, model))
+    rest, others = ([p for p in m.parameters() if len(flatshard.full_shape(p)) != 2] for m in (plain, model))
+    optimizers = [torch.optim.Muon(matrices, lr=0.02, weight_decay=0.1), adamw(rest), adamw(others)]
+    optimizers.append(WholeParameterOptimizer(cut, torch.optim.Muon, lr=0.02, weight_decay=0.1))
+    for step in range(2):
+        x = batch(ctx, step)
+        plain(x.flatten(0, 1)).square().mean().backward()
+        model(x[ctx.rank]).square().mean().backward()
+        check_same_after(plain, model, optimizers)
+    with pytest.raises(NotImplementedError, match=r"'1\.experts\.up'.*such as AdamW"):
+        WholeParameterOptimizer([model[1].experts.up], torch.optim.Muon)
 
 
 @ranks(4)
