@@ -11,10 +11,12 @@ import torch
 import torch.distributed as dist
 
 from flatshard._base import trace
-from flatshard._comm.progress import RESERVED, digest
+from flatshard._comm.progress import RESERVED, Members, digest
 
 _INTERRUPT_TAG = RESERVED + 7
 """The tag of a receive that is meant to time out: no message has it."""
+_OF_MESH = "mesh_"
+"""The start of the description that a device mesh gives to the group of a dimension."""
 
 
 def default_group() -> dist.ProcessGroup | None:
@@ -33,6 +35,18 @@ def name_of(group: dist.ProcessGroup) -> str:
         return digest((group.group_name, dist.get_process_group_ranks(group)))
     except (KeyError, RuntimeError, ValueError):
         return ""
+
+
+def members_of(group: dist.ProcessGroup) -> Members:
+    """Return the ranks of ``group`` in the world, or none if it has all of them or torch.distributed does not know it."""
+    if not name_of(group):
+        return Members()
+    ranks = dist.get_process_group_ranks(group)
+    if ranks == list(range(dist.get_world_size())):
+        return Members()
+    return Members(
+        tuple(ranks), group.group_desc.removeprefix(_OF_MESH) if group.group_desc.startswith(_OF_MESH) else ""
+    )
 
 
 def alive(reference: weakref.ref[dist.ProcessGroup]) -> dist.ProcessGroup:

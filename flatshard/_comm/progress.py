@@ -41,6 +41,7 @@ from flatshard._comm.collectives import NUMBERS, Capabilities, Pending
 from flatshard._comm.streams import Streams
 
 _RECENT = 5  # number of collectives that an error lists
+_MEMBERS = 8  # number of ranks of a group that an error lists
 
 
 class ComparedFlat(NamedTuple):
@@ -115,6 +116,24 @@ Place = tuple[int, int, str]
 """Progress of a rank: passes begun, backwards begun, and the current phase (``"forward"``, ``"backward"`` or ``""``)."""
 
 
+class Members(NamedTuple):
+    """The ranks of a process group, for errors: their numbers are those of the world."""
+
+    ranks: tuple[int, ...] = ()  # by their rank in the group. Empty if it has all ranks of the world in order
+    name: str = ""  # of the dimension of a mesh
+
+    def world_rank(self, rank: int) -> int:
+        """Return the number that ``rank`` of the group has in the world."""
+        return self.ranks[rank] if self.ranks else rank
+
+    def __str__(self) -> str:
+        """Name the ranks after a collective. Empty for all ranks of the world."""
+        if not self.ranks:
+            return ""
+        shown = f"ranks {', '.join(map(str, self.ranks[:_MEMBERS]))}{', ...' if len(self.ranks) > _MEMBERS else ''}"
+        return f" over {self.name!r} ({shown})" if self.name else f" over {shown}"
+
+
 class Issued(NamedTuple):
     """A collective that this rank has issued."""
 
@@ -134,7 +153,8 @@ class Issued(NamedTuple):
     def __str__(self) -> str:
         if self.kind == NUMBERS:
             return f"{self.verb} for {self.label.unit}"
-        return f"{self.verb} of {self.label.unit or '<root>'!r}{' for backward' if self.for_backward else ''}"
+        of = f"{self.verb} of {self.label.unit or '<root>'!r}"
+        return f"{of}{' for backward' if self.for_backward else ''}{self.progress.members}"
 
     @property
     def when(self) -> str:
@@ -154,7 +174,8 @@ def describe_place(place: Place | None) -> str:
 class Progress:
     """The collectives that this rank has issued on one process group."""
 
-    def __init__(self) -> None:
+    def __init__(self, members: Members = Members()) -> None:  # noqa: B008 (a tuple)
+        self.members = members
         self.counts: dict[int, int] = {}  # collectives issued, by key (tag + kind)
         # Collectives in flight: dropped before a wait; or endless, perhaps, because other ranks have issued different ones.
         # [Note: Memory lives as long as its works]

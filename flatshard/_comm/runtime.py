@@ -37,6 +37,7 @@ from flatshard._comm.collectives import (
     read_capabilities,
 )
 from flatshard._comm.host_memory import keep_freed_memory
+from flatshard._comm.process_groups import members_of
 from flatshard._comm.progress import Awaited, Chain, Issued, Label, Monitor, Progress, describe_place, drain, here
 from flatshard._comm.rank_group import RankGroup
 from flatshard._comm.streams import Streams, Users, holding
@@ -80,7 +81,7 @@ class Peers:
             if on_cpu and builtin.size > 1:
                 keep_freed_memory()
             if builtin.size > 1 and not builtin.imitates:
-                progress = cls._progress.setdefault(group, Progress())
+                progress = cls._progress.setdefault(group, Progress(members_of(group)))
                 monitor = None if cls.make_monitor is None else cls.make_monitor(builtin, device, progress)
             host = None if on_cpu else torch.device("cpu")
             streams, lasting = Streams.of(device), cls._lasting.setdefault(group, {})

@@ -111,7 +111,13 @@ def check_movable(units: Sequence[Unit], verb: str) -> None:
         )
     check_reduced(units, verb)
     if len({unit.runtime for unit in units}) > 1 or any(len(unit.handle.all_ranks) > 1 for unit in units):
-        raise ValueError(f"{verb}: the units of the module are on several process groups, and move one group at a time")
+        others = [u for u in units if u.runtime != units[0].runtime]
+        experts = [f for u in units for f in u.handle.flats if u in others or f.ranks is not u.handle.ranks]
+        names = [param.fqn for flat in experts for param in flat.layout.params]
+        raise ValueError(
+            f"{verb}: the units of the module are on several process groups, and move one group at a time; other ranks than "
+            f"{units[0].fqn or '<root>'!r} have {name_list(names)}. Go through flatshard.save_checkpoint and load_checkpoint"
+        )
     if inner := [u.fqn for u in units if type(u.config.reshard_after_forward) is int]:
         raise NotImplementedError(
             f"{verb}: units {name_list(inner)} have reshard_after_forward=<number of ranks>, whose groups are made by "

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from pool import RankFailure
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from flatshard import OutOfStepError, ShardingStrategy, fully_shard, keep_unsharded, optim
 from flatshard._base import environment
@@ -184,6 +185,44 @@ def swap_in_a_smaller_group(ctx) -> None:
         output.backward()
 
 
+def train_experts(ctx, order_check: str, order: str) -> None:
+    """Blocks 1 and 2 are experts, sharded over ranks 0 and 2, and over ranks 1 and 3. Rank 3 runs other units."""
+    environment.WATCH_SECONDS, environment.ORDER_CHECK = WATCH, order_check
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
+    experts = re.compile(r"blocks\.[12]")
+    model = fully_shard(
+        Net(),
+        policy={nn.Linear},
+        process_group=new_group(4),
+        shard_mesh_fn=lambda fqn, param: mesh["dp"] if experts.match(fqn) else None,
+    )
+    for _ in range(0 if order_check == "first" else 2):
+        train(model)
+    if order_check == "first" and ctx.rank % 2 == 0:  # the check over the others' group ends no wait of this rank
+        model.blocks[0](torch.ones(2, 4))
+        return
+    train(model, order if ctx.rank == 3 else "0123")
+
+
+@tells(
+    r"ranks run different units\. Their last collectives over 'dp' \(ranks 1, 3\) \(in pass 1 of this process\)",
+    r"rank 1: all-gather of 'blocks\.1'\n *rank 3: all-gather of 'blocks\.2'\n",
+    size=4,
+    ranks=(1, 3),
+)
+def swap_experts(ctx) -> None:
+    train_experts(ctx, "first", "0213")
+
+
+@tells(
+    r"rank [13] waits for the [^\n]* over 'dp' \(ranks 1, 3\) [^\n]*, which rank [13] has not come to",
+    size=4,
+    ranks=(1, 3),
+)
+def leave_experts_out(ctx) -> None:
+    train_experts(ctx, "off", "013")
+
+
 @tells(r"ranks reduced the gradients of different units together: '(blocks\.[12])' and '(?!\1)blocks\.[12]'")
 def mix_all_reduces(ctx) -> None:
     model, _ = make(ctx, ShardingStrategy.NO_SHARD)
@@ -197,7 +236,9 @@ def mix_all_reduces(ctx) -> None:
 
 
 ONE = r"not all of them compute the same norm.* waits for the all-reduce for %s \(after pass 1 of this process\)"
-OTHER = r"rank [012] waits for the all-gather of 'blocks\.0' \(in pass 2 of this process\), which rank \d"
+OTHER = (
+    r"rank [012] waits for the all-gather of 'blocks\.0' over ranks 0, 1.* \(in pass 2 of this process\), which rank"
+)
 NORM = ONE % r"the norm of order 2\.0 of the gradient of 'blocks\.0\.weight'"
 STATISTICS = ONE % r"statistics of 8 gradients, the first of which is 'blocks\.0\.weight'"
 

@@ -37,6 +37,12 @@ def test_the_first_run_prints_no_warnings(tmp_path, name: str):
     assert losses(run_script(name, "--folder", str(tmp_path), "--steps", "20"))
 
 
+def test_a_mixture_of_experts_learns(pool):
+    lines, *_ = pool.run(run_main, "experts", world_size=4)
+    first, last = losses(lines)
+    assert last < 0.6 * first
+
+
 def test_the_ported_script_resumes_from_the_one_for_fsdp2(two_ranks, pool, tmp_path):
     """Both print the same losses: at once, and from the other's file on another number of ranks."""
     before, _ = two_ranks.run(run_main, "port_fsdp2", "before", str(tmp_path / "before"), steps=20)

@@ -195,7 +195,7 @@ def run_recipe(ctx, name: str, directory: str) -> None:
     assert changed or name == "LoRA", "its adapters have names of their own"
 
 
-NEED_FOUR = ("tensor parallel",)
+NEED_FOUR = ("tensor parallel", "experts", "context parallel")
 
 
 @pytest.mark.parametrize("name", RECIPES)

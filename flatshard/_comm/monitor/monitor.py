@@ -165,11 +165,15 @@ class Comparison:
             alike.setdefault(row[:_HASH], []).append(rank)
         if len(alike) > 1:
             issued = self._issued
-            lines = [_line(ranks, rows[ranks[0]]) for ranks in list(alike.values())[:_GROUPS]]
-            told = self._exchange([ranks[0] for ranks in alike.values()][:_GROUPS])
+            members = issued.progress.members
+            lines = [
+                _line([*map(members.world_rank, ranks)], rows[ranks[0]]) for ranks in list(alike.values())[:_GROUPS]
+            ]
+            units = self._exchange([ranks[0] for ranks in alike.values()][:_GROUPS])
+            told = {members.world_rank(rank): unit for rank, unit in units.items()}
             why, cure = difference(told) or ("ranks run different units", SAME_ORDER)
             text = (
-                f"{why}. Their last collectives{issued.when}, the latest at the end:{''.join(lines)}\n"
+                f"{why}. Their last collectives{members}{issued.when}, the latest at the end:{''.join(lines)}\n"
                 f"{cure}. (This check runs in the first passes: FLATSHARD_ORDER_CHECK=first, always or off.)"
             )
             raise OutOfStepError(issued.verb, issued.label.unit, self._collectives.rank, len(rows), text)

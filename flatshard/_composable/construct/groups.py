@@ -64,7 +64,8 @@ def resolve_groups(process_group: Any, device_mesh: DeviceMesh | None, strategy:
         if device_mesh.ndim != 1:
             raise ValueError(
                 f"device_mesh has {device_mesh.ndim} dimensions {device_mesh.mesh_dim_names}: pass the one to shard over, "
-                "such as mesh['dp']; or strategy=ShardingStrategy.HYBRID_SHARD, which replicates over the first of two"
+                "such as mesh['dp']; device_mesh._flatten(), to shard over all of its ranks; or "
+                "strategy=ShardingStrategy.HYBRID_SHARD, which replicates over the first of two"
             )
         return device_mesh.get_group(), None
     if process_group is None:
