@@ -18,7 +18,7 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -44,7 +44,7 @@ from flatshard.checkpoint._metadata import Body, place_of
 from flatshard.checkpoint._reader import EntryPiece, FileSystemReader, plan, read_bytes
 from flatshard.checkpoint._safetensors import DTYPES, check_value
 
-Rename = Callable[[str], "str | tuple[str, Sequence[int]] | None"]
+Rename = Callable[[str], "str | tuple[str, Sequence[int]] | list[str] | None"]
 """Returns the name in the model of a tensor's name in the files. See :func:`load_safetensors`."""
 
 _ENDING, _INDEX_ENDING = ".safetensors", ".safetensors.index.json"
@@ -62,7 +62,7 @@ def load_safetensors(
     process_group: dist.ProcessGroup | None = None,
     timeout: timedelta | None = None,
     progress: Report | None = None,
-) -> None:
+) -> list[str]:
     """Read safetensors files into the shards of ``module``. Every rank must call it, with the same files.
 
     ``directory`` is as ``save_pretrained`` or :func:`export_safetensors` writes it: one file, or several and an index. Each
@@ -83,10 +83,14 @@ def load_safetensors(
             stay as they are.
         rename: returns the name in the module of a name in the files, or None to leave that tensor out. Where a parameter
             is made of several tensors, it returns the parameter's name and the offsets of the tensor in it:
-            ``("experts.up", (3, 0, 0))`` for the matrix of expert 3.
+            ``("experts.up", (3, 0, 0))`` for the matrix of expert 3. Where a tensor holds several parameters, such as
+            queries, keys and values, it returns a list of their names: they have equal shares of its rows.
         process_group: the ranks that share ``module``. Default: all.
         timeout: see :func:`save_checkpoint`.
         progress: called with the bytes that this rank has read, and its total.
+
+    Returns:
+        Names of the module that the files lack. Their values have not changed.
 
     Raises:
         ValueError: ``directory`` begins with a scheme (``s3://``).
@@ -103,6 +107,7 @@ def load_safetensors(
     with job:
         job.share(loading.check, check_digests)
         job.share(loading.read)
+    return loading.missing
 
 
 class _SafetensorsLoading:
@@ -110,6 +115,7 @@ class _SafetensorsLoading:
 
     def __init__(self, module: nn.Module, reader: SafetensorsReader, strict: bool) -> None:
         self._module, self._reader, self._strict = module, reader, strict
+        self.missing: list[str] = []
         self._in_place = True
         self._state: dict[str, Any] = {}  # the tensors to fill
         self._params: list[nn.Parameter] = []
@@ -133,10 +139,10 @@ class _SafetensorsLoading:
             for n, value in self._state.items()
             if isinstance(kind := kinds[n], TensorStorageMetadata) and not _can_cast(kind.properties.dtype, value.dtype)
         ]
+        self.missing = [names[0] for names, found in zip(names_of.values(), read, strict=True) if found is None]
         if self._strict:
-            missing = [names[0] for names, found in zip(names_of.values(), read, strict=True) if found is None]
             unexpected = [n for n in kinds if n not in variables]
-            problems += [f"not in the files: {name_list(missing, 50)}"] if missing else []
+            problems += [f"not in the files: {name_list(self.missing, 50)}"] if self.missing else []
             problems += [f"in the files only: {name_list(unexpected, 50)}"] if unexpected else []
         try:
             _, self._pieces = plan(self._reader, self._state, False, (), lambda path: True)
@@ -261,10 +267,7 @@ class SafetensorsReader(FileSystemReader):
         """Return metadata with each tensor at its place in the model."""
         kinds: dict[str, Any] = {}
         storage: dict[MetadataIndex, Any] = {}
-        for tensor in tensors:
-            if (place := self._rename(tensor.name)) is None:
-                continue
-            name, offsets = (place, (0,) * len(tensor.shape)) if isinstance(place, str) else (place[0], tuple(place[1]))
+        for tensor, name, offsets in (each for t in tensors for each in _places(t, self._rename(t.name))):
             shape = (1,) * (len(offsets) - len(tensor.shape)) + tensor.shape
             entry = MetadataIndex(name, torch.Size(offsets))
             kind = kinds.setdefault(
@@ -281,6 +284,22 @@ class SafetensorsReader(FileSystemReader):
             body = Body(tensor.start, tensor.nbytes, stride, b"")
             storage[entry] = place_of(tensor.file, tensor.start, tensor.nbytes, body)
         return Metadata(kinds, storage_data=storage)
+
+
+def _places(tensor: _FileTensor, place: Any) -> Iterator[tuple[_FileTensor, str, tuple[int, ...]]]:
+    """Yield pieces of ``tensor``, with their names in the model and their offsets there. ``place``: see :data:`Rename`."""
+    if isinstance(place, list):
+        rows, rest = divmod(tensor.shape[0] if tensor.shape else 0, len(place))
+        if rest or not rows:
+            raise ValueError(f"{tensor.name!r} of shape {tensor.shape} has no equal rows for {name_list(place)}")
+        nbytes, shape = tensor.nbytes // len(place), (rows, *tensor.shape[1:])
+        for i, name in enumerate(place):
+            piece = tensor._replace(shape=shape, start=tensor.start + i * nbytes, nbytes=nbytes)
+            yield piece, name, (0,) * len(shape)
+    elif isinstance(place, tuple):
+        yield tensor, place[0], tuple(place[1])
+    elif place is not None:
+        yield tensor, place, (0,) * len(tensor.shape)
 
 
 def _main_file(path: Path, name: str | None) -> str:
