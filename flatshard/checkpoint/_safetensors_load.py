@@ -283,6 +283,8 @@ class SafetensorsReader(FileSystemReader):
             stride = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
             body = Body(tensor.start, tensor.nbytes, stride, b"")
             storage[entry] = place_of(tensor.file, tensor.start, tensor.nbytes, body)
+        if overlapping := [name for name, kind in kinds.items() if _overlap(kind.chunks)]:
+            raise ValueError(f"tensors of the files overlap in {name_list(overlapping)} of the model")
         return Metadata(kinds, storage_data=storage)
 
 
@@ -300,6 +302,20 @@ def _places(tensor: _FileTensor, place: Any) -> Iterator[tuple[_FileTensor, str,
         yield tensor, place[0], tuple(place[1])
     elif place is not None:
         yield tensor, place, (0,) * len(tensor.shape)
+
+
+def _overlap(chunks: list[ChunkStorageMetadata]) -> bool:
+    """Return whether two chunks of a tensor have a common element. Few of those that stack up are compared."""
+    order = sorted(chunks, key=lambda chunk: chunk.offsets)
+    for i, one in enumerate(order):
+        for j in range(i + 1, len(order)):
+            other = order[j]
+            ranges = list(zip(one.offsets, one.sizes, other.offsets, strict=True))
+            if ranges[0][2] >= ranges[0][0] + ranges[0][1]:
+                break
+            if all(o < p + m and p < o + n for (o, n, p), m in zip(ranges, other.sizes, strict=True)):
+                return True
+    return False
 
 
 def _main_file(path: Path, name: str | None) -> str:

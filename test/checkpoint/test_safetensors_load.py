@@ -144,6 +144,7 @@ def test_other_names_and_stacked_tensors(ctx, path: str) -> None:
         )
     for wrong, text in (
         (lambda n: (rename(n)[0], (0, 0, 0)) if rename(n) else None, "they have one place"),
+        (lambda n: {"mlp.0.up.weight": ("gate_up", (1, 4, 0))}.get(n, rename(n)), r"overlap in 'gate_up' of the model"),
         (lambda n: None if "1.up" in n else rename(n), "has 100 of 120 elements in the checkpoint"),
         (lambda n: (rename(n)[0], (int(n[4]), 0, 4 * ("up" in n))) if rename(n) else None, "has shape"),
     ):
