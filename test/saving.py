@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import flatshard
 from flatshard import ShardingStrategy, fully_shard
-from flatshard.checkpoint._container import checksums
+from flatshard.checkpoint._container import checksums, memory_of
 
 STRATEGIES = [s for s in ShardingStrategy if not s.is_hybrid]
 
@@ -169,3 +169,17 @@ def read_safetensors(path: Path) -> dict[str, Tensor]:
         found[name] = values[: end - start].view(_DTYPES[each["dtype"]]).view(each["shape"])
     assert len(data) == 8 + size + ends
     return found
+
+
+def write_safetensors(path: Path, tensors: dict[str, Tensor], **changes: Any) -> None:
+    """Write a file as the format's specification says. ``changes``: entries of the header that differ, by name."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    names, at = {dtype: name for name, dtype in _DTYPES.items()}, 0
+    for name, value in tensors.items():
+        place = [at, at + value.nbytes]
+        header[name] = {"dtype": names[value.dtype], "shape": list(value.shape), "data_offsets": place}
+        at += value.nbytes
+    text = json.dumps({**header, **changes}).encode()
+    data = [bytes(memory_of(value.contiguous())) for value in tensors.values()]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(b"".join([len(text).to_bytes(8, "little"), text, *data]))

@@ -14,6 +14,7 @@ from flatshard.checkpoint._state_dict import full_state_dict, iter_full_params, 
 
 if TYPE_CHECKING:
     from flatshard.checkpoint._reader import FileSystemReader
+    from flatshard.checkpoint._safetensors_load import load_safetensors
     from flatshard.checkpoint._writer import FileSystemWriter
 else:
     __getattr__ = old_names.attributes(
@@ -33,6 +34,7 @@ else:
         on_first_use={
             "FileSystemReader": "_reader",
             "FileSystemWriter": "_writer",
+            "load_safetensors": "_safetensors_load",
         },  # torch.distributed.checkpoint comes with them
     )
 
@@ -47,6 +49,7 @@ __all__ = [
     "load_checkpoint",
     "load_local_state_dict",
     "load_optim_state_dict",
+    "load_safetensors",
     "local_state_dict",
     "optim_state_dict",
     "optim_state_dict_to_load",

@@ -189,7 +189,7 @@ def entries(state: Mapping[str, Any], strict: bool = True) -> list[Entry]:
         )
     modules = [v for v in state.values() if isinstance(v, nn.Module)]
     # State dicts of modules first: they end interrupted forwards, whose parameters optimizers could not find.
-    shown = {id(module): _sharded_state(module) for module in modules}
+    shown = {id(module): sharded_state(module) for module in modules}
     found: list[Entry] = []
     for key, value in state.items():
         if not isinstance(key, str):
@@ -209,7 +209,7 @@ def entries(state: Mapping[str, Any], strict: bool = True) -> list[Entry]:
                     "torch.distributed.checkpoint, with get_optimizer_state_dict"
                 )
             found.append(OptimizerEntry(key, value, ParamNames(owner, "checkpoint", flats), strict))
-        elif isinstance(value, nn.Module) and _shows_memory(value, shown[id(value)]):
+        elif isinstance(value, nn.Module) and shows_memory(value, shown[id(value)]):
             found.append(InPlace(key, value, strict, shown[id(value)]))
         elif callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None)):
             found.append(Stateful(key, value, strict))
@@ -218,7 +218,7 @@ def entries(state: Mapping[str, Any], strict: bool = True) -> list[Entry]:
     return found
 
 
-def _sharded_state(module: nn.Module) -> dict[str, Any]:
+def sharded_state(module: nn.Module) -> dict[str, Any]:
     """Return the state dict with sharded parameters, also after ``unshard()`` and after a forward that was interrupted."""
     units = units_of_parameters(module)
     for context in contexts_of(units):
@@ -230,7 +230,7 @@ def _sharded_state(module: nn.Module) -> dict[str, Any]:
     return found
 
 
-def _shows_memory(module: nn.Module, state: dict[str, Any]) -> bool:
+def shows_memory(module: nn.Module, state: dict[str, Any]) -> bool:
     """Return whether reading into the tensors of ``state`` loads ``module``."""
     own = {_memory(t) for t in (*module.parameters(), *module.buffers())}
     return not any(map(_loads_itself, module.modules())) and all(

@@ -86,8 +86,8 @@ def save_checkpoint(
             value is of a class that loading refuses, another job is saving to ``path``; or the previous save failed in the
             background and nobody retrieved its error. The files of the attempt are removed.
     """
-    at = _check_call(path, state, process_group, "save_checkpoint")
-    job = _make_barrier(process_group, f"save_checkpoint({str(at)!r})", timeout)
+    at = check_call(path, state, process_group, "save_checkpoint")
+    job = make_barrier(process_group, f"save_checkpoint({str(at)!r})", timeout)
     count = ByteCount("saving", at, progress, job.is_first)
     saving, save = _Saving(at, job.place, overwrite, count), Save(count)
     with contextlib.ExitStack() as stack:
@@ -154,11 +154,11 @@ def load_checkpoint(
             another save has replaced the checkpoint, or ranks see different ones. If the disk fails after everything was
             verified, the message says that some state is changed.
     """
-    at = _check_call(path, state, process_group, "load_checkpoint")
-    job = _make_barrier(process_group, f"load_checkpoint({str(at)!r})", timeout)
+    at = check_call(path, state, process_group, "load_checkpoint")
+    job = make_barrier(process_group, f"load_checkpoint({str(at)!r})", timeout)
     loading = _Loading(at, job.is_first, strict, verify, progress)
     with job:
-        job.share(lambda: loading.check(state), _check_digests)
+        job.share(lambda: loading.check(state), check_digests)
         try:
             job.share(loading.install)
         except BaseException:
@@ -168,7 +168,7 @@ def load_checkpoint(
     return loading.results()
 
 
-def _check_call(path: Any, state: Any, group: dist.ProcessGroup | None, verb: str) -> Path:
+def check_call(path: Any, state: Any, group: dist.ProcessGroup | None, verb: str) -> Path:
     """Return the absolute path of the checkpoint.
 
     Raises:
@@ -186,7 +186,7 @@ def _check_call(path: Any, state: Any, group: dist.ProcessGroup | None, verb: st
     return absolute
 
 
-def _make_barrier(group: dist.ProcessGroup | None, call: str, timeout: timedelta | None) -> Barrier:
+def make_barrier(group: dist.ProcessGroup | None, call: str, timeout: timedelta | None) -> Barrier:
     """Wait for a save under way, and return a barrier of the ranks of ``group`` or of all, named after ``call``."""
     group = default_group() if group is None else group
     rank, size, store = membership(group)
@@ -392,7 +392,7 @@ def _report() -> None:
 # -- loading -----------------------------------------------------------------------------------------------------------
 
 
-def _check_digests(digests: Sequence[str]) -> None:
+def check_digests(digests: Sequence[str]) -> None:
     """Raise if ranks have read the metadata of different checkpoints."""
     if odd := [rank for rank, digest in enumerate(digests) if digest != digests[0]]:
         raise ValueError(

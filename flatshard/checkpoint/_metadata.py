@@ -24,6 +24,7 @@ import pickle
 from typing import Any, NamedTuple
 
 import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     Metadata,
     TensorProperties,
@@ -55,6 +56,13 @@ def body_of(info: Any) -> Body | None:
     ):
         raise ValueError(f"the checkpoint's .metadata says that an entry lies where none can: {numbers}")
     return body
+
+
+def place_of(file: str, start: int, nbytes: int, body: Body) -> Any:
+    """Return torch's record of the place of an entry, with its ``body``."""
+    info: Any = _StorageInfo(file, start, nbytes)
+    info.flatshard_body = tuple(body)
+    return info
 
 
 _MAGIC = b"flatshard seal 1"

@@ -123,7 +123,7 @@ class FileSystemReader(disk.LocalPath, TorchReader):  # type: ignore[misc]  # `p
         """
         with self.folder.open(disk.METADATA) as file:
             self._versions = {disk.METADATA: (version := self.folder.version(disk.METADATA))}
-            data = bytes(_read(file, 0, 0 if version is None else version[0]))
+            data = bytes(read_bytes(file, 0, 0 if version is None else version[0]))
         self.metadata, self.digest = read_metadata(data), hashlib.blake2b(data, digest_size=16).hexdigest()
         return self.metadata
 
@@ -246,7 +246,7 @@ class FileSystemReader(disk.LocalPath, TorchReader):  # type: ignore[misc]  # `p
         in_place: list[tuple[EntryPiece, torch.Tensor]] = []
         for piece in pieces:
             if piece.target is None:
-                piece.done(io.BytesIO(_read(file, piece.start, piece.nbytes)))
+                piece.done(io.BytesIO(read_bytes(file, piece.start, piece.nbytes)))
                 continue
             target = piece.target().detach()
             if piece.dtype is None:
@@ -261,6 +261,7 @@ class FileSystemReader(disk.LocalPath, TorchReader):  # type: ignore[misc]  # `p
                 apart = torch.empty(piece.nbytes // piece.dtype.itemsize, dtype=piece.dtype, device="cpu")
                 self._fill(file, [(piece, apart)])
                 target.copy_(apart.as_strided(target.shape, piece.body.stride))
+                del apart  # before the next one is made
             piece.done(target)
         self._fill(file, in_place)
         increment_version([target for _, target in in_place])
@@ -357,7 +358,7 @@ def _read_share(file: disk.OpenFile, share: list[FileSpan]) -> list[FileSpan]:
 
 def _load(file: disk.OpenFile, piece: EntryPiece) -> torch.Tensor:
     """Return the piece of a tensor that ``torch.save`` wrote."""
-    stream = io.BytesIO(_read(file, piece.start, piece.nbytes))
+    stream = io.BytesIO(read_bytes(file, piece.start, piece.nbytes))
     tensor: torch.Tensor = torch.load(stream, map_location="cpu", weights_only=True)
     return tensor if piece.region is None else _region(tensor, *piece.region)
 
@@ -369,7 +370,7 @@ def _region(tensor: torch.Tensor, offsets: Sequence[int], lengths: Sequence[int]
     return tensor
 
 
-def _read(file: disk.OpenFile, start: int, nbytes: int) -> bytearray:
+def read_bytes(file: disk.OpenFile, start: int, nbytes: int) -> bytearray:
     data = bytearray(nbytes)
     file.read(memoryview(data), start)
     return data

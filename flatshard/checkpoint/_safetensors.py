@@ -26,7 +26,7 @@ from flatshard.checkpoint._barrier import RankError, barrier
 from flatshard.checkpoint._container import memory_of
 from flatshard.checkpoint._state_dict import Flat, batches, check_dtype, gathered, has_first_copy, idle_flats
 
-_DTYPES = {
+DTYPES = {
     torch.float64: "F64",
     torch.float32: "F32",
     torch.float16: "F16",
@@ -89,7 +89,7 @@ def export_safetensors(
     check_dtype(dtype, "export_safetensors")
     tensors: dict[int, tuple[str, torch.Tensor]] = {}  # each once, by its id
     for key, value in module.state_dict(keep_vars=True).items():
-        _check_value(key, value)
+        check_value(key, value, "export_safetensors")
         tensors.setdefault(id(value), (key, value))
     described = {key: (tuple(full_shape(value)), _dtype(value, dtype)) for key, value in tensors.values()}
     files = _cut(name, described, max_file_bytes)
@@ -159,20 +159,17 @@ def _raise_together(flats: list[Flat], attempt: _Attempt) -> None:
 _Described = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
 
-def _check_value(name: str, value: Any) -> None:
+def check_value(name: str, value: Any, verb: str) -> None:
+    """Raise if the format has no such values."""
     info = shard_info(value) if isinstance(value, torch.Tensor) else None
     if not isinstance(value, torch.Tensor):
-        raise ValueError(f"export_safetensors: {name!r} is a {type(value).__name__}, and files have tensors only")
+        raise ValueError(f"{verb}: {name!r} is a {type(value).__name__}, and files have tensors only")
     if TensorSubclass.of(value) is not None or (info is not None and isinstance(info.wrapping, TensorSubclass)):
-        raise ValueError(f"export_safetensors: {name!r} is a tensor subclass, of which the format knows nothing")
+        raise ValueError(f"{verb}: {name!r} is a tensor subclass, of which the format knows nothing")
     if info is None and is_dtensor(value):
-        raise ValueError(
-            f"export_safetensors: {name!r} is a DTensor that flatshard does not shard: give its module to it"
-        )
-    if value.dtype not in _DTYPES:
-        raise ValueError(
-            f"export_safetensors: {name!r} is {value.dtype}, and the format has {name_list(_DTYPES.values(), 12)}"
-        )
+        raise ValueError(f"{verb}: {name!r} is a DTensor that flatshard does not shard: give its module to it")
+    if value.dtype not in DTYPES:
+        raise ValueError(f"{verb}: {name!r} is {value.dtype}, and the format has {name_list(DTYPES.values(), 12)}")
 
 
 def _dtype(value: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:
@@ -218,7 +215,7 @@ class _File:
         at = 0
         for name, (shape, dtype) in sorted(described.items(), key=lambda item: -item[1][1].itemsize):  # aligned
             end = at + _nbytes(shape, dtype)
-            header[name] = {"dtype": _DTYPES[dtype], "shape": list(shape), "data_offsets": [at, end]}
+            header[name] = {"dtype": DTYPES[dtype], "shape": list(shape), "data_offsets": [at, end]}
             at = end
         text = json.dumps(header).encode()
         text += b" " * (-len(text) % 8)

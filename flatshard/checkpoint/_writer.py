@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, DEFAULT_SUFFIX, _StorageInfo
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, DEFAULT_SUFFIX
 from torch.distributed.checkpoint.filesystem import FileSystemWriter as TorchWriter
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
@@ -28,7 +28,7 @@ from flatshard._base.errors import name_list
 from flatshard.checkpoint import _disk as disk
 from flatshard.checkpoint._boxes import memory_dims
 from flatshard.checkpoint._container import ALIGNMENT, around, checksums, memory_of
-from flatshard.checkpoint._metadata import Body, pickled_metadata, seal
+from flatshard.checkpoint._metadata import Body, pickled_metadata, place_of, seal
 
 _UNPUBLISHED = f"{disk.METADATA}.tmp"
 
@@ -103,8 +103,8 @@ def _written(file: disk.NewFile, name: str, items: list[WriteItem], planner: Any
         data, head, tail, stride = _pieces(planner.resolve_data(item))
         memory = data.getbuffer() if isinstance(data, io.BytesIO) else memory_of(data)
         pad = -at % ALIGNMENT
-        info: Any = _StorageInfo(name, at + pad, len(head) + memory.nbytes + len(tail))
-        info.flatshard_body = tuple(Body(at + pad + len(head), memory.nbytes, stride, checksums(memory)))
+        body = Body(at + pad + len(head), memory.nbytes, stride, checksums(memory))
+        info = place_of(name, at + pad, len(head) + memory.nbytes + len(tail), body)
         file.write(bytes(pad) + head, memory, tail)
         results.append(WriteResult(item.index, info.length, info))
         at += pad + info.length

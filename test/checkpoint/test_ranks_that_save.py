@@ -92,7 +92,7 @@ def test_ranks_wait_no_longer_than_the_groups_timeout(ctx, path: str) -> None:
 def test_a_rank_that_dies_is_named(ctx, path: str) -> None:
     """Rank 1 comes and then gives no sign of life; in a second save, rank 2 is interrupted."""
     if ctx.rank == 1:
-        with _job._make_barrier(ctx.group, f"save_checkpoint({path!r})", SHORT):
+        with _job.make_barrier(ctx.group, f"save_checkpoint({path!r})", SHORT):
             pass  # its thread ends, as if the process died
     else:
         dead = expect("rank 1: no sign of life for 1 s, so it died, or its machine did")

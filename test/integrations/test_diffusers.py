@@ -1,9 +1,10 @@
-"""diffusers loads the output of ``export_safetensors``."""
+"""diffusers loads the output of ``export_safetensors``, and its folders are read into shards."""
 
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from on_ranks import ranks
 
 import flatshard
@@ -12,7 +13,7 @@ pytestmark = [pytest.mark.clients("diffusers", "safetensors"), pytest.mark.time_
 
 
 @ranks(2)
-def test_from_pretrained(ctx, path: str) -> None:
+def test_folders_in_both_directions(ctx, path: str) -> None:
     """The export is one file, or several with an index, beside a ``config.json``."""
     import diffusers
 
@@ -31,3 +32,11 @@ def test_from_pretrained(ctx, path: str) -> None:
             found = diffusers.UNet2DModel.from_pretrained(folder).state_dict()
             assert found.keys() == expected.keys()
             assert all(torch.equal(value, expected[name]) for name, value in found.items())
+        dist.barrier(ctx.group)
+        with torch.device("meta"):
+            other = diffusers.UNet2DModel(**sizes, **blocks)
+        flatshard.fully_shard(other, process_group=ctx.group)
+        other.to_empty(device="cpu")
+        flatshard.checkpoint.load_safetensors(other, folder, process_group=ctx.group)
+        found = flatshard.checkpoint.full_state_dict(other)
+        assert all(torch.equal(found[name], value) for name, value in expected.items())
