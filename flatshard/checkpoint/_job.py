@@ -378,7 +378,9 @@ def _check_failures(before: Sequence[str | None]) -> None:
 
 @functools.cache
 def _report_at_exit() -> None:
-    atexit.register(_report)
+    # Before `concurrent.futures` takes no more work, which libraries of stores give it: `atexit` calls after that.
+    register = getattr(threading, "_register_atexit", atexit.register)
+    register(_report)
 
 
 def _report() -> None:

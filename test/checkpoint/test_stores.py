@@ -3,6 +3,8 @@
 import contextlib
 import datetime
 import itertools
+import os
+import subprocess
 import sys
 import threading
 import time
@@ -345,6 +347,31 @@ def test_a_save_in_the_background(tmp_path):
         failed = save_checkpoint(f"{path}/3", state, async_op=True)
         with expect("failed 4 times"):
             failed.result()
+
+
+AT_THE_END = """
+import sys, time
+from concurrent.futures import ThreadPoolExecutor
+import torch
+import flatshard
+from object_store import ObjectStore
+
+def fault(kind, path):
+    if kind == "complete":
+        time.sleep(0.5)
+        ThreadPoolExecutor(1).submit(int).result()
+
+ObjectStore.fault = fault
+flatshard.save_checkpoint(sys.argv[1], {"x": torch.ones(3)}, async_op=True)
+"""
+
+
+def test_a_save_when_the_process_ends(tmp_path):
+    """The process waits for it while libraries of stores can still give work to threads."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    path = f"objects://{tmp_path}/x"
+    subprocess.run([sys.executable, "-c", AT_THE_END, path], env=environment, check=True, timeout=60)
+    assert load_checkpoint(path, {"x": torch.zeros(3)})["x"].tolist() == [1, 1, 1]
 
 
 # -- several ranks -----------------------------------------------------------------------------------------------------
