@@ -94,7 +94,7 @@ class Upload(AbstractBufferedFile):
 
     def discard(self) -> None:
         ObjectStore.request("discard", self.path)
-        self.parts, self.buffer = [], None
+        self.parts = []
 
 
 fsspec.register_implementation("objects", ObjectStore, clobber=True)

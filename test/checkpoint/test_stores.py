@@ -2,6 +2,7 @@
 
 import contextlib
 import datetime
+import gc
 import itertools
 import os
 import subprocess
@@ -84,6 +85,8 @@ def test_a_store_is_like_a_disk(tmp_path, scheme):
     at.child("b").remove()  # is not there
     save_checkpoint(f"{root}/b", {"step": 1})
     assert sorted(at.checkpoints()) == ["a", "b"]
+    if scheme == "file":
+        (tmp_path / ".a.removed" / "of a process that died").mkdir(parents=True)
     at.child("a").remove()
     assert list(at.checkpoints()) == ["b"]
     with expect("not found"):
@@ -280,20 +283,22 @@ def test_two_saves_to_one_path(tmp_path):
     assert saved_value(path) == 2.0
 
 
-def test_progress_is_counted_once(tmp_path):
+def test_progress_is_counted_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(_store, "PART", 512)
     path, seen = f"objects://{tmp_path}/x", []
     began: list[int] = []
 
     def once(kind: str, at: str) -> None:
-        if kind == "complete" and not began:
+        if kind == "part" and not began:
             began.append(1)
             raise LOST
 
     with patched(ObjectStore, "fault", staticmethod(once)):
         save_checkpoint(path, {"x": torch.zeros(1000)}, progress=lambda done, total: seen.append((done, total)))
     assert began
+    gc.collect()  # no finalizer uploads what was given up
     assert seen[-1] == (4000, 4000)
-    assert len([r for r in ObjectStore.requests if r[0] == "complete"]) == 2
+    assert len([r for r in ObjectStore.requests if r[0] == "complete"]) == 1
     assert [r for r in ObjectStore.requests if r[0] == "discard"]
 
 
