@@ -53,25 +53,33 @@ class ComparedFlat(NamedTuple):
     hash_start: Callable[[], bytes | None]  # of the values it was sharded from; None: they are unknown, or have changed
 
 
+class Described(Protocol):
+    """A unit's handle, as far as a comparison of ranks knows it."""
+
+    def describe_flats(self, label: Label) -> list[ComparedFlat]:
+        """Return descriptions of the flat parameters that have ``label``."""
+
+
 class Label:
     """The name of the unit that a collective is for. Each handle has one label."""
 
-    __slots__ = ("_describe", "identity", "tag", "unit")
+    __slots__ = ("_handle", "identity", "tag", "unit")
 
     def __init__(self, unit: str, tag: int = 0, identity: str = "") -> None:
         self.unit = unit
         self.tag = tag  # a multiple of four below 2**31
         self.identity = identity
-        self._describe: weakref.WeakMethod[Callable[[Label], list[ComparedFlat]]] | None = None
+        # Who describes the unit. A label outlives its unit. Not a `WeakMethod`, which torch's stagers cannot copy.
+        self._handle: weakref.ref[Described] | None = None
 
-    def describe_by(self, method: Callable[[Label], list[ComparedFlat]]) -> None:
-        """Have ``method`` describe the unit. A label outlives its unit, so it refers to the method's object weakly."""
-        self._describe = weakref.WeakMethod(method)
+    def describe_by(self, handle: Described) -> None:
+        """Have ``handle``, of which no reference is kept, describe the unit."""
+        self._handle = weakref.ref(handle)
 
     def describe_flats(self) -> list[ComparedFlat]:
         """Describe the flat parameters of the unit. Ranks that have the same label may find others."""
-        method = None if self._describe is None else self._describe()
-        return [] if method is None else method(self)
+        handle = None if self._handle is None else self._handle()
+        return [] if handle is None else handle.describe_flats(self)
 
 
 RESERVED = 2**31 - 2**16

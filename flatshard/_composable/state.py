@@ -80,7 +80,7 @@ class Unit:
             _owners.update((id(p), self) for p in (*flat.params, *flat.unsharded.params))
         self.handle.memory.make_room = self._make_room
         for ranks in self.handle.all_ranks:
-            ranks.label.describe_by(self.handle.describe_flats)
+            ranks.label.describe_by(self.handle)
 
     def _make_room(self) -> None:
         """Free memory of other units that this one needs. unsharded.py, [Note: Static buffers]"""

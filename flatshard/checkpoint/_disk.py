@@ -11,8 +11,9 @@ process.
 Only the functions ``make_directory`` to ``remove`` change the disk. Tests make each of them fail.
 
 [Note: The seam of a store]
-Readers and writers know names of files, and no paths: a :class:`Folder` opens and creates them. A :class:`NewDirectory`
-makes the folder that ranks write, and publishes it. Another store implements these two.
+Readers and writers know names of files, and no paths: a :class:`Folder` opens and writes them. A :class:`DiskPath` finds the
+folder to read, and makes the :class:`NewDirectory` that ranks write and rank 0 publishes. ``_store.py`` has the same three
+for stores.
 """
 
 from __future__ import annotations
@@ -27,9 +28,12 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Self
+from typing import Self, TypeVar
 
+from flatshard._base.environment import local_world_size
 from flatshard._base.trace import logger
+
+T = TypeVar("T")
 
 METADATA = ".metadata"
 _LOCK = ".lock"
@@ -104,14 +108,14 @@ def remove(path: Path) -> None:
 
 
 class NewFile:
-    """A new file to append to. Leaving its context closes it, flushed or not.
+    """A new file to append to. Leaving its context closes it.
 
     Raises:
         OSError: from any method, with the file's path.
     """
 
     def __init__(self, path: Path) -> None:
-        self.path = path
+        self.path, self.name = path, path.name
         self._end = self._begun = 0  # bytes that are written, and that the disk has begun with
         with self._named():
             self._file: int | None = create(path)
@@ -133,13 +137,17 @@ class NewFile:
         with self._named():
             flush(self._file)
 
+    def close(self) -> None:
+        """Close the file, flushed or not."""
+        if self._file is not None:
+            os.close(self._file)
+        self._file = None
+
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._file is not None:
-            os.close(self._file)
-        self._file = None
+        self.close()
 
     @contextlib.contextmanager
     def _named(self) -> Iterator[None]:
@@ -154,6 +162,11 @@ class OpenFile:
 
     def __init__(self, path: Path) -> None:
         self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+
+    @property
+    def threads(self) -> int:
+        """The number of threads that read best: this rank's share of the cores, as memory and most disks are faster."""
+        return min(8, max(1, (os.cpu_count() or 1) // (local_world_size() or 1)))
 
     def read(self, buffer: memoryview, at: int) -> None:
         """Fill ``buffer`` with the bytes from ``at`` on.
@@ -175,18 +188,35 @@ class Folder:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._path = Path(path)
+        self._written: list[NewFile] = []  # the open files
 
-    def create(self, name: str) -> NewFile:
-        """Return a new, empty file."""
-        return NewFile(self._path / name)
+    def write(self, name: str, fill: Callable[[NewFile], T]) -> T:
+        """Create a file, and return the result of ``fill``, which writes it. The file is complete after ``flush``."""
+        file = NewFile(self._path / name)
+        self._written.append(file)
+        return fill(file)
+
+    def flush(self) -> None:
+        """Flush the written files to the disk."""
+        for file in self._written:
+            file.flush()
+        self.close()
+
+    def close(self) -> None:
+        """Close the written files, flushed or not."""
+        while self._written:
+            self._written.pop().close()
+
+    def publish(self, name: str, *buffers: bytes) -> None:
+        """Write a file that appears with all its bytes, in place of one that is there."""
+        with NewFile(self._path / f"{name}.tmp") as file:
+            file.write(*buffers)
+            file.flush()
+        rename(self._path / f"{name}.tmp", self._path / name)
 
     def open(self, name: str) -> OpenFile:
         """Open a file to read it."""
         return OpenFile(self._inside(name))
-
-    def rename(self, name: str, new: str) -> None:
-        """Give a file another name."""
-        rename(self._path / name, self._path / new)
 
     def version(self, name: str) -> tuple[int, ...] | None:
         """Return the size of a file and what tells it from another in its place, or None if there is none.
@@ -203,8 +233,13 @@ class Folder:
     def _inside(self, name: str) -> Path:
         root, path = os.path.realpath(self._path), Path(os.path.realpath(self._path / name))
         if not path.is_relative_to(root):
-            raise ValueError(f"the checkpoint names a file outside of its directory, which is not read: {name!r}")
+            raise outside(name)
         return path
+
+
+def outside(name: str) -> ValueError:
+    """Return the error for a file that is not in the checkpoint's directory."""
+    return ValueError(f"the checkpoint names a file outside of its directory, which is not read: {name!r}")
 
 
 # -- the directory -----------------------------------------------------------------------------------------------------
@@ -220,38 +255,20 @@ def real(path: str | os.PathLike[str]) -> Path:
 
 
 def local(path: str | os.PathLike[str], verb: str) -> Path:
-    """Return ``path``, the argument of ``verb``.
+    """Return ``path``, the argument of ``verb``, which uses no store.
 
     Raises:
         ValueError: it begins with a scheme (``s3://``), for which a local folder of that name would be made.
     """
-    if _SCHEME.match(text := os.fspath(path)):
+    if SCHEME.match(text := os.fspath(path)):
         raise ValueError(
-            f"{verb}: {text!r} is no local path. Save to a local folder, and copy that folder there when the save has "
-            "ended; to load, copy it back first"
+            f"{verb}: {text!r} is no local path. Use a local folder, and copy that folder from or to the store. "
+            "flatshard.save_checkpoint and load_checkpoint use stores directly"
         )
     return Path(path)
 
 
-_SCHEME = re.compile(r"[A-Za-z][\w+.-]+:/")  # `Path` leaves one slash
-
-
-class LocalPath:
-    """Makes torch's readers and writers refuse paths that are not local, when they are made or reset."""
-
-    @property
-    def path(self) -> Path:
-        """The checkpoint's directory."""
-        return self._path
-
-    @path.setter
-    def path(self, path: str | os.PathLike[str]) -> None:
-        self._path = local(path, type(self).__name__)
-
-    @property
-    def folder(self) -> Folder:
-        """Internal: the checkpoint's files."""
-        return Folder(self._path)
+SCHEME = re.compile(r"[A-Za-z][\w+.-]+:/")  # `Path` leaves one slash
 
 
 def find(path: Path) -> Path:
@@ -270,6 +287,53 @@ def find(path: Path) -> Path:
     raise FileNotFoundError(f"{str(path)!r} {what}")
 
 
+class DiskPath:
+    """A path of a checkpoint, or of several, on a disk that all ranks see. [Note: The seam of a store]"""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self._path = Path(path).absolute()
+
+    def __str__(self) -> str:
+        return str(self._path)
+
+    def folder(self) -> Folder:
+        """Return the files of the path itself."""
+        return Folder(self._path)
+
+    def find(self) -> Folder:
+        """Return the files of the checkpoint, which may be in a hidden directory beside the path.
+
+        Raises:
+            FileNotFoundError: there is no checkpoint.
+        """
+        return Folder(find(real(self._path)))
+
+    def begin(self, overwrite: bool) -> NewDirectory:
+        """Return a new directory, on rank 0. See :class:`NewDirectory`."""
+        return NewDirectory(real(self._path), overwrite)
+
+    def writing(self, written: str) -> Folder:
+        """Return the files of the new directory, by its ``written``."""
+        return Folder(written)
+
+    def checkpoints(self) -> dict[str, DiskPath]:
+        """Return the checkpoints in this directory by name."""
+        paths = self._path.iterdir() if self._path.is_dir() else ()
+        return {path.name: DiskPath(path) for path in paths if (path / METADATA).exists()}
+
+    def child(self, name: str) -> DiskPath:
+        """Return the path of a checkpoint in this directory."""
+        return DiskPath(self._path / name)
+
+    def remove(self) -> None:
+        """Remove the checkpoint, if it exists. It is complete or absent, and never half removed."""
+        if self._path.exists():
+            gone = _beside(self._path, "removed")
+            remove(gone)  # of a process that died
+            rename(self._path, gone)
+            remove(gone)
+
+
 class NewDirectory:
     """A directory that all ranks write, and rank 0 publishes or discards."""
 
@@ -284,29 +348,31 @@ class NewDirectory:
             FileExistsError: ``path`` exists, and is no checkpoint or is not to be overwritten.
             BlockingIOError: another save to ``path`` is running.
         """
-        self.path, self.written, self._before = path, _beside(path, "saving"), _beside(path, "replaced")
-        make_directory(self.written)
-        self._lock: int | None = _locked(self.written / _LOCK, path)
+        self.path, self._new, self._before = path, _beside(path, "saving"), _beside(path, "replaced")
+        self.written = str(self._new)
+        make_directory(self._new)
+        self._lock: int | None = _locked(self._new / _LOCK, path)
         try:
             if not path.exists() and (self._before / METADATA).exists():
                 rename(self._before, path)  # a save died between two renames
             _check_target(path, overwrite)
-            for left in self.written.iterdir():
+            for left in self._new.iterdir():
                 if left.name != _LOCK:
                     remove(left) if left.is_dir() else left.unlink()
         except BaseException:
             self.discard()
             raise
 
-    def publish(self) -> None:
-        """Rename the hidden directory to the final path."""
-        flush_directory(self.written)
+    def publish(self, *metadata: bytes) -> None:
+        """Write the metadata, and rename the hidden directory to the final path."""
+        Folder(self._new).publish(METADATA, *metadata)
+        flush_directory(self._new)
         replaces = self.path.exists()
         if replaces:
             remove(self._before)
             rename(self.path, self._before)
         try:
-            rename(self.written, self.path)
+            rename(self._new, self.path)
         except BaseException:
             if replaces:
                 rename(self._before, self.path)
@@ -324,7 +390,7 @@ class NewDirectory:
         if self._lock is not None:
             try:
                 with contextlib.suppress(OSError):
-                    remove(self.written)
+                    remove(self._new)
             finally:
                 self._close()
 
@@ -369,7 +435,7 @@ _EVERY = 10.0  # seconds between lines
 class ByteCount:
     """Counts bytes, and reports them: to ``report``, or, on rank 0, with a line on stderr every few seconds."""
 
-    def __init__(self, verb: str, path: Path, report: Report | None, is_first: bool) -> None:
+    def __init__(self, verb: str, path: str, report: Report | None, is_first: bool) -> None:
         self._verb, self.path, self._report = verb, path, report
         self._began = self._said = time.monotonic()
         self._is_first = is_first
@@ -382,14 +448,12 @@ class ByteCount:
             try:
                 self._report(self.done, self.total)
             except Exception:  # what is shown does not decide on a checkpoint
-                logger.exception("%s %r goes on, without progress, which raised", self._verb, str(self.path))
+                logger.exception("%s %r goes on, without progress, which raised", self._verb, self.path)
                 self._report = lambda done, total: None
         elif self._is_first and time.monotonic() - self._said > _EVERY:
             self._said = time.monotonic()
             seconds = self._said - self._began
-            print(
-                f"{self._verb} {str(self.path)!r}: {self} on rank 0 after {seconds:.0f} s", file=sys.stderr, flush=True
-            )
+            print(f"{self._verb} {self.path!r}: {self} on rank 0 after {seconds:.0f} s", file=sys.stderr, flush=True)
 
     def __str__(self) -> str:
         """``12.5 of 64.0 MiB``."""

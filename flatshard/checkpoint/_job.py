@@ -17,7 +17,6 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -28,11 +27,11 @@ from flatshard._base.old_names import old_arguments
 from flatshard._base.trace import logger
 from flatshard._comm.process_groups import default_group, membership
 from flatshard._composable.find import units_below
-from flatshard.checkpoint import _disk as disk
 from flatshard.checkpoint._barrier import Barrier, RankError, patience
 from flatshard.checkpoint._disk import ByteCount, Report
 from flatshard.checkpoint._entries import Entry, Undo, copied, entries
 from flatshard.checkpoint._gathering import check_one_value
+from flatshard.checkpoint._location import Folder, Location, NewCheckpoint, locate
 
 _MINUTE = 60.0  # seconds
 
@@ -48,9 +47,9 @@ def save_checkpoint(
     timeout: timedelta | None = None,
     progress: Report | None = None,
 ) -> Future[None]:
-    """Write ``state`` to the directory ``path``, which all ranks see. Every rank must call it, with the same path.
+    """Write ``state`` to the directory or URL ``path``, which all ranks see. Every rank must call it, with the same path.
 
-    Each rank writes its own shards to one file, without a collective on them. The directory appears when everything is
+    Each rank writes its own shards to one file, without a collective on them. The checkpoint appears when everything is
     written, flushed to disk, and every element accounted for. Until then ``path`` is as it was.
 
     Example::
@@ -62,7 +61,9 @@ def save_checkpoint(
         saved.result()
 
     Args:
-        path: a directory that does not exist, or a link to the directory to write.
+        path: a directory that does not exist, or a link to the directory to write. Or the URL of one in a store that fsspec
+            knows (``s3://bucket/run/step-500``): ``pip install 'flatshard[stores]' s3fs``. A rank uploads 32 MiB at a time.
+            Only one job may save to a URL at a time.
         state: modules, optimizers over their parameters, objects with ``state_dict()`` and ``load_state_dict()``, tensors,
             and plain values (numbers, strings, lists and dicts of such). Values that are not sharded come from rank 0.
         process_group: the ranks that share ``state``. Default: all.
@@ -80,7 +81,8 @@ def save_checkpoint(
         that nobody retrieves is logged by rank 0 and raised by the next call.
 
     Raises:
-        ValueError: ``path`` begins with a scheme (``s3://``): save to a local folder, and copy that.
+        ImportError: ``path`` is a URL (``s3://``), and fsspec or the library of the store is not installed.
+        ValueError: fsspec does not know the scheme of the URL.
         RuntimeError: ``destroy_process_group`` was called before.
         RankError: on all ranks, if one did not arrive or failed: the path exists, a disk is full, elements are missing, a
             value is of a class that loading refuses, another job is saving to ``path``; or the previous save failed in the
@@ -88,7 +90,7 @@ def save_checkpoint(
     """
     at = check_call(path, state, process_group, "save_checkpoint")
     job = make_barrier(process_group, f"save_checkpoint({str(at)!r})", timeout)
-    count = ByteCount("saving", at, progress, job.is_first)
+    count = ByteCount("saving", str(at), progress, job.is_first)
     saving, save = _Saving(at, job.place, overwrite, count), Save(count)
     with contextlib.ExitStack() as stack:
         stack.enter_context(job)
@@ -99,7 +101,7 @@ def save_checkpoint(
         saving.keep(*plan)
 
         def write() -> None:
-            job.share(saving.write, saving.write_metadata)
+            job.share(saving.write, saving.make_metadata)
             job.share(saving.flush, saving.publish)
 
         if not async_op:
@@ -148,7 +150,7 @@ def load_checkpoint(
         ``state``, with the values that were read in place of tensors and plain values.
 
     Raises:
-        ValueError, RuntimeError: as for saving.
+        ImportError, ValueError, RuntimeError: as for saving.
         RankError: on all ranks, with nothing changed on any: a rank did not arrive; names are missing or unexpected,
             shapes differ, files are missing, cut off or damaged, all of them in one message; an object refused its state;
             another save has replaced the checkpoint, or ranks see different ones. If the disk fails after everything was
@@ -168,14 +170,14 @@ def load_checkpoint(
     return loading.results()
 
 
-def check_call(path: Any, state: Any, group: dist.ProcessGroup | None, verb: str) -> Path:
-    """Return the absolute path of the checkpoint.
+def check_call(path: Any, state: Any, group: dist.ProcessGroup | None, verb: str) -> Location:
+    """Return where the checkpoint is.
 
     Raises:
-        ValueError: ``path`` is not local.
+        ImportError: the library of the store is not installed.
         RuntimeError: ``state`` is sharded, and there is no process group any more.
     """
-    absolute = disk.local(path, verb).absolute()
+    at = locate(path, verb)
     if group is None and default_group() is None and isinstance(state, Mapping):
         units = [u for value in state.values() if isinstance(value, nn.Module) for u in units_below(value)]
         if ranks := max((u.runtime.world_size for u in units), default=1) - 1:
@@ -183,7 +185,7 @@ def check_call(path: Any, state: Any, group: dist.ProcessGroup | None, verb: str
                 f"{verb}: the model is sharded over {ranks + 1} ranks, and there is no process group any more: call it "
                 "before torch.distributed.destroy_process_group(), or give it the group, process_group="
             )
-    return absolute
+    return at
 
 
 def make_barrier(group: dist.ProcessGroup | None, call: str, timeout: timedelta | None) -> Barrier:
@@ -210,7 +212,7 @@ class Save(Future[None]):
 
     def __repr__(self) -> str:
         state = "failed" if self.done() and super().exception() is not None else "saved" if self.done() else "saving"
-        return f"<Save {state} {str(self._count.path)!r}: {self._count} written by this rank>"
+        return f"<Save {state} {self._count.path!r}: {self._count} written by this rank>"
 
     def result(self, timeout: float | None = None) -> None:
         """Wait, and raise the error of a save that failed."""
@@ -273,18 +275,16 @@ class _Saving:
 
     _own: Any  # this rank's own plan, and the names of all values
     _plan: _Plan  # the agreed one
-    _to: Any  # the writer of the directory
+    _folder: Folder | None = None  # to write to
 
-    def __init__(self, path: Path, place: tuple[int, int], overwrite: bool, count: ByteCount) -> None:
+    def __init__(self, at: Location, place: tuple[int, int], overwrite: bool, count: ByteCount) -> None:
         from flatshard.checkpoint import _metadata, _writer
 
         self._pickled, self._unpickled = _metadata.pickled, _metadata.unpickled
-        self._writer, self._path, self._place, self._overwrite = _writer, path, place, overwrite
+        self._writer, self._at, self._place, self._overwrite = _writer, at, place, overwrite
         self._planner = _writer.SavePlanner(count)
-        self._directory: disk.NewDirectory | None = None  # on rank 0
-        self._metadata: Any = None  # on rank 0, of a new plan
-        self._open = contextlib.ExitStack()  # closes the files
-        self._written: list[disk.NewFile] = []  # the open files
+        self._new: NewCheckpoint | None = None  # on rank 0
+        self._metadata: Any = None  # on rank 0: of a new plan, and then the bytes
 
     def plan(self, state: Mapping[str, Any], wait: bool) -> tuple[str | None, bytes | None]:
         """Return the id of the kept plan, or this rank's own plan.
@@ -319,15 +319,14 @@ class _Saving:
             check_one_value(names)
             self._writer.check_plans(plans, dict.fromkeys(name for each in names for name in each))
             final, self._metadata = self._planner.create_global_plan(list(plans))
-            final = self._writer.FileSystemWriter(self._path).prepare_global_plan(final)
-            final = [self._pickled(plan) for plan in final]
+            final = [self._pickled(plan) for plan in self._writer.with_prefixes(final)]
             plan_id = uuid.uuid4().hex
-        self._directory = disk.NewDirectory(disk.real(self._path), self._overwrite)
-        return [(str(self._directory.written), plan_id, plan) for plan in final]
+        self._new = self._at.begin(self._overwrite)
+        return [(self._new.written, plan_id, plan) for plan in final]
 
-    def keep(self, directory: str, plan_id: str, plan: bytes | None) -> None:
+    def keep(self, written: str, plan_id: str, plan: bytes | None) -> None:
         """Keep the agreed plan, if it is new."""
-        self._to = self._writer.FileSystemWriter(directory)
+        self._folder = self._at.writing(written)
         if plan is not None:
             self._plan = _Plan(plan_id, self._place, self._own, self._unpickled(plan), self._metadata)
             _kept[:] = [self._plan]
@@ -335,32 +334,30 @@ class _Saving:
     def write(self) -> bytes:
         """Write this rank's file. Return where each entry is in it."""
         plan = self._planner.finish_plan(self._plan.items)
-        results, file = self._to.write(plan, self._planner, self._open)
-        self._written += [] if file is None else [file]
-        return self._pickled(results)
+        assert self._folder is not None
+        return self._pickled(self._writer.write(self._folder, plan, self._planner))
 
-    def write_metadata(self, results: list[bytes]) -> None:
-        """Write the metadata, on rank 0, when all ranks have written."""
+    def make_metadata(self, results: list[bytes]) -> None:
+        """Make the bytes of the metadata, on rank 0, when all ranks have written."""
         metadata, found = dataclasses.replace(self._plan.metadata), list(map(self._unpickled, results))
-        self._written.append(self._to.write_metadata(metadata, found, self._open))
+        self._metadata = self._writer.metadata_bytes(metadata, found)
 
     def flush(self) -> None:
-        """Flush this rank's files to the disk."""
-        for file in self._written:
-            file.flush()
-        self._open.close()
+        """Flush this rank's file."""
+        assert self._folder is not None
+        self._folder.flush()
 
     def publish(self, _: list[None]) -> None:
-        """Put the directory in its place, on rank 0, when all files are on the disks."""
-        assert self._directory is not None
-        self._to.publish_metadata()
-        self._directory.publish()
+        """Put the checkpoint in its place, on rank 0, when the files of all ranks are complete."""
+        assert self._new is not None
+        self._new.publish(*self._metadata)
 
     def discard(self) -> None:
         """Remove the written files, unless they are published."""
-        self._open.close()
-        if self._directory is not None:
-            self._directory.discard()
+        if self._folder is not None:
+            self._folder.close()
+        if self._new is not None:
+            self._new.discard()
 
 
 _background: list[Save] = []  # saves that are running, or whose outcome nobody has retrieved
@@ -381,7 +378,9 @@ def _check_failures(before: Sequence[str | None]) -> None:
 
 @functools.cache
 def _report_at_exit() -> None:
-    atexit.register(_report)
+    # Before `concurrent.futures` takes no more work, which libraries of stores give it: `atexit` calls after that.
+    register = getattr(threading, "_register_atexit", atexit.register)
+    register(_report)
 
 
 def _report() -> None:
@@ -404,12 +403,12 @@ def check_digests(digests: Sequence[str]) -> None:
 class _Loading:
     """The load of one rank. _entries.py, [Note: Nothing is changed by a failed load]"""
 
-    def __init__(self, path: Path, is_first: bool, strict: bool, verify: bool, report: Report | None) -> None:
+    def __init__(self, at: Location, is_first: bool, strict: bool, verify: bool, report: Report | None) -> None:
         from flatshard.checkpoint import _reader
 
-        self._files, self._path, self._strict = _reader, path, strict
-        self._reader = _reader.FileSystemReader(path, verify=verify)
-        self._reader.progress = ByteCount("loading", path, report, is_first)
+        self._files, self._at, self._strict = _reader, at, strict
+        self._reader = _reader.FileSystemReader(str(at), verify=verify)
+        self._reader.progress = ByteCount("loading", str(at), report, is_first)
         self._entries: dict[str, Entry] = {}
         self._loaded: dict[str, Any] = {}
         self._later: list[Any] = []  # pieces to read in place
@@ -417,7 +416,7 @@ class _Loading:
 
     def check(self, state: Mapping[str, Any]) -> str:
         """Check and read what phase 1 can. Return the digest of the metadata, which must be the same on all ranks."""
-        self._reader.reset(disk.find(disk.real(self._path)))
+        self._reader.folder = self._at.find()
         metadata = self._reader.read_metadata()
         names = metadata.state_dict_metadata
         self._entries = {entry.key: entry for entry in entries(state, self._strict)}

@@ -18,6 +18,7 @@ import os
 import pickle
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -29,10 +30,10 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.futures import Future
 
-from flatshard._base.environment import local_world_size
 from flatshard._base.errors import name_list
 from flatshard.checkpoint import _disk as disk
 from flatshard.checkpoint._container import BLOCK, checksums, memory_of
+from flatshard.checkpoint._location import Folder, OpenFile, locate
 from flatshard.checkpoint._metadata import Body, body_of, read_metadata
 from flatshard.checkpoint._sharded_value import ShardedValue, view_of
 
@@ -84,7 +85,7 @@ class EntryPiece(NamedTuple):
         return here == there or all(n == 1 or s == t for n, s, t in zip(target.shape, here, there, strict=True))
 
 
-class FileSystemReader(disk.LocalPath, TorchReader):  # type: ignore[misc]  # `path` is a property
+class FileSystemReader(TorchReader):
     """``torch.distributed.checkpoint.load(state, storage_reader=FileSystemReader(path))``: executes nothing, reads in place.
 
     Everything that the load needs is checked before anything is read in place: files that are missing, cut off or outside of
@@ -103,15 +104,27 @@ class FileSystemReader(disk.LocalPath, TorchReader):  # type: ignore[misc]  # `p
     def __init__(self, path: str | os.PathLike[str], *, verify: bool = True) -> None:
         """
         Args:
-            path: the checkpoint's directory.
+            path: the checkpoint's directory, or its URL in a store: see :func:`flatshard.load_checkpoint`.
             verify: compare the bytes with their sums, which reads the files once more.
         """
+        self.folder: Folder
         super().__init__(path)
+        self.folder = locate(path, "FileSystemReader").folder()  # torch makes a `Path` of URLs
         self.progress: disk.ByteCount | None = None
         self.digest = ""  # of the metadata: the same on all ranks that load one checkpoint
         self.metadata: Metadata
         self._verify = verify
         self._versions: dict[str, tuple[int, ...] | None] = {}  # of the files that have been checked
+
+    @property
+    def path(self) -> Path:
+        """The checkpoint's directory."""
+        return self._path
+
+    @path.setter
+    def path(self, path: Path) -> None:
+        self._path = path
+        self.folder = locate(path, "FileSystemReader").folder()
 
     # -- torch's -------------------------------------------------------------------------------------------------------
 
@@ -123,7 +136,9 @@ class FileSystemReader(disk.LocalPath, TorchReader):  # type: ignore[misc]  # `p
         """
         with self.folder.open(disk.METADATA) as file:
             self._versions = {disk.METADATA: (version := self.folder.version(disk.METADATA))}
-            data = bytes(read_bytes(file, 0, 0 if version is None else version[0]))
+            if version is None:
+                raise FileNotFoundError(f"{str(self.path)!r} is no checkpoint: it has no {disk.METADATA}")
+            data = bytes(read_bytes(file, 0, version[0]))
         self.metadata, self.digest = read_metadata(data), hashlib.blake2b(data, digest_size=16).hexdigest()
         return self.metadata
 
@@ -242,7 +257,7 @@ class FileSystemReader(disk.LocalPath, TorchReader):  # type: ignore[misc]  # `p
         for entry in dict.fromkeys(span.entry for span in wrong if span.entry is not None):
             yield f"{_describe(entry)} in {name!r} (its bytes do not have their sum)"
 
-    def _read_file(self, file: disk.OpenFile, pieces: list[EntryPiece]) -> None:
+    def _read_file(self, file: OpenFile, pieces: list[EntryPiece]) -> None:
         in_place: list[tuple[EntryPiece, torch.Tensor]] = []
         for piece in pieces:
             if piece.target is None:
@@ -268,7 +283,7 @@ class FileSystemReader(disk.LocalPath, TorchReader):  # type: ignore[misc]  # `p
         for piece, target in in_place:
             piece.done(target)
 
-    def _fill(self, file: disk.OpenFile, places: list[tuple[EntryPiece, torch.Tensor]]) -> None:
+    def _fill(self, file: OpenFile, places: list[tuple[EntryPiece, torch.Tensor]]) -> None:
         """Read the memory of each tensor from ``file``."""
         memories = [(memory_of(tensor), piece.start) for piece, tensor in places]
         spans = [
@@ -314,7 +329,7 @@ def _summed(pieces: list[EntryPiece]) -> list[FileSpan]:
     return spans
 
 
-def read_spans(file: disk.OpenFile, spans: Iterable[FileSpan], count: Callable[[int], object]) -> list[FileSpan]:
+def read_spans(file: OpenFile, spans: Iterable[FileSpan], count: Callable[[int], object]) -> list[FileSpan]:
     """Read the spans with a place, and return the other spans that do not have their sums.
 
     ``count`` is called with the number of bytes of each finished share.
@@ -329,8 +344,7 @@ def read_spans(file: disk.OpenFile, spans: Iterable[FileSpan], count: Callable[[
         room -= span.nbytes
     wrong: list[FileSpan] = []
     read = functools.partial(_read_share, file)
-    # This rank's share of the cores, as memory and most disks are faster than one.
-    threads = min(8, max(1, (os.cpu_count() or 1) // (local_world_size() or 1)), len(shares))
+    threads = min(file.threads, len(shares))
     with contextlib.ExitStack() as stack:
         done = stack.enter_context(ThreadPoolExecutor(threads)).map(read, shares) if threads > 1 else map(read, shares)
         for share, found in zip(shares, done, strict=True):
@@ -339,7 +353,7 @@ def read_spans(file: disk.OpenFile, spans: Iterable[FileSpan], count: Callable[[
     return wrong
 
 
-def _read_share(file: disk.OpenFile, share: list[FileSpan]) -> list[FileSpan]:
+def _read_share(file: OpenFile, share: list[FileSpan]) -> list[FileSpan]:
     wrong: list[FileSpan] = []
     memory = memoryview(bytearray(BLOCK))  # as large as a core's cache: what is read is summed there
     for span in share:
@@ -356,7 +370,7 @@ def _read_share(file: disk.OpenFile, share: list[FileSpan]) -> list[FileSpan]:
     return wrong
 
 
-def _load(file: disk.OpenFile, piece: EntryPiece) -> torch.Tensor:
+def _load(file: OpenFile, piece: EntryPiece) -> torch.Tensor:
     """Return the piece of a tensor that ``torch.save`` wrote."""
     stream = io.BytesIO(read_bytes(file, piece.start, piece.nbytes))
     tensor: torch.Tensor = torch.load(stream, map_location="cpu", weights_only=True)
@@ -370,7 +384,7 @@ def _region(tensor: torch.Tensor, offsets: Sequence[int], lengths: Sequence[int]
     return tensor
 
 
-def read_bytes(file: disk.OpenFile, start: int, nbytes: int) -> bytearray:
+def read_bytes(file: OpenFile, start: int, nbytes: int) -> bytearray:
     data = bytearray(nbytes)
     file.read(memoryview(data), start)
     return data

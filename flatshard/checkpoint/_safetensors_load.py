@@ -99,10 +99,11 @@ def load_safetensors(
             off, outside of the folder, or of a format that is not read (pickles, GGUF). If the disk fails after everything
             was checked, the message says that some values are changed.
     """
-    at = check_call(directory, {"": module}, process_group, "load_safetensors")
+    at = disk.local(directory, "load_safetensors")
+    check_call(at, {"": module}, process_group, "load_safetensors")
     job = make_barrier(process_group, f"load_safetensors({str(at)!r})", timeout)
     reader = SafetensorsReader(at, name, rename)
-    reader.progress = ByteCount("loading", at, progress, job.is_first)
+    reader.progress = ByteCount("loading", str(at), progress, job.is_first)
     loading = _SafetensorsLoading(module, reader, strict)
     with job:
         job.share(loading.check, check_digests)
@@ -199,11 +200,8 @@ class SafetensorsReader(FileSystemReader):
 
     def __init__(self, path: Path, name: str | None, rename: Rename | None) -> None:
         super().__init__(path, verify=False)
+        self.folder = _PlainFolder(path)
         self._name, self._rename = name, rename or str
-
-    @property
-    def folder(self) -> disk.Folder:
-        return _PlainFolder(self.path)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Return metadata made of the headers.

@@ -6,20 +6,21 @@ tensor's own bytes, which torch's reader ignores. _container.py, [Note: Memory a
 
 from __future__ import annotations
 
-import contextlib
 import io
 import math
+import os
 import re
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, DEFAULT_SUFFIX
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, DEFAULT_SUFFIX, _StoragePrefix
 from torch.distributed.checkpoint.filesystem import FileSystemWriter as TorchWriter
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
@@ -28,12 +29,11 @@ from flatshard._base.errors import name_list
 from flatshard.checkpoint import _disk as disk
 from flatshard.checkpoint._boxes import memory_dims
 from flatshard.checkpoint._container import ALIGNMENT, around, checksums, memory_of
+from flatshard.checkpoint._location import Folder, NewFile
 from flatshard.checkpoint._metadata import Body, pickled_metadata, place_of, seal
 
-_UNPUBLISHED = f"{disk.METADATA}.tmp"
 
-
-class FileSystemWriter(disk.LocalPath, TorchWriter):  # type: ignore[misc]  # `path` is a property
+class FileSystemWriter(TorchWriter):
     """``torch.distributed.checkpoint.save(state, storage_writer=FileSystemWriter(path))``: a flushed file a rank, no copies.
 
     Any reader reads what it writes; ``flatshard.checkpoint.FileSystemReader`` verifies it.
@@ -51,51 +51,55 @@ class FileSystemWriter(disk.LocalPath, TorchWriter):  # type: ignore[misc]  # `p
     existing checkpoint.
     """
 
+    @property
+    def path(self) -> Path:
+        """The checkpoint's directory."""
+        return self._path
+
+    @path.setter
+    def path(self, path: str | os.PathLike[str]) -> None:
+        self._path = disk.local(path, "FileSystemWriter")
+
     def write_data(self, plan: SavePlan, planner: Any) -> Future[list[WriteResult]]:
         """See torch."""
-        future: Future[list[WriteResult]] = Future()
-        with contextlib.ExitStack() as files:
-            results, file = self.write(plan, planner, files)
-            if file is not None:
-                file.flush()
+        folder, future = disk.Folder(self._path), Future[list[WriteResult]]()
+        try:
+            results = write(folder, plan, planner)
+            folder.flush()
+        finally:
+            folder.close()
         future.set_result(results)
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """See torch."""
-        with contextlib.ExitStack() as files:
-            self.write_metadata(metadata, results, files).flush()
-        self.publish_metadata()
-
-    # -- without a flush -----------------------------------------------------------------------------------------------
-
-    def write(
-        self, plan: SavePlan, planner: Any, files: contextlib.ExitStack
-    ) -> tuple[list[WriteResult], disk.NewFile | None]:
-        """Internal: write this rank's file, open until ``files`` closes, or no file if it has nothing to write."""
-        if not plan.items:
-            return [], None
-        name = f"{plan.storage_data.prefix}0{DEFAULT_SUFFIX}"
-        file = files.enter_context(self.folder.create(name))
-        return _written(file, name, plan.items, planner), file
-
-    def write_metadata(
-        self, metadata: Metadata, results: list[list[WriteResult]], files: contextlib.ExitStack
-    ) -> disk.NewFile:
-        """Internal: write the metadata under a temporary name, open until ``files`` closes."""
-        metadata.version, metadata.storage_meta = CURRENT_DCP_VERSION, self.storage_meta()
-        metadata.storage_data = {r.index: r.storage_data for each in results for r in each}
-        data = pickled_metadata(metadata)
-        file = files.enter_context(self.folder.create(_UNPUBLISHED))
-        file.write(data, seal(data))
-        return file
-
-    def publish_metadata(self) -> None:
-        """Internal: give the metadata its name. Without it a directory is no checkpoint."""
-        self.folder.rename(_UNPUBLISHED, disk.METADATA)
+        disk.Folder(self._path).publish(disk.METADATA, *metadata_bytes(metadata, results, self.storage_meta()))
 
 
-def _written(file: disk.NewFile, name: str, items: list[WriteItem], planner: Any) -> list[WriteResult]:
+def with_prefixes(plans: Iterable[SavePlan]) -> list[SavePlan]:
+    """Return the plans of all ranks, each with the beginning of the rank's file name, as torch's writer does."""
+    return [replace(plan, storage_data=_StoragePrefix(f"__{rank}_")) for rank, plan in enumerate(plans)]
+
+
+def write(folder: Folder, plan: SavePlan, planner: Any) -> list[WriteResult]:
+    """Write this rank's file, or no file if it has nothing to write. Return where each entry is in it."""
+    if not plan.items:
+        return []
+    name = f"{plan.storage_data.prefix}0{DEFAULT_SUFFIX}"
+    return folder.write(name, lambda file: _written(file, plan.items, planner))
+
+
+def metadata_bytes(
+    metadata: Metadata, results: list[list[WriteResult]], storage_meta: StorageMeta | None = None
+) -> tuple[bytes, bytes]:
+    """Return the content of the metadata's file: without the file, a directory is no checkpoint."""
+    metadata.version, metadata.storage_meta = CURRENT_DCP_VERSION, storage_meta
+    metadata.storage_data = {r.index: r.storage_data for each in results for r in each}
+    data = pickled_metadata(metadata)
+    return data, seal(data)
+
+
+def _written(file: NewFile, items: list[WriteItem], planner: Any) -> list[WriteResult]:
     """Write ``items``, and return where each is in ``file``."""
     results: list[WriteResult] = []
     at = 0
@@ -104,7 +108,7 @@ def _written(file: disk.NewFile, name: str, items: list[WriteItem], planner: Any
         memory = data.getbuffer() if isinstance(data, io.BytesIO) else memory_of(data)
         pad = -at % ALIGNMENT
         body = Body(at + pad + len(head), memory.nbytes, stride, checksums(memory))
-        info = place_of(name, at + pad, len(head) + memory.nbytes + len(tail), body)
+        info = place_of(file.name, at + pad, len(head) + memory.nbytes + len(tail), body)
         file.write(bytes(pad) + head, memory, tail)
         results.append(WriteResult(item.index, info.length, info))
         at += pad + info.length
@@ -137,6 +141,7 @@ class SavePlanner(DefaultSavePlanner):
     def __init__(self, progress: disk.ByteCount) -> None:
         super().__init__(flatten_sharded_tensors=False)
         self._progress = progress
+        self._counted: set[Any] = set()  # indices of resolved items: a store may need them again
         self._streams: dict[str, io.BytesIO] = {}
 
     def set_up_planner(self, state_dict: Any, *args: Any, **kwargs: Any) -> None:
@@ -187,7 +192,9 @@ class SavePlanner(DefaultSavePlanner):
 
     def resolve_data(self, write_item: WriteItem) -> Any:
         """See torch."""
-        self._progress.add(_write_nbytes(write_item))
+        if write_item.index not in self._counted:
+            self._counted.add(write_item.index)
+            self._progress.add(_write_nbytes(write_item))
         return self._streams.get(write_item.index.fqn) or super().resolve_data(write_item)
 
 

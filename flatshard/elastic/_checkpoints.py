@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import re
-import shutil
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from flatshard._comm.process_groups import default_group, membership
 from flatshard.checkpoint import RankError, save_checkpoint
+from flatshard.checkpoint._location import Location
 from flatshard.elastic._exchange import Channel
 
 _NAME = re.compile(r"step-(\d+)")
@@ -24,23 +23,21 @@ class Checkpoints:
     """The checkpoints of a job, which are saved while training continues. All but the newest two are removed.
 
     Args:
-        directory: a directory that all ranks see.
+        directory: a directory that all ranks see, or a URL.
         every: the number of steps between two saves.
         say: called with lines of text for the user.
     """
 
-    def __init__(self, directory: Path, every: int, say: Callable[[str], object]) -> None:
+    def __init__(self, directory: Location, every: int, say: Callable[[str], object]) -> None:
         self.directory, self.every, self._say = directory, every, say
-        self._under_way: tuple[Path, Future[None]] | None = None
+        self._under_way: tuple[str, Future[None]] | None = None
         self._has_begun = False  # a save has, so the state can be saved
-        self._saved: list[Path] = []  # oldest first
+        self._saved: list[str] = []  # names, oldest first
 
     def newest(self) -> str | None:
         """Return the path of the newest checkpoint in the directory, or None."""
-        if not self.directory.is_dir():
-            return None
-        found = [(int(m[1]), path) for path in self.directory.iterdir() if (m := _NAME.fullmatch(path.name))]
-        return str(max(found)[1]) if found else None
+        found = [(int(m[1]), name) for name in self.directory.checkpoints() if (m := _NAME.fullmatch(name))]
+        return str(self.directory.child(max(found)[1])) if found else None
 
     def save(self, step: int, state: Mapping[str, Any], timeout: timedelta) -> None:
         """Begin to save, if it is time. All ranks call it after the same step.
@@ -57,15 +54,14 @@ class Checkpoints:
             return
         group = default_group()
         assert group is not None
-        path = self.directory / f"step-{step}"
+        name = f"step-{step}"
+        path = str(self.directory.child(name))
         ended = self._under_way is None or self._under_way[1].done()
         begun = Channel(group, torch.device("cpu")).objects((ended, self._has_begun))
         if not all(ended for ended, _ in begun):
             self._say(f"{path} is not saved: the save before has not ended, so it takes longer than {self.every} steps")
             return
         self.wait()
-        if membership(group)[0] == 0:
-            self.directory.mkdir(parents=True, exist_ok=True)
         try:
             save = save_checkpoint(path, state, overwrite=True, async_op=True, timeout=timeout)
         except RankError as e:
@@ -73,21 +69,19 @@ class Checkpoints:
                 raise
             self._say(f"{path} is not saved: {e}")
         else:
-            self._under_way, self._has_begun = (path, save), True
+            self._under_way, self._has_begun = (name, save), True
 
     def wait(self) -> None:
         """Wait for the save that is under way, and report a failure."""
         if self._under_way is None:
             return
-        (path, save), self._under_way = self._under_way, None
+        (name, save), self._under_way = self._under_way, None
         if (error := save.exception()) is not None:
-            self._say(f"{path} is not saved: {error}")
+            self._say(f"{self.directory.child(name)} is not saved: {error}")
             return
-        self._saved = [*(each for each in self._saved if each != path), path]
+        self._saved = [*(each for each in self._saved if each != name), name]
         is_first = membership(default_group())[0] == 0
         while len(self._saved) > _KEPT:
-            old = self._saved.pop(0)
-            if is_first and old.exists():
-                gone = old.with_name(f".{old.name}-removed")
-                old.rename(gone)  # at once: no checkpoint is ever half removed
-                shutil.rmtree(gone)
+            old = self.directory.child(self._saved.pop(0))
+            if is_first:
+                old.remove()

@@ -7,7 +7,6 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Self, TypeVar
 
@@ -21,7 +20,7 @@ from flatshard._base.old_names import old_arguments
 from flatshard._composable.features.summon import recover
 from flatshard._composable.find import units_of_parameters
 from flatshard.checkpoint import RankError, load_checkpoint
-from flatshard.checkpoint._disk import local
+from flatshard.checkpoint._location import locate
 from flatshard.elastic import _exchange, _units, _values
 from flatshard.elastic._checkpoints import Checkpoints
 from flatshard.elastic._copies import Copies, Generation, Number
@@ -93,11 +92,11 @@ class Job:
             rank keeps ``1 + 2 * copies`` times its shards in host memory beside the model, with parameters on an accelerator
             8 MiB more, and a recovery up to ``2 + copies`` times more.
         copy_every: the number of steps between two generations of copies. A death loses as many steps.
-        checkpoint_dir: a directory that all ranks see. Every ``save_every`` steps the state is saved to ``step-<number>``
-            in it while training continues, and the newest two are kept. The job begins at the newest, and returns to it if
-            some shard of the model is on no rank. Pass the same ``steps`` each time. A save during which a rank dies is
-            given up after the timeout of ``world``, and no other begins before. A save that fails is skipped with a line to
-            ``log``; but if the first one cannot begin, the job ends: its state cannot be saved.
+        checkpoint_dir: a directory that all ranks see, or a URL. Every ``save_every`` steps the state is saved to
+            ``step-<number>`` in it while training continues, and the newest two are kept. The job begins at the newest, and
+            returns to it if some shard of the model is on no rank. Pass the same ``steps`` each time. A save during which a
+            rank dies is given up after the timeout of ``world``, and no other begins before. A save that fails is skipped
+            with a line to ``log``; but if the first one cannot begin, the job ends: its state cannot be saved.
         save_every: see ``checkpoint_dir``.
         log: called on the first rank with a line of text when ranks died or joined, or a save was skipped.
 
@@ -138,7 +137,7 @@ class Job:
             optimizer.register_step_pre_hook(lambda *_: self._copies.commit())
             optimizer.register_step_post_hook(lambda *_, number=number: self._copies.note_stepped(number))
         self._checkpoints = (
-            None if checkpoint_dir is None else Checkpoints(local(checkpoint_dir, _VERB), save_every, self._tell_first)
+            None if checkpoint_dir is None else Checkpoints(locate(checkpoint_dir, _VERB), save_every, self._tell_first)
         )
         self._shards = _units.place_of(job.units)[1]
         self._at = 0  # completed steps
@@ -318,7 +317,7 @@ class Job:
         assert self._checkpoints is not None
         newest: str | None = channel.objects(self._checkpoints.newest() if channel.rank == 0 else None)[0]
         if newest is not None:
-            loaded = load_checkpoint(Path(newest), self._state(), timeout=self._world.timeout)
+            loaded = load_checkpoint(newest, self._state(), timeout=self._world.timeout)
             self._at = loaded["steps"]
             self._tell_first(f"loaded {newest}")
         return newest is not None

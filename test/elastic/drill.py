@@ -41,7 +41,7 @@ POINTS: dict[str, list[tuple[Any, str]]] = {
     "saving": [
         (_checkpoints.Checkpoints, "save"),
         (_checkpoints.Checkpoints, "wait"),
-        (_writer.FileSystemWriter, "write"),
+        (_writer, "write"),
         (_disk.NewFile, "flush"),
         (_disk.NewDirectory, "publish"),
     ],

@@ -351,9 +351,14 @@ def test_groups_that_others_make(alone):
     assert dist.distributed_c10d.default_pg_timeout == torchs
 
 
-def test_checkpoints(alone, tmp_path):
+@pytest.mark.parametrize("scheme", ["", "objects://"])
+def test_checkpoints(alone, tmp_path, scheme):
     """A job begins at the newest checkpoint, with all of its state, and keeps two."""
-    job, model, optimizer = job_in(alone(), checkpoint_dir=tmp_path, save_every=2)
+    if scheme:
+        pytest.importorskip("fsspec")
+        import object_store  # noqa: F401
+    directory = f"{scheme}{tmp_path}"
+    job, model, optimizer = job_in(alone(), checkpoint_dir=directory, save_every=2)
     run, expected = job.steps(range(9)), []
     for step in run:
         with job.attempt():
@@ -366,7 +371,7 @@ def test_checkpoints(alone, tmp_path):
             break
     job._checkpoints.wait()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-4", "step-6"]
-    job, model, optimizer = job_in(alone(fresh=True), checkpoint_dir=tmp_path, save_every=2)
+    job, model, optimizer = job_in(alone(fresh=True), checkpoint_dir=directory, save_every=2)
     run = job.steps(range(9))
     assert next(run) == 6
     torch.testing.assert_close(values(model), expected, rtol=0, atol=0)

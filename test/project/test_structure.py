@@ -47,6 +47,7 @@ INNER_IMPORTS = {
     ("checkpoint._sharded_value", "torch.distributed.tensor._utils"),  # as above
     ("checkpoint._sharded_value", "torch.distributed.checkpoint.metadata"),  # another half
     ("checkpoint._sharded_value", "torch.distributed.checkpoint.planner"),
+    ("checkpoint._store", "fsspec.core"),  # fsspec may be absent
     ("planning._recording", "torch.utils.flop_counter"),  # an eighth: it imports triton, where that is installed
     ("integrations.trainer", "flatshard.integrations.peft"),  # peft may be absent
 }
@@ -155,7 +156,7 @@ def test_imports_inside_functions_are_listed():
 def test_nothing_imports_beyond_torch_and_the_standard_library():
     ours = {n: tree for n, tree in TREES.items() if package_of(n) != "integrations"}
     found = {module.partition(".")[0] for tree in ours.values() for _, module, _ in imports(tree)}
-    assert found - set(sys.stdlib_module_names) <= {"flatshard", "torch", "typing_extensions"}
+    assert found - set(sys.stdlib_module_names) <= {"flatshard", "torch", "typing_extensions", "fsspec"}
 
 
 # -- what few modules may do -------------------------------------------------------------------------------------------
