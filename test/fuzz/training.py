@@ -72,7 +72,9 @@ class Training(Runner):
             return None  # unsharded parameters have their own dtype
         if self.device is not CPU and any(shown.options.get("offload_to_cpu") for shown in twin.shown):
             return None  # unsharded parameters are on the CPU
-        if changes and twin.shown and isinstance(statement, programs.Forward):
+        if changes and (
+            (twin.kept and twin.sharding.static_buffers) or (twin.shown and isinstance(statement, programs.Forward))
+        ):
             return None  # a later unit may refuse it when some have changed already
         if bomb and model.has("change") and bomb.error == "KeyboardInterrupt":
             bomb = None  # changes by the forward before the exception may be lost
