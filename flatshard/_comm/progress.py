@@ -69,7 +69,7 @@ class Label:
         self.unit = unit
         self.tag = tag  # a multiple of four below 2**31
         self.identity = identity
-        # Who describes the unit. A label outlives its unit. Not a `WeakMethod`, which torch's stagers cannot copy.
+        # The handle that describes the unit. A label outlives it. Not a `WeakMethod`, which torch's stagers cannot copy.
         self._handle: weakref.ref[Described] | None = None
 
     def describe_by(self, handle: Described) -> None:

@@ -220,9 +220,10 @@ OTHERS = {
     *(
         "FileSystemReader",
         "FileSystemWriter",
+        "load_safetensors",
         "rekey_optim_state_dict",
         "optim_state_dict_to_load",
-    ),  # for torch and plain models: checkpoint/
+    ),  # for torch, plain models and folders of others: checkpoint/
     *("full_shape", "check_whole_parameters"),  # optim/test_whole_optimizer.py
     "offload_training_state",  # nothing moves on CPU: accelerator/offload.py
     *("Job", "World", "LostShardsError", "ExcludedError"),  # loss of ranks: elastic/
