@@ -280,3 +280,20 @@ def test_a_failure_after_the_change_has_begun_says_so():
             fully_shard(model, policy={nn.Linear}, param_init_fn=init, device_id="cpu")
         assert "build it anew" in e.value.__notes__[0]
         assert not torch.__future__.get_swap_module_params_on_conversion()
+
+
+def test_what_a_dtensor_would_have(world):
+    """Ported scripts learn what to write; ``hasattr`` and ``getattr`` with a default find nothing."""
+    world(2)
+    param = fully_shard(nn.Linear(4, 4)).weight
+    for name, cure in (
+        ("full_tensor", r"flatshard\.summon_full_params\(module\)"),
+        ("to_local", "the parameter itself"),
+        ("placements", r"shard_info\(p\)"),
+        ("device_mesh", r"shard_info\(p\)"),
+    ):
+        with pytest.raises(
+            AttributeError, match=rf"'weight' is this rank's shard, and not a DTensor with {name}: .*{cure}"
+        ):
+            getattr(param, name)
+        assert not hasattr(param, name)
