@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from flatshard._comm.payloads import PLAIN, Payloads
+from flatshard._comm.payloads import decode, encode
 
 _NOTHING = b"\0nothing"  # no value of ours
 _PIECE = 2**20  # bytes under one key: stores limit them
@@ -44,15 +44,14 @@ class Rendezvous:
     Args:
         store: a store that all ranks reach.
         prefix: the beginning of each key.
-        payloads: the kinds of values.
     """
 
-    def __init__(self, store: Any, prefix: str, payloads: Payloads = PLAIN) -> None:
-        self._store, self._prefix, self._payloads = store, prefix, payloads
+    def __init__(self, store: Any, prefix: str) -> None:
+        self._store, self._prefix = store, prefix
 
     def put(self, key: str, value: Any) -> None:
         """Set a key. Long values are cut into pieces under keys of their own."""
-        data, key = self._payloads.encode(value).encode(), self._prefix + key
+        data, key = encode(value).encode(), self._prefix + key
         if len(data) > _PIECE:
             pieces = [data[i : i + _PIECE] for i in range(0, len(data), _PIECE)]
             for number, piece in enumerate(pieces):
@@ -62,7 +61,7 @@ class Rendezvous:
 
     def propose(self, key: str, value: Any) -> Any:
         """Set a key unless it is set, and return its value: that of the first rank, on all ranks."""
-        return self._payloads.decode(self._store.compare_set(self._prefix + key, "", self._payloads.encode(value)))
+        return decode(self._store.compare_set(self._prefix + key, "", encode(value)))
 
     def peek(self, key: str) -> bytes | None:
         """Return the bytes under a key, or None if it is not set. [Note: No read waits]"""
@@ -77,14 +76,14 @@ class Rendezvous:
             ValueError: no rank of this version wrote it.
         """
         data, _ = self._fetch(key)
-        return None if data is None else self._payloads.decode(data)
+        return None if data is None else decode(data)
 
     def take(self, key: str) -> Any:
         """Return the value of a key as ``read`` does, and delete it."""
         data, keys = self._fetch(key)
         for each in keys:
             self.remove(each)
-        return None if data is None else self._payloads.decode(data)
+        return None if data is None else decode(data)
 
     def _fetch(self, key: str) -> tuple[bytes | None, list[str]]:
         """Return the bytes of a value, or None if some are missing, and the keys that hold them."""

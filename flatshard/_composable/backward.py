@@ -83,9 +83,7 @@ class Backward:
         # The callbacks of the graph tasks under way, outermost first. They die when the engine drops the task.
         self._tasks: dict[int, weakref.ref[Callable[[], None]]] = {}
         self._bringing: set[int] = set()  # graph tasks with gradients for at least one unit
-        self._touched: list[
-            Unit
-        ] = []  # units that this backward has gathered or reached, in the order of the first touch
+        self._touched: list[Unit] = []  # gathered or reached, in the order of the first touch
         self._idle: dict[Unit, None] = {}  # in the state IDLE: each forward that is reached asks for them
         self._ready: set[Unit] = set()  # complete units in the queue
         # It builds a graph (create_graph), or retains a graph that was built so (retain_graph). A backward of that graph

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from flatshard._base.errors import CollectiveError
 from flatshard._comm.backends import builtin_collectives
-from flatshard._comm.payloads import PLAIN
+from flatshard._comm.payloads import decode, encode
 from flatshard._comm.progress import NOBODY
 
 Span = tuple[int, int]
@@ -63,12 +63,12 @@ class Channel:
         """Return the value of each rank, by rank. payloads.py, [Note: Nothing from another rank is executed]"""
         if self.size == 1:
             return [value]
-        data = torch.frombuffer(bytearray(PLAIN.encode(value).encode()), dtype=torch.uint8)
+        data = torch.frombuffer(bytearray(encode(value).encode()), dtype=torch.uint8)
         sizes = self.gather(torch.tensor([data.numel()], device="cpu")).tolist()
         padded = torch.zeros(max(sizes), dtype=torch.uint8, device="cpu")
         padded[: data.numel()] = data
         rows = self.gather(padded).view(self.size, -1)
-        return [PLAIN.decode(ctypes.string_at(row.data_ptr(), n)) for row, n in zip(rows, sizes, strict=True)]
+        return [decode(ctypes.string_at(row.data_ptr(), n)) for row, n in zip(rows, sizes, strict=True)]
 
     def gather(self, row: torch.Tensor) -> torch.Tensor:
         """Return the ``row`` of each rank, end to end."""

@@ -13,7 +13,7 @@ from pool import Pool
 from torch import Tensor, nn
 
 import flatshard
-from flatshard._comm.payloads import PLAIN
+from flatshard._comm.payloads import encode
 from flatshard._comm.progress import Label
 from flatshard._comm.rendezvous import Rendezvous
 from flatshard._handle.reduction import Unused
@@ -133,4 +133,4 @@ def test_nothing_in_a_store_is_executed(tmp_path: Path) -> None:
             Barrier(store, 0, range(2), "save", 5).__enter__()
     assert not (tmp_path / "executed").exists()
     with pytest.raises(TypeError, match="values of type object cannot be sent to other ranks"):
-        PLAIN.encode([object()])
+        encode([object()])
