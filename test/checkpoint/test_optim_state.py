@@ -73,6 +73,24 @@ def whole(model: nn.Module, optimizer: Any, expected: dict[str, Any]) -> None:
     same(optim_state_dict(model, optimizer, full=True), expected)
 
 
+@ranks(2)
+def test_plain_model_and_optimizer_continue(ctx) -> None:
+    """Training continues without flatshard from full state, as docs/checkpoints.md says."""
+    plain = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    model = fully_shard(copy.deepcopy(plain), policy={nn.Linear}, process_group=ctx.group)
+    optimizer, later = adamw(model), adamw(plain)
+    x = torch.ones(2, 3)
+    model(x).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    plain.load_state_dict(flatshard.checkpoint.full_state_dict(model))
+    later.load_state_dict(optim_state_dict(model, optimizer, full=True))
+    for each, its_optimizer in ((model, optimizer), (plain, later)):
+        each(x).sum().backward()
+        its_optimizer.step()
+    torch.testing.assert_close({**flatshard.checkpoint.full_state_dict(model)}, {**plain.state_dict()})
+
+
 @ranks(3)
 def test_flat_parameters(ctx) -> None:
     """An optimizer over flat parameters loads and saves the same state as one over single parameters."""
