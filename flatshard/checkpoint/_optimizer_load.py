@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves
 
 from flatshard._base.old_names import old_arguments
 from flatshard._base.optimizers import (
@@ -19,7 +18,6 @@ from flatshard._base.optimizers import (
     steps_elsewhere,
     steps_whole,
 )
-from flatshard._handle.unit_ranks import UnitRanks
 from flatshard.checkpoint._barrier import agree
 from flatshard.checkpoint._optimizer_hooks import register_hooks
 from flatshard.checkpoint._optimizer_names import ParamNames, SteppedParam, rekey_optim_state_dict
@@ -34,8 +32,8 @@ def load_optim_state_dict(
 ) -> None:
     """Load ``state``, from :func:`optim_state_dict` or an unsharded run, into ``optimizers``.
 
-    Everything is checked before anything is changed. Where values are full on all ranks, all ranks must call this together;
-    a rank's own shards it loads alone.
+    Everything is checked before anything is changed, on all ranks: if it does not fit on one rank, none loads. All ranks must
+    call this together.
 
     Example::
 
@@ -57,18 +55,10 @@ def load_optim_state_dict(
         loads = to_load(names, optimizers, state, strict)
     except ValueError as e:
         problem = str(e)
-    agree(_ranks_to_ask(names, state, problem is not None), "load_optim_state_dict", problem, ValueError)
+    # Even if all values are shards: a rank may have none, or full values of what it alone steps, and could not tell.
+    agree({flat.ranks for _, flat in names.flats if not flat.is_whole}, "load_optim_state_dict", problem, ValueError)
     for optimizer, load in loads:
         load_into(optimizer, load)
-
-
-def _ranks_to_ask(names: ParamNames, state: dict[str, Any], is_bad: bool) -> set[UnitRanks]:
-    """Return the ranks that load together with this one: all that share shards, if it has full values; else none."""
-    found = tree_leaves(state.get("state", state) if isinstance(state, dict) else state)
-    tensors = [value for value in found if isinstance(value, torch.Tensor) and value.dim()]
-    if any(isinstance(t, ShardedValue) for t in tensors) or not (tensors or is_bad):
-        return set()
-    return {flat.ranks for _, flat in names.flats if not flat.is_whole}
 
 
 @old_arguments(optim="optimizer")

@@ -234,7 +234,8 @@ class Runner:
                 assert all(p.grad is None for p in model.parameters())
             case "torch's":
                 get_model_state_dict(model)
-                get_optimizer_state_dict(model, torch.optim.AdamW(model.parameters()))
+                if all(p.grad_dtype in (None, p.dtype) for p in model.parameters()):  # else torch refuses any model
+                    get_optimizer_state_dict(model, torch.optim.AdamW(model.parameters()))
         numels = [p.numel() for p in params.values()]
         for numel, (name, p) in zip(numels, params.items(), strict=True):
             part = part_of(p, plain.get_parameter(name))

@@ -253,6 +253,11 @@ def test_one_checkpoint_for_optimizers_of_parts_and_of_wholes(ctx, path: str) ->
         get_optimizer_state_dict(model, whole)
     whole.load_state_dict(copy.deepcopy(whole.state_dict()))
     same(optim_state_dict(model, whole, full=True), expected)
+    one = WholeParameterOptimizer([next(model.parameters())], torch.optim.AdamW)
+    one.step()
+    stepped = optim_state_dict(model, one, full=True)
+    load_optim_state_dict(model, one, optim_state_dict(model, one))  # one rank has the state, and both must meet
+    same(optim_state_dict(model, one, full=True), stepped)
 
 
 @ranks(2)
