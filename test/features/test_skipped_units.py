@@ -5,6 +5,7 @@ The fuzzer, under every option, and ``test_layer_drop`` test ranks that run diff
 
 import copy
 import functools
+import gc
 from collections.abc import Callable
 
 import pytest
@@ -151,6 +152,36 @@ def test_a_module_in_which_nothing_trains_beside_others(ctx, beside):
         model(*given[ctx.rank]).square().mean().backward()
         check_same_gradients(model, plain)
         assert {u.state for u in describe(model).units} == {"sharded"}
+
+
+@ranks(2, timeout=30)
+def test_a_frozen_unit_beside_garbage_on_one_rank(ctx):
+    """Models that one rank still has change nothing: those that trained, copies, and copies that trained."""
+    torch.manual_seed(0)
+    plain = nn.ModuleList([Block(), Block()]).double()
+    plain[1].requires_grad_(False)
+    x, garbage = torch.randn(2, 2, WIDTH).double(), []
+    for kind in ("a model", "a copy", "a copy that trained"):
+        ctx.note(kind)
+        plain.zero_grad()
+        model = nn.ModuleList(
+            [fully_shard(b, process_group=ctx.group, reshard_after_forward=True) for b in copy.deepcopy(plain)]
+        )
+        other = model if kind == "a model" else copy.deepcopy(model)
+        if kind == "a copy that trained":
+            other[1](other[0](x[ctx.rank])).square().mean().backward()
+        if ctx.rank:
+            garbage.append(other)
+        if kind == "a model":
+            model = copy.deepcopy(model)
+        del other
+        gc.collect()
+        for _ in range(2):
+            plain[1](plain[0](x[0])).square().mean().div(2).backward()
+            hidden = model[0](x[ctx.rank])
+            out = skip(model[1], hidden) if ctx.rank else model[1](hidden)
+            (out.square().mean() * (1 - ctx.rank)).backward()
+            check_same_gradients(model, plain)
 
 
 @ranks(3)

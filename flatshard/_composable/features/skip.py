@@ -18,9 +18,12 @@ images. So a rank that runs such a module writes to the process group's store wh
 once for either answer, until the user freezes or unfreezes parameters. A rank that skips it, and never ran it, waits until
 one has written, or until all ranks are found to skip it. With replicas there are two groups: a rank asks in both, and hands
 on what it reads in one to the other. It asks whatever the strategy, as backward may gather and reduce a unit that its forward
-did not: after ``reshard``, or once it is unfrozen. If the store has both answers (a loss network on real and on generated
-images), the given tensors are taken for inputs. A module of a group may be frozen, or have no parameters, where others of the
-group train.
+did not: after ``reshard``, or once it is unfrozen.
+
+An answer holds as long as the same parameters train on these ranks: a checksum of them is in its key. Ranks collect garbage
+at different times, so a unit stays in the checksum when it is gone, and one that was only copied is not in it. If the store
+has both answers (a loss network on real and on generated images), the given tensors are taken for inputs. A module of a group
+may be frozen, or have no parameters, where others of the group train.
 """
 
 from __future__ import annotations
@@ -53,12 +56,18 @@ Tensors = tuple[torch.Tensor, ...]
 
 _anchors: weakref.WeakKeyDictionary[Unit, torch.Tensor] = weakref.WeakKeyDictionary()
 
+_trained: dict[int, int] = {}
+"""A checksum of which parameters train, by the number of the process group. [Note: Whether backward comes to a frozen module]
+"""
+
 
 class Skip(Extension):
     """Makes units record what runs inside them, for ranks that pass by later."""
 
     def attach(self, unit: Unit, modules: list[nn.Module]) -> RanInside:
-        return RanInside()
+        feature = RanInside()
+        feature.count_trained(unit)
+        return feature
 
 
 class RanInside(ForwardFeature):
@@ -71,11 +80,12 @@ class RanInside(ForwardFeature):
         self._modules: dict[tuple[nn.Module, bool], list[nn.Module]] = {}  # with gradients: True
         # On process groups that have nothing to do with the unit's: after how many modules of its pass they ran.
         self._elsewhere: list[tuple[int, nn.Module]] = []
-        # Whether backward came to a module, on the ranks of this label, by the checksum of what trained then:
+        # Whether backward came to a module, on the ranks of this label, by the checksum then:
         # [Note: Whether backward comes to a frozen module]
         self._comes, self._label = dict[tuple[nn.Module, int], set[bool]](), NOBODY
         self._asked: dict[tuple[nn.Module, int], int] = {}  # how often all ranks have found that all of them skip it
-        self._trained, self._changes = 0, -1  # the checksum now, and the count of changes when it was found
+        self._counted: tuple[int, int] | None = None  # the group in whose checksum this unit is, and its summand
+        self._changes = -1  # the count of changes when all units were last counted
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RanInside:
         return RanInside()
@@ -84,7 +94,9 @@ class RanInside(ForwardFeature):
         context, elsewhere, self._elsewhere = forward.unit.context, self._elsewhere, []
         if forward.in_backward or (output is None and sys.exc_info()[1] is not None):
             return
-        if torch.is_grad_enabled() and not _trained(forward.unit, forward.module):
+        if self._counted is None:  # a copy
+            self.count_trained(forward.unit)
+        if torch.is_grad_enabled() and not _trainable_in(forward.unit, forward.module):
             self._publish(forward.unit, forward.module, output)
         order = context.latest_pass.order
         inside = [] if order[-1] is forward.module else _since(forward.module, order)
@@ -104,10 +116,22 @@ class RanInside(ForwardFeature):
 
     def _known(self, unit: Unit, module: nn.Module) -> set[bool]:
         if self._label is not unit.handle.ranks.label:  # the first time, or it is on other ranks
-            self._label, self._comes, self._asked = unit.handle.ranks.label, {}, {}
+            self._label, self._comes, self._asked, self._changes = unit.handle.ranks.label, {}, {}, -1
         if self._changes != changes.count:
-            self._changes, self._trained = changes.count, _checksum_of_trained(unit)
-        return self._comes.setdefault((module, self._trained), set())
+            self._changes = changes.count
+            for each in made_units.values():
+                if (feature := each.feature(RanInside)) is not None and feature._counted is not None:
+                    feature.count_trained(each)
+        return self._comes.setdefault(_key(unit, module), set())
+
+    def count_trained(self, unit: Unit) -> None:
+        """Count in the checksum of its process group which parameters of ``unit`` train now."""
+        number, flats = unit.runtime.number, unit.handle.flats
+        trained = bytes(p.requires_grad for flat in flats for p in flat.params)
+        group, before = self._counted or (number, 0)
+        self._counted = number, zlib.crc32(trained, unit.handle.ranks.label.tag)
+        others = _trained.get(number, 0) - (before if group == number else 0)
+        _trained[number] = (others + self._counted[1]) % 2**32
 
     def _publish(self, unit: Unit, module: nn.Module, output: Any) -> None:
         """Write to the stores whether ``output`` requires a gradient, if this rank has not written that answer yet."""
@@ -119,8 +143,8 @@ class RanInside(ForwardFeature):
 
     def _answers(self, unit: Unit, module: nn.Module, axis: Runtime) -> Rendezvous:
         """Return where ranks on ``axis`` write whether backward comes to ``module`` of ``unit``."""
-        number = called_modules(unit.module).index(module)
-        return Rendezvous(axis.store(), f"flatshard/comes/{unit.handle.ranks.label.tag}/{number}/{self._trained}/")
+        tag, number = unit.handle.ranks.label.tag, called_modules(unit.module).index(module)
+        return Rendezvous(axis.store(), f"flatshard/comes/{tag}/{number}/{_key(unit, module)[1]}/")
 
     def comes(self, unit: Unit, module: nn.Module, given: bool) -> bool:
         """Return whether backward comes to ``module`` of ``unit``, in which nothing trains and which this rank skips.
@@ -145,12 +169,13 @@ class RanInside(ForwardFeature):
                     for comes in found if other is not axis else ():
                         self._answers(unit, module, other).put(str(comes), True)
                 return found
-        self._asked[module, self._trained] = self._asked.get((module, self._trained), 0) + 1
+        key = _key(unit, module)
+        self._asked[key] = self._asked.get(key, 0) + 1
         return set()
 
     def _await_axis(self, unit: Unit, module: nn.Module, axis: Runtime) -> set[bool]:
         """Return the answers of ranks on ``axis``, or none if all of them ask for one now."""
-        answers, asked = self._answers(unit, module, axis), self._asked.get((module, self._trained), 0)
+        answers, asked = self._answers(unit, module, axis), self._asked.get(_key(unit, module), 0)
         answers.add(str(asked), 1)  # while there is no answer, all ranks have asked as often
         for _ in polls(axis.store().timeout.total_seconds(), longest=0.1):
             found = {comes for comes in (False, True) if answers.has(str(comes))}
@@ -166,19 +191,18 @@ class RanInside(ForwardFeature):
         )
 
 
+def _key(unit: Unit, module: nn.Module) -> tuple[nn.Module, int]:
+    """Return ``module`` with the checksum of what trains on the ranks of ``unit``, under which answers are known."""
+    return module, _trained[unit.runtime.number]
+
+
 def _axes(unit: Unit) -> list[Runtime]:
     """Return the runtimes of the ranks that have ``unit``: over its shards, and over its replicas."""
     ranks = unit.handle.ranks
     return [axis for axis in (ranks.shards, ranks.replicas) if axis is not None and axis.progress is not None]
 
 
-def _checksum_of_trained(unit: Unit) -> int:
-    """Return a checksum of which parameters on the ranks of ``unit`` train, the same on all of them."""
-    flats = [flat for each in made_units.values() if each.runtime is unit.runtime for flat in each.handle.flats]
-    return zlib.crc32(bytes(p.requires_grad for flat in flats for p in flat.params))
-
-
-def _trained(unit: Unit, module: nn.Module) -> list[Unit]:
+def _trainable_in(unit: Unit, module: nn.Module) -> list[Unit]:
     """Return the units of which parameters train in ``module``, which is the module of ``unit`` or one of its group."""
     able = [needed for needed in unit.needs if needed.handle.gradients.accumulators.nodes]
     if module is unit.module and able in ([], [unit]):
@@ -237,6 +261,9 @@ def _pass_by(unit: Unit, module: nn.Module, tensors: Tensors, inside: Callable[[
     try:
         hooks.pre_forward(module, (), {}, frames.of_caller())
         if torch.is_grad_enabled():
+            ran = unit.feature(RanInside)
+            if ran is not None and ran._counted is None:  # a copy
+                ran.count_trained(unit)
             # Ranks that run units inside of it need this rank for them, before they can answer.
             answers_late = any(u is not unit for u in units_below(module))
             comes = answers_late or _comes(unit, module, tensors)
@@ -257,7 +284,7 @@ def _pass_by(unit: Unit, module: nn.Module, tensors: Tensors, inside: Callable[[
 
 def _comes(unit: Unit, module: nn.Module, tensors: Tensors) -> bool:
     """Return whether backward comes to ``module`` on the ranks that run it. ``tensors``: that are passed through it here."""
-    if any(_trained(u, m) for m in module.modules() if (u := unit_of(m)) is not None):
+    if any(_trainable_in(u, m) for m in module.modules() if (u := unit_of(m)) is not None):
         return True
     given, ran = any([t.requires_grad for t in tensors]), unit.feature(RanInside)
     return given if ran is None else ran.comes(unit, module, given)
@@ -265,7 +292,7 @@ def _comes(unit: Unit, module: nn.Module, tensors: Tensors) -> bool:
 
 def _mark(unit: Unit, module: nn.Module, tensors: Tensors) -> Tensors:
     anchors: list[torch.Tensor] = []
-    if trained := _trained(unit, module):
+    if trained := _trainable_in(unit, module):
         anchors = [_anchor(each) for each in trained]
     elif not any([t.requires_grad for t in tensors]):  # as those of other ranks do
         anchors = [torch.empty(0, device=tensors[0].device, requires_grad=True)]
